@@ -1,0 +1,51 @@
+# Two commands matter to a newcomer: `make demo` and `make test`. Everything installs into .venv.
+PYTHON ?= python3
+TASKS  ?= 3000
+BIN    := .venv/bin
+STAMP  := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format docs bench constraints clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml constraints.txt outbox/_version.py
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": set PYTHON=python3.11")'
+	@echo "Installing into .venv (pinned by constraints.txt) ..."
+	@$(PYTHON) -m venv .venv || { echo "python3 -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt pip
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --build-constraint constraints.txt --group dev --editable '.[worker]'
+	@touch $@
+
+demo: $(STAMP) ## run the whole thing on the emulators: an order service, two workers, a subscriber (TASKS=3000)
+	@PYTHONPATH=docs/examples $(BIN)/python -m orders.demo --tasks $(TASKS)
+
+test: $(STAMP) ## all tests, on the real emulators
+	@$(BIN)/python -m pytest
+
+lint: $(STAMP) ## ruff and mypy --strict
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(STAMP) ## let ruff format and mend what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+docs: $(STAMP) ## write the generated reference pages again
+	@$(BIN)/python docs/generate.py
+
+bench: $(STAMP) ## tasks/s of one worker by group size, on the emulators
+	@$(BIN)/python tests/benchmarks/group_size.py
+
+constraints: ## resolve the newest versions and write constraints.txt
+	@$(PYTHON) -m venv .venv-constraints
+	@.venv-constraints/bin/python -m pip install --quiet --upgrade pip
+	@.venv-constraints/bin/python -m pip install --quiet --group dev --editable '.[worker]'
+	@{ echo '# Written by `make constraints`: every version that `make test` and `make demo` install.'; \
+	   .venv-constraints/bin/python -m pip freeze --all --exclude-editable --exclude setuptools; } > constraints.txt
+	@rm -rf .venv-constraints
+
+clean: ## remove .venv and caches
+	@rm -rf .venv .venv-constraints dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

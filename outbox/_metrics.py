@@ -1,0 +1,37 @@
+"""The seam for an application's metrics client: one method, none by default, never in the way."""
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+_log = logging.getLogger("outbox")
+
+
+class Recorder(Protocol):
+    """What `set_metrics` takes. `datadog.DogStatsd` is one as it is."""
+
+    def increment(self, metric: str, value: float, tags: Sequence[str]) -> object:
+        """Add `value` to the counter `metric`; tags are `key:value`."""
+
+
+_recorder: Recorder | None = None
+_complained = False
+
+
+def set_metrics(recorder: Recorder | None) -> None:
+    """Count registered tasks of this process through `recorder`; None (the default) counts nothing."""
+    global _recorder, _complained  # noqa: PLW0603 - process-wide by design, like logging's root
+    _recorder, _complained = recorder, False
+
+
+def count_registered(topic: str) -> None:
+    """Count one call of `register`. A broken recorder is reported once and never fails the caller."""
+    global _complained  # noqa: PLW0603 - see set_metrics
+    if _recorder is None:
+        return
+    try:
+        _recorder.increment("outbox.registered_task_count", 1, [f"topic:{topic}"])
+    except Exception:  # metrics are no reason to fail a transaction
+        if not _complained:
+            _complained = True
+            _log.warning("the metrics recorder failed; registered tasks are not counted", exc_info=True)

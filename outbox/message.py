@@ -1,0 +1,147 @@
+"""From what the caller hands over to a message that Pub/Sub will take, or a refusal that says why not.
+
+Limits are Pub/Sub's: https://cloud.google.com/pubsub/quotas#resource_limits. Its emulator does not check them.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf.message import EncodeError
+from google.protobuf.message import Message as ProtobufMessage
+from google.pubsub_v1.types import PublishRequest, PubsubMessage
+from proto import Message as ProtoPlusMessage
+
+from outbox.errors import InvalidMessage
+
+#: The attribute that carries the task's id to the subscriber.
+TASK_ID_ATTRIBUTE = "asynchronous_task_id"
+#: Bytes of a whole publish request (the service's limit; the client library's constant is the same).
+MAX_REQUEST_BYTES = 10_000_000
+MAX_ATTRIBUTES = 100
+MAX_ATTRIBUTE_KEY_BYTES = 256
+MAX_ATTRIBUTE_VALUE_BYTES = 1_024
+MAX_ORDERING_KEY_BYTES = 1_024
+MAX_ID_CHARACTERS = 64
+#: The longest name that a topic id can become: a project id has at most 30 characters, a topic id 255.
+LONGEST_TOPIC_NAME = f"projects/{'p' * 30}/topics/{'t' * 255}"
+
+_TOPIC_ID = r"(?!goog)[A-Za-z][A-Za-z0-9._~+%-]{2,254}"
+_TOPIC = re.compile(rf"(?:projects/[A-Za-z0-9][A-Za-z0-9.:_-]{{2,99}}/topics/)?{_TOPIC_ID}")
+
+# The plain protobuf classes behind proto-plus: an order of magnitude cheaper to fill (their members are made at run
+# time, so the type checker knows none of them).
+RawPubsubMessage: Any = PubsubMessage.pb()
+RawPublishRequest: Any = PublishRequest.pb()
+
+
+def check_topic(topic: str) -> None:
+    """Refuse a name that no topic can have. Raises InvalidMessage."""
+    if not isinstance(topic, str):
+        raise InvalidMessage(f"topic is {type(topic).__name__}, it must be a str")
+    if not _TOPIC.fullmatch(topic):
+        raise InvalidMessage(
+            f"topic {topic[:300]!r} is not a name that Pub/Sub allows: 3 to 255 of letters, digits and -._~+%, "
+            "beginning with a letter and not with 'goog', or projects/PROJECT/topics/TOPIC"
+        )
+
+
+def check_task_id(task_id: str) -> None:
+    """Refuse an id that the table or an attribute cannot hold. Raises InvalidMessage."""
+    if not isinstance(task_id, str):
+        raise InvalidMessage(f"task_id is {type(task_id).__name__}, it must be a str")
+    if not 1 <= len(task_id) <= MAX_ID_CHARACTERS:
+        raise InvalidMessage(f"task_id has {len(task_id)} characters, 1 to {MAX_ID_CHARACTERS} are allowed")
+    _utf8(task_id, "task_id")
+
+
+def build(
+    message: object, *, topic: str, attributes: Mapping[str, str] | None, ordering_key: str, task_id: str
+) -> tuple[bytes, str]:
+    """Return the serialized PubsubMessage and its ordering key ("" for none).
+
+    `message` is bytes, a PubsubMessage (proto-plus or plain) or any other protobuf message, which becomes the data;
+    it is copied, never changed. Raises InvalidMessage for what Pub/Sub would refuse, TypeError for another type.
+    """
+    built = _copy(message)
+    built.ClearField("message_id")
+    built.ClearField("publish_time")
+    _merge_attributes(built, attributes or {})
+    built.attributes[TASK_ID_ATTRIBUTE] = task_id
+    _check_attributes(built.attributes)
+    built.ordering_key = _one_ordering_key(built.ordering_key, ordering_key)
+    _check_size(built, topic)
+    return built.SerializeToString(), built.ordering_key
+
+
+def _copy(message: object) -> Any:
+    copy = RawPubsubMessage()
+    if isinstance(message, (bytes, bytearray, memoryview)):
+        copy.data = bytes(message)
+        return copy
+    if isinstance(message, ProtoPlusMessage):
+        message = type(message).pb(message)
+    if not isinstance(message, ProtobufMessage):
+        raise TypeError(f"message is {type(message).__name__}, it must be bytes, a PubsubMessage or a protobuf message")
+    try:
+        serialized = message.SerializeToString()
+    except EncodeError as error:
+        raise InvalidMessage(f"the {message.DESCRIPTOR.full_name} cannot be serialized: {error}") from error
+    if message.DESCRIPTOR.full_name == copy.DESCRIPTOR.full_name:
+        copy.ParseFromString(serialized)  # not CopyFrom: the caller may have compiled a class of its own
+    else:
+        copy.data = serialized
+    return copy
+
+
+def _merge_attributes(built: Any, attributes: Mapping[str, str]) -> None:
+    for key, value in attributes.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise InvalidMessage(f"attribute {key!r} is {type(key).__name__} to {type(value).__name__}, both must be str")
+        _utf8(key, "attribute key"), _utf8(value, f"the value of attribute {key!r}")
+        if key != TASK_ID_ATTRIBUTE and built.attributes.get(key, value) != value:
+            raise InvalidMessage(f"attribute {key!r} is given twice with different values, in the message and beside it")
+        built.attributes[key] = value
+
+
+def _check_attributes(attributes: Mapping[str, str]) -> None:
+    if len(attributes) > MAX_ATTRIBUTES:
+        raise InvalidMessage(
+            f"the message has {len(attributes)} attributes with {TASK_ID_ATTRIBUTE!r}, {MAX_ATTRIBUTES} are allowed"
+        )
+    for key, value in attributes.items():
+        if not key:
+            raise InvalidMessage("an attribute has an empty key")
+        if key.startswith("goog") and not key.startswith("googclient_"):
+            raise InvalidMessage(f"attribute {key[:100]!r} begins with 'goog', which Pub/Sub keeps for itself")
+        if (size := len(key.encode())) > MAX_ATTRIBUTE_KEY_BYTES:
+            raise InvalidMessage(f"attribute key {key[:40]!r}... has {size} bytes, {MAX_ATTRIBUTE_KEY_BYTES} are allowed")
+        if (size := len(value.encode())) > MAX_ATTRIBUTE_VALUE_BYTES:
+            raise InvalidMessage(
+                f"the value of attribute {key!r} has {size} bytes, {MAX_ATTRIBUTE_VALUE_BYTES} are allowed"
+            )
+
+
+def _one_ordering_key(in_message: str, beside: str) -> str:
+    if not isinstance(beside, str):
+        raise InvalidMessage(f"ordering_key is {type(beside).__name__}, it must be a str")
+    if in_message and beside and in_message != beside:
+        raise InvalidMessage(f"two ordering keys: {in_message[:100]!r} in the message, {beside[:100]!r} beside it")
+    key = beside or in_message
+    if (size := len(_utf8(key, "ordering_key"))) > MAX_ORDERING_KEY_BYTES:
+        raise InvalidMessage(f"ordering_key has {size} bytes, {MAX_ORDERING_KEY_BYTES} are allowed")
+    return key
+
+
+def _check_size(built: Any, topic: str) -> None:
+    name = topic if topic.startswith("projects/") else LONGEST_TOPIC_NAME
+    size = RawPublishRequest(topic=name, messages=[built]).ByteSize()
+    if size > MAX_REQUEST_BYTES:
+        raise InvalidMessage(f"the message makes a publish request of {size} bytes, {MAX_REQUEST_BYTES} are allowed")
+
+
+def _utf8(text: str, what: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidMessage(f"{what} is not valid Unicode: {error.reason} at position {error.start}") from error

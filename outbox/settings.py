@@ -1,0 +1,153 @@
+"""One list of fields feeds flags, environment variables, help texts and the reference page.
+
+A settings class is a frozen dataclass whose fields are made by `setting`. A flag wins over its environment variable
+(`OUTBOX_` and the flag's name in capitals), which wins over the default. A wrong value is a SettingError, a sentence
+that names where it came from, the value and what is allowed. Standard library only.
+"""
+
+import argparse
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+from outbox.errors import SettingError
+
+PREFIX = "OUTBOX_"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kind:
+    """How a text becomes a value: `parse` raises ValueError, `allowed` is the sentence that follows then."""
+
+    parse: Callable[[str], Any]
+    allowed: str
+
+
+def whole_number(low: int, high: int) -> Kind:
+    """Return the kind of integers from `low` to `high`."""
+    return Kind(lambda text: _between(int(text), low, high), f"a whole number from {low:,} to {high:,}")
+
+
+def seconds(low: float, high: float) -> Kind:
+    """Return the kind of durations in seconds from `low` to `high`."""
+    return Kind(lambda text: _between(float(text), low, high), f"seconds from {low:g} to {high:g}")
+
+
+def one_of(*choices: str) -> Kind:
+    """Return the kind of texts that are one of `choices`."""
+    return Kind(lambda text: choices[choices.index(text)], " or ".join(choices))
+
+
+def matching(pattern: str, allowed: str) -> Kind:
+    """Return the kind of texts that match all of `pattern`."""
+
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(text)
+        return text
+
+    return Kind(parse, allowed)
+
+
+def _between(value: float, low: float, high: float) -> Any:
+    if not low <= value <= high:
+        raise ValueError(value)
+    return value
+
+
+def setting(default: str | None, kind: Kind, help: str, *, variable: str = "") -> Any:  # noqa: A002 - argparse's word
+    """Declare one field. `default` is written as a user would write it; None means that a value is required.
+
+    `variable` names a second environment variable to fall back to, one that is not ours.
+    """
+    return dataclasses.field(metadata={"default": default, "kind": kind, "help": help, "variable": variable})
+
+
+PROJECT_ID = matching(r"[A-Za-z0-9][A-Za-z0-9.:-]{0,99}", "a Google Cloud project id")
+RESOURCE_ID = matching(r"[a-z][a-z0-9_-]{1,63}", "2 to 64 of a-z, 0-9, - and _, beginning with a letter")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DatabaseSettings:
+    """Which database; every command that reads the table has these."""
+
+    project: str = setting(None, PROJECT_ID, "Project of the database and of topics without one.", variable="GOOGLE_CLOUD_PROJECT")
+    instance: str = setting(None, RESOURCE_ID, "Spanner instance.")
+    database: str = setting(None, RESOURCE_ID, "Spanner database.")
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        """Give `parser` one flag a field."""
+        for field in fields_of(cls):
+            # A percent sign in a help text is argparse's own format.
+            parser.add_argument(field.flag, dest=field.name, metavar=field.metavar, help=field.help_text.replace("%", "%%"))
+
+    @classmethod
+    def read(cls, flags: Mapping[str, str | None], environment: Mapping[str, str] = os.environ) -> Self:
+        """Make the settings from flags given (None: not given) and `environment`. Raises SettingError."""
+        return cls(**{field.name: field.value(flags.get(field.name), environment) for field in fields_of(cls)})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Field:
+    """One setting as users see it."""
+
+    name: str
+    default: str | None
+    kind: Kind
+    help: str
+    variable: str
+
+    @property
+    def flag(self) -> str:
+        """Return `--group-size` for `group_size`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def twin(self) -> str:
+        """Return `OUTBOX_GROUP_SIZE` for `group_size`."""
+        return PREFIX + self.name.upper()
+
+    @property
+    def metavar(self) -> str:
+        """Return the word for the value in help texts."""
+        return self.name.split("_")[-1].upper()
+
+    @property
+    def help_text(self) -> str:
+        """Return the help of the flag: what it is, what is allowed, where else it comes from."""
+        variables = f"env {self.twin}" + (f" or {self.variable}" if self.variable else "")
+        default = "required" if self.default is None else f"default {self.default or 'empty'}"
+        return f"{self.help} Allowed: {self.kind.allowed} ({variables}; {default})."
+
+    def value(self, flag: str | None, environment: Mapping[str, str]) -> Any:
+        """Return the parsed value. Raises SettingError."""
+        sources = [(self.flag, flag), (self.twin, environment.get(self.twin))]
+        if self.variable:
+            sources.append((self.variable, environment.get(self.variable)))
+        for name, text in sources:
+            if text is not None:
+                return self._parse(text, name)
+        if self.default is None:
+            raise SettingError(f"{self.flag} is missing: give it, or set {self.twin}: {self.kind.allowed}")
+        return self._parse(self.default, f"the default of {self.flag}")
+
+    def _parse(self, text: str, source: str) -> Any:
+        try:
+            return self.kind.parse(text)
+        except ValueError:
+            raise SettingError(f"{source}: {text!r} is not allowed: it must be {self.kind.allowed}") from None
+
+
+def fields_of(settings: type) -> Iterator[Field]:
+    """Yield the fields of a settings class in their order."""
+    for field in dataclasses.fields(settings):
+        yield Field(
+            field.name,
+            field.metadata["default"],
+            field.metadata["kind"],
+            field.metadata["help"],
+            field.metadata["variable"],
+        )
