@@ -1,0 +1,43 @@
+"""The `outbox` command: one module a command, each with `add(commands)`.
+
+Exit codes: 0 done, 1 failed, 2 usage, 3 a service, the table or a permission is missing.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from outbox._version import __version__
+from outbox.cli import emulators, schema
+from outbox.errors import NotReached, OutboxError, SettingError
+
+DONE, FAILED, USAGE, NOT_REACHED = 0, 1, 2, 3
+
+COMMANDS = (emulators, schema)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Expected faults are one sentence on stderr."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except SettingError as error:
+        print(f"outbox: {error}", file=sys.stderr)
+        return USAGE
+    except NotReached as error:
+        print(f"outbox: {error}", file=sys.stderr)
+        return NOT_REACHED
+    except OutboxError as error:
+        print(f"outbox: {error}", file=sys.stderr)
+        return FAILED
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="outbox", description="The transactional outbox for Spanner and Pub/Sub.")
+    parser.add_argument("--version", action="version", version=f"spanner-outbox {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for module in COMMANDS:
+        module.add(commands)
+    return parser
