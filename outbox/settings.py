@@ -65,6 +65,18 @@ def setting(default: str | None, kind: Kind, help: str, *, variable: str = "") -
     return dataclasses.field(metadata={"default": default, "kind": kind, "help": help, "variable": variable})
 
 
+def flag_of(name: str, kind: Kind) -> Callable[[str], Any]:
+    """Return argparse's `type` for a flag that is no setting, with the same sentence for a wrong value."""
+
+    def parse(text: str) -> Any:
+        try:
+            return kind.parse(text)
+        except ValueError:
+            raise SettingError(f"{name}: {text!r} is not allowed: it must be {kind.allowed}") from None
+
+    return parse
+
+
 PROJECT_ID = matching(r"[A-Za-z0-9][A-Za-z0-9.:-]{0,99}", "a Google Cloud project id")
 RESOURCE_ID = matching(r"[a-z][a-z0-9_-]{1,63}", "2 to 64 of a-z, 0-9, - and _, beginning with a letter")
 

@@ -18,9 +18,8 @@ COMMANDS = (emulators, schema)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Expected faults are one sentence on stderr."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         code: int = options.run(options)
     except SettingError as error:
         print(f"outbox: {error}", file=sys.stderr)

@@ -1,0 +1,88 @@
+"""`publishworker check`: one line for each thing that a relay needs, `ok` or what is wrong and how to mend it."""
+
+import argparse
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from google.api_core.exceptions import GoogleAPICallError, NotFound, PermissionDenied
+from google.auth.exceptions import GoogleAuthError
+from google.pubsub_v1 import PublisherClient
+
+from outbox import schema
+from outbox.errors import InvalidMessage, NotReached
+from outbox.message import check_topic
+from publishworker import cli
+from publishworker.connection import LimitedDatabase, open_database, open_pubsub
+from publishworker.messages import topic_name
+from publishworker.settings import WorkerSettings
+from publishworker.store import SpannerStore, StoreError, describe
+
+#: Seconds for one look at a topic.
+_TOPIC_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the answer."""
+
+    verdict: Literal["ok", "unknown", "wrong", "unreachable"]
+    text: str
+
+
+def check(options: argparse.Namespace) -> int:
+    """Print the findings; return 0 if nothing is wrong, 3 if a service did not answer, else 1."""
+    settings = WorkerSettings.read(vars(options))
+    verdicts = set()
+    for finding in _findings(settings, options.topics):
+        verdicts.add(finding.verdict)
+        print(f"{finding.verdict:<12}{finding.text}", flush=True)
+    if "unreachable" in verdicts:
+        return cli.NOT_REACHED
+    return cli.FAILED if "wrong" in verdicts else cli.DONE
+
+
+def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Finding]:
+    values = dataclasses.asdict(settings)
+    yield Finding("ok", "settings: " + ", ".join(f"{name}={value}" for name, value in values.items()))
+    try:
+        database = open_database(settings.project, settings.instance, settings.database)
+        table = _table(database)
+        yield table
+        pending = _pending_topics(database) if table.verdict == "ok" else set()
+        client = PublisherClient(transport=open_pubsub())
+        for topic in sorted(pending | set(topics)):
+            yield _topic(client, topic, settings.project)
+    except (NotReached, StoreError) as error:
+        yield Finding("unreachable", str(error))
+
+
+def _table(database: LimitedDatabase) -> Finding:
+    wrong = schema.differences(database, schema.statements())
+    if wrong:
+        return Finding("wrong", f"table: {'; '.join(wrong)}. Run `outbox schema apply`, or see docs/guide/schema.md")
+    return Finding("ok", f"table: {database.name}, {schema.shard_count(database)} shards")
+
+
+def _pending_topics(database: LimitedDatabase) -> set[str]:
+    return {each.topic for each in SpannerStore(database, shards=1).unsent() if each.state in ("pending", "retrying")}
+
+
+def _topic(client: PublisherClient, topic: str, project: str) -> Finding:
+    try:
+        check_topic(topic)
+    except InvalidMessage as error:
+        return Finding("wrong", str(error))
+    name = topic_name(topic, project)
+    try:
+        client.get_topic(topic=name, timeout=_TOPIC_SECONDS, retry=None)
+    except NotFound:
+        return Finding("wrong", f"topic {name} does not exist: gcloud pubsub topics create {name}")
+    except PermissionDenied:
+        return Finding(
+            "unknown", f"topic {name}: no permission to look (pubsub.topics.get); publishing needs roles/pubsub.publisher"
+        )
+    except (GoogleAPICallError, GoogleAuthError) as error:
+        return Finding("unreachable", f"topic {name}: {describe(error)}")
+    return Finding("ok", f"topic {name}")

@@ -1,0 +1,80 @@
+"""The `publishworker` command.
+
+Exit codes: 0 done, 1 failed, 2 usage, 3 a service, the table or a permission is missing, 4 a drain ran out of time
+with work left; 130 and 143 when a second signal killed.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+DONE, FAILED, USAGE, NOT_REACHED, WORK_LEFT, INTERRUPTED = 0, 1, 2, 3, 4, 130
+
+_EXAMPLES = """examples:
+  publishworker run --project shop --instance main --database orders
+  OUTBOX_PROJECT=shop OUTBOX_INSTANCE=main OUTBOX_DATABASE=orders publishworker drain --deadline 600
+  publishworker check --project shop --instance main --database orders orders invoices
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. An expected fault is one sentence on stderr."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["healthcheck"]:
+        from publishworker import healthcheck  # noqa: PLC0415 - a probe must not pay for the other imports
+
+        return healthcheck.main(given[1:])
+    return _main(given)
+
+
+def _main(arguments: Sequence[str]) -> int:
+    from outbox.errors import NotReached, OutboxError, SettingError  # noqa: PLC0415 - see main
+
+    try:
+        options = _parser().parse_args(arguments)
+        code: int = options.run(options)
+    except KeyboardInterrupt:  # the second Ctrl-C
+        return INTERRUPTED
+    except OutboxError as error:
+        print(f"publishworker: {error}", file=sys.stderr)
+        if isinstance(error, SettingError):
+            return USAGE
+        return NOT_REACHED if isinstance(error, NotReached) else FAILED
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    from outbox import __version__  # noqa: PLC0415 - see main
+    from outbox.settings import flag_of, seconds  # noqa: PLC0415
+    from publishworker import commands  # noqa: PLC0415
+    from publishworker.settings import WorkerSettings  # noqa: PLC0415
+
+    parser = argparse.ArgumentParser(
+        prog="publishworker",
+        description="Publish the tasks of the outbox to Pub/Sub.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"spanner-outbox {__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:  # noqa: A002
+        command = subparsers.add_parser(name, help=help, description=help)
+        command.set_defaults(run=run)
+        return command
+
+    run = add("run", commands.run, "Relay until SIGTERM.")
+    WorkerSettings.add_flags(run)
+    drain = add("drain", commands.drain, "Relay until nothing is pending, then say what stays.")
+    WorkerSettings.add_flags(drain)
+    drain.add_argument(
+        "--deadline",
+        type=flag_of("--deadline", seconds(0, 1e9)),
+        metavar="SECONDS",
+        help="Give up after this time, exit code 4 (default: never).",
+    )
+    check = add("check", commands.check, "Look at settings, database, table and topics, and say how to mend them.")
+    WorkerSettings.add_flags(check)
+    check.add_argument("topics", nargs="*", metavar="TOPIC", help="Look at these topics as well as at those pending.")
+    subparsers.add_parser("healthcheck", help="Exit 0 while the loop turns: for probes, standard library only.")
+    return parser

@@ -1,0 +1,122 @@
+"""What `run` and `drain` do: put the parts together, verify the table, start the loop."""
+
+import argparse
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+from outbox import schema
+from outbox.errors import NotReached
+from publishworker import cli, datadog, logs
+from publishworker import metrics as m
+from publishworker.check import check
+from publishworker.connection import LimitedDatabase, open_database, open_pubsub
+from publishworker.metrics import Metrics
+from publishworker.publisher import PubSubPublisher
+from publishworker.relay import Relay
+from publishworker.sampling import Limits
+from publishworker.settings import WorkerSettings
+from publishworker.stopping import run_until_stopped
+from publishworker.store import SpannerStore, Unsent
+from publishworker.task import Turn
+from publishworker.worker import Loop
+
+__all__ = ["check", "drain", "run"]
+
+_log = logging.getLogger("publishworker")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Relay until a signal; return the exit code."""
+    worker = Worker(WorkerSettings.read(vars(options)))
+    return worker.until_stopped(lambda _turn: False)
+
+
+def drain(options: argparse.Namespace) -> int:
+    """Relay until a strong read finds nothing to send outside of paused topics; print what stays."""
+    worker = Worker(WorkerSettings.read(vars(options)))
+    end = time.monotonic() + (options.deadline if options.deadline is not None else float("inf"))
+    left: list[Unsent] = []
+
+    def drained(turn: Turn) -> bool:
+        nonlocal left
+        if turn.made_progress and time.monotonic() < end:
+            return False
+        left = worker.store.unsent()
+        return time.monotonic() >= end or not any(each.state in ("pending", "retrying") for each in left)
+
+    code = worker.until_stopped(drained)
+    if code != cli.DONE:
+        return code
+    for each in left:
+        print(f"{each.count} {each.state} of {each.topic}")
+    work_left = any(each.state in ("pending", "retrying") for each in left)
+    print("drained" if not work_left else "not drained: the deadline passed")
+    return cli.WORK_LEFT if work_left else cli.DONE
+
+
+class Worker:
+    """The parts of one process."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Connect and verify the table. Raises NotReached."""
+        logs.configure(settings.log_format, settings.log_level)
+        self._settings = settings
+        self._metrics = datadog.from_environment()
+        database = open_database(settings.project, settings.instance, settings.database)
+        self.store = SpannerStore(database, verified_shards(database))
+        random = Random()  # noqa: S311 - keeps workers apart, keeps no secret
+        relay = Relay(
+            self.store,
+            PubSubPublisher(open_pubsub(), settings.project),
+            self._metrics,
+            limits=Limits(settings.group_size, settings.group_bytes, settings.concurrency),
+            publish_seconds=settings.publish_timeout,
+            look_further_seconds=settings.poll_interval,
+            random=random,
+        )
+        self._loop = Loop(
+            relay,
+            self.store,
+            self._metrics,
+            poll_interval=settings.poll_interval,
+            heartbeat_file=Path(settings.heartbeat_file),
+            random=random,
+        )
+
+    def until_stopped(self, until: Callable[[Turn], bool]) -> int:
+        """Run the loop; return the exit code."""
+        _log.info(
+            "publishworker %s relays %s/%s/%s, %d shards",
+            uuid.uuid4().hex[:8], self._settings.project, self._settings.instance, self._settings.database,
+            len(self.store.shards), extra={"action": "start"},
+        )  # fmt: skip
+        try:
+            in_time = run_until_stopped(lambda stop: self._loop.run(stop, until), self._settings.drain_timeout)
+        except Exception:
+            _log.critical("the loop died; this is a defect", exc_info=True, extra={"action": "died"})
+            return cli.FAILED
+        else:
+            if in_time:
+                _log.info("stopped", extra={"action": "stopped"})
+                return cli.DONE
+            self._metrics.count(m.DRAIN_TIMEOUT, 1)
+            _log.error(
+                "stopped with tasks in flight after --drain-timeout; they stay unsent for other workers, or may be "
+                "published twice", extra={"action": "drain_timeout"},
+            )  # fmt: skip
+            return cli.FAILED
+        finally:
+            self._metrics.stop()
+
+
+def verified_shards(database: LimitedDatabase) -> int:
+    """Return the table's shard count. Raises NotReached if the table is missing or has another shape."""
+    wrong = schema.differences(database, schema.statements())
+    if wrong:
+        raise NotReached(f"database {database.name}: " + "; ".join(wrong) + ". See `outbox schema apply`.")
+    return schema.shard_count(database)

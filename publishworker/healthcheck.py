@@ -1,0 +1,42 @@
+"""The heartbeat file: the loop touches it, a probe looks at its age. Standard library only: a probe must be cheap.
+
+"Alive" means that the loop turns, also while idle and while a service is away: an outage must not restart the fleet.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+#: Default of --heartbeat-file; a directory that a read-only root file system mounts as an emptyDir.
+HEARTBEAT_FILE = "/tmp/publishworker.heartbeat"  # noqa: S108 - a time stamp, nothing secret, and the path is a setting
+#: Default of --max-age, seconds: a turn with every limit of time used up takes less.
+MAX_AGE = 60.0
+
+
+def beat(path: Path) -> None:
+    """Say that the loop turns. Raises OSError if the file cannot be written."""
+    path.touch()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return 0 if the heartbeat is young enough, else 1 with a sentence on stderr; 2 for a wrong option."""
+    parser = argparse.ArgumentParser(prog="publishworker healthcheck", description="Exit 0 while the loop turns.")
+    parser.add_argument("--heartbeat-file", default=os.environ.get("OUTBOX_HEARTBEAT_FILE", HEARTBEAT_FILE))
+    parser.add_argument("--max-age", default=os.environ.get("OUTBOX_MAX_AGE", str(MAX_AGE)), help="seconds")
+    options = parser.parse_args(arguments)
+    try:
+        max_age = float(options.max_age)
+    except ValueError:
+        parser.error(f"--max-age (or OUTBOX_MAX_AGE): {options.max_age!r} is not allowed: it must be seconds")
+    try:
+        age = time.time() - Path(options.heartbeat_file).stat().st_mtime
+    except OSError as error:
+        print(f"no heartbeat: {options.heartbeat_file}: {error.strerror}", file=sys.stderr)
+        return 1
+    if age > max_age:
+        print(f"the last heartbeat is {age:.0f} s old, {max_age:g} s are allowed", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,45 @@
+"""Logs on stderr: JSON for machines, one readable line on a terminal. Never a payload."""
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line, with the field names that Datadog gives a meaning to."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        entry: dict[str, object] = {
+            "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "status": record.levelname.lower(),
+            "message": record.getMessage(),
+            "logger.name": record.name,
+            "logger.thread_name": record.threadName,
+            "action": getattr(record, "action", None),
+        }
+        if record.exc_info and record.exc_info[0] is not None:
+            entry["error.kind"] = record.exc_info[0].__name__
+            entry["error.message"] = str(record.exc_info[1])
+            entry["error.stack"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, sentence."""
+
+    def __init__(self) -> None:
+        """Use the local clock, to the second."""
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+
+
+def configure(log_format: str, level: str) -> None:
+    """Send all logs to stderr; `auto` is text on a terminal, else JSON."""
+    as_text = log_format == "text" or (log_format == "auto" and sys.stderr.isatty())
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(TextFormatter() if as_text else JsonFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("publishworker").setLevel(level.upper())
+    # Without an agent the client warns at every packet; what is lost there is counted by the client itself.
+    logging.getLogger("datadog.dogstatsd").setLevel(logging.ERROR)

@@ -1,0 +1,97 @@
+"""Pub/Sub: tasks in, an outcome for each out. The only module that talks to it.
+
+Plain gRPC futures on the client's own channel: one request for many messages, no thread per batch, and a time limit
+that is kept (the high-level publisher's futures can be given up, not stopped).
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import grpc
+from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
+from google.pubsub_v1.types import PublishRequest, PublishResponse
+
+from publishworker import messages
+from publishworker.task import Failed, Outcome, Row, Sent
+
+
+class Publisher(Protocol):
+    """What the relay needs of a publisher."""
+
+    def publish(self, topic: str, rows: Sequence[Row], seconds: float) -> dict[str, Outcome]:
+        """Return Sent or Failed for each row that was tried within `seconds`; raises nothing."""
+
+
+class PubSubPublisher:
+    """The publisher of production."""
+
+    def __init__(
+        self, transport: PublisherGrpcTransport, project: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Publish to topics of `project` where the task names none."""
+        self._project = project
+        self._clock = clock
+        self._publish = transport.grpc_channel.unary_unary(
+            "/google.pubsub.v1.Publisher/Publish",
+            request_serializer=PublishRequest.pb().SerializeToString,
+            response_deserializer=PublishResponse.pb().FromString,
+        )
+
+    def publish(self, topic: str, rows: Sequence[Row], seconds: float) -> dict[str, Outcome]:
+        """See Publisher. All requests go out at once and share one deadline."""
+        deadline = self._clock() + seconds
+        outcomes: dict[str, Outcome] = {}
+        good: list[tuple[str, Any]] = []
+        for row in rows:
+            message = messages.decode(row)
+            if isinstance(message, Failed):
+                outcomes[row.id] = message
+            else:
+                good.append((row.id, message))
+        name = messages.topic_name(topic, self._project)
+        refused = self._send(messages.requests(name, good), name, deadline, outcomes)
+        singles = ((ids, request) for pair in refused for ids, request in messages.requests(name, [pair]))
+        self._send(singles, name, deadline, outcomes)
+        return outcomes
+
+    def _send(
+        self, requests: Iterable[tuple[list[str], Any]], name: str, deadline: float, outcomes: dict[str, Outcome]
+    ) -> list[tuple[str, Any]]:
+        """Send `requests`, await every answer, note the outcomes.
+
+        Returns the messages of requests that were refused as invalid and held several: nothing of such a request was
+        published, and one message may be the culprit for all, so the caller sends them singly.
+        """
+        flights = []
+        for ids, request in requests:
+            if failure := messages.too_large(request):
+                outcomes.update(dict.fromkeys(ids, failure))
+                continue
+            remaining = deadline - self._clock()
+            if remaining <= 0:
+                break  # not tried, so without an outcome: the tasks stay as they were
+            header = (("x-goog-request-params", f"topic={name}"),)
+            flights.append((ids, request, self._publish.future(request, timeout=remaining, metadata=header)))
+        refused: list[tuple[str, Any]] = []
+        for ids, request, future in flights:
+            try:
+                message_ids = future.result().message_ids
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.INVALID_ARGUMENT and len(ids) > 1:
+                    refused.extend(zip(ids, request.messages, strict=True))
+                else:
+                    outcomes.update(dict.fromkeys(ids, failure_of(error, name)))
+            else:
+                outcomes.update({id: Sent(message_id) for id, message_id in zip(ids, message_ids, strict=True)})
+        return refused
+
+
+def failure_of(error: Any, topic: str) -> Failed:
+    """Return the failure that a person and a metric can use: the status in small letters, and what Pub/Sub said."""
+    reason = error.code().name.lower()
+    advice = {
+        "not_found": f"the topic does not exist: `gcloud pubsub topics create {topic}`, or correct the task's topic",
+        "permission_denied": "the worker may not publish there: grant it roles/pubsub.publisher on the topic",
+    }.get(reason, error.details() or "no details")
+    return Failed(reason, f"{topic}: {advice}")

@@ -1,0 +1,35 @@
+"""The worker's settings: this list is what flags, environment, help and docs/reference/settings.md are made of."""
+
+from dataclasses import dataclass
+
+from outbox.settings import DatabaseSettings, matching, one_of, seconds, setting, whole_number
+from publishworker.healthcheck import HEARTBEAT_FILE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings(DatabaseSettings):
+    """What `publishworker run`, `drain` and `check` take."""
+
+    group_size: int = setting(
+        "100",
+        whole_number(1, 1000),
+        "Tasks that share a transaction at most; 1 is one transaction for each task.",
+    )
+    group_bytes: int = setting(
+        "8000000", whole_number(1, 100_000_000), "Bytes of messages that share a transaction at most."
+    )
+    concurrency: int = setting("4", whole_number(1, 100), "Groups in flight at once.")
+    publish_timeout: float = setting(
+        "5",
+        seconds(0.1, 8),
+        "Time to publish a group; Spanner may abort a transaction that is idle for 10 s.",
+    )
+    poll_interval: float = setting("1", seconds(0.05, 60), "Time between polls while there is nothing to do.")
+    drain_timeout: float = setting(
+        "30", seconds(0, 3600), "Time to finish what is in flight after SIGTERM; less than the pod's grace period."
+    )
+    heartbeat_file: str = setting(
+        HEARTBEAT_FILE, matching(r".+", "a path that the worker can write"), "File that the loop touches; see healthcheck."
+    )
+    log_format: str = setting("auto", one_of("auto", "json", "text"), "How to log; auto is text on a terminal, else json.")
+    log_level: str = setting("info", one_of("debug", "info", "warning", "error"), "What to log at least.")

@@ -1,0 +1,126 @@
+"""The loop around the turns: when to poll again, what to do when Spanner is away, how to stop."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Protocol
+
+from publishworker import metrics as m
+from publishworker.healthcheck import beat
+from publishworker.metrics import Metrics
+from publishworker.store import Store, StoreError
+from publishworker.task import Turn
+
+_log = logging.getLogger("publishworker")
+
+#: Seconds of the first wait after work; each further wait is twice as long, up to the poll interval.
+FIRST_WAIT = 0.05
+#: Seconds of the longest wait while Spanner is away.
+LONGEST_OUTAGE_WAIT = 5.0
+#: Seconds between two looks for the age of the oldest task.
+AGE_INTERVAL = 15.0
+
+
+class HasTurn(Protocol):
+    """What the loop needs of a relay."""
+
+    def turn(self) -> Turn:
+        """Do one turn. Raises StoreError if the store does not answer."""
+
+
+class Pause:
+    """How long to wait: doubling from `first` to `longest`, each with jitter so that workers do not keep step."""
+
+    def __init__(self, first: float, longest: float, random: Random) -> None:
+        """Measure in seconds."""
+        self._first = first
+        self._longest = longest
+        self._random = random
+        self._next = first
+
+    def reset(self) -> None:
+        """Begin again with the shortest."""
+        self._next = self._first
+
+    def next(self) -> float:
+        """Return the seconds of the next wait: between 0.8 and 1.2 of the nominal, which doubles up to the longest."""
+        nominal = min(self._next, self._longest)
+        self._next = nominal * 2
+        return nominal * self._random.uniform(0.8, 1.2)
+
+
+class Loop:
+    """Turn after turn until told to stop. Everything mutable here belongs to the thread that calls `run`."""
+
+    def __init__(
+        self,
+        relay: HasTurn,
+        store: Store,
+        metrics: Metrics,
+        *,
+        poll_interval: float,
+        heartbeat_file: Path,
+        random: Random,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Wait at most `poll_interval` seconds between polls."""
+        self._relay = relay
+        self._store = store
+        self._metrics = metrics
+        self._heartbeat_file = heartbeat_file
+        self._clock = clock
+        self._idle = Pause(FIRST_WAIT, poll_interval, random)
+        self._outage = Pause(FIRST_WAIT * 4, LONGEST_OUTAGE_WAIT, random)
+        self._away = False
+        self._unwritable = False
+        self._age_at = float("-inf")
+
+    def run(self, stop: threading.Event, until: Callable[[Turn], bool] = lambda _turn: False) -> None:
+        """Turn until `stop` is set or `until` says so of a turn."""
+        while not stop.is_set():
+            self._beat()
+            try:
+                turn = self._relay.turn()
+                self._report_age()
+                finished = until(turn)
+            except StoreError as error:
+                self._say_away(error)
+                stop.wait(self._outage.next())
+                continue
+            self._say_back()
+            if finished:
+                return
+            if turn.made_progress:
+                self._idle.reset()
+            else:
+                stop.wait(self._idle.next())
+
+    def _report_age(self) -> None:
+        if self._clock() - self._age_at >= AGE_INTERVAL:
+            self._age_at = self._clock()
+            self._metrics.gauge(m.OLDEST_AGE, self._store.oldest_age())
+
+    def _say_away(self, error: StoreError) -> None:
+        if not self._away:
+            self._away = True
+            _log.error("Spanner does not answer, trying on: %s", error, extra={"action": "spanner_away"})
+
+    def _say_back(self) -> None:
+        if self._away:
+            self._away = False
+            self._outage.reset()
+            _log.info("Spanner answers again", extra={"action": "spanner_back"})
+
+    def _beat(self) -> None:
+        try:
+            beat(self._heartbeat_file)
+        except OSError as error:
+            if not self._unwritable:
+                self._unwritable = True
+                _log.warning(
+                    "the heartbeat file %s cannot be written (%s): `publishworker healthcheck` will fail",
+                    self._heartbeat_file, error.strerror, extra={"action": "heartbeat"},
+                )  # fmt: skip
