@@ -1,0 +1,121 @@
+"""Emulators once a run, and a fresh database and topic for each test: nothing to clean up, no order to keep.
+
+A test that needs an emulator is skipped where there is none, and fails where CI is set.
+"""
+
+import os
+
+# Before any Google client is made. Not multiplexed: outbox/emulators.py says why.
+os.environ["GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW"] = "false"
+# A developer's own settings must not reach a test.
+for _name in [name for name in os.environ if name.startswith(("OUTBOX_", "DD_")) or name == "GOOGLE_CLOUD_PROJECT"]:
+    del os.environ[_name]
+
+from collections.abc import Callable, Iterator  # noqa: E402
+from typing import Any  # noqa: E402
+from unittest import mock  # noqa: E402
+
+import pytest  # noqa: E402
+from google.cloud.spanner_v1.database import Database  # noqa: E402
+from google.cloud.spanner_v1.instance import Instance  # noqa: E402
+
+from outbox.emulators import Emulators, running, running_spanner  # noqa: E402
+from outbox.errors import NotReached  # noqa: E402
+from tests.support import spanner  # noqa: E402
+from tests.support.pubsub import PubSub, Subscription  # noqa: E402
+
+
+def _absent(error: NotReached) -> Any:
+    return (pytest.fail if os.environ.get("CI") else pytest.skip)(str(error))
+
+
+@pytest.fixture(scope="session")
+def emulators() -> Iterator[Emulators]:
+    """Both emulators; the environment points to them until the end of the run."""
+    try:
+        manager = running()
+        made = manager.__enter__()
+    except NotReached as error:
+        _absent(error)
+    try:
+        with mock.patch.dict(os.environ, made.environment()):
+            yield made
+    finally:
+        manager.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="session")
+def faulty_spanner() -> Iterator[str]:
+    """The host of a second Spanner emulator, which answers 5 % of first commits with ABORTED."""
+    try:
+        manager = running_spanner(flags=["--enable_fault_injection"])
+        host = manager.__enter__()
+    except NotReached as error:
+        _absent(error)
+    try:
+        yield host
+    finally:
+        manager.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="session")
+def spanner_instance(emulators: Emulators) -> Instance:
+    """`test-instance` of `test-project`."""
+    return spanner.instance(emulators.spanner_host)
+
+
+@pytest.fixture(scope="session")
+def faulty_instance(faulty_spanner: str) -> Instance:
+    """The same on the emulator that aborts."""
+    return spanner.instance(faulty_spanner)
+
+
+@pytest.fixture
+def empty_database(spanner_instance: Instance) -> Iterator[Database]:
+    """A database without tables."""
+    with spanner.fresh_database(spanner_instance) as made:
+        yield made
+
+
+@pytest.fixture
+def database(spanner_instance: Instance) -> Iterator[Database]:
+    """A database with the outbox's tables."""
+    with spanner.outbox_database(spanner_instance) as made:
+        yield made
+
+
+@pytest.fixture
+def faulty_database(faulty_instance: Instance) -> Iterator[Database]:
+    """The same on the emulator that aborts."""
+    with spanner.outbox_database(faulty_instance) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def pubsub(emulators: Emulators) -> PubSub:
+    """The admin side of the Pub/Sub emulator."""
+    return PubSub.on(emulators.pubsub_host)
+
+
+@pytest.fixture
+def new_topic(pubsub: PubSub) -> Callable[..., str]:
+    """Make further topics: `new_topic()` or `new_topic("topic-id")` returns the full name."""
+    return pubsub.new_topic
+
+
+@pytest.fixture
+def new_subscription(pubsub: PubSub) -> Callable[..., Subscription]:
+    """Make further subscriptions: `new_subscription(topic, ordered=False)`."""
+    return pubsub.new_subscription
+
+
+@pytest.fixture
+def topic(pubsub: PubSub) -> str:
+    """The full name of a fresh topic."""
+    return pubsub.new_topic()
+
+
+@pytest.fixture
+def subscription(pubsub: PubSub, topic: str) -> Subscription:
+    """A pull subscription on `topic`."""
+    return pubsub.new_subscription(topic)

@@ -1,0 +1,109 @@
+"""Topics and pull subscriptions on a Pub/Sub emulator, by the generated clients: no threads, no batching."""
+
+import dataclasses
+import uuid
+import warnings
+from collections.abc import Sequence
+
+import grpc
+from google.pubsub_v1 import PublisherClient, SubscriberClient
+from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
+from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
+from google.pubsub_v1.types import PubsubMessage
+
+from tests.support.spanner import PROJECT
+from tests.support.waiting import eventually
+
+#: Seconds for one call; the emulator answers in milliseconds.
+CALL_SECONDS = 10.0
+#: Seconds until a pulled message that is not acknowledged comes again: longer than any test.
+ACK_DEADLINE = 600
+#: Messages in one pull.
+PULL_SIZE = 1_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Subscription:
+    """A pull subscription; every message that it gives is acknowledged."""
+
+    name: str
+    topic: str
+    client: SubscriberClient
+
+    def pull_until(self, count: int, seconds: float = 10.0) -> list[PubsubMessage]:
+        """Return at least `count` messages in the order of their arrival. Raises AssertionError after `seconds`.
+
+        More than `count` are returned if a pull gave more. What was published later is found by `drain`.
+        """
+        messages: list[PubsubMessage] = []
+
+        def enough() -> bool:
+            messages.extend(self._pull())
+            return len(messages) >= count
+
+        eventually(enough, seconds=seconds, message=f"{count} messages on {self.topic}")
+        return messages
+
+    def drain(self, quiet_seconds: float = 0.3) -> list[PubsubMessage]:
+        """Return what is left, until nothing has come for `quiet_seconds`."""
+        messages: list[PubsubMessage] = []
+        while True:
+            try:
+                messages += self.pull_until(1, quiet_seconds)
+            except AssertionError:
+                return messages
+
+    def _pull(self) -> Sequence[PubsubMessage]:
+        # A pull that waits may lease messages and lose them when its deadline cuts it off; an immediate one cannot.
+        request = {"subscription": self.name, "max_messages": PULL_SIZE, "return_immediately": True}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # return_immediately, for production's sake
+            received = self.client.pull(request, timeout=CALL_SECONDS).received_messages
+        if received:
+            ids = [each.ack_id for each in received]
+            self.client.acknowledge(subscription=self.name, ack_ids=ids, timeout=CALL_SECONDS)
+        return [each.message for each in received]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PubSub:
+    """The admin side of one emulator."""
+
+    publisher: PublisherClient
+    subscriber: SubscriberClient
+
+    @classmethod
+    def on(cls, host: str) -> "PubSub":
+        """Return the clients of the emulator at `host`, whatever PUBSUB_EMULATOR_HOST says."""
+        channel = grpc.insecure_channel(host)
+        return cls(
+            PublisherClient(transport=PublisherGrpcTransport(channel=channel)),
+            SubscriberClient(transport=SubscriberGrpcTransport(channel=channel)),
+        )
+
+    def new_topic(self, topic_id: str = "") -> str:
+        """Make a topic, of a random id if none is given, and return its full name."""
+        name = f"projects/{PROJECT}/topics/{topic_id or _random('topic')}"
+        self.publisher.create_topic(name=name, timeout=CALL_SECONDS)
+        return name
+
+    def new_subscription(self, topic: str, *, ordered: bool = False) -> Subscription:
+        """Subscribe to the topic of that full name; `ordered` keeps the order of each ordering key."""
+        name = f"projects/{PROJECT}/subscriptions/{_random('subscription')}"
+        request = {
+            "name": name,
+            "topic": topic,
+            "ack_deadline_seconds": ACK_DEADLINE,
+            "enable_message_ordering": ordered,
+        }
+        self.subscriber.create_subscription(request, timeout=CALL_SECONDS)
+        return Subscription(name, topic, self.subscriber)
+
+    def publish(self, topic: str, *data: bytes) -> list[str]:
+        """Publish messages past the outbox, and return their message ids."""
+        messages = [PubsubMessage(data=each) for each in data]
+        return list(self.publisher.publish(topic=topic, messages=messages, timeout=CALL_SECONDS).message_ids)
+
+
+def _random(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex[:12]}"
