@@ -1,7 +1,6 @@
 """The seam for an application's metrics client: one method, none by default, never in the way."""
 
 import logging
-from collections.abc import Sequence
 from typing import Protocol
 
 _log = logging.getLogger("outbox")
@@ -10,7 +9,7 @@ _log = logging.getLogger("outbox")
 class Recorder(Protocol):
     """What `set_metrics` takes. `datadog.DogStatsd` is one as it is."""
 
-    def increment(self, metric: str, value: float, tags: Sequence[str]) -> object:
+    def increment(self, metric: str, value: float, tags: list[str]) -> object:
         """Add `value` to the counter `metric`; tags are `key:value`."""
 
 
@@ -20,13 +19,13 @@ _complained = False
 
 def set_metrics(recorder: Recorder | None) -> None:
     """Count registered tasks of this process through `recorder`; None (the default) counts nothing."""
-    global _recorder, _complained  # noqa: PLW0603 - process-wide by design, like logging's root
+    global _recorder, _complained
     _recorder, _complained = recorder, False
 
 
 def count_registered(topic: str) -> None:
     """Count one call of `register`. A broken recorder is reported once and never fails the caller."""
-    global _complained  # noqa: PLW0603 - see set_metrics
+    global _complained
     if _recorder is None:
         return
     try:

@@ -40,7 +40,7 @@ class Priority(enum.IntEnum):
     HIGH = 100
 
 
-def register(  # noqa: PLR0913 - the options of one task, all but the first three by name
+def register(
     transaction: object,
     topic: str,
     message: object,
@@ -87,9 +87,7 @@ def register(  # noqa: PLR0913 - the options of one task, all but the first thre
     messages.check_topic(topic)
     _check_priority(priority)
     _check_times(available_at, expires_at)
-    data, key = messages.build(
-        message, topic=topic, attributes=attributes, ordering_key=ordering_key, task_id=task_id
-    )
+    data, key = messages.build(message, topic=topic, attributes=attributes, ordering_key=ordering_key, task_id=task_id)
     if at_most_once and key:
         raise InvalidMessage("at_most_once and an ordering key exclude each other: a lost message would leave a gap")
     row = (

@@ -97,10 +97,14 @@ def _copy(message: object) -> Any:
 def _merge_attributes(built: Any, attributes: Mapping[str, str]) -> None:
     for key, value in attributes.items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise InvalidMessage(f"attribute {key!r} is {type(key).__name__} to {type(value).__name__}, both must be str")
+            raise InvalidMessage(
+                f"attribute {key!r} is {type(key).__name__} to {type(value).__name__}, both must be str"
+            )
         _utf8(key, "attribute key"), _utf8(value, f"the value of attribute {key!r}")
         if key != TASK_ID_ATTRIBUTE and built.attributes.get(key, value) != value:
-            raise InvalidMessage(f"attribute {key!r} is given twice with different values, in the message and beside it")
+            raise InvalidMessage(
+                f"attribute {key!r} is given twice with different values, in the message and beside it"
+            )
         built.attributes[key] = value
 
 
@@ -115,7 +119,9 @@ def _check_attributes(attributes: Mapping[str, str]) -> None:
         if key.startswith("goog") and not key.startswith("googclient_"):
             raise InvalidMessage(f"attribute {key[:100]!r} begins with 'goog', which Pub/Sub keeps for itself")
         if (size := len(key.encode())) > MAX_ATTRIBUTE_KEY_BYTES:
-            raise InvalidMessage(f"attribute key {key[:40]!r}... has {size} bytes, {MAX_ATTRIBUTE_KEY_BYTES} are allowed")
+            raise InvalidMessage(
+                f"attribute key {key[:40]!r}... has {size} bytes, {MAX_ATTRIBUTE_KEY_BYTES} are allowed"
+            )
         if (size := len(value.encode())) > MAX_ATTRIBUTE_VALUE_BYTES:
             raise InvalidMessage(
                 f"the value of attribute {key!r} has {size} bytes, {MAX_ATTRIBUTE_VALUE_BYTES} are allowed"

@@ -57,7 +57,7 @@ def _between(value: float, low: float, high: float) -> Any:
     return value
 
 
-def setting(default: str | None, kind: Kind, help: str, *, variable: str = "") -> Any:  # noqa: A002 - argparse's word
+def setting(default: str | None, kind: Kind, help: str, *, variable: str = "") -> Any:
     """Declare one field. `default` is written as a user would write it; None means that a value is required.
 
     `variable` names a second environment variable to fall back to, one that is not ours.
@@ -85,7 +85,9 @@ RESOURCE_ID = matching(r"[a-z][a-z0-9_-]{1,63}", "2 to 64 of a-z, 0-9, - and _, 
 class DatabaseSettings:
     """Which database; every command that reads the table has these."""
 
-    project: str = setting(None, PROJECT_ID, "Project of the database and of topics without one.", variable="GOOGLE_CLOUD_PROJECT")
+    project: str = setting(
+        None, PROJECT_ID, "Project of the database and of topics without one.", variable="GOOGLE_CLOUD_PROJECT"
+    )
     instance: str = setting(None, RESOURCE_ID, "Spanner instance.")
     database: str = setting(None, RESOURCE_ID, "Spanner database.")
 
@@ -94,7 +96,9 @@ class DatabaseSettings:
         """Give `parser` one flag a field."""
         for field in fields_of(cls):
             # A percent sign in a help text is argparse's own format.
-            parser.add_argument(field.flag, dest=field.name, metavar=field.metavar, help=field.help_text.replace("%", "%%"))
+            parser.add_argument(
+                field.flag, dest=field.name, metavar=field.metavar, help=field.help_text.replace("%", "%%")
+            )
 
     @classmethod
     def read(cls, flags: Mapping[str, str | None], environment: Mapping[str, str] = os.environ) -> Self:

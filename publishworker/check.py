@@ -81,7 +81,8 @@ def _topic(client: PublisherClient, topic: str, project: str) -> Finding:
         return Finding("wrong", f"topic {name} does not exist: gcloud pubsub topics create {name}")
     except PermissionDenied:
         return Finding(
-            "unknown", f"topic {name}: no permission to look (pubsub.topics.get); publishing needs roles/pubsub.publisher"
+            "unknown",
+            f"topic {name}: no permission to look (pubsub.topics.get); publishing needs roles/pubsub.publisher",
         )
     except (GoogleAPICallError, GoogleAuthError) as error:
         return Finding("unreachable", f"topic {name}: {describe(error)}")

@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"spanner-outbox {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def add(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:  # noqa: A002
+    def add(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
         command = subparsers.add_parser(name, help=help, description=help)
         command.set_defaults(run=run)
         return command

@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from publishworker import cli, datadog, logs
 from publishworker import metrics as m
 from publishworker.check import check
 from publishworker.connection import LimitedDatabase, open_database, open_pubsub
-from publishworker.metrics import Metrics
 from publishworker.publisher import PubSubPublisher
 from publishworker.relay import Relay
 from publishworker.sampling import Limits
@@ -69,7 +67,7 @@ class Worker:
         self._metrics = datadog.from_environment()
         database = open_database(settings.project, settings.instance, settings.database)
         self.store = SpannerStore(database, verified_shards(database))
-        random = Random()  # noqa: S311 - keeps workers apart, keeps no secret
+        random = Random()
         relay = Relay(
             self.store,
             PubSubPublisher(open_pubsub(), settings.project),

@@ -50,7 +50,7 @@ _CHANNEL_OPTIONS = (
 )
 
 
-class LimitedDatabase(Database):  # type: ignore[misc]  # the client's base class carries no types
+class LimitedDatabase(Database):
     """A Database whose every call has a time limit."""
 
     def __init__(self, database_id: str, instance: Any, api: SpannerClient) -> None:
@@ -103,6 +103,7 @@ def _channel(emulator: str | None, transport: Any) -> grpc.Channel | Callable[..
         return grpc.insecure_channel(emulator, options=_CHANNEL_OPTIONS)
 
     def secure(host: str, **arguments: Any) -> grpc.Channel:
-        return transport.create_channel(host, **{**arguments, "options": _CHANNEL_OPTIONS})
+        channel: grpc.Channel = transport.create_channel(host, **{**arguments, "options": _CHANNEL_OPTIONS})
+        return channel
 
     return secure

@@ -15,7 +15,7 @@ def from_environment() -> Metrics:
     if not configured:
         return Metrics()
     try:
-        from datadog.dogstatsd import DogStatsd  # noqa: PLC0415 - 125 ms, and an extra that not everyone installs
+        from datadog.dogstatsd.base import DogStatsd  # noqa: PLC0415 - 125 ms, and an extra that not everyone installs
     except ImportError as error:
         raise SettingError(
             f"{configured[0]} is set, but the package `datadog` is missing: pip install 'spanner-outbox[worker]'"

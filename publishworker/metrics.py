@@ -1,7 +1,6 @@
 """The metrics of the worker: one table, and a recorder that can never break the loop."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +18,10 @@ class Metric:
 
 
 REGISTERED = Metric(
-    "outbox.registered_task_count", "count", ("topic",), "Tasks handed to `outbox.register`, whether or not they commit."
+    "outbox.registered_task_count",
+    "count",
+    ("topic",),
+    "Tasks handed to `outbox.register`, whether or not they commit.",
 )
 PUBLISHED = Metric(
     "outbox.total_published_task_count",
@@ -46,8 +48,8 @@ OLDEST_AGE = Metric(
     "outbox.oldest_task_age",
     "gauge, seconds",
     (),
-    "Now minus the later of CreatedAt and AvailableAt of the task that has been ready or due longest, of any topic that "
-    "is not paused and any priority; 0 if there is none.",
+    "Now minus the later of CreatedAt and AvailableAt of the task that has been ready or due longest, of any topic "
+    "that is not paused and any priority; 0 if there is none.",
 )
 DRAIN_TIMEOUT = Metric(
     "outbox.drain_timeout_count", "count", (), "Stops that ended with tasks in flight, after --drain-timeout."
@@ -59,10 +61,10 @@ METRICS = (REGISTERED, PUBLISHED, ALREADY_PUBLISHED, UNCOMMITTED, FAILED, OLDEST
 class Client(Protocol):
     """What a metrics client offers; `datadog.DogStatsd` is one."""
 
-    def increment(self, metric: str, value: float, tags: Sequence[str]) -> object:
+    def increment(self, metric: str, value: float, tags: list[str]) -> object:
         """Add to a counter."""
 
-    def gauge(self, metric: str, value: float, tags: Sequence[str]) -> object:
+    def gauge(self, metric: str, value: float, tags: list[str]) -> object:
         """Set a gauge."""
 
     def stop(self) -> object:

@@ -29,7 +29,11 @@ class WorkerSettings(DatabaseSettings):
         "30", seconds(0, 3600), "Time to finish what is in flight after SIGTERM; less than the pod's grace period."
     )
     heartbeat_file: str = setting(
-        HEARTBEAT_FILE, matching(r".+", "a path that the worker can write"), "File that the loop touches; see healthcheck."
+        HEARTBEAT_FILE,
+        matching(r".+", "a path that the worker can write"),
+        "File that the loop touches; see healthcheck.",
     )
-    log_format: str = setting("auto", one_of("auto", "json", "text"), "How to log; auto is text on a terminal, else json.")
+    log_format: str = setting(
+        "auto", one_of("auto", "json", "text"), "How to log; auto is text on a terminal, else json."
+    )
     log_level: str = setting("info", one_of("debug", "info", "warning", "error"), "What to log at least.")

@@ -25,15 +25,18 @@ def run_until_stopped(work: Callable[[threading.Event], None], drain_timeout: fl
     def run() -> None:
         try:
             work(stop)
-        except BaseException as error:  # noqa: BLE001 - raised again on the main thread, whatever it is
+        except BaseException as error:
             errors.append(error)
 
-    previous: dict[int, Any] = {}
+    previous: dict[signal.Signals, Any] = {}
+
+    def restore() -> None:
+        for each, handler in previous.items():
+            signal.signal(each, handler)
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         stop.set()
-        for each, handler in previous.items():
-            signal.signal(each, handler)
+        restore()
         _log.info(
             "%s: finishing what is in flight, at most %g s; a second signal kills",
             signal.Signals(number).name, drain_timeout, extra={"action": "stopping"},
@@ -48,8 +51,7 @@ def run_until_stopped(work: Callable[[threading.Event], None], drain_timeout: fl
             thread.join(_LOOK)
         thread.join(drain_timeout)
     finally:
-        for each, handler in previous.items():
-            signal.signal(each, handler)
+        restore()
     if errors:
         raise errors[0]
     return not thread.is_alive()

@@ -20,7 +20,7 @@ def in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> lis
     def run(position: int, item: Item) -> None:
         try:
             results[position] = function(item)
-        except BaseException as error:  # noqa: BLE001 - carried to the caller's thread, whatever it is
+        except BaseException as error:
             errors.append(error)
 
     threads = [

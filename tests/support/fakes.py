@@ -1,0 +1,193 @@
+"""A store and a publisher in memory. The contract tests hold them to what Spanner and Pub/Sub do."""
+
+import dataclasses
+import itertools
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from outbox.message import RawPubsubMessage
+from publishworker import messages
+from publishworker.store import Decide, StoreError, Unsent
+from publishworker.task import Candidate, Failed, Outcome, Poll, Row, Sent
+
+NEVER = datetime(9999, 12, 31, tzinfo=UTC)
+
+
+@dataclasses.dataclass(slots=True)
+class StoredTask:
+    """A row of AsynchronousTasks."""
+
+    id: str
+    topic: str
+    data: bytes
+    shard: int
+    priority: int = 50
+    ordering_key: str | None = None
+    created_at: datetime = datetime(2026, 1, 1, tzinfo=UTC)
+    available_at: datetime | None = None
+    sent_at: datetime | None = None
+    attempts: int = 0
+    last_error: str | None = None
+
+
+class FakeStore:
+    """Rows in a dictionary, one transaction at a time, and faults on request."""
+
+    def __init__(self, shards: int = 10) -> None:
+        """Begin empty, at noon."""
+        self.shards: Sequence[int] = range(shards)
+        self.rows: dict[str, StoredTask] = {}
+        self.paused: set[str] = set()
+        self.now = datetime(2026, 1, 1, 12, tzinfo=UTC)
+        #: Called before each commit: raise Abort to have the transaction run again, StoreError to fail it.
+        self.before_commit: Callable[[], None] = lambda: None
+        #: Whether a failing commit has been applied all the same.
+        self.failed_commits_land = False
+        self.away = False
+        self.polls = 0
+        self._lock = threading.Lock()
+
+    def insert(self, id: str, topic: str, data: bytes = b"", **columns: Any) -> None:
+        """Add a task; its shard is the hash of its id, as good as any."""
+        self.rows[id] = StoredTask(
+            id, topic, data, hash(columns.get("ordering_key") or id) % len(self.shards), **columns
+        )
+
+    def poll(self, topics: Iterable[str], known: Iterable[str], per_range: int, *, look_further: bool) -> Poll:
+        """See Store."""
+        self._answer()
+        self.polls += 1
+        unsent = [row for row in self.rows.values() if row.sent_at is None]
+        found = []
+        for shard, topic in itertools.product(self.shards, topics):
+            of_range = [row for row in unsent if (row.shard, row.topic) == (shard, topic)]
+            ready = [row for row in of_range if row.available_at is None]
+            found += sorted(ready, key=lambda row: (-row.priority, row.created_at))[:per_range]
+            if look_further:
+                due = [row for row in of_range if row.available_at is not None and row.available_at <= self.now]
+                found += sorted(due, key=lambda row: row.available_at or NEVER)[:per_range]
+        return Poll(
+            candidates=tuple(
+                Candidate(
+                    row.id,
+                    row.topic,
+                    row.shard,
+                    row.priority,
+                    row.created_at,
+                    row.available_at,
+                    row.ordering_key,
+                    len(row.data),
+                )  # fmt: skip
+                for row in found
+            ),
+            new_topics=frozenset({row.topic for row in unsent} - set(known)) if look_further else frozenset(),
+            paused=frozenset(self.paused) if look_further else None,
+        )
+
+    def claim(self, ids: Sequence[str], decide: Decide, on_attempt: Callable[[], None]) -> None:
+        """See Store."""
+        with self._lock:
+            while True:
+                self._answer()
+                on_attempt()
+                rows = [self._locked(self.rows[id]) for id in sorted(ids) if id in self.rows]
+                outcomes = decide(rows, self.now)
+                try:
+                    self.before_commit()
+                except Abort:
+                    continue
+                except StoreError:
+                    if self.failed_commits_land:
+                        self._mark(outcomes)
+                    raise
+                self._mark(outcomes)
+                return
+
+    def oldest_age(self) -> float:
+        """See Store."""
+        self._answer()
+        since = [
+            max(row.created_at, row.available_at or row.created_at)
+            for row in self.rows.values()
+            if row.sent_at is None and row.topic not in self.paused and (row.available_at or self.now) <= self.now
+        ]
+        return (self.now - min(since)).total_seconds() if since else 0.0
+
+    def unsent(self) -> list[Unsent]:
+        """See Store."""
+        self._answer()
+        states = sorted((row.topic, self._state(row)) for row in self.rows.values() if row.sent_at is None)
+        return [Unsent(topic, state, len(list(group))) for (topic, state), group in itertools.groupby(states)]
+
+    def _state(self, row: StoredTask) -> str:
+        if row.available_at is not None and row.available_at >= NEVER:
+            return "dead"
+        if row.topic in self.paused:
+            return "paused"
+        if row.available_at is None or row.available_at <= self.now:
+            return "pending"
+        return "retrying" if row.attempts else "scheduled"
+
+    def _answer(self) -> None:
+        if self.away:
+            raise StoreError("the fake store is away")
+
+    def _mark(self, outcomes: Mapping[str, Outcome]) -> None:
+        self.now += timedelta(milliseconds=1)
+        for id, outcome in outcomes.items():
+            if isinstance(outcome, Sent):
+                row = self.rows[id]
+                row.sent_at, row.available_at, row.last_error, row.attempts = self.now, None, None, 0
+
+    @staticmethod
+    def _locked(row: StoredTask) -> Row:
+        return Row(row.id, row.topic, row.data, row.ordering_key, row.created_at, row.available_at, row.sent_at)
+
+
+class Abort(Exception):  # noqa: N818 - Spanner's word
+    """What `FakeStore.before_commit` raises for ABORTED."""
+
+
+class FakePublisher:
+    """Keeps what it publishes; topics must exist, and fail on request."""
+
+    def __init__(self, *topics: str, project: str = "test-project") -> None:
+        """Know these topics, by id or by full name."""
+        self.project = project
+        self.topics = {messages.topic_name(topic, project) for topic in topics}
+        self.published: list[tuple[str, str, Any]] = []  # full topic name, task id, message
+        #: Task ids that fail, with the failure.
+        self.failing: dict[str, Failed] = {}
+        #: Task ids that there is no time for.
+        self.out_of_time: set[str] = set()
+        self._message_ids = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def ids(self) -> list[str]:
+        """Return the published task ids in their order."""
+        return [id for _, id, _ in self.published]
+
+    def publish(self, topic: str, rows: Sequence[Row], seconds: float) -> dict[str, Outcome]:
+        """See Publisher."""
+        name = messages.topic_name(topic, self.project)
+        with self._lock:
+            return {row.id: self._publish(name, row) for row in rows if row.id not in self.out_of_time}
+
+    def _publish(self, name: str, row: Row) -> Outcome:
+        message = messages.decode(row)
+        if isinstance(message, Failed):
+            return message
+        if row.id in self.failing:
+            return self.failing[row.id]
+        if name not in self.topics:
+            return Failed("not_found", f"{name}: the topic does not exist")
+        self.published.append((name, row.id, message))
+        return Sent(str(next(self._message_ids)))
+
+
+def serialized(data: bytes = b"data", **fields: Any) -> bytes:
+    """Return a serialized PubsubMessage, as a row holds it."""
+    return bytes(RawPubsubMessage(data=data, **fields).SerializeToString())

@@ -1,0 +1,325 @@
+"""One turn on the fake store and publisher: what becomes of each task, and what is counted."""
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from random import Random
+from typing import Any
+
+import pytest
+
+from outbox.message import TASK_ID_ATTRIBUTE
+from publishworker import metrics as m
+from publishworker.metrics import Metrics
+from publishworker.relay import Relay
+from publishworker.sampling import Limits
+from publishworker.store import StoreError
+from publishworker.task import Failed, Turn
+from tests.support.fakes import Abort, FakePublisher, FakeStore, serialized
+
+
+class Counted:
+    """A metrics client that adds up."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.counts: dict[str, float] = {}
+
+    def increment(self, metric: str, value: float, tags: list[str]) -> None:
+        """Add up by name; the tags are tested with the real client."""
+        self.counts[metric] = self.counts.get(metric, 0) + value
+
+    def gauge(self, metric: str, value: float, tags: list[str]) -> None:
+        """Keep the last."""
+        self.counts[metric] = value
+
+    def stop(self) -> None:
+        """Nothing is buffered."""
+
+
+class Bench:
+    """A relay between fakes, with a clock that stands still until told."""
+
+    def __init__(self, **limits: int) -> None:
+        """Use small groups."""
+        self.store = FakeStore()
+        self.publisher = FakePublisher("orders", "invoices")
+        self.counted = Counted()
+        self.seconds = 0.0
+        self.relay = self.another(**limits)
+
+    def another(self, **limits: int) -> Relay:
+        """Return a second worker on the same store and publisher."""
+        return Relay(
+            self.store,
+            self.publisher,
+            Metrics(self.counted),
+            limits=Limits(**{"group_size": 10, "group_bytes": 10_000, "groups": 2, **limits}),
+            publish_seconds=5,
+            look_further_seconds=0,
+            random=Random(1),
+            clock=lambda: self.seconds,
+        )
+
+    def insert(self, *ids: str, topic: str = "orders", **columns: Any) -> None:
+        """Add tasks with a good body."""
+        for id in ids:
+            self.store.insert(id, topic, serialized(), **columns)
+
+    def turns(self, most: int = 20) -> list[Turn]:
+        """Turn until one makes no progress."""
+        done = []
+        for _ in range(most):
+            done.append(self.relay.turn())
+            if not done[-1].made_progress:
+                return done
+        pytest.fail(f"no end after {most} turns: {done}")
+
+    def unsent(self) -> list[str]:
+        """Return the ids without SentAt."""
+        return [row.id for row in self.store.rows.values() if row.sent_at is None]
+
+    def count(self, metric: m.Metric) -> float:
+        """Return a counter."""
+        return self.counted.counts.get(metric.name, 0)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """A fresh bench."""
+    return Bench()
+
+
+def test_every_pending_task_is_published_once_and_marked(bench: Bench) -> None:
+    """The plain case, over several groups and topics the worker did not know before."""
+    bench.insert(*[f"o{n}" for n in range(35)])
+    bench.insert(*[f"i{n}" for n in range(5)], topic="invoices")
+    bench.turns()
+    assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
+    assert bench.unsent() == []
+    assert bench.count(m.PUBLISHED) == 40
+    assert bench.count(m.ALREADY_PUBLISHED) == bench.count(m.UNCOMMITTED) == bench.count(m.FAILED) == 0
+
+
+def test_each_task_goes_to_its_own_topic_with_its_own_id(bench: Bench) -> None:
+    """One table serves several topics; the subscriber knows the task by its attribute."""
+    bench.insert("o")
+    bench.insert("i", topic="projects/test-project/topics/invoices")
+    bench.turns()
+    sent = {id: (topic, message.attributes[TASK_ID_ATTRIBUTE]) for topic, id, message in bench.publisher.published}
+    assert sent == {
+        "o": ("projects/test-project/topics/orders", "o"),
+        "i": ("projects/test-project/topics/invoices", "i"),
+    }
+
+
+def test_a_task_that_failed_stays_unsent_and_costs_its_group_nothing(bench: Bench) -> None:
+    """The others of the group are sent; the failure is counted, and tried again until it works."""
+    bench.insert("good", "bad")
+    bench.publisher.failing["bad"] = Failed("invalid_argument", "no")
+    bench.turns()
+    assert bench.unsent() == ["bad"]
+    assert bench.count(m.FAILED) >= 1
+    bench.publisher.failing.clear()
+    bench.turns()
+    assert bench.unsent() == []
+
+
+def test_a_missing_topic_holds_no_other_topic(bench: Bench) -> None:
+    """Tasks of the other topic go out in the same turn."""
+    bench.insert(*[f"bad{n}" for n in range(50)], topic="missing", priority=100)
+    bench.insert("good")
+    bench.turns()
+    assert "good" in bench.publisher.ids()
+    assert len(bench.unsent()) == 50
+
+
+def test_what_there_was_no_time_for_is_left_as_it_was(bench: Bench) -> None:
+    """No outcome, no mark, no failure: the next turn takes it."""
+    bench.insert("late", "early")
+    bench.publisher.out_of_time.add("late")
+    bench.turns()
+    assert bench.unsent() == ["late"]
+    assert bench.count(m.FAILED) == 0
+
+
+def test_a_run_again_after_an_abort_publishes_nothing_twice(bench: Bench) -> None:
+    """ABORTED at the commit, three times: published once, failed once, marked once, counted once."""
+    bench.insert("a", "b", "bad")
+    bench.publisher.failing["bad"] = Failed("invalid_argument", "no")
+    bench.store.before_commit = times(3, Abort)
+    turns = bench.turns()
+    assert sorted(bench.publisher.ids()) == ["a", "b"]
+    assert bench.unsent() == ["bad"]
+    assert (bench.count(m.PUBLISHED), bench.count(m.FAILED)) == (2, 1 * sum(turn.failed for turn in turns))
+
+
+def test_a_run_again_drops_what_another_worker_sent_meanwhile(bench: Bench) -> None:
+    """Between abort and re-run another worker marks the task: it is not marked again, and both counters say so."""
+    bench.insert("a")
+    theirs = bench.store.now - timedelta(seconds=1)
+
+    def abort_and_be_overtaken() -> None:
+        bench.store.before_commit = lambda: None
+        bench.store.rows["a"].sent_at = theirs
+        raise Abort
+
+    bench.store.before_commit = abort_and_be_overtaken
+    bench.turns()
+    assert bench.store.rows["a"].sent_at == theirs
+    assert (bench.count(m.PUBLISHED), bench.count(m.ALREADY_PUBLISHED)) == (1, 1)
+
+
+@pytest.mark.parametrize("landed", [False, True])
+def test_a_failed_commit_is_marked_later_without_publishing_again(bench: Bench, landed: bool) -> None:
+    """Whether or not the lost commit landed: one publish, counted as uncommitted, marked by the next turn."""
+    bench.insert("a")
+    bench.store.failed_commits_land = landed
+    bench.store.before_commit = times(1, lambda: StoreError("deadline exceeded"))
+    bench.turns()
+    bench.turns()
+    assert bench.publisher.ids() == ["a"]
+    assert bench.unsent() == []
+    assert (bench.count(m.UNCOMMITTED), bench.count(m.ALREADY_PUBLISHED)) == (1, 0)
+
+
+def test_a_doubt_that_grew_old_is_published_again(bench: Bench) -> None:
+    """After 60 s in doubt a duplicate with the same id, never a loss."""
+    bench.insert("a")
+    bench.store.before_commit = times(1, lambda: StoreError("deadline exceeded"))
+    bench.relay.turn(), bench.relay.turn()
+    assert (bench.publisher.ids(), bench.unsent()) == (["a"], ["a"])
+    bench.seconds += 61
+    bench.turns()
+    assert bench.publisher.ids() == ["a", "a"]
+    assert bench.unsent() == []
+
+
+def test_a_task_sent_by_another_worker_after_the_poll_is_counted_and_not_published(bench: Bench) -> None:
+    """The check under the lock is what keeps two workers apart."""
+    bench.insert("a")
+    overtake(bench, lambda: setattr(bench.store.rows["a"], "sent_at", bench.store.now))
+    bench.turns()
+    assert bench.publisher.ids() == []
+    assert bench.count(m.ALREADY_PUBLISHED) == 1
+
+
+def test_a_row_deleted_after_the_poll_is_passed_over(bench: Bench) -> None:
+    """Gone is no error, and nobody else's work."""
+    bench.insert("a", "b")
+    overtake(bench, lambda: bench.store.rows.pop("a"))
+    bench.turns()
+    assert bench.publisher.ids() == ["b"]
+    assert bench.count(m.ALREADY_PUBLISHED) == bench.count(m.FAILED) == 0
+
+
+def test_a_task_put_off_after_the_poll_is_not_sent(bench: Bench) -> None:
+    """Due is decided under the lock, by the database's time."""
+    bench.insert("a")
+    overtake(bench, lambda: setattr(bench.store.rows["a"], "available_at", bench.store.now + timedelta(hours=1)))
+    bench.turns()
+    assert bench.publisher.ids() == []
+
+
+def test_a_sent_task_is_sent_again_when_sent_at_is_set_to_null(bench: Bench) -> None:
+    """Replay by plain DML: the same id, the same bytes."""
+    bench.insert("a")
+    bench.turns()
+    bench.store.rows["a"].sent_at = None
+    bench.turns()
+    assert bench.publisher.ids() == ["a", "a"]
+    assert bench.publisher.published[0] == bench.publisher.published[1]
+
+
+def test_a_paused_topic_waits_and_holds_no_other(bench: Bench) -> None:
+    """Its tasks are neither claimed nor polled until it is resumed."""
+    bench.insert("o")
+    bench.insert("i", topic="invoices")
+    bench.store.paused = {"invoices"}
+    bench.turns()
+    assert bench.publisher.ids() == ["o"]
+    bench.store.paused = set()
+    bench.relay.turn()  # learns of it
+    bench.turns()
+    assert bench.publisher.ids() == ["o", "i"]
+
+
+def test_a_store_that_does_not_answer_is_the_loops_matter(bench: Bench) -> None:
+    """The turn takes nothing and says so."""
+    bench.insert("a")
+    bench.store.away = True
+    with pytest.raises(StoreError):
+        bench.relay.turn()
+    assert bench.publisher.ids() == []
+
+
+def test_a_defect_in_the_publisher_is_not_swallowed(bench: Bench) -> None:
+    """A half-working worker is worse than a dead one."""
+    bench.insert("a")
+
+    def break_down(*_arguments: object) -> dict[str, Any]:
+        raise ZeroDivisionError
+
+    bench.publisher.publish = break_down  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        bench.turns()
+
+
+def test_two_workers_on_one_backlog_send_every_task_once() -> None:
+    """Threads in lock-step on one store: every row marked once, nothing published twice, collisions counted."""
+    bench = Bench(groups=1)
+    bench.insert(*[str(n) for n in range(200)])
+    workers = [bench.relay, bench.another(groups=1)]
+
+    def work(relay: Relay) -> None:
+        while bench.unsent():
+            relay.turn()
+
+    run_at_once([lambda relay=relay: work(relay) for relay in workers])
+    assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
+    assert bench.count(m.PUBLISHED) == 200
+
+
+def test_priorities_go_first_over_all_shards() -> None:
+    """Ten urgent tasks go out in the turn that first sees them, before 490 others that are as old."""
+    bench = Bench(group_size=50, groups=2)
+    bench.insert(*[f"low{n}" for n in range(490)], priority=0)
+    bench.insert(*[f"high{n}" for n in range(10)], priority=100)
+    assert bench.relay.turn().new_topics == 1
+    bench.relay.turn()
+    assert {f"high{n}" for n in range(10)} <= set(bench.publisher.ids())
+    assert len(bench.publisher.ids()) <= 100
+
+
+def overtake(bench: Bench, act: Callable[[], object]) -> None:
+    """Let `act` happen between the poll and the lock."""
+    claim = bench.store.claim
+
+    def claim_too_late(*arguments: Any) -> None:
+        bench.store.claim = claim  # type: ignore[method-assign]
+        act()
+        claim(*arguments)
+
+    bench.store.claim = claim_too_late  # type: ignore[method-assign]
+
+
+def times(count: int, make: Callable[[], Exception]) -> Callable[[], None]:
+    """Return a function that raises `count` times."""
+    left = [None] * count
+
+    def act() -> None:
+        if left:
+            left.pop()
+            raise make()
+
+    return act
+
+
+def run_at_once(functions: Sequence[Callable[[], None]]) -> None:
+    """Run each on a thread and wait for all."""
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
