@@ -1,0 +1,123 @@
+"""Metrics through the real client to real sockets: UDP, Unix socket, and no agent at all."""
+
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import outbox
+from publishworker import datadog
+from publishworker import metrics as m
+from publishworker.metrics import Metrics
+
+
+@pytest.fixture
+def udp(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """An agent that listens on UDP."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as agent:
+        agent.bind(("127.0.0.1", 0))
+        agent.settimeout(5)
+        monkeypatch.setenv("DD_DOGSTATSD_URL", f"udp://127.0.0.1:{agent.getsockname()[1]}")
+        yield agent
+
+
+@pytest.fixture
+def unix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[socket.socket]:
+    """An agent that listens on a Unix socket."""
+    path = tmp_path / "dsd.socket"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
+        agent.bind(str(path))
+        agent.settimeout(5)
+        monkeypatch.setenv("DD_DOGSTATSD_URL", f"unix://{path}")
+        yield agent
+
+
+def received(agent: socket.socket, count: int) -> list[str]:
+    """Return that many metrics, without the client's own telemetry."""
+    lines: list[str] = []
+    while len(lines) < count:
+        lines += [line for line in agent.recv(65536).decode().splitlines() if line.startswith("outbox.")]
+    return lines
+
+
+@pytest.mark.parametrize("kind", ["udp", "unix"])
+def test_counts_and_gauges_arrive_with_their_tags(kind: str, request: pytest.FixtureRequest) -> None:
+    """Names, values and tags as in docs/reference/metrics.md."""
+    agent = request.getfixturevalue(kind)
+    metrics = datadog.from_environment()
+    metrics.count(m.PUBLISHED, 100, topic="orders")
+    metrics.count(m.FAILED, 2, topic="orders", reason="not_found")
+    metrics.gauge(m.OLDEST_AGE, 1.5)
+    lines = [line.split("|c:")[0].split("|card:")[0] for line in received(agent, 3)]
+    metrics.stop()
+    assert lines[0] == "outbox.total_published_task_count:100|c|#topic:orders"
+    assert lines[1] == "outbox.failed_task_count:2|c|#topic:orders,reason:not_found"
+    assert lines[2].startswith("outbox.oldest_task_age:1.5|g")
+
+
+def test_service_tags_come_from_the_environment(udp: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DD_ENV, DD_SERVICE and DD_VERSION tag everything."""
+    for name in ("ENV", "SERVICE", "VERSION"):
+        monkeypatch.setenv(f"DD_{name}", name.lower())
+    datadog.from_environment().count(m.PUBLISHED, 1, topic="orders")
+    [line] = received(udp, 1)
+    assert {"env:env", "service:service", "version:version"} <= set(line.split("#")[1].split("|")[0].split(","))
+
+
+def test_applications_count_registered_tasks_through_the_same_client(udp: socket.socket) -> None:
+    """`outbox.set_metrics` takes a DogStatsd as it is."""
+    from datadog.dogstatsd.base import DogStatsd
+
+    class Batch:
+        def insert(self, table: str, columns: object, values: object) -> None:
+            """Take it."""
+
+    outbox.set_metrics(DogStatsd())
+    try:
+        outbox.register(Batch(), "orders", b"")
+    finally:
+        outbox.set_metrics(None)
+    assert received(udp, 1)[0].startswith("outbox.registered_task_count:1|c|#topic:orders")
+
+
+def test_no_agent_means_silence(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing configured: nothing sent, nothing logged."""
+    with caplog.at_level(logging.DEBUG):
+        metrics = datadog.from_environment()
+        metrics.count(m.PUBLISHED, 1, topic="orders")
+        metrics.gauge(m.OLDEST_AGE, 1)
+        metrics.stop()
+    assert caplog.records == []
+
+
+def test_a_vanished_agent_breaks_nothing(unix: socket.socket, tmp_path: Path) -> None:
+    """The socket goes away in mid-run."""
+    metrics = datadog.from_environment()
+    (tmp_path / "dsd.socket").unlink()
+    for _ in range(10):
+        metrics.count(m.PUBLISHED, 1, topic="orders")
+    metrics.stop()
+    assert not (tmp_path / "dsd.socket").exists()
+
+
+def test_a_client_that_raises_is_reported_once_and_outlived(caplog: pytest.LogCaptureFixture) -> None:
+    """A broken metrics path is no reason to stop sending."""
+
+    class Broken:
+        def increment(self, metric: str, value: float, tags: list[str]) -> None:
+            raise OSError("no")
+
+        def gauge(self, metric: str, value: float, tags: list[str]) -> None:
+            raise OSError("no")
+
+        def stop(self) -> None:
+            raise OSError("no")
+
+    metrics = Metrics(Broken())
+    with caplog.at_level(logging.WARNING):
+        metrics.count(m.PUBLISHED, 1, topic="orders")
+        metrics.gauge(m.OLDEST_AGE, 1)
+        metrics.stop()
+    assert len(caplog.records) == 2

@@ -1,0 +1,79 @@
+"""A gRPC server in Pub/Sub's place that answers as a test says: for what the emulator cannot do.
+
+The emulator knows no permissions, no outages and few limits.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from google.pubsub_v1.types import GetTopicRequest, PublishRequest, PublishResponse, Topic
+
+Answer = Callable[[Any, grpc.ServicerContext], Any]
+
+
+class PubSubServer:
+    """`publish` and `get_topic` are the answers; assign to them. `requests` are the publish requests seen."""
+
+    def __init__(self) -> None:
+        """Accept everything."""
+        self.requests: list[Any] = []
+        self.address = ""
+        self.publish: Answer = accept
+        self.get_topic: Answer = lambda request, _context: Topic.pb()(name=request.topic)
+
+    def _publish(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self.requests.append(request)
+        return self.publish(request, context)
+
+    def _get_topic(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self.get_topic(request, context)
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """Return what the server serves."""
+
+        def unary(answer: Answer, request: Any, response: Any) -> grpc.RpcMethodHandler:
+            return grpc.unary_unary_rpc_method_handler(
+                answer,
+                request_deserializer=request.pb().FromString,
+                response_serializer=response.pb().SerializeToString,
+            )
+
+        return grpc.method_handlers_generic_handler(
+            "google.pubsub.v1.Publisher",
+            {
+                "Publish": unary(self._publish, PublishRequest, PublishResponse),
+                "GetTopic": unary(self._get_topic, GetTopicRequest, Topic),
+            },
+        )
+
+
+def accept(request: Any, _context: grpc.ServicerContext) -> Any:
+    """Answer with a message id for each message."""
+    return PublishResponse.pb()(message_ids=[str(n) for n, _ in enumerate(request.messages)])
+
+
+def refuse(code: grpc.StatusCode, details: str = "refused") -> Answer:
+    """Return an answer that fails."""
+
+    def answer(_request: Any, context: grpc.ServicerContext) -> Any:
+        context.abort(code, details)
+
+    return answer
+
+
+@contextlib.contextmanager
+def pubsub_server() -> Iterator[PubSubServer]:
+    """Serve on a free loopback port."""
+    server = PubSubServer()
+    with ThreadPoolExecutor(8) as pool:
+        running = grpc.server(pool, options=[("grpc.max_receive_message_length", -1)])
+        running.add_generic_rpc_handlers((server.handlers(),))
+        server.address = f"127.0.0.1:{running.add_insecure_port('127.0.0.1:0')}"
+        running.start()
+        try:
+            yield server
+        finally:
+            running.stop(0).wait(5)

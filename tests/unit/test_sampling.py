@@ -1,0 +1,115 @@
+"""From candidates to groups: limits, priority, fairness, and the shuffle that keeps workers apart."""
+
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from publishworker.sampling import Limits, sample
+from publishworker.task import Candidate, Group
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def candidate(id: str, topic: str = "orders", shard: int = 0, priority: int = 50, size: int = 100, age: int = 0) -> Candidate:
+    """Return a ready task, `age` seconds old."""
+    return Candidate(id, topic, shard, priority, NOON - timedelta(seconds=age), None, None, size)
+
+
+def ids(groups: list[Group]) -> list[str]:
+    """Return all ids in the order of the groups."""
+    return [id for group in groups for id in group.ids]
+
+
+candidates = st.lists(
+    st.builds(
+        candidate,
+        id=st.uuids().map(str),
+        topic=st.sampled_from(["a", "b", "c"]),
+        shard=st.integers(0, 9),
+        priority=st.integers(0, 2),
+        size=st.integers(1, 3000),
+    ),
+    unique_by=lambda each: each.id,
+    max_size=60,
+)
+
+
+@given(candidates, st.integers(1, 12), st.integers(1000, 9000), st.integers(1, 6), st.randoms())
+def test_groups_keep_every_limit(found: list[Candidate], size: int, most_bytes: int, most: int, random: Random) -> None:
+    """One topic a group, no task twice, no more tasks, bytes or groups than allowed; a large task goes alone."""
+    by_id = {each.id: each for each in found}
+    groups = sample(found, Limits(size, most_bytes, most), random)
+    assert len(groups) <= most
+    assert len(ids(groups)) == len(set(ids(groups)))
+    for group in groups:
+        assert 1 <= len(group.ids) <= size
+        assert {by_id[id].topic for id in group.ids} == {group.topic}
+        assert len(group.ids) == 1 or sum(by_id[id].bytes for id in group.ids) <= most_bytes
+
+
+@given(candidates, st.randoms())
+def test_everything_is_taken_when_it_fits(found: list[Candidate], random: Random) -> None:
+    """No more tasks than a turn can hold: none is left for later."""
+    assert sorted(ids(sample(found, Limits(1, 10**9, 1000), random))) == sorted(each.id for each in found)
+
+
+@given(candidates, st.randoms())
+def test_no_group_is_left_out_for_a_less_urgent_one(found: list[Candidate], random: Random) -> None:
+    """The first group holds one of the most urgent tasks."""
+    groups = sample(found, Limits(5, 10**9, 2), random)
+    by_id = {each.id: each for each in found}
+    if groups:
+        assert max(by_id[id].priority for id in groups[0].ids) == max(each.priority for each in found)
+
+
+def test_within_a_slice_the_oldest_of_a_priority_goes_first() -> None:
+    """Priority, then age."""
+    found = [candidate("young", age=1), candidate("old", age=9), candidate("urgent", priority=99)]
+    assert ids(sample(found, Limits(1, 1000, 3), Random(1))) == ["urgent", "old", "young"]
+
+
+def test_one_topic_takes_at_most_half_while_another_waits() -> None:
+    """A flood of one topic leaves half of the groups to the others, and takes all if there is nothing else."""
+    flood = [candidate(f"f{n}", shard=n, priority=100) for n in range(8)]
+    groups = sample([*flood, candidate("small", topic="invoices")], Limits(1, 1000, 4), Random(1))
+    assert Counter(group.topic for group in groups) == {"orders": 3, "invoices": 1}
+    assert groups.index(Group("invoices", ("small",))) <= 2
+    assert len(sample(flood, Limits(1, 1000, 4), Random(1))) == 4
+
+
+def test_a_slice_that_fits_is_never_cut() -> None:
+    """Two workers share a whole slice or none of it: sixty tasks of one shard stay together."""
+    found = [candidate(f"{shard}-{n}", shard=shard) for shard in range(2) for n in range(60)]
+    for group in sample(found, Limits(100, 10**9, 4), Random(1)):
+        assert len({id.split("-")[0] for id in group.ids}) == 1
+
+
+def test_a_sample_is_uniform_over_slices() -> None:
+    """Each of ten equal slices is among the three taken about as often as any other (A23)."""
+    found = [candidate(str(shard), shard=shard) for shard in range(10)]
+    random = Random(7)
+    taken = Counter(id for _ in range(5000) for id in ids(sample(found, Limits(1, 1000, 3), random)))
+    assert set(taken) == {str(shard) for shard in range(10)}
+    assert sum((count - 1500) ** 2 / 1500 for count in taken.values()) < 27.9  # chi-square, 9 degrees, 0.1 %
+
+
+@pytest.mark.parametrize(("workers", "expected"), [(2, 0.05), (3, 0.10), (5, 0.18), (10, 0.35)])
+def test_workers_rarely_meet(workers: int, expected: float) -> None:
+    """Double picks follow 1 - L(1-(1-S/L)^W)/(W*S) for L = 100 slices and S = 10 taken (A24)."""
+    found = [candidate(str(shard), shard=shard) for shard in range(100)]
+    random = Random(3)
+    doubles = 0
+    for _ in range(300):
+        picks = Counter(id for _ in range(workers) for id in ids(sample(found, Limits(1, 1000, 10), random)))
+        doubles += sum(count - 1 for count in picks.values())
+    assert doubles / (300 * workers * 10) == pytest.approx(expected, abs=0.015)
+
+
+def test_the_seed_decides_the_order() -> None:
+    """The same seed gives the same groups: a turn can be repeated in a test."""
+    found = [candidate(str(shard), shard=shard) for shard in range(10)]
+    assert sample(found, Limits(1, 1000, 3), Random(5)) == sample(found, Limits(1, 1000, 3), Random(5))

@@ -1,0 +1,81 @@
+"""Flags, environment, defaults: one list, one order, one sentence for what is wrong."""
+
+import argparse
+
+import pytest
+
+from outbox.errors import SettingError
+from outbox.settings import fields_of
+from publishworker.settings import WorkerSettings
+
+NEEDED = {"project": "shop", "instance": "main", "database": "orders"}
+
+
+def read(environment: dict[str, str] | None = None, **flags: str) -> WorkerSettings:
+    """Read settings that have all that is needed."""
+    return WorkerSettings.read({**NEEDED, **flags}, environment or {})
+
+
+def test_defaults_are_those_of_the_documentation() -> None:
+    """A worker without options."""
+    settings = read()
+    assert (settings.group_size, settings.publish_timeout, settings.poll_interval) == (100, 5.0, 1.0)
+
+
+def test_a_flag_wins_over_its_environment_twin_which_wins_over_the_default() -> None:
+    """In that order."""
+    assert read({"OUTBOX_GROUP_SIZE": "7"}).group_size == 7
+    assert read({"OUTBOX_GROUP_SIZE": "7"}, group_size="8").group_size == 8
+
+
+def test_the_project_falls_back_to_googles_variable() -> None:
+    """Ours wins."""
+    needed = {"instance": "main", "database": "orders"}
+    assert WorkerSettings.read(needed, {"GOOGLE_CLOUD_PROJECT": "g"}).project == "g"
+    assert WorkerSettings.read(needed, {"GOOGLE_CLOUD_PROJECT": "g", "OUTBOX_PROJECT": "o"}).project == "o"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "allowed"),
+    [
+        ("group_size", "0", "a whole number from 1 to 1,000"),
+        ("group_size", "1001", "a whole number from 1 to 1,000"),
+        ("group_size", "ten", "a whole number from 1 to 1,000"),
+        ("concurrency", "-1", "a whole number from 1 to 100"),
+        ("publish_timeout", "9", "seconds from 0.1 to 8"),
+        ("publish_timeout", "nan", "seconds from 0.1 to 8"),
+        ("poll_interval", "inf", "seconds from 0.05 to 60"),
+        ("log_format", "xml", "auto or json or text"),
+        ("database", "Orders!", "2 to 64 of a-z"),
+        ("heartbeat_file", "", "a path"),
+    ],
+)
+def test_a_wrong_value_names_the_flag_the_value_and_what_is_allowed(flag: str, value: str, allowed: str) -> None:
+    """Whether it came from the flag or from the environment."""
+    with pytest.raises(SettingError) as from_flag:
+        read(**{flag: value})
+    name = "--" + flag.replace("_", "-")
+    assert str(from_flag.value).startswith(f"{name}: {value!r} is not allowed: it must be {allowed}")
+    environment = {f"OUTBOX_{flag.upper()}": value}
+    needed = {key: text for key, text in NEEDED.items() if key != flag}
+    with pytest.raises(SettingError) as from_environment:
+        WorkerSettings.read(needed, environment)
+    assert str(from_environment.value).startswith(f"OUTBOX_{flag.upper()}: {value!r} is not allowed")
+
+
+def test_a_missing_value_says_where_it_may_come_from() -> None:
+    """Both names."""
+    with pytest.raises(SettingError, match="--instance is missing: give it, or set OUTBOX_INSTANCE"):
+        WorkerSettings.read({"project": "p", "database": "d1"}, {})
+
+
+def test_help_names_every_flag_its_twin_and_its_default() -> None:
+    """The help is made of the same list."""
+    parser = argparse.ArgumentParser()
+    WorkerSettings.add_flags(parser)
+    help_text = " ".join(parser.format_help().split())
+    for field in fields_of(WorkerSettings):
+        assert field.flag in help_text
+        assert field.twin in help_text
+        if field.default is not None:
+            assert f"default {field.default}" in help_text

@@ -1,0 +1,155 @@
+"""The window, the doubts, the threads, the health check, the logs: one idea each."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from publishworker import healthcheck
+from publishworker.doubts import MAX_TASKS, Doubts
+from publishworker.logs import JsonFormatter
+from publishworker.task import Group
+from publishworker.threads import in_threads
+from publishworker.window import Window
+
+
+def polls(window: Window, backlog: dict[str, int], count: int) -> list[int]:
+    """Let the window adapt to a steady backlog, by range; return the rows of each poll."""
+    totals = []
+    for _ in range(count):
+        found = {name: min(rows, window.per_range) for name, rows in backlog.items()}
+        totals.append(sum(found.values()))
+        window.adapt(found)
+    return totals
+
+
+@pytest.mark.parametrize("ranges", [1, 3, 10, 100, 1000])
+def test_a_poll_stays_near_its_target_however_the_backlog_is_spread(ranges: int) -> None:
+    """One hot range or a thousand: a poll brings enough to work on, and never much more than twice that."""
+    totals = polls(Window(target=400, shards=10), {str(n): 10**6 for n in range(ranges)}, 20)
+    assert all(200 <= total <= max(800, 2 * ranges) for total in totals[-5:])
+
+
+def test_a_small_backlog_does_not_widen_the_window() -> None:
+    """Ranges that are not cut off say nothing about more."""
+    window = Window(target=400, shards=10)
+    before = window.per_range
+    polls(window, {str(n): 3 for n in range(10)}, 10)
+    assert window.per_range == before
+
+
+def test_doubts_are_bounded_and_taken_out_once() -> None:
+    """The oldest beyond 10,000 are forgotten; what was taken is not there again."""
+    doubts = Doubts(lambda: 0.0)
+    doubts.remember("orders", [str(n) for n in range(MAX_TASKS + 5)])
+    groups = doubts.take(1000)
+    assert sum(len(group.ids) for group in groups) == MAX_TASKS
+    assert groups[0].ids[0] == "5"
+    assert max(len(group.ids) for group in groups) == 1000
+    assert doubts.take(1000) == []
+
+
+def test_doubts_of_two_topics_make_two_groups() -> None:
+    """A group holds one topic."""
+    doubts = Doubts(lambda: 0.0)
+    doubts.remember("orders", ["a"])
+    doubts.remember("invoices", ["b"])
+    assert doubts.take(10) == [Group("orders", ("a",)), Group("invoices", ("b",))]
+
+
+def test_threads_run_at_once_and_keep_the_order_of_results() -> None:
+    """All have begun before any ends."""
+    together = threading.Barrier(3)
+
+    def double(item: int) -> int:
+        together.wait(10)
+        return item * 2
+
+    assert in_threads(double, [1, 2, 3]) == [2, 4, 6]
+
+
+def test_a_thread_that_dies_is_raised_after_the_others_have_ended() -> None:
+    """Nothing is left running, nothing is swallowed."""
+    ended = []
+    dying = threading.Event()
+
+    def work(item: int) -> None:
+        if item == 0:
+            dying.set()
+            raise ZeroDivisionError
+        dying.wait(10)
+        ended.append(item)
+
+    with pytest.raises(ZeroDivisionError):
+        in_threads(work, [0, 1, 2])
+    assert sorted(ended) == [1, 2]
+
+
+def test_every_item_has_a_thread_of_its_own() -> None:
+    """A thread that the client has poisoned is never used again."""
+    seen = in_threads(lambda _item: threading.get_ident(), [1]) + in_threads(lambda _item: threading.get_ident(), [1])
+    assert threading.get_ident() not in seen
+
+
+def test_the_health_check_tells_young_old_and_missing_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit 0, 1, 1, with a sentence."""
+    file = tmp_path / "heartbeat"
+    monkeypatch.setenv("OUTBOX_HEARTBEAT_FILE", str(file))
+    assert healthcheck.main([]) == 1
+    assert "no heartbeat" in capsys.readouterr().err
+    healthcheck.beat(file)
+    assert healthcheck.main([]) == 0
+    os.utime(file, (0, 0))
+    assert healthcheck.main(["--max-age", "60"]) == 1
+    assert "old, 60 s are allowed" in capsys.readouterr().err
+
+
+def test_the_health_check_imports_the_standard_library_only(tmp_path: Path) -> None:
+    """A probe that imports the clients costs half a second of CPU, every few seconds, for ever."""
+    code = (
+        "import sys\nfrom publishworker.cli import main\n"
+        f"main(['healthcheck', '--heartbeat-file', {str(tmp_path / 'none')!r}])\nprint(*sorted(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    allowed = set(sys.stdlib_module_names) | {"publishworker", "__main__"}
+    loaded = {name.split(".")[0] for name in done.stdout.split()}
+    foreign = {name for name in loaded - allowed if not name.startswith(("_", "a1_coverage", "coverage", "sitecustomize"))}
+    assert "publishworker" in loaded
+    assert not foreign
+
+
+def make_record(make: Callable[[], object] | None = None) -> logging.LogRecord:
+    """Return a record, with an exception if `make` raises."""
+    info = None
+    if make is not None:
+        try:
+            make()
+        except ZeroDivisionError:
+            info = sys.exc_info()
+    record = logging.LogRecord("publishworker", logging.WARNING, __file__, 1, "%d tasks\nfailed", (3,), info)
+    record.action = "publish_failed"
+    return record
+
+
+def test_a_log_line_is_one_json_object_with_the_fields_that_mean_something() -> None:
+    """One line, whatever is in the message."""
+    line = JsonFormatter().format(make_record())
+    entry = json.loads(line)
+    assert "\n" not in line
+    assert (entry["status"], entry["message"], entry["action"]) == ("warning", "3 tasks\nfailed", "publish_failed")
+    assert entry["logger.name"] == "publishworker"
+
+
+def test_an_exception_is_in_fields_of_its_own() -> None:
+    """Kind, message and stack."""
+    entry = json.loads(JsonFormatter().format(make_record(lambda: 1 // 0)))
+    assert entry["error.kind"] == "ZeroDivisionError"
+    assert "1 // 0" in entry["error.stack"]

@@ -1,0 +1,171 @@
+"""The loop: when it polls again, what it says while Spanner is away, how it ends."""
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from publishworker import metrics as m
+from publishworker.metrics import Metrics
+from publishworker.store import StoreError
+from publishworker.task import Turn
+from publishworker.worker import Loop, Pause
+from tests.support.fakes import FakeStore
+
+WORK, IDLE = Turn(published=1), Turn()
+
+
+class Stop(threading.Event):
+    """A stop event that records waits instead of waiting."""
+
+    def __init__(self) -> None:
+        """Nothing waited for."""
+        super().__init__()
+        self.waits: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Record and return at once."""
+        assert timeout is not None
+        self.waits.append(timeout)
+        return self.is_set()
+
+
+class Script:
+    """A relay that does as written, then stops the loop."""
+
+    def __init__(self, stop: Stop, *steps: Turn | StoreError) -> None:
+        """Take one step a turn."""
+        self._stop = stop
+        self._steps = list(steps)
+
+    def turn(self) -> Turn:
+        """See HasTurn."""
+        step = self._steps.pop(0)
+        if not self._steps:
+            self._stop.set()
+        if isinstance(step, StoreError):
+            raise step
+        return step
+
+
+def run(tmp_path: Path, *steps: Turn | StoreError, until: Callable[[Turn], bool] = lambda _turn: False) -> list[float]:
+    """Run the steps and return the waits between them."""
+    stop = Stop()
+    loop = Loop(
+        Script(stop, *steps),
+        FakeStore(),
+        Metrics(),
+        poll_interval=1.0,
+        heartbeat_file=tmp_path / "heartbeat",
+        random=Random(1),
+    )
+    loop.run(stop, until)
+    return stop.waits
+
+
+def test_after_work_it_polls_again_at_once(tmp_path: Path) -> None:
+    """There may be more."""
+    assert run(tmp_path, WORK, WORK, WORK) == []
+
+
+def test_without_work_the_wait_doubles_up_to_the_interval(tmp_path: Path) -> None:
+    """Low delay right after work, a poll a second when idle; each wait with jitter, so workers do not keep step."""
+    waits = run(tmp_path, *[IDLE] * 9)
+    nominal = [0.05, 0.1, 0.2, 0.4, 0.8, 1, 1, 1, 1]
+    for wait, expected in zip(waits, nominal, strict=True):
+        assert expected * 0.8 <= wait <= expected * 1.2
+    assert len(set(waits)) == len(waits)
+
+
+def test_work_resets_the_wait(tmp_path: Path) -> None:
+    """The next idle wait is short again."""
+    waits = run(tmp_path, *[IDLE] * 6, WORK, IDLE)
+    assert waits[-1] < 0.1
+
+
+def test_an_outage_is_said_once_and_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One line when it goes, one when it is back; the waits grow, so no busy loop."""
+    away = StoreError("connection refused")
+    with caplog.at_level(logging.INFO, "publishworker"):
+        waits = run(tmp_path, IDLE, *[away] * 8, IDLE, away, IDLE)
+    actions = [record.__dict__["action"] for record in caplog.records]
+    assert actions == ["spanner_away", "spanner_back", "spanner_away", "spanner_back"]
+    assert "connection refused" in caplog.records[0].getMessage()
+    assert max(waits) > 4
+    assert sum(waits[1:9]) > 15
+
+
+def test_the_heartbeat_is_touched_while_idle_and_while_spanner_is_away(tmp_path: Path) -> None:
+    """Liveness is that the loop turns; an outage must not restart the fleet."""
+    for step in (IDLE, StoreError("away")):
+        (tmp_path / "heartbeat").unlink(missing_ok=True)
+        run(tmp_path, step)
+        assert (tmp_path / "heartbeat").exists()
+
+
+def test_a_heartbeat_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The relay goes on."""
+    with caplog.at_level(logging.WARNING, "publishworker"):
+        run(tmp_path / "missing", IDLE, IDLE, IDLE)
+    assert [record.__dict__["action"] for record in caplog.records] == ["heartbeat"]
+
+
+def test_it_ends_when_the_condition_says_so(tmp_path: Path) -> None:
+    """What `drain` is made of."""
+    seen = []
+    run(tmp_path, WORK, IDLE, WORK, until=lambda turn: (seen.append(turn), len(seen) == 2)[1])
+    assert seen == [WORK, IDLE]
+
+
+def test_the_oldest_age_is_reported_now_and_then(tmp_path: Path) -> None:
+    """Every 15 s, whatever the number of turns."""
+    gauges: list[float] = []
+    store = FakeStore()
+    store.insert("a", "orders")
+    seconds = iter(float(n) for n in range(0, 1000, 5))
+
+    class Client:
+        def increment(self, metric: str, value: float, tags: list[str]) -> None:
+            raise AssertionError
+
+        def gauge(self, metric: str, value: float, tags: list[str]) -> None:
+            assert metric == m.OLDEST_AGE.name
+            gauges.append(value)
+
+        def stop(self) -> None:
+            raise AssertionError
+
+    stop = Stop()
+    loop = Loop(
+        Script(stop, *[WORK] * 12),
+        store,
+        Metrics(Client()),
+        poll_interval=1,
+        heartbeat_file=tmp_path / "h",
+        random=Random(1),
+        clock=lambda: next(seconds),
+    )
+    loop.run(stop)
+    assert 3 <= len(gauges) <= 6
+    assert set(gauges) == {12 * 3600.0}
+
+
+def test_a_defect_ends_the_loop(tmp_path: Path) -> None:
+    """It is not retried for ever."""
+
+    class Broken:
+        def turn(self) -> Turn:
+            raise ZeroDivisionError
+
+    loop = Loop(Broken(), FakeStore(), Metrics(), poll_interval=1, heartbeat_file=tmp_path / "h", random=Random(1))
+    with pytest.raises(ZeroDivisionError):
+        loop.run(threading.Event())
+
+
+def test_two_workers_do_not_keep_step() -> None:
+    """Different seeds, different waits (A20)."""
+    one, other = (Pause(1, 1, Random(seed)) for seed in (1, 2))
+    assert [one.next() for _ in range(5)] != [other.next() for _ in range(5)]
