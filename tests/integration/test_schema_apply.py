@@ -1,0 +1,476 @@
+"""Making and checking the tables on the emulator: what is made, what is refused, what may differ."""
+
+import re
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from google.cloud.spanner_admin_database_v1 import DatabaseDialect
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, param_types
+from google.cloud.spanner_v1.database import Database
+from google.cloud.spanner_v1.instance import Instance
+
+import outbox
+from outbox import _ddl, schema
+from outbox.emulators import Emulators
+from outbox.errors import NotReached, OutboxError, SchemaDiffers
+from tests.support.proxy import Proxy, silent_port
+from tests.support.spanner import client
+
+SCHEMA = Path(__file__).parents[2] / "schema"
+
+ARTICLE_TABLE = """
+CREATE TABLE AsynchronousTasks (
+  Id        STRING({id_length}) NOT NULL,
+  Topic     STRING(255) NOT NULL,
+  Data      BYTES(MAX) NOT NULL,
+  Priority  INT64 NOT NULL,
+  Shard     INT64 {shard_null} AS ({shard}) STORED,
+  CreatedAt TIMESTAMP NOT NULL OPTIONS (allow_commit_timestamp = {commit_timestamps}),
+  SentAt    TIMESTAMP OPTIONS (allow_commit_timestamp = {commit_timestamps})
+) PRIMARY KEY (Id);
+CREATE INDEX AsynchronousTasksByShard ON AsynchronousTasks (Shard, SentAt, Priority DESC, CreatedAt)"""
+MODULO_LAST = "ABS(MOD(FARM_FINGERPRINT(Id), 10))"
+MODULO_FIRST = "MOD(ABS(FARM_FINGERPRINT(Id)), 10)"
+#: Spanner's own constraints, the retention of tables without SentAt, null filtering of an index with a filter.
+NOT_COMPARED = "constraintck_is_not_null_|retentionofsenttasks|deletionofunsenttasks|nullfiltered"
+
+OLD_COLUMNS = ["Id", "Topic", "Data", "Priority", "CreatedAt", "SentAt"]
+
+ALL = [
+    "table AsynchronousTasks",
+    "index AsynchronousTasksToSend",
+    "index AsynchronousTasksInOrder",
+    "table AsynchronousTaskTopics",
+    "table AsynchronousTaskWorkers",
+]
+
+
+def change(database: Database, *statements: str) -> None:
+    """Run DDL of a test."""
+    database.update_ddl(statements).result()
+
+
+def query(database: Database, sql: str) -> list[list[Any]]:
+    """Return all rows."""
+    with database.snapshot() as snapshot:
+        return list(snapshot.execute_sql(sql))
+
+
+def tables(database: Database) -> set[str]:
+    """Return the names of all tables."""
+    rows = query(database, "SELECT TABLE_NAME FROM INFORMATION_SCHEMA.TABLES WHERE TABLE_SCHEMA = ''")
+    return {name for (name,) in rows}
+
+
+def ddl_of(database: Database) -> set[str]:
+    """Return the DDL as the service writes it, in no order."""
+    database.reload()
+    return set(database.ddl_statements)
+
+
+def test_an_empty_database_gets_everything_once(empty_database: Database):
+    """The first apply makes all five objects, the second one finds them and makes nothing."""
+    wanted = schema.statements()
+
+    assert schema.apply(empty_database, wanted) == [(name, "created") for name in ALL]
+    assert schema.apply(empty_database, wanted) == [(name, "exists") for name in ALL]
+    assert schema.differences(empty_database, wanted, free=()) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shards": 1},
+        {"shards": 1000, "retention_days": None},
+        {"retention_days": 3650, "change_stream": True},
+        {"shards": 7, "retention_days": 1, "change_stream": True},
+    ],
+)
+def test_the_database_gives_back_what_the_ddl_says(empty_database: Database, options: dict[str, Any]):
+    """The shapes parsed from the DDL are those that INFORMATION_SCHEMA shows, so a comparison means something."""
+    wanted = schema.statements(**options)
+    schema.apply(empty_database, wanted)
+
+    shapes = [_ddl.parse(statement) for statement in wanted]
+    found = schema._read(empty_database, shapes, {})
+
+    for shape in shapes:
+        parts = found[_ddl.normal(shape.title)]
+        assert {name: parts.get(_ddl.normal(name)) for name in shape.parts} == shape.parts
+        further = set(parts) - {_ddl.normal(name) for name in shape.parts}
+        assert [name for name in further if not re.match(NOT_COMPARED, name)] == []
+    assert schema.shard_count(empty_database) == options.get("shards", 10)
+
+
+def test_only_what_is_missing_is_made_in_one_update(database: Database):
+    """A database that lost an index and a table gets these two back by a single schema update."""
+    change(database, "DROP INDEX AsynchronousTasksInOrder", "DROP TABLE AsynchronousTaskTopics")
+
+    assert schema.differences(database, schema.statements()) == [
+        "index AsynchronousTasksInOrder is missing",
+        "table AsynchronousTaskTopics is missing",
+    ]
+    with mock.patch.object(database, "update_ddl", wraps=database.update_ddl) as update:
+        made = schema.apply(database, schema.statements())
+
+    assert [name for name, state in made if state == "created"] == [ALL[2], ALL[3]]
+    assert update.call_count == 1
+    assert schema.differences(database, schema.statements()) == []
+
+
+def test_nothing_is_sent_when_all_exists(database: Database):
+    """Applying again at every deployment costs no schema update."""
+    with mock.patch.object(database, "update_ddl") as update:
+        schema.apply(database, schema.statements())
+
+    update.assert_not_called()
+
+
+def test_another_shard_count_is_refused_unless_it_is_free(empty_database: Database):
+    """An explicit shard count must be the table's; the relay's own check accepts any and reads the number."""
+    schema.apply(empty_database, schema.statements(shards=4, retention_days=None))
+
+    with pytest.raises(SchemaDiffers) as caught:
+        schema.apply(empty_database, schema.statements(shards=10, retention_days=7))
+
+    assert "table AsynchronousTasks, shard count: the database has 4, expected 10" in str(caught.value)
+    assert "retention of sent tasks: the database has for ever, expected 7 days" in str(caught.value)
+    assert schema.differences(empty_database, schema.statements()) == []
+    assert schema.apply(empty_database, schema.statements(), free=schema.OWN_CHOICES)[0] == (ALL[0], "exists")
+    assert schema.shard_count(empty_database) == 4
+
+
+TABLE, TO_SEND = "table AsynchronousTasks", "index AsynchronousTasksToSend"
+STREAM = "change stream AsynchronousTasksInserts, watches"
+#: A piece of our DDL, another one; the part, what the database has, what was expected.
+DIFFERENT = [
+    (
+        "Id          STRING(64)",
+        "Id          STRING(36)",
+        f"{TABLE}, column Id",
+        "STRING(36) NOT NULL",
+        "STRING(64) NOT NULL",
+    ),
+    ("Priority    INT64       NOT NULL,", "Priority    INT64,", f"{TABLE}, column Priority", "INT64", "INT64 NOT NULL"),
+    (
+        "DEFAULT (0)",
+        "DEFAULT (1)",
+        f"{TABLE}, column Attempts",
+        "INT64 NOT NULL DEFAULT (1)",
+        "INT64 NOT NULL DEFAULT (0)",
+    ),
+    (
+        "COALESCE(OrderingKey, Id)",
+        "Id",
+        f"{TABLE}, column Shard",
+        "INT64 NOT NULL AS (ABS(MOD(FARM_FINGERPRINT(Id), N))) STORED",
+        "INT64 NOT NULL AS (ABS(MOD(FARM_FINGERPRINT(COALESCE(OrderingKey, Id)), N))) STORED",
+    ),
+    (
+        "(BYTE_LENGTH(Data)) STORED",
+        "(BYTE_LENGTH(Data))",
+        f"{TABLE}, column Bytes",
+        "INT64 NOT NULL AS (BYTE_LENGTH(Data))",
+        "INT64 NOT NULL AS (BYTE_LENGTH(Data)) STORED",
+    ),
+    (
+        "SentAt      TIMESTAMP   OPTIONS (allow_commit_timestamp = true)",
+        "SentAt      TIMESTAMP",
+        f"{TABLE}, column SentAt",
+        "TIMESTAMP",
+        "TIMESTAMP OPTIONS (allow_commit_timestamp = true)",
+    ),
+    (
+        "CHECK (OrderingKey != '')",
+        "CHECK (OrderingKey != 'x')",
+        f"{TABLE}, constraint AsynchronousTasksOrderingKey",
+        "CHECK (OrderingKey != 'x')",
+        "CHECK (OrderingKey != '')",
+    ),
+    ("PRIMARY KEY (Id)", "PRIMARY KEY (Id DESC)", f"{TABLE}, primary key", "Id DESC", "Id"),
+    (
+        "OLDER_THAN(SentAt",
+        "OLDER_THAN(CreatedAt",
+        f"{TABLE}, deletion of unsent tasks",
+        "OLDER_THAN(CreatedAt, INTERVAL 30 DAY)",
+        "never",
+    ),
+    (
+        "Priority DESC, CreatedAt",
+        "Priority, CreatedAt",
+        f"{TO_SEND}, key",
+        "Shard, SentAt, Topic, AvailableAt, Priority, CreatedAt",
+        "Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt",
+    ),
+    (
+        "STORING (OrderingKey, Bytes, Attempts)",
+        "STORING (Bytes)",
+        f"{TO_SEND}, stored columns",
+        "Bytes",
+        "Attempts, Bytes, OrderingKey",
+    ),
+    (
+        "CREATE INDEX AsynchronousTasksToSend",
+        "CREATE NULL_FILTERED INDEX AsynchronousTasksToSend",
+        f"{TO_SEND}, null filtered",
+        "yes",
+        "no",
+    ),
+    (
+        "CREATE INDEX AsynchronousTasksInOrder",
+        "CREATE UNIQUE INDEX AsynchronousTasksInOrder",
+        "index AsynchronousTasksInOrder, unique",
+        "yes",
+        "no",
+    ),
+    ("Burst         INT64", "Burst FLOAT64", "table AsynchronousTaskTopics, column Burst", "FLOAT64", "INT64"),
+    (
+        "FOR AsynchronousTasks(SentAt)",
+        "FOR AsynchronousTasks(Topic)",
+        STREAM,
+        "AsynchronousTasks(Topic)",
+        "AsynchronousTasks(SentAt)",
+    ),
+    ("FOR AsynchronousTasks(SentAt)", "FOR ALL", STREAM, "no single column", "AsynchronousTasks(SentAt)"),
+]
+
+
+@pytest.mark.parametrize("different", DIFFERENT, ids=[row[1] for row in DIFFERENT])
+def test_each_kind_of_difference_is_named_and_nothing_is_made(empty_database: Database, different: tuple[str, ...]):
+    """Whatever differs is named with both shapes, and the table that was missing beside it is not made either."""
+    ours, theirs, part, has, expected = different
+    sentence = f"{part}: the database has {has}, expected {expected}"
+    wanted = schema.statements(change_stream=True)
+    other = [statement.replace(ours, theirs) for statement in wanted if "AsynchronousTaskWorkers" not in statement]
+    assert not set(other) <= set(wanted)
+    change(empty_database, *other)
+
+    with pytest.raises(SchemaDiffers) as caught:
+        schema.apply(empty_database, wanted)
+
+    assert sentence in str(caught.value)
+    missing = "table AsynchronousTaskWorkers is missing"
+    assert sorted(schema.differences(empty_database, wanted)) == sorted([sentence, missing])
+    assert "AsynchronousTaskWorkers" not in tables(empty_database)
+
+
+def test_a_missing_column_is_named(empty_database: Database):
+    """A table without a column that the relay needs is refused, with the column's name and type."""
+    column = "  LastError   STRING(MAX),\n"
+    change(empty_database, *[statement.replace(column, "") for statement in schema.statements()])
+
+    with pytest.raises(
+        SchemaDiffers, match=r"table AsynchronousTasks, column LastError is missing: expected STRING\(MAX\)"
+    ):
+        schema.apply(empty_database, schema.statements())
+
+
+def test_an_index_of_our_name_on_another_table_is_refused(empty_database: Database):
+    """A name that is taken by something else is no outbox."""
+    change(empty_database, "CREATE TABLE T (A INT64) PRIMARY KEY (A)", "CREATE INDEX AsynchronousTasksToSend ON T (A)")
+
+    with pytest.raises(SchemaDiffers, match="index AsynchronousTasksToSend, table: the database has T"):
+        schema.apply(empty_database, schema.statements())
+
+    assert tables(empty_database) == {"T"}
+
+
+def test_names_in_another_case_are_the_same_object(empty_database: Database):
+    """Spanner's names have no case, so a table typed in another case is recognized, not made again."""
+    change(empty_database, *[statement.replace("Asynchronous", "asynchronous") for statement in schema.statements()])
+
+    assert {state for _, state in schema.apply(empty_database, schema.statements())} == {"exists"}
+
+
+def test_further_columns_indexes_and_tables_are_the_users_own(database: Database):
+    """A user's additions to our tables, and all other tables, are neither touched nor reported."""
+    change(
+        database,
+        "ALTER TABLE AsynchronousTasks ADD COLUMN Tenant STRING(36)",
+        "CREATE INDEX AsynchronousTasksByTenant ON AsynchronousTasks (Tenant)",
+        "CREATE TABLE Orders (OrderId STRING(36)) PRIMARY KEY (OrderId)",
+    )
+    before = ddl_of(database)
+
+    assert {state for _, state in schema.apply(database, schema.statements())} == {"exists"}
+    assert schema.differences(database, schema.statements(), free=()) == []
+    assert ddl_of(database) == before
+
+
+def test_a_longer_retention_of_the_change_stream_is_fine(empty_database: Database):
+    """Options of the stream may be altered by its user."""
+    wanted = schema.statements(change_stream=True)
+    schema.apply(empty_database, wanted)
+    change(empty_database, "ALTER CHANGE STREAM AsynchronousTasksInserts SET OPTIONS (retention_period = '2d')")
+
+    assert schema.apply(empty_database, wanted)[-1] == ("change stream AsynchronousTasksInserts", "exists")
+
+
+def test_the_change_stream_has_one_record_for_each_registered_task(empty_database: Database):
+    """Marks and deletions make no records: the stream is a wake-up, not a second copy of the relay's writes."""
+    schema.apply(empty_database, schema.statements(change_stream=True))
+    start = datetime.now(UTC)
+    with empty_database.batch() as batch:
+        outbox.register(batch, "orders", b"1", task_id="first")
+        outbox.register(batch, "orders", b"2", task_id="second")
+    with empty_database.batch() as batch:
+        batch.update("AsynchronousTasks", ["Id", "SentAt"], [["first", COMMIT_TIMESTAMP]])
+        batch.delete("AsynchronousTasks", KeySet(keys=[["second"]]))
+
+    records = list(changes(empty_database, start, datetime.now(UTC)))
+
+    assert [(kind, sorted(keys)) for kind, keys in records] == [("INSERT", ["first", "second"])]
+
+
+def changes(database: Database, start: datetime, end: datetime) -> Iterator[tuple[str, list[str]]]:
+    """Yield kind and ids of each data change record of AsynchronousTasksInserts."""
+
+    def read(token: str | None) -> Iterator[Any]:
+        with database.snapshot() as snapshot:
+            rows = snapshot.execute_sql(
+                "SELECT ChangeRecord FROM READ_AsynchronousTasksInserts(@start, @end, @token, 1000)",
+                params={"start": start, "end": end, "token": token},
+                param_types={
+                    "start": param_types.TIMESTAMP, "end": param_types.TIMESTAMP, "token": param_types.STRING,
+                },
+            )  # fmt: skip
+            for (records,) in rows:
+                yield from records
+
+    tokens = {token for record in read(None) for child in record[2] for token, *_ in child[2]}
+    for token in tokens:
+        for record in read(token):
+            for data in record[0]:
+                yield data[7], [mod[0]["Id"] for mod in data[6]]
+
+
+def test_a_postgresql_database_is_refused(spanner_instance: Instance):
+    """The dialect is named instead of a syntax error in a statement that the user did not write."""
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    database = spanner_instance.database(name, database_dialect=DatabaseDialect.POSTGRESQL)
+    database.create().result()
+    try:
+        with pytest.raises(SchemaDiffers, match=f"{name} has the PostgreSQL dialect"):
+            schema.apply(database, schema.statements())
+        assert [f"{database.name} has the PostgreSQL dialect: use a database of the GoogleSQL dialect"] == (
+            schema.differences(database, schema.statements())
+        )
+    finally:
+        database.drop()
+
+
+def test_a_missing_database_or_table_is_not_reached(spanner_instance: Instance, empty_database: Database):
+    """A database that is not there, and a shard count without a table, are sentences with the name in them."""
+    absent = spanner_instance.database("not-there")
+
+    for look in (schema.apply, schema.differences):
+        with pytest.raises(NotReached, match="databases/not-there is not there: make it"):
+            look(absent, schema.statements())
+    with pytest.raises(NotReached, match="table AsynchronousTasks is missing; run `outbox schema apply`"):
+        schema.shard_count(empty_database)
+
+
+def test_a_shard_without_a_number_has_no_shard_count(empty_database: Database):
+    """A relay must not guess how many shards a foreign table has."""
+    change(empty_database, "CREATE TABLE AsynchronousTasks (Id STRING(64), Shard INT64) PRIMARY KEY (Id)")
+
+    with pytest.raises(SchemaDiffers, match="column Shard has no number of shards"):
+        schema.shard_count(empty_database)
+
+
+def test_an_update_that_spanner_refuses_is_one_sentence(database: Database):
+    """Two deployments that make the tables at once do not end in a traceback."""
+    just_before = mock.patch.object(schema, "_read", return_value={})
+
+    with just_before, pytest.raises(OutboxError, match="Duplicate name in schema: AsynchronousTasks") as caught:
+        schema.apply(database, schema.statements())
+
+    assert database.name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unreachable_spanner_is_told_within_the_limits(monkeypatch: pytest.MonkeyPatch):
+    """A host that refuses connections ends in NotReached, where the client alone would try for half a minute."""
+    monkeypatch.setattr(schema, "REACH_SECONDS", 0.5)
+    with silent_port() as host:
+        database = client(host).instance("test-instance").database("any")
+        with pytest.raises(NotReached, match="Spanner did not answer"):
+            schema.differences(database, schema.statements())
+
+
+def test_a_spanner_that_stops_answering_is_told_within_the_limits(
+    emulators: Emulators, empty_database: Database, monkeypatch: pytest.MonkeyPatch
+):
+    """A connection that hangs, before the first call or after it, ends in NotReached."""
+    monkeypatch.setattr(schema, "REACH_SECONDS", 0.5)
+    with Proxy(emulators.spanner_host) as proxy:
+        database = client(proxy.address).instance("test-instance").database(empty_database.database_id)
+        assert schema.differences(database, []) == []
+
+        proxy.hang()
+        with pytest.raises(NotReached, match="Spanner did not answer"):
+            schema.differences(database, schema.statements())
+        monkeypatch.setattr(schema, "_reach", lambda _database: None)
+        with pytest.raises(NotReached, match="Spanner did not answer"):
+            schema.differences(database, schema.statements(), timeout=0.5)
+
+
+def test_the_migrations_lead_to_the_schema(empty_database: Database, database: Database):
+    """A database that ran all numbered migrations is the same as one made by schema.sql."""
+    for path in sorted((SCHEMA / "migrations").glob("[0-9]*.sql")):
+        change(empty_database, *_ddl.cut(path.read_text()))
+
+    assert ddl_of(empty_database) == ddl_of(database)
+    assert schema.differences(empty_database, schema.statements(), free=()) == []
+
+
+@pytest.mark.parametrize(
+    "article",
+    [
+        {"id_length": 36, "shard": MODULO_FIRST, "shard_null": "NOT NULL", "commit_timestamps": "true"},
+        {"id_length": 64, "shard": MODULO_LAST, "shard_null": "", "commit_timestamps": "false"},
+    ],
+)
+def test_the_documented_path_from_the_article(empty_database: Database, article: dict[str, Any]):
+    """The guide's statements turn an article's table with rows into ours, rows intact, and old writers still work."""
+    change(empty_database, *_ddl.cut(ARTICLE_TABLE.format(**article)))
+    then = datetime(2026, 1, 2, tzinfo=UTC)
+    rows = [["sent", "orders", b"YWI=", 1, then, then], ["unsent", "orders", b"YWJj", 2, then, None]]
+    with empty_database.batch() as batch:
+        batch.insert("AsynchronousTasks", OLD_COLUMNS, rows)
+
+    change(empty_database, *_ddl.cut((SCHEMA / "migrations" / "from-article.sql").read_text()))
+
+    assert schema.apply(empty_database, schema.statements()) == [(name, "exists") for name in ALL]
+    assert query(empty_database, f"SELECT {', '.join(OLD_COLUMNS)} FROM AsynchronousTasks ORDER BY Id") == rows
+    assert query(empty_database, "SELECT Bytes, AtMostOnce, Attempts FROM AsynchronousTasks ORDER BY Id") == [
+        [2, False, 0],
+        [3, False, 0],
+    ]
+    with empty_database.batch() as batch:
+        batch.insert("AsynchronousTasks", OLD_COLUMNS[:5], [["old-writer", "orders", b"YWI=", 1, COMMIT_TIMESTAMP]])
+        outbox.register(batch, "orders", b"new", ordering_key="key")
+    shards = query(
+        empty_database,
+        "SELECT COUNT(*), COUNTIF(Shard = ABS(MOD(FARM_FINGERPRINT(IFNULL(OrderingKey, Id)), 10))) "
+        "FROM AsynchronousTasks",
+    )
+    assert shards == [[4, 4]]
+
+
+def test_the_article_table_itself_is_refused_with_each_difference(empty_database: Database):
+    """Applying to the article's table by mistake makes nothing and lists what the guide would change."""
+    article = {"id_length": 36, "shard": MODULO_FIRST, "shard_null": "NOT NULL", "commit_timestamps": "true"}
+    change(empty_database, *_ddl.cut(ARTICLE_TABLE.format(**article)))
+
+    with pytest.raises(SchemaDiffers, match="column OrderingKey is missing") as caught:
+        schema.apply(empty_database, schema.statements())
+
+    assert "column Topic: the database has STRING(255) NOT NULL" in str(caught.value)
+    assert tables(empty_database) == {"AsynchronousTasks"}
