@@ -1,0 +1,102 @@
+"""`outbox schema`: print the DDL of the outbox's tables, or make what a database lacks of them."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from outbox import _ddl
+from outbox.settings import DatabaseSettings, Kind, whole_number
+
+PRINT_DESCRIPTION = """\
+Print the DDL of the outbox's tables, to be pasted into your own migrations.
+Nothing is contacted.
+
+    outbox schema print --shards 32 --retention 7 > outbox.sql"""
+APPLY_DESCRIPTION = """\
+Make what the database lacks, in one schema update, and say for each object
+whether it was created or existed. Nothing is ever altered or dropped: if an
+object exists with another shape, nothing is made and the exit code is 1.
+
+    outbox schema apply --project my-project --instance main --database orders"""
+
+SHARDS = whole_number(1, _ddl.MAX_SHARDS)
+_DAYS = whole_number(1, _ddl.MAX_RETENTION_DAYS)
+RETENTION = Kind(lambda text: None if text == "none" else _DAYS.parse(text), f"none, or days, {_DAYS.allowed}")
+
+#: What a new table gets; an existing one keeps its own unless the flag is given.
+DEFAULT_SHARDS, DEFAULT_RETENTION = 10, 30
+
+
+def add(commands: Any) -> None:
+    """Add the command to the subparsers `commands`."""
+    parser = commands.add_parser("schema", help="print or apply the DDL of the tables")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    layout = argparse.RawDescriptionHelpFormatter
+    printing = actions.add_parser("print", help="print it", description=PRINT_DESCRIPTION, formatter_class=layout)
+    _add_choices(printing, "")
+    printing.set_defaults(run=run_print)
+    applying = actions.add_parser(
+        "apply", help="make what a database lacks", description=APPLY_DESCRIPTION, formatter_class=layout
+    )
+    DatabaseSettings.add_flags(applying)
+    _add_choices(applying, "; a table that exists keeps its own, and is refused if this is given and differs")
+    applying.set_defaults(run=run_apply)
+
+
+def _add_choices(parser: argparse.ArgumentParser, otherwise: str) -> None:
+    # No default here: whether a flag was given decides whether an existing table may differ.
+    parser.add_argument(
+        "--shards", type=_parsed(SHARDS), metavar="N", default=argparse.SUPPRESS,
+        help=f"Number of shards: {SHARDS.allowed} (default {DEFAULT_SHARDS}{otherwise}).",
+    )  # fmt: skip
+    parser.add_argument(
+        "--retention", type=_parsed(RETENTION), metavar="DAYS|none", default=argparse.SUPPRESS,
+        help=f"Sent tasks are deleted after it: {RETENTION.allowed} (default {DEFAULT_RETENTION}{otherwise}).",
+    )  # fmt: skip
+    parser.add_argument(
+        "--change-stream", action="store_true",
+        help="Add the change stream AsynchronousTasksInserts: one record for each registered task, kept for 7 days.",
+    )  # fmt: skip
+
+
+def _parsed(kind: Kind) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            return kind.parse(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not allowed: it must be {kind.allowed}") from None
+
+    return parse
+
+
+def _statements(options: argparse.Namespace) -> list[str]:
+    flags = vars(options)
+    return _ddl.statements(
+        flags.get("shards", DEFAULT_SHARDS),
+        flags.get("retention", DEFAULT_RETENTION),
+        change_stream=options.change_stream,
+    )
+
+
+def run_print(options: argparse.Namespace) -> int:
+    """Print the DDL; returns 0."""
+    print(";\n\n".join(_statements(options)) + ";")
+    return 0
+
+
+def run_apply(options: argparse.Namespace) -> int:
+    """Make what is missing, one line an object; returns 0. Raises SettingError, NotReached, OutboxError."""
+    flags = vars(options)
+    settings = DatabaseSettings.read(flags)
+    free = {part for flag, part in (("shards", _ddl.SHARD_COUNT), ("retention", _ddl.RETENTION)) if flag not in flags}
+
+    from google.cloud import spanner  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+
+    from outbox import schema  # noqa: PLC0415 - the same
+
+    with schema.service_errors(f"database {settings.database}"):
+        client = spanner.Client(project=settings.project, disable_builtin_metrics=True)
+    database = client.instance(settings.instance).database(settings.database)
+    for name, state in schema.apply(database, _statements(options), free=free):
+        print(f"{state:<8} {name}")
+    return 0
