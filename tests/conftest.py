@@ -11,8 +11,10 @@ os.environ["GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW"] = "false"
 for _name in [name for name in os.environ if name.startswith(("OUTBOX_", "DD_")) or name == "GOOGLE_CLOUD_PROJECT"]:
     del os.environ[_name]
 
+import contextlib  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
-from typing import Any  # noqa: E402
+from contextlib import AbstractContextManager  # noqa: E402
+from typing import TypeVar  # noqa: E402
 from unittest import mock  # noqa: E402
 
 import pytest  # noqa: E402
@@ -24,38 +26,32 @@ from outbox.errors import NotReached  # noqa: E402
 from tests.support import spanner  # noqa: E402
 from tests.support.pubsub import PubSub, Subscription  # noqa: E402
 
+Started = TypeVar("Started")
 
-def _absent(error: NotReached) -> Any:
-    return (pytest.fail if os.environ.get("CI") else pytest.skip)(str(error))
+
+def _needed(stack: contextlib.ExitStack, emulator: AbstractContextManager[Started]) -> Started:
+    try:
+        return stack.enter_context(emulator)
+    except NotReached as error:
+        if os.environ.get("CI"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")
 def emulators() -> Iterator[Emulators]:
     """Both emulators; the environment points to them until the end of the run."""
-    try:
-        manager = running()
-        made = manager.__enter__()
-    except NotReached as error:
-        _absent(error)
-    try:
-        with mock.patch.dict(os.environ, made.environment()):
-            yield made
-    finally:
-        manager.__exit__(None, None, None)
+    with contextlib.ExitStack() as stack:
+        made = _needed(stack, running())
+        stack.enter_context(mock.patch.dict(os.environ, made.environment()))
+        yield made
 
 
 @pytest.fixture(scope="session")
 def faulty_spanner() -> Iterator[str]:
     """The host of a second Spanner emulator, which answers 5 % of first commits with ABORTED."""
-    try:
-        manager = running_spanner(flags=["--enable_fault_injection"])
-        host = manager.__enter__()
-    except NotReached as error:
-        _absent(error)
-    try:
-        yield host
-    finally:
-        manager.__exit__(None, None, None)
+    with contextlib.ExitStack() as stack:
+        yield _needed(stack, running_spanner(flags=["--enable_fault_injection"]))
 
 
 @pytest.fixture(scope="session")

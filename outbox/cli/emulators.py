@@ -16,8 +16,8 @@ PORT = whole_number(0, 65_535)
 #: Seconds between two looks at whether the emulators still run.
 WATCH_SECONDS = 0.2
 
-DESCRIPTION = """Run the Spanner and the Pub/Sub emulator until Ctrl-C or SIGTERM, and print the variables that point to
-them. An emulator that SPANNER_EMULATOR_HOST or PUBSUB_EMULATOR_HOST names is used as it is, unless its port is given."""
+DESCRIPTION = """Run the Spanner and the Pub/Sub emulator until Ctrl-C or SIGTERM, and print the variables that point
+to them. One that SPANNER_EMULATOR_HOST or PUBSUB_EMULATOR_HOST names is used as it is, unless its port is given."""
 
 WHY_NOT_MULTIPLEXED = """\
 # Emulators before 1.5.38 treat a multiplexed session as an ordinary one: the transactions of two threads
@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run both until a signal (exit code 0) or until one ends by itself. Raises SettingError, NotReached, OutboxError."""
+    """Run both until a signal, then return 0. Raises OutboxError: a wrong port, no emulator, one that ended."""
     from outbox.emulators import running  # noqa: PLC0415 - starts processes: nothing for the other commands
 
     flags = vars(options)
@@ -53,7 +53,10 @@ def run(options: argparse.Namespace) -> int:
     try:
         with running(settings.spanner_port, settings.pubsub_port) as emulators:
             print(_exports(emulators.environment()), flush=True)
-            print("outbox: the emulators run until Ctrl-C; what they hold is gone then", file=sys.stderr, flush=True)
+            if not emulators.children:
+                print("outbox: nothing to start: both variables are set, and both emulators answer", file=sys.stderr)
+                return 0
+            print("outbox: running until Ctrl-C; what the emulators hold is gone then", file=sys.stderr)
             while (ended := emulators.ended()) is None:
                 time.sleep(WATCH_SECONDS)
             raise OutboxError(ended)

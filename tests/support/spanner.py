@@ -34,7 +34,9 @@ def client(host: str) -> spanner.Client:
 
 def instance(host: str, instance_id: str = INSTANCE) -> Instance:
     """Return the instance of that id on the emulator at `host`, made if it is not there."""
-    made = client(host).instance(instance_id, configuration_name=f"projects/{PROJECT}/instanceConfigs/emulator-config")
+    made: Instance = client(host).instance(
+        instance_id, configuration_name=f"projects/{PROJECT}/instanceConfigs/emulator-config"
+    )
     if not made.exists():
         made.create().result(timeout=ADMIN_SECONDS)
     return made
@@ -54,7 +56,7 @@ def fresh_database(of: Instance, statements: Sequence[str] = ()) -> Iterator[Dat
 @contextlib.contextmanager
 def outbox_database(of: Instance) -> Iterator[Database]:
     """Make a database with the outbox's tables for the time of the block."""
-    from outbox import schema  # noqa: PLC0415 - only those who need tables depend on it
+    from outbox import schema
 
     with fresh_database(of, schema.statements()) as database:
         yield database

@@ -1,0 +1,185 @@
+"""A server program as a child process on a loopback port that always ends with us. Standard library only."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import IO
+
+from outbox.errors import NotReached
+
+LOOPBACK = "127.0.0.1"
+#: Seconds until a server must answer; the Pub/Sub emulator is a Java program and takes about two.
+START_SECONDS = 30.0
+#: Seconds from SIGTERM to SIGKILL; the emulators end within a tenth of a second.
+STOP_SECONDS = 5.0
+#: How many free ports are tried when the one chosen was taken in the meantime.
+PORT_ATTEMPTS = 5
+#: Last lines of a server's output in an error.
+TAIL_LINES = 12
+
+
+class _PortTaken(NotReached):
+    """Somebody else listens on the port."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Child:
+    """A server that was started; `running` stops it."""
+
+    title: str
+    port: int
+    process: subprocess.Popen[bytes]
+    output: IO[bytes]
+
+    @property
+    def host(self) -> str:
+        """Return `127.0.0.1:PORT`."""
+        return f"{LOOPBACK}:{self.port}"
+
+    def ended(self) -> str | None:
+        """Return how the process ended, a sentence and its last lines, or None while it runs."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"the {self.title} {how}{self.tail()}"
+
+    def tail(self) -> str:
+        """Return the last lines of the output, indented, to be added to a sentence."""
+        lines = self.written().splitlines()[-TAIL_LINES:]
+        return ". Its last lines:\n" + "\n".join(f"  {line}" for line in lines) if lines else " and wrote nothing"
+
+    def written(self) -> str:
+        """Return the end of what the process has written."""
+        # Not read(): the process writes through the same file position.
+        end = os.fstat(self.output.fileno()).st_size
+        kept = 16_384
+        return os.pread(self.output.fileno(), kept, max(0, end - kept)).decode(errors="replace")
+
+    def wait_until_ready(self) -> None:
+        """Return when the port answers. Raises NotReached."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            ended = self.ended()
+            # The Pub/Sub emulator stays up when it could not bind, so its end is not enough.
+            if any(words in self.written() for words in ("Address already in use", "Failed to bind")):
+                raise _PortTaken(_taken(self.title, self.port, "Address already in use"))
+            if ended:
+                raise NotReached(f"could not start it: {ended}")
+            if answers(self.host):
+                return
+            time.sleep(0.02)
+        raise NotReached(f"the {self.title} did not answer within {START_SECONDS:g} s{self.tail()}")
+
+    def stop(self) -> None:
+        """End the process: SIGTERM, then SIGKILL."""
+        try:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_SECONDS)
+        finally:  # also when a second Ctrl-C cuts the wait short
+            self._signal(signal.SIGKILL)
+            self.process.wait()
+            self.output.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, number)
+
+
+@contextlib.contextmanager
+def running(title: str, command: Sequence[str], port: int = 0) -> Iterator[Child]:
+    """Run `command` for the time of the block; `{port}` in its words becomes the port, 0 takes a free one.
+
+    Raises NotReached with `title`: port taken, ended at start, no answer in time.
+    """
+    child = _start(title, command, port) if port else _start_on_free_port(title, command)
+    try:
+        yield child
+    finally:
+        child.stop()
+
+
+def answers(host: str) -> bool:
+    """Return whether something listens at `host`, a name and a port."""
+    name, _, port = host.rpartition(":")
+    with contextlib.suppress(OSError, ValueError):
+        socket.create_connection((name, int(port)), timeout=1).close()
+        return True
+    return False
+
+
+def tied(command: Sequence[str]) -> list[str]:
+    """Return `command` so that, on Linux, the kernel kills it when the thread that starts it ends, even by SIGKILL."""
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *command]
+
+
+#: A Python of its own asks the kernel to kill it with its parent, then becomes the server. Popen's preexec_fn would
+#: run between fork and exec, which can hang a process that has threads.
+_TIE = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() == int(sys.argv[1]):  # else the parent is gone already
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def _start_on_free_port(title: str, command: Sequence[str]) -> Child:
+    for _ in range(PORT_ATTEMPTS - 1):
+        with contextlib.suppress(_PortTaken):
+            return _start(title, command, 0)
+    return _start(title, command, 0)
+
+
+def _start(title: str, command: Sequence[str], port: int) -> Child:
+    with _reserved(title, port) as reserved:
+        words = [word.replace("{port}", str(reserved)) for word in command]
+        output = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - closed by Child.stop
+        process = subprocess.Popen(  # noqa: S603 - the command is ours
+            tied(words),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            process_group=0,  # Ctrl-C on the terminal is for us; we stop the children
+        )
+        child = Child(title, reserved, process, output)
+        try:
+            child.wait_until_ready()
+        except BaseException:
+            child.stop()
+            raise
+        return child
+
+
+@contextlib.contextmanager
+def _reserved(title: str, port: int) -> Iterator[int]:
+    """Find a free port, or check `port`, and keep it until the server has it. Raises NotReached."""
+    with socket.socket() as reservation:
+        if port:
+            reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run linger
+        try:
+            reservation.bind((LOOPBACK, port))
+        except OSError as error:
+            raise _PortTaken(_taken(title, port, str(error.strerror))) from None
+        port = reservation.getsockname()[1]
+        if sys.platform == "linux":
+            # Two Spanner emulators would share one port without a word (gRPC sets SO_REUSEPORT). This socket never
+            # listens, so it takes no connection, and with these two options it lets the server in.
+            reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        else:
+            reservation.close()
+        yield port
+
+
+def _taken(title: str, port: int, why: str) -> str:
+    return f"the {title} cannot have port {port} of {LOOPBACK}: {why}"

@@ -1,0 +1,170 @@
+"""`outbox emulators` as users run it: the real emulators, signals, exit codes, nothing left behind."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outbox.emulators import PUBSUB, SPANNER, Emulators, check_installed
+from outbox.errors import NotReached
+from tests.support import processes
+from tests.support.processes import Process, children, gone, started
+from tests.support.proxy import silent_port
+from tests.support.waiting import eventually
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the processes are read from /proc")
+
+USE_BOTH = """
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import pubsub_v1, spanner
+client = spanner.Client(project="p", credentials=AnonymousCredentials(), disable_builtin_metrics=True)
+print(len(list(client.list_instances())), len(list(pubsub_v1.PublisherClient().list_topics(project="projects/p"))))
+"""
+
+
+@contextlib.contextmanager
+def _running(*arguments: str) -> Iterator[Process]:
+    with started("outbox", "emulators", *arguments) as process:
+        process.wait_for_text("MULTIPLEXED_SESSIONS_FOR_RW=false")
+        yield process
+
+
+def _hosts(process: Process) -> list[tuple[str, int]]:
+    found = re.findall(r"^export (?:SPANNER|PUBSUB)_EMULATOR_HOST=(\S+):(\d+)$", process.stdout, re.MULTILINE)
+    assert len(found) == 2
+    return [(host, int(port)) for host, port in found]
+
+
+def _answers(host: tuple[str, int]) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(host) == 0
+
+
+def _none_answers(hosts: list[tuple[str, int]]) -> bool:
+    return not any(_answers(host) for host in hosts)
+
+
+@pytest.fixture
+def _installed() -> None:
+    try:
+        check_installed(SPANNER, PUBSUB)
+    except NotReached as error:
+        if os.environ.get("CI") and not os.environ.get(SPANNER.variable):
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("_installed")
+class TestWhereTheyAreInstalled:
+    """These start emulators of their own, so those that a variable names are not enough."""
+
+    def test_a_second_shell_can_use_what_is_printed(self) -> None:
+        """The lines on stdout are all that a client needs, and they say why sessions must not be multiplexed."""
+        with _running() as process:
+            assert "1.5.38" in process.stdout
+            assert "404 Transaction not found" in process.stdout
+            script = 'eval "$1"; exec "$2" -W ignore -c "$3"'
+            command = ["sh", "-c", script, "sh", process.stdout, sys.executable, USE_BOTH]
+            done = subprocess.run(
+                command, env=processes.clean_environment(), capture_output=True, text=True, check=False, timeout=60
+            )
+            assert done.stdout == "0 0\n", done.stderr
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+    @linux
+    def test_a_signal_stops_both(self, number: signal.Signals) -> None:
+        """Ctrl-C, `kill` and a closed terminal end the command with 0, and both emulators with it."""
+        with _running() as process:
+            hosts, pids = _hosts(process), children(process.pid)
+            assert len(pids) == 2
+            assert all(_answers(host) for host in hosts)
+            process.stop(number)
+            assert process.wait(10) == 0
+            assert all(gone(pid) for pid in pids)
+            assert _none_answers(hosts)
+
+    @linux
+    def test_a_killed_command_leaves_no_emulator(self) -> None:
+        """Even SIGKILL leaves nothing that holds a port or memory."""
+        with _running() as process:
+            hosts = _hosts(process)
+            process.stop(signal.SIGKILL)
+            assert process.wait(10) == -signal.SIGKILL
+            eventually(lambda: _none_answers(hosts), seconds=10, message="both emulators are gone")
+
+    @linux
+    def test_a_command_killed_while_it_starts_leaves_no_emulator(self) -> None:
+        """The moment of the kill does not matter."""
+        with started("outbox", "emulators") as process:
+            pids = eventually(lambda: children(process.pid), seconds=30)
+            process.stop(signal.SIGKILL)
+            process.wait(10)
+            eventually(lambda: all(gone(pid) for pid in pids), seconds=10)
+
+    @linux
+    def test_an_emulator_that_ends_ends_the_command(self) -> None:
+        """A crashed emulator is a message and exit code 1, and the other one does not stay alone."""
+        with _running() as process:
+            hosts = _hosts(process)
+            os.kill(children(process.pid)[0], signal.SIGKILL)
+            assert process.wait(10) == 1
+            assert re.search(r"outbox: the \S+ emulator was killed by SIGKILL", process.stderr)
+            assert _none_answers(hosts)
+
+    def test_given_ports_are_used(self) -> None:
+        """Scripts and configuration files can rely on fixed ports."""
+        with silent_port() as spanner, silent_port() as pubsub:
+            ports = [int(host.rpartition(":")[2]) for host in (spanner, pubsub)]
+        with _running("--spanner-port", str(ports[0]), "--pubsub-port", str(ports[1])) as process:
+            assert _hosts(process) == [("127.0.0.1", port) for port in ports]
+
+    @pytest.mark.parametrize("flag", ["--spanner-port", "--pubsub-port"])
+    def test_a_taken_port_is_refused(self, flag: str) -> None:
+        """A port in use is one sentence with its number, and exit code 3."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            done = processes.run("outbox", "emulators", flag, str(port))
+        assert done.code == 3
+        assert re.fullmatch(
+            rf"outbox: the \S+ emulator cannot have port {port} of 127.0.0.1: Address already in use\n", done.stderr
+        )
+        assert done.stdout == ""
+
+    def test_two_commands_do_not_meet(self) -> None:
+        """Two developers, or two test runs, on one machine get emulators of their own."""
+        with _running() as one, _running() as two:
+            assert len({*_hosts(one), *_hosts(two)}) == 4
+
+
+def test_running_emulators_are_reported(emulators: Emulators) -> None:
+    """With both variables set there is nothing to start: the command says so, prints them, and ends."""
+    done = processes.run("outbox", "emulators", environment=emulators.environment())
+    assert done.code == 0
+    assert f"export SPANNER_EMULATOR_HOST={emulators.spanner_host}\n" in done.stdout
+    assert "nothing to start" in done.stderr
+
+
+def test_nothing_installed_is_told_with_what_to_do(tmp_path: Path) -> None:
+    """Without a Cloud SDK the reader gets commands to copy, and exit code 3."""
+    nothing = {"PATH": "", "CLOUDSDK_ROOT_DIR": str(tmp_path)}
+    done = processes.run("outbox", "emulators", environment=nothing)
+    assert done.code == 3
+    assert done.stderr.startswith("outbox: the Spanner emulator and the Pub/Sub emulator not found: ")
+    assert "gcloud components install" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("value", ["65536", "-1", "http", ""])
+def test_a_wrong_port_is_refused_with_what_is_allowed(value: str) -> None:
+    """A wrong port names the flag, the value and what is allowed, with exit code 2."""
+    done = processes.run("outbox", "emulators", f"--pubsub-port={value}")
+    assert done.code == 2
+    wanted = f"outbox: --pubsub-port: {value!r} is not allowed: it must be a whole number from 0 to 65,535\n"
+    assert done.stderr == wanted

@@ -1,0 +1,141 @@
+"""Commands of this project as processes of their own, always killed at the end.
+
+with started("publishworker", "run", environment=emulators.environment() | {...}) as worker:
+    worker.wait_for_text("working")
+    worker.stop()
+    assert worker.wait() == 0
+"""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO
+
+from outbox._child import tied
+from tests.support.waiting import eventually
+
+ROOT = Path(__file__).parents[2]
+
+#: What a command gets from our environment; everything else that it needs is given by the test.
+KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "JAVA_HOME", "CLOUDSDK_ROOT_DIR", "VIRTUAL_ENV")
+#: The same by prefix: coverage of child processes.
+KEPT_PREFIXES = ("COV_", "COVERAGE_")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finished:
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Process:
+    """A command that runs."""
+
+    child: subprocess.Popen[bytes]
+    _stdout: IO[bytes]
+    _stderr: IO[bytes]
+
+    @property
+    def pid(self) -> int:
+        """Return its process id."""
+        return self.child.pid
+
+    @property
+    def stdout(self) -> str:
+        """Return what it has written to stdout so far."""
+        return _written(self._stdout)
+
+    @property
+    def stderr(self) -> str:
+        """Return what it has written to stderr so far."""
+        return _written(self._stderr)
+
+    def wait_for_text(self, text: str, seconds: float = 30.0) -> None:
+        """Return when stdout or stderr has `text`. Raises AssertionError after `seconds`, or if it ends without."""
+
+        def written() -> bool:
+            return text in self.stdout or text in self.stderr
+
+        eventually(lambda: self.child.poll() is not None or written(), seconds=seconds, message=f"{text!r} written")
+        if not written():
+            raise AssertionError(f"ended with {self.child.returncode} without {text!r}")
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send a signal."""
+        self.child.send_signal(number)
+
+    def wait(self, seconds: float = 30.0) -> int:
+        """Return its exit code, negative for a signal. Raises AssertionError after `seconds`."""
+        try:
+            return self.child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds:g} s") from None
+
+
+@contextlib.contextmanager
+def started(module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Process]:
+    """Start `python -m module arguments` in the repository, with few variables of ours and those of `environment`."""
+    with tempfile.TemporaryFile("a+b") as stdout, tempfile.TemporaryFile("a+b") as stderr:
+        child = subprocess.Popen(
+            tied([sys.executable, "-m", module, *arguments]),
+            cwd=ROOT,
+            env=clean_environment() | dict(environment or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            process_group=0,  # Ctrl-C ends the test run, which then ends the command
+        )
+        process = Process(child, stdout, stderr)
+        try:
+            yield process
+        finally:
+            child.kill()
+            child.wait()
+            print(f"{module} {' '.join(arguments)} ended with {child.returncode}")  # pytest shows it if the test fails
+            print(f"--- its stdout\n{process.stdout}--- its stderr\n{process.stderr}")
+
+
+def run(module: str, *arguments: str, environment: Mapping[str, str] | None = None, seconds: float = 30.0) -> Finished:
+    """Run `python -m module arguments` to its end. Raises AssertionError after `seconds`."""
+    with started(module, *arguments, environment=environment) as process:
+        code = process.wait(seconds)
+        return Finished(code, process.stdout, process.stderr)
+
+
+def clean_environment() -> dict[str, str]:
+    """Return the variables that every command gets."""
+    return {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_PREFIXES)}
+
+
+def _written(file: IO[bytes]) -> str:
+    # Not read(): the process writes through the same file position.
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+
+
+def children(pid: int) -> list[int]:
+    """Return the ids of the live children of a process; none where there is no /proc."""
+    return [child for child, (parent, state) in _processes().items() if parent == pid and state != "Z"]
+
+
+def gone(pid: int) -> bool:
+    """Return whether a process has ended; one that nobody has waited for has, too."""
+    return _processes().get(pid, (0, "Z"))[1] == "Z"
+
+
+def _processes() -> dict[int, tuple[int, str]]:
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            found[int(path.parent.name)] = (int(parent), state)
+    return found
