@@ -1,0 +1,181 @@
+"""A TCP proxy on the loopback interface whose network can fail: for tests of what an outage does."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+LOOPBACK = "127.0.0.1"
+CHUNK = 65_536
+
+
+class Proxy:
+    """Forwards to `target` ("host:port"). It forwards at first; every method below may be called at any time.
+
+    with Proxy(emulators.spanner_host) as proxy:
+        worker = start(SPANNER_EMULATOR_HOST=proxy.address)
+        proxy.refuse()
+    """
+
+    def __init__(self, target: str) -> None:
+        """Prepare for `target`; nothing is open before the block is entered."""
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._state = threading.Condition()
+        self._held = frozenset[str]()
+        self._delay = 0.0
+        self._listener: socket.socket | None = None
+        self._links = set[_Link]()
+        self._accepted = 0
+
+    def __enter__(self) -> Self:
+        """Listen."""
+        # Bound for the whole time: while we refuse, the port can become nobody else's, nor the source port of a client
+        # that dials it (which would then be connected to itself).
+        self._reservation = _bound(0)
+        self._listen()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Cut everything."""
+        self.refuse()
+        self._reservation.close()
+
+    @property
+    def address(self) -> str:
+        """Return `127.0.0.1:PORT`, the same for the life of the proxy."""
+        return f"{LOOPBACK}:{self._port}"
+
+    @property
+    def accepted(self) -> int:
+        """Return how many connections have been accepted so far."""
+        return self._accepted
+
+    def forward(self) -> None:
+        """Let everything through, also what was held back."""
+        self._hold()
+        self._listen()
+
+    def hang(self) -> None:
+        """Accept connections and hold back every byte: a partition, noticed by time limits only."""
+        self._hold("request", "answer")
+        self._listen()
+
+    def mute(self) -> None:
+        """Let requests through and hold back answers: the server does what the client cannot know."""
+        self._hold("answer")
+        self._listen()
+
+    def refuse(self) -> None:
+        """Refuse connections and cut those that are open: a server that is gone."""
+        with self._state:
+            listener, self._listener = self._listener, None
+        if listener:
+            _close(listener)
+        self.cut()
+
+    def cut(self) -> None:
+        """Cut the connections that are open; what was held back in them is lost."""
+        with self._state:
+            links, self._links = self._links, set()
+            for link in links:
+                link.close()
+            self._state.notify_all()
+
+    def delay(self, seconds: float) -> None:
+        """Keep each chunk of bytes, in both directions, for `seconds` from now on."""
+        self._delay = seconds
+
+    @property
+    def _port(self) -> int:
+        port: int = self._reservation.getsockname()[1]
+        return port
+
+    def _hold(self, *directions: str) -> None:
+        with self._state:
+            self._held = frozenset(directions)
+            self._state.notify_all()
+
+    def _listen(self) -> None:
+        with self._state:
+            if self._listener:
+                return
+            self._listener = _bound(self._port)
+            self._listener.listen()
+            threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(self._target, timeout=5)
+            except OSError:  # the target itself is gone: so are we, for this client
+                client.close()
+                continue
+            server.settimeout(None)
+            self._join(listener, _Link(client, server))
+
+    def _join(self, listener: socket.socket, link: "_Link") -> None:
+        with self._state:
+            if self._listener is not listener:  # refused in the meantime
+                link.close()
+                return
+            self._links.add(link)
+            self._accepted += 1
+        for source, target, direction in ((link.client, link.server, "request"), (link.server, link.client, "answer")):
+            threading.Thread(target=self._pump, args=(link, source, target, direction), daemon=True).start()
+
+    def _pump(self, link: "_Link", source: socket.socket, target: socket.socket, direction: str) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(CHUNK):
+                link.closed.wait(self._delay)
+                with self._state:
+                    self._state.wait_for(lambda: direction not in self._held or link.closed.is_set())
+                target.sendall(data)
+        with self._state:
+            self._links.discard(link)
+        link.close()
+
+
+class _Link:
+    """The two sockets of one connection."""
+
+    def __init__(self, client: socket.socket, server: socket.socket) -> None:
+        self.client = client
+        self.server = server
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        self.closed.set()
+        _close(self.client)
+        _close(self.server)
+
+
+def _bound(port: int) -> socket.socket:
+    # Both sockets of the proxy's port need both options; the one that never listens gets no connection.
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    made.bind((LOOPBACK, port))
+    return made
+
+
+def _close(end: socket.socket) -> None:
+    # close() alone does not wake a thread that waits on the socket.
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()
+
+
+@contextlib.contextmanager
+def silent_port() -> Iterator[str]:
+    """Reserve a port on which nothing listens, for the time of the block; yield `127.0.0.1:PORT`."""
+    with _bound(0) as reservation:
+        yield f"{LOOPBACK}:{reservation.getsockname()[1]}"
