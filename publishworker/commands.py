@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable
@@ -63,10 +64,14 @@ class Worker:
     def __init__(self, settings: WorkerSettings) -> None:
         """Connect and verify the table. Raises NotReached."""
         logs.configure(settings.log_format, settings.log_level)
+        emulator = bool(os.environ.get("SPANNER_EMULATOR_HOST"))
+        if emulator:
+            # Emulators before 1.5.38 end a session's transaction when another begins, so threads must not share one.
+            os.environ.setdefault("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "false")
         self._settings = settings
         self._metrics = datadog.from_environment()
         database = open_database(settings.project, settings.instance, settings.database)
-        self.store = SpannerStore(database, verified_shards(database))
+        self.store = SpannerStore(database, verified_shards(database), one_at_a_time=emulator)
         random = Random()
         relay = Relay(
             self.store,

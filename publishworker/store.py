@@ -1,7 +1,9 @@
 """The relay's verbs on Spanner. The only module that talks to it; the statements are in `sql`."""
 
 import base64
+import contextlib
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -78,10 +80,15 @@ class Store(Protocol):
 class SpannerStore:
     """The store of production."""
 
-    def __init__(self, database: Database, shards: int) -> None:
-        """Poll all `shards` of the table in `database`."""
+    def __init__(self, database: Database, shards: int, *, one_at_a_time: bool = False) -> None:
+        """Poll all `shards` of the table in `database`.
+
+        `one_at_a_time` is for the emulator, which runs one read-write transaction at a time in a database and aborts
+        the others, at random also the one that has published: waiting for our own turn here is cheaper.
+        """
         self._database = database
         self.shards: Sequence[int] = range(shards)
+        self._turnstile = threading.Lock() if one_at_a_time else contextlib.nullcontext()
 
     def poll(self, topics: Iterable[str], known: Iterable[str], per_range: int, *, look_further: bool) -> Poll:
         """See Store. A strong single-use read at MEDIUM priority, one request."""
@@ -111,14 +118,15 @@ class SpannerStore:
             _mark(transaction, [id for id, outcome in outcomes.items() if isinstance(outcome, Sent)])
 
         try:
-            self._database.run_in_transaction(
-                work,
-                timeout_secs=ABORTED_SECONDS,
-                default_retry_delay=ABORTED_DELAY_SECONDS,
-                transaction_tag="outbox-relay",
-                isolation_level=TransactionOptions.IsolationLevel.SERIALIZABLE,
-                read_lock_mode=TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC,
-            )
+            with self._turnstile:
+                self._database.run_in_transaction(
+                    work,
+                    timeout_secs=ABORTED_SECONDS,
+                    default_retry_delay=ABORTED_DELAY_SECONDS,
+                    transaction_tag="outbox-relay",
+                    isolation_level=TransactionOptions.IsolationLevel.SERIALIZABLE,
+                    read_lock_mode=TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC,
+                )
         except _SERVICE_ERRORS as error:
             raise StoreError(describe(error)) from error
 

@@ -121,7 +121,9 @@ def test_the_health_check_imports_the_standard_library_only(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     allowed = set(sys.stdlib_module_names) | {"publishworker", "__main__"}
     loaded = {name.split(".")[0] for name in done.stdout.split()}
-    foreign = {name for name in loaded - allowed if not name.startswith(("_", "a1_coverage", "coverage", "sitecustomize"))}
+    foreign = {
+        name for name in loaded - allowed if not name.startswith(("_", "a1_coverage", "coverage", "sitecustomize"))
+    }
     assert "publishworker" in loaded
     assert not foreign
 

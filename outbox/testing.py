@@ -1,0 +1,67 @@
+"""Help for an application's own unit tests: what was registered, without Spanner.
+
+transaction = RecordingTransaction()
+place_order(transaction, ...)
+[task] = transaction.tasks
+assert task.topic == "orders"
+"""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from google.pubsub_v1.types import PubsubMessage
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredTask:
+    """One task as it would be committed."""
+
+    id: str
+    topic: str
+    message: PubsubMessage
+    priority: int
+    ordering_key: str
+    available_at: datetime | None
+    expires_at: datetime | None
+    at_most_once: bool
+
+
+class RecordingTransaction:
+    """Takes inserts as a Spanner Transaction, Batch or MutationGroup does, and keeps them.
+
+    `inserts` has all of them, as (table, columns, rows); `tasks` has those of `outbox.register`, in their order.
+    """
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self.inserts: list[tuple[str, tuple[str, ...], list[tuple[Any, ...]]]] = []
+
+    def insert(self, table: str, columns: Sequence[str], values: Sequence[Sequence[Any]]) -> None:
+        """Keep one insert."""
+        self.inserts.append((table, tuple(columns), [tuple(row) for row in values]))
+
+    @property
+    def tasks(self) -> list[RegisteredTask]:
+        """Return the registered tasks."""
+        return [
+            _task(dict(zip(columns, row, strict=True)))
+            for table, columns, rows in self.inserts
+            if table == "AsynchronousTasks"
+            for row in rows
+        ]
+
+
+def _task(row: dict[str, Any]) -> RegisteredTask:
+    return RegisteredTask(
+        id=row["Id"],
+        topic=row["Topic"],
+        message=PubsubMessage.deserialize(base64.b64decode(row["Data"])),
+        priority=row["Priority"],
+        ordering_key=row["OrderingKey"] or "",
+        available_at=row["AvailableAt"],
+        expires_at=row["ExpiresAt"],
+        at_most_once=row["AtMostOnce"],
+    )

@@ -1,0 +1,215 @@
+"""`publishworker` as a process: nothing lost, nothing twice, whoever dies; audited from outside."""
+
+import json
+import os
+import signal
+import time
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
+from google.cloud.spanner_v1.database import Database
+
+from outbox.emulators import Emulators
+from publishworker import metrics as m
+from tests.support.agent import listening
+from tests.support.proxy import Proxy, silent_port
+from tests.support.pubsub import Subscription
+from tests.support.relays import account, register, unsent, wait_until_all_sent, worker
+from tests.support.waiting import eventually
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_it_needs_no_variable_beside_the_hosts(
+    emulators: Emulators, database: Database, topic: str, subscription: Subscription
+) -> None:
+    """Against an emulator it works with four groups in flight and without the variable of the client's sessions."""
+    ids = register(database, topic, 120)
+    with worker(emulators, database, "--group-size", "10") as process:
+        wait_until_all_sent(database)
+        process.stop()
+        assert process.wait() == 0
+        assert "Transaction not found" not in process.stderr
+    result = account(ids, subscription)
+    assert (result.lost, result.unexpected, result.duplicates) == (frozenset(), frozenset(), 0)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_workers_on_one_table_lose_nothing_and_count_their_duplicates(
+    emulators: Emulators, database: Database, topic: str, subscription: Subscription, count: int
+) -> None:
+    """Two and four processes: every task received, every row marked once, and every publish counted.
+
+    The emulator runs one transaction at a time and aborts the one that holds the lock at random, also after it has
+    published: duplicates are more frequent here than anywhere else. What must hold is that each is counted.
+    """
+    ids = register(database, topic, 200)
+    with listening() as agent:
+        with ExitStack() as stack:
+            workers = [
+                stack.enter_context(worker(emulators, database, "--group-size", "20", **agent.environment))
+                for _ in range(count)
+            ]
+            wait_until_all_sent(database)
+            for each in workers:
+                each.stop()
+            assert [each.wait() for each in workers] == [0] * count
+        result = account(ids, subscription)
+        assert (result.lost, result.unexpected) == (frozenset(), frozenset())
+        published = agent.counts[m.PUBLISHED.name]
+        eventually(lambda: published == 200 + result.duplicates, seconds=5)
+    print(f"{count} workers, 200 tasks: {result.duplicates} duplicates, {dict(agent.counts)}")
+
+
+def test_a_worker_that_is_killed_loses_nothing(
+    emulators: Emulators, database: Database, topic: str, subscription: Subscription
+) -> None:
+    """SIGKILL in the middle of a group: the next worker sends the rest; at most what was in flight comes twice."""
+    ids = register(database, topic, 300)
+    with worker(emulators, database, "--group-size", "10", "--concurrency", "2") as first:
+        eventually(lambda: len(unsent(database)) < 280, seconds=30)
+        first.stop(signal.SIGKILL)
+        first.wait()
+    assert unsent(database)
+    with worker(emulators, database) as second:
+        wait_until_all_sent(database)
+        second.stop()
+        assert second.wait() == 0
+    result = account(ids, subscription)
+    assert (result.lost, result.unexpected) == (frozenset(), frozenset())
+    assert result.duplicates <= 20
+
+
+def test_sigterm_in_the_middle_of_the_work_finishes_what_is_in_flight(
+    emulators: Emulators, database: Database, topic: str, subscription: Subscription
+) -> None:
+    """Exit 0, and every task is either sent and marked, or neither: no duplicate when the next worker goes on."""
+    ids = register(database, topic, 300)
+    with worker(emulators, database, "--group-size", "10", "--concurrency", "2") as first:
+        eventually(lambda: len(unsent(database)) < 280, seconds=30)
+        first.stop()
+        assert first.wait() == 0
+    assert unsent(database)
+    with worker(emulators, database, command="drain") as second:
+        assert second.wait(60) == 0
+    result = account(ids, subscription)
+    assert (result.lost, result.unexpected, result.duplicates) == (frozenset(), frozenset(), 0)
+
+
+def test_drain_ends_when_nothing_is_left_and_says_what_stays(
+    emulators: Emulators, database: Database, topic: str, subscription: Subscription
+) -> None:
+    """Scheduled, dead and paused tasks stay, and are named; exit 0."""
+    ids = register(database, topic, 30)
+    register(database, topic, 2, available_at=datetime(2090, 1, 1, tzinfo=UTC))
+    register(database, "paused-topic", 3)
+    with database.batch() as batch:
+        batch.insert("AsynchronousTaskTopics", ("Topic", "Paused"), [("paused-topic", True)])
+    with worker(emulators, database, command="drain") as process:
+        assert process.wait(60) == 0
+        assert process.stdout.splitlines() == ["3 paused of paused-topic", f"2 scheduled of {topic}", "drained"]
+    assert account(ids, subscription).lost == frozenset()
+
+
+def test_drain_gives_up_at_its_deadline(emulators: Emulators, database: Database) -> None:
+    """A task that cannot be sent: exit 4, and the count of what is left."""
+    register(database, "missing-topic", 1)
+    with worker(emulators, database, "--deadline", "1", command="drain") as process:
+        assert process.wait(30) == 4
+        assert "1 pending of missing-topic" in process.stdout
+        assert "topics create projects/test-project/topics/missing-topic" in process.stderr
+
+
+def test_a_bad_task_holds_nobody_up(
+    emulators: Emulators, database: Database, topic: str, subscription: Subscription
+) -> None:
+    """Another writer's bytes and an unknown topic: a clear line each, no stack trace, the others are sent."""
+    columns = ("Id", "Topic", "Data", "Priority", "CreatedAt")
+    with database.batch() as batch:
+        batch.insert("AsynchronousTasks", columns, [("garbage", topic, b"////", 100, COMMIT_TIMESTAMP)])
+    register(database, "missing-topic", 3, priority=100)
+    ids = register(database, topic, 20)
+    with worker(emulators, database) as process:
+        eventually(lambda: not set(unsent(database)) & set(ids), seconds=30)
+        process.stop()
+        assert process.wait() == 0
+        lines = [json.loads(line) for line in process.stderr.splitlines()]
+    failures = [line["message"] for line in lines if line["action"] == "publish_failed"]
+    assert any("garbage" in message and "undecodable" in message for message in failures)
+    assert any("missing-topic" in message and "not_found" in message for message in failures)
+    assert not any("error.stack" in line for line in lines)
+    assert len(unsent(database)) == 4
+    assert account(ids, subscription).lost == frozenset()
+
+
+def test_spanner_that_goes_away_is_waited_for(
+    emulators: Emulators, database: Database, topic: str, subscription: Subscription
+) -> None:
+    """Said once, below 5 % of a core, sent soon after its return, without a restart."""
+    with Proxy(emulators.spanner_host) as proxy:
+        environment = {"SPANNER_EMULATOR_HOST": proxy.address}
+        with worker(emulators, database, "--log-level", "info", **environment) as process:
+            first = register(database, topic, 20)
+            wait_until_all_sent(database)
+            proxy.refuse()
+            process.wait_for_text("spanner_away")
+            before, begin = cpu_seconds(process.pid), time.monotonic()
+            second = register(database, topic, 20)
+            eventually(lambda: time.monotonic() - begin > 6, seconds=10)
+            share = (cpu_seconds(process.pid) - before) / (time.monotonic() - begin)
+            proxy.forward()
+            wait_until_all_sent(database, seconds=20)
+            process.stop()
+            assert process.wait() == 0
+            actions = [json.loads(line)["action"] for line in process.stderr.splitlines()]
+    assert actions.count("spanner_away") == actions.count("spanner_back") == 1
+    assert share < 0.05
+    result = account(first + second, subscription)
+    assert (result.lost, result.unexpected, result.duplicates) == (frozenset(), frozenset(), 0)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_spanner_that_is_not_there_at_the_start_ends_it_with_3(
+    emulators: Emulators, database: Database, hangs: bool
+) -> None:
+    """Refusing or silent: within 15 s, with one sentence."""
+    with silent_port() as nowhere, Proxy(emulators.spanner_host) as proxy:
+        proxy.hang()
+        host = proxy.address if hangs else nowhere
+        with worker(emulators, database, **{"SPANNER_EMULATOR_HOST": host}) as process:
+            assert process.wait(15) == 3
+            assert "Traceback" not in process.stderr
+            assert "publishworker: " in process.stderr.splitlines()[-1]
+
+
+def test_a_second_signal_kills(emulators: Emulators, database: Database, topic: str) -> None:
+    """For whoever cannot wait: a worker whose group hangs ends at once."""
+    register(database, topic, 5)
+    with Proxy(emulators.pubsub_host) as proxy:
+        proxy.hang()
+        with worker(emulators, database, PUBSUB_EMULATOR_HOST=proxy.address) as process:
+            eventually(lambda: proxy.accepted, seconds=20)
+            process.stop()
+            process.wait_for_text("a second signal kills")
+            process.stop()
+            assert process.wait(5) == -signal.SIGTERM
+
+
+def test_a_stop_that_takes_too_long_is_seen(emulators: Emulators, database: Database, topic: str) -> None:
+    """Work in flight after --drain-timeout: exit 1, and a line that says so."""
+    register(database, topic, 5)
+    with Proxy(emulators.pubsub_host) as proxy:
+        proxy.hang()
+        arguments = ("--drain-timeout", "0.2", "--publish-timeout", "8")
+        with worker(emulators, database, *arguments, PUBSUB_EMULATOR_HOST=proxy.address) as process:
+            eventually(lambda: proxy.accepted, seconds=20)
+            process.stop()
+            assert process.wait(7) == 1
+            assert "drain_timeout" in process.stderr

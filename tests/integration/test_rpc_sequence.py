@@ -1,0 +1,202 @@
+"""Exactly which requests go to Spanner, on the mock server that its Python client ships.
+
+The only test file that imports that module: it carries no promise of stability. The sessions are the client's default
+(multiplexed), not those of the emulator.
+"""
+
+import base64
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+from google.cloud.spanner_v1 import (
+    RequestOptions,
+    ResultSet,
+    ResultSetMetadata,
+    StructType,
+    TransactionOptions,
+    Type,
+    TypeCode,
+)
+from google.cloud.spanner_v1.testing.mock_spanner import SpannerServicer, start_mock_server
+from google.rpc import code_pb2, status_pb2
+from grpc_status.rpc_status import to_status
+
+import outbox
+from publishworker import sql
+from publishworker.connection import COMMIT_SECONDS, LimitedDatabase, open_database
+from publishworker.metrics import Metrics
+from publishworker.relay import Relay
+from publishworker.sampling import Limits
+from publishworker.store import SpannerStore
+from tests.support.fakes import FakePublisher, serialized
+
+NOW = "2026-01-01T00:00:00Z"
+STRING, INT64, BYTES, TIMESTAMP = TypeCode.STRING, TypeCode.INT64, TypeCode.BYTES, TypeCode.TIMESTAMP
+CANDIDATE = (STRING, STRING, INT64, INT64, TIMESTAMP, TIMESTAMP, STRING, INT64)
+LOCKED = (STRING, STRING, BYTES, STRING, TIMESTAMP, TIMESTAMP, TIMESTAMP, TIMESTAMP)
+
+
+@pytest.fixture
+def mock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpannerServicer]:
+    """The mock server, in the emulator's place, with the client's default sessions."""
+    monkeypatch.delenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", raising=False)
+    server, servicer, _admin, port = start_mock_server()
+    monkeypatch.setenv("SPANNER_EMULATOR_HOST", f"localhost:{port}")
+    yield servicer
+    server.stop(None).wait(5)
+
+
+@pytest.fixture
+def database(mock: SpannerServicer) -> LimitedDatabase:
+    """The worker's own client of it."""
+    return open_database("p", "inst", "db")
+
+
+def result(types: Sequence[TypeCode], rows: Sequence[Sequence[Any]]) -> ResultSet:
+    """Return what the mock server answers a query with."""
+    fields = [StructType.Field(name=f"c{n}", type_=Type(code=code)) for n, code in enumerate(types)]
+    answer = ResultSet(metadata=ResultSetMetadata(row_type=StructType(fields=fields)))
+    for row in rows:
+        answer._pb.rows.add().extend([None if value is None else str(value) for value in row])
+    return answer
+
+
+def prepare(mock: SpannerServicer, count: int) -> None:
+    """Have `count` tasks of one topic pending."""
+    ids = [f"task-{n:03}" for n in range(count)]
+    body = base64.b64encode(serialized()).decode()
+    found = [(id, "orders", n % 10, 50, NOW, None, None, 10) for n, id in enumerate(ids)]
+    mock.mock_spanner.add_result(sql.POLL_ALL, result(CANDIDATE, found))
+    mock.mock_spanner.add_result(sql.POLL_READY, result(CANDIDATE, found))
+    locked = [(id, "orders", body, None, NOW, None, None, NOW) for id in ids]
+    mock.mock_spanner.add_result(sql.LOCK, result(LOCKED, locked))
+
+
+def make_relay(database: LimitedDatabase, group_size: int = 100, groups: int = 1) -> Relay:
+    """Return a relay to a fake publisher."""
+    return Relay(
+        SpannerStore(database, 10),
+        FakePublisher("orders", project="p"),
+        Metrics(),
+        limits=Limits(group_size, 10**6, groups),
+        publish_seconds=5,
+        look_further_seconds=1,
+        random=Random(1),
+    )
+
+
+def names(mock: SpannerServicer) -> list[str]:
+    """Return the names of the requests seen, in order."""
+    return [type(request).__name__.removesuffix("Request") for request in mock.requests]
+
+
+def test_registering_in_a_batch_is_one_commit(mock: SpannerServicer, database: LimitedDatabase) -> None:
+    """No read, no extra request: the insert travels with the caller's commit."""
+    with database.batch() as batch:
+        outbox.register(batch, "orders", b"data")
+    assert names(mock) == ["CreateSession", "Commit"]
+
+
+def test_registering_in_a_mutation_group_is_one_request(mock: SpannerServicer, database: LimitedDatabase) -> None:
+    """BatchWrite, which the emulator does not have."""
+    with database.mutation_groups() as groups:
+        outbox.register(groups.group(), "orders", b"data")
+        list(groups.batch_write())
+    assert names(mock) == ["CreateSession", "BatchWrite"]
+    [group] = mock.requests[1].mutation_groups
+    assert [mutation.insert.table for mutation in group.mutations] == ["AsynchronousTasks"]
+
+
+def test_a_group_is_two_requests(mock: SpannerServicer, database: LimitedDatabase) -> None:
+    """Begin and lock in one, mark and commit in one; the poll is one more."""
+    prepare(mock, 100)
+    turn = make_relay(database).turn()
+    assert turn.published == 100
+    assert names(mock) == ["CreateSession", "ExecuteSql", "ExecuteSql", "Commit"]
+    _, poll, lock, commit = mock.requests
+    assert poll.transaction.single_use.read_only.strong
+    assert poll.request_options.priority == RequestOptions.Priority.PRIORITY_MEDIUM
+    assert poll.request_options.request_tag == "outbox-poll"
+    assert lock.sql == sql.LOCK
+    assert "LOCK_SCANNED_RANGES=exclusive" in lock.sql
+    assert len(commit.mutations[0].update.values) == 100
+    assert list(commit.mutations[0].update.columns) == list(sql.MARK_COLUMNS)
+
+
+def test_the_transaction_is_serializable_and_pessimistic(mock: SpannerServicer, database: LimitedDatabase) -> None:
+    """Under any other mode the hint would keep nobody waiting; the client's defaults cannot change it."""
+    prepare(mock, 1)
+    make_relay(database).turn()
+    begin = mock.requests[2].transaction.begin
+    assert begin.isolation_level == TransactionOptions.IsolationLevel.SERIALIZABLE
+    assert begin.read_write.read_lock_mode == TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC
+
+
+def test_the_poll_reads_the_index_and_no_body(mock: SpannerServicer, database: LimitedDatabase) -> None:
+    """Task bodies are read only for tasks that are claimed; ids are locked in one order."""
+    prepare(mock, 30)
+    make_relay(database).turn()
+    poll, lock = mock.requests[1:3]
+    assert poll.sql.count("AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}") == 3
+    assert "Data" not in poll.sql
+    ids = list(lock.params["ids"])
+    assert ids == sorted(ids)
+
+
+def aborted() -> Any:
+    """Return ABORTED as the mock server wants it."""
+    return to_status(status_pb2.Status(code=code_pb2.ABORTED, message="aborted"))
+
+
+def test_aborted_at_commit_publishes_once_and_marks_once(mock: SpannerServicer, database: LimitedDatabase) -> None:
+    """The transaction runs again: lock, commit; nothing is published again."""
+    prepare(mock, 10)
+    relay = make_relay(database)
+    mock.mock_spanner.add_error("Commit", aborted())
+    mock.mock_spanner.add_error("Commit", aborted())
+    turn = relay.turn()
+    assert (turn.published, turn.uncommitted) == (10, 0)
+    publisher: Any = relay._publisher
+    assert len(publisher.published) == 10
+    assert names(mock)[1:] == ["ExecuteSql", *["ExecuteSql", "Commit"] * 3]
+
+
+def test_a_commit_that_fails_for_good_is_given_up_and_remembered(
+    mock: SpannerServicer, database: LimitedDatabase
+) -> None:
+    """Counted as uncommitted; the next turn marks it under the lock and publishes nothing."""
+    prepare(mock, 10)
+    relay = make_relay(database)
+    mock.mock_spanner.add_error("Commit", to_status(status_pb2.Status(code=code_pb2.INTERNAL, message="broken")))
+    assert relay.turn().uncommitted == 10
+    mock.mock_spanner.add_result(sql.POLL_ALL, result(CANDIDATE, []))
+    mock.mock_spanner.add_result(sql.POLL_READY, result(CANDIDATE, []))
+    mock.clear_requests()
+    relay.turn()
+    publisher: Any = relay._publisher
+    assert len(publisher.published) == 10
+    assert names(mock) == ["ExecuteSql", "ExecuteSql", "Commit"]
+    assert len(mock.requests[-1].mutations[0].update.values) == 10
+
+
+@pytest.mark.parametrize(("group_size", "per_thousand"), [(1, 3000), (10, 300), (100, 30)])
+def test_requests_per_thousand_tasks(
+    mock: SpannerServicer, database: LimitedDatabase, group_size: int, per_thousand: int
+) -> None:
+    """Two for each group and one for each poll; here each turn is one group, the dearest case."""
+    prepare(mock, group_size)
+    relay = make_relay(database, group_size)
+    relay.turn()
+    mock.clear_requests()
+    published = sum(relay.turn().published for _ in range(3))
+    assert len(mock.requests) / published * 1000 == pytest.approx(per_thousand)
+
+
+def test_the_commit_has_a_limit_of_ours(database: LimitedDatabase) -> None:
+    """A sick service holds a group for ten seconds at most, not for the client's hour; its backoff stays short."""
+    options = database.spanner_api.commit.keywords
+    assert options["timeout"] == COMMIT_SECONDS == 10.0
+    assert options["retry"]._timeout == 10.0
+    assert options["retry"]._maximum <= 2.0

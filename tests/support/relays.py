@@ -1,0 +1,78 @@
+"""Tasks on the emulators, workers as processes, and an account of what arrived: from outside of the relay."""
+
+import contextlib
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.cloud.spanner_v1.database import Database
+
+import outbox
+from outbox.emulators import Emulators
+from tests.support.processes import Process, started
+from tests.support.pubsub import Subscription
+from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.waiting import eventually
+
+
+def register(database: Database, topic: str, count: int, data: bytes = b"x" * 300, **options: Any) -> list[str]:
+    """Register tasks in commits of 50 and return their ids."""
+    ids: list[str] = []
+    while len(ids) < count:
+        with database.batch() as batch:
+            ids += [outbox.register(batch, topic, data, **options) for _ in range(min(50, count - len(ids)))]
+    return ids
+
+
+def unsent(database: Database) -> list[str]:
+    """Return the ids of tasks that are not marked."""
+    with database.snapshot() as snapshot:
+        return [row[0] for row in snapshot.execute_sql("SELECT Id FROM AsynchronousTasks WHERE SentAt IS NULL")]
+
+
+def wait_until_all_sent(database: Database, seconds: float = 60) -> None:
+    """Return when every task is marked."""
+    eventually(lambda: not unsent(database), seconds=seconds, message="all tasks marked as sent")
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a subscriber received, beside what was registered."""
+
+    lost: frozenset[str]
+    unexpected: frozenset[str]
+    duplicates: int
+
+
+def account(registered: Sequence[str], subscription: Subscription) -> Account:
+    """Pull everything that is there and compare. Emulator and workers share a machine: what is sent is there."""
+    expected = set(registered)
+    received = Counter(message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in subscription.drain(0.5))
+    return Account(
+        lost=frozenset(expected - set(received)),
+        unexpected=frozenset(set(received) - expected),
+        duplicates=sum(count - 1 for count in received.values()),
+    )
+
+
+@contextlib.contextmanager
+def worker(
+    emulators: Emulators, database: Database, *arguments: str, command: str = "run", **environment: str
+) -> Iterator[Process]:
+    """Start `publishworker` on a database; its environment is what `outbox emulators` prints but for one variable."""
+    hosts = {"SPANNER_EMULATOR_HOST": emulators.spanner_host, "PUBSUB_EMULATOR_HOST": emulators.pubsub_host}
+    heartbeat = Path("/tmp") / f"publishworker-{uuid.uuid4().hex}.heartbeat"
+    settings = {
+        "OUTBOX_PROJECT": PROJECT,
+        "OUTBOX_INSTANCE": INSTANCE,
+        "OUTBOX_DATABASE": database.database_id,
+        "OUTBOX_HEARTBEAT_FILE": str(heartbeat),
+    }
+    try:
+        with started("publishworker", command, *arguments, environment={**hosts, **settings, **environment}) as process:
+            yield process
+    finally:
+        heartbeat.unlink(missing_ok=True)

@@ -1,0 +1,227 @@
+"""The DDL, its options and its parser, and what errors of the Spanner client become. No database."""
+
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from google.api_core import exceptions as google
+from google.auth.exceptions import DefaultCredentialsError, RefreshError
+
+from outbox import _ddl, schema
+from outbox.errors import NotReached, OutboxError, SchemaDiffers
+
+ROOT = Path(__file__).parents[2]
+SCHEMA_SQL = (ROOT / "schema" / "schema.sql").read_text()
+
+
+def shapes(**options: Any) -> dict[str, dict[str, str]]:
+    """Return the parts of all objects by title."""
+    return {shape.title: dict(shape.parts) for shape in map(_ddl.parse, schema.statements(**options))}
+
+
+def test_the_default_is_schema_sql_without_comments():
+    """What apply sends is the file, so reading the file is reading what happens."""
+    made = schema.statements()
+
+    code = [line.partition("--")[0].split() for line in SCHEMA_SQL.splitlines()]
+    assert " ".join(made).split() == [word.rstrip(";") for line in code for word in line if word != ";"]
+    assert not [statement for statement in made if "--" in statement or ";" in statement]
+
+
+def test_no_comment_confuses_a_tool_that_cuts_at_semicolons():
+    """Tools that split the files without reading them get whole statements."""
+    for path in (ROOT / "schema").rglob("*.sql"):
+        comments = re.findall("--.*", path.read_text())
+        assert [comment for comment in comments if re.search("[;'\"]", comment)] == []
+
+
+def test_the_number_of_shards_is_in_the_generated_column_only():
+    """Another shard count changes one part and nothing else."""
+    other = shapes(shards=32)
+
+    assert other["table AsynchronousTasks"].pop(schema.SHARD_COUNT) == "32"
+    ours = shapes()
+    assert ours["table AsynchronousTasks"].pop(schema.SHARD_COUNT) == "10"
+    assert other == ours
+    assert "FARM_FINGERPRINT(COALESCE(OrderingKey, Id)), 32)" in schema.statements(shards=32)[0]
+
+
+@pytest.mark.parametrize(("days", "kept"), [(30, "30 days"), (1, "1 days"), (None, "for ever")])
+def test_the_retention_is_of_sent_tasks_only(days: int | None, kept: str):
+    """A policy never deletes an unsent task, and None leaves it out."""
+    parts = shapes(retention_days=days)["table AsynchronousTasks"]
+
+    assert parts[schema.RETENTION] == kept
+    assert parts["deletion of unsent tasks"] == "never"
+    assert ("ROW DELETION POLICY" in schema.statements(retention_days=days)[0]) == (days is not None)
+
+
+def test_the_change_stream_is_asked_for():
+    """The stream costs storage, so nobody gets it by default; it has inserts only."""
+    *others, stream = schema.statements(change_stream=True)
+
+    assert others == schema.statements()
+    assert _ddl.parse(stream) == _ddl.Shape(
+        "change stream AsynchronousTasksInserts", {"watches": "AsynchronousTasks(SentAt)"}
+    )
+    for option in ("exclude_update = true", "exclude_delete = true", "exclude_ttl_deletes = true"):
+        assert option in stream
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"shards": 0}, "shards is 0, it must be 1 to 1000"),
+        ({"shards": 1001}, "shards is 1001"),
+        ({"retention_days": 0}, "retention_days is 0, it must be None or 1 to 3650"),
+        ({"retention_days": 3651}, "retention_days is 3651"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, int], sentence: str):
+    """A wrong number is a ValueError with the number, no DDL that Spanner refuses later."""
+    with pytest.raises(ValueError, match=sentence):
+        schema.statements(**options)
+
+
+def test_the_shapes_are_those_of_the_design():
+    """The parser loses nothing: each object is there with the parts that the relay relies on."""
+    parsed = shapes()
+
+    assert [(title, len(parts)) for title, parts in parsed.items()] == [
+        ("table AsynchronousTasks", 20),  # 15 columns, key, constraint, shard count, retention, deletion
+        ("index AsynchronousTasksToSend", 6),
+        ("index AsynchronousTasksInOrder", 5),  # a filtered index: null filtering is not compared
+        ("table AsynchronousTaskTopics", 6),
+        ("table AsynchronousTaskWorkers", 4),
+    ]
+    assert parsed["table AsynchronousTasks"]["column Shard"] == (
+        "INT64 NOT NULL AS (ABS(MOD(FARM_FINGERPRINT(COALESCE(OrderingKey, Id)), N))) STORED"
+    )
+    assert parsed["index AsynchronousTasksToSend"] == {
+        "table": "AsynchronousTasks",
+        "key": "Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt",
+        "stored columns": "Attempts, Bytes, OrderingKey",
+        "unique": "no",
+        "null filtered": "no",
+        "state": "READ_WRITE",
+    }
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DROP TABLE AsynchronousTasks",
+        "CREATE UNIQUE INDEX I ON T (A)",
+        "CREATE INDEX I ON T (A), INTERLEAVE IN P",
+        "CREATE INDEX I ON T (A) STORING (B) WHERE A = 1",
+        "CREATE TABLE T (A INT64) PRIMARY KEY (A), INTERLEAVE IN PARENT P",
+        "CREATE TABLE T (A INT64 HIDDEN) PRIMARY KEY (A)",
+        "CREATE TABLE T (A INT64 AS (B)) PRIMARY KEY (A)",
+        "CREATE TABLE T (A INT64 DEFAULT (0) ON UPDATE (1)) PRIMARY KEY (A)",
+        "CREATE TABLE T (A INT64, FOREIGN KEY (A) REFERENCES U (A)) PRIMARY KEY (A)",
+        "CREATE TABLE T (A INT64 DEFAULT ((0)) PRIMARY KEY (A)",
+        "CREATE CHANGE STREAM S FOR ALL OPTIONS (retention_period = '7d')",
+        "CREATE TABLE T (A INT64) PRIMARY KEY (A); CREATE TABLE U (A INT64) PRIMARY KEY (A)",
+    ],
+)
+def test_unknown_ddl_is_refused(statement: str):
+    """DDL that the parser does not know is an error, never a part that is silently not compared."""
+    with pytest.raises(ValueError, match=r"not a statement|not a column|parentheses"):
+        _ddl.parse(statement)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "int64 not null as (abs(mod(farm_fingerprint(coalesce(orderingkey, id)), n))) stored",
+        "INT64 NOT NULL AS ((ABS( MOD( FARM_FINGERPRINT( COALESCE( OrderingKey,Id ) ),\n  N ) ))) STORED",
+    ],
+)
+def test_an_expression_may_be_written_in_another_way(written: str):
+    """The service may give an expression back with other case, spaces and parentheses."""
+    shape = _ddl.Shape("table T", {"column Shard": shapes()["table AsynchronousTasks"]["column Shard"]})
+
+    assert list(_ddl.compare(shape, {"columnshard": written}, ())) == []
+    assert (
+        len(list(_ddl.compare(shape, {"columnshard": written.replace("FINGER", "X").replace("finger", "x")}, ()))) == 1
+    )
+
+
+def test_an_index_that_is_being_filled_exists_but_is_not_ready():
+    """Apply again during a long backfill is no error, while the relay's check says why it cannot start."""
+    wanted = schema.statements()
+    found = {
+        _ddl.normal(title): {_ddl.normal(name): text for name, text in (parts | {"state": "WRITE_ONLY"}).items()}
+        for title, parts in shapes().items()
+    }
+    database = mock.Mock()
+
+    with mock.patch.object(schema, "_read", return_value=found):
+        assert {state for _, state in schema.apply(database, wanted)} == {"exists"}
+        assert schema.differences(database, wanted) == [
+            "index AsynchronousTasksToSend, state: the database has WRITE_ONLY, expected READ_WRITE",
+            "index AsynchronousTasksInOrder, state: the database has WRITE_ONLY, expected READ_WRITE",
+        ]
+    database.update_ddl.assert_not_called()
+
+
+def test_an_installed_package_reads_its_own_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A wheel carries the DDL, so the command works without a checkout."""
+    (tmp_path / "ddl").mkdir()
+    (tmp_path / "ddl" / "schema.sql").write_text(SCHEMA_SQL.replace("STRING(64)", "STRING(63)"))
+    monkeypatch.setattr(_ddl.importlib.resources, "files", lambda _package: tmp_path)
+
+    assert "Id          STRING(63)" in schema.statements()[0]
+
+
+def test_a_schema_sql_that_the_options_do_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    """A change of schema.sql that an option does not find is noticed, not ignored."""
+    monkeypatch.setattr(_ddl, "_schema_sql", lambda: "CREATE TABLE T (A INT64) PRIMARY KEY (A)")
+
+    with pytest.raises(ValueError, match="0 times, it must be there once"):
+        schema.statements()
+
+
+def test_the_guide_shows_the_file_that_the_test_runs():
+    """The statements that users copy from the guide are those that were tried."""
+    guide = (ROOT / "docs" / "guide" / "from-the-article.md").read_text()
+
+    (shown,) = re.findall(r"```sql\n(.+?)```", guide, re.DOTALL)
+    assert shown == (ROOT / "schema" / "migrations" / "from-article.sql").read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "advice"),
+    [
+        (google.NotFound("Database not found: d"), NotReached, "is not there: make it"),
+        (google.PermissionDenied("no"), NotReached, "roles/spanner.databaseReader"),
+        (google.Unauthenticated("no"), NotReached, "gcloud auth application-default login"),
+        (DefaultCredentialsError("none"), NotReached, "gcloud auth application-default login"),
+        (RefreshError("expired"), NotReached, "gcloud auth application-default login"),
+        (google.ServiceUnavailable("away"), NotReached, "Spanner did not answer"),
+        (google.DeadlineExceeded("late"), NotReached, "Spanner did not answer"),
+        (google.RetryError("Timeout of 8.0s exceeded", cause=None), NotReached, "Spanner did not answer"),
+        (google.MethodNotImplemented("a proxy answered"), NotReached, "Spanner did not answer"),
+        (google.FailedPrecondition("Duplicate name"), OutboxError, "Spanner refused"),
+    ],
+)
+def test_errors_of_the_client_become_one_sentence(error: Exception, kind: type[Exception], advice: str):
+    """Users read one line with the database, the advice and the cause; `except OutboxError` catches all of them."""
+    with pytest.raises(OutboxError) as caught, schema.service_errors("database orders"):
+        raise error
+
+    assert type(caught.value) is kind
+    text = str(caught.value)
+    assert text.startswith("database orders")
+    assert advice in text
+    assert str(error).partition("\n")[0] in text
+
+
+def test_other_errors_are_left_alone():
+    """A difference, and a defect, keep their own error."""
+    for error in (SchemaDiffers("x"), KeyError("x")):
+        with pytest.raises(type(error)) as caught, schema.service_errors("database orders"):
+            raise error
+        assert caught.value is error
