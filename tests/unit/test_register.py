@@ -19,24 +19,17 @@ from hypothesis import strategies as st
 
 import outbox
 from outbox.message import RawPubsubMessage
+from outbox.testing import RecordingTransaction
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-class Recorded:
-    """A transaction that remembers its inserts."""
-
-    def __init__(self) -> None:
-        """Begin empty."""
-        self.calls: list[tuple[str, tuple[str, ...], list[tuple[Any, ...]]]] = []
-
-    def insert(self, table: str, columns: Any, values: Any) -> None:
-        """Record one call."""
-        self.calls.append((table, tuple(columns), [tuple(row) for row in values]))
+class Recorded(RecordingTransaction):
+    """A transaction that keeps its inserts, as columns."""
 
     def row(self) -> dict[str, Any]:
         """Return the only row by column."""
-        [(table, columns, [values])] = self.calls
+        [(table, columns, [values])] = self.inserts
         assert table == "AsynchronousTasks"
         return dict(zip(columns, values, strict=True))
 
@@ -241,7 +234,7 @@ def refused(transaction: Recorded, says: str, *, topic: Any = "orders", message:
     with pytest.raises(outbox.InvalidMessage, match=says) as caught:
         outbox.register(transaction, topic, message, **options)
     assert isinstance(caught.value, ValueError)
-    assert transaction.calls == []
+    assert transaction.inserts == []
 
 
 @pytest.mark.parametrize("message", ["text", None, {"a": 1}, 7])
@@ -249,7 +242,7 @@ def test_a_message_of_another_type_is_a_type_error(transaction: Recorded, messag
     """A text is not bytes: the caller decides on the encoding."""
     with pytest.raises(TypeError, match=type(message).__name__):
         outbox.register(transaction, "orders", message)
-    assert transaction.calls == []
+    assert transaction.inserts == []
 
 
 @pytest.mark.parametrize("transaction", [None, object(), "database"])
@@ -292,7 +285,7 @@ def test_a_broken_recorder_never_fails_the_caller(transaction: Recorded, caplog:
     with caplog.at_level(logging.WARNING, "outbox"):
         outbox.register(transaction, "orders", b"")
         outbox.register(transaction, "orders", b"")
-    assert len(transaction.calls) == 2
+    assert len(transaction.inserts) == 2
     assert len(caplog.records) == 1
 
 
@@ -318,3 +311,16 @@ def test_importing_the_library_imports_no_worker_and_no_datadog() -> None:
     loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     assert "outbox" in loaded
     assert not {"publishworker", "datadog", "pyspark", "pandas"} & set(loaded)
+
+
+def test_an_application_sees_in_its_own_tests_what_it_registered() -> None:
+    """`outbox.testing` needs no Spanner: topic, message and options, in the order of the calls."""
+    transaction = RecordingTransaction()
+    transaction.insert("Orders", ("Id",), [("1",)])
+    first = outbox.register(transaction, "orders", b"one", {"a": "b"}, priority=outbox.Priority.HIGH)
+    outbox.register(transaction, "invoices", b"two", ordering_key="k", available_at=NOW)
+    [one, two] = transaction.tasks
+    assert (one.id, one.topic, one.message.data, one.priority) == (first, "orders", b"one", 100)
+    assert one.message.attributes["a"] == "b"
+    assert (two.topic, two.ordering_key, two.available_at, two.expires_at) == ("invoices", "k", NOW, None)
+    assert transaction.inserts[0] == ("Orders", ("Id",), [("1",)])

@@ -1,0 +1,51 @@
+"""What is published is what is tested: the wheel, installed into an empty environment."""
+
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def shell(*command: str | Path, cwd: Path) -> str:
+    """Run a command outside of the repository and return its output."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built as a release is."""
+    target = tmp_path_factory.mktemp("wheel")
+    shell(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", target, ROOT, cwd=target)
+    [made] = target.glob("*.whl")
+    return made
+
+
+def test_the_wheel_holds_the_packages_the_ddl_and_the_types(wheel: Path) -> None:
+    """And neither tests nor documentation."""
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"outbox/py.typed", "publishworker/py.typed", "outbox/ddl/schema.sql"} <= set(names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"outbox", "publishworker"}
+
+
+@pytest.mark.timeout(300)
+def test_an_installed_wheel_imports_and_its_commands_run(wheel: Path, tmp_path: Path) -> None:
+    """In an empty environment, without the extras: import, `outbox schema print`, both commands' help."""
+    venv.create(tmp_path / "env", with_pip=True)
+    bin = tmp_path / "env" / "bin"
+    options = ("-qq", "--no-compile", "--disable-pip-version-check", "--constraint", ROOT / "constraints.txt")
+    shell(bin / "python", "-m", "pip", "install", *options, wheel, cwd=tmp_path)
+    imported = shell(bin / "python", "-c", "import outbox; print(outbox.__version__, outbox.__file__)", cwd=tmp_path)
+    assert str(tmp_path) in imported
+    assert "CREATE TABLE AsynchronousTasks" in shell(bin / "outbox", "schema", "print", cwd=tmp_path)
+    assert "drain" in shell(bin / "publishworker", "--help", cwd=tmp_path)
+    packages = shell(bin / "python", "-m", "pip", "list", "--format", "freeze", cwd=tmp_path)
+    assert "datadog" not in packages
+    assert "pyspark" not in packages
