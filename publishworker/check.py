@@ -17,7 +17,7 @@ from publishworker import cli
 from publishworker.connection import LimitedDatabase, open_database, open_pubsub
 from publishworker.messages import topic_name
 from publishworker.settings import WorkerSettings
-from publishworker.store import SpannerStore, StoreError, describe
+from publishworker.store import SpannerStore, describe
 
 #: Seconds for one look at a topic.
 _TOPIC_SECONDS = 5.0
@@ -54,7 +54,7 @@ def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Findi
         client = PublisherClient(transport=open_pubsub())
         for topic in sorted(pending | set(topics)):
             yield _topic(client, topic, settings.project)
-    except (NotReached, StoreError) as error:
+    except NotReached as error:
         yield Finding("unreachable", str(error))
 
 

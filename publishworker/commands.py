@@ -3,7 +3,7 @@
 import argparse
 import logging
 import os
-import time
+import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -38,24 +38,24 @@ def run(options: argparse.Namespace) -> int:
 def drain(options: argparse.Namespace) -> int:
     """Relay until a strong read finds nothing to send outside of paused topics; print what stays."""
     worker = Worker(WorkerSettings.read(vars(options)))
-    end = time.monotonic() + (options.deadline if options.deadline is not None else float("inf"))
-    left: list[Unsent] = []
 
     def drained(turn: Turn) -> bool:
-        nonlocal left
-        if turn.made_progress and time.monotonic() < end:
-            return False
-        left = worker.store.unsent()
-        return time.monotonic() >= end or not any(each.state in ("pending", "retrying") for each in left)
+        return not turn.made_progress and not any(map(_is_work, worker.store.unsent()))
 
-    code = worker.until_stopped(drained)
-    if code != cli.DONE:
+    if (code := worker.until_stopped(drained, options.deadline)) != cli.DONE:
         return code
+    left = worker.store.unsent()
     for each in left:
         print(f"{each.count} {each.state} of {each.topic}")
-    work_left = any(each.state in ("pending", "retrying") for each in left)
-    print("drained" if not work_left else "not drained: the deadline passed")
-    return cli.WORK_LEFT if work_left else cli.DONE
+    if any(map(_is_work, left)):
+        print("not drained: stopped with work left")
+        return cli.WORK_LEFT
+    print("drained")
+    return cli.DONE
+
+
+def _is_work(unsent: Unsent) -> bool:
+    return unsent.state in ("pending", "retrying")
 
 
 class Worker:
@@ -79,7 +79,7 @@ class Worker:
             self._metrics,
             limits=Limits(settings.group_size, settings.group_bytes, settings.concurrency),
             publish_seconds=settings.publish_timeout,
-            look_further_seconds=settings.poll_interval,
+            look_further_seconds=settings.poll_interval / 2,  # so that each idle poll does, whatever its jitter
             random=random,
         )
         self._loop = Loop(
@@ -91,15 +91,23 @@ class Worker:
             random=random,
         )
 
-    def until_stopped(self, until: Callable[[Turn], bool]) -> int:
-        """Run the loop; return the exit code."""
+    def until_stopped(self, until: Callable[[Turn], bool], deadline: float | None = None) -> int:
+        """Run the loop until `until` says so of a turn, a signal, or `deadline` seconds; return the exit code."""
         _log.info(
             "publishworker %s relays %s/%s/%s, %d shards",
             uuid.uuid4().hex[:8], self._settings.project, self._settings.instance, self._settings.database,
             len(self.store.shards), extra={"action": "start"},
         )  # fmt: skip
+
+        def loop(stop: threading.Event) -> None:
+            if deadline is not None:
+                timer = threading.Timer(deadline, stop.set)
+                timer.daemon = True
+                timer.start()
+            self._loop.run(stop, until)
+
         try:
-            in_time = run_until_stopped(lambda stop: self._loop.run(stop, until), self._settings.drain_timeout)
+            in_time = run_until_stopped(loop, self._settings.drain_timeout)
         except Exception:
             _log.critical("the loop died; this is a defect", exc_info=True, extra={"action": "died"})
             return cli.FAILED

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 
+from publishworker.sampling import Limits
 from publishworker.task import Group
 
 #: Older doubts are forgotten and their tasks published again: a duplicate, never a loss.
@@ -26,16 +27,24 @@ class Doubts:
         for id in list(self._entries)[: max(0, len(self._entries) - MAX_TASKS)]:
             del self._entries[id]
 
-    def take(self, group_size: int) -> list[Group]:
-        """Take out all that is young enough, as groups of one topic."""
+    def ids(self) -> frozenset[str]:
+        """Return all that is remembered; what is too old is forgotten here."""
         oldest = self._clock() - MAX_SECONDS
+        self._entries = {id: entry for id, entry in self._entries.items() if entry[1] >= oldest}
+        return frozenset(self._entries)
+
+    def take(self, limits: Limits) -> list[Group]:
+        """Take out groups of one topic, as many as a turn may have in flight."""
         by_topic: dict[str, list[str]] = {}
-        for id, (topic, since) in self._entries.items():
-            if since >= oldest:
-                by_topic.setdefault(topic, []).append(id)
-        self._entries.clear()
-        return [
-            Group(topic, tuple(ids[start : start + group_size]))
+        for id, (topic, _) in self._entries.items():
+            by_topic.setdefault(topic, []).append(id)
+        size = limits.group_size
+        groups = [
+            Group(topic, tuple(ids[start : start + size]))
             for topic, ids in by_topic.items()
-            for start in range(0, len(ids), group_size)
-        ]
+            for start in range(0, len(ids), size)
+        ][: limits.groups]
+        for group in groups:
+            for id in group.ids:
+                del self._entries[id]
+        return groups

@@ -79,6 +79,11 @@ class Metrics:
         self._client = client
         self._complained = False
 
+    @property
+    def wanted(self) -> bool:
+        """Tell whether anyone listens: what is only made for a metric need not be made."""
+        return self._client is not None
+
     def count(self, metric: Metric, value: int, **tags: str) -> None:
         """Add `value` to a counter; nothing is sent for 0."""
         if self._client is not None and value:

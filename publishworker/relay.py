@@ -53,7 +53,8 @@ class Relay:
     def turn(self) -> Turn:
         """Do one turn and return its numbers. Raises StoreError if the poll got no answer; nothing was taken then."""
         poll = self._poll()
-        doubtful = self._mark_doubtful()
+        doubtful = self._doubts.ids()
+        self._mark_doubtful()
         candidates = [each for each in poll.candidates if each.id not in doubtful and each.topic not in self._paused]
         groups = sample(candidates, self._limits, self._random)
         results = in_threads(self._relay, groups)
@@ -88,18 +89,22 @@ class Relay:
         self._claim(result, publish)
         return result
 
-    def _mark_doubtful(self) -> frozenset[str]:
-        """Try once to mark what was published while its commit failed; return the ids, which are no candidates now."""
-        groups = self._doubts.take(self._limits.group_size)
+    def _mark_doubtful(self) -> None:
+        """Try once to mark what was published while its commit failed; what fails again is published again."""
 
         def mark(group: Group) -> None:
             def published(rows: Sequence[Row], _now: datetime) -> Mapping[str, Outcome]:
                 return {row.id: Sent("") for row in rows if row.sent_at is None}
 
-            self._claim(GroupResult(group), published)
+            result = GroupResult(group)
+            self._claim(result, published)
+            if result.error is not None:
+                _log.warning(
+                    "%d tasks of %s, published before, could not be marked and will be published again: %s",
+                    len(group.ids), group.topic, result.error, extra={"action": "commit_failed"},
+                )  # fmt: skip
 
-        in_threads(mark, groups)
-        return frozenset(id for group in groups for id in group.ids)
+        in_threads(mark, self._doubts.take(self._limits))
 
     def _claim(self, result: GroupResult, decide: Callable[[Sequence[Row], datetime], Mapping[str, Outcome]]) -> None:
         def count_run() -> None:

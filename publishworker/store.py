@@ -14,7 +14,7 @@ from google.auth.exceptions import GoogleAuthError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, RequestOptions, TransactionOptions, param_types
 from google.cloud.spanner_v1.database import Database
 
-from outbox.errors import OutboxError
+from outbox.errors import NotReached
 from publishworker import sql
 from publishworker.connection import STREAM_RETRY
 from publishworker.task import Candidate, Outcome, Poll, Row, Sent
@@ -43,7 +43,7 @@ _SERVICE_ERRORS = (GoogleAPICallError, RetryError, GoogleAuthError)
 Decide = Callable[[Sequence[Row], datetime], Mapping[str, Outcome]]
 
 
-class StoreError(OutboxError):
+class StoreError(NotReached):
     """Spanner did not answer, or refused. Nothing is known to be written."""
 
 

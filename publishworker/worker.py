@@ -99,7 +99,7 @@ class Loop:
                 stop.wait(self._idle.next())
 
     def _report_age(self) -> None:
-        if self._clock() - self._age_at >= AGE_INTERVAL:
+        if self._metrics.wanted and self._clock() - self._age_at >= AGE_INTERVAL:
             self._age_at = self._clock()
             self._metrics.gauge(m.OLDEST_AGE, self._store.oldest_age())
 

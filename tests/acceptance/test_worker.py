@@ -124,7 +124,30 @@ def test_drain_gives_up_at_its_deadline(emulators: Emulators, database: Database
     with worker(emulators, database, "--deadline", "1", command="drain") as process:
         assert process.wait(30) == 4
         assert "1 pending of missing-topic" in process.stdout
+        assert "not drained" in process.stdout
         assert "topics create projects/test-project/topics/missing-topic" in process.stderr
+
+
+def test_a_drain_that_is_stopped_does_not_say_that_it_drained(emulators: Emulators, database: Database) -> None:
+    """SIGTERM with work left is exit 4: a job that runs it must not count as done."""
+    register(database, "missing-topic", 1)
+    with worker(emulators, database, command="drain") as process:
+        process.wait_for_text("publish_failed")
+        process.stop()
+        assert process.wait(30) == 4
+        assert "not drained" in process.stdout
+
+
+def test_a_drains_deadline_holds_while_spanner_is_away(emulators: Emulators, database: Database, topic: str) -> None:
+    """It neither waits for ever nor claims success: exit 3."""
+    with Proxy(emulators.spanner_host) as proxy:
+        register(database, "missing-topic", 1)
+        environment = {"SPANNER_EMULATOR_HOST": proxy.address}
+        with worker(emulators, database, "--deadline", "4", command="drain", **environment) as process:
+            process.wait_for_text("publish_failed")
+            proxy.refuse()
+            assert process.wait(30) == 3
+            assert "Traceback" not in process.stderr
 
 
 def test_a_bad_task_holds_nobody_up(

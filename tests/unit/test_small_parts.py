@@ -14,6 +14,7 @@ import pytest
 from publishworker import healthcheck
 from publishworker.doubts import MAX_TASKS, Doubts
 from publishworker.logs import JsonFormatter
+from publishworker.sampling import Limits
 from publishworker.task import Group
 from publishworker.threads import in_threads
 from publishworker.window import Window
@@ -48,11 +49,13 @@ def test_doubts_are_bounded_and_taken_out_once() -> None:
     """The oldest beyond 10,000 are forgotten; what was taken is not there again."""
     doubts = Doubts(lambda: 0.0)
     doubts.remember("orders", [str(n) for n in range(MAX_TASKS + 5)])
-    groups = doubts.take(1000)
-    assert sum(len(group.ids) for group in groups) == MAX_TASKS
+    assert len(doubts.ids()) == MAX_TASKS
+    groups = doubts.take(Limits(1000, 1, 4))
+    assert [len(group.ids) for group in groups] == [1000] * 4
     assert groups[0].ids[0] == "5"
-    assert max(len(group.ids) for group in groups) == 1000
-    assert doubts.take(1000) == []
+    assert len(doubts.ids()) == MAX_TASKS - 4000
+    assert len(doubts.take(Limits(1000, 1, 99))) == 6
+    assert doubts.take(Limits(1000, 1, 99)) == []
 
 
 def test_doubts_of_two_topics_make_two_groups() -> None:
@@ -60,7 +63,7 @@ def test_doubts_of_two_topics_make_two_groups() -> None:
     doubts = Doubts(lambda: 0.0)
     doubts.remember("orders", ["a"])
     doubts.remember("invoices", ["b"])
-    assert doubts.take(10) == [Group("orders", ("a",)), Group("invoices", ("b",))]
+    assert doubts.take(Limits(10, 1, 9)) == [Group("orders", ("a",)), Group("invoices", ("b",))]
 
 
 def test_threads_run_at_once_and_keep_the_order_of_results() -> None:
