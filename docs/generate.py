@@ -1,0 +1,141 @@
+"""Write the reference pages that are made of the code: `make docs`. A test holds the pages to what this returns."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from outbox.cli.emulators import EmulatorSettings
+from outbox.settings import DatabaseSettings, Field, fields_of
+from publishworker.healthcheck import MAX_AGE
+from publishworker.metrics import METRICS, REGISTERED, Metric
+from publishworker.settings import WorkerSettings
+
+REFERENCE = Path(__file__).parent / "reference"
+
+SETTINGS_INTRO = """\
+# Settings
+
+<!-- Written by `make docs` from the lists of fields in the code: change those, not this page. -->
+
+A flag wins over its environment variable, which wins over the default. A wrong value ends the command with exit code 2
+and a sentence that names where the value came from, the value, and what is allowed. An empty variable is a value, too:
+unset it to get the default.
+
+Variables that are not ours keep their own names: [Environment of others](#environment-of-others)."""
+
+OTHER_FLAGS = f"""\
+## Flags that are no settings
+
+| command | flag | meaning |
+|---|---|---|
+| `publishworker drain` | `--deadline SECONDS` | Give up after this time with exit code 4; without it, never. |
+| `publishworker check` | `TOPIC ...` | Topics to look at beside those of pending rows. |
+| `publishworker healthcheck` | `--heartbeat-file` (`OUTBOX_HEARTBEAT_FILE`) | The worker's file of that name. |
+| `publishworker healthcheck` | `--max-age` (`OUTBOX_MAX_AGE`) | Oldest heartbeat, in seconds; default {MAX_AGE:g}. |
+| `outbox schema` | `--shards`, `--retention`, `--change-stream` | See [the schema](../guide/schema.md). |
+
+## Environment of others
+
+| variable | who reads it | meaning |
+|---|---|---|
+| `SPANNER_EMULATOR_HOST`, `PUBSUB_EMULATOR_HOST` | all commands | `HOST:PORT` of an emulator, instead of the service. |
+| `GOOGLE_CLOUD_PROJECT` | all commands with `--project` | The project, if neither the flag nor ours is given. |
+| `GOOGLE_APPLICATION_CREDENTIALS` | Google's clients | Credentials, where no service account gives them. |
+| `GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW` | the Spanner client | `false` against emulators before 1.5.38; \
+the worker sets it there by itself, an application with several threads must. |
+| `DD_DOGSTATSD_URL`, `DD_AGENT_HOST`, `DD_DOGSTATSD_PORT` | `publishworker` | Where the DogStatsD agent is; none of \
+them set: no metrics. |
+| `DD_ENV`, `DD_SERVICE`, `DD_VERSION` | `publishworker` | Tags of every metric. |
+| `CLOUDSDK_ROOT_DIR`, `JAVA_HOME` | `outbox emulators` | Where the emulators, and the Java for one of them, are. |"""
+
+METRICS_INTRO = """\
+# Metrics
+
+<!-- Written by `make docs` from publishworker/metrics.py: change that, not this page. -->
+
+The worker sends DogStatsD if an agent is configured ([settings](settings.md#environment-of-others)); that needs the
+extra `spanner-outbox[worker]`. Without an agent it sends nothing and warns of nothing. Counts are sent after a commit
+has returned, so a transaction that is run again counts once. Tags are bounded: a topic, a reason, never an id."""
+
+METRICS_OUTRO = """\
+## Reading them
+
+- **Collision rate**: already published / (already published + published). It says how often workers
+  meet on the same task.
+- **Registered minus published** is only about the backlog: a rolled-back registration counts, a task that is sent again
+  counts twice.
+- **Reasons** of failed attempts are the gRPC status in small letters (`not_found`, `permission_denied`,
+  `deadline_exceeded`, ...), `undecodable` and `too_large`."""
+
+
+def pages() -> dict[Path, str]:
+    """Return the text of each generated page by its path."""
+    return {REFERENCE / "settings.md": _settings(), REFERENCE / "metrics.md": _metrics()}
+
+
+def _settings() -> str:
+    database = list(fields_of(DatabaseSettings))
+    shared = {field.name for field in database}
+    parts = [
+        SETTINGS_INTRO,
+        "## Database",
+        "For `publishworker run`, `drain`, `check` and `outbox schema apply`.",
+        _table(("flag", "variable", "default", "allowed", "meaning"), map(_row, database)),
+        "## Worker",
+        "For `publishworker run`, `drain` and `check`.",
+        _table(
+            ("flag", "variable", "default", "allowed", "meaning"),
+            (_row(field) for field in fields_of(WorkerSettings) if field.name not in shared),
+        ),
+        "## Emulators",
+        "For `outbox emulators`.",
+        _table(("flag", "variable", "default", "allowed", "meaning"), map(_row, fields_of(EmulatorSettings))),
+        OTHER_FLAGS,
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(field: Field) -> tuple[str, ...]:
+    variables = [field.twin, *([field.variable] if field.variable else [])]
+    default = "required" if field.default is None else f"`{field.default}`"
+    return (
+        f"`{field.flag}`",
+        " or ".join(f"`{each}`" for each in variables),
+        default,
+        field.kind.allowed,
+        field.help,
+    )
+
+
+def _metrics() -> str:
+    columns = ("name", "type", "tags", "meaning")
+
+    def row(metric: Metric) -> tuple[str, ...]:
+        return (f"`{metric.name}`", metric.type, ", ".join(f"`{tag}`" for tag in metric.tags) or "none", metric.meaning)
+
+    parts = [
+        METRICS_INTRO,
+        "## Of the worker",
+        _table(columns, (row(each) for each in METRICS if each is not REGISTERED)),
+        "## Of the application",
+        "Through the client given to [`outbox.set_metrics`](../guide/register.md#metrics).",
+        _table(columns, [row(REGISTERED)]),
+        METRICS_OUTRO,
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    return "\n".join(_lines(columns, rows))
+
+
+def _lines(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
+    yield "|---" * len(columns) + "|"
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
