@@ -21,7 +21,7 @@ class RegisteredTask:
 
     id: str
     topic: str
-    message: PubsubMessage
+    message: Any  # a google.pubsub_v1.types.PubsubMessage
     priority: int
     ordering_key: str
     available_at: datetime | None

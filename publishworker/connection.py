@@ -56,7 +56,7 @@ class LimitedDatabase(Database):
     def __init__(self, database_id: str, instance: Any, api: SpannerClient) -> None:
         """Use `api` for all calls."""
         pool = BurstyPool()
-        super().__init__(database_id, instance, pool=pool)
+        super().__init__(database_id, instance, pool=pool)  # type: ignore[no-untyped-call]  # the client has no types
         self._limited_api = api
         pool.bind(self)
 

@@ -66,7 +66,8 @@ def test_an_unknown_flag_and_an_unknown_command_are_usage(emulators: Emulators) 
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_wrong_database_is_named(emulators: Emulators, spanner_instance: Instance, command: str) -> None:
+@pytest.mark.usefixtures("spanner_instance")
+def test_a_wrong_database_is_named(emulators: Emulators, command: str) -> None:
     """Exit 3, with its full name."""
     done = publishworker(emulators, command, **on("no-such-database"))
     assert done.code == 3

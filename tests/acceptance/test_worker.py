@@ -138,7 +138,7 @@ def test_a_drain_that_is_stopped_does_not_say_that_it_drained(emulators: Emulato
         assert "not drained" in process.stdout
 
 
-def test_a_drains_deadline_holds_while_spanner_is_away(emulators: Emulators, database: Database, topic: str) -> None:
+def test_a_drains_deadline_holds_while_spanner_is_away(emulators: Emulators, database: Database) -> None:
     """It neither waits for ever nor claims success: exit 3."""
     with Proxy(emulators.spanner_host) as proxy:
         register(database, "missing-topic", 1)
@@ -206,7 +206,7 @@ def test_spanner_that_is_not_there_at_the_start_ends_it_with_3(
     with silent_port() as nowhere, Proxy(emulators.spanner_host) as proxy:
         proxy.hang()
         host = proxy.address if hangs else nowhere
-        with worker(emulators, database, **{"SPANNER_EMULATOR_HOST": host}) as process:
+        with worker(emulators, database, SPANNER_EMULATOR_HOST=host) as process:
             assert process.wait(15) == 3
             assert "Traceback" not in process.stderr
             assert "publishworker: " in process.stderr.splitlines()[-1]

@@ -5,7 +5,7 @@ Expectations are written by hand: neither side can pass against itself.
 
 import base64
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 
@@ -48,15 +48,19 @@ class FakeHarness:
         self.store = self._fake = FakeStore()
 
     def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
+        """See Harness."""
         self._fake.insert(id, topic, serialized(), **columns)
 
     def column(self, id: str, name: str) -> Any:
+        """See Harness."""
         return getattr(self._fake.rows[id], name)
 
     def pause(self, topic: str) -> None:
+        """See Harness."""
         self._fake.paused.add(topic)
 
     def delete(self, id: str) -> None:
+        """See Harness."""
         del self._fake.rows[id]
 
 
@@ -69,6 +73,7 @@ class SpannerHarness:
         self.store = SpannerStore(database, shards=10)
 
     def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
+        """See Harness."""
         row = {"priority": 50, "created_at": COMMIT_TIMESTAMP, **columns}
         names = [name.title().replace("_", "") for name in row]
         values = (id, topic, base64.b64encode(serialized()), *row.values())
@@ -76,6 +81,7 @@ class SpannerHarness:
             batch.insert("AsynchronousTasks", ("Id", "Topic", "Data", *names), [values])
 
     def column(self, id: str, name: str) -> Any:
+        """See Harness."""
         with self._database.snapshot() as snapshot:
             column = name.title().replace("_", "")
             [[value]] = snapshot.execute_sql(
@@ -86,18 +92,20 @@ class SpannerHarness:
         return value
 
     def pause(self, topic: str) -> None:
+        """See Harness."""
         with self._database.batch() as batch:
             batch.insert("AsynchronousTaskTopics", ("Topic", "Paused"), [(topic, True)])
 
     def delete(self, id: str) -> None:
+        """See Harness."""
         with self._database.batch() as batch:
             batch.delete("AsynchronousTasks", KeySet(keys=[[id]]))
 
 
 @pytest.fixture(params=["fake", "spanner"])
-def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
+def harness(request: pytest.FixtureRequest) -> Harness:
     """Each scenario runs on both."""
-    yield FakeHarness() if request.param == "fake" else SpannerHarness(request.getfixturevalue("database"))
+    return FakeHarness() if request.param == "fake" else SpannerHarness(request.getfixturevalue("database"))
 
 
 def poll_ids(store: Store, *topics: str, per_range: int = 100, look_further: bool = False) -> list[str]:

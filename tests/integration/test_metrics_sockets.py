@@ -92,7 +92,8 @@ def test_no_agent_means_silence(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.records == []
 
 
-def test_a_vanished_agent_breaks_nothing(unix: socket.socket, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("unix")
+def test_a_vanished_agent_breaks_nothing(tmp_path: Path) -> None:
     """The socket goes away in mid-run."""
     metrics = datadog.from_environment()
     (tmp_path / "dsd.socket").unlink()

@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 import outbox
 from outbox.message import RawPubsubMessage
 
-ORDERS = "CREATE TABLE Orders (Id STRING(36) NOT NULL, WrittenAt TIMESTAMP OPTIONS (allow_commit_timestamp=true)) PRIMARY KEY (Id)"
+ORDERS = """
+CREATE TABLE Orders (
+  Id STRING(36) NOT NULL, WrittenAt TIMESTAMP OPTIONS (allow_commit_timestamp=true)
+) PRIMARY KEY (Id)"""
 
 
 def query(database: Database, sql: str) -> list[list[Any]]:
@@ -156,7 +159,7 @@ def test_ids_spread_evenly_over_the_shards(database: Database) -> None:
             params={"ids": ids},
             param_types={"ids": param_types.Array(param_types.STRING)},
         )
-        counts = Counter({shard: count for shard, count in rows})
+        counts = Counter(dict(rows))
     assert set(counts) == set(range(10))
     assert sum((count - 1000) ** 2 / 1000 for count in counts.values()) < 33.7  # 9 degrees, 0.01 %
 

@@ -49,7 +49,7 @@ def mock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpannerServicer]:
 
 
 @pytest.fixture
-def database(mock: SpannerServicer) -> LimitedDatabase:
+def database(mock: SpannerServicer) -> LimitedDatabase:  # noqa: ARG001 - sets the address
     """The worker's own client of it."""
     return open_database("p", "inst", "db")
 

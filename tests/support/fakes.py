@@ -52,9 +52,8 @@ class FakeStore:
 
     def insert(self, id: str, topic: str, data: bytes = b"", **columns: Any) -> None:
         """Add a task; its shard is the hash of its id, as good as any."""
-        self.rows[id] = StoredTask(
-            id, topic, data, hash(columns.get("ordering_key") or id) % len(self.shards), **columns
-        )
+        shard = zlib.crc32((columns.get("ordering_key") or id).encode()) % len(self.shards)
+        self.rows[id] = StoredTask(id, topic, data, shard, **columns)
 
     def poll(self, topics: Iterable[str], known: Iterable[str], per_range: int, *, look_further: bool) -> Poll:
         """See Store."""
@@ -70,19 +69,7 @@ class FakeStore:
                 due = [row for row in of_range if row.available_at is not None and row.available_at <= self.now]
                 found += sorted(due, key=lambda row: row.available_at or NEVER)[:per_range]
         return Poll(
-            candidates=tuple(
-                Candidate(
-                    row.id,
-                    row.topic,
-                    row.shard,
-                    row.priority,
-                    row.created_at,
-                    row.available_at,
-                    row.ordering_key,
-                    len(row.data),
-                )  # fmt: skip
-                for row in found
-            ),
+            candidates=tuple(_candidate(row) for row in found),
             new_topics=frozenset({row.topic for row in unsent} - set(known)) if look_further else frozenset(),
             paused=frozenset(self.paused) if look_further else None,
         )
@@ -147,7 +134,14 @@ class FakeStore:
         return Row(row.id, row.topic, row.data, row.ordering_key, row.created_at, row.available_at, row.sent_at)
 
 
-class Abort(Exception):  # noqa: N818 - Spanner's word
+def _candidate(row: StoredTask) -> Candidate:
+    size = len(row.data)
+    return Candidate(
+        row.id, row.topic, row.shard, row.priority, row.created_at, row.available_at, row.ordering_key, size
+    )
+
+
+class Abort(Exception):
     """What `FakeStore.before_commit` raises for ABORTED."""
 
 

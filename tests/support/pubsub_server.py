@@ -31,10 +31,10 @@ class PubSubServer:
     def _get_topic(self, request: Any, context: grpc.ServicerContext) -> Any:
         return self.get_topic(request, context)
 
-    def handlers(self) -> grpc.GenericRpcHandler:
+    def handlers(self) -> Any:
         """Return what the server serves."""
 
-        def unary(answer: Answer, request: Any, response: Any) -> grpc.RpcMethodHandler:
+        def unary(answer: Answer, request: Any, response: Any) -> Any:
             return grpc.unary_unary_rpc_method_handler(
                 answer,
                 request_deserializer=request.pb().FromString,

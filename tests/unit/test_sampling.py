@@ -15,7 +15,7 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
 def candidate(
-    id: str, topic: str = "orders", shard: int = 0, priority: int = 50, size: int = 100, age: int = 0
+    id: str, *, topic: str = "orders", shard: int = 0, priority: int = 50, size: int = 100, age: int = 0
 ) -> Candidate:
     """Return a ready task, `age` seconds old."""
     return Candidate(id, topic, shard, priority, NOON - timedelta(seconds=age), None, None, size)
