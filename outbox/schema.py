@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 #: Seconds for the first call, and for each query after it: an unreachable Spanner is told within 15 s.
-REACH_SECONDS, QUERY_SECONDS = 8.0, 5.0
+REACH_SECONDS, QUERY_SECONDS = 5.0, 5.0
 
 
 def differences(

@@ -1,4 +1,4 @@
--- From the article's AsynchronousTasks to this project's, once. Put the name of your own index into the first statement.
+-- Turns the table of the article into ours, once. Put the name of your own index into the first statement.
 DROP INDEX AsynchronousTasksByShard;
 
 -- Shard is computed anew, because tasks of one ordering key must share a shard. A column that a generated column reads
