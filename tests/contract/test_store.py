@@ -228,12 +228,13 @@ def test_claim_leaves_alone_what_was_not_sent(harness: Harness) -> None:
 
 
 def test_claim_shows_a_row_that_another_worker_has_sent(harness: Harness) -> None:
-    """The second claim sees SentAt."""
+    """The second claim sees SentAt, and reads no body that nobody needs."""
     harness.insert("a")
     harness.store.claim(["a"], send_all, ignore)
     seen: list[Row] = []
     harness.store.claim(["a"], lambda rows, _now: (seen.extend(rows), {})[1], ignore)
     assert seen[0].sent_at is not None
+    assert seen[0].data == b""
 
 
 def test_claim_of_rows_that_are_gone_is_no_error(harness: Harness) -> None:

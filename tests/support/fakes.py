@@ -47,7 +47,8 @@ class FakeStore:
         #: Whether a failing commit has been applied all the same.
         self.failed_commits_land = False
         self.away = False
-        self.polls = 0
+        #: The topics that the last poll asked for.
+        self.asked_for: set[str] = set()
         self._lock = threading.Lock()
 
     def insert(self, id: str, topic: str, data: bytes = b"", **columns: Any) -> None:
@@ -58,7 +59,7 @@ class FakeStore:
     def poll(self, topics: Iterable[str], known: Iterable[str], per_range: int, *, look_further: bool) -> Poll:
         """See Store."""
         self._answer()
-        self.polls += 1
+        topics = self.asked_for = set(topics)
         unsent = [row for row in self.rows.values() if row.sent_at is None]
         found = []
         for shard, topic in itertools.product(self.shards, topics):
@@ -131,7 +132,8 @@ class FakeStore:
 
     @staticmethod
     def _locked(row: StoredTask) -> Row:
-        return Row(row.id, row.topic, row.data, row.ordering_key, row.created_at, row.available_at, row.sent_at)
+        data = row.data if row.sent_at is None else b""
+        return Row(row.id, row.topic, data, row.ordering_key, row.created_at, row.available_at, row.sent_at)
 
 
 def _candidate(row: StoredTask) -> Candidate:

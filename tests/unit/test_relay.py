@@ -244,6 +244,19 @@ def test_a_paused_topic_waits_and_holds_no_other(bench: Bench) -> None:
     assert bench.publisher.ids() == ["o", "i"]
 
 
+def test_a_pause_holds_from_the_poll_that_tells_of_it(bench: Bench) -> None:
+    """Nothing that this poll found is claimed any more, and the next one does not ask for the topic."""
+    bench.insert("before", topic="invoices")
+    bench.turns()
+    bench.insert("after", topic="invoices")
+    bench.store.paused = {"invoices"}
+    bench.relay.turn()
+    assert bench.store.asked_for == {"invoices"}
+    assert bench.publisher.ids() == ["before"]
+    bench.relay.turn()
+    assert bench.store.asked_for == set()
+
+
 def test_a_store_that_does_not_answer_is_the_loops_matter(bench: Bench) -> None:
     """The turn takes nothing and says so."""
     bench.insert("a")
