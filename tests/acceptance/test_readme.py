@@ -1,0 +1,229 @@
+"""What the README and the guides show is run as it stands there: Python, SQL and commands, on the emulators."""
+
+import contextlib
+import logging
+import re
+import shlex
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import spanner
+from google.cloud.spanner_v1.database import Database
+
+import outbox
+import outbox.cli
+import publishworker.cli
+from outbox.emulators import Emulators
+from tests.support.processes import ROOT, Finished, Process, run, started
+from tests.support.pubsub import PubSub
+from tests.support.spanner import ADMIN_SECONDS
+from tests.support.waiting import eventually
+
+PROJECT = "my-project"
+PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.cli._parser}
+#: Tables of the application and of the subscribers, which the pages take for granted.
+TABLES = (
+    "CREATE TABLE Orders (OrderId STRING(36), Cents INT64) PRIMARY KEY (OrderId)",
+    "CREATE TABLE Invoices (TaskId STRING(64), OrderJson STRING(MAX)) PRIMARY KEY (TaskId)",
+    "CREATE TABLE Stock (Article STRING(36), Pieces INT64) PRIMARY KEY (Article)",
+    """CREATE TABLE HandledTasks (
+      TaskId STRING(64), HandledAt TIMESTAMP OPTIONS (allow_commit_timestamp = true)
+    ) PRIMARY KEY (TaskId), ROW DELETION POLICY (OLDER_THAN(HandledAt, INTERVAL 40 DAY))""",
+)
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """Return the blocks of code of one language in a page."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def commands(page: str) -> list[list[str]]:
+    """Return what a page shows behind a prompt, as words."""
+    return [
+        shlex.split(line[2:])
+        for block in blocks(page, "console")
+        for line in block.splitlines()
+        if line.startswith("$ ")
+    ]
+
+
+@pytest.fixture
+def shop(emulators: Emulators, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
+    """The database of the pages: `shop` of the instance `main` of `my-project`, without the outbox's tables."""
+    monkeypatch.setenv("SPANNER_EMULATOR_HOST", emulators.spanner_host)
+    monkeypatch.setenv("SPANNER_DISABLE_BUILTIN_METRICS", "true")  # an example's client would want Cloud Monitoring
+    client = spanner.Client(project=PROJECT, credentials=AnonymousCredentials())
+    instance = client.instance("main", configuration_name=f"projects/{PROJECT}/instanceConfigs/emulator-config")
+    instance.create().result(timeout=ADMIN_SECONDS)
+    database = instance.database("shop", ddl_statements=TABLES)
+    database.create().result(timeout=ADMIN_SECONDS)
+    yield database
+    database.drop()
+    instance.delete()
+
+
+@pytest.fixture
+def topics(pubsub: PubSub) -> Iterator[None]:
+    """The topic `orders` of `my-project` and the subscriptions of the pages."""
+    name = f"projects/{PROJECT}/topics/orders"
+    subscriptions = [f"projects/{PROJECT}/subscriptions/{id}" for id in ("billing", "stock")]
+    pubsub.publisher.create_topic(name=name)
+    for subscription in subscriptions:
+        pubsub.subscriber.create_subscription(name=subscription, topic=name)
+    yield
+    for subscription in subscriptions:
+        pubsub.subscriber.delete_subscription(subscription=subscription)
+    pubsub.publisher.delete_topic(topic=name)
+
+
+def rows(database: Database, sql: str) -> list[list[Any]]:
+    """Return the rows of a strong read."""
+    with database.snapshot() as snapshot:
+        return [list(row) for row in snapshot.execute_sql(sql)]
+
+
+def one(database: Database, sql: str) -> Any:
+    """Return the only value of the only row."""
+    [[value]] = rows(database, sql)
+    return value
+
+
+def execute(block: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Run a block of Python and return the names that it leaves; warnings of the clients are theirs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        exec(compile(block, "page", "exec"), names)
+    return names
+
+
+@contextlib.contextmanager
+def subscribed(block: str) -> Iterator[dict[str, Any]]:
+    """Run a block that ends with `streaming`, until the end of the `with` block."""
+    names = execute(block, {})
+    try:
+        yield names
+        assert not names["streaming"].done()
+    finally:
+        names["streaming"].cancel()
+        with contextlib.suppress(Exception):
+            names["streaming"].result(timeout=10)
+
+
+def run_here(emulators: Emulators, words: list[str]) -> Finished:
+    """Run one of our commands to its end."""
+    return run(words[0], *words[1:], environment=emulators.environment())
+
+
+@contextlib.contextmanager
+def relaying(emulators: Emulators, words: list[str], heartbeat: Path) -> Iterator[Process]:
+    """Run the worker as a page does, then stop it and expect that it ends well."""
+    environment = emulators.environment() | {"OUTBOX_HEARTBEAT_FILE": str(heartbeat)}
+    with started(words[0], *words[1:], environment=environment) as worker:
+        yield worker
+        worker.stop()
+        assert worker.wait() == 0
+
+
+@pytest.mark.usefixtures("topics")
+def test_the_readme_is_a_story_that_happens(
+    emulators: Emulators, shop: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tables, a registration, a worker, a subscriber; sent again by the SQL that is shown, and handled once."""
+    ours = [words for words in commands("README.md") if words[0] in PARSERS]
+    assert [words[:2] for words in ours] == [
+        ["outbox", "schema"],
+        ["outbox", "schema"],
+        ["publishworker", "check"],
+        ["publishworker", "run"],
+    ]
+    printed, applied = run_here(emulators, ours[0]), run_here(emulators, ours[1])
+    assert (printed.code, applied.code) == (0, 0)
+    assert "CREATE TABLE AsynchronousTasks" in printed.stdout
+    assert applied.stdout.splitlines()[0] == "created  table AsynchronousTasks"
+
+    register, subscribe = blocks("README.md", "python")
+    task_id = execute(register, {})["task_id"]
+    assert rows(shop, "SELECT OrderId, Cents FROM Orders") == [["order-1", 1999]]
+    assert rows(shop, "SELECT Id, SentAt FROM AsynchronousTasks") == [[task_id, None]]
+    checked = run_here(emulators, ours[2])
+    assert (checked.code, checked.stdout.count("ok  ")) == (0, 3)
+
+    caplog.set_level(logging.INFO)
+    with relaying(emulators, ours[3], tmp_path / "heartbeat"), subscribed(subscribe):
+        eventually(lambda: f"task {task_id}: invoice written" in caplog.text, seconds=30)
+        eventually(lambda: one(shop, "SELECT SentAt FROM AsynchronousTasks"), seconds=10)
+        [update] = blocks("README.md", "sql")
+        shop.run_in_transaction(send_again, update, task_id, default_retry_delay=0.02)
+        eventually(lambda: f"task {task_id}: came again" in caplog.text, seconds=30)
+        eventually(lambda: one(shop, "SELECT SentAt FROM AsynchronousTasks"), seconds=10)
+    assert rows(shop, "SELECT TaskId, OrderJson FROM Invoices") == [[task_id, '{"order": "order-1"}']]
+
+
+def send_again(transaction: Any, statement: str, task_id: str) -> None:
+    """Run the statement of a page on one task."""
+    types = {"id": spanner.param_types.STRING}
+    assert transaction.execute_update(statement, params={"id": task_id}, param_types=types) == 1
+
+
+def test_the_guide_to_registering(emulators: Emulators, shop: Database) -> None:
+    """All blocks of the page in their order: two tasks, a cancellation, metrics, and the recording transaction."""
+    assert run_here(emulators, commands("docs/guide/schema.md")[1]).code == 0
+    names: dict[str, Any] = {}
+    try:
+        for block in blocks("docs/guide/register.md", "python"):
+            execute(block, names)
+    finally:
+        outbox.set_metrics(None)
+    tasks = rows(
+        shop,
+        "SELECT Topic, Priority, AvailableAt > CURRENT_TIMESTAMP() FROM AsynchronousTasks ORDER BY CreatedAt, Topic",
+    )
+    assert tasks == [["orders", 100, None], ["reminders", 50, True], ["orders", 50, None]]
+    assert rows(shop, "SELECT OrderId, Cents FROM Orders") == [["order-1", 0]]
+    assert [task.topic for task in names["transaction"].tasks] == ["orders", "reminders"]
+
+
+@pytest.mark.usefixtures("topics")
+def test_the_guide_to_subscribing(shop: Database, pubsub: PubSub, caplog: pytest.LogCaptureFixture) -> None:
+    """A message that comes twice takes one piece from the stock."""
+    with shop.batch() as batch:
+        batch.insert("Stock", ("Article", "Pieces"), [("book", 7)])
+    caplog.set_level(logging.INFO)
+    [block] = blocks("docs/guide/subscribe.md", "python")
+    message = {"data": b'{"article": "book"}', "attributes": {outbox.TASK_ID_ATTRIBUTE: "task-1"}}
+    with subscribed(block):
+        pubsub.publisher.publish(topic=f"projects/{PROJECT}/topics/orders", messages=[message])
+        eventually(lambda: "task task-1: handled" in caplog.text, seconds=30)
+        pubsub.publisher.publish(topic=f"projects/{PROJECT}/topics/orders", messages=[message])
+        eventually(lambda: "task task-1: came again" in caplog.text, seconds=30)
+    assert rows(shop, "SELECT Pieces FROM Stock") == [[6]]
+    assert len(rows(shop, "SELECT TaskId FROM HandledTasks")) == 1
+
+
+def test_the_statements_of_the_schema_guide(emulators: Emulators, shop: Database) -> None:
+    """Each runs as it is: send again, pause, count; a second `apply` finds everything."""
+    printed, applied = (run_here(emulators, words) for words in commands("docs/guide/schema.md"))
+    assert (printed.code, applied.code) == (0, 0)
+    with shop.batch() as batch:
+        id = outbox.register(batch, "orders", b"")
+    [block] = blocks("docs/guide/schema.md", "sql")
+    again, pause, count = (re.sub(r"--.*", "", statement).strip() for statement in block.split(";"))
+    shop.run_in_transaction(send_again, again, id)
+    shop.run_in_transaction(lambda transaction: transaction.execute_update(pause))
+    assert rows(shop, "SELECT Topic, Paused FROM AsynchronousTaskTopics") == [["orders", True]]
+    assert rows(shop, count) == [["orders", 1]]
+    assert "exists   table AsynchronousTasks" in run_here(emulators, commands("docs/guide/schema.md")[1]).stdout
+
+
+def test_every_command_of_the_pages_is_known() -> None:
+    """Commands that are not run above have flags that exist."""
+    pages = ["README.md", *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md")))]
+    shown = [words for page in pages for words in commands(page) if words[0] in PARSERS]
+    assert len(shown) >= 8
+    for words in shown:
+        PARSERS[words[0]]().parse_args(words[1:])

@@ -1,0 +1,134 @@
+"""The documentation against the code: nothing that a page names is missing, and generated pages are as generated."""
+
+import ast
+import importlib
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+#: Every page but those of installed packages and caches, whose folders begin with a dot.
+PAGES = sorted(
+    [*ROOT.glob("*.md")]
+    + [page for folder in ROOT.glob("[!.]*/") for page in folder.rglob("*.md") if "site-packages" not in page.parts]
+)
+STATEMENTS = [*(f"A{number:02}" for number in range(1, 51)), *(f"G{number}" for number in range(1, 7))]
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def prose(page: Path) -> str:
+    """Return the text of a page without its blocks of code, where brackets are no links."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def links(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield text and target of each link that stays in the repository."""
+    for text, target in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", prose(page)):
+        if not target.startswith(("https://", "http://")):
+            yield text, target
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what a link may name in a page: its headings, as GitHub writes them, and its own anchors."""
+    text = prose(page)
+    headings = [re.sub(r"[^\w\- ]", "", line.lower()) for line in re.findall(r"^#+ +(.+)$", text, re.MULTILINE)]
+    return {heading.strip().replace(" ", "-") for heading in headings} | set(re.findall(r'<a id="([^"]+)">', text))
+
+
+def defined(file: Path) -> set[str]:
+    """Return the names of functions, classes and variables in a Python file, at any depth."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    named = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    return named | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def row_cells(page: Path) -> list[list[str]]:
+    """Return the cells of all rows of tables."""
+    lines = [line for line in prose(page).splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+@pytest.mark.parametrize("name", ["settings.md", "metrics.md"])
+def test_generated_pages_are_what_the_code_says(name: str) -> None:
+    """A new setting or metric without `make docs` is noticed."""
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    page = ROOT / "docs" / "reference" / name
+    assert page.read_text(encoding="utf-8") == generate.pages()[page], "run `make docs`"
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    """Files, folders and headings that a page links to are there."""
+    for text, target in links(page):
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"[{text}]({target})"
+        if anchor:
+            assert anchor in anchors(linked), f"[{text}]({target})"
+
+
+@each_page
+def test_names_in_links_to_code_are_in_the_code(page: Path) -> None:
+    """A function that is renamed takes the architecture pages along."""
+    for text, target in links(page):
+        name = re.fullmatch(r"`(?:\w+\.)?(\w+)`", text)
+        if name and target.endswith(".py") and not text.endswith(".py`"):
+            assert name[1] in defined((page.parent / target).resolve()), f"[{text}]({target})"
+
+
+@each_page
+def test_named_tests_exist(page: Path) -> None:
+    """A promise that names a test has that test."""
+    for file, test in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", page.read_text(encoding="utf-8")):
+        assert (ROOT / file).is_file(), file
+        assert not test or test in defined(ROOT / file), f"{file}::{test}"
+
+
+def test_every_page_of_docs_is_in_the_index() -> None:
+    """A page that nobody can find is not documentation."""
+    docs = ROOT / "docs"
+    linked = {(docs / target.partition("#")[0]).resolve() for _, target in links(docs / "README.md")}
+    pages = {page for page in docs.rglob("*.md") if "examples" not in page.parts and page.name != "README.md"}
+    assert pages <= linked
+
+
+def test_the_readme_names_the_two_commands() -> None:
+    """What a newcomer types first."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "make demo" in readme
+    assert "make test" in readme
+
+
+@each_page
+def test_make_targets_exist(page: Path) -> None:
+    """`make something` in a page is a target of the Makefile."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = re.findall(r"(?:`|^    |\$ )make ([a-z-]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(named) <= targets
+
+
+def test_the_limits_are_those_of_the_code() -> None:
+    """The table of time limits has the values that the worker uses."""
+    rows = [
+        cells for cells in row_cells(ROOT / "docs/architecture/relay.md") if re.match(r"`\w+\.\w+\.[A-Z]", cells[0])
+    ]
+    assert len(rows) >= 10
+    for name, value, _ in rows:
+        module, _, constant = name.strip("`").rpartition(".")
+        assert getattr(importlib.import_module(module), constant) == float(value), name
+
+
+def test_every_statement_of_the_acceptance_list_has_a_line() -> None:
+    """With a test that shows it, or the reason why there is none yet."""
+    rows = [cells for cells in row_cells(ROOT / "docs" / "acceptance.md") if re.fullmatch(r"[AG]\d+", cells[0])]
+    assert [cells[0] for cells in rows] == STATEMENTS
+    for id, _, shown in rows:
+        assert "::test_" in shown or "Not yet" in shown or "real service" in shown, id
