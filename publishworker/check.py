@@ -66,7 +66,8 @@ def _table(database: LimitedDatabase) -> Finding:
 
 
 def _pending_topics(database: LimitedDatabase) -> set[str]:
-    return {each.topic for each in SpannerStore(database, shards=1).unsent() if each.state in ("pending", "retrying")}
+    store = SpannerStore(database, schema.shard_count(database))
+    return {each.topic for each in store.unsent() if each.state in ("pending", "retrying")}
 
 
 def _topic(client: PublisherClient, topic: str, project: str) -> Finding:

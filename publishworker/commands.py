@@ -4,7 +4,6 @@ import argparse
 import logging
 import os
 import threading
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -15,11 +14,12 @@ from publishworker import cli, datadog, logs
 from publishworker import metrics as m
 from publishworker.check import check
 from publishworker.connection import LimitedDatabase, open_database, open_pubsub
+from publishworker.heartbeat import Heartbeat
 from publishworker.publisher import PubSubPublisher
 from publishworker.relay import Relay
 from publishworker.sampling import Limits
 from publishworker.settings import WorkerSettings
-from publishworker.stopping import run_until_stopped
+from publishworker.stopping import run_on_thread, stop_on_signals
 from publishworker.store import SpannerStore, Unsent
 from publishworker.task import Turn
 from publishworker.worker import Loop
@@ -31,19 +31,26 @@ _log = logging.getLogger("publishworker")
 
 def run(options: argparse.Namespace) -> int:
     """Relay until a signal; return the exit code."""
-    worker = Worker(WorkerSettings.read(vars(options)))
-    return worker.until_stopped(lambda _turn: False)
+    settings = WorkerSettings.read(vars(options))
+    with stop_on_signals() as stop:
+        return Worker(settings).until_stopped(stop, lambda _turn: False, late=cli.FAILED)
 
 
 def drain(options: argparse.Namespace) -> int:
     """Relay until a strong read finds nothing to send outside of paused topics; print what stays."""
-    worker = Worker(WorkerSettings.read(vars(options)))
+    settings = WorkerSettings.read(vars(options))
+    with stop_on_signals() as stop:
+        worker = Worker(settings)
+        if options.deadline is not None:
+            timer = threading.Timer(options.deadline, stop.set)
+            timer.daemon = True
+            timer.start()
 
-    def drained(turn: Turn) -> bool:
-        return not turn.made_progress and not any(map(_is_work, worker.store.unsent()))
+        def drained(turn: Turn) -> bool:
+            return not turn.made_progress and not any(map(_is_work, worker.store.unsent()))
 
-    if (code := worker.until_stopped(drained, options.deadline)) != cli.DONE:
-        return code
+        if (code := worker.until_stopped(stop, drained, late=cli.WORK_LEFT)) != cli.DONE:
+            return code
     left = worker.store.unsent()
     for each in left:
         print(f"{each.count} {each.state} of {each.topic}")
@@ -73,6 +80,7 @@ class Worker:
         database = open_database(settings.project, settings.instance, settings.database)
         self.store = SpannerStore(database, verified_shards(database), one_at_a_time=emulator)
         random = Random()
+        heartbeat = Heartbeat(Path(settings.heartbeat_file))
         relay = Relay(
             self.store,
             PubSubPublisher(open_pubsub(), settings.project),
@@ -81,33 +89,26 @@ class Worker:
             publish_seconds=settings.publish_timeout,
             look_further_seconds=settings.poll_interval / 2,  # so that each idle poll does, whatever its jitter
             random=random,
+            beat=heartbeat,
         )
         self._loop = Loop(
             relay,
             self.store,
             self._metrics,
             poll_interval=settings.poll_interval,
-            heartbeat_file=Path(settings.heartbeat_file),
+            beat=heartbeat,
             random=random,
         )
 
-    def until_stopped(self, until: Callable[[Turn], bool], deadline: float | None = None) -> int:
-        """Run the loop until `until` says so of a turn, a signal, or `deadline` seconds; return the exit code."""
-        _log.info(
-            "publishworker %s relays %s/%s/%s, %d shards",
-            uuid.uuid4().hex[:8], self._settings.project, self._settings.instance, self._settings.database,
-            len(self.store.shards), extra={"action": "start"},
-        )  # fmt: skip
+    def until_stopped(self, stop: threading.Event, until: Callable[[Turn], bool], *, late: int) -> int:
+        """Run the loop until `stop` is set or `until` says so of a turn; return the exit code.
 
-        def loop(stop: threading.Event) -> None:
-            if deadline is not None:
-                timer = threading.Timer(deadline, stop.set)
-                timer.daemon = True
-                timer.start()
-            self._loop.run(stop, until)
-
+        It is `late` if what is in flight after `stop` does not end within --drain-timeout.
+        """
+        where = (self._settings.project, self._settings.instance, self._settings.database)
+        _log.info("relaying %s/%s/%s, %d shards", *where, len(self.store.shards), extra={"action": "start"})
         try:
-            in_time = run_until_stopped(loop, self._settings.drain_timeout)
+            in_time = run_on_thread(lambda: self._loop.run(stop, until), stop, self._settings.drain_timeout)
         except Exception:
             _log.critical("the loop died; this is a defect", exc_info=True, extra={"action": "died"})
             return cli.FAILED
@@ -120,7 +121,7 @@ class Worker:
                 "stopped with tasks in flight after --drain-timeout; they stay unsent for other workers, or may be "
                 "published twice", extra={"action": "drain_timeout"},
             )  # fmt: skip
-            return cli.FAILED
+            return late
         finally:
             self._metrics.stop()
 

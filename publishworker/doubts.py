@@ -1,50 +1,67 @@
 """Tasks that Pub/Sub has and whose commit failed, or whose commit's outcome is not known."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
 
 from publishworker.sampling import Limits
-from publishworker.task import Group
+from publishworker.task import Group, Row
 
 #: Older doubts are forgotten and their tasks published again: a duplicate, never a loss.
 MAX_SECONDS = 60.0
 MAX_TASKS = 10_000
 
 
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """One published task; its row is the one that was created then, whatever has its id now."""
+
+    topic: str
+    created_at: datetime
+    since: float
+
+
 class Doubts:
-    """A bounded memory; each entry is taken out once, to be marked without publishing again."""
+    """A bounded memory of tasks that must be marked without publishing them again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Measure age by `clock`, in seconds."""
         self._clock = clock
-        self._entries: dict[str, tuple[str, float]] = {}
+        self._entries: dict[str, Doubt] = {}
 
-    def remember(self, topic: str, ids: Iterable[str]) -> None:
-        """Remember published tasks; beyond the limit the oldest are forgotten."""
+    def remember(self, topic: str, created: Mapping[str, datetime]) -> None:
+        """Remember published tasks and when their rows were created; beyond the limit the oldest are forgotten."""
         now = self._clock()
-        for id in ids:
-            self._entries[id] = (topic, now)
+        for id, created_at in created.items():
+            self._entries.setdefault(id, Doubt(topic, created_at, now))
         for id in list(self._entries)[: max(0, len(self._entries) - MAX_TASKS)]:
             del self._entries[id]
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Forget tasks that are marked."""
+        for id in ids:
+            self._entries.pop(id, None)
+
+    def is_about(self, row: Row) -> bool:
+        """Tell whether this very row is remembered, not another task that was given its id since."""
+        doubt = self._entries.get(row.id)
+        return doubt is not None and doubt.created_at == row.created_at
 
     def ids(self) -> frozenset[str]:
         """Return all that is remembered; what is too old is forgotten here."""
         oldest = self._clock() - MAX_SECONDS
-        self._entries = {id: entry for id, entry in self._entries.items() if entry[1] >= oldest}
+        self._entries = {id: doubt for id, doubt in self._entries.items() if doubt.since >= oldest}
         return frozenset(self._entries)
 
-    def take(self, limits: Limits) -> list[Group]:
-        """Take out groups of one topic, as many as a turn may have in flight."""
+    def groups(self, limits: Limits) -> list[Group]:
+        """Return groups of one topic, as many as a turn may have in flight, the oldest doubts first."""
         by_topic: dict[str, list[str]] = {}
-        for id, (topic, _) in self._entries.items():
-            by_topic.setdefault(topic, []).append(id)
+        for id, doubt in self._entries.items():
+            by_topic.setdefault(doubt.topic, []).append(id)
         size = limits.group_size
-        groups = [
+        return [
             Group(topic, tuple(ids[start : start + size]))
             for topic, ids in by_topic.items()
             for start in range(0, len(ids), size)
         ][: limits.groups]
-        for group in groups:
-            for id in group.ids:
-                del self._entries[id]
-        return groups

@@ -12,13 +12,8 @@ from pathlib import Path
 
 #: Default of --heartbeat-file; a directory that a read-only root file system mounts as an emptyDir.
 HEARTBEAT_FILE = "/tmp/publishworker.heartbeat"  # noqa: S108 - a time stamp, nothing secret, and the path is a setting
-#: Default of --max-age, seconds: a turn with every limit of time used up takes less.
+#: Default of --max-age, seconds: the longest step between two beats, a group's claim, ends within its limits before.
 MAX_AGE = 60.0
-
-
-def beat(path: Path) -> None:
-    """Say that the loop turns. Raises OSError if the file cannot be written."""
-    path.touch()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -7,11 +7,14 @@ that is kept (the high-level publisher's futures can be given up, not stopped).
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
+from urllib.parse import quote
 
 import grpc
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 from google.pubsub_v1.types import PublishRequest, PublishResponse
 
+from outbox.errors import InvalidMessage
+from outbox.message import check_topic
 from publishworker import messages
 from publishworker.task import Failed, Outcome, Row, Sent
 
@@ -41,6 +44,11 @@ class PubSubPublisher:
     def publish(self, topic: str, rows: Sequence[Row], seconds: float) -> dict[str, Outcome]:
         """See Publisher. All requests go out at once and share one deadline."""
         deadline = self._clock() + seconds
+        name = messages.topic_name(topic, self._project)
+        try:
+            check_topic(name)
+        except InvalidMessage as error:
+            return {row.id: Failed("invalid_topic", str(error)) for row in rows}
         outcomes: dict[str, Outcome] = {}
         good: list[tuple[str, Any]] = []
         for row in rows:
@@ -49,7 +57,6 @@ class PubSubPublisher:
                 outcomes[row.id] = message
             else:
                 good.append((row.id, message))
-        name = messages.topic_name(topic, self._project)
         refused = self._send(messages.requests(name, good), name, deadline, outcomes)
         singles = ((ids, request) for pair in refused for ids, request in messages.requests(name, [pair]))
         self._send(singles, name, deadline, outcomes)
@@ -71,7 +78,7 @@ class PubSubPublisher:
             remaining = deadline - self._clock()
             if remaining <= 0:
                 break  # not tried, so without an outcome: the tasks stay as they were
-            header = (("x-goog-request-params", f"topic={name}"),)
+            header = (("x-goog-request-params", f"topic={quote(name, safe='')}"),)
             flights.append((ids, request, self._publish.future(request, timeout=remaining, metadata=header)))
         refused: list[tuple[str, Any]] = []
         for ids, request, future in flights:

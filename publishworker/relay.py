@@ -8,16 +8,20 @@ from datetime import datetime
 from random import Random
 
 from publishworker import metrics as m
+from publishworker.complaints import Complaints
 from publishworker.doubts import Doubts
 from publishworker.metrics import Metrics
 from publishworker.publisher import Publisher
 from publishworker.sampling import Limits, sample
-from publishworker.store import Store, StoreError
+from publishworker.store import Decide, Store, StoreError
 from publishworker.task import Group, GroupResult, Outcome, Poll, Row, Sent, Taken, Turn
 from publishworker.threads import in_threads
 from publishworker.window import Window
 
 _log = logging.getLogger("publishworker")
+
+#: Seconds after which a topic without unsent tasks is no longer asked for; a probe finds it again.
+FORGET_TOPIC_SECONDS = 600.0
 
 
 class Relay:
@@ -34,8 +38,12 @@ class Relay:
         look_further_seconds: float,
         random: Random,
         clock: Callable[[], float] = time.monotonic,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take groups within `limits`; read due tasks, new topics and pauses every `look_further_seconds`."""
+        """Take groups within `limits`; read due tasks, new topics and pauses every `look_further_seconds`.
+
+        `beat` is called before everything that may take long: a turn can be slow and healthy.
+        """
         self._store = store
         self._publisher = publisher
         self._metrics = metrics
@@ -44,33 +52,42 @@ class Relay:
         self._look_further_seconds = look_further_seconds
         self._random = random
         self._clock = clock
+        self._beat = beat
         self._window = Window(target=limits.groups * limits.group_size, shards=len(store.shards))
-        self._topics: set[str] = set()
+        self._topics: dict[str, float] = {}  # when each was last seen with an unsent task
         self._paused: frozenset[str] = frozenset()
         self._looked_further_at = float("-inf")
         self._doubts = Doubts(clock)
+        self._complaints = Complaints(clock)
 
-    def turn(self) -> Turn:
-        """Do one turn and return its numbers. Raises StoreError if the poll got no answer; nothing was taken then."""
+    def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
+        """Do one turn and return its numbers; once `stopping` says so, take nothing more.
+
+        Raises StoreError if the poll got no answer, or if tasks that were published before cannot be marked: nothing
+        was published then.
+        """
+        self._beat()
         poll = self._poll()
-        doubtful = self._doubts.ids()
-        self._mark_doubtful()
+        self._beat()
+        doubtful = self._mark_doubtful()
+        self._beat()
         candidates = [each for each in poll.candidates if each.id not in doubtful and each.topic not in self._paused]
-        groups = sample(candidates, self._limits, self._random)
+        groups = [] if stopping() else sample(candidates, self._limits, self._random)
         results = in_threads(self._relay, groups)
         return self._record(poll, results)
 
     def _poll(self) -> Poll:
         now = self._clock()
         look_further = now - self._looked_further_at >= self._look_further_seconds
-        topics = self._topics - self._paused
+        topics = self._topics.keys() - self._paused
         poll = self._store.poll(topics, self._topics, self._window.per_range, look_further=look_further)
         self._window.adapt(Counter((each.topic, each.shard, each.available_at is None) for each in poll.candidates))
-        self._topics |= poll.new_topics
+        self._topics |= dict.fromkeys(poll.new_topics | {each.topic for each in poll.candidates}, now)
         if poll.paused is not None:
             self._paused = poll.paused
         if look_further and not poll.new_topics:  # else look again at once: a probe finds one topic in each gap
             self._looked_further_at = now
+            self._topics = {topic: seen for topic, seen in self._topics.items() if seen > now - FORGET_TOPIC_SECONDS}
         return poll
 
     def _relay(self, group: Group) -> GroupResult:
@@ -80,6 +97,7 @@ class Relay:
         def publish(rows: Sequence[Row], now: datetime) -> Mapping[str, Outcome]:
             result.outcomes = taken(group, rows, now)
             ours = [row for row in rows if row.id not in result.outcomes]
+            result.created |= {row.id: row.created_at for row in ours}
             untried = [row for row in ours if row.id not in result.tried]
             if untried:
                 result.tried |= self._publisher.publish(group.topic, untried, self._publish_seconds)
@@ -89,29 +107,30 @@ class Relay:
         self._claim(result, publish)
         return result
 
-    def _mark_doubtful(self) -> None:
-        """Try once to mark what was published while its commit failed; what fails again is published again."""
+    def _mark_doubtful(self) -> frozenset[str]:
+        """Mark what was published while its commit failed; return those ids, which are no candidates in this turn.
 
-        def mark(group: Group) -> None:
+        Raises StoreError if that fails again: where commits are refused, publishing more would only make duplicates.
+        """
+        doubtful = self._doubts.ids()
+
+        def mark(group: Group) -> GroupResult:
             def published(rows: Sequence[Row], _now: datetime) -> Mapping[str, Outcome]:
-                return {row.id: Sent("") for row in rows if row.sent_at is None}
+                return {row.id: Sent("") for row in rows if row.sent_at is None and self._doubts.is_about(row)}
 
             result = GroupResult(group)
             self._claim(result, published)
+            return result
+
+        for result in in_threads(mark, self._doubts.groups(self._limits)):
             if result.error is not None:
-                _log.warning(
-                    "%d tasks of %s, published before, could not be marked and will be published again: %s",
-                    len(group.ids), group.topic, result.error, extra={"action": "commit_failed"},
-                )  # fmt: skip
+                raise StoreError(f"published tasks could not be marked: {result.error}")
+            self._doubts.forget(result.group.ids)
+        return doubtful
 
-        in_threads(mark, self._doubts.take(self._limits))
-
-    def _claim(self, result: GroupResult, decide: Callable[[Sequence[Row], datetime], Mapping[str, Outcome]]) -> None:
-        def count_run() -> None:
-            result.runs += 1
-
+    def _claim(self, result: GroupResult, decide: Decide) -> None:
         try:
-            self._store.claim(result.group.ids, decide, count_run)
+            self._store.claim(result.group.ids, decide)
         except StoreError as error:
             result.error = str(error)
 
@@ -126,8 +145,8 @@ class Relay:
                 self._metrics.count(m.FAILED, count, topic=topic, reason=reason)
             if result.error is not None:
                 self._metrics.count(m.UNCOMMITTED, len(published), topic=topic)
-                self._doubts.remember(result.group.topic, published)
-            _log_result(result)
+                self._doubts.remember(topic, {id: result.created[id] for id in published})
+            self._complain(result)
         turn = Turn(
             polled=len(poll.candidates),
             published=sum(len(result.published()) for result in results),
@@ -140,34 +159,38 @@ class Relay:
             _log.debug("one turn: %s", turn, extra={"action": "turn"})
         return turn
 
+    def _complain(self, result: GroupResult) -> None:
+        topic = result.group.topic
+        if result.error is not None:
+            self._complaints.say(
+                "commit_failed",
+                topic,
+                f"a group of {len(result.group.ids)} tasks of {topic} was not committed "
+                f"({len(result.published())} were published): {result.error}",
+            )
+        by_reason: dict[str, list[str]] = {}
+        for id, failure in result.failed().items():
+            by_reason.setdefault(failure.reason, []).append(id)
+        for reason, ids in by_reason.items():
+            which = ", ".join(ids[:5]) + (", ..." if len(ids) > 5 else "")
+            error = result.failed()[ids[0]].error
+            self._complaints.say(
+                "publish_failed",
+                f"{topic} {reason}",
+                f"{len(ids)} tasks of {topic} were not sent and stay pending: {reason}: {error} ({which})",
+            )
+
 
 def taken(group: Group, rows: Sequence[Row], now: datetime) -> dict[str, Outcome]:
-    """Return those of the group's tasks that are not ours to send: gone, sent by another worker, not due."""
+    """Return those of the group's tasks that are not ours to send: gone, sent by another worker, not due, moved."""
     outcomes: dict[str, Outcome] = dict.fromkeys(group.ids, Taken("gone"))
     for row in rows:
         if row.sent_at is not None:
             outcomes[row.id] = Taken("sent")
         elif not row.is_due(now):
             outcomes[row.id] = Taken("not_due")
+        elif row.topic != group.topic:
+            outcomes[row.id] = Taken("moved")
         else:
             del outcomes[row.id]
     return outcomes
-
-
-def _log_result(result: GroupResult) -> None:
-    if result.error is not None:
-        _log.warning(
-            "a group of %d tasks of %s was not committed (%d were published): %s",
-            len(result.group.ids), result.group.topic, len(result.published()), result.error,
-            extra={"action": "commit_failed"},
-        )  # fmt: skip
-    by_reason: dict[str, list[str]] = {}
-    for id, failure in result.failed().items():
-        by_reason.setdefault(failure.reason, []).append(id)
-    for reason, ids in by_reason.items():
-        _log.warning(
-            "%d tasks of %s were not sent and stay pending: %s: %s (%s%s)",
-            len(ids), result.group.topic, reason, result.failed()[ids[0]].error,
-            ", ".join(ids[:5]), ", ..." if len(ids) > 5 else "",
-            extra={"action": "publish_failed"},
-        )  # fmt: skip

@@ -5,7 +5,7 @@ order, so that workers that see the same backlog rarely take the same tasks. A g
 as far as they fit, so two workers either share a slice or do not meet.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -78,11 +78,12 @@ def _fits(group: list[Candidate], piece: list[Candidate], limits: Limits) -> boo
 def _share(groups: list[list[Candidate]], most: int) -> list[Group]:
     """Take the first `most` groups, but no topic more than half of them while another waits."""
     half = -(-most // 2)
+    of_topic: Counter[str] = Counter()
     taken: list[list[Candidate]] = []
     waiting: list[list[Candidate]] = []
     for group in groups:
         topic = group[0].topic
-        full = sum(1 for each in taken if each[0].topic == topic) >= half
-        (waiting if full else taken).append(group)
+        of_topic[topic] += 1
+        (waiting if of_topic[topic] > half else taken).append(group)
     chosen = (taken[:most] + waiting)[:most]
     return [Group(group[0].topic, tuple(each.id for each in group)) for group in chosen]

@@ -24,7 +24,7 @@ class WorkerSettings(DatabaseSettings):
         seconds(0.1, 8),
         "Time to publish a group; Spanner may abort a transaction that is idle for 10 s.",
     )
-    poll_interval: float = setting("1", seconds(0.05, 60), "Time between polls while there is nothing to do.")
+    poll_interval: float = setting("1", seconds(0.05, 30), "Time between polls while there is nothing to do.")
     drain_timeout: float = setting(
         "30", seconds(0, 3600), "Time to finish what is in flight after SIGTERM; less than the pod's grace period."
     )

@@ -23,12 +23,14 @@ SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNN
   WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt <= CURRENT_TIMESTAMP()
   ORDER BY AvailableAt LIMIT @per_range)) AS task"""
 
-# One unsent row in each gap between the known topics: @edges are those, sorted, between "" and the last of all names.
+# One unsent row in each gap between the known topics: the n-th gap lies between the n-th of @lows and of @highs.
 _PROBES = f"""
 SELECT NULL, found, in_shard, 0, NULL, NULL, NULL, 0
-FROM UNNEST(@shards) AS in_shard, UNNEST(GENERATE_ARRAY(0, ARRAY_LENGTH(@edges) - 2)) AS gap, UNNEST(ARRAY(
+FROM UNNEST(@shards) AS in_shard, (
+  SELECT low, high FROM UNNEST(@lows) AS low WITH OFFSET AS of_low
+  JOIN UNNEST(@highs) AS high WITH OFFSET AS of_high ON of_low = of_high), UNNEST(ARRAY(
   SELECT Topic FROM {_INDEX}
-  WHERE Shard = in_shard AND SentAt IS NULL AND Topic > @edges[OFFSET(gap)] AND Topic < @edges[OFFSET(gap + 1)]
+  WHERE Shard = in_shard AND SentAt IS NULL AND Topic > low AND Topic < high
   LIMIT 1)) AS found"""
 
 #: Stands in the column of the shard where a row of POLL_ALL names a paused topic.
@@ -53,10 +55,13 @@ FROM AsynchronousTasks WHERE Id IN UNNEST(@ids)"""
 #: A sent task is clean, so that setting SentAt to NULL is all it takes to send it again.
 MARK_COLUMNS = ("Id", "SentAt", "AvailableAt", "ExpiresAt", "LastError", "Attempts")
 
+# Shard by shard, so that sent rows are not read: SentAt is the second column of the index.
+_UNSENT_ROWS = f"UNNEST(@shards) AS in_shard JOIN {_INDEX} AS task ON task.Shard = in_shard AND task.SentAt IS NULL"
+
 OLDEST_AGE = f"""
 SELECT TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), MIN(GREATEST(CreatedAt, COALESCE(AvailableAt, CreatedAt))), MICROSECOND)
-FROM {_INDEX}
-WHERE SentAt IS NULL AND (AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP())
+FROM {_UNSENT_ROWS}
+WHERE (AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP())
 AND Topic NOT IN (SELECT Topic FROM AsynchronousTaskTopics WHERE Paused)"""
 
 UNSENT = f"""
@@ -66,4 +71,4 @@ SELECT Topic, CASE
   WHEN AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP() THEN 'pending'
   WHEN Attempts > 0 THEN 'retrying'
   ELSE 'scheduled' END AS State, COUNT(*)
-FROM {_INDEX} WHERE SentAt IS NULL GROUP BY Topic, State ORDER BY Topic, State"""
+FROM {_UNSENT_ROWS} GROUP BY Topic, State ORDER BY Topic, State"""

@@ -1,11 +1,12 @@
-"""Run something on a thread until it ends or a signal asks to stop, within a time limit."""
+"""Signals become an event; work on a thread gets a limited time to end after it."""
 
+import contextlib
 import logging
+import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 _log = logging.getLogger("publishworker")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -13,45 +14,47 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LOOK = 0.2
 
 
-def run_until_stopped(work: Callable[[threading.Event], None], drain_timeout: float) -> bool:
-    """Call `work(stop)` on a thread of its own; return whether it ended in time.
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[threading.Event]:
+    """Yield an event that the first SIGTERM or SIGINT sets; a second one ends the process at once.
 
-    SIGTERM or SIGINT sets `stop`; `work` then has `drain_timeout` seconds to return. A second signal kills: the
-    handlers that were there before are back after the first. What `work` raises is raised here.
+    Explicitly, not by the default handlers: a process with id 1, as in a container, has none. Exit code 128 + signal.
     """
     stop = threading.Event()
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+        name = signal.Signals(number).name
+        _log.info("%s: stopping; a second signal kills", name, extra={"action": "stopping"})
+
+    previous = {each: signal.signal(each, on_signal) for each in _SIGNALS}
+    try:
+        yield stop
+    finally:
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+
+def run_on_thread(work: Callable[[], None], stop: threading.Event, drain_timeout: float) -> bool:
+    """Call `work` on a thread of its own; return whether it ended within `drain_timeout` seconds after `stop`.
+
+    What `work` raises is raised here.
+    """
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            work(stop)
+            work()
         except BaseException as error:
             errors.append(error)
 
-    previous: dict[signal.Signals, Any] = {}
-
-    def restore() -> None:
-        for each, handler in previous.items():
-            signal.signal(each, handler)
-
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        stop.set()
-        restore()
-        _log.info(
-            "%s: finishing what is in flight, at most %g s; a second signal kills",
-            signal.Signals(number).name, drain_timeout, extra={"action": "stopping"},
-        )  # fmt: skip
-
-    for each in _SIGNALS:
-        previous[each] = signal.signal(each, on_signal)
     thread = threading.Thread(target=run, name="loop", daemon=True)
     thread.start()
-    try:
-        while thread.is_alive() and not stop.is_set():
-            thread.join(_LOOK)
-        thread.join(drain_timeout)
-    finally:
-        restore()
+    while thread.is_alive() and not stop.is_set():
+        thread.join(_LOOK)
+    thread.join(drain_timeout)
     if errors:
         raise errors[0]
     return not thread.is_alive()

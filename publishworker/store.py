@@ -12,17 +12,18 @@ from typing import Any, Protocol
 from google.api_core.exceptions import Aborted, GoogleAPICallError, RetryError
 from google.auth.exceptions import GoogleAuthError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, RequestOptions, TransactionOptions, param_types
-from google.cloud.spanner_v1.database import Database
 
 from outbox.errors import NotReached
 from publishworker import sql
-from publishworker.connection import STREAM_RETRY
+from publishworker.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from publishworker.task import Candidate, Outcome, Poll, Row, Sent
 
 #: Seconds for a poll; a large backlog on the emulator, which scans whole tables, takes several.
 POLL_SECONDS = 30.0
+#: Seconds for the age of the oldest task: a figure for a graph, which must not hold up the relay.
+AGE_SECONDS = 5.0
 #: Seconds for the lock query: other workers' transactions end within their own limits.
-LOCK_SECONDS = 15.0
+LOCK_SECONDS = 10.0
 #: Seconds in which an aborted transaction is run again.
 ABORTED_SECONDS = 20.0
 #: Seconds to wait after ABORTED where the service names no delay; the client's own default is 2 s and more.
@@ -32,7 +33,8 @@ _IDS = {"ids": param_types.Array(param_types.STRING)}
 _POLL_TYPES = {
     "shards": param_types.Array(param_types.INT64),
     "topics": param_types.Array(param_types.STRING),
-    "edges": param_types.Array(param_types.STRING),
+    "lows": param_types.Array(param_types.STRING),
+    "highs": param_types.Array(param_types.STRING),
     "per_range": param_types.INT64,
 }
 #: The time under a lock that found no row: there is nothing to compare it with.
@@ -67,7 +69,7 @@ class Store(Protocol):
         With `look_further` due tasks as well, topics that are not `known`, and which topics are paused. Takes no locks.
         """
 
-    def claim(self, ids: Sequence[str], decide: Decide, on_attempt: Callable[[], None]) -> None:
+    def claim(self, ids: Sequence[str], decide: Decide) -> None:
         """Lock the rows, let `decide` act on them, mark what it says was sent, commit; all of it again on an abort."""
 
     def oldest_age(self) -> float:
@@ -80,13 +82,13 @@ class Store(Protocol):
 class SpannerStore:
     """The store of production."""
 
-    def __init__(self, database: Database, shards: int, *, one_at_a_time: bool = False) -> None:
+    def __init__(self, database: LimitedDatabase, shards: int, *, one_at_a_time: bool = False) -> None:
         """Poll all `shards` of the table in `database`.
 
         `one_at_a_time` is for the emulator, which runs one read-write transaction at a time in a database and aborts
         the others, at random also the one that has published: waiting for our own turn here is cheaper.
         """
-        self._database = database
+        self._database: Any = database  # its methods carry no types
         self.shards: Sequence[int] = range(shards)
         self._turnstile = threading.Lock() if one_at_a_time else contextlib.nullcontext()
 
@@ -94,13 +96,14 @@ class SpannerStore:
         """See Store. A strong single-use read at MEDIUM priority, one request."""
         parameters = {"shards": list(self.shards), "topics": list(topics), "per_range": per_range}
         if look_further:
-            parameters["edges"] = ["", *sorted(known), sql.LAST_TOPIC]
+            edges = ["", *sorted(known), sql.LAST_TOPIC]
+            parameters |= {"lows": edges[:-1], "highs": edges[1:]}
         rows = self._query(
             sql.POLL_ALL if look_further else sql.POLL_READY,
             "outbox-poll",
             RequestOptions.Priority.PRIORITY_MEDIUM,
             parameters,
-            {name: _POLL_TYPES[name] for name in parameters},
+            POLL_SECONDS,
         )
         found = [row for row in rows if row[0] is None]  # topics, not tasks: those of the probes, and the paused ones
         return Poll(
@@ -109,11 +112,10 @@ class SpannerStore:
             paused=frozenset(topic for _, topic, shard, *_ in found if shard == sql.PAUSED) if look_further else None,
         )
 
-    def claim(self, ids: Sequence[str], decide: Decide, on_attempt: Callable[[], None]) -> None:
+    def claim(self, ids: Sequence[str], decide: Decide) -> None:
         """See Store. Serializable and pessimistic, whatever the client's defaults say: else the hint locks nothing."""
 
         def work(transaction: Any) -> None:
-            on_attempt()
             outcomes = decide(*_lock(transaction, ids))
             _mark(transaction, [id for id, outcome in outcomes.items() if isinstance(outcome, Sent)])
 
@@ -127,26 +129,28 @@ class SpannerStore:
                     isolation_level=TransactionOptions.IsolationLevel.SERIALIZABLE,
                     read_lock_mode=TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC,
                 )
-        except _SERVICE_ERRORS as error:
-            raise StoreError(describe(error)) from error
+        except (*_SERVICE_ERRORS, StoreError) as error:
+            raise self._failure(error) from error
 
     def oldest_age(self) -> float:
         """See Store."""
-        [[microseconds]] = self._query(sql.OLDEST_AGE, "outbox-age", RequestOptions.Priority.PRIORITY_LOW)
+        low = RequestOptions.Priority.PRIORITY_LOW
+        [[microseconds]] = self._query(sql.OLDEST_AGE, "outbox-age", low, {"shards": list(self.shards)}, AGE_SECONDS)
         return max(0.0, (microseconds or 0) / 1e6)
 
     def unsent(self) -> list[Unsent]:
         """See Store."""
-        rows = self._query(sql.UNSENT, "outbox-unsent", RequestOptions.Priority.PRIORITY_LOW)
+        low = RequestOptions.Priority.PRIORITY_LOW
+        rows = self._query(sql.UNSENT, "outbox-unsent", low, {"shards": list(self.shards)}, POLL_SECONDS)
         return [Unsent(*row) for row in rows]
 
     def _query(
         self,
         statement: str,
         tag: str,
-        priority: RequestOptions.Priority = RequestOptions.Priority.PRIORITY_MEDIUM,
-        parameters: Mapping[str, Any] | None = None,
-        types: Mapping[str, Any] | None = None,
+        priority: RequestOptions.Priority,
+        parameters: Mapping[str, Any],
+        seconds: float,
     ) -> list[Any]:
         try:
             with self._database.snapshot() as snapshot:
@@ -154,14 +158,20 @@ class SpannerStore:
                     snapshot.execute_sql(
                         statement,
                         params=parameters,
-                        param_types=types,
+                        param_types={name: _POLL_TYPES[name] for name in parameters},
                         request_options={"priority": priority, "request_tag": tag},
                         retry=STREAM_RETRY,
-                        timeout=POLL_SECONDS,
+                        timeout=Deadline(seconds),
                     )
                 )
         except _SERVICE_ERRORS as error:
-            raise StoreError(describe(error)) from error
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> StoreError:
+        if "Session not found" in str(error):
+            # Deleted by the service, or the database was restored: the client would use it for ever.
+            self._database = self._database.renewed()
+        return error if isinstance(error, StoreError) else StoreError(describe(error))
 
 
 def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[Row], datetime]:
@@ -174,13 +184,14 @@ def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[Row], datetime]:
                 param_types=_IDS,
                 request_options={"request_tag": "outbox-claim"},
                 retry=STREAM_RETRY,
-                timeout=LOCK_SECONDS,
+                timeout=Deadline(LOCK_SECONDS),
             )
         )
     except Aborted:
         raise
     except GoogleAPICallError as error:
-        # An error of its own kind makes the client leave the transaction open, with its locks; this one rolls it back.
+        # An error of its own kind makes the client leave the transaction open, with its locks. This one makes it roll
+        # back, if the transaction had begun.
         raise StoreError(describe(error)) from error
     now = rows[0][-1] if rows else _NO_TIME
     return [Row(id, topic, base64.b64decode(data or b""), *rest) for id, topic, data, *rest, _now in rows], now

@@ -62,9 +62,9 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Not ours to send any more: another worker has sent it, its row is gone, or it is not due."""
+    """Not ours to send now: another worker has sent it, its row is gone, it is not due, or its topic was changed."""
 
-    reason: Literal["sent", "gone", "not_due"]
+    reason: Literal["sent", "gone", "not_due", "moved"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +82,16 @@ Outcome = Sent | Taken | Failed
 class GroupResult:
     """What became of one group. Without `error` the commit landed, and with it every mark of a sent task.
 
-    `tried` is what Pub/Sub answered, kept over re-runs of the transaction; `outcomes` is what its last run decided.
-    They differ where another worker sent a task while ours was published: tried says Sent, outcomes says Taken.
+    `tried` is what Pub/Sub answered, kept over re-runs of the transaction, and `created` is when those rows were made;
+    `outcomes` is what the last run decided. They differ where another worker sent a task while ours was published:
+    tried says Sent, outcomes says Taken.
     """
 
     group: Group
     tried: dict[str, Outcome] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    created: dict[str, datetime] = field(default_factory=dict)
     error: str | None = None
-    runs: int = 0
 
     def published(self) -> list[str]:
         """Return the ids that Pub/Sub has, whether or not the commit landed."""
@@ -118,5 +119,5 @@ class Turn:
 
     @property
     def made_progress(self) -> bool:
-        """Tell whether there may be more at once: something was published, or a topic was discovered."""
-        return self.published > 0 or self.new_topics > 0
+        """Tell whether there may be more at once: something was sent for good, or a topic was discovered."""
+        return self.published > self.uncommitted or self.new_topics > 0

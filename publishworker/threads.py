@@ -26,10 +26,14 @@ def in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> lis
     threads = [
         threading.Thread(target=run, args=each, name=f"group-{each[0]}", daemon=True) for each in enumerate(items)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    started = []
+    try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+    finally:
+        for thread in started:
+            thread.join()
     if errors:
         raise errors[0]
     return [results[position] for position in range(len(items))]

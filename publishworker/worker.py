@@ -4,12 +4,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 from typing import Protocol
 
 from publishworker import metrics as m
-from publishworker.healthcheck import beat
+from publishworker.complaints import Complaints
 from publishworker.metrics import Metrics
 from publishworker.store import Store, StoreError
 from publishworker.task import Turn
@@ -27,8 +26,8 @@ AGE_INTERVAL = 15.0
 class HasTurn(Protocol):
     """What the loop needs of a relay."""
 
-    def turn(self) -> Turn:
-        """Do one turn. Raises StoreError if the store does not answer."""
+    def turn(self, stopping: Callable[[], bool]) -> Turn:
+        """Do one turn, and once `stopping` says so take nothing. Raises StoreError if the store does not answer."""
 
 
 class Pause:
@@ -46,10 +45,10 @@ class Pause:
         self._next = self._first
 
     def next(self) -> float:
-        """Return the seconds of the next wait: between 0.8 and 1.2 of the nominal, which doubles up to the longest."""
+        """Return the seconds of the next wait: between 0.75 and 1 of the nominal, which doubles up to the longest."""
         nominal = min(self._next, self._longest)
         self._next = nominal * 2
-        return nominal * self._random.uniform(0.8, 1.2)
+        return nominal * self._random.uniform(0.75, 1)
 
 
 class Loop:
@@ -62,37 +61,37 @@ class Loop:
         metrics: Metrics,
         *,
         poll_interval: float,
-        heartbeat_file: Path,
+        beat: Callable[[], None],
         random: Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Wait at most `poll_interval` seconds between polls."""
+        """Wait at most `poll_interval` seconds between polls; call `beat` at each turn, also while Spanner is away."""
         self._relay = relay
         self._store = store
         self._metrics = metrics
-        self._heartbeat_file = heartbeat_file
+        self._beat = beat
         self._clock = clock
         self._idle = Pause(FIRST_WAIT, poll_interval, random)
         self._outage = Pause(FIRST_WAIT * 4, LONGEST_OUTAGE_WAIT, random)
         self._away = False
-        self._unwritable = False
         self._age_at = float("-inf")
+        self._complaints = Complaints(clock)
 
     def run(self, stop: threading.Event, until: Callable[[Turn], bool] = lambda _turn: False) -> None:
         """Turn until `stop` is set or `until` says so of a turn."""
         while not stop.is_set():
             self._beat()
             try:
-                turn = self._relay.turn()
-                self._report_age()
-                finished = until(turn)
+                turn = self._relay.turn(stop.is_set)
+                finished = not stop.is_set() and until(turn)
             except StoreError as error:
                 self._say_away(error)
                 stop.wait(self._outage.next())
                 continue
             self._say_back()
-            if finished:
+            if finished or stop.is_set():
                 return
+            self._report_age()
             if turn.made_progress:
                 self._idle.reset()
             else:
@@ -101,26 +100,18 @@ class Loop:
     def _report_age(self) -> None:
         if self._metrics.wanted and self._clock() - self._age_at >= AGE_INTERVAL:
             self._age_at = self._clock()
-            self._metrics.gauge(m.OLDEST_AGE, self._store.oldest_age())
+            try:
+                self._metrics.gauge(m.OLDEST_AGE, self._store.oldest_age())
+            except StoreError as error:  # a figure is missing, the relay goes on
+                self._complaints.say("age", "", f"the age of the oldest task is not known: {error}")
 
     def _say_away(self, error: StoreError) -> None:
         if not self._away:
             self._away = True
-            _log.error("Spanner does not answer, trying on: %s", error, extra={"action": "spanner_away"})
+            _log.error("Spanner does not serve the relay, trying on: %s", error, extra={"action": "spanner_away"})
 
     def _say_back(self) -> None:
         if self._away:
             self._away = False
             self._outage.reset()
-            _log.info("Spanner answers again", extra={"action": "spanner_back"})
-
-    def _beat(self) -> None:
-        try:
-            beat(self._heartbeat_file)
-        except OSError as error:
-            if not self._unwritable:
-                self._unwritable = True
-                _log.warning(
-                    "the heartbeat file %s cannot be written (%s): `publishworker healthcheck` will fail",
-                    self._heartbeat_file, error.strerror, extra={"action": "heartbeat"},
-                )  # fmt: skip
+            _log.info("Spanner serves the relay again", extra={"action": "spanner_back"})

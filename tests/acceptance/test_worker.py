@@ -222,7 +222,19 @@ def test_a_second_signal_kills(emulators: Emulators, database: Database, topic: 
             process.stop()
             process.wait_for_text("a second signal kills")
             process.stop()
-            assert process.wait(5) == -signal.SIGTERM
+            assert process.wait(5) == 128 + signal.SIGTERM
+
+
+def test_a_drain_that_ends_with_a_group_in_flight_has_work_left(
+    emulators: Emulators, database: Database, topic: str
+) -> None:
+    """Its deadline passes while Pub/Sub is silent: exit 4, as for any other work left."""
+    register(database, topic, 5)
+    with Proxy(emulators.pubsub_host) as proxy:
+        proxy.hang()
+        arguments = ("--deadline", "3", "--drain-timeout", "0.2", "--publish-timeout", "8")
+        with worker(emulators, database, *arguments, command="drain", PUBSUB_EMULATOR_HOST=proxy.address) as process:
+            assert process.wait(20) == 4
 
 
 def test_a_stop_that_takes_too_long_is_seen(emulators: Emulators, database: Database, topic: str) -> None:

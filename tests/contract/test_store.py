@@ -14,9 +14,11 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.param_types import STRING
 
+from publishworker.connection import open_database
 from publishworker.store import SpannerStore, Store, Unsent
 from publishworker.task import Outcome, Row, Sent, Taken
 from tests.support.fakes import NEVER, FakeStore, serialized
+from tests.support.spanner import INSTANCE, PROJECT
 
 PAST = datetime(2020, 1, 1, tzinfo=UTC)
 FUTURE = datetime(2090, 1, 1, tzinfo=UTC)
@@ -70,7 +72,7 @@ class SpannerHarness:
     def __init__(self, database: Database) -> None:
         """Use a fresh database."""
         self._database = database
-        self.store = SpannerStore(database, shards=10)
+        self.store = SpannerStore(open_database(PROJECT, INSTANCE, database.database_id), shards=10)
 
     def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
         """See Harness."""
@@ -117,10 +119,6 @@ def poll_ids(store: Store, *topics: str, per_range: int = 100, look_further: boo
 def send_all(rows: Sequence[Row], _now: datetime) -> Mapping[str, Outcome]:
     """Say of each row that it was sent."""
     return {row.id: Sent("1") for row in rows}
-
-
-def ignore() -> None:
-    """Count no attempt."""
 
 
 def test_poll_of_an_empty_table_finds_nothing(harness: Harness) -> None:
@@ -202,7 +200,7 @@ def test_claim_gives_the_rows_under_the_lock(harness: Harness) -> None:
         seen.extend(rows)
         return {}
 
-    harness.store.claim(["b", "missing", "a"], decide, ignore)
+    harness.store.claim(["b", "missing", "a"], decide)
     by_id = {row.id: row for row in seen}
     assert set(by_id) == {"a", "b"}
     assert by_id["b"].data == serialized()
@@ -212,7 +210,7 @@ def test_claim_gives_the_rows_under_the_lock(harness: Harness) -> None:
 def test_claim_marks_what_was_sent_and_leaves_the_row_clean(harness: Harness) -> None:
     """SentAt is set; the traces of earlier attempts are gone, so that nulling SentAt alone sends it again."""
     harness.insert("a", available_at=PAST, attempts=3, last_error="once")
-    harness.store.claim(["a"], send_all, ignore)
+    harness.store.claim(["a"], send_all)
     assert harness.column("a", "sent_at") > harness.column("a", "created_at")
     assert harness.column("a", "available_at") is None
     assert (harness.column("a", "attempts"), harness.column("a", "last_error")) == (0, None)
@@ -222,7 +220,7 @@ def test_claim_leaves_alone_what_was_not_sent(harness: Harness) -> None:
     """A task without an outcome, or taken by others, keeps its row as it was."""
     harness.insert("untried")
     harness.insert("taken")
-    harness.store.claim(["untried", "taken"], lambda _rows, _now: {"taken": Taken("not_due")}, ignore)
+    harness.store.claim(["untried", "taken"], lambda _rows, _now: {"taken": Taken("not_due")})
     assert harness.column("untried", "sent_at") is None
     assert harness.column("taken", "sent_at") is None
 
@@ -230,9 +228,9 @@ def test_claim_leaves_alone_what_was_not_sent(harness: Harness) -> None:
 def test_claim_shows_a_row_that_another_worker_has_sent(harness: Harness) -> None:
     """The second claim sees SentAt, and reads no body that nobody needs."""
     harness.insert("a")
-    harness.store.claim(["a"], send_all, ignore)
+    harness.store.claim(["a"], send_all)
     seen: list[Row] = []
-    harness.store.claim(["a"], lambda rows, _now: (seen.extend(rows), {})[1], ignore)
+    harness.store.claim(["a"], lambda rows, _now: (seen.extend(rows), {})[1])
     assert seen[0].sent_at is not None
     assert seen[0].data == b""
 
@@ -242,7 +240,7 @@ def test_claim_of_rows_that_are_gone_is_no_error(harness: Harness) -> None:
     harness.insert("a")
     harness.delete("a")
     seen: list[object] = []
-    harness.store.claim(["a"], lambda rows, _now: (seen.append(list(rows)), {})[1], ignore)
+    harness.store.claim(["a"], lambda rows, _now: (seen.append(list(rows)), {})[1])
     assert seen == [[]]
 
 
@@ -254,9 +252,9 @@ def test_an_exception_under_the_lock_writes_nothing(harness: Harness) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        harness.store.claim(["a"], break_down, ignore)
+        harness.store.claim(["a"], break_down)
     assert harness.column("a", "sent_at") is None
-    harness.store.claim(["a"], send_all, ignore)
+    harness.store.claim(["a"], send_all)
     assert harness.column("a", "sent_at") is not None
 
 

@@ -5,6 +5,7 @@ The only test file that imports that module: it carries no promise of stability.
 """
 
 import base64
+import time
 from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
@@ -29,7 +30,7 @@ from publishworker.connection import COMMIT_SECONDS, LimitedDatabase, open_datab
 from publishworker.metrics import Metrics
 from publishworker.relay import Relay
 from publishworker.sampling import Limits
-from publishworker.store import SpannerStore
+from publishworker.store import SpannerStore, StoreError
 from tests.support.fakes import FakePublisher, serialized
 
 NOW = "2026-01-01T00:00:00Z"
@@ -194,9 +195,26 @@ def test_requests_per_thousand_tasks(
     assert len(mock.requests) / published * 1000 == pytest.approx(per_thousand)
 
 
-def test_the_commit_has_a_limit_of_ours(database: LimitedDatabase) -> None:
-    """A sick service holds a group for ten seconds at most, not for the client's hour; its backoff stays short."""
-    options = database.spanner_api.commit.keywords
-    assert options["timeout"] == COMMIT_SECONDS == 10.0
-    assert options["retry"]._timeout == 10.0
-    assert options["retry"]._maximum <= 2.0
+def test_the_commit_has_a_limit_of_ours(mock: SpannerServicer, database: LimitedDatabase) -> None:
+    """A sick service holds a group for ten seconds at most: not for the client's hour, nor for its two minutes."""
+    assert COMMIT_SECONDS == 10.0
+    broken = status_pb2.Status(code=code_pb2.INTERNAL, message="Received RST_STREAM with error code 2")
+    prepare(mock, 1)
+    for _ in range(3):
+        mock.mock_spanner.add_error("Commit", to_status(broken))
+    begin = time.monotonic()
+    assert make_relay(database).turn().uncommitted == 1
+    assert time.monotonic() - begin < 5
+    assert names(mock).count("Commit") == 1
+
+
+def test_a_lost_session_is_replaced(mock: SpannerServicer, database: LimitedDatabase) -> None:
+    """The client would use it for ever; the next turn has a new one."""
+    prepare(mock, 1)
+    lost = status_pb2.Status(code=code_pb2.NOT_FOUND, message="Session not found: projects/p/instances/inst/...")
+    mock.mock_spanner.add_error("ExecuteStreamingSql", to_status(lost))
+    relay = make_relay(database)
+    with pytest.raises(StoreError, match="Session not found"):
+        relay.turn()
+    assert relay.turn().published == 1
+    assert names(mock).count("CreateSession") >= 2

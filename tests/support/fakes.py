@@ -75,12 +75,11 @@ class FakeStore:
             paused=frozenset(self.paused) if look_further else None,
         )
 
-    def claim(self, ids: Sequence[str], decide: Decide, on_attempt: Callable[[], None]) -> None:
+    def claim(self, ids: Sequence[str], decide: Decide) -> None:
         """See Store."""
         with self._lock:
             while True:
                 self._answer()
-                on_attempt()
                 rows = [self._locked(self.rows[id]) for id in sorted(ids) if id in self.rows]
                 outcomes = decide(rows, self.now)
                 try:

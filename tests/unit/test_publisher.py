@@ -16,7 +16,7 @@ from publishworker.task import Failed, Row, Sent
 from tests.support.fakes import serialized
 from tests.support.pubsub_server import PubSubServer, accept, pubsub_server, refuse
 
-TOPIC = "projects/p/topics/orders"
+TOPIC = "projects/project/topics/orders"
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def server() -> Iterator[PubSubServer]:
 @pytest.fixture
 def publisher(server: PubSubServer) -> PubSubPublisher:
     """A publisher to it."""
-    return PubSubPublisher(PublisherGrpcTransport(channel=grpc.insecure_channel(server.address)), "p")
+    return PubSubPublisher(PublisherGrpcTransport(channel=grpc.insecure_channel(server.address)), "project")
 
 
 def row(id: str, data: bytes = b"data", **fields: Any) -> Row:
@@ -107,7 +107,7 @@ def test_what_is_not_tried_in_time_has_no_outcome(server: PubSubServer) -> None:
     """The time ran out before the singles: they stay as they were, not failed."""
     seconds = iter([0.0, 1.0, 99.0, 99.0])
     transport = PublisherGrpcTransport(channel=grpc.insecure_channel(server.address))
-    publisher = PubSubPublisher(transport, "p", clock=lambda: next(seconds))
+    publisher = PubSubPublisher(transport, "project", clock=lambda: next(seconds))
     server.publish = refuse(grpc.StatusCode.INVALID_ARGUMENT)
     assert publisher.publish("orders", [row("a"), row("b")], 5) == {}
     assert len(server.requests) == 1
@@ -122,10 +122,20 @@ def test_a_body_that_no_request_can_hold_fails_alone(publisher: PubSubPublisher,
     assert [len(request.messages) for request in server.requests] == [1]
 
 
+@pytest.mark.parametrize("topic", ["projects/nope", "", "ümlaut", "new\nline", "projects/p/topics/go"])
+def test_a_name_that_no_topic_can_have_is_not_sent(
+    publisher: PubSubPublisher, server: PubSubServer, topic: str
+) -> None:
+    """Another writer's row: refused here with a reason, not once for each task at the service."""
+    outcomes = publisher.publish(topic, [row("a"), row("b")], 5)
+    assert {outcome.reason for outcome in outcomes.values() if isinstance(outcome, Failed)} == {"invalid_topic"}
+    assert server.requests == []
+
+
 def test_a_server_that_is_not_there_is_a_failure_like_others() -> None:
     """Connection refused: unavailable, within the limit."""
     channel = grpc.insecure_channel("127.0.0.1:1")
-    publisher = PubSubPublisher(PublisherGrpcTransport(channel=channel), "p")
+    publisher = PubSubPublisher(PublisherGrpcTransport(channel=channel), "project")
     [outcome] = publisher.publish("orders", [row("a")], 2).values()
     assert isinstance(outcome, Failed)
     assert outcome.reason == "unavailable"

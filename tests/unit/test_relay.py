@@ -195,6 +195,68 @@ def test_a_doubt_that_grew_old_is_published_again(bench: Bench) -> None:
     assert bench.unsent() == []
 
 
+def test_a_doubt_about_a_row_says_nothing_about_the_next_row_with_its_id(bench: Bench) -> None:
+    """Published, commit failed, purged, and registered again under the same id: the new task is sent."""
+    bench.insert("a")
+    bench.store.before_commit = times(1, lambda: StoreError("deadline exceeded"))
+    bench.relay.turn(), bench.relay.turn()
+    assert bench.publisher.ids() == ["a"]
+    bench.insert("a", created_at=bench.store.now)
+    bench.turns(), bench.turns()
+    assert bench.publisher.ids() == ["a", "a"]
+    assert bench.unsent() == []
+
+
+def test_commits_that_are_refused_for_good_make_no_duplicates(bench: Bench) -> None:
+    """While what is in doubt cannot be marked nothing is published, neither again nor anew; the turn is no success."""
+    bench.insert("a")
+
+    def refuse() -> None:
+        raise StoreError("no permission to update")
+
+    bench.store.before_commit = refuse
+    assert not [turn for turn in (bench.relay.turn(), bench.relay.turn()) if turn.published and turn.made_progress]
+    bench.insert("b")
+    for _ in range(20):
+        with pytest.raises(StoreError, match="no permission"):
+            bench.relay.turn()
+    assert bench.publisher.ids() == ["a"]
+    bench.store.before_commit = lambda: None
+    bench.turns()
+    assert bench.publisher.ids() == ["a", "b"]
+    assert bench.unsent() == []
+
+
+def test_a_topic_that_was_corrected_after_the_poll_is_respected(bench: Bench) -> None:
+    """The row under the lock is the truth: the task goes to its new topic, not to the one that the poll saw."""
+    bench.insert("a", topic="invoices")
+    overtake(bench, lambda: setattr(bench.store.rows["a"], "topic", "orders"))
+    bench.turns()
+    bench.turns()
+    assert [topic for topic, _, _ in bench.publisher.published] == ["projects/test-project/topics/orders"]
+
+
+def test_a_stop_during_the_poll_takes_nothing_more(bench: Bench) -> None:
+    """What is not in flight yet stays for others."""
+    bench.insert("a")
+    bench.relay.turn()
+    assert bench.relay.turn(lambda: True).published == 0
+    assert bench.publisher.ids() == []
+
+
+def test_a_topic_without_tasks_is_forgotten_and_found_again(bench: Bench) -> None:
+    """Names that were used once do not cost every poll for ever."""
+    bench.insert("o")
+    bench.turns()
+    assert bench.store.asked_for == {"orders"}
+    bench.seconds += 601
+    bench.relay.turn(), bench.relay.turn()
+    assert bench.store.asked_for == set()
+    bench.insert("o2")
+    bench.turns()
+    assert bench.publisher.ids() == ["o", "o2"]
+
+
 def test_a_task_sent_by_another_worker_after_the_poll_is_counted_and_not_published(bench: Bench) -> None:
     """The check under the lock is what keeps two workers apart."""
     bench.insert("a")

@@ -7,15 +7,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from google.api_core.exceptions import DeadlineExceeded
 
 from publishworker import healthcheck
+from publishworker.complaints import Complaints
+from publishworker.connection import Deadline
 from publishworker.doubts import MAX_TASKS, Doubts
+from publishworker.heartbeat import Heartbeat
 from publishworker.logs import JsonFormatter
 from publishworker.sampling import Limits
-from publishworker.task import Group
+from publishworker.task import Group, Row
 from publishworker.threads import in_threads
 from publishworker.window import Window
 
@@ -45,25 +51,84 @@ def test_a_small_backlog_does_not_widen_the_window() -> None:
     assert window.per_range == before
 
 
-def test_doubts_are_bounded_and_taken_out_once() -> None:
-    """The oldest beyond 10,000 are forgotten; what was taken is not there again."""
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def test_doubts_are_bounded_and_stay_until_they_are_marked() -> None:
+    """The oldest beyond 10,000 are forgotten; groups keep the limits of a turn."""
     doubts = Doubts(lambda: 0.0)
-    doubts.remember("orders", [str(n) for n in range(MAX_TASKS + 5)])
+    doubts.remember("orders", {str(n): NOON for n in range(MAX_TASKS + 5)})
     assert len(doubts.ids()) == MAX_TASKS
-    groups = doubts.take(Limits(1000, 1, 4))
+    groups = doubts.groups(Limits(1000, 1, 4))
     assert [len(group.ids) for group in groups] == [1000] * 4
     assert groups[0].ids[0] == "5"
+    for group in groups:
+        doubts.forget(group.ids)
     assert len(doubts.ids()) == MAX_TASKS - 4000
-    assert len(doubts.take(Limits(1000, 1, 99))) == 6
-    assert doubts.take(Limits(1000, 1, 99)) == []
 
 
 def test_doubts_of_two_topics_make_two_groups() -> None:
     """A group holds one topic."""
     doubts = Doubts(lambda: 0.0)
-    doubts.remember("orders", ["a"])
-    doubts.remember("invoices", ["b"])
-    assert doubts.take(Limits(10, 1, 9)) == [Group("orders", ("a",)), Group("invoices", ("b",))]
+    doubts.remember("orders", {"a": NOON})
+    doubts.remember("invoices", {"b": NOON})
+    assert doubts.groups(Limits(10, 1, 9)) == [Group("orders", ("a",)), Group("invoices", ("b",))]
+
+
+def test_a_doubt_is_about_one_row_and_not_about_its_id() -> None:
+    """A task that was registered again under the id of one in doubt has not been sent."""
+    doubts = Doubts(lambda: 0.0)
+    doubts.remember("orders", {"a": NOON})
+    row = Row("a", "orders", b"", None, NOON, None, None)
+    assert doubts.is_about(row)
+    assert not doubts.is_about(replace(row, created_at=NOON + timedelta(seconds=1)))
+    assert not doubts.is_about(replace(row, id="b"))
+
+
+def test_the_same_complaint_is_logged_once_a_minute_with_the_count(caplog: pytest.LogCaptureFixture) -> None:
+    """Another topic or reason is another complaint."""
+    seconds = [0.0]
+    complaints = Complaints(lambda: seconds[0])
+    with caplog.at_level(logging.WARNING, "publishworker"):
+        for _ in range(5):
+            complaints.say("publish_failed", "orders", "orders fail")
+        complaints.say("publish_failed", "invoices", "invoices fail")
+        seconds[0] = 61.0
+        complaints.say("publish_failed", "orders", "orders fail")
+    assert [record.getMessage() for record in caplog.records] == [
+        "orders fail",
+        "invoices fail",
+        "orders fail [and 4 times more since the last such line]",
+    ]
+
+
+class Timed:
+    """A clock that moves only where a test moves it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now
+
+
+def test_a_deadline_holds_over_all_restarts_of_a_stream() -> None:
+    """The client restarts a broken stream with the full timeout each time; ours is what is left of the whole."""
+    clock = Timed()
+    deadline = Deadline(10, clock)
+    seen: list[float] = []
+
+    def note(timeout: float) -> None:
+        seen.append(timeout)
+
+    call = deadline(note)
+    call()
+    clock.now = 9.999
+    call()
+    clock.now = 10.0
+    with pytest.raises(DeadlineExceeded):
+        deadline(note)()
+    assert seen == [10.0, pytest.approx(0.001)]
 
 
 def test_threads_run_at_once_and_keep_the_order_of_results() -> None:
@@ -108,7 +173,7 @@ def test_the_health_check_tells_young_old_and_missing_apart(
     monkeypatch.setenv("OUTBOX_HEARTBEAT_FILE", str(file))
     assert healthcheck.main([]) == 1
     assert "no heartbeat" in capsys.readouterr().err
-    healthcheck.beat(file)
+    Heartbeat(file)()
     assert healthcheck.main([]) == 0
     os.utime(file, (0, 0))
     assert healthcheck.main(["--max-age", "60"]) == 1
