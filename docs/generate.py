@@ -64,7 +64,7 @@ METRICS_OUTRO = """\
 - **Registered minus published** is only about the backlog: a rolled-back registration counts, a task that is sent again
   counts twice.
 - **Reasons** of failed attempts are the gRPC status in small letters (`not_found`, `permission_denied`,
-  `deadline_exceeded`, ...), `undecodable` and `too_large`."""
+  `deadline_exceeded`, ...), `undecodable`, `too_large` and `invalid_topic`."""
 
 
 def pages() -> dict[Path, str]:
