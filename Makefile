@@ -22,7 +22,7 @@ demo: $(STAMP) ## run the whole thing on the emulators: an order service, two wo
 	@PYTHONPATH=docs/examples $(BIN)/python -m orders.demo --tasks $(TASKS)
 
 test: $(STAMP) ## all tests, on the real emulators
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses 2
 
 lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff check .

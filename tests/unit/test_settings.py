@@ -44,7 +44,7 @@ def test_the_project_falls_back_to_googles_variable() -> None:
         ("concurrency", "-1", "a whole number from 1 to 100"),
         ("publish_timeout", "9", "seconds from 0.1 to 8"),
         ("publish_timeout", "nan", "seconds from 0.1 to 8"),
-        ("poll_interval", "inf", "seconds from 0.05 to 60"),
+        ("poll_interval", "inf", "seconds from 0.05 to 30"),
         ("log_format", "xml", "auto or json or text"),
         ("database", "Orders!", "2 to 64 of a-z"),
         ("heartbeat_file", "", "a path"),
