@@ -1,0 +1,141 @@
+"""The whole way of a task: an order service, two relay workers and a subscriber, on the emulators.
+
+python -m orders.demo --tasks 3000
+"""
+
+import argparse
+import contextlib
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from random import Random
+
+from google.api_core.exceptions import GoogleAPIError
+from tqdm import tqdm
+
+from orders import audit, stage
+from orders.shop import TASKS_PER_ORDER, Shop, draw_orders
+from orders.stage import Stage
+from orders.subscriber import Inbox, Subscriber
+from orders.summary import Run, exit_code, summarize, text, verdict
+from outbox.emulators import Emulators
+from outbox.errors import NotReached, OutboxError, SettingError
+from outbox.settings import flag_of, whole_number
+
+DONE, FAILED, USAGE, NOT_REACHED, INTERRUPTED = 0, 1, 2, 3, 130
+
+WORKERS = 2
+#: Threads of the order service.
+THREADS = 3
+#: Seconds without any order placed and any task received until the demo gives up.
+PATIENCE = 30.0
+#: Seconds without a message, after the workers have stopped, until nothing more is expected.
+QUIET = 1.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo and return its exit code: 0 if every committed task came, and none that was rolled back."""
+    # What the clients log while a service goes away is told by one sentence of our own.
+    logging.getLogger("google").setLevel(logging.CRITICAL)
+    # SIGTERM, and SIGHUP from a closed terminal, are Ctrl-C: everything is stopped on the way out.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        return demonstrate(_parser().parse_args(arguments).tasks)
+    except KeyboardInterrupt:
+        print("demo: interrupted; workers and emulators are stopped", file=sys.stderr)
+        return INTERRUPTED
+    except GoogleAPIError as error:
+        print(f"demo: an emulator failed: {str(error).splitlines()[0]}", file=sys.stderr)
+        return FAILED
+    except OutboxError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return {SettingError: USAGE, NotReached: NOT_REACHED}.get(type(error), FAILED)
+
+
+def demonstrate(tasks: int) -> int:
+    """Run it all, print the summary, return the exit code. Raises OutboxError."""
+    began = time.monotonic()
+    with stage.emulators() as emulators:
+        run, log = _play(tasks, stage.make(), emulators)
+    numbers = summarize(run)
+    wrong = verdict(numbers, run.faults)
+    print("\nWhat came of it. Times are the emulators' on this machine, not those of Spanner and Pub/Sub.")
+    print(text(numbers, run))
+    print(f"  {'elapsed':<18}{time.monotonic() - began:>6.1f} s  with the start and the stop of emulators and workers")
+    if log:
+        print(f"The workers' warnings:\n{log}")
+    print("\n".join(f"WRONG: {each}" for each in wrong) or "Every committed task came, none that was rolled back.")
+    return exit_code(wrong)
+
+
+def _play(tasks: int, made: Stage, emulators: Emulators) -> tuple[Run, str]:
+    """Place the orders, wait until everything has come, stop the workers; return what happened and their log."""
+    orders = draw_orders(tasks, stage.CUSTOMERS, stage.CREDIT_CENTS, Random())
+    inbox = Inbox(handle=lambda _message: None)
+    with stage.workers(made, WORKERS) as workers, Subscriber(made.subscriptions, inbox) as subscriber:
+        workers.wait_until_polling()
+        print(f"{WORKERS} workers relay, {THREADS} threads place {len(orders):,} orders ...", flush=True)
+
+        def check() -> None:
+            subscriber.check()
+            if ended := emulators.ended() or workers.ended():
+                raise OutboxError(ended)
+
+        with contextlib.closing(Shop(made.database, orders, THREADS)) as shop:
+            faults = _watch(shop, inbox, check, len(orders))
+        faults += workers.stop()
+        _wait_for_quiet(inbox)
+        log = workers.log()
+    return audit.audit(made.database, shop, inbox.deliveries(), faults), log
+
+
+def _watch(shop: Shop, inbox: Inbox, check: Callable[[], None], orders: int) -> list[str]:
+    """Show the progress until all tasks of all placed orders have come, or nothing moves any more. Returns faults."""
+    with (
+        tqdm(total=orders, desc="orders  ", unit="", disable=None) as ordered,
+        tqdm(desc="received", unit=" tasks", disable=None) as received,
+    ):
+        before, moved_at = (0, 0), time.monotonic()
+        while True:
+            check()
+            still_open = shop.is_open()  # asked first: what is placed after this look counts in the next
+            expected = len(shop.placed) * TASKS_PER_ORDER
+            received.total = expected
+            now = (shop.seen(), inbox.handled())
+            for bar, value in zip((ordered, received), now, strict=True):
+                bar.update(value - bar.n)
+            if now != before:
+                before, moved_at = now, time.monotonic()
+            if not still_open and inbox.handled() >= expected:
+                return []
+            if time.monotonic() - moved_at > PATIENCE:
+                return [f"time ran out: for {PATIENCE:g} s no order was placed and no task was received"]
+            time.sleep(0.05)
+
+
+def _wait_for_quiet(inbox: Inbox) -> None:
+    """Return when nothing has come for a while: a duplicate, or what should not come at all, may be on its way."""
+    before, moved_at = -1, time.monotonic()
+    while time.monotonic() - moved_at < QUIET:
+        if (now := len(inbox.deliveries())) != before:
+            before, moved_at = now, time.monotonic()
+        time.sleep(0.05)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="orders.demo", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "--tasks",
+        type=flag_of("--tasks", whole_number(1, 1_000_000)),
+        default=3000,
+        metavar="N",
+        help=f"how many tasks are to be sent, rounded up to whole orders of {TASKS_PER_ORDER} (default 3000)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
