@@ -68,9 +68,9 @@ def register(
         available_at: not before this aware time.
         expires_at: not after this aware time.
         at_most_once: prefer loss to a duplicate; not together with an ordering key.
-        task_id: 1 to 64 characters; makes the registration idempotent: a second insert of the same id fails the
-            commit with AlreadyExists. Default: a random UUID, drawn at each call. Never a rising number: the id
-            leads the primary key (https://cloud.google.com/spanner/docs/schema-design#primary-key-prevent-hotspots).
+        task_id: 1 to 64 characters; a second insert of the same id fails the commit with AlreadyExists. Default: a
+            random UUID, drawn at each call. Never a rising number: it leads the primary key
+            (https://cloud.google.com/spanner/docs/schema-design#primary-key-prevent-hotspots).
 
     Raises:
         InvalidMessage: Pub/Sub or the table would refuse it; nothing was added to the transaction.

@@ -45,9 +45,9 @@ def _main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from outbox import __version__  # noqa: PLC0415 - see main
-    from outbox.settings import flag_of, seconds  # noqa: PLC0415
-    from publishworker import commands  # noqa: PLC0415
-    from publishworker.settings import WorkerSettings  # noqa: PLC0415
+    from outbox.settings import flag_of, seconds  # noqa: PLC0415 - see main
+    from publishworker import commands  # noqa: PLC0415 - see main
+    from publishworker.settings import WorkerSettings  # noqa: PLC0415 - see main
 
     parser = argparse.ArgumentParser(
         prog="publishworker",

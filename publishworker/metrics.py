@@ -104,7 +104,7 @@ class Metrics:
 
     def _guarded(self, send: object, metric: Metric, value: float, tags: dict[str, str]) -> None:
         try:
-            send(metric.name, value, tags=[f"{key}:{value}" for key, value in tags.items()])  # type: ignore[operator]
+            send(metric.name, value, tags=[f"{key}:{value}" for key, value in tags.items()])  # type: ignore[operator]  # two methods of one shape
         except Exception:  # metrics are no reason to stop sending tasks
             if not self._complained:
                 self._complained = True

@@ -21,30 +21,11 @@ from publishworker.relay import Relay
 from publishworker.sampling import Limits
 from publishworker.store import SpannerStore, Store
 from publishworker.task import Failed, Outcome, Row, Sent
-from tests.support.fakes import FakePublisher, FakeStore, serialized
+from tests.support.fakes import Counted, FakePublisher, FakeStore, serialized
 from tests.support.pubsub import Subscription
 from tests.support.relays import register, unsent
 from tests.support.spanner import PROJECT
 from tests.support.waiting import eventually
-
-
-class Counted:
-    """A metrics client that adds up by name."""
-
-    def __init__(self) -> None:
-        """Begin with nothing."""
-        self.counts: dict[str, float] = {}
-
-    def increment(self, metric: str, value: float, tags: list[str]) -> None:
-        """Add up."""
-        self.counts[metric] = self.counts.get(metric, 0) + value
-
-    def gauge(self, metric: str, value: float, tags: list[str]) -> None:
-        """Keep the last."""
-        self.counts[metric] = value
-
-    def stop(self) -> None:
-        """Nothing is buffered."""
 
 
 def store_of(database: Database) -> SpannerStore:

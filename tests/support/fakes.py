@@ -183,6 +183,25 @@ class FakePublisher:
         return Sent(str(next(self._message_ids)))
 
 
+class Counted:
+    """A metrics client that adds up by name; tags are tested with the real client."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.counts: dict[str, float] = {}
+
+    def increment(self, metric: str, value: float, tags: list[str]) -> None:
+        """Add up."""
+        self.counts[metric] = self.counts.get(metric, 0) + value
+
+    def gauge(self, metric: str, value: float, tags: list[str]) -> None:
+        """Keep the last."""
+        self.counts[metric] = value
+
+    def stop(self) -> None:
+        """Nothing is buffered."""
+
+
 def serialized(data: bytes = b"data", **fields: Any) -> bytes:
     """Return a serialized PubsubMessage, as a row holds it."""
     return bytes(RawPubsubMessage(data=data, **fields).SerializeToString())

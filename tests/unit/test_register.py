@@ -151,8 +151,9 @@ def test_the_limits_themselves_are_allowed(transaction: Recorded) -> None:
     """Refusals begin one past the limit."""
     attributes = {f"{n:0256}": "v" * 1024 for n in range(99)}
     outbox.register(transaction, "orders", b"", attributes, ordering_key="k" * 1024)
-    outbox.register(Recorded(), "t" + "~" * 254, b"")
-    outbox.register(Recorded(), "orders", b"", {"googclient_x": "y"})
+    outbox.register(transaction, "t" + "~" * 254, b"")
+    outbox.register(transaction, "orders", b"", {"googclient_x": "y"})
+    assert [len(task.message.attributes) for task in transaction.tasks] == [100, 1, 2]
 
 
 LARGE = 10_000_000

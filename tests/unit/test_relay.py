@@ -15,26 +15,7 @@ from publishworker.relay import Relay
 from publishworker.sampling import Limits
 from publishworker.store import StoreError
 from publishworker.task import Failed, Turn
-from tests.support.fakes import Abort, FakePublisher, FakeStore, serialized
-
-
-class Counted:
-    """A metrics client that adds up."""
-
-    def __init__(self) -> None:
-        """Begin with nothing."""
-        self.counts: dict[str, float] = {}
-
-    def increment(self, metric: str, value: float, tags: list[str]) -> None:
-        """Add up by name; the tags are tested with the real client."""
-        self.counts[metric] = self.counts.get(metric, 0) + value
-
-    def gauge(self, metric: str, value: float, tags: list[str]) -> None:
-        """Keep the last."""
-        self.counts[metric] = value
-
-    def stop(self) -> None:
-        """Nothing is buffered."""
+from tests.support.fakes import Abort, Counted, FakePublisher, FakeStore, serialized
 
 
 class Bench:

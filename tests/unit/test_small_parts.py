@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from publishworker.doubts import MAX_TASKS, Doubts
 from publishworker.heartbeat import Heartbeat
 from publishworker.logs import JsonFormatter
 from publishworker.sampling import Limits
+from publishworker.stopping import run_on_thread, stop_on_signals
 from publishworker.task import Group, Row
 from publishworker.threads import in_threads
 from publishworker.window import Window
@@ -163,6 +165,35 @@ def test_every_item_has_a_thread_of_its_own() -> None:
     """A thread that the client has poisoned is never used again."""
     seen = in_threads(lambda _item: threading.get_ident(), [1]) + in_threads(lambda _item: threading.get_ident(), [1])
     assert threading.get_ident() not in seen
+
+
+def test_a_loop_that_dies_is_raised_where_the_worker_sees_it() -> None:
+    """Never a silent half-worker: the command ends with an error."""
+
+    def work() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_on_thread(work, threading.Event(), 5)
+
+
+def test_a_loop_that_does_not_end_in_time_is_told_from_one_that_does() -> None:
+    """After the stop it has its time, and no more."""
+    stop, release = threading.Event(), threading.Event()
+    assert run_on_thread(stop.set, stop, 5)
+    assert not run_on_thread(lambda: release.wait(30), stop, 0.01)
+    release.set()
+
+
+def test_the_first_signal_asks_to_stop_and_the_handlers_are_given_back() -> None:
+    """Both signals that a supervisor or a terminal sends."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before = signal.getsignal(number)
+        with stop_on_signals() as stop:
+            assert not stop.is_set()
+            signal.raise_signal(number)
+            assert stop.is_set()
+        assert signal.getsignal(number) == before
 
 
 def test_the_health_check_tells_young_old_and_missing_apart(
