@@ -78,7 +78,8 @@ def flag_of(name: str, kind: Kind) -> Callable[[str], Any]:
 
 
 PROJECT_ID = matching(r"[A-Za-z0-9][A-Za-z0-9.:-]{0,99}", "a Google Cloud project id")
-RESOURCE_ID = matching(r"[a-z][a-z0-9_-]{1,63}", "2 to 64 of a-z, 0-9, - and _, beginning with a letter")
+INSTANCE_ID = matching(r"[a-z][a-z0-9-]{1,63}", "2 to 64 of a-z, 0-9 and -, beginning with a letter")
+DATABASE_ID = matching(r"[a-z][a-z0-9_-]{1,29}", "2 to 30 of a-z, 0-9, - and _, beginning with a letter")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +89,8 @@ class DatabaseSettings:
     project: str = setting(
         None, PROJECT_ID, "Project of the database and of topics without one.", variable="GOOGLE_CLOUD_PROJECT"
     )
-    instance: str = setting(None, RESOURCE_ID, "Spanner instance.")
-    database: str = setting(None, RESOURCE_ID, "Spanner database.")
+    instance: str = setting(None, INSTANCE_ID, "Spanner instance.")
+    database: str = setting(None, DATABASE_ID, "Spanner database.")
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:

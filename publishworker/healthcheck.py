@@ -25,7 +25,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         max_age = float(options.max_age)
     except ValueError:
-        parser.error(f"--max-age (or OUTBOX_MAX_AGE): {options.max_age!r} is not allowed: it must be seconds")
+        max_age = 0.0
+    if not 0 < max_age < float("inf"):
+        parser.error(f"--max-age (or OUTBOX_MAX_AGE): {options.max_age!r} is not allowed: it must be seconds above 0")
     try:
         age = time.time() - Path(options.heartbeat_file).stat().st_mtime
     except OSError as error:

@@ -1,6 +1,6 @@
 """From a row to requests for Pub/Sub: pure.
 
-Raw protobuf instead of proto-plus: a group of 100 tasks costs a sixth of the CPU (measured; docs/decisions).
+Raw protobuf instead of proto-plus, for its cost (docs/decisions/0001-one-publish-request.md).
 """
 
 from collections.abc import Iterator, Sequence

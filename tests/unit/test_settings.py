@@ -46,7 +46,9 @@ def test_the_project_falls_back_to_googles_variable() -> None:
         ("publish_timeout", "nan", "seconds from 0.1 to 8"),
         ("poll_interval", "inf", "seconds from 0.05 to 30"),
         ("log_format", "xml", "auto or json or text"),
-        ("database", "Orders!", "2 to 64 of a-z"),
+        ("database", "Orders!", "2 to 30 of a-z"),
+        ("database", "d" * 31, "2 to 30 of a-z"),
+        ("instance", "a", "2 to 64 of a-z"),
         ("heartbeat_file", "", "a path"),
     ],
 )

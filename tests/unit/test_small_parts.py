@@ -209,6 +209,10 @@ def test_the_health_check_tells_young_old_and_missing_apart(
     os.utime(file, (0, 0))
     assert healthcheck.main(["--max-age", "60"]) == 1
     assert "old, 60 s are allowed" in capsys.readouterr().err
+    for wrong in ("nan", "inf", "0", "-1", "soon"):
+        with pytest.raises(SystemExit, match="2"):
+            healthcheck.main(["--max-age", wrong])
+        assert f"{wrong!r} is not allowed" in capsys.readouterr().err
 
 
 def test_the_health_check_imports_the_standard_library_only(tmp_path: Path) -> None:
