@@ -1,6 +1,6 @@
 """What really happened, by the rows in Spanner, held against the order service's own books."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from google.api_core.exceptions import ServiceUnavailable
@@ -35,14 +35,15 @@ def audit(database: Database, shop: Shop, deliveries: Sequence[Delivery], faults
         refused=len(shop.refused),
         faults=[
             *faults,
-            *_count(shop.failed, f"orders failed, the first with: {shop.failed[0][1] if shop.failed else ''}"),
-            *_count([each for each in shop.placed if each.id not in orders], "placed orders have no row in Orders"),
-            *_count([each for each in shop.refused if each.id in orders], "refused orders have a row in Orders"),
-            *_count(committed.keys() - tasks.keys(), "tasks of orders in Orders have no row in AsynchronousTasks"),
-            *_count(tasks.keys() - committed.keys(), "rows of AsynchronousTasks belong to no order in Orders"),
+            *_count("orders that failed", failed),
+            *[f"the first of them: {error}" for _, error in shop.failed[:1]],
+            *_count("placed orders without a row in Orders", [each for each in shop.placed if each.id not in orders]),
+            *_count("refused orders with a row in Orders", [each for each in shop.refused if each.id in orders]),
+            *_count("tasks of committed orders without a row in AsynchronousTasks", committed.keys() - tasks.keys()),
+            *_count("rows of AsynchronousTasks that belong to no committed order", tasks.keys() - committed.keys()),
             *_count(
+                "tasks with another commit timestamp than their order",
                 [id for id in committed.keys() & tasks.keys() if tasks[id][0] != committed[id]],
-                "tasks have another commit timestamp than their order",
             ),
         ],
     )
@@ -55,5 +56,5 @@ def _rows(database: Database, statement: str) -> list[Any]:
         return list(snapshot.execute_sql(statement, retry=retry, timeout=READ_SECONDS))
 
 
-def _count(found: Sequence[object] | set[str], sentence: str) -> list[str]:
-    return [f"{len(found):,} {sentence}"] if found else []
+def _count(what: str, found: Collection[object]) -> list[str]:
+    return [f"{what}: {len(found):,}"] if found else []

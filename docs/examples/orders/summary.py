@@ -76,9 +76,9 @@ def verdict(summary: Summary, faults: Sequence[str]) -> list[str]:
     """Return what is wrong with the run, a sentence each; an empty list means that the outbox kept its promise."""
     wrong = []
     if summary.lost:
-        wrong.append(f"{summary.lost:,} tasks were committed and never received")
+        wrong.append(f"tasks that were committed and never received: {summary.lost:,}")
     if summary.unexpected:
-        wrong.append(f"{summary.unexpected:,} tasks were received although their transaction did not commit")
+        wrong.append(f"tasks that were received although no transaction committed them: {summary.unexpected:,}")
     return [*wrong, *faults]
 
 
