@@ -4,16 +4,18 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from google.cloud.spanner_v1.instance import Instance
 
+from outbox import TASK_ID_ATTRIBUTE, schema
 from outbox.emulators import Emulators
 from tests.support.processes import ROOT, Finished, children, gone, run, started
+from tests.support.spanner import fresh_database
 from tests.support.waiting import eventually
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -24,9 +26,13 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="the processes are re
 
 
 @pytest.fixture
-def summary(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module that counts and judges."""
+def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
+
+
+@pytest.fixture
+def summary(_examples: None) -> ModuleType:
+    """The module that counts and judges."""
     import orders.summary
 
     return orders.summary
@@ -113,6 +119,65 @@ def test_no_emulators(tmp_path: Path):
     assert finished.stderr.startswith("demo: the Spanner emulator and the Pub/Sub emulator not found")
     assert "gcloud components install" in finished.stderr
     assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.usefixtures("_examples")
+def test_the_service(spanner_instance: Instance):
+    """An order and its tasks are there together, once, however often it is placed, or not at all."""
+    from orders import service
+
+    def count(table: str) -> int:
+        with database.snapshot() as snapshot:
+            [[number]] = snapshot.execute_sql(f"SELECT COUNT(*) FROM {table}")
+            return number
+
+    with fresh_database(spanner_instance, [*service.DDL, *schema.statements()]) as database:
+        with database.batch() as batch:
+            batch.insert("Customers", ("CustomerId", "CreditCents"), [("ada", 100)])
+        for order in (
+            service.Order("too dear", "ada", ("an engine",), 101),
+            service.Order("from a stranger", "bob", ("a nut",), 1),
+        ):
+            with pytest.raises(service.OverCreditLimit):
+                service.place(database, order)
+        assert (count("Orders"), count("AsynchronousTasks")) == (0, 0)
+        for _ in range(2):
+            service.place(database, service.Order("twice", "ada", ("a nut", "a bolt"), 100))
+        assert (count("Orders"), count("AsynchronousTasks")) == (1, 5)
+
+
+class _Message:
+    """What the subscriber's client gives to a callback."""
+
+    def __init__(self, task_id: str) -> None:
+        self.attributes, self.message_id, self.answer = {TASK_ID_ATTRIBUTE: task_id}, "1", ""
+
+    def ack(self) -> None:
+        self.answer = "ack"
+
+    def nack(self) -> None:
+        self.answer = "nack"
+
+
+@pytest.mark.usefixtures("_examples")
+def test_the_subscriber():
+    """A task takes effect once; what could not be handled is asked for again and not taken for done."""
+    from orders.subscriber import Inbox
+
+    handled: list[str] = []
+
+    def handle(message: _Message) -> None:
+        if message.attributes[TASK_ID_ATTRIBUTE] == "bad" and not handled:
+            raise RuntimeError
+        handled.append(message.attributes[TASK_ID_ATTRIBUTE])
+
+    inbox = Inbox(handle)
+    messages = [_Message(task_id) for task_id in ("bad", "a", "a", "bad")]
+    for message in messages:
+        inbox.receive(message)
+    assert [message.answer for message in messages] == ["nack", "ack", "ack", "ack"]
+    assert handled == ["a", "bad"]
+    assert (inbox.handled(), len(inbox.deliveries())) == (2, 4)
 
 
 NOON = datetime(2024, 2, 29, 12, tzinfo=UTC)

@@ -23,12 +23,10 @@ from outbox.emulators import Emulators, running
 from outbox.errors import OutboxError
 
 #: The emulator scans the whole table for each shard and topic that a poll asks for, where Spanner reads a short range.
-SHARDS = 1
+SHARDS = 2
 CUSTOMERS = tuple(str(uuid.uuid5(service.TASK_IDS, f"customer {number}")) for number in range(20))
 CREDIT_CENTS = 100_000
 
-#: The emulator has one read-write transaction at a time, so a second group at once would only be in the way.
-WORKER_FLAGS = ("--concurrency", "1", "--group-size", "100")
 #: Where two transactions meet, Spanner lets one wait and the emulator aborts one: in a fifth of the cases the one that
 #: came first, which may be a relay's that has published already. With 0 it is always the one that came second.
 EMULATOR_FLAGS = ("--abort_current_transaction_probability", "0")
@@ -89,7 +87,7 @@ class Workers:
         self._logs = [path.with_suffix(".log") for path in self._heartbeats]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._asked_to_stop = False
-        command = [sys.executable, "-m", "publishworker", "run", *stage.flags, *WORKER_FLAGS]
+        command = [sys.executable, "-m", "publishworker", "run", *stage.flags]
         logging = ("--log-format", "text", "--log-level", "warning")
         for heartbeat, log in zip(self._heartbeats, self._logs, strict=True):
             with log.open("wb") as output:
