@@ -161,6 +161,8 @@ def test_a_bad_task_holds_nobody_up(
     ids = register(database, topic, 20)
     with worker(emulators, database) as process:
         eventually(lambda: not set(unsent(database)) & set(ids), seconds=30)
+        process.wait_for_text("undecodable")
+        process.wait_for_text("not_found")
         process.stop()
         assert process.wait() == 0
         lines = [json.loads(line) for line in process.stderr.splitlines()]
