@@ -81,7 +81,7 @@ class Worker:
         self.store = SpannerStore(database, verified_shards(database), one_at_a_time=emulator)
         random = Random()
         heartbeat = Heartbeat(Path(settings.heartbeat_file))
-        relay = Relay(
+        self.relay = Relay(
             self.store,
             PubSubPublisher(open_pubsub(), settings.project),
             self._metrics,
@@ -92,7 +92,7 @@ class Worker:
             beat=heartbeat,
         )
         self._loop = Loop(
-            relay,
+            self.relay,
             self.store,
             self._metrics,
             poll_interval=settings.poll_interval,
