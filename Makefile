@@ -36,14 +36,14 @@ format: $(STAMP) ## let ruff format and mend what it can
 docs: $(STAMP) ## write the generated reference pages again
 	@$(BIN)/python docs/generate.py
 
-bench: $(STAMP) ## tasks/s of one worker by group size, on the emulators
-	@$(BIN)/python tests/benchmarks/group_size.py
+bench: $(STAMP) ## speed, costs, latency and memory on the emulators, ten minutes; writes docs/benchmarks.md
+	@$(BIN)/python -m tests.benchmarks
 
 constraints: ## resolve the newest versions and write constraints.txt
 	@$(PYTHON) -m venv .venv-constraints
 	@.venv-constraints/bin/python -m pip install --quiet --upgrade pip
 	@.venv-constraints/bin/python -m pip install --quiet --group dev --editable '.[worker]'
-	@{ echo '# Written by `make constraints`: every version that `make test` and `make demo` install.'; \
+	@{ echo '# Written by `make constraints`: every version that `make test`, `make demo` and `make bench` install.'; \
 	   .venv-constraints/bin/python -m pip freeze --all --exclude-editable --exclude setuptools; } > constraints.txt
 	@rm -rf .venv-constraints
 

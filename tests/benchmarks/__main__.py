@@ -1,0 +1,72 @@
+"""Run the sections, keep their figures, write the page: `python -m tests.benchmarks`, or `make bench`."""
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from types import ModuleType
+
+from outbox import emulators
+from tests.benchmarks import group_sizes, page, results, throughput
+from tests.benchmarks.bench import Bench
+
+SECTIONS: dict[str, ModuleType] = {
+    "throughput": throughput,
+    "group-sizes": group_sizes,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print each section's table as soon as it is there; write the page at the end."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
+    parser.add_argument("--rounds", type=int, help="how often each figure is taken (default 5, quick 2)")
+    parser.add_argument("--quick", action="store_true", help="smaller numbers, to see that it works; nothing is kept")
+    options = parser.parse_args(arguments)
+    rounds = options.rounds or (2 if options.quick else 5)
+    kept = {} if options.quick else results.load()
+    with emulators.running() as made:
+        os.environ |= made.environment()
+        for name in options.only:
+            kept[name] = _run(SECTIONS[name], Bench(made, rounds, options.quick))
+            print(page.text(kept[name]), flush=True)
+            if not options.quick:
+                results.save(_in_order(kept))
+    if not options.quick:
+        page.write(_in_order(kept))
+        print(f"written: {page.PAGE.relative_to(results.ROOT)}, {results.FILE.relative_to(results.ROOT)}")
+    return 0
+
+
+def _run(module: ModuleType, bench: Bench) -> results.Section:
+    ran = results.circumstances()
+    begin = time.monotonic()
+    section: results.Section = module.run(bench)
+    section.ran.update(
+        ran,
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        seconds=f"{time.monotonic() - begin:.0f}",
+        rounds=str(bench.rounds),
+        command=" ".join(["python -m tests.benchmarks", *sys.argv[1:]]),
+        emulators=_emulators(),
+    )
+    return section
+
+
+def _emulators() -> str:
+    program = emulators._executable(emulators.SPANNER)
+    version = program.parents[2] / "VERSION" if program else None
+    sdk = f" of Cloud SDK {version.read_text(encoding='utf-8').strip()}" if version and version.exists() else ""
+    return f"emulators{sdk} on the same machine"
+
+
+def _in_order(kept: dict[str, results.Section]) -> dict[str, results.Section]:
+    return {name: kept[name] for name in SECTIONS if name in kept}
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())

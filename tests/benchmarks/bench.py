@@ -1,0 +1,110 @@
+"""What every section has: emulators, fresh tables, the number of rounds."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Iterator
+from unittest import mock
+
+from google.cloud.spanner_v1.database import Database
+from google.cloud.spanner_v1.instance import Instance
+
+from outbox.emulators import Emulators
+from tests.support import spanner
+from tests.support.pubsub import PubSub
+from tests.support.relays import register
+
+#: Rows of a table wherever speeds are compared: the emulator scans whole tables, so all have the same size.
+ROWS = 200
+#: The message of every task.
+MESSAGE = b"x" * 300
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """One run of the benchmarks."""
+
+    emulators: Emulators
+    rounds: int
+    quick: bool
+
+    @functools.cached_property
+    def instance(self) -> Instance:
+        """Return the Spanner instance, without a proxy."""
+        return spanner.instance(self.emulators.spanner_host)
+
+    @functools.cached_property
+    def pubsub(self) -> PubSub:
+        """Return the admin side of Pub/Sub, without a proxy."""
+        return PubSub.on(self.emulators.pubsub_host)
+
+    def choose(self, full: int, quick: int) -> int:
+        """Return a size: the full one, or that of a quick run."""
+        return quick if self.quick else full
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Table:
+    """A fresh database with a topic of its own; whoever measures connects with one task, then asks for the others."""
+
+    database: Database
+    topic: str
+
+    @property
+    def id(self) -> str:
+        """Return the database's id."""
+        return str(self.database.database_id)
+
+    def fill(self, count: int = ROWS) -> list[str]:
+        """Register tasks and return their ids."""
+        return register(self.database, self.topic, count, MESSAGE)
+
+
+@contextlib.contextmanager
+def fresh_table(bench: Bench) -> Iterator[Table]:
+    """Make a table for the time of the block."""
+    with spanner.outbox_database(bench.instance) as database:
+        yield Table(database, bench.pubsub.new_topic())
+
+
+@contextlib.contextmanager
+def connecting_to(hosts: Emulators) -> Iterator[None]:
+    """Have the Google clients that are made in the block use `hosts`."""
+    with mock.patch.dict(os.environ, hosts.environment()):
+        yield
+
+
+@dataclasses.dataclass(slots=True)
+class Stopwatch:
+    """How long a block took, on the clock and in CPU of this process."""
+
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+
+@contextlib.contextmanager
+def stopwatch() -> Iterator[Stopwatch]:
+    """Measure the block."""
+    watch = Stopwatch()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    yield watch
+    watch.seconds, watch.cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Speed:
+    """What one way of publishing did in one round."""
+
+    tasks: int
+    watch: Stopwatch
+    #: Messages that went to Pub/Sub; more than the tasks where aborted transactions ran again.
+    published: int | None = None
+
+    def samples(self, row: str) -> Iterator[tuple[str, str, float]]:
+        """Yield the figures of a table."""
+        yield row, "tasks/s", self.tasks / self.watch.seconds
+        yield row, "client CPU us/task", self.watch.cpu_seconds / self.tasks * 1e6
+        if self.published is not None:
+            yield row, "published/task", self.published / self.tasks

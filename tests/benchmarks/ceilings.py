@@ -1,0 +1,94 @@
+"""The ceilings: each half of a relay's work without the other. No relay can be faster than the slower of them."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
+from google.pubsub_v1.types import PublishRequest, PublishResponse
+
+import outbox
+from outbox.emulators import Emulators
+from outbox.message import RawPublishRequest, RawPubsubMessage
+from publishworker import sql
+from publishworker.connection import LimitedDatabase, open_database, open_pubsub
+from publishworker.store import SpannerStore
+from publishworker.task import Outcome, Row, Sent
+from tests.benchmarks.bench import MESSAGE, ROWS, Bench, Speed, connecting_to, fresh_table, stopwatch
+from tests.support.spanner import INSTANCE, PROJECT
+
+#: Messages in a request, rows in a transaction: the worker's default.
+GROUP_SIZE = 100
+#: Requests in flight: the worker's default.
+IN_FLIGHT = 4
+
+READ_COLUMNS = ("Id", "Topic", "Data", "OrderingKey", "CreatedAt", "AvailableAt", "SentAt")
+
+
+def publish_only(bench: Bench, hosts: Emulators) -> Speed:
+    """Ceiling P: raw protobuf on the worker's channel, 100 messages a request, 4 requests in flight."""
+    with connecting_to(hosts):
+        transport = open_pubsub()
+    publish = transport.grpc_channel.unary_unary(
+        "/google.pubsub.v1.Publisher/Publish",
+        request_serializer=PublishRequest.pb().SerializeToString,
+        response_deserializer=PublishResponse.pb().FromString,
+    )
+    topic = bench.pubsub.new_topic()
+    request = RawPublishRequest(topic=topic)
+    for number in range(GROUP_SIZE):
+        attributes = {outbox.TASK_ID_ATTRIBUTE: f"00000000-0000-4000-8000-{number:012}"}
+        request.messages.append(RawPubsubMessage(data=MESSAGE, attributes=attributes))
+    publish(request, timeout=5)
+    requests = bench.choose(50, 10)
+    flights: deque[Any] = deque()
+    with stopwatch() as watch:
+        for _ in range(requests):
+            if len(flights) == IN_FLIGHT:
+                flights.popleft().result()
+            flights.append(publish.future(request, timeout=5))
+        for flight in flights:
+            flight.result()
+    transport.close()
+    return Speed(requests * GROUP_SIZE, watch)
+
+
+def mark_only(bench: Bench, hosts: Emulators) -> Speed:
+    """Ceiling M: lock and mark as the relay does, and publish nothing."""
+
+    def sent(rows: Sequence[Row], _now: datetime) -> Mapping[str, Outcome]:
+        return {row.id: Sent("") for row in rows}
+
+    def claim(database: LimitedDatabase, ids: Sequence[str]) -> None:
+        SpannerStore(database, 10).claim(ids, sent)
+
+    return _claim_all(bench, hosts, claim)
+
+
+def read_and_mark_only(bench: Bench, hosts: Emulators) -> Speed:
+    """Read by key without the exclusive lock, and mark: what M would be if the emulator did not scan for SQL."""
+
+    def claim(database: Any, ids: Sequence[str]) -> None:
+        def work(transaction: Any) -> None:
+            keys = KeySet(keys=[[id] for id in ids])
+            found = [row[0] for row in transaction.read("AsynchronousTasks", READ_COLUMNS, keys)]
+            transaction.update(
+                "AsynchronousTasks", sql.MARK_COLUMNS, [(id, COMMIT_TIMESTAMP, None, None, None, 0) for id in found]
+            )
+
+        database.run_in_transaction(work)
+
+    return _claim_all(bench, hosts, claim)
+
+
+def _claim_all(bench: Bench, hosts: Emulators, claim: Any) -> Speed:
+    with fresh_table(bench) as table:
+        with connecting_to(hosts):
+            database = open_database(PROJECT, INSTANCE, table.id)
+        claim(database, table.fill(1))
+        ids = table.fill(ROWS)
+        with stopwatch() as watch:
+            for begin in range(0, ROWS, GROUP_SIZE):
+                claim(database, ids[begin : begin + GROUP_SIZE])
+        return Speed(ROWS, watch)

@@ -1,0 +1,144 @@
+"""From results to a table on stdout, the page docs/benchmarks.md and its plots."""
+
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from tests.benchmarks.results import ROOT, Bar, Figure, Section
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+HEAD = """\
+# Benchmarks
+
+Written by `make bench`, from [results.json](benchmarks/results.json); do not edit. `make bench` runs all of it; one
+section runs by `python -m tests.benchmarks --only NAME`, and a look at everything takes a minute with `--quick`.
+
+All of it ran on emulators that share the machine with what is measured. Absolute times and tasks per second are the
+emulators' and say nothing about the services. What transfers: ratios between ways that were measured in turns in the
+same run, requests, rows, bytes and client CPU per task. Each section says which of these it has. Figures are medians
+over the rounds, with the smallest and the largest in brackets.
+"""
+
+
+def write(sections: dict[str, Section], page: Path = PAGE) -> None:
+    """Write the page and its plots."""
+    parts = [HEAD, summary(sections)]
+    for name, section in sections.items():
+        image = draw(name, section, page.with_suffix("") / f"{name}.png") if section.plot else None
+        parts.append(_text(section, image))
+    page.write_text("\n".join(parts), encoding="utf-8")
+
+
+def summary(sections: dict[str, Section]) -> str:
+    """Return the bars of all sections as one table."""
+    rows = [
+        [f"[{section.title}](#{section.title.lower().replace(' ', '-')})", *_bar(bar)]
+        for section in sections.values()
+        for bar in section.bars
+    ]
+    return markdown(["section", "what", "measured", "bar", ""], rows)
+
+
+def text(section: Section) -> str:
+    """Return a section for the terminal: its table and its bars."""
+    header, rows = grid(section.figures)
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for row in [header, *rows]:
+        first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join([first.strip().ljust(widths[0]), *others]))
+    lines += [f"{what}: {measured}, bar {bar}, {reached}" for what, measured, bar, reached in map(_bar, section.bars)]
+    return "\n".join([f"{section.title}", *(f"  {line}" for line in lines), ""])
+
+
+def grid(figures: list[Figure]) -> tuple[list[str], list[list[str]]]:
+    """Arrange figures by row and column."""
+    columns = list(dict.fromkeys(figure.column for figure in figures))
+    rows = list(dict.fromkeys(figure.row for figure in figures))
+    cells = {(figure.row, figure.column): _cell(figure) for figure in figures}
+    return ["", *columns], [[row, *(cells.get((row, column), "") for column in columns)] for row in rows]
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """Return a table."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def draw(name: str, section: Section, file: Path) -> Path:
+    """Draw the columns that the section names, one beside the other, and return the file."""
+    assert section.plot is not None
+    columns = section.plot.columns
+    rows = list(dict.fromkeys(figure.row for figure in section.figures if figure.column in columns))
+    size = (4.2 * len(columns) + 2.4, 0.36 * len(rows) + 1.1)
+    figure, axes = plt.subplots(1, len(columns), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for axis, column in zip(axes[0], columns, strict=True):
+        _bars(axis, [each for each in section.figures if each.column == column], log=section.plot.log)
+        axis.set_xlabel(column)
+    figure.suptitle(section.title, fontsize="medium")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=110, metadata={"Software": None, "Title": name})
+    plt.close(figure)
+    return file
+
+
+def _bars(axis: Axes, figures: list[Figure], *, log: bool) -> None:
+    rows = [figure.row for figure in figures]
+    medians = [figure.median for figure in figures]
+    spread = [
+        [figure.median - min(figure.values) for figure in figures],
+        [max(figure.values) - figure.median for figure in figures],
+    ]
+    colors = ["tab:orange" if row.startswith("relay") else "tab:blue" for row in rows]
+    axis.barh(rows, medians, xerr=spread, color=colors, ecolor="0.3", height=0.65)
+    axis.invert_yaxis()
+    axis.grid(axis="x", color="0.85")
+    axis.set_axisbelow(True)
+    for place, figure in enumerate(figures):
+        axis.annotate(f" {number(figure.median)}", (max(figure.values), place), va="center", fontsize="small")
+    if log:
+        axis.set_xscale("log")
+        axis.set_xlim(min(medians) / 3, max(max(figure.values) for figure in figures) * 4)
+    else:
+        axis.set_xlim(0, max(max(figure.values) for figure in figures) * 1.2)
+
+
+def _text(section: Section, image: Path | None) -> str:
+    header, rows = grid(section.figures)
+    parts = [f"## {section.title}", markdown(header, rows).rstrip()]
+    if section.bars:
+        parts.append(markdown(["bar", "measured", "must be", ""], [list(_bar(bar)) for bar in section.bars]).rstrip())
+    if image is not None:
+        parts.append(f"![{section.title}](benchmarks/{image.name})")
+    parts.append(section.conditions)
+    parts.append(f"Transfers: {section.transfers}")
+    ran = section.ran
+    parts.append(f"Ran {ran['date']}, {ran['seconds']} s, by `{ran['command']}`, {ran['rounds']} rounds.")
+    parts.append(
+        f"Commit {ran['commit']}; {ran['machine']}, load before {ran['load before']}; {ran['versions']}; "
+        f"{ran['emulators']}."
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(figure: Figure) -> str:
+    if len(figure.values) == 1:
+        return number(figure.median)
+    return f"{number(figure.median)} ({number(min(figure.values))}-{number(max(figure.values))})"
+
+
+def _bar(bar: Bar) -> tuple[str, str, str, str]:
+    limit = f"{'>=' if bar.at_least else '<='} {number(bar.limit)}"
+    return bar.what, number(bar.value), limit, "reached" if bar.reached else "**not reached**"
+
+
+def number(value: float) -> str:
+    """Return three digits, or all that are before the point."""
+    if abs(value) >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

@@ -1,0 +1,47 @@
+"""The relay, with the worker as it is assembled, driven turn by turn."""
+
+import time
+from typing import Any
+
+from outbox.emulators import Emulators
+from publishworker.commands import Worker
+from publishworker.settings import WorkerSettings
+from tests.benchmarks.bench import ROWS, Bench, Speed, connecting_to, fresh_table, stopwatch
+from tests.support.spanner import INSTANCE, PROJECT
+
+#: Seconds for one measurement; nothing here takes a tenth of it.
+LIMIT = 120.0
+
+
+def open_worker(hosts: Emulators, database_id: str, **settings: str) -> Worker:
+    """Return a worker with its default settings but for those given."""
+    fixed = {"project": PROJECT, "instance": INSTANCE, "database": database_id, "log_level": "error"}
+    with connecting_to(hosts):
+        return Worker(WorkerSettings.read({**fixed, **settings}, {}))
+
+
+def drive(worker: Any, tasks: int) -> int:
+    """Turn until so many tasks are published and nothing is in flight; return the turns it took."""
+    end = time.monotonic() + LIMIT
+    published = turns = 0
+    while published < tasks:
+        published += worker.relay.turn().published
+        turns += 1
+        if time.monotonic() > end:
+            raise TimeoutError(f"{published} of {tasks} tasks after {LIMIT:g} s")
+    finish = getattr(worker.relay, "finish", None)
+    if finish is not None:
+        finish()
+    return turns
+
+
+def relay(bench: Bench, hosts: Emulators, **settings: str) -> Speed:
+    """Relay a fresh table, after one task for the connections and the topic."""
+    with fresh_table(bench) as table:
+        worker = open_worker(hosts, table.id, **settings)
+        table.fill(1)
+        drive(worker, 1)
+        table.fill(ROWS)
+        with stopwatch() as watch:
+            drive(worker, ROWS)
+        return Speed(ROWS, watch)

@@ -1,0 +1,129 @@
+"""Figures as data: what a section measured, when and how it ran. Kept as JSON, so that sections may run apart."""
+
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "docs" / "benchmarks" / "results.json"
+
+#: What the figures depend on beside the machine.
+PACKAGES = ("google-cloud-spanner", "google-cloud-pubsub", "grpcio", "protobuf")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Figure:
+    """One cell of a table: the values of all rounds."""
+
+    row: str
+    column: str
+    values: list[float]
+
+    @property
+    def median(self) -> float:
+        """Return the median."""
+        return statistics.median(self.values)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bar:
+    """What a figure must reach, `at_least` or at most."""
+
+    what: str
+    value: float
+    limit: float
+    at_least: bool
+
+    @property
+    def reached(self) -> bool:
+        """Tell whether it is."""
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plot:
+    """Which columns to draw, and whether on a logarithmic scale."""
+
+    columns: list[str]
+    log: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Section:
+    """What one section gives: figures, bars, the conditions as a list in Markdown, and what of it transfers."""
+
+    title: str
+    figures: list[Figure]
+    bars: list[Bar]
+    conditions: str
+    transfers: str
+    plot: Plot | None = None
+    ran: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def value(self, row: str, column: str) -> float:
+        """Return a median."""
+        return next(figure.median for figure in self.figures if (figure.row, figure.column) == (row, column))
+
+
+def figures(samples: Iterable[tuple[str, str, float]]) -> list[Figure]:
+    """Collect values by row and column, in the order of their first appearance."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for row, column, value in samples:
+        found.setdefault((row, column), []).append(value)
+    return [Figure(row, column, values) for (row, column), values in found.items()]
+
+
+def load(file: Path = FILE) -> dict[str, Section]:
+    """Return the sections that were kept, by name."""
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return {name: _section(data) for name, data in kept.items()}
+
+
+def save(sections: dict[str, Section], file: Path = FILE) -> None:
+    """Keep the sections."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    data = {name: dataclasses.asdict(section) for name, section in sections.items()}
+    for section in data.values():
+        for figure in section["figures"]:
+            figure["values"] = [float(f"{value:.5g}") for value in figure["values"]]
+    file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def _section(data: dict[str, Any]) -> Section:
+    plot = Plot(**data["plot"]) if data["plot"] else None
+    made = {"figures": [Figure(**each) for each in data["figures"]], "bars": [Bar(**each) for each in data["bars"]]}
+    return Section(**{**data, **made, "plot": plot})
+
+
+def circumstances() -> dict[str, str]:
+    """Return where this run takes place: the machine, the versions, the commit."""
+    versions = [f"{package} {version(package)}" for package in PACKAGES]
+    return {
+        "machine": f"{os.cpu_count()} cores ({_processor()}), {platform.system()} {platform.release().split('-')[0]}",
+        "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
+        "commit": _commit(),
+        "load before": f"{os.getloadavg()[0]:.1f}",
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, check=False, capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "publishworker", "outbox")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + (" and changes" if changed else "")
