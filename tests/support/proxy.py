@@ -1,8 +1,17 @@
-"""A TCP proxy on the loopback interface whose network can fail: for tests of what an outage does."""
+"""A TCP proxy on the loopback interface whose network can fail or be far: for tests of what an outage does.
+
+In a process of its own, so that it costs the one that is measured nothing:
+
+    python -m tests.support.proxy HOST:PORT=SECONDS ...    prints one address each, and forwards until it is killed
+"""
 
 import contextlib
+import queue
+import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
@@ -87,7 +96,7 @@ class Proxy:
             self._state.notify_all()
 
     def delay(self, seconds: float) -> None:
-        """Keep each chunk of bytes, in both directions, for `seconds` from now on."""
+        """Deliver each chunk of bytes, in both directions, `seconds` after it came; chunks do not wait for others."""
         self._delay = seconds
 
     @property
@@ -130,12 +139,28 @@ class Proxy:
             self._links.add(link)
             self._accepted += 1
         for source, target, direction in ((link.client, link.server, "request"), (link.server, link.client, "answer")):
-            threading.Thread(target=self._pump, args=(link, source, target, direction), daemon=True).start()
+            way: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+            threading.Thread(target=self._read, args=(source, way), daemon=True).start()
+            threading.Thread(target=self._write, args=(link, way, target, direction), daemon=True).start()
 
-    def _pump(self, link: "_Link", source: socket.socket, target: socket.socket, direction: str) -> None:
+    def _read(self, source: socket.socket, way: "queue.SimpleQueue[tuple[float, bytes]]") -> None:
+        data = b"more"
+        while data:
+            try:
+                data = source.recv(CHUNK)
+            except OSError:
+                data = b""
+            way.put((time.monotonic() + self._delay, data))
+
+    def _write(
+        self, link: "_Link", way: "queue.SimpleQueue[tuple[float, bytes]]", target: socket.socket, direction: str
+    ) -> None:
         with contextlib.suppress(OSError):
-            while data := source.recv(CHUNK):
-                link.closed.wait(self._delay)
+            while True:
+                due, data = way.get()
+                link.closed.wait(max(0.0, due - time.monotonic()))
+                if not data:  # the source is closed, and all that it sent before is through
+                    break
                 with self._state:
                     self._state.wait_for(lambda: direction not in self._held or link.closed.is_set())
                 target.sendall(data)
@@ -151,6 +176,9 @@ class _Link:
         self.client = client
         self.server = server
         self.closed = threading.Event()
+        for end in (client, server):
+            with contextlib.suppress(OSError):  # it has just been closed
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # no delay but ours
 
     def close(self) -> None:
         self.closed.set()
@@ -179,3 +207,18 @@ def silent_port() -> Iterator[str]:
     """Reserve a port on which nothing listens, for the time of the block; yield `127.0.0.1:PORT`."""
     with _bound(0) as reservation:
         yield f"{LOOPBACK}:{reservation.getsockname()[1]}"
+
+
+def main() -> None:
+    """Delay what the arguments say, until killed."""
+    with contextlib.ExitStack() as stack:
+        for argument in sys.argv[1:]:
+            target, _, seconds = argument.partition("=")
+            proxy = stack.enter_context(Proxy(target))
+            proxy.delay(float(seconds))
+            print(proxy.address, flush=True)
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

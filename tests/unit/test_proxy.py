@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.processes import started
 from tests.support.proxy import Proxy
 from tests.support.waiting import eventually
 
@@ -129,6 +130,41 @@ def test_a_delay_holds_in_both_directions(proxy: Proxy, client: socket.socket) -
     assert time.monotonic() - began >= 0.1
     proxy.delay(0)
     assert _ask(client, b"b") == b"b"
+
+
+def test_chunks_in_flight_are_delayed_once(proxy: Proxy, client: socket.socket) -> None:
+    """A delay is a distance: what is sent while other chunks are on their way does not wait for them."""
+    proxy.delay(0.2)
+    began = time.monotonic()
+    sent = b""
+    for number in range(20):
+        sent += bytes([number])
+        client.sendall(sent[-1:])
+        time.sleep(0.005)  # so that each is a chunk of its own
+    received = b""
+    while len(received) < len(sent):
+        received += client.recv(100)
+    assert received == sent
+    assert 0.4 <= time.monotonic() - began < 20 * 0.2
+
+
+def test_what_was_sent_before_the_end_arrives(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
+    """A delayed end of a connection does not overtake its bytes."""
+    proxy.delay(0.05)
+    client.sendall(b"last")
+    client.shutdown(socket.SHUT_WR)
+    eventually(lambda: echo.received == b"last")
+
+
+def test_a_process_of_its_own_delays(echo: Echo) -> None:
+    """A benchmark's proxy takes nothing from the process that is measured."""
+    with started("tests.support.proxy", f"{echo.address}=0.05") as process:
+        process.wait_for_text("\n")
+        host, _, port = process.stdout.strip().rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=5) as client:
+            began = time.monotonic()
+            assert _ask(client, b"a") == b"a"
+            assert time.monotonic() - began >= 0.1
 
 
 def test_a_target_that_is_gone_cuts_the_client(proxy: Proxy, echo: Echo) -> None:
