@@ -53,7 +53,7 @@ def measure(bench: Bench, hosts: Emulators, ways: dict[str, Way], title: str) ->
     return samples
 
 
-def ratios(section: Section, least_over_a: float, least_of_ceiling: float | None) -> list[Bar]:
+def ratios(section: Section, least_over_a: float, least_of_ceiling: float | None = None) -> list[Bar]:
     """Return the bars of a table of ways."""
 
     def speed(row: str) -> float:

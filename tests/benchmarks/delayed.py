@@ -1,0 +1,72 @@
+"""The same ways behind a network: where a service is milliseconds away, a round trip a task is what costs."""
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from outbox.emulators import Emulators
+from tests.benchmarks import relaying, throughput
+from tests.benchmarks.bench import ROWS, Bench, Speed, fresh_table, stopwatch
+from tests.benchmarks.results import Plot, Section, figures
+from tests.benchmarks.silent import started
+from tests.support.waiting import eventually
+
+#: Seconds each way.
+SPANNER, PUBSUB = 0.004, 0.010
+#: Relays at once, each with a database: an emulator's database runs one transaction at a time.
+RELAYS = 4
+
+RELAYS_AT_ONCE = f"relay, {RELAYS} of them, a table each"
+
+CONDITIONS = f"""\
+- As under [throughput](#throughput), but each service is behind a proxy, in a process of its own, that delivers every
+  byte {SPANNER * 1000:g} ms (Spanner) and {PUBSUB * 1000:g} ms (Pub/Sub) after it was sent: round trips of
+  {SPANNER * 2000:g} and {PUBSUB * 2000:g} ms.
+- A database of the emulator runs one read-write transaction at a time, so one relay waits for its own groups there.
+  {RELAYS} relays with a table each, in threads of one process, show what groups in flight at once are worth."""
+
+
+def run(bench: Bench) -> Section:
+    """Measure behind two proxies."""
+    with far_away(bench.emulators) as hosts:
+        samples = throughput.measure(bench, hosts, {**throughput.WAYS, RELAYS_AT_ONCE: at_once}, "delayed")
+    section = Section(
+        "Throughput with network delay",
+        figures(samples),
+        [],
+        CONDITIONS,
+        "The ratios between ways; the delays are real, the services' own times are the emulators'.",
+        Plot(["tasks/s"], log=True),
+    )
+    section.bars.extend(throughput.ratios(section, 60))
+    return section
+
+
+@contextlib.contextmanager
+def far_away(emulators: Emulators) -> Iterator[Emulators]:
+    """Yield the emulators behind proxies."""
+    targets = (f"{emulators.spanner_host}={SPANNER}", f"{emulators.pubsub_host}={PUBSUB}")
+    with started("tests.support.proxy", *targets) as process:
+        spanner_host, pubsub_host = eventually(lambda: _lines(process.stdout, len(targets)), message="addresses")
+        yield Emulators(spanner_host, pubsub_host)
+
+
+def _lines(text: str, count: int) -> list[str]:
+    lines = text.split("\n")
+    return lines[:count] if len(lines) > count else []
+
+
+def at_once(bench: Bench, hosts: Emulators) -> Speed:
+    """Relay several tables at once."""
+    with contextlib.ExitStack() as stack:
+        tables = [stack.enter_context(fresh_table(bench)) for _ in range(RELAYS)]
+        workers = [relaying.open_worker(hosts, table.id) for table in tables]
+        for worker, table in zip(workers, tables, strict=True):
+            table.fill(1)
+            relaying.drive(worker, 1)
+            table.fill(ROWS)
+        pool = stack.enter_context(ThreadPoolExecutor(RELAYS))
+        with stopwatch() as watch:
+            for done in [pool.submit(relaying.drive, worker, ROWS) for worker in workers]:
+                done.result()
+        return Speed(ROWS * RELAYS, watch)
