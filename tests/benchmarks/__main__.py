@@ -10,13 +10,14 @@ from datetime import UTC, datetime
 from types import ModuleType
 
 from outbox import emulators
-from tests.benchmarks import delayed, group_sizes, page, results, throughput
+from tests.benchmarks import costs, delayed, group_sizes, page, results, throughput
 from tests.benchmarks.bench import Bench
 
 SECTIONS: dict[str, ModuleType] = {
     "throughput": throughput,
     "delayed": delayed,
     "group-sizes": group_sizes,
+    "costs": costs,
 }
 
 
