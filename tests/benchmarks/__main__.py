@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from types import ModuleType
 
 from outbox import emulators
-from tests.benchmarks import costs, delayed, group_sizes, page, results, throughput
+from tests.benchmarks import costs, delayed, group_sizes, idle, latency, page, results, throughput
 from tests.benchmarks.bench import Bench
 
 SECTIONS: dict[str, ModuleType] = {
@@ -18,6 +18,8 @@ SECTIONS: dict[str, ModuleType] = {
     "delayed": delayed,
     "group-sizes": group_sizes,
     "costs": costs,
+    "latency": latency,
+    "idle": idle,
 }
 
 

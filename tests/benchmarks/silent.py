@@ -5,21 +5,25 @@ import io
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-from tests.support import processes
+from google.cloud.spanner_v1.database import Database
+
+from outbox.emulators import Emulators
+from tests.support import processes, relays
 
 
-@contextlib.contextmanager
-def started(module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[processes.Process]:
-    """Start `python -m module arguments`, as `tests.support.processes` does, and drop its report."""
-    running = processes.started(module, *arguments, environment=environment)
-    process = running.__enter__()
-    try:
-        yield process
-    finally:
-        with contextlib.redirect_stdout(io.StringIO()):
-            running.__exit__(*sys.exc_info())
+def started(
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> AbstractContextManager[processes.Process]:
+    """Start `python -m module arguments`, as `tests.support.processes` does."""
+    return _silent(processes.started(module, *arguments, environment=environment))
+
+
+def worker(emulators: Emulators, database: Database) -> AbstractContextManager[processes.Process]:
+    """Start `publishworker run` with default settings, as `tests.support.relays` does."""
+    return _silent(relays.worker(emulators, database))
 
 
 def answer(module: str, *arguments: str, environment: Mapping[str, str], seconds: float) -> Any:
@@ -28,3 +32,13 @@ def answer(module: str, *arguments: str, environment: Mapping[str, str], seconds
         if process.wait(seconds) != 0:
             raise RuntimeError(f"{module} {' '.join(arguments)}: {process.stderr}")
         return json.loads(process.stdout)
+
+
+@contextlib.contextmanager
+def _silent(running: AbstractContextManager[processes.Process]) -> Iterator[processes.Process]:
+    process = running.__enter__()
+    try:
+        yield process
+    finally:
+        with contextlib.redirect_stdout(io.StringIO()):
+            running.__exit__(*sys.exc_info())

@@ -1,0 +1,111 @@
+"""How long a task takes from its commit to a subscriber, at several offered rates."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+
+from google.cloud import pubsub_v1
+from tqdm import tqdm
+
+import outbox
+from tests.benchmarks.bench import MESSAGE, Bench, Table, connecting_to, fresh_table
+from tests.benchmarks.results import Bar, Plot, Section, figures
+from tests.benchmarks.silent import worker
+from tests.support.waiting import eventually
+
+#: Tasks a second that are offered, and for how many seconds; fewer in a quick run.
+OFFERED = ((1, 45, 3), (10, 45, 3), (100, 20, 2))
+#: Threads that register, so that one slow commit does not hold back the next arrivals.
+REGISTRARS = 8
+#: The pause after ABORTED, which the emulator answers while a relay's transaction is open.
+RETRY_DELAY = 0.005
+
+CONDITIONS = f"""\
+- A `publishworker run` process with default settings, a fresh table for each rate. Arrivals are Poisson's, seeded; each
+  is one commit of its own, by one of {REGISTRARS} threads, so an arrival does not wait for the commit before it.
+- From the moment when the commit call returned, to the call of a streaming pull's callback in the same process, by the
+  same clock.
+- One run of each rate: {", ".join(f"{seconds} s at {rate}/s" for rate, seconds, _ in OFFERED)}.
+- The emulator runs one transaction at a time in a database and aborts the others: registrations and relay take turns,
+  which no real database would have them do. Its polls scan the table, which at 100/s grows to some 2,000 rows."""
+
+
+def run(bench: Bench) -> Section:
+    """Measure each rate once."""
+    samples: list[tuple[str, str, float]] = []
+    for rate, seconds, quick_seconds in tqdm(OFFERED, desc="latency", disable=None):
+        with fresh_table(bench) as table:
+            waits = sorted(latencies(bench, table, rate, bench.choose(seconds, quick_seconds)))
+        row = f"{rate} tasks/s" if rate > 1 else "1 task/s"
+        samples += [(row, f"p{share} ms", percentile(waits, share) * 1000) for share in (50, 95, 99)]
+        samples.append((row, "tasks", len(waits)))
+    section = Section(
+        "Latency",
+        figures(samples),
+        [],
+        CONDITIONS,
+        "That a task waits for the next poll and for little else. The times of polls and commits are the emulators'.",
+        Plot(["p50 ms", "p95 ms", "p99 ms"]),
+    )
+    section.bars.append(Bar("p50 at 10/s, ms", section.value("10 tasks/s", "p50 ms"), 150, at_least=False))
+    section.bars.append(Bar("p95 at 10/s, ms", section.value("10 tasks/s", "p95 ms"), 600, at_least=False))
+    return section
+
+
+def percentile(values: list[float], share: int) -> float:
+    """Return the smallest of the sorted `values` that `share` percent of them do not exceed."""
+    return values[max(0, -(-len(values) * share // 100) - 1)]
+
+
+def latencies(bench: Bench, table: Table, rate: int, seconds: int) -> list[float]:
+    """Return the seconds of each task that arrives within `seconds`."""
+    committed: dict[str, float] = {}
+
+    def register() -> None:
+        with table.database.batch(default_retry_delay=RETRY_DELAY) as batch:
+            id = outbox.register(batch, table.topic, MESSAGE)
+        committed[id] = time.monotonic()
+
+    with worker(bench.emulators, table.database), receiving(bench, table.topic) as received:
+        register()
+        eventually(lambda: received.keys() >= committed.keys(), seconds=30, message="the first task received")
+        committed.clear()
+        with ThreadPoolExecutor(REGISTRARS) as pool:
+            done = [pool.submit(register) for _ in arrivals(rate, seconds)]
+        for each in done:
+            each.result()
+        eventually(lambda: received.keys() >= committed.keys(), seconds=60, message="every task received")
+    return [received[id] - at for id, at in committed.items()]
+
+
+def arrivals(rate: int, seconds: int) -> Iterator[int]:
+    """Yield at the times of a Poisson process, which are the same in every run."""
+    random = Random(rate)
+    begin, at, number = time.monotonic(), random.expovariate(rate), 0
+    while at < seconds:
+        time.sleep(max(0.0, begin + at - time.monotonic()))
+        yield number
+        at, number = at + random.expovariate(rate), number + 1
+
+
+@contextlib.contextmanager
+def receiving(bench: Bench, topic: str) -> Iterator[dict[str, float]]:
+    """Subscribe for the time of the block; yield when each task came first, by its id."""
+    received: dict[str, float] = {}
+
+    def receive(message: pubsub_v1.subscriber.message.Message) -> None:
+        received.setdefault(message.attributes[outbox.TASK_ID_ATTRIBUTE], time.monotonic())
+        message.ack()
+
+    subscription = bench.pubsub.new_subscription(topic)
+    with connecting_to(bench.emulators):
+        client = pubsub_v1.SubscriberClient()
+    streaming = client.subscribe(subscription.name, receive)
+    try:
+        yield received
+    finally:
+        streaming.cancel()
+        streaming.result(timeout=10)
+        client.close()
