@@ -35,6 +35,11 @@ def seconds(low: float, high: float) -> Kind:
     return Kind(lambda text: _between(float(text), low, high), f"seconds from {low:g} to {high:g}")
 
 
+def fraction(low: float, high: float) -> Kind:
+    """Return the kind of shares from `low` to `high`."""
+    return Kind(lambda text: _between(float(text), low, high), f"a number from {low:g} to {high:g}")
+
+
 def one_of(*choices: str) -> Kind:
     """Return the kind of texts that are one of `choices`."""
     return Kind(lambda text: choices[choices.index(text)], " or ".join(choices))

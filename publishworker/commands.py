@@ -3,7 +3,9 @@
 import argparse
 import logging
 import os
+import socket
 import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -14,6 +16,7 @@ from publishworker import cli, datadog, logs
 from publishworker import metrics as m
 from publishworker.check import check
 from publishworker.connection import LimitedDatabase, open_database, open_pubsub
+from publishworker.fleet import Fleet
 from publishworker.heartbeat import Heartbeat
 from publishworker.publisher import PubSubPublisher
 from publishworker.relay import Relay
@@ -27,6 +30,9 @@ from publishworker.worker import Loop
 __all__ = ["check", "drain", "run"]
 
 _log = logging.getLogger("publishworker")
+
+#: Seconds that a free place waits for others before the next poll, so that one poll serves several groups.
+PATIENCE_SECONDS = 0.05
 
 
 def run(options: argparse.Namespace) -> int:
@@ -80,21 +86,27 @@ class Worker:
         database = open_database(settings.project, settings.instance, settings.database)
         self.store = SpannerStore(database, verified_shards(database), one_at_a_time=emulator)
         random = Random()
+        fleet = Fleet(self.store, worker_id(), self.store.shards, shared=settings.assignment == "shared")
         heartbeat = Heartbeat(Path(settings.heartbeat_file))
         self.relay = Relay(
             self.store,
             PubSubPublisher(open_pubsub(), settings.project),
             self._metrics,
+            fleet,
             limits=Limits(settings.group_size, settings.group_bytes, settings.concurrency),
             publish_seconds=settings.publish_timeout,
             look_further_seconds=settings.poll_interval / 2,  # so that each idle poll does, whatever its jitter
             random=random,
+            fair_share=settings.fair_share,
+            stragglers=settings.concurrency // 4,
+            patience=PATIENCE_SECONDS,
             beat=heartbeat,
         )
         self._loop = Loop(
             self.relay,
             self.store,
             self._metrics,
+            fleet,
             poll_interval=settings.poll_interval,
             beat=heartbeat,
             random=random,
@@ -124,6 +136,11 @@ class Worker:
             return late
         finally:
             self._metrics.stop()
+
+
+def worker_id() -> str:
+    """Return an id that no other process has, now or later: the host's name for people, and a random part."""
+    return f"{socket.gethostname()[:46]}-{uuid.uuid4().hex[:12]}"
 
 
 def verified_shards(database: LimitedDatabase) -> int:

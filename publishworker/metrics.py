@@ -44,6 +44,13 @@ UNCOMMITTED = Metric(
 FAILED = Metric(
     "outbox.failed_task_count", "count", ("topic", "reason"), "Attempts to publish a task that failed, by reason."
 )
+ABORTED = Metric(
+    "outbox.aborted_transaction_count",
+    "count",
+    ("topic",),
+    "Transactions of groups that Spanner aborted after their rows were locked; each was run again.",
+)
+SHARDS = Metric("outbox.owned_shard_count", "gauge", (), "Shards that this worker polls.")
 OLDEST_AGE = Metric(
     "outbox.oldest_task_age",
     "gauge, seconds",
@@ -55,7 +62,7 @@ DRAIN_TIMEOUT = Metric(
     "outbox.drain_timeout_count", "count", (), "Stops that ended with tasks in flight, after --drain-timeout."
 )
 
-METRICS = (REGISTERED, PUBLISHED, ALREADY_PUBLISHED, UNCOMMITTED, FAILED, OLDEST_AGE, DRAIN_TIMEOUT)
+METRICS = (REGISTERED, PUBLISHED, ALREADY_PUBLISHED, UNCOMMITTED, FAILED, ABORTED, SHARDS, OLDEST_AGE, DRAIN_TIMEOUT)
 
 
 class Client(Protocol):

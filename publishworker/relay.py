@@ -10,18 +10,21 @@ from random import Random
 from publishworker import metrics as m
 from publishworker.complaints import Complaints
 from publishworker.doubts import Doubts
+from publishworker.fairness import FairShare
+from publishworker.fleet import Fleet
+from publishworker.flights import Flights
 from publishworker.metrics import Metrics
 from publishworker.publisher import Publisher
 from publishworker.sampling import Limits, sample
 from publishworker.store import Decide, Store, StoreError
-from publishworker.task import Group, GroupResult, Outcome, Poll, Row, Sent, Taken, Turn
-from publishworker.threads import in_threads
+from publishworker.task import Candidate, Group, GroupResult, Look, Outcome, Poll, Row, Sent, Taken, Turn
+from publishworker.topics import Topics
 from publishworker.window import Window
 
 _log = logging.getLogger("publishworker")
 
-#: Seconds after which a topic without unsent tasks is no longer asked for; a probe finds it again.
-FORGET_TOPIC_SECONDS = 600.0
+#: Seconds a turn waits for groups in flight before it ends without them, so that the loop can do what else is due.
+LONGEST_TURN_WAIT = 0.25
 
 
 class Relay:
@@ -32,69 +35,135 @@ class Relay:
         store: Store,
         publisher: Publisher,
         metrics: Metrics,
+        fleet: Fleet,
         *,
         limits: Limits,
         publish_seconds: float,
         look_further_seconds: float,
         random: Random,
+        fair_share: float = 0.0,
+        stragglers: int = 0,
+        patience: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take groups within `limits`; read due tasks, new topics and pauses every `look_further_seconds`.
+        """Take groups within `limits`; read news and due tasks every `look_further_seconds`.
 
-        `beat` is called before everything that may take long: a turn can be slow and healthy.
+        A turn ends when no more than `stragglers` of its groups are still in flight, or `patience` seconds after one
+        has ended; a later turn reports them. `beat` is called before everything that may take long: a turn can be slow
+        and healthy.
         """
         self._store = store
         self._publisher = publisher
         self._metrics = metrics
+        self._fleet = fleet
         self._limits = limits
         self._publish_seconds = publish_seconds
         self._look_further_seconds = look_further_seconds
         self._random = random
+        self._stragglers = stragglers
+        self._patience = patience
         self._clock = clock
         self._beat = beat
-        self._window = Window(target=limits.groups * limits.group_size, shards=len(store.shards))
-        self._topics: dict[str, float] = {}  # when each was last seen with an unsent task
-        self._paused: frozenset[str] = frozenset()
+        self._window = Window(target=limits.groups * limits.group_size, shards=len(fleet.shards))
+        self._fair = FairShare(fair_share)
+        self._topics = Topics(clock)
+        self._due = False  # whether due tasks wait: then every poll reads them
+        self._behind = False  # whether the last poll left tasks behind
+        self._discovered = False
         self._looked_further_at = float("-inf")
         self._doubts = Doubts(clock)
         self._complaints = Complaints(clock)
+        self._flights = Flights(self._relay, clock)
 
     def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
         """Do one turn and return its numbers; once `stopping` says so, take nothing more.
 
         Raises StoreError if the poll got no answer, or if tasks that were published before cannot be marked: nothing
-        was published then.
+        is published then but what is in flight.
         """
         self._beat()
         poll = self._poll()
         self._beat()
         doubtful = self._mark_doubtful()
         self._beat()
-        candidates = [each for each in poll.candidates if each.id not in doubtful and each.topic not in self._paused]
-        groups = [] if stopping() else sample(candidates, self._limits, self._random)
-        results = in_threads(self._relay, groups)
-        return self._record(poll, results)
+        groups = [] if stopping() else self._sample(poll, doubtful)
+        for group in groups:
+            self._flights.start(group)
+        return self._record(poll, self._landed(started=bool(groups)))
+
+    def finish(self) -> Turn:
+        """Wait for everything in flight and return its numbers."""
+        return self._record(Poll(()), self._flights.landed())
 
     def _poll(self) -> Poll:
+        """Look for tasks that are not in flight; there is nothing to look for while no group can start."""
+        self._discovered = False
+        if len(self._flights) >= self._limits.groups:
+            return Poll(())
         now = self._clock()
-        look_further = now - self._looked_further_at >= self._look_further_seconds
-        topics = self._topics.keys() - self._paused
-        poll = self._store.poll(topics, self._topics, self._window.per_range, look_further=look_further)
-        self._window.adapt(Counter((each.topic, each.shard, each.available_at is None) for each in poll.candidates))
-        self._topics |= dict.fromkeys(poll.new_topics | {each.topic for each in poll.candidates}, now)
-        if poll.paused is not None:
-            self._paused = poll.paused
-        if look_further and not poll.new_topics:  # else look again at once: a probe finds one topic in each gap
-            self._looked_further_at = now
-            self._topics = {topic: seen for topic, seen in self._topics.items() if seen > now - FORGET_TOPIC_SECONDS}
-        return poll
+        further = now - self._looked_further_at >= self._look_further_seconds
+        look = Look(
+            shards=tuple(self._fleet.shards),
+            topics=self._topics.open,
+            per_range=self._window.per_range,
+            due=further or self._due,
+            below=self._fair.below,
+            known=self._topics.known if further else None,
+        )
+        in_flight = self._flights.ids()  # also those that end before the poll does: its snapshot may not show it
+        poll = self._store.poll(look)
+        self._learn(look, poll)
+        topics, shards = self._topics.open, frozenset(self._fleet.shards)  # as the poll's news left them
+        candidates = (each for each in poll.candidates if each.topic in topics and each.shard in shards)
+        return Poll(tuple(each for each in candidates if each.id not in in_flight), poll.news)
+
+    def _learn(self, look: Look, poll: Poll) -> None:
+        if look.below is None:
+            self._window.adapt(Counter((each.topic, each.shard, each.available_at is None) for each in poll.candidates))
+        if look.due:
+            self._due = any(each.available_at is not None for each in poll.candidates)
+        self._topics.see({each.topic for each in poll.candidates})
+        if (news := poll.news) is None:
+            return
+        self._topics.see(news.topics)
+        self._topics.paused = news.paused
+        reassigned = self._fleet.learn(news.living, news.gone)
+        self._discovered = reassigned or bool(news.topics)
+        if not self._discovered:  # else look again at once: a probe finds one topic in each gap
+            self._looked_further_at = self._clock()
+            self._topics.forget()
+
+    def _sample(self, poll: Poll, doubtful: frozenset[str]) -> list[Group]:
+        """Cut candidates into as many groups as can start now; one may be a lower priority's share."""
+        candidates = [each for each in poll.candidates if each.id not in doubtful]
+        fair = self._groups(self._fair.choose(candidates), [])[:1]
+        given = {id for group in fair for id in group.ids}
+        groups = fair + self._groups([each for each in candidates if each.id not in given], fair)
+        self._behind = self._window.cut_off or sum(len(group.ids) for group in groups) < len(candidates)
+        priorities = [each.priority for each in candidates if each.available_at is None]
+        self._fair.count(len(groups), len(fair), max(priorities, default=None) if self._behind else None)
+        return groups
+
+    def _groups(self, candidates: Sequence[Candidate], beside: Sequence[Group]) -> list[Group]:
+        flying = self._flights.by_topic() + Counter(group.topic for group in beside)
+        return sample(candidates, self._limits, self._random, flying)
+
+    def _landed(self, *, started: bool) -> list[GroupResult]:
+        """Wait for groups in flight if some were started or none can be, and return the results of those that ended.
+
+        Stragglers are left behind for the sake of tasks that wait: where none do, another poll would find nothing.
+        """
+        if not started and len(self._flights) < self._limits.groups:
+            return self._flights.landed(self._limits.groups)
+        return self._flights.landed(self._stragglers if self._behind else 0, self._patience, LONGEST_TURN_WAIT)
 
     def _relay(self, group: Group) -> GroupResult:
         """Claim a group, publish what is still to be sent, mark it: one transaction, run again if it is aborted."""
         result = GroupResult(group)
 
         def publish(rows: Sequence[Row], now: datetime) -> Mapping[str, Outcome]:
+            result.runs += 1
             result.outcomes = taken(group, rows, now)
             ours = [row for row in rows if row.id not in result.outcomes]
             result.created |= {row.id: row.created_at for row in ours}
@@ -122,7 +191,10 @@ class Relay:
             self._claim(result, published)
             return result
 
-        for result in in_threads(mark, self._doubts.groups(self._limits)):
+        flights = Flights(mark, self._clock)
+        for group in self._doubts.groups(self._limits):
+            flights.start(group)
+        for result in flights.landed():
             if result.error is not None:
                 raise StoreError(f"published tasks could not be marked: {result.error}")
             self._doubts.forget(result.group.ids)
@@ -141,6 +213,7 @@ class Relay:
             published = result.published()
             self._metrics.count(m.PUBLISHED, len(published), topic=topic)
             self._metrics.count(m.ALREADY_PUBLISHED, len(result.taken_by_others()), topic=topic)
+            self._metrics.count(m.ABORTED, max(0, result.runs - 1), topic=topic)
             for reason, count in Counter(failure.reason for failure in result.failed().values()).items():
                 self._metrics.count(m.FAILED, count, topic=topic, reason=reason)
             if result.error is not None:
@@ -153,7 +226,8 @@ class Relay:
             taken=sum(len(result.taken_by_others()) for result in results),
             failed=sum(len(result.failed()) for result in results),
             uncommitted=sum(len(result.published()) for result in results if result.error is not None),
-            new_topics=len(poll.new_topics),
+            in_flight=len(self._flights),
+            discovered=self._discovered,
         )
         if results:
             _log.debug("one turn: %s", turn, extra={"action": "turn"})

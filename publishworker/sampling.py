@@ -1,13 +1,14 @@
 """From candidates to groups: pure, with an injected source of randomness.
 
-Candidates are cut into slices by topic and shard. Slices go by their highest priority; equal ones in a shuffled
-order, so that workers that see the same backlog rarely take the same tasks. A group holds one topic and whole slices
-as far as they fit, so two workers either share a slice or do not meet.
+Candidates are cut into slices by topic, shard and priority. Slices go by their priority; equal ones in a shuffled
+order, so that workers that see the same backlog rarely take the same tasks. A group holds one topic, whole slices as
+far as they fit, and is filled up with the beginning of the next one: a group that is full costs Spanner no more than
+one that is not.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from random import Random
 
 from publishworker.task import Candidate, Group
@@ -15,75 +16,93 @@ from publishworker.task import Candidate, Group
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much goes into one group, and how many groups into one turn."""
+    """How much goes into one group, and how many groups are in flight at once."""
 
     group_size: int
     group_bytes: int
     groups: int
 
 
-def sample(candidates: Sequence[Candidate], limits: Limits, random: Random) -> list[Group]:
-    """Return at most `limits.groups` groups, the most urgent first.
+def sample(
+    candidates: Sequence[Candidate], limits: Limits, random: Random, flying: Mapping[str, int] | None = None
+) -> list[Group]:
+    """Return the groups to start beside those in flight (`flying`: how many of each topic), the most urgent first.
 
-    One topic gets at most half of the groups (rounded up) while another topic waits.
+    One topic has at most half of the groups (rounded up) while another topic waits. While ready tasks and due ones
+    wait, each get half of the places.
     """
-    slices = [piece for slice in _slices(candidates) for piece in _pieces(slice, limits)]
-    random.shuffle(slices)
-    slices.sort(key=lambda piece: -piece[0].priority)  # stable: equal priorities stay shuffled
-    return _share(_pack(slices, limits), limits.groups)
+    ready = [each for each in candidates if each.available_at is None]
+    due = [each for each in candidates if each.available_at is not None]
+    most = -(-limits.group_size // 2) if ready and due else limits.group_size
+    piles = [deque(_urgent_first(_slices(pile), most, random)) for pile in (ready, due)]
+    return _share(_pack(_in_halves(piles, random), limits), limits.groups, Counter(flying or {}))
 
 
 def _slices(candidates: Sequence[Candidate]) -> Iterable[list[Candidate]]:
-    """Cut by topic and shard; inside a slice by priority, then by age (of a due task: how long it has been due)."""
-    slices: dict[tuple[str, int], list[Candidate]] = defaultdict(list)
+    """Cut by topic, shard and priority; inside a slice by age (of a due task: how long it has been due)."""
+    slices: dict[tuple[str, int, int], list[Candidate]] = defaultdict(list)
     for each in candidates:
-        slices[each.topic, each.shard].append(each)
+        slices[each.topic, each.shard, each.priority].append(each)
     for slice in slices.values():
-        slice.sort(key=lambda each: (-each.priority, each.available_at or each.created_at, each.id))
+        slice.sort(key=lambda each: (each.available_at or each.created_at, each.id))
     return slices.values()
 
 
-def _pieces(slice: list[Candidate], limits: Limits) -> Iterator[list[Candidate]]:
-    """Cut a slice that does not fit into one group."""
-    piece: list[Candidate] = []
-    size = 0
-    for each in slice:
-        if piece and (len(piece) == limits.group_size or size + each.bytes > limits.group_bytes):
-            yield piece
-            piece, size = [], 0
-        piece.append(each)
-        size += each.bytes
-    if piece:
+def _urgent_first(slices: Iterable[list[Candidate]], most: int, random: Random) -> list[list[Candidate]]:
+    """Cut slices into pieces of at most `most` tasks and shuffle those of equal priority."""
+    pieces = [slice[start : start + most] for slice in slices for start in range(0, len(slice), most)]
+    random.shuffle(pieces)
+    pieces.sort(key=lambda piece: -piece[0].priority)  # stable: equal priorities stay shuffled
+    return pieces
+
+
+def _in_halves(piles: list[deque[list[Candidate]]], random: Random) -> Iterator[list[Candidate]]:
+    """Merge two piles so that each gives about as many tasks as the other, as long as it has any."""
+    random.shuffle(piles)  # where there is one place only, each gets it half of the time
+    given = [0, 0]
+    while piles[0] or piles[1]:
+        which = 0 if piles[0] and (not piles[1] or given[0] <= given[1]) else 1
+        piece = piles[which].popleft()
+        given[which] += len(piece)
         yield piece
 
 
-def _pack(pieces: Iterable[list[Candidate]], limits: Limits) -> list[list[Candidate]]:
-    """Put pieces of one topic together, in their order, as far as whole ones fit."""
-    packed: list[list[Candidate]] = []
-    open_group: dict[str, list[Candidate]] = {}
-    for piece in pieces:
-        group = open_group.get(piece[0].topic)
-        if group is None or not _fits(group, piece, limits):
-            group = open_group[piece[0].topic] = []
+@dataclass(slots=True)
+class _Packing:
+    """A group that is being filled."""
+
+    topic: str
+    ids: list[str] = field(default_factory=list)
+    bytes: int = 0
+
+    def has_room(self, task: Candidate, limits: Limits) -> bool:
+        return not self.ids or (len(self.ids) < limits.group_size and self.bytes + task.bytes <= limits.group_bytes)
+
+    def add(self, task: Candidate) -> None:
+        self.ids.append(task.id)
+        self.bytes += task.bytes
+
+
+def _pack(pieces: Iterable[list[Candidate]], limits: Limits) -> list[_Packing]:
+    """Fill groups of one topic each, in the order of the pieces."""
+    packed: list[_Packing] = []
+    open_group: dict[str, _Packing] = {}
+    for task in (task for piece in pieces for task in piece):
+        group = open_group.get(task.topic)
+        if group is None or not group.has_room(task, limits):
+            group = open_group[task.topic] = _Packing(task.topic)
             packed.append(group)
-        group.extend(piece)
+        group.add(task)
     return packed
 
 
-def _fits(group: list[Candidate], piece: list[Candidate], limits: Limits) -> bool:
-    size = sum(each.bytes for each in group) + sum(each.bytes for each in piece)
-    return len(group) + len(piece) <= limits.group_size and size <= limits.group_bytes
-
-
-def _share(groups: list[list[Candidate]], most: int) -> list[Group]:
-    """Take the first `most` groups, but no topic more than half of them while another waits."""
+def _share(groups: list[_Packing], most: int, flying: Counter[str]) -> list[Group]:
+    """Take groups into the free places, but for no topic more than half of all places while another waits."""
     half = -(-most // 2)
-    of_topic: Counter[str] = Counter()
-    taken: list[list[Candidate]] = []
-    waiting: list[list[Candidate]] = []
+    taken: list[_Packing] = []
+    waiting: list[_Packing] = []
     for group in groups:
-        topic = group[0].topic
-        of_topic[topic] += 1
-        (waiting if of_topic[topic] > half else taken).append(group)
-    chosen = (taken[:most] + waiting)[:most]
-    return [Group(group[0].topic, tuple(each.id for each in group)) for group in chosen]
+        flying[group.topic] += 1
+        (waiting if flying[group.topic] > half else taken).append(group)
+    free = most - (flying.total() - len(groups))
+    return [Group(each.topic, tuple(each.ids)) for each in (taken + waiting)[: max(0, free)]]

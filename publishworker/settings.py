@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from outbox.settings import DatabaseSettings, matching, one_of, seconds, setting, whole_number
+from outbox.settings import DatabaseSettings, fraction, matching, one_of, seconds, setting, whole_number
 from publishworker.healthcheck import HEARTBEAT_FILE
 
 
@@ -23,6 +23,14 @@ class WorkerSettings(DatabaseSettings):
         "5",
         seconds(0.1, 8),
         "Time to publish a group; Spanner may abort a transaction that is idle for 10 s.",
+    )
+    fair_share: float = setting(
+        "0.1", fraction(0, 0.5), "Share of the groups that lower priorities get while higher ones never end."
+    )
+    assignment: str = setting(
+        "divided",
+        one_of("divided", "shared"),
+        "Which shards a worker polls: its part of them, divided with the other living workers, or all.",
     )
     poll_interval: float = setting("1", seconds(0.05, 30), "Time between polls while there is nothing to do.")
     drain_timeout: float = setting(

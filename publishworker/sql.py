@@ -6,22 +6,32 @@ is read with a limit. A paused topic is not asked for, so its tasks cost nothing
 names are compared without case, and `Shard = shard` would be true for every row.
 """
 
+from functools import cache
+
+#: Seconds after its last heartbeat at which a worker is passed over. With the time in which the others look again, its
+#: shards have new owners within a lease of 15 s.
+SILENT_SECONDS = 13
+#: Seconds after which the row of a silent worker may be deleted.
+GONE_SECONDS = 3600
+
 _INDEX = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}"
 _COLUMNS = "Id, Topic, Shard, Priority, CreatedAt, AvailableAt, OrderingKey, Bytes"
 
-# By priority, then age.
-_READY = f"""
-SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
-  SELECT AS STRUCT {_COLUMNS} FROM {_INDEX}
-  WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt IS NULL
-  ORDER BY Priority DESC, CreatedAt LIMIT @per_range)) AS task"""
 
-# Longest due first.
-_DUE = f"""
+def _range(condition: str, order: str) -> str:
+    return f"""
 SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
   SELECT AS STRUCT {_COLUMNS} FROM {_INDEX}
-  WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt <= CURRENT_TIMESTAMP()
-  ORDER BY AvailableAt LIMIT @per_range)) AS task"""
+  WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND {condition}
+  ORDER BY {order} LIMIT @per_range)) AS task"""
+
+
+# By priority, then age.
+_READY = _range("AvailableAt IS NULL", "Priority DESC, CreatedAt")
+# The same, beginning behind the higher priorities.
+_LOWER = _range("AvailableAt IS NULL AND Priority < @below", "Priority DESC, CreatedAt")
+# Longest due first.
+_DUE = _range("AvailableAt <= CURRENT_TIMESTAMP()", "AvailableAt")
 
 # One unsent row in each gap between the known topics: the n-th gap lies between the n-th of @lows and of @highs.
 _PROBES = f"""
@@ -33,27 +43,44 @@ FROM UNNEST(@shards) AS in_shard, (
   WHERE Shard = in_shard AND SentAt IS NULL AND Topic > low AND Topic < high
   LIMIT 1)) AS found"""
 
-#: Stands in the column of the shard where a row of POLL_ALL names a paused topic.
-PAUSED = -1
-_PAUSED = f"SELECT NULL, Topic, {PAUSED}, 0, NULL, NULL, NULL, 0 FROM AsynchronousTaskTopics WHERE Paused"
+#: A row without an id is no task. What stands in its column Topic is told by its column Shard: a topic that has tasks
+#: (0 and more), a paused topic, a worker that lives, a worker that is long gone.
+PAUSED, LIVING, GONE = -1, -2, -3
+_PAUSES = f"""
+SELECT NULL, Topic, {PAUSED}, 0, NULL, NULL, NULL, 0 FROM AsynchronousTaskTopics WHERE Paused"""
+_WORKERS = f"""
+SELECT NULL, WorkerId, IF(Age < {SILENT_SECONDS}, {LIVING}, {GONE}), 0, NULL, NULL, NULL, 0
+FROM (SELECT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) AS Age FROM AsynchronousTaskWorkers)
+WHERE Age < {SILENT_SECONDS} OR Age > {GONE_SECONDS}"""
 
-#: What the poll reads while there is a backlog.
-POLL_READY = _READY
-#: What it reads once in a poll interval: due tasks, new topics and paused ones as well.
-POLL_ALL = f"{_READY}\nUNION ALL{_DUE}\nUNION ALL{_PROBES}\nUNION ALL\n{_PAUSED}"
+
+@cache
+def poll(*, due: bool, lower: bool, news: bool) -> str:
+    """Return the poll's statement: ready tasks, and what else is asked for."""
+    parts = [(True, _READY), (lower, _LOWER), (due, _DUE), (news, _PROBES), (news, _PAUSES), (news, _WORKERS)]
+    return "\nUNION ALL".join(part for wanted, part in parts if wanted)
+
 
 #: The last of all names that STRING(400) can hold: the upper edge of the last gap.
 LAST_TOPIC = "\U0010ffff" * 400
 
-# The hint makes two workers wait for one another here instead of aborting each other at the commit. A row that was
-# sent meanwhile gives no body. The result must be read to its end before the next statement (the client's rule).
+# The lock hint makes two workers wait for one another here instead of aborting each other at the commit. The others fix
+# the plan, one seek into the table for each id, so that nothing else is ever locked; they spare the emulator scans, too
+# (docs/decisions/0004-what-made-the-relay-fast.md). A row that was sent meanwhile gives no body. The result must be
+# read to its end before the next statement (the client's rule).
 LOCK = """
 @{LOCK_SCANNED_RANGES=exclusive}
-SELECT Id, Topic, IF(SentAt IS NULL, Data, NULL), OrderingKey, CreatedAt, AvailableAt, SentAt, CURRENT_TIMESTAMP()
-FROM AsynchronousTasks WHERE Id IN UNNEST(@ids)"""
+SELECT Id, Topic, IF(SentAt IS NULL, Data, NULL), OrderingKey, CreatedAt, AvailableAt, SentAt,
+  AvailableAt IS NULL AND ExpiresAt IS NULL AND LastError IS NULL AND Attempts = 0, CURRENT_TIMESTAMP()
+FROM UNNEST(@ids) AS wanted
+JOIN@{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN} AsynchronousTasks@{FORCE_INDEX=_BASE_TABLE} ON Id = wanted"""
 
 #: A sent task is clean, so that setting SentAt to NULL is all it takes to send it again.
 MARK_COLUMNS = ("Id", "SentAt", "AvailableAt", "ExpiresAt", "LastError", "Attempts")
+#: What is written of a task that was clean before: fewer cells to lock and to write.
+MARK_CLEAN_COLUMNS = ("Id", "SentAt")
+
+HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt")
 
 # Shard by shard, so that sent rows are not read: SentAt is the second column of the index.
 _UNSENT_ROWS = f"UNNEST(@shards) AS in_shard JOIN {_INDEX} AS task ON task.Shard = in_shard AND task.SentAt IS NULL"

@@ -1,22 +1,21 @@
 """The relay's verbs on Spanner. The only module that talks to it; the statements are in `sql`."""
 
-import base64
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Protocol
 
 from google.api_core.exceptions import Aborted, GoogleAPICallError, RetryError
 from google.auth.exceptions import GoogleAuthError
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, RequestOptions, TransactionOptions, param_types
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, RequestOptions, TransactionOptions, param_types
 
 from outbox.errors import NotReached
-from publishworker import sql
+from publishworker import rows, sql
 from publishworker.connection import STREAM_RETRY, Deadline, LimitedDatabase
-from publishworker.task import Candidate, Outcome, Poll, Row, Sent
+from publishworker.task import Look, Outcome, Poll, Row, Sent
 
 #: Seconds for a poll; a large backlog on the emulator, which scans whole tables, takes several.
 POLL_SECONDS = 30.0
@@ -24,6 +23,8 @@ POLL_SECONDS = 30.0
 AGE_SECONDS = 5.0
 #: Seconds for the lock query: other workers' transactions end within their own limits.
 LOCK_SECONDS = 10.0
+#: Seconds for a heartbeat, over all its aborts.
+HEARTBEAT_SECONDS = 5.0
 #: Seconds in which an aborted transaction is run again.
 ABORTED_SECONDS = 20.0
 #: Seconds to wait after ABORTED where the service names no delay; the client's own default is 2 s and more.
@@ -36,9 +37,8 @@ _POLL_TYPES = {
     "lows": param_types.Array(param_types.STRING),
     "highs": param_types.Array(param_types.STRING),
     "per_range": param_types.INT64,
+    "below": param_types.INT64,
 }
-#: The time under a lock that found no row: there is nothing to compare it with.
-_NO_TIME = datetime.min.replace(tzinfo=UTC)
 _SERVICE_ERRORS = (GoogleAPICallError, RetryError, GoogleAuthError)
 
 #: Called under the lock with the rows found and the database's time; perhaps again after an abort.
@@ -63,14 +63,17 @@ class Store(Protocol):
 
     shards: Sequence[int]
 
-    def poll(self, topics: Iterable[str], known: Iterable[str], per_range: int, *, look_further: bool) -> Poll:
-        """Return unsent ready tasks of `topics`, at most `per_range` of each shard and topic.
-
-        With `look_further` due tasks as well, topics that are not `known`, and which topics are paused. Takes no locks.
-        """
+    def poll(self, look: Look) -> Poll:
+        """Return the unsent tasks that `look` asks for, and its news. Takes no locks."""
 
     def claim(self, ids: Sequence[str], decide: Decide) -> None:
         """Lock the rows, let `decide` act on them, mark what it says was sent, commit; all of it again on an abort."""
+
+    def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
+        """Say that `worker`, which began at `started_at`, lives; delete the rows of the workers in `remove`."""
+
+    def leave(self, worker: str) -> None:
+        """Delete the worker's row."""
 
     def oldest_age(self) -> float:
         """Return for how many seconds the oldest ready or due task of a topic that is not paused has waited, or 0."""
@@ -92,45 +95,50 @@ class SpannerStore:
         self.shards: Sequence[int] = range(shards)
         self._turnstile = threading.Lock() if one_at_a_time else contextlib.nullcontext()
 
-    def poll(self, topics: Iterable[str], known: Iterable[str], per_range: int, *, look_further: bool) -> Poll:
+    def poll(self, look: Look) -> Poll:
         """See Store. A strong single-use read at MEDIUM priority, one request."""
-        parameters = {"shards": list(self.shards), "topics": list(topics), "per_range": per_range}
-        if look_further:
-            edges = ["", *sorted(known), sql.LAST_TOPIC]
+        parameters = {"shards": look.shards, "topics": sorted(look.topics), "per_range": look.per_range}
+        if look.below is not None:
+            parameters["below"] = look.below
+        if look.known is not None:
+            edges = ["", *sorted(look.known), sql.LAST_TOPIC]
             parameters |= {"lows": edges[:-1], "highs": edges[1:]}
-        rows = self._query(
-            sql.POLL_ALL if look_further else sql.POLL_READY,
-            "outbox-poll",
-            RequestOptions.Priority.PRIORITY_MEDIUM,
-            parameters,
-            POLL_SECONDS,
-        )
-        found = [row for row in rows if row[0] is None]  # topics, not tasks: those of the probes, and the paused ones
-        return Poll(
-            candidates=tuple(Candidate(*row) for row in rows if row[0] is not None),
-            new_topics=frozenset(topic for _, topic, shard, *_ in found if shard != sql.PAUSED),
-            paused=frozenset(topic for _, topic, shard, *_ in found if shard == sql.PAUSED) if look_further else None,
-        )
+        statement = sql.poll(due=look.due, lower=look.below is not None, news=look.known is not None)
+        medium = RequestOptions.Priority.PRIORITY_MEDIUM
+        found = self._query(statement, "outbox-poll", medium, parameters, POLL_SECONDS, lazy_decode=True)
+        return Poll(rows.candidates(found), None if look.known is None else rows.news(found))
 
     def claim(self, ids: Sequence[str], decide: Decide) -> None:
         """See Store. Serializable and pessimistic, whatever the client's defaults say: else the hint locks nothing."""
 
         def work(transaction: Any) -> None:
-            outcomes = decide(*_lock(transaction, ids))
-            _mark(transaction, [id for id, outcome in outcomes.items() if isinstance(outcome, Sent)])
+            locked, now = _lock(transaction, ids)
+            outcomes = decide(locked, now)
+            _mark(transaction, [row for row in locked if isinstance(outcomes.get(row.id), Sent)])
 
-        try:
-            with self._turnstile:
-                self._database.run_in_transaction(
-                    work,
-                    timeout_secs=ABORTED_SECONDS,
-                    default_retry_delay=ABORTED_DELAY_SECONDS,
-                    transaction_tag="outbox-relay",
-                    isolation_level=TransactionOptions.IsolationLevel.SERIALIZABLE,
-                    read_lock_mode=TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC,
-                )
-        except (*_SERVICE_ERRORS, StoreError) as error:
-            raise self._failure(error) from error
+        with self._failures(), self._turnstile:
+            self._database.run_in_transaction(
+                work,
+                timeout_secs=ABORTED_SECONDS,
+                default_retry_delay=ABORTED_DELAY_SECONDS,
+                transaction_tag="outbox-relay",
+                isolation_level=TransactionOptions.IsolationLevel.SERIALIZABLE,
+                read_lock_mode=TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC,
+            )
+
+    def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
+        """See Store. One request: a commit without reads."""
+        with self._failures(), self._turnstile, self._batch() as batch:
+            batch.insert_or_update(
+                "AsynchronousTaskWorkers", sql.HEARTBEAT_COLUMNS, [(worker, started_at, COMMIT_TIMESTAMP)]
+            )
+            if remove:
+                batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[id] for id in remove]))
+
+    def leave(self, worker: str) -> None:
+        """See Store."""
+        with self._failures(), self._turnstile, self._batch() as batch:
+            batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[worker]]))
 
     def oldest_age(self) -> float:
         """See Store."""
@@ -141,8 +149,8 @@ class SpannerStore:
     def unsent(self) -> list[Unsent]:
         """See Store."""
         low = RequestOptions.Priority.PRIORITY_LOW
-        rows = self._query(sql.UNSENT, "outbox-unsent", low, {"shards": list(self.shards)}, POLL_SECONDS)
-        return [Unsent(*row) for row in rows]
+        found = self._query(sql.UNSENT, "outbox-unsent", low, {"shards": list(self.shards)}, POLL_SECONDS)
+        return [Unsent(*row) for row in found]
 
     def _query(
         self,
@@ -151,33 +159,45 @@ class SpannerStore:
         priority: RequestOptions.Priority,
         parameters: Mapping[str, Any],
         seconds: float,
+        *,
+        lazy_decode: bool = False,
     ) -> list[Any]:
-        try:
-            with self._database.snapshot() as snapshot:
-                return list(
-                    snapshot.execute_sql(
-                        statement,
-                        params=parameters,
-                        param_types={name: _POLL_TYPES[name] for name in parameters},
-                        request_options={"priority": priority, "request_tag": tag},
-                        retry=STREAM_RETRY,
-                        timeout=Deadline(seconds),
-                    )
+        with self._failures(), self._database.snapshot() as snapshot:
+            return list(
+                snapshot.execute_sql(
+                    statement,
+                    params=parameters,
+                    param_types={name: _POLL_TYPES[name] for name in parameters},
+                    request_options={"priority": priority, "request_tag": tag},
+                    retry=STREAM_RETRY,
+                    timeout=Deadline(seconds),
+                    lazy_decode=lazy_decode,
                 )
-        except _SERVICE_ERRORS as error:
-            raise self._failure(error) from error
+            )
 
-    def _failure(self, error: Exception) -> StoreError:
-        if "Session not found" in str(error):
-            # Deleted by the service, or the database was restored: the client would use it for ever.
-            self._database = self._database.renewed()
-        return error if isinstance(error, StoreError) else StoreError(describe(error))
+    def _batch(self) -> Any:
+        return self._database.batch(
+            RequestOptions(transaction_tag="outbox-heartbeat"),
+            timeout_secs=HEARTBEAT_SECONDS,
+            default_retry_delay=ABORTED_DELAY_SECONDS,
+        )
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Turn what the client raises into StoreError."""
+        try:
+            yield
+        except (*_SERVICE_ERRORS, StoreError) as error:
+            if "Session not found" in str(error):
+                # Deleted by the service, or the database was restored: the client would use it for ever.
+                self._database = self._database.renewed()
+            raise error if isinstance(error, StoreError) else StoreError(describe(error)) from error
 
 
 def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[Row], datetime]:
     """Return the rows under an exclusive lock and the database's time; sorted ids make workers lock in one order."""
     try:
-        rows = list(
+        found = list(
             transaction.execute_sql(
                 sql.LOCK,
                 params={"ids": sorted(ids)},
@@ -185,6 +205,7 @@ def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[Row], datetime]:
                 request_options={"request_tag": "outbox-claim"},
                 retry=STREAM_RETRY,
                 timeout=Deadline(LOCK_SECONDS),
+                lazy_decode=True,
             )
         )
     except Aborted:
@@ -193,14 +214,15 @@ def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[Row], datetime]:
         # An error of its own kind makes the client leave the transaction open, with its locks. This one makes it roll
         # back, if the transaction had begun.
         raise StoreError(describe(error)) from error
-    now = rows[0][-1] if rows else _NO_TIME
-    return [Row(id, topic, base64.b64decode(data or b""), *rest) for id, topic, data, *rest, _now in rows], now
+    return rows.locked(found)
 
 
-def _mark(transaction: Any, ids: Sequence[str]) -> None:
-    if ids:  # an update without rows is an error
-        values = [(id, COMMIT_TIMESTAMP, None, None, None, 0) for id in ids]
-        transaction.update("AsynchronousTasks", sql.MARK_COLUMNS, values)
+def _mark(transaction: Any, sent: Sequence[Row]) -> None:
+    clean = [(row.id, COMMIT_TIMESTAMP) for row in sent if row.clean]
+    others = [(row.id, COMMIT_TIMESTAMP, None, None, None, 0) for row in sent if not row.clean]
+    for columns, values in ((sql.MARK_CLEAN_COLUMNS, clean), (sql.MARK_COLUMNS, others)):
+        if values:  # an update without rows is an error
+            transaction.update("AsynchronousTasks", columns, values)
 
 
 def describe(error: Exception) -> str:

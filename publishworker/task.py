@@ -19,13 +19,38 @@ class Candidate:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What one poll reads: the ready tasks of these shards and topics, and what else is asked for."""
+
+    shards: tuple[int, ...]
+    topics: frozenset[str]
+    #: Rows at most of each range, a range being the ready or the due tasks of one shard and topic.
+    per_range: int
+    #: Due tasks as well.
+    due: bool = False
+    #: From each range of ready tasks as many again, of a lower priority than this.
+    below: int | None = None
+    #: And news: topics that are not among these, pauses, the other workers.
+    known: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What is found beside tasks: unknown topics, paused ones, workers that live or are long gone."""
+
+    topics: frozenset[str]
+    paused: frozenset[str]
+    living: frozenset[str]
+    gone: frozenset[str]
+
+
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """What one poll found: candidates, topics that the worker did not know, and, if it looked, the paused topics."""
+    """What one poll found: candidates, each once, and news if it looked for them."""
 
     candidates: tuple[Candidate, ...]
-    new_topics: frozenset[str] = frozenset()
-    paused: frozenset[str] | None = None
+    news: News | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +72,7 @@ class Row:
     created_at: datetime
     available_at: datetime | None
     sent_at: datetime | None
+    clean: bool = False  # nothing is left of earlier attempts: SentAt is all there is to write
 
     def is_due(self, now: datetime) -> bool:
         """Tell whether the task may be sent at `now`, the database's time."""
@@ -84,13 +110,14 @@ class GroupResult:
 
     `tried` is what Pub/Sub answered, kept over re-runs of the transaction, and `created` is when those rows were made;
     `outcomes` is what the last run decided. They differ where another worker sent a task while ours was published:
-    tried says Sent, outcomes says Taken.
+    tried says Sent, outcomes says Taken. `runs` counts the transaction's runs: each but the last was aborted.
     """
 
     group: Group
     tried: dict[str, Outcome] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     created: dict[str, datetime] = field(default_factory=dict)
+    runs: int = 0
     error: str | None = None
 
     def published(self) -> list[str]:
@@ -115,9 +142,10 @@ class Turn:
     taken: int = 0
     failed: int = 0
     uncommitted: int = 0  # published, but the commit failed
-    new_topics: int = 0
+    in_flight: int = 0  # groups that a later turn will report
+    discovered: bool = False  # a topic, or shards that are this worker's now
 
     @property
     def made_progress(self) -> bool:
-        """Tell whether there may be more at once: something was sent for good, or a topic was discovered."""
-        return self.published > self.uncommitted or self.new_topics > 0
+        """Tell whether there may be more at once: something was sent for good, or there is more to look at."""
+        return self.published > self.uncommitted or self.discovered

@@ -13,12 +13,14 @@ class Window:
         """Aim at `target` rows; begin as if one topic had all of them, spread over the shards."""
         self._target = target
         self.per_range = max(1, -(-target // max(1, shards)))
+        #: Whether the last poll left rows behind in some range.
+        self.cut_off = False
 
     def adapt(self, found: Mapping[object, int]) -> None:
         """Learn from the last poll: how many rows each range gave."""
         total = sum(found.values())
-        cut_off = any(count >= self.per_range for count in found.values())
+        self.cut_off = any(count >= self.per_range for count in found.values())
         if total > 2 * self._target:
             self.per_range = max(1, self.per_range // 2)
-        elif cut_off and total < self._target:
+        elif self.cut_off and total < self._target:
             self.per_range = min(self._target, self.per_range * 2)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from publishworker import metrics as m
 from publishworker.complaints import Complaints
+from publishworker.fleet import Fleet
 from publishworker.metrics import Metrics
 from publishworker.store import Store, StoreError
 from publishworker.task import Turn
@@ -29,6 +30,9 @@ class HasTurn(Protocol):
     def turn(self, stopping: Callable[[], bool]) -> Turn:
         """Do one turn, and once `stopping` says so take nothing. Raises StoreError if the store does not answer."""
 
+    def finish(self) -> Turn:
+        """Wait for what is in flight."""
+
 
 class Pause:
     """How long to wait: doubling from `first` to `longest`, each with jitter so that workers do not keep step."""
@@ -45,10 +49,10 @@ class Pause:
         self._next = self._first
 
     def next(self) -> float:
-        """Return the seconds of the next wait: between 0.75 and 1 of the nominal, which doubles up to the longest."""
+        """Return the seconds of the next wait: between 0.85 and 1 of the nominal, which doubles up to the longest."""
         nominal = min(self._next, self._longest)
         self._next = nominal * 2
-        return nominal * self._random.uniform(0.75, 1)
+        return nominal * self._random.uniform(0.85, 1)
 
 
 class Loop:
@@ -59,6 +63,7 @@ class Loop:
         relay: HasTurn,
         store: Store,
         metrics: Metrics,
+        fleet: Fleet,
         *,
         poll_interval: float,
         beat: Callable[[], None],
@@ -69,6 +74,7 @@ class Loop:
         self._relay = relay
         self._store = store
         self._metrics = metrics
+        self._fleet = fleet
         self._beat = beat
         self._clock = clock
         self._idle = Pause(FIRST_WAIT, poll_interval, random)
@@ -78,10 +84,17 @@ class Loop:
         self._complaints = Complaints(clock)
 
     def run(self, stop: threading.Event, until: Callable[[Turn], bool] = lambda _turn: False) -> None:
-        """Turn until `stop` is set or `until` says so of a turn."""
+        """Turn until `stop` is set or `until` says so of a turn; then finish what is in flight."""
+        self._turn_until(stop, until)
+        # First, so that others have the shards at once. What is in flight is locked.
+        self._fleet.leave()
+        self._relay.finish()
+
+    def _turn_until(self, stop: threading.Event, until: Callable[[Turn], bool]) -> None:
         while not stop.is_set():
             self._beat()
             try:
+                self._fleet.beat()
                 turn = self._relay.turn(stop.is_set)
                 finished = not stop.is_set() and until(turn)
             except StoreError as error:
@@ -91,15 +104,22 @@ class Loop:
             self._say_back()
             if finished or stop.is_set():
                 return
-            self._report_age()
+            self._report()
             if turn.made_progress:
                 self._idle.reset()
             else:
-                stop.wait(self._idle.next())
+                self._rest(stop, self._idle.next())
 
-    def _report_age(self) -> None:
+    def _rest(self, stop: threading.Event, seconds: float) -> None:
+        """Wait, and keep up the heartbeat meanwhile."""
+        end = self._clock() + seconds
+        while (left := end - self._clock()) > 0 and not stop.wait(min(left, self._fleet.seconds_to_beat)):
+            self._fleet.beat()
+
+    def _report(self) -> None:
         if self._metrics.wanted and self._clock() - self._age_at >= AGE_INTERVAL:
             self._age_at = self._clock()
+            self._metrics.gauge(m.SHARDS, len(self._fleet.shards))
             try:
                 self._metrics.gauge(m.OLDEST_AGE, self._store.oldest_age())
             except StoreError as error:  # a figure is missing, the relay goes on

@@ -16,11 +16,13 @@ from google.cloud.spanner_v1.param_types import STRING
 
 from publishworker.connection import open_database
 from publishworker.store import SpannerStore, Store, Unsent
-from publishworker.task import Outcome, Row, Sent, Taken
+from publishworker.task import News, Outcome, Row, Sent, Taken
 from tests.support.fakes import NEVER, FakeStore, serialized
+from tests.support.parts import look
 from tests.support.spanner import INSTANCE, PROJECT
 
 PAST = datetime(2020, 1, 1, tzinfo=UTC)
+NOW = datetime.now(UTC)
 FUTURE = datetime(2090, 1, 1, tzinfo=UTC)
 
 
@@ -40,6 +42,9 @@ class Harness(Protocol):
 
     def delete(self, id: str) -> None:
         """Delete a row."""
+
+    def seen(self, worker: str, seconds: float) -> None:
+        """Have a worker's last heartbeat be that old."""
 
 
 class FakeHarness:
@@ -64,6 +69,10 @@ class FakeHarness:
     def delete(self, id: str) -> None:
         """See Harness."""
         del self._fake.rows[id]
+
+    def seen(self, worker: str, seconds: float) -> None:
+        """See Harness."""
+        self._fake.workers[worker] = self._fake.now - timedelta(seconds=seconds)
 
 
 class SpannerHarness:
@@ -103,6 +112,12 @@ class SpannerHarness:
         with self._database.batch() as batch:
             batch.delete("AsynchronousTasks", KeySet(keys=[[id]]))
 
+    def seen(self, worker: str, seconds: float) -> None:
+        """See Harness."""
+        seen_at = datetime.now(UTC) - timedelta(seconds=seconds)
+        with self._database.batch() as batch:
+            batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt"), [(worker, NOW, seen_at)])
+
 
 @pytest.fixture(params=["fake", "spanner"])
 def harness(request: pytest.FixtureRequest) -> Harness:
@@ -110,10 +125,16 @@ def harness(request: pytest.FixtureRequest) -> Harness:
     return FakeHarness() if request.param == "fake" else SpannerHarness(request.getfixturevalue("database"))
 
 
-def poll_ids(store: Store, *topics: str, per_range: int = 100, look_further: bool = False) -> list[str]:
+def poll_ids(store: Store, *topics: str, **options: Any) -> list[str]:
     """Return the candidates' ids."""
-    found = store.poll(topics, topics, per_range, look_further=look_further)
-    return [each.id for each in found.candidates]
+    return [each.id for each in store.poll(look(*topics, **options)).candidates]
+
+
+def news_of(store: Store, *known: str) -> News:
+    """Return what a poll finds beside tasks."""
+    news = store.poll(look(known=known)).news
+    assert news is not None
+    return news
 
 
 def send_all(rows: Sequence[Row], _now: datetime) -> Mapping[str, Outcome]:
@@ -123,8 +144,10 @@ def send_all(rows: Sequence[Row], _now: datetime) -> Mapping[str, Outcome]:
 
 def test_poll_of_an_empty_table_finds_nothing(harness: Harness) -> None:
     """An empty table is no error, and has no topics."""
-    found = harness.store.poll([], [], 10, look_further=True)
-    assert (found.candidates, found.new_topics, found.paused) == ((), frozenset(), frozenset())
+    found = harness.store.poll(look(known=[], due=True))
+    assert found.candidates == ()
+    assert found.news == News(topics=frozenset(), paused=frozenset(), living=frozenset(), gone=frozenset())
+    assert harness.store.poll(look()).news is None
 
 
 def test_poll_returns_only_unsent_tasks_of_the_topics_asked_for(harness: Harness) -> None:
@@ -138,7 +161,7 @@ def test_poll_returns_only_unsent_tasks_of_the_topics_asked_for(harness: Harness
 def test_poll_tells_what_sampling_needs(harness: Harness) -> None:
     """A candidate carries topic, shard, priority, times, ordering key and size, without the body."""
     harness.insert("a", priority=7, ordering_key="key")
-    [candidate] = harness.store.poll(["orders"], [], 10, look_further=False).candidates
+    [candidate] = harness.store.poll(look("orders")).candidates
     assert (candidate.id, candidate.topic, candidate.priority) == ("a", "orders", 7)
     assert (candidate.ordering_key, candidate.available_at, candidate.bytes) == ("key", None, len(serialized()))
     assert candidate.shard in range(10)
@@ -155,14 +178,41 @@ def test_scheduled_and_dead_tasks_are_no_candidates(harness: Harness) -> None:
     """Neither a future time nor NEVER is polled, however far the poll looks."""
     harness.insert("scheduled", available_at=FUTURE)
     harness.insert("dead", available_at=NEVER)
-    assert poll_ids(harness.store, "orders", look_further=True) == []
+    assert poll_ids(harness.store, "orders", due=True, below=1000) == []
 
 
-def test_due_tasks_come_when_the_poll_looks_further(harness: Harness) -> None:
-    """A task whose time has come is found by the due range, and only there."""
-    harness.insert("due", available_at=PAST)
-    assert poll_ids(harness.store, "orders", look_further=False) == []
-    assert poll_ids(harness.store, "orders", look_further=True) == ["due"]
+def test_due_tasks_come_when_they_are_asked_for(harness: Harness) -> None:
+    """A task whose time has come is found by the due range, longest due first, and only there."""
+    harness.insert("due", available_at=PAST, ordering_key="same-shard")
+    harness.insert("longer", available_at=PAST - timedelta(days=1), ordering_key="same-shard")
+    assert poll_ids(harness.store, "orders") == []
+    assert poll_ids(harness.store, "orders", due=True) == ["longer", "due"]
+    assert poll_ids(harness.store, "orders", due=True, per_range=1) == ["longer"]
+
+
+def test_lower_priorities_come_behind_a_full_range_when_they_are_asked_for(harness: Harness) -> None:
+    """A range full of urgent tasks shows nothing else; below their priority the next lower ones begin."""
+    for priority in (9, 9, 5, 1):
+        harness.insert(f"p{priority}-{uuid.uuid4()}", priority=priority, ordering_key="same-shard")
+    assert [id[:2] for id in poll_ids(harness.store, "orders", per_range=1)] == ["p9"]
+    assert sorted(id[:2] for id in poll_ids(harness.store, "orders", per_range=1, below=9)) == ["p5", "p9"]
+    assert sorted(id[:2] for id in poll_ids(harness.store, "orders", per_range=1, below=1)) == ["p9"]
+
+
+def test_a_task_that_two_ranges_hold_comes_once(harness: Harness) -> None:
+    """The range of lower priorities overlaps the whole one while that is not full."""
+    harness.insert("high", priority=9)
+    harness.insert("low", priority=1)
+    assert sorted(poll_ids(harness.store, "orders", below=9)) == ["high", "low"]
+
+
+def test_poll_reads_the_shards_asked_for(harness: Harness) -> None:
+    """The shards divide the tasks: each is in one, and a worker without the shard does not see it."""
+    for n in range(20):
+        harness.insert(str(n))
+    by_shard = [poll_ids(harness.store, "orders", shards=[shard]) for shard in range(10)]
+    assert sorted(id for ids in by_shard for id in ids) == sorted(str(n) for n in range(20))
+    assert harness.store.poll(look("orders", shards=[])).candidates == ()
 
 
 @pytest.mark.parametrize("known", [[], ["m"], ["a", "m", "z"], ["b", "y"]])
@@ -172,7 +222,7 @@ def test_probes_find_topics_in_every_gap(harness: Harness, known: list[str]) -> 
     for topic in every:
         harness.insert(str(uuid.uuid4()), topic=topic)
     found = set(known)
-    while new := harness.store.poll([], found, 10, look_further=True).new_topics:
+    while new := news_of(harness.store, *found).topics:
         found |= new
     assert found == every
 
@@ -180,14 +230,29 @@ def test_probes_find_topics_in_every_gap(harness: Harness, known: list[str]) -> 
 def test_probes_do_not_find_topics_without_unsent_tasks(harness: Harness) -> None:
     """A topic whose tasks are all sent costs nothing."""
     harness.insert("sent", topic="old", sent_at=PAST)
-    assert harness.store.poll([], [], 10, look_further=True).new_topics == frozenset()
+    assert news_of(harness.store).topics == frozenset()
 
 
 def test_paused_topics_are_told(harness: Harness) -> None:
-    """The worker learns of a pause by the poll that looks further."""
+    """The worker learns of a pause by the poll that looks for news."""
     harness.pause("orders")
-    assert harness.store.poll([], [], 10, look_further=True).paused == {"orders"}
-    assert harness.store.poll([], [], 10, look_further=False).paused is None
+    assert news_of(harness.store).paused == {"orders"}
+
+
+def test_a_heartbeat_makes_a_worker_live_until_it_leaves_or_falls_silent(harness: Harness) -> None:
+    """By the database's clock: what is silent is passed over, what has been for an hour may be deleted."""
+    harness.store.heartbeat("here", NOW, [])
+    harness.store.heartbeat("here", NOW, [])
+    harness.store.heartbeat("leaving", NOW, [])
+    for name, seconds in (("fresh", 5), ("silent", 20), ("gone", 7200)):
+        harness.seen(name, seconds)
+    news = news_of(harness.store)
+    assert (news.living, news.gone) == ({"here", "leaving", "fresh"}, {"gone"})
+    harness.store.leave("leaving")
+    harness.store.leave("never came")
+    harness.store.heartbeat("here", NOW, ["gone", "not there"])
+    news = news_of(harness.store)
+    assert (news.living, news.gone) == ({"here", "fresh"}, frozenset())
 
 
 def test_claim_gives_the_rows_under_the_lock(harness: Harness) -> None:

@@ -15,13 +15,12 @@ from google.cloud.spanner_v1.database import Database
 import outbox
 from publishworker import metrics as m
 from publishworker.connection import open_pubsub
-from publishworker.metrics import Metrics
 from publishworker.publisher import Publisher, PubSubPublisher
 from publishworker.relay import Relay
-from publishworker.sampling import Limits
 from publishworker.store import SpannerStore, Store
 from publishworker.task import Failed, Outcome, Row, Sent
 from tests.support.fakes import Counted, FakePublisher, FakeStore, serialized
+from tests.support.parts import look, relay_of
 from tests.support.pubsub import Subscription
 from tests.support.relays import register, unsent
 from tests.support.spanner import PROJECT
@@ -43,16 +42,8 @@ def make_relay(
     clock: Callable[[], float] = time.monotonic,
 ) -> Relay:
     """Return a relay of this process, to the emulator unless a publisher is given."""
-    return Relay(
-        store,
-        publisher or PubSubPublisher(open_pubsub(), PROJECT),
-        Metrics(counted),
-        limits=Limits(size, 10**6, groups),
-        publish_seconds=5,
-        look_further_seconds=0,
-        random=Random(1),
-        clock=clock,
-    )
+    publisher = publisher or PubSubPublisher(open_pubsub(), PROJECT)
+    return relay_of(store, publisher, counted, size=size, groups=groups, clock=clock)
 
 
 def turn_until_all_sent(relay: Relay, database: Database, most: int = 60) -> None:
@@ -176,7 +167,7 @@ def test_the_poll_finds_what_a_scan_of_the_table_finds(
         WHERE SentAt IS NULL AND (AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP())
         ORDER BY Shard, Topic, AvailableAt, Priority DESC, CreatedAt""",
     )
-    polled = store_of(database).poll([topic, other], [topic, other], 150, look_further=True).candidates
+    polled = store_of(database).poll(look(topic, other, per_range=150, due=True)).candidates
     found = sorted(
         polled,
         key=lambda each: (
@@ -252,7 +243,7 @@ def test_two_relays_and_one_task_are_one_publish(database: Database, topic: str,
             super().claim(*arguments)
 
     second = make_relay(Overtaken(database, shards=10), counted=counted)
-    assert second.turn().new_topics == 1
+    assert second.turn().discovered
     assert second.turn().taken == 1
     assert [message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in subscription.drain()] == [id]
     published, already = counted.counts[m.PUBLISHED.name], counted.counts[m.ALREADY_PUBLISHED.name]

@@ -2,7 +2,6 @@
 
 import base64
 import threading
-from random import Random
 
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
@@ -10,11 +9,10 @@ from google.cloud.spanner_v1.database import Database
 
 import outbox
 from publishworker.connection import open_pubsub
-from publishworker.metrics import Metrics
 from publishworker.publisher import PubSubPublisher
 from publishworker.relay import Relay
-from publishworker.sampling import Limits
 from publishworker.store import SpannerStore
+from tests.support.parts import look, relay_of
 from tests.support.pubsub import Subscription
 from tests.support.relays import account, register, unsent
 from tests.support.spanner import PROJECT
@@ -22,15 +20,8 @@ from tests.support.spanner import PROJECT
 
 def make_relay(database: Database, group_size: int = 10, groups: int = 2, *, one_at_a_time: bool = True) -> Relay:
     """Return a relay of this process."""
-    return Relay(
-        SpannerStore(database, shards=10, one_at_a_time=one_at_a_time),
-        PubSubPublisher(open_pubsub(), PROJECT),
-        Metrics(),
-        limits=Limits(group_size, 10**6, groups),
-        publish_seconds=5,
-        look_further_seconds=0,
-        random=Random(1),
-    )
+    store = SpannerStore(database, shards=10, one_at_a_time=one_at_a_time)
+    return relay_of(store, PubSubPublisher(open_pubsub(), PROJECT), size=group_size, groups=groups)
 
 
 def turn_until_all_sent(relay: Relay, database: Database, most: int = 60) -> int:
@@ -117,7 +108,7 @@ def test_polling_neither_blocks_nor_aborts_a_callers_transaction(database: Datab
     def work(transaction: object) -> None:
         runs.append(1)
         outbox.register(transaction, topic, b"")
-        polled = threading.Thread(target=lambda: store.poll([topic], [], 10, look_further=True))
+        polled = threading.Thread(target=lambda: store.poll(look(topic, known=[], due=True)))
         polled.start()
         polled.join(20)
         assert not polled.is_alive()
@@ -140,5 +131,5 @@ def test_the_poll_reads_the_same_range_beside_sent_rows(database: Database, topi
         found = snapshot.read("AsynchronousTasks", ["Id"], KeySet(ranges=ranges), index="AsynchronousTasksToSend")
         in_range = {row[0] for row in found}
     assert in_range == pending
-    polled = SpannerStore(database, shards=10).poll([topic], [topic], 100, look_further=False).candidates
+    polled = SpannerStore(database, shards=10).poll(look(topic)).candidates
     assert {each.id for each in polled} == pending

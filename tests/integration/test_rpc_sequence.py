@@ -7,7 +7,6 @@ The only test file that imports that module: it carries no promise of stability.
 import base64
 import time
 from collections.abc import Iterator, Sequence
-from random import Random
 from typing import Any
 
 import pytest
@@ -27,16 +26,19 @@ from grpc_status.rpc_status import to_status
 import outbox
 from publishworker import sql
 from publishworker.connection import COMMIT_SECONDS, LimitedDatabase, open_database
-from publishworker.metrics import Metrics
 from publishworker.relay import Relay
-from publishworker.sampling import Limits
 from publishworker.store import SpannerStore, StoreError
 from tests.support.fakes import FakePublisher, serialized
+from tests.support.parts import relay_of
 
 NOW = "2026-01-01T00:00:00Z"
-STRING, INT64, BYTES, TIMESTAMP = TypeCode.STRING, TypeCode.INT64, TypeCode.BYTES, TypeCode.TIMESTAMP
+STRING, INT64, BYTES, TIMESTAMP, BOOL = (
+    getattr(TypeCode, name) for name in ("STRING", "INT64", "BYTES", "TIMESTAMP", "BOOL")
+)
 CANDIDATE = (STRING, STRING, INT64, INT64, TIMESTAMP, TIMESTAMP, STRING, INT64)
-LOCKED = (STRING, STRING, BYTES, STRING, TIMESTAMP, TIMESTAMP, TIMESTAMP, TIMESTAMP)
+LOCKED = (STRING, STRING, BYTES, STRING, TIMESTAMP, TIMESTAMP, TIMESTAMP, BOOL, TIMESTAMP)
+POLL_READY = sql.poll(due=False, lower=False, news=False)
+POLL_ALL = sql.poll(due=True, lower=False, news=True)
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def result(types: Sequence[TypeCode], rows: Sequence[Sequence[Any]]) -> ResultSe
     fields = [StructType.Field(name=f"c{n}", type_=Type(code=code)) for n, code in enumerate(types)]
     answer = ResultSet(metadata=ResultSetMetadata(row_type=StructType(fields=fields)))
     for row in rows:
-        answer._pb.rows.add().extend([None if value is None else str(value) for value in row])
+        answer._pb.rows.add().extend([each if each is None or isinstance(each, bool) else str(each) for each in row])
     return answer
 
 
@@ -69,23 +71,17 @@ def prepare(mock: SpannerServicer, count: int) -> None:
     ids = [f"task-{n:03}" for n in range(count)]
     body = base64.b64encode(serialized()).decode()
     found = [(id, "orders", n % 10, 50, NOW, None, None, 10) for n, id in enumerate(ids)]
-    mock.mock_spanner.add_result(sql.POLL_ALL, result(CANDIDATE, found))
-    mock.mock_spanner.add_result(sql.POLL_READY, result(CANDIDATE, found))
-    locked = [(id, "orders", body, None, NOW, None, None, NOW) for id in ids]
+    mock.mock_spanner.add_result(POLL_ALL, result(CANDIDATE, found))
+    mock.mock_spanner.add_result(POLL_READY, result(CANDIDATE, found))
+    locked = [(id, "orders", body, None, NOW, None, None, True, NOW) for id in ids]
     mock.mock_spanner.add_result(sql.LOCK, result(LOCKED, locked))
 
 
 def make_relay(database: LimitedDatabase, group_size: int = 100, groups: int = 1) -> Relay:
     """Return a relay to a fake publisher."""
-    return Relay(
-        SpannerStore(database, 10),
-        FakePublisher("orders", project="p"),
-        Metrics(),
-        limits=Limits(group_size, 10**6, groups),
-        publish_seconds=5,
-        look_further_seconds=1,
-        random=Random(1),
-    )
+    store = SpannerStore(database, 10)
+    publisher = FakePublisher("orders", project="p")
+    return relay_of(store, publisher, size=group_size, groups=groups, look_further_seconds=1)
 
 
 def names(mock: SpannerServicer) -> list[str]:
@@ -123,7 +119,7 @@ def test_a_group_is_two_requests(mock: SpannerServicer, database: LimitedDatabas
     assert lock.sql == sql.LOCK
     assert "LOCK_SCANNED_RANGES=exclusive" in lock.sql
     assert len(commit.mutations[0].update.values) == 100
-    assert list(commit.mutations[0].update.columns) == list(sql.MARK_COLUMNS)
+    assert list(commit.mutations[0].update.columns) == list(sql.MARK_CLEAN_COLUMNS)
 
 
 def test_the_transaction_is_serializable_and_pessimistic(mock: SpannerServicer, database: LimitedDatabase) -> None:
@@ -172,8 +168,8 @@ def test_a_commit_that_fails_for_good_is_given_up_and_remembered(
     relay = make_relay(database)
     mock.mock_spanner.add_error("Commit", to_status(status_pb2.Status(code=code_pb2.INTERNAL, message="broken")))
     assert relay.turn().uncommitted == 10
-    mock.mock_spanner.add_result(sql.POLL_ALL, result(CANDIDATE, []))
-    mock.mock_spanner.add_result(sql.POLL_READY, result(CANDIDATE, []))
+    mock.mock_spanner.add_result(POLL_ALL, result(CANDIDATE, []))
+    mock.mock_spanner.add_result(POLL_READY, result(CANDIDATE, []))
     mock.clear_requests()
     relay.turn()
     publisher: Any = relay._publisher

@@ -1,17 +1,18 @@
 """A store and a publisher in memory. The contract tests hold them to what Spanner and Pub/Sub do."""
 
+import contextlib
 import dataclasses
 import itertools
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from outbox.message import RawPubsubMessage
-from publishworker import messages
+from publishworker import messages, sql
 from publishworker.store import Decide, StoreError, Unsent
-from publishworker.task import Candidate, Failed, Outcome, Poll, Row, Sent
+from publishworker.task import Candidate, Failed, Look, News, Outcome, Poll, Row, Sent
 
 NEVER = datetime(9999, 12, 31, tzinfo=UTC)
 
@@ -34,7 +35,7 @@ class StoredTask:
 
 
 class FakeStore:
-    """Rows in a dictionary, one transaction at a time, and faults on request."""
+    """Rows in a dictionary, locked row by row, and faults on request."""
 
     def __init__(self, shards: int = 10) -> None:
         """Begin empty, at noon."""
@@ -47,37 +48,65 @@ class FakeStore:
         #: Whether a failing commit has been applied all the same.
         self.failed_commits_land = False
         self.away = False
-        #: The topics that the last poll asked for.
-        self.asked_for: set[str] = set()
+        #: When each worker was last seen.
+        self.workers: dict[str, datetime] = {}
+        #: What the polls asked for.
+        self.looks: list[Look] = []
         self._lock = threading.Lock()
+        self._row_locks: dict[str, threading.Lock] = {}
 
     def insert(self, id: str, topic: str, data: bytes = b"", **columns: Any) -> None:
         """Add a task; its shard is the hash of its id, as good as any."""
         shard = zlib.crc32((columns.get("ordering_key") or id).encode()) % len(self.shards)
         self.rows[id] = StoredTask(id, topic, data, shard, **columns)
 
-    def poll(self, topics: Iterable[str], known: Iterable[str], per_range: int, *, look_further: bool) -> Poll:
+    def poll(self, look: Look) -> Poll:
         """See Store."""
         self._answer()
-        topics = self.asked_for = set(topics)
-        unsent = [row for row in self.rows.values() if row.sent_at is None]
-        found = []
-        for shard, topic in itertools.product(self.shards, topics):
+        self.looks.append(look)
+        unsent = [row for row in list(self.rows.values()) if row.sent_at is None and row.shard in look.shards]
+        found: dict[str, StoredTask] = {}
+        for shard, topic in itertools.product(look.shards, look.topics):
             of_range = [row for row in unsent if (row.shard, row.topic) == (shard, topic)]
-            ready = [row for row in of_range if row.available_at is None]
-            found += sorted(ready, key=lambda row: (-row.priority, row.created_at))[:per_range]
-            if look_further:
-                due = [row for row in of_range if row.available_at is not None and row.available_at <= self.now]
-                found += sorted(due, key=lambda row: row.available_at or NEVER)[:per_range]
-        return Poll(
-            candidates=tuple(_candidate(row) for row in found),
-            new_topics=frozenset({row.topic for row in unsent} - set(known)) if look_further else frozenset(),
-            paused=frozenset(self.paused) if look_further else None,
+            ready = sorted(
+                (row for row in of_range if row.available_at is None), key=lambda row: (-row.priority, row.created_at)
+            )
+            due = [row for row in of_range if row.available_at is not None and row.available_at <= self.now]
+            ranges = [ready]
+            if look.below is not None:
+                ranges.append([row for row in ready if row.priority < look.below])
+            if look.due:
+                ranges.append(sorted(due, key=lambda row: row.available_at or NEVER))
+            found |= {row.id: row for rows in ranges for row in rows[: look.per_range]}
+        news = None if look.known is None else self._news({row.topic for row in unsent} - look.known)
+        return Poll(tuple(_candidate(row) for row in found.values()), news)
+
+    def _news(self, topics: set[str]) -> News:
+        ages = {worker: (self.now - seen_at).total_seconds() for worker, seen_at in self.workers.items()}
+        return News(
+            topics=frozenset(topics),
+            paused=frozenset(self.paused),
+            living=frozenset(worker for worker, age in ages.items() if age < sql.SILENT_SECONDS),
+            gone=frozenset(worker for worker, age in ages.items() if age > sql.GONE_SECONDS),
         )
+
+    def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
+        """See Store."""
+        self._answer()
+        self.workers[worker] = self.now
+        for each in remove:
+            self.workers.pop(each, None)
+
+    def leave(self, worker: str) -> None:
+        """See Store."""
+        self._answer()
+        self.workers.pop(worker, None)
 
     def claim(self, ids: Sequence[str], decide: Decide) -> None:
         """See Store."""
-        with self._lock:
+        with contextlib.ExitStack() as locks:
+            for id in sorted(ids):
+                locks.enter_context(self._lock_of(id))
             while True:
                 self._answer()
                 rows = [self._locked(self.rows[id]) for id in sorted(ids) if id in self.rows]
@@ -92,6 +121,10 @@ class FakeStore:
                     raise
                 self._mark(outcomes)
                 return
+
+    def _lock_of(self, id: str) -> threading.Lock:
+        with self._lock:
+            return self._row_locks.setdefault(id, threading.Lock())
 
     def oldest_age(self) -> float:
         """See Store."""
@@ -123,7 +156,8 @@ class FakeStore:
             raise StoreError("the fake store is away")
 
     def _mark(self, outcomes: Mapping[str, Outcome]) -> None:
-        self.now += timedelta(milliseconds=1)
+        with self._lock:
+            self.now += timedelta(milliseconds=1)
         for id, outcome in outcomes.items():
             if isinstance(outcome, Sent):
                 row = self.rows[id]
@@ -132,7 +166,8 @@ class FakeStore:
     @staticmethod
     def _locked(row: StoredTask) -> Row:
         data = row.data if row.sent_at is None else b""
-        return Row(row.id, row.topic, data, row.ordering_key, row.created_at, row.available_at, row.sent_at)
+        clean = row.available_at is None and row.last_error is None and row.attempts == 0
+        return Row(row.id, row.topic, data, row.ordering_key, row.created_at, row.available_at, row.sent_at, clean)
 
 
 def _candidate(row: StoredTask) -> Candidate:

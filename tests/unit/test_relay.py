@@ -1,46 +1,39 @@
 """One turn on the fake store and publisher: what becomes of each task, and what is counted."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from random import Random
 from typing import Any
 
 import pytest
 
 from outbox.message import TASK_ID_ATTRIBUTE
 from publishworker import metrics as m
-from publishworker.metrics import Metrics
+from publishworker import sql
+from publishworker.fleet import divide
 from publishworker.relay import Relay
-from publishworker.sampling import Limits
 from publishworker.store import StoreError
-from publishworker.task import Failed, Turn
+from publishworker.task import Failed, Outcome, Row, Turn
 from tests.support.fakes import Abort, Counted, FakePublisher, FakeStore, serialized
+from tests.support.parts import relay_of
 
 
 class Bench:
     """A relay between fakes, with a clock that stands still until told."""
 
-    def __init__(self, **limits: int) -> None:
+    def __init__(self, **options: Any) -> None:
         """Use small groups."""
         self.store = FakeStore()
         self.publisher = FakePublisher("orders", "invoices")
         self.counted = Counted()
         self.seconds = 0.0
-        self.relay = self.another(**limits)
+        self.relay = self.another(**options)
 
-    def another(self, **limits: int) -> Relay:
+    def another(self, **options: Any) -> Relay:
         """Return a second worker on the same store and publisher."""
-        return Relay(
-            self.store,
-            self.publisher,
-            Metrics(self.counted),
-            limits=Limits(**{"group_size": 10, "group_bytes": 10_000, "groups": 2, **limits}),
-            publish_seconds=5,
-            look_further_seconds=0,
-            random=Random(1),
-            clock=lambda: self.seconds,
-        )
+        options = {"clock": lambda: self.seconds, "group_bytes": 10_000, **options}
+        return relay_of(self.store, self.publisher, self.counted, **options)
 
     def insert(self, *ids: str, topic: str = "orders", **columns: Any) -> None:
         """Add tasks with a good body."""
@@ -229,10 +222,10 @@ def test_a_topic_without_tasks_is_forgotten_and_found_again(bench: Bench) -> Non
     """Names that were used once do not cost every poll for ever."""
     bench.insert("o")
     bench.turns()
-    assert bench.store.asked_for == {"orders"}
+    assert bench.store.looks[-1].topics == {"orders"}
     bench.seconds += 601
     bench.relay.turn(), bench.relay.turn()
-    assert bench.store.asked_for == set()
+    assert bench.store.looks[-1].topics == set()
     bench.insert("o2")
     bench.turns()
     assert bench.publisher.ids() == ["o", "o2"]
@@ -294,10 +287,10 @@ def test_a_pause_holds_from_the_poll_that_tells_of_it(bench: Bench) -> None:
     bench.insert("after", topic="invoices")
     bench.store.paused = {"invoices"}
     bench.relay.turn()
-    assert bench.store.asked_for == {"invoices"}
+    assert bench.store.looks[-1].topics == {"invoices"}
     assert bench.publisher.ids() == ["before"]
     bench.relay.turn()
-    assert bench.store.asked_for == set()
+    assert bench.store.looks[-1].topics == set()
 
 
 def test_a_store_that_does_not_answer_is_the_loops_matter(bench: Bench) -> None:
@@ -338,13 +331,164 @@ def test_two_workers_on_one_backlog_send_every_task_once() -> None:
 
 def test_priorities_go_first_over_all_shards() -> None:
     """Ten urgent tasks go out in the turn that first sees them, before 490 others that are as old."""
-    bench = Bench(group_size=50, groups=2)
+    bench = Bench(size=50, groups=2)
     bench.insert(*[f"low{n}" for n in range(490)], priority=0)
     bench.insert(*[f"high{n}" for n in range(10)], priority=100)
-    assert bench.relay.turn().new_topics == 1
+    assert bench.relay.turn().discovered
     bench.relay.turn()
     assert {f"high{n}" for n in range(10)} <= set(bench.publisher.ids())
     assert len(bench.publisher.ids()) <= 100
+
+
+def test_a_high_priority_task_goes_before_ten_thousand_low_ones() -> None:
+    """Only the groups that are in flight when it comes go before it."""
+    bench = Bench(size=50, groups=2)
+    bench.insert(*[f"low{n}" for n in range(10_000)], priority=0)
+    bench.relay.turn(), bench.relay.turn()
+    before = len(bench.publisher.ids())
+    bench.insert("high", priority=100)
+    bench.relay.turn()
+    assert "high" in bench.publisher.ids()[before : before + 100]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_an_endless_stream_of_urgent_tasks_leaves_lower_ones_their_share(groups: int) -> None:
+    """A tenth of what is sent, for each lower priority in turn, although every range is full of urgent tasks."""
+    bench = Bench(size=10, groups=groups, fair_share=0.1)
+    bench.insert(*[f"mid{n}" for n in range(300)], priority=50)
+    bench.insert(*[f"low{n}" for n in range(300)], priority=0)
+    turn, urgent = 0, 0
+    while len(bench.publisher.ids()) < 2000:
+        missing = 500 - sum(row.sent_at is None and row.priority == 100 for row in bench.store.rows.values())
+        bench.insert(*[f"high{urgent + n}" for n in range(missing)], priority=100)
+        urgent += missing
+        bench.relay.turn()
+        turn += 1
+        assert turn < 1000
+    kinds = Counter(id.rstrip("0123456789") for id in bench.publisher.ids())
+    assert 150 <= kinds["mid"] + kinds["low"] <= 210
+    assert kinds["mid"] == pytest.approx(kinds["low"], abs=20)
+
+
+def test_without_a_share_priority_is_strict() -> None:
+    """`--fair-share 0`."""
+    bench = Bench(size=10, groups=2, fair_share=0)
+    bench.insert(*[f"high{n}" for n in range(500)], priority=100)
+    bench.insert("low", priority=0)
+    for _ in range(20):
+        bench.relay.turn()
+    assert "low" not in bench.publisher.ids()
+    assert all(look.below is None for look in bench.store.looks)
+
+
+def test_an_idle_worker_does_not_look_for_lower_priorities(bench: Bench) -> None:
+    """What a poll reads whole has no tail: the share costs nothing while nothing waits."""
+    bench.insert(*[str(n) for n in range(60)], priority=100)
+    bench.turns()
+    bench.store.looks.clear()
+    for _ in range(5):
+        bench.relay.turn()
+    assert all(look.below is None for look in bench.store.looks)
+
+
+def test_a_large_replay_does_not_starve_new_tasks() -> None:
+    """A thousand due tasks, and new ones that come all the while: each get half of a turn until the last is sent."""
+    bench = Bench(size=10, groups=4)
+    past = bench.store.now - timedelta(hours=1)
+    bench.insert(*[f"due{n}" for n in range(1000)], available_at=past, priority=100)
+    bench.insert(*[f"new{n}" for n in range(1000)])
+    bench.relay.turn(), bench.relay.turn()
+    bench.publisher.published.clear()
+    bench.relay._looked_further_at, bench.relay._look_further_seconds = bench.seconds, 1e9  # news only once
+    for _ in range(10):
+        bench.relay.turn()
+    kinds = Counter(id.rstrip("0123456789") for id in bench.publisher.ids())
+    assert sum(kinds.values()) >= 390
+    assert kinds["new"] == pytest.approx(kinds["due"], abs=20)
+
+
+class SlowPublisher(FakePublisher):
+    """Some topics hang until they are released."""
+
+    def __init__(self, *topics: str) -> None:
+        """Nothing hangs yet."""
+        super().__init__(*topics)
+        self.hanging: set[str] = set()
+        self.release = threading.Event()
+
+    def publish(self, topic: str, rows: Sequence[Row], seconds: float) -> dict[str, Outcome]:
+        """Hang, or publish."""
+        if topic in self.hanging:
+            self.release.wait(30)
+        return super().publish(topic, rows, seconds)
+
+
+def test_a_slow_group_does_not_hold_the_others_back() -> None:
+    """One topic hangs: the other's tasks go out turn after turn, and no task in flight is taken twice."""
+    bench = Bench()
+    publisher = bench.publisher = SlowPublisher("orders", "invoices")
+    relay = bench.another(groups=4, stragglers=1, patience=0.01)
+    bench.insert(*[f"o{n}" for n in range(200)])
+    bench.insert("slow", topic="invoices", priority=100)
+    publisher.hanging = {"invoices"}
+    turns = [relay.turn() for _ in range(40)]
+    assert {f"o{n}" for n in range(200)} == set(publisher.ids())
+    assert turns[-1].in_flight == 1
+    publisher.release.set()
+    assert relay.finish().published == 1
+    assert publisher.ids().count("slow") == 1
+    assert bench.unsent() == []
+
+
+def test_while_every_place_is_taken_the_relay_waits_without_polls() -> None:
+    """All groups hang: no poll, no busy loop, and a turn ends now and then so that the loop can beat."""
+    bench = Bench()
+    publisher = bench.publisher = SlowPublisher("orders")
+    relay = bench.another(groups=2, stragglers=0, patience=0.01)
+    bench.insert(*[f"o{n}" for n in range(40)])
+    publisher.hanging = {"orders"}
+    relay.turn(), relay.turn()
+    polls = len(bench.store.looks)
+    assert relay.turn() == Turn(in_flight=2)
+    assert len(bench.store.looks) == polls
+    publisher.release.set()
+    while bench.unsent():
+        relay.turn()
+    assert sorted(publisher.ids()) == sorted(bench.store.rows)
+
+
+def test_a_worker_takes_tasks_of_its_own_shards_only(bench: Bench) -> None:
+    """From the poll that tells of another worker on, also of what that poll itself found."""
+    bench.store.workers["other"] = bench.store.now
+    bench.insert(*[str(n) for n in range(200)])
+    mine = set(divide({"worker", "other"}, range(10))["worker"])
+    bench.turns(50)
+    sent = {bench.store.rows[id].shard for id in bench.publisher.ids()}
+    assert sent == mine
+    assert set(bench.store.looks[-1].shards) == mine
+
+
+def test_a_worker_that_falls_silent_is_replaced(bench: Bench) -> None:
+    """Its shards are polled again at once when its lease has ended; nothing is lost, whoever was right."""
+    bench.store.workers["other"] = bench.store.now
+    bench.insert(*[str(n) for n in range(200)])
+    bench.turns(50)
+    assert bench.unsent()
+    bench.store.now += timedelta(seconds=sql.SILENT_SECONDS)
+    assert bench.relay.turn().discovered
+    bench.turns(50)
+    assert bench.unsent() == []
+    assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
+
+
+def test_a_wrong_division_costs_collisions_and_loses_nothing() -> None:
+    """Two workers that both believe to be alone, with the same seed: each task is sent once."""
+    bench = Bench(groups=1)
+    bench.insert(*[str(n) for n in range(200)])
+    others = bench.another(groups=1)
+    run_at_once([lambda relay=relay: [relay.turn() for _ in range(60)] for relay in (bench.relay, others)])
+    assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
+    assert bench.unsent() == []
 
 
 def overtake(bench: Bench, act: Callable[[], object]) -> None:

@@ -1,8 +1,10 @@
 """From candidates to groups: limits, priority, fairness, and the shuffle that keeps workers apart."""
 
+import dataclasses
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -71,7 +73,17 @@ def test_no_group_is_left_out_for_a_less_urgent_one(found: list[Candidate], rand
 def test_within_a_slice_the_oldest_of_a_priority_goes_first() -> None:
     """Priority, then age."""
     found = [candidate("young", age=1), candidate("old", age=9), candidate("urgent", priority=99)]
-    assert ids(sample(found, Limits(1, 1000, 3), Random(1))) == ["urgent", "old", "young"]
+    assert ids(sample(found, Limits(3, 1000, 1), Random(1))) == ["urgent", "old", "young"]
+
+
+def test_priority_is_global() -> None:
+    """A less urgent task does not ride along with an urgent one of its shard while urgent ones of others wait."""
+    found = [
+        candidate(f"{priority}-{shard}", shard=shard, priority=priority) for shard in range(10) for priority in (9, 1)
+    ]
+    first, second = sample(found, Limits(10, 10**6, 2), Random(1))
+    assert {id[0] for id in first.ids} == {"9"}
+    assert {id[0] for id in second.ids} == {"1"}
 
 
 def test_one_topic_takes_at_most_half_while_another_waits() -> None:
@@ -83,11 +95,55 @@ def test_one_topic_takes_at_most_half_while_another_waits() -> None:
     assert len(sample(flood, Limits(1, 1000, 4), Random(1))) == 4
 
 
-def test_a_slice_that_fits_is_never_cut() -> None:
-    """Two workers share a whole slice or none of it: sixty tasks of one shard stay together."""
-    found = [candidate(f"{shard}-{n}", shard=shard) for shard in range(2) for n in range(60)]
-    for group in sample(found, Limits(100, 10**9, 4), Random(1)):
-        assert len({id.split("-")[0] for id in group.ids}) == 1
+def test_groups_are_filled_up() -> None:
+    """A full group costs no more than one with a gap: a slice that does not fit whole is cut."""
+    found = [candidate(f"{shard}-{n}", shard=shard) for shard in range(7) for n in range(60)]
+    groups = sample(found, Limits(100, 10**9, 5), Random(1))
+    assert [len(group.ids) for group in groups] == [100, 100, 100, 100, 20]
+    for group in groups:
+        assert len({id.split("-")[0] for id in group.ids}) <= 3
+
+
+def due(id: str, **columns: Any) -> Candidate:
+    """Return a task that became due a while ago."""
+    return dataclasses.replace(candidate(id, **columns), available_at=NOON)
+
+
+@pytest.mark.parametrize(("size", "groups"), [(100, 4), (100, 1), (10, 3), (1, 40)])
+@pytest.mark.parametrize("urgent", ["ready", "due", "neither"])
+def test_ready_and_due_tasks_get_half_each_while_both_wait(size: int, groups: int, urgent: str) -> None:
+    """Retries and replays do not starve new tasks, nor the reverse, whatever their priorities."""
+    many = range(400)
+    found = [candidate(f"ready-{n}", shard=n % 2, priority=100 if urgent == "ready" else 50) for n in many]
+    found += [due(f"due-{n}", shard=n % 2, priority=100 if urgent == "due" else 50) for n in many]
+    taken = Counter(id.split("-")[0] for id in ids(sample(found, Limits(size, 10**9, groups), Random(2))))
+    assert taken["ready"] + taken["due"] == size * groups
+    assert abs(taken["ready"] - taken["due"]) <= size
+
+
+def test_a_single_place_goes_to_ready_and_due_tasks_in_turn() -> None:
+    """A worker of one task at a time starves neither."""
+    random = Random(1)
+    found = [candidate("ready", priority=100), due("due")]
+    taken = Counter(id for _ in range(200) for id in ids(sample(found, Limits(1, 1000, 1), random)))
+    assert taken["ready"] > 60
+    assert taken["due"] > 60
+
+
+def test_due_tasks_get_everything_while_nothing_else_waits() -> None:
+    """Half is for when there are two."""
+    found = [due(f"due-{n}") for n in range(100)]
+    assert len(ids(sample(found, Limits(10, 10**9, 4), Random(1)))) == 40
+
+
+def test_groups_in_flight_count_for_the_places_and_for_a_topics_half() -> None:
+    """Two of four places are taken, by the topic that floods: the others get the rest, or the flood if it is alone."""
+    flood = [candidate(f"f{n}", shard=n, priority=100) for n in range(8)]
+    others = [candidate(f"o{n}", topic="invoices") for n in range(8)]
+    groups = sample([*flood, *others], Limits(1, 1000, 4), Random(1), {"orders": 2})
+    assert Counter(group.topic for group in groups) == {"invoices": 2}
+    assert len(sample(flood, Limits(1, 1000, 4), Random(1), {"orders": 2})) == 2
+    assert sample(flood, Limits(1, 1000, 4), Random(1), {"orders": 2, "gone": 2}) == []
 
 
 def test_a_sample_is_uniform_over_slices() -> None:

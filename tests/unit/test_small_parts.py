@@ -24,7 +24,6 @@ from publishworker.logs import JsonFormatter
 from publishworker.sampling import Limits
 from publishworker.stopping import run_on_thread, stop_on_signals
 from publishworker.task import Group, Row
-from publishworker.threads import in_threads
 from publishworker.window import Window
 
 
@@ -131,40 +130,6 @@ def test_a_deadline_holds_over_all_restarts_of_a_stream() -> None:
     with pytest.raises(DeadlineExceeded):
         deadline(note)()
     assert seen == [10.0, pytest.approx(0.001)]
-
-
-def test_threads_run_at_once_and_keep_the_order_of_results() -> None:
-    """All have begun before any ends."""
-    together = threading.Barrier(3)
-
-    def double(item: int) -> int:
-        together.wait(10)
-        return item * 2
-
-    assert in_threads(double, [1, 2, 3]) == [2, 4, 6]
-
-
-def test_a_thread_that_dies_is_raised_after_the_others_have_ended() -> None:
-    """Nothing is left running, nothing is swallowed."""
-    ended = []
-    dying = threading.Event()
-
-    def work(item: int) -> None:
-        if item == 0:
-            dying.set()
-            raise ZeroDivisionError
-        dying.wait(10)
-        ended.append(item)
-
-    with pytest.raises(ZeroDivisionError):
-        in_threads(work, [0, 1, 2])
-    assert sorted(ended) == [1, 2]
-
-
-def test_every_item_has_a_thread_of_its_own() -> None:
-    """A thread that the client has poisoned is never used again."""
-    seen = in_threads(lambda _item: threading.get_ident(), [1]) + in_threads(lambda _item: threading.get_ident(), [1])
-    assert threading.get_ident() not in seen
 
 
 def test_a_loop_that_dies_is_raised_where_the_worker_sees_it() -> None:

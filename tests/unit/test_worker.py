@@ -3,34 +3,39 @@
 import logging
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from publishworker import metrics as m
+from publishworker.fleet import HEARTBEAT_SECONDS, Fleet
 from publishworker.heartbeat import Heartbeat
-from publishworker.metrics import Metrics
+from publishworker.metrics import Client, Metrics
 from publishworker.store import StoreError
 from publishworker.task import Turn
-from publishworker.worker import Loop, Pause
+from publishworker.worker import HasTurn, Loop, Pause
 from tests.support.fakes import FakeStore
 
 WORK, IDLE = Turn(published=1), Turn()
 
 
 class Stop(threading.Event):
-    """A stop event that records waits instead of waiting."""
+    """A stop event that records waits instead of waiting, and the clock that they move."""
 
     def __init__(self) -> None:
         """Nothing waited for."""
         super().__init__()
         self.waits: list[float] = []
+        self.seconds = 0.0
 
     def wait(self, timeout: float | None = None) -> bool:
         """Record and return at once."""
         assert timeout is not None
         self.waits.append(timeout)
+        self.seconds += timeout
         return self.is_set()
 
 
@@ -41,6 +46,7 @@ class Script:
         """Take one step a turn."""
         self._stop = stop
         self._steps = list(steps)
+        self.finished = False
 
     def turn(self, stopping: Callable[[], bool]) -> Turn:
         """See HasTurn."""
@@ -51,6 +57,11 @@ class Script:
             raise step
         return step
 
+    def finish(self) -> Turn:
+        """See HasTurn."""
+        self.finished = True
+        return IDLE
+
 
 def run(
     *steps: Turn | StoreError,
@@ -59,16 +70,28 @@ def run(
 ) -> list[float]:
     """Run the steps and return the waits between them."""
     stop = Stop()
-    loop = Loop(
-        Script(stop, *steps),
-        FakeStore(),
-        Metrics(),
-        poll_interval=1.0,
-        beat=beat,
-        random=Random(1),
-    )
-    loop.run(stop, until)
+    loop_of(Script(stop, *steps), stop, beat=beat).run(stop, until)
     return stop.waits
+
+
+def loop_of(
+    relay: HasTurn,
+    stop: Stop,
+    store: FakeStore | None = None,
+    client: Client | None = None,
+    *,
+    poll_interval: float = 1.0,
+    beat: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] | None = None,
+    beats: bool = False,
+) -> Loop:
+    """Return a loop around `relay` whose time passes in its waits; with `beats` also for the heartbeat row."""
+    store = store or FakeStore()
+    clock = clock or (lambda: stop.seconds)
+    fleet = Fleet(store, "me", store.shards, clock=clock if beats else lambda: 0.0)
+    return Loop(
+        relay, store, Metrics(client), fleet, poll_interval=poll_interval, beat=beat, random=Random(1), clock=clock
+    )
 
 
 def test_after_work_it_polls_again_at_once() -> None:
@@ -81,7 +104,7 @@ def test_without_work_the_wait_doubles_up_to_the_interval() -> None:
     waits = run(*[IDLE] * 10)
     nominal = [0.05, 0.1, 0.2, 0.4, 0.8, 1, 1, 1, 1]
     for wait, expected in zip(waits, nominal, strict=True):
-        assert expected * 0.75 <= wait <= expected
+        assert expected * 0.85 <= wait <= expected
     assert len(set(waits)) == len(waits)
 
 
@@ -129,7 +152,7 @@ def test_an_age_that_cannot_be_read_holds_nothing_up(caplog: pytest.LogCaptureFi
             raise AssertionError
 
         def gauge(self, metric: str, value: float, tags: list[str]) -> None:
-            raise AssertionError
+            assert metric == m.SHARDS.name
 
         def stop(self) -> None:
             raise AssertionError
@@ -137,11 +160,11 @@ def test_an_age_that_cannot_be_read_holds_nothing_up(caplog: pytest.LogCaptureFi
     stop, store = Stop(), FakeStore()
     store.away = True
     script = Script(stop, WORK, WORK, WORK)
-    loop = Loop(script, store, Metrics(Client()), poll_interval=1, beat=lambda: None, random=Random(1))
+    loop = loop_of(script, stop, store, Client())
     with caplog.at_level(logging.INFO, "publishworker"):
         loop.run(stop)
     assert stop.waits == []
-    assert [record.__dict__["action"] for record in caplog.records] == ["age"]
+    assert [record.__dict__["action"] for record in caplog.records] == ["age", "fleet"]
 
 
 def test_published_but_uncommitted_is_no_progress() -> None:
@@ -159,7 +182,7 @@ def test_it_ends_when_the_condition_says_so() -> None:
 
 def test_the_oldest_age_is_reported_now_and_then() -> None:
     """Every 15 s, whatever the number of turns."""
-    gauges: list[float] = []
+    gauges: dict[str, list[float]] = {m.OLDEST_AGE.name: [], m.SHARDS.name: []}
     store = FakeStore()
     store.insert("a", "orders")
     seconds = iter(float(n) for n in range(0, 1000, 5))
@@ -169,25 +192,16 @@ def test_the_oldest_age_is_reported_now_and_then() -> None:
             raise AssertionError
 
         def gauge(self, metric: str, value: float, tags: list[str]) -> None:
-            assert metric == m.OLDEST_AGE.name
-            gauges.append(value)
+            gauges[metric].append(value)
 
         def stop(self) -> None:
             raise AssertionError
 
     stop = Stop()
-    loop = Loop(
-        Script(stop, *[WORK] * 12),
-        store,
-        Metrics(Client()),
-        poll_interval=1,
-        beat=lambda: None,
-        random=Random(1),
-        clock=lambda: next(seconds),
-    )
-    loop.run(stop)
-    assert 3 <= len(gauges) <= 6
-    assert set(gauges) == {12 * 3600.0}
+    loop_of(Script(stop, *[WORK] * 12), stop, store, Client(), clock=lambda: next(seconds)).run(stop)
+    ages, shards = gauges.values()
+    assert 3 <= len(ages) == len(shards) <= 6
+    assert (set(ages), set(shards)) == ({12 * 3600.0}, {10})
 
 
 def test_a_defect_ends_the_loop() -> None:
@@ -197,9 +211,41 @@ def test_a_defect_ends_the_loop() -> None:
         def turn(self, stopping: Callable[[], bool]) -> Turn:
             raise ZeroDivisionError
 
-    loop = Loop(Broken(), FakeStore(), Metrics(), poll_interval=1, beat=lambda: None, random=Random(1))
+        def finish(self) -> Turn:
+            raise AssertionError
+
+    stop = Stop()
     with pytest.raises(ZeroDivisionError):
-        loop.run(threading.Event())
+        loop_of(Broken(), stop).run(stop)
+
+
+def test_the_heartbeat_row_is_kept_up_in_long_waits() -> None:
+    """A poll interval of 30 s must not make the others think that the worker is gone."""
+    stop, store = Stop(), FakeStore()
+    beats: list[float] = []
+    heartbeat = store.heartbeat
+
+    def at_this_time(*arguments: Any) -> None:
+        beats.append(stop.seconds)
+        heartbeat(*arguments)
+
+    store.heartbeat = at_this_time  # type: ignore[method-assign]
+    loop_of(Script(stop, *[IDLE] * 14), stop, store, poll_interval=30, beats=True).run(stop)
+    assert stop.seconds > 60
+    assert len(beats) >= 12
+    assert max(later - earlier for earlier, later in pairwise(beats)) <= HEARTBEAT_SECONDS + 0.01
+
+
+def test_at_the_end_the_worker_leaves_and_then_finishes_what_is_in_flight() -> None:
+    """The others have its shards at once; nothing that was begun is dropped."""
+    stop, store = Stop(), FakeStore()
+    script = Script(stop, WORK)
+    seen: list[bool] = []
+    turn = script.turn
+    script.turn = lambda stopping: (seen.append("me" in store.workers), turn(stopping))[1]  # type: ignore[method-assign]
+    script.finish = lambda: (seen.append("me" in store.workers), IDLE)[1]  # type: ignore[method-assign]
+    loop_of(script, stop, store).run(stop)
+    assert seen == [True, False]
 
 
 def test_two_workers_do_not_keep_step() -> None:

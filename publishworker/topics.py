@@ -1,0 +1,36 @@
+"""What the worker knows of topics: their names, when each was last seen with an unsent task, which are paused."""
+
+import time
+from collections.abc import Callable, Iterable
+
+#: Seconds after which a topic without unsent tasks is no longer asked for; a probe finds it again.
+FORGET_TOPIC_SECONDS = 600.0
+
+
+class Topics:
+    """A memory in the process: topics are not listed anywhere in the database."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Know none."""
+        self._clock = clock
+        self._seen: dict[str, float] = {}
+        self.paused: frozenset[str] = frozenset()
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Return all names."""
+        return frozenset(self._seen)
+
+    @property
+    def open(self) -> frozenset[str]:
+        """Return the names whose tasks may be sent."""
+        return self.known - self.paused
+
+    def see(self, topics: Iterable[str]) -> None:
+        """Note topics that have unsent tasks."""
+        self._seen |= dict.fromkeys(topics, self._clock())
+
+    def forget(self) -> None:
+        """Drop the names that have been without tasks for long."""
+        oldest = self._clock() - FORGET_TOPIC_SECONDS
+        self._seen = {topic: seen for topic, seen in self._seen.items() if seen > oldest}

@@ -1,0 +1,111 @@
+"""Groups in flight: a slow one holds back no other, none is lost, a defect is raised."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from publishworker.flights import Flights
+from publishworker.task import Group, GroupResult
+
+
+class Air:
+    """Groups that stay up until they are let down."""
+
+    def __init__(self) -> None:
+        """Nothing is up."""
+        self.released: dict[str, threading.Event] = {}
+        self.threads: list[int] = []
+        self.flights = Flights(self.fly)
+
+    def start(self, *topics: str) -> None:
+        """Start a group of one task for each topic."""
+        for topic in topics:
+            self.released[topic] = threading.Event()
+            self.flights.start(Group(topic, (f"task-of-{topic}",)))
+
+    def fly(self, group: Group) -> GroupResult:
+        """Wait for the release."""
+        self.threads.append(threading.get_ident())
+        self.released[group.topic].wait(30)
+        if group.topic == "defect":
+            raise ZeroDivisionError
+        return GroupResult(group)
+
+    def land(self, *topics: str) -> None:
+        """Let these groups end."""
+        for topic in topics:
+            self.released[topic].set()
+
+
+@pytest.fixture
+def air() -> Iterator[Air]:
+    """Nothing stays up after the test."""
+    made = Air()
+    yield made
+    made.land(*made.released)
+
+
+def topics(results: list[GroupResult]) -> list[str]:
+    """Return the topics of the groups that have ended, sorted."""
+    return sorted(result.group.topic for result in results)
+
+
+def test_all_fly_at_once_and_all_are_waited_for(air: Air) -> None:
+    """Each on a thread of its own."""
+    air.start("a", "b", "c")
+    assert (len(air.flights), air.flights.ids()) == (3, {"task-of-a", "task-of-b", "task-of-c"})
+    assert air.flights.by_topic() == {"a": 1, "b": 1, "c": 1}
+    air.land("a", "b", "c")
+    assert topics(air.flights.landed()) == ["a", "b", "c"]
+    assert (len(air.flights), air.flights.ids(), len(set(air.threads))) == (0, frozenset(), 3)
+    assert threading.get_ident() not in air.threads
+
+
+def test_a_straggler_is_left_and_collected_later(air: Air) -> None:
+    """Three of four end: the fourth does not hold them back, and its result is not lost."""
+    air.start("a", "b", "c", "slow")
+    air.land("a", "b", "c")
+    assert topics(air.flights.landed(leave=1)) == ["a", "b", "c"]
+    assert air.flights.ids() == {"task-of-slow"}
+    assert air.flights.landed(leave=1) == []
+    air.land("slow")
+    assert topics(air.flights.landed()) == ["slow"]
+
+
+def test_patience_ends_once_one_has_ended(air: Air) -> None:
+    """Two hang: after the first end the wait is as long as the patience."""
+    air.start("a", "hangs", "hangs-too")
+    air.land("a")
+    begin = time.monotonic()
+    assert topics(air.flights.landed(leave=0, patience=0.01, longest=20)) == ["a"]
+    assert time.monotonic() - begin < 10
+
+
+def test_nothing_is_waited_for_longer_than_the_longest(air: Air) -> None:
+    """All hang: the loop gets its turn to beat."""
+    air.start("hangs")
+    assert air.flights.landed(leave=0, patience=20, longest=0.01) == []
+    assert len(air.flights) == 1
+
+
+def test_a_defect_is_raised_after_the_others_have_ended(air: Air) -> None:
+    """Nothing is left running, nothing is swallowed."""
+    air.start("a", "defect", "b")
+    threading.Timer(0.05, lambda: air.land("a", "b")).start()
+    air.land("defect")
+    with pytest.raises(ZeroDivisionError):
+        air.flights.landed()
+    assert all(not thread.is_alive() for thread in air.flights._threads.values())
+
+
+def test_every_group_has_a_thread_of_its_own(air: Air) -> None:
+    """A thread that the client has poisoned is never used again: it ends with its group."""
+    for topic in ("a", "b"):
+        air.start(topic)
+        [thread] = air.flights._threads.values()
+        air.land(topic)
+        air.flights.landed()
+        thread.join(10)
+        assert not thread.is_alive()
