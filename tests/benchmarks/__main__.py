@@ -5,21 +5,23 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from types import ModuleType
 
 from outbox import emulators
-from tests.benchmarks import costs, delayed, group_sizes, idle, latency, page, results, throughput
+from tests.benchmarks import costs, delayed, group_sizes, idle, latency, memory, page, polls, results, throughput
 from tests.benchmarks.bench import Bench
 
-SECTIONS: dict[str, ModuleType] = {
-    "throughput": throughput,
-    "delayed": delayed,
-    "group-sizes": group_sizes,
-    "costs": costs,
-    "latency": latency,
-    "idle": idle,
+SECTIONS: dict[str, Callable[[Bench], results.Section]] = {
+    "throughput": throughput.run,
+    "delayed": delayed.run,
+    "group-sizes": group_sizes.run,
+    "costs": costs.run,
+    "latency": latency.run,
+    "idle": idle.run,
+    "memory": memory.run,
+    "poll-sent": polls.beside_sent,
+    "poll-topics": polls.with_topics,
 }
 
 
@@ -45,10 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(module: ModuleType, bench: Bench) -> results.Section:
+def _run(run: Callable[[Bench], results.Section], bench: Bench) -> results.Section:
     ran = results.circumstances()
     begin = time.monotonic()
-    section: results.Section = module.run(bench)
+    section = run(bench)
     section.ran.update(
         ran,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

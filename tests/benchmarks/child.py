@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.child --database ID --tasks N [--trace]
 
-The environment has the hosts, as `outbox emulators` prints them. The worker is connected and has sent its first tasks
-before anything is measured.
+The environment has the hosts, as `outbox emulators` prints them. Time and CPU are measured once the worker is connected
+and has sent its first tasks, memory from before that.
 """
 
 import argparse
@@ -27,9 +27,9 @@ def main() -> None:
     options = parser.parse_args()
     hosts = Emulators(os.environ["SPANNER_EMULATOR_HOST"], os.environ["PUBSUB_EMULATOR_HOST"])
     worker = open_worker(hosts, options.database)
-    before = drive(worker, 1)
     if options.trace:
         tracemalloc.start()
+    before = drive(worker, 1)
     with stopwatch() as watch:
         published = drive(worker, options.tasks - before)
     answer = {

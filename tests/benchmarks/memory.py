@@ -1,0 +1,45 @@
+"""Memory of a worker beside a small and a large backlog: what it holds must not grow with what waits."""
+
+from tqdm import tqdm
+
+from tests.benchmarks.backlogs import insert
+from tests.benchmarks.bench import Bench, fresh_table
+from tests.benchmarks.results import Bar, Plot, Section, figures
+from tests.benchmarks.silent import answer
+
+BACKLOGS, QUICK_BACKLOGS = (1_000, 10_000, 100_000), (500, 1_000)
+#: What is sent: a few turns.
+TASKS = 800
+
+RSS, TRACED = "peak RSS MB", "peak of Python's allocations MB"
+
+
+def run(bench: Bench) -> Section:
+    """Measure each backlog once."""
+    backlogs = QUICK_BACKLOGS if bench.quick else BACKLOGS
+    tasks = bench.choose(TASKS, 400)
+    samples = []
+    for backlog in tqdm(backlogs, desc="memory", disable=None):
+        row = f"backlog of {backlog:,}"
+        with fresh_table(bench) as table:
+            insert(table, backlog)
+            arguments = ("--database", table.id, "--tasks", str(tasks), "--trace")
+            took = answer("tests.benchmarks.child", *arguments, environment=bench.emulators.environment(), seconds=300)
+        samples += [(row, RSS, took["rss_bytes"] / 1e6), (row, TRACED, took["traced_bytes"] / 1e6)]
+    conditions = f"""\
+- One process a backlog that does nothing but relay, default settings, messages of 300 bytes, from its start until it
+  has sent {tasks} tasks: the first polls, and two turns or more.
+- RSS is the process's, with Python and the clients' modules, and with the notes of `tracemalloc`, which is on; the
+  second figure is what Python allocated in between at most."""
+    section = Section(
+        "Memory",
+        figures(samples),
+        [],
+        conditions,
+        "All of it.",
+        Plot([RSS, TRACED]),
+    )
+    for column in (RSS, TRACED):
+        values = [figure.median for figure in section.figures if figure.column == column]
+        section.bars.append(Bar(f"{column}, largest / smallest", max(values) / min(values), 1.2, at_least=False))
+    return section

@@ -1,0 +1,125 @@
+"""The poll beside many rows that are none of its business, and with many topics."""
+
+import dataclasses
+import time
+from typing import Any
+
+from google.cloud.spanner_v1 import KeyRange, KeySet
+from tqdm import tqdm
+
+from publishworker.connection import open_database
+from publishworker.store import SpannerStore
+from publishworker.task import Look
+from tests.benchmarks.backlogs import insert
+from tests.benchmarks.bench import Bench, Table, connecting_to, fresh_table, stopwatch
+from tests.benchmarks.results import Bar, Section, figures
+from tests.support.spanner import INSTANCE, PROJECT
+
+SHARDS = 10
+TOPICS = (1, 10, 100)
+#: Tasks of one turn with default settings: what a poll is after.
+WINDOW = 400
+#: The seconds of the emulator's wait in a strong read are the same for all.
+TIMES = 10
+
+Samples = list[tuple[str, str, float]]
+
+
+def beside_sent(bench: Bench) -> Section:
+    """Read the poll's ranges with and without sent and scheduled rows in the table."""
+    pending, sent = bench.choose(1_000, 200), bench.choose(100_000, 1_000)
+    alone, beside = f"{pending:,} pending", f"and {sent:,} sent, {pending:,} scheduled"
+    with fresh_table(bench) as table:
+        insert(table, pending)
+        found = ranges(table)
+        samples = timed(table, alone, bench.rounds)
+        insert(table, sent, sent=True)
+        insert(table, pending, scheduled=True)
+        same = ranges(table) == found
+        samples += timed(table, beside, bench.rounds)
+    conditions = f"""\
+- Reads by the Read API of exactly the poll's ranges, one for each of {SHARDS} shards: shard, `SentAt` NULL, topic,
+  `AvailableAt` NULL in the index `AsynchronousTasksToSend`. They stand for the poll because the emulator answers them
+  from the index; SQL it answers by a scan. Each round is the mean of {TIMES} times all ranges."""
+    section = Section(
+        "The poll beside sent tasks",
+        figures(samples),
+        [],
+        conditions,
+        "The rows: sent and scheduled tasks are not in the ranges. The times show no more than that the emulator's "
+        "reads do not grow with them.",
+    )
+    section.bars.append(Bar("the same rows beside sent ones (1: yes)", float(same), 1, at_least=True))
+    ratio = section.value(beside, "ms") / section.value(alone, "ms")
+    section.bars.append(Bar("time beside sent ones / time without", ratio, 1.5, at_least=False))
+    return section
+
+
+def ranges(table: Table) -> list[str]:
+    """Return the ids in the poll's ranges."""
+    database: Any = table.database
+    ids: list[str] = []
+    with database.snapshot(multi_use=True) as snapshot:
+        for shard in range(SHARDS):
+            key = [shard, None, table.topic, None]
+            keys = KeySet(ranges=[KeyRange(start_closed=key, end_closed=key)])
+            ids += [row[0] for row in snapshot.read("AsynchronousTasks", ["Id"], keys, index="AsynchronousTasksToSend")]
+    return ids
+
+
+def timed(table: Table, row: str, rounds: int) -> Samples:
+    """Return the milliseconds and the rows of all ranges."""
+    samples: Samples = []
+    for _ in tqdm(range(rounds), desc=row, disable=None):
+        begin = time.perf_counter()
+        for _ in range(TIMES):
+            ids = ranges(table)
+        samples += [(row, "ms", (time.perf_counter() - begin) / TIMES * 1000), (row, "rows", len(ids))]
+    return samples
+
+
+def with_topics(bench: Bench) -> Section:
+    """Poll a backlog of one size that one topic has, or many share."""
+    pending = bench.choose(1_000, 200)
+    tables = TOPICS[:2] if bench.quick else TOPICS
+    samples: Samples = []
+    for count in tqdm(tables, desc="topics", disable=None):
+        with fresh_table(bench) as table:
+            topics = [f"topic-{number:03}" for number in range(count)]
+            for topic in topics:
+                insert(table, pending // count, topic=topic)
+            samples += polled(bench, table, topics)
+    conditions = f"""\
+- `SpannerStore.poll` of {pending:,} pending tasks, {SHARDS} shards, a window of {WINDOW} rows over all ranges. *ready*
+  is the poll under load, *all* is the idle one: due tasks, probes for new topics, pauses and workers as well.
+- Seeks are counted from the statements, see [the poll](architecture/poll.md#what-it-costs)."""
+    return Section(
+        "The poll by topics",
+        figures(samples),
+        [],
+        conditions,
+        "Seeks, rows and client CPU. The milliseconds do not: the emulator scans the table for each range.",
+    )
+
+
+def polled(bench: Bench, table: Table, topics: list[str]) -> Samples:
+    """Return what polls of these topics cost."""
+    with connecting_to(bench.emulators):
+        store = SpannerStore(open_database(PROJECT, INSTANCE, table.id), SHARDS)
+    per_range = max(1, WINDOW // SHARDS // len(topics))
+    ready = Look(shards=tuple(range(SHARDS)), topics=frozenset(topics), per_range=per_range)
+    everything = dataclasses.replace(ready, due=True, known=ready.topics)
+    row = f"{len(topics)} topics" if len(topics) > 1 else "1 topic"
+    store.poll(ready)
+    samples: Samples = []
+    for _ in range(bench.rounds):
+        for name, look in (("ready", ready), ("all", everything)):
+            with stopwatch() as watch:
+                found = store.poll(look)
+            samples.append((row, f"{name}: ms", watch.seconds * 1000))
+            samples.append((row, f"{name}: client CPU ms", watch.cpu_seconds * 1000))
+            if name == "ready":
+                samples.append((row, "rows", len(found.candidates)))
+    samples.append((row, "ready: seeks", SHARDS * len(topics)))
+    samples.append((row, "all: seeks", SHARDS * (3 * len(topics) + 1)))
+    return samples
