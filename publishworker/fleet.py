@@ -5,6 +5,7 @@ same division. A wrong one costs collisions, or a delay of at most a lease; corr
 """
 
 import hashlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -14,6 +15,8 @@ from typing import Protocol
 
 from publishworker.complaints import Complaints
 from publishworker.store import StoreError
+
+_log = logging.getLogger("publishworker")
 
 #: Seconds between two heartbeats of a worker.
 HEARTBEAT_SECONDS = 5.0
@@ -87,6 +90,8 @@ class Fleet:
         if living != self._living:
             self._living = living
             self.shards = self._all if self._shared else divide(living, self._all)[self._worker]
+            shards = ", ".join(map(str, self.shards))
+            _log.info("%d workers live; this one polls shards %s", len(living), shards, extra={"action": "assigned"})
         return self.shards != before
 
     def leave(self) -> None:

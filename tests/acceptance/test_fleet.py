@@ -1,0 +1,112 @@
+"""Workers divide the shards: they join, leave, crash, freeze and come back, and every shard always has a worker."""
+
+import contextlib
+import json
+import signal
+from collections.abc import Sequence
+
+from google.cloud.spanner_v1.database import Database
+from google.cloud.spanner_v1.instance import Instance
+
+from outbox import schema
+from outbox.emulators import Emulators
+from tests.support.processes import Process
+from tests.support.pubsub import PubSub
+from tests.support.relays import account, register, wait_until_all_sent, worker
+from tests.support.spanner import fresh_database
+from tests.support.waiting import eventually
+
+#: Seconds after which a silent worker's shards have others, and a little for a busy machine.
+LEASE = 15.0
+SLACK = 10.0
+
+
+def shards_of(process: Process, count: int = 10) -> set[int]:
+    """Return what a worker says that it polls: all, until it has seen others."""
+    lines = [json.loads(line) for line in process.stderr.splitlines() if '"assigned"' in line]
+    if not lines:
+        return set(range(count))
+    return {int(shard) for shard in lines[-1]["message"].rpartition("shards ")[2].split(",")}
+
+
+def divided(workers: Sequence[Process], count: int = 10) -> bool:
+    """Tell whether each shard has one of these workers, and loads differ by at most one."""
+    parts = [shards_of(each, count) for each in workers]
+    sizes = [len(part) for part in parts]
+    return set().union(*parts) == set(range(count)) and sum(sizes) == count and max(sizes) - min(sizes) <= 1
+
+
+def rows(database: Database) -> int:
+    """Return how many heartbeat rows there are."""
+    with database.snapshot() as snapshot:
+        [[count]] = snapshot.execute_sql("SELECT COUNT(*) FROM AsynchronousTaskWorkers")
+    return int(count)
+
+
+def test_workers_join_crash_freeze_come_back_and_leave(
+    emulators: Emulators, database: Database, topic: str, pubsub: PubSub
+) -> None:
+    """After each event the shards are divided anew, within a lease at most; tasks of every shard go on being sent."""
+    subscription = pubsub.new_subscription(topic)
+    ids: list[str] = []
+
+    def send_some() -> None:
+        ids.extend(register(database, topic, 40))
+        wait_until_all_sent(database)
+
+    with contextlib.ExitStack() as stack:
+        first, crashing, freezing = (stack.enter_context(worker(emulators, database)) for _ in range(3))
+        eventually(lambda: divided([first, crashing, freezing]), seconds=30, message="three workers divide the shards")
+        send_some()
+
+        crashing.stop(signal.SIGKILL)
+        ids.extend(register(database, topic, 40))
+        eventually(lambda: divided([first, freezing]), seconds=LEASE + SLACK, message="two workers have the dead one's")
+        wait_until_all_sent(database)
+
+        freezing.stop(signal.SIGSTOP)
+        ids.extend(register(database, topic, 40))
+        eventually(lambda: divided([first]), seconds=LEASE + SLACK, message="one worker has all shards")
+        wait_until_all_sent(database)
+
+        freezing.stop(signal.SIGCONT)
+        eventually(lambda: divided([first, freezing]), seconds=SLACK, message="the frozen one is back")
+        send_some()
+
+        freezing.stop(signal.SIGTERM)
+        assert freezing.wait() == 0
+        eventually(lambda: divided([first]), seconds=SLACK, message="the leaver's shards are taken at once")
+        send_some()
+        assert rows(database) == 2  # the first one, and the dead one for an hour
+    result = account(ids, subscription)
+    assert (result.lost, result.unexpected) == (frozenset(), frozenset())
+
+
+def test_more_workers_than_shards_share_them(
+    emulators: Emulators, spanner_instance: Instance, topic: str, pubsub: PubSub
+) -> None:
+    """Three workers and two shards: each has one, both are polled, nothing is lost."""
+    subscription = pubsub.new_subscription(topic)
+    with contextlib.ExitStack() as stack:
+        database = stack.enter_context(fresh_database(spanner_instance, schema.statements(shards=2)))
+        workers = [stack.enter_context(worker(emulators, database)) for _ in range(3)]
+
+        def shared() -> bool:
+            parts = [shards_of(each, 2) for each in workers]
+            return set().union(*parts) == {0, 1} and all(len(part) == 1 for part in parts)
+
+        eventually(shared, seconds=30, message="three workers share two shards")
+        ids = register(database, topic, 60)
+        wait_until_all_sent(database)
+    result = account(ids, subscription)
+    assert (result.lost, result.unexpected) == (frozenset(), frozenset())
+
+
+def test_assignment_shared_gives_every_worker_all_shards(emulators: Emulators, database: Database, topic: str) -> None:
+    """`--assignment shared`: they know of each other, and poll everything all the same."""
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(worker(emulators, database, "--assignment", "shared")) for _ in range(2)]
+        eventually(lambda: all('"assigned"' in each.stderr for each in workers), message="both see two workers")
+        assert [shards_of(each) for each in workers] == [set(range(10))] * 2
+        register(database, topic, 20)
+        wait_until_all_sent(database)
