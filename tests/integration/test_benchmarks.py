@@ -1,0 +1,13 @@
+"""The benchmarks run: a tiny round of two sections, so that they do not rot. No figure is judged."""
+
+from outbox.emulators import Emulators
+from tests.support.processes import run
+
+
+def test_a_tiny_round_prints_its_tables(emulators: Emulators) -> None:
+    """The relay in the process itself, in one of its own, and behind the counting proxy."""
+    arguments = ("--quick", "--rounds", "1", "--only", "costs", "poll-topics")
+    finished = run("tests.benchmarks", *arguments, environment=emulators.environment(), seconds=60)
+    assert finished.code == 0
+    for text in ("Costs per task", "claim", "client CPU us/task: ", "The poll by topics", "10 topics"):
+        assert text in finished.stdout
