@@ -18,7 +18,7 @@ class WorkerSettings(DatabaseSettings):
     group_bytes: int = setting(
         "8000000", whole_number(1, 100_000_000), "Bytes of messages that share a transaction at most."
     )
-    concurrency: int = setting("4", whole_number(1, 100), "Groups in flight at once.")
+    concurrency: int = setting("8", whole_number(1, 100), "Groups in flight at once.")
     publish_timeout: float = setting(
         "5",
         seconds(0.1, 8),
