@@ -1,39 +1,21 @@
 """Workers divide the shards: they join, leave, crash, freeze and come back, and every shard always has a worker."""
 
 import contextlib
-import json
 import signal
-from collections.abc import Sequence
 
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
 from outbox import schema
 from outbox.emulators import Emulators
-from tests.support.processes import Process
 from tests.support.pubsub import PubSub
-from tests.support.relays import account, register, wait_until_all_sent, worker
+from tests.support.relays import account, divided, register, shards_of, wait_until_all_sent, worker
 from tests.support.spanner import fresh_database
 from tests.support.waiting import eventually
 
 #: Seconds after which a silent worker's shards have others, and a little for a busy machine.
 LEASE = 15.0
 SLACK = 10.0
-
-
-def shards_of(process: Process, count: int = 10) -> set[int]:
-    """Return what a worker says that it polls: all, until it has seen others."""
-    lines = [json.loads(line) for line in process.stderr.splitlines() if '"assigned"' in line]
-    if not lines:
-        return set(range(count))
-    return {int(shard) for shard in lines[-1]["message"].rpartition("shards ")[2].split(",")}
-
-
-def divided(workers: Sequence[Process], count: int = 10) -> bool:
-    """Tell whether each shard has one of these workers, and loads differ by at most one."""
-    parts = [shards_of(each, count) for each in workers]
-    sizes = [len(part) for part in parts]
-    return set().union(*parts) == set(range(count)) and sum(sizes) == count and max(sizes) - min(sizes) <= 1
 
 
 def rows(database: Database) -> int:

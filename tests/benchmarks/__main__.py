@@ -9,7 +9,19 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 from outbox import emulators
-from tests.benchmarks import costs, delayed, group_sizes, idle, latency, memory, page, polls, results, throughput
+from tests.benchmarks import (
+    costs,
+    delayed,
+    fleets,
+    group_sizes,
+    idle,
+    latency,
+    memory,
+    page,
+    polls,
+    results,
+    throughput,
+)
 from tests.benchmarks.bench import Bench
 
 SECTIONS: dict[str, Callable[[Bench], results.Section]] = {
@@ -19,6 +31,7 @@ SECTIONS: dict[str, Callable[[Bench], results.Section]] = {
     "costs": costs.run,
     "latency": latency.run,
     "idle": idle.run,
+    "fleets": fleets.run,
     "memory": memory.run,
     "poll-sent": polls.beside_sent,
     "poll-topics": polls.with_topics,

@@ -21,9 +21,11 @@ def started(
     return _silent(processes.started(module, *arguments, environment=environment))
 
 
-def worker(emulators: Emulators, database: Database) -> AbstractContextManager[processes.Process]:
+def worker(
+    emulators: Emulators, database: Database, *arguments: str, **environment: str
+) -> AbstractContextManager[processes.Process]:
     """Start `publishworker run` with default settings, as `tests.support.relays` does."""
-    return _silent(relays.worker(emulators, database))
+    return _silent(relays.worker(emulators, database, *arguments, **environment))
 
 
 def answer(module: str, *arguments: str, environment: Mapping[str, str], seconds: float) -> Any:

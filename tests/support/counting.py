@@ -44,7 +44,8 @@ _WITH_ROWS = ("ExecuteStreamingSql", "StreamingRead")
 class Counting:
     """Forwards to `target` ("host:port") on a loopback port. For calls with one request: no client streams.
 
-    `counts` are the calls, `bytes` the serialized sizes of their answers, `rows` the rows in these.
+    `counts` are the calls, `bytes` the serialized sizes of their answers, `rows` the rows in these, `shards` how many
+    the statements' parameter of that name has.
     """
 
     def __init__(self, target: str) -> None:
@@ -54,6 +55,7 @@ class Counting:
         self.counts: Counter[Key] = Counter()
         self.bytes: Counter[Key] = Counter()
         self.rows: Counter[Key] = Counter()
+        self.shards: Counter[Key] = Counter()
         self.address = ""
 
     def __enter__(self) -> Self:
@@ -77,13 +79,14 @@ class Counting:
     def clear(self) -> None:
         """Begin again with nothing."""
         with self._lock:
-            for counter in (self.counts, self.bytes, self.rows):
+            for counter in (self.counts, self.bytes, self.rows, self.shards):
                 counter.clear()
 
     def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Make the same call of the target, and answer what it answers. A unary call is a stream of one."""
-        key = key_of(method, request)
+        key, shards = key_of(method, request)
         self._add(self.counts, key, 1)
+        self._add(self.shards, key, shards)
         remaining = context.time_remaining()
         call: Any = self._channel.unary_stream(method, _as_it_is, _as_it_is)(
             request,
@@ -125,13 +128,15 @@ class _Handler(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in 
         return grpc.unary_stream_rpc_method_handler(forward)
 
 
-def key_of(method: str, request: bytes) -> Key:
-    """Return under what a call is counted."""
+def key_of(method: str, request: bytes) -> tuple[Key, int]:
+    """Return under what a call is counted, and how many shards it asks for."""
     name = method.rpartition("/")[2]
     if name not in _TAGGED:
-        return name, ""
-    options = _TAGGED[name].pb().FromString(request).request_options
-    return name, options.request_tag or options.transaction_tag
+        return (name, ""), 0
+    message: Any = _TAGGED[name].pb().FromString(request)
+    tag = message.request_options.request_tag or message.request_options.transaction_tag
+    shards = message.params["shards"] if name.startswith("Execute") and "shards" in message.params else ()
+    return (name, tag), len(shards)
 
 
 def _as_it_is(data: bytes) -> bytes:

@@ -1,6 +1,7 @@
 """Tasks on the emulators, workers as processes, and an account of what arrived: from outside of the relay."""
 
 import contextlib
+import json
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -56,6 +57,21 @@ def account(registered: Sequence[str], subscription: Subscription) -> Account:
         unexpected=frozenset(set(received) - expected),
         duplicates=sum(count - 1 for count in received.values()),
     )
+
+
+def shards_of(process: Process, count: int = 10) -> set[int]:
+    """Return what a worker says that it polls: all, until it has seen others."""
+    lines = [json.loads(line) for line in process.stderr.splitlines() if '"assigned"' in line]
+    if not lines:
+        return set(range(count))
+    return {int(shard) for shard in lines[-1]["message"].rpartition("shards ")[2].split(",")}
+
+
+def divided(workers: Sequence[Process], count: int = 10) -> bool:
+    """Tell whether each shard has one of these workers, and loads differ by at most one."""
+    parts = [shards_of(each, count) for each in workers]
+    sizes = [len(part) for part in parts]
+    return set().union(*parts) == set(range(count)) and sum(sizes) == count and max(sizes) - min(sizes) <= 1
 
 
 @contextlib.contextmanager

@@ -113,8 +113,10 @@ def test_the_rows_of_a_stream_are_counted(target: Target, proxy: Counting, chann
     parts = [first.SerializeToString(), second.SerializeToString()]
     target.answers["ExecuteStreamingSql"] = lambda _request, _context: iter(parts)
     request = ExecuteSqlRequest.pb()(sql="SELECT", request_options={"request_tag": "outbox-poll"})
+    request.params.update({"shards": ["0", "7", "8"]})
     assert list(execute(channel)(request.SerializeToString(), timeout=5)) == parts
     assert proxy.rows == {("ExecuteStreamingSql", "outbox-poll"): 3}
+    assert proxy.shards == {("ExecuteStreamingSql", "outbox-poll"): 3}
 
 
 def test_an_error_is_forwarded_with_what_comes_with_it(target: Target, proxy: Counting, channel: grpc.Channel) -> None:

@@ -1,0 +1,131 @@
+"""Fleets of 1, 2, 4 and 8 workers: what they ask for while idle, and how often they meet under a steady load."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from publishworker import metrics as m
+from tests.benchmarks.bench import Bench, Table, fresh_table
+from tests.benchmarks.results import Bar, Section, figures
+from tests.benchmarks.silent import worker
+from tests.support.agent import Agent, listening
+from tests.support.counting import Counting
+from tests.support.processes import Process
+from tests.support.relays import divided, shards_of, wait_until_all_sent
+from tests.support.waiting import eventually
+
+SIZES = (1, 2, 4, 8)
+POLL = ("ExecuteStreamingSql", "outbox-poll")
+DIVIDED, SHARED = "divided", "shared"
+REQUESTS, SHARDS = "polls/minute", "shard polls/minute"
+MET, ABORTED, TAKEN_OVER = "already published %", "aborted by the emulator %", "s until taken over"
+
+#: Seconds after the last task until the waits between polls have grown to the poll interval.
+SETTLE = 4
+#: Tasks of one commit, and seconds between two commits: a load that leaves the emulator's one lock mostly free.
+ARRIVALS, EVERY = 10, 0.25
+
+CONDITIONS = f"""\
+- `publishworker run` processes with default settings on one table of 10 shards, once with the shards divided and once
+  with `--assignment shared`, all behind one proxy that counts. A shard poll is one shard in the poll of one worker:
+  what a poll costs Spanner.
+- Load: {ARRIVALS} tasks in a commit every {EVERY} s. Already published: of the tasks that were claimed, those that
+  another worker had sent.
+- Aborted: transactions that ran again, of all. The emulator has one lock for a whole database and aborts whoever meets
+  it, whatever the rows: it cannot show how rarely the rows of two workers are the same.
+- Taken over: from SIGKILL of one worker until the others have said that they poll its shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Workers that have settled."""
+
+    table: Table
+    proxy: Counting
+    agent: Agent
+    workers: list[Process]
+
+
+@contextlib.contextmanager
+def fleet(bench: Bench, size: int, assignment: str) -> Iterator[Fleet]:
+    """Run `size` workers for the time of the block."""
+    with contextlib.ExitStack() as stack:
+        table = stack.enter_context(fresh_table(bench))
+        proxy = stack.enter_context(Counting(bench.emulators.spanner_host))
+        agent = stack.enter_context(listening())
+        hosts = replace(bench.emulators, spanner_host=proxy.address)
+        flags = ("--assignment", assignment)
+        workers = [stack.enter_context(worker(hosts, table.database, *flags, **agent.environment)) for _ in range(size)]
+        table.fill(1)
+        wait_until_all_sent(table.database)
+        settled = {
+            DIVIDED: lambda: divided(workers),
+            SHARED: lambda: size == 1 or all(f"{size} workers live" in each.stderr for each in workers),
+        }
+        eventually(settled[assignment], seconds=60, message=f"{size} workers know of each other")
+        time.sleep(SETTLE)
+        yield Fleet(table, proxy, agent, workers)
+
+
+def idle(fleet: Fleet, seconds: int) -> dict[str, float]:
+    """Count polls while there is nothing to do."""
+    fleet.proxy.clear()
+    time.sleep(seconds)
+    per_minute = 60 / seconds
+    return {REQUESTS: fleet.proxy.counts[POLL] * per_minute, SHARDS: fleet.proxy.shards[POLL] * per_minute}
+
+
+def busy(fleet: Fleet, seconds: int) -> dict[str, float]:
+    """Count collisions while tasks arrive steadily."""
+    before = fleet.agent.counts.copy()
+    fleet.proxy.clear()
+    commits = int(seconds / EVERY)
+    end = time.monotonic()
+    for _ in range(commits):
+        end += EVERY
+        fleet.table.fill(ARRIVALS)
+        time.sleep(max(0.0, end - time.monotonic()))
+    wait_until_all_sent(fleet.table.database)
+    sent = before[m.PUBLISHED.name] + commits * ARRIVALS
+    eventually(lambda: fleet.agent.counts[m.PUBLISHED.name] >= sent, seconds=30, message="the counts have arrived")
+    heard = {metric: fleet.agent.counts[metric.name] - before[metric.name] for metric in m.METRICS}
+    claimed = heard[m.PUBLISHED] + heard[m.ALREADY_PUBLISHED]
+    runs = fleet.proxy.counts["Commit", "outbox-relay"] + heard[m.ABORTED]
+    return {MET: 100 * heard[m.ALREADY_PUBLISHED] / claimed, ABORTED: 100 * heard[m.ABORTED] / max(1, runs)}
+
+
+def take_over(fleet: Fleet) -> dict[str, float]:
+    """Kill one of several workers and wait for the others."""
+    killed, *others = fleet.workers
+    parts = [shards_of(each) for each in others]
+    killed.stop(signal.SIGKILL)
+    begin = time.monotonic()
+    eventually(lambda: divided(others), seconds=60, message="the dead worker's shards have others")
+    assert [shards_of(each) for each in others] != parts
+    return {TAKEN_OVER: time.monotonic() - begin}
+
+
+def run(bench: Bench) -> Section:
+    """Measure every size, divided and shared."""
+    seconds = bench.choose(20, 3)
+    samples = []
+    sizes = SIZES[: bench.choose(len(SIZES), 2)]
+    for size in sizes:
+        for assignment in (DIVIDED, SHARED):
+            with fleet(bench, size, assignment) as made:
+                found = idle(made, seconds) | busy(made, seconds)
+                if size > 1 and assignment == DIVIDED:
+                    found |= take_over(made)
+                samples += [(f"{size}, {assignment}", column, value) for column, value in found.items()]
+    section = Section("Fleets", figures(samples), [], CONDITIONS, "All but the aborts: they are the emulator's.")
+    largest = sizes[-1]
+    alone, most = (section.value(f"{size}, {DIVIDED}", SHARDS) for size in (1, largest))
+    section.bars.extend(
+        [
+            Bar(f"shard polls of {largest} workers / of one", most / alone, 1.2, at_least=False),
+            Bar("already published, %", section.value(f"{largest}, {DIVIDED}", MET), 1, at_least=False),
+        ]
+    )
+    return section
