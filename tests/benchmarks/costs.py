@@ -46,7 +46,7 @@ def run(bench: Bench) -> Section:
         conditions,
         "All of it: none of these depends on how fast the services answer. How many rows a poll returns, and how often "
         "it runs, depend a little on it.",
-        Plot([BYTES]),
+        Plot([REQUESTS, ROWS, BYTES]),
     )
     for what, column, limit in ((CPU, CPU, 120), (REQUESTS, REQUESTS, 25), ("rows to the worker/task", ROWS, 3)):
         section.bars.append(Bar(what, section.value("all of it", column), limit, at_least=False))

@@ -78,8 +78,10 @@ def draw(name: str, section: Section, file: Path) -> Path:
     size = (4.2 * len(columns) + 2.4, 0.36 * len(rows) + 1.1)
     figure, axes = plt.subplots(1, len(columns), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for axis, column in zip(axes[0], columns, strict=True):
-        _bars(axis, [each for each in section.figures if each.column == column], log=section.plot.log)
+        _bars(axis, rows, [each for each in section.figures if each.column == column], log=section.plot.log)
         axis.set_xlabel(column)
+    axes[0][0].set_yticks(range(len(rows)), rows)
+    axes[0][0].invert_yaxis()
     figure.suptitle(section.title, fontsize="medium")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110, metadata={"Software": None, "Title": name})
@@ -87,25 +89,23 @@ def draw(name: str, section: Section, file: Path) -> Path:
     return file
 
 
-def _bars(axis: Axes, figures: list[Figure], *, log: bool) -> None:
-    rows = [figure.row for figure in figures]
+def _bars(axis: Axes, rows: list[str], figures: list[Figure], *, log: bool) -> None:
+    places = [rows.index(figure.row) for figure in figures]
     medians = [figure.median for figure in figures]
-    spread = [
-        [figure.median - min(figure.values) for figure in figures],
-        [max(figure.values) - figure.median for figure in figures],
-    ]
-    colors = ["tab:orange" if row.startswith("relay") else "tab:blue" for row in rows]
-    axis.barh(rows, medians, xerr=spread, color=colors, ecolor="0.3", height=0.65)
-    axis.invert_yaxis()
+    largest = [max(figure.values) for figure in figures]
+    below = [figure.median - min(figure.values) for figure in figures]
+    above = [most - median for most, median in zip(largest, medians, strict=True)]
+    colors = ["tab:orange" if figure.row.startswith("relay") else "tab:blue" for figure in figures]
+    axis.barh(places, medians, xerr=[below, above], color=colors, ecolor="0.3", height=0.65)
     axis.grid(axis="x", color="0.85")
     axis.set_axisbelow(True)
-    for place, figure in enumerate(figures):
-        axis.annotate(f" {number(figure.median)}", (max(figure.values), place), va="center", fontsize="small")
+    for place, most, median in zip(places, largest, medians, strict=True):
+        axis.annotate(f" {number(median)}", (most, place), va="center", fontsize="small")
     if log:
         axis.set_xscale("log")
-        axis.set_xlim(min(medians) / 3, max(max(figure.values) for figure in figures) * 4)
+        axis.set_xlim(min(medians) / 3, max(largest) * 4)
     else:
-        axis.set_xlim(0, max(max(figure.values) for figure in figures) * 1.2)
+        axis.set_xlim(0, max(largest) * 1.2)
 
 
 def _text(section: Section, image: Path | None) -> str:

@@ -76,7 +76,7 @@ def figures(samples: Iterable[tuple[str, str, float]]) -> list[Figure]:
     """Collect values by row and column, in the order of their first appearance."""
     found: dict[tuple[str, str], list[float]] = {}
     for row, column, value in samples:
-        found.setdefault((row, column), []).append(value)
+        found.setdefault((row, column), []).append(float(f"{value:.5g}"))  # as much as is kept
     return [Figure(row, column, values) for (row, column), values in found.items()]
 
 
@@ -90,9 +90,6 @@ def save(sections: dict[str, Section], file: Path = FILE) -> None:
     """Keep the sections."""
     file.parent.mkdir(parents=True, exist_ok=True)
     data = {name: dataclasses.asdict(section) for name, section in sections.items()}
-    for section in data.values():
-        for figure in section["figures"]:
-            figure["values"] = [float(f"{value:.5g}") for value in figure["values"]]
     file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
