@@ -8,14 +8,16 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
 import outbox
-from publishworker.connection import open_pubsub
+from outbox.emulators import Emulators
+from publishworker.connection import open_database, open_pubsub
 from publishworker.publisher import PubSubPublisher
 from publishworker.relay import Relay
 from publishworker.store import SpannerStore
+from tests.support.counting import Counting
 from tests.support.parts import look, relay_of
 from tests.support.pubsub import Subscription
 from tests.support.relays import account, register, unsent
-from tests.support.spanner import PROJECT
+from tests.support.spanner import INSTANCE, PROJECT
 
 
 def make_relay(database: Database, group_size: int = 10, groups: int = 2, *, one_at_a_time: bool = True) -> Relay:
@@ -133,3 +135,24 @@ def test_the_poll_reads_the_same_range_beside_sent_rows(database: Database, topi
     assert in_range == pending
     polled = SpannerStore(database, shards=10).poll(look(topic)).candidates
     assert {each.id for each in polled} == pending
+
+
+def test_a_backlog_costs_few_requests_and_few_rows(
+    emulators: Emulators, database: Database, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the client's default sessions: at most 25 requests for 1,000 tasks, 3 rows for each, its body once."""
+    monkeypatch.delenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW")
+    register(database, topic, 2000)
+    with Counting(emulators.spanner_host) as proxy:
+        monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
+        store = SpannerStore(open_database(PROJECT, INSTANCE, database.database_id), shards=10, one_at_a_time=True)
+        publisher = PubSubPublisher(open_pubsub(), PROJECT)
+        relay = relay_of(store, publisher, size=100, groups=8, stragglers=2, look_further_seconds=1000)
+        relay.turn()
+        proxy.clear()
+        published = 0
+        while published < 2000:
+            published += relay.turn().published
+        assert proxy.counts.total() <= 25 * 2
+        assert proxy.rows.total() <= 3 * 2000
+        assert proxy.rows["ExecuteStreamingSql", "outbox-claim"] == 2000

@@ -214,3 +214,31 @@ def test_a_lost_session_is_replaced(mock: SpannerServicer, database: LimitedData
         relay.turn()
     assert relay.turn().published == 1
     assert names(mock).count("CreateSession") >= 2
+
+
+def test_a_session_of_the_pool_is_used_without_asking_for_it(
+    mock: SpannerServicer, database: LimitedDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against emulators, where sessions are not shared: two requests for a group there as well."""
+    monkeypatch.setenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "false")
+    prepare(mock, 1)
+    relay = make_relay(database)
+    relay.turn()
+    mock.clear_requests()
+    assert relay.turn().published == 1
+    assert names(mock) == ["ExecuteSql", "ExecuteSql", "Commit"]
+
+
+def test_a_lost_session_of_the_pool_is_replaced(
+    mock: SpannerServicer, database: LimitedDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noticed by its use: the group is tried again by the next turn, with a session of its own."""
+    monkeypatch.setenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "false")
+    prepare(mock, 1)
+    relay = make_relay(database)
+    relay.turn()
+    lost = status_pb2.Status(code=code_pb2.NOT_FOUND, message="Session not found: projects/p/instances/inst/...")
+    mock.mock_spanner.add_error("Commit", to_status(lost))
+    assert relay.turn().uncommitted == 1
+    relay.turn()
+    assert relay.turn().published == 1
