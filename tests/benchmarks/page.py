@@ -118,7 +118,9 @@ def _text(section: Section, image: Path | None) -> str:
     parts.append(section.conditions)
     parts.append(f"Transfers: {section.transfers}")
     ran = section.ran
-    parts.append(f"Ran {ran['date']}, {ran['seconds']} s, by `{ran['command']}`, {ran['rounds']} rounds.")
+    rounds = max(len(figure.values) for figure in section.figures)  # some sections run once, whatever was asked for
+    often = f"{rounds} rounds" if rounds > 1 else "once"
+    parts.append(f"Ran {ran['date']}, {often}, in {ran['seconds']} s, by `{ran['command']}`.")
     parts.append(
         f"Commit {ran['commit']}; {ran['machine']}, load before {ran['load before']}; {ran['versions']}; "
         f"{ran['emulators']}."
