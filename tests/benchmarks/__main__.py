@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from outbox import emulators
 from tests.benchmarks import (
     costs,
+    decoding,
     delayed,
     fleets,
     group_sizes,
@@ -18,6 +19,7 @@ from tests.benchmarks import (
     latency,
     memory,
     page,
+    pipeline,
     polls,
     results,
     throughput,
@@ -30,6 +32,8 @@ SECTIONS: dict[str, Callable[[Bench], results.Section]] = {
     "group-sizes": group_sizes.run,
     "costs": costs.run,
     "latency": latency.run,
+    "decoding": decoding.run,
+    "pipeline": pipeline.run,
     "idle": idle.run,
     "fleets": fleets.run,
     "memory": memory.run,

@@ -1,0 +1,161 @@
+"""The relay's pipeline on a store in memory whose calls take the time of round trips: what waiting for groups costs.
+
+No emulator: a database of it runs one transaction at a time, so groups in flight at once cannot be seen there.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from random import Random
+
+from tqdm import tqdm
+
+from publishworker.store import Decide, Unsent
+from publishworker.task import Candidate, Look, News, Outcome, Poll, Row, Sent
+from tests.benchmarks.bench import Bench
+from tests.benchmarks.results import Section, figures
+from tests.support.parts import relay_of
+
+#: Milliseconds of a poll, a lock query, a publish request, a commit; each varies, lognormal with sigma 0.35.
+POLL, LOCK, PUBLISH, COMMIT = 8, 8, 20, 8
+#: How many times longer a slow call takes.
+SLOW = 10
+#: Seconds for one measurement, which takes a second or two.
+LIMIT = 60.0
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+CONDITIONS = f"""\
+- The relay itself, groups of 100, one topic, 10 shards, on a store and a publisher in memory: a poll takes {POLL} ms, a
+  lock query {LOCK}, a publish request {PUBLISH}, a commit {COMMIT}, each with a lognormal spread (sigma 0.35). In the
+  second column one call of fifty takes {SLOW} times as long.
+- *n left*: a turn ends when n groups are still in flight, or 0.1 s after the first has ended; *all*: it waits for all.
+- *Polls for nothing*: the same with polls that take no time, which is more than any prefetching could gain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One setting of the pipeline."""
+
+    groups: int
+    left: int
+    patience: float | None
+    poll: float = POLL
+
+
+WAYS = {
+    "4 groups, all": Way(4, 0, None),
+    "4 groups, 1 left": Way(4, 1, 0.1),
+    "8 groups, all": Way(8, 0, None),
+    "8 groups, 2 left (as it ships)": Way(8, 2, 0.1),
+    "8 groups, 4 left": Way(8, 4, 0.1),
+    "8 groups, 2 left, polls for nothing": Way(8, 2, 0.1, 0.0),
+}
+
+
+class DistantStore:
+    """Unsent tasks by shard, at a distance."""
+
+    def __init__(self, tasks: int, seed: int, slow: float, poll: float) -> None:
+        """Begin with so many tasks; `slow` is the share of slow calls, `poll` the milliseconds of one."""
+        self.shards: Sequence[int] = range(10)
+        self.polls = self.rows = 0
+        self._random = Random(seed)
+        self._slow = slow
+        self._poll = poll
+        self._lock = threading.Lock()
+        candidates = [Candidate(str(n), "topic", n % 10, 50, NOON, None, None, 300) for n in range(tasks)]
+        self.unsent_of = [{each.id: each for each in candidates if each.shard == shard} for shard in range(10)]
+
+    def travel(self, milliseconds: float) -> None:
+        """Take the time of one call."""
+        with self._lock:
+            factor = self._random.lognormvariate(0, 0.35) * (SLOW if self._random.random() < self._slow else 1)
+        time.sleep(milliseconds / 1000 * factor)
+
+    def poll(self, look: Look) -> Poll:
+        """See Store."""
+        self.travel(self._poll)
+        most = look.per_range if look.topics else 0
+        with self._lock:
+            found = [list(itertools.islice(each.values(), most)) for each in self.unsent_of]
+        candidates = tuple(each for some in found for each in some)
+        self.polls += 1
+        self.rows += len(candidates)
+        if look.known is None:
+            return Poll(candidates)
+        nobody: frozenset[str] = frozenset()
+        return Poll(
+            candidates, News(topics=frozenset({"topic"}) - look.known, paused=nobody, living=nobody, gone=nobody)
+        )
+
+    def claim(self, ids: Sequence[str], decide: Decide) -> None:
+        """See Store."""
+        self.travel(LOCK)
+        decide([Row(id, "topic", b"", None, NOON, None, None, clean=True) for id in ids], NOON)
+        self.travel(COMMIT)
+        with self._lock:
+            for id in ids:
+                del self.unsent_of[int(id) % 10][id]
+
+    def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
+        """See Store: nobody else is there."""
+
+    def leave(self, worker: str) -> None:
+        """See Store."""
+
+    def oldest_age(self) -> float:
+        """See Store: nobody asks."""
+        raise NotImplementedError
+
+    def unsent(self) -> list[Unsent]:
+        """See Store: nobody asks."""
+        raise NotImplementedError
+
+
+class DistantPublisher:
+    """Publishes nothing, in the time that it takes."""
+
+    def __init__(self, store: DistantStore) -> None:
+        """Take the store's distances."""
+        self._store = store
+
+    def publish(self, topic: str, rows: Sequence[Row], seconds: float) -> dict[str, Outcome]:
+        """See Publisher."""
+        self._store.travel(PUBLISH)
+        return {row.id: Sent("1") for row in rows}
+
+
+def relay(way: Way, tasks: int, seed: int, slow: float) -> tuple[float, float, float]:
+    """Return tasks a second, polls for 1,000 tasks, and rows polled for each task."""
+    store = DistantStore(tasks, seed, slow, way.poll)
+    made = relay_of(
+        store,
+        DistantPublisher(store),
+        size=100,
+        groups=way.groups,
+        stragglers=way.left,
+        patience=way.patience,
+        look_further_seconds=0.5,
+    )
+    made.turn()  # learns the topic
+    store.polls = store.rows = 0
+    begin, published = time.perf_counter(), 0
+    while published < tasks and time.perf_counter() < begin + LIMIT:
+        published += made.turn().published
+    return tasks / (time.perf_counter() - begin), store.polls / tasks * 1000, store.rows / tasks
+
+
+def run(bench: Bench) -> Section:
+    """Measure every way, with and without slow calls."""
+    tasks = bench.choose(10_000, 2_000)
+    samples = []
+    for seed in tqdm(range(bench.rounds), desc="pipeline", disable=None):
+        for name, way in WAYS.items():
+            steady, polls, rows = relay(way, tasks, seed, 0.0)
+            with_slow, *_ = relay(way, tasks, seed, 0.02)
+            samples += [(name, "tasks/s", steady), (name, "tasks/s with slow calls", with_slow)]
+            samples += [(name, "polls/1,000 tasks", polls), (name, "rows polled/task", rows)]
+    return Section("The pipeline", figures(samples), [], CONDITIONS, "The ratios, for round trips like these.")
