@@ -156,7 +156,9 @@ class Relay:
         """
         if not started and len(self._flights) < self._limits.groups:
             return self._flights.landed(self._limits.groups)
-        return self._flights.landed(self._stragglers if self._behind else 0, self._patience, LONGEST_TURN_WAIT)
+        if self._behind:
+            return self._flights.landed(self._stragglers, self._patience, LONGEST_TURN_WAIT)
+        return self._flights.landed(longest=LONGEST_TURN_WAIT)
 
     def _relay(self, group: Group) -> GroupResult:
         """Claim a group, publish what is still to be sent, mark it: one transaction, run again if it is aborted."""

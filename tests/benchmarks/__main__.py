@@ -17,6 +17,7 @@ from tests.benchmarks import (
     group_sizes,
     idle,
     latency,
+    marks,
     memory,
     page,
     pipeline,
@@ -32,6 +33,7 @@ SECTIONS: dict[str, Callable[[Bench], results.Section]] = {
     "group-sizes": group_sizes.run,
     "costs": costs.run,
     "latency": latency.run,
+    "marks": marks.run,
     "decoding": decoding.run,
     "pipeline": pipeline.run,
     "idle": idle.run,
@@ -50,16 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="smaller numbers, to see that it works; nothing is kept")
     options = parser.parse_args(arguments)
     rounds = options.rounds or (2 if options.quick else 5)
-    kept = {} if options.quick else results.load()
     with emulators.running() as made:
         os.environ |= made.environment()
         for name in options.only:
-            kept[name] = _run(SECTIONS[name], Bench(made, rounds, options.quick))
-            print(page.text(kept[name]), flush=True)
+            section = _run(SECTIONS[name], Bench(made, rounds, options.quick))
+            print(page.text(section), flush=True)
             if not options.quick:
-                results.save(_in_order(kept))
+                results.save(_in_order(results.load() | {name: section}))
     if not options.quick:
-        page.write(_in_order(kept))
+        page.write(_in_order(results.load()))
         print(f"written: {page.PAGE.relative_to(results.ROOT)}, {results.FILE.relative_to(results.ROOT)}")
     return 0
 

@@ -111,7 +111,7 @@ def run(bench: Bench) -> Section:
     """Measure every size, divided and shared."""
     seconds = bench.choose(20, 3)
     samples = []
-    sizes = SIZES[: bench.choose(len(SIZES), 2)]
+    sizes = SIZES[: bench.choose(len(SIZES), 1)]
     for size in sizes:
         for assignment in (DIVIDED, SHARED):
             with fleet(bench, size, assignment) as made:
