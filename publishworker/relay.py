@@ -14,11 +14,11 @@ from publishworker.fairness import FairShare
 from publishworker.fleet import Fleet
 from publishworker.flights import Flights
 from publishworker.metrics import Metrics
+from publishworker.polling import Found, Poller
 from publishworker.publisher import Publisher
 from publishworker.sampling import Limits, sample
 from publishworker.store import Decide, Store, StoreError
-from publishworker.task import Candidate, Group, GroupResult, Look, Outcome, Poll, Row, Sent, Taken, Turn
-from publishworker.topics import Topics
+from publishworker.task import Candidate, Group, GroupResult, Outcome, Row, Sent, Taken, Turn
 from publishworker.window import Window
 
 _log = logging.getLogger("publishworker")
@@ -56,22 +56,17 @@ class Relay:
         self._store = store
         self._publisher = publisher
         self._metrics = metrics
-        self._fleet = fleet
         self._limits = limits
         self._publish_seconds = publish_seconds
-        self._look_further_seconds = look_further_seconds
         self._random = random
         self._stragglers = stragglers
         self._patience = patience
         self._clock = clock
         self._beat = beat
-        self._window = Window(target=limits.groups * limits.group_size, shards=len(fleet.shards))
+        window = Window(target=limits.groups * limits.group_size, shards=len(fleet.shards))
+        self._poller = Poller(store, fleet, window, look_further_seconds=look_further_seconds, clock=clock)
         self._fair = FairShare(fair_share)
-        self._topics = Topics(clock)
-        self._due = False  # whether due tasks wait: then every poll reads them
-        self._behind = False  # whether the last poll left tasks behind
-        self._discovered = False
-        self._looked_further_at = float("-inf")
+        self._behind = False  # whether the last sample left tasks behind
         self._doubts = Doubts(clock)
         self._complaints = Complaints(clock)
         self._flights = Flights(self._relay, clock)
@@ -83,64 +78,37 @@ class Relay:
         is published then but what is in flight.
         """
         self._beat()
-        poll = self._poll()
+        found = self._poll()
         self._beat()
         doubtful = self._mark_doubtful()
         self._beat()
-        groups = [] if stopping() else self._sample(poll, doubtful)
+        groups = [] if stopping() else self._sample(found.candidates, doubtful)
         for group in groups:
             self._flights.start(group)
-        return self._record(poll, self._landed(started=bool(groups)))
+        results = self._landed(started=bool(groups))
+        return self._record(found, results)
 
     def finish(self) -> Turn:
         """Wait for everything in flight and return its numbers."""
-        return self._record(Poll(()), self._flights.landed())
+        return self._record(Found(), self._flights.landed())
 
-    def _poll(self) -> Poll:
-        """Look for tasks that are not in flight; there is nothing to look for while no group can start."""
-        self._discovered = False
-        if len(self._flights) >= self._limits.groups:
-            return Poll(())
-        now = self._clock()
-        further = now - self._looked_further_at >= self._look_further_seconds
-        look = Look(
-            shards=tuple(self._fleet.shards),
-            topics=self._topics.open,
-            per_range=self._window.per_range,
-            due=further or self._due,
-            below=self._fair.below,
-            known=self._topics.known if further else None,
-        )
+    def _poll(self) -> Found:
+        """Look for tasks that are not in flight; while no group can start there is nothing to look for."""
+        if self._is_full():
+            return Found()
         in_flight = self._flights.ids()  # also those that end before the poll does: its snapshot may not show it
-        poll = self._store.poll(look)
-        self._learn(look, poll)
-        topics, shards = self._topics.open, frozenset(self._fleet.shards)  # as the poll's news left them
-        candidates = (each for each in poll.candidates if each.topic in topics and each.shard in shards)
-        return Poll(tuple(each for each in candidates if each.id not in in_flight), poll.news)
+        return self._poller.poll(self._fair.below, in_flight)
 
-    def _learn(self, look: Look, poll: Poll) -> None:
-        if look.below is None:
-            self._window.adapt(Counter((each.topic, each.shard, each.available_at is None) for each in poll.candidates))
-        if look.due:
-            self._due = any(each.available_at is not None for each in poll.candidates)
-        self._topics.see({each.topic for each in poll.candidates})
-        if (news := poll.news) is None:
-            return
-        self._topics.see(news.topics)
-        self._topics.paused = news.paused
-        reassigned = self._fleet.learn(news.living, news.gone)
-        self._discovered = reassigned or bool(news.topics)
-        if not self._discovered:  # else look again at once: a probe finds one topic in each gap
-            self._looked_further_at = self._clock()
-            self._topics.forget()
+    def _is_full(self) -> bool:
+        return len(self._flights) >= self._limits.groups
 
-    def _sample(self, poll: Poll, doubtful: frozenset[str]) -> list[Group]:
+    def _sample(self, candidates: Sequence[Candidate], doubtful: frozenset[str]) -> list[Group]:
         """Cut candidates into as many groups as can start now; one may be a lower priority's share."""
-        candidates = [each for each in poll.candidates if each.id not in doubtful]
+        candidates = [each for each in candidates if each.id not in doubtful]
         fair = self._groups(self._fair.choose(candidates), [])[:1]
         given = {id for group in fair for id in group.ids}
         groups = fair + self._groups([each for each in candidates if each.id not in given], fair)
-        self._behind = self._window.cut_off or sum(len(group.ids) for group in groups) < len(candidates)
+        self._behind = self._poller.cut_off or sum(len(group.ids) for group in groups) < len(candidates)
         priorities = [each.priority for each in candidates if each.available_at is None]
         self._fair.count(len(groups), len(fair), max(priorities, default=None) if self._behind else None)
         return groups
@@ -154,7 +122,7 @@ class Relay:
 
         Stragglers are left behind for the sake of tasks that wait: where none do, another poll would find nothing.
         """
-        if not started and len(self._flights) < self._limits.groups:
+        if not started and not self._is_full():
             return self._flights.landed(self._limits.groups)
         if self._behind:
             return self._flights.landed(self._stragglers, self._patience, LONGEST_TURN_WAIT)
@@ -208,7 +176,7 @@ class Relay:
         except StoreError as error:
             result.error = str(error)
 
-    def _record(self, poll: Poll, results: Sequence[GroupResult]) -> Turn:
+    def _record(self, found: Found, results: Sequence[GroupResult]) -> Turn:
         """Count and log what happened: the only place, and after every commit has returned."""
         for result in results:
             topic = result.group.topic
@@ -223,13 +191,13 @@ class Relay:
                 self._doubts.remember(topic, {id: result.created[id] for id in published})
             self._complain(result)
         turn = Turn(
-            polled=len(poll.candidates),
+            polled=len(found.candidates),
             published=sum(len(result.published()) for result in results),
             taken=sum(len(result.taken_by_others()) for result in results),
             failed=sum(len(result.failed()) for result in results),
             uncommitted=sum(len(result.published()) for result in results if result.error is not None),
             in_flight=len(self._flights),
-            discovered=self._discovered,
+            discovered=found.discovered,
         )
         if results:
             _log.debug("one turn: %s", turn, extra={"action": "turn"})

@@ -1,0 +1,84 @@
+"""What each poll reads, and what the worker learns from it."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from publishworker.fleet import Fleet
+from publishworker.store import Store
+from publishworker.task import Candidate, Look, News
+from publishworker.topics import Topics
+from publishworker.window import Window
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Tasks that may be taken, and whether to look again at once: for topics or shards that the poll told of."""
+
+    candidates: Sequence[Candidate] = ()
+    discovered: bool = False
+
+
+class Poller:
+    """Asks the store for candidates: ready tasks always, due ones and news now and then."""
+
+    def __init__(
+        self,
+        store: Store,
+        fleet: Fleet,
+        window: Window,
+        *,
+        look_further_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Poll the fleet's shards for `window` rows, and for news every `look_further_seconds`."""
+        self._store = store
+        self._fleet = fleet
+        self._window = window
+        self._look_further_seconds = look_further_seconds
+        self._clock = clock
+        self._topics = Topics(clock)
+        self._looked_further_at = float("-inf")
+        self._due_tasks_wait = False  # then every poll reads them
+
+    @property
+    def cut_off(self) -> bool:
+        """Tell whether the last poll left tasks behind in the table."""
+        return self._window.cut_off
+
+    def poll(self, below: int | None, without: Collection[str]) -> Found:
+        """Find candidates but for the ids `without`; with ready tasks of lower priority than `below` in any case.
+
+        Raises StoreError.
+        """
+        further = self._clock() - self._looked_further_at >= self._look_further_seconds
+        look = Look(
+            shards=self._fleet.shards,
+            topics=self._topics.open,
+            per_range=self._window.per_range,
+            due=further or self._due_tasks_wait,
+            below=below,
+            known=self._topics.known if further else None,
+        )
+        poll = self._store.poll(look)
+        if below is None:
+            self._window.adapt(Counter((each.topic, each.shard, each.available_at is None) for each in poll.candidates))
+        if look.due:
+            self._due_tasks_wait = any(each.available_at is not None for each in poll.candidates)
+        self._topics.see({each.topic for each in poll.candidates})
+        discovered = poll.news is not None and self._learn(poll.news)
+        topics, shards = self._topics.open, frozenset(self._fleet.shards)  # as the news left them
+        mine = (each for each in poll.candidates if each.topic in topics and each.shard in shards)
+        return Found([each for each in mine if each.id not in without], discovered)
+
+    def _learn(self, news: News) -> bool:
+        """Take in the news; return whether there is more to look at."""
+        self._topics.see(news.topics)
+        self._topics.paused = news.paused
+        reassigned = self._fleet.learn(news.living, news.gone)
+        if reassigned or news.topics:  # a probe finds one topic in each gap
+            return True
+        self._looked_further_at = self._clock()
+        self._topics.forget()
+        return False
