@@ -13,7 +13,7 @@ from google.pubsub_v1 import PublisherClient
 from outbox import schema
 from outbox.errors import InvalidMessage, NotReached
 from outbox.message import check_topic
-from publishworker import cli
+from publishworker import exits
 from publishworker.connection import LimitedDatabase, open_database, open_pubsub
 from publishworker.messages import topic_name
 from publishworker.settings import WorkerSettings
@@ -39,8 +39,8 @@ def check(options: argparse.Namespace) -> int:
         verdicts.add(finding.verdict)
         print(f"{finding.verdict:<12}{finding.text}", flush=True)
     if "unreachable" in verdicts:
-        return cli.NOT_REACHED
-    return cli.FAILED if "wrong" in verdicts else cli.DONE
+        return exits.NOT_REACHED
+    return exits.FAILED if "wrong" in verdicts else exits.DONE
 
 
 def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Finding]:

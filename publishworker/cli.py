@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-DONE, FAILED, USAGE, NOT_REACHED, WORK_LEFT, INTERRUPTED = 0, 1, 2, 3, 4, 130
+from publishworker import exits
 
 _EXAMPLES = """examples:
   publishworker run --project shop --instance main --database orders
@@ -34,12 +34,12 @@ def _main(arguments: Sequence[str]) -> int:
         options = _parser().parse_args(arguments)
         code: int = options.run(options)
     except KeyboardInterrupt:  # the second Ctrl-C
-        return INTERRUPTED
+        return exits.INTERRUPTED
     except OutboxError as error:
         print(f"publishworker: {error}", file=sys.stderr)
         if isinstance(error, SettingError):
-            return USAGE
-        return NOT_REACHED if isinstance(error, NotReached) else FAILED
+            return exits.USAGE
+        return exits.NOT_REACHED if isinstance(error, NotReached) else exits.FAILED
     return code
 
 

@@ -13,7 +13,7 @@ from random import Random
 
 from outbox import schema
 from outbox.errors import NotReached
-from publishworker import cli, datadog, logs
+from publishworker import datadog, exits, logs
 from publishworker import metrics as m
 from publishworker.check import check
 from publishworker.connection import LimitedDatabase, open_database, open_pubsub
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     """Relay until a signal; return the exit code."""
     settings = WorkerSettings.read(vars(options))
     with stop_on_signals() as stop:
-        return Worker(settings).until_stopped(stop, lambda _turn: False, late=cli.FAILED)
+        return Worker(settings).until_stopped(stop, lambda _turn: False, late=exits.FAILED)
 
 
 def drain(options: argparse.Namespace) -> int:
@@ -56,16 +56,16 @@ def drain(options: argparse.Namespace) -> int:
         def drained(turn: Turn) -> bool:
             return not turn.made_progress and not any(map(_is_work, worker.store.unsent()))
 
-        if (code := worker.until_stopped(stop, drained, late=cli.WORK_LEFT)) != cli.DONE:
+        if (code := worker.until_stopped(stop, drained, late=exits.WORK_LEFT)) != exits.DONE:
             return code
     left = worker.store.unsent()
     for each in left:
         print(f"{each.count} {each.state} of {each.topic}")
     if any(map(_is_work, left)):
         print("not drained: stopped with work left")
-        return cli.WORK_LEFT
+        return exits.WORK_LEFT
     print("drained")
-    return cli.DONE
+    return exits.DONE
 
 
 def _is_work(unsent: Unsent) -> bool:
@@ -127,11 +127,11 @@ class Worker:
             in_time = run_on_thread(lambda: self._loop.run(stop, until), stop, self._settings.drain_timeout)
         except Exception:
             _log.critical("the loop died; this is a defect", exc_info=True, extra={"action": "died"})
-            return cli.FAILED
+            return exits.FAILED
         else:
             if in_time:
                 _log.info("stopped", extra={"action": "stopped"})
-                return cli.DONE
+                return exits.DONE
             self._metrics.count(m.DRAIN_TIMEOUT, 1)
             _log.error(
                 "stopped with tasks in flight after --drain-timeout; they stay unsent for other workers, or may be "
