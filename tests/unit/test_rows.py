@@ -1,0 +1,97 @@
+"""From protobuf values to tasks: NULL, times at the edges, and rows that are no tasks."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from google.protobuf.struct_pb2 import NULL_VALUE, Value
+
+from publishworker import rows, sql
+from publishworker.task import Candidate, News, Row
+
+AT = "2026-01-01T12:00:00.123456Z"
+NOON = datetime(2026, 1, 1, 12, 0, 0, 123456, tzinfo=UTC)
+
+
+def values(*row: Any) -> list[Value]:
+    """Return a row as Spanner sends it: numbers, times and bytes are texts."""
+    made = []
+    for each in row:
+        if each is None:
+            made.append(Value(null_value=NULL_VALUE))
+        elif isinstance(each, bool):
+            made.append(Value(bool_value=each))
+        else:
+            made.append(Value(string_value=str(each)))
+    return made
+
+
+def test_a_candidate_has_its_columns_and_none_for_null() -> None:
+    """Priorities may be negative and as small as INT64 goes."""
+    smallest = -(2**63)
+    found = rows.candidates(
+        [values("a", "orders", 7, smallest, AT, None, None, 0), values("b", "orders", 0, 50, AT, AT, "key", 10_485_760)]
+    )
+    assert found == (
+        Candidate("a", "orders", 7, smallest, NOON, None, None, 0),
+        Candidate("b", "orders", 0, 50, NOON, NOON, "key", 10_485_760),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2026-01-01T12:00:00Z", datetime(2026, 1, 1, 12, tzinfo=UTC)),
+        ("2026-01-01T12:00:00.1Z", datetime(2026, 1, 1, 12, 0, 0, 100_000, tzinfo=UTC)),
+        ("2026-01-01T12:00:00.123456789Z", NOON),  # nanoseconds are cut: what is compared is cut on both sides
+        ("0001-01-01T00:00:00Z", datetime(1, 1, 1, tzinfo=UTC)),
+        ("9999-12-31T23:59:59.999999999Z", datetime(9999, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC)),
+    ],
+)
+def test_every_time_that_spanner_has_is_read(text: str, expected: datetime) -> None:
+    """From year 1 to year 9999, with any number of digits."""
+    [found] = rows.candidates([values("a", "orders", 0, 0, text, text, None, 0)])
+    assert (found.created_at, found.available_at) == (expected, expected)
+
+
+def test_a_task_of_two_ranges_comes_once_and_rows_without_id_are_news() -> None:
+    """The kinds of news are told apart by the column of the shard."""
+    task = values("a", "orders", 7, 50, AT, None, None, 1)
+    found = [
+        task,
+        task,
+        values(None, "found", 0, 0, None, None, None, 0),
+        values(None, "found", 9, 0, None, None, None, 0),
+        values(None, "paused", sql.PAUSED, 0, None, None, None, 0),
+        values(None, "alive", sql.LIVING, 0, None, None, None, 0),
+        values(None, "dead", sql.GONE, 0, None, None, None, 0),
+    ]
+    assert [each.id for each in rows.candidates(found)] == ["a"]
+    assert rows.news(found) == News(
+        topics=frozenset({"found"}),
+        paused=frozenset({"paused"}),
+        living=frozenset({"alive"}),
+        gone=frozenset({"dead"}),
+    )
+
+
+def test_a_locked_row_has_its_body_and_the_databases_time() -> None:
+    """Bytes are base64; a row that was sent has none."""
+    found, now = rows.locked(
+        [
+            values("a", "orders", "EgIA/w==", "key", AT, AT, None, True, AT),
+            values("b", "orders", None, None, AT, None, AT, False, AT),
+            values("c", "orders", "", None, AT, None, None, False, AT),
+        ]
+    )
+    assert found == [
+        Row("a", "orders", b"\x12\x02\x00\xff", "key", NOON, NOON, None, clean=True),
+        Row("b", "orders", b"", None, NOON, None, NOON, clean=False),
+        Row("c", "orders", b"", None, NOON, None, None, clean=False),
+    ]
+    assert now == NOON
+
+
+def test_without_rows_there_is_a_time_to_compare_with() -> None:
+    """Nothing is due by it."""
+    assert rows.locked([]) == ([], datetime.min.replace(tzinfo=UTC))
