@@ -54,7 +54,7 @@ def drain(options: argparse.Namespace) -> int:
             timer.start()
 
         def drained(turn: Turn) -> bool:
-            return not turn.made_progress and not any(map(_is_work, worker.store.unsent()))
+            return not (turn.made_progress or turn.in_flight) and not any(map(_is_work, worker.store.unsent()))
 
         if (code := worker.until_stopped(stop, drained, late=exits.WORK_LEFT)) != exits.DONE:
             return code
@@ -96,7 +96,7 @@ class Worker:
             fleet,
             limits=Limits(settings.group_size, settings.group_bytes, settings.concurrency),
             publish_seconds=settings.publish_timeout,
-            look_further_seconds=settings.poll_interval / 2,  # so that each idle poll does, whatever its jitter
+            look_further_seconds=min(settings.poll_interval / 2, 1.0),  # each idle poll does, whatever its jitter
             random=random,
             fair_share=settings.fair_share,
             stragglers=settings.concurrency // 4,

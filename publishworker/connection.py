@@ -82,6 +82,10 @@ _CHANNEL_OPTIONS = (
 )
 
 
+#: Sessions that are kept, where they are not multiplexed: one for each group in flight, and for what runs beside them.
+SESSIONS = 110
+
+
 class _Sessions(BurstyPool):
     """The client's own pool, which asks the service before each transaction whether the session still lives.
 
@@ -104,7 +108,7 @@ class LimitedDatabase(Database):
 
     def __init__(self, database_id: str, instance: Any, api: SpannerClient) -> None:
         """Use `api` for all calls."""
-        pool: Any = _Sessions()  # type: ignore[no-untyped-call]  # the client has no types
+        pool: Any = _Sessions(target_size=SESSIONS)  # type: ignore[no-untyped-call]  # the client has no types
         super().__init__(database_id, instance, pool=pool)  # type: ignore[no-untyped-call]
         self._limited_api = api
         pool.bind(self)

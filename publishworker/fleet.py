@@ -52,6 +52,8 @@ class Fleet:
         self._clock = clock
         self._complaints = Complaints(clock)
         self._failure: StoreError | None = None
+        self._was_seen = True
+        self._known_until = float("-inf")
         self._started_at = datetime.now(UTC)
         self._beat_at = float("-inf")
         self._living: frozenset[str] = frozenset({worker})
@@ -85,8 +87,15 @@ class Fleet:
         if self._failure is not None:  # said here, where the store serves polls: else there is an outage to tell of
             self._complaints.say("fleet", "", f"no heartbeat is written, other workers take over: {self._failure}")
         before = self.shards
-        self._gone = frozenset(gone)
+        self._gone = frozenset(gone) - {self._worker}
+        seen = self._worker in living
+        if self._was_seen and not seen:
+            # After an outage all are silent; who is alive is known when they have had the time to say so.
+            self._known_until = self._clock() + HEARTBEAT_SECONDS
+        self._was_seen = seen
         living = frozenset(living) | {self._worker}  # whoever looks is alive
+        if self._clock() < self._known_until:
+            living |= self._living
         if living != self._living:
             self._living = living
             self.shards = self._all if self._shared else divide(living, self._all)[self._worker]

@@ -62,8 +62,7 @@ class Poller:
             known=self._topics.known if further else None,
         )
         poll = self._store.poll(look)
-        if below is None:
-            self._window.adapt(Counter((each.topic, each.shard, each.available_at is None) for each in poll.candidates))
+        self._window.adapt(Counter((each.topic, each.shard, each.available_at is None) for each in poll.candidates))
         if look.due:
             self._due_tasks_wait = any(each.available_at is not None for each in poll.candidates)
         self._topics.see({each.topic for each in poll.candidates})
@@ -74,10 +73,11 @@ class Poller:
 
     def _learn(self, news: News) -> bool:
         """Take in the news; return whether there is more to look at."""
+        unknown = news.topics - self._topics.known
         self._topics.see(news.topics)
         self._topics.paused = news.paused
         reassigned = self._fleet.learn(news.living, news.gone)
-        if reassigned or news.topics:  # a probe finds one topic in each gap
+        if reassigned or unknown:  # a probe finds one topic in each gap
             return True
         self._looked_further_at = self._clock()
         self._topics.forget()

@@ -1,5 +1,6 @@
 """One turn of the relay: poll, sample, claim, publish, mark, record."""
 
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -78,34 +79,34 @@ class Relay:
         is published then but what is in flight.
         """
         self._beat()
-        found = self._poll()
+        full = len(self._flights) >= self._limits.groups
+        found = Found() if full else self._poll()
         self._beat()
         doubtful = self._mark_doubtful()
         self._beat()
-        groups = [] if stopping() else self._sample(found.candidates, doubtful)
+        groups = [] if full or stopping() else self._sample(found.candidates, doubtful)
         for group in groups:
             self._flights.start(group)
-        results = self._landed(started=bool(groups))
-        return self._record(found, results)
+        results = self._landed() if full or groups else self._flights.landed(self._limits.groups)
+        waits = bool(full or groups) and not results
+        return self._record(found, results, waits=waits)
 
     def finish(self) -> Turn:
-        """Wait for everything in flight and return its numbers."""
-        return self._record(Found(), self._flights.landed())
+        """Wait for everything in flight, try once to mark what is in doubt then, and return the numbers."""
+        turn = self._record(Found(), self._flights.landed())
+        with contextlib.suppress(StoreError):  # it was said when the commit failed
+            self._mark_doubtful()
+        return turn
 
     def _poll(self) -> Found:
-        """Look for tasks that are not in flight; while no group can start there is nothing to look for."""
-        if self._is_full():
-            return Found()
+        """Look for tasks that are not in flight."""
         in_flight = self._flights.ids()  # also those that end before the poll does: its snapshot may not show it
         return self._poller.poll(self._fair.below, in_flight)
 
-    def _is_full(self) -> bool:
-        return len(self._flights) >= self._limits.groups
-
     def _sample(self, candidates: Sequence[Candidate], doubtful: frozenset[str]) -> list[Group]:
-        """Cut candidates into as many groups as can start now; one may be a lower priority's share."""
+        """Cut candidates into as many groups as can start now; some may be a lower priority's share."""
         candidates = [each for each in candidates if each.id not in doubtful]
-        fair = self._groups(self._fair.choose(candidates), [])[:1]
+        fair = self._groups(self._fair.choose(candidates), [])[: self._fair.groups]
         given = {id for group in fair for id in group.ids}
         groups = fair + self._groups([each for each in candidates if each.id not in given], fair)
         self._behind = self._poller.cut_off or sum(len(group.ids) for group in groups) < len(candidates)
@@ -117,13 +118,11 @@ class Relay:
         flying = self._flights.by_topic() + Counter(group.topic for group in beside)
         return sample(candidates, self._limits, self._random, flying)
 
-    def _landed(self, *, started: bool) -> list[GroupResult]:
-        """Wait for groups in flight if some were started or none can be, and return the results of those that ended.
+    def _landed(self) -> list[GroupResult]:
+        """Wait for groups in flight, and return the results of those that ended.
 
         Stragglers are left behind for the sake of tasks that wait: where none do, another poll would find nothing.
         """
-        if not started and not self._is_full():
-            return self._flights.landed(self._limits.groups)
         if self._behind:
             return self._flights.landed(self._stragglers, self._patience, LONGEST_TURN_WAIT)
         return self._flights.landed(longest=LONGEST_TURN_WAIT)
@@ -176,7 +175,7 @@ class Relay:
         except StoreError as error:
             result.error = str(error)
 
-    def _record(self, found: Found, results: Sequence[GroupResult]) -> Turn:
+    def _record(self, found: Found, results: Sequence[GroupResult], *, waits: bool = False) -> Turn:
         """Count and log what happened: the only place, and after every commit has returned."""
         for result in results:
             topic = result.group.topic
@@ -197,6 +196,7 @@ class Relay:
             failed=sum(len(result.failed()) for result in results),
             uncommitted=sum(len(result.published()) for result in results if result.error is not None),
             in_flight=len(self._flights),
+            waits=waits,
             discovered=found.discovered,
         )
         if results:

@@ -76,7 +76,7 @@ class _Packing:
     bytes: int = 0
 
     def has_room(self, task: Candidate, limits: Limits) -> bool:
-        return not self.ids or (len(self.ids) < limits.group_size and self.bytes + task.bytes <= limits.group_bytes)
+        return len(self.ids) < limits.group_size and self.bytes + task.bytes <= limits.group_bytes
 
     def add(self, task: Candidate) -> None:
         self.ids.append(task.id)

@@ -185,12 +185,13 @@ class SpannerStore:
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
         """Turn what the client raises into StoreError."""
+        used = self._database
         try:
             yield
         except (*_SERVICE_ERRORS, StoreError) as error:
-            if "Session not found" in str(error):
+            if "Session not found" in str(error) and self._database is used:  # else another thread was faster
                 # Deleted by the service, or the database was restored: the client would use it for ever.
-                self._database = self._database.renewed()
+                self._database = used.renewed()
             raise error if isinstance(error, StoreError) else StoreError(describe(error)) from error
 
 

@@ -143,6 +143,7 @@ class Turn:
     failed: int = 0
     uncommitted: int = 0  # published, but the commit failed
     in_flight: int = 0  # groups that a later turn will report
+    waits: bool = False  # groups that were waited for have not ended yet
     discovered: bool = False  # a topic, or shards that are this worker's now
 
     @property

@@ -17,8 +17,8 @@ class Window:
         self.cut_off = False
 
     def adapt(self, found: Mapping[object, int]) -> None:
-        """Learn from the last poll: how many rows each range gave."""
-        total = sum(found.values())
+        """Learn from the last poll: how many rows each range gave, or more if another part of the poll read it, too."""
+        total = sum(min(count, self.per_range) for count in found.values())
         self.cut_off = any(count >= self.per_range for count in found.values())
         if total > 2 * self._target:
             self.per_range = max(1, self.per_range // 2)

@@ -91,10 +91,10 @@ class Loop:
         self._relay.finish()
 
     def _turn_until(self, stop: threading.Event, until: Callable[[Turn], bool]) -> None:
+        self._fleet.beat()
         while not stop.is_set():
             self._beat()
             try:
-                self._fleet.beat()
                 turn = self._relay.turn(stop.is_set)
                 finished = not stop.is_set() and until(turn)
             except StoreError as error:
@@ -104,10 +104,11 @@ class Loop:
             self._say_back()
             if finished or stop.is_set():
                 return
+            self._fleet.beat()  # only here: a worker whose turns fail must lose its shards
             self._report()
             if turn.made_progress:
                 self._idle.reset()
-            else:
+            elif not turn.waits:
                 self._rest(stop, self._idle.next())
 
     def _rest(self, stop: threading.Event, seconds: float) -> None:

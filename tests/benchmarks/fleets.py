@@ -35,6 +35,8 @@ CONDITIONS = f"""\
   another worker had sent.
 - Aborted: transactions that ran again, of all. The emulator has one lock for a whole database and aborts whoever meets
   it, whatever the rows: it cannot show how rarely the rows of two workers are the same.
+- Polls are the requests, and grow with the workers: each polls once a second when idle, so that a task waits no longer
+  in a large fleet than in a small one ([workers](architecture/workers.md#what-it-costs)).
 - Taken over: from SIGKILL of one worker until the others have said that they poll its shards."""
 
 
@@ -122,10 +124,13 @@ def run(bench: Bench) -> Section:
     section = Section("Fleets", figures(samples), [], CONDITIONS, "All but the aborts: they are the emulator's.")
     largest = sizes[-1]
     alone, most = (section.value(f"{size}, {DIVIDED}", SHARDS) for size in (1, largest))
+    requests = section.value(f"{largest}, {DIVIDED}", REQUESTS) / section.value(f"{sizes[0]}, {DIVIDED}", REQUESTS)
     section.bars.extend(
         [
             Bar(f"shard polls of {largest} workers / of one", most / alone, 1.2, at_least=False),
+            Bar(f"polls of {largest} workers / of one", requests, 1.2, at_least=False),
             Bar("already published, %", section.value(f"{largest}, {DIVIDED}", MET), 1, at_least=False),
+            Bar("aborted by the emulator, %", section.value(f"{largest}, {DIVIDED}", ABORTED), 1, at_least=False),
         ]
     )
     return section

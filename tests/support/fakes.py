@@ -50,6 +50,7 @@ class FakeStore:
         self.away = False
         #: When each worker was last seen.
         self.workers: dict[str, datetime] = {}
+        self.beats = 0
         #: What the polls asked for.
         self.looks: list[Look] = []
         self._lock = threading.Lock()
@@ -93,6 +94,7 @@ class FakeStore:
     def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
         """See Store."""
         self._answer()
+        self.beats += 1
         self.workers[worker] = self.now
         for each in remove:
             self.workers.pop(each, None)

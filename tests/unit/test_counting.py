@@ -164,4 +164,4 @@ def test_a_time_limit_holds_behind_the_proxy(target: Target, channel: grpc.Chann
 
     target.answers["Commit"] = note
     commit(channel)(b"", timeout=7)
-    assert 0 < remaining[0] <= 7
+    assert 0 < remaining[0] <= 8  # gRPC rounds

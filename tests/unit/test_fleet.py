@@ -63,11 +63,52 @@ def test_alone_a_worker_has_all_shards_and_with_others_its_part() -> None:
     """It counts itself as alive, whatever the rows say."""
     fleet = Fleet(FakeStore(), "me", range(10))
     assert fleet.shards == tuple(range(10))
-    assert fleet.learn({"other"}, set())
+    assert fleet.learn({"other", "me"}, set())
     assert fleet.shards == divide({"me", "other"}, range(10))["me"]
     assert not fleet.learn({"other", "me"}, set())
     assert fleet.learn({"me"}, set())
     assert fleet.shards == tuple(range(10))
+
+
+def test_after_an_outage_nobody_believes_to_be_alone() -> None:
+    """All heartbeats are old then, one's own as well: the division stays until the others had time to beat."""
+    clock = Clock()
+    fleet = Fleet(FakeStore(), "me", range(10), clock=clock)
+    fleet.learn({"me", "other"}, set())
+    mine = fleet.shards
+    clock.seconds += 60
+    assert not fleet.learn(set(), set())
+    assert not fleet.learn({"me"}, set())
+    assert fleet.shards == mine
+    clock.seconds += HEARTBEAT_SECONDS
+    assert fleet.learn({"me"}, set())
+    assert fleet.shards == tuple(range(10))
+
+
+def test_its_own_row_is_never_deleted_as_one_that_is_gone() -> None:
+    """Heartbeats that were refused for an hour, and are allowed again."""
+    store, clock = FakeStore(), Clock()
+    fleet = Fleet(store, "me", range(10), clock=clock)
+    fleet.learn(set(), {"me", "dead"})
+    store.workers["dead"] = store.now
+    fleet.beat()
+    assert set(store.workers) == {"me"}
+
+
+def test_a_division_is_told_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    """One line for each change, none for each look; a heartbeat that works again is not complained of."""
+    store, clock = FakeStore(), Clock()
+    fleet = Fleet(store, "me", range(10), clock=clock)
+    store.away = True
+    fleet.beat()
+    store.away = False
+    clock.seconds += HEARTBEAT_SECONDS
+    fleet.beat()
+    with caplog.at_level(logging.INFO, "publishworker"):
+        for _ in range(3):
+            fleet.learn({"me", "other"}, set())
+    assert [record.__dict__["action"] for record in caplog.records] == ["assigned"]
+    assert caplog.records[0].getMessage().startswith("2 workers live; this one polls shards ")
 
 
 def test_shared_a_worker_has_all_shards_and_still_says_that_it_lives() -> None:

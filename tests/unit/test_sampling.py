@@ -121,6 +121,27 @@ def test_ready_and_due_tasks_get_half_each_while_both_wait(size: int, groups: in
     assert abs(taken["ready"] - taken["due"]) <= size
 
 
+def test_a_due_task_is_as_old_as_it_has_been_due() -> None:
+    """Not as its registration: a retry of an old task does not overtake one that waits longer."""
+    longer = dataclasses.replace(due("longer", age=0), available_at=NOON - timedelta(hours=1))
+    assert ids(sample([due("old", age=9), longer], Limits(2, 1000, 1), Random(1))) == ["longer", "old"]
+
+
+def test_a_slice_is_of_one_shard() -> None:
+    """Workers that share shards meet in few slices: tasks of ten shards, all ages mixed, make groups of one shard."""
+    found = [candidate(f"{shard}-{n}", shard=shard, age=n) for n in range(20) for shard in range(10)]
+    for group in sample(found, Limits(20, 10**9, 10), Random(1)):
+        assert len({id.split("-")[0] for id in group.ids}) == 1
+
+
+def test_half_of_three_places_is_two() -> None:
+    """Rounded up, so that a single place is no topic's loss."""
+    found = [candidate(f"{topic}-{n}", topic=topic, shard=n) for n in range(5) for topic in ("orders", "invoices")]
+    taken = Counter(group.topic for group in sample(found, Limits(1, 1000, 3), Random(1)))
+    assert sorted(taken.values()) == [1, 2]
+    assert sum(len(sample(found, Limits(1, 1000, 1), Random(seed))) for seed in range(5)) == 5
+
+
 def test_a_single_place_goes_to_ready_and_due_tasks_in_turn() -> None:
     """A worker of one task at a time starves neither."""
     random = Random(1)

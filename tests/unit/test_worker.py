@@ -236,6 +236,19 @@ def test_the_heartbeat_row_is_kept_up_in_long_waits() -> None:
     assert max(later - earlier for earlier, later in pairwise(beats)) <= HEARTBEAT_SECONDS + 0.01
 
 
+def test_a_turn_that_waited_in_vain_is_not_followed_by_a_rest() -> None:
+    """A backlog must not wait a poll interval for groups that took a moment longer than the turn."""
+    assert run(IDLE, IDLE, Turn(in_flight=8, waits=True), WORK) == pytest.approx([0.05, 0.1], rel=0.15)
+
+
+def test_a_worker_whose_turns_fail_does_not_beat() -> None:
+    """It would keep its shards and serve nobody: the others must have them."""
+    stop, store = Stop(), FakeStore()
+    loop_of(Script(stop, *[StoreError("no permission")] * 20), stop, store, beats=True).run(stop)
+    assert stop.seconds > 15
+    assert store.beats == 1
+
+
 def test_at_the_end_the_worker_leaves_and_then_finishes_what_is_in_flight() -> None:
     """The others have its shards at once; nothing that was begun is dropped."""
     stop, store = Stop(), FakeStore()

@@ -1,0 +1,112 @@
+"""What each poll asks for: news and due tasks now and then, lower priorities when they are owed, and no more."""
+
+from datetime import timedelta
+
+import pytest
+
+from publishworker.fleet import Fleet
+from publishworker.polling import Poller
+from publishworker.task import Look
+from publishworker.topics import FORGET_TOPIC_SECONDS
+from publishworker.window import Window
+from tests.support.fakes import FakeStore
+
+
+class Watch:
+    """A poller of a fake store, with a clock that stands still until told."""
+
+    def __init__(self) -> None:
+        """Look further every second."""
+        self.store = FakeStore()
+        self.seconds = 100.0
+        fleet = Fleet(self.store, "me", self.store.shards, clock=lambda: self.seconds)
+        window = Window(target=100, shards=10)
+        self.poller = Poller(self.store, fleet, window, look_further_seconds=1.0, clock=lambda: self.seconds)
+
+    def poll(self, below: int | None = None) -> Look:
+        """Poll, and return what was asked for."""
+        self.poller.poll(below, ())
+        return self.store.looks[-1]
+
+
+@pytest.fixture
+def watch() -> Watch:
+    """A fresh one, which has looked for news."""
+    made = Watch()
+    made.poll()
+    return made
+
+
+def test_news_are_looked_for_once_in_a_while_and_again_at_once_after_a_discovery(watch: Watch) -> None:
+    """The first poll does; then none for a second; a new topic is a reason to look again for others."""
+    assert watch.store.looks[0].known is not None
+    assert watch.poll().known is None
+    watch.store.insert("a", "orders")
+    watch.seconds += 1
+    found = watch.poller.poll(None, ())
+    assert found.discovered
+    assert watch.poll().known == {"orders"}
+    assert watch.poll().known is None
+
+
+def test_a_topic_that_is_known_is_no_discovery(watch: Watch) -> None:
+    """Even if a probe tells of it again: else the worker would poll without a pause for ever."""
+    watch.store.insert("a", "orders")
+    watch.seconds += 1
+    watch.poll()
+    news = watch.store._news
+
+    def strange(topics: set[str]) -> object:
+        return news(topics | {"orders"})
+
+    watch.store._news = strange  # type: ignore[assignment,method-assign]
+    assert not watch.poller.poll(None, ()).discovered
+    assert watch.poll().known is None
+
+
+def test_due_tasks_are_read_with_the_news_and_as_long_as_there_are_any(watch: Watch) -> None:
+    """Half of each turn is theirs only if each poll sees them."""
+    assert not watch.poll().due
+    watch.store.insert("a", "orders", available_at=watch.store.now - timedelta(hours=1))
+    watch.seconds += 1
+    watch.poll(), watch.poll()
+    assert [watch.poll().due, watch.poll().due] == [True, True]
+    del watch.store.rows["a"]
+    watch.poll()
+    assert not watch.poll().due
+
+
+def test_lower_priorities_are_asked_for_as_told(watch: Watch) -> None:
+    """And the window goes on adapting: what they bring is not taken for a wider range."""
+    watch.store.insert("low", "orders", priority=0)
+    watch.seconds += 1
+    watch.poll(), watch.poll()
+    assert watch.poll().below is None
+    assert watch.poll(below=50).below == 50
+
+
+def test_a_topic_that_always_has_tasks_is_never_forgotten(watch: Watch) -> None:
+    """What counts is when it was last seen with one, not when it was found."""
+    watch.store.insert("a", "orders")
+    watch.seconds += 1
+    watch.poll()
+    for _ in range(5):
+        watch.seconds += FORGET_TOPIC_SECONDS / 2
+        watch.poll()
+        assert watch.poll().topics == {"orders"}
+    del watch.store.rows["a"]
+    watch.seconds += FORGET_TOPIC_SECONDS + 1
+    watch.poll()
+    assert watch.poll().topics == frozenset()
+
+
+def test_the_window_does_not_count_what_another_part_of_the_poll_brought() -> None:
+    """A range that gave twice its rows, ready ones and lower ones, is full and no more."""
+    window = Window(target=100, shards=10)
+    window.adapt(dict.fromkeys(range(10), 2 * window.per_range))
+    assert (window.per_range, window.cut_off) == (10, True)
+    window.adapt({0: 10})
+    assert window.per_range == 20
+    for _ in range(9):
+        window.adapt({0: 1000})
+    assert window.per_range == 100  # never more than the target
