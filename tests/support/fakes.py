@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -51,6 +52,8 @@ class FakeStore:
         #: When each worker was last seen.
         self.workers: dict[str, datetime] = {}
         self.beats = 0
+        #: How often each task has been claimed.
+        self.claimed: Counter[str] = Counter()
         #: What the polls asked for.
         self.looks: list[Look] = []
         self._lock = threading.Lock()
@@ -106,6 +109,8 @@ class FakeStore:
 
     def claim(self, ids: Sequence[str], decide: Decide) -> None:
         """See Store."""
+        with self._lock:
+            self.claimed.update(ids)
         with contextlib.ExitStack() as locks:
             for id in sorted(ids):
                 locks.enter_context(self._lock_of(id))

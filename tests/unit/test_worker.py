@@ -241,6 +241,22 @@ def test_a_turn_that_waited_in_vain_is_not_followed_by_a_rest() -> None:
     assert run(IDLE, IDLE, Turn(in_flight=8, waits=True), WORK) == pytest.approx([0.05, 0.1], rel=0.15)
 
 
+def test_a_worker_that_is_never_idle_beats_as_well() -> None:
+    """Between turns, without a rest."""
+    stop, store = Stop(), FakeStore()
+    script = Script(stop, *[WORK] * 20)
+    turn = script.turn
+
+    def long_turn(stopping: Callable[[], bool]) -> Turn:
+        stop.seconds += 2
+        return turn(stopping)
+
+    script.turn = long_turn  # type: ignore[method-assign]
+    loop_of(script, stop, store, beats=True).run(stop)
+    assert stop.waits == []
+    assert store.beats >= 6
+
+
 def test_a_worker_whose_turns_fail_does_not_beat() -> None:
     """It would keep its shards and serve nobody: the others must have them."""
     stop, store = Stop(), FakeStore()
