@@ -389,6 +389,19 @@ def test_lower_priorities_keep_their_share_while_groups_are_slow() -> None:
     assert kinds["mid"] + kinds["low"] >= 15
 
 
+def test_a_task_that_goes_by_the_share_does_not_go_with_the_others_as_well() -> None:
+    """The urgent tasks are suddenly few, and the rest of the places take what there is: each task is claimed once."""
+    bench = Bench(size=10, groups=4, fair_share=0.5)
+    bench.insert(*[f"high{n}" for n in range(200)], priority=100)
+    bench.insert(*[f"low{n}" for n in range(5)], priority=0)
+    bench.relay.turn(), bench.relay.turn()
+    few = [id for id in bench.unsent() if id.startswith("high")][:3]
+    bench.store.rows = {id: row for id, row in bench.store.rows.items() if id.startswith("low") or id in few}
+    bench.relay.turn()
+    assert bench.unsent() == []
+    assert set(bench.store.claimed.values()) == {1}
+
+
 def test_without_a_share_priority_is_strict() -> None:
     """`--fair-share 0`."""
     bench = Bench(size=10, groups=2, fair_share=0)
