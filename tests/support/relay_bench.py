@@ -1,0 +1,102 @@
+"""A relay between fakes, and what may happen to it: for tests of the relay without emulators."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from publishworker import metrics as m
+from publishworker.relay import Relay
+from publishworker.task import Outcome, Row, Turn
+from tests.support.fakes import Counted, FakePublisher, FakeStore, serialized
+from tests.support.parts import relay_of
+
+
+class Bench:
+    """A relay between fakes, with a clock that stands still until told."""
+
+    def __init__(self, **options: Any) -> None:
+        """Use small groups."""
+        self.store = FakeStore()
+        self.publisher = FakePublisher("orders", "invoices")
+        self.counted = Counted()
+        self.seconds = 0.0
+        self.relay = self.another(**options)
+
+    def another(self, **options: Any) -> Relay:
+        """Return a second worker on the same store and publisher."""
+        options = {"clock": lambda: self.seconds, "group_bytes": 10_000, **options}
+        return relay_of(self.store, self.publisher, self.counted, **options)
+
+    def insert(self, *ids: str, topic: str = "orders", **columns: Any) -> None:
+        """Add tasks with a good body."""
+        for id in ids:
+            self.store.insert(id, topic, serialized(), **columns)
+
+    def turns(self, most: int = 20) -> list[Turn]:
+        """Turn until one makes no progress."""
+        done = []
+        for _ in range(most):
+            done.append(self.relay.turn())
+            if not done[-1].made_progress:
+                return done
+        pytest.fail(f"no end after {most} turns: {done}")
+
+    def unsent(self) -> list[str]:
+        """Return the ids without SentAt."""
+        return [row.id for row in self.store.rows.values() if row.sent_at is None]
+
+    def count(self, metric: m.Metric) -> float:
+        """Return a counter."""
+        return self.counted.counts.get(metric.name, 0)
+
+
+class SlowPublisher(FakePublisher):
+    """Some topics hang until they are released."""
+
+    def __init__(self, *topics: str) -> None:
+        """Nothing hangs yet."""
+        super().__init__(*topics)
+        self.hanging: set[str] = set()
+        self.release = threading.Event()
+        self.seconds = 0.0
+
+    def publish(self, topic: str, rows: Sequence[Row], seconds: float) -> dict[str, Outcome]:
+        """Hang, or publish."""
+        self.release.wait(30 if topic in self.hanging else self.seconds)
+        return super().publish(topic, rows, seconds)
+
+
+def overtake(bench: Bench, act: Callable[[], object]) -> None:
+    """Let `act` happen between the poll and the lock."""
+    claim = bench.store.claim
+
+    def claim_too_late(*arguments: Any) -> None:
+        bench.store.claim = claim  # type: ignore[method-assign]
+        act()
+        claim(*arguments)
+
+    bench.store.claim = claim_too_late  # type: ignore[method-assign,assignment]
+
+
+def times(count: int, make: Callable[[], Exception]) -> Callable[[], None]:
+    """Return a function that raises `count` times."""
+    left = [None] * count
+
+    def act() -> None:
+        if left:
+            left.pop()
+            raise make()
+
+    return act
+
+
+def run_at_once(functions: Sequence[Callable[[], None]]) -> None:
+    """Run each on a thread and wait for all."""
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
