@@ -98,7 +98,7 @@ class _Sessions(BurstyPool):
         try:
             return self._sessions.get(block=False)
         except queue.Empty:
-            session: Any = self._new_session()  # type: ignore[no-untyped-call]
+            session: Any = self._new_session()  # type: ignore[no-untyped-call]  # the client has no types
             session.create()
             return session
 
@@ -109,7 +109,7 @@ class LimitedDatabase(Database):
     def __init__(self, database_id: str, instance: Any, api: SpannerClient) -> None:
         """Use `api` for all calls."""
         pool: Any = _Sessions(target_size=SESSIONS)  # type: ignore[no-untyped-call]  # the client has no types
-        super().__init__(database_id, instance, pool=pool)  # type: ignore[no-untyped-call]
+        super().__init__(database_id, instance, pool=pool)  # type: ignore[no-untyped-call]  # the same
         self._limited_api = api
         pool.bind(self)
 

@@ -11,10 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from itertools import product
-from typing import Protocol
 
 from publishworker.complaints import Complaints
-from publishworker.store import StoreError
+from publishworker.store import Store, StoreError
 
 _log = logging.getLogger("publishworker")
 
@@ -22,22 +21,12 @@ _log = logging.getLogger("publishworker")
 HEARTBEAT_SECONDS = 5.0
 
 
-class HeartbeatStore(Protocol):
-    """What the fleet needs of a store."""
-
-    def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
-        """Say that `worker` lives, and delete the rows of `remove`. Raises StoreError."""
-
-    def leave(self, worker: str) -> None:
-        """Delete the worker's row. Raises StoreError."""
-
-
 class Fleet:
     """This worker among the others. It belongs to the thread of the loop."""
 
     def __init__(
         self,
-        store: HeartbeatStore,
+        store: Store,
         worker: str,
         shards: Sequence[int],
         *,

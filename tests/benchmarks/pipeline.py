@@ -13,7 +13,7 @@ from random import Random
 
 from tqdm import tqdm
 
-from publishworker.store import Decide, Unsent
+from publishworker.store import Decide
 from publishworker.task import Candidate, Look, News, Outcome, Poll, Row, Sent
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.results import Section, figures
@@ -56,7 +56,7 @@ WAYS = {
 
 
 class DistantStore:
-    """Unsent tasks by shard, at a distance."""
+    """Unsent tasks by shard, at a distance: those verbs of Store that a relay uses."""
 
     def __init__(self, tasks: int, seed: int, slow: float, poll: float) -> None:
         """Begin with so many tasks; `slow` is the share of slow calls, `poll` the milliseconds of one."""
@@ -105,14 +105,6 @@ class DistantStore:
 
     def leave(self, worker: str) -> None:
         """See Store."""
-
-    def oldest_age(self) -> float:
-        """See Store: nobody asks."""
-        raise NotImplementedError
-
-    def unsent(self) -> list[Unsent]:
-        """See Store: nobody asks."""
-        raise NotImplementedError
 
 
 class DistantPublisher:

@@ -204,11 +204,16 @@ def test_the_commit_has_a_limit_of_ours(mock: SpannerServicer, database: Limited
     assert names(mock).count("Commit") == 1
 
 
+def lost_session() -> Any:
+    """Return what Spanner says of a session that it has deleted."""
+    text = "Session not found: projects/p/instances/inst/..."
+    return to_status(status_pb2.Status(code=code_pb2.NOT_FOUND, message=text))
+
+
 def test_a_lost_session_is_replaced(mock: SpannerServicer, database: LimitedDatabase) -> None:
     """The client would use it for ever; the next turn has a new one."""
     prepare(mock, 1)
-    lost = status_pb2.Status(code=code_pb2.NOT_FOUND, message="Session not found: projects/p/instances/inst/...")
-    mock.mock_spanner.add_error("ExecuteStreamingSql", to_status(lost))
+    mock.mock_spanner.add_error("ExecuteStreamingSql", lost_session())
     relay = make_relay(database)
     with pytest.raises(StoreError, match="Session not found"):
         relay.turn()
@@ -237,8 +242,9 @@ def test_a_lost_session_of_the_pool_is_replaced(
     prepare(mock, 1)
     relay = make_relay(database)
     relay.turn()
-    lost = status_pb2.Status(code=code_pb2.NOT_FOUND, message="Session not found: projects/p/instances/inst/...")
-    mock.mock_spanner.add_error("Commit", to_status(lost))
+    mock.mock_spanner.add_error("Commit", lost_session())
     assert relay.turn().uncommitted == 1
+    mock.clear_requests()
     relay.turn()
     assert relay.turn().published == 1
+    assert "CreateSession" in names(mock)
