@@ -5,6 +5,7 @@ from pathlib import Path
 
 from outbox.cli.emulators import EmulatorSettings
 from outbox.settings import DatabaseSettings, Field, fields_of
+from publishworker.failures import REASONS, Kind, Reason
 from publishworker.healthcheck import MAX_AGE
 from publishworker.metrics import METRICS, REGISTERED, Metric
 from publishworker.settings import WorkerSettings
@@ -63,13 +64,41 @@ METRICS_OUTRO = """\
   meet on the same task.
 - **Registered minus published** is only about the backlog: a rolled-back registration counts, a task that is sent again
   counts twice.
-- **Reasons** of failed attempts are the gRPC status in small letters (`not_found`, `permission_denied`,
-  `deadline_exceeded`, ...), `undecodable`, `too_large` and `invalid_topic`."""
+- **Reasons** of failed attempts are those of [the table of errors](errors.md)."""
+
+ERRORS_INTRO = """\
+# Errors
+
+<!-- Written by `make docs` from publishworker/failures.py: change that, not this page. -->
+
+What a failed attempt to publish a task costs, and whom. The reason is the tag of `outbox.failed_task_count` and
+`outbox.dead_task_count`, and the beginning of `LastError`. The whole story: [what happens to a
+task](../guide/delivery.md)."""
+
+ERRORS = {
+    Kind.CONTENT: """\
+The task itself cannot be published, now or later: it is dead at once. Its neighbours are published.""",
+    Kind.TARGET: """\
+Nothing can be published to the topic until somebody mends it: the topic rests. It is probed with at most ten tasks,
+after 1 s, then twice as long each time, up to 5 min. Only probed tasks are charged an attempt. They are dead after
+`--max-attempts`, but not before they are `--dead-after` old.""",
+    Kind.OUTAGE: """\
+The topic rests, and no task is charged an attempt. It is probed with a single task, drawn at random, after 1 s, then
+twice as long each time, up to 10 s. A task that meets an outage again after its topic worked in between is charged for
+it: backoff, then dead after `--max-attempts`.""",
+    Kind.UNKNOWN: """\
+Nobody knows: the task is charged an attempt. Backoff, then dead after `--max-attempts`. A gRPC status that is in none
+of these tables counts as this.""",
+}
 
 
 def pages() -> dict[Path, str]:
     """Return the text of each generated page by its path."""
-    return {REFERENCE / "settings.md": _settings(), REFERENCE / "metrics.md": _metrics()}
+    return {
+        REFERENCE / "settings.md": _settings(),
+        REFERENCE / "metrics.md": _metrics(),
+        REFERENCE / "errors.md": _errors(),
+    }
 
 
 def _settings() -> str:
@@ -121,6 +150,17 @@ def _metrics() -> str:
         _table(columns, [row(REGISTERED)]),
         METRICS_OUTRO,
     ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _errors() -> str:
+    def row(reason: Reason) -> tuple[str, ...]:
+        return (f"`{reason.name}`", reason.source, reason.meaning)
+
+    parts = [ERRORS_INTRO]
+    for kind, text in ERRORS.items():
+        rows = (row(each) for each in REASONS if each.kind is kind)
+        parts += [f"## {kind.value.capitalize()}", text, _table(("reason", "from", "meaning"), rows)]
     return "\n\n".join(parts) + "\n"
 
 

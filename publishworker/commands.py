@@ -17,10 +17,13 @@ from publishworker import datadog, exits, logs
 from publishworker import metrics as m
 from publishworker.check import check
 from publishworker.connection import LimitedDatabase, open_database, open_pubsub
+from publishworker.delivery import Delivery
 from publishworker.fleet import Fleet
 from publishworker.heartbeat import Heartbeat
+from publishworker.messages import topic_filter
 from publishworker.publisher import PubSubPublisher
 from publishworker.relay import Relay
+from publishworker.retries import Retries
 from publishworker.sampling import Limits
 from publishworker.settings import WorkerSettings
 from publishworker.stopping import run_on_thread, stop_on_signals
@@ -89,13 +92,21 @@ class Worker:
         random = Random()
         fleet = Fleet(self.store, worker_id(), self.store.shards, shared=settings.assignment == "shared")
         heartbeat = Heartbeat(Path(settings.heartbeat_file))
+        allowed = topic_filter(settings.allowed_topics, settings.project)
+        publisher = PubSubPublisher(open_pubsub(), settings.project, allowed)
+        retries = Retries(
+            initial=settings.backoff_initial,
+            longest=settings.backoff_max,
+            max_attempts=settings.max_attempts,
+            dead_after=settings.dead_after,
+            random=random,
+        )
         self.relay = Relay(
             self.store,
-            PubSubPublisher(open_pubsub(), settings.project),
+            Delivery(self.store, publisher, retries, settings.publish_timeout),
             self._metrics,
             fleet,
             limits=Limits(settings.group_size, settings.group_bytes, settings.concurrency),
-            publish_seconds=settings.publish_timeout,
             look_further_seconds=min(settings.poll_interval / 2, 1.0),  # each idle poll does, whatever its jitter
             random=random,
             fair_share=settings.fair_share,

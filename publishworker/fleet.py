@@ -50,6 +50,11 @@ class Fleet:
         self.shards = self._all
 
     @property
+    def size(self) -> int:
+        """Return how many workers live, this one included."""
+        return len(self._living)
+
+    @property
     def seconds_to_beat(self) -> float:
         """Return how long the next heartbeat can wait."""
         return max(0.0, self._beat_at + HEARTBEAT_SECONDS - self._clock())

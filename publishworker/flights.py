@@ -35,6 +35,13 @@ class Flights:
         """Return how many groups each topic has in flight."""
         return Counter(group.topic for group in self._threads)
 
+    def tasks_by_topic(self) -> Counter[str]:
+        """Return how many tasks each topic has in flight."""
+        tasks: Counter[str] = Counter()
+        for group in self._threads:
+            tasks[group.topic] += len(group.ids)
+        return tasks
+
     def start(self, group: Group) -> None:
         """Let a group fly."""
         thread = threading.Thread(target=self._run, args=(group,), name="group", daemon=True)

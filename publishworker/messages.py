@@ -3,7 +3,8 @@
 Raw protobuf instead of proto-plus, for its cost (docs/decisions/0001-one-publish-request.md).
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -18,6 +19,17 @@ MAX_REQUEST_MESSAGES = 1_000
 def topic_name(topic: str, project: str) -> str:
     """Return the full name of a topic; a bare id is one of `project`."""
     return topic if topic.startswith("projects/") else f"projects/{project}/topics/{topic}"
+
+
+def topic_filter(patterns: str, project: str) -> Callable[[str], bool]:
+    """Return whether the full name of a topic matches one of `patterns`, separated by commas, in which * is any text.
+
+    A pattern without a project is of `project`.
+    """
+    names = [topic_name(pattern, project) for pattern in patterns.split(",")]
+    alternatives = "|".join("[^/]*".join(map(re.escape, name.split("*"))) for name in names)
+    matches = re.compile(alternatives).fullmatch
+    return lambda name: matches(name) is not None
 
 
 def decode(row: Row) -> Any | Failed:

@@ -44,6 +44,18 @@ UNCOMMITTED = Metric(
 FAILED = Metric(
     "outbox.failed_task_count", "count", ("topic", "reason"), "Attempts to publish a task that failed, by reason."
 )
+DEAD = Metric(
+    "outbox.dead_task_count",
+    "count",
+    ("topic", "reason"),
+    "Tasks that became dead, by the reason of their last failure: nothing sends them but an operator.",
+)
+IN_DOUBT = Metric(
+    "outbox.at_most_once_in_doubt_count",
+    "count",
+    ("topic",),
+    "Tasks registered with `at_most_once` that are marked as sent, or may be, and are not known to be published.",
+)
 ABORTED = Metric(
     "outbox.aborted_transaction_count",
     "count",
@@ -62,7 +74,19 @@ DRAIN_TIMEOUT = Metric(
     "outbox.drain_timeout_count", "count", (), "Stops that ended with tasks in flight, after --drain-timeout."
 )
 
-METRICS = (REGISTERED, PUBLISHED, ALREADY_PUBLISHED, UNCOMMITTED, FAILED, ABORTED, SHARDS, OLDEST_AGE, DRAIN_TIMEOUT)
+METRICS = (
+    REGISTERED,
+    PUBLISHED,
+    ALREADY_PUBLISHED,
+    UNCOMMITTED,
+    FAILED,
+    DEAD,
+    IN_DOUBT,
+    ABORTED,
+    SHARDS,
+    OLDEST_AGE,
+    DRAIN_TIMEOUT,
+)
 
 
 class Client(Protocol):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from publishworker.fleet import Fleet
 from publishworker.store import Store
 from publishworker.task import Candidate, Look, News
+from publishworker.throttle import Throttle
 from publishworker.topics import Topics
 from publishworker.window import Window
 
@@ -28,14 +29,19 @@ class Poller:
         store: Store,
         fleet: Fleet,
         window: Window,
+        throttle: Throttle,
         *,
         look_further_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Poll the fleet's shards for `window` rows, and for news every `look_further_seconds`."""
+        """Poll the fleet's shards for `window` rows, and for news every `look_further_seconds`.
+
+        What the news say of limits is told to `throttle`.
+        """
         self._store = store
         self._fleet = fleet
         self._window = window
+        self._throttle = throttle
         self._look_further_seconds = look_further_seconds
         self._clock = clock
         self._topics = Topics(clock)
@@ -47,15 +53,15 @@ class Poller:
         """Tell whether the last poll left tasks behind in the table."""
         return self._window.cut_off
 
-    def poll(self, below: int | None, without: Collection[str]) -> Found:
+    def poll(self, below: int | None, without: Collection[str], held: Collection[str] = frozenset()) -> Found:
         """Find candidates but for the ids `without`; with ready tasks of lower priority than `below` in any case.
 
-        Raises StoreError.
+        The topics in `held` are not asked for. Raises StoreError.
         """
         further = self._clock() - self._looked_further_at >= self._look_further_seconds
         look = Look(
             shards=self._fleet.shards,
-            topics=self._topics.open,
+            topics=self._topics.open.difference(held),
             per_range=self._window.per_range,
             due=further or self._due_tasks_wait,
             below=below,
@@ -77,6 +83,7 @@ class Poller:
         self._topics.see(news.topics)
         self._topics.paused = news.paused
         reassigned = self._fleet.learn(news.living, news.gone)
+        self._throttle.learn(news.limits, self._fleet.size)
         if reassigned or unknown:  # a probe finds one topic in each gap
             return True
         self._looked_further_at = self._clock()

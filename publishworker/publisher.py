@@ -5,7 +5,8 @@ that is kept (the high-level publisher's futures can be given up, not stopped).
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -16,24 +17,38 @@ from google.pubsub_v1.types import PublishRequest, PublishResponse
 from outbox.errors import InvalidMessage
 from outbox.message import check_topic
 from publishworker import messages
+from publishworker.failures import reason_of
 from publishworker.task import Failed, Outcome, Row, Sent
 
 
 class Publisher(Protocol):
     """What the relay needs of a publisher."""
 
-    def publish(self, topic: str, rows: Sequence[Row], seconds: float) -> dict[str, Outcome]:
-        """Return Sent or Failed for each row that was tried within `seconds`; raises nothing."""
+    def publish(
+        self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
+    ) -> dict[str, Outcome]:
+        """Return Sent or Failed for each row that was tried within `seconds`; raises nothing.
+
+        The rows with ids in `singly` share no request with others, so that they take none along.
+        """
+
+    def refusals(self, topic: str, rows: Sequence[Row]) -> dict[str, Failed]:
+        """Return the failures of rows that cannot be published at all, without asking the service."""
 
 
 class PubSubPublisher:
     """The publisher of production."""
 
     def __init__(
-        self, transport: PublisherGrpcTransport, project: str, clock: Callable[[], float] = time.monotonic
+        self,
+        transport: PublisherGrpcTransport,
+        project: str,
+        allowed: Callable[[str], bool] = lambda _name: True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Publish to topics of `project` where the task names none."""
+        """Publish to topics of `project` where the task names none, and only to those whose full name is `allowed`."""
         self._project = project
+        self._allowed = allowed
         self._clock = clock
         self._publish = transport.grpc_channel.unary_unary(
             "/google.pubsub.v1.Publisher/Publish",
@@ -41,26 +56,47 @@ class PubSubPublisher:
             response_deserializer=PublishResponse.pb().FromString,
         )
 
-    def publish(self, topic: str, rows: Sequence[Row], seconds: float) -> dict[str, Outcome]:
+    def publish(
+        self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
+    ) -> dict[str, Outcome]:
         """See Publisher. All requests go out at once and share one deadline."""
         deadline = self._clock() + seconds
         name = messages.topic_name(topic, self._project)
+        good, failed = self._prepared(name, rows)
+        outcomes: dict[str, Outcome] = dict(failed)
+        together = messages.requests(name, [pair for pair in good if pair[0] not in singly])
+        alone = _alone(name, [pair for pair in good if pair[0] in singly])
+        refused = self._send(chain(together, alone), name, deadline, outcomes)
+        self._send(_alone(name, refused), name, deadline, outcomes)
+        return outcomes
+
+    def refusals(self, topic: str, rows: Sequence[Row]) -> dict[str, Failed]:
+        """See Publisher."""
+        name = messages.topic_name(topic, self._project)
+        good, failed = self._prepared(name, rows)
+        for [id], request in _alone(name, good):
+            if failure := messages.too_large(request):
+                failed[id] = failure
+        return failed
+
+    def _prepared(self, name: str, rows: Sequence[Row]) -> tuple[list[tuple[str, Any]], dict[str, Failed]]:
+        """Return the ids and messages of what may be sent to the topic of that full name, and the failures."""
         try:
             check_topic(name)
         except InvalidMessage as error:
-            return {row.id: Failed("invalid_topic", str(error)) for row in rows}
-        outcomes: dict[str, Outcome] = {}
+            return [], {row.id: Failed("invalid_topic", str(error)) for row in rows}
+        if not self._allowed(name):
+            failure = Failed("topic_not_allowed", f"{name} matches no pattern of --allowed-topics")
+            return [], {row.id: failure for row in rows}
         good: list[tuple[str, Any]] = []
+        failed: dict[str, Failed] = {}
         for row in rows:
             message = messages.decode(row)
             if isinstance(message, Failed):
-                outcomes[row.id] = message
+                failed[row.id] = message
             else:
                 good.append((row.id, message))
-        refused = self._send(messages.requests(name, good), name, deadline, outcomes)
-        singles = ((ids, request) for pair in refused for ids, request in messages.requests(name, [pair]))
-        self._send(singles, name, deadline, outcomes)
-        return outcomes
+        return good, failed
 
     def _send(
         self, requests: Iterable[tuple[list[str], Any]], name: str, deadline: float, outcomes: dict[str, Outcome]
@@ -94,9 +130,14 @@ class PubSubPublisher:
         return refused
 
 
+def _alone(name: str, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[list[str], Any]]:
+    for pair in pairs:
+        yield from messages.requests(name, [pair])
+
+
 def failure_of(error: Any, topic: str) -> Failed:
-    """Return the failure that a person and a metric can use: the status in small letters, and what Pub/Sub said."""
-    reason = error.code().name.lower()
+    """Return the failure that a person and a metric can use: its reason, and what Pub/Sub said or what to do."""
+    reason = reason_of(error)
     advice = {
         "not_found": f"the topic does not exist: `gcloud pubsub topics create {topic}`, or correct the task's topic",
         "permission_denied": "the worker may not publish there: grant it roles/pubsub.publisher on the topic",

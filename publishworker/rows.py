@@ -9,10 +9,12 @@ come, by the columns of `sql`.
 from base64 import b64decode
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from publishworker import sql
-from publishworker.task import Candidate, News, Row
+from publishworker.task import Candidate, News, Row, TopicLimit
+
+_N = TypeVar("_N", int, float)
 
 
 def candidates(values: Iterable[Sequence[Any]]) -> tuple[Candidate, ...]:
@@ -37,14 +39,24 @@ def news(values: Iterable[Sequence[Any]]) -> News:
     """Return the poll's rows that are no tasks."""
     named: dict[int, set[str]] = {sql.PAUSED: set(), sql.LIVING: set(), sql.GONE: set()}
     topics: set[str] = set()
-    for id, name, kind, *_ in values:
-        if not id.string_value:
-            named.get(int(kind.string_value), topics).add(name.string_value)
+    limits: dict[str, TopicLimit] = {}
+    for id, name, kind, in_flight, _, _, rate, burst in values:
+        if id.string_value:
+            continue
+        if (number := int(kind.string_value)) == sql.LIMITED:
+            limits[name.string_value] = TopicLimit(
+                _number(float, rate.string_value),
+                _number(int, burst.string_value),
+                _number(int, in_flight.string_value),
+            )
+        else:
+            named.get(number, topics).add(name.string_value)
     return News(
         topics=frozenset(topics),
         paused=frozenset(named[sql.PAUSED]),
         living=frozenset(named[sql.LIVING]),
         gone=frozenset(named[sql.GONE]),
+        limits=limits,
     )
 
 
@@ -52,21 +64,28 @@ def locked(values: Iterable[Sequence[Any]]) -> tuple[list[Row], datetime]:
     """Return the rows of the lock query, and the database's time; without a row there is nothing to compare it with."""
     now = None
     rows = []
-    for id, topic, data, ordering_key, created_at, available_at, sent_at, clean, current in values:
+    for id, topic, data, key, created_at, available_at, sent_at, clean, attempts, expires_at, once, current in values:
         now = now or _time(current)
         rows.append(
             Row(
                 id.string_value,
                 topic.string_value,
                 b64decode(data.string_value),
-                ordering_key.string_value or None,
+                key.string_value or None,
                 datetime.fromisoformat(created_at.string_value),
                 _time(available_at),
                 _time(sent_at),
                 clean.bool_value,
+                int(attempts.string_value),
+                _time(expires_at),
+                once.bool_value,
             )
         )
     return rows, now or datetime.min.replace(tzinfo=UTC)
+
+
+def _number(kind: type[_N], text: str) -> _N | None:
+    return kind(text) if text else None  # empty for NULL
 
 
 def _time(value: Any) -> datetime | None:

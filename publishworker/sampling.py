@@ -24,18 +24,29 @@ class Limits:
 
 
 def sample(
-    candidates: Sequence[Candidate], limits: Limits, random: Random, flying: Mapping[str, int] | None = None
+    candidates: Sequence[Candidate],
+    limits: Limits,
+    random: Random,
+    flying: Mapping[str, int] | None = None,
+    allowed: Mapping[str, int] | None = None,
 ) -> list[Group]:
     """Return the groups to start beside those in flight (`flying`: how many of each topic), the most urgent first.
 
     One topic has at most half of the groups (rounded up) while another topic waits. While ready tasks and due ones
-    wait, each get half of the places.
+    wait, each get half of the places. A topic in `allowed` gets that many tasks at most.
     """
     ready = [each for each in candidates if each.available_at is None]
     due = [each for each in candidates if each.available_at is not None]
     most = -(-limits.group_size // 2) if ready and due else limits.group_size
     piles = [deque(_urgent_first(_slices(pile), most, random)) for pile in (ready, due)]
-    return _share(_pack(_in_halves(piles, random), limits), limits.groups, Counter(flying or {}))
+    packed = _pack(_in_halves(piles, random), limits, dict(allowed or {}))
+    return _share(packed, limits.groups, Counter(flying or {}))
+
+
+def takeable(candidates: Sequence[Candidate], allowed: Mapping[str, int]) -> int:
+    """Return how many of the candidates may be taken, if a topic in `allowed` gets that many at most."""
+    by_topic = Counter(each.topic for each in candidates)
+    return sum(min(count, allowed.get(topic, count)) for topic, count in by_topic.items())
 
 
 def _slices(candidates: Sequence[Candidate]) -> Iterable[list[Candidate]]:
@@ -83,16 +94,20 @@ class _Packing:
         self.bytes += task.bytes
 
 
-def _pack(pieces: Iterable[list[Candidate]], limits: Limits) -> list[_Packing]:
-    """Fill groups of one topic each, in the order of the pieces."""
+def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, int]) -> list[_Packing]:
+    """Fill groups of one topic each, in the order of the pieces, with no more of a topic than is `allowed`."""
     packed: list[_Packing] = []
     open_group: dict[str, _Packing] = {}
     for task in (task for piece in pieces for task in piece):
+        if allowed.get(task.topic) == 0:
+            continue
         group = open_group.get(task.topic)
         if group is None or not group.has_room(task, limits):
             group = open_group[task.topic] = _Packing(task.topic)
             packed.append(group)
         group.add(task)
+        if task.topic in allowed:
+            allowed[task.topic] -= 1
     return packed
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from outbox.settings import DatabaseSettings, fraction, matching, one_of, seconds, setting, whole_number
 from publishworker.healthcheck import HEARTBEAT_FILE
 
+_PATTERN = r"(?:projects/[A-Za-z0-9.:_*-]+/topics/)?[A-Za-z0-9._~+%*-]+"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings(DatabaseSettings):
@@ -23,6 +25,21 @@ class WorkerSettings(DatabaseSettings):
         "5",
         seconds(0.1, 8),
         "Time to publish a group; Spanner may abort a transaction that is idle for 10 s.",
+    )
+    allowed_topics: str = setting(
+        "*",
+        matching(rf"{_PATTERN}(?:,{_PATTERN})*", "patterns of topics, separated by commas, in which * is any text"),
+        "Topics to publish to: ids in the worker's own project, or projects/PROJECT/topics/TOPIC.",
+    )
+    backoff_initial: float = setting(
+        "1", seconds(0.05, 3600), "Time until a failed task is tried again; doubles with each attempt."
+    )
+    backoff_max: float = setting("3600", seconds(0.05, 7 * 86_400), "The longest time between two attempts.")
+    max_attempts: int = setting("10", whole_number(1, 1_000_000), "Failed attempts after which a task is dead.")
+    dead_after: float = setting(
+        "86400",
+        seconds(0, 365 * 86_400),
+        "Age of a task before which a missing or closed topic does not make it dead.",
     )
     fair_share: float = setting(
         "0.1", fraction(0, 0.5), "Share of the groups that lower priorities get while higher ones never end."

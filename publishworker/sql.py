@@ -44,10 +44,13 @@ FROM UNNEST(@shards) AS in_shard, (
   LIMIT 1)) AS found"""
 
 #: A row without an id is no task. What stands in its column Topic is told by its column Shard: a topic that has tasks
-#: (0 and more), a paused topic, a worker that lives, a worker that is long gone.
-PAUSED, LIVING, GONE = -1, -2, -3
+#: (0 and more), a paused topic, a worker that lives, a worker that is long gone, a topic with limits. The limits stand
+#: in the columns Priority (MaxInFlight), OrderingKey (RatePerSecond) and Bytes (Burst).
+PAUSED, LIVING, GONE, LIMITED = -1, -2, -3, -4
 _PAUSES = f"""
-SELECT NULL, Topic, {PAUSED}, 0, NULL, NULL, NULL, 0 FROM AsynchronousTaskTopics WHERE Paused"""
+SELECT NULL, Topic, IF(Paused, {PAUSED}, {LIMITED}), MaxInFlight, NULL, NULL, CAST(RatePerSecond AS STRING), Burst
+FROM AsynchronousTaskTopics
+WHERE Paused OR RatePerSecond IS NOT NULL OR Burst IS NOT NULL OR MaxInFlight IS NOT NULL"""
 _WORKERS = f"""
 SELECT NULL, WorkerId, IF(Age < {SILENT_SECONDS}, {LIVING}, {GONE}), 0, NULL, NULL, NULL, 0
 FROM (SELECT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) AS Age FROM AsynchronousTaskWorkers)
@@ -71,11 +74,13 @@ LAST_TOPIC = "\U0010ffff" * 400
 LOCK = """
 @{LOCK_SCANNED_RANGES=exclusive}
 SELECT Id, Topic, IF(SentAt IS NULL, Data, NULL), OrderingKey, CreatedAt, AvailableAt, SentAt,
-  AvailableAt IS NULL AND ExpiresAt IS NULL AND LastError IS NULL AND Attempts = 0, CURRENT_TIMESTAMP()
+  AvailableAt IS NULL AND ExpiresAt IS NULL AND LastError IS NULL AND Attempts = 0, Attempts, ExpiresAt, AtMostOnce,
+  CURRENT_TIMESTAMP()
 FROM UNNEST(@ids) AS wanted
 JOIN@{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN} AsynchronousTasks@{FORCE_INDEX=_BASE_TABLE} ON Id = wanted"""
 
-#: A sent task is clean, so that setting SentAt to NULL is all it takes to send it again.
+#: A sent task is clean, so that setting SentAt to NULL is all it takes to send it again. A failure writes the same
+#: columns: a task that was marked before it was published, at most once, gets back what the mark took.
 MARK_COLUMNS = ("Id", "SentAt", "AvailableAt", "ExpiresAt", "LastError", "Attempts")
 #: What is written of a task that was clean before: fewer cells to lock and to write.
 MARK_CLEAN_COLUMNS = ("Id", "SentAt")

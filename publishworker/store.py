@@ -15,7 +15,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, RequestOptions, Tr
 from outbox.errors import NotReached
 from publishworker import rows, sql
 from publishworker.connection import STREAM_RETRY, Deadline, LimitedDatabase
-from publishworker.task import Look, Outcome, Poll, Row, Sent
+from publishworker.task import Charged, Look, Mark, Poll, Row, Sent
 
 #: Seconds for a poll; a large backlog on the emulator, which scans whole tables, takes several.
 POLL_SECONDS = 30.0
@@ -42,7 +42,7 @@ _POLL_TYPES = {
 _SERVICE_ERRORS = (GoogleAPICallError, RetryError, GoogleAuthError)
 
 #: Called under the lock with the rows found and the database's time; perhaps again after an abort.
-Decide = Callable[[Sequence[Row], datetime], Mapping[str, Outcome]]
+Decide = Callable[[Sequence[Row], datetime], Mapping[str, Mark]]
 
 
 class StoreError(NotReached):
@@ -66,8 +66,11 @@ class Store(Protocol):
     def poll(self, look: Look) -> Poll:
         """Return the unsent tasks that `look` asks for, and its news. Takes no locks."""
 
-    def claim(self, ids: Sequence[str], decide: Decide) -> None:
-        """Lock the rows, let `decide` act on them, mark what it says was sent, commit; all of it again on an abort."""
+    def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
+        """Lock the rows, let `decide` act on them, write its marks, commit; all of it again on an abort.
+
+        Returns the commit timestamp, which is the SentAt of what was marked as sent.
+        """
 
     def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
         """Say that `worker`, which began at `started_at`, lives; delete the rows of the workers in `remove`."""
@@ -108,16 +111,16 @@ class SpannerStore:
         found = self._query(statement, "outbox-poll", medium, parameters, POLL_SECONDS, lazy_decode=True)
         return Poll(rows.candidates(found), None if look.known is None else rows.news(found))
 
-    def claim(self, ids: Sequence[str], decide: Decide) -> None:
+    def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """See Store. Serializable and pessimistic, whatever the client's defaults say: else the hint locks nothing."""
 
-        def work(transaction: Any) -> None:
+        def work(transaction: Any) -> Any:
             locked, now = _lock(transaction, ids)
-            outcomes = decide(locked, now)
-            _mark(transaction, [row for row in locked if isinstance(outcomes.get(row.id), Sent)])
+            _mark(transaction, locked, decide(locked, now))
+            return transaction
 
         with self._failures(), self._turnstile:
-            self._database.run_in_transaction(
+            transaction = self._database.run_in_transaction(
                 work,
                 timeout_secs=ABORTED_SECONDS,
                 default_retry_delay=ABORTED_DELAY_SECONDS,
@@ -125,6 +128,8 @@ class SpannerStore:
                 isolation_level=TransactionOptions.IsolationLevel.SERIALIZABLE,
                 read_lock_mode=TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC,
             )
+        committed: datetime = transaction.committed
+        return committed
 
     def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
         """See Store. One request: a commit without reads."""
@@ -218,9 +223,17 @@ def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[Row], datetime]:
     return rows.locked(found)
 
 
-def _mark(transaction: Any, sent: Sequence[Row]) -> None:
-    clean = [(row.id, COMMIT_TIMESTAMP) for row in sent if row.clean]
-    others = [(row.id, COMMIT_TIMESTAMP, None, None, None, 0) for row in sent if not row.clean]
+def _mark(transaction: Any, locked: Sequence[Row], marks: Mapping[str, Mark]) -> None:
+    clean: list[tuple[Any, ...]] = []
+    others: list[tuple[Any, ...]] = []
+    for row in locked:
+        match marks.get(row.id):
+            case Sent() if row.clean:
+                clean.append((row.id, COMMIT_TIMESTAMP))
+            case Sent():
+                others.append((row.id, COMMIT_TIMESTAMP, None, None, None, 0))
+            case Charged() as failure:
+                others.append((row.id, None, failure.available_at, failure.expires_at, failure.error, failure.attempts))
     for columns, values in ((sql.MARK_CLEAN_COLUMNS, clean), (sql.MARK_COLUMNS, others)):
         if values:  # an update without rows is an error
             transaction.update("AsynchronousTasks", columns, values)

@@ -1,8 +1,12 @@
 """A task on its way through the relay, and what becomes of it. Plain data, no behaviour."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Literal
+
+#: From this time on `AvailableAt` means dead. The same as `outbox.register` refuses.
+NEVER = datetime(9999, 12, 31, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +39,25 @@ class Look:
     known: frozenset[str] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TopicLimit:
+    """How fast the whole fleet may publish to a topic, in tasks; None is no limit. Rate and burst come together."""
+
+    rate: float | None = None
+    burst: int | None = None
+    in_flight: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """What is found beside tasks: unknown topics, paused ones, workers that live or are long gone."""
+    """What is found beside tasks: unknown topics, paused and limited ones, workers that live or are long gone."""
 
     topics: frozenset[str]
     paused: frozenset[str]
     living: frozenset[str]
     gone: frozenset[str]
+    #: What AsynchronousTaskTopics says of topics that are not paused; it may make no sense.
+    limits: Mapping[str, "TopicLimit"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +74,12 @@ class Group:
 
     topic: str
     ids: tuple[str, ...]
+    #: Those that met an outage before, while their topic worked later: the next one is theirs.
+    suspects: frozenset[str] = frozenset()
+    #: They are sent to see whether a topic that rests works again.
+    probe: bool = False
+    #: They are marked, and published when that has been committed.
+    at_most_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +94,17 @@ class Row:
     available_at: datetime | None
     sent_at: datetime | None
     clean: bool = False  # nothing is left of earlier attempts: SentAt is all there is to write
+    attempts: int = 0
+    expires_at: datetime | None = None
+    at_most_once: bool = False
 
     def is_due(self, now: datetime) -> bool:
         """Tell whether the task may be sent at `now`, the database's time."""
         return self.available_at is None or self.available_at <= now
+
+    def is_expired(self, now: datetime) -> bool:
+        """Tell whether the task is not worth sending any more at `now`, the database's time."""
+        return self.expires_at is not None and self.expires_at <= now
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +116,18 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Not ours to send now: another worker has sent it, its row is gone, it is not due, or its topic was changed."""
+    """Not to be sent here and now.
 
-    reason: Literal["sent", "gone", "not_due", "moved"]
+    Another worker has sent it, its row is gone, it is not due, its topic was changed, or it must be marked first, in a
+    group of its own.
+    """
+
+    reason: Literal["sent", "gone", "not_due", "moved", "at_most_once"]
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Not sent, or in doubt. `reason` is a bounded set (it becomes a metric's tag), `error` is for a person."""
+    """Not sent, or in doubt. `reason` is a name of `failures.REASONS`, `error` is for a person."""
 
     reason: str
     error: str
@@ -104,19 +136,42 @@ class Failed:
 Outcome = Sent | Taken | Failed
 
 
+@dataclass(frozen=True, slots=True)
+class Charged:
+    """A failure as it is written to its row: an attempt more, and when the next one is due, or NEVER."""
+
+    attempts: int
+    available_at: datetime
+    expires_at: datetime | None  # as it was
+    error: str
+
+    @property
+    def dead(self) -> bool:
+        """Tell whether there is no next attempt."""
+        return self.available_at >= NEVER
+
+
+#: What is written to a locked row; a row without a mark stays as it is.
+Mark = Sent | Charged
+
+
 @dataclass(slots=True)
 class GroupResult:
-    """What became of one group. Without `error` the commit landed, and with it every mark of a sent task.
+    """What became of one group. Without `error` the commit landed, and with it every mark.
 
-    `tried` is what Pub/Sub answered, kept over re-runs of the transaction, and `created` is when those rows were made;
-    `outcomes` is what the last run decided. They differ where another worker sent a task while ours was published:
-    tried says Sent, outcomes says Taken. `runs` counts the transaction's runs: each but the last was aborted.
+    `tried` is what came of each attempt, kept over re-runs of the transaction, and `created` is when those rows were
+    made; `outcomes` is what the last run decided. They differ where another worker sent a task while ours was
+    published: tried says Sent, outcomes says Taken. `charged` are the failures that were written down, `in_doubt` the
+    tasks that are marked, at most once, and not known to be published. `runs` counts the transaction's runs: each but
+    the last was aborted.
     """
 
     group: Group
     tried: dict[str, Outcome] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     created: dict[str, datetime] = field(default_factory=dict)
+    charged: dict[str, Charged] = field(default_factory=dict)
+    in_doubt: list[str] = field(default_factory=list)
     runs: int = 0
     error: str | None = None
 
@@ -132,6 +187,10 @@ class GroupResult:
         """Return the failures by id."""
         return {id: outcome for id, outcome in self.tried.items() if isinstance(outcome, Failed)}
 
+    def at_most_once(self) -> tuple[str, ...]:
+        """Return the ids that wait for a group of their own."""
+        return tuple(id for id, outcome in self.outcomes.items() if outcome == Taken("at_most_once"))
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -141,12 +200,14 @@ class Turn:
     published: int = 0
     taken: int = 0
     failed: int = 0
+    charged: int = 0  # failures that were written to their rows
     uncommitted: int = 0  # published, but the commit failed
     in_flight: int = 0  # groups that a later turn will report
     waits: bool = False  # groups that were waited for have not ended yet
-    discovered: bool = False  # a topic, or shards that are this worker's now
+    discovered: bool = False  # a topic, shards that are this worker's now, a topic that rests or works again
+    again_in: float | None = None  # seconds until a topic that is held back may be tried again
 
     @property
     def made_progress(self) -> bool:
-        """Tell whether there may be more at once: something was sent for good, or there is more to look at."""
-        return self.published > self.uncommitted or self.discovered
+        """Tell whether there may be more at once: a task was sent or put off, or there is something else to look at."""
+        return self.published > self.uncommitted or self.charged > 0 or self.discovered

@@ -109,7 +109,8 @@ class Loop:
             if turn.made_progress:
                 self._idle.reset()
             elif not turn.waits:
-                self._rest(stop, self._idle.next())
+                rest = self._idle.next()
+                self._rest(stop, rest if turn.again_in is None else min(rest, turn.again_in))
 
     def _rest(self, stop: threading.Event, seconds: float) -> None:
         """Wait, and keep up the heartbeat meanwhile."""

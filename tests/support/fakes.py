@@ -12,10 +12,22 @@ from typing import Any
 
 from outbox.message import RawPubsubMessage
 from publishworker import messages, sql
+from publishworker.failures import Kind, kind_of
 from publishworker.store import Decide, StoreError, Unsent
-from publishworker.task import Candidate, Failed, Look, News, Outcome, Poll, Row, Sent
-
-NEVER = datetime(9999, 12, 31, tzinfo=UTC)
+from publishworker.task import (
+    NEVER,
+    Candidate,
+    Charged,
+    Failed,
+    Look,
+    Mark,
+    News,
+    Outcome,
+    Poll,
+    Row,
+    Sent,
+    TopicLimit,
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -33,6 +45,8 @@ class StoredTask:
     sent_at: datetime | None = None
     attempts: int = 0
     last_error: str | None = None
+    expires_at: datetime | None = None
+    at_most_once: bool = False
 
 
 class FakeStore:
@@ -43,6 +57,7 @@ class FakeStore:
         self.shards: Sequence[int] = range(shards)
         self.rows: dict[str, StoredTask] = {}
         self.paused: set[str] = set()
+        self.limits: dict[str, TopicLimit] = {}
         self.now = datetime(2026, 1, 1, 12, tzinfo=UTC)
         #: Called before each commit: raise Abort to have the transaction run again, StoreError to fail it.
         self.before_commit: Callable[[], None] = lambda: None
@@ -90,6 +105,7 @@ class FakeStore:
         return News(
             topics=frozenset(topics),
             paused=frozenset(self.paused),
+            limits={topic: limit for topic, limit in self.limits.items() if topic not in self.paused},
             living=frozenset(worker for worker, age in ages.items() if age < sql.SILENT_SECONDS),
             gone=frozenset(worker for worker, age in ages.items() if age > sql.GONE_SECONDS),
         )
@@ -107,7 +123,7 @@ class FakeStore:
         self._answer()
         self.workers.pop(worker, None)
 
-    def claim(self, ids: Sequence[str], decide: Decide) -> None:
+    def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """See Store."""
         with self._lock:
             self.claimed.update(ids)
@@ -117,17 +133,16 @@ class FakeStore:
             while True:
                 self._answer()
                 rows = [self._locked(self.rows[id]) for id in sorted(ids) if id in self.rows]
-                outcomes = decide(rows, self.now)
+                marks = decide(rows, self.now)
                 try:
                     self.before_commit()
                 except Abort:
                     continue
                 except StoreError:
                     if self.failed_commits_land:
-                        self._mark(outcomes)
+                        self._mark(marks)
                     raise
-                self._mark(outcomes)
-                return
+                return self._mark(marks)
 
     def _lock_of(self, id: str) -> threading.Lock:
         with self._lock:
@@ -162,19 +177,37 @@ class FakeStore:
         if self.away:
             raise StoreError("the fake store is away")
 
-    def _mark(self, outcomes: Mapping[str, Outcome]) -> None:
+    def _mark(self, marks: Mapping[str, Mark]) -> datetime:
         with self._lock:
             self.now += timedelta(milliseconds=1)
-        for id, outcome in outcomes.items():
-            if isinstance(outcome, Sent):
-                row = self.rows[id]
-                row.sent_at, row.available_at, row.last_error, row.attempts = self.now, None, None, 0
+            committed = self.now
+        for id, mark in marks.items():
+            row = self.rows[id]
+            if isinstance(mark, Sent):
+                row.sent_at, row.available_at, row.expires_at = committed, None, None
+                row.last_error, row.attempts = None, 0
+            elif isinstance(mark, Charged):
+                row.sent_at, row.available_at, row.expires_at = None, mark.available_at, mark.expires_at
+                row.last_error, row.attempts = mark.error, mark.attempts
+        return committed
 
     @staticmethod
     def _locked(row: StoredTask) -> Row:
         data = row.data if row.sent_at is None else b""
-        clean = row.available_at is None and row.last_error is None and row.attempts == 0
-        return Row(row.id, row.topic, data, row.ordering_key, row.created_at, row.available_at, row.sent_at, clean)
+        clean = (row.available_at, row.expires_at, row.last_error, row.attempts) == (None, None, None, 0)
+        return Row(
+            row.id,
+            row.topic,
+            data,
+            row.ordering_key,
+            row.created_at,
+            row.available_at,
+            row.sent_at,
+            clean,
+            row.attempts,
+            row.expires_at,
+            row.at_most_once,
+        )
 
 
 def _candidate(row: StoredTask) -> Candidate:
@@ -196,8 +229,12 @@ class FakePublisher:
         self.project = project
         self.topics = {messages.topic_name(topic, project) for topic in topics}
         self.published: list[tuple[str, str, Any]] = []  # full topic name, task id, message
-        #: Task ids that fail, with the failure.
+        #: The ids of each request.
+        self.requests: list[list[str]] = []
+        #: Task ids that fail, with the failure; one that meets an outage takes its whole request along.
         self.failing: dict[str, Failed] = {}
+        #: Full topic names that fail.
+        self.down: dict[str, Failed] = {}
         #: Task ids that there is no time for.
         self.out_of_time: set[str] = set()
         self._message_ids = itertools.count(1)
@@ -207,22 +244,39 @@ class FakePublisher:
         """Return the published task ids in their order."""
         return [id for _, id, _ in self.published]
 
-    def publish(self, topic: str, rows: Sequence[Row], seconds: float) -> dict[str, Outcome]:
+    def publish(
+        self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
+    ) -> dict[str, Outcome]:
         """See Publisher."""
         name = messages.topic_name(topic, self.project)
+        requests = [[row for row in rows if row.id not in singly], *([row] for row in rows if row.id in singly)]
+        outcomes: dict[str, Outcome] = {}
         with self._lock:
-            return {row.id: self._publish(name, row) for row in rows if row.id not in self.out_of_time}
+            for request in requests:
+                outcomes |= self._request(name, [row for row in request if row.id not in self.out_of_time])
+        return outcomes
 
-    def _publish(self, name: str, row: Row) -> Outcome:
-        message = messages.decode(row)
-        if isinstance(message, Failed):
-            return message
-        if row.id in self.failing:
-            return self.failing[row.id]
-        if name not in self.topics:
-            return Failed("not_found", f"{name}: the topic does not exist")
-        self.published.append((name, row.id, message))
-        return Sent(str(next(self._message_ids)))
+    def refusals(self, topic: str, rows: Sequence[Row]) -> dict[str, Failed]:
+        """See Publisher."""
+        decoded = {row.id: messages.decode(row) for row in rows}
+        return {id: message for id, message in decoded.items() if isinstance(message, Failed)}
+
+    def _request(self, name: str, rows: Sequence[Row]) -> dict[str, Outcome]:
+        decoded = {row.id: messages.decode(row) for row in rows}
+        outcomes: dict[str, Outcome] = {id: each for id, each in decoded.items() if isinstance(each, Failed)}
+        sent = {id: message for id, message in decoded.items() if id not in outcomes}
+        if not sent:
+            return outcomes
+        self.requests.append([*sent])
+        missing = None if name in self.topics else Failed("not_found", f"{name}: the topic does not exist")
+        outages = (each for id, each in self.failing.items() if id in sent and kind_of(each.reason) is Kind.OUTAGE)
+        if failure := self.down.get(name) or missing or next(outages, None):
+            return outcomes | dict.fromkeys(sent, failure)
+        for id, message in sent.items():
+            outcomes[id] = self.failing.get(id) or Sent(str(next(self._message_ids)))
+            if id not in self.failing:
+                self.published.append((name, id, message))
+        return outcomes
 
 
 class Counted:

@@ -1,13 +1,15 @@
 """The worker's parts, put together for a test: small numbers, one seed, a turn that waits for its groups."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from random import Random
 from typing import Any
 
+from publishworker.delivery import Delivery
 from publishworker.fleet import Fleet
 from publishworker.metrics import Client, Metrics
 from publishworker.publisher import Publisher
 from publishworker.relay import Relay
+from publishworker.retries import Retries
 from publishworker.sampling import Limits
 from publishworker.store import Store
 from publishworker.task import Look
@@ -22,16 +24,19 @@ def relay_of(
     groups: int = 2,
     group_bytes: int = 10**6,
     fleet: Fleet | None = None,
+    retries: Mapping[str, float] | None = None,
     **options: Any,
 ) -> Relay:
     """Return a relay that is alone, looks for news at each turn, and waits for all groups of a turn."""
+    random = Random(1)
+    defaults: dict[str, Any] = {"initial": 1, "longest": 3600, "max_attempts": 10, "dead_after": 86_400}
     return Relay(
         store,
-        publisher,
+        Delivery(store, publisher, Retries(random=random, **{**defaults, **(retries or {})}), publish_seconds=5),
         Metrics(client),
         fleet or Fleet(store, "worker", store.shards),
         limits=Limits(size, group_bytes, groups),
-        **{"publish_seconds": 5, "look_further_seconds": 0, "random": Random(1), **options},
+        **{"look_further_seconds": 0, "random": random, **options},
     )
 
 

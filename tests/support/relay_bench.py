@@ -1,7 +1,7 @@
 """A relay between fakes, and what may happen to it: for tests of the relay without emulators."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -62,10 +62,12 @@ class SlowPublisher(FakePublisher):
         self.release = threading.Event()
         self.seconds = 0.0
 
-    def publish(self, topic: str, rows: Sequence[Row], seconds: float) -> dict[str, Outcome]:
+    def publish(
+        self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
+    ) -> dict[str, Outcome]:
         """Hang, or publish."""
         self.release.wait(30 if topic in self.hanging else self.seconds)
-        return super().publish(topic, rows, seconds)
+        return super().publish(topic, rows, seconds, singly)
 
 
 def overtake(bench: Bench, act: Callable[[], object]) -> None:

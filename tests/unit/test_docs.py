@@ -52,7 +52,7 @@ def row_cells(page: Path) -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
-@pytest.mark.parametrize("name", ["settings.md", "metrics.md"])
+@pytest.mark.parametrize("name", ["settings.md", "metrics.md", "errors.md"])
 def test_generated_pages_are_what_the_code_says(name: str) -> None:
     """A new setting or metric without `make docs` is noticed."""
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")

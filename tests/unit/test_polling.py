@@ -7,6 +7,7 @@ import pytest
 from publishworker.fleet import Fleet
 from publishworker.polling import Poller
 from publishworker.task import Look
+from publishworker.throttle import Throttle
 from publishworker.topics import FORGET_TOPIC_SECONDS
 from publishworker.window import Window
 from tests.support.fakes import FakeStore
@@ -21,7 +22,10 @@ class Watch:
         self.seconds = 100.0
         fleet = Fleet(self.store, "me", self.store.shards, clock=lambda: self.seconds)
         window = Window(target=100, shards=10)
-        self.poller = Poller(self.store, fleet, window, look_further_seconds=1.0, clock=lambda: self.seconds)
+        self.throttle = Throttle(lambda: self.seconds)
+        self.poller = Poller(
+            self.store, fleet, window, self.throttle, look_further_seconds=1.0, clock=lambda: self.seconds
+        )
 
     def poll(self, below: int | None = None) -> Look:
         """Poll, and return what was asked for."""

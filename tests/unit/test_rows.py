@@ -1,5 +1,6 @@
 """From protobuf values to tasks: NULL, times at the edges, and rows that are no tasks."""
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from google.protobuf.struct_pb2 import NULL_VALUE, Value
 
 from publishworker import rows, sql
-from publishworker.task import Candidate, News, Row
+from publishworker.task import Candidate, News, Row, TopicLimit
 
 AT = "2026-01-01T12:00:00.123456Z"
 NOON = datetime(2026, 1, 1, 12, 0, 0, 123456, tzinfo=UTC)
@@ -65,9 +66,14 @@ def test_a_task_of_two_ranges_comes_once_and_rows_without_id_are_news() -> None:
         values(None, "paused", sql.PAUSED, 0, None, None, None, 0),
         values(None, "alive", sql.LIVING, 0, None, None, None, 0),
         values(None, "dead", sql.GONE, 0, None, None, None, 0),
+        values(None, "slow", sql.LIMITED, 5, None, None, "0.5", 2),
+        values(None, "wrong", sql.LIMITED, None, None, None, "nan", None),
     ]
     assert [each.id for each in rows.candidates(found)] == ["a"]
-    assert rows.news(found) == News(
+    news = rows.news(found)
+    assert news.limits["slow"] == TopicLimit(rate=0.5, burst=2, in_flight=5)
+    assert (str(news.limits["wrong"].rate), news.limits["wrong"].burst) == ("nan", None)
+    assert replace(news, limits={}) == News(
         topics=frozenset({"found"}),
         paused=frozenset({"paused"}),
         living=frozenset({"alive"}),
@@ -79,15 +85,15 @@ def test_a_locked_row_has_its_body_and_the_databases_time() -> None:
     """Bytes are base64; a row that was sent has none."""
     found, now = rows.locked(
         [
-            values("a", "orders", "EgIA/w==", "key", AT, AT, None, True, AT),
-            values("b", "orders", None, None, AT, None, AT, False, AT),
-            values("c", "orders", "", None, AT, None, None, False, AT),
+            values("a", "orders", "EgIA/w==", "key", AT, AT, None, True, 0, None, False, AT),
+            values("b", "orders", None, None, AT, None, AT, False, 7, AT, False, AT),
+            values("c", "orders", "", None, AT, None, None, False, 0, None, True, AT),
         ]
     )
     assert found == [
         Row("a", "orders", b"\x12\x02\x00\xff", "key", NOON, NOON, None, clean=True),
-        Row("b", "orders", b"", None, NOON, None, NOON, clean=False),
-        Row("c", "orders", b"", None, NOON, None, None, clean=False),
+        Row("b", "orders", b"", None, NOON, None, NOON, clean=False, attempts=7, expires_at=NOON),
+        Row("c", "orders", b"", None, NOON, None, None, clean=False, at_most_once=True),
     ]
     assert now == NOON
 

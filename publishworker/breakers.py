@@ -1,0 +1,167 @@
+"""A circuit breaker for each topic: while the topic does not work, few tasks try it and the others wait.
+
+Closed, the topic's tasks go out. Open, the topic rests: it is not asked for, so its tasks cost nothing, however many.
+Half-open, one small group probes it: up to ten tasks where the topic is missing or closed, a single one, drawn at
+random, in an outage. What was published closes it; a probe that fails makes the next rest twice as long.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from publishworker.failures import Kind, kind_of
+from publishworker.task import Candidate, Failed, Group, GroupResult, Sent
+
+#: Seconds of the first rest; each further one is twice as long.
+FIRST_REST = 1.0
+#: Seconds of the longest rest: a missing topic has to be made by somebody, an outage ends by itself.
+LONGEST_TARGET_REST = 300.0
+LONGEST_OUTAGE_REST = 10.0
+#: Tasks of one probe.
+TARGET_PROBE_TASKS = 10
+OUTAGE_PROBE_TASKS = 1
+#: Ids that are remembered for having met an outage.
+MAX_SUSPECTS = 1_000
+#: Seconds after which a topic that nobody could probe, for want of a task, is no longer remembered.
+FORGET_SECONDS = 600.0
+
+
+@dataclass(slots=True)
+class Rest:
+    """A topic that does not work: why, since when, and when it may be probed."""
+
+    failure: Failed
+    since: float
+    seconds: float = FIRST_REST
+    until: float = 0.0
+    probing: bool = False
+    #: Ids of single probes that failed: others go first.
+    probed: set[str] = field(default_factory=set)
+
+    @property
+    def kind(self) -> Kind:
+        """Return what the failure is about."""
+        return kind_of(self.failure.reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What is to be told of a topic: it rests from now on, for that failure, or works again after those seconds."""
+
+    topic: str
+    failure: Failed | None
+    seconds: float = 0.0
+
+
+class Breakers:
+    """The breakers of all topics, by what this worker has seen. They belong to the thread of the relay."""
+
+    def __init__(self, random: Random, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin with all closed."""
+        self._random = random
+        self._clock = clock
+        self._rests: dict[str, Rest] = {}
+        self._suspects: dict[str, str] = {}  # id to topic, the oldest first
+
+    def resting(self) -> frozenset[str]:
+        """Return the topics that are not to be asked for now: they rest, or are being probed."""
+        now = self._clock()
+        for topic in [topic for topic, rest in self._rests.items() if now > rest.until + FORGET_SECONDS]:
+            self._forget(topic)
+        return frozenset(topic for topic, rest in self._rests.items() if rest.probing or now < rest.until)
+
+    def known(self) -> Mapping[str, Rest]:
+        """Return the topics that do not work, resting or about to be probed."""
+        return self._rests
+
+    def seconds_to_probe(self) -> float | None:
+        """Return after how many seconds the next topic may be probed, or None if none rests."""
+        now = self._clock()
+        left = [rest.until - now for rest in self._rests.values() if not rest.probing and rest.until > now]
+        return min(left, default=None)
+
+    def probes(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], dict[str, int]]:
+        """Return the candidates that may be taken, and how many of which topics: a topic that does not work is probed.
+
+        In an outage the one task is drawn at random among those that have not failed as a probe: one message that
+        always times out must not hold its topic for ever.
+        """
+        if not self._rests:
+            return list(candidates), {}
+        kept: list[Candidate] = []
+        of_outage: dict[str, list[Candidate]] = {}
+        for each in candidates:
+            rest = self._rests.get(each.topic)
+            if rest is not None and rest.kind is Kind.OUTAGE:
+                of_outage.setdefault(each.topic, []).append(each)
+            else:
+                kept.append(each)
+        for topic, its in of_outage.items():
+            fresh = [each for each in its if each.id not in self._rests[topic].probed]
+            kept.append(self._random.choice(fresh or its))
+        return kept, {
+            topic: TARGET_PROBE_TASKS if rest.kind is Kind.TARGET else OUTAGE_PROBE_TASKS
+            for topic, rest in self._rests.items()
+        }
+
+    def start(self, group: Group) -> Group:
+        """Return the group as it is to be sent: as a probe, or with those that met an outage before."""
+        if (rest := self._rests.get(group.topic)) is not None:
+            rest.probing = True
+            return replace(group, probe=True)
+        if not self._suspects:
+            return group
+        return replace(group, suspects=frozenset(id for id in group.ids if id in self._suspects))
+
+    def learn(self, result: GroupResult) -> Change | None:
+        """Take in what became of a group; return what is new about its topic."""
+        topic = result.group.topic
+        rest = self._rests.get(topic)
+        if rest is not None and result.group.probe:
+            rest.probing = False
+        sent = [id for id, outcome in result.tried.items() if isinstance(outcome, Sent)]
+        of_topic = {id: failure for id, failure in result.failed().items() if _is_about_topic(result, id, failure)}
+        self._suspect(topic, [id for id, failure in of_topic.items() if kind_of(failure.reason) is Kind.OUTAGE], sent)
+        if sent:
+            self._rests.pop(topic, None)
+            return None if rest is None else Change(topic, None, self._clock() - rest.since)
+        if not of_topic:
+            return None
+        if rest is None:
+            failure = next(iter(of_topic.values()))
+            self._rests[topic] = self._lie_down(Rest(failure, self._clock()))
+            return Change(topic, failure)
+        if result.group.probe:
+            rest.failure = next(iter(of_topic.values()))
+            rest.probed |= of_topic.keys()
+            rest.seconds *= 2
+            self._lie_down(rest)
+        return None
+
+    def _lie_down(self, rest: Rest) -> Rest:
+        longest = LONGEST_TARGET_REST if rest.kind is Kind.TARGET else LONGEST_OUTAGE_REST
+        rest.seconds = min(rest.seconds, longest)
+        rest.until = self._clock() + rest.seconds * self._random.uniform(0.85, 1)
+        if len(rest.probed) > MAX_SUSPECTS:
+            rest.probed.clear()
+        return rest
+
+    def _suspect(self, topic: str, ids: Collection[str], sent: Collection[str]) -> None:
+        for id in sent:
+            self._suspects.pop(id, None)
+        for id in ids:
+            self._suspects.setdefault(id, topic)
+        for id in list(self._suspects)[: max(0, len(self._suspects) - MAX_SUSPECTS)]:
+            del self._suspects[id]
+
+    def _forget(self, topic: str) -> None:
+        # Nothing was published in between, so what met the outage is under no suspicion.
+        del self._rests[topic]
+        self._suspects = {id: its for id, its in self._suspects.items() if its != topic}
+
+
+def _is_about_topic(result: GroupResult, id: str, failure: Failed) -> bool:
+    """Tell whether a failure is the topic's: also one that was charged to a task which probed it."""
+    kind = kind_of(failure.reason)
+    return kind is Kind.TARGET or (kind is Kind.OUTAGE and id not in result.charged)

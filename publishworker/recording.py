@@ -1,0 +1,92 @@
+"""What is told of a group: counts for the metrics, lines for the log. After its commit, and nowhere else."""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+from publishworker import metrics as m
+from publishworker.breakers import Change
+from publishworker.complaints import Complaints
+from publishworker.failures import Kind, kind_of
+from publishworker.metrics import Metrics
+from publishworker.task import GroupResult
+
+
+class Recorder:
+    """Counts and tells; what goes wrong again and again is told once a minute."""
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        """Count in `metrics`."""
+        self._metrics = metrics
+        self._complaints = Complaints(clock)
+
+    def group(self, result: GroupResult) -> None:
+        """Count what became of a group, and tell what went wrong."""
+        topic = result.group.topic
+        published = result.published()
+        self._metrics.count(m.PUBLISHED, len(published), topic=topic)
+        self._metrics.count(m.ALREADY_PUBLISHED, len(result.taken_by_others()), topic=topic)
+        self._metrics.count(m.ABORTED, max(0, result.runs - 1), topic=topic)
+        for reason, count in Counter(failure.reason for failure in result.failed().values()).items():
+            self._metrics.count(m.FAILED, count, topic=topic, reason=reason)
+        self._failures(result)
+        if result.error is not None:
+            self._metrics.count(m.UNCOMMITTED, len(published), topic=topic)
+            self._complaints.say(
+                "commit_failed",
+                topic,
+                f"a group of {len(result.group.ids)} tasks of {topic} was not committed "
+                f"({len(published)} were published): {result.error}",
+            )
+        if result.in_doubt:
+            self._metrics.count(m.IN_DOUBT, len(result.in_doubt), topic=topic)
+            self._complaints.say(
+                "in_doubt",
+                topic,
+                f"{len(result.in_doubt)} at-most-once tasks of {topic} are marked as sent, or may be, and perhaps were "
+                f"not published; nobody tries them again ({_some(result.in_doubt)})",
+            )
+
+    def change(self, change: Change) -> None:
+        """Tell of a topic that rests from now on, or works again."""
+        if change.failure is None:
+            self._complaints.say(
+                "topic_back", change.topic, f"{change.topic} works again, after {change.seconds:.1f} s"
+            )
+            return
+        few = "ten tasks" if kind_of(change.failure.reason) is Kind.TARGET else "one task"
+        self._complaints.say(
+            "topic_rests",
+            change.topic,
+            f"{change.topic} rests, and is tried with {few} now and then until it works again; its tasks wait: "
+            f"{change.failure.reason}: {change.failure.error}",
+        )
+
+    def _failures(self, result: GroupResult) -> None:
+        """Tell of the failures that were written down; of the others the topic's rest tells."""
+        topic = result.group.topic
+        dead: dict[str, list[str]] = defaultdict(list)
+        retried: dict[str, list[str]] = defaultdict(list)
+        failed = result.failed()
+        for id, charged in result.charged.items() if result.error is None else ():
+            (dead if charged.dead else retried)[failed[id].reason].append(id)
+        for reason, ids in dead.items():
+            self._metrics.count(m.DEAD, len(ids), topic=topic, reason=reason)
+            self._complaints.say(
+                "dead",
+                f"{topic} {reason}",
+                f"{len(ids)} tasks of {topic} are dead and wait for an operator: {result.charged[ids[0]].error} "
+                f"({_some(ids)})",
+            )
+        for reason, ids in retried.items():
+            most = max(result.charged[id].attempts for id in ids)
+            self._complaints.say(
+                "publish_failed",
+                f"{topic} {reason}",
+                f"{len(ids)} tasks of {topic} were not sent and are tried again later, after {most} attempts at most: "
+                f"{result.charged[ids[0]].error} ({_some(ids)})",
+            )
+
+
+def _some(ids: Sequence[str]) -> str:
+    return ", ".join(ids[:5]) + (", ..." if len(ids) > 5 else "")
