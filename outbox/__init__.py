@@ -7,7 +7,7 @@ if and only if that transaction commits: at least once, always with the same id.
 """
 
 from outbox._metrics import Recorder, set_metrics
-from outbox._register import Priority, register
+from outbox._register import Priority, register, register_once
 from outbox._version import __version__
 from outbox.errors import InvalidMessage, OutboxError
 from outbox.message import TASK_ID_ATTRIBUTE
@@ -20,5 +20,6 @@ __all__ = [
     "Recorder",
     "__version__",
     "register",
+    "register_once",
     "set_metrics",
 ]

@@ -2,17 +2,22 @@
 
 import base64
 import enum
+import inspect
 import itertools
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from typing import Any
+from weakref import WeakKeyDictionary
 
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
+from google.cloud.spanner_v1.transaction import Transaction
 
 from outbox import message as messages
 from outbox._metrics import count_registered
 from outbox.errors import InvalidMessage
 
+TABLE = "AsynchronousTasks"
 #: From this time on `AvailableAt` means dead (design: a task is never scheduled for it).
 NEVER = datetime(9999, 12, 31, tzinfo=UTC)
 #: The columns that one registration writes; the others have defaults or are generated.
@@ -30,6 +35,9 @@ COLUMNS = (
 )
 
 _sequence = itertools.count(1)
+#: The ids that callers gave, by transaction: a read does not see what its own transaction has buffered. After ABORTED
+#: the client runs the function again with a new Transaction, so each run begins with none.
+_given: WeakKeyDictionary[Transaction, set[str]] = WeakKeyDictionary()
 
 
 class Priority(enum.IntEnum):
@@ -81,8 +89,103 @@ def register(
         raise TypeError(
             f"transaction is {type(transaction).__name__}, it must be a Spanner Transaction, Batch or MutationGroup"
         )
+    given = task_id is not None
     if task_id is None:
         task_id = str(uuid.uuid4())
+    row = _row(
+        topic, message, attributes, task_id=task_id, priority=priority, ordering_key=ordering_key,
+        available_at=available_at, expires_at=expires_at, at_most_once=at_most_once,
+    )  # fmt: skip
+    insert(TABLE, COLUMNS, [row])
+    if given:
+        _remember(transaction, task_id)
+    count_registered(topic)
+    return task_id
+
+
+def register_once(
+    transaction: object,
+    topic: str,
+    message: object,
+    attributes: Mapping[str, str] | None = None,
+    *,
+    task_id: str,
+    priority: int = Priority.NORMAL,
+    ordering_key: str = "",
+    available_at: datetime | None = None,
+    expires_at: datetime | None = None,
+    at_most_once: bool = False,
+) -> bool:
+    """Register the task unless one with `task_id` is there, sent or not; return whether it was registered.
+
+    Reads one row by its key, which is one request and locks that id for the transaction: of two transactions at once,
+    one gets True, the other is run again and gets False. An id is free again when its row is gone, for instance by the
+    retention. An id given to `register` or here in the same transaction counts as there.
+
+    Call it before any DML that writes PENDING_COMMIT_TIMESTAMP() to the table: Spanner refuses to read the table after
+    that in the same transaction (https://cloud.google.com/spanner/docs/commit-timestamp). `register` is no DML.
+
+    Args:
+        transaction: a Spanner Transaction, as the function given to `database.run_in_transaction` gets it.
+        topic: as of `register`, like all the others.
+        message: checked also if the task is there.
+        attributes: see `register`.
+        task_id: a hash of what the task is for, such as a uuid5; never a rising number.
+        priority: see `register`.
+        ordering_key: see `register`.
+        available_at: see `register`.
+        expires_at: see `register`.
+        at_most_once: see `register`.
+
+    Raises:
+        InvalidMessage: as `register`, before anything is read.
+        TypeError: `transaction` cannot read (a Batch, a MutationGroup) or cannot write, or the message's type is wrong.
+    """
+    read, insert = _read_and_insert(transaction)
+    row = _row(
+        topic, message, attributes, task_id=task_id, priority=priority, ordering_key=ordering_key,
+        available_at=available_at, expires_at=expires_at, at_most_once=at_most_once,
+    )  # fmt: skip
+    if isinstance(transaction, Transaction) and task_id in _given.get(transaction, ()):
+        return False
+    # Read to the end: until then the client holds back the next statement of the transaction.
+    if list(read(TABLE, ("Id",), KeySet(keys=[[task_id]]), request_options={"request_tag": "outbox-register-once"})):
+        return False
+    insert(TABLE, COLUMNS, [row])
+    _remember(transaction, task_id)
+    count_registered(topic)
+    return True
+
+
+def _read_and_insert(transaction: object) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    read, insert = getattr(transaction, "read", None), getattr(transaction, "insert", None)
+    # The client's AsyncTransaction inserts as the others do, and its read must be awaited.
+    if callable(read) and callable(insert) and not inspect.iscoroutinefunction(read):
+        return read, insert
+    raise TypeError(
+        f"transaction is {type(transaction).__name__}, it must be a Spanner Transaction, because register_once reads "
+        "before it inserts: call it in a function given to database.run_in_transaction, or use register"
+    )
+
+
+def _remember(transaction: object, task_id: str) -> None:
+    if isinstance(transaction, Transaction):
+        _given.setdefault(transaction, set()).add(task_id)
+
+
+def _row(
+    topic: str,
+    message: object,
+    attributes: Mapping[str, str] | None,
+    *,
+    task_id: str,
+    priority: int,
+    ordering_key: str,
+    available_at: datetime | None,
+    expires_at: datetime | None,
+    at_most_once: bool,
+) -> tuple[Any, ...]:
+    """Return the row in the order of COLUMNS. Raises InvalidMessage; TypeError for the type of `message`."""
     messages.check_task_id(task_id)
     messages.check_topic(topic)
     _check_priority(priority)
@@ -90,7 +193,7 @@ def register(
     data, key = messages.build(message, topic=topic, attributes=attributes, ordering_key=ordering_key, task_id=task_id)
     if at_most_once and key:
         raise InvalidMessage("at_most_once and an ordering key exclude each other: a lost message would leave a gap")
-    row = (
+    return (
         task_id,
         topic,
         base64.b64encode(data),  # the client sends BYTES as they are; Spanner expects base64
@@ -102,9 +205,6 @@ def register(
         expires_at,
         bool(at_most_once),
     )
-    insert("AsynchronousTasks", COLUMNS, [row])
-    count_registered(topic)
-    return task_id
 
 
 def _check_priority(priority: int) -> None:

@@ -7,11 +7,12 @@ assert task.topic == "orders"
 """
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from google.cloud.spanner_v1 import KeySet
 from google.pubsub_v1.types import PubsubMessage
 
 
@@ -32,16 +33,25 @@ class RegisteredTask:
 class RecordingTransaction:
     """Takes inserts as a Spanner Transaction, Batch or MutationGroup does, and keeps them.
 
-    `inserts` has all of them, as (table, columns, rows); `tasks` has those of `outbox.register`, in their order.
+    `inserts` has all of them, as (table, columns, rows); `tasks` has those of `outbox.register` and `register_once`, in
+    their order.
     """
 
-    def __init__(self) -> None:
-        """Begin empty."""
+    def __init__(self, task_ids: Collection[str] = ()) -> None:
+        """Begin without inserts; `task_ids` are in the table already, for `register_once`."""
         self.inserts: list[tuple[str, tuple[str, ...], list[tuple[Any, ...]]]] = []
+        self._task_ids = frozenset(task_ids)
 
     def insert(self, table: str, columns: Sequence[str], values: Sequence[Sequence[Any]]) -> None:
         """Keep one insert."""
         self.inserts.append((table, tuple(columns), [tuple(row) for row in values]))
+
+    def read(self, table: str, columns: Sequence[str], keyset: KeySet, **_options: object) -> list[list[str]]:
+        """Answer the read of `register_once`, which finds this transaction's own tasks, too. No other is known."""
+        if (table, tuple(columns)) != ("AsynchronousTasks", ("Id",)):
+            raise NotImplementedError(f"{type(self).__name__} has no rows of {table}: use an emulator")
+        there = self._task_ids | {task.id for task in self.tasks}
+        return [[id] for [id] in keyset.keys if id in there]
 
     @property
     def tasks(self) -> list[RegisteredTask]:

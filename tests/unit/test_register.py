@@ -300,6 +300,7 @@ def test_the_public_names_are_these() -> None:
         "Recorder",
         "__version__",
         "register",
+        "register_once",
         "set_metrics",
     }
     assert all(hasattr(outbox, name) for name in outbox.__all__)

@@ -1,0 +1,153 @@
+"""What `outbox.register_once` asks, what it answers, and what it refuses before it asks."""
+
+import gc
+import inspect
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1._async.transaction import Transaction as AsyncTransaction
+from google.cloud.spanner_v1.batch import Batch, MutationGroup
+from google.cloud.spanner_v1.snapshot import Snapshot
+from google.cloud.spanner_v1.transaction import Transaction
+
+import outbox
+from outbox import _register
+from outbox.testing import RecordingTransaction
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+class Recorded(RecordingTransaction):
+    """A transaction that also keeps what was read."""
+
+    def __init__(self, *task_ids: str) -> None:
+        """Have tasks of these ids in the table."""
+        super().__init__(task_ids)
+        self.reads: list[Any] = []
+
+    def read(self, table: str, columns: Any, keyset: KeySet, **options: object) -> list[list[str]]:
+        """Keep the keys."""
+        self.reads.append(keyset.keys)
+        return super().read(table, columns, keyset, **options)
+
+
+@pytest.fixture(autouse=True)
+def no_metrics() -> Iterator[None]:
+    """Whatever a test sets is gone after it."""
+    yield
+    outbox.set_metrics(None)
+
+
+def once(transaction: Any, task_id: str = "t", message: bytes = b"", **options: Any) -> bool:
+    """Register a task of the topic `orders`."""
+    return outbox.register_once(transaction, "orders", message, task_id=task_id, **options)
+
+
+def test_a_new_task_is_one_read_by_key_and_one_insert() -> None:
+    """Its row is the one that `register` makes, but for the number of the call."""
+    options = {
+        "priority": 7,
+        "available_at": NOW,
+        "expires_at": NOW + timedelta(hours=1),
+        "at_most_once": True,
+        "task_id": "t",
+    }
+    transaction, plain = Recorded(), Recorded()
+
+    assert outbox.register_once(transaction, "orders", b"data", {"a": "b"}, **options) is True
+
+    outbox.register(plain, "orders", b"data", {"a": "b"}, **options)
+    assert (transaction.reads, plain.reads) == ([[["t"]]], [])
+    assert transaction.tasks == plain.tasks
+    assert [each[:2] for each in transaction.inserts] == [("AsynchronousTasks", _register.COLUMNS)]
+
+
+def test_a_task_that_is_there_is_left_alone() -> None:
+    """False, and nothing is added."""
+    transaction = Recorded("t")
+    assert once(transaction) is False
+    assert transaction.inserts == []
+
+
+def test_it_takes_what_register_takes() -> None:
+    """The same arguments with the same defaults; only the id must be given."""
+    ours, of_register = (dict(inspect.signature(each).parameters) for each in (outbox.register_once, outbox.register))
+    assert ours.pop("task_id").default is inspect.Parameter.empty
+    assert of_register.pop("task_id").default is None
+    assert ours == of_register
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"message": bytes(10_000_000)}, "10000"),
+        ({"task_id": "x" * 65}, "65 characters"),
+        ({"task_id": None}, "NoneType"),
+        ({"available_at": datetime(2026, 1, 1)}, "time zone"),  # noqa: DTZ001 - the point
+        ({"available_at": NOW, "expires_at": NOW}, "not after"),
+        ({"at_most_once": True, "ordering_key": "k"}, "exclude"),
+    ],
+)
+def test_what_register_refuses_is_refused_before_anything_is_read(options: dict[str, Any], says: str) -> None:
+    """Whether or not the id is there: a fault shows at the first call, not at the first new id."""
+    transaction = Recorded("t")
+    with pytest.raises(outbox.InvalidMessage, match=says):
+        once(transaction, **options)
+    assert (transaction.reads, transaction.inserts) == ([], [])
+
+
+SESSION = mock.Mock()
+NO_TRANSACTIONS = {
+    "None": None,
+    "a database": object(),
+    "a batch": Batch(SESSION),
+    "a mutation group": MutationGroup(SESSION),
+    "a snapshot": Snapshot(SESSION),
+    "a transaction whose read must be awaited": AsyncTransaction(SESSION),
+}
+
+
+@pytest.mark.parametrize("transaction", NO_TRANSACTIONS.values(), ids=NO_TRANSACTIONS.keys())
+def test_what_cannot_read_and_insert_is_a_type_error(transaction: object) -> None:
+    """The sentence names the type and says what to do."""
+    says = f"transaction is {type(transaction).__name__}, .* register_once reads .* database.run_in_transaction"
+    with pytest.raises(TypeError, match=says):
+        once(transaction)
+
+
+def test_only_what_was_registered_is_counted() -> None:
+    """One for the new task, none for the one that is there, none for a refusal."""
+    counter = mock.Mock()
+    outbox.set_metrics(counter)
+    transaction = Recorded("there")
+    assert [once(transaction, id) for id in ("new", "new", "there")] == [True, False, False]
+    with pytest.raises(outbox.InvalidMessage):
+        once(transaction, "")
+    counter.increment.assert_called_once_with("outbox.registered_task_count", 1, ["topic:orders"])
+
+
+def test_given_ids_are_forgotten_with_their_transaction() -> None:
+    """An application that runs for years keeps nothing; ids that were drawn are not kept at all."""
+    before = len(_register._given)
+    transaction = Transaction(mock.Mock())
+    outbox.register(transaction, "orders", b"")
+    assert len(_register._given) == before
+    outbox.register(transaction, "orders", b"", task_id="t")
+    assert _register._given[transaction] == {"t"}
+    del transaction
+    gc.collect()
+    assert len(_register._given) == before
+
+
+def test_an_application_sees_in_its_own_tests_what_it_registered_once() -> None:
+    """`outbox.testing` answers as a transaction would: for what is there, and for what it registered itself."""
+    transaction = RecordingTransaction(["there"])
+    outbox.register(transaction, "orders", b"", task_id="before")
+    assert [once(transaction, id) for id in ("there", "before", "new", "new")] == [False, False, True, False]
+    assert [task.id for task in transaction.tasks] == ["before", "new"]
+    with pytest.raises(NotImplementedError, match="Orders: use an emulator"):
+        transaction.read("Orders", ("Id",), KeySet(all_=True))
