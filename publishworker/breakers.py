@@ -47,7 +47,7 @@ class Rest:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What is to be told of a topic: it rests from now on, for that failure, or works again after those seconds."""
+    """What is to be told of a topic: it has rested for so many seconds, for that failure, or works again after them."""
 
     topic: str
     failure: Failed | None
@@ -84,8 +84,8 @@ class Breakers:
     def probes(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], dict[str, int]]:
         """Return the candidates that may be taken, and how many of which topics: a topic that does not work is probed.
 
-        In an outage the one task is drawn at random among those that have not failed as a probe: one message that
-        always times out must not hold its topic for ever.
+        In an outage the one task is drawn at random among those that have not failed as a probe, ready ones first, as
+        due ones may have failed before: messages that always time out must not hold their topic for long.
         """
         if not self._rests:
             return list(candidates), {}
@@ -99,7 +99,8 @@ class Breakers:
                 kept.append(each)
         for topic, its in of_outage.items():
             fresh = [each for each in its if each.id not in self._rests[topic].probed]
-            kept.append(self._random.choice(fresh or its))
+            ready = [each for each in fresh if each.available_at is None]
+            kept.append(self._random.choice(ready or fresh or its))
         return kept, {
             topic: TARGET_PROBE_TASKS if rest.kind is Kind.TARGET else OUTAGE_PROBE_TASKS
             for topic, rest in self._rests.items()
@@ -137,6 +138,7 @@ class Breakers:
             rest.probed |= of_topic.keys()
             rest.seconds *= 2
             self._lie_down(rest)
+            return Change(topic, rest.failure, self._clock() - rest.since)
         return None
 
     def _lie_down(self, rest: Rest) -> Rest:

@@ -18,15 +18,19 @@ class Complaints:
         self._clock = clock
         self._said: dict[tuple[str, str], tuple[float, int]] = {}  # when, and how often it was kept back since
 
-    def say(self, action: str, about: str, sentence: str) -> None:
-        """Log `sentence` as a warning, unless the same `action` was logged `about` the same within the interval."""
+    def say(self, action: str, about: str, sentence: str) -> bool:
+        """Log `sentence` as a warning, unless the same `action` was logged `about` the same within the interval.
+
+        Returns whether it was logged.
+        """
         now = self._clock()
         at, kept_back = self._said.get((action, about), (float("-inf"), 0))
         if now - at < INTERVAL:
             self._said[action, about] = (at, kept_back + 1)
-            return
+            return False
         self._said = {key: entry for key, entry in self._said.items() if now - entry[0] < INTERVAL}
         self._said[action, about] = (now, 0)
         if kept_back:
             sentence += f" [and {kept_back} times more since the last such line]"
         _log.warning("%s", sentence, extra={"action": action})
+        return True

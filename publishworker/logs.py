@@ -43,3 +43,5 @@ def configure(log_format: str, level: str) -> None:
     logging.getLogger("publishworker").setLevel(level.upper())
     # Without an agent the client warns at every packet; what is lost there is counted by the client itself.
     logging.getLogger("datadog.dogstatsd").setLevel(logging.ERROR)
+    # A stack trace for each call without credentials; the publisher tells of them.
+    logging.getLogger("grpc._plugin_wrapping").setLevel(logging.CRITICAL)

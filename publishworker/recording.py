@@ -1,5 +1,6 @@
 """What is told of a group: counts for the metrics, lines for the log. After its commit, and nowhere else."""
 
+import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -11,6 +12,8 @@ from publishworker.failures import Kind, kind_of
 from publishworker.metrics import Metrics
 from publishworker.task import GroupResult
 
+_log = logging.getLogger("publishworker")
+
 
 class Recorder:
     """Counts and tells; what goes wrong again and again is told once a minute."""
@@ -19,6 +22,7 @@ class Recorder:
         """Count in `metrics`."""
         self._metrics = metrics
         self._complaints = Complaints(clock)
+        self._resting: set[str] = set()  # topics of which it was told
 
     def group(self, result: GroupResult) -> None:
         """Count what became of a group, and tell what went wrong."""
@@ -48,19 +52,23 @@ class Recorder:
             )
 
     def change(self, change: Change) -> None:
-        """Tell of a topic that rests from now on, or works again."""
-        if change.failure is None:
-            self._complaints.say(
-                "topic_back", change.topic, f"{change.topic} works again, after {change.seconds:.1f} s"
-            )
+        """Tell of a topic that rests, and of its return: a pair of lines a minute at most, also if it flaps."""
+        topic, failure = change.topic, change.failure
+        if failure is None:
+            if topic in self._resting:
+                self._resting.remove(topic)
+                _log.info("%s works again, after %.1f s", topic, change.seconds, extra={"action": "topic_back"})
             return
-        few = "ten tasks" if kind_of(change.failure.reason) is Kind.TARGET else "one task"
-        self._complaints.say(
+        if not change.seconds:  # the rest before this one ended unseen: no task was left to probe the topic with
+            self._resting.discard(topic)
+        few = "ten tasks" if kind_of(failure.reason) is Kind.TARGET else "one task"
+        if topic not in self._resting and self._complaints.say(
             "topic_rests",
-            change.topic,
-            f"{change.topic} rests, and is tried with {few} now and then until it works again; its tasks wait: "
-            f"{change.failure.reason}: {change.failure.error}",
-        )
+            topic,
+            f"{topic} rests, and is tried with {few} now and then until it works again; the others wait: "
+            f"{failure.reason}: {failure.error}",
+        ):
+            self._resting.add(topic)
 
     def _failures(self, result: GroupResult) -> None:
         """Tell of the failures that were written down; of the others the topic's rest tells."""

@@ -30,8 +30,8 @@ SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNN
 _READY = _range("AvailableAt IS NULL", "Priority DESC, CreatedAt")
 # The same, beginning behind the higher priorities.
 _LOWER = _range("AvailableAt IS NULL AND Priority < @below", "Priority DESC, CreatedAt")
-# Longest due first.
-_DUE = _range("AvailableAt <= CURRENT_TIMESTAMP()", "AvailableAt")
+# Longest due first, as the index has them.
+_DUE = _range("AvailableAt <= CURRENT_TIMESTAMP()", "AvailableAt, Priority DESC, CreatedAt")
 
 # One unsent row in each gap between the known topics: the n-th gap lies between the n-th of @lows and of @highs.
 _PROBES = f"""

@@ -95,7 +95,7 @@ class FakeStore:
             if look.below is not None:
                 ranges.append([row for row in ready if row.priority < look.below])
             if look.due:
-                ranges.append(sorted(due, key=lambda row: row.available_at or NEVER))
+                ranges.append(sorted(due, key=lambda row: (row.available_at or NEVER, -row.priority, row.created_at)))
             found |= {row.id: row for rows in ranges for row in rows[: look.per_range]}
         news = None if look.known is None else self._news({row.topic for row in unsent} - look.known)
         return Poll(tuple(_candidate(row) for row in found.values()), news)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ class Bench:
     def another(self, **options: Any) -> Relay:
         """Return a second worker on the same store and publisher."""
         options = {"clock": lambda: self.seconds, "group_bytes": 10_000, **options}
-        return relay_of(self.store, self.publisher, self.counted, **options)
+        return relay_of(self.store, options.pop("publisher", self.publisher), self.counted, **options)
 
     def insert(self, *ids: str, topic: str = "orders", **columns: Any) -> None:
         """Add tasks with a good body."""
@@ -42,6 +43,11 @@ class Bench:
             if not done[-1].made_progress:
                 return done
         pytest.fail(f"no end after {most} turns: {done}")
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, here and in the database."""
+        self.seconds += seconds
+        self.store.now += timedelta(seconds=seconds)
 
     def unsent(self) -> list[str]:
         """Return the ids without SentAt."""

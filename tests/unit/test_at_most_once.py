@@ -1,0 +1,159 @@
+"""Tasks that are marked before they are published: a loss rather than a duplicate, and only in one window."""
+
+from collections.abc import Collection, Sequence
+from datetime import timedelta
+
+import pytest
+
+from publishworker import metrics as m
+from publishworker.store import StoreError
+from publishworker.task import NEVER, Failed, Outcome, Row
+from tests.support.fakes import Abort, FakePublisher, FakeStore
+from tests.support.relay_bench import Bench, times
+
+LOST = Failed("deadline_exceeded", "no answer")
+
+
+class Watching(FakePublisher):
+    """Notes what the table says while it publishes."""
+
+    def __init__(self, store: FakeStore, *topics: str) -> None:
+        """Look at `store`."""
+        super().__init__(*topics)
+        self._store = store
+        self.marked: dict[str, bool] = {}
+
+    def publish(
+        self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
+    ) -> dict[str, Outcome]:
+        """Note, and publish."""
+        self.marked |= {row.id: self._store.rows[row.id].sent_at is not None for row in rows}
+        return super().publish(topic, rows, seconds, singly)
+
+
+def test_it_is_marked_before_it_is_published_in_a_group_of_its_own(bench: Bench) -> None:
+    """The other tasks of the poll are not: they are published under the lock."""
+    publisher = Watching(bench.store, "orders")
+    bench.relay = bench.another(publisher=publisher)
+    bench.insert("once", at_most_once=True)
+    bench.insert("other")
+    bench.turns()
+    assert publisher.marked == {"once": True, "other": False}
+    assert sorted(publisher.requests) == [["once"], ["other"]]
+    assert bench.unsent() == []
+    assert (bench.count(m.PUBLISHED), bench.count(m.IN_DOUBT)) == (2, 0)
+
+
+def test_a_commit_that_may_have_landed_is_not_followed_by_a_publish(bench: Bench) -> None:
+    """Marked or not, it is in doubt and counted; if it was not marked it is sent later, if it was it is lost."""
+    for landed, published in ((True, []), (False, ["b"])):
+        id = "a" if landed else "b"
+        bench.insert(id, at_most_once=True)
+        bench.store.failed_commits_land = landed
+        commits = iter([None, StoreError("deadline exceeded")])  # of the look at it, and of the mark
+
+        def fail_the_mark(commits: object = commits) -> None:
+            if error := next(commits, None):  # type: ignore[call-overload]  # an iterator
+                raise error
+
+        bench.store.before_commit = fail_the_mark
+        bench.turns(), bench.turns()
+        assert bench.publisher.ids() == published
+        assert bench.unsent() == []
+    assert bench.count(m.IN_DOUBT) == 2
+    assert bench.count(m.UNCOMMITTED) == 0
+
+
+def test_an_answer_that_does_not_come_is_not_asked_for_again(bench: Bench) -> None:
+    """This is the window: it may have been published, so it stays marked."""
+    bench.insert("a", at_most_once=True)
+    bench.publisher.failing["a"] = LOST
+    bench.turns()
+    bench.publisher.failing.clear()
+    for _ in range(20):
+        bench.wait(10)
+        bench.turns()
+    assert (bench.publisher.ids(), bench.unsent()) == ([], [])
+    assert bench.count(m.IN_DOUBT) == 1
+
+
+@pytest.mark.parametrize("failure", [Failed("not_found", "no topic"), Failed("invalid_argument", "no")])
+def test_what_pubsub_surely_refused_is_unsent_again_with_the_attempt(bench: Bench, failure: Failed) -> None:
+    """A refusal is no loss: the row has what it had before, and one attempt more."""
+    bench.insert("a", at_most_once=True, attempts=2, available_at=bench.store.now, expires_at=NEVER)
+    bench.publisher.failing["a"] = failure
+    bench.turns()
+    row = bench.store.rows["a"]
+    assert (row.sent_at, row.attempts, row.expires_at) == (None, 3, NEVER)
+    assert row.last_error == f"{failure.reason}: {failure.error}"
+    assert (row.available_at == NEVER) is (failure.reason == "invalid_argument")
+    assert bench.count(m.IN_DOUBT) == 0
+
+
+def test_a_refusal_leaves_alone_what_somebody_has_touched_since(bench: Bench) -> None:
+    """An operator has set SentAt to NULL, or another worker has sent it again: theirs."""
+    bench.insert("a", at_most_once=True)
+    bench.publisher.failing["a"] = Failed("not_found", "no topic")
+    claim = bench.store.claim
+    claims = []
+
+    def claim_and_be_overtaken(*arguments: object) -> object:
+        claims.append(arguments)
+        if len(claims) == 3:  # the look, the mark, the return
+            bench.store.rows["a"].sent_at = bench.store.now + timedelta(seconds=1)
+        return claim(*arguments)  # type: ignore[arg-type]  # passed on
+
+    bench.store.claim = claim_and_be_overtaken  # type: ignore[assignment,method-assign]
+    bench.turns()
+    assert len(claims) == 3
+    assert bench.store.rows["a"].sent_at is not None
+    assert bench.store.rows["a"].attempts == 0
+
+
+def test_what_cannot_be_published_at_all_is_dead_without_a_mark(bench: Bench) -> None:
+    """Undecodable or expired: nothing is lost that could have been sent."""
+    bench.store.insert("bad", "orders", b"\xff\xff", at_most_once=True)
+    bench.insert("late", at_most_once=True, expires_at=bench.store.now)
+    bench.insert("good", at_most_once=True)
+    bench.turns()
+    rows = bench.store.rows
+    assert [rows[id].available_at == NEVER for id in ("bad", "late", "good")] == [True, True, False]
+    assert rows["bad"].sent_at is rows["late"].sent_at is None
+    assert bench.publisher.ids() == ["good"]
+    assert bench.count(m.DEAD) == 2
+
+
+def test_an_abort_publishes_nothing_twice(bench: Bench) -> None:
+    """Publishing begins when the transaction has ended."""
+    bench.insert("a", "b", at_most_once=True)
+    bench.store.before_commit = times(5, Abort)
+    bench.turns()
+    assert sorted(bench.publisher.ids()) == ["a", "b"]
+    assert bench.unsent() == []
+
+
+def test_an_outage_takes_few_of_them(bench: Bench) -> None:
+    """The group that met it, and one for each probe; the others wait unmarked."""
+    bench.insert(*[str(n) for n in range(60)], at_most_once=True)
+    bench.publisher.down["projects/test-project/topics/orders"] = LOST
+    for _ in range(30):
+        bench.turns()
+        bench.wait(1)
+    lost = bench.count(m.IN_DOUBT)
+    assert lost <= 2 * 10 + 8  # two groups in flight, probes after 1, 2, 4, 8, 10 s
+    bench.publisher.down.clear()
+    for _ in range(12):
+        bench.turns()
+        bench.wait(1)
+    assert bench.unsent() == []
+    assert len(bench.publisher.ids()) == 60 - lost
+
+
+def test_after_a_stop_nothing_is_marked_any_more(bench: Bench) -> None:
+    """It would be marked and perhaps not published."""
+    bench.insert("a", at_most_once=True)
+    bench.relay.turn()
+    stop = iter([False, True])
+    bench.relay.turn(lambda: next(stop, True))
+    bench.relay.finish()
+    assert bench.unsent() == ["a"]
