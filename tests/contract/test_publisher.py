@@ -89,6 +89,37 @@ def test_a_missing_topic_fails_its_tasks(harness: Harness) -> None:
     assert {each.reason for each in outcomes.values() if isinstance(each, Failed)} == {"not_found"}
 
 
+def test_a_missing_topic_fails_every_task_of_its_own_request(harness: Harness) -> None:
+    """However the tasks are divided into requests."""
+    rows = [row("a"), row("b"), row("c")]
+    outcomes = harness.publisher.publish("projects/test-project/topics/missing", rows, 5, {"a", "c"})
+    assert {id: outcome.reason for id, outcome in outcomes.items() if isinstance(outcome, Failed)} == {
+        "a": "not_found",
+        "b": "not_found",
+        "c": "not_found",
+    }
+
+
+def test_tasks_that_share_no_request_arrive_once_each(harness: Harness) -> None:
+    """With the rest, and with an id that is not among the rows; one that is bad fails alone."""
+    rows = [row("a"), row("b", data=b"\xff\xff\xff"), row("c", ordering_key="key"), row("d")]
+    outcomes = harness.publisher.publish(harness.topic, rows, 5, ["b", "c", "a", "not there"])
+    assert {id for id, outcome in outcomes.items() if isinstance(outcome, Sent)} == {"a", "c", "d"}
+    assert isinstance(outcomes["b"], Failed)
+    arrived = [message.attributes[TASK_ID_ATTRIBUTE] for message in harness.received(3)]
+    assert sorted(arrived) == ["a", "c", "d"]
+
+
+def test_refusals_are_the_failures_that_need_no_service(harness: Harness) -> None:
+    """Nothing is published, and a topic that is missing is not noticed."""
+    rows = [row("good"), row("bad", data=b"\xff\xff\xff"), row("empty", data=b"")]
+    for topic in (harness.topic, "projects/test-project/topics/missing"):
+        refusals = harness.publisher.refusals(topic, rows)
+        assert refusals == {"bad": Failed("undecodable", "Data is not a serialized google.pubsub.v1.PubsubMessage")}
+    harness.publisher.publish(harness.topic, [row("later")], 5)
+    assert [message.attributes[TASK_ID_ATTRIBUTE] for message in harness.received(1)] == ["later"]
+
+
 def test_an_undecodable_task_costs_its_group_nothing(harness: Harness) -> None:
     """Bytes that are no PubsubMessage fail alone."""
     outcomes = harness.publisher.publish(harness.topic, [row("bad", data=b"\xff\xff\xff"), row("good")], 5)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,9 +10,10 @@ import grpc
 import pytest
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
+from outbox.message import TASK_ID_ATTRIBUTE
 from publishworker import messages
 from publishworker.publisher import PubSubPublisher
-from publishworker.task import Failed, Row, Sent
+from publishworker.task import Failed, Outcome, Row, Sent
 from tests.support.fakes import serialized
 from tests.support.pubsub_server import PubSubServer, accept, pubsub_server, refuse
 
@@ -36,6 +37,21 @@ def row(id: str, data: bytes = b"data", **fields: Any) -> Row:
     """Return a row under the lock."""
     ordering_key = fields.pop("ordering_key", None)
     return Row(id, "orders", serialized(data, **fields), ordering_key, datetime.now(UTC), None, None)
+
+
+def broken(id: str) -> Row:
+    """Return a row whose bytes are no message."""
+    return Row(id, "orders", b"\xff\xff\xff", None, datetime.now(UTC), None, None)
+
+
+def ids_of(request: Any) -> list[str]:
+    """Return the tasks of a request."""
+    return [message.attributes[TASK_ID_ATTRIBUTE] for message in request.messages]
+
+
+def reasons(outcomes: Mapping[str, Outcome]) -> dict[str, str]:
+    """Return why each failed that did."""
+    return {id: outcome.reason for id, outcome in outcomes.items() if isinstance(outcome, Failed)}
 
 
 def test_a_group_is_one_request(publisher: PubSubPublisher, server: PubSubServer) -> None:
@@ -153,3 +169,168 @@ def test_requests_are_cut_by_count_bytes_and_key() -> None:
     assert [ids for ids, _ in messages.requests(TOPIC, mixed)] == [["x0", "x1"], ["None0", "None1"], ["y0"]]
     for _, request in messages.requests(TOPIC, pairs(30, 1_000_000)):
         assert messages.too_large(request) is None
+
+
+def test_tasks_of_their_own_go_out_beside_the_rest_at_the_same_time(
+    publisher: PubSubPublisher, server: PubSubServer
+) -> None:
+    """Each of them in a request of its own, the rest in one: no request waits for another's answer."""
+    all_here = threading.Barrier(4, timeout=10)
+
+    def wait_for_the_others(request: Any, context: grpc.ServicerContext) -> Any:
+        all_here.wait()  # breaks, and fails the request, unless four are in flight at once
+        return accept(request, context)
+
+    server.publish = wait_for_the_others
+    outcomes = publisher.publish("orders", [row(id) for id in "abcdef"], 8, {"b", "d", "e", "not there"})
+    assert {id for id, outcome in outcomes.items() if isinstance(outcome, Sent)} == set("abcdef")
+    assert sorted(ids_of(request) for request in server.requests) == [["a", "c", "f"], ["b"], ["d"], ["e"]]
+
+
+def test_one_of_them_that_hangs_fails_alone(publisher: PubSubPublisher, server: PubSubServer) -> None:
+    """At the deadline of the group, under which all requests are, and takes none along."""
+    release = threading.Event()
+    seconds_left: list[float] = []
+
+    def hang_on_poison(request: Any, context: grpc.ServicerContext) -> Any:
+        seconds_left.append(context.time_remaining())
+        if any(message.data == b"poison" for message in request.messages):
+            release.wait(20)
+        return accept(request, context)
+
+    server.publish = hang_on_poison
+    rows = [row("bad", b"poison"), row("worse", b"poison"), row("a"), row("b"), row("c")]
+    begin = time.monotonic()
+    outcomes = publisher.publish("orders", rows, 0.7, ["bad", "worse", "a"])
+    took = time.monotonic() - begin
+    release.set()
+    assert {id for id, outcome in outcomes.items() if isinstance(outcome, Sent)} == {"a", "b", "c"}
+    assert {outcome.reason for outcome in outcomes.values() if isinstance(outcome, Failed)} == {"deadline_exceeded"}
+    assert 0.7 <= took < 5
+    assert len(seconds_left) == 4
+    assert max(seconds_left) <= 0.7
+
+
+def test_tasks_of_their_own_that_are_refused_cost_no_second_request(
+    publisher: PubSubPublisher, server: PubSubServer
+) -> None:
+    """A request of one message needs no singling out; the rest is tried again singly."""
+    server.publish = refuse(grpc.StatusCode.INVALID_ARGUMENT)
+    outcomes = publisher.publish("orders", [row(id) for id in "abc"], 5, {"a"})
+    assert {outcome.reason for outcome in outcomes.values() if isinstance(outcome, Failed)} == {"invalid_argument"}
+    assert sorted(ids_of(request) for request in server.requests) == [["a"], ["b"], ["b", "c"], ["c"]]
+
+
+def test_tasks_of_their_own_may_be_bad_in_every_way(publisher: PubSubPublisher, server: PubSubServer) -> None:
+    """What cannot be sent is found before a request, as without `singly`."""
+    bad = [row("large", bytes(10_400_000)), broken("broken"), row("good")]
+    outcomes = publisher.publish("orders", bad, 5, ["large", "broken", "good"])
+    assert reasons(outcomes) == {"large": "too_large", "broken": "undecodable"}
+    assert isinstance(outcomes["good"], Sent)
+    assert [ids_of(request) for request in server.requests] == [["good"]]
+
+
+def test_refusals_ask_nobody(server: PubSubServer) -> None:
+    """What can be known without the service: bytes, size and name; what remains may be sent."""
+    transport = PublisherGrpcTransport(channel=grpc.insecure_channel(server.address))
+    publisher = PubSubPublisher(transport, "project", lambda name: name != "projects/project/topics/secret")
+    rows = [row("large", bytes(10_400_000)), broken("broken"), row("a"), row("keyed", ordering_key="k")]
+    refusals = publisher.refusals("orders", rows)
+    assert reasons(refusals) == {"large": "too_large", "broken": "undecodable"}
+    assert "bytes" in refusals["large"].error
+    assert set(reasons(publisher.refusals("no topic", rows)).items()) == {(each.id, "invalid_topic") for each in rows}
+    assert set(reasons(publisher.refusals("secret", rows)).items()) == {(each.id, "topic_not_allowed") for each in rows}
+    assert publisher.refusals("orders", [row("a")]) == {}
+    assert server.requests == []
+
+
+def test_a_topic_that_is_not_allowed_gets_nothing(server: PubSubServer) -> None:
+    """Whoever can write to the table cannot reach every topic that the worker can; the failure names the setting."""
+    transport = PublisherGrpcTransport(channel=grpc.insecure_channel(server.address))
+    publisher = PubSubPublisher(transport, "project", messages.topic_filter("orders", "project"))
+    failure = Failed("topic_not_allowed", "projects/other/topics/orders matches no pattern of --allowed-topics")
+    outcomes = publisher.publish("projects/other/topics/orders", [row("a"), row("b"), broken("c")], 5, ["b"])
+    assert outcomes == {"a": failure, "b": failure, "c": failure}
+    assert server.requests == []
+    for topic in ("orders", TOPIC):
+        assert isinstance(publisher.publish(topic, [row("a")], 5)["a"], Sent)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "yes", "no"),
+    [
+        ("*", ["own:orders", "own:x"], ["other:orders"]),
+        ("orders", ["own:orders"], ["own:orders2", "own:my-orders", "own:order", "own:Orders", "other:orders"]),
+        ("orders*", ["own:orders", "own:orders-eu"], ["own:my-orders", "other:orders"]),
+        ("*orders", ["own:orders", "own:my-orders"], ["own:orders-eu"]),
+        ("o*-*s", ["own:o-s", "own:orders-eu-shops"], ["own:orders", "own:xo-s"]),
+        ("projects/other/topics/*", ["other:orders", "other:x"], ["own:orders", "others:orders", "another:orders"]),
+        ("projects/oth*/topics/orders", ["other:orders", "oth:orders"], ["own:orders", "other:orders2"]),
+        ("projects/*/topics/orders", ["own:orders", "other:orders"], ["own:invoices"]),
+        ("orders,projects/other/topics/in*", ["own:orders", "other:in"], ["other:orders", "own:in", "own:orders,"]),
+        ("a,b,c*", ["own:a", "own:b", "own:cc"], ["own:ab", "own:aa", "own:bc", "own:"]),
+        ("or.ers+", ["own:or.ers+"], ["own:orders+", "own:orders", "own:or.erss"]),
+        ("a%20b~c", ["own:a%20b~c"], ["own:a b~c"]),
+    ],
+)
+def test_patterns_of_topics(patterns: str, yes: list[str], no: list[str]) -> None:
+    """A star is any text of a name; everything else is itself; a pattern without a project is of the worker's own."""
+    allowed = messages.topic_filter(patterns, "own")
+    names = {each: "projects/{}/topics/{}".format(*each.split(":")) for each in yes + no}
+    assert {each for each, name in names.items() if allowed(name)} == set(yes)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "projects/own/topics/a/b",
+        "projects/own/x/topics/b",
+        "projects/own/topics/",
+        "projects/own/topics",
+        "orders",
+        "x/projects/own/topics/orders",
+        "projects/own/topics/orders/subscriptions/x",
+    ],
+)
+def test_a_pattern_never_matches_across_a_slash(name: str) -> None:
+    """The star ends where the name of a project or of a topic ends."""
+    for patterns in ("orders*", "projects/*/topics/orders*", "a*b", "projects/o*n/topics/b", "*s/x"):
+        assert not messages.topic_filter(patterns, "own")(name)
+    assert not messages.topic_filter("*", "ow")(name)
+
+
+def test_the_workers_own_project_is_no_pattern() -> None:
+    """A project id may hold a dot, which is itself; and a colon."""
+    allowed = messages.topic_filter("*", "example.com:shop")
+    assert allowed("projects/example.com:shop/topics/orders")
+    assert not allowed("projects/exampleXcom:shop/topics/orders")
+
+
+@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
+def test_no_status_leaves_the_publisher_as_an_exception(
+    publisher: PubSubPublisher, server: PubSubServer, code: grpc.StatusCode
+) -> None:
+    """Each is an outcome, with the reason of its row in the table and what the service said or what to do."""
+    server.publish = refuse(code, "")
+    outcomes = publisher.publish("orders", [row("a"), row("b")], 5, ["b"])
+    assert reasons(outcomes) == {"a": code.name.lower(), "b": code.name.lower()}
+    assert all(outcome.error.startswith(f"{TOPIC}: ") for outcome in outcomes.values() if isinstance(outcome, Failed))
+    server.publish = accept
+    assert isinstance(publisher.publish("orders", [row("a")], 5)["a"], Sent)
+
+
+def test_credentials_without_a_token_are_told_from_an_outage(server: PubSubServer) -> None:
+    """The call never leaves: gRPC's status is that of a service that is away."""
+
+    def no_token(_context: Any, callback: Any) -> None:
+        callback((), RuntimeError("no token today"))
+
+    credentials = grpc.composite_channel_credentials(
+        grpc.local_channel_credentials(), grpc.metadata_call_credentials(no_token)
+    )
+    channel = grpc.secure_channel(server.address, credentials)
+    publisher = PubSubPublisher(PublisherGrpcTransport(channel=channel), "project")
+    [outcome] = publisher.publish("orders", [row("a")], 5).values()
+    assert isinstance(outcome, Failed)
+    assert outcome.reason == "credentials"
+    assert server.requests == []
