@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publishworker.sampling import Limits, sample
+from publishworker.sampling import Limits, sample, takeable
 from publishworker.task import Candidate, Group
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -192,3 +192,54 @@ def test_the_seed_decides_the_order() -> None:
     """The same seed gives the same groups: a turn can be repeated in a test."""
     found = [candidate(str(shard), shard=shard) for shard in range(10)]
     assert sample(found, Limits(1, 1000, 3), Random(5)) == sample(found, Limits(1, 1000, 3), Random(5))
+
+
+@given(
+    candidates,
+    st.dictionaries(st.sampled_from(["a", "b", "x"]), st.integers(0, 30)),
+    st.integers(1, 12),
+    st.sets(st.integers(0, 59)),
+    st.randoms(),
+)
+def test_a_topic_gets_no_more_tasks_than_allowed_and_no_fewer_if_there_is_room(
+    found: list[Candidate], allowed: dict[str, int], size: int, due_ones: set[int], random: Random
+) -> None:
+    """Over all its groups, ready and due together; topics without a limit are untouched, and so is the mapping."""
+    found = [dataclasses.replace(each, available_at=NOON) if n in due_ones else each for n, each in enumerate(found)]
+    by_id = {each.id: each for each in found}
+    before = dict(allowed)
+    taken = Counter(by_id[id].topic for id in ids(sample(found, Limits(size, 10**9, 1000), random, None, allowed)))
+    waiting = Counter(each.topic for each in found)
+    assert taken == Counter({topic: min(count, allowed.get(topic, count)) for topic, count in waiting.items()})
+    assert takeable(found, allowed) == taken.total()
+    assert allowed == before
+
+
+@pytest.mark.parametrize(
+    ("allowed", "sizes"), [(0, []), (1, [1]), (4, [4]), (5, [4, 1]), (9, [4, 4, 1]), (99, [4] * 5)]
+)
+def test_what_is_allowed_of_a_topic_is_cut_inside_a_group(allowed: int, sizes: list[int]) -> None:
+    """Groups are as full as can be, and none is empty; the most urgent tasks are those that go."""
+    found = [candidate(f"{n:02}", priority=100 - n) for n in range(20)]
+    groups = sample(found, Limits(4, 10**9, 100), Random(1), None, {"orders": allowed})
+    assert [len(group.ids) for group in groups] == sizes
+    assert ids(groups) == [f"{n:02}" for n in range(min(20, allowed))]
+
+
+def test_a_topic_that_gets_none_leaves_its_places_to_others() -> None:
+    """A flood that is held back takes no place, and of the others none."""
+    flood = [candidate(f"f{n}", shard=n, priority=100) for n in range(8)]
+    others = [candidate(f"o{n}", topic="invoices") for n in range(8)]
+    groups = sample([*flood, *others], Limits(1, 1000, 4), Random(1), None, {"orders": 0})
+    assert Counter(group.topic for group in groups) == {"invoices": 4}
+    groups = sample([*flood, *others], Limits(1, 1000, 4), Random(1), None, {"orders": 1})
+    assert Counter(group.topic for group in groups) == {"invoices": 3, "orders": 1}
+
+
+def test_takeable_counts_what_may_be_taken() -> None:
+    """Of each topic no more than allowed, of one without a limit everything."""
+    found = [candidate(str(n), topic=topic) for n, topic in enumerate("aaabbc")]
+    assert takeable(found, {}) == 6
+    assert takeable(found, {"a": 1, "b": 5, "x": 9}) == 4
+    assert takeable(found, {"a": 0, "b": 0, "c": 0}) == 0
+    assert takeable([], {"a": 1}) == 0

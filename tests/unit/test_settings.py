@@ -8,6 +8,7 @@ from outbox.errors import SettingError
 from outbox.settings import fields_of
 from publishworker.settings import WorkerSettings
 
+PATTERNS = "patterns of topics, separated by commas, in which * is any text"
 NEEDED = {"project": "shop", "instance": "main", "database": "orders"}
 
 
@@ -20,6 +21,8 @@ def test_defaults_are_those_of_the_documentation() -> None:
     """A worker without options."""
     settings = read()
     assert (settings.group_size, settings.publish_timeout, settings.poll_interval) == (100, 5.0, 1.0)
+    assert (settings.backoff_initial, settings.backoff_max, settings.max_attempts) == (1.0, 3600.0, 10)
+    assert (settings.dead_after, settings.allowed_topics) == (86_400.0, "*")
 
 
 def test_a_flag_wins_over_its_environment_twin_which_wins_over_the_default() -> None:
@@ -50,6 +53,14 @@ def test_the_project_falls_back_to_googles_variable() -> None:
         ("database", "d" * 31, "2 to 30 of a-z"),
         ("instance", "a", "2 to 64 of a-z"),
         ("heartbeat_file", "", "a path"),
+        *(("allowed_topics", value, PATTERNS) for value in ("", ",", "a,", ",a", "a,,b", "a b", "a, b", " a", "a\n")),
+        *(("allowed_topics", value, PATTERNS) for value in ("projects/x", "projects/x/topics/", "projects//topics/x")),
+        *(("allowed_topics", value, PATTERNS) for value in ("x/topics/y", "/x", "x/", "a|b", "[a]", "a?", "ümlaut")),
+        *(("allowed_topics", value, PATTERNS) for value in ("a,projects/x", "projects/x/topics/y/z", "projects/x/y/z")),
+        *(("backoff_initial", value, "seconds from 0.05 to 3600") for value in ("0.049", "3601", "0", "-1", "nan")),
+        *(("backoff_max", value, "seconds from 0.05 to 604800") for value in ("0.049", "604801", "inf", "1h", "")),
+        *(("max_attempts", value, "a whole number from 1 to 1,000,000") for value in ("0", "1000001", "-1", "1.5")),
+        *(("dead_after", value, "seconds from 0 to 3") for value in ("-0.1", "31536001", "nan", "never")),
     ],
 )
 def test_a_wrong_value_names_the_flag_the_value_and_what_is_allowed(flag: str, value: str, allowed: str) -> None:
@@ -63,6 +74,28 @@ def test_a_wrong_value_names_the_flag_the_value_and_what_is_allowed(flag: str, v
     with pytest.raises(SettingError) as from_environment:
         WorkerSettings.read(needed, environment)
     assert str(from_environment.value).startswith(f"OUTBOX_{flag.upper()}: {value!r} is not allowed")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "expected"),
+    [
+        ("allowed_topics", "*", "*"),
+        ("allowed_topics", "orders,in*,projects/my-shop.1:x_y/topics/*", "orders,in*,projects/my-shop.1:x_y/topics/*"),
+        ("allowed_topics", "projects/*/topics/a%20b~c+d._-", "projects/*/topics/a%20b~c+d._-"),
+        ("backoff_initial", "0.05", 0.05),
+        ("backoff_initial", "3600", 3600),
+        ("backoff_max", "0.05", 0.05),
+        ("backoff_max", "604800", 604_800),
+        ("max_attempts", "1", 1),
+        ("max_attempts", "1000000", 1_000_000),
+        ("dead_after", "0", 0),
+        ("dead_after", "31536000", 31_536_000),
+    ],
+)
+def test_what_is_just_allowed(flag: str, value: str, expected: object) -> None:
+    """What says how failures are met has its edges inside, from the flag and from the environment."""
+    assert getattr(read(**{flag: value}), flag) == expected
+    assert getattr(read({f"OUTBOX_{flag.upper()}": value}), flag) == expected
 
 
 def test_a_missing_value_says_where_it_may_come_from() -> None:
