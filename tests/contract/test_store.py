@@ -1,133 +1,28 @@
 """The same scenarios on the fake store and on the Spanner emulator, so that the fake may be trusted elsewhere.
 
-Expectations are written by hand: neither side can pass against itself.
+Expectations are written by hand: neither side can pass against itself. Claims are in test_claims.py.
 """
 
-import base64
 import uuid
-from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any, Protocol
 
 import pytest
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
-from google.cloud.spanner_v1.database import Database
-from google.cloud.spanner_v1.param_types import STRING
 
-from publishworker.connection import open_database
-from publishworker.store import SpannerStore, Store, Unsent
-from publishworker.task import News, Outcome, Row, Sent, Taken
-from tests.support.fakes import NEVER, FakeStore, serialized
+from publishworker.store import Store, Unsent
+from publishworker.task import NEVER, News, TopicLimit
+from tests.support.fakes import serialized
 from tests.support.parts import look
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.store_harness import KINDS, Harness, harness_of, poll_ids
 
 PAST = datetime(2020, 1, 1, tzinfo=UTC)
 NOW = datetime.now(UTC)
 FUTURE = datetime(2090, 1, 1, tzinfo=UTC)
 
 
-class Harness(Protocol):
-    """A store, and the sight behind it."""
-
-    store: Store
-
-    def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
-        """Add a row; columns by their names in Python."""
-
-    def column(self, id: str, name: str) -> Any:
-        """Return one column of a row."""
-
-    def pause(self, topic: str) -> None:
-        """Pause a topic."""
-
-    def delete(self, id: str) -> None:
-        """Delete a row."""
-
-    def seen(self, worker: str, seconds: float) -> None:
-        """Have a worker's last heartbeat be that old."""
-
-
-class FakeHarness:
-    """Behind the fake."""
-
-    def __init__(self) -> None:
-        """Begin empty."""
-        self.store = self._fake = FakeStore()
-
-    def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
-        """See Harness."""
-        self._fake.insert(id, topic, serialized(), **columns)
-
-    def column(self, id: str, name: str) -> Any:
-        """See Harness."""
-        return getattr(self._fake.rows[id], name)
-
-    def pause(self, topic: str) -> None:
-        """See Harness."""
-        self._fake.paused.add(topic)
-
-    def delete(self, id: str) -> None:
-        """See Harness."""
-        del self._fake.rows[id]
-
-    def seen(self, worker: str, seconds: float) -> None:
-        """See Harness."""
-        self._fake.workers[worker] = self._fake.now - timedelta(seconds=seconds)
-
-
-class SpannerHarness:
-    """Behind the emulator."""
-
-    def __init__(self, database: Database) -> None:
-        """Use a fresh database."""
-        self._database = database
-        self.store = SpannerStore(open_database(PROJECT, INSTANCE, database.database_id), shards=10)
-
-    def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
-        """See Harness."""
-        row = {"priority": 50, "created_at": COMMIT_TIMESTAMP, **columns}
-        names = [name.title().replace("_", "") for name in row]
-        values = (id, topic, base64.b64encode(serialized()), *row.values())
-        with self._database.batch() as batch:
-            batch.insert("AsynchronousTasks", ("Id", "Topic", "Data", *names), [values])
-
-    def column(self, id: str, name: str) -> Any:
-        """See Harness."""
-        with self._database.snapshot() as snapshot:
-            column = name.title().replace("_", "")
-            [[value]] = snapshot.execute_sql(
-                f"SELECT {column} FROM AsynchronousTasks WHERE Id = @id",
-                params={"id": id},
-                param_types={"id": STRING},
-            )
-        return value
-
-    def pause(self, topic: str) -> None:
-        """See Harness."""
-        with self._database.batch() as batch:
-            batch.insert("AsynchronousTaskTopics", ("Topic", "Paused"), [(topic, True)])
-
-    def delete(self, id: str) -> None:
-        """See Harness."""
-        with self._database.batch() as batch:
-            batch.delete("AsynchronousTasks", KeySet(keys=[[id]]))
-
-    def seen(self, worker: str, seconds: float) -> None:
-        """See Harness."""
-        seen_at = datetime.now(UTC) - timedelta(seconds=seconds)
-        with self._database.batch() as batch:
-            batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt"), [(worker, NOW, seen_at)])
-
-
-@pytest.fixture(params=["fake", "spanner"])
+@pytest.fixture(params=KINDS)
 def harness(request: pytest.FixtureRequest) -> Harness:
     """Each scenario runs on both."""
-    return FakeHarness() if request.param == "fake" else SpannerHarness(request.getfixturevalue("database"))
-
-
-def poll_ids(store: Store, *topics: str, **options: Any) -> list[str]:
-    """Return the candidates' ids."""
-    return [each.id for each in store.poll(look(*topics, **options)).candidates]
+    return harness_of(request)
 
 
 def news_of(store: Store, *known: str) -> News:
@@ -135,11 +30,6 @@ def news_of(store: Store, *known: str) -> News:
     news = store.poll(look(known=known)).news
     assert news is not None
     return news
-
-
-def send_all(rows: Sequence[Row], _now: datetime) -> Mapping[str, Outcome]:
-    """Say of each row that it was sent."""
-    return {row.id: Sent("1") for row in rows}
 
 
 def test_poll_of_an_empty_table_finds_nothing(harness: Harness) -> None:
@@ -239,6 +129,48 @@ def test_paused_topics_are_told(harness: Harness) -> None:
     assert news_of(harness.store).paused == {"orders"}
 
 
+def test_limits_are_told(harness: Harness) -> None:
+    """As they stand in the table, to the last digit; what is not set is None."""
+    limits = {
+        "all": TopicLimit(0.5, 20, 3),
+        "third": TopicLimit(1 / 3, 1),
+        "tiny": TopicLimit(1e-6, 1),
+        "large": TopicLimit(1e15, 2**63 - 1, 2**63 - 1),
+        "flying": TopicLimit(None, None, 7),
+        "rate alone": TopicLimit(2.0, None),
+        "burst alone": TopicLimit(None, 4),
+        "wrong": TopicLimit(-1.0, 0, -5),
+        "infinite": TopicLimit(float("inf"), 1),
+    }
+    for topic, limit in limits.items():
+        harness.limit(topic, limit)
+    news = news_of(harness.store)
+    assert news.limits == limits
+    assert (news.paused, news.topics, news.living, news.gone) == (frozenset(), frozenset(), frozenset(), frozenset())
+    harness.limit("no number", TopicLimit(float("nan"), 1))
+    assert str(news_of(harness.store).limits["no number"].rate) == "nan"
+
+
+def test_a_paused_topic_is_paused_whatever_its_limits(harness: Harness) -> None:
+    """It gets none, so there is nothing to limit; a row that says nothing is no news."""
+    harness.limit("orders", TopicLimit(1.0, 1, 1))
+    harness.pause("orders")
+    harness.limit("nothing", TopicLimit())
+    harness.pause("invoices")
+    news = news_of(harness.store)
+    assert (news.paused, news.limits, news.topics) == ({"orders", "invoices"}, {}, frozenset())
+
+
+def test_limits_are_no_candidates(harness: Harness) -> None:
+    """Rows of news and rows of tasks come in one answer and are told apart."""
+    harness.insert("a")
+    harness.limit("orders", TopicLimit(1.0, 2, 3))
+    found = harness.store.poll(look("orders", known=["orders"], due=True))
+    assert [each.id for each in found.candidates] == ["a"]
+    assert found.news is not None
+    assert found.news.limits == {"orders": TopicLimit(1.0, 2, 3)}
+
+
 def test_a_heartbeat_makes_a_worker_live_until_it_leaves_or_falls_silent(harness: Harness) -> None:
     """By the database's clock: what is silent is passed over, what has been for an hour may be deleted."""
     harness.store.heartbeat("here", NOW, [])
@@ -253,74 +185,6 @@ def test_a_heartbeat_makes_a_worker_live_until_it_leaves_or_falls_silent(harness
     harness.store.heartbeat("here", NOW, ["gone", "not there"])
     news = news_of(harness.store)
     assert (news.living, news.gone) == ({"here", "fresh"}, frozenset())
-
-
-def test_claim_gives_the_rows_under_the_lock(harness: Harness) -> None:
-    """Rows come with their bodies, sorted or not asked for in order; missing ones are left out."""
-    harness.insert("b", ordering_key="key", available_at=PAST)
-    harness.insert("a")
-    seen: list[Row] = []
-
-    def decide(rows: Sequence[Row], _now: datetime) -> Mapping[str, Outcome]:
-        seen.extend(rows)
-        return {}
-
-    harness.store.claim(["b", "missing", "a"], decide)
-    by_id = {row.id: row for row in seen}
-    assert set(by_id) == {"a", "b"}
-    assert by_id["b"].data == serialized()
-    assert (by_id["b"].ordering_key, by_id["b"].available_at, by_id["b"].sent_at) == ("key", PAST, None)
-
-
-def test_claim_marks_what_was_sent_and_leaves_the_row_clean(harness: Harness) -> None:
-    """SentAt is set; the traces of earlier attempts are gone, so that nulling SentAt alone sends it again."""
-    harness.insert("a", available_at=PAST, attempts=3, last_error="once")
-    harness.store.claim(["a"], send_all)
-    assert harness.column("a", "sent_at") > harness.column("a", "created_at")
-    assert harness.column("a", "available_at") is None
-    assert (harness.column("a", "attempts"), harness.column("a", "last_error")) == (0, None)
-
-
-def test_claim_leaves_alone_what_was_not_sent(harness: Harness) -> None:
-    """A task without an outcome, or taken by others, keeps its row as it was."""
-    harness.insert("untried")
-    harness.insert("taken")
-    harness.store.claim(["untried", "taken"], lambda _rows, _now: {"taken": Taken("not_due")})
-    assert harness.column("untried", "sent_at") is None
-    assert harness.column("taken", "sent_at") is None
-
-
-def test_claim_shows_a_row_that_another_worker_has_sent(harness: Harness) -> None:
-    """The second claim sees SentAt, and reads no body that nobody needs."""
-    harness.insert("a")
-    harness.store.claim(["a"], send_all)
-    seen: list[Row] = []
-    harness.store.claim(["a"], lambda rows, _now: (seen.extend(rows), {})[1])
-    assert seen[0].sent_at is not None
-    assert seen[0].data == b""
-
-
-def test_claim_of_rows_that_are_gone_is_no_error(harness: Harness) -> None:
-    """A task that was deleted after the poll is passed over."""
-    harness.insert("a")
-    harness.delete("a")
-    seen: list[object] = []
-    harness.store.claim(["a"], lambda rows, _now: (seen.append(list(rows)), {})[1])
-    assert seen == [[]]
-
-
-def test_an_exception_under_the_lock_writes_nothing(harness: Harness) -> None:
-    """A defect in the relay rolls the transaction back and is not hidden; the store goes on."""
-    harness.insert("a")
-
-    def break_down(_rows: Sequence[Row], _now: datetime) -> Mapping[str, Outcome]:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        harness.store.claim(["a"], break_down)
-    assert harness.column("a", "sent_at") is None
-    harness.store.claim(["a"], send_all)
-    assert harness.column("a", "sent_at") is not None
 
 
 def test_oldest_age_is_of_all_ready_and_due_tasks_that_are_not_paused(harness: Harness) -> None:
@@ -364,4 +228,21 @@ def test_unsent_counts_by_topic_and_state(harness: Harness) -> None:
         Unsent("orders", "scheduled", 1),
         Unsent("paused", "dead", 1),
         Unsent("paused", "paused", 1),
+    ]
+
+
+def test_unsent_tells_dead_from_late_and_paused_from_waiting(harness: Harness) -> None:
+    """Dead begins at NEVER and not before; what waits in a paused topic is paused, whatever it waits for."""
+    harness.insert("late", available_at=NEVER - timedelta(microseconds=1))
+    harness.insert("late again", available_at=NEVER - timedelta(microseconds=1), attempts=3)
+    harness.insert("dead", available_at=NEVER)
+    harness.insert("very dead", available_at=NEVER + timedelta(hours=23))
+    for id, available_at, attempts in (("due", PAST, 1), ("scheduled", FUTURE, 0), ("retrying", FUTURE, 1)):
+        harness.insert(id, topic="paused", available_at=available_at, attempts=attempts)
+    harness.pause("paused")
+    assert harness.store.unsent() == [
+        Unsent("orders", "dead", 2),
+        Unsent("orders", "retrying", 1),
+        Unsent("orders", "scheduled", 1),
+        Unsent("paused", "paused", 3),
     ]
