@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,9 +15,11 @@ from outbox.errors import InvalidMessage, NotReached
 from outbox.message import check_topic
 from publishworker import exits
 from publishworker.connection import LimitedDatabase, open_database, open_pubsub
-from publishworker.messages import topic_name
+from publishworker.messages import topic_filter, topic_name
 from publishworker.settings import WorkerSettings
 from publishworker.store import SpannerStore, describe
+from publishworker.task import Look, News
+from publishworker.throttle import problem
 
 #: Seconds for one look at a topic.
 _TOPIC_SECONDS = 5.0
@@ -50,10 +52,18 @@ def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Findi
         database = open_database(settings.project, settings.instance, settings.database)
         table = _table(database)
         yield table
-        pending = _pending_topics(database) if table.verdict == "ok" else set()
+        named = set(topics)
+        if table.verdict == "ok":
+            store = SpannerStore(database, schema.shard_count(database))
+            named |= {each.topic for each in store.unsent() if each.state in ("pending", "retrying")}
+            news = store.poll(Look(shards=(), topics=frozenset(), per_range=1, known=frozenset())).news
+            if news is not None:
+                named |= news.paused | news.limits.keys()
+                yield from _controls(news)
         client = PublisherClient(transport=open_pubsub())
-        for topic in sorted(pending | set(topics)):
-            yield _topic(client, topic, settings.project)
+        allowed = topic_filter(settings.allowed_topics, settings.project)
+        for topic in sorted(named):
+            yield _topic(client, topic, settings.project, allowed)
     except NotReached as error:
         yield Finding("unreachable", str(error))
 
@@ -65,17 +75,23 @@ def _table(database: LimitedDatabase) -> Finding:
     return Finding("ok", f"table: {database.name}, {schema.shard_count(database)} shards")
 
 
-def _pending_topics(database: LimitedDatabase) -> set[str]:
-    store = SpannerStore(database, schema.shard_count(database))
-    return {each.topic for each in store.unsent() if each.state in ("pending", "retrying")}
+def _controls(news: News) -> Iterator[Finding]:
+    """Say what AsynchronousTaskTopics says: who is paused, and which limits make no sense."""
+    for topic in sorted(news.paused):
+        yield Finding("ok", f"topic {topic} is paused: nothing is sent until `outbox resume {topic}`")
+    for topic, limit in sorted(news.limits.items()):
+        if wrong := problem(limit):
+            yield Finding("wrong", f"the limits of {topic} in AsynchronousTaskTopics are not followed: {wrong}")
 
 
-def _topic(client: PublisherClient, topic: str, project: str) -> Finding:
+def _topic(client: PublisherClient, topic: str, project: str, allowed: Callable[[str], bool]) -> Finding:
     try:
         check_topic(topic)
     except InvalidMessage as error:
         return Finding("wrong", str(error))
     name = topic_name(topic, project)
+    if not allowed(name):
+        return Finding("wrong", f"topic {name} matches no pattern of --allowed-topics: its tasks would be dead")
     try:
         client.get_topic(topic=name, timeout=_TOPIC_SECONDS, retry=None)
     except NotFound:

@@ -139,6 +139,32 @@ def test_check_finds_missing_topics_and_says_how_to_make_them(emulators: Emulato
         assert any(f"gcloud pubsub topics create projects/{PROJECT}/topics/{name}" in line for line in wrong)
 
 
+def test_check_looks_at_the_topics_that_are_paused_and_limited(emulators: Emulators, database: Database) -> None:
+    """Exit 1: a topic that is nowhere, a rate without burst; a pause is said, and is no fault."""
+    with database.batch() as batch:
+        columns = ("Topic", "Paused", "RatePerSecond", "Burst")
+        rows = [("held", True, None, None), ("ordrs", False, 5.0, 5), ("half", False, 5.0, None)]
+        batch.insert("AsynchronousTaskTopics", columns, rows)
+    done = publishworker(emulators, "check", **on(database))
+    assert done.code == 1
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("ok") and "held is paused" in line and "outbox resume held" in line for line in lines)
+    assert any(line.startswith("wrong") and "half" in line and "Burst" in line for line in lines)
+    assert any(line.startswith("wrong") and "topics/ordrs does not exist" in line for line in lines)
+
+
+def test_check_names_the_topics_that_the_worker_may_not_publish_to(
+    emulators: Emulators, database: Database, topic: str
+) -> None:
+    """They would be dead at the first attempt."""
+    register(database, topic, 1)
+    done = publishworker(emulators, "check", "--allowed-topics", "orders,projects/other/topics/*", **on(database))
+    assert done.code == 1
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("wrong")]
+    assert topic in line
+    assert "--allowed-topics" in line
+
+
 @pytest.mark.parametrize(
     ("status", "code", "verdict"), [("PERMISSION_DENIED", 0, "unknown"), ("UNAVAILABLE", 3, "unreachable")]
 )
@@ -154,7 +180,7 @@ def test_check_without_the_permission_to_look_says_so_and_does_not_fail(
         server.get_topic = refuse(grpc.StatusCode[status])
         done = publishworker(emulators, "check", "orders", **on(database), PUBSUB_EMULATOR_HOST=server.address)
     assert done.code == code
-    [line] = [line for line in done.stdout.splitlines() if "topic" in line]
+    [line] = [line for line in done.stdout.splitlines() if " topic projects" in line]
     assert line.startswith(verdict)
 
 
