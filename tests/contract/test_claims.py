@@ -84,15 +84,6 @@ def test_claim_shows_a_row_that_another_worker_has_sent(harness: Harness) -> Non
     assert seen[0].data == b""
 
 
-def test_claim_of_rows_that_are_gone_is_no_error(harness: Harness) -> None:
-    """A task that was deleted after the poll is passed over."""
-    harness.insert("a")
-    harness.delete("a")
-    seen: list[object] = []
-    harness.store.claim(["a"], lambda rows, _now: (seen.append(list(rows)), {})[1])
-    assert seen == [[]]
-
-
 def test_an_exception_under_the_lock_writes_nothing(harness: Harness) -> None:
     """A defect in the relay rolls the transaction back and is not hidden; the store goes on."""
     harness.insert("a")

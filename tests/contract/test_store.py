@@ -1,6 +1,7 @@
 """The same scenarios on the fake store and on the Spanner emulator, so that the fake may be trusted elsewhere.
 
-Expectations are written by hand: neither side can pass against itself. Claims are in test_claims.py.
+Expectations are written by hand: neither side can pass against itself. What a claim writes is in
+test_claims.py.
 """
 
 import uuid
@@ -185,6 +186,15 @@ def test_a_heartbeat_makes_a_worker_live_until_it_leaves_or_falls_silent(harness
     harness.store.heartbeat("here", NOW, ["gone", "not there"])
     news = news_of(harness.store)
     assert (news.living, news.gone) == ({"here", "fresh"}, frozenset())
+
+
+def test_claim_of_rows_that_are_gone_is_no_error(harness: Harness) -> None:
+    """A task that was deleted after the poll is passed over."""
+    harness.insert("a")
+    harness.delete("a")
+    seen: list[object] = []
+    harness.store.claim(["a"], lambda rows, _now: (seen.append(list(rows)), {})[1])
+    assert seen == [[]]
 
 
 def test_oldest_age_is_of_all_ready_and_due_tasks_that_are_not_paused(harness: Harness) -> None:
