@@ -1,7 +1,9 @@
 """Failing, scheduled, expiring and at-most-once tasks on the real emulators, the relay in this process."""
 
 import base64
+import re
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,6 +25,7 @@ from tests.support.relays import account, register, unsent
 from tests.support.spanner import PROJECT
 from tests.support.waiting import eventually
 
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "delivery.md"
 STATE = "SELECT Attempts, LastError, AvailableAt, SentAt FROM AsynchronousTasks ORDER BY CreatedAt, Sequence"
 
 
@@ -70,7 +73,8 @@ def test_a_topic_that_is_missing_and_comes_back_loses_nothing(
 def test_a_dead_task_is_listed_stays_and_is_sent_when_an_operator_says_so(
     database: Database, topic: str, subscription: Subscription
 ) -> None:
-    """Undecodable, then mended by hand: the design's DML sends it."""
+    """Undecodable, then mended by hand; by the statements of the guide."""
+    listing, retry = re.findall(r"```sql\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     data = base64.b64encode(b"\xff\xff not a message")
     with database.batch() as batch:
         columns = ("Id", "Topic", "Data", "Priority", "CreatedAt")
@@ -83,13 +87,9 @@ def test_a_dead_task_is_listed_stays_and_is_sent_when_an_operator_says_so(
     assert relay.turn().polled == 0
     good = base64.b64encode(b"\x0a\x05hello").decode()
     assert execute(database, f"UPDATE AsynchronousTasks SET Data = FROM_BASE64('{good}') WHERE TRUE") == 1
-    assert (
-        execute(
-            database,
-            "UPDATE AsynchronousTasks SET AvailableAt = NULL, Attempts = 0, ExpiresAt = NULL WHERE Id = 'bad'",
-        )
-        == 1
-    )
+    with database.snapshot() as snapshot:
+        assert list(snapshot.execute_sql(listing)) == [["bad", topic, 1, error]]
+    assert execute(database, retry.replace("the-id", "bad")) == 1
     eventually(lambda: relay.turn() and not unsent(database), seconds=20)
     [message] = subscription.pull_until(1)
     assert message.data == b"hello"
