@@ -39,7 +39,7 @@ class Recorder:
             self._complaints.say(
                 "commit_failed",
                 topic,
-                f"a group of {len(result.group.ids)} tasks of {topic} was not committed "
+                f"a group of {_tasks(result.group.ids)} of {topic} was not committed "
                 f"({len(published)} were published): {result.error}",
             )
         if result.in_doubt:
@@ -47,8 +47,8 @@ class Recorder:
             self._complaints.say(
                 "in_doubt",
                 topic,
-                f"{len(result.in_doubt)} at-most-once tasks of {topic} are marked as sent, or may be, and perhaps were "
-                f"not published; nobody tries them again ({_some(result.in_doubt)})",
+                f"{_tasks(result.in_doubt)} of {topic}, to be sent at most once, marked as sent or perhaps so, and "
+                f"perhaps not published; what is marked nobody tries again ({_some(result.in_doubt)})",
             )
 
     def change(self, change: Change) -> None:
@@ -83,17 +83,20 @@ class Recorder:
             self._complaints.say(
                 "dead",
                 f"{topic} {reason}",
-                f"{len(ids)} tasks of {topic} are dead and wait for an operator: {result.charged[ids[0]].error} "
-                f"({_some(ids)})",
+                f"{_tasks(ids)} of {topic} dead, an operator has to act: {result.charged[ids[0]].error} ({_some(ids)})",
             )
         for reason, ids in retried.items():
             most = max(result.charged[id].attempts for id in ids)
             self._complaints.say(
                 "publish_failed",
                 f"{topic} {reason}",
-                f"{len(ids)} tasks of {topic} were not sent and are tried again later, after {most} attempts at most: "
+                f"{_tasks(ids)} of {topic} not sent, tried again later (attempts so far: {most} at most): "
                 f"{result.charged[ids[0]].error} ({_some(ids)})",
             )
+
+
+def _tasks(ids: Sequence[str]) -> str:
+    return "1 task" if len(ids) == 1 else f"{len(ids)} tasks"
 
 
 def _some(ids: Sequence[str]) -> str:
