@@ -251,6 +251,7 @@ def test_a_topic_that_is_not_allowed_gets_nothing(server: PubSubServer) -> None:
     failure = Failed("topic_not_allowed", "projects/other/topics/orders matches no pattern of --allowed-topics")
     outcomes = publisher.publish("projects/other/topics/orders", [row("a"), row("b"), broken("c")], 5, ["b"])
     assert outcomes == {"a": failure, "b": failure, "c": failure}
+    assert publisher.publish("projects/other/topics/orders", [row("a")], 5) == {"a": failure}
     assert server.requests == []
     for topic in ("orders", TOPIC):
         assert isinstance(publisher.publish(topic, [row("a")], 5)["a"], Sent)

@@ -147,6 +147,9 @@ def test_what_was_not_sent_is_given_back_but_never_beyond_the_burst(throttle: Th
     assert allowed(throttle) == 4
     throttle.take("orders", -400)
     assert allowed(throttle) == 10
+    throttle.take("orders", -400)
+    throttle.take("orders", 10)
+    assert allowed(throttle) == 0
 
 
 def test_more_than_was_allowed_is_paid_back(throttle: Throttle, clock: Clock) -> None:
@@ -170,7 +173,8 @@ def test_changed_limits_are_followed_and_keep_what_was_saved(throttle: Throttle,
     assert allowed(throttle) == 35
     clock.now += 1
     assert allowed(throttle) == 85
-    throttle.learn(rate(50, 12), 1)
+    throttle.learn(rate(50, 15), 1)
+    throttle.take("orders", 3)
     assert allowed(throttle) == 12
     throttle.learn(rate(50, 1000), 1)
     assert allowed(throttle) == 12
