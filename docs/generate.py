@@ -84,8 +84,8 @@ after 1 s, then twice as long each time, up to 5 min. Only probed tasks are char
 `--max-attempts`, but not before they are `--dead-after` old.""",
     Kind.OUTAGE: """\
 The topic rests, and no task is charged an attempt. It is probed with a single task, drawn at random, after 1 s, then
-twice as long each time, up to 10 s. A task that meets an outage again after its topic worked in between is charged for
-it: backoff, then dead after `--max-attempts`.""",
+twice as long each time, up to 10 s. A task that meets an outage again after its topic worked in between, while no other
+task of the topic met one, is charged for it: backoff, then dead after `--max-attempts`.""",
     Kind.UNKNOWN: """\
 Nobody knows: the task is charged an attempt. Backoff, then dead after `--max-attempts`. A gRPC status that is in none
 of these tables counts as this.""",

@@ -6,6 +6,7 @@ random, in an outage. What was published closes it; a probe that fails makes the
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -62,7 +63,8 @@ class Breakers:
         self._random = random
         self._clock = clock
         self._rests: dict[str, Rest] = {}
-        self._suspects: dict[str, str] = {}  # id to topic, the oldest first
+        self._outages: Counter[str] = Counter()  # by topic, how many groups met one that was not known before
+        self._suspects: dict[str, tuple[str, int]] = {}  # id to topic, and which of its outages; the oldest first
 
     def resting(self) -> frozenset[str]:
         """Return the topics that are not to be asked for now: they rest, or are being probed."""
@@ -107,13 +109,16 @@ class Breakers:
         }
 
     def start(self, group: Group) -> Group:
-        """Return the group as it is to be sent: as a probe, or with those that met an outage before."""
+        """Return the group as it is to be sent: as a probe, or with its suspects.
+
+        Suspect is who met the topic's last outage. Where others have met one since, as when a quota is used up, it was
+        nobody's fault.
+        """
         if (rest := self._rests.get(group.topic)) is not None:
             rest.probing = True
             return replace(group, probe=True)
-        if not self._suspects:
-            return group
-        return replace(group, suspects=frozenset(id for id in group.ids if id in self._suspects))
+        last = (group.topic, self._outages[group.topic])
+        return replace(group, suspects=frozenset(id for id in group.ids if self._suspects.get(id) == last))
 
     def learn(self, result: GroupResult) -> Change | None:
         """Take in what became of a group; return what is new about its topic."""
@@ -123,7 +128,10 @@ class Breakers:
             rest.probing = False
         sent = [id for id, outcome in result.tried.items() if isinstance(outcome, Sent)]
         of_topic = {id: failure for id, failure in result.failed().items() if _is_about_topic(result, id, failure)}
-        self._suspect(topic, [id for id, failure in of_topic.items() if kind_of(failure.reason) is Kind.OUTAGE], sent)
+        for id in sent:
+            self._suspects.pop(id, None)
+        if not result.group.probe:
+            self._suspect(topic, [id for id, failure in of_topic.items() if kind_of(failure.reason) is Kind.OUTAGE])
         if sent:
             self._rests.pop(topic, None)
             return None if rest is None else Change(topic, None, self._clock() - rest.since)
@@ -149,18 +157,21 @@ class Breakers:
             rest.probed.clear()
         return rest
 
-    def _suspect(self, topic: str, ids: Collection[str], sent: Collection[str]) -> None:
-        for id in sent:
-            self._suspects.pop(id, None)
+    def _suspect(self, topic: str, ids: Collection[str]) -> None:
+        if not ids:
+            return
+        self._outages[topic] += 1
         for id in ids:
-            self._suspects.setdefault(id, topic)
+            self._suspects.pop(id, None)  # it goes to the end
+            self._suspects[id] = (topic, self._outages[topic])
         for id in list(self._suspects)[: max(0, len(self._suspects) - MAX_SUSPECTS)]:
             del self._suspects[id]
 
     def _forget(self, topic: str) -> None:
-        # Nothing was published in between, so what met the outage is under no suspicion.
+        # Nothing was published in between, so who met the outage is under no suspicion.
         del self._rests[topic]
-        self._suspects = {id: its for id, its in self._suspects.items() if its != topic}
+        self._suspects = {id: its for id, its in self._suspects.items() if its[0] != topic}
+        del self._outages[topic]
 
 
 def _is_about_topic(result: GroupResult, id: str, failure: Failed) -> bool:

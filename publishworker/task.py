@@ -74,7 +74,7 @@ class Group:
 
     topic: str
     ids: tuple[str, ...]
-    #: Those that met an outage before, while their topic worked later: the next one is theirs.
+    #: Those that met their topic's last outage; it has worked since, so the next one is theirs.
     suspects: frozenset[str] = frozenset()
     #: They are sent to see whether a topic that rests works again.
     probe: bool = False

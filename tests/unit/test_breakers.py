@@ -171,6 +171,23 @@ def test_who_met_an_outage_is_a_suspect_until_it_is_sent(watch: Watch) -> None:
     assert watch.breakers.start(Group("orders", ("a", "b", "c"))).suspects == {"b"}
 
 
+def test_who_met_an_outage_before_the_last_one_is_no_suspect(watch: Watch) -> None:
+    """Others met it, too: it was nobody's fault. Another topic's outage says nothing."""
+    watch.ended(Group("orders", ("a", "x")), a=AWAY, x=Sent("1"))
+    watch.ended(Group("invoices", ("i", "x")), i=AWAY, x=Sent("1"))
+    assert watch.breakers.start(Group("orders", ("a",))).suspects == {"a"}
+    watch.ended(Group("orders", ("b", "y")), b=AWAY, y=Sent("2"))
+    assert watch.breakers.start(Group("orders", ("a", "b"))).suspects == {"b"}
+
+
+def test_a_probe_makes_no_suspects(watch: Watch) -> None:
+    """That the topic does not work was known."""
+    watch.fail(AWAY, "a")
+    watch.probe(AWAY)
+    watch.probe(Sent("1"))
+    assert watch.breakers.start(Group("orders", ("a", "probe"))).suspects == {"a"}
+
+
 def test_a_suspect_that_was_charged_rests_no_topic_and_stays_one(watch: Watch) -> None:
     """The outage was its own."""
     watch.ended(Group("orders", ("a", "b")), a=Sent("1"), b=AWAY)

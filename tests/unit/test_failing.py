@@ -1,13 +1,15 @@
 """What becomes of tasks that fail: charged, put off, dead, or held back with their topic; on the fakes."""
 
+from collections.abc import Sequence
 from datetime import timedelta
+from random import Random
 
 import pytest
 
 from publishworker import metrics as m
 from publishworker.store import StoreError
-from publishworker.task import NEVER, Failed
-from tests.support.fakes import Abort, serialized
+from publishworker.task import NEVER, Failed, Outcome, Row
+from tests.support.fakes import Abort, FakePublisher, serialized
 from tests.support.relay_bench import Bench, overtake, times
 
 TOPIC = "projects/test-project/topics/orders"
@@ -165,8 +167,42 @@ def test_two_tasks_of_which_one_always_times_out_do_not_block_each_other(bench: 
     for n in range(10):
         bench.insert(f"good{n}", f"poison{n}")
         bench.publisher.failing[f"poison{n}"] = LATE
-        until_quiet(bench, 8)
+        until_quiet(bench, 15)
         assert states(bench)[f"good{n}"] == "sent"
+
+
+class Flaky(FakePublisher):
+    """Nine requests in ten meet a used-up quota."""
+
+    def __init__(self, *topics: str) -> None:
+        """Draw with a seed."""
+        super().__init__(*topics)
+        self.share = 0.9
+        self._random = Random(5)
+
+    def _request(self, name: str, rows: Sequence[Row]) -> dict[str, Outcome]:
+        if rows and self._random.random() < self.share:
+            return dict.fromkeys([row.id for row in rows], Failed("resource_exhausted", "quota"))
+        return super()._request(name, rows)
+
+
+def test_a_quota_that_is_used_up_for_an_hour_makes_no_task_dead() -> None:
+    """Some are sent all the while, so each failure follows a success of the topic; it is nobody's fault all the same."""
+    bench = Bench()
+    publisher = Flaky("orders")
+    bench.relay = bench.another(publisher=publisher)
+    for n in range(3600):
+        bench.insert(str(n))
+        for _ in range(5):
+            if not bench.relay.turn().made_progress:
+                break
+        bench.wait(1)
+    assert len(publisher.ids()) > 500
+    assert "dead" not in states(bench).values()
+    assert max(row.attempts for row in bench.store.rows.values()) < 10
+    publisher.share = 0
+    until_quiet(bench, 600)
+    assert bench.unsent() == []
 
 
 def test_a_missing_topic_rests_and_only_probed_tasks_are_charged(bench: Bench) -> None:
