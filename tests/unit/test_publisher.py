@@ -14,7 +14,7 @@ from outbox.message import TASK_ID_ATTRIBUTE
 from publishworker import messages
 from publishworker.publisher import PubSubPublisher
 from publishworker.task import Failed, Outcome, Row, Sent
-from tests.support.fakes import serialized
+from tests.support.fakes import FakePublisher, serialized
 from tests.support.pubsub_server import PubSubServer, accept, pubsub_server, refuse
 
 TOPIC = "projects/project/topics/orders"
@@ -174,7 +174,7 @@ def test_requests_are_cut_by_count_bytes_and_key() -> None:
 def test_tasks_of_their_own_go_out_beside_the_rest_at_the_same_time(
     publisher: PubSubPublisher, server: PubSubServer
 ) -> None:
-    """Each of them in a request of its own, the rest in one: no request waits for another's answer."""
+    """Each of them in a request of its own, the rest in one, none after another's answer; so does the fake."""
     all_here = threading.Barrier(4, timeout=10)
 
     def wait_for_the_others(request: Any, context: grpc.ServicerContext) -> Any:
@@ -185,6 +185,9 @@ def test_tasks_of_their_own_go_out_beside_the_rest_at_the_same_time(
     outcomes = publisher.publish("orders", [row(id) for id in "abcdef"], 8, {"b", "d", "e", "not there"})
     assert {id for id, outcome in outcomes.items() if isinstance(outcome, Sent)} == set("abcdef")
     assert sorted(ids_of(request) for request in server.requests) == [["a", "c", "f"], ["b"], ["d"], ["e"]]
+    fake = FakePublisher("orders", project="project")
+    fake.publish("orders", [row(id) for id in "abcdef"], 8, {"b", "d", "e", "not there"})
+    assert sorted(fake.requests) == [["a", "c", "f"], ["b"], ["d"], ["e"]]
 
 
 def test_one_of_them_that_hangs_fails_alone(publisher: PubSubPublisher, server: PubSubServer) -> None:

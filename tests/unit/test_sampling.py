@@ -196,16 +196,15 @@ def test_the_seed_decides_the_order() -> None:
 
 @given(
     candidates,
-    st.dictionaries(st.sampled_from(["a", "b", "x"]), st.integers(0, 30)),
+    st.dictionaries(st.sampled_from(["a", "b", "x"]), st.integers(0, 8)),
     st.integers(1, 12),
-    st.sets(st.integers(0, 59)),
     st.randoms(),
 )
 def test_a_topic_gets_no_more_tasks_than_allowed_and_no_fewer_if_there_is_room(
-    found: list[Candidate], allowed: dict[str, int], size: int, due_ones: set[int], random: Random
+    found: list[Candidate], allowed: dict[str, int], size: int, random: Random
 ) -> None:
     """Over all its groups, ready and due together; topics without a limit are untouched, and so is the mapping."""
-    found = [dataclasses.replace(each, available_at=NOON) if n in due_ones else each for n, each in enumerate(found)]
+    found = [dataclasses.replace(each, available_at=random.choice([None, NOON])) for each in found]
     by_id = {each.id: each for each in found}
     before = dict(allowed)
     taken = Counter(by_id[id].topic for id in ids(sample(found, Limits(size, 10**9, 1000), random, None, allowed)))
@@ -224,6 +223,15 @@ def test_what_is_allowed_of_a_topic_is_cut_inside_a_group(allowed: int, sizes: l
     groups = sample(found, Limits(4, 10**9, 100), Random(1), None, {"orders": allowed})
     assert [len(group.ids) for group in groups] == sizes
     assert ids(groups) == [f"{n:02}" for n in range(min(20, allowed))]
+
+
+def test_what_is_allowed_of_a_topic_is_divided_between_ready_and_due_tasks() -> None:
+    """They share it as they share the places."""
+    found = [candidate(f"ready-{n}") for n in range(20)] + [due(f"due-{n}") for n in range(20)]
+    taken = Counter(
+        id.split("-")[0] for id in ids(sample(found, Limits(4, 10**9, 100), Random(1), None, {"orders": 8}))
+    )
+    assert taken == {"ready": 4, "due": 4}
 
 
 def test_a_topic_that_gets_none_leaves_its_places_to_others() -> None:
