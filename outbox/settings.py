@@ -32,7 +32,7 @@ def whole_number(low: int, high: int) -> Kind:
 
 def seconds(low: float, high: float) -> Kind:
     """Return the kind of durations in seconds from `low` to `high`."""
-    return Kind(lambda text: _between(float(text), low, high), f"seconds from {low:g} to {high:g}")
+    return Kind(lambda text: _between(float(text), low, high), f"seconds from {low:,.12g} to {high:,.12g}")
 
 
 def fraction(low: float, high: float) -> Kind:

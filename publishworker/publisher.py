@@ -126,13 +126,20 @@ class PubSubPublisher:
                 else:
                     outcomes.update(dict.fromkeys(ids, failure_of(error, name)))
             else:
-                outcomes.update({id: Sent(message_id) for id, message_id in zip(ids, message_ids, strict=True)})
+                outcomes.update(_sent(ids, message_ids, name))
         return refused
 
 
 def _alone(name: str, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[list[str], Any]]:
     for pair in pairs:
         yield from messages.requests(name, [pair])
+
+
+def _sent(ids: Sequence[str], message_ids: Sequence[str], name: str) -> dict[str, Outcome]:
+    if len(message_ids) == len(ids):
+        return {id: Sent(message_id) for id, message_id in zip(ids, message_ids, strict=True)}
+    failure = Failed("unknown", f"{name}: the answer has {len(message_ids)} message ids for {len(ids)} messages")
+    return dict.fromkeys(ids, failure)
 
 
 def failure_of(error: Any, topic: str) -> Failed:

@@ -13,6 +13,8 @@ from publishworker.task import TopicLimit
 
 #: Seconds for which a topic saves up, as far as its burst allows, before it is asked for: fewer, larger groups.
 SAVE_SECONDS = 0.2
+#: Tasks a second, one in thirty years: less is a mistake, and in the end no number that can be divided.
+LEAST_RATE = 1e-9
 
 
 @dataclass(slots=True)
@@ -105,8 +107,8 @@ def problem(limit: TopicLimit) -> str:
     """Return what is wrong with a limit, a sentence for a person, or ""."""
     if (limit.rate is None) != (limit.burst is None):
         return "RatePerSecond and Burst come together: set both, or both to NULL"
-    if limit.rate is not None and not (math.isfinite(limit.rate) and limit.rate > 0):
-        return f"RatePerSecond is {limit.rate:g}, it must be above 0"
+    if limit.rate is not None and not (math.isfinite(limit.rate) and limit.rate >= LEAST_RATE):
+        return f"RatePerSecond is {limit.rate:g}, it must be {LEAST_RATE:g} or more; to send nothing, pause the topic"
     for name, value in (("Burst", limit.burst), ("MaxInFlight", limit.in_flight)):
         if value is not None and value < 1:
             return f"{name} is {value}, it must be 1 or more"

@@ -133,7 +133,8 @@ class FakeStore:
             while True:
                 self._answer()
                 rows = [self._locked(self.rows[id]) for id in sorted(ids) if id in self.rows]
-                marks = decide(rows, self.now)
+                decided = decide(rows, self.now)
+                marks = {row.id: decided[row.id] for row in rows if row.id in decided}
                 try:
                     self.before_commit()
                 except Abort:

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
+from google.pubsub_v1.types import PublishResponse
 
 from outbox.message import TASK_ID_ATTRIBUTE
 from publishworker import messages
@@ -338,3 +339,10 @@ def test_credentials_without_a_token_are_told_from_an_outage(server: PubSubServe
     assert isinstance(outcome, Failed)
     assert outcome.reason == "credentials"
     assert server.requests == []
+
+
+def test_an_answer_with_too_few_message_ids_is_a_failure(publisher: PubSubPublisher, server: PubSubServer) -> None:
+    """Which of the messages it is about nobody knows, so none counts as sent."""
+    server.publish = lambda _request, _context: PublishResponse.pb()(message_ids=["1"])
+    outcomes = publisher.publish("orders", [row("a"), row("b")], 5)
+    assert set(outcomes.values()) == {Failed("unknown", f"{TOPIC}: the answer has 1 message ids for 2 messages")}

@@ -60,7 +60,7 @@ def test_the_project_falls_back_to_googles_variable() -> None:
         *(("backoff_initial", value, "seconds from 0.05 to 3600") for value in ("0.049", "3601", "0", "-1", "nan")),
         *(("backoff_max", value, "seconds from 0.05 to 604800") for value in ("0.049", "604801", "inf", "1h", "")),
         *(("max_attempts", value, "a whole number from 1 to 1,000,000") for value in ("0", "1000001", "-1", "1.5")),
-        *(("dead_after", value, "seconds from 0 to 3") for value in ("-0.1", "31536001", "nan", "never")),
+        *(("dead_after", value, "seconds from 0 to 31,536,000") for value in ("-0.1", "31536001", "nan", "never")),
     ],
 )
 def test_a_wrong_value_names_the_flag_the_value_and_what_is_allowed(flag: str, value: str, allowed: str) -> None:

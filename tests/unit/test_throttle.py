@@ -273,6 +273,7 @@ def test_a_tiny_rate_lets_exactly_the_burst_through(throttle: Throttle, clock: C
     assert seconds == pytest.approx(1e6 * workers - 100_000, rel=0.01)
 
 
+LEAST = "it must be 1e-09 or more; to send nothing, pause the topic"
 PAIR = "RatePerSecond and Burst come together: set both, or both to NULL"
 
 
@@ -282,11 +283,12 @@ PAIR = "RatePerSecond and Burst come together: set both, or both to NULL"
         (TopicLimit(5.0, None), PAIR),
         (TopicLimit(None, 5), PAIR),
         (TopicLimit(None, 5, 3), PAIR),
-        (TopicLimit(0.0, 5), "RatePerSecond is 0, it must be above 0"),
-        (TopicLimit(-2.5, 5), "RatePerSecond is -2.5, it must be above 0"),
-        (TopicLimit(math.nan, 5), "RatePerSecond is nan, it must be above 0"),
-        (TopicLimit(math.inf, 5), "RatePerSecond is inf, it must be above 0"),
-        (TopicLimit(-math.inf, 5), "RatePerSecond is -inf, it must be above 0"),
+        (TopicLimit(0.0, 5), f"RatePerSecond is 0, {LEAST}"),
+        (TopicLimit(-2.5, 5), f"RatePerSecond is -2.5, {LEAST}"),
+        (TopicLimit(math.nan, 5), f"RatePerSecond is nan, {LEAST}"),
+        (TopicLimit(math.inf, 5), f"RatePerSecond is inf, {LEAST}"),
+        (TopicLimit(-math.inf, 5), f"RatePerSecond is -inf, {LEAST}"),
+        (TopicLimit(5e-324, 5), f"RatePerSecond is 4.94066e-324, {LEAST}"),
         (TopicLimit(5.0, 0), "Burst is 0, it must be 1 or more"),
         (TopicLimit(5.0, -(2**63)), "Burst is -9223372036854775808, it must be 1 or more"),
         (TopicLimit(None, None, 0), "MaxInFlight is 0, it must be 1 or more"),
