@@ -1,5 +1,6 @@
 """What each poll reads, and what the worker learns from it."""
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -11,6 +12,8 @@ from publishworker.task import Candidate, Look, News
 from publishworker.throttle import Throttle
 from publishworker.topics import Topics
 from publishworker.window import Window
+
+_log = logging.getLogger("publishworker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,12 @@ class Poller:
         """Take in the news; return whether there is more to look at."""
         unknown = news.topics - self._topics.known
         self._topics.see(news.topics)
+        for topics, what in (
+            (news.paused - self._topics.paused, "paused"),
+            (self._topics.paused - news.paused, "resumed"),
+        ):
+            for topic in sorted(topics):
+                _log.info("%s is %s", topic, what, extra={"action": what})
         self._topics.paused = news.paused
         reassigned = self._fleet.learn(news.living, news.gone)
         self._throttle.learn(news.limits, self._fleet.size)

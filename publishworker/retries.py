@@ -10,6 +10,8 @@ from random import Random
 from publishworker.failures import Kind, kind_of
 from publishworker.task import NEVER, Charged, Failed, Group, Row
 
+#: What INT64 holds; another writer may have put anything into the column.
+MAX_ATTEMPTS = 2**63 - 1
 #: Characters of LastError, reason included.
 MAX_ERROR_CHARACTERS = 1_000
 
@@ -30,7 +32,7 @@ class Retries:
 
     def charge(self, row: Row, failure: Failed, now: datetime) -> Charged:
         """Return what a failure at `now`, the database's time, writes to its row."""
-        attempts = row.attempts + 1
+        attempts = min(row.attempts + 1, MAX_ATTEMPTS)
         dead = self._is_last(row, attempts, kind_of(failure.reason), now)
         available_at = NEVER if dead else now + timedelta(seconds=self._wait(attempts))
         return Charged(attempts, available_at, row.expires_at, last_error(failure))

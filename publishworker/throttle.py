@@ -3,6 +3,7 @@
 A limit is the fleet's. Each living worker has the same part of it, at least a burst of one task and one in flight.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 
 from publishworker.complaints import Complaints
 from publishworker.task import TopicLimit
+
+_log = logging.getLogger("publishworker")
 
 #: Seconds for which a topic saves up, as far as its burst allows, before it is asked for: fewer, larger groups.
 SAVE_SECONDS = 0.2
@@ -45,6 +48,7 @@ class Throttle:
         self._complaints = Complaints(clock)
         self._buckets: dict[str, _Bucket] = {}
         self._in_flight: dict[str, int] = {}
+        self._told: Mapping[str, str] = {}
 
     def learn(self, limits: Mapping[str, TopicLimit], workers: int) -> None:
         """Take in the limits, of which this worker has one part in `workers`.
@@ -53,6 +57,7 @@ class Throttle:
         """
         now = self._clock()
         good = {topic: limit for topic, limit in limits.items() if self._makes_sense(topic, limit)}
+        self._tell({topic: f"{_written(limit)}, of which this worker has 1/{workers}" for topic, limit in good.items()})
         buckets: dict[str, _Bucket] = {}
         for topic, limit in good.items():
             if limit.rate is not None and limit.burst is not None:
@@ -94,6 +99,14 @@ class Throttle:
                 waits.append(bucket.missing / bucket.rate)
         return min(waits, default=None)
 
+    def _tell(self, limits: Mapping[str, str]) -> None:
+        """Log what has changed."""
+        for topic in sorted(self._told.keys() | limits.keys()):
+            if (limit := limits.get(topic)) != self._told.get(topic):
+                what = f"is limited to {limit}" if limit else "has no limits any more"
+                _log.info("%s %s", topic, what, extra={"action": "limited"})
+        self._told = limits
+
     def _makes_sense(self, topic: str, limit: TopicLimit) -> bool:
         wrong = problem(limit)
         if wrong:
@@ -101,6 +114,11 @@ class Throttle:
                 "limits", topic, f"the limits of {topic} in AsynchronousTaskTopics are not followed: {wrong}"
             )
         return not wrong
+
+
+def _written(limit: TopicLimit) -> str:
+    parts = ((limit.rate, "tasks a second"), (limit.burst, "at once"), (limit.in_flight, "in flight"))
+    return ", ".join(f"{value:g} {unit}" for value, unit in parts if value is not None)
 
 
 def problem(limit: TopicLimit) -> str:

@@ -121,6 +121,7 @@ def test_what_cannot_be_published_at_all_is_dead_without_a_mark(bench: Bench) ->
     assert rows["bad"].sent_at is rows["late"].sent_at is None
     assert bench.publisher.ids() == ["good"]
     assert bench.count(m.DEAD) == 2
+    assert bench.store.claimed["bad"] == 2  # the look and the verdict: it was never marked, so nothing was taken back
 
 
 def test_an_abort_publishes_nothing_twice(bench: Bench) -> None:
@@ -157,3 +158,36 @@ def test_after_a_stop_nothing_is_marked_any_more(bench: Bench) -> None:
     bench.relay.turn(lambda: next(stop, True))
     bench.relay.finish()
     assert bench.unsent() == ["a"]
+
+
+def test_a_refusal_that_cannot_be_written_leaves_the_task_in_doubt(bench: Bench) -> None:
+    """It stays marked, and is counted."""
+    bench.insert("a", at_most_once=True)
+    bench.publisher.failing["a"] = Failed("not_found", "no topic")
+    commits = iter([None, None, StoreError("deadline exceeded")])  # the look, the mark, the return
+
+    def fail_the_return() -> None:
+        if error := next(commits, None):
+            raise error
+
+    bench.store.before_commit = fail_the_return
+    bench.turns()
+    assert bench.unsent() == []
+    assert bench.count(m.IN_DOUBT) == 1
+
+
+def test_what_another_worker_marked_between_two_runs_is_not_published(bench: Bench) -> None:
+    """The second run decides, not the first."""
+    bench.insert("theirs", "ours", at_most_once=True)
+    runs = []
+
+    def be_overtaken_once() -> None:
+        runs.append(1)
+        if len(runs) == 2:  # the first is the look
+            bench.store.rows["theirs"].sent_at = bench.store.now
+            raise Abort
+
+    bench.store.before_commit = be_overtaken_once
+    bench.turns()
+    assert bench.publisher.ids() == ["ours"]
+    assert bench.count(m.IN_DOUBT) == 0

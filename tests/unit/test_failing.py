@@ -338,3 +338,27 @@ def test_an_undecodable_body_is_dead_with_a_reason_and_without_a_payload(bench: 
     bench.turns()
     assert states(bench) == {"bad": "dead", "good": "sent"}
     assert bench.store.rows["bad"].last_error == "undecodable: Data is not a serialized google.pubsub.v1.PubsubMessage"
+
+
+def test_a_task_that_failed_before_shares_no_request(bench: Bench) -> None:
+    """Also if another worker charged it: the row tells."""
+    bench.insert("a", "b")
+    bench.insert("again", attempts=1)
+    bench.turns()
+    assert sorted(map(sorted, bench.publisher.requests)) == [["a", "b"], ["again"]]
+
+
+def test_a_failure_that_another_worker_made_good_between_two_runs_is_not_counted(bench: Bench) -> None:
+    """The second run finds the task sent: nobody is dead."""
+    bench.insert("a")
+    bench.publisher.failing["a"] = Failed("invalid_argument", "no")
+
+    def abort_and_be_overtaken() -> None:
+        bench.store.before_commit = lambda: None
+        bench.store.rows["a"].sent_at = bench.store.now
+        raise Abort
+
+    bench.store.before_commit = abort_and_be_overtaken
+    turns = bench.turns()
+    assert bench.count(m.DEAD) == 0
+    assert sum(turn.charged for turn in turns) == 0
