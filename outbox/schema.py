@@ -36,6 +36,7 @@ __all__ = [
     "SHARD_COUNT",
     "apply",
     "differences",
+    "limits",
     "service_errors",
     "shard_count",
     "statements",
@@ -159,7 +160,7 @@ def _read(database: Database, shapes: Sequence[Shape], request: Mapping[str, Any
     """Return the parts of those objects that are there, titles and parts by their `normal` names."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     names = [shape.name.lower() for shape in shapes]
-    request = {**_limits(QUERY_SECONDS), **request}
+    request = {**limits(QUERY_SECONDS), **request}
 
     def add(title: str, parts: Mapping[str, str]) -> None:
         found[normal(title)] |= {normal(name): text for name, text in parts.items()}
@@ -194,7 +195,7 @@ def _reach(database: Database) -> None:
     """Ask for a session, with a limit: the client itself would ask for its first one in silence for half a minute."""
     # A multiplexed session leaves nothing behind: it needs no deletion and is not counted.
     request = CreateSessionRequest(database=database.name, session=Session(multiplexed=True))
-    database.spanner_api.create_session(request=request, **_limits(REACH_SECONDS))
+    database.spanner_api.create_session(request=request, **limits(REACH_SECONDS))
 
 
 def _require_googlesql(database: Database, request: Mapping[str, Any]) -> None:
@@ -211,8 +212,11 @@ def _rows(database: Database, sql: str, names: Sequence[str], request: Mapping[s
         return list(snapshot.execute_sql(sql, params={"names": names}, param_types=types, **request))
 
 
-def _limits(seconds: float) -> dict[str, Any]:
-    # Without a Retry of our own, a query to a service that is away loops inside the client for ever.
+def limits(seconds: float) -> dict[str, Any]:
+    """Return `retry` and `timeout` for one call of the Spanner client.
+
+    Without a Retry of our own, a read or a query to a service that is away loops inside the client for ever.
+    """
     retry = Retry(predicate=if_exception_type(google.ServiceUnavailable), initial=0.1, maximum=1.0, timeout=seconds)
     return {"retry": retry, "timeout": seconds}
 
@@ -231,7 +235,8 @@ def service_errors(target: str) -> Iterator[None]:
     except google.PermissionDenied as error:
         raise NotReached(
             f"{target}: a permission is missing; reading needs roles/spanner.databaseReader, "
-            f"`outbox schema apply` roles/spanner.databaseAdmin. {reason(error)}"
+            f"pauses and limits roles/spanner.databaseUser, `outbox schema apply` roles/spanner.databaseAdmin. "
+            f"{reason(error)}"
         ) from error
     except (google.Unauthenticated, GoogleAuthError) as error:
         raise NotReached(

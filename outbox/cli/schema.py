@@ -90,13 +90,10 @@ def run_apply(options: argparse.Namespace) -> int:
     settings = DatabaseSettings.read(flags)
     free = {part for flag, part in (("shards", _ddl.SHARD_COUNT), ("retention", _ddl.RETENTION)) if flag not in flags}
 
-    from google.cloud import spanner  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox import schema  # noqa: PLC0415 - the Spanner client: half a second, for nothing if a flag is wrong
+    from outbox.cli.database import open_database  # noqa: PLC0415 - the same
 
-    from outbox import schema  # noqa: PLC0415 - the same
-
-    with schema.service_errors(f"database {settings.database}"):
-        client = spanner.Client(project=settings.project, disable_builtin_metrics=True)
-    database = client.instance(settings.instance).database(settings.database)
+    database = open_database(settings)
     for name, state in schema.apply(database, _statements(options), free=free):
         print(f"{state:<8} {name}")
     return 0

@@ -1,0 +1,26 @@
+"""The database of a command, with a limit for each call: no command waits for ever for a Spanner that is away."""
+
+import functools
+
+from google.cloud import spanner
+from google.cloud.spanner_v1.database import Database
+
+from outbox.schema import limits, service_errors
+from outbox.settings import DatabaseSettings
+
+#: Seconds for one call with its retries.
+CALL_SECONDS = 5.0
+#: The calls that the client makes by itself, without an argument for their limits: a Commit would be tried for an hour.
+#: Reads and queries take `outbox.schema.limits` where they are made.
+UNLIMITED = ("create_session", "get_session", "delete_session", "begin_transaction", "commit", "rollback")
+
+
+def open_database(settings: DatabaseSettings) -> Database:
+    """Return the database; nothing is sent yet. SPANNER_EMULATOR_HOST is respected. Raises NotReached."""
+    with service_errors(f"database {settings.database}"):
+        client = spanner.Client(project=settings.project, disable_builtin_metrics=True)
+    database: Database = client.instance(settings.instance).database(settings.database)
+    api = database.spanner_api
+    for name in UNLIMITED:
+        setattr(api, name, functools.partial(getattr(api, name), **limits(CALL_SECONDS)))
+    return database
