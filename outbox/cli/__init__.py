@@ -1,4 +1,4 @@
-"""The `outbox` command: one module a command, each with `add(commands)`.
+"""The `outbox` command: a module for each subject, with `add(commands)`.
 
 Exit codes: 0 done, 1 failed, 2 usage, 3 a service, the table or a permission is missing.
 """
@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 
 from outbox._version import __version__
-from outbox.cli import emulators, schema
+from outbox.cli import emulators, schema, topics
 from outbox.errors import NotReached, OutboxError, SettingError
 
 DONE, FAILED, USAGE, NOT_REACHED = 0, 1, 2, 3
 
-COMMANDS = (emulators, schema)
+COMMANDS = (emulators, schema, topics)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
