@@ -11,6 +11,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+#: Tasks a second, one in thirty years: less in RatePerSecond is a mistake, and no number that a fleet can divide.
+LEAST_RATE = 1e-9
 MAX_SHARDS = 1000
 #: Ten years; a policy counts in days.
 MAX_RETENTION_DAYS = 3650

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from outbox._ddl import LEAST_RATE
 from publishworker.complaints import Complaints
 from publishworker.task import TopicLimit
 
@@ -16,8 +17,6 @@ _log = logging.getLogger("publishworker")
 
 #: Seconds for which a topic saves up, as far as its burst allows, before it is asked for: fewer, larger groups.
 SAVE_SECONDS = 0.2
-#: Tasks a second, one in thirty years: less is a mistake, and in the end no number that can be divided.
-LEAST_RATE = 1e-9
 
 
 @dataclass(slots=True)

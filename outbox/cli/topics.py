@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from outbox._ddl import LEAST_RATE
 from outbox.errors import InvalidMessage, OutboxError, SettingError
 from outbox.message import check_topic
 from outbox.settings import DatabaseSettings, Kind, flag_of, whole_number
@@ -39,14 +40,14 @@ NAMES = 10
 PUBSUB_SECONDS = 5.0
 
 
-def _above_zero(text: str) -> float:
+def _rate(text: str) -> float:
     value = float(text)
-    if not (value > 0 and math.isfinite(value)):
+    if not (value >= LEAST_RATE and math.isfinite(value)):
         raise ValueError(text)
     return value
 
 
-RATE = Kind(_above_zero, "a finite number of tasks a second, above 0")
+RATE = Kind(_rate, f"a finite number of tasks a second, {LEAST_RATE:g} or more")
 COUNT = whole_number(1, 1_000_000_000)
 
 #: The flags of `limit`: column, kind, help.

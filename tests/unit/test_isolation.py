@@ -123,6 +123,17 @@ def test_a_rate_is_kept_and_holds_no_other_topic(bench: Bench) -> None:
     assert bench.unsent() == []
 
 
+def test_a_topic_at_its_limit_is_not_asked_for(bench: Bench) -> None:
+    """Its tasks cost the poll nothing until there is something to take again."""
+    bench.insert("a", "b")
+    bench.store.limits = {"orders": TopicLimit(rate=1, burst=1)}
+    bench.turns()
+    assert (len(bench.publisher.ids()), bench.store.looks[-1].topics) == (1, frozenset())
+    bench.wait(1)
+    bench.relay.turn()
+    assert bench.store.looks[-1].topics == {"orders"}
+
+
 def test_a_topic_that_waits_for_its_rate_wakes_the_worker_in_time(bench: Bench) -> None:
     """Not at the end of a poll interval; a rest is as good a reason."""
     bench.insert("a", "b")

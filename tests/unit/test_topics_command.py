@@ -6,7 +6,7 @@ from outbox import cli
 
 DATABASE = "--project my-project --instance main --database shop"
 BURST = "a whole number from 1 to 1,000,000,000"
-RATE = "a finite number of tasks a second, above 0"
+RATE = "a finite number of tasks a second, 1e-09 or more"
 
 
 @pytest.mark.parametrize(
