@@ -5,7 +5,7 @@ BIN    := .venv/bin
 STAMP  := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs bench constraints clean
+.PHONY: help demo test test-long lint format docs bench constraints clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -23,6 +23,9 @@ demo: $(STAMP) ## run the whole thing on the emulators: an order service, two wo
 
 test: $(STAMP) ## all tests, on the real emulators
 	@$(BIN)/python -m pytest --numprocesses 2
+
+test-long: $(STAMP) ## the tests of outages, each outage a minute long
+	@$(BIN)/python -m pytest --long --numprocesses 2 -rP tests/acceptance/test_outages.py tests/acceptance/test_bad_topics.py
 
 lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff check .

@@ -29,6 +29,17 @@ from tests.support.pubsub import PubSub, Subscription  # noqa: E402
 Started = TypeVar("Started")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--long`: the outages of the tests last for a minute."""
+    parser.addoption("--long", action="store_true", help="let outages last 60 s instead of 10 s")
+
+
+@pytest.fixture(scope="session")
+def outage_seconds(request: pytest.FixtureRequest) -> float:
+    """How long an outage lasts."""
+    return 60.0 if request.config.getoption("--long") else 10.0
+
+
 def _needed(stack: contextlib.ExitStack, emulator: AbstractContextManager[Started]) -> Started:
     try:
         return stack.enter_context(emulator)
