@@ -1,0 +1,172 @@
+"""What an outage of Pub/Sub or Spanner costs: time, and nothing else. Real workers on the emulators.
+
+An outage lasts 10 s, and 60 s with `--long` (`make test-long`).
+"""
+
+import time
+from collections.abc import Callable
+from itertools import count as counter
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+
+from outbox.emulators import Emulators
+from publishworker.breakers import LONGEST_OUTAGE_REST
+from publishworker.store import POLL_SECONDS
+from tests.support.outages import (
+    charged,
+    cpu_seconds,
+    dead,
+    is_sent,
+    lasting,
+    log_lines,
+    register_beside,
+    seconds_until,
+    told,
+)
+from tests.support.proxy import Proxy
+from tests.support.pubsub import PubSub, Subscription
+from tests.support.relays import account, register, unsent, wait_until_all_sent, worker
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.timeout(300)
+
+GROUP_SIZE = 10
+GROUPS = 4
+#: Tasks of each topic that wait when Pub/Sub goes away.
+BACKLOG = 150
+#: Seconds to publish a group: short, because the emulator runs one group at a time and each one waits for Pub/Sub.
+PUBLISH_SECONDS = 2
+OPTIONS = ("--group-size", f"{GROUP_SIZE}", "--concurrency", f"{GROUPS}", "--publish-timeout", f"{PUBLISH_SECONDS}")
+
+
+def mute_then_cut(proxy: Proxy) -> Callable[[], None]:
+    """Let requests through and no answer, then cut every connection again and again."""
+    looks = counter()
+    proxy.mute()
+
+    def cut() -> None:
+        if next(looks):  # at the first, requests are still on their way
+            proxy.cut()
+
+    return cut
+
+
+def refuse(proxy: Proxy) -> Callable[[], None]:
+    """Be gone."""
+    proxy.refuse()
+    return lambda: None
+
+
+def hang(proxy: Proxy) -> Callable[[], None]:
+    """Be silent."""
+    proxy.hang()
+    return lambda: None
+
+
+@pytest.mark.parametrize("go_away", [refuse, hang, mute_then_cut])
+def test_pubsub_that_goes_away_under_load_charges_no_task(
+    emulators: Emulators,
+    database: Database,
+    pubsub: PubSub,
+    outage_seconds: float,
+    go_away: Callable[[Proxy], Callable[[], None]],
+) -> None:
+    """Nothing is lost, charged or written while it lasts; one line a topic at its begin and one at its end.
+
+    What was on its way may come twice: the groups in flight when it began, and the probes.
+    """
+    topics = [pubsub.new_topic(), pubsub.new_topic()]
+    subscriptions = {topic: pubsub.new_subscription(topic) for topic in topics}
+    ids: dict[str, list[str]] = {topic: register(database, topic, 5) for topic in topics}
+    with (
+        Proxy(emulators.pubsub_host) as proxy,
+        worker(emulators, database, *OPTIONS, PUBSUB_EMULATOR_HOST=proxy.address) as process,
+    ):
+        wait_until_all_sent(database)
+        for topic in topics:
+            ids[topic] += register(database, topic, BACKLOG)
+        eventually(lambda: len(unsent(database)) < 2 * BACKLOG - 20, message="it works on the backlog")
+        keep_away = go_away(proxy)
+
+        late: list[str] = []
+
+        def look() -> None:
+            keep_away()
+            for topic in topics:
+                late.extend(one := register_beside(database, topic, 1))
+                ids[topic] += one
+            assert charged(database) == 0
+
+        lasting(outage_seconds, look)
+        waiting = unsent(database)
+        assert set(late) <= set(waiting)
+        assert [told(process, "topic_rests", topic) for topic in topics] == [1, 1]
+        proxy.forward()
+        first = seconds_until(
+            lambda: len(unsent(database)) < len(waiting), LONGEST_OUTAGE_REST + PUBLISH_SECONDS + 5, "one task sent"
+        )
+        rest = seconds_until(lambda: not unsent(database), 120, "all tasks sent")
+        assert charged(database) == 0
+        process.stop()
+        assert process.wait() == 0
+        assert [told(process, "topic_rests", topic) for topic in topics] == [1, 1]
+        assert [told(process, "topic_back", topic) for topic in topics] == [1, 1]
+        lines = log_lines(process)
+    assert not [line for line in lines if line["action"] in ("publish_failed", "dead") or "error.stack" in line]
+    assert len(lines) < 20
+    results = [account(ids[topic], subscriptions[topic]) for topic in topics]
+    duplicates = sum(result.duplicates for result in results)
+    print(
+        f"{go_away.__name__}: {len(waiting)} of {sum(map(len, ids.values()))} tasks waited for {outage_seconds:g} s; "
+        f"first sent after {first:.1f} s, the last {rest:.1f} s later, {duplicates} duplicates"
+    )
+    assert not any(result.lost or result.unexpected for result in results)
+    assert duplicates <= GROUP_SIZE * GROUPS + outage_seconds  # a topic is probed less than once in two seconds
+
+
+@pytest.mark.parametrize("go_away", [refuse, hang])
+def test_spanner_that_goes_away_under_load_is_waited_for(
+    emulators: Emulators,
+    database: Database,
+    subscription: Subscription,
+    outage_seconds: float,
+    go_away: Callable[[Proxy], Callable[[], None]],
+) -> None:
+    """Said once, below 5 % of a core, the first task sent within 10 s of its return, none lost, none charged.
+
+    Silence is taken for an outage when a poll got no answer within its limit of 30 s; before that nothing is said.
+    """
+    topic = subscription.topic
+    with (
+        Proxy(emulators.spanner_host) as proxy,
+        worker(emulators, database, *OPTIONS, SPANNER_EMULATOR_HOST=proxy.address) as process,
+    ):
+        ids = register(database, topic, 5)
+        wait_until_all_sent(database)
+        ids += register(database, topic, BACKLOG)
+        eventually(lambda: len(unsent(database)) < BACKLOG - 10, message="it works on the backlog")
+        go_away(proxy)
+        before, begin = cpu_seconds(process.pid), time.monotonic()
+        late = register_beside(database, topic, 20)
+        lasting(outage_seconds - (time.monotonic() - begin))
+        outage = time.monotonic() - begin
+        share = (cpu_seconds(process.pid) - before) / outage
+        assert not is_sent(database, late)
+        waiting = len(unsent(database))
+        proxy.forward()
+        first = seconds_until(lambda: len(unsent(database)) < waiting, 10, "one task sent")
+        rest = seconds_until(lambda: not unsent(database), 60, "all tasks sent")
+        assert charged(database) == dead(database) == 0
+        process.stop()
+        assert process.wait() == 0
+        away, back = told(process, "spanner_away"), told(process, "spanner_back")
+        assert not [line for line in log_lines(process) if "error.stack" in line]
+    result = account(ids + late, subscription)
+    print(
+        f"{go_away.__name__}: {waiting} tasks waited for {outage:.1f} s at {share:.1%} of a core; first sent "
+        f"after {first:.1f} s, the last {rest:.1f} s later, {result.duplicates} duplicates"
+    )
+    assert away == back == (1 if go_away is refuse or outage_seconds > POLL_SECONDS + 10 else 0)
+    assert share < 0.05
+    assert (result.lost, result.unexpected) == (frozenset(), frozenset())
