@@ -191,3 +191,18 @@ def test_what_another_worker_marked_between_two_runs_is_not_published(bench: Ben
     bench.turns()
     assert bench.publisher.ids() == ["ours"]
     assert bench.count(m.IN_DOUBT) == 0
+
+
+def test_it_is_not_marked_while_its_topic_rests(bench: Bench) -> None:
+    """The other tasks of its first group found the topic down: it waits, and is sent when that works again."""
+    bench.insert("once", at_most_once=True)
+    bench.insert("other")
+    bench.publisher.down["projects/test-project/topics/orders"] = LOST
+    bench.turns()
+    assert sorted(bench.unsent()) == ["once", "other"]
+    assert bench.count(m.IN_DOUBT) == 0
+    bench.publisher.down.clear()
+    for _ in range(4):
+        bench.wait(1)
+        bench.turns()
+    assert bench.unsent() == []

@@ -362,3 +362,13 @@ def test_a_failure_that_another_worker_made_good_between_two_runs_is_not_counted
     turns = bench.turns()
     assert bench.count(m.DEAD) == 0
     assert sum(turn.charged for turn in turns) == 0
+
+
+def test_a_topic_that_rests_from_now_on_lets_the_others_go_at_once(bench: Bench) -> None:
+    """The turn that found it out is followed by a poll without it, not by a wait; so is the one that found it well."""
+    bench.insert("a")
+    bench.relay.turn()
+    bench.publisher.down[TOPIC] = AWAY
+    assert bench.relay.turn().made_progress
+    assert not bench.relay.turn().made_progress
+    assert bench.store.looks[-1].topics == frozenset()

@@ -195,3 +195,18 @@ def test_dead_tasks_cost_the_poll_nothing(bench: Bench) -> None:
     bench.insert(*[str(n) for n in range(MANY)], available_at=NEVER, attempts=10, last_error="not_found: gone")
     bench.insert("good")
     assert [turn.polled for turn in bench.turns()] == [0, 1, 0]
+
+
+def test_the_share_of_lower_priorities_counts_for_the_limit() -> None:
+    """A group that lower priorities are owed takes of the same tokens."""
+    bench = Bench(fair_share=0.5)
+    bench.insert(*[f"high{n}" for n in range(200)], priority=100)
+    bench.insert(*[f"low{n}" for n in range(200)], priority=0)
+    for _ in range(5):  # without a limit, until something is owed
+        bench.relay.turn()
+    bench.store.limits = {"orders": TopicLimit(in_flight=6)}
+    bench.relay.turn()
+    for _ in range(20):
+        bench.publisher.requests.clear()
+        bench.relay.turn()
+        assert sum(map(len, bench.publisher.requests)) <= 6
