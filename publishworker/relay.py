@@ -17,7 +17,7 @@ from publishworker.flights import Flights
 from publishworker.metrics import Metrics
 from publishworker.polling import Found, Poller
 from publishworker.recording import Recorder
-from publishworker.sampling import Limits, sample, takeable
+from publishworker.sampling import Limits, sample
 from publishworker.store import Store, StoreError
 from publishworker.task import Candidate, Group, GroupResult, Mark, Row, Sent, Turn
 from publishworker.throttle import Throttle
@@ -97,9 +97,7 @@ class Relay:
 
     def finish(self) -> Turn:
         """Wait for everything in flight, try once to mark what is in doubt then, and return the numbers."""
-        results = self._flights.landed()
-        self._learn(results)
-        turn = self._record(Found(), results)
+        turn = self._record(Found(), self._flights.landed())
         with contextlib.suppress(StoreError):  # it was said when the commit failed
             self._mark_doubtful()
         return turn
@@ -117,14 +115,13 @@ class Relay:
         candidates, probes = self._breakers.probes(candidates)
         allowed = self._throttle.allowances(self._flights.tasks_by_topic())
         allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
-        most = takeable(candidates, allowed)
         fair = self._groups(self._fair.choose(candidates), [], allowed)[: self._fair.groups]
         for group in fair:
             if group.topic in allowed:
                 allowed[group.topic] -= len(group.ids)
         given = {id for group in fair for id in group.ids}
         groups = fair + self._groups([each for each in candidates if each.id not in given], fair, allowed)
-        self._behind = self._poller.cut_off or sum(len(group.ids) for group in groups) < most
+        self._behind = self._poller.cut_off or sum(len(group.ids) for group in groups) < len(candidates)
         priorities = [each.priority for each in candidates if each.available_at is None]
         self._fair.count(len(groups), len(fair), max(priorities, default=None) if self._behind else None)
         return groups

@@ -43,12 +43,6 @@ def sample(
     return _share(packed, limits.groups, Counter(flying or {}))
 
 
-def takeable(candidates: Sequence[Candidate], allowed: Mapping[str, int]) -> int:
-    """Return how many of the candidates may be taken, if a topic in `allowed` gets that many at most."""
-    by_topic = Counter(each.topic for each in candidates)
-    return sum(min(count, allowed.get(topic, count)) for topic, count in by_topic.items())
-
-
 def _slices(candidates: Sequence[Candidate]) -> Iterable[list[Candidate]]:
     """Cut by topic, shard and priority; inside a slice by age (of a due task: how long it has been due)."""
     slices: dict[tuple[str, int, int], list[Candidate]] = defaultdict(list)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publishworker.sampling import Limits, sample, takeable
+from publishworker.sampling import Limits, sample
 from publishworker.task import Candidate, Group
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -210,7 +210,6 @@ def test_a_topic_gets_no_more_tasks_than_allowed_and_no_fewer_if_there_is_room(
     taken = Counter(by_id[id].topic for id in ids(sample(found, Limits(size, 10**9, 1000), random, None, allowed)))
     waiting = Counter(each.topic for each in found)
     assert taken == Counter({topic: min(count, allowed.get(topic, count)) for topic, count in waiting.items()})
-    assert takeable(found, allowed) == taken.total()
     assert allowed == before
 
 
@@ -242,12 +241,3 @@ def test_a_topic_that_gets_none_leaves_its_places_to_others() -> None:
     assert Counter(group.topic for group in groups) == {"invoices": 4}
     groups = sample([*flood, *others], Limits(1, 1000, 4), Random(1), None, {"orders": 1})
     assert Counter(group.topic for group in groups) == {"invoices": 3, "orders": 1}
-
-
-def test_takeable_counts_what_may_be_taken() -> None:
-    """Of each topic no more than allowed, of one without a limit everything."""
-    found = [candidate(str(n), topic=topic) for n, topic in enumerate("aaabbc")]
-    assert takeable(found, {}) == 6
-    assert takeable(found, {"a": 1, "b": 5, "x": 9}) == 4
-    assert takeable(found, {"a": 0, "b": 0, "c": 0}) == 0
-    assert takeable([], {"a": 1}) == 0
