@@ -1,12 +1,9 @@
 """`publishworker` as a process: nothing lost, nothing twice, whoever dies; audited from outside."""
 
 import json
-import os
 import signal
-import time
 from contextlib import ExitStack
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
@@ -19,12 +16,6 @@ from tests.support.proxy import Proxy, silent_port
 from tests.support.pubsub import Subscription
 from tests.support.relays import account, register, unsent, wait_until_all_sent, worker
 from tests.support.waiting import eventually
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_it_needs_no_variable_beside_the_hosts(
@@ -172,32 +163,6 @@ def test_a_bad_task_holds_nobody_up(
     assert not any("error.stack" in line for line in lines)
     assert len(unsent(database)) == 4
     assert account(ids, subscription).lost == frozenset()
-
-
-def test_spanner_that_goes_away_is_waited_for(
-    emulators: Emulators, database: Database, topic: str, subscription: Subscription
-) -> None:
-    """Said once, below 5 % of a core, sent soon after its return, without a restart."""
-    with Proxy(emulators.spanner_host) as proxy:
-        environment = {"SPANNER_EMULATOR_HOST": proxy.address}
-        with worker(emulators, database, "--log-level", "info", **environment) as process:
-            first = register(database, topic, 20)
-            wait_until_all_sent(database)
-            proxy.refuse()
-            process.wait_for_text("spanner_away")
-            before, begin = cpu_seconds(process.pid), time.monotonic()
-            second = register(database, topic, 20)
-            eventually(lambda: time.monotonic() - begin > 6, seconds=10)
-            share = (cpu_seconds(process.pid) - before) / (time.monotonic() - begin)
-            proxy.forward()
-            wait_until_all_sent(database, seconds=20)
-            process.stop()
-            assert process.wait() == 0
-            actions = [json.loads(line)["action"] for line in process.stderr.splitlines()]
-    assert actions.count("spanner_away") == actions.count("spanner_back") == 1
-    assert share < 0.05
-    result = account(first + second, subscription)
-    assert (result.lost, result.unexpected, result.duplicates) == (frozenset(), frozenset(), 0)
 
 
 @pytest.mark.parametrize("hangs", [False, True])
