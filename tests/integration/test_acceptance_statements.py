@@ -3,7 +3,7 @@
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
@@ -221,10 +221,12 @@ def test_a_slow_publish_holds_no_other_group_of_its_turn() -> None:
         store.insert(topic, topic, serialized())
 
     class Slow(FakePublisher):
-        def publish(self, topic: str, rows: Sequence[Row], seconds: float) -> dict[str, Outcome]:
+        def publish(
+            self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
+        ) -> dict[str, Outcome]:
             if topic == "slow":
                 eventually(lambda: store.rows["fast"].sent_at, message="the fast task marked")
-            return super().publish(topic, rows, seconds)
+            return super().publish(topic, rows, seconds, singly)
 
     relay = make_relay(store, Slow("slow", "fast"))
     assert 2 in [relay.turn().published for _ in range(5)]
@@ -255,8 +257,10 @@ def test_sent_at_is_written_only_after_the_answer(database: Database, topic: str
     answered, refused, untried = ids = register(database, topic, 3)
     seen = []
 
-    class Observed:
-        def publish(self, topic: str, rows: Sequence[Row], seconds: float) -> dict[str, Outcome]:
+    class Observed(FakePublisher):
+        def publish(
+            self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
+        ) -> dict[str, Outcome]:
             """Answer for two of the three."""
             seen.append(set(unsent(database)))
             return {answered: Sent("1"), refused: Failed("unavailable", "later")}

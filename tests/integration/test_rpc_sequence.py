@@ -36,7 +36,7 @@ STRING, INT64, BYTES, TIMESTAMP, BOOL = (
     getattr(TypeCode, name) for name in ("STRING", "INT64", "BYTES", "TIMESTAMP", "BOOL")
 )
 CANDIDATE = (STRING, STRING, INT64, INT64, TIMESTAMP, TIMESTAMP, STRING, INT64)
-LOCKED = (STRING, STRING, BYTES, STRING, TIMESTAMP, TIMESTAMP, TIMESTAMP, BOOL, TIMESTAMP)
+LOCKED = (STRING, STRING, BYTES, STRING, TIMESTAMP, TIMESTAMP, TIMESTAMP, BOOL, INT64, TIMESTAMP, BOOL, TIMESTAMP)
 POLL_READY = sql.poll(due=False, lower=False, news=False)
 POLL_ALL = sql.poll(due=True, lower=False, news=True)
 
@@ -73,14 +73,16 @@ def prepare(mock: SpannerServicer, count: int) -> None:
     found = [(id, "orders", n % 10, 50, NOW, None, None, 10) for n, id in enumerate(ids)]
     mock.mock_spanner.add_result(POLL_ALL, result(CANDIDATE, found))
     mock.mock_spanner.add_result(POLL_READY, result(CANDIDATE, found))
-    locked = [(id, "orders", body, None, NOW, None, None, True, NOW) for id in ids]
+    locked = [(id, "orders", body, None, NOW, None, None, True, 0, None, False, NOW) for id in ids]
     mock.mock_spanner.add_result(sql.LOCK, result(LOCKED, locked))
 
 
-def make_relay(database: LimitedDatabase, group_size: int = 100, groups: int = 1) -> Relay:
+def make_relay(
+    database: LimitedDatabase, group_size: int = 100, groups: int = 1, publisher: FakePublisher | None = None
+) -> Relay:
     """Return a relay to a fake publisher."""
     store = SpannerStore(database, 10)
-    publisher = FakePublisher("orders", project="p")
+    publisher = publisher or FakePublisher("orders", project="p")
     return relay_of(store, publisher, size=group_size, groups=groups, look_further_seconds=1)
 
 
@@ -150,12 +152,12 @@ def aborted() -> Any:
 def test_aborted_at_commit_publishes_once_and_marks_once(mock: SpannerServicer, database: LimitedDatabase) -> None:
     """The transaction runs again: lock, commit; nothing is published again."""
     prepare(mock, 10)
-    relay = make_relay(database)
+    publisher = FakePublisher("orders", project="p")
+    relay = make_relay(database, publisher=publisher)
     mock.mock_spanner.add_error("Commit", aborted())
     mock.mock_spanner.add_error("Commit", aborted())
     turn = relay.turn()
     assert (turn.published, turn.uncommitted) == (10, 0)
-    publisher: Any = relay._publisher
     assert len(publisher.published) == 10
     assert names(mock)[1:] == ["ExecuteSql", *["ExecuteSql", "Commit"] * 3]
 
@@ -165,14 +167,14 @@ def test_a_commit_that_fails_for_good_is_given_up_and_remembered(
 ) -> None:
     """Counted as uncommitted; the next turn marks it under the lock and publishes nothing."""
     prepare(mock, 10)
-    relay = make_relay(database)
+    publisher = FakePublisher("orders", project="p")
+    relay = make_relay(database, publisher=publisher)
     mock.mock_spanner.add_error("Commit", to_status(status_pb2.Status(code=code_pb2.INTERNAL, message="broken")))
     assert relay.turn().uncommitted == 10
     mock.mock_spanner.add_result(POLL_ALL, result(CANDIDATE, []))
     mock.mock_spanner.add_result(POLL_READY, result(CANDIDATE, []))
     mock.clear_requests()
     relay.turn()
-    publisher: Any = relay._publisher
     assert len(publisher.published) == 10
     assert names(mock) == ["ExecuteSql", "ExecuteSql", "Commit"]
     assert len(mock.requests[-1].mutations[0].update.values) == 10
