@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from outbox.errors import SettingError
 from outbox.settings import DatabaseSettings, fraction, matching, one_of, seconds, setting, whole_number
 from publishworker.healthcheck import HEARTBEAT_FILE
 
@@ -62,3 +63,11 @@ class WorkerSettings(DatabaseSettings):
         "auto", one_of("auto", "json", "text"), "How to log; auto is text on a terminal, else json."
     )
     log_level: str = setting("info", one_of("debug", "info", "warning", "error"), "What to log at least.")
+
+    def __post_init__(self) -> None:
+        """Refuse values that contradict each other. Raises SettingError."""
+        if self.backoff_initial > self.backoff_max:
+            raise SettingError(
+                f"--backoff-initial: {self.backoff_initial:g} is not allowed: it must not be more than --backoff-max, "
+                f"which is {self.backoff_max:g}"
+            )

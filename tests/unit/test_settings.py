@@ -114,3 +114,10 @@ def test_help_names_every_flag_its_twin_and_its_default() -> None:
         assert field.twin in help_text
         if field.default is not None:
             assert f"default {field.default}" in help_text
+
+
+def test_a_first_backoff_beyond_the_longest_is_refused() -> None:
+    """Both are named; as long as each other they are fine."""
+    with pytest.raises(SettingError, match=r"--backoff-initial: 10 is not allowed: .* --backoff-max, which is 5"):
+        read(backoff_initial="10", backoff_max="5")
+    assert read(backoff_initial="5", backoff_max="5").backoff_max == 5
