@@ -73,7 +73,8 @@ ERRORS_INTRO = """\
 
 What a failed attempt to publish a task costs, and whom. The reason is the tag of `outbox.failed_task_count` and
 `outbox.dead_task_count`, and the beginning of `LastError`. The whole story: [what happens to a
-task](../guide/delivery.md)."""
+task](../guide/delivery.md). What Pub/Sub has surely not taken cannot come twice; an at-most-once task gets its row
+back."""
 
 ERRORS = {
     Kind.CONTENT: """\
@@ -84,8 +85,9 @@ after 1 s, then twice as long each time, up to 5 min. Only probed tasks are char
 `--max-attempts`, but not before they are `--dead-after` old.""",
     Kind.OUTAGE: """\
 The topic rests, and no task is charged an attempt. It is probed with a single task, drawn at random, after 1 s, then
-twice as long each time, up to 10 s. A task that meets an outage again after its topic worked in between, while no other
-task of the topic met one, is charged for it: backoff, then dead after `--max-attempts`.""",
+twice as long each time, up to 10 s. A task that met the topic's last outage goes out in a request of its own. If it
+meets an outage again while the topic publishes others, it is charged for it: backoff, then dead after `--max-attempts`.
+What no message can cause, the errors that are surely refusals, is charged to none.""",
     Kind.UNKNOWN: """\
 Nobody knows: the task is charged an attempt. Backoff, then dead after `--max-attempts`. A gRPC status that is in none
 of these tables counts as this.""",
@@ -155,12 +157,16 @@ def _metrics() -> str:
 
 def _errors() -> str:
     def row(reason: Reason) -> tuple[str, ...]:
-        return (f"`{reason.name}`", reason.source, reason.meaning)
+        return (f"`{reason.name}`", reason.source, reason.meaning, "yes" if reason.refused else "not known")
 
     parts = [ERRORS_INTRO]
     for kind, text in ERRORS.items():
         rows = (row(each) for each in REASONS if each.kind is kind)
-        parts += [f"## {kind.value.capitalize()}", text, _table(("reason", "from", "meaning"), rows)]
+        parts += [
+            f"## {kind.value.capitalize()}",
+            text,
+            _table(("reason", "from", "meaning", "surely not taken"), rows),
+        ]
     return "\n\n".join(parts) + "\n"
 
 

@@ -7,7 +7,7 @@ random, in an outage. What was published closes it; a probe that fails makes the
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -24,8 +24,12 @@ TARGET_PROBE_TASKS = 10
 OUTAGE_PROBE_TASKS = 1
 #: Ids that are remembered for having met an outage.
 MAX_SUSPECTS = 1_000
+#: Ids of an outage's probes that are remembered; then all are drawn again.
+MAX_PROBED = 100
 #: Seconds after which a topic that nobody could probe, for want of a task, is no longer remembered.
 FORGET_SECONDS = 600.0
+#: At-most-once tasks that an outage's probe draws and spares, in the hope of another one, before it risks one.
+SPARED_PROBES = 3
 
 
 @dataclass(slots=True)
@@ -37,8 +41,10 @@ class Rest:
     seconds: float = FIRST_REST
     until: float = 0.0
     probing: bool = False
-    #: Ids of single probes that failed: others go first.
+    #: Ids of single probes: others go first.
     probed: set[str] = field(default_factory=set)
+    #: How many of them had to be sent at most once, and were not.
+    spared: int = 0
 
     @property
     def kind(self) -> Kind:
@@ -58,24 +64,32 @@ class Change:
 class Breakers:
     """The breakers of all topics, by what this worker has seen. They belong to the thread of the relay."""
 
-    def __init__(self, random: Random, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with all closed."""
+    def __init__(self, random: Random, clock: Callable[[], float] = time.monotonic, *, places: int = 8) -> None:
+        """Begin with all closed; probes of outages, which may hang, have a quarter of the `places` of groups."""
         self._random = random
         self._clock = clock
+        self._most_probes = max(1, places // 4)
         self._rests: dict[str, Rest] = {}
-        self._outages: Counter[str] = Counter()  # by topic, how many groups met one that was not known before
+        self._failing: set[str] = set()  # topics that met an outage and have published nothing since
+        self._outages: Counter[str] = Counter()  # by topic, how many there have been
         self._suspects: dict[str, tuple[str, int]] = {}  # id to topic, and which of its outages; the oldest first
 
     def resting(self) -> frozenset[str]:
-        """Return the topics that are not to be asked for now: they rest, or are being probed."""
+        """Return the topics that are not to be asked for now: they rest, are being probed, or wait for a probe."""
         now = self._clock()
         for topic in [topic for topic, rest in self._rests.items() if now > rest.until + FORGET_SECONDS]:
             self._forget(topic)
-        return frozenset(topic for topic, rest in self._rests.items() if rest.probing or now < rest.until)
+        held = {topic for topic, rest in self._rests.items() if rest.probing or now < rest.until}
+        outages = {topic: rest for topic, rest in self._rests.items() if rest.kind is Kind.OUTAGE}
+        free = self._most_probes - sum(rest.probing for rest in outages.values())
+        due = sorted(outages.keys() - held, key=lambda topic: outages[topic].until)
+        return frozenset(held).union(due[max(0, free) :])
 
-    def known(self) -> Mapping[str, Rest]:
-        """Return the topics that do not work, resting or about to be probed."""
-        return self._rests
+    def depth(self) -> int:
+        """Return how many rows of each range the poll has to read, so that it meets a task that was no probe yet."""
+        now = self._clock()
+        due = (rest for rest in self._rests.values() if rest.kind is Kind.OUTAGE and rest.until <= now)
+        return max((len(rest.probed) + 1 for rest in due), default=0)
 
     def seconds_to_probe(self) -> float | None:
         """Return after how many seconds the next topic may be probed, or None if none rests."""
@@ -118,7 +132,23 @@ class Breakers:
             rest.probing = True
             return replace(group, probe=True)
         last = (group.topic, self._outages[group.topic])
-        return replace(group, suspects=frozenset(id for id in group.ids if self._suspects.get(id) == last))
+        suspects = frozenset(id for id in group.ids if self._suspects.get(id) == last)
+        return replace(group, suspects=suspects, works=group.topic not in self._failing)
+
+    def may_be_risked(self, result: GroupResult) -> bool:
+        """Tell whether the at-most-once tasks that a group came upon may be sent now.
+
+        In an outage they would be lost: they wait until the topic works, and are the probe only where it is hard to
+        find another task.
+        """
+        rest = self._rests.get(result.group.topic)
+        if rest is None or not result.group.probe:
+            return rest is None
+        if rest.kind is Kind.OUTAGE and rest.spared < SPARED_PROBES:
+            rest.spared += 1
+            return False
+        rest.spared = 0
+        return True
 
     def learn(self, result: GroupResult) -> Change | None:
         """Take in what became of a group; return what is new about its topic."""
@@ -126,41 +156,49 @@ class Breakers:
         rest = self._rests.get(topic)
         if rest is not None and result.group.probe:
             rest.probing = False
+            rest.probed.update(result.group.ids)
+        failed = {id: kind_of(failure.reason) for id, failure in result.failed().items()}
         sent = [id for id, outcome in result.tried.items() if isinstance(outcome, Sent)]
-        of_topic = {id: failure for id, failure in result.failed().items() if _is_about_topic(result, id, failure)}
         for id in sent:
             self._suspects.pop(id, None)
-        if not result.group.probe:
-            self._suspect(topic, [id for id, failure in of_topic.items() if kind_of(failure.reason) is Kind.OUTAGE])
         if sent:
+            self._failing.discard(topic)
+        elif Kind.OUTAGE in failed.values():
+            self._failing.add(topic)
+        of_topic = [id for id, kind in failed.items() if _is_about_topic(kind, charged=id in result.charged)]
+        change = self._change(result, of_topic, rest, works=bool(sent))
+        if not result.group.probe:
+            self._suspect(topic, [id for id in of_topic if failed[id] is Kind.OUTAGE], new=rest is None)
+        return change
+
+    def _change(self, result: GroupResult, of_topic: Sequence[str], rest: Rest | None, *, works: bool) -> Change | None:
+        topic = result.group.topic
+        if works:
             self._rests.pop(topic, None)
             return None if rest is None else Change(topic, None, self._clock() - rest.since)
         if not of_topic:
             return None
+        failure = result.failed()[of_topic[0]]
         if rest is None:
-            failure = next(iter(of_topic.values()))
             self._rests[topic] = self._lie_down(Rest(failure, self._clock()))
             return Change(topic, failure)
-        if result.group.probe:
-            rest.failure = next(iter(of_topic.values()))
-            rest.probed |= of_topic.keys()
+        if result.group.probe and self._clock() >= rest.until:  # the first to tell, if several groups are the probe
+            rest.failure = failure
             rest.seconds *= 2
             self._lie_down(rest)
-            return Change(topic, rest.failure, self._clock() - rest.since)
+            return Change(topic, failure, self._clock() - rest.since)
         return None
 
     def _lie_down(self, rest: Rest) -> Rest:
         longest = LONGEST_TARGET_REST if rest.kind is Kind.TARGET else LONGEST_OUTAGE_REST
         rest.seconds = min(rest.seconds, longest)
         rest.until = self._clock() + rest.seconds * self._random.uniform(0.85, 1)
-        if len(rest.probed) > MAX_SUSPECTS:
+        if len(rest.probed) > MAX_PROBED:
             rest.probed.clear()
         return rest
 
-    def _suspect(self, topic: str, ids: Collection[str]) -> None:
-        if not ids:
-            return
-        self._outages[topic] += 1
+    def _suspect(self, topic: str, ids: Collection[str], *, new: bool) -> None:
+        self._outages[topic] += bool(ids) and new  # groups that fail while their topic rests met the same one
         for id in ids:
             self._suspects.pop(id, None)  # it goes to the end
             self._suspects[id] = (topic, self._outages[topic])
@@ -171,10 +209,10 @@ class Breakers:
         # Nothing was published in between, so who met the outage is under no suspicion.
         del self._rests[topic]
         self._suspects = {id: its for id, its in self._suspects.items() if its[0] != topic}
-        del self._outages[topic]
+        self._outages.pop(topic, None)
+        self._failing.discard(topic)
 
 
-def _is_about_topic(result: GroupResult, id: str, failure: Failed) -> bool:
+def _is_about_topic(kind: Kind, *, charged: bool) -> bool:
     """Tell whether a failure is the topic's: also one that was charged to a task which probed it."""
-    kind = kind_of(failure.reason)
-    return kind is Kind.TARGET or (kind is Kind.OUTAGE and id not in result.charged)
+    return kind is Kind.TARGET or (kind is Kind.OUTAGE and not charged)

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -56,8 +57,14 @@ def drain(options: argparse.Namespace) -> int:
             timer.daemon = True
             timer.start()
 
+        counted_at = float("-inf")
+
         def drained(turn: Turn) -> bool:
-            return not (turn.made_progress or turn.in_flight) and not any(map(_is_work, worker.store.unsent()))
+            nonlocal counted_at
+            if turn.made_progress or turn.in_flight or time.monotonic() - counted_at < settings.poll_interval:
+                return False
+            counted_at = time.monotonic()  # the count reads the whole backlog, and turns may be frequent
+            return not any(map(_is_work, worker.store.unsent()))
 
         if (code := worker.until_stopped(stop, drained, late=exits.WORK_LEFT)) != exits.DONE:
             return code

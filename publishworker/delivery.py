@@ -3,11 +3,11 @@
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 
-from publishworker.failures import Kind, kind_of
+from publishworker.failures import is_refused
 from publishworker.publisher import Publisher
-from publishworker.retries import Retries, is_charged
+from publishworker.retries import Retries, is_charged, last_error
 from publishworker.store import Decide, Store, StoreError
-from publishworker.task import Failed, Group, GroupResult, Mark, Outcome, Row, Sent, Taken
+from publishworker.task import Charged, Failed, Group, GroupResult, Mark, Outcome, Row, Sent, Taken
 
 
 class Delivery:
@@ -46,44 +46,45 @@ class Delivery:
     def _deliver_at_most_once(self, group: Group) -> GroupResult:
         """Mark a group, and publish it once that is surely committed: if in doubt a loss, never a duplicate.
 
-        What Pub/Sub surely has not taken gets its row back, with the attempt.
+        What Pub/Sub surely has not taken gets its row back.
         """
         result = GroupResult(group)
-        rows_marked: dict[str, Row] = {}
+        marked: dict[str, Row] = {}
 
         def mark_first(rows: Sequence[Row], now: datetime) -> Mapping[str, Mark]:
             result.runs += 1
             ours = _ours(result, rows, now)
             result.tried = {row.id: expired(row) for row in ours if row.is_expired(now)}
             result.tried |= self._publisher.refusals(group.topic, [row for row in ours if row.id not in result.tried])
-            rows_marked.clear()
-            rows_marked.update({row.id: row for row in ours if row.id not in result.tried})
-            return self._marks(result, ours, now) | {id: Sent("") for id in rows_marked}
+            marked.clear()
+            marked.update({row.id: row for row in ours if row.id not in result.tried})
+            return self._marks(result, ours, now) | {id: Sent("") for id in marked}
 
         committed = self._claim(result, mark_first)
         if committed is None:
-            result.in_doubt = list(rows_marked)
+            result.in_doubt = list(marked)
             return result
-        self._publish(result, list(rows_marked.values()))
-        refused = {id: failure for id, failure in result.failed().items() if id in rows_marked and _is_refused(failure)}
-        result.in_doubt = [id for id in rows_marked if not isinstance(result.tried.get(id), Sent) and id not in refused]
-        if refused:
-            self._give_back(result, rows_marked, refused, committed)
+        self._publish(result, list(marked.values()))
+        back = {id: row for id, row in marked.items() if _is_surely_not_taken(result.tried.get(id))}
+        result.in_doubt = [id for id in marked.keys() - back.keys() if not isinstance(result.tried[id], Sent)]
+        if back:
+            self._give_back(result, back, committed)
         return result
 
-    def _give_back(
-        self, result: GroupResult, marked: Mapping[str, Row], refused: Mapping[str, Failed], committed: datetime
-    ) -> None:
-        """Write failures to rows that bear our mark; one that somebody has touched since is theirs."""
+    def _give_back(self, result: GroupResult, before: Mapping[str, Row], committed: datetime) -> None:
+        """Take our marks back, with the failures that are charged; what somebody has touched since is theirs."""
+        charged_before = result.charged
 
         def give_back(rows: Sequence[Row], now: datetime) -> Mapping[str, Mark]:
-            ours = [marked[row.id] for row in rows if row.sent_at == committed]
-            result.charged |= {row.id: self._retries.charge(row, refused[row.id], now) for row in ours}
-            return {row.id: result.charged[row.id] for row in ours}
+            ours = [before[row.id] for row in rows if row.sent_at == committed]
+            charges = self._marks(result, ours, now)
+            result.charged |= charged_before
+            return {row.id: charges.get(row.id) or _as_it_was(row, result.tried.get(row.id)) for row in ours}
 
-        back = self.mark(Group(result.group.topic, tuple(refused)), give_back)
+        back = self.mark(Group(result.group.topic, tuple(before)), give_back)
         if back.error is not None:
-            result.in_doubt += refused
+            result.charged = charged_before
+            result.in_doubt += before
 
     def _publish(self, result: GroupResult, rows: Sequence[Row]) -> None:
         """Publish rows; those that have failed before go singly, so that they take no others along."""
@@ -95,6 +96,7 @@ class Delivery:
         """Return what to write of the outcomes, and note it in the result."""
         marks: dict[str, Mark] = {}
         result.charged = {}
+        works = result.group.works or bool(result.published())
         for row in ours:
             outcome = result.tried.get(row.id)
             if outcome is None:
@@ -102,7 +104,7 @@ class Delivery:
             result.outcomes[row.id] = outcome
             if isinstance(outcome, Sent):
                 marks[row.id] = outcome
-            elif isinstance(outcome, Failed) and is_charged(result.group, row.id, outcome):
+            elif isinstance(outcome, Failed) and is_charged(result.group, row.id, outcome, works=works):
                 marks[row.id] = result.charged[row.id] = self._retries.charge(row, outcome, now)
         return marks
 
@@ -151,6 +153,12 @@ def expired(row: Row) -> Failed:
     return Failed("expired", f"ExpiresAt was {row.expires_at:%Y-%m-%dT%H:%M:%S.%fZ}")
 
 
-def _is_refused(failure: Failed) -> bool:
-    """Tell whether Pub/Sub has surely not taken the message."""
-    return kind_of(failure.reason) in (Kind.CONTENT, Kind.TARGET)
+def _is_surely_not_taken(outcome: Outcome | None) -> bool:
+    """Tell whether Pub/Sub has surely not got the message: it was not tried, or it was refused."""
+    return outcome is None or (isinstance(outcome, Failed) and is_refused(outcome.reason))
+
+
+def _as_it_was(row: Row, outcome: Outcome | None) -> Charged:
+    """Return the row as it was before it was marked; only LastError, which is not read, says what happened since."""
+    error = last_error(outcome) if isinstance(outcome, Failed) else None
+    return Charged(row.attempts, row.available_at, row.expires_at, error)

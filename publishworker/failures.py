@@ -23,45 +23,55 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """A row of the table. `name` is a metric's tag and the beginning of LastError; `source` is what raises it."""
+    """A row of the table.
+
+    `name` is a metric's tag and the beginning of LastError; `source` is what raises it. `refused` says that Pub/Sub has
+    surely not taken the message.
+    """
 
     name: str
     kind: Kind
     source: str
     meaning: str
+    refused: bool
 
 
 REASONS = (
-    Reason("undecodable", Kind.CONTENT, "`DecodeError`", "Data is not a serialized PubsubMessage."),
-    Reason("too_large", Kind.CONTENT, "size", "The publish request would exceed Pub/Sub's 10,000,000 bytes."),
-    Reason("invalid_topic", Kind.CONTENT, "`InvalidMessage`", "No topic can have the name in the column Topic."),
-    Reason("topic_not_allowed", Kind.CONTENT, "`--allowed-topics`", "The worker may not publish to this topic."),
-    Reason("expired", Kind.CONTENT, "`ExpiresAt`", "The time until which the message was worth sending has passed."),
-    Reason("invalid_argument", Kind.CONTENT, "INVALID_ARGUMENT", "Pub/Sub refused this message, sent on its own."),
-    Reason("not_found", Kind.TARGET, "NOT_FOUND", "The topic does not exist."),
-    Reason("permission_denied", Kind.TARGET, "PERMISSION_DENIED", "The worker may not publish to the topic."),
-    Reason("failed_precondition", Kind.TARGET, "FAILED_PRECONDITION", "The topic's state forbids it, as a lost key."),
-    Reason("unavailable", Kind.OUTAGE, "UNAVAILABLE", "Pub/Sub cannot be reached."),
-    Reason("deadline_exceeded", Kind.OUTAGE, "DEADLINE_EXCEEDED", "No answer in time; it may have been published."),
-    Reason("resource_exhausted", Kind.OUTAGE, "RESOURCE_EXHAUSTED", "A quota is used up."),
-    Reason("internal", Kind.OUTAGE, "INTERNAL", "Pub/Sub failed."),
-    Reason("aborted", Kind.OUTAGE, "ABORTED", "Pub/Sub gave up the request."),
-    Reason("cancelled", Kind.OUTAGE, "CANCELLED", "The request was cancelled on its way."),
-    Reason("unknown", Kind.OUTAGE, "UNKNOWN", "Pub/Sub, or something on the way to it, failed without saying how."),
-    Reason("unauthenticated", Kind.OUTAGE, "UNAUTHENTICATED", "The worker's credentials are not accepted."),
-    Reason("credentials", Kind.OUTAGE, "`google.auth` errors", "The worker's credentials give no token."),
-    Reason("already_exists", Kind.UNKNOWN, "ALREADY_EXISTS", "Pub/Sub does not answer so to a publish request."),
-    Reason("out_of_range", Kind.UNKNOWN, "OUT_OF_RANGE", "Pub/Sub does not answer so to a publish request."),
-    Reason("unimplemented", Kind.UNKNOWN, "UNIMPLEMENTED", "The endpoint is not Pub/Sub's, or too old."),
-    Reason("data_loss", Kind.UNKNOWN, "DATA_LOSS", "Pub/Sub does not answer so to a publish request."),
+    Reason("undecodable", Kind.CONTENT, "`DecodeError`", "Data is not a serialized PubsubMessage.", True),
+    Reason("too_large", Kind.CONTENT, "size", "The publish request would exceed Pub/Sub's 10,000,000 bytes.", True),
+    Reason("invalid_topic", Kind.CONTENT, "`InvalidMessage`", "No topic can have the name in the column Topic.", True),
+    Reason("topic_not_allowed", Kind.CONTENT, "`--allowed-topics`", "The worker may not publish to this topic.", True),
+    Reason("expired", Kind.CONTENT, "`ExpiresAt`", "Its time has passed before it was sent.", True),
+    Reason("invalid_argument", Kind.CONTENT, "INVALID_ARGUMENT", "Pub/Sub refuses this message on its own.", True),
+    Reason("not_found", Kind.TARGET, "NOT_FOUND", "The topic does not exist.", True),
+    Reason("permission_denied", Kind.TARGET, "PERMISSION_DENIED", "The worker may not publish to the topic.", True),
+    Reason("failed_precondition", Kind.TARGET, "FAILED_PRECONDITION", "Its state forbids it, as a disabled key.", True),
+    Reason("unimplemented", Kind.TARGET, "UNIMPLEMENTED", "Whatever answers there is not Pub/Sub.", True),
+    Reason("unavailable", Kind.OUTAGE, "UNAVAILABLE", "Pub/Sub cannot be reached.", False),
+    Reason("deadline_exceeded", Kind.OUTAGE, "DEADLINE_EXCEEDED", "No answer in time; perhaps published.", False),
+    Reason("resource_exhausted", Kind.OUTAGE, "RESOURCE_EXHAUSTED", "A quota is used up.", True),
+    Reason("internal", Kind.OUTAGE, "INTERNAL", "Pub/Sub failed.", False),
+    Reason("aborted", Kind.OUTAGE, "ABORTED", "Pub/Sub gave up the request.", False),
+    Reason("cancelled", Kind.OUTAGE, "CANCELLED", "The request was cancelled on its way.", False),
+    Reason("unknown", Kind.OUTAGE, "UNKNOWN", "Something failed without saying how.", False),
+    Reason("unauthenticated", Kind.OUTAGE, "UNAUTHENTICATED", "The worker's credentials are not accepted.", True),
+    Reason("credentials", Kind.OUTAGE, "`google.auth` errors", "The worker's credentials give no token.", True),
+    Reason("already_exists", Kind.UNKNOWN, "ALREADY_EXISTS", "Pub/Sub does not answer so to a publish request.", False),
+    Reason("out_of_range", Kind.UNKNOWN, "OUT_OF_RANGE", "Pub/Sub does not answer so to a publish request.", False),
+    Reason("data_loss", Kind.UNKNOWN, "DATA_LOSS", "Pub/Sub does not answer so to a publish request.", False),
 )
 
-_KINDS = {each.name: each.kind for each in REASONS}
+_BY_NAME = {each.name: each for each in REASONS}
 
 
 def kind_of(reason: str) -> Kind:
     """Return the kind of a reason; of one that is not in the table: unknown."""
-    return _KINDS.get(reason, Kind.UNKNOWN)
+    return _BY_NAME[reason].kind if reason in _BY_NAME else Kind.UNKNOWN
+
+
+def is_refused(reason: str) -> bool:
+    """Tell whether Pub/Sub has surely not taken the message; of a reason that is not in the table nobody knows."""
+    return reason in _BY_NAME and _BY_NAME[reason].refused
 
 
 def reason_of(error: Any) -> str:

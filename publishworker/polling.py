@@ -52,20 +52,22 @@ class Poller:
         self._due_tasks_wait = False  # then every poll reads them
 
     @property
-    def cut_off(self) -> bool:
-        """Tell whether the last poll left tasks behind in the table."""
+    def cut_off(self) -> frozenset[str]:
+        """Return the topics of which the last poll left tasks behind in the table."""
         return self._window.cut_off
 
-    def poll(self, below: int | None, without: Collection[str], held: Collection[str] = frozenset()) -> Found:
+    def poll(
+        self, below: int | None, without: Collection[str], held: Collection[str] = frozenset(), depth: int = 0
+    ) -> Found:
         """Find candidates but for the ids `without`; with ready tasks of lower priority than `below` in any case.
 
-        The topics in `held` are not asked for. Raises StoreError.
+        The topics in `held` are not asked for. Of each range at least `depth` rows are read. Raises StoreError.
         """
         further = self._clock() - self._looked_further_at >= self._look_further_seconds
         look = Look(
             shards=self._fleet.shards,
             topics=self._topics.open.difference(held),
-            per_range=self._window.per_range,
+            per_range=max(self._window.per_range, depth),
             due=further or self._due_tasks_wait,
             below=below,
             known=self._topics.known if further else None,

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from publishworker import metrics as m
-from publishworker.breakers import Change
+from publishworker.breakers import FORGET_SECONDS, LONGEST_TARGET_REST, Change
 from publishworker.complaints import Complaints
 from publishworker.failures import Kind, kind_of
 from publishworker.metrics import Metrics
@@ -22,7 +22,8 @@ class Recorder:
         """Count in `metrics`."""
         self._metrics = metrics
         self._complaints = Complaints(clock)
-        self._resting: set[str] = set()  # topics of which it was told
+        self._clock = clock
+        self._resting: dict[str, float] = {}  # topics of which it was told, and when a failing probe was last seen
 
     def group(self, result: GroupResult) -> None:
         """Count what became of a group, and tell what went wrong."""
@@ -53,22 +54,25 @@ class Recorder:
 
     def change(self, change: Change) -> None:
         """Tell of a topic that rests, and of its return: a pair of lines a minute at most, also if it flaps."""
-        topic, failure = change.topic, change.failure
+        topic, failure, now = change.topic, change.failure, self._clock()
         if failure is None:
-            if topic in self._resting:
-                self._resting.remove(topic)
+            if self._resting.pop(topic, None) is not None:
                 _log.info("%s works again, after %.1f s", topic, change.seconds, extra={"action": "topic_back"})
             return
-        if not change.seconds:  # the rest before this one ended unseen: no task was left to probe the topic with
-            self._resting.discard(topic)
+        # A rest ends unseen where no task is left to probe the topic with.
+        self._resting = {
+            each: at for each, at in self._resting.items() if now - at < FORGET_SECONDS + LONGEST_TARGET_REST
+        }
+        if not change.seconds:
+            self._resting.pop(topic, None)
         few = "ten tasks" if kind_of(failure.reason) is Kind.TARGET else "one task"
-        if topic not in self._resting and self._complaints.say(
+        if topic in self._resting or self._complaints.say(
             "topic_rests",
             topic,
             f"{topic} rests, and is tried with {few} now and then until it works again; the others wait: "
             f"{failure.reason}: {failure.error}",
         ):
-            self._resting.add(topic)
+            self._resting[topic] = now
 
     def _failures(self, result: GroupResult) -> None:
         """Tell of the failures that were written down; of the others the topic's rest tells."""

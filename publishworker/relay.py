@@ -68,7 +68,7 @@ class Relay:
         )
         self._fair = FairShare(fair_share)
         self._behind = False  # whether the last sample left tasks behind
-        self._breakers = Breakers(random, clock)
+        self._breakers = Breakers(random, clock, places=limits.groups)
         self._doubts = Doubts(clock)
         self._recorder = Recorder(metrics, clock)
         self._flights = Flights(delivery.deliver, clock)
@@ -92,7 +92,7 @@ class Relay:
         waits = bool(full or groups) and not results
         changed = self._learn(results)
         if not stopping():
-            changed |= self._follow_up(results)
+            self._follow_up(results)
         return self._record(found, results, waits=waits, changed=changed)
 
     def finish(self) -> Turn:
@@ -107,7 +107,7 @@ class Relay:
         in_flight = self._flights.ids()  # also those that end before the poll does: its snapshot may not show it
         allowed = self._throttle.allowances(self._flights.tasks_by_topic())
         held = self._breakers.resting() | {topic for topic, tasks in allowed.items() if not tasks}
-        return self._poller.poll(self._fair.below, in_flight, held)
+        return self._poller.poll(self._fair.below, in_flight, held, self._breakers.depth())
 
     def _sample(self, candidates: Sequence[Candidate], doubtful: frozenset[str]) -> list[Group]:
         """Cut candidates into as many groups as can start now; some may be a lower priority's share."""
@@ -121,7 +121,9 @@ class Relay:
                 allowed[group.topic] -= len(group.ids)
         given = {id for group in fair for id in group.ids}
         groups = fair + self._groups([each for each in candidates if each.id not in given], fair, allowed)
-        self._behind = self._poller.cut_off or sum(len(group.ids) for group in groups) < len(candidates)
+        taken = sum(len(group.ids) for group in groups if group.topic not in allowed)
+        free = sum(each.topic not in allowed for each in candidates)  # the others wait for more than for a place
+        self._behind = bool(self._poller.cut_off - allowed.keys()) or taken < free
         priorities = [each.priority for each in candidates if each.available_at is None]
         self._fair.count(len(groups), len(fair), max(priorities, default=None) if self._behind else None)
         return groups
@@ -156,17 +158,11 @@ class Relay:
                 changes.append(change)
         return bool(changes)
 
-    def _follow_up(self, results: Sequence[GroupResult]) -> bool:
-        """Start groups of the tasks that must be marked before they are published; return whether there are any."""
-        groups = [
-            Group(result.group.topic, ids, at_most_once=True)
-            for result in results
-            if (ids := result.at_most_once())
-            and (result.group.probe or result.group.topic not in self._breakers.known())
-        ]
-        for group in groups:
-            self._start(group)
-        return bool(groups)
+    def _follow_up(self, results: Sequence[GroupResult]) -> None:
+        """Start groups of the tasks that must be marked before they are published."""
+        for result in results:
+            if (ids := result.at_most_once()) and self._breakers.may_be_risked(result):
+                self._start(Group(result.group.topic, ids, at_most_once=True))
 
     def _mark_doubtful(self) -> frozenset[str]:
         """Mark what was published while its commit failed; return those ids, which are no candidates in this turn.

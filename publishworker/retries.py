@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from random import Random
 
-from publishworker.failures import Kind, kind_of
+from publishworker.failures import Kind, is_refused, kind_of
 from publishworker.task import NEVER, Charged, Failed, Group, Row
 
 #: What INT64 holds; another writer may have put anything into the column.
@@ -49,17 +49,17 @@ class Retries:
         return min(self.initial * 2.0**doublings, self.longest) * self.random.uniform(0.5, 1)
 
 
-def is_charged(group: Group, id: str, failure: Failed) -> bool:
+def is_charged(group: Group, id: str, failure: Failed, *, works: bool) -> bool:
     """Tell whether a failure is its task's own, or its topic's, which then rests and costs the task nothing.
 
-    A missing or closed topic is charged to the tasks that probe it. An outage is charged to a task that has met one
-    before while its topic worked later: that one is the task's.
+    A missing or closed topic is charged to the tasks that probe it. An outage is charged to a suspect, who has met one
+    before, if the topic `works` beside it; but not one that no message can cause, as a used-up quota.
     """
     match kind_of(failure.reason):
         case Kind.TARGET:
-            return group.probe or group.at_most_once
+            return group.probe
         case Kind.OUTAGE:
-            return id in group.suspects and not group.probe
+            return id in group.suspects and works and not group.probe and not is_refused(failure.reason)
     return True
 
 

@@ -43,14 +43,14 @@ def news(values: Iterable[Sequence[Any]]) -> News:
     for id, name, kind, in_flight, _, _, rate, burst in values:
         if id.string_value:
             continue
-        if (number := int(kind.string_value)) == sql.LIMITED:
-            limits[name.string_value] = TopicLimit(
-                _number(float, rate.string_value),
-                _number(int, burst.string_value),
-                _number(int, in_flight.string_value),
-            )
-        else:
+        number = int(kind.string_value)
+        if number != sql.LIMITED:
             named.get(number, topics).add(name.string_value)
+        limit = TopicLimit(
+            _number(float, rate.string_value), _number(int, burst.string_value), _number(int, in_flight.string_value)
+        )
+        if number in (sql.PAUSED, sql.LIMITED) and limit != TopicLimit():
+            limits[name.string_value] = limit
     return News(
         topics=frozenset(topics),
         paused=frozenset(named[sql.PAUSED]),

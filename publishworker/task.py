@@ -56,7 +56,7 @@ class News:
     paused: frozenset[str]
     living: frozenset[str]
     gone: frozenset[str]
-    #: What AsynchronousTaskTopics says of topics that are not paused; it may make no sense.
+    #: What AsynchronousTaskTopics says, also of paused topics; it may make no sense.
     limits: Mapping[str, "TopicLimit"] = field(default_factory=dict)
 
 
@@ -74,8 +74,10 @@ class Group:
 
     topic: str
     ids: tuple[str, ...]
-    #: Those that met their topic's last outage; it has worked since, so the next one is theirs.
+    #: Those that met their topic's last outage: the next one is theirs, if the topic works beside them.
     suspects: frozenset[str] = frozenset()
+    #: The topic has published something since an outage was last met.
+    works: bool = True
     #: They are sent to see whether a topic that rests works again.
     probe: bool = False
     #: They are marked, and published when that has been committed.
@@ -138,17 +140,17 @@ Outcome = Sent | Taken | Failed
 
 @dataclass(frozen=True, slots=True)
 class Charged:
-    """A failure as it is written to its row: an attempt more, and when the next one is due, or NEVER."""
+    """What is written to a row that was not sent: after a failure, or to take back a mark that came before it."""
 
     attempts: int
-    available_at: datetime
+    available_at: datetime | None
     expires_at: datetime | None  # as it was
-    error: str
+    error: str | None
 
     @property
     def dead(self) -> bool:
         """Tell whether there is no next attempt."""
-        return self.available_at >= NEVER
+        return self.available_at is not None and self.available_at >= NEVER
 
 
 #: What is written to a locked row; a row without a mark stays as it is.

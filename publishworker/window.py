@@ -13,13 +13,16 @@ class Window:
         """Aim at `target` rows; begin as if one topic had all of them, spread over the shards."""
         self._target = target
         self.per_range = max(1, -(-target // max(1, shards)))
-        #: Whether the last poll left rows behind in some range.
-        self.cut_off = False
+        #: The topics of which the last poll left rows behind in some range.
+        self.cut_off: frozenset[str] = frozenset()
 
-    def adapt(self, found: Mapping[object, int]) -> None:
-        """Learn from the last poll: how many rows each range gave, or more if another part of the poll read it, too."""
+    def adapt(self, found: Mapping[tuple[str, int, bool], int]) -> None:
+        """Learn from the last poll: how many rows each range gave, or more if another part of the poll read it, too.
+
+        A range is a topic, a shard, and whether its tasks are ready or due.
+        """
         total = sum(min(count, self.per_range) for count in found.values())
-        self.cut_off = any(count >= self.per_range for count in found.values())
+        self.cut_off = frozenset(topic for (topic, *_), count in found.items() if count >= self.per_range)
         if total > 2 * self._target:
             self.per_range = max(1, self.per_range // 2)
         elif self.cut_off and total < self._target:

@@ -153,13 +153,14 @@ def test_limits_are_told(harness: Harness) -> None:
 
 
 def test_a_paused_topic_is_paused_whatever_its_limits(harness: Harness) -> None:
-    """It gets none, so there is nothing to limit; a row that says nothing is no news."""
+    """It keeps them until it is resumed; a row that says nothing is no news."""
     harness.limit("orders", TopicLimit(1.0, 1, 1))
     harness.pause("orders")
     harness.limit("nothing", TopicLimit())
     harness.pause("invoices")
     news = news_of(harness.store)
-    assert (news.paused, news.limits, news.topics) == ({"orders", "invoices"}, {}, frozenset())
+    assert (news.paused, news.limits) == ({"orders", "invoices"}, {"orders": TopicLimit(1.0, 1, 1)})
+    assert news.topics == frozenset()
 
 
 def test_limits_are_no_candidates(harness: Harness) -> None:

@@ -105,7 +105,7 @@ class FakeStore:
         return News(
             topics=frozenset(topics),
             paused=frozenset(self.paused),
-            limits={topic: limit for topic, limit in self.limits.items() if topic not in self.paused},
+            limits={topic: limit for topic, limit in self.limits.items() if limit != TopicLimit()},
             living=frozenset(worker for worker, age in ages.items() if age < sql.SILENT_SECONDS),
             gone=frozenset(worker for worker, age in ages.items() if age > sql.GONE_SECONDS),
         )

@@ -104,8 +104,14 @@ class SpannerHarness:
 
     def pause(self, topic: str) -> None:
         """See Harness."""
-        with self._database.batch() as batch:
-            batch.insert_or_update("AsynchronousTaskTopics", ("Topic", "Paused"), [(topic, True)])
+
+        def work(transaction: Any) -> None:
+            if not transaction.execute_update(
+                f"UPDATE AsynchronousTaskTopics SET Paused = TRUE WHERE Topic = '{topic}'"
+            ):
+                transaction.insert("AsynchronousTaskTopics", ("Topic", "Paused"), [(topic, True)])
+
+        self._database.run_in_transaction(work)
 
     def limit(self, topic: str, limit: TopicLimit) -> None:
         """See Harness."""

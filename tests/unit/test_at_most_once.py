@@ -77,17 +77,77 @@ def test_an_answer_that_does_not_come_is_not_asked_for_again(bench: Bench) -> No
     assert bench.count(m.IN_DOUBT) == 1
 
 
-@pytest.mark.parametrize("failure", [Failed("not_found", "no topic"), Failed("invalid_argument", "no")])
-def test_what_pubsub_surely_refused_is_unsent_again_with_the_attempt(bench: Bench, failure: Failed) -> None:
-    """A refusal is no loss: the row has what it had before, and one attempt more."""
-    bench.insert("a", at_most_once=True, attempts=2, available_at=bench.store.now, expires_at=NEVER)
+@pytest.mark.parametrize(
+    ("failure", "attempts"),
+    [
+        (Failed("invalid_argument", "no"), 3),
+        (Failed("not_found", "no topic"), 2),
+        (Failed("credentials", "no token"), 2),
+        (Failed("resource_exhausted", "quota"), 2),
+        (Failed("unauthenticated", "who"), 2),
+    ],
+)
+def test_what_pubsub_surely_refused_is_unsent_again(bench: Bench, failure: Failed, attempts: int) -> None:
+    """A refusal is no loss: the row has what it had before, and is charged as any other task would be."""
+    due_at = bench.store.now
+    bench.insert("a", at_most_once=True, attempts=2, available_at=due_at, expires_at=NEVER)
     bench.publisher.failing["a"] = failure
     bench.turns()
     row = bench.store.rows["a"]
-    assert (row.sent_at, row.attempts, row.expires_at) == (None, 3, NEVER)
+    assert (row.sent_at, row.attempts, row.expires_at) == (None, attempts, NEVER)
+    assert row.available_at == (NEVER if attempts == 3 else due_at)
     assert row.last_error == f"{failure.reason}: {failure.error}"
-    assert (row.available_at == NEVER) is (failure.reason == "invalid_argument")
     assert bench.count(m.IN_DOUBT) == 0
+    bench.publisher.failing.clear()
+    row.available_at = due_at
+    bench.wait(2)
+    for _ in range(5):  # a probe spares it a few times, in the hope of another task
+        bench.turns()
+    assert bench.publisher.ids() == ["a"]
+
+
+def test_what_there_was_no_time_for_is_unsent_again(bench: Bench) -> None:
+    """It was not tried, so nothing is in doubt; the next turn takes it."""
+    bench.insert("late", "early", at_most_once=True)
+    bench.publisher.out_of_time.add("late")
+    bench.relay.turn(), bench.relay.turn(), bench.relay.turn()
+    assert bench.publisher.ids() == ["early"]
+    assert bench.unsent() == ["late"]
+    assert (bench.store.rows["late"].attempts, bench.store.rows["late"].last_error) == (0, None)
+    bench.publisher.out_of_time.clear()
+    bench.turns()
+    assert bench.unsent() == []
+    assert bench.count(m.IN_DOUBT) == 0
+
+
+def test_lost_credentials_lose_no_task(bench: Bench) -> None:
+    """A minute without a token: each is sent afterwards, once."""
+    bench.insert(*[str(n) for n in range(60)], at_most_once=True)
+    bench.publisher.down["projects/test-project/topics/orders"] = Failed("credentials", "no token")
+    for _ in range(60):
+        bench.turns()
+        bench.wait(1)
+    assert bench.count(m.IN_DOUBT) == 0
+    bench.publisher.down.clear()
+    for _ in range(20):
+        bench.turns()
+        bench.wait(1)
+    assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
+
+
+def test_commits_that_are_refused_make_no_busy_loop(bench: Bench) -> None:
+    """A group that could not be marked is no reason to poll at once."""
+    bench.insert("a", at_most_once=True)
+    bench.turns()
+    bench.store.rows["a"].sent_at = None
+    commits = iter(range(100))
+
+    def refuse_marks() -> None:
+        if next(commits) % 2:  # the look is committed, the mark is not
+            raise StoreError("no permission to update")
+
+    bench.store.before_commit = refuse_marks
+    assert sum(bench.relay.turn().made_progress for _ in range(20)) <= 1
 
 
 def test_a_refusal_leaves_alone_what_somebody_has_touched_since(bench: Bench) -> None:

@@ -71,7 +71,7 @@ def test_a_topic_that_fails_rests_for_a_second_and_holds_no_other(watch: Watch, 
     assert watch.breakers.seconds_to_probe() is None
 
 
-@pytest.mark.parametrize("outcome", [POISON, Taken("sent"), Failed("unimplemented", "?")])
+@pytest.mark.parametrize("outcome", [POISON, Taken("sent"), Failed("data_loss", "?")])
 def test_what_is_the_tasks_own_matter_rests_no_topic(watch: Watch, outcome: Outcome) -> None:
     """Poison, unknown errors, and tasks of other workers say nothing of the topic."""
     assert not watch.ended(Group("orders", ("a",)), a=outcome)
@@ -104,7 +104,8 @@ def test_what_was_published_ends_the_rest_and_the_next_one_begins_with_a_second(
     watch.fail(AWAY, "a")
     watch.probe(AWAY)
     watch.probe(Sent("1"))
-    assert (watch.breakers.resting(), watch.breakers.known()) == (frozenset(), {})
+    assert watch.breakers.resting() == frozenset()
+    assert not watch.breakers.start(Group("orders", ("b",))).probe
     watch.fail(AWAY, "a")
     assert (watch.breakers.seconds_to_probe() or 0) <= 1
     assert watch.ended(Group("orders", ("late",)), late=Sent("1"))
@@ -135,7 +136,6 @@ def test_a_probe_that_says_nothing_is_followed_by_another(watch: Watch) -> None:
         group = watch.breakers.start(Group("orders", ("probe",)))
         watch.ended(group, probe=outcome)
         assert watch.breakers.resting() == frozenset()
-        assert watch.breakers.known().keys() == {"orders"}
 
 
 def test_a_missing_topic_is_probed_with_ten_tasks_an_outage_with_one(watch: Watch) -> None:
@@ -172,12 +172,75 @@ def test_who_met_an_outage_is_a_suspect_until_it_is_sent(watch: Watch) -> None:
 
 
 def test_who_met_an_outage_before_the_last_one_is_no_suspect(watch: Watch) -> None:
-    """Others met it, too: it was nobody's fault. Another topic's outage says nothing."""
-    watch.ended(Group("orders", ("a", "x")), a=AWAY, x=Sent("1"))
-    watch.ended(Group("invoices", ("i", "x")), i=AWAY, x=Sent("1"))
-    assert watch.breakers.start(Group("orders", ("a",))).suspects == {"a"}
-    watch.ended(Group("orders", ("b", "y")), b=AWAY, y=Sent("2"))
-    assert watch.breakers.start(Group("orders", ("a", "b"))).suspects == {"b"}
+    """Others met one since, and their topic rested: it was nobody's fault. Groups that fail together are one outage."""
+    watch.fail(AWAY, "a")
+    watch.fail(AWAY, "b")
+    watch.fail(AWAY, "i", topic="invoices")
+    watch.probe(Sent("1"))
+    assert watch.breakers.start(Group("orders", ("a", "b"))).suspects == {"a", "b"}
+    watch.fail(AWAY, "c")
+    watch.probe(Sent("2"))
+    assert watch.breakers.start(Group("orders", ("a", "b", "c"))).suspects == {"c"}
+
+
+def test_after_an_outage_a_topic_works_when_it_has_published_something(watch: Watch) -> None:
+    """Charged or not: a suspect that fails is no proof that the others would not."""
+    watch.ended(Group("orders", ("a", "b")), a=Sent("1"), b=AWAY)
+    group = watch.breakers.start(Group("orders", ("b",)))
+    assert (group.suspects, group.works) == ({"b"}, True)
+    result = GroupResult(group, tried={"b": AWAY})
+    result.charged["b"] = Charged(1, datetime(2026, 1, 1, tzinfo=UTC), None, "unavailable: away")
+    watch.breakers.learn(result)
+    assert not watch.breakers.start(Group("orders", ("b",))).works
+    watch.ended(Group("orders", ("c",)), c=Sent("2"))
+    assert watch.breakers.start(Group("orders", ("b",))).works
+
+
+def test_several_groups_that_are_one_probe_double_the_rest_once(watch: Watch) -> None:
+    """Ten tasks of a missing topic are ten groups where each task has its own transaction."""
+    watch.fail(MISSING, "a")
+    watch.seconds += 1
+    groups = [watch.breakers.start(Group("orders", (str(n),))) for n in range(10)]
+    for n, group in enumerate(groups):
+        watch.ended(group, **{str(n): MISSING})
+    wait = watch.breakers.seconds_to_probe()
+    assert wait is not None
+    assert 1.7 <= wait <= 2
+
+
+def test_probes_of_outages_have_a_quarter_of_the_places(watch: Watch) -> None:
+    """They may hang; those that have waited longest go first, missing topics are not held back."""
+    topics = [f"t{n}" for n in range(6)]
+    for topic in topics:
+        watch.fail(AWAY, "a", topic=topic)
+        watch.seconds += 0.01
+    watch.fail(MISSING, "a", topic="missing")
+    watch.seconds += 2
+    held = watch.breakers.resting()
+    assert (len(held), "missing" in held) == (4, False)
+    probed = set(topics) - held
+    for topic in probed:
+        watch.breakers.start(Group(topic, ("a",)))
+    assert watch.breakers.resting() == set(topics)
+    watch.ended(Group(probed.pop(), ("a",), probe=True), a=AWAY)
+    assert len(watch.breakers.resting()) == 5
+
+
+def test_at_most_once_tasks_are_risked_in_an_outage_only_where_nothing_else_is_found(watch: Watch) -> None:
+    """Three draws are spared; in a missing topic nothing is risked, as it refuses; beside a rest they wait."""
+
+    def looked(*, probe: bool = True) -> GroupResult:
+        result = GroupResult(Group("orders", ("once",), probe=probe))
+        result.outcomes["once"] = Taken("at_most_once")
+        watch.breakers.learn(result)
+        return result
+
+    assert watch.breakers.may_be_risked(looked(probe=False))
+    watch.fail(AWAY, "a")
+    assert not watch.breakers.may_be_risked(looked(probe=False))
+    assert [watch.breakers.may_be_risked(looked()) for _ in range(8)] == [False, False, False, True] * 2
+    watch.probe(MISSING)
+    assert watch.breakers.may_be_risked(looked())
 
 
 def test_a_probe_makes_no_suspects(watch: Watch) -> None:
@@ -211,7 +274,6 @@ def test_a_topic_that_nobody_can_probe_is_forgotten_with_its_suspects(watch: Wat
     watch.fail(AWAY, "a")
     watch.seconds += FORGET_SECONDS + 2
     assert watch.breakers.resting() == frozenset()
-    assert watch.breakers.known() == {}
     assert watch.breakers.start(Group("orders", ("a",))) == Group("orders", ("a",))
 
 

@@ -5,10 +5,10 @@ from collections import Counter
 import grpc
 import pytest
 
-from publishworker.failures import REASONS, Kind, kind_of, reason_of
+from publishworker.failures import REASONS, Kind, is_refused, kind_of, reason_of
 
 CONTENT = {"undecodable", "too_large", "invalid_topic", "topic_not_allowed", "expired", "invalid_argument"}
-TARGET = {"not_found", "permission_denied", "failed_precondition"}
+TARGET = {"not_found", "permission_denied", "failed_precondition", "unimplemented"}
 OUTAGE = {
     "unavailable",
     "deadline_exceeded",
@@ -20,7 +20,7 @@ OUTAGE = {
     "unauthenticated",
     "credentials",
 }
-UNKNOWN = {"already_exists", "out_of_range", "unimplemented", "data_loss"}
+UNKNOWN = {"already_exists", "out_of_range", "data_loss"}
 
 STATUSES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
 
@@ -91,3 +91,10 @@ def test_credentials_that_give_no_token_are_told_from_a_service_that_is_away(
 ) -> None:
     """The status is the same: only the details tell whose fault it is."""
     assert reason_of(FailedCall(code, details)) == reason
+
+
+def test_what_pubsub_has_surely_not_taken() -> None:
+    """Every answer that is a refusal, and what never left; not what may have been published before it failed."""
+    refused = {each.name for each in REASONS if is_refused(each.name)}
+    assert refused == CONTENT | TARGET | {"resource_exhausted", "unauthenticated", "credentials"}
+    assert not is_refused("something new")

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from publishworker.task import NEVER, TopicLimit
+from publishworker.task import NEVER, Failed, TopicLimit
 from tests.support.relay_bench import Bench
 
 MANY = 2_000
@@ -210,3 +210,33 @@ def test_the_share_of_lower_priorities_counts_for_the_limit() -> None:
         bench.publisher.requests.clear()
         bench.relay.turn()
         assert sum(map(len, bench.publisher.requests)) <= 6
+
+
+def test_hanging_topics_leave_places_for_others() -> None:
+    """However many there are: their probes have a quarter of the places, and a good task goes at once."""
+    bench = Bench(groups=8)
+    topics = [f"silent{n}" for n in range(30)]
+    for topic in topics:
+        bench.publisher.topics.add(f"projects/test-project/topics/{topic}")
+        bench.publisher.down[f"projects/test-project/topics/{topic}"] = Failed("deadline_exceeded", "no answer")
+        bench.insert(f"{topic}-task", topic=topic, priority=100)
+    for _ in range(20):
+        bench.turns()
+        bench.wait(1)
+    bench.publisher.requests.clear()
+    bench.relay.turn()
+    assert len(bench.publisher.requests) <= 2
+
+
+def test_a_pause_keeps_the_limits() -> None:
+    """Who resumes a topic gets no second burst."""
+    bench = Bench()
+    bench.insert(*[str(n) for n in range(50)])
+    bench.store.limits = {"orders": TopicLimit(rate=0.001, burst=5)}
+    for _ in range(4):
+        bench.turns()
+        bench.store.paused = {"orders"}
+        bench.turns()
+        bench.store.paused = set()
+    bench.turns()
+    assert len(bench.publisher.ids()) == 5

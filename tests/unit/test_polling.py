@@ -107,10 +107,11 @@ def test_a_topic_that_always_has_tasks_is_never_forgotten(watch: Watch) -> None:
 def test_the_window_does_not_count_what_another_part_of_the_poll_brought() -> None:
     """A range that gave twice its rows, ready ones and lower ones, is full and no more."""
     window = Window(target=100, shards=10)
-    window.adapt(dict.fromkeys(range(10), 2 * window.per_range))
-    assert (window.per_range, window.cut_off) == (10, True)
-    window.adapt({0: 10})
-    assert window.per_range == 20
+    window.adapt(dict.fromkeys([("orders", shard, True) for shard in range(10)], 2 * window.per_range))
+    assert (window.per_range, window.cut_off) == (10, {"orders"})
+    one = ("orders", 0, True)
+    window.adapt({one: 10, ("invoices", 0, False): 9})
+    assert (window.per_range, window.cut_off) == (20, {"orders"})
     for _ in range(9):
-        window.adapt({0: 1000})
+        window.adapt({one: 1000})
     assert window.per_range == 100  # never more than the target

@@ -178,34 +178,28 @@ def test_the_text_is_what_a_column_can_hold(error: str, copies: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failure", "probe", "suspect", "at_most_once", "charged"),
+    ("failure", "probe", "suspect", "works", "charged"),
     [
         # A content error is its task's own, wherever it is met.
-        *((CONTENT, probe, suspect, once, True) for probe in (0, 1) for suspect in (0, 1) for once in (0, 1)),
+        *((CONTENT, probe, suspect, works, True) for probe in (0, 1) for suspect in (0, 1) for works in (0, 1)),
         # And so is one that nobody knows.
-        *((UNKNOWN, probe, suspect, once, True) for probe in (0, 1) for suspect in (0, 1) for once in (0, 1)),
-        # A missing or closed topic is charged to its probes, and to tasks whose row was marked before.
-        (TARGET, 0, 0, 0, False),
-        (TARGET, 0, 1, 0, False),
-        (TARGET, 1, 0, 0, True),
-        (TARGET, 1, 1, 0, True),
-        (TARGET, 0, 0, 1, True),
-        (TARGET, 0, 1, 1, True),
-        (TARGET, 1, 0, 1, True),
-        (TARGET, 1, 1, 1, True),
-        # An outage is charged to a task that has met one while its topic worked; a probe does not know that it works.
-        (OUTAGE, 0, 0, 0, False),
-        (OUTAGE, 0, 1, 0, True),
-        (OUTAGE, 1, 0, 0, False),
-        (OUTAGE, 1, 1, 0, False),
-        (OUTAGE, 0, 0, 1, False),
+        *((UNKNOWN, probe, suspect, works, True) for probe in (0, 1) for suspect in (0, 1) for works in (0, 1)),
+        # A missing or closed topic is charged to its probes.
+        *((TARGET, 0, suspect, works, False) for suspect in (0, 1) for works in (0, 1)),
+        *((TARGET, 1, suspect, works, True) for suspect in (0, 1) for works in (0, 1)),
+        # An outage is charged to a task that has met one, while its topic works; a probe does not know that it does.
         (OUTAGE, 0, 1, 1, True),
-        (OUTAGE, 1, 0, 1, False),
-        (OUTAGE, 1, 1, 1, False),
+        (OUTAGE, 0, 1, 0, False),
+        (OUTAGE, 0, 0, 1, False),
+        (OUTAGE, 0, 0, 0, False),
+        *((OUTAGE, 1, suspect, works, False) for suspect in (0, 1) for works in (0, 1)),
+        # What no message can cause is charged to none.
+        *((Failed(reason, "?"), 0, 1, 1, False) for reason in ("resource_exhausted", "unauthenticated", "credentials")),
+        *((Failed(reason, "?"), 0, 1, 1, True) for reason in ("unavailable", "deadline_exceeded", "internal")),
     ],
 )
-def test_who_pays(failure: Failed, probe: int, suspect: int, at_most_once: int, charged: bool) -> None:
+def test_who_pays(failure: Failed, probe: int, suspect: int, works: int, charged: bool) -> None:
     """The task, or its topic, which rests then; another task that is suspect changes nothing."""
     suspects = frozenset({"b", *(["a"] if suspect else [])})
-    group = Group("orders", ("a", "b"), suspects, probe=bool(probe), at_most_once=bool(at_most_once))
-    assert is_charged(group, "a", failure) is charged
+    group = Group("orders", ("a", "b"), suspects, probe=bool(probe))
+    assert is_charged(group, "a", failure, works=bool(works)) is charged

@@ -84,7 +84,7 @@ def test_a_wrong_value_names_the_flag_the_value_and_what_is_allowed(flag: str, v
         ("allowed_topics", "projects/*/topics/a%20b~c+d._-", "projects/*/topics/a%20b~c+d._-"),
         ("backoff_initial", "0.05", 0.05),
         ("backoff_initial", "3600", 3600),
-        ("backoff_max", "0.05", 0.05),
+        ("backoff_max", "1", 1),
         ("backoff_max", "604800", 604_800),
         ("max_attempts", "1", 1),
         ("max_attempts", "1000000", 1_000_000),
