@@ -101,7 +101,6 @@ def test_pubsub_that_goes_away_under_load_charges_no_task(
         lasting(outage_seconds, look)
         waiting = unsent(database)
         assert set(late) <= set(waiting)
-        assert [told(process, "topic_rests", topic) for topic in topics] == [1, 1]
         proxy.forward()
         first = seconds_until(
             lambda: len(unsent(database)) < len(waiting), LONGEST_OUTAGE_REST + PUBLISH_SECONDS + 5, "one task sent"
@@ -110,8 +109,10 @@ def test_pubsub_that_goes_away_under_load_charges_no_task(
         assert charged(database) == 0
         process.stop()
         assert process.wait() == 0
-        assert [told(process, "topic_rests", topic) for topic in topics] == [1, 1]
-        assert [told(process, "topic_back", topic) for topic in topics] == [1, 1]
+        rests = [told(process, "topic_rests", topic) for topic in topics]
+        assert [told(process, "topic_back", topic) for topic in topics] == rests
+        # Groups that hang one after another on the emulator may all be of one topic, until the outage is over.
+        assert rests == [1, 1] or (go_away is hang and sum(rests) == 1)
         lines = log_lines(process)
     assert not [line for line in lines if line["action"] in ("publish_failed", "dead") or "error.stack" in line]
     assert len(lines) < 20

@@ -21,6 +21,7 @@ from outbox import _ddl, schema
 from outbox.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from tests.support.proxy import Proxy, silent_port
+from tests.support.waiting import eventually
 from tests.support.spanner import client
 
 SCHEMA = Path(__file__).parents[2] / "schema"
@@ -325,9 +326,14 @@ def test_the_change_stream_has_one_record_for_each_registered_task(empty_databas
         batch.update("AsynchronousTasks", ["Id", "SentAt"], [["first", COMMIT_TIMESTAMP]])
         batch.delete("AsynchronousTasks", KeySet(keys=[["second"]]))
 
-    records = list(changes(empty_database, start, datetime.now(UTC)))
+    found: list[tuple[str, list[str]]] = []
 
-    assert [(kind, sorted(keys)) for kind, keys in records] == [("INSERT", ["first", "second"])]
+    def recorded() -> bool:
+        found[:] = [(kind, sorted(keys)) for kind, keys in changes(empty_database, start, datetime.now(UTC))]
+        return bool(found)
+
+    eventually(recorded, seconds=60, message="a record of the insert")  # at times it is not there at once
+    assert found == [("INSERT", ["first", "second"])]
 
 
 def changes(database: Database, start: datetime, end: datetime) -> Iterator[tuple[str, list[str]]]:
