@@ -21,8 +21,8 @@ from outbox import _ddl, schema
 from outbox.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from tests.support.proxy import Proxy, silent_port
-from tests.support.waiting import eventually
 from tests.support.spanner import client
+from tests.support.waiting import eventually
 
 SCHEMA = Path(__file__).parents[2] / "schema"
 
