@@ -198,7 +198,9 @@ class Breakers:
         return rest
 
     def _suspect(self, topic: str, ids: Collection[str], *, new: bool) -> None:
-        self._outages[topic] += bool(ids) and new  # groups that fail while their topic rests met the same one
+        if not ids:
+            return
+        self._outages[topic] += new  # groups that fail while their topic rests met the same one
         for id in ids:
             self._suspects.pop(id, None)  # it goes to the end
             self._suspects[id] = (topic, self._outages[topic])

@@ -14,7 +14,7 @@ from random import Random
 from tqdm import tqdm
 
 from publishworker.store import Decide
-from publishworker.task import Candidate, Look, News, Outcome, Poll, Row, Sent
+from publishworker.task import Candidate, Failed, Look, News, Outcome, Poll, Row, Sent
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.results import Section, figures
 from tests.support.parts import relay_of
@@ -91,7 +91,7 @@ class DistantStore:
             candidates, News(topics=frozenset({"topic"}) - look.known, paused=nobody, living=nobody, gone=nobody)
         )
 
-    def claim(self, ids: Sequence[str], decide: Decide) -> None:
+    def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """See Store."""
         self.travel(LOCK)
         decide([Row(id, "topic", b"", None, NOON, None, None, clean=True) for id in ids], NOON)
@@ -99,6 +99,7 @@ class DistantStore:
         with self._lock:
             for id in ids:
                 del self.unsent_of[int(id) % 10][id]
+        return NOON
 
     def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
         """See Store: nobody else is there."""
@@ -114,10 +115,16 @@ class DistantPublisher:
         """Take the store's distances."""
         self._store = store
 
-    def publish(self, topic: str, rows: Sequence[Row], seconds: float) -> dict[str, Outcome]:
+    def publish(
+        self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
+    ) -> dict[str, Outcome]:
         """See Publisher."""
         self._store.travel(PUBLISH)
         return {row.id: Sent("1") for row in rows}
+
+    def refusals(self, topic: str, rows: Sequence[Row]) -> dict[str, Failed]:
+        """See Publisher: none."""
+        return {}
 
 
 def relay(way: Way, tasks: int, seed: int, slow: float) -> tuple[float, float, float]:
