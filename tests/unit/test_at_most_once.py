@@ -266,3 +266,13 @@ def test_it_is_not_marked_while_its_topic_rests(bench: Bench) -> None:
         bench.wait(1)
         bench.turns()
     assert bench.unsent() == []
+
+
+def test_what_was_charged_before_and_after_the_mark_is_counted(bench: Bench) -> None:
+    """One has expired, so it was not marked; another was marked, refused, and unsent again: two dead tasks."""
+    bench.insert("late", at_most_once=True, expires_at=bench.store.now)
+    bench.insert("bad", at_most_once=True)
+    bench.publisher.failing["bad"] = Failed("invalid_argument", "no")
+    bench.turns()
+    assert [row.available_at for row in bench.store.rows.values()] == [NEVER, NEVER]
+    assert bench.count(m.DEAD) == 2
