@@ -17,7 +17,7 @@ from publishworker import exits
 from publishworker.connection import LimitedDatabase, open_database, open_pubsub
 from publishworker.messages import topic_filter, topic_name
 from publishworker.settings import WorkerSettings
-from publishworker.store import SpannerStore, describe
+from publishworker.store import SpannerStore, Unsent, describe
 from publishworker.task import Look, News
 from publishworker.throttle import problem
 
@@ -29,7 +29,7 @@ _TOPIC_SECONDS = 5.0
 class Finding:
     """One line of the answer."""
 
-    verdict: Literal["ok", "unknown", "wrong", "unreachable"]
+    verdict: Literal["ok", "unknown", "warning", "wrong", "unreachable"]
     text: str
 
 
@@ -55,12 +55,15 @@ def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Findi
         named = set(topics)
         if table.verdict == "ok":
             store = SpannerStore(database, schema.shard_count(database))
-            named |= {each.topic for each in store.unsent() if each.state in ("pending", "retrying")}
+            unsent = store.unsent()
+            named |= {each.topic for each in unsent if each.state in ("pending", "retrying")}
+            if not settings.pubsub_endpoint:
+                yield from _one_region(unsent)
             news = store.poll(Look(shards=(), topics=frozenset(), per_range=1, known=frozenset())).news
             if news is not None:
                 named |= news.paused | news.limits.keys()
                 yield from _controls(news)
-        client = PublisherClient(transport=open_pubsub())
+        client = PublisherClient(transport=open_pubsub(settings.pubsub_endpoint))
         allowed = topic_filter(settings.allowed_topics, settings.project)
         for topic in sorted(named):
             yield _topic(client, topic, settings.project, allowed)
@@ -73,6 +76,15 @@ def _table(database: LimitedDatabase) -> Finding:
     if wrong:
         return Finding("wrong", f"table: {'; '.join(wrong)}. Run `outbox schema apply`, or see docs/guide/schema.md")
     return Finding("ok", f"table: {database.name}, {schema.shard_count(database)} shards")
+
+
+def _one_region(unsent: Iterable[Unsent]) -> Iterator[Finding]:
+    if topics := sorted({each.topic for each in unsent if each.ordered}):
+        yield Finding(
+            "warning",
+            f"ordered tasks wait ({', '.join(topics)}) and --pubsub-endpoint is not set: Pub/Sub keeps the order of "
+            "what is published in one region, so give all workers one endpoint, as europe-west1-pubsub.googleapis.com",
+        )
 
 
 def _controls(news: News) -> Iterator[Finding]:

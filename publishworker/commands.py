@@ -100,7 +100,8 @@ class Worker:
         fleet = Fleet(self.store, worker_id(), self.store.shards, shared=settings.assignment == "shared")
         heartbeat = Heartbeat(Path(settings.heartbeat_file))
         allowed = topic_filter(settings.allowed_topics, settings.project)
-        publisher = PubSubPublisher(open_pubsub(), settings.project, allowed)
+        pass_dead = settings.on_ordering_failure == "skip"
+        publisher = PubSubPublisher(open_pubsub(settings.pubsub_endpoint), settings.project, allowed)
         retries = Retries(
             initial=settings.backoff_initial,
             longest=settings.backoff_max,
@@ -110,13 +111,14 @@ class Worker:
         )
         self.relay = Relay(
             self.store,
-            Delivery(self.store, publisher, retries, settings.publish_timeout),
+            Delivery(self.store, publisher, retries, settings.publish_timeout, pass_dead=pass_dead),
             self._metrics,
             fleet,
             limits=Limits(settings.group_size, settings.group_bytes, settings.concurrency),
             look_further_seconds=min(settings.poll_interval / 2, 1.0),  # each idle poll does, whatever its jitter
             random=random,
             fair_share=settings.fair_share,
+            pass_dead=pass_dead,
             stragglers=settings.concurrency // 4,
             patience=PATIENCE_SECONDS,
             beat=heartbeat,

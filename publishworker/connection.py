@@ -151,11 +151,16 @@ def _limited(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
     return limited
 
 
-def open_pubsub() -> PublisherGrpcTransport:
-    """Return the transport of Pub/Sub's publisher; PUBSUB_EMULATOR_HOST is respected. Raises NotReached."""
+def open_pubsub(endpoint: str = "") -> PublisherGrpcTransport:
+    """Return the transport of Pub/Sub's publisher, at `endpoint` if there is one. Raises NotReached.
+
+    PUBSUB_EMULATOR_HOST goes before it.
+    """
     emulator = os.environ.get("PUBSUB_EMULATOR_HOST")
     credentials = AnonymousCredentials() if emulator else _credentials("Pub/Sub")
-    return PublisherGrpcTransport(credentials=credentials, channel=_channel(emulator, PublisherGrpcTransport))
+    host = endpoint or PublisherGrpcTransport.DEFAULT_HOST
+    channel = _channel(emulator, PublisherGrpcTransport)
+    return PublisherGrpcTransport(host=host, credentials=credentials, channel=channel)
 
 
 def _credentials(service: str) -> Any:

@@ -1,20 +1,33 @@
 """One group on its way: claim, publish, mark. What comes of it is data; nothing is counted or logged here."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
+from publishworker.claims import expired, in_order, stops, taken, untried
 from publishworker.failures import is_refused
 from publishworker.publisher import Publisher
 from publishworker.retries import Retries, is_charged, last_error
 from publishworker.store import Decide, Store, StoreError
-from publishworker.task import Charged, Failed, Group, GroupResult, Mark, Outcome, Row, Sent, Taken
+from publishworker.task import Charged, Failed, Group, GroupResult, Mark, Outcome, Parked, Row, Sent, Taken
 
 
 class Delivery:
     """Delivers groups, several at once on threads of their own: it keeps nothing between them."""
 
-    def __init__(self, store: Store, publisher: Publisher, retries: Retries, publish_seconds: float) -> None:
-        """Publish each group within `publish_seconds` of the return of its lock query."""
+    def __init__(
+        self,
+        store: Store,
+        publisher: Publisher,
+        retries: Retries,
+        publish_seconds: float,
+        *,
+        pass_dead: bool = False,
+    ) -> None:
+        """Publish each group within `publish_seconds` of the return of its lock query.
+
+        With `pass_dead` a dead task does not hold back what follows in its ordering key.
+        """
+        self._pass_dead = pass_dead
         self._store = store
         self._publisher = publisher
         self._retries = retries
@@ -28,13 +41,30 @@ class Delivery:
 
         def publish(rows: Sequence[Row], now: datetime) -> Mapping[str, Mark]:
             result.runs += 1
-            ours = _ours(result, rows, now)
-            untried = [row for row in ours if row.id not in result.tried]
-            result.tried |= {row.id: expired(row) for row in untried if row.is_expired(now)}
-            self._publish(result, [row for row in untried if row.id not in result.tried])
+            ours = self._ours(result, rows, now)
+            result.tried |= {row.id: expired(row) for row in ours if row.id not in result.tried and row.is_expired(now)}
+            self._publish(result, untried(ours, result.tried))
             return self._marks(result, ours, now)
 
         self._claim(result, publish)
+        return result
+
+    def park(self, group: Group) -> GroupResult:
+        """Put off the tasks of a key behind its head, the first of the group, if that is still unsent and not due."""
+        result = GroupResult(group)
+
+        def put_off(rows: Sequence[Row], now: datetime) -> Mapping[str, Mark]:
+            result.runs += 1
+            reasons = taken(group, rows, now, pass_dead=self._pass_dead)
+            held = [row for row in rows if reasons.get(row.id) == Taken("held") and row.is_due(now)]
+            result.parked = {}
+            for head in rows:
+                if head.id == group.ids[0] and head.available_at is not None:  # else it holds nothing
+                    parked = self._retries.park(head.id, head.available_at, now)
+                    result.parked = dict.fromkeys((row.id for row in held), parked)
+            return result.parked
+
+        self._claim(result, put_off)
         return result
 
     def mark(self, group: Group, published: Decide) -> GroupResult:
@@ -53,7 +83,7 @@ class Delivery:
 
         def mark_first(rows: Sequence[Row], now: datetime) -> Mapping[str, Mark]:
             result.runs += 1
-            ours = _ours(result, rows, now)
+            ours = self._ours(result, rows, now)
             result.tried = {row.id: expired(row) for row in ours if row.is_expired(now)}
             result.tried |= self._publisher.refusals(group.topic, [row for row in ours if row.id not in result.tried])
             marked.clear()
@@ -94,19 +124,40 @@ class Delivery:
 
     def _marks(self, result: GroupResult, ours: Sequence[Row], now: datetime) -> dict[str, Mark]:
         """Return what to write of the outcomes, and note it in the result."""
-        marks: dict[str, Mark] = {}
-        result.charged = {}
+        result.charged, result.parked = {}, {}
         works = result.group.works or bool(result.published())
+        marks: dict[str, Mark] = {}
+        failed: dict[str, Parked | None] = {}  # ordering key to what is written of the tasks behind the failed one
         for row in ours:
             outcome = result.tried.get(row.id)
-            if outcome is None:
-                continue
-            result.outcomes[row.id] = outcome
+            if outcome is not None:
+                result.outcomes[row.id] = outcome
             if isinstance(outcome, Sent):
                 marks[row.id] = outcome
-            elif isinstance(outcome, Failed) and is_charged(result.group, row.id, outcome, works=works):
-                marks[row.id] = result.charged[row.id] = self._retries.charge(row, outcome, now)
+            elif row.ordering_key in failed:
+                if parked := failed[row.ordering_key]:
+                    marks[row.id] = result.parked[row.id] = parked
+            elif isinstance(outcome, Failed):
+                charged = None
+                if is_charged(result.group, row.id, outcome, works=works):
+                    charged = marks[row.id] = result.charged[row.id] = self._retries.charge(row, outcome, now)
+                if row.ordering_key is not None and stops(outcome):
+                    failed[row.ordering_key] = self._behind(row, charged, now)
         return marks
+
+    def _behind(self, head: Row, charged: Charged | None, now: datetime) -> Parked | None:
+        """Return what to write of the tasks behind a failed one: nothing if it was an outage, or is passed over."""
+        if charged is None or charged.available_at is None or (charged.dead and self._pass_dead):
+            return None
+        return self._retries.park(head.id, charged.available_at, now)
+
+    def _ours(self, result: GroupResult, rows: Sequence[Row], now: datetime) -> list[Row]:
+        """Note what is not to be sent here, and return the rest, the tasks of a key in their order."""
+        published = frozenset(result.published())
+        result.outcomes = taken(result.group, rows, now, published, pass_dead=self._pass_dead)
+        ours = [row for row in in_order(result.group, rows) if row.id not in result.outcomes]
+        result.created |= {row.id: row.created_at for row in ours}
+        return ours
 
     def _claim(self, result: GroupResult, decide: Decide) -> datetime | None:
         try:
@@ -114,43 +165,6 @@ class Delivery:
         except StoreError as error:
             result.error = str(error)
             return None
-
-
-def _ours(result: GroupResult, rows: Sequence[Row], now: datetime) -> list[Row]:
-    """Note what is not to be sent here, and return the rest."""
-    result.outcomes = taken(result.group, rows, now, frozenset(result.published()))
-    ours = [row for row in rows if row.id not in result.outcomes]
-    result.created |= {row.id: row.created_at for row in ours}
-    return ours
-
-
-def taken(
-    group: Group, rows: Sequence[Row], now: datetime, published: Collection[str] = frozenset()
-) -> dict[str, Outcome]:
-    """Return those of the group's tasks that are not to be sent here: gone, sent by another worker, not due, moved.
-
-    Those that an earlier run of the transaction has `published` need their mark, unless they are gone or sent.
-    """
-    outcomes: dict[str, Outcome] = dict.fromkeys(group.ids, Taken("gone"))
-    for row in rows:
-        if row.sent_at is not None:
-            outcomes[row.id] = Taken("sent")
-        elif row.id in published:
-            del outcomes[row.id]
-        elif not row.is_due(now):
-            outcomes[row.id] = Taken("not_due")
-        elif row.topic != group.topic:
-            outcomes[row.id] = Taken("moved")
-        elif row.at_most_once and not group.at_most_once:
-            outcomes[row.id] = Taken("at_most_once")
-        else:
-            del outcomes[row.id]
-    return outcomes
-
-
-def expired(row: Row) -> Failed:
-    """Return the failure of a task whose ExpiresAt has passed."""
-    return Failed("expired", f"ExpiresAt was {row.expires_at:%Y-%m-%dT%H:%M:%S.%fZ}")
 
 
 def _is_surely_not_taken(outcome: Outcome | None) -> bool:

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from publishworker.task import Group, GroupResult
+from publishworker.task import Group, GroupResult, Key
 
 
 class Flights:
@@ -41,6 +41,10 @@ class Flights:
         for group in self._threads:
             tasks[group.topic] += len(group.ids)
         return tasks
+
+    def keys(self) -> frozenset[Key]:
+        """Return the ordering keys of their tasks: one request of a key at a time."""
+        return frozenset(Key(group.topic, key) for group in self._threads for key in group.keys if key is not None)
 
     def start(self, group: Group) -> None:
         """Let a group fly."""

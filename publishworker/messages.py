@@ -4,7 +4,9 @@ Raw protobuf instead of proto-plus, for its cost (docs/decisions/0001-one-publis
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -49,25 +51,62 @@ def decode(row: Row) -> Any | Failed:
 def requests(topic: str, messages: Sequence[tuple[str, Any]]) -> Iterator[tuple[list[str], Any]]:
     """Cut (id, message) pairs into publish requests and yield each with its ids, in order.
 
-    A request holds at most 1,000 messages and 10,000,000 bytes, of one ordering key or of none: Pub/Sub refuses a
-    request that mixes keys. A message that is too large alone makes a request that is too large; see `too_large`.
+    The messages are all of one ordering key or of none: Pub/Sub refuses a request that mixes keys. A request holds at
+    most 1,000 messages and 10,000,000 bytes. A message that is too large alone makes a request that is too large; see
+    `too_large`.
     """
-    by_key: dict[str, list[tuple[str, Any]]] = {}
+    ids: list[str] = []
+    request = RawPublishRequest(topic=topic)
+    size = empty = request.ByteSize()
     for id, message in messages:
-        by_key.setdefault(message.ordering_key, []).append((id, message))
-    for pairs in by_key.values():
-        ids: list[str] = []
-        request = RawPublishRequest(topic=topic)
-        size = empty = request.ByteSize()
-        for id, message in pairs:
-            cost = message.ByteSize() + 6  # the field's tag and its length, at most
-            if ids and (len(ids) == MAX_REQUEST_MESSAGES or size + cost > MAX_REQUEST_BYTES):
-                yield ids, request
-                ids, request, size = [], RawPublishRequest(topic=topic), empty
-            ids.append(id)
-            request.messages.append(message)
-            size += cost
+        cost = message.ByteSize() + 6  # the field's tag and its length, at most
+        if ids and (len(ids) == MAX_REQUEST_MESSAGES or size + cost > MAX_REQUEST_BYTES):
+            yield ids, request
+            ids, request, size = [], RawPublishRequest(topic=topic), empty
+        ids.append(id)
+        request.messages.append(message)
+        size += cost
+    if ids:
         yield ids, request
+
+
+@dataclass(slots=True)
+class Lane:
+    """Requests that go out one after the other, each only after the answer to the one before."""
+
+    requests: deque[tuple[list[str], Any]]
+    ordered: bool = False
+
+    def smaller(self, ids: Sequence[str], request: Any) -> list["Lane"]:
+        """Return the lanes for what was refused: single messages, or halves where their order is kept."""
+        pairs = list(zip(ids, request.messages, strict=True))
+        if not self.ordered:
+            return [Lane(deque(requests(request.topic, [pair]))) for pair in pairs]
+        middle = len(pairs) // 2
+        halves = (each for half in (pairs[:middle], pairs[middle:]) for each in requests(request.topic, half))
+        return [Lane(deque(halves) + self.requests, ordered=True)]
+
+
+def lanes(topic: str, good: Sequence[tuple[str, Any]], singly: Collection[str]) -> list[Lane]:
+    """Return a lane for each ordering key, and one for each request of what needs no order."""
+    loose: list[tuple[str, Any]] = []
+    alone: list[list[tuple[str, Any]]] = []
+    by_key: dict[str, list[list[tuple[str, Any]]]] = {}  # pieces, each for a request
+    for pair in good:
+        id, message = pair
+        if not message.ordering_key:
+            alone.append([pair]) if id in singly else loose.append(pair)
+            continue
+        pieces = by_key.setdefault(message.ordering_key, [[]])
+        if id in singly:
+            pieces += [[pair], []]
+        else:
+            pieces[-1].append(pair)
+    parallel = [Lane(deque([request])) for piece in (loose, *alone) for request in requests(topic, piece)]
+    return parallel + [
+        Lane(deque(request for piece in pieces for request in requests(topic, piece)), ordered=True)
+        for pieces in by_key.values()
+    ]
 
 
 def too_large(request: Any) -> Failed | None:

@@ -56,6 +56,12 @@ IN_DOUBT = Metric(
     ("topic",),
     "Tasks registered with `at_most_once` that are marked as sent, or may be, and are not known to be published.",
 )
+PARKED = Metric(
+    "outbox.parked_task_count",
+    "count",
+    ("topic",),
+    "Tasks put off behind the head of their ordering key, which had failed, or was scheduled or dead.",
+)
 ABORTED = Metric(
     "outbox.aborted_transaction_count",
     "count",
@@ -82,6 +88,7 @@ METRICS = (
     FAILED,
     DEAD,
     IN_DOUBT,
+    PARKED,
     ABORTED,
     SHARDS,
     OLDEST_AGE,

@@ -4,9 +4,10 @@ Plain gRPC futures on the client's own channel: one request for many messages, n
 that is kept (the high-level publisher's futures can be given up, not stopped).
 """
 
+import queue
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import chain
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -29,7 +30,9 @@ class Publisher(Protocol):
     ) -> dict[str, Outcome]:
         """Return Sent or Failed for each row that was tried within `seconds`; raises nothing.
 
-        The rows with ids in `singly` share no request with others, so that they take none along.
+        Rows of an ordering key go out in the order in which they are given, as one request where they fit, else one
+        after the other; what follows a failure is not tried. The rows with ids in `singly` share no request with
+        others, so that they take none along.
         """
 
     def refusals(self, topic: str, rows: Sequence[Row]) -> dict[str, Failed]:
@@ -59,28 +62,27 @@ class PubSubPublisher:
     def publish(
         self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
     ) -> dict[str, Outcome]:
-        """See Publisher. All requests go out at once and share one deadline."""
+        """See Publisher. All share one deadline; what needs no order goes out at once."""
         deadline = self._clock() + seconds
         name = messages.topic_name(topic, self._project)
         good, failed = self._prepared(name, rows)
-        outcomes: dict[str, Outcome] = dict(failed)
-        together = messages.requests(name, [pair for pair in good if pair[0] not in singly])
-        alone = _alone(name, [pair for pair in good if pair[0] in singly])
-        refused = self._send(chain(together, alone), name, deadline, outcomes)
-        self._send(_alone(name, refused), name, deadline, outcomes)
-        return outcomes
+        return failed | self._send(messages.lanes(name, good, singly), name, deadline)
 
     def refusals(self, topic: str, rows: Sequence[Row]) -> dict[str, Failed]:
         """See Publisher."""
         name = messages.topic_name(topic, self._project)
         good, failed = self._prepared(name, rows)
-        for [id], request in _alone(name, good):
+        for id, message in good:
+            [(_, request)] = messages.requests(name, [(id, message)])
             if failure := messages.too_large(request):
                 failed[id] = failure
         return failed
 
     def _prepared(self, name: str, rows: Sequence[Row]) -> tuple[list[tuple[str, Any]], dict[str, Failed]]:
-        """Return the ids and messages of what may be sent to the topic of that full name, and the failures."""
+        """Return the ids and messages of what may be sent to the topic of that full name, and the failures.
+
+        What follows a failure in its ordering key is in neither.
+        """
         try:
             check_topic(name)
         except InvalidMessage as error:
@@ -90,49 +92,70 @@ class PubSubPublisher:
             return [], {row.id: failure for row in rows}
         good: list[tuple[str, Any]] = []
         failed: dict[str, Failed] = {}
+        stopped: set[str | None] = set()
         for row in rows:
+            if row.ordering_key in stopped:
+                continue
             message = messages.decode(row)
-            if isinstance(message, Failed):
-                failed[row.id] = message
-            else:
+            if not isinstance(message, Failed):
                 good.append((row.id, message))
+                continue
+            failed[row.id] = message
+            if row.ordering_key is not None:
+                stopped.add(row.ordering_key)
         return good, failed
 
-    def _send(
-        self, requests: Iterable[tuple[list[str], Any]], name: str, deadline: float, outcomes: dict[str, Outcome]
-    ) -> list[tuple[str, Any]]:
-        """Send `requests`, await every answer, note the outcomes.
+    def _send(self, lanes: Iterable[messages.Lane], name: str, deadline: float) -> dict[str, Outcome]:
+        """Send the lanes side by side, the requests of each one after the other, until one of them fails.
 
-        Returns the messages of requests that were refused as invalid and held several: nothing of such a request was
-        published, and one message may be the culprit for all, so the caller sends them singly.
+        A request that is refused as invalid and holds several messages has published nothing, and one of them may be
+        the culprit for all: they go out again, in smaller requests.
         """
-        flights = []
-        for ids, request in requests:
-            if failure := messages.too_large(request):
-                outcomes.update(dict.fromkeys(ids, failure))
-                continue
-            remaining = deadline - self._clock()
-            if remaining <= 0:
-                break  # not tried, so without an outcome: the tasks stay as they were
-            header = (("x-goog-request-params", f"topic={quote(name, safe='')}"),)
-            flights.append((ids, request, self._publish.future(request, timeout=remaining, metadata=header)))
-        refused: list[tuple[str, Any]] = []
-        for ids, request, future in flights:
+        outcomes: dict[str, Outcome] = {}
+        answers: queue.SimpleQueue[tuple[messages.Lane, Any]] = queue.SimpleQueue()
+        flying = 0
+        waiting = deque(lanes)
+        while waiting or flying:
+            while waiting:
+                flying += self._start(waiting.popleft(), name, deadline, outcomes, answers)
+            if not flying:
+                break
+            lane, future = answers.get()  # each is answered by its deadline
+            flying -= 1
+            ids, request = lane.requests.popleft()
             try:
                 message_ids = future.result().message_ids
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.INVALID_ARGUMENT and len(ids) > 1:
-                    refused.extend(zip(ids, request.messages, strict=True))
+                    waiting.extend(lane.smaller(ids, request))
                 else:
                     outcomes.update(dict.fromkeys(ids, failure_of(error, name)))
             else:
                 outcomes.update(_sent(ids, message_ids, name))
-        return refused
+                if lane.requests:
+                    waiting.append(lane)
+        return outcomes
 
-
-def _alone(name: str, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[list[str], Any]]:
-    for pair in pairs:
-        yield from messages.requests(name, [pair])
+    def _start(
+        self,
+        lane: messages.Lane,
+        name: str,
+        deadline: float,
+        outcomes: dict[str, Outcome],
+        answers: "queue.SimpleQueue[Any]",
+    ) -> bool:
+        """Send the first request of a lane, if it may be sent; return whether an answer will come."""
+        ids, request = lane.requests[0]
+        if failure := messages.too_large(request):
+            outcomes.update(dict.fromkeys(ids, failure))
+            return False
+        remaining = deadline - self._clock()
+        if remaining <= 0:
+            return False  # not tried, so without an outcome: the tasks stay as they were
+        header = (("x-goog-request-params", f"topic={quote(name, safe='')}"),)
+        future = self._publish.future(request, timeout=remaining, metadata=header)
+        future.add_done_callback(lambda answered: answers.put((lane, answered)))
+        return True
 
 
 def _sent(ids: Sequence[str], message_ids: Sequence[str], name: str) -> dict[str, Outcome]:

@@ -35,7 +35,9 @@ class Recorder:
         for reason, count in Counter(failure.reason for failure in result.failed().values()).items():
             self._metrics.count(m.FAILED, count, topic=topic, reason=reason)
         self._failures(result)
-        if result.error is not None:
+        if result.error is None:
+            self._metrics.count(m.PARKED, len(result.parked), topic=topic)
+        else:
             self._metrics.count(m.UNCOMMITTED, len(published), topic=topic)
             self._complaints.say(
                 "commit_failed",

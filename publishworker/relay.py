@@ -15,6 +15,7 @@ from publishworker.fairness import FairShare
 from publishworker.fleet import Fleet
 from publishworker.flights import Flights
 from publishworker.metrics import Metrics
+from publishworker.ordering import Fronts, Ordering
 from publishworker.polling import Found, Poller
 from publishworker.recording import Recorder
 from publishworker.sampling import Limits, sample
@@ -43,12 +44,15 @@ class Relay:
         look_further_seconds: float,
         random: Random,
         fair_share: float = 0.0,
+        pass_dead: bool = False,
         stragglers: int = 0,
         patience: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         """Take groups within `limits`; read news and due tasks every `look_further_seconds`.
+
+        With `pass_dead` a dead task does not hold back what follows in its ordering key.
 
         A turn ends when no more than `stragglers` of its groups are still in flight, or `patience` seconds after one
         has ended; a later turn reports them. `beat` is called before everything that may take long: a turn can be slow
@@ -71,7 +75,9 @@ class Relay:
         self._breakers = Breakers(random, clock, places=limits.groups)
         self._doubts = Doubts(clock)
         self._recorder = Recorder(metrics, clock)
+        self._ordering = Ordering(store, limits, pass_dead=pass_dead)
         self._flights = Flights(delivery.deliver, clock)
+        self._parking = Flights(delivery.park, clock)
 
     def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
         """Do one turn and return its numbers; once `stopping` says so, take nothing more.
@@ -85,33 +91,41 @@ class Relay:
         self._beat()
         doubtful = self._mark_doubtful()
         self._beat()
-        groups = [] if full or stopping() else self._sample(found.candidates, doubtful)
+        fronts = Fronts(())
+        groups: list[Group] = []
+        if not (full or stopping()):
+            fronts = self._ordering.fronts(found, self._flights.keys() | self._parking.keys(), doubtful)
+            groups = self._sample(fronts.candidates)
         for group in groups:
             self._start(group)
-        results = self._landed() if full or groups else self._flights.landed(self._limits.groups)
-        waits = bool(full or groups) and not results
+        self._park(fronts.held)
+        waits = bool(full or groups or fronts.busy)
+        results = self._landed() if waits else self._flights.landed(self._limits.groups)
+        parkings = self._parked(wait=not waits)
         changed = self._learn(results)
         if not stopping():
             self._follow_up(results)
-        return self._record(found, results, waits=waits, changed=changed)
+        waits = (waits or bool(self._parking)) and not (results or parkings)
+        return self._record(found, results, parkings, waits=waits, changed=changed)
 
     def finish(self) -> Turn:
         """Wait for everything in flight, try once to mark what is in doubt then, and return the numbers."""
-        turn = self._record(Found(), self._flights.landed())
+        turn = self._record(Found(), self._flights.landed(), self._parking.landed())
         with contextlib.suppress(StoreError):  # it was said when the commit failed
             self._mark_doubtful()
         return turn
 
     def _poll(self) -> Found:
         """Look for tasks that are not in flight, of topics that neither rest nor are at their limit."""
-        in_flight = self._flights.ids()  # also those that end before the poll does: its snapshot may not show it
+        in_flight = (
+            self._flights.ids() | self._parking.ids()
+        )  # also those that end before the poll does: its snapshot may not show it
         allowed = self._throttle.allowances(self._flights.tasks_by_topic())
         held = self._breakers.resting() | {topic for topic, tasks in allowed.items() if not tasks}
         return self._poller.poll(self._fair.below, in_flight, held, self._breakers.depth())
 
-    def _sample(self, candidates: Sequence[Candidate], doubtful: frozenset[str]) -> list[Group]:
+    def _sample(self, candidates: Sequence[Candidate]) -> list[Group]:
         """Cut candidates into as many groups as can start now; some may be a lower priority's share."""
-        candidates = [each for each in candidates if each.id not in doubtful]
         candidates, probes = self._breakers.probes(candidates)
         allowed = self._throttle.allowances(self._flights.tasks_by_topic())
         allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
@@ -122,7 +136,8 @@ class Relay:
         given = {id for group in fair for id in group.ids}
         groups = fair + self._groups([each for each in candidates if each.id not in given], fair, allowed)
         taken = sum(len(group.ids) for group in groups if group.topic not in allowed)
-        free = sum(each.topic not in allowed for each in candidates)  # the others wait for more than for a place
+        # The others wait for more than for a place.
+        free = sum(each.tasks for each in candidates if each.topic not in allowed)
         self._behind = bool(self._poller.cut_off - allowed.keys()) or taken < free
         priorities = [each.priority for each in candidates if each.available_at is None]
         self._fair.count(len(groups), len(fair), max(priorities, default=None) if self._behind else None)
@@ -137,6 +152,17 @@ class Relay:
     def _start(self, group: Group) -> None:
         self._throttle.take(group.topic, len(group.ids))
         self._flights.start(self._breakers.start(group))
+
+    def _park(self, held: Sequence[Group]) -> None:
+        """Put tasks off behind the heads that hold them, in the places that are free, and in one in any case."""
+        free = max(1, self._limits.groups - len(self._flights)) - len(self._parking)
+        for group in held[: max(0, free)]:
+            self._parking.start(group)
+
+    def _parked(self, *, wait: bool) -> list[GroupResult]:
+        if wait:
+            return self._parking.landed(longest=LONGEST_TURN_WAIT)
+        return self._parking.landed(leave=self._limits.groups)
 
     def _landed(self) -> list[GroupResult]:
         """Wait for groups in flight, and return the results of those that ended.
@@ -161,8 +187,8 @@ class Relay:
     def _follow_up(self, results: Sequence[GroupResult]) -> None:
         """Start groups of the tasks that must be marked before they are published."""
         for result in results:
-            if (ids := result.at_most_once()) and self._breakers.may_be_risked(result):
-                self._start(Group(result.group.topic, ids, at_most_once=True))
+            if (group := result.at_most_once()) and self._breakers.may_be_risked(result):
+                self._start(group)
 
     def _mark_doubtful(self) -> frozenset[str]:
         """Mark what was published while its commit failed; return those ids, which are no candidates in this turn.
@@ -184,10 +210,16 @@ class Relay:
         return doubtful
 
     def _record(
-        self, found: Found, results: Sequence[GroupResult], *, waits: bool = False, changed: bool = False
+        self,
+        found: Found,
+        results: Sequence[GroupResult],
+        parkings: Sequence[GroupResult] = (),
+        *,
+        waits: bool = False,
+        changed: bool = False,
     ) -> Turn:
         """Count and log what happened: after every commit has returned."""
-        for result in results:
+        for result in (*results, *parkings):
             self._recorder.group(result)
             if result.error is not None:
                 self._doubts.remember(result.group.topic, {id: result.created[id] for id in result.published()})
@@ -199,8 +231,9 @@ class Relay:
             taken=sum(len(result.taken_by_others()) for result in results),
             failed=sum(len(result.failed()) for result in results),
             charged=sum(len(result.charged) for result in committed),
+            parked=sum(len(result.parked) for result in (*committed, *parkings) if result.error is None),
             uncommitted=sum(len(result.published()) for result in results if result.error is not None),
-            in_flight=len(self._flights),
+            in_flight=len(self._flights) + len(self._parking),
             waits=waits,
             discovered=found.discovered or changed,
             again_in=min((seconds for seconds in held if seconds is not None), default=None),

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from random import Random
 
 from publishworker.failures import Kind, is_refused, kind_of
-from publishworker.task import NEVER, Charged, Failed, Group, Row
+from publishworker.task import NEVER, Charged, Failed, Group, Parked, Row
 
 #: What INT64 holds; another writer may have put anything into the column.
 MAX_ATTEMPTS = 2**63 - 1
@@ -36,6 +36,13 @@ class Retries:
         dead = self._is_last(row, attempts, kind_of(failure.reason), now)
         available_at = NEVER if dead else now + timedelta(seconds=self._wait(attempts))
         return Charged(attempts, available_at, row.expires_at, last_error(failure))
+
+    def park(self, head: str, available_at: datetime, now: datetime) -> Parked:
+        """Return what is written to a task behind `head`, which is not due before `available_at`.
+
+        No later than the longest wait, so that a dead head does not make the tasks behind it look dead.
+        """
+        return Parked(min(available_at, now + timedelta(seconds=self.longest)), head)
 
     def _is_last(self, row: Row, attempts: int, kind: Kind, now: datetime) -> bool:
         if kind is Kind.CONTENT:

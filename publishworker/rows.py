@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from publishworker import sql
-from publishworker.task import Candidate, News, Row, TopicLimit
+from publishworker.task import Candidate, Key, News, Row, TopicLimit, Waiting
 
 _N = TypeVar("_N", int, float)
 
@@ -60,11 +60,21 @@ def news(values: Iterable[Sequence[Any]]) -> News:
     )
 
 
+def fronts(values: Iterable[Sequence[Any]]) -> dict[Key, list[Waiting]]:
+    """Return the first unsent tasks of each key, in their order."""
+    found: dict[Key, list[Waiting]] = {}
+    for topic, key, id, size, due, is_parked in values:
+        parked = is_parked.bool_value
+        waiting = Waiting(id.string_value, int(size.string_value), due.bool_value or parked, parked)
+        found.setdefault(Key(topic.string_value, key.string_value), []).append(waiting)
+    return found
+
+
 def locked(values: Iterable[Sequence[Any]]) -> tuple[list[Row], datetime]:
     """Return the rows of the lock query, and the database's time; without a row there is nothing to compare it with."""
     now = None
     rows = []
-    for id, topic, data, key, created_at, available_at, sent_at, clean, attempts, expires_at, once, current in values:
+    for id, topic, data, key, created, available, sent, clean, attempts, expires, once, parked, current in values:
         now = now or _time(current)
         rows.append(
             Row(
@@ -72,13 +82,14 @@ def locked(values: Iterable[Sequence[Any]]) -> tuple[list[Row], datetime]:
                 topic.string_value,
                 b64decode(data.string_value),
                 key.string_value or None,
-                datetime.fromisoformat(created_at.string_value),
-                _time(available_at),
-                _time(sent_at),
+                datetime.fromisoformat(created.string_value),
+                _time(available),
+                _time(sent),
                 clean.bool_value,
                 int(attempts.string_value),
-                _time(expires_at),
+                _time(expires),
                 once.bool_value,
+                parked.bool_value,
             )
         )
     return rows, now or datetime.min.replace(tzinfo=UTC)

@@ -3,12 +3,12 @@
 Candidates are cut into slices by topic, shard and priority. Slices go by their priority; equal ones in a shuffled
 order, so that workers that see the same backlog rarely take the same tasks. A group holds one topic, whole slices as
 far as they fit, and is filled up with the beginning of the next one: a group that is full costs Spanner no more than
-one that is not.
+one that is not. The run of an ordering key stays whole, unless fewer of its topic may go.
 """
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from publishworker.task import Candidate, Group
@@ -54,11 +54,24 @@ def _slices(candidates: Sequence[Candidate]) -> Iterable[list[Candidate]]:
 
 
 def _urgent_first(slices: Iterable[list[Candidate]], most: int, random: Random) -> list[list[Candidate]]:
-    """Cut slices into pieces of at most `most` tasks and shuffle those of equal priority."""
-    pieces = [slice[start : start + most] for slice in slices for start in range(0, len(slice), most)]
+    """Cut slices into pieces of about `most` tasks and shuffle those of equal priority."""
+    pieces = [piece for slice in slices for piece in _pieces(slice, most)]
     random.shuffle(pieces)
     pieces.sort(key=lambda piece: -piece[0].priority)  # stable: equal priorities stay shuffled
     return pieces
+
+
+def _pieces(slice: Sequence[Candidate], most: int) -> Iterator[list[Candidate]]:
+    """Cut a slice into pieces of at most `most` tasks, but for runs that are longer."""
+    piece: list[Candidate] = []
+    tasks = 0
+    for each in slice:
+        if piece and tasks + each.tasks > most:
+            yield piece
+            piece, tasks = [], 0
+        piece.append(each)
+        tasks += each.tasks
+    yield piece
 
 
 def _in_halves(piles: list[deque[list[Candidate]]], random: Random) -> Iterator[list[Candidate]]:
@@ -68,7 +81,7 @@ def _in_halves(piles: list[deque[list[Candidate]]], random: Random) -> Iterator[
     while piles[0] or piles[1]:
         which = 0 if piles[0] and (not piles[1] or given[0] <= given[1]) else 1
         piece = piles[which].popleft()
-        given[which] += len(piece)
+        given[which] += sum(each.tasks for each in piece)
         yield piece
 
 
@@ -78,30 +91,38 @@ class _Packing:
 
     topic: str
     ids: list[str] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
     bytes: int = 0
 
     def has_room(self, task: Candidate, limits: Limits) -> bool:
-        return len(self.ids) < limits.group_size and self.bytes + task.bytes <= limits.group_bytes
+        return len(self.ids) + task.tasks <= limits.group_size and self.bytes + task.bytes <= limits.group_bytes
 
     def add(self, task: Candidate) -> None:
-        self.ids.append(task.id)
+        self.ids += (task.id, *task.behind)
+        self.keys += [task.ordering_key] * task.tasks
         self.bytes += task.bytes
+
+    def closed(self) -> Group:
+        return Group(self.topic, tuple(self.ids), keys=tuple(self.keys) if any(self.keys) else ())
 
 
 def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, int]) -> list[_Packing]:
     """Fill groups of one topic each, in the order of the pieces, with no more of a topic than is `allowed`."""
     packed: list[_Packing] = []
     open_group: dict[str, _Packing] = {}
-    for task in (task for piece in pieces for task in piece):
-        if allowed.get(task.topic) == 0:
+    for whole in (task for piece in pieces for task in piece):
+        left = allowed.get(whole.topic, whole.tasks)
+        if not left:
             continue
+        # The beginning of a run is a run.
+        task = whole if whole.tasks <= left else replace(whole, behind=whole.behind[: left - 1])
         group = open_group.get(task.topic)
         if group is None or not group.has_room(task, limits):
             group = open_group[task.topic] = _Packing(task.topic)
             packed.append(group)
         group.add(task)
         if task.topic in allowed:
-            allowed[task.topic] -= 1
+            allowed[task.topic] -= task.tasks
     return packed
 
 
@@ -114,4 +135,4 @@ def _share(groups: list[_Packing], most: int, flying: Counter[str]) -> list[Grou
         flying[group.topic] += 1
         (waiting if flying[group.topic] > half else taken).append(group)
     free = most - (flying.total() - len(groups))
-    return [Group(each.topic, tuple(each.ids)) for each in (taken + waiting)[: max(0, free)]]
+    return [each.closed() for each in (taken + waiting)[: max(0, free)]]

@@ -32,6 +32,16 @@ class WorkerSettings(DatabaseSettings):
         matching(rf"{_PATTERN}(?:,{_PATTERN})*", "patterns of topics, separated by commas, in which * is any text"),
         "Topics to publish to: ids in the worker's own project, or projects/PROJECT/topics/TOPIC.",
     )
+    pubsub_endpoint: str = setting(
+        "",
+        matching(r"(?:[A-Za-z0-9.-]+(?::[0-9]{1,5})?)?", "a host, or nothing for the global endpoint"),
+        "Pub/Sub's endpoint in one region, as europe-west1-pubsub.googleapis.com: ordered tasks need one.",
+    )
+    on_ordering_failure: str = setting(
+        "block",
+        one_of("block", "skip"),
+        "Whether a dead task holds back the later ones of its ordering key, until somebody acts, or is passed over.",
+    )
     backoff_initial: float = setting(
         "1", seconds(0.05, 3600), "Time until a failed task is tried again; doubles with each attempt."
     )

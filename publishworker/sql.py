@@ -15,6 +15,7 @@ SILENT_SECONDS = 13
 GONE_SECONDS = 3600
 
 _INDEX = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}"
+_NEVER = "9999-12-31T00:00:00Z"
 _COLUMNS = "Id, Topic, Shard, Priority, CreatedAt, AvailableAt, OrderingKey, Bytes"
 
 
@@ -64,6 +65,23 @@ def poll(*, due: bool, lower: bool, news: bool) -> str:
     return "\nUNION ALL".join(part for wanted, part in parts if wanted)
 
 
+#: How LastError begins in a task that is parked: held by nothing but the head of its ordering key.
+PARKED = "parked: "
+
+# The first unsent tasks of each key, due or not: the n-th key is the n-th of @topics and of @keys. Left out are those
+# that hold back no other: not due and expired, or dead, if dead ones are to be passed over.
+FRONTS = f"""
+SELECT task.* FROM UNNEST(@keys) AS of_key WITH OFFSET AS key_offset
+JOIN UNNEST(@topics) AS of_topic WITH OFFSET AS topic_offset ON key_offset = topic_offset, UNNEST(ARRAY(
+  SELECT AS STRUCT Topic, OrderingKey, Id, Bytes,
+    AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP(), COALESCE(STARTS_WITH(LastError, '{PARKED}'), FALSE)
+  FROM AsynchronousTasks@{{FORCE_INDEX=AsynchronousTasksInOrder}}
+  WHERE OrderingKey IS NOT NULL AND OrderingKey = of_key AND Topic = of_topic AND SentAt IS NULL
+  AND NOT (COALESCE(AvailableAt > CURRENT_TIMESTAMP(), FALSE)
+    AND (COALESCE(ExpiresAt <= CURRENT_TIMESTAMP(), FALSE) OR (@pass_dead AND AvailableAt >= TIMESTAMP '{_NEVER}')))
+  ORDER BY CreatedAt, Sequence, Id LIMIT @per_key)) AS task WITH OFFSET AS place
+ORDER BY place"""  # UNNEST keeps no order by itself
+
 #: The last of all names that STRING(400) can hold: the upper edge of the last gap.
 LAST_TOPIC = "\U0010ffff" * 400
 
@@ -71,19 +89,21 @@ LAST_TOPIC = "\U0010ffff" * 400
 # the plan, one seek into the table for each id, so that nothing else is ever locked; they spare the emulator scans, too
 # (docs/decisions/0004-what-made-the-relay-fast.md). A row that was sent meanwhile gives no body. The result must be
 # read to its end before the next statement (the client's rule).
-LOCK = """
-@{LOCK_SCANNED_RANGES=exclusive}
+LOCK = f"""
+@{{LOCK_SCANNED_RANGES=exclusive}}
 SELECT Id, Topic, IF(SentAt IS NULL, Data, NULL), OrderingKey, CreatedAt, AvailableAt, SentAt,
   AvailableAt IS NULL AND ExpiresAt IS NULL AND LastError IS NULL AND Attempts = 0, Attempts, ExpiresAt, AtMostOnce,
-  CURRENT_TIMESTAMP()
+  COALESCE(STARTS_WITH(LastError, '{PARKED}'), FALSE), CURRENT_TIMESTAMP()
 FROM UNNEST(@ids) AS wanted
-JOIN@{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN} AsynchronousTasks@{FORCE_INDEX=_BASE_TABLE} ON Id = wanted"""
+JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} ON Id = wanted"""
 
 #: A sent task is clean, so that setting SentAt to NULL is all it takes to send it again. A failure writes the same
 #: columns: a task that was marked before it was published, at most once, gets back what the mark took.
 MARK_COLUMNS = ("Id", "SentAt", "AvailableAt", "ExpiresAt", "LastError", "Attempts")
 #: What is written of a task that was clean before: fewer cells to lock and to write.
 MARK_CLEAN_COLUMNS = ("Id", "SentAt")
+#: What is written of a task that is put behind the head of its key.
+PARK_COLUMNS = ("Id", "AvailableAt", "LastError")
 
 HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt")
 
@@ -98,9 +118,9 @@ AND Topic NOT IN (SELECT Topic FROM AsynchronousTaskTopics WHERE Paused)"""
 
 UNSENT = f"""
 SELECT Topic, CASE
-  WHEN AvailableAt >= TIMESTAMP '9999-12-31T00:00:00Z' THEN 'dead'
+  WHEN AvailableAt >= TIMESTAMP '{_NEVER}' THEN 'dead'
   WHEN Topic IN (SELECT Topic FROM AsynchronousTaskTopics WHERE Paused) THEN 'paused'
   WHEN AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP() THEN 'pending'
   WHEN Attempts > 0 THEN 'retrying'
-  ELSE 'scheduled' END AS State, COUNT(*)
+  ELSE 'scheduled' END AS State, COUNT(*), COUNT(OrderingKey)
 FROM {_UNSENT_ROWS} GROUP BY Topic, State ORDER BY Topic, State"""

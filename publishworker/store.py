@@ -15,7 +15,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, RequestOptions, Tr
 from outbox.errors import NotReached
 from publishworker import rows, sql
 from publishworker.connection import STREAM_RETRY, Deadline, LimitedDatabase
-from publishworker.task import Charged, Look, Mark, Poll, Row, Sent
+from publishworker.task import Charged, Key, Look, Mark, Parked, Poll, Row, Sent, Waiting
 
 #: Seconds for a poll; a large backlog on the emulator, which scans whole tables, takes several.
 POLL_SECONDS = 30.0
@@ -38,6 +38,9 @@ _POLL_TYPES = {
     "highs": param_types.Array(param_types.STRING),
     "per_range": param_types.INT64,
     "below": param_types.INT64,
+    "keys": param_types.Array(param_types.STRING),
+    "per_key": param_types.INT64,
+    "pass_dead": param_types.BOOL,
 }
 _SERVICE_ERRORS = (GoogleAPICallError, RetryError, GoogleAuthError)
 
@@ -51,11 +54,15 @@ class StoreError(NotReached):
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """How many tasks of a topic are in one of the states pending, retrying, scheduled, dead, paused."""
+    """How many tasks of a topic are in one of the states pending, retrying, scheduled, dead, paused.
+
+    `ordered` of them have an ordering key.
+    """
 
     topic: str
     state: str
     count: int
+    ordered: int = 0
 
 
 class Store(Protocol):
@@ -65,6 +72,13 @@ class Store(Protocol):
 
     def poll(self, look: Look) -> Poll:
         """Return the unsent tasks that `look` asks for, and its news. Takes no locks."""
+
+    def fronts(self, keys: Collection[Key], per_key: int, *, pass_dead: bool) -> Mapping[Key, Sequence[Waiting]]:
+        """Return the first unsent tasks of each key in their order, `per_key` at most. Takes no locks.
+
+        Tasks that hold back no other are left out: those that expired before they were due, and dead ones if they are
+        to be passed over.
+        """
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """Lock the rows, let `decide` act on them, write its marks, commit; all of it again on an abort.
@@ -110,6 +124,17 @@ class SpannerStore:
         medium = RequestOptions.Priority.PRIORITY_MEDIUM
         found = self._query(statement, "outbox-poll", medium, parameters, POLL_SECONDS, lazy_decode=True)
         return Poll(rows.candidates(found), None if look.known is None else rows.news(found))
+
+    def fronts(self, keys: Collection[Key], per_key: int, *, pass_dead: bool) -> Mapping[Key, Sequence[Waiting]]:
+        """See Store. A strong single-use read at MEDIUM priority, one request: never a range under a lock."""
+        parameters = {
+            "topics": [key.topic for key in keys],
+            "keys": [key.ordering_key for key in keys],
+            "per_key": per_key,
+            "pass_dead": pass_dead,
+        }
+        medium = RequestOptions.Priority.PRIORITY_MEDIUM
+        return rows.fronts(self._query(sql.FRONTS, "outbox-order", medium, parameters, POLL_SECONDS, lazy_decode=True))
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """See Store. Serializable and pessimistic, whatever the client's defaults say: else the hint locks nothing."""
@@ -226,6 +251,7 @@ def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[Row], datetime]:
 def _mark(transaction: Any, locked: Sequence[Row], marks: Mapping[str, Mark]) -> None:
     clean: list[tuple[Any, ...]] = []
     others: list[tuple[Any, ...]] = []
+    parked: list[tuple[Any, ...]] = []
     for row in locked:
         match marks.get(row.id):
             case Sent() if row.clean:
@@ -234,7 +260,11 @@ def _mark(transaction: Any, locked: Sequence[Row], marks: Mapping[str, Mark]) ->
                 others.append((row.id, COMMIT_TIMESTAMP, None, None, None, 0))
             case Charged() as failure:
                 others.append((row.id, None, failure.available_at, failure.expires_at, failure.error, failure.attempts))
-    for columns, values in ((sql.MARK_CLEAN_COLUMNS, clean), (sql.MARK_COLUMNS, others)):
+            case Parked() as put_off:
+                error = f"{sql.PARKED}waits for the task {put_off.head} of its ordering key"
+                parked.append((row.id, put_off.available_at, error))
+    marked = ((sql.MARK_CLEAN_COLUMNS, clean), (sql.MARK_COLUMNS, others), (sql.PARK_COLUMNS, parked))
+    for columns, values in marked:
         if values:  # an update without rows is an error
             transaction.update("AsynchronousTasks", columns, values)
 

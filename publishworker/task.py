@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import zip_longest
 from typing import Literal
 
 #: From this time on `AvailableAt` means dead. The same as `outbox.register` refuses.
@@ -21,6 +22,31 @@ class Candidate:
     available_at: datetime | None  # None: ready; else due
     ordering_key: str | None
     bytes: int
+    #: Of a run of an ordering key: the ids that go behind this one, in their order. `bytes` is then the size of all.
+    behind: tuple[str, ...] = ()
+
+    @property
+    def tasks(self) -> int:
+        """Return how many tasks go together."""
+        return 1 + len(self.behind)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Whose order is kept: the tasks of one topic that have the same ordering key."""
+
+    topic: str
+    ordering_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """One of the first unsent tasks of a key."""
+
+    id: str
+    bytes: int
+    may_go: bool  # it is ready, due, or parked: nothing holds it but what stands before it
+    parked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +108,8 @@ class Group:
     probe: bool = False
     #: They are marked, and published when that has been committed.
     at_most_once: bool = False
+    #: The ordering key of each task, if any has one; the tasks of a key stand in its order.
+    keys: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +127,7 @@ class Row:
     attempts: int = 0
     expires_at: datetime | None = None
     at_most_once: bool = False
+    parked: bool = False
 
     def is_due(self, now: datetime) -> bool:
         """Tell whether the task may be sent at `now`, the database's time."""
@@ -121,10 +150,10 @@ class Taken:
     """Not to be sent here and now.
 
     Another worker has sent it, its row is gone, it is not due, its topic was changed, or it must be marked first, in a
-    group of its own.
+    group of its own, or one that stands before it in its ordering key is not due.
     """
 
-    reason: Literal["sent", "gone", "not_due", "moved", "at_most_once"]
+    reason: Literal["sent", "gone", "not_due", "moved", "at_most_once", "held"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +182,16 @@ class Charged:
         return self.available_at is not None and self.available_at >= NEVER
 
 
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """What is written to a row that waits behind the head of its ordering key, which is not due."""
+
+    available_at: datetime
+    head: str
+
+
 #: What is written to a locked row; a row without a mark stays as it is.
-Mark = Sent | Charged
+Mark = Sent | Charged | Parked
 
 
 @dataclass(slots=True)
@@ -163,9 +200,9 @@ class GroupResult:
 
     `tried` is what came of each attempt, kept over re-runs of the transaction, and `created` is when those rows were
     made; `outcomes` is what the last run decided. They differ where another worker sent a task while ours was
-    published: tried says Sent, outcomes says Taken. `charged` are the failures that were written down, `in_doubt` the
-    tasks that are marked, at most once, and not known to be published. `runs` counts the transaction's runs: each but
-    the last was aborted.
+    published: tried says Sent, outcomes says Taken. `charged` are the failures that were written down, `parked` tasks
+    that were put off behind the head of their key, `in_doubt` those that are marked, at most once, and not known to be
+    published. `runs` counts the transaction's runs: each but the last was aborted.
     """
 
     group: Group
@@ -173,6 +210,7 @@ class GroupResult:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     created: dict[str, datetime] = field(default_factory=dict)
     charged: dict[str, Charged] = field(default_factory=dict)
+    parked: dict[str, Parked] = field(default_factory=dict)
     in_doubt: list[str] = field(default_factory=list)
     runs: int = 0
     error: str | None = None
@@ -189,9 +227,14 @@ class GroupResult:
         """Return the failures by id."""
         return {id: outcome for id, outcome in self.tried.items() if isinstance(outcome, Failed)}
 
-    def at_most_once(self) -> tuple[str, ...]:
-        """Return the ids that wait for a group of their own."""
-        return tuple(id for id, outcome in self.outcomes.items() if outcome == Taken("at_most_once"))
+    def at_most_once(self) -> Group | None:
+        """Return the tasks that wait for a group of their own, or None if there are none."""
+        pairs = zip_longest(self.group.ids, self.group.keys)
+        once = [(id, key) for id, key in pairs if self.outcomes.get(id) == Taken("at_most_once")]
+        if not once:
+            return None
+        ids, keys = zip(*once, strict=True)
+        return Group(self.group.topic, ids, at_most_once=True, keys=keys if any(keys) else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +246,7 @@ class Turn:
     taken: int = 0
     failed: int = 0
     charged: int = 0  # failures that were written to their rows
+    parked: int = 0  # tasks that were put behind the head of their ordering key, which is not due
     uncommitted: int = 0  # published, but the commit failed
     in_flight: int = 0  # groups that a later turn will report
     waits: bool = False  # groups that were waited for have not ended yet
@@ -212,4 +256,4 @@ class Turn:
     @property
     def made_progress(self) -> bool:
         """Tell whether there may be more at once: a task was sent or put off, or there is something else to look at."""
-        return self.published > self.uncommitted or self.charged > 0 or self.discovered
+        return self.published > self.uncommitted or self.charged + self.parked > 0 or self.discovered

@@ -44,6 +44,7 @@ LOCKED = [
     (TypeCode.INT64, "0"),
     (TypeCode.TIMESTAMP, None),
     (TypeCode.BOOL, False),
+    (TypeCode.BOOL, False),
     (TypeCode.TIMESTAMP, AT),
 ]
 

@@ -36,7 +36,7 @@ STRING, INT64, BYTES, TIMESTAMP, BOOL = (
     getattr(TypeCode, name) for name in ("STRING", "INT64", "BYTES", "TIMESTAMP", "BOOL")
 )
 CANDIDATE = (STRING, STRING, INT64, INT64, TIMESTAMP, TIMESTAMP, STRING, INT64)
-LOCKED = (STRING, STRING, BYTES, STRING, TIMESTAMP, TIMESTAMP, TIMESTAMP, BOOL, INT64, TIMESTAMP, BOOL, TIMESTAMP)
+LOCKED = (STRING, STRING, BYTES, STRING, TIMESTAMP, TIMESTAMP, TIMESTAMP, BOOL, INT64, TIMESTAMP, BOOL, BOOL, TIMESTAMP)
 POLL_READY = sql.poll(due=False, lower=False, news=False)
 POLL_ALL = sql.poll(due=True, lower=False, news=True)
 
@@ -73,7 +73,7 @@ def prepare(mock: SpannerServicer, count: int) -> None:
     found = [(id, "orders", n % 10, 50, NOW, None, None, 10) for n, id in enumerate(ids)]
     mock.mock_spanner.add_result(POLL_ALL, result(CANDIDATE, found))
     mock.mock_spanner.add_result(POLL_READY, result(CANDIDATE, found))
-    locked = [(id, "orders", body, None, NOW, None, None, True, 0, None, False, NOW) for id in ids]
+    locked = [(id, "orders", body, None, NOW, None, None, True, 0, None, False, False, NOW) for id in ids]
     mock.mock_spanner.add_result(sql.LOCK, result(LOCKED, locked))
 
 

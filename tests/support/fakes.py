@@ -19,14 +19,17 @@ from publishworker.task import (
     Candidate,
     Charged,
     Failed,
+    Key,
     Look,
     Mark,
     News,
     Outcome,
+    Parked,
     Poll,
     Row,
     Sent,
     TopicLimit,
+    Waiting,
 )
 
 
@@ -47,6 +50,7 @@ class StoredTask:
     last_error: str | None = None
     expires_at: datetime | None = None
     at_most_once: bool = False
+    sequence: int | None = None
 
 
 class FakeStore:
@@ -123,6 +127,24 @@ class FakeStore:
         self._answer()
         self.workers.pop(worker, None)
 
+    def fronts(self, keys: Collection[Key], per_key: int, *, pass_dead: bool) -> Mapping[Key, Sequence[Waiting]]:
+        """See Store. NULL stands before all numbers, as in Spanner's indexes."""
+        self._answer()
+        found: dict[Key, list[Waiting]] = {}
+        for row in sorted(self.rows.values(), key=lambda row: (row.created_at, row.sequence or -(2**63), row.id)):
+            key = Key(row.topic, row.ordering_key or "")
+            if key in keys and row.sent_at is None and not self._is_passed_over(row, pass_dead):
+                is_due = row.available_at is None or row.available_at <= self.now
+                parked = (row.last_error or "").startswith(sql.PARKED)
+                found.setdefault(key, []).append(Waiting(row.id, len(row.data), is_due or parked, parked))
+        return {key: waiting[:per_key] for key, waiting in found.items()}
+
+    def _is_passed_over(self, row: StoredTask, pass_dead: bool) -> bool:
+        if row.available_at is None or row.available_at <= self.now:
+            return False
+        is_expired = row.expires_at is not None and row.expires_at <= self.now
+        return is_expired or (pass_dead and row.available_at >= NEVER)
+
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """See Store."""
         with self._lock:
@@ -162,8 +184,10 @@ class FakeStore:
     def unsent(self) -> list[Unsent]:
         """See Store."""
         self._answer()
-        states = sorted((row.topic, self._state(row)) for row in self.rows.values() if row.sent_at is None)
-        return [Unsent(topic, state, len(list(group))) for (topic, state), group in itertools.groupby(states)]
+        unsent = [row for row in self.rows.values() if row.sent_at is None]
+        counts = Counter((row.topic, self._state(row)) for row in unsent)
+        ordered = Counter((row.topic, self._state(row)) for row in unsent if row.ordering_key is not None)
+        return [Unsent(*each, counts[each], ordered[each]) for each in sorted(counts)]
 
     def _state(self, row: StoredTask) -> str:
         if row.available_at is not None and row.available_at >= NEVER:
@@ -190,6 +214,9 @@ class FakeStore:
             elif isinstance(mark, Charged):
                 row.sent_at, row.available_at, row.expires_at = None, mark.available_at, mark.expires_at
                 row.last_error, row.attempts = mark.error, mark.attempts
+            elif isinstance(mark, Parked):
+                row.available_at = mark.available_at
+                row.last_error = f"{sql.PARKED}waits for the task {mark.head} of its ordering key"
         return committed
 
     @staticmethod
@@ -208,6 +235,7 @@ class FakeStore:
             row.attempts,
             row.expires_at,
             row.at_most_once,
+            (row.last_error or "").startswith(sql.PARKED),
         )
 
 
@@ -250,11 +278,17 @@ class FakePublisher:
     ) -> dict[str, Outcome]:
         """See Publisher."""
         name = messages.topic_name(topic, self.project)
-        requests = [[row for row in rows if row.id not in singly], *([row] for row in rows if row.id in singly)]
         outcomes: dict[str, Outcome] = {}
+        stopped: set[str | None] = set()
         with self._lock:
-            for request in requests:
-                outcomes |= self._request(name, [row for row in request if row.id not in self.out_of_time])
+            for request in _requests(rows, singly):
+                key = request[0].ordering_key
+                if key in stopped:
+                    continue
+                tried = self._request(name, [row for row in request if row.id not in self.out_of_time])
+                outcomes |= tried
+                if key is not None and not all(isinstance(tried.get(row.id), Sent) for row in request):
+                    stopped.add(key)
         return outcomes
 
     def refusals(self, topic: str, rows: Sequence[Row]) -> dict[str, Failed]:
@@ -265,6 +299,12 @@ class FakePublisher:
     def _request(self, name: str, rows: Sequence[Row]) -> dict[str, Outcome]:
         decoded = {row.id: messages.decode(row) for row in rows}
         outcomes: dict[str, Outcome] = {id: each for id, each in decoded.items() if isinstance(each, Failed)}
+        ordered = any(row.ordering_key for row in rows)
+        refused = {id for id, failure in self.failing.items() if kind_of(failure.reason) is Kind.CONTENT}
+        if ordered and (culprit := next((id for id in decoded if id in refused | outcomes.keys()), None)):
+            # What stands before it goes out, it fails alone, what follows is not tried.
+            decoded = dict(itertools.takewhile(lambda pair: pair[0] != culprit, decoded.items()))
+            outcomes = {culprit: outcomes.get(culprit) or self.failing[culprit]}
         sent = {id: message for id, message in decoded.items() if id not in outcomes}
         if not sent:
             return outcomes
@@ -278,6 +318,18 @@ class FakePublisher:
             if id not in self.failing:
                 self.published.append((name, id, message))
         return outcomes
+
+
+def _requests(rows: Sequence[Row], singly: Collection[str]) -> list[list[Row]]:
+    """Cut rows into requests: what needs no order together, each key by itself, and some rows alone."""
+    requests: dict[str | None, list[list[Row]]] = {}
+    for row in rows:
+        pieces = requests.setdefault(row.ordering_key, [[]])
+        if row.id not in singly:
+            pieces[-1 if row.ordering_key else 0].append(row)
+        else:
+            pieces += [[row], []] if row.ordering_key else [[row]]
+    return [piece for pieces in requests.values() for piece in pieces if piece]
 
 
 class Counted:

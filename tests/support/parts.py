@@ -32,7 +32,13 @@ def relay_of(
     defaults: dict[str, Any] = {"initial": 1, "longest": 3600, "max_attempts": 10, "dead_after": 86_400}
     return Relay(
         store,
-        Delivery(store, publisher, Retries(random=random, **{**defaults, **(retries or {})}), publish_seconds=5),
+        Delivery(
+            store,
+            publisher,
+            Retries(random=random, **{**defaults, **(retries or {})}),
+            publish_seconds=5,
+            pass_dead=options.get("pass_dead", False),
+        ),
         Metrics(client),
         fleet or Fleet(store, "worker", store.shards),
         limits=Limits(size, group_bytes, groups),

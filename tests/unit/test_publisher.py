@@ -158,8 +158,8 @@ def test_a_server_that_is_not_there_is_a_failure_like_others() -> None:
     assert outcome.reason == "unavailable"
 
 
-def test_requests_are_cut_by_count_bytes_and_key() -> None:
-    """At most 1,000 messages, 10,000,000 bytes, one ordering key; order kept."""
+def test_requests_are_cut_by_count_and_bytes_and_lanes_by_key() -> None:
+    """At most 1,000 messages, 10,000,000 bytes; one ordering key; order kept."""
 
     def pairs(count: int, size: int = 1, key: str | None = None) -> list[tuple[str, Any]]:
         return [(f"{key}{n}", messages.decode(row(f"{key}{n}", bytes(size), ordering_key=key))) for n in range(count)]
@@ -167,7 +167,11 @@ def test_requests_are_cut_by_count_bytes_and_key() -> None:
     assert [len(ids) for ids, _ in messages.requests(TOPIC, pairs(2001))] == [1000, 1000, 1]
     assert [len(ids) for ids, _ in messages.requests(TOPIC, pairs(5, 3_000_000))] == [3, 2]
     mixed = [*pairs(2, key="x"), *pairs(2), *pairs(1, key="y")]
-    assert [ids for ids, _ in messages.requests(TOPIC, mixed)] == [["x0", "x1"], ["None0", "None1"], ["y0"]]
+    lanes = [[ids for ids, _ in lane.requests] for lane in messages.lanes(TOPIC, mixed, {"None1", "not there"})]
+    assert lanes == [[["None0"]], [["None1"]], [["x0", "x1"]], [["y0"]]]
+    lanes = [[ids for ids, _ in lane.requests] for lane in messages.lanes(TOPIC, pairs(5, key="x"), {"x0", "x3"})]
+    assert lanes == [[["x0"], ["x1", "x2"], ["x3"], ["x4"]]]
+    assert messages.lanes(TOPIC, [], set()) == []
     for _, request in messages.requests(TOPIC, pairs(30, 1_000_000)):
         assert messages.too_large(request) is None
 

@@ -85,14 +85,14 @@ def test_a_locked_row_has_its_body_and_the_databases_time() -> None:
     """Bytes are base64; a row that was sent has none."""
     found, now = rows.locked(
         [
-            values("a", "orders", "EgIA/w==", "key", AT, AT, None, True, 0, None, False, AT),
-            values("b", "orders", None, None, AT, None, AT, False, 7, AT, False, AT),
-            values("c", "orders", "", None, AT, None, None, False, 0, None, True, AT),
+            values("a", "orders", "EgIA/w==", "key", AT, AT, None, True, 0, None, False, False, AT),
+            values("b", "orders", None, None, AT, None, AT, False, 7, AT, False, True, AT),
+            values("c", "orders", "", None, AT, None, None, False, 0, None, True, False, AT),
         ]
     )
     assert found == [
         Row("a", "orders", b"\x12\x02\x00\xff", "key", NOON, NOON, None, clean=True),
-        Row("b", "orders", b"", None, NOON, None, NOON, clean=False, attempts=7, expires_at=NOON),
+        Row("b", "orders", b"", None, NOON, None, NOON, clean=False, attempts=7, expires_at=NOON, parked=True),
         Row("c", "orders", b"", None, NOON, None, None, clean=False, at_most_once=True),
     ]
     assert now == NOON

@@ -1,0 +1,91 @@
+"""What may be sent of the rows under the lock: pure.
+
+The order of a key is kept here (docs/guide/ordering.md): what was sent or is gone is passed over, what is due is taken,
+and what is not due ends the run. After a failure nothing more of the key goes out, also when the transaction is run
+again.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
+from itertools import zip_longest
+
+from publishworker.task import NEVER, Failed, Group, Outcome, Row, Taken
+
+
+def taken(
+    group: Group,
+    rows: Sequence[Row],
+    now: datetime,
+    published: Collection[str] = frozenset(),
+    *,
+    pass_dead: bool = False,
+) -> dict[str, Outcome]:
+    """Return those of the group's tasks that are not to be sent here, each with the reason.
+
+    Those that an earlier run of the transaction has `published` need their mark, unless they are gone or sent. A task
+    that is not due holds back what follows in its key, but not if it is expired, or dead and these are passed over.
+    """
+    by_id = {row.id: row for row in rows}
+    outcomes: dict[str, Outcome] = {}
+    stopped: set[str] = set()
+    for id, key in zip_longest(group.ids, group.keys):
+        row = by_id.get(id)
+        if row is None:
+            outcomes[id] = Taken("gone")
+        elif row.sent_at is not None:
+            outcomes[id] = Taken("sent")
+        elif id in published:
+            continue
+        elif (row.topic, row.ordering_key) != (group.topic, key):
+            outcomes[id] = Taken("moved")
+        elif key in stopped:
+            outcomes[id] = Taken("held")
+        elif reason := _reason_to_leave(row, group, now):
+            outcomes[id] = reason
+            if key is not None and not _is_passed_over(row, now, pass_dead=pass_dead):
+                stopped.add(key)
+    return outcomes
+
+
+def _reason_to_leave(row: Row, group: Group, now: datetime) -> Taken | None:
+    if not (row.is_due(now) or (row.ordering_key is not None and row.parked)):
+        return Taken("not_due")
+    # In a group of its own, and before what follows in its key.
+    return Taken("at_most_once") if row.at_most_once and not group.at_most_once else None
+
+
+def in_order(group: Group, rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of a group as it names them: the tasks of a key stand in their order."""
+    if not group.keys:
+        return list(rows)
+    places = {id: place for place, id in enumerate(group.ids)}
+    return sorted(rows, key=lambda row: places[row.id])
+
+
+def untried(rows: Sequence[Row], tried: Mapping[str, Outcome]) -> list[Row]:
+    """Return the rows that may be published now: not tried yet, and before them nothing of their key has failed."""
+    failed: set[str] = set()
+    found = []
+    for row in rows:
+        outcome = tried.get(row.id)
+        if outcome is None and row.ordering_key not in failed:
+            found.append(row)
+        elif row.ordering_key is not None and stops(outcome):
+            failed.add(row.ordering_key)
+    return found
+
+
+def stops(outcome: Outcome | None) -> bool:
+    """Tell whether nothing may follow in a key after this: a failure, but not that its time has passed."""
+    return isinstance(outcome, Failed) and outcome.reason != "expired"
+
+
+def expired(row: Row) -> Failed:
+    """Return the failure of a task whose ExpiresAt has passed."""
+    return Failed("expired", f"ExpiresAt was {row.expires_at:%Y-%m-%dT%H:%M:%S.%fZ}")
+
+
+def _is_passed_over(row: Row, now: datetime, *, pass_dead: bool) -> bool:
+    """Tell whether what is not sent holds back nothing: it has expired, or is dead and these are passed over."""
+    is_dead = row.available_at is not None and row.available_at >= NEVER
+    return row.is_expired(now) or (pass_dead and is_dead)

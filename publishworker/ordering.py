@@ -1,0 +1,114 @@
+"""From tasks of ordering keys to runs: the leading tasks of a key that may go, as one candidate.
+
+The poll gives keys, not tasks: what stands at the front of each is read in a snapshot of its own, and only that may go
+(docs/guide/ordering.md). A later commit has a later CreatedAt than any snapshot, so nothing slips in before a run.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import TypeVar
+
+from publishworker.polling import Found
+from publishworker.sampling import Limits
+from publishworker.store import Store
+from publishworker.task import Candidate, Group, Key, Waiting
+
+#: Rows of one look at the fronts of keys: where very many keys have much to send, their runs become shorter.
+MAX_FRONT_ROWS = 10_000
+#: Keys whose parked tasks are kept in mind; those of others go when their time comes.
+MAX_WOKEN = 1_000
+
+_T = TypeVar("_T", Candidate, Waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class Fronts:
+    """What may be taken, tasks to put off behind heads that are not due, whether keys in flight have more to send."""
+
+    candidates: Sequence[Candidate]
+    held: Sequence[Group] = ()
+    busy: bool = False
+
+
+class Ordering:
+    """Looks at the fronts of keys. It belongs to the thread of the relay."""
+
+    def __init__(self, store: Store, limits: Limits, *, pass_dead: bool) -> None:
+        """Cut runs to the `limits` of a group; `pass_dead` is whether a dead task holds back no other."""
+        self._store = store
+        self._limits = limits
+        self._pass_dead = pass_dead
+        # Parked tasks are not polled: once their head has gone, the worker has to keep their key in mind.
+        self._woken: dict[Key, Candidate] = {}
+
+    def fronts(self, found: Found, flying: frozenset[Key], doubtful: frozenset[str]) -> Fronts:
+        """Return the candidates with the run of each key in place of its tasks, but for the keys in flight.
+
+        What is `doubtful` is left out, and makes its whole key wait. Raises StoreError.
+        """
+        loose = [each for each in found.candidates if each.ordering_key is None and each.id not in doubtful]
+        seen: dict[Key, list[Candidate]] = {}
+        for each in found.candidates:
+            if each.ordering_key is not None:
+                seen.setdefault(Key(each.topic, each.ordering_key), []).append(each)
+        woken = {key: [each] for key, each in self._woken.items() if found.covers(each)}
+        keys = {key: tasks for key, tasks in (woken | seen).items() if key not in flying}
+        busy = not flying.isdisjoint(woken.keys() | seen.keys())
+        if not keys:
+            return Fronts(loose, busy=busy)
+        waiting = self._store.fronts(keys, self._per_key(keys), pass_dead=self._pass_dead)
+        runs: list[Candidate] = []
+        held: list[Group] = []
+        for key, tasks in keys.items():
+            front = waiting.get(key, ())
+            run = next(cut([*takewhile(lambda each: each.may_go, front)], self._limits), [])
+            self._keep_in_mind(key, tasks[0], woken=bool(run) and any(each.parked for each in front))
+            if run and doubtful.isdisjoint(each.id for each in run):
+                runs.append(_candidate(tasks, run))
+            elif front and not run and key in seen:
+                held += _held(key, front[0].id, tasks, self._limits)
+        return Fronts(loose + runs, held, busy)
+
+    def _per_key(self, keys: Mapping[Key, Sequence[Candidate]]) -> int:
+        """Return how many rows of each key to read: what the poll saw of the longest tells what there is to take.
+
+        One more shows whether parked tasks follow, of which the poll saw none.
+        """
+        most = self._limits.group_size if self._woken.keys() & keys.keys() else max(map(len, keys.values()))
+        return 1 + max(1, min(most, self._limits.group_size, MAX_FRONT_ROWS // len(keys)))
+
+    def _keep_in_mind(self, key: Key, task: Candidate, *, woken: bool) -> None:
+        self._woken.pop(key, None)
+        if woken:
+            self._woken[key] = task
+        if len(self._woken) > MAX_WOKEN:
+            del self._woken[next(iter(self._woken))]
+
+
+def cut(tasks: Sequence[_T], limits: Limits) -> Iterator[list[_T]]:
+    """Cut tasks into pieces of at most a group's tasks and bytes; one that is too large makes a piece of its own."""
+    piece: list[_T] = []
+    size = 0
+    for task in tasks:
+        if piece and (len(piece) == limits.group_size or size + task.bytes > limits.group_bytes):
+            yield piece
+            piece, size = [], 0
+        piece.append(task)
+        size += task.bytes
+    if piece:
+        yield piece
+
+
+def _candidate(tasks: Sequence[Candidate], run: Sequence[Waiting]) -> Candidate:
+    """Return a run as a candidate: a key is as urgent as the most urgent of its tasks that the poll saw."""
+    most_urgent = min(tasks, key=lambda each: (-each.priority, each.available_at or each.created_at))
+    first, *behind = (each.id for each in run)
+    return replace(most_urgent, id=first, bytes=sum(each.bytes for each in run), behind=tuple(behind))
+
+
+def _held(key: Key, head: str, tasks: Sequence[Candidate], limits: Limits) -> Iterator[Group]:
+    """Return groups of the tasks that the poll saw, each with the head that holds them."""
+    for piece in cut([each for each in tasks if each.id != head], limits):
+        ids = (head, *(each.id for each in piece))
+        yield Group(key.topic, ids, keys=(key.ordering_key,) * len(ids))
