@@ -56,12 +56,13 @@ class Delivery:
         def put_off(rows: Sequence[Row], now: datetime) -> Mapping[str, Mark]:
             result.runs += 1
             reasons = taken(group, rows, now, pass_dead=self._pass_dead)
-            held = [row for row in rows if reasons.get(row.id) == Taken("held") and row.is_due(now)]
-            result.parked = {}
-            for head in rows:
-                if head.id == group.ids[0] and head.available_at is not None:  # else it holds nothing
-                    parked = self._retries.park(head.id, head.available_at, now)
-                    result.parked = dict.fromkeys((row.id for row in held), parked)
+            held = [row.id for row in rows if reasons.get(row.id) == Taken("held") and row.is_due(now)]
+            head = next((row for row in rows if row.id == group.ids[0]), None)
+            if held and head is not None and head.available_at is not None:
+                parked = self._retries.park(head.id, head.available_at, now)
+                result.parked = dict.fromkeys(held, parked)
+            else:
+                result.parked = {}
             return result.parked
 
         self._claim(result, put_off)
@@ -141,13 +142,14 @@ class Delivery:
                 charged = None
                 if is_charged(result.group, row.id, outcome, works=works):
                     charged = marks[row.id] = result.charged[row.id] = self._retries.charge(row, outcome, now)
-                if row.ordering_key is not None and stops(outcome):
+                passed_over = charged is not None and charged.dead and self._pass_dead
+                if row.ordering_key is not None and stops(outcome) and not passed_over:
                     failed[row.ordering_key] = self._behind(row, charged, now)
         return marks
 
     def _behind(self, head: Row, charged: Charged | None, now: datetime) -> Parked | None:
-        """Return what to write of the tasks behind a failed one: nothing if it was an outage, or is passed over."""
-        if charged is None or charged.available_at is None or (charged.dead and self._pass_dead):
+        """Return what to write of the tasks behind a failed one: nothing if it was an outage."""
+        if charged is None or charged.available_at is None:
             return None
         return self._retries.park(head.id, charged.available_at, now)
 

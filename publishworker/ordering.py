@@ -4,7 +4,7 @@ The poll gives keys, not tasks: what stands at the front of each is read in a sn
 (docs/guide/ordering.md). A later commit has a later CreatedAt than any snapshot, so nothing slips in before a run.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TypeVar
@@ -14,8 +14,8 @@ from publishworker.sampling import Limits
 from publishworker.store import Store
 from publishworker.task import Candidate, Group, Key, Waiting
 
-#: Rows of one look at the fronts of keys: where very many keys have much to send, their runs become shorter.
-MAX_FRONT_ROWS = 10_000
+#: Rows of one look at the fronts of keys, about: where very many keys have much to send, their runs become shorter.
+MAX_FRONT_ROWS = 5_000
 #: Keys whose parked tasks are kept in mind; those of others go when their time comes.
 MAX_WOKEN = 1_000
 
@@ -57,7 +57,9 @@ class Ordering:
         busy = not flying.isdisjoint(woken.keys() | seen.keys())
         if not keys:
             return Fronts(loose, busy=busy)
-        waiting = self._store.fronts(keys, self._per_key(keys), pass_dead=self._pass_dead)
+        # One row more than a run may have shows whether parked tasks follow, of which the poll saw none.
+        per_key = 1 + max(1, min(self._limits.group_size, MAX_FRONT_ROWS // len(keys)))
+        waiting = self._store.fronts(keys, per_key, pass_dead=self._pass_dead)
         runs: list[Candidate] = []
         held: list[Group] = []
         for key, tasks in keys.items():
@@ -69,14 +71,6 @@ class Ordering:
             elif front and not run and key in seen:
                 held += _held(key, front[0].id, tasks, self._limits)
         return Fronts(loose + runs, held, busy)
-
-    def _per_key(self, keys: Mapping[Key, Sequence[Candidate]]) -> int:
-        """Return how many rows of each key to read: what the poll saw of the longest tells what there is to take.
-
-        One more shows whether parked tasks follow, of which the poll saw none.
-        """
-        most = self._limits.group_size if self._woken.keys() & keys.keys() else max(map(len, keys.values()))
-        return 1 + max(1, min(most, self._limits.group_size, MAX_FRONT_ROWS // len(keys)))
 
     def _keep_in_mind(self, key: Key, task: Candidate, *, woken: bool) -> None:
         self._woken.pop(key, None)

@@ -260,7 +260,8 @@ class FakePublisher:
         self.published: list[tuple[str, str, Any]] = []  # full topic name, task id, message
         #: The ids of each request.
         self.requests: list[list[str]] = []
-        #: Task ids that fail, with the failure; one that meets an outage takes its whole request along.
+        #: Task ids that fail, with the failure; one that meets an outage takes its whole request along. So does one with
+        #: an ordering key, unless it is the message that is refused: then what stands before it goes out.
         self.failing: dict[str, Failed] = {}
         #: Full topic names that fail.
         self.down: dict[str, Failed] = {}
@@ -310,7 +311,9 @@ class FakePublisher:
             return outcomes
         self.requests.append([*sent])
         missing = None if name in self.topics else Failed("not_found", f"{name}: the topic does not exist")
-        outages = (each for id, each in self.failing.items() if id in sent and kind_of(each.reason) is Kind.OUTAGE)
+        outages = (
+            each for id, each in self.failing.items() if id in sent and (ordered or kind_of(each.reason) is Kind.OUTAGE)
+        )
         if failure := self.down.get(name) or missing or next(outages, None):
             return outcomes | dict.fromkeys(sent, failure)
         for id, message in sent.items():
