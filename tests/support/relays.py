@@ -4,12 +4,13 @@ import contextlib
 import json
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from google.cloud.spanner_v1.database import Database
+from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox.emulators import Emulators
@@ -57,6 +58,26 @@ def account(registered: Sequence[str], subscription: Subscription) -> Account:
         unexpected=frozenset(set(received) - expected),
         duplicates=sum(count - 1 for count in received.values()),
     )
+
+
+def key_orders(database: Database) -> dict[str, list[str]]:
+    """Return the ids of each ordering key, sent or not, in the order in which they are to be published."""
+    statement = """
+SELECT OrderingKey, Id FROM AsynchronousTasks WHERE OrderingKey IS NOT NULL ORDER BY CreatedAt, Sequence, Id"""
+    orders: dict[str, list[str]] = {}
+    with database.snapshot() as snapshot:
+        for key, id in snapshot.execute_sql(statement):
+            orders.setdefault(key, []).append(id)
+    return orders
+
+
+def first_deliveries(messages: Iterable[PubsubMessage]) -> dict[str, list[str]]:
+    """Return the ids of each ordering key in the order in which they came first; repeats are left out."""
+    orders: dict[str, dict[str, None]] = {}
+    for message in messages:
+        if message.ordering_key:
+            orders.setdefault(message.ordering_key, {})[message.attributes[outbox.TASK_ID_ATTRIBUTE]] = None
+    return {key: [*ids] for key, ids in orders.items()}
 
 
 def shards_of(process: Process, count: int = 10) -> set[int]:
