@@ -37,6 +37,8 @@ class Delivery:
         """Claim a group, publish what is still to be sent, mark it: one transaction, run again if it is aborted."""
         if group.at_most_once:
             return self._deliver_at_most_once(group)
+        if group.parks:
+            return self._park(group)
         result = GroupResult(group)
 
         def publish(rows: Sequence[Row], now: datetime) -> Mapping[str, Mark]:
@@ -49,8 +51,8 @@ class Delivery:
         self._claim(result, publish)
         return result
 
-    def park(self, group: Group) -> GroupResult:
-        """Put off the tasks of a key behind its head, the first of the group, if that is still unsent and not due."""
+    def _park(self, group: Group) -> GroupResult:
+        """Put off the tasks of a key behind its head, if that is still unsent and not due."""
         result = GroupResult(group)
 
         def put_off(rows: Sequence[Row], now: datetime) -> Mapping[str, Mark]:

@@ -36,10 +36,10 @@ class Flights:
         return Counter(group.topic for group in self._threads)
 
     def tasks_by_topic(self) -> Counter[str]:
-        """Return how many tasks each topic has in flight."""
+        """Return how many tasks each topic has in flight, but for those that are only parked."""
         tasks: Counter[str] = Counter()
         for group in self._threads:
-            tasks[group.topic] += len(group.ids)
+            tasks[group.topic] += 0 if group.parks else len(group.ids)
         return tasks
 
     def keys(self) -> frozenset[Key]:

@@ -105,4 +105,4 @@ def _held(key: Key, head: str, tasks: Sequence[Candidate], limits: Limits) -> It
     """Return groups of the tasks that the poll saw, each with the head that holds them."""
     for piece in cut([each for each in tasks if each.id != head], limits):
         ids = (head, *(each.id for each in piece))
-        yield Group(key.topic, ids, keys=(key.ordering_key,) * len(ids))
+        yield Group(key.topic, ids, keys=(key.ordering_key,) * len(ids), parks=True)

@@ -77,7 +77,6 @@ class Relay:
         self._recorder = Recorder(metrics, clock)
         self._ordering = Ordering(store, limits, pass_dead=pass_dead)
         self._flights = Flights(delivery.deliver, clock)
-        self._parking = Flights(delivery.park, clock)
 
     def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
         """Do one turn and return its numbers; once `stopping` says so, take nothing more.
@@ -91,57 +90,58 @@ class Relay:
         self._beat()
         doubtful = self._mark_doubtful()
         self._beat()
-        fronts = Fronts(())
-        groups: list[Group] = []
+        waits = full
         if not (full or stopping()):
-            fronts = self._ordering.fronts(found, self._flights.keys() | self._parking.keys(), doubtful)
-            groups = self._sample(fronts.candidates)
-        for group in groups:
-            self._start(group)
-        self._park(fronts.held)
-        waits = bool(full or groups or fronts.busy)
+            fronts = self._ordering.fronts(found, self._flights.keys(), doubtful)
+            groups = self._sample(fronts)
+            for group in groups:
+                self._start(group)
+            waits = bool(groups) or fronts.busy
         results = self._landed() if waits else self._flights.landed(self._limits.groups)
-        parkings = self._parked(wait=not waits)
         changed = self._learn(results)
         if not stopping():
             self._follow_up(results)
-        waits = (waits or bool(self._parking)) and not (results or parkings)
-        return self._record(found, results, parkings, waits=waits, changed=changed)
+        return self._record(found, results, waits=waits and not results, changed=changed)
 
     def finish(self) -> Turn:
         """Wait for everything in flight, try once to mark what is in doubt then, and return the numbers."""
-        turn = self._record(Found(), self._flights.landed(), self._parking.landed())
+        turn = self._record(Found(), self._flights.landed())
         with contextlib.suppress(StoreError):  # it was said when the commit failed
             self._mark_doubtful()
         return turn
 
     def _poll(self) -> Found:
         """Look for tasks that are not in flight, of topics that neither rest nor are at their limit."""
-        in_flight = (
-            self._flights.ids() | self._parking.ids()
-        )  # also those that end before the poll does: its snapshot may not show it
+        in_flight = self._flights.ids()  # also those that end before the poll does: its snapshot may not show it
         allowed = self._throttle.allowances(self._flights.tasks_by_topic())
         held = self._breakers.resting() | {topic for topic, tasks in allowed.items() if not tasks}
         return self._poller.poll(self._fair.below, in_flight, held, self._breakers.depth())
 
-    def _sample(self, candidates: Sequence[Candidate]) -> list[Group]:
-        """Cut candidates into as many groups as can start now; some may be a lower priority's share."""
-        candidates, probes = self._breakers.probes(candidates)
+    def _sample(self, fronts: Fronts) -> list[Group]:
+        """Cut candidates into as many groups as can start now; some may be a lower priority's share.
+
+        Tasks that are held are parked, as they hide others from the poll: in a quarter of the places, and in what is
+        left of the others.
+        """
+        parks = list(fronts.held[: max(1, self._limits.groups // 4)])
+        candidates, probes = self._breakers.probes(fronts.candidates)
         allowed = self._throttle.allowances(self._flights.tasks_by_topic())
         allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
-        fair = self._groups(self._fair.choose(candidates), [], allowed)[: self._fair.groups]
+        fair = self._groups(self._fair.choose(candidates), parks, allowed)[: self._fair.groups]
         for group in fair:
             if group.topic in allowed:
                 allowed[group.topic] -= len(group.ids)
         given = {id for group in fair for id in group.ids}
-        groups = fair + self._groups([each for each in candidates if each.id not in given], fair, allowed)
+        rest = [each for each in candidates if each.id not in given]
+        groups = fair + self._groups(rest, parks + fair, allowed)
         taken = sum(len(group.ids) for group in groups if group.topic not in allowed)
         # The others wait for more than for a place.
         free = sum(each.tasks for each in candidates if each.topic not in allowed)
         self._behind = bool(self._poller.cut_off - allowed.keys()) or taken < free
         priorities = [each.priority for each in candidates if each.available_at is None]
         self._fair.count(len(groups), len(fair), max(priorities, default=None) if self._behind else None)
-        return groups
+        free_places = self._limits.groups - len(self._flights) - len(groups)
+        return groups + list(fronts.held[: max(len(parks), free_places)])
 
     def _groups(
         self, candidates: Sequence[Candidate], beside: Sequence[Group], allowed: Mapping[str, int]
@@ -150,19 +150,11 @@ class Relay:
         return sample(candidates, self._limits, self._random, flying, allowed)
 
     def _start(self, group: Group) -> None:
+        if group.parks:
+            self._flights.start(group)
+            return
         self._throttle.take(group.topic, len(group.ids))
         self._flights.start(self._breakers.start(group))
-
-    def _park(self, held: Sequence[Group]) -> None:
-        """Put tasks off behind the heads that hold them, in the places that are free, and in one in any case."""
-        free = max(1, self._limits.groups - len(self._flights)) - len(self._parking)
-        for group in held[: max(0, free)]:
-            self._parking.start(group)
-
-    def _parked(self, *, wait: bool) -> list[GroupResult]:
-        if wait:
-            return self._parking.landed(longest=LONGEST_TURN_WAIT)
-        return self._parking.landed(leave=self._limits.groups)
 
     def _landed(self) -> list[GroupResult]:
         """Wait for groups in flight, and return the results of those that ended.
@@ -178,6 +170,8 @@ class Relay:
         changes = []
         for result in results:
             topic = result.group.topic
+            if result.group.parks:
+                continue
             self._throttle.take(topic, len(result.tried) - len(result.group.ids))
             if change := self._breakers.learn(result):
                 self._recorder.change(change)
@@ -213,13 +207,12 @@ class Relay:
         self,
         found: Found,
         results: Sequence[GroupResult],
-        parkings: Sequence[GroupResult] = (),
         *,
         waits: bool = False,
         changed: bool = False,
     ) -> Turn:
         """Count and log what happened: after every commit has returned."""
-        for result in (*results, *parkings):
+        for result in results:
             self._recorder.group(result)
             if result.error is not None:
                 self._doubts.remember(result.group.topic, {id: result.created[id] for id in result.published()})
@@ -231,9 +224,9 @@ class Relay:
             taken=sum(len(result.taken_by_others()) for result in results),
             failed=sum(len(result.failed()) for result in results),
             charged=sum(len(result.charged) for result in committed),
-            parked=sum(len(result.parked) for result in (*committed, *parkings) if result.error is None),
+            parked=sum(len(result.parked) for result in committed),
             uncommitted=sum(len(result.published()) for result in results if result.error is not None),
-            in_flight=len(self._flights) + len(self._parking),
+            in_flight=len(self._flights),
             waits=waits,
             discovered=found.discovered or changed,
             again_in=min((seconds for seconds in held if seconds is not None), default=None),

@@ -110,6 +110,8 @@ class Group:
     at_most_once: bool = False
     #: The ordering key of each task, if any has one; the tasks of a key stand in its order.
     keys: tuple[str | None, ...] = ()
+    #: Nothing is sent: the first is the head of a key, and not due, and the others are to be put off behind it.
+    parks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,8 +260,8 @@ class FakePublisher:
         self.published: list[tuple[str, str, Any]] = []  # full topic name, task id, message
         #: The ids of each request.
         self.requests: list[list[str]] = []
-        #: Task ids that fail, with the failure; one that meets an outage takes its whole request along. So does one with
-        #: an ordering key, unless it is the message that is refused: then what stands before it goes out.
+        #: Task ids that fail, with the failure; one that meets an outage takes its whole request along. So does
+        #: one with an ordering key, unless it is the message that is refused: then what stands before it goes out.
         self.failing: dict[str, Failed] = {}
         #: Full topic names that fail.
         self.down: dict[str, Failed] = {}
