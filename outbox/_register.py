@@ -72,7 +72,7 @@ def register(
         message: bytes, a PubsubMessage (proto-plus or plain), or another protobuf message, which becomes the data.
         attributes: added to the message's own; contradictions are refused.
         priority: an int64, higher first.
-        ordering_key: one key's messages keep their order; "" is none.
+        ordering_key: tasks of one topic and key are published in the order of their commits; "" is none.
         available_at: not before this aware time.
         expires_at: not after this aware time.
         at_most_once: prefer loss to a duplicate; not together with an ordering key.
