@@ -7,7 +7,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.param_types import STRING, Array
 
@@ -21,7 +20,7 @@ from tests.support.fakes import serialized
 from tests.support.outages import count
 from tests.support.parts import relay_of
 from tests.support.pubsub import PubSub
-from tests.support.relays import first_deliveries, key_orders, unsent
+from tests.support.relays import execute, first_deliveries, insert_undecodable, key_orders, unsent
 from tests.support.spanner import INSTANCE, PROJECT
 
 pytestmark = pytest.mark.timeout(240)
@@ -40,14 +39,6 @@ def make_relay(database: Database, **options: Any) -> Relay:
     return relay_of(store, PubSubPublisher(open_pubsub(), PROJECT), size=100, groups=8, **options)
 
 
-def insert_undecodable(database: Database, id: str, topic: str, key: str) -> None:
-    """Insert a task whose bytes are no message, as another writer may: it is dead at its first attempt."""
-    columns = ("Id", "Topic", "Data", "Priority", "OrderingKey", "CreatedAt")
-    data = base64.b64encode(b"\xff\xff no message")
-    with database.batch() as batch:
-        batch.insert("AsynchronousTasks", columns, [(id, topic, data, 50, key, COMMIT_TIMESTAMP)])
-
-
 def of_one_shard(database: Database, key: str, names: Sequence[str]) -> list[str]:
     """Return those of `names`, ids or ordering keys, whose tasks are in the shard of an ordering key."""
     shard = "MOD(FARM_FINGERPRINT({}), 10)"
@@ -64,12 +55,6 @@ def extremes(database: Database, condition: str) -> tuple[datetime, datetime]:
     with database.snapshot() as snapshot:
         [[first, last]] = snapshot.execute_sql(statement)
     return first, last
-
-
-def execute(database: Database, statement: str) -> int:
-    """Run one DML statement as any SQL client would."""
-    changed: int = database.run_in_transaction(lambda transaction: transaction.execute_update(statement))
-    return changed
 
 
 def test_a_tail_of_two_thousand_is_parked_and_follows_its_head_at_once(
@@ -123,5 +108,5 @@ def test_a_tail_of_two_thousand_is_parked_and_follows_its_head_at_once(
     received = subscription.drain()
     print(f"head and tail sent in {following:.1f} s and {turns} turns once the head was retried")
     assert len(received) == 1 + TAIL
-    assert first_deliveries(received)[KEY] == key_orders(database)[KEY]
+    assert first_deliveries(received)[KEY] == key_orders(database, topic)[KEY]
     assert count(database, "SentAt IS NULL OR AvailableAt IS NOT NULL OR LastError IS NOT NULL OR Attempts > 0") == 0

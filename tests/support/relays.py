@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
+from google.cloud.spanner_v1.param_types import STRING
 from google.pubsub_v1.types import PubsubMessage
 
 import outbox
@@ -18,6 +20,9 @@ from tests.support.processes import Process, started
 from tests.support.pubsub import Subscription
 from tests.support.spanner import INSTANCE, PROJECT
 from tests.support.waiting import eventually
+
+#: What AsynchronousTasks.Data may hold and no PubsubMessage is, as the client wants it.
+UNDECODABLE = b"////"
 
 
 def register(database: Database, topic: str, count: int, data: bytes = b"x" * 300, **options: Any) -> list[str]:
@@ -60,13 +65,29 @@ def account(registered: Sequence[str], subscription: Subscription) -> Account:
     )
 
 
-def key_orders(database: Database) -> dict[str, list[str]]:
-    """Return the ids of each ordering key, sent or not, in the order in which they are to be published."""
+def insert_undecodable(database: Database, id: str, topic: str, key: str, **columns: Any) -> None:
+    """Insert a task whose bytes are no message, as another writer may: it is dead at its first attempt."""
+    row = {"Id": id, "Topic": topic, "Data": UNDECODABLE, "Priority": 50, "OrderingKey": key, **columns}
+    with database.batch() as batch:
+        batch.insert("AsynchronousTasks", ("CreatedAt", *row), [(COMMIT_TIMESTAMP, *row.values())])
+
+
+def execute(database: Database, statement: str) -> int:
+    """Run one DML statement as any SQL client would, and return how many rows it changed."""
+    changed: int = database.run_in_transaction(
+        lambda transaction: transaction.execute_update(statement), default_retry_delay=0.02
+    )
+    return changed
+
+
+def key_orders(database: Database, topic: str) -> dict[str, list[str]]:
+    """Return the ids of a topic's ordering keys, sent or not, in the order in which they are to be published."""
     statement = """
-SELECT OrderingKey, Id FROM AsynchronousTasks WHERE OrderingKey IS NOT NULL ORDER BY CreatedAt, Sequence, Id"""
+SELECT OrderingKey, Id FROM AsynchronousTasks
+WHERE OrderingKey IS NOT NULL AND Topic = @of_topic ORDER BY CreatedAt, Sequence, Id"""
     orders: dict[str, list[str]] = {}
     with database.snapshot() as snapshot:
-        for key, id in snapshot.execute_sql(statement):
+        for key, id in snapshot.execute_sql(statement, {"of_topic": topic}, {"of_topic": STRING}):
             orders.setdefault(key, []).append(id)
     return orders
 
