@@ -18,6 +18,11 @@ import outbox
 import outbox.cli
 import publishworker.cli
 from outbox.emulators import Emulators
+from publishworker.connection import open_database
+from publishworker.store import SpannerStore
+from publishworker.task import Failed
+from tests.support.fakes import FakePublisher
+from tests.support.parts import relay_of
 from tests.support.processes import ROOT, Finished, Process, run, started
 from tests.support.pubsub import PubSub
 from tests.support.spanner import ADMIN_SECONDS
@@ -29,6 +34,7 @@ PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.cli._par
 TABLES = (
     "CREATE TABLE Orders (OrderId STRING(36), Cents INT64) PRIMARY KEY (OrderId)",
     "CREATE TABLE Invoices (TaskId STRING(64), OrderJson STRING(MAX)) PRIMARY KEY (TaskId)",
+    "CREATE TABLE Accounts (AccountId STRING(36), Cents INT64) PRIMARY KEY (AccountId)",
     "CREATE TABLE Stock (Article STRING(36), Pieces INT64) PRIMARY KEY (Article)",
     """CREATE TABLE HandledTasks (
       TaskId STRING(64), HandledAt TIMESTAMP OPTIONS (allow_commit_timestamp = true)
@@ -216,6 +222,49 @@ def test_the_statements_of_the_schema_guide(emulators: Emulators, shop: Database
     shop.run_in_transaction(send_again, again, id)
     assert rows(shop, count) == [["orders", 1]]
     assert "exists   table AsynchronousTasks" in run_here(emulators, commands("docs/guide/schema.md")[1]).stdout
+
+
+def test_the_guide_to_ordering(emulators: Emulators, shop: Database) -> None:
+    """Two tasks of a key; the first is dead: who is blocked, send it again, let the others pass, have them at once."""
+    assert run_here(emulators, commands("docs/guide/schema.md")[1]).code == 0
+    [pay] = blocks("docs/guide/ordering.md", "python")
+    blocked, again, let_pass, at_once = blocks("docs/guide/ordering.md", "sql")
+    publisher = FakePublisher("payments", project=PROJECT)
+    relay = relay_of(SpannerStore(open_database(PROJECT, "main", "shop"), 10), publisher)
+
+    def turns() -> None:
+        while relay.turn().made_progress:
+            pass
+
+    def head_and_tail() -> tuple[str, str]:
+        """Register two tasks, of which the first fails; return their ids."""
+        execute(pay, {"outbox": outbox, "database": shop})
+        found = rows(shop, "SELECT Id FROM AsynchronousTasks WHERE SentAt IS NULL AND Attempts = 0 ORDER BY Sequence")
+        [head], [tail] = found
+        publisher.failing = {head: Failed("invalid_argument", "no")}
+        turns()
+        assert rows(shop, blocked) == [["payments", "account-42", head, "invalid_argument: no", 1]]
+        publisher.failing = {}
+        return head, tail
+
+    def change(statement: str, **values: str) -> None:
+        for name, value in values.items():
+            statement = statement.replace(f"the-{name}", value)
+        shop.run_in_transaction(lambda transaction: transaction.execute_update(statement))
+
+    mended = head_and_tail()
+    change(again, id=mended[0])
+    turns()
+    assert publisher.ids() == list(mended)
+
+    dead, tail = head_and_tail()
+    change(let_pass, id=dead)
+    turns()
+    assert tail not in publisher.ids()
+    change(at_once, key="account-42", topic="payments")
+    turns()
+    assert publisher.ids() == [*mended, tail]
+    assert rows(shop, blocked) == []
 
 
 def test_every_command_of_the_pages_is_known() -> None:
