@@ -1,0 +1,103 @@
+"""What may be sent of the rows under the lock, in tables."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from publishworker.claims import in_order, taken, untried
+from publishworker.task import NEVER, Failed, Group, Outcome, Row, Sent
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+LATER = NOW + timedelta(seconds=1)
+BEFORE = NOW - timedelta(seconds=1)
+
+#: A row, by a word: its columns, whether it may be sent, and whether what follows in its key may be.
+ROWS: dict[str, tuple[dict[str, Any], str, bool]] = {
+    "ready": ({}, "", True),
+    "due": ({"available_at": NOW}, "", True),
+    "sent": ({"sent_at": BEFORE}, "sent", True),
+    "scheduled": ({"available_at": LATER}, "not_due", False),
+    "dead": ({"available_at": NEVER}, "not_due", False),
+    "parked": ({"available_at": LATER, "parked": True}, "", True),
+    "expired and due": ({"expires_at": NOW}, "", True),
+    "expired before it was due": ({"available_at": LATER, "expires_at": NOW}, "not_due", True),
+    "dead and expired": ({"available_at": NEVER, "expires_at": BEFORE}, "not_due", True),
+    "not yet expired": ({"available_at": LATER, "expires_at": LATER}, "not_due", False),
+    "of another topic": ({"topic": "invoices", "available_at": LATER}, "moved", True),
+    "of another key": ({"ordering_key": "l", "available_at": LATER}, "moved", True),
+    "of no key any more": ({"ordering_key": None}, "moved", True),
+    "at most once": ({"at_most_once": True}, "at_most_once", False),
+}
+
+
+def row(id: str, **columns: Any) -> Row:
+    """Return a row of a key."""
+    values = {"topic": "orders", "ordering_key": "k", "available_at": None, "sent_at": None, **columns}
+    return Row(id=id, data=b"", created_at=BEFORE, **values)
+
+
+def reasons(group: Group, *rows: Row, **options: Any) -> dict[str, str]:
+    """Return why tasks are left."""
+    return {id: getattr(outcome, "reason", "?") for id, outcome in taken(group, rows, NOW, **options).items()}
+
+
+@pytest.mark.parametrize("word", ROWS)
+def test_what_a_row_says_of_itself_and_of_what_follows(word: str) -> None:
+    """Sent, gone and expired are passed over; what is not due holds its key, and no other."""
+    columns, reason, goes_on = ROWS[word]
+    group = Group("orders", ("first", "next", "other"), keys=("k", "k", "m"))
+    expected = {"first": reason} if reason else {}
+    if not goes_on:
+        expected["next"] = "held"
+    assert reasons(group, row("next"), row("other", ordering_key="m"), row("first", **columns)) == expected
+
+
+def test_dead_tasks_are_passed_over_if_so_wished_and_others_are_not() -> None:
+    """Only from NEVER on is a task dead."""
+    group = Group("orders", ("a", "b"), keys=("k", "k"))
+    almost = NEVER - timedelta(microseconds=1)
+    assert reasons(group, row("a", available_at=NEVER), row("b"), pass_dead=True) == {"a": "not_due"}
+    assert reasons(group, row("a", available_at=almost), row("b"), pass_dead=True) == {"a": "not_due", "b": "held"}
+
+
+def test_without_a_key_nothing_is_held_and_nothing_counts_as_parked() -> None:
+    """Tasks without a key stand behind nobody; one that was given a key since is left for its new place."""
+    group = Group("orders", ("a", "b", "parked", "keyed", "gone"))
+    loose = {"ordering_key": None}
+    rows = (
+        row("a", available_at=LATER, **loose),
+        row("b", **loose),
+        row("parked", available_at=LATER, parked=True, **loose),
+        row("keyed"),
+    )
+    assert reasons(group, *rows) == {"a": "not_due", "parked": "not_due", "keyed": "moved", "gone": "gone"}
+
+
+def test_what_was_published_needs_its_mark_wherever_it_stands() -> None:
+    """A run of the transaction before this one has published it; what holds the key now came later."""
+    group = Group("orders", ("a", "b", "c"), keys=("k", "k", "k"))
+    rows = (row("a", available_at=LATER), row("b", available_at=LATER, topic="invoices"), row("c"))
+    assert reasons(group, *rows, published={"b", "c"}) == {"a": "not_due"}
+    assert reasons(group, row("b", sent_at=BEFORE), published={"b", "c"}) == {"a": "gone", "b": "sent", "c": "gone"}
+
+
+def test_rows_are_put_in_the_order_of_the_group() -> None:
+    """The store gives them in the order of their ids."""
+    group = Group("orders", ("c", "a", "b"), keys=("k", "k", None))
+    rows = [row("a"), row("b"), row("c")]
+    assert [each.id for each in in_order(group, rows)] == ["c", "a", "b"]
+    assert in_order(Group("orders", ("c", "a", "b")), rows) == rows
+
+
+def test_nothing_is_tried_behind_a_failure_of_its_key() -> None:
+    """Whatever the failure was, but that the time has passed; other keys and tasks without one go on."""
+    keys = {"a": "k", "b": "k", "c": "l", "d": "l", "e": "m", "f": "m", "g": None, "h": None}
+    rows = [row(id, ordering_key=key) for id, key in keys.items()]
+    tried: dict[str, Outcome] = {
+        "a": Failed("unavailable", "no"),
+        "c": Failed("expired", "late"),
+        "e": Sent("1"),
+        "g": Failed("data_loss", "no"),
+    }
+    assert [each.id for each in untried(rows, tried)] == ["d", "f", "h"]
