@@ -1,0 +1,258 @@
+"""The publisher and ordering keys, against a server that keeps a record: one request of a key at a time, and no more.
+
+A failure ends what is sent of its key and of no other; what was not tried has no outcome.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import grpc
+import pytest
+from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
+
+from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE
+from publishworker.publisher import PubSubPublisher
+from publishworker.task import NEVER, Failed, Outcome, Row, Sent
+from tests.support.fakes import FakeStore, serialized
+from tests.support.outages import hang
+from tests.support.parts import relay_of
+from tests.support.pubsub_server import Answer, accept, pubsub_server, refuse
+from tests.support.waiting import eventually
+
+#: Seconds for which an answer is kept back, so that a request that should have waited for it is seen.
+KEPT_BACK = 0.05
+
+
+class Recorder:
+    """Answers as `answer` says, a little late, and keeps what was accepted and how many requests of a key met."""
+
+    def __init__(self) -> None:
+        """Accept everything."""
+        self.answer: Answer = accept
+        self.requests: list[tuple[str, list[str]]] = []  # the key and the ids of each, as they came
+        self.accepted: list[str] = []
+        self.most: Counter[str] = Counter()  # requests at once, by key
+        self.address = ""
+        self._now: Counter[str] = Counter()
+        self._met = threading.Event()
+        self._lock = threading.Lock()
+
+    def publish(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Answer a request, whose messages are all of one key."""
+        [key] = {message.ordering_key for message in request.messages}
+        ids = [message.attributes[TASK_ID_ATTRIBUTE] for message in request.messages]
+        with self._lock:
+            self.requests.append((key, ids))
+            self._now[key] += 1
+            self.most[key] = max(self.most[key], self._now[key])
+            if key and self._now[key] > 1:
+                self._met.set()
+        try:
+            self._met.wait(KEPT_BACK)
+            answer = self.answer(request, context)
+            with self._lock:
+                self.accepted += ids
+            return answer
+        finally:
+            with self._lock:
+                self._now[key] -= 1
+
+    def of(self, key: str) -> list[list[str]]:
+        """Return the ids of each request of a key."""
+        return [ids for each, ids in self.requests if each == key]
+
+
+@pytest.fixture
+def record() -> Iterator[Recorder]:
+    """A server that keeps a record."""
+    recorder = Recorder()
+    with pubsub_server() as server:
+        server.publish = recorder.publish
+        recorder.address = server.address
+        yield recorder
+
+
+@pytest.fixture
+def publisher(record: Recorder) -> PubSubPublisher:
+    """A publisher to it."""
+    return PubSubPublisher(PublisherGrpcTransport(channel=grpc.insecure_channel(record.address)), "project")
+
+
+def row(id: str, key: str | None = "k", data: bytes = b"data") -> Row:
+    """Return a row under the lock; its message says another key than its column, which is the truth."""
+    message = serialized(data, ordering_key="another") if data != b"broken" else b"\xff\xff\xff"
+    return Row(id, "orders", message, key, datetime.now(UTC), None, None)
+
+
+def run(count: int, key: str = "k", size: int = 4) -> list[Row]:
+    """Return the run of a key, ids k0, k1, and so on."""
+    return [row(f"{key}{n}", key, bytes(size)) for n in range(count)]
+
+
+def ids(rows: Sequence[Row]) -> list[str]:
+    """Return their ids."""
+    return [each.id for each in rows]
+
+
+def sent(outcomes: dict[str, Outcome]) -> set[str]:
+    """Return the ids that were sent."""
+    return {id for id, outcome in outcomes.items() if isinstance(outcome, Sent)}
+
+
+def reasons(outcomes: dict[str, Outcome]) -> dict[str, str]:
+    """Return why each failed that did."""
+    return {id: outcome.reason for id, outcome in outcomes.items() if isinstance(outcome, Failed)}
+
+
+def refuse_poison(request: Any, context: grpc.ServicerContext) -> Any:
+    """Refuse requests that hold a poisonous message, as Pub/Sub does: nothing of them is published."""
+    if any(message.data == b"poison" for message in request.messages):
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "poison")
+    return accept(request, context)
+
+
+def test_the_run_of_a_key_is_one_request_in_its_order(publisher: PubSubPublisher, record: Recorder) -> None:
+    """However keys are mixed in a group; the ordering key is that of the column."""
+    x, y = run(30, "x"), run(30, "y")
+    mixed = [each for pair in zip(x, y, [row(f"{n}", None) for n in range(30)], strict=True) for each in pair]
+    outcomes = publisher.publish("orders", mixed, 5)
+    assert sent(outcomes) == set(ids(mixed))
+    assert (record.of("x"), record.of("y")) == ([ids(x)], [ids(y)])
+    assert len(record.of("")) == 1
+
+
+@pytest.mark.parametrize(("count", "size", "requests"), [(5, 3_000_000, [3, 2]), (2_001, 1, [1000, 1000, 1])])
+def test_a_run_that_no_request_can_hold_goes_out_in_several_one_after_the_other(
+    publisher: PubSubPublisher, record: Recorder, count: int, size: int, requests: list[int]
+) -> None:
+    """Each after the answer to the one before, in order; another key's go out beside them."""
+    assert 3 * 3_000_000 < MAX_REQUEST_BYTES < 4 * 3_000_000
+    large, small = run(count, "large", size), run(3, "small")
+    outcomes = publisher.publish("orders", [*large, *small], 8)
+    assert sent(outcomes) == set(ids([*large, *small]))
+    assert [len(each) for each in record.of("large")] == requests
+    assert [id for each in record.of("large") for id in each] == ids(large)
+    assert record.most == {"large": 1, "small": 1}
+    assert record.requests.index(("small", ids(small))) < len(requests)
+
+
+def test_a_key_does_not_wait_for_another(publisher: PubSubPublisher, record: Recorder) -> None:
+    """The requests of three keys are in flight at once."""
+    all_here = threading.Barrier(3, timeout=10)
+
+    def wait_for_the_others(request: Any, context: grpc.ServicerContext) -> Any:
+        all_here.wait()  # breaks, and fails the request, unless three are in flight
+        return accept(request, context)
+
+    record.answer = wait_for_the_others
+    rows = run(2, "x") + run(2, "y") + run(2, "z")
+    assert sent(publisher.publish("orders", rows, 8)) == set(ids(rows))
+
+
+@pytest.mark.parametrize("hanging", [0, 1])
+def test_a_request_that_hangs_ends_at_the_publish_timeout_and_is_the_last_of_its_key(
+    publisher: PubSubPublisher, record: Recorder, hanging: int
+) -> None:
+    """Its tasks have failed, what follows was not tried, another key was sent; the next publish is as any other."""
+
+    def answer(request: Any, context: grpc.ServicerContext) -> Any:
+        first = request.messages[0].attributes[TASK_ID_ATTRIBUTE]
+        return (hang if first == f"k{2 * hanging}" else accept)(request, context)
+
+    record.answer = answer
+    rows = run(6, size=4_000_000)
+    begin = time.monotonic()
+    outcomes = publisher.publish("orders", [*rows, *run(2, "other")], 1.5)
+    took = time.monotonic() - begin
+    before, failed = ids(rows)[: 2 * hanging], ids(rows)[2 * hanging :][:2]
+    assert sent(outcomes) == {*before, "other0", "other1"}
+    assert reasons(outcomes) == dict.fromkeys(failed, "deadline_exceeded")
+    assert 1.4 <= took < 5
+    assert len(record.of("k")) == hanging + 1
+    record.answer = accept
+    assert sent(publisher.publish("orders", rows[2 * hanging :], 5)) == set(ids(rows)[2 * hanging :])
+    assert len(record.of("k")) == hanging + 1 + (3 - hanging)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [code for code in grpc.StatusCode if code not in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)],
+)
+def test_a_failure_of_any_kind_is_tried_once_and_ends_its_key(
+    publisher: PubSubPublisher, record: Recorder, code: grpc.StatusCode
+) -> None:
+    """No retry that never ends, and no memory of it: the key goes out when it is given again."""
+
+    def answer(request: Any, context: grpc.ServicerContext) -> Any:
+        return (refuse(code) if request.messages[0].ordering_key == "k" else accept)(request, context)
+
+    record.answer = answer
+    rows = run(4, size=4_000_000)
+    outcomes = publisher.publish("orders", [*rows, *run(2, "other")], 5)
+    assert reasons(outcomes) == dict.fromkeys(["k0", "k1"], code.name.lower())
+    assert sent(outcomes) == {"other0", "other1"}
+    assert record.of("k") == [["k0", "k1"]]
+    record.answer = accept
+    assert sent(publisher.publish("orders", rows, 5)) == set(ids(rows))
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_a_poisonous_message_fails_alone_and_nothing_of_its_key_follows(
+    publisher: PubSubPublisher, record: Recorder, place: int
+) -> None:
+    """What stands before it is published, once and in order; it is found by halves, one request at a time."""
+    rows = run(8)
+    rows[place] = row(f"k{place}", data=b"poison")
+    record.answer = refuse_poison
+    outcomes = publisher.publish("orders", [*rows, *run(2, "other")], 5)
+    assert [id for id in record.accepted if id.startswith("k")] == ids(rows)[:place]
+    assert reasons(outcomes) == {f"k{place}": "invalid_argument"}
+    assert sent(outcomes) == {*ids(rows)[:place], "other0", "other1"}
+    assert record.most["k"] == 1
+    assert len(record.of("k")) <= 1 + 2 * 3
+
+
+@pytest.mark.parametrize(("data", "reason"), [(b"broken", "undecodable"), (bytes(10_400_000), "too_large")])
+def test_what_cannot_be_sent_ends_its_key(
+    publisher: PubSubPublisher, record: Recorder, data: bytes, reason: str
+) -> None:
+    """What stands before it goes out; nobody is asked for it, and nothing that follows is sent."""
+    rows = [*run(3), row("bad", data=data), *run(3, "after")]
+    rows = [Row(each.id, each.topic, each.data, "k", each.created_at, None, None) for each in rows]
+    outcomes = publisher.publish("orders", [*rows, row("loose", None)], 5)
+    assert reasons(outcomes) == {"bad": reason}
+    assert sent(outcomes) == {"k0", "k1", "k2", "loose"}
+    assert record.of("k") == [["k0", "k1", "k2"]]
+
+
+def test_tasks_that_go_singly_keep_their_place(publisher: PubSubPublisher, record: Recorder) -> None:
+    """In a request of its own between those of what stands before it and after it."""
+    outcomes = publisher.publish("orders", run(5), 5, {"k2"})
+    assert len(sent(outcomes)) == 5
+    assert record.of("k") == [["k0", "k1"], ["k2"], ["k3", "k4"]]
+    assert record.most["k"] == 1
+
+
+def test_what_follows_a_poisonous_message_is_parked(publisher: PubSubPublisher, record: Recorder) -> None:
+    """From the request to the rows: sent before it, dead itself, parked behind it; nothing of it goes out later."""
+    store = FakeStore()
+    for n in range(8):
+        data = serialized(b"poison" if n == 3 else b"data")
+        store.insert(f"k{n}", "orders", data, ordering_key="k", sequence=n)
+    record.answer = refuse_poison
+    relay = relay_of(store, publisher)
+    eventually(lambda: relay.turn() and store.rows["k7"].available_at)
+    requests = len(record.requests)
+    assert [relay.turn().polled for _ in range(3)] == [0, 0, 0]
+    assert len(record.requests) == requests
+    assert record.accepted == ["k0", "k1", "k2"]
+    states = [(bool(each.sent_at), each.attempts, each.available_at == NEVER) for each in store.rows.values()]
+    assert states == [(True, 0, False)] * 3 + [(False, 1, True)] + [(False, 0, False)] * 4
+    assert {store.rows[f"k{n}"].last_error for n in range(4, 8)} == {
+        "parked: waits for the task k3 of its ordering key"
+    }
+    assert all((store.rows[f"k{n}"].available_at or NEVER) < NEVER for n in range(4, 8))
