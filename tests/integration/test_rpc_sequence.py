@@ -36,6 +36,7 @@ STRING, INT64, BYTES, TIMESTAMP, BOOL = (
     getattr(TypeCode, name) for name in ("STRING", "INT64", "BYTES", "TIMESTAMP", "BOOL")
 )
 CANDIDATE = (STRING, STRING, INT64, INT64, TIMESTAMP, TIMESTAMP, STRING, INT64)
+FRONT = (STRING, STRING, STRING, INT64, BOOL, BOOL)
 LOCKED = (STRING, STRING, BYTES, STRING, TIMESTAMP, TIMESTAMP, TIMESTAMP, BOOL, INT64, TIMESTAMP, BOOL, BOOL, TIMESTAMP)
 POLL_READY = sql.poll(due=False, lower=False, news=False)
 POLL_ALL = sql.poll(due=True, lower=False, news=True)
@@ -75,6 +76,19 @@ def prepare(mock: SpannerServicer, count: int) -> None:
     mock.mock_spanner.add_result(POLL_READY, result(CANDIDATE, found))
     locked = [(id, "orders", body, None, NOW, None, None, True, 0, None, False, False, NOW) for id in ids]
     mock.mock_spanner.add_result(sql.LOCK, result(LOCKED, locked))
+
+
+def prepare_run(mock: SpannerServicer, count: int) -> list[str]:
+    """Have the run of one ordering key pending, and its tasks in another order in the poll; return its ids."""
+    ids = [f"task-{n:03}" for n in reversed(range(count))]
+    body = base64.b64encode(serialized()).decode()
+    found = [(id, "orders", 3, 50, NOW, None, "key", 10) for id in sorted(ids)]
+    mock.mock_spanner.add_result(POLL_ALL, result(CANDIDATE, found))
+    mock.mock_spanner.add_result(POLL_READY, result(CANDIDATE, found))
+    mock.mock_spanner.add_result(sql.FRONTS, result(FRONT, [("orders", "key", id, 10, True, False) for id in ids]))
+    locked = [(id, "orders", body, "key", NOW, None, None, True, 0, None, False, False, NOW) for id in sorted(ids)]
+    mock.mock_spanner.add_result(sql.LOCK, result(LOCKED, locked))
+    return ids
 
 
 def make_relay(
@@ -142,6 +156,48 @@ def test_the_poll_reads_the_index_and_no_body(mock: SpannerServicer, database: L
     assert "Data" not in poll.sql
     ids = list(lock.params["ids"])
     assert ids == sorted(ids)
+
+
+def test_an_ordered_group_is_three_requests(mock: SpannerServicer, database: LimitedDatabase) -> None:
+    """The front of its keys is one more, in a snapshot of its own, however many tasks and turns."""
+    ids = prepare_run(mock, 100)
+    publisher = FakePublisher("orders", project="p")
+    relay = make_relay(database, publisher=publisher)
+    assert relay.turn().published == 100
+    assert names(mock) == ["CreateSession", "ExecuteSql", "ExecuteSql", "ExecuteSql", "Commit"]
+    poll, front, lock, commit = mock.requests[1:]
+    assert [each.request_options.request_tag for each in (poll, front, lock)] == [
+        "outbox-poll",
+        "outbox-order",
+        "outbox-claim",
+    ]
+    assert front.sql == sql.FRONTS
+    assert front.transaction.single_use.read_only.strong
+    assert front.request_options.priority == RequestOptions.Priority.PRIORITY_MEDIUM
+    assert (list(front.params["topics"]), list(front.params["keys"])) == (["orders"], ["key"])
+    assert publisher.requests == [ids]
+    assert len(commit.mutations) == 1
+    mock.clear_requests()
+    assert relay.turn().published == 100
+    assert names(mock) == ["ExecuteSql", "ExecuteSql", "ExecuteSql", "Commit"]
+
+
+def test_a_transaction_with_ordering_keys_locks_rows_and_no_range(
+    mock: SpannerServicer, database: LimitedDatabase
+) -> None:
+    """One statement, by primary key: a caller that inserts into the key meets no lock of the relay's."""
+    ids = prepare_run(mock, 10)
+    make_relay(database).turn()
+    reads = [each for each in mock.requests if hasattr(each, "sql") or "Read" in type(each).__name__]
+    [lock] = [each for each in reads if not each.transaction.single_use.read_only.strong]
+    assert lock.transaction.begin.read_write.read_lock_mode == TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC
+    assert lock.sql == sql.LOCK
+    assert set(lock.params) == {"ids"}
+    assert list(lock.params["ids"]) == sorted(ids)
+    tables = lock.sql.partition("FROM")[2]
+    assert "AsynchronousTasks@{FORCE_INDEX=_BASE_TABLE} ON Id = wanted" in tables
+    for word in ("OrderingKey", "WHERE", "InOrder", "Topic", "<", ">"):
+        assert word not in tables
 
 
 def aborted() -> Any:
