@@ -1,0 +1,156 @@
+"""Pub/Sub's endpoint for ordered tasks: who is warned without one, which values are refused, where it leads."""
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import google.auth
+import grpc
+import pytest
+from google.auth.credentials import AnonymousCredentials
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
+from google.cloud.spanner_v1.database import Database
+from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
+
+from outbox.emulators import Emulators
+from outbox.errors import SettingError
+from publishworker.connection import open_pubsub
+from publishworker.publisher import PubSubPublisher
+from publishworker.settings import WorkerSettings
+from publishworker.task import Row, Sent
+from tests.support.fakes import serialized
+from tests.support.processes import Finished, run
+from tests.support.proxy import Proxy
+from tests.support.pubsub import PubSub
+from tests.support.pubsub_server import pubsub_server
+from tests.support.relays import register, worker
+from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.waiting import eventually
+
+ENDPOINT = "europe-west1-pubsub.googleapis.com"
+NAMED = {"project": PROJECT, "instance": INSTANCE, "database": "any-database"}
+
+
+def publishworker(emulators: Emulators, database: str, *arguments: str, **environment: str) -> Finished:
+    """Run a command to its end, on the emulators."""
+    named = {"OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE, "OUTBOX_DATABASE": database}
+    return run("publishworker", *arguments, environment=emulators.environment() | named | environment, seconds=30)
+
+
+def warnings(done: Finished) -> list[str]:
+    """Return the warnings that `check` gave; they make nothing wrong."""
+    assert done.code == 0
+    return [line for line in done.stdout.splitlines() if line.startswith("warning")]
+
+
+def test_check_warns_of_ordered_tasks_without_an_endpoint(
+    emulators: Emulators, database: Database, pubsub: PubSub
+) -> None:
+    """It names their topics and the setting, exit 0; with the setting, by flag or variable, it says nothing."""
+    pending, scheduled, loose, done_with = topics = [pubsub.new_topic() for _ in range(4)]
+    register(database, pending, 2, ordering_key="a")
+    register(database, scheduled, 1, ordering_key="a", available_at=datetime(2090, 1, 1, tzinfo=UTC))
+    register(database, loose, 1)
+    [sent] = register(database, done_with, 1, ordering_key="a")
+    with database.batch() as batch:
+        batch.update("AsynchronousTasks", ("Id", "SentAt"), [(sent, COMMIT_TIMESTAMP)])
+    [warning] = warnings(publishworker(emulators, database.database_id, "check"))
+    assert {topic for topic in topics if topic in warning} == {pending, scheduled}
+    assert "--pubsub-endpoint" in warning
+    assert warnings(publishworker(emulators, database.database_id, "check", "--pubsub-endpoint", ENDPOINT)) == []
+    assert warnings(publishworker(emulators, database.database_id, "check", OUTBOX_PUBSUB_ENDPOINT=ENDPOINT)) == []
+
+
+def test_check_does_not_warn_where_nothing_is_ordered(emulators: Emulators, database: Database, topic: str) -> None:
+    """An endpoint is for order alone."""
+    register(database, topic, 2)
+    assert warnings(publishworker(emulators, database.database_id, "check")) == []
+
+
+@pytest.mark.parametrize("value", [f"https://{ENDPOINT}", f"{ENDPOINT}/", "two words", "host:port", ":443"])
+def test_an_endpoint_that_is_none_is_refused(value: str) -> None:
+    """It is no address of a page, has no path, and its port is a number."""
+    with pytest.raises(SettingError, match=r"^--pubsub-endpoint: .* is not allowed: it must be a host, or nothing"):
+        WorkerSettings.read({**NAMED, "pubsub_endpoint": value}, {})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "allowed"),
+    [("PUBSUB_ENDPOINT", "two words", ["a host"]), ("ON_ORDERING_FAILURE", "drop", ["block", "skip"])],
+)
+def test_a_wrong_value_is_one_sentence(emulators: Emulators, variable: str, value: str, allowed: list[str]) -> None:
+    """Exit 2: the variable or flag, the value, what is allowed."""
+    for flag in (False, True):
+        name = f"--{variable.lower().replace('_', '-')}" if flag else f"OUTBOX_{variable}"
+        arguments, environment = ((name, value), {}) if flag else ((), {name: value})
+        done = publishworker(emulators, "any-database", "check", *arguments, **environment)
+        assert done.code == 2
+        [line] = done.stderr.splitlines()
+        assert line.startswith(f"publishworker: {name}: {value!r} is not allowed: it must be ")
+        assert all(word in line for word in allowed)
+
+
+@pytest.fixture
+def channels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """Where channels with TLS were opened to, in place of opening them, and how; there are credentials."""
+    monkeypatch.delenv("PUBSUB_EMULATOR_HOST", raising=False)
+    opened: list[tuple[str, dict[str, Any]]] = []
+
+    def create_channel(host: str, **options: Any) -> grpc.Channel:
+        opened.append((host, options))
+        return grpc.insecure_channel("127.0.0.1:1")
+
+    with (
+        mock.patch.object(PublisherGrpcTransport, "create_channel", create_channel),
+        mock.patch.object(google.auth, "default", return_value=(AnonymousCredentials(), PROJECT)),
+    ):
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "target"),
+    [
+        ("", "pubsub.googleapis.com:443"),
+        (ENDPOINT, f"{ENDPOINT}:443"),
+        ("pubsub.example.com:8443", "pubsub.example.com:8443"),
+    ],
+)
+def test_the_endpoint_is_where_the_channel_leads(
+    channels: list[tuple[str, dict[str, Any]]], endpoint: str, target: str
+) -> None:
+    """With the same limits as the global one's."""
+    open_pubsub(endpoint)
+    [(host, options)] = channels
+    assert host == target
+    assert dict(options["options"])["grpc.max_receive_message_length"] == -1
+    assert "grpc.max_reconnect_backoff_ms" in dict(options["options"])
+
+
+def test_the_emulator_goes_before_an_endpoint(
+    channels: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A developer's machine never reaches the service."""
+    with pubsub_server() as server:
+        monkeypatch.setenv("PUBSUB_EMULATOR_HOST", server.address)
+        publisher = PubSubPublisher(open_pubsub(ENDPOINT), PROJECT)
+        row = Row("a", "orders", serialized(), "key", datetime.now(UTC), None, None)
+        assert isinstance(publisher.publish("orders", [row], 5)["a"], Sent)
+        assert len(server.requests) == 1
+    assert channels == []
+
+
+def test_a_worker_publishes_at_its_endpoint(emulators: Emulators, database: Database, tmp_path: Path) -> None:
+    """It connects there as soon as there is something to publish; there is no TLS on loopback, so no more is seen."""
+    register(database, "orders", 1, ordering_key="key")
+    account = tmp_path / "account.json"
+    fields = ("client_id", "client_secret", "refresh_token")
+    account.write_text(json.dumps({"type": "authorized_user"} | dict.fromkeys(fields, "none")))
+    environment = {"PUBSUB_EMULATOR_HOST": "", "GOOGLE_APPLICATION_CREDENTIALS": str(account)}
+    with Proxy(emulators.pubsub_host) as proxy:
+        proxy.hang()
+        endpoint = ("--pubsub-endpoint", proxy.address)
+        with worker(emulators, database, *endpoint, **environment):
+            eventually(lambda: proxy.accepted, seconds=20, message="the worker has connected to its endpoint")
