@@ -57,7 +57,7 @@ def extremes(database: Database, condition: str) -> tuple[datetime, datetime]:
     return first, last
 
 
-def test_a_tail_of_two_thousand_is_parked_and_follows_its_head_at_once(
+def test_a_blocked_tail_of_two_thousand_is_parked_and_hides_no_other_task(
     database: Database, topic: str, pubsub: PubSub
 ) -> None:
     """Parked tasks hide no other of their shard, cost the poll nothing, and go out, in order, when the head has."""

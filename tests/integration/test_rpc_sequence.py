@@ -182,9 +182,7 @@ def test_an_ordered_group_is_three_requests(mock: SpannerServicer, database: Lim
     assert names(mock) == ["ExecuteSql", "ExecuteSql", "ExecuteSql", "Commit"]
 
 
-def test_a_transaction_with_ordering_keys_locks_rows_and_no_range(
-    mock: SpannerServicer, database: LimitedDatabase
-) -> None:
+def test_an_ordered_group_locks_ids_and_no_range(mock: SpannerServicer, database: LimitedDatabase) -> None:
     """One statement, by primary key: a caller that inserts into the key meets no lock of the relay's."""
     ids = prepare_run(mock, 10)
     make_relay(database).turn()
