@@ -1,0 +1,123 @@
+"""What ordering keys cost: the same tasks without keys, with many, and with one, in turns."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tqdm import tqdm
+
+import outbox
+from tests.benchmarks.bench import MESSAGE, ROWS, Bench, Speed, Table, fresh_table, stopwatch
+from tests.benchmarks.costs import CLAIM, POLL
+from tests.benchmarks.relaying import drive, open_worker
+from tests.benchmarks.results import Bar, Plot, Section, figures
+from tests.support.counting import Counting
+
+#: The tag of the query for the fronts of keys.
+ORDER = "outbox-order"
+#: Tasks of a registering commit.
+COMMIT = 50
+
+SPEED, PUBLISHED, RUN = "tasks/s", "publish requests", "tasks/publish request"
+#: Which requests to Spanner are counted under which name, by method and tag.
+REQUESTS = {
+    "polls": ("ExecuteStreamingSql", POLL),
+    "fronts": ("ExecuteStreamingSql", ORDER),
+    "locks": ("ExecuteStreamingSql", CLAIM),
+    "commits": ("Commit", "outbox-relay"),
+}
+
+TRANSFERS = (
+    "The requests and the length of the runs, and the CPU of the client. Of tasks/s only what the keys cost at most: "
+    "the emulator scans the table for each key at whose front the relay looks, where Spanner seeks."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """So many ordering keys with so many tasks each; no key at all is tasks without order."""
+
+    keys: int
+    tasks: int
+
+    @property
+    def count(self) -> int:
+        """Return how many tasks there are in all."""
+        return max(1, self.keys) * self.tasks
+
+    @property
+    def name(self) -> str:
+        """Return the name of the row in the table."""
+        if not self.keys:
+            return f"{self.tasks:,} without a key"
+        return f"1 key of {self.tasks:,}" if self.keys == 1 else f"{self.keys:,} keys of {self.tasks:,}"
+
+    def fill(self, table: Table) -> None:
+        """Register the tasks, those of the keys by turns, as many writers would."""
+        keys = [f"key-{number}" for number in range(self.keys)] or [""]
+        order = keys * self.tasks
+        for begin in range(0, self.count, COMMIT):
+            with table.database.batch() as batch:
+                for key in order[begin : begin + COMMIT]:
+                    outbox.register(batch, table.topic, MESSAGE, ordering_key=key)
+
+
+UNORDERED, TWENTY, HOT = Load(0, ROWS), Load(20, ROWS // 20), Load(1, ROWS)
+
+
+def run(bench: Bench) -> Section:
+    """Take all loads in turns: for the time, then behind proxies that count."""
+    many = bench.choose(1_000, 2 * ROWS)
+    loads = [UNORDERED, TWENTY, Load(ROWS, 1), HOT, Load(0, many), Load(1, many)]
+    samples: list[tuple[str, str, float]] = []
+    for _ in tqdm(range(bench.rounds), desc="ordering", disable=None):
+        for load in loads:
+            samples += timed(bench, load).samples(load.name)
+            samples += counted(bench, load)
+    section = Section("Ordering keys", figures(samples), [], conditions(loads), TRANSFERS, Plot([SPEED, RUN], log=True))
+    ratio = section.value(TWENTY.name, SPEED) / section.value(UNORDERED.name, SPEED)
+    section.bars.append(Bar(f"{TWENTY.name} / {UNORDERED.name}: tasks/s", ratio, 0.5, at_least=True))
+    section.bars.append(Bar(f"{HOT.name}: tasks/publish request", section.value(HOT.name, RUN), 50, at_least=True))
+    return section
+
+
+def timed(bench: Bench, load: Load) -> Speed:
+    """Relay a fresh table, after one task for the connections and the topic."""
+    with fresh_table(bench) as table:
+        worker = open_worker(bench.emulators, table.id)
+        table.fill(1)
+        drive(worker, 1)
+        load.fill(table)
+        with stopwatch() as watch:
+            drive(worker, load.count)
+        return Speed(load.count, watch)
+
+
+def counted(bench: Bench, load: Load) -> Iterator[tuple[str, str, float]]:
+    """Relay another one behind proxies; yield the requests for 1,000 tasks, and how long the runs are."""
+    hosts = bench.emulators
+    with fresh_table(bench) as table, Counting(hosts.spanner_host) as spanner, Counting(hosts.pubsub_host) as pubsub:
+        worker = open_worker(replace(hosts, spanner_host=spanner.address, pubsub_host=pubsub.address), table.id)
+        table.fill(1)
+        drive(worker, 1)
+        load.fill(table)
+        spanner.clear()
+        pubsub.clear()
+        drive(worker, load.count)
+        for column, key in REQUESTS.items():
+            yield load.name, column, spanner.counts[key] / load.count * 1000
+        published = pubsub.counts["Publish", ""]
+        yield load.name, PUBLISHED, published / load.count * 1000
+        yield load.name, RUN, load.count / published
+
+
+def conditions(loads: list[Load]) -> str:
+    """Return the conditions, as a list."""
+    sizes = " or ".join(sorted({f"{load.count:,}" for load in loads}, key=lambda text: (len(text), text)))
+    return f"""\
+- Fresh tables of {sizes} rows, messages of 300 bytes, one topic, one worker with default settings; one task
+  before the clock starts. The tasks of different keys are registered by turns, {COMMIT} in a commit.
+- Polls, fronts (the query for what stands at the front of each key), locks, commits and publish requests: for 1,000
+  tasks, counted by proxies that forward every call to the emulators, on a table of their own. The poll brings tasks of
+  many keys at once, and one query the fronts of all of them.
+- Tasks/publish request: without keys as many as a group has, with keys the length of the runs. A request holds the
+  tasks of one key, since Pub/Sub refuses others, and the next one of a key waits for its answer and its commit."""
