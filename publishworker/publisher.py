@@ -6,7 +6,6 @@ that is kept (the high-level publisher's futures can be given up, not stopped).
 
 import queue
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -113,27 +112,12 @@ class PubSubPublisher:
         """
         outcomes: dict[str, Outcome] = {}
         answers: queue.SimpleQueue[tuple[messages.Lane, Any]] = queue.SimpleQueue()
-        flying = 0
-        waiting = deque(lanes)
-        while waiting or flying:
-            while waiting:
-                flying += self._start(waiting.popleft(), name, deadline, outcomes, answers)
-            if not flying:
-                break
+        flying = sum(self._start(lane, name, deadline, outcomes, answers) for lane in lanes)
+        while flying:
             lane, future = answers.get()  # each is answered by its deadline
             flying -= 1
-            ids, request = lane.requests.popleft()
-            try:
-                message_ids = future.result().message_ids
-            except grpc.RpcError as error:
-                if error.code() is grpc.StatusCode.INVALID_ARGUMENT and len(ids) > 1:
-                    waiting.extend(lane.smaller(ids, request))
-                else:
-                    outcomes.update(dict.fromkeys(ids, failure_of(error, name)))
-            else:
-                outcomes.update(_sent(ids, message_ids, name))
-                if lane.requests:
-                    waiting.append(lane)
+            for each in _answered(lane, future, name, outcomes):
+                flying += self._start(each, name, deadline, outcomes, answers)
         return outcomes
 
     def _start(
@@ -142,7 +126,7 @@ class PubSubPublisher:
         name: str,
         deadline: float,
         outcomes: dict[str, Outcome],
-        answers: "queue.SimpleQueue[Any]",
+        answers: queue.SimpleQueue[tuple[messages.Lane, Any]],
     ) -> bool:
         """Send the first request of a lane, if it may be sent; return whether an answer will come."""
         ids, request = lane.requests[0]
@@ -156,6 +140,19 @@ class PubSubPublisher:
         future = self._publish.future(request, timeout=remaining, metadata=header)
         future.add_done_callback(lambda answered: answers.put((lane, answered)))
         return True
+
+
+def _answered(lane: messages.Lane, future: Any, name: str, outcomes: dict[str, Outcome]) -> list[messages.Lane]:
+    """Note the answer to the first request of a lane; return the lanes to go on with."""
+    ids, request = lane.requests.popleft()
+    try:
+        answer = _sent(ids, future.result().message_ids, name)
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.INVALID_ARGUMENT and len(ids) > 1:
+            return lane.smaller(ids, request)
+        answer = dict.fromkeys(ids, failure_of(error, name))
+    outcomes.update(answer)
+    return [lane] if lane.requests and all(isinstance(each, Sent) for each in answer.values()) else []
 
 
 def _sent(ids: Sequence[str], message_ids: Sequence[str], name: str) -> dict[str, Outcome]:

@@ -348,5 +348,8 @@ def test_credentials_without_a_token_are_told_from_an_outage(server: PubSubServe
 def test_an_answer_with_too_few_message_ids_is_a_failure(publisher: PubSubPublisher, server: PubSubServer) -> None:
     """Which of the messages it is about nobody knows, so none counts as sent."""
     server.publish = lambda _request, _context: PublishResponse.pb()(message_ids=["1"])
-    outcomes = publisher.publish("orders", [row("a"), row("b")], 5)
-    assert set(outcomes.values()) == {Failed("unknown", f"{TOPIC}: the answer has 1 message ids for 2 messages")}
+    failure = Failed("unknown", f"{TOPIC}: the answer has 1 message ids for 2 messages")
+    assert publisher.publish("orders", [row("a"), row("b")], 5) == {"a": failure, "b": failure}
+    # Nor does anything of its key go out after it.
+    keyed = [row(id, ordering_key="k") for id in "abc"]
+    assert publisher.publish("orders", keyed, 5, {"c"}) == {"a": failure, "b": failure}
