@@ -2,11 +2,14 @@
 
 import contextlib
 import signal
+import threading
 import time
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
 
+import grpc
 import pytest
 from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.types import PubsubMessage
@@ -14,9 +17,10 @@ from google.pubsub_v1.types import PubsubMessage
 import outbox
 from outbox.emulators import Emulators
 from publishworker.task import NEVER
-from tests.support.outages import count, dead, seconds_until
+from tests.support.outages import count, dead, hang, seconds_until
 from tests.support.processes import Process
 from tests.support.pubsub import PubSub
+from tests.support.pubsub_server import accept, pubsub_server
 from tests.support.relays import execute, first_deliveries, insert_undecodable, key_orders, unsent, worker
 from tests.support.waiting import eventually
 
@@ -28,6 +32,8 @@ TOGETHER = 6
 #: Transactions of one round, in which one worker is killed.
 COMMITS = 8
 ROUNDS = 10
+#: What Pub/Sub does in place of accepting a request.
+FAULTS = ("unavailable", "unknown", "late", "in doubt")
 ASSIGNMENTS = ("divided", "shared", "shared")
 
 
@@ -83,6 +89,78 @@ def test_workers_that_are_killed_keep_the_order_of_every_key(
     orders = key_orders(database, topic)
     assert first_deliveries(received) == orders
     assert {id for order in orders.values() for id in order} == set(ids)
+
+
+class FaultyPubSub:
+    """Answers at random: it accepts, refuses, accepts and says that it has not, or accepts too late."""
+
+    def __init__(self, random: Random) -> None:
+        """Begin faulty; `calm` ends it."""
+        self._random = random
+        self._next: list[str] = []
+        self._lock = threading.Lock()
+        self.calm = threading.Event()
+        self.received: list[PubsubMessage] = []
+        self.faults: Counter[str] = Counter()
+
+    def publish(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Answer one publish request."""
+        with self._lock:
+            if not self._next:
+                self._next = [*FAULTS, *[""] * 10]
+                self._random.shuffle(self._next)
+            fault = "" if self.calm.is_set() else self._next.pop()
+            self.faults[fault] += 1
+        if fault in ("unavailable", "unknown"):
+            context.abort(grpc.StatusCode[fault.upper()], fault)
+        if fault == "late":
+            hang(request, context)
+        with self._lock:
+            self.received += (PubsubMessage.wrap(message) for message in request.messages)
+        if fault == "in doubt":
+            context.abort(grpc.StatusCode.UNAVAILABLE, fault)
+        return accept(request, context)
+
+
+def test_failing_publishes_and_kills_keep_the_order_of_every_key(emulators: Emulators, database: Database) -> None:
+    """Refused, answered too late, in doubt, charged or not, while workers that share all shards die: all in order."""
+    random = Random(3)
+    pubsub = FaultyPubSub(Random(4))
+    options = ("--group-size", "20", "--concurrency", "4", "--poll-interval", "0.2", "--publish-timeout", "0.4")
+    options += ("--backoff-initial", "0.1", "--backoff-max", "1", "--max-attempts", "1000", "--assignment", "shared")
+    ids: list[str] = []
+    begin = time.monotonic()
+    with pubsub_server() as server, contextlib.ExitStack() as stack:
+        server.publish = pubsub.publish
+
+        def start() -> Process:
+            return stack.enter_context(worker(emulators, database, *options, PUBSUB_EMULATOR_HOST=server.address))
+
+        workers = [start() for _ in range(3)]
+        for _ in range(5):
+            for each in workers:
+                each.wait_for_text("relaying")
+            for _ in range(COMMITS):
+                ids += register_some(database, "orders", random)
+            moment = len(server.requests) + random.randint(1, 10)
+            eventually(
+                lambda at=moment: len(server.requests) >= at or not unsent(database),
+                seconds=30,
+                message="the moment of the next kill",
+            )
+            victim = random.randrange(len(workers))
+            workers[victim].stop(signal.SIGKILL)
+            workers[victim].wait()
+            workers[victim] = start()
+        pubsub.calm.set()
+        eventually(lambda: not unsent(database), seconds=60, message="all tasks marked")
+        seconds = time.monotonic() - begin
+    duplicates, faults = len(pubsub.received) - len(ids), {name: pubsub.faults[name] for name in FAULTS}
+    print(f"{len(ids)} tasks, {len(server.requests)} requests, {faults}: {duplicates} duplicates, {seconds:.1f} s")
+    orders = key_orders(database, "orders")
+    assert first_deliveries(pubsub.received) == orders
+    assert {id for order in orders.values() for id in order} == set(ids)
+    assert all(faults.values())
 
 
 def register_keys(database: Database, topic: str, keys: str, **options: Any) -> list[str]:
