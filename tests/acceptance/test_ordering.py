@@ -32,7 +32,7 @@ KEYS = [f"key-{n:02}" for n in range(20)]
 TOGETHER = 6
 #: Transactions of one round, in which one worker is killed.
 COMMITS = 8
-ROUNDS = 10
+ROUNDS = 8
 #: What Pub/Sub does in place of accepting a request.
 FAULTS = ("unavailable", "unknown", "late", "in doubt")
 ASSIGNMENTS = ("divided", "shared", "shared")
