@@ -20,7 +20,7 @@ from publishworker.polling import Found, Poller
 from publishworker.recording import Recorder
 from publishworker.sampling import Limits, sample
 from publishworker.store import Store, StoreError
-from publishworker.task import Candidate, Group, GroupResult, Mark, Row, Sent, Turn
+from publishworker.task import Candidate, Group, GroupResult, Key, Mark, Row, Sent, Turn
 from publishworker.throttle import Throttle
 from publishworker.window import Window
 
@@ -97,7 +97,7 @@ class Relay:
             for group in groups:
                 self._start(group)
             waits = bool(groups) or fronts.busy
-        results = self._landed() if waits else self._flights.landed(self._limits.groups)
+        results = self._landed(found) if waits else self._flights.landed(self._limits.groups)
         changed = self._learn(results)
         if not stopping():
             self._follow_up(results)
@@ -156,14 +156,18 @@ class Relay:
         self._throttle.take(group.topic, len(group.ids))
         self._flights.start(self._breakers.start(group))
 
-    def _landed(self) -> list[GroupResult]:
+    def _landed(self, found: Found) -> list[GroupResult]:
         """Wait for groups in flight, and return the results of those that ended.
 
-        Stragglers are left behind for the sake of tasks that wait: where none do, another poll would find nothing.
+        Stragglers are left behind for the sake of tasks that wait: where none do, another poll would find nothing. If
+        all that was found is of keys in flight, it would find the same: then at least one group has to land.
         """
-        if self._behind:
-            return self._flights.landed(self._stragglers, self._patience, LONGEST_TURN_WAIT)
-        return self._flights.landed(longest=LONGEST_TURN_WAIT)
+        if not self._behind:
+            return self._flights.landed(longest=LONGEST_TURN_WAIT)
+        leave, flying = self._stragglers, self._flights.keys()
+        if all(each.ordering_key and Key(each.topic, each.ordering_key) in flying for each in found.candidates):
+            leave = min(leave, max(0, len(self._flights) - 1))
+        return self._flights.landed(leave, self._patience, LONGEST_TURN_WAIT)
 
     def _learn(self, results: Sequence[GroupResult]) -> bool:
         """Take in what groups say of their topics; return whether a topic rests from now on, or works again."""

@@ -68,19 +68,34 @@ def poll(*, due: bool, lower: bool, news: bool) -> str:
 #: How LastError begins in a task that is parked: held by nothing but the head of its ordering key.
 PARKED = "parked: "
 
-# The first unsent tasks of each key, due or not: the n-th key is the n-th of @topics and of @keys. Left out are those
-# that hold back no other: not due and expired, or dead, if dead ones are to be passed over.
+# The n-th key is the n-th of @topics and of @keys.
+_KEYS = """(SELECT of_key, @topics[OFFSET(place)] AS of_topic FROM UNNEST(@keys) AS of_key WITH OFFSET AS place)"""
+_WAITING = f"""Topic, OrderingKey, Id, Bytes,
+    AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP(), COALESCE(STARTS_WITH(LastError, '{PARKED}'), FALSE)"""
+_IN_ORDER = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksInOrder}"
+# Left out are those that hold back no other: not due and expired, or dead, if dead ones are to be passed over.
+_HOLDS = f"""NOT (COALESCE(AvailableAt > CURRENT_TIMESTAMP(), FALSE)
+    AND (COALESCE(ExpiresAt <= CURRENT_TIMESTAMP(), FALSE) OR (@pass_dead AND AvailableAt >= TIMESTAMP '{_NEVER}')))"""
+
+# The first unsent tasks of each key, due or not: a short range for each.
 FRONTS = f"""
-SELECT task.* FROM UNNEST(@keys) AS of_key WITH OFFSET AS key_offset
-JOIN UNNEST(@topics) AS of_topic WITH OFFSET AS topic_offset ON key_offset = topic_offset, UNNEST(ARRAY(
-  SELECT AS STRUCT Topic, OrderingKey, Id, Bytes,
-    AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP(), COALESCE(STARTS_WITH(LastError, '{PARKED}'), FALSE)
-  FROM AsynchronousTasks@{{FORCE_INDEX=AsynchronousTasksInOrder}}
+SELECT task.* FROM {_KEYS}, UNNEST(ARRAY(
+  SELECT AS STRUCT {_WAITING}
+  FROM {_IN_ORDER}
   WHERE OrderingKey IS NOT NULL AND OrderingKey = of_key AND Topic = of_topic AND SentAt IS NULL
-  AND NOT (COALESCE(AvailableAt > CURRENT_TIMESTAMP(), FALSE)
-    AND (COALESCE(ExpiresAt <= CURRENT_TIMESTAMP(), FALSE) OR (@pass_dead AND AvailableAt >= TIMESTAMP '{_NEVER}')))
+  AND {_HOLDS}
   ORDER BY CreatedAt, Sequence, Id LIMIT @per_key)) AS task WITH OFFSET AS place
 ORDER BY place"""  # UNNEST keeps no order by itself
+
+# All unsent tasks of the keys: the same seeks, where keys have few tasks. If it gives @most rows some may be missing,
+# of any key. The limit stands inside, so that no deep key is read to its end. The emulator reads the table once for
+# this, and once for each key for the other one.
+WHOLE_KEYS = f"""
+SELECT * EXCEPT (CreatedAt, Sequence) FROM (
+  SELECT {_WAITING}, CreatedAt, Sequence FROM {_KEYS}
+  JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} {_IN_ORDER} ON OrderingKey = of_key AND Topic = of_topic
+  WHERE OrderingKey IS NOT NULL AND SentAt IS NULL AND {_HOLDS} LIMIT @most)
+ORDER BY CreatedAt, Sequence, Id"""
 
 #: The last of all names that STRING(400) can hold: the upper edge of the last gap.
 LAST_TOPIC = "\U0010ffff" * 400

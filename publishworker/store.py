@@ -19,6 +19,10 @@ from publishworker.task import Charged, Key, Look, Mark, Parked, Poll, Row, Sent
 
 #: Seconds for a poll; a large backlog on the emulator, which scans whole tables, takes several.
 POLL_SECONDS = 30.0
+#: More keys than this are first read whole, as most have few tasks.
+FEW_KEYS = 4
+#: Rows of that look at most; if there are more, the front of each key is read.
+WHOLE_KEYS_ROWS = 2_000
 #: Seconds for the age of the oldest task: a figure for a graph, which must not hold up the relay.
 AGE_SECONDS = 5.0
 #: Seconds for the lock query: other workers' transactions end within their own limits.
@@ -40,6 +44,7 @@ _POLL_TYPES = {
     "below": param_types.INT64,
     "keys": param_types.Array(param_types.STRING),
     "per_key": param_types.INT64,
+    "most": param_types.INT64,
     "pass_dead": param_types.BOOL,
 }
 _SERVICE_ERRORS = (GoogleAPICallError, RetryError, GoogleAuthError)
@@ -126,15 +131,25 @@ class SpannerStore:
         return Poll(rows.candidates(found), None if look.known is None else rows.news(found))
 
     def fronts(self, keys: Collection[Key], per_key: int, *, pass_dead: bool) -> Mapping[Key, Sequence[Waiting]]:
-        """See Store. A strong single-use read at MEDIUM priority, one request: never a range under a lock."""
+        """See Store. A strong single-use read at MEDIUM priority: never a range under a lock.
+
+        One request, or two where many keys have much to send.
+        """
         parameters = {
             "topics": [key.topic for key in keys],
             "keys": [key.ordering_key for key in keys],
-            "per_key": per_key,
             "pass_dead": pass_dead,
         }
         medium = RequestOptions.Priority.PRIORITY_MEDIUM
-        return rows.fronts(self._query(sql.FRONTS, "outbox-order", medium, parameters, POLL_SECONDS, lazy_decode=True))
+
+        def ask(statement: str, **limit: int) -> list[Any]:
+            return self._query(statement, "outbox-order", medium, parameters | limit, POLL_SECONDS, lazy_decode=True)
+
+        if len(keys) > FEW_KEYS:
+            found = ask(sql.WHOLE_KEYS, most=WHOLE_KEYS_ROWS)
+            if len(found) < WHOLE_KEYS_ROWS:
+                return {key: tasks[:per_key] for key, tasks in rows.fronts(found).items()}
+        return rows.fronts(ask(sql.FRONTS, per_key=per_key))
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """See Store. Serializable and pessimistic, whatever the client's defaults say: else the hint locks nothing."""

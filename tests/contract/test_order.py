@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from publishworker import store
 from publishworker.task import NEVER, Key, Mark, Parked, Row, Waiting
 from tests.support.fakes import serialized
 from tests.support.store_harness import KINDS, Harness, harness_of, poll_ids
@@ -54,6 +55,25 @@ def test_fronts_are_those_of_the_keys_that_were_asked_for(harness: Harness) -> N
         KEY: [Waiting("a", size, may_go=True)],
         invoices: [Waiting("other-topic", size, may_go=True)],
     }
+
+
+@pytest.mark.parametrize("whole", [0, 20, 2_000])
+def test_the_fronts_of_many_keys_are_those_of_each(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, whole: int
+) -> None:
+    """Read whole, or one by one where they have more tasks than that; a look that was cut off is never believed."""
+    monkeypatch.setattr(store, "WHOLE_KEYS_ROWS", whole)
+    keys = [Key(topic, key) for topic in ("orders", "invoices") for key in "klmn"]
+    for n in range(3):
+        for number, key in enumerate(keys):
+            passed_over = {"available_at": FUTURE, "expires_at": PAST} if n == 0 and number % 2 else {}
+            id = f"{9 - n}{key.topic}{key.ordering_key}"
+            harness.insert(id, key.topic, ordering_key=key.ordering_key, created_at=FIRST, sequence=n, **passed_over)
+    fronts = harness.store.fronts(keys, 2, pass_dead=False)
+    assert {key: [each.id[0] for each in fronts[key]] for key in keys} == {
+        key: ["8", "7"] if number % 2 else ["9", "8"] for number, key in enumerate(keys)
+    }
+    assert {each.id[1:] for each in fronts[Key("orders", "m")]} == {"ordersm"}
 
 
 def test_a_front_shows_what_is_not_due(harness: Harness) -> None:
