@@ -1,0 +1,121 @@
+"""What is known of tasks with ordering keys, and what must never happen to them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from publishworker.task import NEVER, Charged, Mark, Parked, Sent
+from tests.support.fakes import FakeStore, StoredTask
+from tests.support.order_pubsub import Request
+
+LONGEST_BACKOFF = 3600.0
+_NO_SEQUENCE = -(2**63)
+_PREFIX = "projects/test-project/topics/"
+
+
+@dataclass(kw_only=True)
+class Task:
+    """What the model knows of a task, beside its row."""
+
+    id: str
+    topic: str = "orders"
+    key: str | None = "k"
+    sequence: int | None = None
+    priority: int = 50
+    available_at: datetime | None = None
+    expires_at: datetime | None = None
+    bad: bool = False  # Pub/Sub refuses its content
+    created_at: datetime | None = None  # None: not committed
+    published: int = 0
+    deleted: bool = False
+    #: It has been passed over once, so it may come after what stands behind it.
+    excused: bool = False
+
+    @property
+    def place(self) -> tuple[datetime | None, int, str]:
+        """Return its place in its key."""
+        return self.created_at, _NO_SEQUENCE if self.sequence is None else self.sequence, self.id
+
+
+def is_dead(row: StoredTask | None) -> bool:
+    """Tell whether a row is that of a dead task."""
+    return row is not None and row.sent_at is None and row.available_at is not None and row.available_at >= NEVER
+
+
+class Ledger:
+    """All tasks and what was published; `broken` says what should not have happened."""
+
+    def __init__(self, store: FakeStore, *, pass_dead: bool) -> None:
+        """Begin without tasks."""
+        self._rows_of = store
+        self.pass_dead = pass_dead
+        self.tasks: dict[str, Task] = {}
+        self.keys: dict[tuple[str, str | None], list[Task]] = {}
+        self.touched: dict[str, datetime] = {}  # when each row was last written
+        self.published: list[str] = []
+        self.broken: list[str] = []
+
+    def is_excused(self, task: Task) -> bool:
+        """Tell whether what stands behind a task may go before it."""
+        expired = task.expires_at is not None and task.expires_at <= self._rows_of.now
+        return task.excused or task.deleted or expired
+
+    def check_order(self, request: Request) -> None:
+        """Check a request: all that stands before its tasks is published, or may come late."""
+        for n, id in enumerate(request.ids):
+            task = self.tasks.get(id)
+            if task is None:
+                self.broken.append(f"{id} was never committed")
+            elif (_PREFIX + task.topic, {task.key or ""}) != (request.topic, request.keys):
+                self.broken.append(f"{id} goes to {request.topic} with {request.keys}")
+            elif task.key is not None and not task.published:
+                for each in self._before(task):
+                    if not (each.published or each.id in request.ids[:n] or self.is_excused(each)):
+                        self.broken.append(f"{id} overtakes {each.id}")
+
+    def check_heads(self, request: Request, fronts_at: datetime) -> None:
+        """While the locks hold, nothing goes out behind a task that has not been due since before the snapshot."""
+        for id in request.ids:
+            for each in self._before(self.tasks[id]) if id in self.tasks and request.keys != {""} else ():
+                row = self._rows_of.rows.get(each.id)
+                if row is None or row.sent_at is not None or (row.last_error or "").startswith("parked"):
+                    continue
+                waits = row.available_at is not None and row.available_at > self._rows_of.now
+                since = self.touched[each.id] <= fronts_at
+                if waits and since and not self._rows_of._is_passed_over(row, self.pass_dead):
+                    self.broken.append(f"{id} goes out behind {each.id}, which is not due")
+
+    def _before(self, task: Task) -> list[Task]:
+        its = self.keys[task.topic, task.key]
+        return its[: its.index(task)]
+
+    def check_marks(self, marks: Mapping[str, Mark]) -> None:
+        """Check what a relay is about to commit."""
+        latest = self._rows_of.now + timedelta(seconds=LONGEST_BACKOFF)
+        charged: set[tuple[str, str | None]] = set()
+        for id, mark in marks.items():
+            task = self.tasks[id]
+            if isinstance(mark, Sent) and not task.published:
+                self.broken.append(f"{id} is marked as sent and was not")
+            if isinstance(mark, Parked) and not mark.available_at <= latest:
+                self.broken.append(f"{id} is parked until {mark.available_at}")
+            if isinstance(mark, Charged):
+                task.excused = task.excused or self.is_excused(task) or (mark.dead and self.pass_dead)
+                if task.key is not None and not (mark.error or "").startswith("expired"):
+                    if (task.topic, task.key) in charged:
+                        self.broken.append(f"{id} is charged behind another task of its key")
+                    charged.add((task.topic, task.key))
+
+    def check_all_sent(self, *, but_held: bool) -> None:
+        """Check that every task is sent: but those that have expired, and perhaps those that a dead one holds."""
+        for (_, key), tasks in self.keys.items():
+            for task in tasks:
+                row = self._rows_of.rows.get(task.id)
+                if row is None:
+                    continue
+                if row.sent_at is None and but_held and is_dead(row):
+                    if key is None or self.pass_dead or self.is_excused(task):
+                        continue
+                    break
+                if row.sent_at is None or not task.published:
+                    self.broken.append(f"{task.id} is lost: {row}")

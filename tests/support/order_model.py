@@ -1,0 +1,399 @@
+"""Spanner and workers as far as the order of keys depends on them: everything goes one step at a time.
+
+The workers are real relays with the real publisher; only the store, the channel and the threads are models.
+"""
+
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from random import Random
+from typing import Any
+
+import grpc
+
+from publishworker.publisher import PubSubPublisher
+from publishworker.relay import Relay
+from publishworker.store import Decide, StoreError
+from publishworker.task import Key, Look, Mark, Poll, Waiting
+from tests.support.fakes import FakeStore, StoredTask, serialized
+from tests.support.order_ledger import LONGEST_BACKOFF, Ledger, Task, is_dead
+from tests.support.order_pubsub import Channel, Request
+from tests.support.parts import relay_of
+from tests.support.stepwise import FAULTS, Crew, Fate, Point, Stepper, here
+
+
+@dataclass(eq=False)
+class Claim:
+    """One call of `claim`, over all its runs."""
+
+    fronts_at: datetime  # the snapshot that it goes back to
+    holds: bool = False  # the locks, whatever the worker believes
+    flying: list[Request] = field(default_factory=list)
+    answered: set[str] = field(default_factory=set)
+
+
+class Worker(Crew):
+    """A worker: a relay of its own, a clock of its own."""
+
+    def __init__(self, world: "World", name: str) -> None:
+        """Begin with a new process."""
+        super().__init__(name)
+        self.world = world
+        self.ahead = 0.0
+        self.fronts_at = world.store.now
+        self.snapshots: dict[Stepper, datetime] = {}
+        self.turning: Stepper | None = None
+        self.relay: Relay = world.relay(self)
+
+    def spawn(self, run: Callable[[], Any]) -> Stepper:
+        """See Crew. What the thread does goes back to the last snapshot."""
+        stepper = super().spawn(run)
+        self.snapshots[stepper] = self.fronts_at
+        return stepper
+
+    def clock(self) -> float:
+        """Return its monotonic time."""
+        return self.world.seconds + self.ahead
+
+    def turn(self) -> Stepper:
+        """Return the thread of the turn that goes on, or of a new one."""
+        if self.turning is None or self.turning.ended:
+            self.turning = self.spawn(self.relay.turn)
+        return self.turning
+
+
+class ModelStore(FakeStore):
+    """A store of which every verb is a point to stand at, with row locks that may be lost."""
+
+    def __init__(self, world: "World") -> None:
+        """Use few shards: the poll of the fake goes through all of them."""
+        super().__init__(shards=2)
+        self.world = world
+        self.holders: dict[str, tuple[Stepper, Claim]] = {}
+        self.ranges: dict[Key, Claim] = {}  # what was read as a range in a transaction
+        self.claims: dict[Stepper, Claim] = {}
+
+    def tick(self) -> datetime:
+        """Return a commit timestamp: later than every one before it, and than every snapshot."""
+        self.now += timedelta(microseconds=1)
+        return self.now
+
+    def poll(self, look: Look) -> Poll:
+        """See Store."""
+        poll = super().poll(look)
+        self._read(Point.POLLED)
+        return poll
+
+    def fronts(self, keys: Collection[Key], per_key: int, *, pass_dead: bool) -> Mapping[Key, Sequence[Waiting]]:
+        """See Store. Read by a transaction, it would lock the range, and callers insert there."""
+        if (claim := self.claims.get(here())) is not None and claim.holds:
+            self.ranges |= dict.fromkeys(keys, claim)
+        worker: Any = here().crew
+        worker.fronts_at = self.now
+        fronts = super().fronts(keys, per_key, pass_dead=pass_dead)
+        self._read(Point.FRONTS)
+        return fronts
+
+    def _read(self, point: Point) -> None:
+        if here().pause(point) is Fate.FAIL:
+            raise StoreError("no answer")
+
+    def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
+        """See Store."""
+        stepper, worker = here(), here().crew
+        assert isinstance(worker, Worker)
+        claim = self.claims[stepper] = Claim(worker.snapshots[stepper])
+        try:
+            while True:
+                stepper.wanted = sorted(ids)
+                if stepper.pause(Point.LOCK) is Fate.FAIL:
+                    raise StoreError("no lock in time")
+                claim.holds = True
+                self.holders |= dict.fromkeys(ids, (stepper, claim))
+                rows = [self._locked(self.rows[id]) for id in sorted(ids) if id in self.rows]
+                marks = decide(rows, self.now)
+                fate = stepper.pause(Point.COMMIT)
+                if fate is Fate.FAIL:
+                    raise StoreError("not committed")
+                if fate is Fate.ABORT or not claim.holds:
+                    self.lose(claim)
+                    continue
+                committed = self._mark({row.id: marks[row.id] for row in rows if row.id in marks})
+                self.lose(claim)
+                if fate is Fate.LANDED:
+                    raise StoreError("perhaps committed")
+                stepper.pause(Point.COMMITTED)
+                return committed
+        finally:
+            self.lose(claim)
+            del self.claims[stepper]
+            self.world.late += claim.flying
+
+    def lose(self, claim: Claim) -> None:
+        """Let a transaction lose its locks."""
+        claim.holds = False
+        self.holders = {id: pair for id, pair in self.holders.items() if pair[1] is not claim}
+        self.ranges = {key: each for key, each in self.ranges.items() if each is not claim}
+
+    def write(self, id: str) -> StoredTask | None:
+        """Return a row that somebody else writes: who has locked it loses it."""
+        if id in self.holders:
+            self.lose(self.holders[id][1])
+        if id in self.rows:
+            self.world.ledger.touched[id] = self.tick()
+        return self.rows.get(id)
+
+    def _mark(self, marks: Mapping[str, Mark]) -> datetime:
+        self.world.ledger.check_marks(marks)
+        committed = super()._mark(marks)
+        self.world.ledger.touched |= dict.fromkeys(marks, committed)
+        return committed
+
+
+class World:
+    """All of it: tasks and what became of them, the store, the service, the workers, time."""
+
+    def __init__(self, workers: int = 2, *, size: int = 10, groups: int = 2, pass_dead: bool = False) -> None:
+        """Begin without tasks."""
+        self.size, self.groups, self.pass_dead = size, groups, pass_dead
+        self.seconds = 0.0
+        self.store = ModelStore(self)
+        self.ledger = Ledger(self.store, pass_dead=pass_dead)
+        self.late: list[Request] = []  # nobody waits for them, and they may still be executed
+        self._sequence = itertools.count(1)
+        self._seed = itertools.count(1)
+        self.workers = [Worker(self, f"worker {n}") for n in range(workers)]
+
+    def relay(self, worker: Worker) -> Relay:
+        """Return a new process for a worker."""
+        channel: Any = Channel(self.send)
+        return relay_of(
+            self.store,
+            PubSubPublisher(channel, "test-project", clock=worker.clock),
+            size=self.size,
+            groups=self.groups,
+            retries={"longest": LONGEST_BACKOFF, "max_attempts": 3},
+            random=Random(next(self._seed)),
+            clock=worker.clock,
+            pass_dead=self.pass_dead,
+        )
+
+    # What callers and operators do.
+
+    def draw(self, *tasks: Task) -> list[Task]:
+        """Register tasks in a transaction that is still open; those of which the id ends with 0 without a number."""
+        for task in tasks:
+            task.sequence = None if task.id.endswith("0") else next(self._sequence)
+        return list(tasks)
+
+    def commit(self, tasks: Sequence[Task]) -> None:
+        """Commit what was registered; it never waits for a relay."""
+        created_at = self.store.tick()
+        for task in tasks:
+            if Key(task.topic, task.key or "") in self.store.ranges:
+                self.ledger.broken.append(
+                    f"registering {task.id} has to wait for a transaction that read the range of its key"
+                )
+            task.created_at = created_at
+            self.ledger.tasks[task.id] = task
+            self.ledger.keys.setdefault((task.topic, task.key), []).append(task)
+            self.store.insert(
+                task.id,
+                task.topic,
+                serialized(),
+                ordering_key=task.key,
+                sequence=task.sequence,
+                priority=task.priority,
+                created_at=created_at,
+                available_at=task.available_at,
+                expires_at=task.expires_at,
+            )
+            self.ledger.touched[task.id] = created_at
+        for its in self.ledger.keys.values():
+            its.sort(key=lambda task: task.place)
+
+    def register(self, *tasks: Task) -> None:
+        """Register tasks in one transaction."""
+        self.commit(self.draw(*tasks))
+
+    def retry(self, id: str) -> None:
+        """Have a sent or a dead task sent again, by the DML of the documentation; a dead one is mended, too."""
+        row = self.store.rows.get(id)
+        if row is None or not (row.sent_at is not None or is_dead(row)):
+            return
+        self.store.write(id)
+        if row.sent_at is not None:
+            row.sent_at = None
+        else:
+            task = self.ledger.tasks[id]
+            task.bad, task.excused, task.expires_at = False, self.ledger.is_excused(task), None
+            row.available_at, row.attempts, row.expires_at = None, 0, None
+
+    def delete(self, id: str) -> None:
+        """Delete a task that is dead."""
+        if (row := self.store.rows.get(id)) is not None and is_dead(row):
+            self.store.write(id)
+            self.ledger.tasks[id].deleted = True
+            del self.store.rows[id]
+
+    def wait(self, seconds: float, *, database: bool = True, workers: bool = True) -> None:
+        """Let time pass, or let only one clock say so."""
+        self.seconds += seconds if workers else 0
+        self.store.now += timedelta(seconds=seconds if database else 0)
+
+    # What workers do.
+
+    def ready(self, stepper: Stepper, fate: Fate = Fate.GO) -> bool:
+        """Tell whether a thread can go on in that way."""
+        match stepper.point:
+            case Point.LOCK:
+                return fate in (Fate.FAIL, Fate.ABORT) or not self.store.holders.keys() & stepper.wanted
+            case Point.LANDING:
+                return bool(stepper.mailbox) or (fate is Fate.IMPATIENT and not stepper.patient)
+            case Point.ANSWER:
+                return bool(stepper.mailbox or self.store.claims[stepper].flying)
+        return True
+
+    def step(self, stepper: Stepper, fate: Fate = Fate.GO) -> None:
+        """Let a thread go on; its errors are ours, but for those of the store, which end a turn."""
+        if not self.ready(stepper, fate):
+            return
+        if stepper.point is Point.ANSWER and not self._answer(self.store.claims[stepper], fate):
+            return
+        if stepper.point is Point.LOCK and fate is Fate.ABORT:
+            for id in stepper.wanted:
+                if id in self.store.holders:
+                    self.store.lose(self.store.holders[id][1])
+        stepper.resume(fate)
+        if stepper.error is not None and not isinstance(stepper.error, StoreError):
+            raise stepper.error
+
+    def advance(self, worker: Worker, which: int, fault: int = 0) -> None:
+        """Let one of the threads of a worker go on, or begin a turn; with one of its point's faults, or 0."""
+        worker.turn()
+        ways = []
+        for each in worker.threads:
+            faults = FAULTS.get(each.point, ())
+            fate = faults[fault - 1] if 0 < fault <= len(faults) else Fate.GO
+            ways += [(each, fate)] if self.ready(each, fate) else []
+        if ways:
+            self.step(*ways[which % len(ways)])
+        for each in [each for each in worker.threads if each.point is Point.START]:
+            self.step(each)  # nothing that matters comes before its next point
+
+    def rush(self, worker: Worker) -> bool:
+        """Let a worker end its turn without faults, as far as no other worker's locks are in its way."""
+        turn = worker.turn()
+        while not turn.ended:
+            able = next((each for each in worker.threads if self.ready(each)), None)
+            if able is not None:
+                self.step(able)
+            elif self.ready(turn, Fate.IMPATIENT):
+                self.step(turn, Fate.IMPATIENT)
+            else:
+                return True
+        return turn.result is None or turn.result.made_progress or turn.result.in_flight
+
+    def kill(self, worker: Worker) -> None:
+        """Kill a worker and start it again; its requests are on their way all the same."""
+        for stepper in list(worker.threads):
+            stepper.kill()
+        worker.turning = None
+        worker.relay = self.relay(worker)
+
+    def finish(self) -> None:
+        """Let all workers end what they do, without further faults."""
+        while threads := [each for worker in self.workers for each in worker.threads]:
+            able = [each for each in threads if self.ready(each)] or [
+                each for each in threads if self.ready(each, Fate.IMPATIENT)
+            ]
+            assert able, "all wait for one another"
+            for each in able:
+                if self.ready(each, Fate.IMPATIENT):
+                    self.step(each, Fate.IMPATIENT if each.point is Point.LANDING else Fate.GO)
+
+    def quiet(self, most: int = 40) -> None:
+        """Let all workers turn until none has anything to do."""
+        self.finish()
+        for _ in range(most):
+            if not sum([self.rush(worker) for worker in self.workers]):
+                return
+        self.ledger.broken.append("the workers come to no end")
+
+    # What Pub/Sub does.
+
+    def send(self, request: Request) -> None:
+        """Take a request in; what goes out is looked at here, what is published in `execute`."""
+        claim = self.store.claims[here()]
+        claim.flying.append(request)
+        if again := claim.answered.intersection(request.ids):
+            self.ledger.broken.append(f"{sorted(again)} tried again in the same claim")
+        if len(request.keys) > 1:
+            self.ledger.broken.append(f"{request.ids} are of several keys")
+        self.ledger.check_order(request)
+        if claim.holds:
+            self.ledger.check_heads(request, claim.fronts_at)
+
+    def _answer(self, claim: Claim, fate: Fate) -> bool:
+        """Execute and answer a claim's first request; return whether the answer comes."""
+        if fate is Fate.ABORT:
+            self.store.lose(claim)
+            return False
+        request = claim.flying[0]
+        if fate in (Fate.LATE, Fate.ODD):
+            self.late.append(request)
+            code = grpc.StatusCode.DEADLINE_EXCEEDED if fate is Fate.LATE else grpc.StatusCode.DATA_LOSS
+        elif fate is Fate.FAIL:
+            code = grpc.StatusCode.UNAVAILABLE
+        elif fate is Fate.MISSING and not request.executed:
+            code = grpc.StatusCode.NOT_FOUND
+        else:
+            code = self.execute(request)
+            if fate is Fate.EXECUTED:
+                return False
+            if fate is Fate.LANDED:
+                code = grpc.StatusCode.DEADLINE_EXCEEDED
+        claim.flying.remove(request)
+        if code is not grpc.StatusCode.INVALID_ARGUMENT or len(request.ids) == 1:  # else it goes out again, in parts
+            claim.answered.update(request.ids)
+        request.answer(code)
+        return True
+
+    def execute(self, request: Request) -> grpc.StatusCode:
+        """Publish a request, all of it or nothing; once."""
+        if any(self.ledger.tasks[id].bad for id in request.ids if id in self.ledger.tasks) and not request.executed:
+            return grpc.StatusCode.INVALID_ARGUMENT
+        if not request.executed:
+            request.executed = True
+            self.ledger.check_order(request)
+            for id in request.ids:
+                self.ledger.published.append(id)
+                task = self.ledger.tasks[id]
+                task.published += 1
+                if task.available_at is not None and task.available_at > self.store.now:
+                    self.ledger.broken.append(f"{id} is published before its time")
+        return grpc.StatusCode.OK
+
+    def settle(self) -> None:
+        """Let all faults end, and check that nothing is lost: first by itself, then with an operator's help."""
+        for seconds in (0, 1, 11, 400, LONGEST_BACKOFF, 2 * LONGEST_BACKOFF, LONGEST_BACKOFF):
+            self.wait(seconds)
+            self.quiet()
+            if self._unsent() == self._dead():
+                break
+        self.ledger.check_all_sent(but_held=True)
+        for _ in self.ledger.tasks:  # one key may have as many that are bad
+            if not self._unsent():
+                break
+            for id in self._dead():
+                self.retry(id)
+            self.wait(LONGEST_BACKOFF)
+            self.quiet()
+        self.ledger.check_all_sent(but_held=False)
+
+    def _unsent(self) -> list[str]:
+        return [id for id, row in self.store.rows.items() if row.sent_at is None]
+
+    def _dead(self) -> list[str]:
+        return [id for id, row in self.store.rows.items() if is_dead(row)]

@@ -1,0 +1,81 @@
+"""Pub/Sub as the real publisher sees it: a channel whose requests somebody else executes and answers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from outbox.message import TASK_ID_ATTRIBUTE
+
+
+@dataclass(eq=False)
+class Request:
+    """A publish request; also the future of its answer."""
+
+    topic: str
+    ids: list[str]
+    keys: set[str]
+    code: grpc.StatusCode = grpc.StatusCode.OK
+    executed: bool = False
+    callbacks: list[Any] = field(default_factory=list)
+
+    def add_done_callback(self, callback: Any) -> None:
+        """See grpc.Future."""
+        self.callbacks.append(callback)
+
+    def result(self) -> Any:
+        """See grpc.Future."""
+        if self.code is not grpc.StatusCode.OK:
+            raise Refused(self.code)
+        return Answer([f"message of {id}" for id in self.ids])
+
+    def answer(self, code: grpc.StatusCode) -> None:
+        """Say what came of it."""
+        self.code = code
+        for callback in self.callbacks:
+            callback(self)
+
+
+@dataclass
+class Answer:
+    """A PublishResponse."""
+
+    message_ids: list[str]
+
+
+class Refused(grpc.RpcError):
+    """An answer that is none."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        """Say why."""
+        super().__init__(code)
+        self._code = code
+
+    def code(self) -> grpc.StatusCode:
+        """See grpc.Call."""
+        return self._code
+
+    def details(self) -> str:
+        """See grpc.Call."""
+        return "no"
+
+
+class Channel:
+    """The channel to Pub/Sub, and the transport that holds it."""
+
+    def __init__(self, send: Callable[[Request], None]) -> None:
+        """Hand each request to `send`."""
+        self._send = send
+        self.grpc_channel = self
+
+    def unary_unary(self, *_arguments: Any, **_more: Any) -> "Channel":
+        """See grpc.Channel."""
+        return self
+
+    def future(self, request: Any, **_more: Any) -> Request:
+        """See grpc.UnaryUnaryMultiCallable."""
+        ids = [message.attributes[TASK_ID_ATTRIBUTE] for message in request.messages]
+        sent = Request(request.topic, ids, {message.ordering_key for message in request.messages})
+        self._send(sent)
+        return sent

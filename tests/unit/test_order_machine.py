@@ -1,0 +1,181 @@
+"""The order of keys, whatever happens: random histories of callers, operators, faults and several real relays.
+
+The model behind it is tests/support/order_model.py. `--long` plays many more histories, other ones each time.
+"""
+
+import contextlib
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from tests.support.order_ledger import Task, is_dead
+from tests.support.order_model import Worker, World
+from tests.support.stepwise import patched
+
+SECONDS = st.sampled_from([0.5, 1.0, 3.0, 11.0, 61.0, 600.0, 3600.0, 7200.0])
+
+tasks = st.builds(
+    dict,
+    number=st.integers(0, 99),  # ids sort in another order than their tasks
+    key=st.sampled_from(["k", "k", "k", "l", None]),
+    topic=st.sampled_from(["orders", "orders", "orders", "invoices"]),
+    delay=st.sampled_from([None, None, None, None, 1, 60, 5000]),
+    lifetime=st.sampled_from([None, None, None, None, 1, 100, 5000]),
+    priority=st.sampled_from([50, 50, 0, 100]),
+    bad=st.sampled_from([False, False, False, False, True]),
+)
+registrations = st.lists(tasks, min_size=1, max_size=4)
+#: Which worker goes on, which of its threads, and which of the faults it meets that there are at its point, or 0.
+step = st.tuples(st.integers(0, 2), st.integers(0, 3), st.sampled_from([0] * 12 + [*range(1, 8)]))
+#: What else happens to workers and tasks, and to which.
+EVENTS = ("retry", "retry_dead", "execute_late", "lose_locks", "kill", "delete")
+
+
+class OrderMachine(RuleBasedStateMachine):
+    """Callers, operators, time, and workers that stop at every point where something may come between."""
+
+    def __init__(self) -> None:
+        """Begin without a world: its size is drawn."""
+        super().__init__()
+        self.stack = contextlib.ExitStack()
+        self.stack.enter_context(patched())
+        self.world = World()
+        self.open: list[list[Task]] = []
+        self.count = 0
+
+    def drawn(self, registration: list[dict[str, Any]]) -> list[Task]:
+        """Return the tasks of a registration that is still open."""
+        drawn = []
+        for each in registration:
+            self.count += 1
+            given = {name: each[name] for name in ("key", "topic", "priority", "bad")}
+            task = Task(id=f"{each['number']:02}-{self.count}", **given)
+            begin = self.world.store.now + timedelta(seconds=each["delay"] or 0)
+            task.available_at = begin if each["delay"] else None
+            task.expires_at = begin + timedelta(seconds=each["lifetime"]) if each["lifetime"] else None
+            drawn.append(task)
+        return self.world.draw(*drawn)
+
+    @initialize(
+        workers=st.sampled_from([2, 3]),
+        size=st.sampled_from([10, 3, 2, 1]),
+        groups=st.sampled_from([2, 1, 4]),
+        pass_dead=st.booleans(),
+        first=st.lists(registrations, max_size=4),
+    )
+    def begin(self, workers: int, size: int, groups: int, pass_dead: bool, first: list[list[dict[str, Any]]]) -> None:
+        """Begin with some tasks."""
+        self.world = World(workers, size=size, groups=groups, pass_dead=pass_dead)
+        for each in first:
+            self.world.commit(self.drawn(each))
+        for worker in self.world.workers:
+            self.world.rush(worker)  # it learns the names of the topics
+
+    @rule(registration=registrations)
+    def register(self, registration: list[dict[str, Any]]) -> None:
+        """Register tasks in one transaction, which commits at once."""
+        self.world.commit(self.drawn(registration))
+
+    @rule(registration=registrations)
+    def register_slowly(self, registration: list[dict[str, Any]]) -> None:
+        """Register tasks in a transaction that stays open for a while."""
+        self.open.append(self.drawn(registration))
+
+    @rule(which=st.integers(0, 9), commits=st.booleans())
+    def end_registration(self, which: int, commits: bool) -> None:
+        """Commit an open transaction or roll it back."""
+        if self.open:
+            tasks = self.open.pop(which % len(self.open))
+            if commits:
+                self.world.commit(tasks)
+
+    @rule(steps=st.lists(step, min_size=8, max_size=40))
+    def advance(self, steps: list[tuple[int, int, int]]) -> None:
+        """Let workers go some steps."""
+        for worker, which, fault in steps:
+            self.world.advance(self.worker(worker), which, fault)
+
+    @rule(steps=st.lists(step, min_size=8, max_size=40))
+    def advance_further(self, steps: list[tuple[int, int, int]]) -> None:
+        """The same: it is what happens most."""
+        self.advance(steps)
+
+    @rule(worker=st.integers(0, 2))
+    def rush(self, worker: int) -> None:
+        """Let a worker end its turn."""
+        self.world.rush(self.worker(worker))
+
+    @rule(event=st.sampled_from(EVENTS), which=st.integers(0, 99))
+    def meet(self, event: str, which: int) -> None:
+        """Let something happen between two steps."""
+        world, rows = self.world, self.world.store.rows
+        worker = self.worker(which)
+        match event:
+            case "retry" if sent := [id for id, row in rows.items() if row.sent_at]:
+                world.retry(sent[which % len(sent)])
+            case "retry_dead" if dead := [id for id, row in rows.items() if is_dead(row)]:
+                world.retry(dead[which % len(dead)])
+            case "delete" if dead := [id for id, row in rows.items() if is_dead(row)]:
+                world.delete(dead[which % len(dead)])
+            case "execute_late" if world.late:
+                world.execute(world.late.pop(which % len(world.late)))
+            case "lose_locks":
+                for claim in [world.store.claims[each] for each in worker.threads if each in world.store.claims]:
+                    world.store.lose(claim)
+            case "kill":
+                world.kill(worker)
+
+    @rule(seconds=SECONDS)
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        self.world.wait(seconds)
+
+    @rule(seconds=SECONDS, which=st.integers(-1, 2))
+    def step_a_clock(self, seconds: float, which: int) -> None:
+        """Let one clock jump: the database's, or a worker's."""
+        if which < 0:
+            self.world.wait(seconds, workers=False)
+        else:
+            self.worker(which).ahead += seconds
+
+    def worker(self, which: int) -> Worker:
+        """Return one of the workers."""
+        return self.world.workers[which % len(self.world.workers)]
+
+    @invariant()
+    def nothing_is_broken(self) -> None:
+        """Order, and all else that the world looks at by itself."""
+        assert not self.world.ledger.broken
+
+    def teardown(self) -> None:
+        """End all faults: nothing is lost."""
+        try:
+            if not self.world.ledger.broken:
+                self.world.settle()
+            assert not self.world.ledger.broken
+        finally:
+            for worker in self.world.workers:
+                self.world.kill(worker)
+            self.stack.close()
+
+
+@pytest.mark.timeout(1800)
+def test_order(request: pytest.FixtureRequest) -> None:
+    """First publishes in the order of their keys, no loss, nothing sent after a roll-back, nobody waits."""
+    long = request.config.getoption("--long")
+    run_state_machine_as_test(
+        OrderMachine,
+        settings=settings(
+            max_examples=3000 if long else 60,
+            stateful_step_count=40,
+            derandomize=not long,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate, Phase.shrink] if long else [Phase.generate],  # to shrink takes minutes
+        ),
+    )
