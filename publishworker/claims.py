@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from itertools import zip_longest
 
-from publishworker.task import NEVER, Failed, Group, Outcome, Row, Taken
+from publishworker.task import NEVER, Failed, Group, Outcome, Row, Sent, Taken
 
 
 def taken(
@@ -55,10 +55,10 @@ def _reason_to_leave(row: Row, group: Group, now: datetime) -> Taken | None:
 
 
 def in_order(group: Group, rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of a group as it names them: the tasks of a key stand in their order."""
+    """Return a group's rows as it names them, the tasks of a key in their order; those that it wakes at the end."""
     if not group.keys:
         return list(rows)
-    places = {id: place for place, id in enumerate(group.ids)}
+    places = {id: place for place, id in enumerate((*group.ids, *group.wakes))}
     return sorted(rows, key=lambda row: places[row.id])
 
 
@@ -73,6 +73,23 @@ def untried(rows: Sequence[Row], tried: Mapping[str, Outcome]) -> list[Row]:
         elif row.ordering_key is not None and stops(outcome):
             failed.add(row.ordering_key)
     return found
+
+
+def woken(rows: Sequence[Row], tried: Mapping[str, Outcome]) -> list[Row]:
+    """Return the parked rows that are to be ready again, as what stood before them was sent: the first of each key.
+
+    One is enough: the poll sees the key by it.
+    """
+    sent: set[str] = set()
+    found: dict[str, Row] = {}
+    for row in rows:
+        if row.ordering_key is None or row.sent_at is not None:
+            continue
+        if isinstance(tried.get(row.id), Sent):
+            sent.add(row.ordering_key)
+        elif row.id not in tried and row.ordering_key in sent:
+            found.setdefault(row.ordering_key, row)
+    return [row for row in found.values() if row.parked]
 
 
 def stops(outcome: Outcome | None) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from publishworker.claims import expired, in_order, stops, taken, untried
+from publishworker.claims import expired, in_order, stops, taken, untried, woken
 from publishworker.failures import is_refused
 from publishworker.publisher import Publisher
 from publishworker.retries import Retries, is_charged, last_error
@@ -46,7 +46,10 @@ class Delivery:
             ours = self._ours(result, rows, now)
             result.tried |= {row.id: expired(row) for row in ours if row.id not in result.tried and row.is_expired(now)}
             self._publish(result, untried(ours, result.tried))
-            return self._marks(result, ours, now)
+            # Awake: as it was before it was parked.
+            awake = woken(in_order(group, rows), result.tried)
+            marks = {row.id: Charged(row.attempts, None, row.expires_at, None) for row in awake}
+            return marks | self._marks(result, ours, now)
 
         self._claim(result, publish)
         return result
@@ -159,13 +162,14 @@ class Delivery:
         """Note what is not to be sent here, and return the rest, the tasks of a key in their order."""
         published = frozenset(result.published())
         result.outcomes = taken(result.group, rows, now, published, pass_dead=self._pass_dead)
-        ours = [row for row in in_order(result.group, rows) if row.id not in result.outcomes]
+        left = {*result.outcomes, *result.group.wakes}
+        ours = [row for row in in_order(result.group, rows) if row.id not in left]
         result.created |= {row.id: row.created_at for row in ours}
         return ours
 
     def _claim(self, result: GroupResult, decide: Decide) -> datetime | None:
         try:
-            return self._store.claim(result.group.ids, decide)
+            return self._store.claim((*result.group.ids, *result.group.wakes), decide)
         except StoreError as error:
             result.error = str(error)
             return None

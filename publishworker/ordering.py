@@ -16,8 +16,6 @@ from publishworker.task import Candidate, Group, Key, Waiting
 
 #: Rows of one look at the fronts of keys, about: where very many keys have much to send, their runs become shorter.
 MAX_FRONT_ROWS = 5_000
-#: Keys whose parked tasks are kept in mind; those of others go when their time comes.
-MAX_WOKEN = 1_000
 
 _T = TypeVar("_T", Candidate, Waiting)
 
@@ -39,8 +37,6 @@ class Ordering:
         self._store = store
         self._limits = limits
         self._pass_dead = pass_dead
-        # Parked tasks are not polled: once their head has gone, the worker has to keep their key in mind.
-        self._woken: dict[Key, Candidate] = {}
 
     def fronts(self, found: Found, flying: frozenset[Key], doubtful: frozenset[str]) -> Fronts:
         """Return the candidates with the run of each key in place of its tasks, but for the keys in flight.
@@ -52,32 +48,24 @@ class Ordering:
         for each in found.candidates:
             if each.ordering_key is not None:
                 seen.setdefault(Key(each.topic, each.ordering_key), []).append(each)
-        woken = {key: [each] for key, each in self._woken.items() if found.covers(each)}
-        keys = {key: tasks for key, tasks in (woken | seen).items() if key not in flying}
-        busy = not flying.isdisjoint(woken.keys() | seen.keys())
+        keys = {key: tasks for key, tasks in seen.items() if key not in flying}
+        busy = len(keys) < len(seen)
         if not keys:
             return Fronts(loose, busy=busy)
-        # One row more than a run may have shows whether parked tasks follow, of which the poll saw none.
+        # One row more than a run may have shows whether a parked one follows, of which the poll saw nothing.
         per_key = 1 + max(1, min(self._limits.group_size, MAX_FRONT_ROWS // len(keys)))
         waiting = self._store.fronts(keys, per_key, pass_dead=self._pass_dead)
         runs: list[Candidate] = []
         held: list[Group] = []
         for key, tasks in keys.items():
             front = waiting.get(key, ())
-            run = next(cut([*takewhile(lambda each: each.may_go, front)], self._limits), [])
-            self._keep_in_mind(key, tasks[0], woken=bool(run) and any(each.parked for each in front))
+            may_go = [*takewhile(lambda each: each.may_go, front)]
+            run = next(cut(may_go, self._limits), [])
             if run and doubtful.isdisjoint(each.id for each in run):
-                runs.append(_candidate(tasks, run))
-            elif front and not run and key in seen:
+                runs.append(_candidate(tasks, run, [each.id for each in may_go[len(run) :] if each.parked]))
+            elif front and not run:
                 held += _held(key, front[0].id, tasks, self._limits)
         return Fronts(loose + runs, held, busy)
-
-    def _keep_in_mind(self, key: Key, task: Candidate, *, woken: bool) -> None:
-        self._woken.pop(key, None)
-        if woken:
-            self._woken[key] = task
-        if len(self._woken) > MAX_WOKEN:
-            del self._woken[next(iter(self._woken))]
 
 
 def cut(tasks: Sequence[_T], limits: Limits) -> Iterator[list[_T]]:
@@ -94,11 +82,12 @@ def cut(tasks: Sequence[_T], limits: Limits) -> Iterator[list[_T]]:
         yield piece
 
 
-def _candidate(tasks: Sequence[Candidate], run: Sequence[Waiting]) -> Candidate:
+def _candidate(tasks: Sequence[Candidate], run: Sequence[Waiting], parked: Sequence[str]) -> Candidate:
     """Return a run as a candidate: a key is as urgent as the most urgent of its tasks that the poll saw."""
     most_urgent = min(tasks, key=lambda each: (-each.priority, each.available_at or each.created_at))
     first, *behind = (each.id for each in run)
-    return replace(most_urgent, id=first, bytes=sum(each.bytes for each in run), behind=tuple(behind))
+    wakes = parked[0] if parked else None
+    return replace(most_urgent, id=first, bytes=sum(each.bytes for each in run), behind=tuple(behind), wakes=wakes)
 
 
 def _held(key: Key, head: str, tasks: Sequence[Candidate], limits: Limits) -> Iterator[Group]:

@@ -4,7 +4,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from publishworker.fleet import Fleet
 from publishworker.store import Store
@@ -22,12 +22,6 @@ class Found:
 
     candidates: Sequence[Candidate] = ()
     discovered: bool = False
-    topics: frozenset[str] = frozenset()  # whose tasks may be sent
-    shards: frozenset[int] = frozenset()
-
-    def covers(self, task: Candidate) -> bool:
-        """Tell whether the poll would have shown this task, were it due."""
-        return task.topic in self.topics and task.shard in self.shards
 
 
 class Poller:
@@ -84,10 +78,9 @@ class Poller:
             self._due_tasks_wait = any(each.available_at is not None for each in poll.candidates)
         self._topics.see({each.topic for each in poll.candidates})
         discovered = poll.news is not None and self._learn(poll.news)
-        # As the news left them.
-        found = Found((), discovered, self._topics.open.difference(held), frozenset(self._fleet.shards))
-        mine = [each for each in poll.candidates if found.covers(each) and each.id not in without]
-        return replace(found, candidates=mine)
+        topics, shards = self._topics.open, frozenset(self._fleet.shards)  # as the news left them
+        mine = (each for each in poll.candidates if each.topic in topics and each.shard in shards)
+        return Found([each for each in mine if each.id not in without], discovered)
 
     def _learn(self, news: News) -> bool:
         """Take in the news; return whether there is more to look at."""

@@ -92,6 +92,7 @@ class _Packing:
     topic: str
     ids: list[str] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
+    wakes: list[str] = field(default_factory=list)
     bytes: int = 0
 
     def has_room(self, task: Candidate, limits: Limits) -> bool:
@@ -100,10 +101,13 @@ class _Packing:
     def add(self, task: Candidate) -> None:
         self.ids += (task.id, *task.behind)
         self.keys += [task.ordering_key] * task.tasks
+        if task.wakes is not None:
+            self.wakes.append(task.wakes)
         self.bytes += task.bytes
 
     def closed(self) -> Group:
-        return Group(self.topic, tuple(self.ids), keys=tuple(self.keys) if any(self.keys) else ())
+        keys = tuple(self.keys) if any(self.keys) else ()
+        return Group(self.topic, tuple(self.ids), keys=keys, wakes=tuple(self.wakes))
 
 
 def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, int]) -> list[_Packing]:
@@ -114,8 +118,7 @@ def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, 
         left = allowed.get(whole.topic, whole.tasks)
         if not left:
             continue
-        # The beginning of a run is a run.
-        task = whole if whole.tasks <= left else replace(whole, behind=whole.behind[: left - 1])
+        task = whole if whole.tasks <= left else _beginning(whole, left)
         group = open_group.get(task.topic)
         if group is None or not group.has_room(task, limits):
             group = open_group[task.topic] = _Packing(task.topic)
@@ -124,6 +127,11 @@ def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, 
         if task.topic in allowed:
             allowed[task.topic] -= task.tasks
     return packed
+
+
+def _beginning(run: Candidate, tasks: int) -> Candidate:
+    """Return the first tasks of a run, which are a run."""
+    return replace(run, behind=run.behind[: tasks - 1], wakes=run.behind[tasks - 1])
 
 
 def _share(groups: list[_Packing], most: int, flying: Counter[str]) -> list[Group]:

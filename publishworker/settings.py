@@ -34,7 +34,10 @@ class WorkerSettings(DatabaseSettings):
     )
     pubsub_endpoint: str = setting(
         "",
-        matching(r"(?:[A-Za-z0-9.-]+(?::[0-9]{1,5})?)?", "a host, or nothing for the global endpoint"),
+        matching(
+            r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?(?::[1-9][0-9]{0,4})?)?",
+            "a host, or nothing for the global endpoint",
+        ),
         "Pub/Sub's endpoint in one region, as europe-west1-pubsub.googleapis.com: ordered tasks need one.",
     )
     on_ordering_failure: str = setting(

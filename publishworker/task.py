@@ -24,6 +24,8 @@ class Candidate:
     bytes: int
     #: Of a run of an ordering key: the ids that go behind this one, in their order. `bytes` is then the size of all.
     behind: tuple[str, ...] = ()
+    #: The task after the run, if it is parked: no poll would see it.
+    wakes: str | None = None
 
     @property
     def tasks(self) -> int:
@@ -110,6 +112,8 @@ class Group:
     at_most_once: bool = False
     #: The ordering key of each task, if any has one; the tasks of a key stand in its order.
     keys: tuple[str | None, ...] = ()
+    #: Parked tasks that follow what is sent of their keys: they are to be ready again when it has gone.
+    wakes: tuple[str, ...] = ()
     #: Nothing is sent: the first is the head of a key, and not due, and the others are to be put off behind it.
     parks: bool = False
 

@@ -9,7 +9,7 @@ import pytest
 from publishworker import metrics as m
 from publishworker.ordering import MAX_FRONT_ROWS
 from publishworker.store import StoreError
-from publishworker.task import NEVER, Failed, Key, Outcome, Row, Sent
+from publishworker.task import NEVER, Failed, Key, Outcome, Row, Sent, TopicLimit
 from tests.support.fakes import Abort, FakePublisher, serialized
 from tests.support.relay_bench import Bench, SlowPublisher, overtake, times
 
@@ -210,36 +210,86 @@ def test_a_dead_head_blocks_until_an_operator_acts_then_all_goes_at_once(bench: 
     assert bench.publisher.ids() == ["head", *tail]
 
 
-def test_woken_tasks_wait_while_their_topic_is_paused_or_at_rest(bench: Bench) -> None:
-    """They are kept in mind, not polled for, and go when the topic does."""
-    tail = [f"t{n:02}" for n in range(25)]
-    line(bench, "head", *tail)
-    bench.store.rows["head"].available_at = bench.store.now + timedelta(hours=1)
+def parked_behind(bench: Bench, tasks: int) -> list[str]:
+    """Park so many tasks behind a head that is then retried by hand; return all in their order."""
+    ids = ["head", *(f"t{n:02}" for n in range(tasks))]
+    line(bench, *ids)
+    bench.store.rows["head"].available_at = NEVER
     bench.turns()
     bench.store.rows["head"].available_at = None
-    assert bench.relay.turn().published == 10
-    bench.store.paused.add("orders")
-    bench.turns()
-    assert len(bench.publisher.ids()) <= 20
-    bench.store.paused.clear()
-    bench.turns()
-    assert bench.publisher.ids() == ["head", *tail]
+    return ids
 
 
-def test_a_lost_wake_up_heals_when_the_time_comes(bench: Bench) -> None:
-    """The worker that knew of the parked tasks has died."""
-    tail = [f"t{n:02}" for n in range(25)]
-    line(bench, "head", *tail)
-    bench.store.rows["head"].available_at = bench.store.now + timedelta(days=1)
-    bench.turns()
-    bench.store.rows["head"].available_at = None
+def test_any_worker_goes_on_with_parked_tasks_whose_head_has_gone(bench: Bench) -> None:
+    """The commit that marks a run makes the next parked task ready: whoever polls finds the key by it."""
+    ids = parked_behind(bench, 35)
     bench.relay.turn()
+    assert bench.publisher.ids() == ids[:10]
+    assert [row.id for row in bench.store.rows.values() if row.sent_at is None and row.available_at is None] == ["t09"]
+    assert (bench.store.rows["t09"].last_error, bench.store.rows["t09"].attempts) == (None, 0)
     bench.relay = bench.another()
     bench.turns()
-    assert len(bench.publisher.ids()) < 26
+    assert bench.publisher.ids() == ids
+
+
+def test_a_wake_up_that_is_lost_with_its_commit_heals_when_the_time_comes(bench: Bench) -> None:
+    """What was published is marked later, without the wake-up; the parked tasks have a time of their own."""
+    ids = parked_behind(bench, 25)
+    bench.store.before_commit = times(1, lambda: StoreError("no"))
+    bench.relay.turn()
+    bench.turns()
+    assert bench.publisher.ids() == ids[:10]
     bench.wait(3600)
     bench.turns()
-    assert bench.publisher.ids() == ["head", *tail]
+    assert bench.publisher.ids() == ids
+
+
+def test_nothing_is_woken_behind_a_failure(bench: Bench) -> None:
+    """Nor behind an outage: the next task stays parked until its head has gone."""
+    ids = parked_behind(bench, 15)
+    for failure in (UNKNOWN, TIMEOUT):
+        bench.publisher.failing = {"head": failure}
+        bench.turns()
+        assert waits(bench, ids[-1]) == pytest.approx(3600, abs=10)
+        bench.wait(4)
+    assert bench.publisher.ids() == []
+
+
+def test_a_run_that_had_no_time_wakes_its_own_rest(bench: Bench) -> None:
+    """Parked tasks of the run that were not tried any more would be seen by nobody."""
+    ids = parked_behind(bench, 5)
+    bench.store.rows["t02"].attempts = 1  # in a request of its own
+    bench.publisher.out_of_time = {"t02"}
+    bench.relay.turn()
+    assert bench.publisher.ids() == ids[:3]
+    assert [waits(bench, id) is None for id in ids[3:]] == [True, False, False]
+    bench.publisher.out_of_time = set()
+    bench.turns()
+    assert bench.publisher.ids() == ids
+
+
+def test_a_limited_run_wakes_the_task_behind_it(bench: Bench) -> None:
+    """The topic's rate lets three go at a time: the fourth must be seen by the next poll."""
+    bench.store.limits["orders"] = TopicLimit(rate=0.5, burst=3)
+    ids = parked_behind(bench, 9)
+    for _ in range(5):
+        bench.turns()
+        bench.wait(6)
+    assert [len(request) for request in bench.publisher.requests[:3]] == [3, 3, 3]
+    assert bench.publisher.ids() == ids
+
+
+def test_parked_tasks_wait_while_their_topic_is_paused(bench: Bench) -> None:
+    """And go on when it is resumed."""
+    ids = parked_behind(bench, 25)
+    bench.relay.turn()
+    bench.store.paused.add("orders")
+    bench.turns()
+    assert bench.publisher.ids() == ids[:10]
+    bench.store.paused.clear()
+    bench.relay.turn()
+    bench.turns()
+    assert bench.publisher.ids() == ids
 
 
 def test_a_dead_head_is_passed_over_if_so_wished() -> None:
@@ -425,8 +475,6 @@ def test_a_parking_that_fails_is_told_and_tried_again(bench: Bench, caplog: pyte
 
 def test_a_limited_topic_sends_the_beginning_of_a_run(bench: Bench) -> None:
     """Three at once are allowed: the first three of the key."""
-    from publishworker.task import TopicLimit
-
     bench.store.limits["orders"] = TopicLimit(rate=0.001, burst=3)
     line(bench, "e", "d", "c", "b", "a")
     bench.turns()
