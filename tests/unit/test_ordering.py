@@ -232,16 +232,31 @@ def test_any_worker_goes_on_with_parked_tasks_whose_head_has_gone(bench: Bench) 
     assert bench.publisher.ids() == ids
 
 
-def test_a_wake_up_that_is_lost_with_its_commit_heals_when_the_time_comes(bench: Bench) -> None:
-    """What was published is marked later, without the wake-up; the parked tasks have a time of their own."""
+def test_a_commit_that_fails_delays_what_is_parked_by_a_turn(bench: Bench) -> None:
+    """The poll has seen the head as unsent, then it is marked, and the front shows what follows."""
     ids = parked_behind(bench, 25)
     bench.store.before_commit = times(1, lambda: StoreError("no"))
-    bench.relay.turn()
-    bench.turns()
-    assert bench.publisher.ids() == ids[:10]
-    bench.wait(3600)
+    assert bench.relay.turn().uncommitted == 10
     bench.turns()
     assert bench.publisher.ids() == ids
+
+
+def test_parked_tasks_that_nobody_wakes_go_when_their_time_comes(bench: Bench) -> None:
+    """Or with the next task of their key."""
+    first, second = parked_behind(bench, 25)[1:], ["u1", "u2"]
+    del bench.store.rows["head"]
+    bench.turns()
+    assert bench.publisher.ids() == []
+    bench.wait(3600)
+    bench.turns()
+    assert bench.publisher.ids() == first
+    line(bench, "head", *second, key="l")
+    bench.store.rows["head"].available_at = NEVER
+    bench.turns()
+    del bench.store.rows["head"]
+    line(bench, "u3", key="l")
+    bench.turns()
+    assert bench.publisher.ids() == [*first, "u1", "u2", "u3"]
 
 
 def test_nothing_is_woken_behind_a_failure(bench: Bench) -> None:
