@@ -62,7 +62,8 @@ class Ordering:
             may_go = [*takewhile(lambda each: each.may_go, front)]
             run = next(cut(may_go, self._limits), [])
             if run and doubtful.isdisjoint(each.id for each in run):
-                runs.append(_candidate(tasks, run, [each.id for each in may_go[len(run) :] if each.parked]))
+                following = next(iter(may_go[len(run) :]), None)
+                runs.append(_candidate(tasks, run, following))
             elif front and not run:
                 held += _held(key, front[0].id, tasks, self._limits)
         return Fronts(loose + runs, held, busy)
@@ -82,11 +83,11 @@ def cut(tasks: Sequence[_T], limits: Limits) -> Iterator[list[_T]]:
         yield piece
 
 
-def _candidate(tasks: Sequence[Candidate], run: Sequence[Waiting], parked: Sequence[str]) -> Candidate:
+def _candidate(tasks: Sequence[Candidate], run: Sequence[Waiting], following: Waiting | None) -> Candidate:
     """Return a run as a candidate: a key is as urgent as the most urgent of its tasks that the poll saw."""
     most_urgent = min(tasks, key=lambda each: (-each.priority, each.available_at or each.created_at))
     first, *behind = (each.id for each in run)
-    wakes = parked[0] if parked else None
+    wakes = following.id if following is not None and following.parked else None
     return replace(most_urgent, id=first, bytes=sum(each.bytes for each in run), behind=tuple(behind), wakes=wakes)
 
 

@@ -173,7 +173,7 @@ class World:
             PubSubPublisher(channel, "test-project", clock=worker.clock),
             size=self.size,
             groups=self.groups,
-            retries={"longest": LONGEST_BACKOFF, "max_attempts": 3},
+            retries={"longest": LONGEST_BACKOFF, "initial": 0.5, "max_attempts": 3},
             random=Random(next(self._seed)),
             clock=worker.clock,
             pass_dead=self.pass_dead,
@@ -272,6 +272,7 @@ class World:
     def advance(self, worker: Worker, which: int, fault: int = 0) -> None:
         """Let one of the threads of a worker go on, or begin a turn; with one of its point's faults, or 0."""
         worker.turn()
+        self.wait(0.1)
         ways = []
         for each in worker.threads:
             faults = FAULTS.get(each.point, ())
