@@ -99,7 +99,7 @@ class Ledger:
                 self.broken.append(f"{id} is marked as sent and was not")
             if isinstance(mark, Parked) and not mark.available_at <= latest:
                 self.broken.append(f"{id} is parked until {mark.available_at}")
-            if isinstance(mark, Charged):
+            if isinstance(mark, Charged) and mark.error is not None:  # else it is awake, no more
                 task.excused = task.excused or self.is_excused(task) or (mark.dead and self.pass_dead)
                 if task.key is not None and not (mark.error or "").startswith("expired"):
                     if (task.topic, task.key) in charged:

@@ -4,6 +4,7 @@ The model behind it is tests/support/order_model.py. `--long` plays many more hi
 """
 
 import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.support.order_ledger import Task, is_dead
 from tests.support.order_model import Worker, World
-from tests.support.stepwise import patched
+from tests.support.stepwise import Fate, Point, Stepper, patched
 
 SECONDS = st.sampled_from([0.5, 1.0, 3.0, 11.0, 61.0, 600.0, 3600.0, 7200.0])
 
@@ -65,7 +66,7 @@ class OrderMachine(RuleBasedStateMachine):
         size=st.sampled_from([10, 3, 2, 1]),
         groups=st.sampled_from([2, 1, 4]),
         pass_dead=st.booleans(),
-        first=st.lists(registrations, max_size=4),
+        first=st.lists(registrations, min_size=1, max_size=4),
     )
     def begin(self, workers: int, size: int, groups: int, pass_dead: bool, first: list[list[dict[str, Any]]]) -> None:
         """Begin with some tasks."""
@@ -149,14 +150,14 @@ class OrderMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_broken(self) -> None:
         """Order, and all else that the world looks at by itself."""
-        assert not self.world.ledger.broken
+        assert not self.world.ledger.broken, self.world.ledger.broken
 
     def teardown(self) -> None:
         """End all faults: nothing is lost."""
         try:
             if not self.world.ledger.broken:
                 self.world.settle()
-            assert not self.world.ledger.broken
+            assert not self.world.ledger.broken, self.world.ledger.broken
         finally:
             for worker in self.world.workers:
                 self.world.kill(worker)
@@ -170,7 +171,7 @@ def test_order(request: pytest.FixtureRequest) -> None:
     run_state_machine_as_test(
         OrderMachine,
         settings=settings(
-            max_examples=3000 if long else 60,
+            max_examples=5000 if long else 120,
             stateful_step_count=40,
             derandomize=not long,
             database=None,
@@ -179,3 +180,90 @@ def test_order(request: pytest.FixtureRequest) -> None:
             phases=[Phase.generate, Phase.shrink] if long else [Phase.generate],  # to shrink takes minutes
         ),
     )
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """Two workers that know the topic, and three tasks of a key whose ids sort the other way round."""
+    with patched():
+        world = World()
+        world.register(Task(id="c"), Task(id="b"))
+        world.register(Task(id="a"))
+        for worker in world.workers:
+            world.rush(worker)
+        yield world
+        world.settle()
+        for worker in world.workers:
+            world.kill(worker)
+        assert not world.ledger.broken
+
+
+def until(world: World, worker: Worker, point: Point) -> Stepper:
+    """Let a worker go until one of its threads stands there; return that thread."""
+    for _ in range(50):
+        if found := [each for each in worker.threads if each.point is point]:
+            return found[0]
+        world.advance(worker, 0)
+    pytest.fail(f"{worker.name} does not come to {point}")
+
+
+def test_nobody_waits_for_a_worker_that_holds_the_head(world: World) -> None:
+    """Registering more of the key commits at once; what is new goes out behind the run."""
+    first, _ = world.workers
+    until(world, first, Point.ANSWER)
+    world.register(Task(id="0"))
+    world.quiet()
+    assert world.ledger.published == ["c", "b", "a", "0"]
+
+
+def test_a_worker_that_lost_its_locks_only_repeats(world: World) -> None:
+    """Another one sends the key while the first still believes that it holds it; its commit is aborted."""
+    first, second = world.workers
+    late = until(world, first, Point.ANSWER)
+    world.store.lose(world.store.claims[late])
+    world.rush(second)
+    world.register(Task(id="0"))
+    world.rush(second)
+    assert world.ledger.published == ["c", "b", "a", "0"]
+    world.finish()
+    assert world.ledger.published == ["c", "b", "a", "0", "c", "b", "a"]
+
+
+def test_who_waited_for_the_lock_sees_that_the_head_has_failed(world: World) -> None:
+    """Both have read the same front; the first charges the head, the second takes nothing of what stands behind it."""
+    first, second = world.workers
+    waits = until(world, second, Point.LOCK)
+    asks = until(world, first, Point.ANSWER)
+    assert not world.ready(waits)
+    world.step(asks, Fate.ODD)
+    world.step(asks)
+    world.rush(second)
+    assert world.ledger.published == []
+    assert world.store.rows["c"].attempts == 1
+
+
+def test_a_run_that_is_run_again_goes_on_with_its_failure(world: World) -> None:
+    """The head fails, the commit is aborted: its tail is not tried in its place, nor the head again."""
+    first, _ = world.workers
+    asks = until(world, first, Point.ANSWER)
+    world.step(asks, Fate.LATE)
+    world.step(asks, Fate.ABORT)
+    world.finish()
+    assert world.ledger.published == []
+    world.execute(world.late.pop())
+    world.settle()
+    assert world.ledger.published[:3] == ["c", "b", "a"]
+    assert not set("cba") - set(world.ledger.published)
+
+
+@pytest.mark.parametrize("point", [Point.ANSWER, Point.COMMIT, Point.COMMITTED])
+def test_a_worker_that_is_killed_loses_nothing(world: World, point: Point) -> None:
+    """Before its request is executed, before its commit and after it; the request may be executed late."""
+    first, second = world.workers
+    until(world, first, point)
+    world.kill(first)
+    world.rush(second)
+    for request in world.late:
+        world.execute(request)
+    world.settle()
+    assert world.ledger.published[:3] == ["c", "b", "a"]
