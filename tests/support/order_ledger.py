@@ -74,8 +74,10 @@ class Ledger:
                         self.broken.append(f"{id} overtakes {each.id}")
 
     def check_heads(self, request: Request, fronts_at: datetime) -> None:
-        """While the locks hold, nothing goes out behind a task that has not been due since before the snapshot."""
+        """While the locks hold, nothing goes out twice, or behind what was not due before the snapshot either."""
         for id in request.ids:
+            if (mine := self._rows_of.rows.get(id)) is not None and mine.sent_at is not None:
+                self.broken.append(f"{id} goes out and was marked as sent before")
             for each in self._before(self.tasks[id]) if id in self.tasks and request.keys != {""} else ():
                 row = self._rows_of.rows.get(each.id)
                 if row is None or row.sent_at is not None or (row.last_error or "").startswith("parked"):

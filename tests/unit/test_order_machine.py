@@ -267,3 +267,16 @@ def test_a_worker_that_is_killed_loses_nothing(world: World, point: Point) -> No
         world.execute(request)
     world.settle()
     assert world.ledger.published[:3] == ["c", "b", "a"]
+
+
+def test_a_tail_follows_its_head_at_once() -> None:
+    """The head is dead and its tail is parked for an hour; once the head is sent the rest waits no longer."""
+    with patched():
+        world = World(size=1)
+        world.register(Task(id="d", bad=True), Task(id="c"), Task(id="b"), Task(id="a"))
+        world.quiet()
+        assert world.ledger.published == []
+        world.retry("d")
+        world.quiet()
+        assert world.ledger.published == ["d", "c", "b", "a"]
+        assert not world.ledger.broken
