@@ -84,8 +84,12 @@ class Ledger:
                     continue
                 waits = row.available_at is not None and row.available_at > self._rows_of.now
                 since = self.touched[each.id] <= fronts_at
-                if waits and since and not self._rows_of._is_passed_over(row, self.pass_dead):
+                if waits and since and not self._is_passed_over(row):
                     self.broken.append(f"{id} goes out behind {each.id}, which is not due")
+
+    def _is_passed_over(self, row: StoredTask) -> bool:
+        expired = row.expires_at is not None and row.expires_at <= self._rows_of.now
+        return expired or (self.pass_dead and is_dead(row))
 
     def _before(self, task: Task) -> list[Task]:
         its = self.keys[task.topic, task.key]

@@ -41,7 +41,7 @@ class Worker(Crew):
         super().__init__(name)
         self.world = world
         self.ahead = 0.0
-        self.fronts_at = world.store.now
+        self.fronts_at: datetime | None = None
         self.snapshots: dict[Stepper, datetime] = {}
         self.turning: Stepper | None = None
         self.relay: Relay = world.relay(self)
@@ -49,7 +49,7 @@ class Worker(Crew):
     def spawn(self, run: Callable[[], Any]) -> Stepper:
         """See Crew. What the thread does goes back to the last snapshot."""
         stepper = super().spawn(run)
-        self.snapshots[stepper] = self.fronts_at
+        self.snapshots[stepper] = self.fronts_at or self.world.store.now
         return stepper
 
     def clock(self) -> float:
@@ -82,6 +82,8 @@ class ModelStore(FakeStore):
     def poll(self, look: Look) -> Poll:
         """See Store."""
         poll = super().poll(look)
+        worker: Any = here().crew
+        worker.fronts_at = None
         self._read(Point.POLLED)
         return poll
 
@@ -90,7 +92,7 @@ class ModelStore(FakeStore):
         if (claim := self.claims.get(here())) is not None and claim.holds:
             self.ranges |= dict.fromkeys(keys, claim)
         worker: Any = here().crew
-        worker.fronts_at = self.now
+        worker.fronts_at = worker.fronts_at or self.now  # a turn may look several times: the first counts
         fronts = super().fronts(keys, per_key, pass_dead=pass_dead)
         self._read(Point.FRONTS)
         return fronts
@@ -179,8 +181,6 @@ class World:
             pass_dead=self.pass_dead,
         )
 
-    # What callers and operators do.
-
     def draw(self, *tasks: Task) -> list[Task]:
         """Register tasks in a transaction that is still open; those of which the id ends with 0 without a number."""
         for task in tasks:
@@ -251,8 +251,6 @@ class World:
                 return fate in (Fate.FAIL, Fate.ABORT) or not self.store.holders.keys() & stepper.wanted
             case Point.LANDING:
                 return bool(stepper.mailbox) or (fate is Fate.IMPATIENT and not stepper.patient)
-            case Point.ANSWER:
-                return bool(stepper.mailbox or self.store.claims[stepper].flying)
         return True
 
     def step(self, stepper: Stepper, fate: Fate = Fate.GO) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from outbox.message import TASK_ID_ATTRIBUTE
+from tests.support.stepwise import Point, here
 
 
 @dataclass(eq=False)
@@ -21,8 +22,9 @@ class Request:
     callbacks: list[Any] = field(default_factory=list)
 
     def add_done_callback(self, callback: Any) -> None:
-        """See grpc.Future."""
+        """See grpc.Future. The sender stands here until it has the answer, or is killed."""
         self.callbacks.append(callback)
+        here().pause(Point.ANSWER)
 
     def result(self) -> Any:
         """See grpc.Future."""

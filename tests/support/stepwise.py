@@ -1,6 +1,6 @@
 """Threads that go one step at a time: each stands at a point until it is told how it goes on, and one runs at a time.
 
-`patched` puts them in place of the threads and queues of `publishworker.flights` and `publishworker.publisher`.
+`patched` puts them in place of the threads and the queue of `publishworker.flights`.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from publishworker import flights, publisher
+from publishworker import flights
 
 #: Seconds in which a thread comes to its next point; it never waits for anything real.
 STEP_SECONDS = 10.0
@@ -28,7 +28,7 @@ class Point(enum.Enum):
     POLLED = enum.auto()  # the poll's snapshot is read
     FRONTS = enum.auto()  # the snapshot of the keys is read
     LOCK = enum.auto()  # it wants its rows
-    ANSWER = enum.auto()  # its requests are on their way to Pub/Sub
+    ANSWER = enum.auto()  # its request is on its way to Pub/Sub
     COMMIT = enum.auto()
     COMMITTED = enum.auto()
     LANDING = enum.auto()  # the turn waits for its groups
@@ -86,7 +86,7 @@ class Stepper:
         self.crew = crew
         self.point = Point.START
         self.wanted: Sequence[str] = ()  # the rows, at LOCK
-        self.mailbox: Mailbox | None = None  # at LANDING and ANSWER
+        self.mailbox: Mailbox | None = None  # at LANDING
         self.patient = True  # at LANDING: without a time limit
         self.result: Any = None
         self.error: BaseException | None = None
@@ -155,9 +155,6 @@ def here() -> Stepper:
 class Mailbox:
     """A queue of one reader."""
 
-    #: Where its reader waits.
-    point = Point.LANDING
-
     def __init__(self) -> None:
         """Begin empty."""
         self._items: deque[Any] = deque()
@@ -174,16 +171,10 @@ class Mailbox:
         if not self._items and timeout != 0:
             stepper = here()
             stepper.mailbox, stepper.patient = self, timeout is None
-            stepper.pause(self.point)
+            stepper.pause(Point.LANDING)
         if not self._items:
             raise queue.Empty
         return self._items.popleft()
-
-
-class Answers(Mailbox):
-    """The queue of a publisher."""
-
-    point = Point.ANSWER
 
 
 class _Thread:
@@ -199,14 +190,12 @@ class _Thread:
 
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
-    """Let groups fly on such threads, and publishers wait on them; the worker's log says nothing."""
+    """Let groups fly on such threads; the worker's log says nothing."""
     threads = mock.Mock(Thread=_Thread)
     landings = mock.Mock(SimpleQueue=Mailbox, Empty=queue.Empty)
-    answers = mock.Mock(SimpleQueue=Answers)
     with (
         mock.patch.object(flights, "threading", threads),
         mock.patch.object(flights, "queue", landings),
-        mock.patch.object(publisher, "queue", answers),
         mock.patch.object(logging.getLogger("publishworker"), "disabled", True),
     ):
         yield
