@@ -28,6 +28,8 @@ MAX_SUSPECTS = 1_000
 MAX_PROBED = 100
 #: Seconds after which a topic that nobody could probe, for want of a task, is no longer remembered.
 FORGET_SECONDS = 600.0
+#: Rows that a poll looks deep, at most, where all that it saw of a topic have been probes.
+MAX_DEPTH = 5_000
 #: At-most-once tasks that an outage's probe draws and spares, in the hope of another one, before it risks one.
 SPARED_PROBES = 3
 
@@ -43,6 +45,8 @@ class Rest:
     probing: bool = False
     #: Ids of single probes: others go first.
     probed: set[str] = field(default_factory=set)
+    #: How many rows the poll has to look deep, as it saw nobody else.
+    deep: int = 0
     #: How many of them had to be sent at most once, and were not.
     spared: int = 0
 
@@ -89,7 +93,7 @@ class Breakers:
         """Return how many rows of each range the poll has to read, so that it meets a task that was no probe yet."""
         now = self._clock()
         due = (rest for rest in self._rests.values() if rest.kind is Kind.OUTAGE and rest.until <= now)
-        return max((len(rest.probed) + 1 for rest in due), default=0)
+        return max((max(len(rest.probed) + 1, rest.deep) for rest in due), default=0)
 
     def seconds_to_probe(self) -> float | None:
         """Return after how many seconds the next topic may be probed, or None if none rests."""
@@ -97,11 +101,14 @@ class Breakers:
         left = [rest.until - now for rest in self._rests.values() if not rest.probing and rest.until > now]
         return min(left, default=None)
 
-    def probes(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], dict[str, int]]:
+    def probes(
+        self, candidates: Sequence[Candidate], cut_off: Collection[str] = frozenset()
+    ) -> tuple[list[Candidate], dict[str, int]]:
         """Return the candidates that may be taken, and how many of which topics: a topic that does not work is probed.
 
         In an outage the one task is drawn at random among those that have not failed as a probe, ready ones first, as
-        due ones may have failed before: messages that always time out must not hold their topic for long.
+        due ones may have failed before: messages that always time out must not hold their topic for long. If there are
+        none, and the topic is `cut_off`, the next poll looks deeper: a long ordering key is one candidate only.
         """
         if not self._rests:
             return list(candidates), {}
@@ -115,6 +122,9 @@ class Breakers:
                 kept.append(each)
         for topic, its in of_outage.items():
             fresh = [each for each in its if each.id not in self._rests[topic].probed]
+            if not fresh and topic in cut_off:
+                rest = self._rests[topic]
+                rest.deep = min(max(2 * rest.deep, 10 * len(rest.probed), 100), MAX_DEPTH)
             ready = [each for each in fresh if each.available_at is None]
             kept.append(self._random.choice(ready or fresh or its))
         return kept, {

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from itertools import zip_longest
 
-from publishworker.task import NEVER, Failed, Group, Outcome, Row, Sent, Taken
+from publishworker.task import NEVER, Charged, Failed, Group, Mark, Outcome, Row, Sent, Taken
 
 
 def taken(
@@ -75,21 +75,21 @@ def untried(rows: Sequence[Row], tried: Mapping[str, Outcome]) -> list[Row]:
     return found
 
 
-def woken(rows: Sequence[Row], tried: Mapping[str, Outcome]) -> list[Row]:
-    """Return the parked rows that are to be ready again, as what stood before them was sent: the first of each key.
+def woken(group: Group, rows: Sequence[Row], marks: Mapping[str, Mark], now: datetime, *, pass_dead: bool) -> list[Row]:
+    """Return the parked rows that are to be ready again, because they stand at the front of their key after the commit.
 
-    One is enough: the poll sees the key by it.
+    No poll would see a key by its parked tasks. One is enough: the poll sees the key by it.
     """
-    sent: set[str] = set()
-    found: dict[str, Row] = {}
-    for row in rows:
-        if row.ordering_key is None or row.sent_at is not None:
+    fronts: dict[str, Row] = {}
+    keys = set(group.keys)
+    for row in in_order(group, rows):
+        key, mark = row.ordering_key, marks.get(row.id)
+        if key is None or key not in keys or row.sent_at is not None or isinstance(mark, Sent):
             continue
-        if isinstance(tried.get(row.id), Sent):
-            sent.add(row.ordering_key)
-        elif row.id not in tried and row.ordering_key in sent:
-            found.setdefault(row.ordering_key, row)
-    return [row for row in found.values() if row.parked]
+        dead = isinstance(mark, Charged) and mark.dead
+        if not (_is_passed_over(row, now, pass_dead=pass_dead) or (dead and (pass_dead or row.is_expired(now)))):
+            fronts.setdefault(key, row)
+    return [row for row in fronts.values() if row.parked and row.id not in marks]
 
 
 def stops(outcome: Outcome | None) -> bool:

@@ -95,7 +95,7 @@ class Worker:
         self._settings = settings
         self._metrics = datadog.from_environment()
         database = open_database(settings.project, settings.instance, settings.database)
-        self.store = SpannerStore(database, verified_shards(database), one_at_a_time=emulator)
+        self.store = SpannerStore(database, verified_shards(database), emulator=emulator)
         random = Random()
         fleet = Fleet(self.store, worker_id(), self.store.shards, shared=settings.assignment == "shared")
         heartbeat = Heartbeat(Path(settings.heartbeat_file))

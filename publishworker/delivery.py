@@ -46,10 +46,9 @@ class Delivery:
             ours = self._ours(result, rows, now)
             result.tried |= {row.id: expired(row) for row in ours if row.id not in result.tried and row.is_expired(now)}
             self._publish(result, untried(ours, result.tried))
-            # Awake: as it was before it was parked.
-            awake = woken(in_order(group, rows), result.tried)
-            marks = {row.id: Charged(row.attempts, None, row.expires_at, None) for row in awake}
-            return marks | self._marks(result, ours, now)
+            marks = self._marks(result, ours, now)
+            awake = woken(group, rows, marks, now, pass_dead=self._pass_dead)
+            return marks | {row.id: Charged(row.attempts, None, row.expires_at, None) for row in awake}
 
         self._claim(result, publish)
         return result
@@ -64,7 +63,7 @@ class Delivery:
             held = [row.id for row in rows if reasons.get(row.id) == Taken("held") and row.is_due(now)]
             head = next((row for row in rows if row.id == group.ids[0]), None)
             if held and head is not None and head.available_at is not None:
-                parked = self._retries.park(head.id, head.available_at, now)
+                parked = self._retries.park(head, head.available_at, now)
                 result.parked = dict.fromkeys(held, parked)
             else:
                 result.parked = {}
@@ -156,7 +155,7 @@ class Delivery:
         """Return what to write of the tasks behind a failed one: nothing if it was an outage."""
         if charged is None or charged.available_at is None:
             return None
-        return self._retries.park(head.id, charged.available_at, now)
+        return self._retries.park(head, charged.available_at, now)
 
     def _ours(self, result: GroupResult, rows: Sequence[Row], now: datetime) -> list[Row]:
         """Note what is not to be sent here, and return the rest, the tasks of a key in their order."""

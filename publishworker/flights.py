@@ -42,6 +42,10 @@ class Flights:
             tasks[group.topic] += 0 if group.parks else len(group.ids)
         return tasks
 
+    def parking(self) -> int:
+        """Return how many groups only park tasks."""
+        return sum(group.parks for group in self._threads)
+
     def keys(self) -> frozenset[Key]:
         """Return the ordering keys of their tasks: one request of a key at a time."""
         return frozenset(Key(group.topic, key) for group in self._threads for key in group.keys if key is not None)

@@ -4,7 +4,7 @@ The poll gives keys, not tasks: what stands at the front of each is read in a sn
 (docs/guide/ordering.md). A later commit has a later CreatedAt than any snapshot, so nothing slips in before a run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TypeVar
@@ -52,9 +52,7 @@ class Ordering:
         busy = len(keys) < len(seen)
         if not keys:
             return Fronts(loose, busy=busy)
-        # One row more than a run may have shows whether a parked one follows, of which the poll saw nothing.
-        per_key = 1 + max(1, min(self._limits.group_size, MAX_FRONT_ROWS // len(keys)))
-        waiting = self._store.fronts(keys, per_key, pass_dead=self._pass_dead)
+        waiting = self._look(keys)
         runs: list[Candidate] = []
         held: list[Group] = []
         for key, tasks in keys.items():
@@ -67,6 +65,18 @@ class Ordering:
             elif front and not run:
                 held += _held(key, front[0].id, tasks, self._limits)
         return Fronts(loose + runs, held, busy)
+
+    def _look(self, keys: Collection[Key]) -> dict[Key, list[Waiting]]:
+        """Return the fronts of keys without what is passed over, which may be all that a first look shows."""
+        # One row more than a run may have shows whether a parked one follows, of which the poll saw nothing.
+        wanted = rows = 1 + max(1, min(self._limits.group_size, MAX_FRONT_ROWS // len(keys)))
+        fronts: dict[Key, list[Waiting]] = {}
+        while keys:
+            found = self._store.fronts(keys, rows, pass_dead=self._pass_dead)
+            fronts |= {key: [each for each in tasks if not each.passed_over] for key, tasks in found.items()}
+            keys = [key for key, tasks in found.items() if len(tasks) == rows and len(fronts[key]) < wanted]
+            rows += max((len(found[key]) - len(fronts[key]) for key in keys), default=0)
+        return fronts
 
 
 def cut(tasks: Sequence[_T], limits: Limits) -> Iterator[list[_T]]:

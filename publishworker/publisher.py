@@ -6,7 +6,8 @@ that is kept (the high-level publisher's futures can be given up, not stopped).
 
 import queue
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -61,11 +62,20 @@ class PubSubPublisher:
     def publish(
         self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
     ) -> dict[str, Outcome]:
-        """See Publisher. All share one deadline; what needs no order goes out at once."""
-        deadline = self._clock() + seconds
+        """See Publisher. All share one deadline; what needs no order goes out at once.
+
+        What goes out later has at least half of the time: a healthy message must not fail because little was left.
+        """
         name = messages.topic_name(topic, self._project)
+        call = _Call(name, self._clock() + seconds)
         good, failed = self._prepared(name, rows)
-        return failed | self._send(messages.lanes(name, good, singly), name, deadline)
+        flying = sum(self._start(lane, call) for lane in messages.lanes(name, good, singly))
+        while flying:
+            lane, future = call.answers.get()  # each is answered by the deadline
+            flying -= 1
+            for each in _answered(lane, future, call):
+                flying += self._start(each, call, least=seconds / 2)
+        return failed | call.outcomes
 
     def refusals(self, topic: str, rows: Sequence[Row]) -> dict[str, Failed]:
         """See Publisher."""
@@ -104,54 +114,48 @@ class PubSubPublisher:
                 stopped.add(row.ordering_key)
         return good, failed
 
-    def _send(self, lanes: Iterable[messages.Lane], name: str, deadline: float) -> dict[str, Outcome]:
-        """Send the lanes side by side, the requests of each one after the other, until one of them fails.
+    def _start(self, lane: messages.Lane, call: "_Call", least: float = 0.0) -> bool:
+        """Send the first request of a lane, if more than `least` seconds are left; return whether an answer will come.
 
-        A request that is refused as invalid and holds several messages has published nothing, and one of them may be
-        the culprit for all: they go out again, in smaller requests.
+        What is not tried in time has no outcome: the tasks stay as they were.
         """
-        outcomes: dict[str, Outcome] = {}
-        answers: queue.SimpleQueue[tuple[messages.Lane, Any]] = queue.SimpleQueue()
-        flying = sum(self._start(lane, name, deadline, outcomes, answers) for lane in lanes)
-        while flying:
-            lane, future = answers.get()  # each is answered by its deadline
-            flying -= 1
-            for each in _answered(lane, future, name, outcomes):
-                flying += self._start(each, name, deadline, outcomes, answers)
-        return outcomes
-
-    def _start(
-        self,
-        lane: messages.Lane,
-        name: str,
-        deadline: float,
-        outcomes: dict[str, Outcome],
-        answers: queue.SimpleQueue[tuple[messages.Lane, Any]],
-    ) -> bool:
-        """Send the first request of a lane, if it may be sent; return whether an answer will come."""
         ids, request = lane.requests[0]
         if failure := messages.too_large(request):
-            outcomes.update(dict.fromkeys(ids, failure))
+            call.outcomes.update(dict.fromkeys(ids, failure))
             return False
-        remaining = deadline - self._clock()
-        if remaining <= 0:
-            return False  # not tried, so without an outcome: the tasks stay as they were
-        header = (("x-goog-request-params", f"topic={quote(name, safe='')}"),)
+        remaining = call.deadline - self._clock()
+        if remaining <= least:
+            return False
+        header = (("x-goog-request-params", f"topic={quote(call.name, safe='')}"),)
         future = self._publish.future(request, timeout=remaining, metadata=header)
-        future.add_done_callback(lambda answered: answers.put((lane, answered)))
+        future.add_done_callback(lambda answered: call.answers.put((lane, answered)))
         return True
 
 
-def _answered(lane: messages.Lane, future: Any, name: str, outcomes: dict[str, Outcome]) -> list[messages.Lane]:
-    """Note the answer to the first request of a lane; return the lanes to go on with."""
+@dataclass(slots=True)
+class _Call:
+    """One call of `publish`, to the topic of that full name."""
+
+    name: str
+    deadline: float
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    answers: queue.SimpleQueue[tuple[messages.Lane, Any]] = field(default_factory=queue.SimpleQueue)
+
+
+def _answered(lane: messages.Lane, future: Any, call: _Call) -> list[messages.Lane]:
+    """Note the answer to the first request of a lane; return the lanes to go on with.
+
+    A request that is refused as invalid and holds several messages has published nothing, and one of them may be the
+    culprit for all: they go out again, in smaller requests.
+    """
     ids, request = lane.requests.popleft()
     try:
-        answer = _sent(ids, future.result().message_ids, name)
+        answer = _sent(ids, future.result().message_ids, call.name)
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.INVALID_ARGUMENT and len(ids) > 1:
             return lane.smaller(ids, request)
-        answer = dict.fromkeys(ids, failure_of(error, name))
-    outcomes.update(answer)
+        answer = dict.fromkeys(ids, failure_of(error, call.name))
+    call.outcomes.update(answer)
     return [lane] if lane.requests and all(isinstance(each, Sent) for each in answer.values()) else []
 
 

@@ -120,11 +120,11 @@ class Relay:
     def _sample(self, fronts: Fronts) -> list[Group]:
         """Cut candidates into as many groups as can start now; some may be a lower priority's share.
 
-        Tasks that are held are parked, as they hide others from the poll: in a quarter of the places, and in what is
-        left of the others.
+        Tasks that are held are parked, as they hide others from the poll: in a quarter of the places, or in half of
+        them if there is nothing to send.
         """
-        parks = list(fronts.held[: max(1, self._limits.groups // 4)])
-        candidates, probes = self._breakers.probes(fronts.candidates)
+        parks = list(fronts.held[: self._places_to_park(nothing_else=not fronts.candidates)])
+        candidates, probes = self._breakers.probes(fronts.candidates, self._poller.cut_off)
         allowed = self._throttle.allowances(self._flights.tasks_by_topic())
         allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
         fair = self._groups(self._fair.choose(candidates), parks, allowed)[: self._fair.groups]
@@ -140,8 +140,14 @@ class Relay:
         self._behind = bool(self._poller.cut_off - allowed.keys()) or taken < free
         priorities = [each.priority for each in candidates if each.available_at is None]
         self._fair.count(len(groups), len(fair), max(priorities, default=None) if self._behind else None)
-        free_places = self._limits.groups - len(self._flights) - len(groups)
-        return groups + list(fronts.held[: max(len(parks), free_places)])
+        return parks + groups
+
+    def _places_to_park(self, *, nothing_else: bool) -> int:
+        most = self._limits.groups // (2 if nothing_else else 4)
+        if most == 0:  # of one, two or three places one is given now and then
+            most = int(nothing_else or self._random.random() < 1 / 4)
+        free = self._limits.groups - len(self._flights)
+        return max(0, min(free, most - self._flights.parking()))
 
     def _groups(
         self, candidates: Sequence[Candidate], beside: Sequence[Group], allowed: Mapping[str, int]

@@ -37,12 +37,14 @@ class Retries:
         available_at = NEVER if dead else now + timedelta(seconds=self._wait(attempts))
         return Charged(attempts, available_at, row.expires_at, last_error(failure))
 
-    def park(self, head: str, available_at: datetime, now: datetime) -> Parked:
+    def park(self, head: Row, available_at: datetime, now: datetime) -> Parked:
         """Return what is written to a task behind `head`, which is not due before `available_at`.
 
-        No later than the longest wait, so that a dead head does not make the tasks behind it look dead.
+        No later than the longest wait, so that a dead head does not make the tasks behind it look dead; and no later
+        than the head expires, as it holds them no longer then.
         """
-        return Parked(min(available_at, now + timedelta(seconds=self.longest)), head)
+        until = min(available_at, now + timedelta(seconds=self.longest))
+        return Parked(until if head.expires_at is None else min(until, max(head.expires_at, now)), head.id)
 
     def _is_last(self, row: Row, attempts: int, kind: Kind, now: datetime) -> bool:
         if kind is Kind.CONTENT:

@@ -63,9 +63,15 @@ def news(values: Iterable[Sequence[Any]]) -> News:
 def fronts(values: Iterable[Sequence[Any]]) -> dict[Key, list[Waiting]]:
     """Return the first unsent tasks of each key, in their order."""
     found: dict[Key, list[Waiting]] = {}
-    for topic, key, id, size, due, is_parked in values:
-        parked = is_parked.bool_value
-        waiting = Waiting(id.string_value, int(size.string_value), due.bool_value or parked, parked)
+    for topic, key, id, size, is_due, parked, expired in values:
+        due = is_due.bool_value
+        waiting = Waiting(
+            id.string_value,
+            int(size.string_value),
+            may_go=due or (parked.bool_value and not expired.bool_value),
+            parked=parked.bool_value,
+            passed_over=expired.bool_value and not due,
+        )
         found.setdefault(Key(topic.string_value, key.string_value), []).append(waiting)
     return found
 

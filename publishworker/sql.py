@@ -15,7 +15,7 @@ SILENT_SECONDS = 13
 GONE_SECONDS = 3600
 
 _INDEX = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}"
-_NEVER = "9999-12-31T00:00:00Z"
+_NEVER = "TIMESTAMP '9999-12-31T00:00:00Z'"
 _COLUMNS = "Id, Topic, Shard, Priority, CreatedAt, AvailableAt, OrderingKey, Bytes"
 
 
@@ -69,33 +69,35 @@ def poll(*, due: bool, lower: bool, news: bool) -> str:
 PARKED = "parked: "
 
 # The n-th key is the n-th of @topics and of @keys.
-_KEYS = """(SELECT of_key, @topics[OFFSET(place)] AS of_topic FROM UNNEST(@keys) AS of_key WITH OFFSET AS place)"""
-_WAITING = f"""Topic, OrderingKey, Id, Bytes,
-    AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP(), COALESCE(STARTS_WITH(LastError, '{PARKED}'), FALSE)"""
+_KEYS = "(SELECT of_key, @topics[OFFSET(place)] AS of_topic FROM UNNEST(@keys) AS of_key WITH OFFSET AS place)"
 _IN_ORDER = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksInOrder}"
-# Left out are those that hold back no other: not due and expired, or dead, if dead ones are to be passed over.
-_HOLDS = f"""NOT (COALESCE(AvailableAt > CURRENT_TIMESTAMP(), FALSE)
-    AND (COALESCE(ExpiresAt <= CURRENT_TIMESTAMP(), FALSE) OR (@pass_dead AND AvailableAt >= TIMESTAMP '{_NEVER}')))"""
+# What holds its key back or may go: only columns of the index, so that the limit needs no look into the table.
+_STANDS = (
+    f"OrderingKey IS NOT NULL AND SentAt IS NULL AND NOT (@pass_dead AND COALESCE(AvailableAt >= {_NEVER}, FALSE))"
+)
+# What the index does not hold is read from the table. A task that is not due and has expired holds back no other.
+_WAITING = f"""
+SELECT task.Topic, task.OrderingKey, task.Id, task.Bytes,
+  task.AvailableAt IS NULL OR task.AvailableAt <= CURRENT_TIMESTAMP(),
+  COALESCE(STARTS_WITH(task.LastError, '{PARKED}'), FALSE), COALESCE(task.ExpiresAt <= CURRENT_TIMESTAMP(), FALSE)
+FROM ({{}}) AS front
+JOIN@{{{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}}}} AsynchronousTasks@{{{{FORCE_INDEX=_BASE_TABLE}}}} AS task
+ON task.Id = front.Id
+ORDER BY task.CreatedAt, task.Sequence, task.Id"""
 
-# The first unsent tasks of each key, due or not: a short range for each.
-FRONTS = f"""
-SELECT task.* FROM {_KEYS}, UNNEST(ARRAY(
-  SELECT AS STRUCT {_WAITING}
-  FROM {_IN_ORDER}
-  WHERE OrderingKey IS NOT NULL AND OrderingKey = of_key AND Topic = of_topic AND SentAt IS NULL
-  AND {_HOLDS}
-  ORDER BY CreatedAt, Sequence, Id LIMIT @per_key)) AS task WITH OFFSET AS place
-ORDER BY place"""  # UNNEST keeps no order by itself
+#: The first unsent tasks of each key, due or not, in their order: a short range for each.
+FRONTS = _WAITING.format(f"""
+  SELECT first.Id FROM {_KEYS}, UNNEST(ARRAY(
+    SELECT AS STRUCT Id FROM {_IN_ORDER}
+    WHERE OrderingKey = of_key AND Topic = of_topic AND {_STANDS}
+    ORDER BY CreatedAt, Sequence, Id LIMIT @per_key)) AS first""")
 
-# All unsent tasks of the keys: the same seeks, where keys have few tasks. If it gives @most rows some may be missing,
-# of any key. The limit stands inside, so that no deep key is read to its end. The emulator reads the table once for
-# this, and once for each key for the other one.
-WHOLE_KEYS = f"""
-SELECT * EXCEPT (CreatedAt, Sequence) FROM (
-  SELECT {_WAITING}, CreatedAt, Sequence FROM {_KEYS}
+#: All unsent tasks of the keys. If it gives @most rows some may be missing, of any key. The emulator reads the table
+#: once for this, and once for each key for the other one.
+WHOLE_KEYS = _WAITING.format(f"""
+  SELECT Id FROM {_KEYS}
   JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} {_IN_ORDER} ON OrderingKey = of_key AND Topic = of_topic
-  WHERE OrderingKey IS NOT NULL AND SentAt IS NULL AND {_HOLDS} LIMIT @most)
-ORDER BY CreatedAt, Sequence, Id"""
+  WHERE {_STANDS} LIMIT @most""")
 
 #: The last of all names that STRING(400) can hold: the upper edge of the last gap.
 LAST_TOPIC = "\U0010ffff" * 400
@@ -131,11 +133,20 @@ FROM {_UNSENT_ROWS}
 WHERE (AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP())
 AND Topic NOT IN (SELECT Topic FROM AsynchronousTaskTopics WHERE Paused)"""
 
+# A parked task waits for its head, whatever its own attempts: only the table tells it from one that is tried again. It
+# is asked for those few only that may be either.
 UNSENT = f"""
 SELECT Topic, CASE
-  WHEN AvailableAt >= TIMESTAMP '{_NEVER}' THEN 'dead'
+  WHEN AvailableAt >= {_NEVER} THEN 'dead'
   WHEN Topic IN (SELECT Topic FROM AsynchronousTaskTopics WHERE Paused) THEN 'paused'
   WHEN AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP() THEN 'pending'
-  WHEN Attempts > 0 THEN 'retrying'
+  WHEN Attempts > 0 AND NOT Parked THEN 'retrying'
   ELSE 'scheduled' END AS State, COUNT(*), COUNT(OrderingKey)
-FROM {_UNSENT_ROWS} GROUP BY Topic, State ORDER BY Topic, State"""
+FROM (
+  SELECT task.Topic, task.AvailableAt, task.Attempts, task.OrderingKey,
+    COALESCE(STARTS_WITH(whole.LastError, '{PARKED}'), FALSE) AS Parked
+  FROM {_UNSENT_ROWS}
+  LEFT JOIN@{{JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} AS whole
+  ON whole.Id = task.Id AND task.OrderingKey IS NOT NULL AND task.Attempts > 0
+    AND task.AvailableAt > CURRENT_TIMESTAMP())
+GROUP BY Topic, State ORDER BY Topic, State"""

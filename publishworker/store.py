@@ -19,9 +19,9 @@ from publishworker.task import Charged, Key, Look, Mark, Parked, Poll, Row, Sent
 
 #: Seconds for a poll; a large backlog on the emulator, which scans whole tables, takes several.
 POLL_SECONDS = 30.0
-#: More keys than this are first read whole, as most have few tasks.
+#: On the emulator more keys than this are first read whole.
 FEW_KEYS = 4
-#: Rows of that look at most; if there are more, the front of each key is read.
+#: Rows of that look at most; if there are more, the front of each key is read, as on Spanner.
 WHOLE_KEYS_ROWS = 2_000
 #: Seconds for the age of the oldest task: a figure for a graph, which must not hold up the relay.
 AGE_SECONDS = 5.0
@@ -81,8 +81,7 @@ class Store(Protocol):
     def fronts(self, keys: Collection[Key], per_key: int, *, pass_dead: bool) -> Mapping[Key, Sequence[Waiting]]:
         """Return the first unsent tasks of each key in their order, `per_key` at most. Takes no locks.
 
-        Tasks that hold back no other are left out: those that expired before they were due, and dead ones if they are
-        to be passed over.
+        Dead tasks are left out if they are to be passed over.
         """
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
@@ -107,15 +106,16 @@ class Store(Protocol):
 class SpannerStore:
     """The store of production."""
 
-    def __init__(self, database: LimitedDatabase, shards: int, *, one_at_a_time: bool = False) -> None:
+    def __init__(self, database: LimitedDatabase, shards: int, *, emulator: bool = False) -> None:
         """Poll all `shards` of the table in `database`.
 
-        `one_at_a_time` is for the emulator, which runs one read-write transaction at a time in a database and aborts
-        the others, at random also the one that has published: waiting for our own turn here is cheaper.
+        The `emulator` runs one read-write transaction at a time in a database and aborts the others, at random also the
+        one that has published: waiting for our own turn here is cheaper. And it reads the whole table for each range.
         """
         self._database: Any = database  # its methods carry no types
         self.shards: Sequence[int] = range(shards)
-        self._turnstile = threading.Lock() if one_at_a_time else contextlib.nullcontext()
+        self._emulator = emulator
+        self._turnstile = threading.Lock() if emulator else contextlib.nullcontext()
 
     def poll(self, look: Look) -> Poll:
         """See Store. A strong single-use read at MEDIUM priority, one request."""
@@ -131,10 +131,7 @@ class SpannerStore:
         return Poll(rows.candidates(found), None if look.known is None else rows.news(found))
 
     def fronts(self, keys: Collection[Key], per_key: int, *, pass_dead: bool) -> Mapping[Key, Sequence[Waiting]]:
-        """See Store. A strong single-use read at MEDIUM priority: never a range under a lock.
-
-        One request, or two where many keys have much to send.
-        """
+        """See Store. A strong single-use read at MEDIUM priority, one request: never a range under a lock."""
         parameters = {
             "topics": [key.topic for key in keys],
             "keys": [key.ordering_key for key in keys],
@@ -145,7 +142,7 @@ class SpannerStore:
         def ask(statement: str, **limit: int) -> list[Any]:
             return self._query(statement, "outbox-order", medium, parameters | limit, POLL_SECONDS, lazy_decode=True)
 
-        if len(keys) > FEW_KEYS:
+        if self._emulator and len(keys) > FEW_KEYS:
             found = ask(sql.WHOLE_KEYS, most=WHOLE_KEYS_ROWS)
             if len(found) < WHOLE_KEYS_ROWS:
                 return {key: tasks[:per_key] for key, tasks in rows.fronts(found).items()}

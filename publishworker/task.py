@@ -49,6 +49,7 @@ class Waiting:
     bytes: int
     may_go: bool  # it is ready, due, or parked: nothing holds it but what stands before it
     parked: bool = False
+    passed_over: bool = False  # it has expired before it was due: it holds back nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,9 +235,10 @@ class GroupResult:
         return {id: outcome for id, outcome in self.tried.items() if isinstance(outcome, Failed)}
 
     def at_most_once(self) -> Group | None:
-        """Return the tasks that wait for a group of their own, or None if there are none."""
-        pairs = zip_longest(self.group.ids, self.group.keys)
-        once = [(id, key) for id, key in pairs if self.outcomes.get(id) == Taken("at_most_once")]
+        """Return the tasks that wait for a group of their own, or None: not behind one of their key that failed."""
+        pairs = list(zip_longest(self.group.ids, self.group.keys))
+        failed = {key for id, key in pairs if key is not None and isinstance(self.tried.get(id), Failed)}
+        once = [(id, key) for id, key in pairs if self.outcomes.get(id) == Taken("at_most_once") and key not in failed]
         if not once:
             return None
         ids, keys = zip(*once, strict=True)

@@ -66,10 +66,11 @@ def test_the_fronts_of_many_keys_are_those_of_each(
     keys = [Key(topic, key) for topic in ("orders", "invoices") for key in "klmn"]
     for n in range(3):
         for number, key in enumerate(keys):
-            passed_over = {"available_at": FUTURE, "expires_at": PAST} if n == 0 and number % 2 else {}
+            dead = {"available_at": NEVER, "attempts": 1} if n == 0 and number % 2 else {}
             id = f"{9 - n}{key.topic}{key.ordering_key}"
-            harness.insert(id, key.topic, ordering_key=key.ordering_key, created_at=FIRST, sequence=n, **passed_over)
-    fronts = harness.store.fronts(keys, 2, pass_dead=False)
+            harness.insert(id, key.topic, ordering_key=key.ordering_key, created_at=FIRST, sequence=n, **dead)
+    harness.store._emulator = True  # type: ignore[attr-defined]  # the harness is for Spanner's own way
+    fronts = harness.store.fronts(keys, 2, pass_dead=True)
     assert {key: [each.id[0] for each in fronts[key]] for key in keys} == {
         key: ["8", "7"] if number % 2 else ["9", "8"] for number, key in enumerate(keys)
     }
@@ -104,21 +105,32 @@ def test_a_front_shows_what_is_not_due(harness: Harness) -> None:
     }
 
 
-def test_what_holds_back_nothing_is_not_in_the_front(harness: Harness) -> None:
-    """Expired tasks in any case, dead ones if they are passed over; also if they were the whole front."""
+def test_what_holds_back_nothing_is_told_in_the_front(harness: Harness) -> None:
+    """Tasks that expired before they were due; dead ones are left out, if they are passed over."""
     for n, (id, columns) in enumerate(
         {
             "dead-expired": {"available_at": NEVER, "expires_at": PAST, "attempts": 1},
             "retrying-expired": {"available_at": FUTURE, "expires_at": PAST, "attempts": 1},
+            "parked-expired": {"available_at": FUTURE, "expires_at": PAST, "last_error": "parked: waits"},
+            "due-expired": {"expires_at": PAST},
             "dead": {"available_at": NEVER, "attempts": 1},
             "dead-in-time": {"available_at": NEVER, "expires_at": FUTURE, "attempts": 1},
             "head": {"expires_at": FUTURE},
         }.items()
     ):
         harness.insert(id, ordering_key="k", created_at=FIRST, sequence=n, **columns)
-    assert front(harness, per_key=1) == ["dead"]
-    assert front(harness) == ["dead", "dead-in-time", "head"]
-    assert front(harness, per_key=1, pass_dead=True) == ["head"]
+    waiting = harness.store.fronts([KEY], 10, pass_dead=False)[KEY]
+    assert {each.id: (each.may_go, each.passed_over) for each in waiting} == {
+        "dead-expired": (False, True),
+        "retrying-expired": (False, True),
+        "parked-expired": (False, True),
+        "due-expired": (True, False),
+        "dead": (False, False),
+        "dead-in-time": (False, False),
+        "head": (True, False),
+    }
+    assert front(harness, per_key=2, pass_dead=True) == ["retrying-expired", "parked-expired"]
+    assert front(harness, pass_dead=True) == ["retrying-expired", "parked-expired", "due-expired", "head"]
 
 
 def test_a_parked_task_waits_for_its_time_and_says_why(harness: Harness) -> None:
@@ -149,3 +161,20 @@ def test_unsent_tasks_with_an_ordering_key_are_counted(harness: Harness) -> None
     assert [(each.topic, each.state, each.count, each.ordered) for each in harness.store.unsent()] == [
         ("orders", "pending", 2, 1)
     ]
+
+
+def test_a_parked_task_is_scheduled_whatever_its_attempts(harness: Harness) -> None:
+    """It waits for its head, which may be dead: `drain` must not wait for it."""
+    parked = {"available_at": FUTURE, "attempts": 2, "last_error": "parked: waits for the task x of its ordering key"}
+    harness.insert("a", ordering_key="k", **parked)
+    harness.insert("b", ordering_key="k", **{**parked, "last_error": "internal: no"})
+    harness.insert("c", ordering_key="k", **{**parked, "last_error": None})
+    harness.insert("d", **parked)
+    harness.insert("e", ordering_key="k", **{**parked, "available_at": PAST})
+    harness.insert("f", ordering_key="k", **{**parked, "available_at": NEVER})
+    assert {(each.state, each.count, each.ordered) for each in harness.store.unsent()} == {
+        ("scheduled", 1, 1),
+        ("retrying", 3, 2),
+        ("pending", 1, 1),
+        ("dead", 1, 1),
+    }

@@ -29,7 +29,7 @@ from tests.support.waiting import eventually
 
 def store_of(database: Database) -> SpannerStore:
     """Return the real store."""
-    return SpannerStore(database, shards=10, one_at_a_time=True)
+    return SpannerStore(database, shards=10, emulator=True)
 
 
 def make_relay(

@@ -31,7 +31,7 @@ STATE = "SELECT Attempts, LastError, AvailableAt, SentAt FROM AsynchronousTasks 
 
 def make_relay(database: Database, **options: Any) -> Relay:
     """Return a relay of this process that waits little."""
-    store = SpannerStore(database, shards=10, one_at_a_time=True)
+    store = SpannerStore(database, shards=10, emulator=True)
     publisher = options.pop("publisher", None) or PubSubPublisher(open_pubsub(), PROJECT)
     return relay_of(store, publisher, size=100, groups=4, **{"retries": {"initial": 0.1}, **options})
 

@@ -35,7 +35,7 @@ PARKED_SECONDS = 3600
 
 def make_relay(database: Database, **options: Any) -> Relay:
     """Return a relay of this process with the worker's own sizes."""
-    store = SpannerStore(open_database(PROJECT, INSTANCE, database.database_id), shards=10, one_at_a_time=True)
+    store = SpannerStore(open_database(PROJECT, INSTANCE, database.database_id), shards=10, emulator=True)
     return relay_of(store, PubSubPublisher(open_pubsub(), PROJECT), size=100, groups=8, **options)
 
 

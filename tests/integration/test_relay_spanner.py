@@ -21,9 +21,9 @@ from tests.support.relays import account, register, unsent
 from tests.support.spanner import INSTANCE, PROJECT
 
 
-def make_relay(database: Database, group_size: int = 10, groups: int = 2, *, one_at_a_time: bool = True) -> Relay:
+def make_relay(database: Database, group_size: int = 10, groups: int = 2, *, emulator: bool = True) -> Relay:
     """Return a relay of this process."""
-    store = SpannerStore(database, shards=10, one_at_a_time=one_at_a_time)
+    store = SpannerStore(database, shards=10, emulator=emulator)
     return relay_of(store, PubSubPublisher(open_pubsub(), PROJECT), size=group_size, groups=groups)
 
 
@@ -71,7 +71,7 @@ def test_faults_at_the_commit_publish_nothing_twice(
 def test_groups_that_abort_each_other_lose_nothing(database: Database, topic: str, subscription: Subscription) -> None:
     """Eight groups of one process without the turnstile: the emulator aborts most of them, again and again."""
     ids = register(database, topic, 40)
-    turn_until_all_sent(make_relay(database, 5, 8, one_at_a_time=False), database)
+    turn_until_all_sent(make_relay(database, 5, 8, emulator=False), database)
     result = account(ids, subscription)
     assert (result.lost, result.unexpected, result.duplicates) == (frozenset(), frozenset(), 0)
 
@@ -147,7 +147,7 @@ def test_a_backlog_costs_few_requests_and_few_rows(
     register(database, topic, 2000)
     with Counting(emulators.spanner_host) as proxy:
         monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
-        store = SpannerStore(open_database(PROJECT, INSTANCE, database.database_id), shards=10, one_at_a_time=True)
+        store = SpannerStore(open_database(PROJECT, INSTANCE, database.database_id), shards=10, emulator=True)
         publisher = PubSubPublisher(open_pubsub(), PROJECT)
         relay = relay_of(store, publisher, size=100, groups=8, stragglers=2, look_further_seconds=1000)
         relay.turn()

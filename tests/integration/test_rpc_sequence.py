@@ -36,7 +36,7 @@ STRING, INT64, BYTES, TIMESTAMP, BOOL = (
     getattr(TypeCode, name) for name in ("STRING", "INT64", "BYTES", "TIMESTAMP", "BOOL")
 )
 CANDIDATE = (STRING, STRING, INT64, INT64, TIMESTAMP, TIMESTAMP, STRING, INT64)
-FRONT = (STRING, STRING, STRING, INT64, BOOL, BOOL)
+FRONT = (STRING, STRING, STRING, INT64, BOOL, BOOL, BOOL)
 LOCKED = (STRING, STRING, BYTES, STRING, TIMESTAMP, TIMESTAMP, TIMESTAMP, BOOL, INT64, TIMESTAMP, BOOL, BOOL, TIMESTAMP)
 POLL_READY = sql.poll(due=False, lower=False, news=False)
 POLL_ALL = sql.poll(due=True, lower=False, news=True)
@@ -85,7 +85,9 @@ def prepare_run(mock: SpannerServicer, count: int) -> list[str]:
     found = [(id, "orders", 3, 50, NOW, None, "key", 10) for id in sorted(ids)]
     mock.mock_spanner.add_result(POLL_ALL, result(CANDIDATE, found))
     mock.mock_spanner.add_result(POLL_READY, result(CANDIDATE, found))
-    mock.mock_spanner.add_result(sql.FRONTS, result(FRONT, [("orders", "key", id, 10, True, False) for id in ids]))
+    mock.mock_spanner.add_result(
+        sql.FRONTS, result(FRONT, [("orders", "key", id, 10, True, False, False) for id in ids])
+    )
     locked = [(id, "orders", body, "key", NOW, None, None, True, 0, None, False, False, NOW) for id in sorted(ids)]
     mock.mock_spanner.add_result(sql.LOCK, result(LOCKED, locked))
     return ids

@@ -6,7 +6,7 @@ import itertools
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -133,11 +133,16 @@ class FakeStore:
         found: dict[Key, list[Waiting]] = {}
         for row in sorted(self.rows.values(), key=lambda row: (row.created_at, row.sequence or -(2**63), row.id)):
             key = Key(row.topic, row.ordering_key or "")
-            if key in keys and row.sent_at is None and not self._is_passed_over(row, pass_dead):
-                is_due = row.available_at is None or row.available_at <= self.now
-                parked = (row.last_error or "").startswith(sql.PARKED)
-                found.setdefault(key, []).append(Waiting(row.id, len(row.data), is_due or parked, parked))
+            is_dead = row.available_at is not None and row.available_at >= NEVER
+            if key in keys and row.sent_at is None and not (pass_dead and is_dead):
+                found.setdefault(key, []).append(self._waiting(row))
         return {key: waiting[:per_key] for key, waiting in found.items()}
+
+    def _waiting(self, row: StoredTask) -> Waiting:
+        is_due = row.available_at is None or row.available_at <= self.now
+        parked = (row.last_error or "").startswith(sql.PARKED)
+        passed_over = self._is_passed_over(row, pass_dead=False)
+        return Waiting(row.id, len(row.data), is_due or (parked and not passed_over), parked, passed_over)
 
     def _is_passed_over(self, row: StoredTask, pass_dead: bool) -> bool:
         if row.available_at is None or row.available_at <= self.now:
@@ -166,6 +171,12 @@ class FakeStore:
                         self._mark(marks)
                     raise
                 return self._mark(marks)
+
+    @contextlib.contextmanager
+    def locked(self, id: str) -> Iterator[None]:
+        """Hold a row in a transaction that stays open."""
+        with self._lock_of(id):
+            yield
 
     def _lock_of(self, id: str) -> threading.Lock:
         with self._lock:
@@ -196,7 +207,8 @@ class FakeStore:
             return "paused"
         if row.available_at is None or row.available_at <= self.now:
             return "pending"
-        return "retrying" if row.attempts else "scheduled"
+        parked = row.ordering_key is not None and (row.last_error or "").startswith(sql.PARKED)
+        return "retrying" if row.attempts and not parked else "scheduled"
 
     def _answer(self) -> None:
         if self.away:

@@ -35,6 +35,20 @@ class Bench:
         for id in ids:
             self.store.insert(id, topic, serialized(), **columns)
 
+    def line(self, *ids: str, key: str = "k", topic: str = "orders", **columns: Any) -> None:
+        """Add tasks of an ordering key in this order, as one transaction does."""
+        for sequence, id in enumerate(ids, len(self.store.rows)):
+            self.insert(id, topic=topic, ordering_key=key, sequence=sequence, **columns)
+
+    def published(self, *ids: str) -> list[str]:
+        """Return which of these were published, in their order."""
+        return [id for id in self.publisher.ids() if id in ids]
+
+    def waits(self, id: str) -> float | None:
+        """Return the seconds until a task is due, or None if it is ready."""
+        at = self.store.rows[id].available_at
+        return None if at is None else (at - self.store.now).total_seconds()
+
     def turns(self, most: int = 20) -> list[Turn]:
         """Turn until one makes no progress and leaves nothing in flight."""
         done = []

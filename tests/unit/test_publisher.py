@@ -130,6 +130,16 @@ def test_what_is_not_tried_in_time_has_no_outcome(server: PubSubServer) -> None:
     assert len(server.requests) == 1
 
 
+def test_a_later_request_has_half_of_the_time_or_is_not_tried(server: PubSubServer) -> None:
+    """A healthy message must not fail because those before it in its key took long."""
+    transport = PublisherGrpcTransport(channel=grpc.insecure_channel(server.address))
+    keyed = [row(id, ordering_key="k") for id in "abc"]
+    for third, sent in ((2.4, "abc"), (2.6, "ab")):
+        seconds = iter([0.0, 0.0, 1.0, third])
+        publisher = PubSubPublisher(transport, "project", clock=lambda seconds=seconds: next(seconds))  # type: ignore[misc]
+        assert set(publisher.publish("orders", keyed, 5, set("abc"))) == set(sent)
+
+
 def test_a_body_that_no_request_can_hold_fails_alone(publisher: PubSubPublisher, server: PubSubServer) -> None:
     """Another writer's row of 10 MiB is not sent to the service, and costs its neighbours nothing."""
     outcomes = publisher.publish("orders", [row("large", bytes(10_400_000)), row("small")], 5)
