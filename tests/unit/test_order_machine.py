@@ -280,3 +280,14 @@ def test_a_tail_follows_its_head_at_once() -> None:
         world.quiet()
         assert world.ledger.published == ["d", "c", "b", "a"]
         assert not world.ledger.broken
+
+
+def test_a_head_that_goes_alone_and_fails_again_holds_its_tail(world: World) -> None:
+    """It has failed before, so it has a request of its own; the next one of its key waits for the answer."""
+    first, _ = world.workers
+    for _ in range(2):
+        world.step(until(world, first, Point.ANSWER), Fate.ODD)
+        world.finish()
+        world.wait(5)
+    assert world.ledger.published == []
+    assert world.store.rows["c"].attempts == 2
