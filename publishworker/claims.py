@@ -84,7 +84,9 @@ def woken(group: Group, rows: Sequence[Row], marks: Mapping[str, Mark], now: dat
     keys = set(group.keys)
     for row in in_order(group, rows):
         key, mark = row.ordering_key, marks.get(row.id)
-        if key is None or key not in keys or row.sent_at is not None or isinstance(mark, Sent):
+        if key is None or key not in keys or row.topic != group.topic:
+            continue
+        if row.sent_at is not None or isinstance(mark, Sent):
             continue
         dead = isinstance(mark, Charged) and mark.dead
         if not (_is_passed_over(row, now, pass_dead=pass_dead) or (dead and (pass_dead or row.is_expired(now)))):

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from publishworker.claims import in_order, taken, untried
-from publishworker.task import NEVER, Failed, Group, Outcome, Row, Sent
+from publishworker.claims import in_order, taken, untried, woken
+from publishworker.task import NEVER, Charged, Failed, Group, Mark, Outcome, Parked, Row, Sent
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LATER = NOW + timedelta(seconds=1)
@@ -101,3 +101,38 @@ def test_nothing_is_tried_behind_a_failure_of_its_key() -> None:
         "g": Failed("data_loss", "no"),
     }
     assert [each.id for each in untried(rows, tried)] == ["d", "f", "h"]
+
+
+@pytest.mark.parametrize(
+    ("marks", "pass_dead", "woken_ids"),
+    [
+        ({"a": Sent("1"), "b": Sent("2")}, False, ["c"]),
+        ({"a": Sent("1")}, False, ["b"]),
+        ({}, False, []),  # the head is ready: the poll sees the key by it
+        ({"a": Charged(1, LATER, None, "no"), "b": Parked(LATER, "a")}, False, []),
+        ({"a": Charged(1, NEVER, None, "no")}, False, []),
+        ({"a": Charged(1, NEVER, None, "no")}, True, ["b"]),
+        ({"a": Sent("1"), "b": Charged(1, NEVER, None, "no")}, True, ["c"]),
+    ],
+)
+def test_the_parked_task_that_stands_at_the_front_after_the_commit_is_woken(
+    marks: dict[str, Mark], pass_dead: bool, woken_ids: list[str]
+) -> None:
+    """And no other: by one task the poll sees the key."""
+    group = Group("orders", ("a", "b"), keys=("k", "k"), wakes=("c",))
+    parked = {"available_at": LATER, "parked": True}
+    rows = [row("a"), row("b", **parked), row("c", **parked), row("d", ordering_key="l", **parked)]
+    group = Group("orders", group.ids, keys=group.keys, wakes=("c", "d"))
+    assert [each.id for each in woken(group, rows, marks, NOW, pass_dead=pass_dead)] == woken_ids
+
+
+@pytest.mark.parametrize("word", ROWS)
+def test_only_what_holds_nothing_back_is_woken_past(word: str) -> None:
+    """Nothing was written of the first row: what follows it is at the front only if it is passed over."""
+    columns, reason, goes_on = ROWS[word]
+    group = Group("orders", ("first",), keys=("k",), wakes=("next",))
+    rows = [row("first", **columns), row("next", available_at=LATER, parked=True)]
+    expected = {"parked": ["first"], "ready": [], "due": [], "expired and due": ["next"]}
+    assert [each.id for each in woken(group, rows, {}, NOW, pass_dead=False)] == expected.get(
+        word, ["next"] if reason and goes_on else []
+    )
