@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from publishworker.claims import expired, in_order, stops, taken, untried, woken
-from publishworker.failures import is_refused
+from publishworker.failures import Kind, is_refused, kind_of
 from publishworker.publisher import Publisher
 from publishworker.retries import Retries, is_charged, last_error
 from publishworker.store import Decide, Store, StoreError
@@ -147,8 +147,10 @@ class Delivery:
                 if is_charged(result.group, row.id, outcome, works=works):
                     charged = marks[row.id] = result.charged[row.id] = self._retries.charge(row, outcome, now)
                 passed_over = charged is not None and charged.dead and self._pass_dead
-                if row.ordering_key is not None and stops(outcome) and not passed_over:
-                    failed[row.ordering_key] = self._behind(row, charged, now)
+                if passed_over and kind_of(outcome.reason) is Kind.CONTENT:
+                    continue  # the next one may have a verdict of its own
+                if row.ordering_key is not None and stops(outcome):
+                    failed[row.ordering_key] = None if passed_over else self._behind(row, charged, now)
         return marks
 
     def _behind(self, head: Row, charged: Charged | None, now: datetime) -> Parked | None:

@@ -131,7 +131,7 @@ class FakeStore:
         """See Store. NULL stands before all numbers, as in Spanner's indexes."""
         self._answer()
         found: dict[Key, list[Waiting]] = {}
-        for row in sorted(self.rows.values(), key=lambda row: (row.created_at, row.sequence or -(2**63), row.id)):
+        for row in sorted(self.rows.values(), key=_place):
             key = Key(row.topic, row.ordering_key or "")
             is_dead = row.available_at is not None and row.available_at >= NEVER
             if key in keys and row.sent_at is None and not (pass_dead and is_dead):
@@ -249,6 +249,10 @@ class FakeStore:
             row.at_most_once,
             (row.last_error or "").startswith(sql.PARKED),
         )
+
+
+def _place(row: StoredTask) -> tuple[datetime, int, str]:
+    return row.created_at, -(2**63) if row.sequence is None else row.sequence, row.id
 
 
 def _candidate(row: StoredTask) -> Candidate:

@@ -232,3 +232,16 @@ def test_a_head_that_always_meets_an_outage_stops_no_other_task_of_its_shard(ben
         bench.wait(10)
     assert sorted(bench.publisher.ids()) == sorted(others)
     assert bench.store.rows["h000"].attempts > 0
+
+
+def test_under_skip_a_request_that_fails_kills_the_head_alone() -> None:
+    """The failure is the request's: the others of the run are not charged for it."""
+    bench = Bench(pass_dead=True, retries={"max_attempts": 1})
+    bench.line("a", "b", "c")
+    bench.publisher.failing = {"a": UNKNOWN}
+    bench.relay.turn()
+    bench.relay.turn()
+    rows = bench.store.rows
+    assert [rows[id].available_at == NEVER for id in "abc"] == [True, False, False]
+    bench.turns()
+    assert bench.publisher.ids() == ["b", "c"]
