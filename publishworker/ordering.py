@@ -41,7 +41,7 @@ class Ordering:
     def fronts(self, found: Found, flying: frozenset[Key], doubtful: frozenset[str]) -> Fronts:
         """Return the candidates with the run of each key in place of its tasks, but for the keys in flight.
 
-        What is `doubtful` is left out, and makes its whole key wait. Raises StoreError.
+        What is `doubtful` is left out: it has been marked since the poll, and is in no front. Raises StoreError.
         """
         loose = [each for each in found.candidates if each.ordering_key is None and each.id not in doubtful]
         seen: dict[Key, list[Candidate]] = {}
@@ -59,10 +59,10 @@ class Ordering:
             front = waiting.get(key, ())
             may_go = [*takewhile(lambda each: each.may_go, front)]
             run = next(cut(may_go, self._limits), [])
-            if run and doubtful.isdisjoint(each.id for each in run):
+            if run:
                 following = next(iter(may_go[len(run) :]), None)
                 runs.append(_candidate(tasks, run, following))
-            elif front and not run:
+            elif front:
                 held += _held(key, front[0].id, tasks, self._limits)
         return Fronts(loose + runs, held, busy)
 

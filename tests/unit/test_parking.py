@@ -266,3 +266,46 @@ def test_parking_that_waits_for_locks_leaves_half_of_the_places(bench: Bench) ->
     bench.turns(100)
     assert bench.publisher.ids() == ["x"]
     assert bench.count(m.PARKED) == 200
+
+
+def test_with_nothing_to_send_parking_has_half_of_the_places() -> None:
+    """A long tail is out of the way soon; the other half is for what comes meanwhile."""
+    bench = Bench(groups=8)
+    bench.line("head", available_at=NEVER, attempts=1)
+    bench.line(*(f"t{n}" for n in range(200)))
+    assert max(turn.parked for turn in bench.turns(30)) > 20
+
+
+@pytest.mark.parametrize("first", ["parking", "sending", "both"])
+def test_parking_takes_nothing_of_a_topics_rate(first: str) -> None:
+    """Nor does it give back what it did not take."""
+    bench = Bench(groups=8)
+    bench.store.limits["orders"] = TopicLimit(rate=0.001, burst=5)
+    if first == "sending":
+        bench.insert("x")
+        bench.turns()
+    bench.line("head", available_at=NEVER, attempts=1)
+    bench.line(*(f"t{n}" for n in range(9)))
+    if first == "parking":
+        bench.turns()
+        assert bench.count(m.PARKED) == 9
+    bench.insert(*(f"x{n}" for n in range(9)), priority=100)
+    bench.turns()
+    assert len(bench.publisher.ids()) == 5
+
+
+def test_parking_does_not_count_as_in_flight_for_a_topics_limit() -> None:
+    """It waits for a lock; the one task that may be in flight is another one."""
+    bench = Bench(groups=8)
+    bench.store.limits["orders"] = TopicLimit(in_flight=1)
+    bench.line("head", available_at=NEVER, attempts=1)
+    bench.line("t")
+    bench.relay.turn()
+    with bench.store.locked("head"):
+        bench.relay.turn()
+        bench.insert("x")
+        for _ in range(3):
+            bench.relay.turn()
+        assert bench.publisher.ids() == ["x"]
+    bench.relay.finish()
+    assert bench.count(m.PARKED) == 1
