@@ -6,14 +6,13 @@ from random import Random
 
 import pytest
 
-from publishworker.ordering import MAX_FRONT_ROWS
-from publishworker.task import Failed, Key, Outcome, Row, Sent, TopicLimit
+from publishworker.ordering import MAX_FRONT_ROWS, Fronts, Ordering
+from publishworker.polling import Found
+from publishworker.sampling import Limits
+from publishworker.task import Key, Outcome, Row, Sent, TopicLimit
 from tests.support.fakes import FakePublisher, serialized
+from tests.support.parts import look
 from tests.support.relay_bench import Bench, SlowPublisher, overtake
-
-UNKNOWN = Failed("data_loss", "no")
-REFUSED = Failed("invalid_argument", "no")
-TIMEOUT = Failed("deadline_exceeded", "no answer")
 
 
 @pytest.fixture
@@ -240,3 +239,17 @@ def test_many_keys_over_many_turns_each_in_its_order() -> None:
     assert bench.unsent() == []
     for ids in expected.values():
         assert bench.published(*ids) == ids
+
+
+def test_a_run_is_one_candidate_as_urgent_as_the_most_urgent_that_was_seen(bench: Bench) -> None:
+    """It has the size of all its tasks; of equally urgent ones the oldest says how long it has waited."""
+    at = bench.store.now
+    bench.line("a", priority=0, created_at=at)
+    bench.line("b", priority=100, created_at=at + timedelta(seconds=1))
+    bench.line("c", priority=100, created_at=at + timedelta(seconds=2))
+    ordering = Ordering(bench.store, Limits(10, 10_000, 2), pass_dead=False)
+    seen = bench.store.poll(look("orders")).candidates
+    [run] = ordering.fronts(Found(seen), frozenset(), frozenset()).candidates
+    assert (run.id, run.behind, run.priority, run.created_at) == ("a", ("b", "c"), 100, at + timedelta(seconds=1))
+    assert (run.tasks, run.bytes, run.wakes) == (3, 3 * len(serialized()), None)
+    assert ordering.fronts(Found(seen), frozenset({Key("orders", "k")}), frozenset()) == Fronts([], busy=True)

@@ -12,7 +12,6 @@ from tests.support.relay_bench import Bench, times
 
 UNKNOWN = Failed("data_loss", "no")
 REFUSED = Failed("invalid_argument", "no")
-TIMEOUT = Failed("deadline_exceeded", "no answer")
 
 
 @pytest.fixture
