@@ -226,7 +226,7 @@ def test_one_of_them_that_hangs_fails_alone(publisher: PubSubPublisher, server: 
     assert {outcome.reason for outcome in outcomes.values() if isinstance(outcome, Failed)} == {"deadline_exceeded"}
     assert 0.7 <= took < 5
     assert len(seconds_left) == 4
-    assert max(seconds_left) <= 0.7
+    assert max(seconds_left) < 0.75  # gRPC rounds it up
 
 
 def test_tasks_of_their_own_that_are_refused_cost_no_second_request(
