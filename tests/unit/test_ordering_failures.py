@@ -1,13 +1,14 @@
 """What a failure does to the tasks behind it in their key, between fakes."""
 
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 
 import pytest
 
 from publishworker import metrics as m
 from publishworker.store import StoreError
-from publishworker.task import NEVER, Failed
-from tests.support.fakes import Abort
+from publishworker.task import NEVER, Failed, Outcome, Row
+from tests.support.fakes import Abort, FakePublisher
 from tests.support.relay_bench import Bench, times
 
 UNKNOWN = Failed("data_loss", "no")
@@ -244,3 +245,23 @@ def test_under_skip_a_request_that_fails_kills_the_head_alone() -> None:
     assert [rows[id].available_at == NEVER for id in "abc"] == [True, False, False]
     bench.turns()
     assert bench.publisher.ids() == ["b", "c"]
+
+
+class Refusing(FakePublisher):
+    """Refuses each task for what it is, as where its topic is not among the allowed ones."""
+
+    def publish(
+        self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
+    ) -> dict[str, Outcome]:
+        """Refuse all."""
+        return {row.id: Failed("topic_not_allowed", f"{topic} is not allowed") for row in rows}
+
+
+@pytest.mark.parametrize(("pass_dead", "dead"), [(False, 1), (True, 4)])
+def test_verdicts_of_their_own_are_charged_to_each_if_none_holds_back_the_others(pass_dead: bool, dead: int) -> None:
+    """One turn for a run, not one for each of its tasks; in block mode the head alone is dead."""
+    bench = Bench(publisher=Refusing("orders"), pass_dead=pass_dead)
+    bench.line("a", "b", "c", "d")
+    while not bench.count(m.DEAD):
+        bench.relay.turn()
+    assert bench.count(m.DEAD) == dead

@@ -1,6 +1,7 @@
 """Tasks behind a head that is not due, between fakes: put off, and woken when it has gone."""
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -309,3 +310,23 @@ def test_parking_does_not_count_as_in_flight_for_a_topics_limit() -> None:
         assert bench.publisher.ids() == ["x"]
     bench.relay.finish()
     assert bench.count(m.PARKED) == 1
+
+
+@pytest.mark.parametrize(("id", "columns"), [("a", {}), ("head", {"available_at": NEVER})])
+def test_what_has_changed_since_the_snapshot_is_not_put_off(id: str, columns: dict[str, Any]) -> None:
+    """A task that was scheduled for later keeps its time; behind a head that died, and is passed over, none waits."""
+    bench = Bench(pass_dead=True)
+    soon, late = bench.store.now + timedelta(seconds=9), bench.store.now + timedelta(hours=9)
+    bench.line("head", available_at=soon, attempts=1)
+    bench.line("a")
+    bench.relay.turn()
+    columns = columns or {"available_at": late}
+
+    def act() -> None:
+        for name, value in columns.items():
+            setattr(bench.store.rows[id], name, value)
+
+    overtake(bench, act)
+    bench.relay.turn()
+    assert bench.count(m.PARKED) == 0
+    assert bench.store.rows["a"].available_at == (late if id == "a" else None)

@@ -241,3 +241,49 @@ def test_a_topic_that_gets_none_leaves_its_places_to_others() -> None:
     assert Counter(group.topic for group in groups) == {"invoices": 4}
     groups = sample([*flood, *others], Limits(1, 1000, 4), Random(1), None, {"orders": 1})
     assert Counter(group.topic for group in groups) == {"invoices": 3, "orders": 1}
+
+
+def run(key: str, tasks: int, **columns: Any) -> Candidate:
+    """Return the run of an ordering key: its tasks are called after the key."""
+    ids = tuple(f"{key}{n}" for n in range(tasks))
+    head = candidate(ids[0], **columns)
+    return dataclasses.replace(head, ordering_key=key, behind=ids[1:], wakes=f"{key}{tasks}")
+
+
+runs = st.lists(st.integers(1, 5), min_size=1, max_size=20)
+
+
+@given(runs, st.lists(st.integers(), max_size=9), st.one_of(st.none(), st.integers(0, 30)), st.randoms())
+def test_a_run_stays_whole_and_in_order_or_gives_its_beginning(
+    lengths: list[int], loose: list[int], allowed: int | None, random: Random
+) -> None:
+    """Groups hold no more tasks than they may, a topic gets no more than is allowed, and what is cut is woken for."""
+    found = [run(f"key{n:02}-", length) for n, length in enumerate(lengths)]
+    found += [candidate(f"loose{n}") for n in range(len(loose))]
+    limits = {} if allowed is None else {"orders": allowed}
+    groups = sample(found, Limits(6, 10**6, 100), random, allowed=limits)
+    total = sum(lengths) + len(loose)
+    assert len(ids(groups)) == (total if allowed is None else min(total, allowed))
+    for group in groups:
+        assert len(group.ids) <= 6
+        keys = group.keys or (None,) * len(group.ids)
+        for key in set(keys) - {None}:
+            its = [id for id, of in zip(group.ids, keys, strict=True) if of == key]
+            assert its == [f"{key}{n}" for n in range(len(its))]
+            assert f"{key}{len(its)}" in group.wakes
+        assert all(id.startswith("loose") for id, key in zip(group.ids, keys, strict=True) if key is None)
+    keyed = [key for group in groups for key in set(group.keys) - {None}]
+    assert len(keyed) == len(set(keyed))
+
+
+def test_ready_and_due_runs_get_half_of_the_tasks_each() -> None:
+    """A run counts for as many as it has: long due runs do not starve ready tasks."""
+    ready = [candidate(f"ready{n}", shard=n % 10) for n in range(100)]
+    late = [
+        dataclasses.replace(run(f"due{n}-", 9, shard=n % 10), available_at=NOON - timedelta(seconds=n))
+        for n in range(40)
+    ]
+    groups = sample([*ready, *late], Limits(20, 10**6, 5), Random(1))
+    taken = Counter(id[:3] for id in ids(groups))
+    assert 35 <= taken["rea"] <= 65
+    assert taken.total() >= 85
