@@ -330,3 +330,14 @@ def test_what_has_changed_since_the_snapshot_is_not_put_off(id: str, columns: di
     bench.relay.turn()
     assert bench.count(m.PARKED) == 0
     assert bench.store.rows["a"].available_at == (late if id == "a" else None)
+
+
+def test_waking_changes_nothing_but_the_time(bench: Bench) -> None:
+    """The attempts of the task and its expiry are its own."""
+    ids = parked_behind(bench, 15)
+    expiry = bench.store.now + timedelta(days=1)
+    row = bench.store.rows[ids[10]]
+    row.attempts, row.expires_at = 3, expiry
+    bench.relay.turn()
+    assert bench.publisher.ids() == ids[:10]
+    assert (row.available_at, row.attempts, row.expires_at, row.last_error) == (None, 3, expiry, None)
