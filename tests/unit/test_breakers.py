@@ -12,6 +12,7 @@ from publishworker.breakers import (
     FORGET_SECONDS,
     LONGEST_OUTAGE_REST,
     LONGEST_TARGET_REST,
+    MAX_DEPTH,
     MAX_SUSPECTS,
     Breakers,
 )
@@ -294,3 +295,22 @@ def test_a_ready_task_probes_an_outage_before_a_due_one(watch: Watch) -> None:
     due = [replace(each, available_at=each.created_at) for each in candidates(map(str, range(50)))]
     [[chosen], _] = watch.breakers.probes([*due, *candidates(["ready"])])
     assert chosen.id == "ready"
+
+
+def test_the_poll_looks_deeper_while_it_sees_probes_only(watch: Watch) -> None:
+    """And only where the topic has more than it showed: each time twice as deep, up to a bound."""
+    watch.fail(AWAY, "a")
+    watch.probe(AWAY)
+    watch.seconds += LONGEST_OUTAGE_REST
+    assert watch.breakers.depth() == 2
+    watch.breakers.probes(candidates(["probe", "fresh"]), {"orders"})
+    assert watch.breakers.depth() == 2
+    watch.breakers.probes(candidates(["probe"]), {"invoices"})
+    assert watch.breakers.depth() == 2
+    depths = []
+    for _ in range(9):
+        watch.breakers.probes(candidates(["probe"]), {"orders"})
+        depths.append(watch.breakers.depth())
+    assert depths == [100, 200, 400, 800, 1600, 3200, MAX_DEPTH, MAX_DEPTH, MAX_DEPTH]
+    watch.probe(Sent("1"))
+    assert watch.breakers.depth() == 0

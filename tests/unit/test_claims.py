@@ -113,6 +113,7 @@ def test_nothing_is_tried_behind_a_failure_of_its_key() -> None:
         ({"a": Charged(1, NEVER, None, "no")}, False, []),
         ({"a": Charged(1, NEVER, None, "no")}, True, ["b"]),
         ({"a": Sent("1"), "b": Charged(1, NEVER, None, "no")}, True, ["c"]),
+        ({"a": Sent("1"), "b": Charged(1, LATER, None, "no")}, False, []),
     ],
 )
 def test_the_parked_task_that_stands_at_the_front_after_the_commit_is_woken(
