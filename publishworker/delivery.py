@@ -47,7 +47,7 @@ class Delivery:
             result.tried |= {row.id: expired(row) for row in ours if row.id not in result.tried and row.is_expired(now)}
             self._publish(result, untried(ours, result.tried))
             marks = self._marks(result, ours, now)
-            awake = woken(group, rows, marks, now, pass_dead=self._pass_dead)
+            awake = woken(group, rows, marks, now, pass_dead=self._pass_dead) if group.keys else ()
             return marks | {row.id: Charged(row.attempts, None, row.expires_at, None) for row in awake}
 
         self._claim(result, publish)

@@ -73,7 +73,7 @@ def run(bench: Bench) -> Section:
         for load in loads:
             samples += timed(bench, load).samples(load.name)
             samples += counted(bench, load)
-    section = Section("Ordering keys", figures(samples), [], conditions(loads), TRANSFERS, Plot([SPEED, RUN], log=True))
+    section = Section("Ordering keys", figures(samples), [], conditions(loads), TRANSFERS, Plot([SPEED, RUN]))
     ratio = section.value(TWENTY.name, SPEED) / section.value(UNORDERED.name, SPEED)
     section.bars.append(Bar(f"{TWENTY.name} / {UNORDERED.name}: tasks/s", ratio, 0.5, at_least=True))
     section.bars.append(Bar(f"{HOT.name}: tasks/publish request", section.value(HOT.name, RUN), 50, at_least=True))
