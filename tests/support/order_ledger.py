@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from publishworker.failures import Kind, kind_of
 from publishworker.task import NEVER, Charged, Mark, Parked, Sent
 from tests.support.fakes import FakeStore, StoredTask
 from tests.support.order_pubsub import Request
@@ -107,7 +108,9 @@ class Ledger:
                 self.broken.append(f"{id} is parked until {mark.available_at}")
             if isinstance(mark, Charged) and mark.error is not None:  # else it is awake, no more
                 task.excused = task.excused or self.is_excused(task) or (mark.dead and self.pass_dead)
-                if task.key is not None and not (mark.error or "").startswith("expired"):
+                # Where dead tasks hold back none, each may have a verdict of its own.
+                own = self.pass_dead and kind_of(mark.error.partition(":")[0]) is Kind.CONTENT
+                if task.key is not None and not own and not mark.error.startswith("expired"):
                     if (task.topic, task.key) in charged:
                         self.broken.append(f"{id} is charged behind another task of its key")
                     charged.add((task.topic, task.key))
