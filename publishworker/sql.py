@@ -75,18 +75,22 @@ _IN_ORDER = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksInOrder}"
 _STANDS = (
     f"OrderingKey IS NOT NULL AND SentAt IS NULL AND NOT (@pass_dead AND COALESCE(AvailableAt >= {_NEVER}, FALSE))"
 )
-# What the index does not hold is read from the table. A task that is not due and has expired holds back no other.
-_WAITING = f"""
+
+
+def _waiting(ids: str) -> str:
+    """Return the statement that reads from the table what the index of the order does not hold."""
+    return f"""
 SELECT task.Topic, task.OrderingKey, task.Id, task.Bytes,
   task.AvailableAt IS NULL OR task.AvailableAt <= CURRENT_TIMESTAMP(),
   COALESCE(STARTS_WITH(task.LastError, '{PARKED}'), FALSE), COALESCE(task.ExpiresAt <= CURRENT_TIMESTAMP(), FALSE)
-FROM ({{}}) AS front
-JOIN@{{{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}}}} AsynchronousTasks@{{{{FORCE_INDEX=_BASE_TABLE}}}} AS task
+FROM ({ids}) AS front
+JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} AS task
 ON task.Id = front.Id
 ORDER BY task.CreatedAt, task.Sequence, task.Id"""
 
+
 #: The first unsent tasks of each key, due or not, in their order: a short range for each.
-FRONTS = _WAITING.format(f"""
+FRONTS = _waiting(f"""
   SELECT first.Id FROM {_KEYS}, UNNEST(ARRAY(
     SELECT AS STRUCT Id FROM {_IN_ORDER}
     WHERE OrderingKey = of_key AND Topic = of_topic AND {_STANDS}
@@ -94,7 +98,7 @@ FRONTS = _WAITING.format(f"""
 
 #: All unsent tasks of the keys. If it gives @most rows some may be missing, of any key. The emulator reads the table
 #: once for this, and once for each key for the other one.
-WHOLE_KEYS = _WAITING.format(f"""
+WHOLE_KEYS = _waiting(f"""
   SELECT Id FROM {_KEYS}
   JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} {_IN_ORDER} ON OrderingKey = of_key AND Topic = of_topic
   WHERE {_STANDS} LIMIT @most""")

@@ -30,8 +30,12 @@ Started = TypeVar("Started")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--long`: the outages of the tests last for a minute."""
-    parser.addoption("--long", action="store_true", help="let outages last 60 s instead of 10 s")
+    """Add `--long`: outages last for a minute, random histories are many more, and others each time."""
+    parser.addoption(
+        "--long",
+        action="store_true",
+        help="outages of 60 s instead of 10 s, 5,000 random histories of ordering keys instead of 120",
+    )
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,12 @@ KEY = Key("orders", "k")
 def harness(request: pytest.FixtureRequest) -> Harness:
     """Each scenario runs on both."""
     return harness_of(request)
+
+
+def insert_in_order(harness: Harness, tasks: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add the tasks of a key in this order, by their ids and columns."""
+    for sequence, (id, columns) in enumerate(tasks.items()):
+        harness.insert(id, ordering_key="k", created_at=FIRST, sequence=sequence, **columns)
 
 
 def front(harness: Harness, key: Key = KEY, per_key: int = 10, *, pass_dead: bool = False) -> list[str]:
@@ -79,7 +86,8 @@ def test_the_fronts_of_many_keys_are_those_of_each(
 
 def test_a_front_shows_what_is_not_due(harness: Harness) -> None:
     """It holds what follows; a parked task is held by nothing of its own."""
-    for n, (id, columns) in enumerate(
+    insert_in_order(
+        harness,
         {
             "ready": {},
             "due": {"available_at": PAST, "attempts": 2, "last_error": "internal: no"},
@@ -89,9 +97,8 @@ def test_a_front_shows_what_is_not_due(harness: Harness) -> None:
             "retrying": {"available_at": FUTURE, "attempts": 1, "last_error": "internal: no"},
             "dead": {"available_at": NEVER, "attempts": 1, "last_error": "undecodable: no"},
             "expiring": {"available_at": PAST, "expires_at": PAST},
-        }.items()
-    ):
-        harness.insert(id, ordering_key="k", created_at=FIRST, sequence=n, **columns)
+        },
+    )
     waiting = harness.store.fronts([KEY], 10, pass_dead=False)[KEY]
     assert {each.id: (each.may_go, each.parked) for each in waiting} == {
         "ready": (True, False),
@@ -107,7 +114,8 @@ def test_a_front_shows_what_is_not_due(harness: Harness) -> None:
 
 def test_what_holds_back_nothing_is_told_in_the_front(harness: Harness) -> None:
     """Tasks that expired before they were due; dead ones are left out, if they are passed over."""
-    for n, (id, columns) in enumerate(
+    insert_in_order(
+        harness,
         {
             "dead-expired": {"available_at": NEVER, "expires_at": PAST, "attempts": 1},
             "retrying-expired": {"available_at": FUTURE, "expires_at": PAST, "attempts": 1},
@@ -116,9 +124,8 @@ def test_what_holds_back_nothing_is_told_in_the_front(harness: Harness) -> None:
             "dead": {"available_at": NEVER, "attempts": 1},
             "dead-in-time": {"available_at": NEVER, "expires_at": FUTURE, "attempts": 1},
             "head": {"expires_at": FUTURE},
-        }.items()
-    ):
-        harness.insert(id, ordering_key="k", created_at=FIRST, sequence=n, **columns)
+        },
+    )
     waiting = harness.store.fronts([KEY], 10, pass_dead=False)[KEY]
     assert {each.id: (each.may_go, each.passed_over) for each in waiting} == {
         "dead-expired": (False, True),
