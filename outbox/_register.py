@@ -16,10 +16,9 @@ from google.cloud.spanner_v1.transaction import Transaction
 from outbox import message as messages
 from outbox._metrics import count_registered
 from outbox.errors import InvalidMessage
+from outbox.states import NEVER
 
 TABLE = "AsynchronousTasks"
-#: From this time on `AvailableAt` means dead (design: a task is never scheduled for it).
-NEVER = datetime(9999, 12, 31, tzinfo=UTC)
 #: The columns that one registration writes; the others have defaults or are generated.
 COLUMNS = (
     "Id",

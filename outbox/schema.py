@@ -235,7 +235,7 @@ def service_errors(target: str) -> Iterator[None]:
     except google.PermissionDenied as error:
         raise NotReached(
             f"{target}: a permission is missing; reading needs roles/spanner.databaseReader, "
-            f"pauses and limits roles/spanner.databaseUser, `outbox schema apply` roles/spanner.databaseAdmin. "
+            f"every change roles/spanner.databaseUser, `outbox schema apply` roles/spanner.databaseAdmin. "
             f"{reason(error)}"
         ) from error
     except (google.Unauthenticated, GoogleAuthError) as error:
@@ -246,6 +246,11 @@ def service_errors(target: str) -> Iterator[None]:
     except (google.InvalidArgument, google.FailedPrecondition, google.AlreadyExists) as error:
         # The statements of one update are carried out one by one: those before a refused one stay.
         raise OutboxError(f"{target}: Spanner refused; a part may have been carried out. {reason(error)}") from error
+    except google.Aborted as error:
+        raise OutboxError(
+            f"{target}: Spanner aborted the transaction again and again: others write the same rows; nothing of "
+            f"it was carried out: try again. {reason(error)}"
+        ) from error
     except google.GoogleAPIError as error:
         raise NotReached(
             f"{target}: Spanner did not answer; look at the network, or at the emulator if SPANNER_EMULATOR_HOST is "

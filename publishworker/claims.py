@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from itertools import zip_longest
 
-from publishworker.task import NEVER, Charged, Failed, Group, Mark, Outcome, Row, Sent, Taken
+from outbox.states import NEVER
+from publishworker.task import Charged, Failed, Group, Mark, Outcome, Row, Sent, Taken
 
 
 def taken(

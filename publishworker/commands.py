@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from outbox import schema
+from outbox import logs, schema
 from outbox.errors import NotReached
-from publishworker import datadog, exits, logs
+from publishworker import datadog, exits
 from publishworker import metrics as m
 from publishworker.check import check
 from publishworker.connection import LimitedDatabase, open_database, open_pubsub

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from random import Random
 
+from outbox.states import NEVER
 from publishworker.failures import Kind, is_refused, kind_of
-from publishworker.task import NEVER, Charged, Failed, Group, Parked, Row
+from publishworker.task import Charged, Failed, Group, Parked, Row
 
 #: What INT64 holds; another writer may have put anything into the column.
 MAX_ATTEMPTS = 2**63 - 1

@@ -8,6 +8,8 @@ names are compared without case, and `Shard = shard` would be true for every row
 
 from functools import cache
 
+from outbox.states import PARKED
+
 #: Seconds after its last heartbeat at which a worker is passed over. With the time in which the others look again, its
 #: shards have new owners within a lease of 15 s.
 SILENT_SECONDS = 13
@@ -64,9 +66,6 @@ def poll(*, due: bool, lower: bool, news: bool) -> str:
     parts = [(True, _READY), (lower, _LOWER), (due, _DUE), (news, _PROBES), (news, _PAUSES), (news, _WORKERS)]
     return "\nUNION ALL".join(part for wanted, part in parts if wanted)
 
-
-#: How LastError begins in a task that is parked: held by nothing but the head of its ordering key.
-PARKED = "parked: "
 
 # The n-th key is the n-th of @topics and of @keys.
 _KEYS = "(SELECT of_key, @topics[OFFSET(place)] AS of_topic FROM UNNEST(@keys) AS of_key WITH OFFSET AS place)"

@@ -13,6 +13,7 @@ from google.auth.exceptions import GoogleAuthError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, RequestOptions, TransactionOptions, param_types
 
 from outbox.errors import NotReached
+from outbox.states import PARKED
 from publishworker import rows, sql
 from publishworker.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from publishworker.task import Charged, Key, Look, Mark, Parked, Poll, Row, Sent, Waiting
@@ -273,7 +274,7 @@ def _mark(transaction: Any, locked: Sequence[Row], marks: Mapping[str, Mark]) ->
             case Charged() as failure:
                 others.append((row.id, None, failure.available_at, failure.expires_at, failure.error, failure.attempts))
             case Parked() as put_off:
-                error = f"{sql.PARKED}waits for the task {put_off.head} of its ordering key"
+                error = f"{PARKED}waits for the task {put_off.head} of its ordering key"
                 parked.append((row.id, put_off.available_at, error))
     marked = ((sql.MARK_CLEAN_COLUMNS, clean), (sql.MARK_COLUMNS, others), (sql.PARK_COLUMNS, parked))
     for columns, values in marked:

@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import zip_longest
 from typing import Literal
 
-#: From this time on `AvailableAt` means dead. The same as `outbox.register` refuses.
-NEVER = datetime(9999, 12, 31, tzinfo=UTC)
+from outbox.states import NEVER
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,21 @@
 """The `outbox` command: a module for each subject, with `add(commands)`.
 
-Exit codes: 0 done, 1 failed, 2 usage, 3 a service, the table or a permission is missing.
+Exit codes: 0 done, 1 failed, 2 usage, 3 a service, the table or a permission is missing; 130 when Ctrl-C ended
+what has no other end.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from outbox._version import __version__
-from outbox.cli import emulators, schema, topics
+from outbox.cli import emulators, removal, retry, schema, status, tasks, topics
 from outbox.errors import NotReached, OutboxError, SettingError
 
-DONE, FAILED, USAGE, NOT_REACHED = 0, 1, 2, 3
+DONE, FAILED, USAGE, NOT_REACHED, INTERRUPTED = 0, 1, 2, 3, 130
 
-COMMANDS = (emulators, schema, topics)
+COMMANDS = (emulators, schema, status, tasks, retry, removal, topics)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(arguments)
         code: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read has enough, as `head` has. What is still buffered would fail again at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except SettingError as error:
         print(f"outbox: {error}", file=sys.stderr)
         return USAGE

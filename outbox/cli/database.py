@@ -5,6 +5,7 @@ import functools
 from google.cloud import spanner
 from google.cloud.spanner_v1.database import Database
 
+from outbox.operations.table import TaskTable
 from outbox.schema import limits, service_errors
 from outbox.settings import DatabaseSettings
 
@@ -24,3 +25,8 @@ def open_database(settings: DatabaseSettings) -> Database:
     for name in UNLIMITED:
         setattr(api, name, functools.partial(getattr(api, name), **limits(CALL_SECONDS)))
     return database
+
+
+def open_table(settings: DatabaseSettings) -> TaskTable:
+    """Return the table of tasks of that database. Raises NotReached, SchemaDiffers."""
+    return TaskTable(open_database(settings))

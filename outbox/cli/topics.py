@@ -1,19 +1,28 @@
-"""`outbox pause`, `resume` and `limit`: the rows of AsynchronousTaskTopics, which the workers read."""
+"""`outbox topics`, `pause`, `resume` and `limit`: the rows of AsynchronousTaskTopics, which the workers read."""
 
 import argparse
+import dataclasses
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outbox._ddl import LEAST_RATE
+from outbox.cli.flags import command
+from outbox.cli.output import as_json, note, table
+from outbox.cli.status import HEADS, cells, fields
 from outbox.errors import InvalidMessage, OutboxError, SettingError
 from outbox.message import check_topic
 from outbox.settings import DatabaseSettings, Kind, flag_of, whole_number
+from outbox.times import shown
 
 if TYPE_CHECKING:
-    from outbox.topics import Control, TopicTable
+    from outbox.operations.topics import Control, TopicTable
 
+TOPICS_DESCRIPTION = """\
+Show the pauses and limits of topics beside what waits for them: all topics that
+have a row of AsynchronousTaskTopics, an unsent task, or one sent in the last minute.
+
+    outbox topics --project my-project --instance main --database shop"""
 PAUSE_DESCRIPTION = """\
 Publish nothing more of these topics until `outbox resume`. Their limits stay as
 they are, and tasks can be registered as ever.
@@ -59,12 +68,16 @@ LIMITS = {
 
 
 def add(commands: Any) -> None:
-    """Add the three commands to the subparsers `commands`."""
-    pausing = _command(commands, "pause", "publish nothing more of topics", PAUSE_DESCRIPTION)
-    resuming = _command(commands, "resume", "publish paused topics again", RESUME_DESCRIPTION)
+    """Add the four commands to the subparsers `commands`."""
+    showing = command(commands, "topics", "pauses and limits of topics, beside what waits", TOPICS_DESCRIPTION)
+    showing.add_argument("--json", action="store_true", help="One JSON object instead of a table.")
+    showing.add_argument("--exact", action="store_true", help="Count everything, as it is now.")
+    showing.set_defaults(run=run_topics)
+    pausing = command(commands, "pause", "publish nothing more of topics", PAUSE_DESCRIPTION)
+    resuming = command(commands, "resume", "publish paused topics again", RESUME_DESCRIPTION)
     for parser in (pausing, resuming):
         parser.add_argument("topics", type=_topic, nargs="+", metavar="TOPIC", help="As tasks have it in Topic.")
-    limiting = _command(commands, "limit", "limit a topic, or take its limits away", LIMIT_DESCRIPTION)
+    limiting = command(commands, "limit", "limit a topic, or take its limits away", LIMIT_DESCRIPTION)
     limiting.add_argument("topic", type=_topic, metavar="TOPIC", help="As tasks have it in Topic.")
     for flag, (column, kind, text) in LIMITS.items():
         limiting.add_argument(
@@ -80,15 +93,6 @@ def add(commands: Any) -> None:
     limiting.set_defaults(run=run_limit)
 
 
-def _command(commands: Any, name: str, text: str, description: str) -> argparse.ArgumentParser:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=description, formatter_class=layout
-    )
-    DatabaseSettings.add_flags(parser)
-    return parser
-
-
 def _topic(text: str) -> str:
     try:
         check_topic(text)
@@ -97,40 +101,72 @@ def _topic(text: str) -> str:
     return text
 
 
+def run_topics(options: argparse.Namespace) -> int:
+    """Print the topics; returns 0. Raises SettingError, NotReached, OutboxError."""
+    settings = DatabaseSettings.read(vars(options))
+
+    from outbox.cli.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.operations import backlog  # noqa: PLC0415 - the same
+    from outbox.operations.topics import Control, TopicTable  # noqa: PLC0415 - the same
+
+    tasks = open_table(settings)
+    waiting = backlog.read(tasks, exact=options.exact)
+    controls, lines = TopicTable(tasks).controls(), waiting.topics()
+    topics = {
+        topic: (controls.get(topic, Control()), lines.get(topic, backlog.Line(topic, 0)))
+        for topic in sorted({*controls, *lines})
+    }
+    if options.json:
+        rows = [
+            {"topic": topic, **_plain(control), **fields(waiting, line)} for topic, (control, line) in topics.items()
+        ]
+        print(as_json({"as_of": waiting.as_of, "topics": rows}))
+        return 0
+    print(f"as of {shown(waiting.as_of)}")
+    shown_rows = [[topic, _described(control, ""), *cells(waiting, line)] for topic, (control, line) in topics.items()]
+    print(table(("TOPIC", "CONTROL", *HEADS), shown_rows) if topics else "no topic has a row, or a task")
+    return 0
+
+
+def _plain(control: "Control") -> dict[str, Any]:
+    names = ("paused", "rate_per_second", "burst", "max_in_flight")
+    return dict(zip(names, dataclasses.astuple(control), strict=True))
+
+
 def run_pause(options: argparse.Namespace) -> int:
     """Pause topics; returns 0. Raises SettingError, NotReached, OutboxError."""
-    table, project = _open(options)
-    _note_other_spellings(table, options.topics, project)
-    _require_known(table, options.topics, project)
-    _print(table.change(options.topics, {"Paused": True}))
-    _note(FOLLOW)
+    topics, project = _open(options)
+    _note_other_spellings(topics, options.topics, project)
+    _require_known(topics, options.topics, project)
+    _print(topics.change(options.topics, {"Paused": True}))
+    note(FOLLOW)
     return 0
 
 
 def run_resume(options: argparse.Namespace) -> int:
     """Resume topics; returns 0. Raises SettingError, NotReached, OutboxError."""
-    table, project = _open(options)
-    _note_other_spellings(table, options.topics, project)
-    there = table.rows(options.topics)
+    topics, project = _open(options)
+    _note_other_spellings(topics, options.topics, project)
+    there = topics.rows(options.topics)
     missing = [topic for topic in options.topics if topic not in there]
     if missing:
         raise OutboxError(
             f"AsynchronousTaskTopics has no row of {_listed(missing)}, so there is no pause to end; nothing was "
-            f"written. Paused: {_listed(table.paused(NAMES + 1)) or 'no topic'}"
+            f"written. Paused: {_listed(topics.paused(NAMES + 1)) or 'no topic'}"
         )
-    _print(table.change(options.topics, {"Paused": False}), unpaused="resumed")
-    _note(FOLLOW)
+    _print(topics.change(options.topics, {"Paused": False}), unpaused="resumed")
+    note(FOLLOW)
     return 0
 
 
 def run_limit(options: argparse.Namespace) -> int:
     """Limit a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
     values = _limits(options)
-    table, project = _open(options)
-    _note_other_spellings(table, [options.topic], project)
-    _require_known(table, [options.topic], project)
-    _print(table.change([options.topic], values))
-    _note(f"{FOLLOW}; {SHARED}")
+    topics, project = _open(options)
+    _note_other_spellings(topics, [options.topic], project)
+    _require_known(topics, [options.topic], project)
+    _print(topics.change([options.topic], values))
+    note(f"{FOLLOW}; {SHARED}")
     return 0
 
 
@@ -157,16 +193,16 @@ def _open(options: argparse.Namespace) -> "tuple[TopicTable, str]":
     """Return the table and the project of topics without one. Raises SettingError, NotReached, OutboxError."""
     settings = DatabaseSettings.read(vars(options))
 
-    from outbox.cli.database import open_database  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
-    from outbox.topics import TopicTable  # noqa: PLC0415 - the same
+    from outbox.cli.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.operations.topics import TopicTable  # noqa: PLC0415 - the same
 
-    return TopicTable(open_database(settings)), settings.project
+    return TopicTable(open_table(settings)), settings.project
 
 
 def _note_other_spellings(table: "TopicTable", topics: Sequence[str], project: str) -> None:
     others = {other: topic for topic in topics if (other := _other_spelling(topic, project)) not in topics}
     for other in sorted(table.waiting(others)):
-        _note(f"tasks wait for {other}, which is another name than {others[other]}: it stays as it is")
+        note(f"tasks wait for {other}, which is another name than {others[other]}: it stays as it is")
 
 
 def _require_known(table: "TopicTable", topics: Sequence[str], project: str) -> None:
@@ -193,7 +229,7 @@ def _in_pubsub(name: str) -> bool:
         return False
     except (GoogleAPIError, GoogleAuthError) as error:
         reason = str(error).partition("\n")[0]
-        _note(f"Pub/Sub could not be asked whether {name} exists, and nothing else knows it; going on. {reason}")
+        note(f"Pub/Sub could not be asked whether {name} exists, and nothing else knows it; going on. {reason}")
     return True
 
 
@@ -231,7 +267,3 @@ def _listed(names: Iterable[str]) -> str:
     """Return at most ten names, and three dots for more."""
     listed = list(names)
     return ", ".join([*listed[:NAMES], *(["..."] if len(listed) > NAMES else [])])
-
-
-def _note(text: str) -> None:
-    print(f"outbox: {text}", file=sys.stderr)

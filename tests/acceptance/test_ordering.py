@@ -17,7 +17,7 @@ from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox.emulators import Emulators
-from publishworker.task import NEVER
+from outbox.states import NEVER
 from tests.support.outages import count, dead, hang, seconds_until
 from tests.support.processes import Process
 from tests.support.pubsub import PubSub

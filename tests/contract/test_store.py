@@ -9,8 +9,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from outbox.states import NEVER
 from publishworker.store import Store, Unsent
-from publishworker.task import NEVER, News, TopicLimit
+from publishworker.task import News, TopicLimit
 from tests.support.fakes import serialized
 from tests.support.parts import look
 from tests.support.store_harness import KINDS, Harness, harness_of, poll_ids

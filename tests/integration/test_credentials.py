@@ -13,7 +13,7 @@ from google.auth.exceptions import RefreshError
 from google.auth.transport.grpc import AuthMetadataPlugin
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
-from publishworker import logs
+from outbox import logs
 from publishworker.failures import Kind, kind_of
 from publishworker.publisher import PubSubPublisher
 from publishworker.task import Failed, Row

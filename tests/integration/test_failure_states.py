@@ -13,11 +13,11 @@ from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
 import outbox
+from outbox.states import NEVER
 from publishworker.connection import open_pubsub
 from publishworker.publisher import PubSubPublisher
 from publishworker.relay import Relay
 from publishworker.store import SpannerStore
-from publishworker.task import NEVER
 from tests.support.parts import look, relay_of
 from tests.support.pubsub import PubSub, Subscription
 from tests.support.pubsub_server import accept, pubsub_server

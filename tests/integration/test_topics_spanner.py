@@ -14,8 +14,9 @@ from outbox import cli
 from outbox.cli.database import open_database
 from outbox.emulators import Emulators
 from outbox.errors import NotReached
+from outbox.operations.table import TaskTable
+from outbox.operations.topics import TopicTable
 from outbox.settings import DatabaseSettings
-from outbox.topics import TopicTable
 from tests.support.proxy import Proxy, silent_port
 from tests.support.pubsub_server import pubsub_server, refuse
 from tests.support.spanner import INSTANCE, PROJECT
@@ -243,7 +244,7 @@ def test_no_call_waits_for_a_spanner_that_goes_away(
     with Proxy(emulators.spanner_host) as proxy:
         monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
         ours = open_database(DatabaseSettings(project=PROJECT, instance=INSTANCE, database=database.database_id))
-        table = TopicTable(ours)
+        table = TopicTable(TaskTable(ours))
         table.change(["orders"], {"Paused": False})
         original = getattr(ours.spanner_api, call)
 

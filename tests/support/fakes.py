@@ -11,11 +11,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from outbox.message import RawPubsubMessage
+from outbox.states import NEVER, PARKED
 from publishworker import messages, sql
 from publishworker.failures import Kind, kind_of
 from publishworker.store import Decide, StoreError, Unsent
 from publishworker.task import (
-    NEVER,
     Candidate,
     Charged,
     Failed,
@@ -140,7 +140,7 @@ class FakeStore:
 
     def _waiting(self, row: StoredTask) -> Waiting:
         is_due = row.available_at is None or row.available_at <= self.now
-        parked = (row.last_error or "").startswith(sql.PARKED)
+        parked = (row.last_error or "").startswith(PARKED)
         passed_over = self._is_passed_over(row, pass_dead=False)
         return Waiting(row.id, len(row.data), is_due or (parked and not passed_over), parked, passed_over)
 
@@ -207,7 +207,7 @@ class FakeStore:
             return "paused"
         if row.available_at is None or row.available_at <= self.now:
             return "pending"
-        parked = row.ordering_key is not None and (row.last_error or "").startswith(sql.PARKED)
+        parked = row.ordering_key is not None and (row.last_error or "").startswith(PARKED)
         return "retrying" if row.attempts and not parked else "scheduled"
 
     def _answer(self) -> None:
@@ -228,7 +228,7 @@ class FakeStore:
                 row.last_error, row.attempts = mark.error, mark.attempts
             elif isinstance(mark, Parked):
                 row.available_at = mark.available_at
-                row.last_error = f"{sql.PARKED}waits for the task {mark.head} of its ordering key"
+                row.last_error = f"{PARKED}waits for the task {mark.head} of its ordering key"
         return committed
 
     @staticmethod
@@ -247,7 +247,7 @@ class FakeStore:
             row.attempts,
             row.expires_at,
             row.at_most_once,
-            (row.last_error or "").startswith(sql.PARKED),
+            (row.last_error or "").startswith(PARKED),
         )
 
 

@@ -5,9 +5,10 @@ from datetime import timedelta
 
 import pytest
 
+from outbox.states import NEVER
 from publishworker import metrics as m
 from publishworker.store import StoreError
-from publishworker.task import NEVER, Failed, Outcome, Row
+from publishworker.task import Failed, Outcome, Row
 from tests.support.fakes import Abort, FakePublisher, FakeStore
 from tests.support.relay_bench import Bench, times
 

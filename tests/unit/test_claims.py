@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from outbox.states import NEVER
 from publishworker.claims import in_order, taken, untried, woken
-from publishworker.task import NEVER, Charged, Failed, Group, Mark, Outcome, Parked, Row, Sent
+from publishworker.task import Charged, Failed, Group, Mark, Outcome, Parked, Row, Sent
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LATER = NOW + timedelta(seconds=1)

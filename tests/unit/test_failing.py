@@ -6,9 +6,10 @@ from random import Random
 
 import pytest
 
+from outbox.states import NEVER
 from publishworker import metrics as m
 from publishworker.store import StoreError
-from publishworker.task import NEVER, Failed, Outcome, Row
+from publishworker.task import Failed, Outcome, Row
 from tests.support.fakes import Abort, FakePublisher, serialized
 from tests.support.relay_bench import Bench, overtake, times
 

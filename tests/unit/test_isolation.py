@@ -5,7 +5,8 @@ from datetime import timedelta
 
 import pytest
 
-from publishworker.task import NEVER, Failed, TopicLimit
+from outbox.states import NEVER
+from publishworker.task import Failed, TopicLimit
 from tests.support.relay_bench import Bench
 
 MANY = 2_000

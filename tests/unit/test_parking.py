@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from outbox.states import NEVER
 from publishworker import metrics as m
 from publishworker.store import StoreError
-from publishworker.task import NEVER, Failed, TopicLimit
+from publishworker.task import Failed, TopicLimit
 from tests.support.relay_bench import Bench, overtake, times
 
 UNKNOWN = Failed("data_loss", "no")

@@ -15,8 +15,9 @@ import pytest
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
 from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE
+from outbox.states import NEVER
 from publishworker.publisher import PubSubPublisher
-from publishworker.task import NEVER, Failed, Outcome, Row, Sent
+from publishworker.task import Failed, Outcome, Row, Sent
 from tests.support.fakes import FakeStore, serialized
 from tests.support.outages import hang
 from tests.support.parts import relay_of

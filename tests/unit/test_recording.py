@@ -4,11 +4,12 @@ import logging
 
 import pytest
 
+from outbox.states import NEVER
 from publishworker import metrics as m
 from publishworker.breakers import Change
 from publishworker.metrics import Metrics
 from publishworker.recording import Recorder
-from publishworker.task import NEVER, Charged, Failed, Group, GroupResult
+from publishworker.task import Charged, Failed, Group, GroupResult
 from tests.support.fakes import Counted
 
 AWAY = Failed("unavailable", "connection refused")

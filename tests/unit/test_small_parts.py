@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from google.api_core.exceptions import DeadlineExceeded
 
+from outbox.logs import JsonFormatter
 from publishworker import healthcheck
 from publishworker.complaints import Complaints
 from publishworker.connection import Deadline
 from publishworker.doubts import MAX_TASKS, Doubts
 from publishworker.heartbeat import Heartbeat
-from publishworker.logs import JsonFormatter
 from publishworker.sampling import Limits
 from publishworker.stopping import run_on_thread, stop_on_signals
 from publishworker.task import Group, Row

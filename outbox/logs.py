@@ -18,6 +18,7 @@ class JsonFormatter(logging.Formatter):
             "logger.name": record.name,
             "logger.thread_name": record.threadName,
             "action": getattr(record, "action", None),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info and record.exc_info[0] is not None:
             entry["error.kind"] = record.exc_info[0].__name__
@@ -34,13 +35,14 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
 
 
-def configure(log_format: str, level: str) -> None:
-    """Send all logs to stderr; `auto` is text on a terminal, else JSON."""
+def configure(log_format: str = "auto", level: str = "info") -> None:
+    """Send all logs to stderr; `auto` is text on a terminal, else JSON. A record may carry further `fields`."""
     as_text = log_format == "text" or (log_format == "auto" and sys.stderr.isatty())
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TextFormatter() if as_text else JsonFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("publishworker").setLevel(level.upper())
+    for name in ("outbox", "publishworker"):
+        logging.getLogger(name).setLevel(level.upper())
     # Without an agent the client warns at every packet; what is lost there is counted by the client itself.
     logging.getLogger("datadog.dogstatsd").setLevel(logging.ERROR)
     # A stack trace for each call without credentials; the publisher tells of them.

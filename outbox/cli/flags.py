@@ -1,0 +1,128 @@
+"""Flags that several commands have: which database, which tasks."""
+
+import argparse
+import json
+import shlex
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outbox.errors import OutboxError, SettingError
+from outbox.settings import DatabaseSettings, Kind, fields_of, flag_of, one_of
+from outbox.times import MOMENT, resolved, shown
+
+if TYPE_CHECKING:
+    from outbox.operations.changes import Selection
+
+MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400
+
+NARROWING = {
+    "--topic": "Only tasks of this topic, as they have it in Topic.",
+    "--since": "Only tasks from then on, by SentAt of sent tasks and CreatedAt of others.",
+    "--until": "Only tasks before then; so that a command can be repeated.",
+    "--error": "Only tasks with this text in LastError, in any case.",
+}
+
+
+def command(commands: Any, name: str, text: str, description: str) -> argparse.ArgumentParser:
+    """Add a command that works on a database."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    DatabaseSettings.add_flags(parser)
+    return parser
+
+
+def _text(longest: int) -> Kind:
+    def parse(text: str) -> str:
+        text.encode()  # a byte of the command line that is no UTF-8
+        if not 0 < len(text) <= longest:
+            raise ValueError(text)
+        return text
+
+    return Kind(parse, f"1 to {longest} characters of valid Unicode")
+
+
+TOPIC, ID, TEXT = _text(MAX_TOPIC_CHARACTERS), _text(MAX_ID_CHARACTERS), _text(1_000)
+
+
+def add_topic(parser: argparse.ArgumentParser) -> None:
+    """Add `--topic`."""
+    parser.add_argument("--topic", type=flag_of("--topic", TOPIC), metavar="TOPIC", help=NARROWING["--topic"])
+
+
+def add_selection(parser: argparse.ArgumentParser, *states: str) -> None:
+    """Add `--state` with `states`, and what narrows it."""
+    kind = one_of(*states)
+    parser.add_argument("--state", type=flag_of("--state", kind), metavar="STATE", help=f"{kind.allowed}.")
+    add_topic(parser)
+    for flag, value, metavar in (("--since", MOMENT, "TIME"), ("--until", MOMENT, "TIME"), ("--error", TEXT, "TEXT")):
+        allowed = f" Allowed: {value.allowed}." if value is MOMENT else ""
+        parser.add_argument(flag, type=flag_of(flag, value), metavar=metavar, help=NARROWING[flag] + allowed)
+
+
+def selection(options: argparse.Namespace, now: datetime, ids: tuple[str, ...] | None = None) -> "Selection":
+    """Return the selection that the flags of `add_selection` make at `now`, of tasks of `ids` if given."""
+    from outbox.operations.changes import Selection  # noqa: PLC0415 - the Spanner client: half a second
+
+    since, until = (None if each is None else resolved(each, now) for each in (options.since, options.until))
+    if since and until and since >= until:
+        raise SettingError(f"--since {shown(since)} is not before --until {shown(until)}: no task can be between them")
+    return Selection(state=options.state, ids=ids, topic=options.topic, since=since, until=until, error=options.error)
+
+
+def add_ids(parser: argparse.ArgumentParser) -> None:
+    """Add ids as arguments and from a file."""
+    parser.add_argument("ids", nargs="*", type=flag_of("ID", ID), metavar="ID", help="Ids of tasks.")
+    parser.add_argument(
+        "--ids-file",
+        metavar="FILE",
+        help="A file with an id a line, or - for stdin; a line may also be JSON: a string, or an object with `id`, as "
+        "`outbox list --json` writes it.",
+    )
+
+
+def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
+    """Return the ids given, each once, or None if none were asked for. Raises SettingError, OutboxError."""
+    if options.ids_file is None:
+        return tuple(dict.fromkeys(options.ids)) or None
+    where = "stdin" if options.ids_file == "-" else options.ids_file
+    try:
+        data = sys.stdin.buffer.read() if options.ids_file == "-" else Path(options.ids_file).read_bytes()
+        lines = data.decode().splitlines()
+    except OSError as error:
+        raise SettingError(f"--ids-file: {where!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise SettingError(f"--ids-file: {where!r} is no UTF-8: {error.reason} at byte {error.start:,}") from None
+    found = [_id(line.strip(), f"{where}, line {number:,}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not found and not options.ids:
+        raise OutboxError(f"{where} holds no id: nothing was changed")
+    return tuple(dict.fromkeys([*options.ids, *found]))
+
+
+def _id(line: str, where: str) -> str:
+    value: Any = line
+    if line.startswith(("{", '"')):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            raise SettingError(f"{where}: {line[:80]!r} is no JSON, as which a line is read that begins so") from None
+    if isinstance(value, dict):
+        value = value.get("id")
+    try:
+        return str(ID.parse(value))
+    except (ValueError, TypeError, AttributeError):
+        raise SettingError(f"{where}: {str(value)[:80]!r} is no id: ids have {ID.allowed}") from None
+
+
+def again(name: str, options: argparse.Namespace, **flags: str) -> str:
+    """Return the command line that goes on with the same selection, its flags replaced or added by `flags`."""
+    given = {field.flag: getattr(options, field.name, None) for field in fields_of(DatabaseSettings)}
+    given |= {
+        flag: getattr(options, flag[2:].replace("-", "_"), None)
+        for flag in ("--ids-file", "--state", "--topic", "--error")
+    }
+    given |= {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
+    words = [word for flag, value in given.items() if value for word in (flag, value)]
+    return shlex.join(["outbox", name, *words, *getattr(options, "ids", [])])

@@ -1,0 +1,100 @@
+"""`outbox purge` and `outbox discard`: the two commands that delete tasks, sent ones and dead ones."""
+
+import argparse
+import logging
+from typing import TYPE_CHECKING, Any
+
+from outbox import logs
+from outbox.cli import chunks
+from outbox.cli.flags import TEXT, add_ids, add_topic, again, command, ids
+from outbox.cli.output import escaped
+from outbox.errors import OutboxError, SettingError
+from outbox.settings import DatabaseSettings, flag_of
+from outbox.times import MOMENT, resolved, shown
+
+if TYPE_CHECKING:
+    from outbox.operations.changes import Outcome
+
+PURGE_DESCRIPTION = """\
+Delete tasks that were sent before a time, and no others. Retention does the same by
+itself, typically within three days after its time (`outbox schema`).
+
+    outbox purge --sent-before 30d --project my-project --instance main --database shop
+    outbox purge --sent-before 7d --topic orders --dry-run ..."""
+DISCARD_DESCRIPTION = """\
+Delete dead tasks for good: they are never sent. Each is logged on stderr with its id
+and the reason. What a dead task of an ordering key held back goes on.
+
+    outbox discard 0e3c... --reason 'order was cancelled, ticket 4711' \\
+        --project my-project --instance main --database shop"""
+
+_log = logging.getLogger("outbox")
+
+
+def add(commands: Any) -> None:
+    """Add both commands to the subparsers `commands`."""
+    purging = command(commands, "purge", "delete sent tasks", PURGE_DESCRIPTION)
+    purging.add_argument(
+        "--sent-before", type=flag_of("--sent-before", MOMENT), required=True, metavar="TIME",
+        help=f"Delete what was sent before it. Allowed: {MOMENT.allowed}.",
+    )  # fmt: skip
+    add_topic(purging)
+    purging.add_argument("--dry-run", action="store_true", help="Only print how many there are, and the same as DML.")
+    purging.set_defaults(run=run_purge)
+    discarding = command(commands, "discard", "delete dead tasks for good", DISCARD_DESCRIPTION)
+    add_ids(discarding)
+    discarding.add_argument(
+        "--reason", type=flag_of("--reason", TEXT), required=True, metavar="TEXT", help="Why, for the log."
+    )
+    discarding.add_argument("--yes", action="store_true", help="Do not ask.")
+    discarding.set_defaults(run=run_discard)
+
+
+def run_purge(options: argparse.Namespace) -> int:
+    """Delete sent tasks; returns 0. Raises SettingError, NotReached, OutboxError."""
+    settings = DatabaseSettings.read(vars(options))
+
+    from outbox.cli.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.operations import changes, sql  # noqa: PLC0415 - the same
+
+    table = open_table(settings)
+    now = table.now()
+    before = resolved(options.sent_before, now)
+    if before > now:
+        raise SettingError(f"--sent-before {shown(before)} is in the future: the database has {shown(now)}")
+    chosen = changes.Selection(state="sent", topic=options.topic, until=before)
+    count = changes.count(table, chosen, exact=options.dry_run)
+    if options.dry_run:
+        print(f"{count} would be deleted, as by:\n{chosen.dml(sql.DELETE)}")
+        return 0
+    go_on = again("purge", options, sent_before=shown(before))
+    return chunks.carry_out(changes.purge(table, chosen), count, go_on).tell("deleted:")
+
+
+def run_discard(options: argparse.Namespace) -> int:
+    """Delete dead tasks; returns 0, or 1 if an id is not dead. Raises SettingError, NotReached, OutboxError."""
+    settings = DatabaseSettings.read(vars(options))
+    wanted = ids(options)
+    if wanted is None:
+        raise SettingError("discard: which tasks? Give ids of dead ones, or --ids-file")
+
+    from outbox.cli.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.operations import changes  # noqa: PLC0415 - the same
+
+    table = open_table(settings)
+    count = changes.count(table, changes.Selection(state="dead", ids=wanted), exact=True)
+    if not count.number:
+        raise OutboxError(f"none of the {len(wanted):,} ids is of a dead task: nothing was deleted")
+    chunks.confirm(f"{count}, dead, will be deleted for good and never sent.", yes=options.yes)
+    logs.configure()
+
+    def log(outcome: "Outcome") -> None:
+        for id in outcome.changed:
+            _log.warning(
+                "discarded the dead task %s: %s", escaped(id), escaped(options.reason),
+                extra={"action": "discarded", "fields": {"task_id": id, "reason": options.reason}},
+            )  # fmt: skip
+
+    go_on = again("discard", options, reason=options.reason) + " --yes"
+    report = chunks.carry_out(changes.discard(table, wanted), count, go_on, log)
+    return report.tell("deleted:") or (1 if report.left else 0)

@@ -1,0 +1,162 @@
+"""`outbox status`: what waits, by topic and priority."""
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from outbox.cli.flags import command
+from outbox.cli.output import as_json, cell, note, table
+from outbox.errors import OutboxError, SettingError
+from outbox.settings import DatabaseSettings, flag_of, whole_number
+from outbox.times import SECONDS, shown, spoken
+
+if TYPE_CHECKING:
+    from outbox.operations.backlog import Backlog, Line
+    from outbox.operations.table import TaskTable
+
+DESCRIPTION = """\
+Show how many tasks of each topic and priority wait, for how long, and how many
+were sent in the last minute.
+
+It reads the index as it was ten seconds ago, at LOW priority, and stops to count
+at 10,000 tasks of each shard and topic (>=). --exact reads and counts all of now.
+
+    outbox status --project my-project --instance main --database shop
+    outbox status --watch ...
+    outbox status --max-age 5m --max-pending 10000 ... || page-somebody
+    outbox status --json ... | jq '.topics[] | select(.dead > 0)'"""
+
+#: Seconds between two looks of --watch.
+WATCH_SECONDS = 5.0
+PENDING = whole_number(0, 1_000_000_000)
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+def add(commands: Any) -> None:
+    """Add the command to the subparsers `commands`."""
+    parser = command(commands, "status", "what waits, by topic and priority", DESCRIPTION)
+    parser.add_argument("--json", action="store_true", help="One JSON object instead of a table.")
+    parser.add_argument("--watch", action="store_true", help="Again every five seconds, until Ctrl-C.")
+    parser.add_argument("--exact", action="store_true", help="Count everything, as it is now.")
+    parser.add_argument(
+        "--max-age",
+        type=flag_of("--max-age", SECONDS),
+        metavar="S",
+        help="Exit code 1 if a task has been pending for longer: " + SECONDS.allowed + ".",
+    )
+    parser.add_argument(
+        "--max-pending",
+        type=flag_of("--max-pending", PENDING),
+        metavar="N",
+        help="Exit code 1 if more tasks are pending. Paused topics count for neither.",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the backlog; return 0, or 1 beyond a limit. Raises SettingError, NotReached, OutboxError."""
+    if options.watch and (options.max_age is not None or options.max_pending is not None):
+        raise SettingError("--watch has no end, so no exit code: give --max-age and --max-pending without it")
+    settings = DatabaseSettings.read(vars(options))
+
+    from outbox.cli.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+
+    tasks = open_table(settings)
+    if options.watch:
+        _watch(tasks, options)
+    backlog = _read(tasks, options)
+    print(_rendered(backlog, options))
+    beyond = _beyond(backlog, options)
+    for sentence in beyond:
+        note(sentence)
+    return 1 if beyond else 0
+
+
+def _read(tasks: "TaskTable", options: argparse.Namespace) -> "Backlog":
+    from outbox.operations import backlog  # noqa: PLC0415 - see run
+
+    # A limit beyond the usual bound must still be decided.
+    limit = max(backlog.COUNTED, (options.max_pending or 0) + 1)
+    return backlog.read(tasks, exact=options.exact, limit=limit)
+
+
+def _watch(tasks: "TaskTable", options: argparse.Namespace) -> None:
+    while True:
+        try:
+            text = _rendered(_read(tasks, options), options)
+        except OutboxError as error:
+            note(f"{error}; trying again")
+        else:
+            print((_CLEAR if sys.stdout.isatty() and not options.json else "") + text, flush=True)
+        time.sleep(WATCH_SECONDS)
+
+
+def _beyond(backlog: "Backlog", options: argparse.Namespace) -> list[str]:
+    """Return a sentence for each limit that is exceeded."""
+    found = []
+    oldest = backlog.oldest
+    if options.max_age is not None and oldest and (age := backlog.age(oldest)) > options.max_age:
+        found.append(
+            f"the oldest pending task has waited {spoken(age)} (topic {cell(oldest.topic)}, priority "
+            f"{oldest.priority}), more than --max-age {spoken(options.max_age)}"
+        )
+    total = backlog.total
+    if options.max_pending is not None and total.pending > options.max_pending:
+        found.append(
+            f"{cell(_number('pending', total.pending, total.at_least))} tasks are pending, more than "
+            f"--max-pending {options.max_pending:,}"
+        )
+    return found
+
+
+def _rendered(backlog: "Backlog", options: argparse.Namespace) -> str:
+    return as_json(_plain(backlog)) if options.json else _text(backlog)
+
+
+HEADS = ("PENDING", "RETRYING", "SCHEDULED", "DEAD", "SENT/MIN", "OLDEST")
+
+
+def cells(backlog: "Backlog", line: "Line") -> list[object]:
+    """Return what stands below HEADS for a line."""
+    from outbox.operations.backlog import COUNTS  # noqa: PLC0415 - see run
+
+    age = spoken(backlog.age(line)) if line.oldest else "-"
+    return [*(_number(name, getattr(line, name), line.at_least) for name in COUNTS), age]
+
+
+def fields(backlog: "Backlog", line: "Line") -> dict[str, Any]:
+    """Return the same for JSON: ages in seconds, and the names of counts that stopped early."""
+    from outbox.operations.backlog import COUNTS  # noqa: PLC0415 - see run
+
+    age = round(backlog.age(line), 3) if line.oldest else None
+    return {**{name: getattr(line, name) for name in COUNTS}, "oldest_age": age, "at_least": sorted(line.at_least)}
+
+
+def _text(backlog: "Backlog") -> str:
+    head = f"as of {shown(backlog.as_of)}, {backlog.workers} live worker{'' if backlog.workers == 1 else 's'}"
+    if not backlog.lines:
+        return f"{head}\nno task waits, and none was sent in the last minute"
+    rows = [
+        [line.topic + (" (paused)" if line.paused else ""), line.priority, *cells(backlog, line)]
+        for line in backlog.lines
+    ]
+    name = "all, but what is pending of paused topics" if any(line.paused for line in backlog.lines) else "all"
+    rows.append([name, None, *cells(backlog, backlog.total)])
+    return f"{head}\n{table(('TOPIC', 'PRIORITY', *HEADS), rows)}"
+
+
+def _number(name: str, value: int, at_least: set[str]) -> object:
+    return f">= {value:,}" if name in at_least else value
+
+
+def _plain(backlog: "Backlog") -> dict[str, Any]:
+    return {
+        "as_of": backlog.as_of,
+        "workers": backlog.workers,
+        **fields(backlog, backlog.total),
+        "topics": [
+            {"topic": line.topic, "priority": line.priority, "paused": line.paused, **fields(backlog, line)}
+            for line in backlog.lines
+        ],
+    }

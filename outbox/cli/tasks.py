@@ -1,0 +1,255 @@
+"""`outbox list`, `show` and `tail`: tasks, one with its message, those that were just sent."""
+
+import argparse
+import base64
+import json
+import signal
+import sys
+import time
+import unicodedata
+from collections.abc import Iterator
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from outbox.cli.flags import ID, add_selection, add_topic, command, selection
+from outbox.cli.output import as_json, cell, escaped, note, table
+from outbox.errors import OutboxError
+from outbox.settings import DatabaseSettings, flag_of, whole_number
+from outbox.states import NEVER, STATES
+from outbox.times import MOMENT, resolved, shown, spoken
+
+if TYPE_CHECKING:
+    from outbox.operations.tasks import Task
+
+LIST_DESCRIPTION = """\
+List tasks of one state, or all that are not sent. Pending ones come as a worker
+takes them, by priority, then age; sent ones by the time they were sent; others by
+the time at which they will be due. JSON: one object a line.
+
+    outbox list --state dead --project my-project --instance main --database shop
+    outbox list --state sent --topic orders --since 2h --until 1h ...
+    outbox list --state retrying --error NOT_FOUND --json ... | jq .id"""
+SHOW_DESCRIPTION = """\
+Show one task with every column, and its message as subscribers get it.
+
+    outbox show 0e3c... --project my-project --instance main --database shop
+    outbox show 0e3c... --raw ... > message.bin"""
+TAIL_DESCRIPTION = """\
+Follow the tasks that are sent, one line each, until Ctrl-C. It writes nothing, so
+any number may follow at once.
+
+    outbox tail --project my-project --instance main --database shop
+    outbox tail --topic orders --since 15m --json ..."""
+
+LIMIT = whole_number(1, 100_000)
+DEFAULT_LIMIT = 100
+#: Characters of LastError in a table; `show` has all.
+ERROR_CHARACTERS = 80
+#: Bytes of a message's data that `show` prints; `--raw` writes all.
+SHOWN_BYTES = 64 * 1024
+#: Seconds between two looks of `tail`, and rows of one look.
+TAIL_SECONDS, TAIL_ROWS = 1.0, 1_000
+
+
+def add(commands: Any) -> None:
+    """Add the three commands to the subparsers `commands`."""
+    listing = command(commands, "list", "tasks of a state", LIST_DESCRIPTION)
+    add_selection(listing, *STATES)
+    listing.add_argument(
+        "--limit", type=flag_of("--limit", LIMIT), default=DEFAULT_LIMIT, metavar="N",
+        help=f"Tasks at most: {LIMIT.allowed} (default {DEFAULT_LIMIT}).",
+    )  # fmt: skip
+    listing.add_argument("--json", action="store_true", help="One JSON object a line instead of a table.")
+    listing.set_defaults(run=run_list)
+    showing = command(commands, "show", "one task with its message", SHOW_DESCRIPTION)
+    showing.add_argument("id", type=flag_of("ID", ID), metavar="ID", help="Id of the task.")
+    form = showing.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="One JSON object; data that is no text is in base64.")
+    form.add_argument("--raw", action="store_true", help="Write the data of the message, as it is, and nothing else.")
+    showing.set_defaults(run=run_show)
+    tailing = command(commands, "tail", "follow what is sent", TAIL_DESCRIPTION)
+    add_topic(tailing)
+    tailing.add_argument(
+        "--since", type=flag_of("--since", MOMENT), metavar="TIME",
+        help=f"Begin then, instead of now. Allowed: {MOMENT.allowed}.",
+    )  # fmt: skip
+    tailing.add_argument("--json", action="store_true", help="One JSON object a line.")
+    tailing.set_defaults(run=run_tail)
+
+
+def run_list(options: argparse.Namespace) -> int:
+    """Print tasks; returns 0. Raises SettingError, NotReached, OutboxError."""
+    settings = DatabaseSettings.read(vars(options))
+
+    from outbox.cli.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.operations import tasks  # noqa: PLC0415 - the same
+
+    database = open_table(settings)
+    found = tasks.listed(database, selection(options, database.now()), options.limit + 1)
+    shown_tasks = found[: options.limit]
+    if options.json:
+        for task in shown_tasks:
+            print(as_json(_plain(task)))
+    elif shown_tasks:
+        print(_table(shown_tasks))
+    if not found:
+        note("no such task")
+        if options.topic is not None and options.state != "sent":
+            known = [cell(topic) for topic in database.topics(20)]
+            note(f"tasks wait, or rows of AsynchronousTaskTopics exist, for: {', '.join(known) or 'no topic'}")
+    if len(found) > options.limit:
+        note(f"there are more than {options.limit:,}: give --limit, or narrow it by --topic, --since, --until, --error")
+    return 0
+
+
+def _table(tasks: "list[Task]") -> str:
+    def error(text: str | None) -> str | None:
+        return text if text is None or len(text) <= ERROR_CHARACTERS else text[: ERROR_CHARACTERS - 3] + "..."
+
+    columns: dict[str, list[object]] = {
+        "ID": [task.columns["Id"] for task in tasks],
+        "TOPIC": [task.columns["Topic"] for task in tasks],
+        "PRIORITY": [task.columns["Priority"] for task in tasks],
+        "STATE": [task.state for task in tasks],
+        "CREATED": [task.columns["CreatedAt"] for task in tasks],
+        "AVAILABLE": [_available(task.columns["AvailableAt"]) for task in tasks],
+        "SENT": [task.columns["SentAt"] for task in tasks],
+        "ATTEMPTS": [task.columns["Attempts"] or None for task in tasks],
+        "KEY": [task.columns["OrderingKey"] for task in tasks],
+        "ERROR": [error(task.columns["LastError"]) for task in tasks],
+    }
+    used = {head: values for head, values in columns.items() if any(value is not None for value in values)}
+    return table(list(used), zip(*used.values(), strict=True))
+
+
+def _available(time: datetime | None) -> datetime | None:
+    return None if time is None or time >= NEVER else time
+
+
+def run_show(options: argparse.Namespace) -> int:
+    """Print a task; returns 0. Raises SettingError, NotReached, OutboxError: there is none of that id."""
+    settings = DatabaseSettings.read(vars(options))
+
+    from outbox.cli.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.operations import tasks  # noqa: PLC0415 - the same
+
+    task = tasks.task(open_table(settings), options.id)
+    if task is None:
+        raise OutboxError(
+            f"there is no task with the id {options.id!r}: it was never committed, or it was deleted after it was "
+            "sent (retention, `outbox purge`) or when it was dead (`outbox discard`)"
+        )
+    message = tasks.message_of(task.columns["Data"])
+    data = task.columns["Data"] if message is None else message.data
+    if message is None:
+        note("Data is no serialized google.pubsub.v1.PubsubMessage; this is what the row holds")
+    if options.raw:
+        sys.stdout.buffer.write(data)
+    elif options.json:
+        attributes = {} if message is None else dict(message.attributes)
+        print(as_json(_plain(task) | {"message": {"attributes": attributes, **_json_data(data)}}))
+    else:
+        print("\n".join(_lines(task, message, data)))
+    return 0
+
+
+def _plain(task: "Task") -> dict[str, Any]:
+    names = {
+        "Id": "id", "Topic": "topic", "Priority": "priority", "OrderingKey": "ordering_key", "CreatedAt": "created_at",
+        "AvailableAt": "available_at", "ExpiresAt": "expires_at", "Attempts": "attempts", "LastError": "last_error",
+        "SentAt": "sent_at", "Bytes": "bytes", "Shard": "shard", "Sequence": "sequence", "AtMostOnce": "at_most_once",
+    }  # fmt: skip
+    columns = {names[name]: value for name, value in task.columns.items() if name in names}
+    return {"id": columns.pop("id"), "state": task.state, **columns}
+
+
+def _json_data(data: bytes) -> dict[str, str]:
+    try:
+        return {"data": data.decode()}
+    except UnicodeDecodeError:
+        return {"data_base64": base64.b64encode(data).decode()}
+
+
+def _lines(task: "Task", message: Any | None, data: bytes) -> Iterator[str]:
+    columns = {"Id": task.columns["Id"], "State": task.state, **task.columns}
+    del columns["Data"]
+    for name, value in columns.items():
+        yield f"{name:<12} {'NULL' if value is None else cell(value)}"
+    if message is not None:
+        yield "Attributes" if message.attributes else "Attributes   none"
+        for key, value in sorted(message.attributes.items()):
+            yield f"  {escaped(key)} = {escaped(value)}"
+    yield from _data_lines(data)
+
+
+def _data_lines(data: bytes) -> Iterator[str]:
+    kind, lines = _readable(data[:SHOWN_BYTES], whole=len(data) <= SHOWN_BYTES)
+    yield f"Data         {len(data):,} bytes{', ' + kind if data else ''}"
+    for line in lines:
+        yield f"  {line}"
+    if len(data) > SHOWN_BYTES:
+        yield f"  ... {len(data) - SHOWN_BYTES:,} more bytes: --raw writes all"
+
+
+def _readable(data: bytes, *, whole: bool) -> tuple[str, list[str]]:
+    """Return what the data is, and lines to show it: JSON, other text, or hex."""
+    try:
+        # The last character of a part may be cut.
+        text = data.decode(errors="strict" if whole else "ignore")
+    except UnicodeDecodeError:
+        text = "\0"
+    if any(unicodedata.category(each) == "Cc" and each not in "\n\r\t" for each in text):
+        return "hex", [data[start : start + 32].hex(" ") for start in range(0, len(data), 32)]
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return "text", [escaped(line) for line in text.expandtabs().splitlines()]
+    return "JSON", [escaped(line) for line in json.dumps(value, indent=2, ensure_ascii=False).splitlines()]
+
+
+def run_tail(options: argparse.Namespace) -> int:
+    """Print tasks as they are sent, until a signal; returns 0. Raises SettingError, NotReached, OutboxError."""
+    settings = DatabaseSettings.read(vars(options))
+
+    from outbox.cli.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.operations import tasks  # noqa: PLC0415 - the same
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    database = open_table(settings)
+    now = database.now()
+    position = tasks.Position(now if options.since is None else resolved(options.since, now))
+    note(f"following from {shown(position.sent_at)}; Ctrl-C ends it")
+    away = False
+    try:
+        while True:
+            try:
+                rows = tasks.sent_after(database, position, options.topic, TAIL_ROWS)
+            except OutboxError as error:
+                if not away:
+                    note(f"{error}; nothing will be left out, trying again")
+                away, rows = True, []
+            else:
+                away = False
+            for row in rows:
+                print(_sent_line(row, options), flush=True)
+                position = tasks.Position(row["SentAt"], row["Id"])
+            if len(rows) < TAIL_ROWS:
+                time.sleep(TAIL_SECONDS)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _sent_line(row: dict[str, Any], options: argparse.Namespace) -> str:
+    after = (row["SentAt"] - row["CreatedAt"]).total_seconds()
+    if options.json:
+        return as_json(
+            {
+                "id": row["Id"], "topic": row["Topic"], "priority": row["Priority"], "ordering_key": row["OrderingKey"],
+                "created_at": row["CreatedAt"], "sent_at": row["SentAt"], "bytes": row["Bytes"],
+            }
+        )  # fmt: skip
+    key = f", key {escaped(row['OrderingKey'])}" if row["OrderingKey"] else ""
+    return (
+        f"{shown(row['SentAt'])} {escaped(row['Topic'])} {escaped(row['Id'])} priority {row['Priority']}, "
+        f"{row['Bytes']:,} bytes, {spoken(after)} after its commit{key}"
+    )

@@ -1,0 +1,186 @@
+"""How much waits: by topic, priority and state, counted in the index with a limit."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from outbox.errors import OutboxError
+from outbox.operations import sql
+from outbox.operations.table import COUNT_SECONDS, LOOK_SECONDS, TaskTable
+
+#: Where a count stops, in each shard and topic: with ten shards at 100,000.
+COUNTED = 10_000
+_NO_LIMIT = 2**62
+#: Age of what is read: a snapshot of ten seconds ago can be read from any replica.
+#: https://cloud.google.com/spanner/docs/timestamp-bounds
+STALENESS = timedelta(seconds=10)
+#: Topics that are looked at.
+MAX_TOPICS = 1_000
+#: Times that a topic whose ready tasks exceed the limit is asked for lower priorities.
+MAX_LOOKS = 20
+_HIGHEST, _LOWEST = 2**63 - 1, -(2**63)
+COUNTS = ("pending", "retrying", "scheduled", "dead", "sent_last_minute")
+
+
+@dataclasses.dataclass(slots=True)
+class Line:
+    """The tasks of one topic and priority; `at_least` names the counts that stopped early.
+
+    `oldest` is since when the task has been pending that has been so longest.
+    """
+
+    topic: str
+    priority: int
+    paused: bool = False
+    pending: int = 0
+    retrying: int = 0
+    scheduled: int = 0
+    dead: int = 0
+    sent_last_minute: int = 0
+    oldest: datetime | None = None
+    at_least: set[str] = dataclasses.field(default_factory=set)
+
+    def add(self, other: "Line") -> None:
+        """Add the counts of another line."""
+        for name in COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.oldest = min((each for each in (self.oldest, other.oldest) if each), default=None)
+        self.at_least |= other.at_least
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Backlog:
+    """All lines, by topic and then by priority, the highest first, as they were at `as_of`."""
+
+    as_of: datetime
+    workers: int
+    lines: Sequence[Line]
+
+    @property
+    def total(self) -> Line:
+        """Return all lines as one; what is pending in a paused topic does not count."""
+        merged = Line("", 0)
+        for line in self.lines:
+            merged.add(dataclasses.replace(line, pending=0, oldest=None) if line.paused else line)
+        return merged
+
+    @property
+    def oldest(self) -> Line | None:
+        """Return the line whose oldest task has been pending longest, of a topic that is not paused."""
+        waiting = [line for line in self.lines if line.oldest and not line.paused]
+        return min(waiting, key=lambda line: line.oldest or self.as_of, default=None)
+
+    def topics(self) -> dict[str, Line]:
+        """Return each topic's lines as one, by its name."""
+        merged: dict[str, Line] = {}
+        for line in self.lines:
+            merged.setdefault(line.topic, Line(line.topic, line.priority, line.paused)).add(line)
+        return merged
+
+    def age(self, line: Line | None) -> float:
+        """Return for how many seconds the oldest pending task of a line has waited, 0 if none does."""
+        return max(0.0, (self.as_of - line.oldest).total_seconds()) if line and line.oldest else 0.0
+
+
+class Counter:
+    """Adds up what shards have counted. Pure; rows are (shard, topic, priority, state, number, oldest)."""
+
+    def __init__(self, limit: int) -> None:
+        """Counts in one place stop at `limit`."""
+        self._limit = limit
+        self._lines: dict[tuple[str, int], Line] = {}
+
+    def add(self, rows: Iterable[Sequence[Any]], *names: str) -> None:
+        """Add the counts `names` of places that are a shard and a topic."""
+        full: dict[tuple[int, str], int] = defaultdict(int)
+        for shard, topic, priority, state, number, oldest in rows:
+            self._add(topic, priority, state, number, oldest)
+            full[shard, topic] += number
+        cut = {topic for (_, topic), number in full.items() if number >= self._limit}
+        for line in self._lines.values():
+            if line.topic in cut:
+                line.at_least.update(names)
+
+    def add_sent(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Add what was sent, of places that are a shard."""
+        full: dict[int, int] = defaultdict(int)
+        for shard, topic, priority, _, number, _ in rows:
+            self._add(topic, priority, "sent_last_minute", number, None)
+            full[shard] += number
+        if any(number >= self._limit for number in full.values()):
+            for line in self._lines.values():
+                line.at_least.add("sent_last_minute")
+
+    def add_ready(self, rows: Sequence[Sequence[Any]]) -> dict[str, int]:
+        """Add ready tasks, which come by priority; return the topics to be asked again, for what is not above what.
+
+        Where a shard's count stopped, lower priorities were not reached: nothing of them is added, from any shard.
+        """
+        full: dict[tuple[int, str], int] = defaultdict(int)
+        lowest: dict[tuple[int, str], int] = {}
+        for shard, topic, priority, _, number, _ in rows:
+            full[shard, topic] += number
+            lowest[shard, topic] = min(priority, lowest.get((shard, topic), priority))
+        reached: dict[str, int] = {}
+        for place, number in full.items():
+            if number >= self._limit:
+                reached[place[1]] = max(lowest[place], reached.get(place[1], lowest[place]))
+        for _, topic, priority, state, number, oldest in rows:
+            if topic not in reached or priority >= reached[topic]:
+                self._add(topic, priority, state, number, oldest)
+        for topic_and_priority in reached.items():
+            self._lines[topic_and_priority].at_least.add("pending")
+        return {topic: priority - 1 for topic, priority in reached.items() if priority > _LOWEST}
+
+    def lines(self, paused: Collection[str]) -> list[Line]:
+        """Return what was added, by topic, then priority."""
+        for line in self._lines.values():
+            line.paused = line.topic in paused
+        return sorted(self._lines.values(), key=lambda line: (line.topic, -line.priority))
+
+    def _add(self, topic: str, priority: int, name: str, number: int, oldest: datetime | None) -> None:
+        line = self._lines.setdefault((topic, priority), Line(topic, priority))
+        setattr(line, name, getattr(line, name) + number)
+        if oldest and (line.oldest is None or oldest < line.oldest):
+            line.oldest = oldest
+
+
+def read(table: TaskTable, *, exact: bool = False, limit: int = COUNTED) -> Backlog:
+    """Return the backlog of ten seconds ago, each count at most `limit` in a shard and topic; now and whole if `exact`.
+
+    Everything is read at one timestamp. Raises NotReached, OutboxError.
+    """
+    now = table.now()
+    if exact:
+        return _read_at(table, now, _NO_LIMIT)
+    try:
+        return _read_at(table, now - STALENESS, limit)
+    except OutboxError:
+        # Ten seconds ago the tables were not there yet. Whatever else it is, now it is said.
+        return _read_at(table, now, limit)
+
+
+def _read_at(table: TaskTable, at: datetime, limit: int) -> Backlog:
+    topics = table.topics(MAX_TOPICS, at)
+    places: dict[str, Any] = {"shards": list(table.shards), "limit": limit}
+
+    seconds = COUNT_SECONDS if limit == _NO_LIMIT else LOOK_SECONDS
+
+    def ask(statement: str, **values: Any) -> list[list[Any]]:
+        return table.query(statement, "outbox-status", values, at=at, seconds=seconds)
+
+    counter = Counter(limit)
+    belows = dict.fromkeys(topics, _HIGHEST)
+    for _ in range(MAX_LOOKS):
+        if belows:
+            ready = ask(sql.COUNT_READY, **places, topics=list(belows), belows=list(belows.values()))
+            belows = counter.add_ready(ready)
+    counter.add(ask(sql.COUNT_DUE, **places, topics=topics, now=at), "pending")
+    counter.add(ask(sql.COUNT_WAITING, **places, topics=topics, now=at), "retrying", "scheduled")
+    counter.add(ask(sql.COUNT_DEAD, **places, topics=topics), "dead")
+    counter.add_sent(ask(sql.COUNT_SENT, **places, now=at))
+    [[workers]] = ask(sql.LIVE_WORKERS, now=at)
+    paused = {topic for topic, is_paused, *_ in ask(sql.CONTROLS) if is_paused}
+    return Backlog(at, workers, counter.lines(paused))

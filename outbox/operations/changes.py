@@ -1,0 +1,226 @@
+"""What operators change: retry, purge, discard. In chunks, each one transaction.
+
+Every chunk is looked at again under the lock, so nothing is changed that has left the selection meanwhile, and the work
+can be stopped between two of them. What is done is no longer selected, so the same selection goes on where it stopped.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from google.cloud.spanner_v1 import KeySet
+
+from outbox.operations import sql
+from outbox.operations.table import COUNT_SECONDS, LOOK_SECONDS, TaskTable, Transaction
+from outbox.states import STATES
+
+_TABLE = "AsynchronousTasks"
+#: Tasks in one transaction: some ten thousand of the 80,000 mutations that a commit may have.
+CHUNK = 500
+#: Topics that are looked at.
+MAX_TOPICS = 10_000
+#: Where a count stops, in each shard and topic.
+COUNTED = 10_000
+_NO_LIMIT = 2**62
+_LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
+_RETRY_COLUMNS = ("Id", "SentAt", "ExpiresAt", "Attempts", "AvailableAt")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which tasks: those of a state, or those of `ids`, and of these the ones that fit everything else.
+
+    `since` is inclusive, `until` exclusive; they are compared with SentAt of a sent task and CreatedAt of another one.
+    `error` is a part of LastError, in any case. With `ids` and no state all but pending tasks are meant, which need no
+    retry.
+    """
+
+    state: str | None = None
+    ids: tuple[str, ...] | None = None
+    topic: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+    error: str | None = None
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return what narrows it, by the names of the parameters."""
+        named = {"topic": self.topic, "since": self.since, "until": self.until, "error": self.error}
+        return {name: value for name, value in named.items() if value is not None}
+
+    @property
+    def condition(self) -> str:
+        """Return it as a condition of a row, but for the ids."""
+        state = sql.CONDITIONS[self.state] if self.state else f"NOT ({sql.CONDITIONS['pending']})"
+        return state + sql.narrowed(self.state, self.values)
+
+    def dml(self, statement: str) -> str:
+        """Return `statement` with all of the selection written out."""
+        condition, values = self.condition, self.values
+        if self.ids is not None:
+            condition, values = f"Id IN @ids AND {condition}", values | {"ids": self.ids}
+        return sql.written_out(statement, condition, values)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Count:
+    """How many tasks; `at_least` if the count stopped early."""
+
+    number: int
+    at_least: bool = False
+
+    def __str__(self) -> str:
+        """Return it for people: `1 task`, `at least 100,000 tasks`."""
+        return f"{'at least ' if self.at_least else ''}{self.number:,} task{'' if self.number == 1 else 's'}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one chunk did: the ids that were changed, the states of those that were left, the ids that are not there."""
+
+    changed: tuple[str, ...]
+    left: Mapping[str, str]
+    missing: tuple[str, ...]
+
+
+#: Given the rows (id, topic, ordering key) and the database's time, buffers the writes of one transaction.
+_Write = Callable[[Transaction, Sequence[tuple[str, str, str | None]], datetime], None]
+
+
+def count(table: TaskTable, selection: Selection, *, exact: bool) -> Count:
+    """Return how many tasks are selected; at most COUNTED of each shard and topic are counted unless `exact`."""
+    if selection.ids is not None:
+        statement = sql.looked(selection.condition)
+        chunks = _cut(selection.ids)
+        rows = (table.query(statement, "outbox-count", selection.values | {"ids": ids}) for ids in chunks)
+        return Count(sum(matches for found in rows for *_, matches, _now in found))
+    limit = _NO_LIMIT if exact else COUNTED
+    statement = sql.counted(_state(selection), selection.values)
+    values = selection.values | _places(table, selection) | {"limit": limit}
+    seconds = COUNT_SECONDS if exact else LOOK_SECONDS
+    numbers = [number for (number,) in table.query(statement, "outbox-count", values, seconds=seconds)]
+    return Count(sum(numbers), limit in numbers)
+
+
+def retry(table: TaskTable, selection: Selection) -> Iterator[Outcome]:
+    """Make the selected tasks due now, chunk by chunk: they share with live tasks, and all their attempts are new.
+
+    A selection of sent tasks needs an end (`until`), or it would follow what it sends again.
+    """
+    if selection.state == "sent" and selection.until is None:
+        raise ValueError("a selection of sent tasks needs `until`")
+
+    def write(transaction: Transaction, rows: Sequence[tuple[str, str, str | None]], now: datetime) -> None:
+        transaction.update(_TABLE, _RETRY_COLUMNS, [(id, None, None, 0, now) for id, _, _ in rows])
+
+    return _change(table, selection, "outbox-retry", write)
+
+
+def purge(table: TaskTable, selection: Selection) -> Iterator[Outcome]:
+    """Delete the selected tasks, chunk by chunk; the selection is of sent tasks."""
+    if selection.state != "sent":
+        raise ValueError(f"purge is for sent tasks, not for {selection.state}")
+    return _change(table, selection, "outbox-purge", _delete)
+
+
+def discard(table: TaskTable, ids: Sequence[str]) -> Iterator[Outcome]:
+    """Delete those of `ids` that are dead; the tasks that they held back are woken."""
+    freed: dict[tuple[str, str], None] = {}
+
+    def write(transaction: Transaction, rows: Sequence[tuple[str, str, str | None]], now: datetime) -> None:
+        _delete(transaction, rows, now)
+        freed.update({(topic, key): None for _, topic, key in rows if key})
+
+    for outcome in _change(table, Selection(state="dead", ids=tuple(ids)), "outbox-discard", write):
+        try:
+            yield outcome
+        finally:  # also if nobody asks for the next one
+            _wake(table, freed)
+            freed.clear()
+
+
+def _delete(transaction: Transaction, rows: Sequence[tuple[str, str, str | None]], _now: datetime) -> None:
+    if rows:
+        transaction.delete(_TABLE, KeySet(keys=[[id] for id, _, _ in rows]))
+
+
+def _wake(table: TaskTable, keys: Collection[tuple[str, str]]) -> None:
+    """Make the first task of each key due if it is parked: the relay wakes the others behind it.
+
+    Parking ends by itself, so nothing is lost if this is never reached.
+    """
+    if keys:
+        values = {"topics": [topic for topic, _ in keys], "keys": [key for _, key in keys]}
+        fronts = [id for (id,) in table.query(sql.FRONTS, "outbox-wake", values)]
+
+        def work(transaction: Transaction) -> None:
+            rows = transaction.query(sql.locked(sql.IS_PARKED), {"ids": sorted(fronts)})
+            parked = [(id, now) for id, _, _, _, matches, now in rows if matches]
+            transaction.update(_TABLE, ("Id", "AvailableAt"), parked)
+
+        if fronts:
+            table.transact("outbox-wake", work)
+
+
+def _change(table: TaskTable, selection: Selection, tag: str, write: _Write) -> Iterator[Outcome]:
+    chunks = _found(table, selection, tag) if selection.ids is None else _cut(selection.ids)
+    statement = sql.locked(selection.condition)
+    for ids in chunks:
+        # Sorted, so that two commands lock in one order.
+        values = selection.values | {"ids": sorted(ids)}
+
+        def work(transaction: Transaction, values: Mapping[str, Any] = values) -> list[list[Any]]:
+            rows = transaction.query(statement, values)
+            matching = [(id, topic, key) for id, topic, key, _, matches, _ in rows if matches]
+            if matching:
+                write(transaction, matching, rows[0][-1])
+            return rows
+
+        yield _outcome(ids, table.transact(tag, work))
+
+
+def _outcome(ids: Sequence[str], rows: Sequence[Sequence[Any]]) -> Outcome:
+    found = {id for id, *_ in rows}
+    return Outcome(
+        changed=tuple(id for id, _, _, _, matches, _ in rows if matches),
+        left={id: state for id, _, _, state, matches, _ in rows if not matches},
+        missing=tuple(id for id in ids if id not in found),
+    )
+
+
+def _found(table: TaskTable, selection: Selection, tag: str) -> Iterator[list[str]]:
+    """Yield the ids of the selection, some at a time, shard by shard."""
+    state = _state(selection)
+    statement = sql.next_ids(state, selection.values)
+    places = _places(table, selection)
+    for topic, shard in itertools.product(places.get("topics", [None]), places["shards"]):
+        place: dict[str, Any] = {"shards": [shard]} if topic is None else {"shards": [shard], "topics": [topic]}
+        values = selection.values | place | {"limit": CHUNK, "after_id": ""}
+        if state == "sent":
+            values["after"] = selection.since or _LONG_AGO
+        while rows := table.query(statement, tag, values, seconds=LOOK_SECONDS):
+            yield [id for id, _ in rows]
+            values["after_id"] = rows[-1][0]
+            if state == "sent":
+                values["after"] = rows[-1][1]
+
+
+def _places(table: TaskTable, selection: Selection) -> dict[str, Any]:
+    """Return where the index is read: sent tasks of a time lie beside each other whatever their topic."""
+    if selection.state == "sent":
+        return {"shards": list(table.shards)}
+    topics = [selection.topic] if selection.topic is not None else table.topics(MAX_TOPICS)
+    return {"shards": list(table.shards), "topics": topics}
+
+
+def _state(selection: Selection) -> str:
+    if selection.state not in STATES:
+        raise ValueError(f"a selection without ids needs a state, not {selection.state}")
+    return selection.state
+
+
+def _cut(ids: Sequence[str]) -> Iterator[list[str]]:
+    for start in range(0, len(ids), CHUNK):
+        yield list(ids[start : start + CHUNK])

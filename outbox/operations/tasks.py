@@ -1,0 +1,91 @@
+"""Reading tasks: a list, one with its message, those that were just sent."""
+
+import dataclasses
+from base64 import b64decode
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from outbox.message import RawPubsubMessage
+from outbox.operations import sql
+from outbox.operations.changes import MAX_TOPICS, Selection
+from outbox.operations.table import LOOK_SECONDS, TaskTable
+from outbox.states import UNSENT
+
+_COLUMNS = (
+    "Id", "Topic", "Priority", "OrderingKey", "CreatedAt", "AvailableAt", "ExpiresAt", "Attempts", "LastError",
+    "SentAt", "Bytes",
+)  # fmt: skip
+_ALL_COLUMNS = (*_COLUMNS, "Shard", "Sequence", "AtMostOnce", "Data")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """One row, its columns by their names, with its state."""
+
+    state: str
+    columns: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Position:
+    """How far a reader of sent tasks has come: to this SentAt, and in it to this id."""
+
+    sent_at: datetime
+    id: str = ""
+
+
+def listed(table: TaskTable, selection: Selection, limit: int) -> list[Task]:
+    """Return the first `limit` tasks of a state, or of all states of unsent tasks.
+
+    Pending ones by priority, then age; sent ones by SentAt; others by AvailableAt, then priority and age.
+    """
+    found: list[Task] = []
+    values = selection.values | {"shards": list(table.shards)}
+    if selection.state != "sent":
+        values["topics"] = [selection.topic] if selection.topic is not None else table.topics(MAX_TOPICS)
+    for state in (selection.state,) if selection.state else UNSENT:
+        statement = sql.listed(state, ", ".join(_COLUMNS), values)
+        limited = values | {"limit": limit - len(found)}
+        rows = table.query(statement, "outbox-list", limited, seconds=LOOK_SECONDS)
+        found += [Task(state, dict(zip(_COLUMNS, row, strict=True))) for row in rows]
+        if len(found) >= limit:
+            break
+    return found
+
+
+def task(table: TaskTable, id: str) -> Task | None:
+    """Return one task with all its columns, `Data` as bytes, or None if there is none of that id."""
+    rows = table.query(sql.task(", ".join(_ALL_COLUMNS)), "outbox-show", {"id": id})
+    if not rows:
+        return None
+    *values, state = rows[0]
+    columns = dict(zip(_ALL_COLUMNS, values, strict=True))
+    return Task(state, columns | {"Data": b64decode(columns["Data"])})  # the client leaves BYTES as they travel
+
+
+def message_of(data: bytes) -> Any | None:
+    """Return the raw PubsubMessage of a row's `Data`, or None if it is no such message."""
+    message = RawPubsubMessage()
+    try:
+        message.ParseFromString(data)
+    except DecodeError:
+        return None
+    return message
+
+
+def sent_after(table: TaskTable, position: Position, topic: str | None, limit: int) -> list[dict[str, Any]]:
+    """Return the next tasks that were sent behind `position`, in the order of SentAt, then Id: by column.
+
+    A commit that a later read sees has a later timestamp than all that this one sees, so a reader that goes on behind
+    the last row misses none. https://cloud.google.com/spanner/docs/true-time-external-consistency
+    """
+    names = {"topic": topic} if topic is not None else {}
+    values = names | {
+        "shards": list(table.shards), "after": position.sent_at, "after_id": position.id, "limit": limit,
+    }  # fmt: skip
+    rows = table.query(sql.sent_after(names), "outbox-tail", values, seconds=LOOK_SECONDS)
+    columns = ("SentAt", "Id", "Topic", "Priority", "OrderingKey", "Bytes", "CreatedAt")
+    return [dict(zip(columns, row, strict=True)) for row in rows]
