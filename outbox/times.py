@@ -5,16 +5,16 @@ from datetime import UTC, datetime, timedelta
 
 from outbox.settings import Kind
 
-_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
-#: A hundred years: no table is older, and no time before it can be out of range.
-_LONGEST = timedelta(days=36_500)
+_UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+#: A hundred years in seconds: no table is older, and no time before it can be out of range.
+_LONGEST = 36_500 * 86_400
 
 
 def _duration(text: str) -> timedelta:
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)([smhd])", text)
-    if not match or (value := timedelta(**{_UNITS[match[2]]: float(match[1])})) > _LONGEST:
+    if not match or (seconds := float(match[1]) * _UNITS[match[2]]) > _LONGEST:
         raise ValueError(text)
-    return value
+    return timedelta(seconds=seconds)
 
 
 def _seconds(text: str) -> float:
