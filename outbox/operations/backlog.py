@@ -49,6 +49,10 @@ class Line:
         self.oldest = min((each for each in (self.oldest, other.oldest) if each), default=None)
         self.at_least |= other.at_least
 
+    def unpending(self) -> "Line":
+        """Return the line without what is pending."""
+        return dataclasses.replace(self, pending=0, oldest=None, at_least=self.at_least - {"pending"})
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backlog:
@@ -63,7 +67,7 @@ class Backlog:
         """Return all lines as one; what is pending in a paused topic does not count."""
         merged = Line("", 0)
         for line in self.lines:
-            merged.add(dataclasses.replace(line, pending=0, oldest=None) if line.paused else line)
+            merged.add(line.unpending() if line.paused else line)
         return merged
 
     @property
@@ -91,6 +95,9 @@ class Counter:
         """Counts in one place stop at `limit`."""
         self._limit = limit
         self._lines: dict[tuple[str, int], Line] = {}
+        # Lines that come later may be of what was not reached.
+        self._cut: dict[str, set[str]] = defaultdict(set)
+        self._unreached: dict[str, int] = {}
 
     def add(self, rows: Iterable[Sequence[Any]], *names: str) -> None:
         """Add the counts `names` of places that are a shard and a topic."""
@@ -98,10 +105,9 @@ class Counter:
         for shard, topic, priority, state, number, oldest in rows:
             self._add(topic, priority, state, number, oldest)
             full[shard, topic] += number
-        cut = {topic for (_, topic), number in full.items() if number >= self._limit}
-        for line in self._lines.values():
-            if line.topic in cut:
-                line.at_least.update(names)
+        for (_, topic), number in full.items():
+            if number >= self._limit:
+                self._cut[topic].update(names)
 
     def add_sent(self, rows: Sequence[Sequence[Any]]) -> None:
         """Add what was sent, of places that are a shard."""
@@ -132,12 +138,16 @@ class Counter:
                 self._add(topic, priority, state, number, oldest)
         for topic_and_priority in reached.items():
             self._lines[topic_and_priority].at_least.add("pending")
-        return {topic: priority - 1 for topic, priority in reached.items() if priority > _LOWEST}
+        self._unreached = {topic: priority - 1 for topic, priority in reached.items() if priority > _LOWEST}
+        return self._unreached
 
     def lines(self, paused: Collection[str]) -> list[Line]:
         """Return what was added, by topic, then priority."""
         for line in self._lines.values():
             line.paused = line.topic in paused
+            line.at_least |= self._cut.get(line.topic, set())
+            if line.priority <= self._unreached.get(line.topic, _LOWEST - 1):
+                line.at_least.add("pending")
         return sorted(self._lines.values(), key=lambda line: (line.topic, -line.priority))
 
     def _add(self, topic: str, priority: int, name: str, number: int, oldest: datetime | None) -> None:

@@ -1,0 +1,273 @@
+"""How counts that stop early become a backlog: a naive model beside what the statements answer."""
+
+import dataclasses
+from collections import Counter as Numbers
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, cast
+from unittest import mock
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from outbox.operations import backlog, sql
+from outbox.operations.backlog import COUNTS, Backlog, Counter, Line
+from outbox.operations.table import TaskTable
+
+NOW = datetime(2026, 11, 21, 13, tzinfo=UTC)
+LOWEST, HIGHEST = -(2**63), 2**63 - 1
+SHARDS = 3
+#: The state that a count is of, for each range of the index.
+KINDS = {"ready": "pending", "due": "pending", "retrying": "retrying", "scheduled": "scheduled", "dead": "dead"}
+KINDS["sent"] = "sent_last_minute"
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One row; `since` is for how many seconds it is ready or due."""
+
+    shard: int
+    topic: str
+    priority: int
+    kind: str
+    since: int = 0
+
+    @property
+    def count(self) -> str:
+        """The name of the count that it belongs to."""
+        return KINDS[self.kind]
+
+    @property
+    def time(self) -> datetime | None:
+        """Since when it is pending."""
+        return NOW - timedelta(seconds=self.since) if self.count == "pending" else None
+
+
+#: Which tasks a statement counts, and in which order, if in any.
+PARTS: dict[str, tuple[tuple[str, ...], Callable[[Task], Any] | None]] = {
+    sql.COUNT_READY: (("ready",), lambda task: (-task.priority, -task.since)),
+    sql.COUNT_DUE: (("due",), lambda task: -task.since),
+    sql.COUNT_WAITING: (("retrying", "scheduled"), None),
+    sql.COUNT_DEAD: (("dead",), None),
+}
+
+
+class FakeTable:
+    """Answers the statements of a backlog from a list of tasks, as their text says."""
+
+    def __init__(self, tasks: Sequence[Task], paused: Iterable[str] = ()) -> None:
+        """Hold `tasks`."""
+        self._tasks, self._paused = tasks, sorted(paused)
+        self.shards = range(SHARDS)
+        self.asked: list[str] = []
+
+    def topics(self, _count: int, _at: datetime) -> list[str]:
+        """All topics that have an unsent task or a row."""
+        return sorted({task.topic for task in self._tasks if task.kind != "sent"} | set(self._paused))
+
+    def query(self, statement: str, _tag: str, values: Mapping[str, Any], **_: object) -> list[list[Any]]:
+        """Answer one of them."""
+        self.asked.append(statement)
+        if statement == sql.LIVE_WORKERS:
+            return [[2]]
+        if statement == sql.CONTROLS:
+            return [[topic, True, None, None, None] for topic in self._paused]
+        limit, topics = values["limit"], values.get("topics", [])
+        if statement == sql.COUNT_SENT:
+            return _grouped([task for task in self._tasks if task.kind == "sent"], limit, by_topic=False)
+        below = dict(zip(topics, values.get("belows", [HIGHEST] * len(topics)), strict=True))
+        kinds, order = PARTS[statement]
+        tasks = [task for task in self._tasks if task.kind in kinds and task.priority <= below.get(task.topic, LOWEST)]
+        return _grouped([task for task in tasks if task.topic in below], limit, order)
+
+
+def _grouped(
+    tasks: Iterable[Task], limit: int, order: Callable[[Task], Any] | None = None, *, by_topic: bool = True
+) -> list[list[Any]]:
+    """Return (shard, topic, priority, state, number, oldest) of the first `limit` tasks of each place."""
+    places: dict[Any, list[Task]] = defaultdict(list)
+    for task in tasks:
+        places[task.shard, task.topic if by_topic else ""].append(task)
+    rows: list[list[Any]] = []
+    for (shard, _), here in places.items():
+        first = sorted(here, key=order)[:limit] if order else here[:limit]
+        parts: dict[Any, list[Task]] = defaultdict(list)
+        for task in first:
+            parts[task.topic, task.priority, task.count].append(task)
+        rows += [
+            [shard, *part, len(found), min((task.time for task in found if task.time), default=None)]
+            for part, found in parts.items()
+        ]
+    return rows
+
+
+def read(table: FakeTable, limit: int, looks: int = backlog.MAX_LOOKS) -> Backlog:
+    """Return the backlog at NOW."""
+    with mock.patch.object(backlog, "MAX_LOOKS", looks):
+        return backlog._read_at(cast("TaskTable", table), NOW, limit)
+
+
+def truth(tasks: Iterable[Task]) -> dict[tuple[str, int], Numbers[str]]:
+    """Return how many tasks there are, by topic and priority, then by count."""
+    numbers: dict[tuple[str, int], Numbers[str]] = defaultdict(Numbers)
+    for task in tasks:
+        numbers[task.topic, task.priority][task.count] += 1
+    return numbers
+
+
+def pending_since(tasks: Iterable[Task], line: Line) -> list[datetime]:
+    """Return since when the tasks of a line are pending."""
+    return [task.time for task in tasks if (task.topic, task.priority) == (line.topic, line.priority) and task.time]
+
+
+TASKS = st.lists(
+    st.builds(
+        Task,
+        shard=st.integers(0, SHARDS - 1),
+        topic=st.sampled_from(["a", "b"]),
+        priority=st.sampled_from([0, 50, 100, 1, 2, 3, -7, LOWEST, HIGHEST]),
+        kind=st.sampled_from(["ready", "ready", "ready", *KINDS]),
+        since=st.integers(0, 50),
+    ),
+    max_size=60,
+)
+
+
+@given(TASKS, st.integers(1, 6), st.sampled_from([1, 2, 3, backlog.MAX_LOOKS]))
+@example([Task(0, "a", 1, "due"), Task(0, "a", 5, "due"), Task(0, "a", 5, "dead")], 1, 20)
+@example([Task(0, "a", 9, "ready"), Task(0, "a", 5, "ready"), Task(0, "a", 5, "dead")], 1, 1)
+@example([Task(0, "a", 9, "ready"), Task(0, "a", 9, "ready"), Task(1, "a", 5, "ready"), Task(1, "a", 5, "ready")], 2, 1)
+def test_a_count_is_exact_or_named_as_a_lower_bound(tasks: list[Task], limit: int, looks: int):
+    """Also where the looks come to an end early: what is not said to be a bound can be relied on."""
+    found, true = read(FakeTable(tasks), limit, looks), truth(tasks)
+    lines = {(line.topic, line.priority): line for line in found.lines}
+    assert set(lines) <= set(true)
+    for place, line in lines.items():
+        for name in COUNTS:
+            if name in line.at_least:
+                assert 0 <= getattr(line, name) <= true[place][name]
+            else:
+                assert getattr(line, name) == true[place][name]
+    for topic, priority in set(true) - set(lines):
+        for name in true[topic, priority]:
+            assert any(name in line.at_least for line in found.lines if name.startswith("sent") or line.topic == topic)
+    for name in COUNTS:
+        whole = sum(numbers[name] for numbers in true.values())
+        number = getattr(found.total, name)
+        assert number == whole or (number < whole and name in found.total.at_least)
+
+
+@given(TASKS)
+def test_without_a_limit_everything_is_counted(tasks: list[Task]):
+    """`--exact` names no count, asks each question once, and knows every oldest task."""
+    table = FakeTable(tasks)
+    found, true = read(table, backlog._NO_LIMIT), truth(tasks)
+    assert {(line.topic, line.priority): {name: getattr(line, name) for name in COUNTS} for line in found.lines} == {
+        place: {name: numbers[name] for name in COUNTS} for place, numbers in true.items()
+    }
+    assert not any(line.at_least for line in found.lines)
+    assert table.asked.count(sql.COUNT_READY) <= 1
+    for line in found.lines:
+        times = [
+            task.time for task in tasks if (task.topic, task.priority) == (line.topic, line.priority) and task.time
+        ]
+        assert line.oldest == min(times, default=None)
+    assert found.lines == sorted(found.lines, key=lambda line: (line.topic, -line.priority))
+
+
+@given(TASKS, st.integers(1, 4))
+def test_every_priority_is_found_however_many_are_above_it(tasks: list[Task], limit: int):
+    """Each look that is cut goes on below what it reached, so the ready tasks of all priorities show."""
+    table = FakeTable(tasks)
+    found = read(table, limit)
+    ready = {(task.topic, task.priority) for task in tasks if task.kind == "ready"}
+    lines = {(line.topic, line.priority): line for line in found.lines}
+    assert ready <= set(lines)
+    assert all(lines[place].pending for place in ready)
+    most = max(Numbers(topic for topic, _ in ready).values(), default=0)
+    assert table.asked.count(sql.COUNT_READY) <= most + 1
+
+
+@given(TASKS, st.integers(1, 6))
+def test_the_oldest_is_right_where_due_tasks_are_not_cut(tasks: list[Task], limit: int):
+    """Ready tasks of a priority are cut at the youngest, so the oldest of it is always among those that are read."""
+    due = Numbers((task.shard, task.topic) for task in tasks if task.kind == "due")
+    for line in read(FakeTable(tasks), limit).lines:
+        times = [
+            task.time for task in tasks if (task.topic, task.priority) == (line.topic, line.priority) and task.time
+        ]
+        if all(due[shard, line.topic] <= limit for shard in range(SHARDS)):
+            assert line.oldest == min(times, default=None)
+        elif line.oldest:
+            assert line.oldest in times
+
+
+@given(TASKS, st.integers(1, 6), st.sets(st.sampled_from(["a", "b", "row only"])))
+def test_what_is_pending_in_a_paused_topic_is_of_no_total(tasks: list[Task], limit: int, paused: set[str]):
+    """Neither its number, nor its age, nor that it stopped early; everything else of the topic counts."""
+    found = read(FakeTable(tasks, paused), limit)
+    going = [line for line in found.lines if line.topic not in paused]
+    total = found.total
+    assert all(line.paused == (line.topic in paused) for line in found.lines)
+    assert total.pending == sum(line.pending for line in going)
+    assert total.dead == sum(line.dead for line in found.lines)
+    assert total.sent_last_minute == sum(line.sent_last_minute for line in found.lines)
+    assert ("pending" in total.at_least) == any("pending" in line.at_least for line in going)
+    oldest = min((line.oldest for line in going if line.oldest), default=None)
+    assert total.oldest == oldest
+    assert (found.oldest.oldest if found.oldest else None) == oldest
+    assert found.oldest is None or found.oldest in going
+    assert found.age(found.oldest) == (0.0 if oldest is None else (NOW - oldest).total_seconds())
+
+
+@given(TASKS, st.integers(1, 6), st.sets(st.sampled_from(["a", "b"])))
+def test_a_topic_is_the_sum_of_its_lines(tasks: list[Task], limit: int, paused: set[str]):
+    """Whether it is paused or not; making the sum changes no line."""
+    found = read(FakeTable(tasks, paused), limit)
+    before = [dataclasses.replace(line, at_least=set(line.at_least)) for line in found.lines]
+    topics = found.topics()
+    assert list(topics) == sorted({line.topic for line in found.lines})
+    for topic, merged in topics.items():
+        own = [line for line in found.lines if line.topic == topic]
+        assert merged.paused == (topic in paused)
+        assert merged.oldest == min((line.oldest for line in own if line.oldest), default=None)
+        assert merged.at_least == set().union(*(line.at_least for line in own))
+        assert all(getattr(merged, name) == sum(getattr(line, name) for line in own) for name in COUNTS)
+    assert found.total.retrying == sum(line.retrying for line in found.lines)
+    assert found.lines == before
+
+
+def test_the_lowest_priority_of_all_ends_the_looks():
+    """There is nothing below it to ask for."""
+    counter = Counter(limit=2)
+    assert counter.add_ready([[0, "a", LOWEST, "pending", 2, NOW]]) == {}
+    assert counter.add_ready([[0, "a", LOWEST + 1, "pending", 2, NOW]]) == {"a": LOWEST}
+    assert [(line.priority, line.at_least) for line in counter.lines(())] == [
+        (LOWEST + 1, {"pending"}),
+        (LOWEST, {"pending"}),
+    ]
+
+
+def test_what_no_shard_reached_is_not_added():
+    """One shard is full of urgent tasks: the others' tasks of lower priority are of the next look."""
+    counter = Counter(limit=3)
+    rows = [
+        [0, "a", 9, "pending", 3, NOW],
+        [1, "a", 9, "pending", 1, NOW - timedelta(1)],
+        [1, "a", 5, "pending", 1, NOW],
+        [1, "b", 5, "pending", 1, NOW],
+    ]
+    assert counter.add_ready(rows) == {"a": 8}
+    assert counter.lines({"b"}) == [
+        Line("a", 9, pending=4, oldest=NOW - timedelta(1), at_least={"pending"}),
+        Line("b", 5, paused=True, pending=1, oldest=NOW),
+    ]
+
+
+def test_an_empty_backlog_has_no_age():
+    """Nothing waits, and nothing is oldest; a task of the future is no negative age."""
+    empty = Backlog(NOW, 0, [])
+    assert (empty.total, empty.oldest, empty.topics(), empty.age(None)) == (Line("", 0), None, {}, 0.0)
+    assert empty.age(Line("a", 0)) == 0.0
+    assert empty.age(Line("a", 0, oldest=NOW + timedelta(seconds=1))) == 0.0
