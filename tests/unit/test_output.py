@@ -1,0 +1,189 @@
+"""What commands print: whatever a row holds, no terminal and no program is harmed by it."""
+
+import json
+import unicodedata
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from outbox.cli import tasks
+from outbox.cli.output import as_json, cell, escaped, note, table
+
+TIME = datetime(2026, 11, 21, 13, 0, 0, 5, tzinfo=UTC)
+#: Control codes of both sets, format characters, separators, unassigned and lone surrogates among all others.
+TEXT = st.text(st.characters(exclude_categories=()), max_size=30)
+CONTROLS = "\x00\x07\x08\n\r\t\x1b[31m\x7f\x80\x85\x9b31m\xad\u200b\u200d\u200e\u202e\u2028\u2029\u2066\ufeff\U000e0001"
+
+
+def harmless(text: str) -> bool:
+    """Whether a terminal shows each character of `text` and obeys none: no control, format or separator character."""
+    return all(each == " " or unicodedata.category(each)[0] not in "CZ" for each in text)
+
+
+@given(TEXT)
+@example(CONTROLS)
+def test_no_control_code_is_left_by_escaped(text: str):
+    """Of all of Unicode; what is printable stays as it is."""
+    shown = escaped(text)
+    assert harmless(shown)
+    shown.encode()
+    if harmless(text):
+        assert shown == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("", ""),
+        ("Grüße, 東京 🎉", "Grüße, 東京 🎉"),
+        ("a\nb\r\tc", r"a\nb\r\tc"),
+        ("\x1b[2J", r"\x1b[2J"),
+        ("\x9b2J", r"\x9b2J"),
+        ("a\xa0b", r"a\xa0b"),
+        ("txt\u202egpj", r"txt\u202egpj"),
+        ("\U000e0001", r"\U000e0001"),
+        ("\ud800", r"\ud800"),
+        ("\\", "\\"),
+    ],
+)
+def test_what_is_not_printable_is_written_as_python_writes_it(text: str, shown: str):
+    """And can be read as that."""
+    assert escaped(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, ""),
+        (0, "0"),
+        (-1_234_567, "-1,234,567"),
+        (2**63 - 1, "9,223,372,036,854,775,807"),
+        (True, "True"),
+        (1.5, "1.5"),
+        (TIME, "2026-11-21T13:00:00.000005Z"),
+        (TIME.astimezone(timezone(timedelta(hours=2))), "2026-11-21T13:00:00.000005Z"),
+        ("\x1b", r"\x1b"),
+    ],
+)
+def test_a_cell_is_readable(value: object, shown: str):
+    """NULL is empty, numbers have their thousands, times are in UTC."""
+    assert cell(value) == shown
+
+
+def test_texts_stand_to_the_left_and_numbers_to_the_right():
+    """A column is one of numbers if all of it is: NULL and counts that stopped early are."""
+    rows = [["orders", 1_000, ">= 20,000", 5, None, "x"], ["a", 7, 3, "none", 0.5, None]]
+    assert table(("TOPIC", "PENDING", "DEAD", "MIXED", "N", "END"), rows).split("\n") == [
+        "TOPIC   PENDING       DEAD  MIXED    N  END",
+        "orders    1,000  >= 20,000  5           x",
+        "a             7          3  none   0.5",
+    ]
+
+
+def test_a_table_without_rows_is_its_heads():
+    """To the left, as nothing says that they are numbers."""
+    assert table(("TOPIC", "N"), []) == "TOPIC  N"
+    assert table(("LONG", "N"), iter([("a", 1)])) == "LONG  N\na     1"
+
+
+@given(st.lists(st.tuples(TEXT, st.integers(), st.one_of(st.none(), st.integers(), TEXT)), max_size=5))
+@example([(CONTROLS, 1, None)])
+def test_a_table_has_a_line_for_each_row_and_straight_columns(rows: list[tuple[Any, ...]]):
+    """Whatever is in the rows: no text breaks a line, and each column begins or ends in one place."""
+    lines = table(("TEXT", "NUMBER", "ANY"), rows).split("\n")
+    assert len(lines) == 1 + len(rows)
+    assert all(harmless(line) for line in lines)
+    width = max([4, *(len(cell(text)) for text, _, _ in rows)])
+    end = width + 2 + max([6, *(len(cell(number)) for _, number, _ in rows)])
+    for line, (text, number, _) in zip(lines[1:], rows, strict=True):
+        assert line[:end] == cell(text).ljust(width) + cell(number).rjust(end - width)
+
+
+@given(st.recursive(TEXT | st.integers() | st.none(), lambda inner: st.dictionaries(TEXT, inner) | st.lists(inner)))
+@example({CONTROLS: [CONTROLS]})
+def test_json_is_one_line_without_control_codes(value: object):
+    """Its reader gets every character back; `--json` is read by people, too."""
+    line = as_json(value)
+    assert harmless(line)
+    line.encode()
+    assert json.loads(line) == value
+
+
+def test_json_is_for_people_and_programs():
+    """Times are RFC 3339, letters of all languages stay; what has no JSON is an error of ours and not hidden."""
+    assert as_json({"at": TIME, "text": "Grüße 🎉"}) == '{"at": "2026-11-21T13:00:00.000005Z", "text": "Grüße 🎉"}'
+    assert as_json("a\u2028\x9b\U000e0001") == r'"a\u2028\u009b\udb40\udc01"'
+    with pytest.raises(TypeError, match="bytes has no JSON"):
+        as_json({"data": b""})
+
+
+def test_a_note_goes_to_stderr(capsys: pytest.CaptureFixture[str]):
+    """What is no answer is not in the way of a program that reads the answer."""
+    note("following")
+    assert capsys.readouterr() == ("", "outbox: following\n")
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "lines"),
+    [
+        (b'{"b": [1, "x"], "a": null}', "JSON", ["{", '  "b": [', "    1,", '    "x"', "  ],", '  "a": null', "}"]),
+        (b"7", "JSON", ["7"]),
+        (b' "a"\n', "JSON", ['"a"']),
+        ('"Grüße"'.encode(), "JSON", ['"Grüße"']),
+        (rb'"\u001b[2J\u009b"', "JSON", [r'"\u001b[2J\x9b"']),
+        (rb'"\ud800"', "JSON", [r'"\ud800"']),
+        (b"{not JSON}", "text", ["{not JSON}"]),
+        (b"a\r\nb\n\n\tc", "text", ["a", "b", "", "        c"]),
+        ("Grüße 🎉".encode(), "text", ["Grüße 🎉"]),
+        ("👨\u200d👩".encode(), "text", [r"👨\u200d👩"]),
+        ("a\xa0b\u202ec".encode(), "text", [r"a\xa0b\u202ec"]),
+        (b"[" * 100_000, "text", ["[" * 100_000]),
+        (b"9" * 5_000, "text", ["9" * 5_000]),
+        (b"a\x00b", "hex", ["61 00 62"]),
+        (b"\x1b[2J", "hex", ["1b 5b 32 4a"]),
+        ("\x9b2J".encode(), "hex", ["c2 9b 32 4a"]),
+        (b"\xff\xfe", "hex", ["ff fe"]),
+        (b"a\xc3", "hex", ["61 c3"]),
+        (b"\xed\xa0\x80", "hex", ["ed a0 80"]),
+        (bytes(33), "hex", [" ".join(["00"] * 32), "00"]),
+    ],
+)
+def test_data_is_shown_as_what_it_is(data: bytes, kind: str, lines: list[str]):
+    """JSON with its indents, other text by its lines, and hex for what is no text or holds control codes."""
+    assert tasks._readable(data, whole=True) == (kind, lines)
+
+
+@given(st.binary(max_size=80) | TEXT.map(lambda text: text.encode(errors="surrogatepass")), st.booleans())
+def test_no_data_reaches_the_terminal_as_it_is(data: bytes, whole: bool):
+    """Whatever was published: what is shown has no control code."""
+    kind, lines = tasks._readable(data, whole=whole)
+    assert kind in ("JSON", "text", "hex")
+    assert all(harmless(line) for line in lines)
+
+
+@pytest.mark.parametrize("before", range(4))
+def test_a_character_that_is_cut_makes_no_hex_of_a_text(before: int, monkeypatch: pytest.MonkeyPatch):
+    """The limit is in bytes, a character may have four: the part of it that is left is left out."""
+    monkeypatch.setattr(tasks, "SHOWN_BYTES", 8)
+    data = ("a" * (5 + before) + "🎉" + "b" * 20).encode()
+    shown = list(tasks._data_lines(data))
+    assert shown == [
+        f"Data         {len(data)} bytes, text",
+        "  " + ("a" * (5 + before))[:8],
+        f"  ... {len(data) - 8} more bytes: --raw writes all",
+    ]
+
+
+def test_data_is_shown_to_its_limit(monkeypatch: pytest.MonkeyPatch):
+    """A message of the limit is shown whole, one byte more is told; JSON that is cut is text, none has no lines."""
+    monkeypatch.setattr(tasks, "SHOWN_BYTES", 4)
+    assert list(tasks._data_lines(b"[12]")) == ["Data         4 bytes, JSON", "  [", "    12", "  ]"]
+    assert list(tasks._data_lines(b"[12 ]")) == [
+        "Data         5 bytes, text",
+        "  [12 ",
+        "  ... 1 more bytes: --raw writes all",
+    ]
+    assert list(tasks._data_lines(b"")) == ["Data         0 bytes"]
