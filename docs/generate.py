@@ -109,7 +109,8 @@ def _settings() -> str:
     parts = [
         SETTINGS_INTRO,
         "## Database",
-        "For `publishworker run`, `drain`, `check` and `outbox schema apply`.",
+        "For `publishworker run`, `drain`, `check`, `outbox schema apply` and [all commands of \
+operators](../operations/commands.md).",
         _table(("flag", "variable", "default", "allowed", "meaning"), map(_row, database)),
         "## Worker",
         "For `publishworker run`, `drain` and `check`.",

@@ -141,9 +141,11 @@ def _text(backlog: "Backlog") -> str:
         [line.topic + (" (paused)" if line.paused else ""), line.priority, *cells(backlog, line)]
         for line in backlog.lines
     ]
-    name = "all, but what is pending of paused topics" if any(line.paused for line in backlog.lines) else "all"
-    rows.append([name, None, *cells(backlog, backlog.total)])
-    return f"{head}\n{table(('TOPIC', 'PRIORITY', *HEADS), rows)}"
+    rows.append(["all", None, *cells(backlog, backlog.total)])
+    text = f"{head}\n{table(('TOPIC', 'PRIORITY', *HEADS), rows)}"
+    if any(line.paused for line in backlog.lines):
+        text += "\nPENDING and OLDEST of all leave out paused topics"
+    return text
 
 
 def _number(name: str, value: int, at_least: set[str]) -> object:

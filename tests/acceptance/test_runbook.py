@@ -1,0 +1,158 @@
+"""Every command of the operations pages that show situations is run in one, and its output compared with the page."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import spanner
+from google.cloud.spanner_v1.database import Database
+
+from outbox import schema
+from outbox.emulators import Emulators
+from outbox.errors import NotReached
+from tests.support.gateway import Gateway, running_gateway
+from tests.support.processes import ROOT, clean_environment
+from tests.support.pubsub import PubSub
+from tests.support.situations import SITUATIONS, Place
+from tests.support.spanner import ADMIN_SECONDS
+from tests.support.waiting import eventually
+
+PAGES = ROOT / "docs/operations"
+EVERYWHERE = [(page, title) for page, situations in SITUATIONS.items() for title in situations]
+#: A command is killed after it.
+COMMAND_SECONDS = 60.0
+#: `outbox status` reads what was there this long ago.
+STALE_SECONDS = 10.0
+
+TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)")
+DURATION = re.compile(r"\b\d+(\.\d+)?( s|[smhd]( \d+[smh])?)\b")
+
+
+def sections(page: str) -> dict[str, str]:
+    """Return the text below each second-level heading that shows commands."""
+    parts = re.split(r"^## (.+)\n", (PAGES / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {title: text for title, text in zip(parts[1::2], parts[2::2], strict=True) if "```console" in text}
+
+
+def shown(text: str) -> list[tuple[str, list[str]]]:
+    """Return each command of the text's console blocks, with the lines that the page shows below it."""
+    found: list[tuple[str, list[str]]] = []
+    for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", "").splitlines():
+            if line.startswith("$ "):
+                found.append((line[2:], []))
+            else:
+                found[-1][1].append(line)
+    return found
+
+
+def normal(line: str) -> str:
+    """Return a line without what differs from run to run: times, durations, the width of columns."""
+    return re.sub(r" +", " ", DURATION.sub("DURATION", TIME.sub("TIME", line))).strip()
+
+
+def matches(lines: list[str], expected: list[str]) -> bool:
+    """Compare; a line `...` of the page stands for any number of lines."""
+    pattern = "".join(r"(?:.*\n)*?" if line == "..." else re.escape(normal(line)) + r"\n" for line in expected)
+    return re.fullmatch(pattern, "".join(normal(line) + "\n" for line in lines)) is not None
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[Gateway]:
+    """A Spanner emulator that `gcloud` reaches, too."""
+    with contextlib.ExitStack() as stack:
+        try:
+            yield stack.enter_context(running_gateway())
+        except NotReached as error:
+            if os.environ.get("CI"):
+                pytest.fail(str(error))
+            pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def places(
+    gateway: Gateway, emulators: Emulators, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[tuple[str, str], Place]]:
+    """A database for each situation, arranged at once, so that the staleness of `outbox status` passes once."""
+    found = {}
+    pubsub = PubSub.on(emulators.pubsub_host)
+    for number, (page, title) in enumerate(EVERYWHERE):
+        project = f"runbook-{number}"
+        directory = tmp_path_factory.mktemp(project)
+        environment = clean_environment() | emulators.environment() | gateway.gcloud(emulators.pubsub_host, directory)
+        environment |= {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}",
+            "SPANNER_EMULATOR_HOST": gateway.spanner_host,
+            "OUTBOX_PROJECT": project,
+            "OUTBOX_INSTANCE": "main",
+            "OUTBOX_DATABASE": "shop",
+            "OUTBOX_HEARTBEAT_FILE": str(directory / "heartbeat"),
+            "PYTHONUNBUFFERED": "1",  # both streams in the order in which they were written
+        }
+        database = _database(gateway.spanner_host, project)
+        found[page, title] = place = Place(project, database, pubsub, directory, environment)
+        SITUATIONS[page][title](place)
+    arranged = time.monotonic()
+    with _hearts(found.values()):
+        eventually(lambda: time.monotonic() - arranged > STALE_SECONDS, seconds=60, message="ten seconds of age")
+        yield found
+
+
+def _database(host: str, project: str) -> Database:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPANNER_EMULATOR_HOST", host)
+        client = spanner.Client(project=project, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
+    instance = client.instance("main", configuration_name=f"projects/{project}/instanceConfigs/emulator-config")
+    instance.create().result(timeout=ADMIN_SECONDS)
+    database = instance.database("shop", ddl_statements=schema.statements())
+    database.create().result(timeout=ADMIN_SECONDS)
+    return database
+
+
+@contextlib.contextmanager
+def _hearts(places: "Iterator[Place] | list[Place]") -> Iterator[None]:
+    """Let the workers of all places write their rows, as live ones do."""
+    stop = threading.Event()
+    everywhere = [place for place in places if place.live_workers]
+
+    def beat() -> None:
+        while not stop.wait(2):
+            for place in everywhere:
+                place.workers(place.live_workers)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+
+
+def run(command: str, place: Place) -> list[str]:
+    """Run a line of the page in a shell and return what it printed, with the project of the page."""
+    done = subprocess.run(
+        ["bash", "-c", command], env=place.environment, cwd=place.directory, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=COMMAND_SECONDS, check=False, text=True,
+    )  # fmt: skip
+    return done.stdout.replace(place.project, "my-project").splitlines()
+
+
+@pytest.mark.parametrize("page", SITUATIONS)
+def test_every_section_with_commands_has_a_situation(page: str):
+    """A new section needs one in which its commands are run, and no situation is without its section."""
+    assert set(sections(page)) == set(SITUATIONS[page])
+
+
+@pytest.mark.parametrize(("page", "title"), EVERYWHERE)
+def test_the_commands_of_a_section_print_what_it_shows(page: str, title: str, places: dict[tuple[str, str], Place]):
+    """One after the other, as a person on call would."""
+    for command, expected in shown(sections(page)[title]):
+        printed = run(command, places[page, title])
+        assert matches(printed, expected), f"$ {command}\n" + "\n".join(printed)

@@ -1,0 +1,216 @@
+"""The situations of the runbook: what a database, and what is around it, looks like in each of them."""
+
+import base64
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from google.api_core.exceptions import AlreadyExists
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
+from google.cloud.spanner_v1.database import Database
+
+from outbox.message import build
+from outbox.states import NEVER
+from publishworker.messages import topic_name
+from tests.support.pubsub import PubSub
+
+COLUMNS = (
+    "Id", "Topic", "Data", "Priority", "OrderingKey", "CreatedAt", "AvailableAt", "Attempts", "LastError", "SentAt",
+)  # fmt: skip
+NOT_FOUND = "not_found: 404 Topic not found"
+
+
+@dataclasses.dataclass(slots=True)
+class Place:
+    """One database of its own project, the emulators' topics of that project, and variables for the commands."""
+
+    project: str
+    database: Database
+    pubsub: PubSub
+    directory: Path
+    environment: dict[str, str]
+    live_workers: int = 0
+
+    def topics(self, *ids: str) -> None:
+        """Have these topics in Pub/Sub."""
+        for id in ids:
+            with contextlib.suppress(AlreadyExists):
+                self.pubsub.publisher.create_topic(name=topic_name(id, self.project))
+
+    def tasks(self, names: Sequence[str], topic: str, *, ago: timedelta = timedelta(0), **columns: Any) -> None:
+        """Insert tasks registered `ago`; `columns` are those of the table."""
+        created = datetime.now(UTC) - ago if ago else COMMIT_TIMESTAMP
+        rows = []
+        for name in names:
+            data, _ = build(
+                message=b'{"order": "%s", "cents": 1999}' % name.encode(),
+                attributes={"kind": "placed"},
+                task_id=name,
+                topic=topic,
+                ordering_key="",
+            )
+            row = {"Id": name, "Topic": topic, "Data": base64.b64encode(data), "Priority": 50, "CreatedAt": created}
+            row |= {"Attempts": 0} | columns
+            rows.append([row.get(column) for column in COLUMNS])
+        for start in range(0, len(rows), 100):
+            with self.database.batch() as batch:
+                batch.insert("AsynchronousTasks", COLUMNS, rows[start : start + 100])
+
+    def workers(self, count: int) -> None:
+        """Have live workers: they have just written their rows. Whoever wants them to live on repeats it."""
+        self.live_workers = count
+        with self.database.batch() as batch:
+            names = [(f"publishworker-{number}", datetime.now(UTC), COMMIT_TIMESTAMP) for number in range(count)]
+            batch.insert_or_update("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt"), names)
+
+
+def _ids(prefix: str, count: int) -> list[str]:
+    return [f"{prefix}-{number}" for number in range(1, count + 1)]
+
+
+MINUTES, HOURS, DAYS = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def backlog_grows(place: Place) -> None:
+    """No worker lives, two topics wait."""
+    place.topics("orders", "invoices")
+    place.tasks(_ids("order", 120), "orders", ago=10 * MINUTES)
+    place.tasks(_ids("invoice", 3), "invoices", ago=4 * MINUTES)
+
+
+def oldest_age(place: Place) -> None:
+    """A topic is paused, and an old task of low priority waits in another."""
+    place.topics("orders", "reports")
+    place.workers(2)
+    place.tasks(_ids("order", 40), "orders", ago=2 * HOURS)
+    with place.database.batch() as batch:
+        batch.insert("AsynchronousTaskTopics", ("Topic", "Paused"), [("orders", True)])
+    place.tasks(["report-7"], "reports", ago=3 * HOURS, Priority=0)
+
+
+def topic_deleted(place: Place) -> None:
+    """The topic is not there; its tasks were probed, one of them until it was dead."""
+    place.tasks(_ids("order", 9), "orders", ago=2 * DAYS, Attempts=4, AvailableAt=_now() + HOURS, LastError=NOT_FOUND)
+    place.tasks(["order-10"], "orders", ago=2 * DAYS, Attempts=10, AvailableAt=NEVER, LastError=NOT_FOUND)
+
+
+def acked_by_mistake(place: Place) -> None:
+    """Tasks were sent within the last two hours, and before."""
+    place.topics("orders")
+    place.tasks(_ids("early", 5), "orders", ago=5 * HOURS, SentAt=_now() - 5 * HOURS)
+    place.tasks(_ids("order", 30), "orders", ago=HOURS, SentAt=_now() - HOURS)
+    place.tasks(_ids("invoice", 4), "invoices", ago=HOURS, SentAt=_now() - HOURS)
+
+
+def poison(place: Place) -> None:
+    """Two tasks are dead."""
+    place.topics("orders")
+    error = "invalid_argument: 400 The value for message.data is refused by the schema of the topic"
+    place.tasks(["order-17"], "orders", ago=HOURS, Attempts=1, AvailableAt=NEVER, LastError=error)
+    place.tasks(["order-18"], "orders", ago=HOURS, Attempts=1, AvailableAt=NEVER, LastError=error, OrderingKey="ann")
+
+
+def pubsub_away(place: Place) -> None:
+    """Nothing listens where Pub/Sub was."""
+    place.tasks(_ids("order", 25), "orders", ago=3 * MINUTES)
+    place.environment["PUBSUB_EMULATOR_HOST"] = "127.0.0.1:9"
+
+
+def spanner_away(place: Place) -> None:
+    """Nothing listens where Spanner was."""
+    place.environment["SPANNER_EMULATOR_HOST"] = "127.0.0.1:9"
+
+
+def duplicates(place: Place) -> None:
+    """Tasks of days ago were sent again a moment ago."""
+    place.topics("orders")
+    place.workers(2)
+    place.tasks(_ids("order", 3), "orders", ago=3 * DAYS, SentAt=_now() - MINUTES)
+    place.tasks(_ids("order-new", 1), "orders", ago=2 * MINUTES, SentAt=_now() - 2 * MINUTES)
+
+
+def too_large(place: Place) -> None:
+    """Many sent tasks, some of them old; a dead one and a pending one that are older."""
+    place.tasks(_ids("old", 300), "orders", ago=20 * DAYS, SentAt=_now() - 20 * DAYS)
+    place.tasks(_ids("young", 20), "orders", ago=DAYS, SentAt=_now() - DAYS)
+    place.tasks(["dead-1"], "orders", ago=40 * DAYS, AvailableAt=NEVER, Attempts=10, LastError=NOT_FOUND)
+    place.tasks(["pending-1"], "orders", ago=40 * DAYS)
+
+
+def worker_hangs(place: Place) -> None:
+    """One worker of two writes its row, the other one's heartbeat file is old."""
+    place.workers(1)
+    place.tasks(_ids("order", 60), "orders", ago=MINUTES)
+    heartbeat = place.directory / "heartbeat"
+    heartbeat.touch()
+    old = _now().timestamp() - 300
+    os.utime(heartbeat, (old, old))
+    place.environment["OUTBOX_HEARTBEAT_FILE"] = str(heartbeat)
+
+
+def bad_deploy(place: Place) -> None:
+    """The new worker wants an index that the database has not."""
+    place.topics("orders")
+    place.tasks(_ids("order", 8), "orders", ago=3 * MINUTES)
+    place.database.update_ddl(["DROP INDEX AsynchronousTasksInOrder"]).result(timeout=30)
+
+
+def restored(place: Place) -> None:
+    """What had been sent after the backup is unsent again."""
+    place.topics("orders", "invoices")
+    # Before the time that stands in the page.
+    ago = _now() - datetime(2026, 11, 20, 12, tzinfo=UTC)
+    place.tasks(_ids("order", 12), "orders", ago=ago)
+    place.tasks(_ids("invoice", 2), "invoices", ago=ago)
+
+
+def sent_and_dead(place: Place) -> None:
+    """Thirty tasks were sent an hour ago; one waits for its next attempt, one is dead."""
+    place.topics("orders")
+    place.tasks(_ids("order", 30), "orders", ago=HOURS, SentAt=_now() - HOURS)
+    retrying = {"Attempts": 2, "AvailableAt": _now() + HOURS, "LastError": "unavailable: 503 no answer"}
+    place.tasks(["order-31"], "orders", ago=10 * MINUTES, **retrying)
+    place.tasks(["order-32"], "orders", ago=10 * MINUTES, Attempts=10, AvailableAt=NEVER, LastError="internal: 500")
+    place.tasks(["order-33"], "orders", ago=10 * MINUTES, Attempts=10, AvailableAt=NEVER, LastError=NOT_FOUND)
+
+
+def a_day(place: Place) -> None:
+    """A little of everything."""
+    place.topics("orders", "invoices", "mails")
+    place.workers(2)
+    place.tasks(_ids("order", 30), "orders", ago=10 * MINUTES)
+    place.tasks(_ids("urgent", 4), "orders", ago=4 * MINUTES, Priority=100)
+    retrying = {"Attempts": 2, "AvailableAt": _now() + HOURS, "LastError": "unavailable: 503 no answer"}
+    place.tasks(["order-31", "order-32"], "orders", ago=10 * MINUTES, **retrying)
+    place.tasks(["order-33"], "orders", ago=10 * MINUTES, Attempts=10, AvailableAt=NEVER, LastError=NOT_FOUND)
+    place.tasks(_ids("invoice", 6), "invoices", ago=HOURS, AvailableAt=_now() + DAYS)
+    place.tasks(_ids("mail", 2), "mails", ago=9 * MINUTES, SentAt=_now() - 5 * MINUTES)
+
+
+#: By the page, and by its headings that show commands.
+SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
+    "retry.md": {"A few tasks": sent_and_dead, "Many tasks": sent_and_dead, "By SQL": sent_and_dead},
+    "commands.md": {"Status": a_day, "List, show, tail": a_day, "Purge and discard": a_day},
+    "runbook.md": {
+        "The backlog grows": backlog_grows,
+        "The oldest age alarms": oldest_age,
+        "A topic was deleted": topic_deleted,
+        "A subscriber acknowledged by mistake": acked_by_mistake,
+        "A poison message": poison,
+        "Pub/Sub is away": pubsub_away,
+        "Spanner is away": spanner_away,
+        "A storm of duplicates": duplicates,
+        "The table is too large": too_large,
+        "A worker hangs": worker_hangs,
+        "A deploy goes wrong": bad_deploy,
+        "The database was restored or cloned": restored,
+    },
+}
