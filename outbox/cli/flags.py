@@ -90,7 +90,8 @@ def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
     where = "stdin" if options.ids_file == "-" else options.ids_file
     try:
         data = sys.stdin.buffer.read() if options.ids_file == "-" else Path(options.ids_file).read_bytes()
-        lines = data.decode().splitlines()
+        # Not splitlines: it ends a line at characters that a line of JSON may hold as they are.
+        lines = data.decode().split("\n")
     except OSError as error:
         raise SettingError(f"--ids-file: {where!r} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -106,7 +107,7 @@ def _id(line: str, where: str) -> str:
     if line.startswith(("{", '"')):
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise SettingError(f"{where}: {line[:80]!r} is no JSON, as which a line is read that begins so") from None
     if isinstance(value, dict):
         value = value.get("id")
@@ -116,13 +117,34 @@ def _id(line: str, where: str) -> str:
         raise SettingError(f"{where}: {str(value)[:80]!r} is no id: ids have {ID.allowed}") from None
 
 
-def again(name: str, options: argparse.Namespace, **flags: str) -> str:
-    """Return the command line that goes on with the same selection, its flags replaced or added by `flags`."""
+def again(name: str, options: argparse.Namespace, *more: str, **flags: str) -> str:
+    """Return the command line that goes on with the same selection, its flags replaced or added by `flags` and `more`.
+
+    It can be copied from a terminal to a shell, whatever the values hold.
+    """
     given = {field.flag: getattr(options, field.name, None) for field in fields_of(DatabaseSettings)}
     given |= {
         flag: getattr(options, flag[2:].replace("-", "_"), None)
         for flag in ("--ids-file", "--state", "--topic", "--error")
     }
     given |= {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
-    words = [word for flag, value in given.items() if value for word in (flag, value)]
-    return shlex.join(["outbox", name, *words, *getattr(options, "ids", [])])
+    words = ["outbox", name]
+    for flag, value in given.items():
+        # A value that looks like a flag would be read as one.
+        words += [] if not value else [f"{flag}={value}"] if value.startswith("-") else [flag, value]
+    ids = getattr(options, "ids", [])
+    end = ["--"] if any(id.startswith("-") for id in ids) else []
+    return " ".join(map(_quoted, [*words, *more, *end, *ids]))
+
+
+def _quoted(word: str) -> str:
+    """Return a word of a command line; one with control codes as $'...' of bash and zsh, which holds none."""
+    if word.isprintable():
+        return shlex.quote(word)
+    return f"$'{''.join(map(_letter, word))}'"
+
+
+def _letter(each: str) -> str:
+    if each.isprintable():
+        return f"\\{each}" if each in "\\'" else each
+    return "".join(f"\\x{byte:02x}" for byte in each.encode())

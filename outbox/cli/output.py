@@ -47,8 +47,9 @@ def _is_number(value: object) -> bool:
 
 
 def as_json(value: object) -> str:
-    """Return one line of JSON, times as RFC 3339."""
-    return json.dumps(value, ensure_ascii=False, default=_plain)
+    """Return one line of JSON, times as RFC 3339; what is not printable is escaped, as JSON escapes it."""
+    line = json.dumps(value, ensure_ascii=False, default=_plain)
+    return "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in line)
 
 
 def _plain(value: Any) -> Any:

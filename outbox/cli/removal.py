@@ -95,6 +95,6 @@ def run_discard(options: argparse.Namespace) -> int:
                 extra={"action": "discarded", "fields": {"task_id": id, "reason": options.reason}},
             )  # fmt: skip
 
-    go_on = again("discard", options, reason=options.reason) + " --yes"
+    go_on = again("discard", options, "--yes", reason=options.reason)
     report = chunks.carry_out(changes.discard(table, wanted), count, go_on, log)
     return report.tell("deleted:") or (1 if report.left else 0)

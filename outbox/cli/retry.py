@@ -56,5 +56,5 @@ def run(options: argparse.Namespace) -> int:
     if count.number > chunks.UNASKED:
         chunks.confirm(f"{count} will be sent again.", yes=options.yes)
     since = {} if chosen.since is None else {"since": shown(chosen.since)}
-    go_on = again("retry", options, **since, until=shown(chosen.until or now)) + " --yes"
+    go_on = again("retry", options, "--yes", **since, until=shown(chosen.until or now))
     return chunks.carry_out(changes.retry(table, chosen), count, go_on).tell("will be sent again:")

@@ -267,5 +267,6 @@ def _literal(value: Any) -> str:
         return f"TIMESTAMP '{shown(value)}'"
     if isinstance(value, str):
         # JSON's escapes are GoogleSQL's, too; single quotes, because the statement often stands between double ones.
-        return "'" + json.dumps(value, ensure_ascii=False)[1:-1].replace('\\"', '"').replace("'", "\\'") + "'"
+        text = json.dumps(value, ensure_ascii=False)[1:-1].replace('\\"', '"').replace("'", "\\'")
+        return "'" + "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in text) + "'"
     return f"({', '.join(map(_literal, value))})"
