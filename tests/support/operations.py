@@ -1,0 +1,110 @@
+"""Rows of tasks for tests of the operators' commands, and a watch over what these ask of Spanner."""
+
+import base64
+import functools
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from google.cloud.spanner_v1 import RequestOptions, TransactionOptions
+from google.cloud.spanner_v1.database import Database
+
+from outbox.cli.database import open_database
+from outbox.operations.table import TaskTable
+from outbox.settings import DatabaseSettings
+from tests.support.fakes import serialized
+from tests.support.spanner import INSTANCE, PROJECT
+
+#: Every column that is not computed.
+COLUMNS = (
+    "Id", "Topic", "Data", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "ExpiresAt", "AtMostOnce",
+    "Attempts", "LastError", "SentAt",
+)  # fmt: skip
+CREATED = datetime(2026, 1, 1, tzinfo=UTC)
+PAST, FUTURE = datetime(2026, 2, 1, tzinfo=UTC), datetime(2090, 1, 1, tzinfo=UTC)
+#: The emulator does not like more in one commit.
+BATCH = 100
+#: What a request about rows is: a query, a read, or the end of a transaction.
+CALLS = ("execute_sql", "execute_streaming_sql", "read", "streaming_read", "execute_batch_dml", "commit")
+
+
+def row(id: str, **columns: Any) -> dict[str, Any]:
+    """Return a row, a ready task of the topic `orders` but for `columns`, which are named as in the table."""
+    data = columns.pop("Data", serialized())
+    usual = {"Topic": "orders", "Priority": 50, "CreatedAt": CREATED, "AtMostOnce": False, "Attempts": 0}
+    return dict.fromkeys(COLUMNS) | usual | columns | {"Id": id, "Data": base64.b64encode(data)}
+
+
+def insert(database: Database, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Insert rows that `row` made."""
+    values = [[each[column] for column in COLUMNS] for each in rows]
+    for start in range(0, len(values), BATCH):
+        with database.batch() as batch:
+            batch.insert("AsynchronousTasks", COLUMNS, values[start : start + BATCH])
+
+
+def update(database: Database, id: str, **columns: Any) -> None:
+    """Set columns of one row."""
+    with database.batch() as batch:
+        batch.update("AsynchronousTasks", ("Id", *columns), [(id, *columns.values())])
+
+
+def pause(database: Database, *topics: str) -> None:
+    """Pause topics that have no row yet."""
+    with database.batch() as batch:
+        batch.insert("AsynchronousTaskTopics", ("Topic", "Paused"), [(topic, True) for topic in topics])
+
+
+def rows_of(database: Database) -> dict[str, dict[str, Any]]:
+    """Return all rows by their ids, each as `row` makes it."""
+    with database.snapshot() as snapshot:
+        found = snapshot.execute_sql(f"SELECT {', '.join(COLUMNS)} FROM AsynchronousTasks")
+        return {values[0]: dict(zip(COLUMNS, values, strict=True)) for values in found}
+
+
+def opened(database: Database) -> Any:
+    """Return a handle of its own for a table, as a command opens it: what it sends is not mixed with the test's."""
+    return open_database(DatabaseSettings(project=PROJECT, instance=INSTANCE, database=database.database_id))
+
+
+class Watch:
+    """A table, and every request about rows that it has sent since it was made."""
+
+    def __init__(self, database: Database) -> None:
+        """Open the table, then listen."""
+        self.database = opened(database)
+        self.table = TaskTable(self.database)
+        self.requests: list[tuple[str, Any]] = []
+        api = self.database.spanner_api
+        for name in CALLS:
+            setattr(api, name, functools.partial(self._call, name, getattr(api, name)))
+
+    def _call(self, name: str, original: Any, *arguments: Any, **keywords: Any) -> Any:
+        request = keywords.get("request") or arguments[0]
+        # The comparison of the schema is of no table.
+        if "information_schema" not in getattr(request, "sql", "").lower():
+            self.requests.append((name, request))
+        return original(*arguments, **keywords)
+
+    def check(self) -> None:
+        """Assert that all of them are of LOW priority and tagged, and that none takes locks but in a transaction."""
+        for name, request in self.requests:
+            options = request.request_options
+            assert options.priority == RequestOptions.Priority.PRIORITY_LOW, (name, request)
+            if name == "commit":
+                assert options.transaction_tag.startswith("outbox-"), (name, request)
+                continue
+            assert options.request_tag.startswith("outbox-"), (name, request)
+            chosen = request.transaction
+            if "single_use" in chosen:
+                assert "read_only" in chosen.single_use, (name, request)
+                continue
+            assert options.transaction_tag == options.request_tag, (name, request)
+            if "begin" in chosen:
+                assert chosen.begin.isolation_level == TransactionOptions.IsolationLevel.SERIALIZABLE
+                pessimistic = TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC
+                assert chosen.begin.read_write.read_lock_mode == pessimistic
+
+    def tags(self) -> set[str]:
+        """Return the tags of the requests."""
+        return {request.request_options.request_tag for name, request in self.requests if name != "commit"}
