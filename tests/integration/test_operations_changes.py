@@ -1,0 +1,319 @@
+"""`retry` and what all changes share: which columns are written, the chunks, the same as DML."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+from google.cloud.spanner_v1.instance import Instance
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from outbox.operations import changes, sql
+from outbox.operations.changes import Count, Outcome, Selection
+from outbox.operations.table import TaskTable
+from outbox.states import NEVER
+from tests.support import spanner
+from tests.support.operations import CREATED, FUTURE, PAST, Watch, insert, row, rows_of, update
+
+SECOND, MICROSECOND = timedelta(seconds=1), timedelta(microseconds=1)
+CHANGES = {"outbox-retry", "outbox-purge", "outbox-discard", "outbox-wake"}
+STATES: dict[str, dict[str, Any]] = {
+    "dead": {"AvailableAt": NEVER, "Attempts": 10, "LastError": "not_found: 404"},
+    "retrying": {"AvailableAt": FUTURE, "Attempts": 2, "LastError": "unavailable"},
+    "sent": {"SentAt": PAST, "AvailableAt": PAST, "Attempts": 0, "LastError": "an old one"},
+    "scheduled": {"AvailableAt": FUTURE},
+    "ready": {},
+    "due": {"AvailableAt": PAST, "Attempts": 1},
+}
+
+
+@pytest.fixture
+def watch(database: Database) -> Iterator[Watch]:
+    """The table; whatever it is asked is of LOW priority and tagged, and only transactions take locks."""
+    made = Watch(database)
+    yield made
+    made.check()
+    for name, request in made.requests:
+        if name != "commit" and request.request_options.request_tag not in CHANGES:
+            assert "single_use" in request.transaction
+
+
+@pytest.fixture
+def table(watch: Watch) -> TaskTable:
+    """The same."""
+    return watch.table
+
+
+def selected(state: str, **more: Any) -> Selection:
+    """Return a selection of a state; of sent ones up to now, as the command makes it."""
+    return Selection(state=state, **({"until": datetime.now(UTC)} if state == "sent" else {}) | more)
+
+
+def changed(outcomes: Iterator[Outcome]) -> list[str]:
+    """Run a change to its end and return all ids that it changed, in their order."""
+    return [id for outcome in outcomes for id in outcome.changed]
+
+
+def retried(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Whether a row is what a retry makes of it."""
+    made = {"SentAt": None, "ExpiresAt": None, "Attempts": 0, "AvailableAt": after["AvailableAt"]}
+    return after == before | made
+
+
+@pytest.mark.parametrize("by", ["state", "ids"])
+@pytest.mark.parametrize("state", ["dead", "retrying", "sent"])
+def test_retry_writes_four_columns_and_no_more(database: Database, table: TaskTable, state: str, by: str):
+    """Due at the database's now, all attempts new, no end, not sent; whatever else was there stays, also the error."""
+    more = {"OrderingKey": "k", "Sequence": 3, "AtMostOnce": True, "Priority": -1, "ExpiresAt": PAST}
+    insert(database, [row("task", **STATES[state], **more, Data=b"\x00\xff no message")])
+    insert(database, [row(f"other {name}", **columns) for name, columns in STATES.items() if name != state])
+    before, begun = rows_of(database), table.now()
+    selection = Selection(ids=("task",)) if by == "ids" else selected(state)
+
+    outcomes = list(changes.retry(table, selection))
+    assert outcomes == [Outcome(("task",), {}, ())]
+    after = rows_of(database)
+    assert after["task"] == before["task"] | {
+        "SentAt": None, "ExpiresAt": None, "Attempts": 0, "AvailableAt": after["task"]["AvailableAt"],
+    }  # fmt: skip
+    assert begun <= after["task"]["AvailableAt"] <= table.now()
+    assert {id: values for id, values in after.items() if id != "task"} == {
+        id: values for id, values in before.items() if id != "task"
+    }
+    assert changes.count(table, selection, exact=True) == Count(0)
+
+
+def test_retry_of_ids_leaves_pending_ones_and_names_what_is_missing(database: Database, table: TaskTable):
+    """A ready or due task needs no retry; a scheduled one is sent early if it is named."""
+    insert(database, [row(state, **columns) for state, columns in STATES.items()])
+    before = rows_of(database)
+    [outcome] = changes.retry(table, Selection(ids=("ready", "gone", "sent", "due", "dead", "it's", "scheduled")))
+    assert sorted(outcome.changed) == ["dead", "scheduled", "sent"]
+    assert outcome.left == {"ready": "pending", "due": "pending"}
+    assert outcome.missing == ("gone", "it's")
+    after = rows_of(database)
+    for id, values in after.items():
+        assert retried(before[id], values) if id in outcome.changed else values == before[id]
+
+
+def test_retry_of_ids_and_a_state_leaves_those_of_other_states(database: Database, table: TaskTable):
+    """Each is told with its state; what narrows a selection narrows ids, too."""
+    insert(database, [row(state, **columns) for state, columns in STATES.items()])
+    [outcome] = changes.retry(table, Selection(state="dead", ids=tuple(STATES)))
+    assert outcome.changed == ("dead",)
+    assert outcome.left == {
+        "retrying": "retrying", "sent": "sent", "scheduled": "scheduled", "ready": "pending", "due": "pending",
+    }  # fmt: skip
+    [outcome] = changes.retry(table, Selection(ids=("sent", "retrying"), error="UNAVAIL", until=CREATED + SECOND))
+    assert (outcome.changed, outcome.left) == (("retrying",), {"sent": "sent"})
+
+
+@pytest.mark.parametrize("state", ["dead", "retrying", "sent"])
+def test_a_selection_is_narrowed_by_everything_at_once(database: Database, table: TaskTable, state: str):
+    """Topic, time and error; its beginning is inclusive, its end is not, as of a list."""
+    time = "SentAt" if state == "sent" else "CreatedAt"
+    right = STATES[state] | {"Topic": "it's", "LastError": "Not_Found", time: PAST}
+    rows = [
+        row("right", **right),
+        row("last", **right | {time: PAST + SECOND - MICROSECOND}),
+        row("early", **right | {time: PAST - MICROSECOND}),
+        row("late", **right | {time: PAST + SECOND}),
+        row("topic", **right | {"Topic": "its"}),
+        row("error", **right | {"LastError": "not-found"}),
+        row("no error", **right | {"LastError": None}),
+    ]
+    insert(database, rows)
+    before = rows_of(database)
+    selection = Selection(state=state, topic="it's", since=PAST, until=PAST + SECOND, error="not_found")
+    assert changes.count(table, selection, exact=False) == Count(2)
+    assert sorted(changed(changes.retry(table, selection))) == ["last", "right"]
+    after = rows_of(database)
+    assert {id for id in after if after[id] != before[id]} == {"last", "right"}
+
+
+@pytest.mark.parametrize("state", ["dead", "retrying", "sent"])
+def test_a_selection_goes_on_where_it_stopped(
+    database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch, state: str
+):
+    """Between two chunks nothing is half done; the same selection then does the rest, and no task twice."""
+    monkeypatch.setattr(changes, "CHUNK", 3)
+    names = [f"task {n}" for n in range(40)]
+    insert(database, [row(name, **STATES[state], Topic="ab"[n % 2]) for n, name in enumerate(names)])
+    before, selection = rows_of(database), selected(state)
+    done: list[str] = []
+    for stop in (1, 2, 5, 1_000):
+        outcomes = changes.retry(watch.table, selection)
+        done += [id for outcome in itertools.islice(outcomes, stop) for id in outcome.changed]
+        outcomes.close()  # type: ignore[attr-defined]
+        after = rows_of(database)
+        assert {id for id in names if after[id] != before[id]} == set(done)
+    assert sorted(done) == sorted(names)
+    assert changed(changes.retry(watch.table, selection)) == []
+    commits = [request for name, request in watch.requests if name == "commit"]
+    assert max(len(request.mutations[0].update.values) for request in commits if request.mutations) == 3
+
+
+@pytest.mark.parametrize("state", ["dead", "retrying", "sent"])
+def test_a_task_that_comes_back_is_not_met_twice(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch, state: str
+):
+    """It dies again, or is sent again, at once: the command ends all the same, each task changed once."""
+    monkeypatch.setattr(changes, "CHUNK", 3)
+    names = [f"task {n}" for n in range(25)]
+    insert(database, [row(name, **STATES[state]) for name in names])
+    selection = selected(state)
+    done: list[str] = []
+    for outcome in changes.retry(table, selection):
+        done += outcome.changed
+        assert len(done) <= len(names)
+        for id in outcome.changed:
+            # The retry's own AvailableAt is later than the selection's end.
+            sent_again = {"SentAt": table.now()} if state == "sent" else {}
+            update(database, id, **STATES[state] | sent_again)
+    assert sorted(done) == sorted(names)
+
+
+def test_tasks_that_are_sent_while_the_command_runs_are_not_its(database: Database, table: TaskTable):
+    """Only what was sent before the end of the selection; without an end there would be none, so it is refused."""
+    insert(database, [row(f"old {n}", SentAt=PAST) for n in range(5)])
+    selection = Selection(state="sent", until=table.now())
+    outcomes = changes.retry(table, selection)
+    first = next(outcomes)
+    insert(database, [row(f"new {n}", SentAt=table.now()) for n in range(5)])
+    assert sorted([*first.changed, *changed(outcomes)]) == [f"old {n}" for n in range(5)]
+    with pytest.raises(ValueError, match="a selection of sent tasks needs `until`"):
+        changes.retry(table, Selection(state="sent"))
+    with pytest.raises(ValueError, match="a selection without ids needs a state, not None"):
+        changed(changes.retry(table, Selection()))
+
+
+@pytest.mark.parametrize("state", ["dead", "retrying", "sent"])
+def test_what_has_left_the_selection_meanwhile_is_left_alone(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch, state: str
+):
+    """The rows are looked at again under the lock: one was sent or retried between the two looks, one is gone."""
+    insert(database, [row(name, **STATES[state], Topic="t") for name in ("stays", "leaves", "goes")])
+    transact, pending = table.transact, {"SentAt": None, "AvailableAt": None}
+
+    def meanwhile(*arguments: Any) -> Any:
+        update(database, "leaves", **pending)
+        with database.batch() as batch:
+            batch.delete("AsynchronousTasks", changes.KeySet(keys=[["goes"]]))
+        return transact(*arguments)
+
+    monkeypatch.setattr(TaskTable, "transact", lambda _self, *arguments: meanwhile(*arguments))
+    chosen = selected(state)
+    found = changes._found
+    monkeypatch.setattr(changes, "_found", lambda *all: iter([list(itertools.chain.from_iterable(found(*all)))]))
+    [outcome] = changes.retry(table, chosen)
+    assert outcome == Outcome(("stays",), {"leaves": "pending"}, ("goes",))
+    assert rows_of(database)["leaves"]["AvailableAt"] is None
+
+
+AWKWARD = (
+    "it's", 'say "hi"', "back\\slash", "\\", "\\'", "'", '"', '\\"', "'''", "new\nline", "tab\tand\rreturn", "nul\x00",
+    "\x1b[31m", "\x7f\x85\x9b", "a\u2028b", "\u202egpj", "größe", "東京", "🎉🎊", "@ids @topic", "%s {x}", "--",
+    "/* */", "\ufeff", "\\n", "\\u0041", "`", "\U0010ffff",
+)  # fmt: skip
+EVERY = ("dead", "retrying", "sent", "scheduled", "ready", "due")
+
+
+TOPICS = ("it's", '\\"\n\\', "🎉")
+
+
+def awkward_rows() -> list[dict[str, Any]]:
+    """Return tasks with all kinds of characters in ids, topics and errors, in all states."""
+    rows = []
+    for n, (text, state) in enumerate(itertools.product(AWKWARD, EVERY)):
+        more = {"Topic": TOPICS[n % len(TOPICS)], "LastError": AWKWARD[-1 - n % len(AWKWARD)]}
+        rows.append(row(f"{text} {state}", **STATES[state] | more, CreatedAt=CREATED + n * SECOND))
+    return rows
+
+
+def by_dml(database: Database, selection: Selection, statement: str) -> int:
+    """Run what a dry run prints, and return how many rows it changed."""
+    text = selection.dml(statement)
+    assert "\x1b" not in text
+    assert all(each.isprintable() for line in text.split("\n") for each in line)
+    changed: int = database.run_in_transaction(lambda transaction: transaction.execute_update(text))
+    return changed
+
+
+def test_the_dml_of_a_dry_run_does_the_same(database: Database, table: TaskTable, spanner_instance: Instance):
+    """On a second database with the same rows: whatever is in ids, topics and errors, it can be given to any client."""
+    rows = awkward_rows()
+    every = tuple(each["Id"] for each in rows)
+    time = {"since": CREATED + 20 * SECOND, "until": CREATED + 120 * SECOND}
+    cases: list[tuple[Selection, str]] = [
+        (Selection(ids=(every[0],)), sql.RETRY),
+        (Selection(ids=every[:60], state="dead"), sql.RETRY),
+        *((Selection(state="dead", topic=topic, **time), sql.RETRY) for topic in TOPICS),
+        *((Selection(state="retrying", topic=TOPICS[0], error=text), sql.RETRY) for text in AWKWARD[::3]),
+        (Selection(state="retrying", error="It'S"), sql.RETRY),
+        (Selection(state="sent", topic=TOPICS[1], until=PAST + MICROSECOND), sql.DELETE),
+        (Selection(state="sent", until=PAST), sql.DELETE),
+        (Selection(ids=every), sql.RETRY),
+        (Selection(state="sent", until=FUTURE), sql.DELETE),
+    ]
+    with spanner.outbox_database(spanner_instance) as second:
+        insert(database, rows)
+        insert(second, rows)
+        total = 0
+        for selection, statement in cases:
+            change = changes.purge if statement == sql.DELETE else changes.retry
+            number = changes.count(table, selection, exact=True).number
+            assert len(changed(change(table, selection))) == number == by_dml(second, selection, statement)
+            total += number
+        assert plain(rows_of(database)) == plain(rows_of(second))
+        assert total > len(rows) / 2
+
+
+def test_a_text_in_dml_is_the_text(database: Database):
+    """Spanner reads each literal as what it was, of all of Unicode, and it is printable."""
+
+    @settings(max_examples=30, deadline=None)
+    @given(st.lists(st.text(st.characters(exclude_categories=("Cs",))), min_size=1))
+    @example(list(AWKWARD))
+    def check(texts: list[str]) -> None:
+        written = sql.written_out("SELECT 1", "Id IN @ids", {"ids": texts})
+        assert all(each.isprintable() for each in written.replace("\n", "", 1))
+        with database.snapshot() as snapshot:
+            [[read]] = snapshot.execute_sql(f"SELECT [{written.partition('(')[2][:-1]}]")
+        assert read == texts
+
+    check()
+
+
+def plain(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return rows without the moment of a retry, which differs."""
+    now = datetime.now(UTC)
+    recent = {None: None} | {
+        each["AvailableAt"]: "now" for each in rows.values() if each["AvailableAt"] and PAST < each["AvailableAt"] < now
+    }
+    return {
+        id: each | {"AvailableAt": recent.get(each["AvailableAt"], each["AvailableAt"])} for id, each in rows.items()
+    }
+
+
+def test_a_count_is_exact_or_stops_early(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
+    """In each shard and topic, of sent tasks in each shard; it says so. Ids are counted whole, in as many chunks."""
+    monkeypatch.setattr(changes, "CHUNK", 7)
+    for state in ("dead", "retrying", "scheduled", "sent"):
+        insert(database, [row(f"{state} {n}", **STATES[state], OrderingKey="one shard") for n in range(15)])
+    insert(database, [row(f"pending {n}", AvailableAt=(None, PAST)[n % 2]) for n in range(15)])
+    counted: Sequence[str] = ("dead", "retrying", "scheduled", "sent", "pending")
+    for state in counted:
+        assert changes.count(table, Selection(state=state), exact=False) == Count(15)
+        assert changes.count(table, Selection(state=state, topic="other"), exact=True) == Count(0)
+    ids = tuple(f"{state} {n}" for state in counted for n in range(15))
+    assert changes.count(table, Selection(ids=(*ids, "missing")), exact=False) == Count(60)
+    assert changes.count(table, Selection(ids=ids, state="dead"), exact=False) == Count(15)
+    monkeypatch.setattr(changes, "COUNTED", 10)
+    for state in ("dead", "retrying", "scheduled", "sent"):
+        assert changes.count(table, Selection(state=state), exact=False) == Count(10, at_least=True)
+        assert changes.count(table, Selection(state=state), exact=True) == Count(15)
+    assert str(Count(1)) == "1 task"
+    assert str(Count(100_000, at_least=True)) == "at least 100,000 tasks"
