@@ -166,6 +166,7 @@ class Delivery:
         left = {*result.outcomes, *result.group.wakes}
         ours = [row for row in in_order(result.group, rows) if row.id not in left]
         result.created |= {row.id: row.created_at for row in ours}
+        result.locked_at = now
         return ours
 
     def _claim(self, result: GroupResult, decide: Decide) -> datetime | None:

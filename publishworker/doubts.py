@@ -19,6 +19,7 @@ class Doubt:
 
     topic: str
     created_at: datetime
+    locked_at: datetime | None
     since: float
 
 
@@ -30,11 +31,14 @@ class Doubts:
         self._clock = clock
         self._entries: dict[str, Doubt] = {}
 
-    def remember(self, topic: str, created: Mapping[str, datetime]) -> None:
-        """Remember published tasks and when their rows were created; beyond the limit the oldest are forgotten."""
+    def remember(self, topic: str, created: Mapping[str, datetime], locked_at: datetime | None) -> None:
+        """Remember published tasks: when their rows were created, and locked when they were published.
+
+        Beyond the limit the oldest are forgotten.
+        """
         now = self._clock()
         for id, created_at in created.items():
-            self._entries.setdefault(id, Doubt(topic, created_at, now))
+            self._entries.setdefault(id, Doubt(topic, created_at, locked_at, now))
         for id in list(self._entries)[: max(0, len(self._entries) - MAX_TASKS)]:
             del self._entries[id]
 
@@ -43,10 +47,17 @@ class Doubts:
         for id in ids:
             self._entries.pop(id, None)
 
-    def is_about(self, row: Row) -> bool:
-        """Tell whether this very row is remembered, not another task that was given its id since."""
+    def is_about(self, row: Row, now: datetime) -> bool:
+        """Tell whether this very row is remembered as it was, at the database's time `now`.
+
+        Neither another task that was given its id since, nor one that an operator made due since, with attempts anew
+        (`outbox retry`): the commit had landed, and the task shall be sent again.
+        """
         doubt = self._entries.get(row.id)
-        return doubt is not None and doubt.created_at == row.created_at
+        if doubt is None or doubt.created_at != row.created_at:
+            return False
+        due_since = row.available_at if row.attempts == 0 else None
+        return due_since is None or doubt.locked_at is None or not doubt.locked_at < due_since <= now
 
     def ids(self) -> frozenset[str]:
         """Return all that is remembered; what is too old is forgotten here."""

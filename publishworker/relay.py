@@ -201,8 +201,8 @@ class Relay:
         """
         doubtful = self._doubts.ids()
 
-        def published(rows: Sequence[Row], _now: datetime) -> Mapping[str, Mark]:
-            return {row.id: Sent("") for row in rows if row.sent_at is None and self._doubts.is_about(row)}
+        def published(rows: Sequence[Row], now: datetime) -> Mapping[str, Mark]:
+            return {row.id: Sent("") for row in rows if row.sent_at is None and self._doubts.is_about(row, now)}
 
         flights = Flights(lambda group: self._delivery.mark(group, published), self._clock)
         for group in self._doubts.groups(self._limits):
@@ -225,7 +225,8 @@ class Relay:
         for result in results:
             self._recorder.group(result)
             if result.error is not None:
-                self._doubts.remember(result.group.topic, {id: result.created[id] for id in result.published()})
+                created = {id: result.created[id] for id in result.published()}
+                self._doubts.remember(result.group.topic, created, result.locked_at)
         held = [self._breakers.seconds_to_probe(), self._throttle.seconds_to_next()]
         committed = [result for result in results if result.error is None]
         turn = Turn(

@@ -204,17 +204,19 @@ Mark = Sent | Charged | Parked
 class GroupResult:
     """What became of one group. Without `error` the commit landed, and with it every mark.
 
-    `tried` is what came of each attempt, kept over re-runs of the transaction, and `created` is when those rows were
-    made; `outcomes` is what the last run decided. They differ where another worker sent a task while ours was
-    published: tried says Sent, outcomes says Taken. `charged` are the failures that were written down, `parked` tasks
-    that were put off behind the head of their key, `in_doubt` those that are marked, at most once, and not known to be
-    published. `runs` counts the transaction's runs: each but the last was aborted.
+    `tried` is what came of each attempt, kept over re-runs of the transaction; `created` is when those rows were made,
+    and `locked_at` when they were last locked, by the database's clock; `outcomes` is what the last run decided. They
+    differ where another worker sent a task while ours was published: tried says Sent, outcomes says Taken. `charged`
+    are the failures that were written down, `parked` tasks that were put off behind the head of their key, `in_doubt`
+    those that are marked, at most once, and not known to be published. `runs` counts the transaction's runs: each but
+    the last was aborted.
     """
 
     group: Group
     tried: dict[str, Outcome] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     created: dict[str, datetime] = field(default_factory=dict)
+    locked_at: datetime | None = None
     charged: dict[str, Charged] = field(default_factory=dict)
     parked: dict[str, Parked] = field(default_factory=dict)
     in_doubt: list[str] = field(default_factory=list)

@@ -132,6 +132,20 @@ def test_a_doubt_about_a_row_says_nothing_about_the_next_row_with_its_id(bench: 
     assert bench.unsent() == []
 
 
+def test_a_retry_of_a_task_in_doubt_is_published(bench: Bench) -> None:
+    """Published, the commit landed and its answer was lost, then `outbox retry`: it is asked for again, and sent."""
+    bench.insert("a")
+    bench.store.before_commit = times(1, lambda: StoreError("deadline exceeded"))
+    bench.relay.turn(), bench.relay.turn()
+    assert bench.publisher.ids() == ["a"]
+    bench.wait(1)
+    bench.store.rows["a"].available_at = bench.store.now
+    bench.wait(1)
+    bench.turns(), bench.turns()
+    assert bench.publisher.ids() == ["a", "a"]
+    assert bench.unsent() == []
+
+
 def test_commits_that_are_refused_for_good_make_no_duplicates(bench: Bench) -> None:
     """While what is in doubt cannot be marked nothing is published, neither again nor anew; the turn is no success."""
     bench.insert("a")

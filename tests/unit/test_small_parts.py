@@ -58,7 +58,7 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 def test_doubts_are_bounded_and_stay_until_they_are_marked() -> None:
     """The oldest beyond 10,000 are forgotten; groups keep the limits of a turn."""
     doubts = Doubts(lambda: 0.0)
-    doubts.remember("orders", {str(n): NOON for n in range(MAX_TASKS + 5)})
+    doubts.remember("orders", {str(n): NOON for n in range(MAX_TASKS + 5)}, NOON)
     assert len(doubts.ids()) == MAX_TASKS
     groups = doubts.groups(Limits(1000, 1, 4))
     assert [len(group.ids) for group in groups] == [1000] * 4
@@ -71,19 +71,31 @@ def test_doubts_are_bounded_and_stay_until_they_are_marked() -> None:
 def test_doubts_of_two_topics_make_two_groups() -> None:
     """A group holds one topic."""
     doubts = Doubts(lambda: 0.0)
-    doubts.remember("orders", {"a": NOON})
-    doubts.remember("invoices", {"b": NOON})
+    doubts.remember("orders", {"a": NOON}, NOON)
+    doubts.remember("invoices", {"b": NOON}, NOON)
     assert doubts.groups(Limits(10, 1, 9)) == [Group("orders", ("a",)), Group("invoices", ("b",))]
 
 
 def test_a_doubt_is_about_one_row_and_not_about_its_id() -> None:
     """A task that was registered again under the id of one in doubt has not been sent."""
     doubts = Doubts(lambda: 0.0)
-    doubts.remember("orders", {"a": NOON})
+    doubts.remember("orders", {"a": NOON}, NOON)
     row = Row("a", "orders", b"", None, NOON, None, None)
-    assert doubts.is_about(row)
-    assert not doubts.is_about(replace(row, created_at=NOON + timedelta(seconds=1)))
-    assert not doubts.is_about(replace(row, id="b"))
+    assert doubts.is_about(row, NOON)
+    assert not doubts.is_about(replace(row, created_at=NOON + timedelta(seconds=1)), NOON)
+    assert not doubts.is_about(replace(row, id="b"), NOON)
+
+
+def test_a_doubt_is_not_about_a_row_that_was_made_due_since() -> None:
+    """Only an operator's retry makes a task due at a time that has passed, without attempts; a charge has attempts."""
+    doubts = Doubts(lambda: 0.0)
+    doubts.remember("orders", {"a": NOON}, NOON)
+    before, after = NOON - timedelta(seconds=1), NOON + timedelta(seconds=1)
+    row = Row("a", "orders", b"", None, NOON, after, None)
+    assert not doubts.is_about(row, after)
+    assert doubts.is_about(row, NOON)
+    assert doubts.is_about(replace(row, available_at=before), after)
+    assert doubts.is_about(replace(row, attempts=1), after)
 
 
 def test_the_same_complaint_is_logged_once_a_minute_with_the_count(caplog: pytest.LogCaptureFixture) -> None:
