@@ -1,0 +1,278 @@
+"""`purge` and `discard` on Spanner: what they delete, and that it is nothing else, whatever happens meanwhile."""
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
+from google.cloud.spanner_v1.database import Database
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from outbox.operations import changes, sql
+from outbox.operations.changes import Outcome, Selection
+from outbox.operations.table import TaskTable
+from outbox.states import NEVER
+from tests.support.operations import CREATED, FUTURE, PAST, Watch, insert, row, rows_of, update
+
+SECOND, MICROSECOND = timedelta(seconds=1), timedelta(microseconds=1)
+UNTIL = PAST + 10 * SECOND
+PARKED = {"AvailableAt": FUTURE, "LastError": "parked: behind another task"}
+
+
+@pytest.fixture
+def watch(database: Database) -> Iterator[Watch]:
+    """The table; whatever it is asked is of LOW priority and tagged, and only transactions take locks."""
+    made = Watch(database)
+    yield made
+    made.check()
+
+
+@pytest.fixture
+def table(watch: Watch) -> TaskTable:
+    """The same."""
+    return watch.table
+
+
+def changed(outcomes: Iterator[Outcome]) -> list[str]:
+    """Run a change to its end and return all ids that it changed, sorted."""
+    return sorted(id for outcome in outcomes for id in outcome.changed)
+
+
+def before_each_transaction(patch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Have something happen between what was found and the transaction that changes it."""
+    transact = TaskTable.transact
+
+    def meanwhile(self: TaskTable, tag: str, work: Any) -> Any:
+        act()
+        return transact(self, tag, work)
+
+    patch.setattr(TaskTable, "transact", meanwhile)
+
+
+UNSENT: list[dict[str, Any]] = [
+    {},
+    {"AvailableAt": PAST},
+    {"AvailableAt": FUTURE},
+    {"AvailableAt": FUTURE, "Attempts": 2},
+    {"OrderingKey": "k", **PARKED},
+    {"AvailableAt": NEVER, "Attempts": 9},
+]
+TASK = st.fixed_dictionaries(
+    {
+        "columns": st.sampled_from(UNSENT),
+        "sent": st.sampled_from([None, *(UNTIL + delta for delta in (-SECOND, -MICROSECOND, 0 * SECOND, MICROSECOND))]),
+        "topic": st.sampled_from(["orders", "invoices"]),
+        "meanwhile": st.sampled_from(["", "", "unsent", "sent later", "deleted"]),
+    }
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(TASK, min_size=1, max_size=12), st.sampled_from([None, "orders"]), st.integers(0, 6))
+@example([{"columns": {}, "sent": PAST, "topic": "orders", "meanwhile": "unsent"}] * 3, None, 0)
+@example([{"columns": {}, "sent": UNTIL, "topic": "orders", "meanwhile": ""}] * 3, None, 6)
+def test_purge_deletes_nothing_that_is_not_sent(
+    database: Database, table: TaskTable, tasks: list[dict[str, Any]], topic: str | None, early: int
+):
+    """Nor what was sent at the time or later: also if it was sent before when it was found, and is to be sent again."""
+    with database.batch() as batch:
+        batch.delete("AsynchronousTasks", KeySet(all_=True))
+    rows = [row(str(n), **each["columns"], Topic=each["topic"], SentAt=each["sent"]) for n, each in enumerate(tasks)]
+    insert(database, rows)
+    happen = [(str(n), each["meanwhile"]) for n, each in enumerate(tasks) if each["meanwhile"] and each["sent"]]
+    first, later = happen[:early], happen[early:]
+
+    def act() -> None:
+        # Some when the first chunk is found, the others when the second is.
+        now, first[:], later[:] = first[:], later[:], []
+        there = rows_of(database)
+        with database.batch() as batch:
+            for id, what in now:
+                if id not in there:
+                    pass
+                elif what == "deleted":
+                    batch.delete("AsynchronousTasks", KeySet(keys=[[id]]))
+                else:
+                    value = None if what == "unsent" else COMMIT_TIMESTAMP
+                    batch.update("AsynchronousTasks", ("Id", "SentAt"), [(id, value)])
+
+    kept: dict[str, dict[str, Any]] = {}
+
+    def look() -> None:
+        act()
+        kept.update(rows_of(database))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(changes, "CHUNK", 4)
+        before_each_transaction(patch, look)
+        deleted = changed(changes.purge(table, Selection(state="sent", until=UNTIL, topic=topic)))
+    after = rows_of(database)
+    assert not set(deleted) & set(after)
+    for id in deleted:
+        assert kept[id]["SentAt"] < UNTIL
+        assert topic in (None, kept[id]["Topic"])
+        assert tasks[int(id)]["sent"] is not None
+    for n, each in enumerate(tasks):
+        if each["sent"] is None or each["sent"] >= UNTIL:
+            assert str(n) in after or each["meanwhile"] == "deleted"
+        elif topic in (None, each["topic"]):
+            assert str(n) not in after or each["meanwhile"]
+    assert changed(changes.purge(table, Selection(state="sent", until=CREATED))) == []
+
+
+@pytest.mark.parametrize("what", ["unsent", "sent again", "of another topic"])
+def test_a_task_that_is_no_longer_selected_is_not_deleted(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch, what: str
+):
+    """It was found, and changed before the transaction: the rows are looked at again under the lock."""
+    insert(database, [row(str(n), SentAt=PAST, OrderingKey="one shard") for n in range(9)])
+    columns = {"unsent": {"SentAt": None}, "sent again": {"SentAt": UNTIL}, "of another topic": {"Topic": "invoices"}}
+
+    def act() -> None:
+        for id in "258":
+            update(database, id, **columns[what])
+
+    before_each_transaction(monkeypatch, act)
+    [outcome] = changes.purge(table, Selection(state="sent", until=UNTIL, topic="orders"))
+    assert sorted(outcome.changed) == list("013467")
+    assert set(outcome.left) == set("258") == set(rows_of(database))
+
+
+@pytest.mark.parametrize("state", [None, "dead", "pending", "retrying", "scheduled"])
+def test_purge_takes_no_other_state(table: TaskTable, state: str | None):
+    """A mistake in a command deletes nothing."""
+    with pytest.raises(ValueError, match=f"purge is for sent tasks, not for {state}"):
+        changes.purge(table, Selection(state=state, ids=("a",)))
+
+
+def test_purge_goes_on_where_it_stopped(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
+    """Chunk by chunk, of many tasks of one SentAt, too; what is younger stays."""
+    monkeypatch.setattr(changes, "CHUNK", 3)
+    old = [row(f"old {n}", SentAt=PAST + (n % 2) * SECOND, AvailableAt=NEVER) for n in range(30)]
+    insert(database, [*old, row("new", SentAt=UNTIL), *(row(str(n), **each) for n, each in enumerate(UNSENT))])
+    selection = Selection(state="sent", until=UNTIL)
+    outcomes = changes.purge(table, selection)
+    first = next(outcomes).changed
+    outcomes.close()  # type: ignore[attr-defined]
+    assert len(rows_of(database)) == 37 - len(first)
+    assert len(changed(changes.purge(table, selection))) == 30 - len(first)
+    assert set(rows_of(database)) == {"new", *map(str, range(len(UNSENT)))}
+
+
+def test_discard_deletes_dead_tasks_only(database: Database, table: TaskTable):
+    """Others are left and told with their states, as is what is not there."""
+    insert(database, [row(str(n), **each) for n, each in enumerate(UNSENT)])
+    insert(database, [row("sent", SentAt=PAST, AvailableAt=NEVER), row("almost", AvailableAt=NEVER - MICROSECOND)])
+    before = rows_of(database)
+    [outcome] = changes.discard(table, [*map(str, range(6)), "sent", "almost", "missing"])
+    assert outcome == Outcome(
+        ("5",),
+        {
+            "0": "pending", "1": "pending", "2": "scheduled", "3": "retrying", "4": "scheduled", "sent": "sent",
+            "almost": "scheduled",
+        },
+        ("missing",),
+    )  # fmt: skip
+    assert rows_of(database) == {id: each for id, each in before.items() if id != "5"}
+
+
+def test_a_dead_task_that_was_retried_meanwhile_is_not_discarded(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """Somebody else sends it: that is the newer word."""
+    insert(database, [row("a", AvailableAt=NEVER), row("b", AvailableAt=NEVER)])
+    before_each_transaction(monkeypatch, lambda: update(database, "a", AvailableAt=datetime.now(UTC)))
+    [outcome] = changes.discard(table, ["a", "b"])
+    assert (outcome.changed, outcome.left) == (("b",), {"a": "pending"})
+    assert set(rows_of(database)) == {"a"}
+
+
+def line(key: str, *columns: dict[str, Any], topic: str = "orders") -> list[dict[str, Any]]:
+    """Return tasks of a key, in their order."""
+    return [
+        row(f"{topic} {key} {n}", OrderingKey=key, Topic=topic, CreatedAt=CREATED + n * SECOND, **each)
+        for n, each in enumerate(columns)
+    ]
+
+
+DEAD = {"AvailableAt": NEVER, "Attempts": 9}
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_discard_wakes_the_first_parked_task_of_a_key_and_only_it(
+    database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch, closed: bool
+):
+    """Due now, all else as it was; the relay wakes the others. Also when nobody asks for the next chunk."""
+    monkeypatch.setattr(changes, "CHUNK", 2 if closed else 500)
+    sent = {"SentAt": PAST}
+    insert(
+        database,
+        [
+            *line("a", sent, DEAD, {**PARKED, "Attempts": 2, "ExpiresAt": FUTURE}, PARKED),
+            *line("b'", DEAD, PARKED, PARKED),
+            *line("waits", DEAD, {"AvailableAt": FUTURE}, PARKED),
+            *line("dies", DEAD, DEAD, PARKED),
+            *line("alone", DEAD),
+            *line("untouched", PARKED, PARKED),
+            *line("a", PARKED, topic="invoices"),
+            row("no key", **DEAD),
+            row("no key parked", **PARKED),
+        ],
+    )
+    before, begun = rows_of(database), watch.table.now()
+    ids = ["orders a 1", "orders b' 0", "orders waits 0", "orders dies 0", "orders alone 0", "no key"]
+    outcomes = changes.discard(watch.table, ids)
+    gone = ids[:2] if closed else ids
+    assert sorted(next(outcomes).changed) == sorted(gone)
+    if closed:
+        outcomes.close()  # type: ignore[attr-defined]
+    else:
+        assert list(outcomes) == []
+    after = rows_of(database)
+    woken = {"orders a 2", "orders b' 1"}
+    assert {id for id in after if after[id] != before[id]} == woken
+    assert set(before) - set(after) == set(gone)
+    for id in woken:
+        assert after[id] == before[id] | {"AvailableAt": after[id]["AvailableAt"]}
+        assert begun <= after[id]["AvailableAt"] <= watch.table.now()
+    assert {"outbox-discard", "outbox-wake"} == watch.tags() - {"outbox-now"}
+
+
+def test_discard_of_a_task_behind_the_head_wakes_no_more_than_the_head(database: Database, table: TaskTable):
+    """A parked head waits for nothing any more; where the head is not parked, nothing is to be woken."""
+    insert(database, [*line("a", PARKED, DEAD, PARKED), *line("b", {"AvailableAt": FUTURE}, DEAD, PARKED)])
+    before = rows_of(database)
+    assert changed(changes.discard(table, ["orders a 1", "orders b 1"])) == ["orders a 1", "orders b 1"]
+    after = rows_of(database)
+    assert {id for id in after if after[id] != before[id]} == {"orders a 0"}
+
+
+def test_a_front_that_was_sent_meanwhile_is_not_woken(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """It is looked at again under the lock."""
+    insert(database, line("a", DEAD, PARKED, PARKED))
+    query = TaskTable.query
+
+    def fronts(self: TaskTable, statement: str, *arguments: Any, **keywords: Any) -> list[list[Any]]:
+        found = query(self, statement, *arguments, **keywords)
+        if statement == sql.FRONTS:
+            update(database, "orders a 1", SentAt=PAST)
+        return found
+
+    monkeypatch.setattr(TaskTable, "query", fronts)
+    assert changed(changes.discard(table, ["orders a 0"])) == ["orders a 0"]
+    after = rows_of(database)
+    assert [after[id]["AvailableAt"] for id in ("orders a 1", "orders a 2")] == [FUTURE, FUTURE]
+
+
+def test_nothing_dead_wakes_nothing(database: Database, watch: Watch):
+    """No transaction more than that of the chunk, which writes nothing."""
+    insert(database, line("a", {"SentAt": PAST}, PARKED))
+    before = rows_of(database)
+    assert [outcome.changed for outcome in changes.discard(watch.table, ["orders a 0", "orders a 1", "gone"])] == [()]
+    assert rows_of(database) == before
+    assert watch.tags() == {"outbox-discard"}
+    assert not any(request.mutations for name, request in watch.requests if name == "commit")
