@@ -251,6 +251,12 @@ def service_errors(target: str) -> Iterator[None]:
             f"{target}: Spanner aborted the transaction again and again: others write the same rows; nothing of "
             f"it was carried out: try again. {reason(error)}"
         ) from error
+    except google.DeadlineExceeded as error:
+        raise NotReached(
+            f"{target}: Spanner did not answer in time; look at the network, or at the emulator if "
+            "SPANNER_EMULATOR_HOST is set. If it answers others there is too much to read (narrow it, as by --topic or "
+            f"--since), or rows are locked: try again. {reason(error)}"
+        ) from error
     except google.GoogleAPIError as error:
         raise NotReached(
             f"{target}: Spanner did not answer; look at the network, or at the emulator if SPANNER_EMULATOR_HOST is "

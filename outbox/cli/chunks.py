@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 import importlib.util
+import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from outbox.cli.output import cell, note
+from outbox.cli.output import named, note
 from outbox.errors import OutboxError, SettingError
 
 if TYPE_CHECKING:
@@ -28,19 +29,22 @@ class Report:
     left: dict[str, str] = dataclasses.field(default_factory=dict)
     missing: list[str] = dataclasses.field(default_factory=list)
 
-    def tell(self, done: str) -> int:
-        """Print how many were `done`, and on stderr what was not; return 1 if an id is not there, else 0."""
+    def tell(self, done: str, reasons: Mapping[str, str], otherwise: str) -> int:
+        """Print how many were `done`, and on stderr what was not and why; return 1 if an id was not found or not fit.
+
+        `reasons` say of some states why a task is rightly left, `otherwise` of another `{state}` why it does not fit.
+        """
         print(f"{done} {_tasks(self.changed)}")
         for state in sorted(set(self.left.values())):
             ids = [id for id, its in self.left.items() if its == state]
-            note(f"left as they are, because they are {state}: {_named(ids)}")
+            note(f"{_tasks(len(ids))} left, {reasons.get(state) or otherwise.format(state=state)}: {named(ids)}")
         if self.missing:
-            note(f"not in the table: {_named(self.missing)}")
-        return 1 if self.missing else 0
+            note(f"{_tasks(len(self.missing))} not in the table: {named(self.missing)}")
+        return 1 if self.missing or set(self.left.values()) - set(reasons) else 0
 
-    def so_far(self, go_on: str) -> str:
-        """Return what was done when the work ended early, and how to go on."""
-        return f"{_tasks(self.changed)} changed so far, each of them wholly; go on with: {go_on}"
+    def so_far(self) -> str:
+        """Return what was done when the work ended early."""
+        return f"{_tasks(self.changed)} changed so far"
 
 
 def confirm(question: str, *, yes: bool) -> None:
@@ -54,30 +58,41 @@ def confirm(question: str, *, yes: bool) -> None:
         raise OutboxError("not confirmed: nothing was changed")
 
 
-def carry_out(
-    outcomes: "Iterator[Outcome]", count: "Count", go_on: str, each: "Callable[[Outcome], None]" = lambda _: None
-) -> Report:
-    """Run the chunks to their end; `each` is called after each commit.
+def note_size(count: "Count") -> None:
+    """Say of the DML of a dry run if it is too much for one statement."""
+    if count.number > UNASKED:
+        note(
+            "so many are beyond what one statement may change (80,000 mutations, several for each task): without "
+            "--dry-run they go in portions"
+        )
+
+
+def carry_out(outcomes: "Iterator[Outcome]", count: "Count", go_on: str) -> Report:
+    """Run the chunks to their end.
 
     A first SIGINT or SIGTERM ends it when the chunk in work is done, a second one at once: that chunk is either done or
     not. Raises OutboxError for a signal, and what a chunk raises: both say what was done, and `go_on`.
     """
     report = Report()
-    with _stop_on_signals() as stop, _progress(count) as progress:
+    with _stop_on_signals() as received, _progress(count) as progress:
         try:
             for outcome in outcomes:
                 report.changed += len(outcome.changed)
                 report.left |= outcome.left
                 report.missing += outcome.missing
-                each(outcome)
                 progress(len(outcome.changed))
-                if stop:
+                if outcome.warning:
+                    note(outcome.warning)
+                if received:
                     break
+            else:
+                return report
         except OutboxError as error:
-            raise type(error)(f"{error}. {report.so_far(go_on)}") from error
-    if stop:
-        raise OutboxError(f"stopped by {signal.Signals(stop[0]).name}. {report.so_far(go_on)}")
-    return report
+            raise type(error)(
+                f"{error}. {report.so_far()}, beside the chunk in work, which is changed wholly or not at all; go on "
+                f"with: {go_on}"
+            ) from error
+    raise OutboxError(f"stopped by {signal.Signals(received[0]).name}. {report.so_far()}; go on with: {go_on}")
 
 
 @contextlib.contextmanager
@@ -93,6 +108,7 @@ def _stop_on_signals() -> Iterator[list[int]]:
     def stop(number: int, _frame: object) -> None:
         received.append(number)
         restore()
+        os.write(sys.stderr.fileno(), b"\noutbox: stopping after the chunk in work; once more stops at once\n")
 
     for number in before:
         signal.signal(number, stop)
@@ -106,7 +122,7 @@ def _stop_on_signals() -> Iterator[list[int]]:
 def _progress(count: "Count") -> Iterator[Callable[[int], object]]:
     """Yield what moves the bar on; it is drawn on a terminal only, and only where tqdm is installed."""
     if importlib.util.find_spec("tqdm") is None:
-        yield lambda _: None
+        yield _Counter(count).add
         return
     from tqdm import tqdm  # noqa: PLC0415 - an application that imports outbox has it not
 
@@ -115,10 +131,19 @@ def _progress(count: "Count") -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
+class _Counter:
+    """Progress without tqdm: a number on a terminal, nothing elsewhere."""
+
+    def __init__(self, count: "Count") -> None:
+        """Count up to `count`."""
+        self._count, self._done = count, 0
+
+    def add(self, number: int) -> None:
+        """Show `number` more."""
+        self._done += number
+        if sys.stderr.isatty():
+            print(f"\r{self._done:,} of {self._count}", end="", file=sys.stderr, flush=True)
+
+
 def _tasks(number: int) -> str:
     return f"{number:,} task{'' if number == 1 else 's'}"
-
-
-def _named(ids: list[str]) -> str:
-    names = ", ".join(cell(id) for id in ids[:NAMES])
-    return names + (f" and {len(ids) - NAMES:,} more" if len(ids) > NAMES else "")

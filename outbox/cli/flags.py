@@ -67,9 +67,14 @@ def selection(options: argparse.Namespace, now: datetime, ids: tuple[str, ...] |
     from outbox.operations.changes import Selection  # noqa: PLC0415 - the Spanner client: half a second
 
     since, until = (None if each is None else resolved(each, now) for each in (options.since, options.until))
-    if since and until and since >= until:
-        raise SettingError(f"--since {shown(since)} is not before --until {shown(until)}: no task can be between them")
+    check_window(since, until or now)
     return Selection(state=options.state, ids=ids, topic=options.topic, since=since, until=until, error=options.error)
+
+
+def check_window(since: datetime | None, until: datetime | None) -> None:
+    """Return if a task can be between them. Raises SettingError."""
+    if since and until and since >= until:
+        raise SettingError(f"--since {shown(since)} is not before {shown(until)}, the end: no task can be between them")
 
 
 def add_ids(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +96,7 @@ def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
     try:
         data = sys.stdin.buffer.read() if options.ids_file == "-" else Path(options.ids_file).read_bytes()
         # Not splitlines: it ends a line at characters that a line of JSON may hold as they are.
-        lines = data.decode().split("\n")
+        lines = data.decode("utf-8-sig").split("\n")
     except OSError as error:
         raise SettingError(f"--ids-file: {where!r} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -134,7 +139,8 @@ def again(name: str, options: argparse.Namespace, *more: str, **flags: str) -> s
         words += [] if not value else [f"{flag}={value}"] if value.startswith("-") else [flag, value]
     ids = getattr(options, "ids", [])
     end = ["--"] if any(id.startswith("-") for id in ids) else []
-    return " ".join(map(_quoted, [*words, *more, *end, *ids]))
+    line = " ".join(map(_quoted, [*words, *more, *end, *ids]))
+    return line + ("  # with the same ids on stdin" if given["--ids-file"] == "-" else "")
 
 
 def _quoted(word: str) -> str:

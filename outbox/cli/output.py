@@ -8,6 +8,9 @@ from typing import Any
 
 from outbox.times import shown
 
+#: Names in a sentence.
+NAMES = 10
+
 
 def escaped(text: str) -> str:
     """Return `text` with all that is not printable written as Python writes it."""
@@ -56,6 +59,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, datetime):
         return shown(value)
     raise TypeError(f"{type(value).__name__} has no JSON")
+
+
+def named(names: Iterable[str]) -> str:
+    """Return at most ten names for a sentence, and three dots for more."""
+    every = [escaped(name) for name in names]
+    return ", ".join([*every[:NAMES], *(["..."] if len(every) > NAMES else [])])
 
 
 def note(text: str) -> None:

@@ -2,7 +2,10 @@
 
 import argparse
 import logging
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
 from outbox import logs
 from outbox.cli import chunks
@@ -11,9 +14,6 @@ from outbox.cli.output import escaped
 from outbox.errors import OutboxError, SettingError
 from outbox.settings import DatabaseSettings, flag_of
 from outbox.times import MOMENT, resolved, shown
-
-if TYPE_CHECKING:
-    from outbox.operations.changes import Outcome
 
 PURGE_DESCRIPTION = """\
 Delete tasks that were sent before a time, and no others. Retention does the same by
@@ -28,6 +28,9 @@ and the reason. What a dead task of an ordering key held back goes on.
     outbox discard 0e3c... --reason 'order was cancelled, ticket 4711' \\
         --project my-project --instance main --database shop"""
 
+#: At most this long a task that is sent at most once may be marked and not yet published.
+LEAST_AGE = timedelta(minutes=1)
+
 _log = logging.getLogger("outbox")
 
 
@@ -40,6 +43,7 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     add_topic(purging)
     purging.add_argument("--dry-run", action="store_true", help="Only print how many there are, and the same as DML.")
+    purging.add_argument("--yes", action="store_true", help="Do not ask at a terminal, however many.")
     purging.set_defaults(run=run_purge)
     discarding = command(commands, "discard", "delete dead tasks for good", DISCARD_DESCRIPTION)
     add_ids(discarding)
@@ -60,15 +64,21 @@ def run_purge(options: argparse.Namespace) -> int:
     table = open_table(settings)
     now = table.now()
     before = resolved(options.sent_before, now)
-    if before > now:
-        raise SettingError(f"--sent-before {shown(before)} is in the future: the database has {shown(now)}")
+    if before > now - LEAST_AGE:
+        raise SettingError(
+            f"--sent-before {shown(before)} is less than a minute ago (the database has {shown(now)}): a task to be "
+            "sent at most once is marked as sent before it is published"
+        )
     chosen = changes.Selection(state="sent", topic=options.topic, until=before)
     count = changes.count(table, chosen, exact=options.dry_run)
     if options.dry_run:
         print(f"{count} would be deleted, as by:\n{chosen.dml(sql.DELETE)}")
+        chunks.note_size(count)
         return 0
-    go_on = again("purge", options, sent_before=shown(before))
-    return chunks.carry_out(changes.purge(table, chosen), count, go_on).tell("deleted:")
+    if count.number > chunks.UNASKED and sys.stdin.isatty():  # a nightly job has said what it wants
+        chunks.confirm(f"{count} that were sent before {shown(before)} will be deleted.", yes=options.yes)
+    go_on = again("purge", options, "--yes", sent_before=shown(before))
+    return chunks.carry_out(changes.purge(table, chosen), count, go_on).tell("deleted:", {}, "{state}")
 
 
 def run_discard(options: argparse.Namespace) -> int:
@@ -88,13 +98,14 @@ def run_discard(options: argparse.Namespace) -> int:
     chunks.confirm(f"{count}, dead, will be deleted for good and never sent.", yes=options.yes)
     logs.configure()
 
-    def log(outcome: "Outcome") -> None:
-        for id in outcome.changed:
+    def log(deleted: Sequence[str], surely: bool) -> None:
+        for id in deleted:
             _log.warning(
-                "discarded the dead task %s: %s", escaped(id), escaped(options.reason),
+                "%s the dead task %s: %s", "discarded" if surely else "perhaps discarded", escaped(id),
+                escaped(options.reason),
                 extra={"action": "discarded", "fields": {"task_id": id, "reason": options.reason}},
             )  # fmt: skip
 
     go_on = again("discard", options, "--yes", reason=options.reason)
-    report = chunks.carry_out(changes.discard(table, wanted), count, go_on, log)
-    return report.tell("deleted:") or (1 if report.left else 0)
+    report = chunks.carry_out(changes.discard(table, wanted, log), count, go_on)
+    return report.tell("deleted:", {}, "not dead but {state}")

@@ -5,7 +5,7 @@ import dataclasses
 from typing import Any
 
 from outbox.cli import chunks
-from outbox.cli.flags import add_ids, add_selection, again, command, ids, selection
+from outbox.cli.flags import add_ids, add_selection, again, check_window, command, ids, selection
 from outbox.errors import SettingError
 from outbox.settings import DatabaseSettings
 from outbox.times import shown
@@ -13,7 +13,8 @@ from outbox.times import shown
 DESCRIPTION = """\
 Make tasks due now: dead ones, or such as wait for their next attempt, are tried
 anew; sent ones are sent again, with the same id. They share with live tasks and
-keep none of them waiting. Ids of pending tasks are left as they are.
+keep none of them waiting. A scheduled task whose id is given goes now, too; pending
+ones, and those that wait for the head of their ordering key, are left as they are.
 
     outbox retry 0e3c... 7f21... --project my-project --instance main --database shop
     outbox retry --state dead --topic orders --dry-run ...
@@ -22,6 +23,12 @@ keep none of them waiting. Ids of pending tasks are left as they are.
 
 #: A scheduled task has a time that somebody asked for, a pending one needs no retry: only by their ids.
 STATES = ("dead", "sent", "retrying")
+#: Why ids are left.
+LEFT = {
+    "pending": "because they are pending: they go by themselves",
+    "parked": "because they wait for the head of their ordering key, which `outbox show` names: retry or discard that",
+}
+OUTSIDE = "{state}, but outside of --state, --topic, --since, --until or --error"
 
 
 def add(commands: Any) -> None:
@@ -49,12 +56,17 @@ def run(options: argparse.Namespace) -> int:
     chosen = selection(options, now, wanted)
     # What is sent again meanwhile is sent later than this: it is not chosen twice, now or by the command that goes on.
     chosen = dataclasses.replace(chosen, until=min(chosen.until or now, now))
+    check_window(chosen.since, chosen.until)
     count = changes.count(table, chosen, exact=options.dry_run)
     if options.dry_run:
         print(f"{count} would be sent again, as by:\n{chosen.dml(sql.RETRY)}")
+        chunks.note_size(count)
         return 0
     if count.number > chunks.UNASKED:
         chunks.confirm(f"{count} will be sent again.", yes=options.yes)
     since = {} if chosen.since is None else {"since": shown(chosen.since)}
     go_on = again("retry", options, "--yes", **since, until=shown(chosen.until or now))
-    return chunks.carry_out(changes.retry(table, chosen), count, go_on).tell("will be sent again:")
+    report = chunks.carry_out(changes.retry(table, chosen), count, go_on)
+    return report.tell(
+        "will be sent again:", LEFT, "{state} and outside of --state, --topic, --since, --until, --error"
+    )

@@ -20,7 +20,8 @@ Show how many tasks of each topic and priority wait, for how long, and how many
 were sent in the last minute.
 
 It reads the index as it was ten seconds ago, at LOW priority, and stops to count
-at 10,000 tasks of each shard and topic (>=). --exact reads and counts all of now.
+at 10,000 tasks of each shard and topic (>=), at fewer where there are more than ten
+topics. --exact reads and counts all of now.
 
     outbox status --project my-project --instance main --database shop
     outbox status --watch ...
@@ -76,9 +77,12 @@ def run(options: argparse.Namespace) -> int:
 def _read(tasks: "TaskTable", options: argparse.Namespace) -> "Backlog":
     from outbox.operations import backlog  # noqa: PLC0415 - see run
 
-    # A limit beyond the usual bound must still be decided.
-    limit = max(backlog.COUNTED, (options.max_pending or 0) + 1)
-    return backlog.read(tasks, exact=options.exact, limit=limit)
+    # Whether there are more than --max-pending must be decided, however much else is counted.
+    limit = None if options.max_pending is None else max(backlog.COUNTED, options.max_pending + 1)
+    found = backlog.read(tasks, exact=options.exact, limit=limit)
+    if not found.whole:
+        note(f"there are more than {backlog.MAX_TOPICS:,} topics: only the first are counted")
+    return found
 
 
 def _watch(tasks: "TaskTable", options: argparse.Namespace) -> None:
@@ -103,10 +107,10 @@ def _beyond(backlog: "Backlog", options: argparse.Namespace) -> list[str]:
         )
     total = backlog.total
     if options.max_pending is not None and total.pending > options.max_pending:
-        found.append(
-            f"{cell(_number('pending', total.pending, total.at_least))} tasks are pending, more than "
-            f"--max-pending {options.max_pending:,}"
-        )
+        number = cell(_number("pending", total.pending, total.at_least))
+        found.append(f"{number} tasks are pending, more than --max-pending {options.max_pending:,}")
+    if not backlog.whole and (options.max_age is not None or options.max_pending is not None):
+        found.append("whether a limit is kept cannot be told of so many topics")
     return found
 
 

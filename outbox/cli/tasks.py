@@ -3,16 +3,17 @@
 import argparse
 import base64
 import json
+import re
 import signal
 import sys
 import time
 import unicodedata
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from outbox.cli.flags import ID, add_selection, add_topic, command, selection
-from outbox.cli.output import as_json, cell, escaped, note, table
+from outbox.cli.flags import ID, add_selection, add_topic, check_window, command, selection
+from outbox.cli.output import NAMES, as_json, cell, escaped, named, note, table
 from outbox.errors import OutboxError
 from outbox.settings import DatabaseSettings, flag_of, whole_number
 from outbox.states import NEVER, STATES
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 LIST_DESCRIPTION = """\
 List tasks of one state, or all that are not sent. Pending ones come as a worker
-takes them, by priority, then age; sent ones by the time they were sent; others by
-the time at which they will be due. JSON: one object a line.
+takes them, by priority, then age; sent ones the newest first; others by the time at
+which they will be due. JSON: one object a line.
 
     outbox list --state dead --project my-project --instance main --database shop
     outbox list --state sent --topic orders --since 2h --until 1h ...
@@ -47,6 +48,8 @@ DEFAULT_LIMIT = 100
 ERROR_CHARACTERS = 80
 #: Bytes of a message's data that `show` prints; `--raw` writes all.
 SHOWN_BYTES = 64 * 1024
+#: A character of no meaning, which stands around a number while JSON is laid out.
+_MARK = "\ue000"
 #: Seconds between two looks of `tail`, and rows of one look.
 TAIL_SECONDS, TAIL_ROWS = 1.0, 1_000
 
@@ -95,8 +98,8 @@ def run_list(options: argparse.Namespace) -> int:
     if not found:
         note("no such task")
         if options.topic is not None and options.state != "sent":
-            known = [cell(topic) for topic in database.topics(20)]
-            note(f"tasks wait, or rows of AsynchronousTaskTopics exist, for: {', '.join(known) or 'no topic'}")
+            known = named(database.topics(NAMES + 1))
+            note(f"tasks wait, or rows of AsynchronousTaskTopics exist, for: {known or 'no topic'}")
     if len(found) > options.limit:
         note(f"there are more than {options.limit:,}: give --limit, or narrow it by --topic, --since, --until, --error")
     return 0
@@ -201,10 +204,33 @@ def _readable(data: bytes, *, whole: bool) -> tuple[str, list[str]]:
     if any(unicodedata.category(each) == "Cc" and each not in "\n\r\t" for each in text):
         return "hex", [data[start : start + 32].hex(" ") for start in range(0, len(data), 32)]
     try:
-        value = json.loads(text)
+        pretty = _pretty(text)
     except (ValueError, RecursionError):
         return "text", [escaped(line) for line in text.expandtabs().splitlines()]
-    return "JSON", [escaped(line) for line in json.dumps(value, indent=2, ensure_ascii=False).splitlines()]
+    return "JSON", [escaped(line) for line in pretty.splitlines()]
+
+
+def _pretty(text: str) -> str:
+    """Return JSON with line breaks, each number as it was written. Raises ValueError for what cannot be shown so."""
+    numbers: list[str] = []
+
+    def kept(token: str) -> str:
+        numbers.append(token)
+        return f"{_MARK}{len(numbers) - 1}{_MARK}"
+
+    def no_constant(token: str) -> str:
+        raise ValueError(token)
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a name twice")
+        return dict(pairs)
+
+    if _MARK in text:
+        raise ValueError(text)
+    value = json.loads(text, parse_float=kept, parse_int=kept, parse_constant=no_constant, object_pairs_hook=distinct)
+    dumped = json.dumps(value, indent=2, ensure_ascii=False)
+    return re.sub(f'"{_MARK}(\\d+){_MARK}"', lambda match: numbers[int(match[1])], dumped)
 
 
 def run_tail(options: argparse.Namespace) -> int:
@@ -218,6 +244,7 @@ def run_tail(options: argparse.Namespace) -> int:
     database = open_table(settings)
     now = database.now()
     position = tasks.Position(now if options.since is None else resolved(options.since, now))
+    check_window(position.sent_at, now + timedelta(microseconds=1))
     note(f"following from {shown(position.sent_at)}; Ctrl-C ends it")
     away = False
     try:

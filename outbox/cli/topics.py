@@ -3,12 +3,12 @@
 import argparse
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from outbox._ddl import LEAST_RATE
 from outbox.cli.flags import command
-from outbox.cli.output import as_json, note, table
+from outbox.cli.output import as_json, named, note, table
 from outbox.cli.status import HEADS, cells, fields
 from outbox.errors import InvalidMessage, OutboxError, SettingError
 from outbox.message import check_topic
@@ -151,8 +151,8 @@ def run_resume(options: argparse.Namespace) -> int:
     missing = [topic for topic in options.topics if topic not in there]
     if missing:
         raise OutboxError(
-            f"AsynchronousTaskTopics has no row of {_listed(missing)}, so there is no pause to end; nothing was "
-            f"written. Paused: {_listed(topics.paused(NAMES + 1)) or 'no topic'}"
+            f"AsynchronousTaskTopics has no row of {named(missing)}, so there is no pause to end; nothing was "
+            f"written. Paused: {named(topics.paused(NAMES + 1)) or 'no topic'}"
         )
     _print(topics.change(options.topics, {"Paused": False}), unpaused="resumed")
     note(FOLLOW)
@@ -211,9 +211,9 @@ def _require_known(table: "TopicTable", topics: Sequence[str], project: str) -> 
     unknown = [topic for topic in topics if topic not in known and not _in_pubsub(_full_name(topic, project))]
     if unknown:
         raise OutboxError(
-            f"nobody knows {_listed(unknown)}: no task waits for it, AsynchronousTaskTopics has no row of it, and "
-            f"Pub/Sub has no {_listed([_full_name(topic, project) for topic in unknown])}; nothing was written. "
-            f"Tasks wait or rows exist for: {_listed(table.known(NAMES + 1)) or 'no topic'}"
+            f"nobody knows {named(unknown)}: no task waits for it, AsynchronousTaskTopics has no row of it, and "
+            f"Pub/Sub has no {named([_full_name(topic, project) for topic in unknown])}; nothing was written. "
+            f"Tasks wait or rows exist for: {named(table.known(NAMES + 1)) or 'no topic'}"
         )
 
 
@@ -261,9 +261,3 @@ def _other_spelling(topic: str, project: str) -> str:
     """Return the full name for an id, and the reverse; a topic of another project has one name only."""
     own = _full_name("", project)
     return topic.removeprefix(own) if topic.startswith("projects/") else own + topic
-
-
-def _listed(names: Iterable[str]) -> str:
-    """Return at most ten names, and three dots for more."""
-    listed = list(names)
-    return ", ".join([*listed[:NAMES], *(["..."] if len(listed) > NAMES else [])])

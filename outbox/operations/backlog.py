@@ -6,16 +6,20 @@ from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
+from google.api_core.exceptions import FailedPrecondition, InvalidArgument, NotFound
+
 from outbox.errors import OutboxError
 from outbox.operations import sql
 from outbox.operations.table import COUNT_SECONDS, LOOK_SECONDS, TaskTable
 
 #: Where a count stops, in each shard and topic: with ten shards at 100,000.
 COUNTED = 10_000
-_NO_LIMIT = 2**62
+NO_LIMIT = 2**62
 #: Age of what is read: a snapshot of ten seconds ago can be read from any replica.
 #: https://cloud.google.com/spanner/docs/timestamp-bounds
 STALENESS = timedelta(seconds=10)
+#: Where all counts of a state together stop, as long as that leaves LEAST for each shard and topic.
+IN_ALL, LEAST = 1_000_000, 100
 #: Topics that are looked at.
 MAX_TOPICS = 1_000
 #: Times that a topic whose ready tasks exceed the limit is asked for lower priorities.
@@ -56,16 +60,20 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backlog:
-    """All lines, by topic and then by priority, the highest first, as they were at `as_of`."""
+    """All lines, by topic and then by priority, the highest first, as they were at `as_of`.
+
+    Not `whole` if there are more topics than MAX_TOPICS, of which the first are here.
+    """
 
     as_of: datetime
     workers: int
     lines: Sequence[Line]
+    whole: bool = True
 
     @property
     def total(self) -> Line:
         """Return all lines as one; what is pending in a paused topic does not count."""
-        merged = Line("", 0)
+        merged = Line("", 0, at_least=set() if self.whole else set(COUNTS))
         for line in self.lines:
             merged.add(line.unpending() if line.paused else line)
         return merged
@@ -157,26 +165,32 @@ class Counter:
             line.oldest = oldest
 
 
-def read(table: TaskTable, *, exact: bool = False, limit: int = COUNTED) -> Backlog:
-    """Return the backlog of ten seconds ago, each count at most `limit` in a shard and topic; now and whole if `exact`.
+def read(table: TaskTable, *, exact: bool = False, limit: int | None = None) -> Backlog:
+    """Return the backlog of ten seconds ago, or now and whole if `exact`.
 
+    Each count stops at `limit` in a shard and topic; by default at COUNTED, or at less where there are many topics.
     Everything is read at one timestamp. Raises NotReached, OutboxError.
     """
     now = table.now()
     if exact:
-        return _read_at(table, now, _NO_LIMIT)
+        return _read_at(table, now, NO_LIMIT)
     try:
         return _read_at(table, now - STALENESS, limit)
-    except OutboxError:
-        # Ten seconds ago the tables were not there yet. Whatever else it is, now it is said.
+    except OutboxError as error:
+        # Ten seconds ago the tables may not have been there yet.
+        if not isinstance(error.__cause__, NotFound | InvalidArgument | FailedPrecondition):
+            raise
         return _read_at(table, now, limit)
 
 
-def _read_at(table: TaskTable, at: datetime, limit: int) -> Backlog:
-    topics = table.topics(MAX_TOPICS, at)
+def _read_at(table: TaskTable, at: datetime, limit: int | None) -> Backlog:
+    topics = table.topics(MAX_TOPICS + 1, at)
+    whole = len(topics) <= MAX_TOPICS
+    del topics[MAX_TOPICS:]
+    if limit is None:
+        limit = max(LEAST, min(COUNTED, IN_ALL // (max(1, len(topics)) * len(table.shards))))
     places: dict[str, Any] = {"shards": list(table.shards), "limit": limit}
-
-    seconds = COUNT_SECONDS if limit == _NO_LIMIT else LOOK_SECONDS
+    seconds = COUNT_SECONDS if limit == NO_LIMIT else LOOK_SECONDS
 
     def ask(statement: str, **values: Any) -> list[list[Any]]:
         return table.query(statement, "outbox-status", values, at=at, seconds=seconds)
@@ -193,4 +207,4 @@ def _read_at(table: TaskTable, at: datetime, limit: int) -> Backlog:
     counter.add_sent(ask(sql.COUNT_SENT, **places, now=at))
     [[workers]] = ask(sql.LIVE_WORKERS, now=at)
     paused = {topic for topic, is_paused, *_ in ask(sql.CONTROLS) if is_paused}
-    return Backlog(at, workers, counter.lines(paused))
+    return Backlog(at, workers, counter.lines(paused), whole=whole)

@@ -5,25 +5,26 @@ can be stopped between two of them. What is done is no longer selected, so the s
 """
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from google.cloud.spanner_v1 import KeySet
 
+from outbox.errors import OutboxError
 from outbox.operations import sql
+from outbox.operations.backlog import COUNTED, NO_LIMIT
 from outbox.operations.table import COUNT_SECONDS, LOOK_SECONDS, TaskTable, Transaction
 from outbox.states import STATES
 
 _TABLE = "AsynchronousTasks"
 #: Tasks in one transaction: some ten thousand of the 80,000 mutations that a commit may have.
 CHUNK = 500
-#: Topics that are looked at.
-MAX_TOPICS = 10_000
-#: Where a count stops, in each shard and topic.
-COUNTED = 10_000
-_NO_LIMIT = 2**62
+#: Tasks whose ids are read at once.
+PAGE = 20 * CHUNK
+#: Ordering keys whose first task is looked for at once.
+WOKEN = 20
 _LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 _RETRY_COLUMNS = ("Id", "SentAt", "ExpiresAt", "Attempts", "AvailableAt")
 
@@ -33,8 +34,8 @@ class Selection:
     """Which tasks: those of a state, or those of `ids`, and of these the ones that fit everything else.
 
     `since` is inclusive, `until` exclusive; they are compared with SentAt of a sent task and CreatedAt of another one.
-    `error` is a part of LastError, in any case. With `ids` and no state all but pending tasks are meant, which need no
-    retry.
+    `error` is a part of LastError, in any case. With `ids` and no state all are meant that a retry helps: not pending
+    ones, which go by themselves, and not parked ones, which go when the head of their key does.
     """
 
     state: str | None = None
@@ -53,7 +54,8 @@ class Selection:
     @property
     def condition(self) -> str:
         """Return it as a condition of a row, but for the ids."""
-        state = sql.CONDITIONS[self.state] if self.state else f"NOT ({sql.CONDITIONS['pending']})"
+        pending, parked = sql.CONDITIONS["pending"], sql.IS_PARKED
+        state = sql.CONDITIONS[self.state] if self.state else f"NOT ({pending}) AND NOT ({parked})"
         return state + sql.narrowed(self.state, self.values)
 
     def dml(self, statement: str) -> str:
@@ -78,11 +80,15 @@ class Count:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one chunk did: the ids that were changed, the states of those that were left, the ids that are not there."""
+    """What one chunk did: the ids that were changed, the states of those that were left, the ids that are not there.
+
+    The state of a parked task is `parked` here.
+    """
 
     changed: tuple[str, ...]
     left: Mapping[str, str]
     missing: tuple[str, ...]
+    warning: str | None = None
 
 
 #: Given the rows (id, topic, ordering key) and the database's time, buffers the writes of one transaction.
@@ -96,7 +102,7 @@ def count(table: TaskTable, selection: Selection, *, exact: bool) -> Count:
         chunks = _cut(selection.ids)
         rows = (table.query(statement, "outbox-count", selection.values | {"ids": ids}) for ids in chunks)
         return Count(sum(matches for found in rows for *_, matches, _now in found))
-    limit = _NO_LIMIT if exact else COUNTED
+    limit = NO_LIMIT if exact else COUNTED
     statement = sql.counted(_state(selection), selection.values)
     values = selection.values | _places(table, selection) | {"limit": limit}
     seconds = COUNT_SECONDS if exact else LOOK_SECONDS
@@ -109,8 +115,8 @@ def retry(table: TaskTable, selection: Selection) -> Iterator[Outcome]:
 
     A selection of sent tasks needs an end (`until`), or it would follow what it sends again.
     """
-    if selection.state == "sent" and selection.until is None:
-        raise ValueError("a selection of sent tasks needs `until`")
+    if selection.state == "pending" or (selection.state == "sent" and selection.until is None):
+        raise ValueError("a selection of sent tasks needs `until`; pending ones need no retry")
 
     def write(transaction: Transaction, rows: Sequence[tuple[str, str, str | None]], now: datetime) -> None:
         transaction.update(_TABLE, _RETRY_COLUMNS, [(id, None, None, 0, now) for id, _, _ in rows])
@@ -125,43 +131,59 @@ def purge(table: TaskTable, selection: Selection) -> Iterator[Outcome]:
     return _change(table, selection, "outbox-purge", _delete)
 
 
-def discard(table: TaskTable, ids: Sequence[str]) -> Iterator[Outcome]:
-    """Delete those of `ids` that are dead; the tasks that they held back are woken."""
-    freed: dict[tuple[str, str], None] = {}
+def discard(
+    table: TaskTable,
+    ids: Sequence[str],
+    log: Callable[[Sequence[str], bool], None] = lambda _ids, _surely: None,
+) -> Iterator[Outcome]:
+    """Delete those of `ids` that are dead, and wake the tasks that they held back.
+
+    `log` is called after each commit with the ids that are deleted and True, and with False for those of a commit whose
+    outcome is not known.
+    """
+    deleting: dict[str, tuple[str, str | None]] = {}
 
     def write(transaction: Transaction, rows: Sequence[tuple[str, str, str | None]], now: datetime) -> None:
+        deleting.clear()  # the function may run again
+        deleting.update({id: (topic, key) for id, topic, key in rows})
         _delete(transaction, rows, now)
-        freed.update({(topic, key): None for _, topic, key in rows if key})
 
-    for outcome in _change(table, Selection(state="dead", ids=tuple(ids)), "outbox-discard", write):
-        try:
-            yield outcome
-        finally:  # also if nobody asks for the next one
-            _wake(table, freed)
-            freed.clear()
+    try:
+        for outcome in _change(table, Selection(state="dead", ids=tuple(ids)), "outbox-discard", write):
+            log(outcome.changed, True)
+            keys = {(topic, key) for topic, key in deleting.values() if key}
+            deleting.clear()
+            yield dataclasses.replace(outcome, warning=_wake(table, sorted(keys)))
+    finally:
+        if deleting:
+            log(list(deleting), False)
 
 
 def _delete(transaction: Transaction, rows: Sequence[tuple[str, str, str | None]], _now: datetime) -> None:
-    if rows:
-        transaction.delete(_TABLE, KeySet(keys=[[id] for id, _, _ in rows]))
+    transaction.delete(_TABLE, KeySet(keys=[[id] for id, _, _ in rows]))
 
 
-def _wake(table: TaskTable, keys: Collection[tuple[str, str]]) -> None:
+def _wake(table: TaskTable, keys: Sequence[tuple[str, str]]) -> str | None:
     """Make the first task of each key due if it is parked: the relay wakes the others behind it.
 
-    Parking ends by itself, so nothing is lost if this is never reached.
+    Returns what hindered it, or None. Parking ends by itself, so nothing is lost then.
     """
-    if keys:
-        values = {"topics": [topic for topic, _ in keys], "keys": [key for _, key in keys]}
-        fronts = [id for (id,) in table.query(sql.FRONTS, "outbox-wake", values)]
+    try:
+        for start in range(0, len(keys), WOKEN):
+            some = keys[start : start + WOKEN]
+            values = {"topics": [topic for topic, _ in some], "keys": [key for _, key in some]}
+            fronts = [id for (id,) in table.query(sql.FRONTS, "outbox-wake", values, seconds=LOOK_SECONDS)]
+            if fronts:
+                table.transact("outbox-wake", functools.partial(_unpark, sorted(fronts)))
+    except OutboxError as error:
+        return f"tasks behind the deleted ones go when their parked time ends, not at once: {error}"
+    return None
 
-        def work(transaction: Transaction) -> None:
-            rows = transaction.query(sql.locked(sql.IS_PARKED), {"ids": sorted(fronts)})
-            parked = [(id, now) for id, _, _, _, matches, now in rows if matches]
-            transaction.update(_TABLE, ("Id", "AvailableAt"), parked)
 
-        if fronts:
-            table.transact("outbox-wake", work)
+def _unpark(ids: Sequence[str], transaction: Transaction) -> None:
+    rows = transaction.query(sql.locked(sql.IS_PARKED), {"ids": ids})
+    parked = [(id, now) for id, _, _, _, matches, now in rows if matches]
+    transaction.update(_TABLE, ("Id", "AvailableAt"), parked)
 
 
 def _change(table: TaskTable, selection: Selection, tag: str, write: _Write) -> Iterator[Outcome]:
@@ -191,27 +213,28 @@ def _outcome(ids: Sequence[str], rows: Sequence[Sequence[Any]]) -> Outcome:
 
 
 def _found(table: TaskTable, selection: Selection, tag: str) -> Iterator[list[str]]:
-    """Yield the ids of the selection, some at a time, shard by shard."""
+    """Yield the ids of the selection, a chunk at a time, shard by shard."""
     state = _state(selection)
     statement = sql.next_ids(state, selection.values)
-    places = _places(table, selection)
-    for topic, shard in itertools.product(places.get("topics", [None]), places["shards"]):
-        place: dict[str, Any] = {"shards": [shard]} if topic is None else {"shards": [shard], "topics": [topic]}
-        values = selection.values | place | {"limit": CHUNK, "after_id": ""}
-        if state == "sent":
-            values["after"] = selection.since or _LONG_AGO
-        while rows := table.query(statement, tag, values, seconds=LOOK_SECONDS):
-            yield [id for id, _ in rows]
-            values["after_id"] = rows[-1][0]
-            if state == "sent":
-                values["after"] = rows[-1][1]
+    topics = {name: value for name, value in _places(table, selection).items() if name == "topics"}
+    for shard in table.shards:
+        values = selection.values | topics | {"shard": shard, "limit": PAGE}
+        values |= {"after": selection.since or _LONG_AGO} if state == "sent" else {"after_id": ""}
+        first, more = "", True
+        while more and (rows := table.query(statement, tag, values, seconds=LOOK_SECONDS)):
+            more = len(rows) == PAGE
+            if rows[0][0] == first:
+                raise OutboxError(f"tasks come back into the selection as fast as they are changed, such as {first!r}")
+            first = rows[0][0]
+            yield from _cut([id for id, _ in rows])
+            values |= {"after": rows[-1][1]} if state == "sent" else {"after_id": rows[-1][0]}
 
 
 def _places(table: TaskTable, selection: Selection) -> dict[str, Any]:
     """Return where the index is read: sent tasks of a time lie beside each other whatever their topic."""
     if selection.state == "sent":
         return {"shards": list(table.shards)}
-    topics = [selection.topic] if selection.topic is not None else table.topics(MAX_TOPICS)
+    topics = [selection.topic] if selection.topic is not None else table.topics()
     return {"shards": list(table.shards), "topics": topics}
 
 

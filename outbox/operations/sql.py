@@ -32,7 +32,8 @@ CONDITIONS = {
     "dead": f"SentAt IS NULL AND {_DEAD}",
     "sent": "SentAt IS NOT NULL",
 }
-STATE = "CASE {} END".format(" ".join(f"WHEN {CONDITIONS[state]} THEN '{state}'" for state in STATES))
+IS_PARKED = f"{CONDITIONS['scheduled']} AND {_IS_PARKED}"
+_STATE = "CASE {} END".format(" ".join(f"WHEN {CONDITIONS[state]} THEN '{state}'" for state in STATES))
 
 # In the index a state is one range for each shard and topic, pending ones are two.
 _RANGES = {
@@ -55,6 +56,7 @@ TYPES = {
     "keys": param_types.Array(param_types.STRING),
     "limit": param_types.INT64,
     "now": param_types.TIMESTAMP,
+    "shard": param_types.INT64,
     "shards": param_types.Array(param_types.INT64),
     "since": param_types.TIMESTAMP,
     "topic": param_types.STRING,
@@ -161,7 +163,9 @@ def narrowed(state: str | None, names: Mapping[str, Any]) -> str:
 def _parts(state: str, columns: str, names: Mapping[str, Any]) -> list[str]:
     more = narrowed(state, names)
     if state == "sent":
-        return [f"SELECT {columns} FROM {_INDEX} WHERE Shard = in_shard AND SentAt IS NOT NULL{more} ORDER BY SentAt"]
+        return [
+            f"SELECT {columns} FROM {_INDEX} WHERE Shard = in_shard AND SentAt IS NOT NULL{more} ORDER BY SentAt DESC"
+        ]
     orders = (_PENDING_ORDER, _AS_INDEXED) if state == "pending" else (_AS_INDEXED,)
     return [
         f"SELECT {columns} FROM {_INDEX} WHERE {_OF_TOPIC} AND {each}{more} ORDER BY {order}"
@@ -174,40 +178,50 @@ def _places(state: str) -> str:
 
 
 def listed(state: str, columns: str, names: Mapping[str, Any]) -> str:
-    """Return the statement for the first @limit tasks of a state; `columns` include those of the order, and Id."""
-    order = {"pending": _PENDING_ORDER, "sent": "SentAt"}.get(state, _AS_INDEXED)
+    """Return the statement for the first @limit tasks that are of a state @now, sent ones the newest first.
+
+    `columns` include those of the order, and Id.
+    """
+    order = {"pending": _PENDING_ORDER, "sent": "SentAt DESC"}.get(state, _AS_INDEXED)
     union = "\nUNION ALL".join(
         f"""
   SELECT task.* FROM UNNEST(@shards) AS in_shard{_places(state)}, UNNEST(ARRAY(
     {part.replace("SELECT", "SELECT AS STRUCT", 1)} LIMIT @limit)) AS task"""
         for part in _parts(state, columns, names)
     )
-    return f"SELECT * FROM ({union}) ORDER BY {order}, Id LIMIT @limit"
+    statement = f"SELECT * FROM ({union}) ORDER BY {order}, Id LIMIT @limit"
+    # States are asked for one by one: with a clock that goes on, a task could be of none of them, or of two.
+    return statement.replace("CURRENT_TIMESTAMP()", "@now")
 
 
 def counted(state: str, names: Mapping[str, Any]) -> str:
     """Return the statement that counts the tasks of a state, @limit in each shard and topic; each count is a row."""
+    # A count needs no order; with a limit it would even cost one.
     return "\nUNION ALL".join(
         f"""
 SELECT part.number FROM UNNEST(@shards) AS in_shard{_places(state)}, UNNEST(ARRAY(
-  SELECT AS STRUCT COUNT(*) AS number FROM ({part} LIMIT @limit))) AS part"""
+  SELECT AS STRUCT COUNT(*) AS number FROM ({part.partition(" ORDER BY ")[0]} LIMIT @limit))) AS part"""
         for part in _parts(state, "Id", names)
     )
 
 
 def next_ids(state: str, names: Mapping[str, Any]) -> str:
-    """Return the statement for the next @limit tasks (Id, SentAt) of one of @shards, and of one topic of @topics.
+    """Return the statement for the next @limit tasks (Id, SentAt) of @shard, and of @topics unless they were sent.
 
-    Behind the position (@after, @after_id), or @after_id for unsent ones: a task that comes back into the selection
-    while others are changed is not met twice.
+    Sent ones come as the index has them, from @after on: what was before it has been changed and is not read again.
+    Others come behind @after_id, so that a task that is dead again at once is not met twice.
     """
+    more = narrowed(state, names)
     if state == "sent":
-        place, order = "SentAt >= @after AND (SentAt > @after OR Id > @after_id)", "SentAt, Id"
-    else:
-        place, order = f"SentAt IS NULL AND Topic IN UNNEST(@topics) AND {_RANGES[state][0]} AND Id > @after_id", "Id"
+        return f"""
+SELECT Id, SentAt FROM {_INDEX} WHERE Shard = @shard AND SentAt >= @after{more}
+ORDER BY SentAt, Topic, AvailableAt, Priority DESC, CreatedAt, Id LIMIT @limit"""
+    [range_] = _RANGES[state]
     return f"""
-SELECT Id, SentAt FROM {_INDEX} WHERE Shard IN UNNEST(@shards) AND {place}{narrowed(state, names)}
-ORDER BY {order} LIMIT @limit"""
+SELECT Id, SentAt FROM UNNEST(@topics) AS of_topic
+JOIN {_INDEX} ON Shard = @shard AND SentAt IS NULL AND Topic = of_topic AND {range_}
+WHERE Id > @after_id{more}
+ORDER BY Id LIMIT @limit"""
 
 
 def sent_after(names: Mapping[str, Any]) -> str:
@@ -223,10 +237,10 @@ ORDER BY SentAt, Id LIMIT @limit"""
 def looked(condition: str) -> str:
     """Return the statement that reads tasks by @ids: one seek for each, in a plan that can lock nothing else.
 
-    Its columns are those of `outbox.operations.changes`; `condition` may be any of the constants or `narrowed`.
+    Its columns are those of `outbox.operations.changes`: a parked task has a state of its own there.
     """
     return f"""
-SELECT Id, Topic, OrderingKey, {STATE}, COALESCE({condition}, FALSE), CURRENT_TIMESTAMP()
+SELECT Id, Topic, OrderingKey, IF({IS_PARKED}, 'parked', {_STATE}), COALESCE({condition}, FALSE), CURRENT_TIMESTAMP()
 FROM UNNEST(@ids) AS wanted
 JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} ON Id = wanted"""
 
@@ -238,10 +252,8 @@ def locked(condition: str) -> str:
 
 def task(columns: str) -> str:
     """Return the statement for one task by @id: its `columns`, then its state."""
-    return f"SELECT {columns}, {STATE} FROM AsynchronousTasks WHERE Id = @id"
+    return f"SELECT {columns}, {_STATE} FROM AsynchronousTasks WHERE Id = @id"
 
-
-IS_PARKED = f"{CONDITIONS['scheduled']} AND {_IS_PARKED}"
 
 # The n-th key is the n-th of @topics and of @keys.
 FRONTS = """

@@ -72,10 +72,10 @@ class TaskTable:
             options = {"priority": _LOW, "request_tag": tag}
             return list(snapshot.read(table, columns, keys, request_options=options, **schema.limits(QUERY_SECONDS)))
 
-    def topics(self, count: int, at: datetime | None = None) -> list[str]:
-        """Return the first `count` of all topics that have an unsent task or a row of their own, sorted."""
+    def topics(self, count: int | None = None, at: datetime | None = None) -> list[str]:
+        """Return all topics that have an unsent task or a row of their own, sorted, or the first `count` of them."""
         names: list[str] = []
-        while len(names) < count:
+        while count is None or len(names) < count:
             after = {"shards": list(self.shards), "after_topic": names[-1] if names else ""}
             [[name]] = self.query(sql.NEXT_TOPIC, "outbox-topics", after, at=at, seconds=LOOK_SECONDS)
             if name is None:

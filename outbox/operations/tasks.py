@@ -3,14 +3,14 @@
 import dataclasses
 from base64 import b64decode
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from outbox.message import RawPubsubMessage
 from outbox.operations import sql
-from outbox.operations.changes import MAX_TOPICS, Selection
+from outbox.operations.changes import Selection
 from outbox.operations.table import LOOK_SECONDS, TaskTable
 from outbox.states import UNSENT
 
@@ -19,6 +19,9 @@ _COLUMNS = (
     "SentAt", "Bytes",
 )  # fmt: skip
 _ALL_COLUMNS = (*_COLUMNS, "Shard", "Sequence", "AtMostOnce", "Data")
+
+#: How far back the newest sent tasks are looked for, one after the other, before all of them are read.
+LOOKS_BACK = tuple(timedelta(minutes=8**power) for power in range(6))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,22 +41,41 @@ class Position:
 
 
 def listed(table: TaskTable, selection: Selection, limit: int) -> list[Task]:
-    """Return the first `limit` tasks of a state, or of all states of unsent tasks.
+    """Return the first `limit` tasks of a state, or of all states of unsent tasks, as they are now.
 
-    Pending ones by priority, then age; sent ones by SentAt; others by AvailableAt, then priority and age.
+    Pending ones by priority, then age; sent ones the newest first; others by AvailableAt, then priority and age.
     """
+    now = table.now()
+    if selection.state == "sent":
+        return _newest(table, selection, limit, now)
+    topics = [selection.topic] if selection.topic is not None else table.topics(at=now)
     found: list[Task] = []
-    values = selection.values | {"shards": list(table.shards)}
-    if selection.state != "sent":
-        values["topics"] = [selection.topic] if selection.topic is not None else table.topics(MAX_TOPICS)
     for state in (selection.state,) if selection.state else UNSENT:
-        statement = sql.listed(state, ", ".join(_COLUMNS), values)
-        limited = values | {"limit": limit - len(found)}
-        rows = table.query(statement, "outbox-list", limited, seconds=LOOK_SECONDS)
-        found += [Task(state, dict(zip(_COLUMNS, row, strict=True))) for row in rows]
-        if len(found) >= limit:
-            break
+        if len(found) < limit:
+            found += _of_state(table, state, selection, limit - len(found), now, topics=topics)
     return found
+
+
+def _newest(table: TaskTable, selection: Selection, limit: int, now: datetime) -> list[Task]:
+    """Look back ever further: of a long time there may be millions, and the index has the oldest first."""
+    until = selection.until or now + timedelta(seconds=1)
+    for window in LOOKS_BACK:
+        since = max(filter(None, (selection.since, until - window)))
+        found = _of_state(table, "sent", dataclasses.replace(selection, since=since), limit, now)
+        if len(found) >= limit or since == selection.since:
+            return found
+    return _of_state(table, "sent", selection, limit, now)
+
+
+def _of_state(
+    table: TaskTable, state: str, selection: Selection, limit: int, now: datetime, **places: Any
+) -> list[Task]:
+    values = selection.values | places | {"shards": list(table.shards), "limit": limit}
+    statement = sql.listed(state, ", ".join(_COLUMNS), values)
+    if "@now" in statement:
+        values["now"] = now
+    rows = table.query(statement, "outbox-list", values, at=now, seconds=LOOK_SECONDS)
+    return [Task(state, dict(zip(_COLUMNS, row, strict=True))) for row in rows]
 
 
 def task(table: TaskTable, id: str) -> Task | None:

@@ -19,7 +19,7 @@ from outbox.states import NEVER
 from tests.support.operations import CREATED, FUTURE, PAST, Watch, insert, pause, row, update
 
 MICROSECOND = timedelta(microseconds=1)
-WHOLE = backlog._NO_LIMIT
+WHOLE = backlog.NO_LIMIT
 
 
 @pytest.fixture

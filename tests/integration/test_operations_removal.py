@@ -170,7 +170,7 @@ def test_discard_deletes_dead_tasks_only(database: Database, table: TaskTable):
     assert outcome == Outcome(
         ("5",),
         {
-            "0": "pending", "1": "pending", "2": "scheduled", "3": "retrying", "4": "scheduled", "sent": "sent",
+            "0": "pending", "1": "pending", "2": "scheduled", "3": "retrying", "4": "parked", "sent": "sent",
             "almost": "scheduled",
         },
         ("missing",),

@@ -106,15 +106,25 @@ def test_waiting_tasks_come_by_the_time_at_which_they_are_due(database: Database
     assert ids(table, 3, state=state) == ["d", "b", "c"]
 
 
-def test_sent_tasks_come_by_the_time_at_which_they_were_sent(database: Database, table: TaskTable):
-    """Also of topics without an unsent task, and of those that are named only."""
+def test_sent_tasks_come_the_newest_first(database: Database, table: TaskTable):
+    """Also of topics without an unsent task, however far back, and of those that are named only."""
     rows = [
         row(f"{n:02}", SentAt=PAST + n * SECOND, CreatedAt=CREATED - n * SECOND, Topic="ab"[n % 2]) for n in range(30)
     ]
     insert(database, [rows[n] for n in Random(1).sample(range(30), 30)])
     insert(database, [row("unsent")])
-    assert ids(table, state="sent") == [f"{n:02}" for n in range(30)]
-    assert ids(table, 4, state="sent", topic="b") == ["01", "03", "05", "07"]
+    now = table.now()
+    recent = [row("now", SentAt=now - SECOND), row("minutes ago", SentAt=now - timedelta(minutes=5))]
+    insert(database, recent)
+    newest_first = ["now", "minutes ago", *(f"{n:02}" for n in reversed(range(30)))]
+    assert ids(table, state="sent") == newest_first
+    assert [ids(table, limit, state="sent") for limit in (1, 2, 3)] == [
+        newest_first[:1],
+        newest_first[:2],
+        newest_first[:3],
+    ]
+    assert ids(table, 4, state="sent", topic="b") == ["29", "27", "25", "23"]
+    assert ids(table, state="sent", since=PAST + 28 * SECOND, until=PAST + 30 * SECOND) == ["29", "28"]
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -162,7 +162,7 @@ def test_a_count_is_exact_or_named_as_a_lower_bound(tasks: list[Task], limit: in
 def test_without_a_limit_everything_is_counted(tasks: list[Task]):
     """`--exact` names no count, asks each question once, and knows every oldest task."""
     table = FakeTable(tasks)
-    found, true = read(table, backlog._NO_LIMIT), truth(tasks)
+    found, true = read(table, backlog.NO_LIMIT), truth(tasks)
     assert {(line.topic, line.priority): {name: getattr(line, name) for name in COUNTS} for line in found.lines} == {
         place: {name: numbers[name] for name in COUNTS} for place, numbers in true.items()
     }

@@ -221,7 +221,7 @@ def test_the_command_that_goes_on_is_read_as_the_same_selection(  # noqa: PLR091
     times = {"since": since and NOW - since, "until": until is not None and NOW - until}
     line = again("retry", options, "--yes", **{name: shown(time) for name, time in times.items() if time})
 
-    program, *rest = shlex.split(line)
+    program, *rest = shlex.split(line, comments=True)
     read = parsed(*rest)
     assert (program, read.run, read.yes) == ("outbox", options.run, True)
     assert selection(read, NOW, tuple(read.ids)) == selection(
