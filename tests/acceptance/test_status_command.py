@@ -1,0 +1,196 @@
+"""`outbox status` and `outbox topics` as processes: what waits, as of when, and the exit code for a pager."""
+
+import json
+import signal
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from google.api_core.exceptions import GoogleAPIError
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
+from google.cloud.spanner_v1.database import Database
+from google.cloud.spanner_v1.instance import Instance
+
+from outbox.emulators import Emulators
+from tests.support.commands import HOUR, TRACE, Commands, fill, row
+from tests.support.processes import Process
+from tests.support.spanner import outbox_database
+from tests.support.waiting import eventually
+
+STALENESS = timedelta(seconds=10)
+SECOND, MINUTE = timedelta(seconds=1), timedelta(minutes=1)
+
+
+@pytest.fixture
+def outbox(emulators: Emulators, database: Database) -> Commands:
+    """The commands on a database of the test's own."""
+    return Commands(emulators, database)
+
+
+@pytest.fixture(scope="module")
+def old_database(spanner_instance: Instance) -> Iterator[Database]:
+    """A database that had its tables ten seconds ago already."""
+
+    def was_there(made: Database) -> bool:
+        try:
+            with made.snapshot(exact_staleness=STALENESS + SECOND) as snapshot:
+                return bool(list(snapshot.execute_sql("SELECT COUNT(*) FROM AsynchronousTaskTopics")))
+        except GoogleAPIError:
+            return False
+
+    with outbox_database(spanner_instance) as made:
+        eventually(lambda: was_there(made), seconds=30)
+        yield made
+
+
+def beat(database: Database, **seen: object) -> None:
+    """Write the rows of workers."""
+    started = datetime.now(UTC) - HOUR
+    with database.batch() as batch:
+        batch.insert(
+            "AsynchronousTaskWorkers",
+            ("WorkerId", "StartedAt", "SeenAt"),
+            [(id, started, at) for id, at in seen.items()],
+        )
+
+
+def pause(database: Database, topic: str) -> None:
+    """Pause a topic as the command does."""
+    with database.batch() as batch:
+        batch.insert("AsynchronousTaskTopics", ("Topic", "Paused", "MaxInFlight"), [(topic, True, 5)])
+
+
+def fill_with_all_states(database: Database) -> None:
+    """Have tasks of each state, topic and priority in numbers that are not alike."""
+    due = {"AvailableAt": datetime.now(UTC) - MINUTE}
+    fill(
+        database,
+        [
+            *[row(f"ready-{n}", age=(n + 1) * HOUR) for n in range(3)],
+            row("due", age=9 * HOUR, **due, Priority=100),
+            *[row(f"retrying-{n}", "retrying") for n in range(4)],
+            *[row(f"scheduled-{n}", "scheduled") for n in range(5)],
+            row("parked", "scheduled", OrderingKey="key", Attempts=2, LastError="parked: behind another"),
+            *[row(f"dead-{n}", "dead") for n in range(7)],
+            *[row(f"sent-{n}", "sent", topic="invoices", age=5 * SECOND) for n in range(8)],
+            *[row(f"long-sent-{n}", "sent", age=2 * MINUTE) for n in range(9)],
+        ],
+    )
+
+
+def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Database):
+    """Pending, retrying, scheduled, dead, sent in the last minute, the oldest age and the live workers are right."""
+    fill_with_all_states(database)
+    beat(database, alive=COMMIT_TIMESTAMP, lately=datetime.now(UTC) - SECOND, gone=datetime.now(UTC) - MINUTE)
+    [whole] = outbox.objects("status", "--exact", "--json")
+    names = ("topic", "priority", "pending", "retrying", "scheduled", "dead", "sent_last_minute")
+    assert [tuple(line[name] for name in names) for line in whole["topics"]] == [
+        ("invoices", 50, 0, 0, 0, 0, 8),
+        ("orders", 100, 1, 0, 0, 0, 0),
+        ("orders", 50, 3, 4, 6, 7, 0),
+    ]
+    assert [whole[name] for name in (*names[2:], "workers")] == [4, 4, 6, 7, 8, 2]
+    ages = [line["oldest_age"] for line in whole["topics"]]
+    assert ages == [None, pytest.approx(60, abs=30), pytest.approx(3 * 3600, abs=30)]
+
+
+def test_the_table_says_the_same_for_people(outbox: Commands, database: Database):
+    """A line for each topic and priority below one head, a total, and a first line with the time and the workers."""
+    fill_with_all_states(database)
+    beat(database, alive=COMMIT_TIMESTAMP)
+    told = outbox.run("status", "--exact")
+    first, head, *lines = told.stdout.splitlines()
+    assert (told.code, told.stderr) == (0, "")
+    assert first.startswith("as of 2")
+    assert first.endswith("Z, 1 live worker")
+    assert head.split() == ["TOPIC", "PRIORITY", "PENDING", "RETRYING", "SCHEDULED", "DEAD", "SENT/MIN", "OLDEST"]
+    assert [line.split()[:7] for line in lines] == [
+        ["invoices", "50", "0", "0", "0", "0", "8"],
+        ["orders", "100", "1", "0", "0", "0", "0"],
+        ["orders", "50", "3", "4", "6", "7", "0"],
+        ["all", "4", "4", "6", "7", "8", "3h"],
+    ]
+
+
+def test_it_is_ten_seconds_old_unless_exact(emulators: Emulators, old_database: Database):
+    """What was just registered is not there yet without --exact, and the answer says of which time it is."""
+    outbox = Commands(emulators, old_database)
+    before = datetime.now(UTC)
+    fill(old_database, [row("new", age=timedelta(0), topic="new-topic")])
+    [stale] = outbox.objects("status", "--json")
+    [exact] = outbox.objects("status", "--json", "--exact")
+    assert (stale["pending"], exact["pending"]) == (0, 1)
+    assert before - STALENESS <= datetime.fromisoformat(stale["as_of"]) < datetime.now(UTC) - STALENESS + SECOND
+    assert datetime.fromisoformat(exact["as_of"]) > before
+
+
+def test_an_age_or_a_number_that_is_exceeded_is_exit_code_1(outbox: Commands, database: Database):
+    """A sentence says which and by how much; what is not exceeded is 0, and paused topics count for neither."""
+    fill(database, [row("a"), row("b", age=2 * HOUR), *[row(f"p{n}", topic="paused", age=9 * HOUR) for n in range(5)]])
+    pause(database, "paused")
+    expected = {
+        (
+            "--max-age",
+            "90m",
+        ): "the oldest pending task has waited 2h (topic orders, priority 50), more than --max-age 1h 30m",
+        ("--max-age", "3h"): "",
+        ("--max-pending", "1"): "2 tasks are pending, more than --max-pending 1",
+        ("--max-pending", "2"): "",
+    }
+    for words, sentence in expected.items():
+        told = outbox.run("status", "--exact", *words)
+        assert (told.code, sentence in told.stderr) == (1 if sentence else 0, True), (words, told)
+        assert bool(told.stderr) == bool(sentence)
+        assert "paused (paused)" in told.stdout
+
+
+def test_watch_looks_again_and_ctrl_c_ends_it(emulators: Emulators, old_database: Database):
+    """Each look is a later one, one whole JSON object a line, and nothing but these is written at the end."""
+
+    def looks(process: Process) -> list[str]:
+        return [json.loads(line)["as_of"] for line in process.stdout.splitlines() if line.endswith("}")]
+
+    with Commands(emulators, old_database).started("status", "--watch", "--json") as process:
+        eventually(lambda: len(looks(process)) >= 2, seconds=30)
+        process.stop(signal.SIGINT)
+        assert process.wait() == 130
+        assert looks(process) == sorted(set(looks(process)))
+        assert process.stderr == ""
+
+
+def test_watch_at_a_terminal_draws_over_itself(emulators: Emulators, old_database: Database):
+    """The screen is cleared before each look, and Ctrl-C leaves no stack trace on it."""
+    with Commands(emulators, old_database).terminal("status", "--watch") as terminal:
+        terminal.wait_for_text("live workers")
+        assert terminal.seen.startswith("\x1b[H\x1b[2Jas of ")
+        terminal.child.send_signal(signal.SIGINT)
+        assert terminal.wait() == 130
+        assert TRACE not in terminal.seen
+
+
+def test_topics_shows_controls_beside_the_backlog(outbox: Commands, database: Database):
+    """A topic with a row only, one with tasks only and one with both have a line each."""
+    fill(database, [row("a", topic="tasks-only"), row("b", topic="both"), row("c", "dead", topic="both")])
+    pause(database, "both")
+    pause(database, "row-only")
+    first, head, *lines = outbox.run("topics", "--exact").stdout.splitlines()
+    [whole] = outbox.objects("topics", "--exact", "--json")
+    assert first.startswith("as of ")
+    assert head.split()[:3] == ["TOPIC", "CONTROL", "PENDING"]
+    assert [" ".join(line.split()) for line in lines] == [
+        "both paused; at most 5 in flight 1 0 0 1 0 1h",
+        "row-only paused; at most 5 in flight 0 0 0 0 0 -",
+        "tasks-only no limits 1 0 0 0 0 1h",
+    ]
+    names = ("topic", "paused", "max_in_flight", "rate_per_second", "pending", "dead")
+    assert [[line[name] for name in names] for line in whole["topics"]] == [
+        ["both", True, 5, None, 1, 1],
+        ["row-only", True, 5, None, 0, 0],
+        ["tasks-only", False, None, None, 1, 0],
+    ]
+
+
+def test_nothing_is_said_in_words(outbox: Commands):
+    """An empty table is a sentence, not an empty table."""
+    assert "no task waits, and none was sent in the last minute\n" in outbox.run("status").stdout
+    assert "no topic has a row, or a task\n" in outbox.run("topics").stdout

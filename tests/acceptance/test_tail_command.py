@@ -1,0 +1,130 @@
+"""`outbox tail` as a process: each task that is sent is one line, whoever marks it and whatever Spanner does."""
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
+from google.cloud.spanner_v1.database import Database
+
+from outbox.emulators import Emulators
+from tests.support.commands import HOUR, TRACE, Commands, fill, row
+from tests.support.processes import Process
+from tests.support.proxy import Proxy
+from tests.support.relays import register, worker
+from tests.support.waiting import eventually
+
+SECONDS = 40.0
+#: Seconds without Spanner: more than one look.
+AWAY_SECONDS = 3.0
+
+
+def mark(database: Database, *ids: str) -> None:
+    """Mark tasks as sent, as the worker does: in one commit, with its timestamp."""
+    with database.batch() as batch:
+        batch.update("AsynchronousTasks", ("Id", "SentAt"), [(id, COMMIT_TIMESTAMP) for id in ids])
+
+
+def ids(process: Process) -> list[str]:
+    """Return the ids of whole lines that were written so far."""
+    return [json.loads(line)["id"] for line in process.stdout.splitlines(keepends=True) if line.endswith("}\n")]
+
+
+def wait_for(process: Process, expected: list[str]) -> None:
+    """Return when as many lines are there, and see that they are these, each once."""
+    eventually(lambda: len(ids(process)) >= len(expected), seconds=SECONDS, message=f"{len(expected)} lines")
+    assert sorted(ids(process)) == sorted(expected)
+
+
+def test_two_see_each_task_of_a_real_worker_once(emulators: Emulators, database: Database, topic: str):
+    """Both give the same 60 ids in the same order, none twice, and both end with 0: at Ctrl-C, and at SIGTERM."""
+    outbox = Commands(emulators, database)
+    with ExitStack() as stack:
+        tails = [stack.enter_context(outbox.started("tail", "--json")) for _ in range(2)]
+        for each in tails:
+            each.wait_for_text("following from")
+        sent = register(database, topic, 60)
+        with worker(emulators, database, "--group-size", "7", command="drain") as draining:
+            assert draining.wait(SECONDS) == 0
+        for each in tails:
+            wait_for(each, sent)
+        assert ids(tails[0]) == ids(tails[1])
+        for each, number in zip(tails, (signal.SIGINT, signal.SIGTERM), strict=True):
+            each.stop(number)
+            assert each.wait() == 0
+            assert each.stderr.count("\n") == 1
+
+
+def test_it_begins_at_since_and_keeps_to_its_topic(emulators: Emulators, database: Database):
+    """In the order in which they were sent, from that time on, then what is sent meanwhile; no other topic's."""
+    fill(
+        database,
+        [
+            row("before", "sent", age=3 * HOUR),
+            row("second", "sent", age=HOUR),
+            row("first", "sent", age=2 * HOUR),
+            row("other", "sent", topic="invoices", age=HOUR),
+            *(row(id) for id in ("third", "never")),
+            row("other-new", topic="invoices"),
+        ],
+    )
+    since = (datetime.now(UTC) - timedelta(hours=2.5)).isoformat()
+    with Commands(emulators, database).started("tail", "--topic", "orders", "--since", since, "--json") as process:
+        wait_for(process, ["first", "second"])
+        mark(database, "third", "other-new")
+        wait_for(process, ["first", "second", "third"])
+        assert ids(process) == ["first", "second", "third"]
+
+
+def test_tasks_of_one_commit_and_of_many_are_all_there(emulators: Emulators, database: Database):
+    """150 with the same SentAt, and single ones while it reads: none missed, none twice."""
+    many, single = [f"many-{n:03}" for n in range(150)], [f"single-{n}" for n in range(20)]
+    fill(database, [row(id) for id in (*many, *single)])
+    with Commands(emulators, database).started("tail", "--json") as process:
+        process.wait_for_text("following from")
+        mark(database, *single[:1])
+        mark(database, *many)
+        for id in single[1:]:
+            mark(database, id)
+        wait_for(process, [*many, *single])
+
+
+@pytest.mark.parametrize("away", [Proxy.refuse, Proxy.hang])
+def test_spanner_that_goes_away_costs_no_line(emulators: Emulators, database: Database, away: Callable[[Proxy], None]):
+    """What was sent meanwhile comes when it is back, and people are told once that it was away."""
+    fill(database, [row("before"), row("meanwhile"), row("after")])
+    with Proxy(emulators.spanner_host) as proxy:
+        outbox = Commands(emulators, database, proxy.address)
+        with outbox.started("tail", "--json") as process:
+            process.wait_for_text("following from")
+            mark(database, "before")
+            wait_for(process, ["before"])
+            start, accepted = time.monotonic(), proxy.accepted
+            away(proxy)
+            proxy.cut()
+            mark(database, "meanwhile")
+            eventually(lambda: time.monotonic() - start > AWAY_SECONDS, seconds=SECONDS)
+            assert ids(process) == ["before"]
+            proxy.forward()
+            mark(database, "after")
+            wait_for(process, ["before", "meanwhile", "after"])
+            assert proxy.accepted > accepted
+            process.stop()
+            assert process.wait() == 0
+            assert process.stderr.count("trying again") <= 1
+            assert TRACE not in process.stderr
+
+
+def test_a_line_for_people(emulators: Emulators, database: Database):
+    """When, which topic, which id, and how long after its commit."""
+    fill(database, [row("task-1", "sent", OrderingKey="key", age=timedelta(0))])
+    with Commands(emulators, database).started("tail", "--since", "1h") as process:
+        process.wait_for_text("task-1")
+        process.wait_for_text("key key\n")
+        assert " orders task-1 priority 50, 0 bytes, 0.0s after its commit, key key\n" in process.stdout
+        process.stop(signal.SIGINT)
+        assert process.wait() == 0

@@ -1,0 +1,204 @@
+"""Operators' commands as people and programs use them: in a process, in a shell, at a terminal; and rows to meet.
+
+outbox = Commands(emulators, database)
+fill(database, [row("a", "dead"), row("b", "sent", age=timedelta(days=40))])
+assert outbox.run("retry", "a").code == 0
+"""
+
+import contextlib
+import json
+import os
+import pty
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import termios
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from google.cloud.spanner_v1.database import Database
+
+from outbox._child import tied
+from outbox.emulators import Emulators
+from outbox.states import NEVER
+from tests.support.processes import ROOT, Finished, Process, clean_environment, run, started
+from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.waiting import eventually
+
+#: What a person finds in no output: a stack trace.
+TRACE = "Traceback"
+HOUR = timedelta(hours=1)
+#: Rows in one commit.
+COMMIT_ROWS = 100
+#: Seconds for a command; the emulator and other tests share the machine.
+SECONDS = 60.0
+_COLUMNS = (
+    "Id", "Topic", "Data", "Priority", "OrderingKey", "CreatedAt", "AvailableAt", "ExpiresAt", "Attempts", "LastError",
+    "SentAt",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Commands:
+    """Commands on one database of the emulator; `spanner_host` may name a proxy before it."""
+
+    emulators: Emulators
+    database: Database
+    spanner_host: str = ""
+    more: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the variables that name the database."""
+        where = {"OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE, "OUTBOX_DATABASE": self.database.database_id}
+        reached = {"SPANNER_EMULATOR_HOST": self.spanner_host} if self.spanner_host else {}
+        return self.emulators.environment() | where | reached | dict(self.more)
+
+    def run(self, *words: str) -> Finished:
+        """Run a command to its end, without a terminal and without input."""
+        return run("outbox", *words, environment=self.environment, seconds=SECONDS)
+
+    def objects(self, *words: str) -> list[Any]:
+        """Run a command that prints a JSON object a line, and return these."""
+        done = self.run(*words)
+        assert done.code == 0, done
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def started(self, *words: str) -> "contextlib.AbstractContextManager[Process]":
+        """Start a command that runs for the time of the block."""
+        return started("outbox", *words, environment=self.environment)
+
+    def shell(self, script: str) -> Finished:
+        """Run a script in which `outbox` is our command."""
+        script = f'outbox() {{ {shlex.quote(sys.executable)} -m outbox "$@"; }}\n{script}'
+        with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+            child = subprocess.Popen(
+                tied([str(shutil.which("bash")), "-c", script]),
+                cwd=ROOT,
+                env=clean_environment() | self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                process_group=0,
+            )
+            try:
+                code = child.wait(SECONDS)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+            texts = []
+            for file in (stdout, stderr):
+                file.seek(0)
+                texts.append(file.read().decode(errors="replace"))
+        return Finished(code, *texts)
+
+    @contextlib.contextmanager
+    def terminal(self, *words: str) -> Iterator["Terminal"]:
+        """Start a command whose input and output are a terminal; it is killed at the end of the block."""
+        ours, its = pty.openpty()
+        termios.tcsetwinsize(its, (24, 100))
+        child = subprocess.Popen(
+            tied([sys.executable, "-m", "outbox", *words]),
+            cwd=ROOT,
+            env=clean_environment() | self.environment | {"TERM": "xterm"},
+            stdin=its,
+            stdout=its,
+            stderr=its,
+            process_group=0,
+        )
+        os.close(its)
+        os.set_blocking(ours, False)
+        try:
+            yield Terminal(child, ours)
+        finally:
+            child.kill()
+            child.wait()
+            os.close(ours)
+
+
+@dataclass
+class Terminal:
+    """A command at a terminal, and what is to be seen there."""
+
+    child: "subprocess.Popen[bytes]"
+    _file: int
+    _seen: bytes = b""
+
+    @property
+    def seen(self) -> str:
+        """Return all that it has written so far."""
+        with contextlib.suppress(OSError):  # nothing more just now, or closed
+            while data := os.read(self._file, 65_536):
+                self._seen += data
+        return self._seen.decode(errors="replace")
+
+    def wait_for_text(self, text: str) -> None:
+        """Return when it has written `text`."""
+        eventually(lambda: text in self.seen, seconds=SECONDS, message=f"{text!r} at the terminal")
+
+    def type(self, text: str) -> None:
+        """Type what a person types."""
+        os.write(self._file, text.encode())
+
+    def wait(self) -> int:
+        """Return the exit code; a terminal that nobody reads would stop it."""
+
+        def ended() -> bool:
+            return self.seen is not None and self.child.poll() is not None
+
+        eventually(ended, seconds=SECONDS, message="the command's end")
+        return self.child.returncode
+
+
+def row(id: str, state: str = "pending", *, topic: str = "orders", age: timedelta = HOUR, **columns: Any) -> list[Any]:
+    """Return a row of a state that was created, or sent, `age` ago; `columns` win."""
+    now = datetime.now(UTC)
+    states: dict[str, dict[str, Any]] = {
+        "pending": {},
+        "retrying": {"AvailableAt": now + HOUR, "Attempts": 3, "LastError": "unavailable: it is away"},
+        "scheduled": {"AvailableAt": now + HOUR},
+        "dead": {"AvailableAt": NEVER, "Attempts": 16, "LastError": "gave_up: NOT_FOUND: no such topic"},
+        "sent": {"SentAt": now - age},
+    }
+    values: dict[str, Any] = {
+        "Id": id,
+        "Topic": topic,
+        "Data": b"",
+        "Priority": 50,
+        "CreatedAt": now - age,
+        "Attempts": 0,
+    }
+    values |= states[state] | columns
+    return [values.get(column) for column in _COLUMNS]
+
+
+def fill(database: Database, rows: Sequence[Sequence[Any]]) -> None:
+    """Insert rows that `row` made."""
+    for start in range(0, len(rows), COMMIT_ROWS):
+        with database.batch() as batch:
+            batch.insert("AsynchronousTasks", _COLUMNS, rows[start : start + COMMIT_ROWS])
+
+
+def table(database: Database, condition: str = "TRUE") -> dict[str, tuple[Any, ...]]:
+    """Return (SentAt, AvailableAt, Attempts) of the tasks of `condition` by their ids."""
+    statement = f"SELECT Id, SentAt, AvailableAt, Attempts FROM AsynchronousTasks WHERE {condition}"
+    with database.snapshot() as snapshot:
+        return {id: tuple(values) for id, *values in snapshot.execute_sql(statement)}
+
+
+def count(database: Database, condition: str) -> int:
+    """Return how many tasks fit `condition`."""
+    with database.snapshot() as snapshot:
+        [[number]] = snapshot.execute_sql(f"SELECT COUNT(*) FROM AsynchronousTasks WHERE {condition}")
+    return int(number)
+
+
+def control_codes(text: str) -> list[str]:
+    """Return what a terminal could obey."""
+    return sorted({each for each in text if not each.isprintable() and each != "\n"})
