@@ -143,11 +143,11 @@ def dropped(full: Database) -> Iterator[TaskTable]:
     return opened_table
 
 
-@pytest.mark.parametrize("work", sorted(set(WORK) - {"status"}))
-def test_a_table_that_is_gone_is_named(dropped: TaskTable, work: str):
+def test_a_table_that_is_gone_is_named(dropped: TaskTable):
     """Whatever the command does, but for `status`, which is of ten seconds ago."""
-    with pytest.raises(NotReached, match=r"AsynchronousTasks.* is missing"):
-        WORK[work](dropped)
+    for work in set(WORK) - {"status"}:
+        with pytest.raises(NotReached, match=r"AsynchronousTasks.* is missing"):
+            WORK[work](dropped)
 
 
 def test_a_refusal_that_is_of_no_schema_is_told_as_it_is(database: Database):

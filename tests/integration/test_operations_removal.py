@@ -69,7 +69,7 @@ TASK = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(TASK, min_size=1, max_size=12), st.sampled_from([None, "orders"]), st.integers(0, 6))
 @example([{"columns": {}, "sent": PAST, "topic": "orders", "meanwhile": "unsent"}] * 3, None, 0)
 @example([{"columns": {}, "sent": UNTIL, "topic": "orders", "meanwhile": ""}] * 3, None, 6)
@@ -140,11 +140,11 @@ def test_a_task_that_is_no_longer_selected_is_not_deleted(
     assert set(outcome.left) == set("258") == set(rows_of(database))
 
 
-@pytest.mark.parametrize("state", [None, "dead", "pending", "retrying", "scheduled"])
-def test_purge_takes_no_other_state(table: TaskTable, state: str | None):
+def test_purge_takes_no_other_state(table: TaskTable):
     """A mistake in a command deletes nothing."""
-    with pytest.raises(ValueError, match=f"purge is for sent tasks, not for {state}"):
-        changes.purge(table, Selection(state=state, ids=("a",)))
+    for state in (None, "dead", "pending", "retrying", "scheduled"):
+        with pytest.raises(ValueError, match=f"purge is for sent tasks, not for {state}"):
+            changes.purge(table, Selection(state=state, ids=("a",)))
 
 
 def test_purge_goes_on_where_it_stopped(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):

@@ -143,33 +143,33 @@ def test_a_beginning_is_inclusive_and_an_end_is_not(database: Database, table: T
         assert set(ids(table, since=edge)) == {"at", "after"}
 
 
-@pytest.mark.parametrize(
-    ("part", "found"),
-    [
-        ("100%", ["percent"]),
-        ("%", ["percent"]),
-        ("_", ["under"]),
-        ("It's", ["quotes"]),
-        ('"NO"', ["quotes"]),
-        ("\\", ["backslash"]),
-        ("NOT_FOUND", ["under"]),
-        ("größe", ["umlaut"]),
-        ("GRÖSSE", []),
-        ("🎉", ["umlaut"]),
-        ("a\nb", ["backslash"]),
-        ("not", ["under", "quotes"]),
-        ("null", []),
-    ],
-)
-def test_an_error_is_found_by_a_part_of_it(database: Database, table: TaskTable, part: str, found: list[str]):
+PARTS: list[tuple[str, list[str]]] = [
+    ("100%", ["percent"]),
+    ("%", ["percent"]),
+    ("_", ["under"]),
+    ("It's", ["quotes"]),
+    ('"NO"', ["quotes"]),
+    ("\\", ["backslash"]),
+    ("NOT_FOUND", ["under"]),
+    ("größe", ["umlaut"]),
+    ("GRÖSSE", []),
+    ("🎉", ["umlaut"]),
+    ("a\nb", ["backslash"]),
+    ("not", ["under", "quotes"]),
+    ("null", []),
+]
+
+
+def test_an_error_is_found_by_a_part_of_it(database: Database, table: TaskTable):
     """In any case; no character means anything but itself, and a task without an error is not found."""
     errors = {
         "percent": "100% of quota", "under": "not_found: 404", "quotes": "it's not \"no\"", "none": None, "empty": "",
         "umlaut": "GRÖßE 🎉", "backslash": "c:\\x a\nb",
     }  # fmt: skip
     insert(database, [row(name, LastError=error, AvailableAt=NEVER) for name, error in errors.items()])
-    assert sorted(ids(table, state="dead", error=part)) == sorted(found)
-    assert sorted(ids(table, error=part)) == sorted(found)
+    for part, found in PARTS:
+        assert sorted(ids(table, state="dead", error=part)) == sorted(found), part
+        assert sorted(ids(table, error=part)) == sorted(found), part
 
 
 def test_a_topic_is_its_exact_name(database: Database, table: TaskTable):
