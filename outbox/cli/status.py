@@ -86,12 +86,16 @@ def _read(tasks: "TaskTable", options: argparse.Namespace) -> "Backlog":
 
 
 def _watch(tasks: "TaskTable", options: argparse.Namespace) -> None:
+    looked = False
     while True:
         try:
             text = _rendered(_read(tasks, options), options)
         except OutboxError as error:
+            if not looked:
+                raise  # a table that has another shape, rather than a Spanner that will be back
             note(f"{error}; trying again")
         else:
+            looked = True
             print((_CLEAR if sys.stdout.isatty() and not options.json else "") + text, flush=True)
         time.sleep(WATCH_SECONDS)
 

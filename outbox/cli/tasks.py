@@ -2,6 +2,7 @@
 
 import argparse
 import base64
+import codecs
 import json
 import re
 import signal
@@ -198,7 +199,7 @@ def _readable(data: bytes, *, whole: bool) -> tuple[str, list[str]]:
     """Return what the data is, and lines to show it: JSON, other text, or hex."""
     try:
         # The last character of a part may be cut.
-        text = data.decode(errors="strict" if whole else "ignore")
+        text = codecs.getincrementaldecoder("utf-8")().decode(data, final=whole)
     except UnicodeDecodeError:
         text = "\0"
     if any(unicodedata.category(each) == "Cc" and each not in "\n\r\t" for each in text):
@@ -246,17 +247,19 @@ def run_tail(options: argparse.Namespace) -> int:
     position = tasks.Position(now if options.since is None else resolved(options.since, now))
     check_window(position.sent_at, now + timedelta(microseconds=1))
     note(f"following from {shown(position.sent_at)}; Ctrl-C ends it")
-    away = False
+    away, looked = False, False
     try:
         while True:
             try:
                 rows = tasks.sent_after(database, position, options.topic, TAIL_ROWS)
             except OutboxError as error:
+                if not looked:
+                    raise  # a table that has another shape, rather than a Spanner that will be back
                 if not away:
                     note(f"{error}; nothing will be left out, trying again")
                 away, rows = True, []
             else:
-                away = False
+                away, looked = False, True
             for row in rows:
                 print(_sent_line(row, options), flush=True)
                 position = tasks.Position(row["SentAt"], row["Id"])

@@ -164,12 +164,11 @@ def test_a_missing_database_or_instance_is_exit_code_3(
 
 
 def test_a_dropped_index_is_exit_code_3(outbox: Commands, database: Database):
-    """Whatever reads it names it; `show` and `retry ID`, which do not need it, still work."""
+    """Whatever reads it names it and ends; `show` and `retry ID`, which do not need it, still work."""
     fill(database, [row("x", "dead")])
     database.update_ddl(["DROP INDEX AsynchronousTasksToSend"]).result(30)
-    found = all_at_once(
-        outbox, ["status --exact", "list", "topics --exact", "purge --sent-before 30d", "retry --state dead"]
-    )
+    needing = ["status --exact", "status --exact --watch", "tail", "list", "topics --exact", "purge --sent-before 30d"]
+    found = all_at_once(outbox, [*needing, "retry --state dead"])
     assert_told(found, 3, "index AsynchronousTasksToSend is missing", "outbox schema apply")
     assert [outbox.run(*words).code for words in (("show", "x"), ("retry", "x"))] == [0, 0]
 
