@@ -37,7 +37,9 @@ def add(commands: Any) -> None:
     add_ids(parser)
     add_selection(parser, *STATES)
     parser.add_argument("--dry-run", action="store_true", help="Only print how many there are, and the same as DML.")
-    parser.add_argument("--yes", action="store_true", help=f"Do not ask, however many; beyond {chunks.UNASKED:,}.")
+    parser.add_argument(
+        "--yes", action="store_true", help=f"Do not ask first, as is done beyond {chunks.UNASKED:,} tasks."
+    )
     parser.set_defaults(run=run)
 
 

@@ -18,7 +18,7 @@ from outbox.times import shown
 
 _INDEX = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}"
 _NEVER = "TIMESTAMP '9999-12-31T00:00:00Z'"
-_IS_PARKED = f"COALESCE(STARTS_WITH(LastError, '{PARKED}'), FALSE)"
+_IS_PARKED = f"(OrderingKey IS NOT NULL AND COALESCE(STARTS_WITH(LastError, '{PARKED}'), FALSE))"
 _WAITS = f"AvailableAt > CURRENT_TIMESTAMP() AND AvailableAt < {_NEVER}"
 _RETRIES = f"{_WAITS} AND Attempts > 0 AND NOT {_IS_PARKED}"
 _SCHEDULED = f"{_WAITS} AND (Attempts = 0 OR {_IS_PARKED})"

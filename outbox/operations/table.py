@@ -23,6 +23,7 @@ ABORTED_SECONDS, AGAIN_SECONDS = 60.0, 0.05
 LOCK_SECONDS = 20.0
 
 _LOW = RequestOptions.Priority.PRIORITY_LOW
+_SCHEMA_OPTIONS = {"priority": _LOW, "request_tag": "outbox-schema"}
 
 
 class TaskTable:
@@ -31,7 +32,7 @@ class TaskTable:
     def __init__(self, database: Database) -> None:
         """Look whether the tasks' table is there, and how many shards it has."""
         self._database: Any = database  # its methods carry no types
-        self.shards: Sequence[int] = range(schema.shard_count(database))
+        self.shards: Sequence[int] = range(schema.shard_count(database, request_options=_SCHEMA_OPTIONS))
 
     @property
     def name(self) -> str:
@@ -109,7 +110,7 @@ class TaskTable:
         except (NotReached, SchemaDiffers):
             raise
         except OutboxError as error:
-            if wrong := schema.differences(self._database, schema.statements()):
+            if wrong := schema.differences(self._database, schema.statements(), request_options=_SCHEMA_OPTIONS):
                 raise NotReached(f"{self.name}: {'; '.join(wrong)}. See `outbox schema apply`.") from error
             raise
 

@@ -179,6 +179,12 @@ def test_no_data_reaches_the_terminal_as_it_is(data: bytes, whole: bool):
     assert all(harmless(line) for line in lines)
 
 
+def test_what_is_no_text_is_hex_also_where_it_is_cut(monkeypatch: pytest.MonkeyPatch):
+    """Only the last character may be cut; other bytes that are no text make it hex."""
+    monkeypatch.setattr(tasks, "SHOWN_BYTES", 8)
+    assert list(tasks._data_lines(b"ab\xffd" * 3))[:2] == ["Data         12 bytes, hex", "  61 62 ff 64 61 62 ff 64"]
+
+
 @pytest.mark.parametrize("before", range(4))
 def test_a_character_that_is_cut_makes_no_hex_of_a_text(before: int, monkeypatch: pytest.MonkeyPatch):
     """The limit is in bytes, a character may have four: the part of it that is left is left out."""
