@@ -3,7 +3,15 @@
 import json
 import logging
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import Any
+
+
+def as_line(value: object, default: Callable[[Any], Any] | None = None) -> str:
+    """Return one line of JSON in which all that is not printable is escaped, so that a terminal takes it as text."""
+    line = json.dumps(value, ensure_ascii=False, default=default)
+    return "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in line)
 
 
 class JsonFormatter(logging.Formatter):
@@ -24,7 +32,7 @@ class JsonFormatter(logging.Formatter):
             entry["error.kind"] = record.exc_info[0].__name__
             entry["error.message"] = str(record.exc_info[1])
             entry["error.stack"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
+        return as_line(entry)
 
 
 class TextFormatter(logging.Formatter):

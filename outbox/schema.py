@@ -251,6 +251,11 @@ def service_errors(target: str) -> Iterator[None]:
             f"{target}: Spanner aborted the transaction again and again: others write the same rows; nothing of "
             f"it was carried out: try again. {reason(error)}"
         ) from error
+    except google.ResourceExhausted as error:
+        raise NotReached(
+            f"{target}: Spanner has not enough of something for this, a quota or memory: narrow it, as by --topic, "
+            f"--since or a smaller --limit, or try again. {reason(error)}"
+        ) from error
     except google.DeadlineExceeded as error:
         raise NotReached(
             f"{target}: Spanner did not answer in time; look at the network, or at the emulator if "

@@ -1,11 +1,11 @@
 """What commands print: tables for people, JSON for programs. No control code of a row reaches a terminal."""
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
+from outbox.logs import as_line
 from outbox.times import shown
 
 #: Names in a sentence.
@@ -51,8 +51,7 @@ def _is_number(value: object) -> bool:
 
 def as_json(value: object) -> str:
     """Return one line of JSON, times as RFC 3339; what is not printable is escaped, as JSON escapes it."""
-    line = json.dumps(value, ensure_ascii=False, default=_plain)
-    return "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in line)
+    return as_line(value, _plain)
 
 
 def _plain(value: Any) -> Any:

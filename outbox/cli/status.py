@@ -1,6 +1,7 @@
 """`outbox status`: what waits, by topic and priority."""
 
 import argparse
+import contextlib
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -65,7 +66,9 @@ def run(options: argparse.Namespace) -> int:
 
     tasks = open_table(settings)
     if options.watch:
-        _watch(tasks, options)
+        with contextlib.suppress(KeyboardInterrupt):
+            _watch(tasks, options)
+        return 0
     backlog = _read(tasks, options)
     print(_rendered(backlog, options))
     beyond = _beyond(backlog, options)

@@ -3,6 +3,7 @@
 import argparse
 import base64
 import codecs
+import contextlib
 import json
 import re
 import signal
@@ -21,7 +22,8 @@ from outbox.states import NEVER, STATES
 from outbox.times import MOMENT, resolved, shown, spoken
 
 if TYPE_CHECKING:
-    from outbox.operations.tasks import Task
+    from outbox.operations.table import TaskTable
+    from outbox.operations.tasks import Position, Task
 
 LIST_DESCRIPTION = """\
 List tasks of one state, or all that are not sent. Pending ones come as a worker
@@ -178,7 +180,8 @@ def _lines(task: "Task", message: Any | None, data: bytes) -> Iterator[str]:
     columns = {"Id": task.columns["Id"], "State": task.state, **task.columns}
     del columns["Data"]
     for name, value in columns.items():
-        yield f"{name:<12} {'NULL' if value is None else cell(value)}"
+        never = " (never)" if name == "AvailableAt" and value is not None and value >= NEVER else ""
+        yield f"{name:<12} {'NULL' if value is None else cell(value)}{never}"
     if message is not None:
         yield "Attributes" if message.attributes else "Attributes   none"
         for key, value in sorted(message.attributes.items()):
@@ -239,34 +242,43 @@ def run_tail(options: argparse.Namespace) -> int:
     settings = DatabaseSettings.read(vars(options))
 
     from outbox.cli.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
-    from outbox.operations import tasks  # noqa: PLC0415 - the same
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    database = open_table(settings)
+    with contextlib.suppress(KeyboardInterrupt):
+        _follow(open_table(settings), options)
+    return 0
+
+
+def _follow(database: "TaskTable", options: argparse.Namespace) -> None:
+    from outbox.operations import tasks  # noqa: PLC0415 - see run_tail
+
     now = database.now()
     position = tasks.Position(now if options.since is None else resolved(options.since, now))
     check_window(position.sent_at, now + timedelta(microseconds=1))
     note(f"following from {shown(position.sent_at)}; Ctrl-C ends it")
-    away, looked = False, False
-    try:
-        while True:
-            try:
-                rows = tasks.sent_after(database, position, options.topic, TAIL_ROWS)
-            except OutboxError as error:
-                if not looked:
-                    raise  # a table that has another shape, rather than a Spanner that will be back
-                if not away:
-                    note(f"{error}; nothing will be left out, trying again")
-                away, rows = True, []
-            else:
-                away, looked = False, True
-            for row in rows:
-                print(_sent_line(row, options), flush=True)
-                position = tasks.Position(row["SentAt"], row["Id"])
-            if len(rows) < TAIL_ROWS:
-                time.sleep(TAIL_SECONDS)
-    except KeyboardInterrupt:
-        return 0
+    rows = tasks.sent_after(database, position, options.topic, TAIL_ROWS)
+    while True:
+        for row in rows:
+            print(_sent_line(row, options), flush=True)
+            position = tasks.Position(row["SentAt"], row["Id"])
+        if len(rows) < TAIL_ROWS:
+            time.sleep(TAIL_SECONDS)
+        rows = _next(database, position, options.topic)
+
+
+def _next(database: "TaskTable", position: "Position", topic: str | None) -> list[dict[str, Any]]:
+    """Return what was sent behind the position, as soon as Spanner answers."""
+    from outbox.operations import tasks  # noqa: PLC0415 - see run_tail
+
+    away = False
+    while True:
+        try:
+            return tasks.sent_after(database, position, topic, TAIL_ROWS)
+        except OutboxError as error:
+            if not away:
+                note(f"{error}; nothing will be left out, trying again")
+            away = True
+            time.sleep(TAIL_SECONDS)
 
 
 def _sent_line(row: dict[str, Any], options: argparse.Namespace) -> str:

@@ -178,18 +178,21 @@ def _places(state: str) -> str:
 
 
 def listed(state: str, columns: str, names: Mapping[str, Any]) -> str:
-    """Return the statement for the first @limit tasks that are of a state @now, sent ones the newest first.
-
-    `columns` include those of the order, and Id.
-    """
+    """Return the statement for `columns` of the first @limit tasks that are of a state @now; sent ones newest first."""
     order = {"pending": _PENDING_ORDER, "sent": "SentAt DESC"}.get(state, _AS_INDEXED)
+    # Little of each task goes into the arrays, and the table is asked for those only that are shown.
     union = "\nUNION ALL".join(
         f"""
   SELECT task.* FROM UNNEST(@shards) AS in_shard{_places(state)}, UNNEST(ARRAY(
     {part.replace("SELECT", "SELECT AS STRUCT", 1)} LIMIT @limit)) AS task"""
-        for part in _parts(state, columns, names)
+        for part in _parts(state, "Id, SentAt, AvailableAt, Priority, CreatedAt", names)
     )
-    statement = f"SELECT * FROM ({union}) ORDER BY {order}, Id LIMIT @limit"
+    statement = f"""
+SELECT {columns} FROM (
+  SELECT Id AS found FROM ({union})
+  ORDER BY {order}, Id LIMIT @limit)
+JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} ON Id = found
+ORDER BY {order}, Id"""
     # States are asked for one by one: with a clock that goes on, a task could be of none of them, or of two.
     return statement.replace("CURRENT_TIMESTAMP()", "@now")
 

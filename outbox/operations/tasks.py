@@ -108,6 +108,6 @@ def sent_after(table: TaskTable, position: Position, topic: str | None, limit: i
     values = names | {
         "shards": list(table.shards), "after": position.sent_at, "after_id": position.id, "limit": limit,
     }  # fmt: skip
-    rows = table.query(sql.sent_after(names), "outbox-tail", values, seconds=LOOK_SECONDS)
+    rows = table.query(sql.sent_after(names), "outbox-tail", values)
     columns = ("SentAt", "Id", "Topic", "Priority", "OrderingKey", "Bytes", "CreatedAt")
     return [dict(zip(columns, row, strict=True)) for row in rows]
