@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 #: More tasks than this are changed only after a question.
 UNASKED = 1_000
-#: Ids named in a sentence.
-NAMES = 10
 
 
 @dataclasses.dataclass(slots=True)

@@ -8,10 +8,11 @@ from random import Random
 from typing import Any
 
 import pytest
-from google.api_core.exceptions import InvalidArgument
+from google.api_core.exceptions import DeadlineExceeded, InvalidArgument
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
+from outbox.errors import NotReached
 from outbox.operations import backlog
 from outbox.operations.backlog import COUNTS, Backlog, Line
 from outbox.operations.table import TaskTable
@@ -269,3 +270,45 @@ def test_a_topic_that_is_found_by_nothing_but_its_tasks(database: Database, tabl
     names = ["Z", "a'b", 'a"b', "a\\b", "a\nb", "ä", "🎉", "%", "@topics"]
     insert(database, [row(f"task {n}", Topic=name) for n, name in enumerate(names)])
     assert [line.topic for line in backlog.read(table, exact=True).lines] == sorted(names)
+
+
+def test_more_topics_than_are_counted_are_said_to_be_so(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """The first ones by name are counted; every sum is then a lower bound, never a number that looks whole."""
+    insert(database, [row(f"task {n}", Topic=f"topic-{n}") for n in range(4)])
+    monkeypatch.setattr(backlog, "MAX_TOPICS", 4)
+    assert backlog.read(table, exact=True).whole
+    monkeypatch.setattr(backlog, "MAX_TOPICS", 3)
+    found = backlog.read(table, exact=True)
+    assert (found.whole, len(found.lines), found.total.pending) == (False, 3, 3)
+    assert found.total.at_least == set(COUNTS)
+
+
+def test_many_topics_share_the_rows_that_a_look_may_read(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """Two topics and ten shards: 40 rows of a state in all are two in each place, but never fewer than the least."""
+    insert(database, [row(f"{topic} {n}", Topic=topic, OrderingKey="k") for topic in "ab" for n in range(9)])
+    monkeypatch.setattr(backlog, "IN_ALL", 40)
+    for least, counted in ((1, 2), (5, 5), (100, 9)):
+        monkeypatch.setattr(backlog, "LEAST", least)
+        found = backlog._read_at(table, table.now(), None)
+        assert [line.pending for line in found.lines] == [counted] * 2
+        assert found.total.at_least == ({"pending"} if counted < 9 else set())
+
+
+def test_a_look_that_takes_too_long_is_not_made_again(
+    database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch
+):
+    """Only a table that was not there ten seconds ago is read as it is now: a busy Spanner is not asked twice."""
+    looks = []
+
+    def time_out(*arguments: Any) -> Any:
+        looks.append(arguments)
+        raise NotReached("not in time") from DeadlineExceeded("504")
+
+    monkeypatch.setattr(backlog, "_read_at", time_out)
+    with pytest.raises(NotReached):
+        backlog.read(watch.table)
+    assert len(looks) == 1

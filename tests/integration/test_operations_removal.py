@@ -1,6 +1,6 @@
 """`purge` and `discard` on Spanner: what they delete, and that it is nothing else, whatever happens meanwhile."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -10,6 +10,7 @@ from google.cloud.spanner_v1.database import Database
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from outbox.errors import NotReached
 from outbox.operations import changes, sql
 from outbox.operations.changes import Outcome, Selection
 from outbox.operations.table import TaskTable
@@ -276,3 +277,44 @@ def test_nothing_dead_wakes_nothing(database: Database, watch: Watch):
     assert rows_of(database) == before
     assert watch.tags() == {"outbox-discard"}
     assert not any(request.mutations for name, request in watch.requests if name == "commit")
+
+
+def test_a_deletion_is_logged_also_if_its_outcome_is_not_known(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """Surely after the commit; as perhaps deleted if its answer was lost."""
+    insert(database, [row(name, AvailableAt=NEVER) for name in ("a", "b")])
+    logged: list[tuple[list[str], bool]] = []
+
+    def log(ids: Sequence[str], surely: bool) -> None:
+        logged.append((sorted(ids), surely))
+
+    assert changed(changes.discard(table, ["a", "nobody"], log)) == ["a"]
+    transact = TaskTable.transact
+
+    def lose_the_answer(self: TaskTable, tag: str, work: Any) -> Any:
+        transact(self, tag, work)
+        raise NotReached("no answer")
+
+    monkeypatch.setattr(TaskTable, "transact", lose_the_answer)
+    with pytest.raises(NotReached):
+        changed(changes.discard(table, ["b"], log))
+    assert logged == [(["a"], True), (["b"], False)]
+    assert rows_of(database) == {}
+
+
+def test_a_wake_that_fails_is_a_warning(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
+    """The task is deleted and logged all the same; what it held back goes when its parked time ends."""
+    insert(database, line("a", DEAD, PARKED))
+    query = TaskTable.query
+
+    def fail(self: TaskTable, statement: str, *arguments: Any, **keywords: Any) -> Any:
+        if statement == sql.FRONTS:
+            raise NotReached("no answer")
+        return query(self, statement, *arguments, **keywords)
+
+    monkeypatch.setattr(TaskTable, "query", fail)
+    [outcome] = changes.discard(table, ["orders a 0"])
+    assert outcome.changed == ("orders a 0",)
+    assert outcome.warning == "tasks behind the deleted ones go when their parked time ends, not at once: no answer"
+    assert rows_of(database)["orders a 1"]["AvailableAt"] == FUTURE

@@ -1,0 +1,101 @@
+"""What a command says that changes many tasks: how many, which not, and where to go on when it ends early."""
+
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from outbox.cli import chunks
+from outbox.errors import NotReached, OutboxError
+from outbox.operations.changes import Count, Outcome
+
+GO_ON = "outbox retry --state dead --until 2026-11-21T13:00:00.000000Z --yes"
+
+
+def outcomes(*changed: int, then: Any = None) -> Iterator[Outcome]:
+    """Yield a chunk of each size; `then` is called, or raised, after the first."""
+    for number, size in enumerate(changed):
+        yield Outcome(tuple(f"{number}-{place}" for place in range(size)), {}, ())
+        if isinstance(then, Exception):
+            raise then
+        if then:
+            then()
+
+
+def test_all_chunks_make_one_report(capsys: pytest.CaptureFixture[str]):
+    """Their numbers are added; nothing is written on stderr where it is no terminal."""
+    report = chunks.carry_out(outcomes(500, 500, 1), Count(1001), GO_ON)
+    assert report.tell("will be sent again:", {}, "") == 0
+    assert capsys.readouterr() == ("will be sent again: 1,001 tasks\n", "")
+
+
+def test_what_was_not_changed_is_told_with_the_reason(capsys: pytest.CaptureFixture[str]):
+    """What is rightly left is no failure; what does not fit, or is not there, is. No id brings a control code along."""
+    fine = Outcome((), {"a": "pending"}, ())
+    assert chunks.carry_out(iter([fine]), Count(0), GO_ON).tell("done:", {"pending": "they go"}, "{state}, not so") == 0
+    wrong = Outcome(("x",), {"b": "sent"}, ())
+    assert (
+        chunks.carry_out(iter([fine, wrong]), Count(1), GO_ON).tell("done:", {"pending": "they go"}, "are {state}") == 1
+    )
+    missing = Outcome((), {}, tuple(f"\x1b{n}" for n in range(12)))
+    assert chunks.carry_out(iter([missing]), Count(0), GO_ON).tell("done:", {}, "") == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "outbox: 1 task left, they go: a"
+    assert said[1:3] == ["outbox: 1 task left, they go: a", "outbox: 1 task left, are sent: b"]
+    assert said[3].startswith(r"outbox: 12 tasks not in the table: \x1b0, ")
+    assert said[3].endswith(", ...")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_between_two_chunks(number: signal.Signals, capfd: pytest.CaptureFixture[str]):
+    """It says at once that it will, then what was done and how to go on; a second signal does what it always does."""
+    before = signal.getsignal(number)
+    taken = outcomes(500, 500, 500, then=lambda: os.kill(os.getpid(), number))
+    with pytest.raises(OutboxError) as raised:
+        chunks.carry_out(taken, Count(1500), GO_ON)
+    # The signal came while the second chunk was on its way.
+    assert str(raised.value) == f"stopped by {number.name}. 1,000 tasks changed so far; go on with: {GO_ON}"
+    assert "stopping after the chunk in work; once more stops at once" in capfd.readouterr().err
+    assert signal.getsignal(number) == before
+    assert len(list(taken)) == 1
+
+
+def test_an_error_says_what_was_done_and_how_to_go_on():
+    """Of its own kind, so that the exit code stays what it is."""
+    with pytest.raises(NotReached) as raised:
+        chunks.carry_out(outcomes(500, 500, then=NotReached("Spanner did not answer")), Count(1000), GO_ON)
+    assert str(raised.value) == (
+        "Spanner did not answer. 500 tasks changed so far, beside the chunk in work, which is changed wholly or not at "
+        f"all; go on with: {GO_ON}"
+    )
+
+
+def test_a_warning_of_a_chunk_is_told(capsys: pytest.CaptureFixture[str]):
+    """And is no failure."""
+    warned = Outcome(("a",), {}, (), "tails wait")
+    assert chunks.carry_out(iter([warned]), Count(1), GO_ON).changed == 1
+    assert capsys.readouterr().err == "outbox: tails wait\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_without_tqdm_a_number_shows_the_progress(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """On a terminal; elsewhere nothing does."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    chunks.carry_out(outcomes(500, 300), Count(800), GO_ON)
+    shown = "\r500 of 800 tasks\r800 of 800 tasks" if terminal else ""
+    assert capsys.readouterr().err == shown
+
+
+def test_dml_beyond_one_statement_is_said_to_be_so(capsys: pytest.CaptureFixture[str]):
+    """Spanner would refuse it."""
+    chunks.note_size(Count(1000))
+    assert capsys.readouterr().err == ""
+    chunks.note_size(Count(1001))
+    assert "80,000 mutations" in capsys.readouterr().err
