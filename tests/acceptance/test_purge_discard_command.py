@@ -21,6 +21,16 @@ def outbox(emulators: Emulators, database: Database) -> Commands:
     return Commands(emulators, database)
 
 
+def test_purge_leaves_what_may_just_have_been_marked(outbox: Commands, database: Database):
+    """A task to be sent at most once is marked before it is published, and gets its row back if it was refused."""
+    fill(database, [row("sent", "sent", age=timedelta(0))])
+    for time in ("0s", "59s", datetime.now(UTC).isoformat()):
+        refused = outbox.run("purge", "--sent-before", time)
+        assert (refused.code, refused.stdout) == (2, "")
+        assert "is less than a minute ago" in refused.stderr
+    assert set(table(database)) == {"sent"}
+
+
 def test_purge_deletes_old_sent_tasks_only(outbox: Commands, database: Database):
     """Of every state and of ages around the limit, also what is dead or due since long, only the old sent ones go."""
     long_ago = datetime.now(UTC) - 40 * DAY

@@ -298,9 +298,7 @@ def test_many_topics_share_the_rows_that_a_look_may_read(
         assert found.total.at_least == ({"pending"} if counted < 9 else set())
 
 
-def test_a_look_that_takes_too_long_is_not_made_again(
-    database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_look_that_takes_too_long_is_not_made_again(watch: Watch, monkeypatch: pytest.MonkeyPatch):
     """Only a table that was not there ten seconds ago is read as it is now: a busy Spanner is not asked twice."""
     looks = []
 
