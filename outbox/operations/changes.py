@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import KeySet
 
@@ -91,8 +91,19 @@ class Outcome:
     warning: str | None = None
 
 
-#: Given the rows (id, topic, ordering key) and the database's time, buffers the writes of one transaction.
-_Write = Callable[[Transaction, Sequence[tuple[str, str, str | None]], datetime], None]
+class _Row(NamedTuple):
+    """What `sql.looked` and `sql.locked` give of one task; `now` is the database's time."""
+
+    id: str
+    topic: str
+    ordering_key: str | None
+    state: str
+    matches: bool
+    now: datetime
+
+
+#: Given the rows that match, one at least, buffers the writes of one transaction.
+_Write = Callable[[Transaction, Sequence[_Row]], None]
 
 
 def count(table: TaskTable, selection: Selection, *, exact: bool) -> Count:
@@ -101,7 +112,7 @@ def count(table: TaskTable, selection: Selection, *, exact: bool) -> Count:
         statement = sql.looked(selection.condition)
         chunks = _cut(selection.ids)
         rows = (table.query(statement, "outbox-count", selection.values | {"ids": ids}) for ids in chunks)
-        return Count(sum(matches for found in rows for *_, matches, _now in found))
+        return Count(sum(_Row(*row).matches for found in rows for row in found))
     limit = NO_LIMIT if exact else COUNTED
     statement = sql.counted(_state(selection), selection.values)
     values = selection.values | _places(table, selection) | {"limit": limit}
@@ -118,8 +129,8 @@ def retry(table: TaskTable, selection: Selection) -> Iterator[Outcome]:
     if selection.state == "pending" or (selection.state == "sent" and selection.until is None):
         raise ValueError("a selection of sent tasks needs `until`; pending ones need no retry")
 
-    def write(transaction: Transaction, rows: Sequence[tuple[str, str, str | None]], now: datetime) -> None:
-        transaction.update(_TABLE, _RETRY_COLUMNS, [(id, None, None, 0, now) for id, _, _ in rows])
+    def write(transaction: Transaction, rows: Sequence[_Row]) -> None:
+        transaction.update(_TABLE, _RETRY_COLUMNS, [(row.id, None, None, 0, row.now) for row in rows])
 
     return _change(table, selection, "outbox-retry", write)
 
@@ -141,26 +152,25 @@ def discard(
     `log` is called after each commit with the ids that are deleted and True, and with False for those of a commit whose
     outcome is not known.
     """
-    deleting: dict[str, tuple[str, str | None]] = {}
+    deleting: list[_Row] = []
 
-    def write(transaction: Transaction, rows: Sequence[tuple[str, str, str | None]], now: datetime) -> None:
-        deleting.clear()  # the function may run again
-        deleting.update({id: (topic, key) for id, topic, key in rows})
-        _delete(transaction, rows, now)
+    def write(transaction: Transaction, rows: Sequence[_Row]) -> None:
+        deleting[:] = rows  # the function may run again
+        _delete(transaction, rows)
 
     try:
         for outcome in _change(table, Selection(state="dead", ids=tuple(ids)), "outbox-discard", write):
             log(outcome.changed, True)
-            keys = {(topic, key) for topic, key in deleting.values() if key}
+            keys = {(row.topic, row.ordering_key) for row in deleting if row.ordering_key}
             deleting.clear()
             yield dataclasses.replace(outcome, warning=_wake(table, sorted(keys)))
     finally:
         if deleting:
-            log(list(deleting), False)
+            log([row.id for row in deleting], False)
 
 
-def _delete(transaction: Transaction, rows: Sequence[tuple[str, str, str | None]], _now: datetime) -> None:
-    transaction.delete(_TABLE, KeySet(keys=[[id] for id, _, _ in rows]))
+def _delete(transaction: Transaction, rows: Sequence[_Row]) -> None:
+    transaction.delete(_TABLE, KeySet(keys=[[row.id] for row in rows]))
 
 
 def _wake(table: TaskTable, keys: Sequence[tuple[str, str]]) -> str | None:
@@ -181,9 +191,8 @@ def _wake(table: TaskTable, keys: Sequence[tuple[str, str]]) -> str | None:
 
 
 def _unpark(ids: Sequence[str], transaction: Transaction) -> None:
-    rows = transaction.query(sql.locked(sql.IS_PARKED), {"ids": ids})
-    parked = [(id, now) for id, _, _, _, matches, now in rows if matches]
-    transaction.update(_TABLE, ("Id", "AvailableAt"), parked)
+    rows = [_Row(*row) for row in transaction.query(sql.locked(sql.IS_PARKED), {"ids": ids})]
+    transaction.update(_TABLE, ("Id", "AvailableAt"), [(row.id, row.now) for row in rows if row.matches])
 
 
 def _change(table: TaskTable, selection: Selection, tag: str, write: _Write) -> Iterator[Outcome]:
@@ -193,21 +202,20 @@ def _change(table: TaskTable, selection: Selection, tag: str, write: _Write) -> 
         # Sorted, so that two commands lock in one order.
         values = selection.values | {"ids": sorted(ids)}
 
-        def work(transaction: Transaction, values: Mapping[str, Any] = values) -> list[list[Any]]:
-            rows = transaction.query(statement, values)
-            matching = [(id, topic, key) for id, topic, key, _, matches, _ in rows if matches]
-            if matching:
-                write(transaction, matching, rows[0][-1])
+        def work(transaction: Transaction, values: Mapping[str, Any] = values) -> list[_Row]:
+            rows = [_Row(*row) for row in transaction.query(statement, values)]
+            if matching := [row for row in rows if row.matches]:
+                write(transaction, matching)
             return rows
 
         yield _outcome(ids, table.transact(tag, work))
 
 
-def _outcome(ids: Sequence[str], rows: Sequence[Sequence[Any]]) -> Outcome:
-    found = {id for id, *_ in rows}
+def _outcome(ids: Sequence[str], rows: Sequence[_Row]) -> Outcome:
+    found = {row.id for row in rows}
     return Outcome(
-        changed=tuple(id for id, _, _, _, matches, _ in rows if matches),
-        left={id: state for id, _, _, state, matches, _ in rows if not matches},
+        changed=tuple(row.id for row in rows if row.matches),
+        left={row.id: row.state for row in rows if not row.matches},
         missing=tuple(id for id in ids if id not in found),
     )
 

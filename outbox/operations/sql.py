@@ -240,7 +240,7 @@ ORDER BY SentAt, Id LIMIT @limit"""
 def looked(condition: str) -> str:
     """Return the statement that reads tasks by @ids: one seek for each, in a plan that can lock nothing else.
 
-    Its columns are those of `outbox.operations.changes`: a parked task has a state of its own there.
+    A parked task has a state of its own here.
     """
     return f"""
 SELECT Id, Topic, OrderingKey, IF({IS_PARKED}, 'parked', {_STATE}), COALESCE({condition}, FALSE), CURRENT_TIMESTAMP()
