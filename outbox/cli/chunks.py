@@ -21,18 +21,21 @@ UNASKED = 1_000
 
 @dataclasses.dataclass(slots=True)
 class Report:
-    """What all chunks did together; `left` and `missing` are of ids that were given."""
+    """What all chunks did together. Tasks that were not named may be left, or be gone: they left the selection."""
 
     changed: int = 0
     left: dict[str, str] = dataclasses.field(default_factory=dict)
     missing: list[str] = dataclasses.field(default_factory=list)
 
-    def tell(self, done: str, reasons: Mapping[str, str], otherwise: str) -> int:
-        """Print how many were `done`, and on stderr what was not and why; return 1 if an id was not found or not fit.
+    def tell(self, done: str) -> None:
+        """Print how many were `done`."""
+        print(f"{done} {_tasks(self.changed)}")
+
+    def explain(self, reasons: Mapping[str, str], otherwise: str) -> int:
+        """Say on stderr which named tasks were not changed, and why; return 1 if one is not there or does not fit.
 
         `reasons` say of some states why a task is rightly left, `otherwise` of another `{state}` why it does not fit.
         """
-        print(f"{done} {_tasks(self.changed)}")
         for state in sorted(set(self.left.values())):
             ids = [id for id, its in self.left.items() if its == state]
             note(f"{_tasks(len(ids))} left, {reasons.get(state) or otherwise.format(state=state)}: {named(ids)}")

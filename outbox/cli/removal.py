@@ -78,7 +78,8 @@ def run_purge(options: argparse.Namespace) -> int:
     if count.number > chunks.UNASKED and sys.stdin.isatty():  # a nightly job has said what it wants
         chunks.confirm(f"{count} that were sent before {shown(before)} will be deleted.", yes=options.yes)
     go_on = again("purge", options, "--yes", sent_before=shown(before))
-    return chunks.carry_out(changes.purge(table, chosen), count, go_on).tell("deleted:", {}, "{state}")
+    chunks.carry_out(changes.purge(table, chosen), count, go_on).tell("deleted:")
+    return 0
 
 
 def run_discard(options: argparse.Namespace) -> int:
@@ -108,4 +109,5 @@ def run_discard(options: argparse.Namespace) -> int:
 
     go_on = again("discard", options, "--yes", reason=options.reason)
     report = chunks.carry_out(changes.discard(table, wanted, log), count, go_on)
-    return report.tell("deleted:", {}, "not dead but {state}")
+    report.tell("deleted:")
+    return report.explain({}, "not dead but {state}")

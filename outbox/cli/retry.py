@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Change tasks; returns 0, or 1 if an id is not there. Raises SettingError, NotReached, OutboxError."""
+    """Change tasks; returns 0, or 1 if a named one does not fit. Raises SettingError, NotReached, OutboxError."""
     settings = DatabaseSettings.read(vars(options))
     wanted = ids(options)
     if wanted is None and options.state is None:
@@ -69,6 +69,5 @@ def run(options: argparse.Namespace) -> int:
     since = {} if chosen.since is None else {"since": shown(chosen.since)}
     go_on = again("retry", options, "--yes", **since, until=shown(chosen.until or now))
     report = chunks.carry_out(changes.retry(table, chosen), count, go_on)
-    return report.tell(
-        "will be sent again:", LEFT, "{state} and outside of --state, --topic, --since, --until, --error"
-    )
+    report.tell("will be sent again:")
+    return report.explain(LEFT, OUTSIDE) if wanted else 0
