@@ -10,8 +10,8 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.emulators import Emulators
-from tests.support.commands import TRACE, Commands, control_codes, fill, row, table
-from tests.support.processes import Finished, run
+from tests.support.commands import TRACE, Commands, control_codes, fill, here, row, table
+from tests.support.processes import Finished
 from tests.support.proxy import Proxy, silent_port
 
 NAMES = ("status", "list", "show", "tail", "retry", "purge", "discard", "topics")
@@ -60,7 +60,7 @@ def assert_told(found: dict[str, Finished], code: int, *sentences: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_help_has_an_example_and_needs_no_database(name: str):
     """Of each command, without any variable: what it is for, and a line to copy."""
-    told = run("outbox", name, "--help")
+    told = here(name, "--help")
     assert (told.code, told.stderr) == (0, "")
     assert f"\n    outbox {name}" in told.stdout
 
@@ -90,7 +90,7 @@ def test_help_has_an_example_and_needs_no_database(name: str):
 def test_a_wrong_value_is_exit_code_2_before_anything_is_asked(words: tuple[str, ...], sentence: str):
     """It says what was given and what is allowed."""
     database = {"OUTBOX_PROJECT": "my-project", "OUTBOX_INSTANCE": "main", "OUTBOX_DATABASE": "shop"}
-    told = run("outbox", *words, environment=database)
+    told = here(*words, environment=database)
     assert (told.code, told.stdout) == (2, "")
     assert sentence in told.stderr
     assert TRACE not in told.stderr
@@ -116,7 +116,7 @@ def test_an_ids_file_that_is_none_changes_nothing(tmp_path: Path, content: bytes
     if content is not None:
         file.write_bytes(content)
     database = {"OUTBOX_PROJECT": "my-project", "OUTBOX_INSTANCE": "main", "OUTBOX_DATABASE": "shop"}
-    told = run("outbox", "retry", "--ids-file", str(file), environment=database)
+    told = here("retry", "--ids-file", str(file), environment=database)
     assert (told.code, told.stdout) == (code, "")
     assert str(file) in told.stderr
     assert sentence in told.stderr
@@ -125,10 +125,11 @@ def test_an_ids_file_that_is_none_changes_nothing(tmp_path: Path, content: bytes
 
 def test_no_control_code_of_a_row_reaches_the_output(outbox: Commands, database: Database):
     """In ids, topics, keys and errors, on stdout and stderr, for people and programs; the ids still come back whole."""
-    fill(database, [row(each, "dead", topic=f"topic {each}", OrderingKey=each, LastError=each) for each in HOSTILE])
-    listed = [outbox.run(*words.split()) for words in ("list", "list --json", "status --exact", "topics --exact")]
-    listed += [outbox.run("show", "--", each) for each in HOSTILE[6:8]]
-    listed += [outbox.run("list", "--topic", HOSTILE[6]), outbox.run("show", f"{HOSTILE[6]}{HOSTILE[7]}")]
+    topics = {each: f"topic {each}" if each in HOSTILE[6:8] else "orders" for each in HOSTILE}
+    fill(database, [row(each, "dead", topic=topics[each], OrderingKey=each, LastError=each) for each in HOSTILE])
+    listed = [outbox.here(*words.split()) for words in ("list", "list --json", "status --exact", "topics --exact")]
+    listed += [outbox.here("show", "--", each) for each in HOSTILE[6:8]]
+    listed += [outbox.here("list", "--topic", HOSTILE[6]), outbox.here("show", f"{HOSTILE[6]}{HOSTILE[7]}")]
     for done in listed:
         assert control_codes(done.stdout + done.stderr) == []
     assert {json.loads(line)["id"] for line in listed[1].stdout.splitlines()} == set(HOSTILE)

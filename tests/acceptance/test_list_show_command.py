@@ -60,10 +60,10 @@ def test_what_narrows_the_list_narrows_it(outbox: Commands, database: Database):
     assert ids(outbox, "--state", "dead", "--topic", "orders", "--since", "4h", "--until", "120m") == ["old"]
     assert ids(outbox, "--since", "14400s", "--until", "0.1d") == ["old", "other"]
     assert ids(outbox, "--error", "TOO_Large") == ["other"]
-    limited = outbox.run("list", "--state", "dead", "--limit", "3", "--json")
+    limited = outbox.here("list", "--state", "dead", "--limit", "3", "--json")
     assert (limited.code, limited.stdout.count("\n")) == (0, 3)
     assert "there are more than 3" in limited.stderr
-    assert outbox.run("list", "--state", "dead", "--limit", "4").stderr == ""
+    assert outbox.here("list", "--state", "dead", "--limit", "4").stderr == ""
 
 
 @pytest.mark.parametrize(("state", "column"), [("dead", "created_at"), ("sent", "sent_at")])
@@ -75,13 +75,13 @@ def test_a_time_of_the_output_is_accepted_back(outbox: Commands, database: Datab
     elsewhere = datetime.fromisoformat(middle).astimezone().isoformat(timespec="microseconds")
     assert sorted(ids(outbox, "--state", state, "--since", middle)) == ["1", "2"]
     assert ids(outbox, "--state", state, "--until", elsewhere) == ["3"]
-    assert middle in outbox.run("list", "--state", state).stdout
+    assert middle in outbox.here("list", "--state", state).stdout
 
 
 def test_nothing_found_is_said_with_the_topics_that_there_are(outbox: Commands, database: Database):
     """A typing error in a topic is exit 0 and no row, but seen."""
     fill(database, [row("a", topic="orders")])
-    told = outbox.run("list", "--topic", "oders")
+    told = outbox.here("list", "--topic", "oders")
     assert (told.code, told.stdout) == (0, "")
     assert "no such task" in told.stderr
     assert "exist, for: orders\n" in told.stderr
