@@ -81,6 +81,16 @@ def test_plain_dml_sends_a_task_again_that_had_failed_or_been_delayed(
     assert ids == {failed: 2, delayed: 2}
 
 
+@pytest.mark.parametrize("until", [[], ["--until", "2090-01-01T00:00:00Z"]])
+def test_a_retry_ends_with_what_was_sent_before_it_began(outbox: Commands, database: Database, until: list[str]):
+    """Whatever end is given: else it would send again, without end, what it sends."""
+    fill(database, [row("sent", "sent", age=HOUR)])
+    began = datetime.now(UTC)
+    told = outbox.here("retry", "--state", "sent", *until, "--dry-run")
+    [end] = re.findall(r"SentAt < TIMESTAMP '(.+)'", told.stdout)
+    assert abs(datetime.fromisoformat(end) - began) < HOUR
+
+
 def test_a_dry_run_changes_nothing_and_its_dml_is_what_retry_does(outbox: Commands, database: Database):
     """The count is exact, no row is touched, and the statement, run by any client, changes the same rows alike."""
     quoted = "it's \"\\ \N{GRINNING FACE}\n"
