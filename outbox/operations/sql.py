@@ -66,15 +66,16 @@ TYPES = {
 
 NOW = "SELECT CURRENT_TIMESTAMP()"
 
-# The next topic in the order of the index: a seek for each shard, however many tasks wait.
-NEXT_TOPIC = f"""
-SELECT MIN(name) FROM (
-  SELECT MIN(Topic) AS name FROM AsynchronousTaskTopics WHERE Topic > @after_topic
-  UNION ALL
-  SELECT found FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
+# The topics of the next @limit tasks of each shard, in the order of the index: all at once where few tasks wait,
+# one after the other where very many do.
+NEXT_TOPICS = f"""
+SELECT in_shard, part.Topic, part.number FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
+  SELECT AS STRUCT Topic, COUNT(*) AS number FROM (
     SELECT Topic FROM {_INDEX}
     WHERE Shard = in_shard AND SentAt IS NULL AND Topic > @after_topic
-    ORDER BY Topic LIMIT 1)) AS found)"""
+    ORDER BY Topic LIMIT @limit)
+  GROUP BY Topic)) AS part"""
+CONTROLLED_TOPICS = "SELECT Topic FROM AsynchronousTaskTopics"
 WAITING_TOPICS = f"""
 SELECT name FROM UNNEST(@topics) AS name, UNNEST(ARRAY(
   SELECT 1 FROM {_INDEX} WHERE Shard IN UNNEST(@shards) AND SentAt IS NULL AND Topic = name LIMIT 1))"""

@@ -1,6 +1,7 @@
 """The table of tasks as operators' commands meet it: all they read and write is of LOW priority, tagged and limited."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ T = TypeVar("T")
 
 #: Seconds for one query: a few seeks; a bounded look at many rows, at LOW priority; a count over everything.
 QUERY_SECONDS, LOOK_SECONDS, COUNT_SECONDS = 5.0, 60.0, 600.0
+#: Tasks of a shard that are read at once to find topics.
+TOPIC_ROWS = 200
 #: Seconds in which a transaction that Spanner aborts is run again, and between two runs if it names no pause.
 ABORTED_SECONDS, AGAIN_SECONDS = 60.0, 0.05
 #: Seconds for the lock of a transaction: a worker that publishes holds it for up to 8 s (`--publish-timeout`).
@@ -75,14 +78,18 @@ class TaskTable:
 
     def topics(self, count: int | None = None, at: datetime | None = None) -> list[str]:
         """Return all topics that have an unsent task or a row of their own, sorted, or the first `count` of them."""
-        names: list[str] = []
-        while count is None or len(names) < count:
-            after = {"shards": list(self.shards), "after_topic": names[-1] if names else ""}
-            [[name]] = self.query(sql.NEXT_TOPIC, "outbox-topics", after, at=at, seconds=LOOK_SECONDS)
-            if name is None:
-                break
-            names.append(name)
-        return names
+        found = {name for (name,) in self.query(sql.CONTROLLED_TOPICS, "outbox-topics", at=at)}
+        seen: str | None = ""  # all topics up to this one are found; None: all
+        while seen is not None and (count is None or sum(name <= seen for name in found) < count):
+            values = {"shards": list(self.shards), "after_topic": seen, "limit": TOPIC_ROWS}
+            rows = self.query(sql.NEXT_TOPICS, "outbox-topics", values, at=at, seconds=LOOK_SECONDS)
+            last, number = dict[int, str](), Counter[int]()
+            for shard, topic, tasks in rows:
+                last[shard] = max(topic, last.get(shard, ""))
+                number[shard] += tasks
+                found.add(topic)
+            seen = min((last[shard] for shard in last if number[shard] == TOPIC_ROWS), default=None)
+        return sorted(found)[:count]
 
     def transact(self, tag: str, work: "Callable[[Transaction], T]") -> T:
         """Run `work` in a read-write transaction, again if Spanner aborts it, and return what it returned.

@@ -14,6 +14,7 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.errors import NotReached
 from outbox.operations import backlog
+from outbox.operations import table as operations_table
 from outbox.operations.backlog import COUNTS, Backlog, Line
 from outbox.operations.table import TaskTable
 from outbox.states import NEVER
@@ -270,6 +271,22 @@ def test_a_topic_that_is_found_by_nothing_but_its_tasks(database: Database, tabl
     names = ["Z", "a'b", 'a"b', "a\\b", "a\nb", "ä", "🎉", "%", "@topics"]
     insert(database, [row(f"task {n}", Topic=name) for n, name in enumerate(names)])
     assert [line.topic for line in backlog.read(table, exact=True).lines] == sorted(names)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 200])
+def test_every_topic_is_found_in_its_order(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch, rows: int
+):
+    """Whether a look reaches one topic or many, and whether a topic has tasks, a row of its own, or both."""
+    monkeypatch.setattr(operations_table, "TOPIC_ROWS", rows)
+    random = Random(rows)
+    tasks = [row(str(n), Topic=f"topic-{random.randrange(9)}", OrderingKey=random.choice("abc")) for n in range(60)]
+    insert(database, [*tasks, row("sent", Topic="topic-sent", SentAt=PAST)])
+    pause(database, "topic-4", "a-row", "z-row")
+    names = sorted({"a-row", "z-row", "topic-4", *(each["Topic"] for each in tasks)})
+    assert table.topics() == names
+    assert [table.topics(count) for count in range(1, 6)] == [names[:count] for count in range(1, 6)]
+    assert table.topics(99) == names
 
 
 def test_more_topics_than_are_counted_are_said_to_be_so(

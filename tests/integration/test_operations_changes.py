@@ -11,6 +11,7 @@ from google.cloud.spanner_v1.instance import Instance
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from outbox.errors import OutboxError
 from outbox.operations import changes, sql
 from outbox.operations.changes import Count, Outcome, Selection
 from outbox.operations.table import TaskTable
@@ -211,6 +212,44 @@ def test_what_has_left_the_selection_meanwhile_is_left_alone(
     [outcome] = changes.retry(table, chosen)
     assert outcome == Outcome(("stays",), {"leaves": "pending"}, ("goes",))
     assert rows_of(database)["leaves"]["AvailableAt"] is None
+
+
+def test_a_parked_task_is_left_to_the_head_of_its_key(database: Database, table: TaskTable):
+    """Made due it would be parked again, unsent; a scheduled task of a key, and one with attempts, go."""
+    parked = {"AvailableAt": FUTURE, "LastError": "parked: waits for the task head of its ordering key"}
+    insert(
+        database,
+        [
+            row("parked", OrderingKey="k", **parked), row("parked again", OrderingKey="k", Attempts=3, **parked),
+            row("scheduled", OrderingKey="k", AvailableAt=FUTURE), row("no key", **parked),
+            row("retrying", OrderingKey="k", **parked | {"LastError": "internal: 500"}, Attempts=3),
+        ],
+    )  # fmt: skip
+    [outcome] = changes.retry(table, Selection(ids=("parked", "parked again", "scheduled", "no key", "retrying")))
+    assert sorted(outcome.changed) == ["no key", "retrying", "scheduled"]
+    assert outcome.left == {"parked": "parked", "parked again": "parked"}
+
+
+def test_tasks_that_come_back_at_once_end_it_with_an_error(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """Somebody marks them as sent before the end as fast as they are unset: that would go on without end."""
+    insert(database, [row(str(n), SentAt=PAST, OrderingKey="k") for n in range(2)])
+    monkeypatch.setattr(changes, "PAGE", 1)
+    monkeypatch.setattr(TaskTable, "transact", lambda *_: [])
+    with pytest.raises(OutboxError, match="come back into the selection as fast as they are changed"):
+        list(changes.retry(table, Selection(state="sent", until=PAST + SECOND)))
+
+
+@pytest.mark.parametrize("state", ["dead", "retrying", "sent"])
+def test_a_selection_of_many_pages_is_changed_to_its_end(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch, state: str
+):
+    """Also where a page ends between tasks that were sent in one commit, and in shards with less than a page."""
+    monkeypatch.setattr(changes, "PAGE", 3)
+    insert(database, [row(f"{n:02}", **STATES[state], OrderingKey="k" if n % 4 else None) for n in range(24)])
+    outcomes = list(changes.retry(table, selected(state)))
+    assert sorted(id for outcome in outcomes for id in outcome.changed) == [f"{n:02}" for n in range(24)]
 
 
 AWKWARD = (

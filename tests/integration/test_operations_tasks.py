@@ -297,3 +297,12 @@ def test_what_is_followed_has_what_a_line_needs(database: Database, table: TaskT
     assert tasks.sent_after(table, Position(PAST), "orders", 1) == [columns | {"Id": "a", "Bytes": len(serialized())}]
     assert tasks.sent_after(table, Position(PAST), "invoices", 1) == []
     assert tasks.sent_after(table, Position(PAST + MICROSECOND), "orders", 1) == []
+
+
+def test_a_list_of_all_states_is_of_one_moment(watch: Watch):
+    """Each state is a query: at different times a task could be of none of them, or of two."""
+    tasks.listed(watch.table, Selection(), 10)
+    lists = [request for _, request in watch.requests if request.request_options.request_tag == "outbox-list"]
+    assert len(lists) == 4
+    assert len({str(request.transaction.single_use.read_only.read_timestamp) for request in lists}) == 1
+    assert not any("CURRENT_TIMESTAMP" in request.sql for request in lists)
