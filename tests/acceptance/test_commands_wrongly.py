@@ -2,8 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.emulators import Emulators
 from tests.support.commands import TRACE, Commands, control_codes, fill, here, row, table
 from tests.support.processes import Finished
-from tests.support.proxy import Proxy, silent_port
+from tests.support.proxy import hanging, refusing
 
 NAMES = ("status", "list", "show", "tail", "retry", "purge", "discard", "topics")
 #: One form of each command; what they name need not exist.
@@ -174,29 +174,14 @@ def test_a_dropped_index_is_exit_code_3(outbox: Commands, database: Database):
     assert [outbox.run(*words).code for words in (("show", "x"), ("retry", "x"))] == [0, 0]
 
 
-@contextmanager
-def refusing(_emulators: Emulators) -> Iterator[str]:
-    """Yield a host where nothing listens."""
-    with silent_port() as host:
-        yield host
-
-
-@contextmanager
-def hanging(emulators: Emulators) -> Iterator[str]:
-    """Yield a host that takes connections and says nothing."""
-    with Proxy(emulators.spanner_host) as proxy:
-        proxy.hang()
-        yield proxy.address
-
-
 @pytest.mark.parametrize(("away", "commands"), [(refusing, ALL), (hanging, SOME)])
 def test_a_spanner_that_does_not_answer_is_exit_code_3_in_time(
     emulators: Emulators,
     database: Database,
-    away: Callable[[Emulators], AbstractContextManager[str]],
+    away: Callable[[str], AbstractContextManager[str]],
     commands: list[str],
 ):
     """Each command says so and where to look."""
-    with away(emulators) as host:
+    with away(emulators.spanner_host) as host:
         found = all_at_once(Commands(emulators, database, host), commands)
     assert_told(found, 3, "Spanner did not answer", "look at the network")

@@ -3,8 +3,7 @@
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from google.cloud.spanner_v1.database import Database
 import outbox
 from outbox.emulators import Emulators
 from tests.support.processes import ROOT, Finished, run
-from tests.support.proxy import Proxy, silent_port
+from tests.support.proxy import hanging, refusing
 from tests.support.spanner import INSTANCE, PROJECT
 
 PAGE = Path("docs/operations/topics.md")
@@ -94,31 +93,16 @@ def test_exit_codes(emulators: Emulators, database: Database):
     assert rows(database) == []
 
 
-@contextmanager
-def refusing(_emulators: Emulators) -> Iterator[str]:
-    """Yield a host where nothing listens."""
-    with silent_port() as host:
-        yield host
-
-
-@contextmanager
-def hanging(emulators: Emulators) -> Iterator[str]:
-    """Yield a host that takes connections and says nothing."""
-    with Proxy(emulators.spanner_host) as proxy:
-        proxy.hang()
-        yield proxy.address
-
-
 @pytest.mark.parametrize("away", [refusing, hanging])
 @pytest.mark.parametrize("words", ["pause orders", "resume orders", "limit orders --off"])
 def test_a_spanner_that_does_not_answer_is_exit_code_3_in_time(
-    emulators: Emulators, away: Callable[[Emulators], Any], words: str
+    emulators: Emulators, away: Callable[[str], Any], words: str
 ):
     """Beyond what starting any command takes here and now."""
     start = time.monotonic()
     run("outbox", "schema", "print")
     begun = time.monotonic()
-    with away(emulators) as host:
+    with away(emulators.spanner_host) as host:
         missed = outbox_command(emulators, "orders", *words.split(), spanner_host=host)
     assert time.monotonic() - begun - (begun - start) < TOLD_WITHIN
     assert (missed.code, missed.stdout) == (3, "")

@@ -2,7 +2,7 @@
 
 from collections import Counter as Numbers
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
@@ -22,21 +22,6 @@ from tests.support.operations import CREATED, FUTURE, PAST, Watch, insert, pause
 
 MICROSECOND = timedelta(microseconds=1)
 WHOLE = backlog.NO_LIMIT
-
-
-@pytest.fixture
-def watch(database: Database) -> Iterator[Watch]:
-    """The table; whatever it is asked is of LOW priority, tagged, and takes no locks."""
-    made = Watch(database)
-    yield made
-    made.check()
-    assert all("single_use" in request.transaction for _, request in made.requests)
-
-
-@pytest.fixture
-def table(watch: Watch) -> TaskTable:
-    """The same."""
-    return watch.table
 
 
 class Later(TaskTable):

@@ -20,7 +20,6 @@ from tests.support import spanner
 from tests.support.operations import CREATED, FUTURE, PAST, Watch, insert, row, rows_of, update
 
 SECOND, MICROSECOND = timedelta(seconds=1), timedelta(microseconds=1)
-CHANGES = {"outbox-retry", "outbox-purge", "outbox-discard", "outbox-wake"}
 STATES: dict[str, dict[str, Any]] = {
     "dead": {"AvailableAt": NEVER, "Attempts": 10, "LastError": "not_found: 404"},
     "retrying": {"AvailableAt": FUTURE, "Attempts": 2, "LastError": "unavailable"},
@@ -29,23 +28,6 @@ STATES: dict[str, dict[str, Any]] = {
     "ready": {},
     "due": {"AvailableAt": PAST, "Attempts": 1},
 }
-
-
-@pytest.fixture
-def watch(database: Database) -> Iterator[Watch]:
-    """The table; whatever it is asked is of LOW priority and tagged, and only transactions take locks."""
-    made = Watch(database)
-    yield made
-    made.check()
-    for name, request in made.requests:
-        if name != "commit" and request.request_options.request_tag not in CHANGES:
-            assert "single_use" in request.transaction
-
-
-@pytest.fixture
-def table(watch: Watch) -> TaskTable:
-    """The same."""
-    return watch.table
 
 
 def selected(state: str, **more: Any) -> Selection:

@@ -22,20 +22,6 @@ UNTIL = PAST + 10 * SECOND
 PARKED = {"AvailableAt": FUTURE, "LastError": "parked: behind another task"}
 
 
-@pytest.fixture
-def watch(database: Database) -> Iterator[Watch]:
-    """The table; whatever it is asked is of LOW priority and tagged, and only transactions take locks."""
-    made = Watch(database)
-    yield made
-    made.check()
-
-
-@pytest.fixture
-def table(watch: Watch) -> TaskTable:
-    """The same."""
-    return watch.table
-
-
 def changed(outcomes: Iterator[Outcome]) -> list[str]:
     """Run a change to its end and return all ids that it changed, sorted."""
     return sorted(id for outcome in outcomes for id in outcome.changed)

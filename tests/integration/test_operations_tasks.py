@@ -21,21 +21,6 @@ from tests.support.operations import CREATED, FUTURE, PAST, Watch, insert, opene
 SECOND, MICROSECOND = timedelta(seconds=1), timedelta(microseconds=1)
 
 
-@pytest.fixture
-def watch(database: Database) -> Iterator[Watch]:
-    """The table; whatever it is asked is of LOW priority, tagged, and takes no locks."""
-    made = Watch(database)
-    yield made
-    made.check()
-    assert all("single_use" in request.transaction for _, request in made.requests)
-
-
-@pytest.fixture
-def table(watch: Watch) -> TaskTable:
-    """The same."""
-    return watch.table
-
-
 def ids(table: TaskTable, limit: int = 1_000, **selection: Any) -> list[str]:
     """Return the ids of a list."""
     return [task.columns["Id"] for task in tasks.listed(table, Selection(**selection), limit)]

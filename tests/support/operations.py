@@ -67,6 +67,10 @@ def opened(database: Database) -> Any:
     return open_database(DatabaseSettings(project=PROJECT, instance=INSTANCE, database=database.database_id))
 
 
+#: The tags of what may take locks.
+CHANGES = ("outbox-retry", "outbox-purge", "outbox-discard", "outbox-wake")
+
+
 class Watch:
     """A table, and every request that it has sent."""
 
@@ -96,6 +100,7 @@ class Watch:
             if "single_use" in chosen:
                 assert "read_only" in chosen.single_use, (name, request)
                 continue
+            assert options.request_tag in CHANGES, (name, request)
             assert options.transaction_tag == options.request_tag, (name, request)
             if "begin" in chosen:
                 assert chosen.begin.isolation_level == TransactionOptions.IsolationLevel.SERIALIZABLE

@@ -209,6 +209,21 @@ def silent_port() -> Iterator[str]:
         yield f"{LOOPBACK}:{reservation.getsockname()[1]}"
 
 
+@contextlib.contextmanager
+def refusing(_target: str) -> Iterator[str]:
+    """Yield a host where nothing listens."""
+    with silent_port() as host:
+        yield host
+
+
+@contextlib.contextmanager
+def hanging(target: str) -> Iterator[str]:
+    """Yield a host before `target` that takes connections and says nothing."""
+    with Proxy(target) as proxy:
+        proxy.hang()
+        yield proxy.address
+
+
 def main() -> None:
     """Delay what the arguments say, until killed."""
     with contextlib.ExitStack() as stack:

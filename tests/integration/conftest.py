@@ -1,0 +1,23 @@
+"""What the tests of operators' commands share: a table whose every request is looked at."""
+
+from collections.abc import Iterator
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+
+from outbox.operations.table import TaskTable
+from tests.support.operations import Watch
+
+
+@pytest.fixture
+def watch(database: Database) -> Iterator[Watch]:
+    """The table; whatever it is asked is of LOW priority and tagged, and only changes take locks."""
+    made = Watch(database)
+    yield made
+    made.check()
+
+
+@pytest.fixture
+def table(watch: Watch) -> TaskTable:
+    """The same."""
+    return watch.table
