@@ -1,5 +1,7 @@
 """Write the reference pages that are made of the code: `make docs`. A test holds the pages to what this returns."""
 
+import csv
+import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -11,6 +13,12 @@ from publishworker.metrics import METRICS, REGISTERED, Metric
 from publishworker.settings import WorkerSettings
 
 REFERENCE = Path(__file__).parent / "reference"
+#: Units, descriptions and types as Datadog's API and its Terraform provider want them for each metric.
+METADATA_COLUMNS = (
+    "metric_name", "metric_type", "interval", "unit_name", "per_unit_name", "description", "orientation", "integration",
+    "short_name", "curated_metric", "sample_tags",
+)  # fmt: skip
+METADATA = Path(__file__).parents[1] / "k8s" / "datadog" / "metadata.csv"
 
 SETTINGS_INTRO = """\
 # Settings
@@ -55,7 +63,10 @@ METRICS_INTRO = """\
 
 The worker sends DogStatsD if an agent is configured ([settings](settings.md#environment-of-others)); that needs the
 extra `spanner-outbox[worker]`. Without an agent it sends nothing and warns of nothing. Counts are sent after a commit
-has returned, so a transaction that is run again counts once. Tags are bounded: a topic, a reason, never an id."""
+has returned, so a transaction that is run again counts once. Tags are bounded: a topic, a reason, never an id.
+
+Units, types and descriptions for Datadog are in [metadata.csv](../../k8s/datadog/metadata.csv); what to draw and when
+to be woken is in [k8s/datadog](../../k8s/datadog/)."""
 
 METRICS_OUTRO = """\
 ## Reading them
@@ -64,6 +75,12 @@ METRICS_OUTRO = """\
   meet on the same task.
 - **Registered minus published** is only about the backlog: a rolled-back registration counts, a task that is sent again
   counts twice.
+- **Backlog and age** are of the whole table, and sent by the worker that owns shard 0; while workers change they may
+  come from two. Ask for them by `max:`, never by `sum:`. They are read at LOW priority at most every 15 s, and a count
+  that takes long is made less often: it takes a fifth of the time at most.
+- **Gauges of one worker** (shards, breakers): two pods on a node whose tags are the same overwrite each other. Ask for
+  breakers by `max:`.
+- **Durations** are distributions: Datadog computes percentiles over all pods, once they are switched on for the metric.
 - **Reasons** of failed attempts are those of [the table of errors](errors.md)."""
 
 ERRORS_INTRO = """\
@@ -100,6 +117,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "settings.md": _settings(),
         REFERENCE / "metrics.md": _metrics(),
         REFERENCE / "errors.md": _errors(),
+        METADATA: _metadata(),
     }
 
 
@@ -139,21 +157,36 @@ def _row(field: Field) -> tuple[str, ...]:
 
 
 def _metrics() -> str:
-    columns = ("name", "type", "tags", "meaning")
+    columns = ("name", "type", "unit", "tags", "meaning")
 
     def row(metric: Metric) -> tuple[str, ...]:
-        return (f"`{metric.name}`", metric.type, ", ".join(f"`{tag}`" for tag in metric.tags) or "none", metric.meaning)
+        tags = ", ".join(f"`{tag}`" for tag in metric.tags) or "none"
+        return (f"`{metric.name}`", metric.type, metric.unit, tags, metric.meaning)
 
     parts = [
         METRICS_INTRO,
         "## Of the worker",
-        _table(columns, (row(each) for each in METRICS if each is not REGISTERED)),
+        _table(columns, map(row, METRICS)),
         "## Of the application",
         "Through the client given to [`outbox.set_metrics`](../guide/register.md#metrics).",
         _table(columns, [row(REGISTERED)]),
         METRICS_OUTRO,
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _metadata() -> str:
+    """Return the file in the form of Datadog's own integrations, so that their tools take it."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(METADATA_COLUMNS)
+    for metric in (REGISTERED, *METRICS):
+        short = metric.name.removeprefix("outbox.").replace("_", " ")
+        tags = ",".join(metric.tags)
+        writer.writerow(
+            (metric.name, metric.type, "", metric.unit, "", metric.meaning, metric.better, "outbox", short, "", tags)
+        )
+    return text.getvalue()
 
 
 def _errors() -> str:
@@ -184,5 +217,6 @@ def _lines(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterato
 
 if __name__ == "__main__":
     for path, text in pages().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")

@@ -2,86 +2,199 @@
 
 import logging
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 _log = logging.getLogger("publishworker")
 
 
+Type = Literal["count", "gauge", "distribution"]
+#: States of `TOPIC_TASKS`; pending tasks of a paused topic are `paused`.
+TASK_STATES = ("pending", "paused", "retrying", "scheduled", "dead")
+#: Phases of `PHASE_DURATION`.
+POLL, CLAIM, PUBLISH, COMMIT = "poll", "claim", "publish", "commit"
+#: Values of `BREAKER_STATE`.
+CLOSED, HALF_OPEN, OPEN = 0, 1, 2
+
+
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A row of docs/reference/metrics.md, which is generated from this table."""
+    """A row of docs/reference/metrics.md and of k8s/datadog/metadata.csv, which are generated from this table.
+
+    `unit` is one of Datadog's units, `better` says whether a rise is good news (1), bad news (-1) or neither (0).
+    """
 
     name: str
-    type: str
+    type: Type
+    unit: str
     tags: tuple[str, ...]
     meaning: str
+    better: Literal[-1, 0, 1] = 0
 
 
 REGISTERED = Metric(
     "outbox.registered_task_count",
     "count",
+    "task",
     ("topic",),
     "Tasks handed to `outbox.register`, whether or not they commit.",
 )
 PUBLISHED = Metric(
     "outbox.total_published_task_count",
     "count",
+    "task",
     ("topic",),
     "Tasks published to Pub/Sub, also if the commit then fails.",
+    1,
 )
 ALREADY_PUBLISHED = Metric(
     "outbox.already_published_tasks_count",
     "count",
+    "task",
     ("topic",),
     "Tasks claimed too late: another worker had sent them.",
+    -1,
 )
 UNCOMMITTED = Metric(
     "outbox.published_but_failed_commits_count",
     "count",
+    "task",
     ("topic",),
     "Tasks that were published and whose commit failed or has an unknown outcome: a duplicate may come.",
+    -1,
 )
 FAILED = Metric(
-    "outbox.failed_task_count", "count", ("topic", "reason"), "Attempts to publish a task that failed, by reason."
+    "outbox.failed_task_count",
+    "count",
+    "task",
+    ("topic", "reason"),
+    "Attempts to publish a task that failed, by reason.",
+    -1,
 )
 DEAD = Metric(
     "outbox.dead_task_count",
     "count",
+    "task",
     ("topic", "reason"),
     "Tasks that became dead, by the reason of their last failure: nothing sends them but an operator.",
+    -1,
 )
 IN_DOUBT = Metric(
     "outbox.at_most_once_in_doubt_count",
     "count",
+    "task",
     ("topic",),
     "Tasks registered with `at_most_once` that are marked as sent, or may be, and are not known to be published.",
+    -1,
 )
 PARKED = Metric(
     "outbox.parked_task_count",
     "count",
+    "task",
     ("topic",),
     "Tasks put off behind the head of their ordering key, which had failed, or was scheduled or dead.",
 )
 ABORTED = Metric(
     "outbox.aborted_transaction_count",
     "count",
+    "transaction",
     ("topic",),
     "Transactions of groups that Spanner aborted after their rows were locked; each was run again.",
+    -1,
 )
-SHARDS = Metric("outbox.owned_shard_count", "gauge", (), "Shards that this worker polls.")
+PENDING = Metric(
+    "outbox.pending_task_count",
+    "gauge",
+    "task",
+    (),
+    "Ready and due tasks of all topics that are not paused, ten seconds ago: what the autoscaler looks at. Counting "
+    "stops at 10,000 for each shard and topic, or earlier where there are more than ten topics.",
+    -1,
+)
+TOPIC_TASKS = Metric(
+    "outbox.topic_task_count",
+    "gauge",
+    "task",
+    ("topic", "state"),
+    f"Unsent tasks by topic and state ({', '.join(TASK_STATES)}), ten seconds ago and counted with the same limit. A "
+    "state of a topic that has become empty is sent as 0 for ten minutes.",
+)
 OLDEST_AGE = Metric(
     "outbox.oldest_task_age",
-    "gauge, seconds",
+    "gauge",
+    "second",
     (),
-    "Now minus the later of CreatedAt and AvailableAt of the task that has been ready or due longest, of any topic "
-    "that is not paused and any priority; 0 if there is none.",
+    "Ten seconds ago minus the later of CreatedAt and AvailableAt of the task that had been ready or due longest then, "
+    "of any topic that is not paused and any priority; 0 if there was none.",
+    -1,
+)
+LATENCY = Metric(
+    "outbox.task_latency",
+    "distribution",
+    "second",
+    ("topic",),
+    "From when a task became due (the later of CreatedAt and AvailableAt) to Pub/Sub's answer, by Spanner's clock. One "
+    "that is sent again by plain DML counts from when it first was.",
+    -1,
+)
+PHASE_DURATION = Metric(
+    "outbox.phase_duration",
+    "distribution",
+    "second",
+    ("phase",),
+    "How long a poll took, and for each group how long the claim (until its rows were locked, aborted tries "
+    "included), the publishing and the commit took: `poll`, `claim`, `publish`, `commit`.",
+    -1,
+)
+GROUP_SIZE = Metric(
+    "outbox.group_size", "distribution", "task", ("topic",), "Tasks of a group that was to be sent in one transaction."
+)
+IN_FLIGHT = Metric(
+    "outbox.in_flight_group_count",
+    "distribution",
+    "unit",
+    (),
+    "Groups that a worker has in flight, looked at every 15 s: at --concurrency it is busy.",
+)
+BREAKER_STATE = Metric(
+    "outbox.breaker_state",
+    "gauge",
+    "unit",
+    ("topic",),
+    f"Of a topic that does not work, as a worker sees it: {OPEN} it rests, {HALF_OPEN} it is being probed or may be, "
+    f"{CLOSED} it works again (for ten minutes). Topics that work are not sent.",
+    -1,
+)
+SHARDS = Metric("outbox.owned_shard_count", "gauge", "shard", (), "Shards that this worker polls.")
+WORKERS = Metric("outbox.live_worker_count", "gauge", "worker", (), "Workers that live, as this one sees it.")
+HEARTBEAT = Metric(
+    "outbox.heartbeat_count", "count", "unit", (), "One from each worker every 15 s, also while a service is away.", 1
+)
+BUILD = Metric(
+    "outbox.build_info",
+    "gauge",
+    "unit",
+    ("outbox_version", "python_version", "spanner_version", "pubsub_version"),
+    "1; the tags say what runs: this package, Python, and Google's two clients.",
 )
 DRAIN_TIMEOUT = Metric(
-    "outbox.drain_timeout_count", "count", (), "Stops that ended with tasks in flight, after --drain-timeout."
+    "outbox.drain_timeout_count",
+    "count",
+    "event",
+    (),
+    "Stops that ended with tasks in flight, after --drain-timeout.",
+    -1,
+)
+STUCK = Metric(
+    "outbox.stuck_group_count",
+    "count",
+    "event",
+    ("topic",),
+    "Groups that were in flight for over 120 s, which no time limit explains: the worker ended with exit code 1.",
+    -1,
 )
 
+#: Of the workers; REGISTERED is of applications.
 METRICS = (
-    REGISTERED,
     PUBLISHED,
     ALREADY_PUBLISHED,
     UNCOMMITTED,
@@ -90,9 +203,20 @@ METRICS = (
     IN_DOUBT,
     PARKED,
     ABORTED,
-    SHARDS,
+    PENDING,
+    TOPIC_TASKS,
     OLDEST_AGE,
+    LATENCY,
+    PHASE_DURATION,
+    GROUP_SIZE,
+    IN_FLIGHT,
+    BREAKER_STATE,
+    SHARDS,
+    WORKERS,
+    HEARTBEAT,
+    BUILD,
     DRAIN_TIMEOUT,
+    STUCK,
 )
 
 
@@ -104,6 +228,9 @@ class Client(Protocol):
 
     def gauge(self, metric: str, value: float, tags: list[str]) -> object:
         """Set a gauge."""
+
+    def distribution(self, metric: str, value: float, tags: list[str]) -> object:
+        """Add a sample."""
 
     def stop(self) -> object:
         """Send what is buffered and close."""
@@ -131,6 +258,11 @@ class Metrics:
         """Set a gauge."""
         if self._client is not None:
             self._guarded(self._client.gauge, metric, value, tags)
+
+    def sample(self, metric: Metric, value: float, **tags: str) -> None:
+        """Add a sample to a distribution."""
+        if self._client is not None:
+            self._guarded(self._client.distribution, metric, value, tags)
 
     def stop(self) -> None:
         """Send what is buffered: counts are lost otherwise."""

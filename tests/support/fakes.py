@@ -366,6 +366,10 @@ class Counted:
         """Keep the last."""
         self.counts[metric] = value
 
+    def distribution(self, metric: str, value: float, tags: list[str]) -> None:
+        """Count the samples."""
+        self.counts[metric] = self.counts.get(metric, 0) + 1
+
     def stop(self) -> None:
         """Nothing is buffered."""
 
