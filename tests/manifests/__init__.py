@@ -1,0 +1,1 @@
+"""What is in k8s/, without a cluster and without a container engine."""
