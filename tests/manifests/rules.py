@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
-from typing import Any
 
 from outbox.cli.schema import DEFAULT_SHARDS
 from outbox.errors import SettingError
@@ -315,7 +314,7 @@ def network(objects: Objects) -> Iterator[str]:
 
 def is_base(objects: Objects) -> bool:
     """Tell whether this is the base with components, which has no database and no image yet."""
-    return container(worker(objects), "publishworker")["image"] == "publishworker:unset"
+    return bool(container(worker(objects), "publishworker")["image"] == "publishworker:unset")
 
 
 def _selects(selector: Object, deployment: Object) -> bool:
@@ -325,7 +324,7 @@ def _selects(selector: Object, deployment: Object) -> bool:
 
 
 def _writable(deployment: Object, file: str) -> bool:
-    spec: Any = pod(deployment)
+    spec = pod(deployment)
     empty = {volume["name"] for volume in spec.get("volumes", []) if "emptyDir" in volume}
     mounts = container(deployment, "publishworker").get("volumeMounts", [])
     return any(

@@ -1,4 +1,4 @@
-"""Place an order a second until SIGTERM, receive the tasks, and say every ten seconds what came of it.
+"""Place an order a second until SIGTERM, receive the tasks, and say every five or so what came of it.
 
 python -m trade
 """  # noqa: INP001 - a script that a ConfigMap carries
@@ -20,7 +20,7 @@ from orders.subscriber import Inbox, Subscriber
 #: Seconds between two orders, and seconds until the tables must be there.
 PAUSE_SECONDS, WAIT_SECONDS = 1.0, 120
 #: Orders between two lines.
-LINE_ORDERS = 10
+LINE_ORDERS = 5
 
 
 def main() -> int:
@@ -66,7 +66,8 @@ def _trade(database: Database, inbox: Inbox, subscriber: Subscriber, stop: threa
                 placed += 1
             if (placed + refused) % LINE_ORDERS == 1:
                 expected = placed * TASKS_PER_ORDER
-                print(f"orders: {placed} placed, {refused} refused; tasks: {inbox.handled()} of {expected} received")
+                line = f"orders: {placed} placed, {refused} refused; tasks: {inbox.handled()} of {expected} received"
+                print(line, flush=True)
             if stop.wait(PAUSE_SECONDS):
                 return
 
