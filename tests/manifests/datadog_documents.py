@@ -22,7 +22,7 @@ from datadog_api_client.model_utils import (
 from outbox import cli as outbox_cli
 from outbox.errors import SettingError
 from publishworker import cli as publishworker_cli
-from tests.manifests.datadog_queries import KNOWN, complaints_about, complaints_about_alarm, metrics_in
+from tests.manifests.datadog_queries import KNOWN, UNITS, complaints_about, complaints_about_alarm, metrics_in
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "k8s" / "datadog"
@@ -111,8 +111,8 @@ def _about_formulas(formulas: list[dict[str, Any]], queries: Mapping[str, str]) 
     yield from (f"no formula shows {name}" for name in sorted(set(queries) - named))
     for each in formulas:
         unit = each.get("number_format", {}).get("unit", {})
-        if not unit:
-            yield f"{each['formula']} has no unit"
+        if unit.get("unit_name") not in UNITS:
+            yield f"{each['formula']} has no unit of Datadog's"
         for query in metrics_in(queries.get(each["formula"], "")):  # shown as it is, so its unit is that of the table
             expected = (KNOWN[query.name].unit if query.name in KNOWN else None, "as_rate" in query.calls)
             if (unit.get("unit_name"), unit.get("per_unit_name") == "second") != expected:

@@ -18,6 +18,11 @@ OF_THE_SERVICE = frozenset({"env", "service", "version"})
 #: Values that a tag can have, where the code knows all.
 VALUES = {"state": set(m.TASK_STATES), "phase": {m.POLL, m.CLAIM, m.PUBLISH, m.COMMIT}}
 
+#: What Datadog calls the units that we use, of its list: docs.datadoghq.com/metrics/units.
+UNITS = frozenset(
+    {"event", "instance", "packet", "percent", "second", "shard", "task", "transaction", "unit", "worker"}
+)
+
 _METRIC = re.compile(
     r"(?P<aggregator>[a-z]\w*):(?P<name>[a-zA-Z][\w.]*)\{(?P<scope>[^}]*)\}"
     r"(?: by \{(?P<by>[^}]*)\})?(?P<calls>(?:\.\w+\([^()]*\))*)"
@@ -53,7 +58,7 @@ def _of_table(metric: m.Metric) -> Known:
 
 def _of_kubernetes(*tags: str) -> Known:
     where = {"kube_cluster_name", "kube_namespace"}
-    return Known("gauge", where | frozenset(tags), frozenset({"max"}), "replica", frozenset(tags[:1]))
+    return Known("gauge", where | frozenset(tags), frozenset({"max"}), "instance", frozenset(tags[:1]))
 
 
 #: Metrics that are not ours, and who says so.
@@ -146,7 +151,8 @@ def _about_form(query: Query, known: Known) -> Iterator[str]:
     as_what = [call for call in query.calls if call in {"as_count", "as_rate"}]
     if len(as_what) != (1 if known.type == "count" else 0):
         yield f"{query.name} is a {known.type} and has {as_what}"
-    yield from (f"{query.name}.{call}() is nothing that we use" for call in query.calls if call not in as_what)
+    others = [call for call in query.calls if call not in as_what and (call != "rollup" or known.type != "gauge")]
+    yield from (f"{query.name}.{call}() is nothing that we use" for call in others)
 
 
 def _about_tags(query: Query, known: Known, variables: set[str]) -> Iterator[str]:

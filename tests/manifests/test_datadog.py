@@ -12,7 +12,15 @@ from datadog_api_client.v1.model.monitor import Monitor
 
 from publishworker import metrics as m
 from tests.manifests import datadog_documents as documents
-from tests.manifests.datadog_queries import KNOWN, PERCENTILES, Query, complaints_about_alarm, metrics_in
+from tests.manifests.datadog_queries import (
+    KNOWN,
+    PERCENTILES,
+    UNITS,
+    Query,
+    complaints_about,
+    complaints_about_alarm,
+    metrics_in,
+)
 
 DASHBOARD = documents.dashboard()
 MONITORS = documents.monitors()
@@ -73,6 +81,36 @@ def test_the_lines_in_the_graphs_are_the_thresholds_of_the_alarm() -> None:
         if "markers" in definition and "oldest_task_age" in str(definition)
     ]
     assert lines == [thresholds]
+
+
+def test_names_are_those_of_the_manifests() -> None:
+    """The monitors and the dashboard look at what the production overlay runs, and at its autoscaler."""
+    k8s = documents.FOLDER.parent
+    labels = [*(k8s / "base").glob("*.yaml"), *(k8s / "overlays" / "production").glob("*.yaml")]
+    text = "".join(file.read_text(encoding="utf-8") for file in labels)
+    defaults = {each["name"]: each["defaults"] for each in DASHBOARD["template_variables"]}
+    for tag in ("env", "service"):
+        values = set(re.findall(rf"tags\.datadoghq\.com/{tag}: (\w+)", text)) - {"unset"}
+        assert defaults[tag] == list(values)
+        assert all(f"{tag}:{value}" in monitor["tags"] for value in values for monitor in MONITORS.values())
+    autoscaler = (k8s / "components/autoscaling/horizontalpodautoscaler.yaml").read_text(encoding="utf-8")
+    name = re.search(r"^metadata:\n  name: (\S+)", autoscaler, re.MULTILINE)
+    assert name is not None
+    named = {part for query in queries() for part in query.scope if part.startswith("horizontalpodautoscaler:")}
+    assert named == {f"horizontalpodautoscaler:{name[1]}"}
+
+
+def test_the_autoscaler_asks_for_what_is_sent() -> None:
+    """Its query is of the same language and the same table."""
+    file = documents.FOLDER.parent / "components/autoscaling/datadogmetric.yaml"
+    query = re.search(r"^  query: (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    assert query is not None
+    assert list(complaints_about(query[1])) == []
+
+
+def test_units_of_the_table_are_datadogs() -> None:
+    """Others are left out of its graphs without a word."""
+    assert {each.unit for each in (*m.METRICS, m.REGISTERED)} <= UNITS
 
 
 def test_the_page_names_each_monitor() -> None:
@@ -138,6 +176,7 @@ def changed(document: dict[str, Any], old: str, new: str) -> dict[str, Any]:
         ("late + published", "late + sent", "no query is named sent"),
         ("100 * late / (late + published)", "published", "no formula shows late"),
         ("packet", "shard", "is shown in"),
+        ("packet", "parcel", "has no unit"),
     ],
 )
 def test_a_wrong_query_of_the_dashboard_is_noticed(old: str, new: str, complaint: str) -> None:
