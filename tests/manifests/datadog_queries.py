@@ -23,7 +23,7 @@ UNITS = frozenset(
     {"event", "instance", "packet", "percent", "second", "shard", "task", "transaction", "unit", "worker"}
 )
 
-_METRIC = re.compile(
+METRIC = re.compile(
     r"(?P<aggregator>[a-z]\w*):(?P<name>[a-zA-Z][\w.]*)\{(?P<scope>[^}]*)\}"
     r"(?: by \{(?P<by>[^}]*)\})?(?P<calls>(?:\.\w+\([^()]*\))*)"
 )
@@ -109,7 +109,7 @@ def metrics_in(expression: str) -> list[Query]:
             _split(found["by"] or ""),
             tuple(re.findall(r"\.(\w+)\(", found["calls"])),
         )
-        for found in _METRIC.finditer(expression)
+        for found in METRIC.finditer(expression)
     ]
 
 
@@ -134,7 +134,7 @@ def complaints_about(expression: str, variables: Iterable[str] = ()) -> Iterator
 
 def _about_arithmetic(expression: str) -> Iterator[str]:
     """What is left without the metrics is numbers, signs and `default_zero`."""
-    left = _METRIC.sub("1", expression)
+    left = METRIC.sub("1", expression)
     try:
         nodes = list(ast.walk(ast.parse(left, mode="eval")))
     except SyntaxError:
