@@ -7,6 +7,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+from outbox import _tracing
+
 
 def as_line(value: object, default: Callable[[Any], Any] | None = None) -> str:
     """Return one line of JSON in which all that is not printable is escaped, so that a terminal takes it as text."""
@@ -26,6 +28,7 @@ class JsonFormatter(logging.Formatter):
             "logger.name": record.name,
             "logger.thread_name": record.threadName,
             "action": getattr(record, "action", None),
+            **_tracing.ids(),
             **getattr(record, "fields", {}),
         }
         if record.exc_info and record.exc_info[0] is not None:
@@ -51,7 +54,5 @@ def configure(log_format: str = "auto", level: str = "info") -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     for name in ("outbox", "publishworker"):
         logging.getLogger(name).setLevel(level.upper())
-    # Without an agent the client warns at every packet; what is lost there is counted by the client itself.
-    logging.getLogger("datadog.dogstatsd").setLevel(logging.ERROR)
     # A stack trace for each call without credentials; the publisher tells of them.
     logging.getLogger("grpc._plugin_wrapping").setLevel(logging.CRITICAL)

@@ -12,6 +12,7 @@ from google.protobuf.message import Message as ProtobufMessage
 from google.pubsub_v1.types import PublishRequest, PubsubMessage
 from proto import Message as ProtoPlusMessage
 
+from outbox import _tracing
 from outbox.errors import InvalidMessage
 
 #: The attribute that carries the task's id to the subscriber.
@@ -61,7 +62,8 @@ def build(
     """Return the serialized PubsubMessage and its ordering key ("" for none).
 
     `message` is bytes, a PubsubMessage (proto-plus or plain) or any other protobuf message, which becomes the data;
-    it is copied, never changed. Raises InvalidMessage for what Pub/Sub would refuse, TypeError for another type.
+    it is copied, never changed. Where there is a current span, the message says so to its subscriber. Raises
+    InvalidMessage for what Pub/Sub would refuse, TypeError for another type.
     """
     built = _copy(message)
     built.ClearField("message_id")
@@ -70,7 +72,9 @@ def build(
     built.attributes[TASK_ID_ATTRIBUTE] = task_id
     _check_attributes(built.attributes)
     built.ordering_key = _one_ordering_key(built.ordering_key, ordering_key)
-    _check_size(built, topic)
+    if (size := _request_size(built, topic)) > MAX_REQUEST_BYTES:
+        raise InvalidMessage(f"the message makes a publish request of {size} bytes, {MAX_REQUEST_BYTES} are allowed")
+    _trace(built, topic)
     return built.SerializeToString(), built.ordering_key
 
 
@@ -139,11 +143,27 @@ def _one_ordering_key(in_message: str, beside: str) -> str:
     return key
 
 
-def _check_size(built: Any, topic: str) -> None:
+def _request_size(built: Any, topic: str) -> int:
     name = topic if topic.startswith("projects/") else LONGEST_TOPIC_NAME
-    size = RawPublishRequest(topic=name, messages=[built]).ByteSize()
-    if size > MAX_REQUEST_BYTES:
-        raise InvalidMessage(f"the message makes a publish request of {size} bytes, {MAX_REQUEST_BYTES} are allowed")
+    return int(RawPublishRequest(topic=name, messages=[built]).ByteSize())
+
+
+def _trace(built: Any, topic: str) -> None:
+    """Note which trace the message comes from, unless it says so itself.
+
+    Where there is no room for it, it is left out: a message must not be refused because somebody traces.
+    """
+    noted = _tracing.current()
+    if not noted or noted.keys() & built.attributes.keys():
+        return
+    noted = {key: value for key, value in noted.items() if len(value) <= MAX_ATTRIBUTE_VALUE_BYTES}
+    if len(built.attributes) + len(noted) > MAX_ATTRIBUTES:
+        return
+    for key, value in noted.items():
+        built.attributes[key] = value
+    if _request_size(built, topic) > MAX_REQUEST_BYTES:
+        for key in noted:
+            del built.attributes[key]
 
 
 def _utf8(text: str, what: str) -> bytes:

@@ -14,16 +14,19 @@ from random import Random
 
 from outbox import logs, schema
 from outbox.errors import NotReached
+from outbox.operations.table import TaskTable
 from publishworker import datadog, exits
 from publishworker import metrics as m
 from publishworker.check import check
 from publishworker.connection import LimitedDatabase, open_database, open_pubsub
 from publishworker.delivery import Delivery
 from publishworker.fleet import Fleet
+from publishworker.flights import StuckGroup
 from publishworker.heartbeat import Heartbeat
 from publishworker.messages import topic_filter
 from publishworker.publisher import PubSubPublisher
 from publishworker.relay import Relay
+from publishworker.reporting import Counts, Lookout, Reporter, oldest_age
 from publishworker.retries import Retries
 from publishworker.sampling import Limits
 from publishworker.settings import WorkerSettings
@@ -125,13 +128,14 @@ class Worker:
         )
         self._loop = Loop(
             self.relay,
-            self.store,
-            self._metrics,
             fleet,
             poll_interval=settings.poll_interval,
             beat=heartbeat,
+            report=Reporter(self._metrics, fleet, self.relay),
             random=random,
         )
+        looks = (oldest_age(self._metrics), Counts(self._metrics)) if self._metrics.wanted else ()
+        self._lookouts = [Lookout(look, lambda: TaskTable(database.renewed()), fleet) for look in looks]
         # What the imports have made lives as long as the process: no collection need look at it again, which took 30 ms
         # of CPU every few thousand tasks.
         gc.freeze()
@@ -143,8 +147,17 @@ class Worker:
         """
         where = (self._settings.project, self._settings.instance, self._settings.database)
         _log.info("relaying %s/%s/%s, %d shards", *where, len(self.store.shards), extra={"action": "start"})
+        for lookout in self._lookouts:
+            lookout.start()
         try:
             in_time = run_on_thread(lambda: self._loop.run(stop, until), stop, self._settings.drain_timeout)
+        except StuckGroup as error:
+            self._metrics.count(m.STUCK, 1, topic=error.group.topic)
+            _log.critical(
+                "%s, which no time limit explains; the worker ends, so that another one takes its tasks", error,
+                extra={"action": "stuck"},
+            )  # fmt: skip
+            return exits.FAILED
         except Exception:
             _log.critical("the loop died; this is a defect", exc_info=True, extra={"action": "died"})
             return exits.FAILED
@@ -159,6 +172,8 @@ class Worker:
             )  # fmt: skip
             return late
         finally:
+            for lookout in self._lookouts:
+                lookout.stop()
             self._metrics.stop()
 
 

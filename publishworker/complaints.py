@@ -1,8 +1,8 @@
-"""Warnings about what goes wrong again and again: the first at once, then one a minute with the count."""
+"""What goes wrong again and again: the first lines at once, then a line a minute with the count of the others."""
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 _log = logging.getLogger("publishworker")
 
@@ -16,21 +16,34 @@ class Complaints:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Measure by `clock`, in seconds."""
         self._clock = clock
-        self._said: dict[tuple[str, str], tuple[float, int]] = {}  # when, and how often it was kept back since
+        self._said: dict[tuple[str, str], tuple[float, int]] = {}  # since when, and how often there was reason to
 
-    def say(self, action: str, about: str, sentence: str) -> bool:
-        """Log `sentence` as a warning, unless the same `action` was logged `about` the same within the interval.
+    def say(
+        self,
+        action: str,
+        about: str,
+        sentence: str,
+        *,
+        most: int = 1,
+        level: int = logging.WARNING,
+        fields: Mapping[str, object] | None = None,
+    ) -> bool:
+        """Log `sentence`, unless the same `action` was logged `about` the same `most` times within the interval.
 
-        Returns whether it was logged.
+        Returns whether it was logged. `fields` are members of the line in JSON.
         """
         now = self._clock()
-        at, kept_back = self._said.get((action, about), (float("-inf"), 0))
-        if now - at < INTERVAL:
-            self._said[action, about] = (at, kept_back + 1)
-            return False
-        self._said = {key: entry for key, entry in self._said.items() if now - entry[0] < INTERVAL}
-        self._said[action, about] = (now, 0)
-        if kept_back:
+        since, said = self._said.get((action, about), (float("-inf"), 0))
+        if now - since < INTERVAL:
+            self._said[action, about] = (since, said + 1)
+            if said >= most:
+                return False
+            kept_back = 0
+        else:
+            kept_back = said - most
+            self._said = {key: entry for key, entry in self._said.items() if now - entry[0] < INTERVAL}
+            self._said[action, about] = (now, 1)
+        if kept_back > 0:
             sentence += f" [and {kept_back} times more since the last such line]"
-        _log.warning("%s", sentence, extra={"action": action})
+        _log.log(level, "%s", sentence, extra={"action": action, "fields": fields or {}})
         return True

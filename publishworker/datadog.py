@@ -1,12 +1,38 @@
 """DogStatsD, if an agent is configured. The only module that imports `datadog`."""
 
+import logging
 import os
+import time
+from collections.abc import Callable
 
 from outbox.errors import SettingError
 from publishworker.metrics import Metrics
 
+_log = logging.getLogger("publishworker")
+
 #: Any of these says that there is an agent; the client reads them itself, and DD_ENV, DD_SERVICE, DD_VERSION as tags.
 AGENT_VARIABLES = ("DD_DOGSTATSD_URL", "DD_AGENT_HOST", "DD_DOGSTATSD_PORT")
+#: Seconds between two lines that say that metrics are lost; how many, the client counts by itself for the agent.
+LOST_SECONDS = 3600.0
+
+
+class _Lost(logging.Handler):
+    """Says once what the client would say of each packet that it cannot send."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Take the client's warnings."""
+        super().__init__(logging.WARNING)
+        self._clock = clock
+        self._said_at = float("-inf")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Say it, unless it was said."""
+        if self._clock() - self._said_at >= LOST_SECONDS:
+            self._said_at = self._clock()
+            _log.warning(
+                "metrics are lost, the relay goes on: the DogStatsD agent takes none (%s)", record.getMessage(),
+                extra={"action": "metrics"},
+            )  # fmt: skip
 
 
 def from_environment() -> Metrics:
@@ -20,4 +46,9 @@ def from_environment() -> Metrics:
         raise SettingError(
             f"{configured[0]} is set, but the package `datadog` is missing: pip install 'spanner-outbox[worker]'"
         ) from error
-    return Metrics(DogStatsd())
+    # An agent that is away makes the client warn for every packet.
+    of_client = logging.getLogger("datadog.dogstatsd")
+    of_client.handlers = [_Lost()]
+    of_client.propagate = False
+    # Packets of many samples: a group has one for each of its tasks. What is in the buffer is sent by `stop`.
+    return Metrics(DogStatsd(disable_buffering=False))

@@ -1,10 +1,13 @@
 """One group on its way: claim, publish, mark. What comes of it is data; nothing is counted or logged here."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 
 from publishworker.claims import expired, in_order, stops, taken, untried, woken
 from publishworker.failures import Kind, is_refused, kind_of
+from publishworker.messages import trace_id
+from publishworker.metrics import CLAIM, COMMIT, PUBLISH
 from publishworker.publisher import Publisher
 from publishworker.retries import Retries, is_charged, last_error
 from publishworker.store import Decide, Store, StoreError
@@ -22,12 +25,14 @@ class Delivery:
         publish_seconds: float,
         *,
         pass_dead: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Publish each group within `publish_seconds` of the return of its lock query.
 
         With `pass_dead` a dead task does not hold back what follows in its ordering key.
         """
         self._pass_dead = pass_dead
+        self._clock = clock
         self._store = store
         self._publisher = publisher
         self._retries = retries
@@ -42,10 +47,10 @@ class Delivery:
         result = GroupResult(group)
 
         def publish(rows: Sequence[Row], now: datetime) -> Mapping[str, Mark]:
-            result.runs += 1
+            locked = self._clock()
             ours = self._ours(result, rows, now)
             result.tried |= {row.id: expired(row) for row in ours if row.id not in result.tried and row.is_expired(now)}
-            self._publish(result, untried(ours, result.tried))
+            self._publish(result, untried(ours, result.tried), locked)
             marks = self._marks(result, ours, now)
             awake = woken(group, rows, marks, now, pass_dead=self._pass_dead) if group.keys else ()
             return marks | {row.id: Charged(row.attempts, None, row.expires_at, None) for row in awake}
@@ -58,7 +63,6 @@ class Delivery:
         result = GroupResult(group)
 
         def put_off(rows: Sequence[Row], now: datetime) -> Mapping[str, Mark]:
-            result.runs += 1
             reasons = taken(group, rows, now, pass_dead=self._pass_dead)
             held = [row.id for row in rows if reasons.get(row.id) == Taken("held") and row.is_due(now)]
             head = next((row for row in rows if row.id == group.ids[0]), None)
@@ -85,9 +89,11 @@ class Delivery:
         """
         result = GroupResult(group)
         marked: dict[str, Row] = {}
+        locked = 0.0
 
         def mark_first(rows: Sequence[Row], now: datetime) -> Mapping[str, Mark]:
-            result.runs += 1
+            nonlocal locked
+            locked = self._clock()
             ours = self._ours(result, rows, now)
             result.tried = {row.id: expired(row) for row in ours if row.is_expired(now)}
             result.tried |= self._publisher.refusals(group.topic, [row for row in ours if row.id not in result.tried])
@@ -99,7 +105,7 @@ class Delivery:
         if committed is None:
             result.in_doubt = list(marked)
             return result
-        self._publish(result, list(marked.values()))
+        self._publish(result, list(marked.values()), locked)
         back = {id: row for id, row in marked.items() if _is_surely_not_taken(result.tried.get(id))}
         result.in_doubt = [id for id in marked.keys() - back.keys() if not isinstance(result.tried[id], Sent)]
         if back:
@@ -121,11 +127,21 @@ class Delivery:
             result.charged = charged_before
             result.in_doubt += before
 
-    def _publish(self, result: GroupResult, rows: Sequence[Row]) -> None:
-        """Publish rows; those that have failed before go singly, so that they take no others along."""
-        if rows:
-            singly = {row.id for row in rows if row.attempts or row.id in result.group.suspects}
-            result.tried |= self._publisher.publish(result.group.topic, rows, self._publish_seconds, singly)
+    def _publish(self, result: GroupResult, rows: Sequence[Row], locked: float) -> None:
+        """Publish rows that were `locked` then; those that have failed before go singly, to take no others along."""
+        if not rows:
+            return
+        singly = {row.id for row in rows if row.attempts or row.id in result.group.suspects}
+        began = self._clock()
+        outcomes = self._publisher.publish(result.group.topic, rows, self._publish_seconds, singly)
+        ended = self._clock()
+        result.tried |= outcomes
+        result.phases[PUBLISH] = result.phases.get(PUBLISH, 0.0) + ended - began
+        if (now := result.locked_at) is not None:
+            for row in rows:
+                if isinstance(outcomes.get(row.id), Sent):
+                    due = max(row.created_at, row.available_at or row.created_at)
+                    result.waited[row.id] = max(0.0, (now - due).total_seconds() + ended - locked)
 
     def _marks(self, result: GroupResult, ours: Sequence[Row], now: datetime) -> dict[str, Mark]:
         """Return what to write of the outcomes, and note it in the result."""
@@ -151,6 +167,7 @@ class Delivery:
                     continue  # the next one may have a verdict of its own
                 if row.ordering_key is not None and stops(outcome):
                     failed[row.ordering_key] = None if passed_over else self._behind(row, charged, now)
+        result.traces = _traces(ours, result.charged)
         return marks
 
     def _behind(self, head: Row, charged: Charged | None, now: datetime) -> Parked | None:
@@ -170,11 +187,34 @@ class Delivery:
         return ours
 
     def _claim(self, result: GroupResult, decide: Decide) -> datetime | None:
+        """Let the store claim the group, and note how often and for how long."""
+        since, phase = self._clock(), CLAIM
+
+        def lap() -> None:
+            result.phases[phase] = result.phases.get(phase, 0.0) + self._clock() - since
+
+        def timed(rows: Sequence[Row], now: datetime) -> Mapping[str, Mark]:
+            nonlocal since, phase
+            phase = CLAIM  # of a run after an aborted one, whose commit counts as a part of it
+            lap()
+            result.runs += 1
+            marks = decide(rows, now)
+            since, phase = self._clock(), COMMIT
+            return marks
+
         try:
-            return self._store.claim((*result.group.ids, *result.group.wakes), decide)
+            return self._store.claim((*result.group.ids, *result.group.wakes), timed)
         except StoreError as error:
             result.error = str(error)
             return None
+        finally:
+            lap()
+
+
+def _traces(rows: Sequence[Row], ids: Collection[str]) -> dict[str, str]:
+    """Return the trace ids that the messages of some rows carry."""
+    found = {row.id: trace_id(row.data) for row in rows if row.id in ids}
+    return {id: trace for id, trace in found.items() if trace is not None}
 
 
 def _is_surely_not_taken(outcome: Outcome | None) -> bool:

@@ -8,6 +8,24 @@ from collections.abc import Callable
 
 from publishworker.task import Group, GroupResult, Key
 
+#: Seconds after which a group in flight is stuck: all that it does has time limits, which end well before.
+STUCK_SECONDS = 120.0
+#: Seconds between two looks that count at most: no step of the loop lasts longer, but for one that the process slept
+#: through, and then the groups have slept as well.
+LONGEST_STEP = 45.0
+#: Seconds between two signs of life where all groups are waited for; None: none.
+WATCH_SECONDS: float | None = 1.0
+
+
+class StuckGroup(Exception):
+    """A group does not end. Its thread cannot be stopped, only its process can."""
+
+    def __init__(self, group: Group, seconds: float) -> None:
+        """Name the group."""
+        some = ", ".join(group.ids[:5]) + (", ..." if len(group.ids) > 5 else "")
+        super().__init__(f"a group of {len(group.ids)} tasks of {group.topic} is stuck for {seconds:.0f} s ({some})")
+        self.group = group
+
 
 class Flights:
     """Starts groups and collects their results. It belongs to one thread; only `fly` runs on others.
@@ -16,11 +34,19 @@ class Flights:
     (google-cloud-python #18375), so no thread outlives its group.
     """
 
-    def __init__(self, fly: Callable[[Group], GroupResult], clock: Callable[[], float] = time.monotonic) -> None:
-        """Call `fly` for each group."""
+    def __init__(
+        self,
+        fly: Callable[[Group], GroupResult],
+        clock: Callable[[], float] = time.monotonic,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Call `fly` for each group, and `beat` while they are waited for: that may take long."""
         self._fly = fly
         self._clock = clock
+        self._beat = beat
         self._threads: dict[Group, threading.Thread] = {}
+        self._flown: dict[Group, float] = {}  # seconds, as of the last look
+        self._looked_at = clock()
         self._ended: queue.SimpleQueue[tuple[Group, GroupResult | BaseException]] = queue.SimpleQueue()
 
     def __len__(self) -> int:
@@ -54,25 +80,48 @@ class Flights:
         """Let a group fly."""
         thread = threading.Thread(target=self._run, args=(group,), name="group", daemon=True)
         self._threads[group] = thread
+        self._flown[group] = 0.0
         thread.start()
+
+    def stuck(self) -> list[Group]:
+        """Return the groups that have been in flight for longer than anything may last."""
+        step, self._looked_at = min(self._clock() - self._looked_at, LONGEST_STEP), self._clock()
+        self._flown = {group: seconds + step for group, seconds in self._flown.items()}
+        return [group for group, seconds in self._flown.items() if seconds > STUCK_SECONDS]
+
+    def check(self) -> None:
+        """Raise StuckGroup if one is stuck; it is given up then."""
+        for group in self.stuck():
+            del self._threads[group]
+            raise StuckGroup(group, self._flown.pop(group))
 
     def landed(self, leave: int = 0, patience: float | None = None, longest: float | None = None) -> list[GroupResult]:
         """Wait until at most `leave` groups fly; return the results of those that have ended.
 
         It waits for `longest` seconds at most, and no longer than `patience` seconds once one has ended. What `fly`
-        raised is raised here, after all have ended: nothing is left running, nothing is swallowed.
+        raised is raised here, after all have ended: nothing is left running, nothing is swallowed. Without a limit it
+        raises StuckGroup if one does not end, or returns what has ended before.
         """
         results: list[GroupResult] = []
         end = None if longest is None else self._clock() + longest
         while self._threads:
-            wait = None if end is None else max(0.0, end - self._clock())
+            wait = WATCH_SECONDS if end is None else max(0.0, end - self._clock())
             try:
                 group, result = self._ended.get(timeout=0 if len(self._threads) <= leave else wait)
             except queue.Empty:
-                break
+                if end is not None or len(self._threads) <= leave:
+                    break
+                self._beat()
+                if results and self.stuck():
+                    break
+                if not results:
+                    self.check()
+                continue
+            if group not in self._threads:
+                continue
             if not results and patience is not None:
                 end = min(self._clock() + patience, float("inf") if end is None else end)
-            del self._threads[group]
+            del self._threads[group], self._flown[group]
             if isinstance(result, BaseException):
                 self._join()
                 raise result

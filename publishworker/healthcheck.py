@@ -12,8 +12,8 @@ from pathlib import Path
 
 #: Default of --heartbeat-file; a directory that a read-only root file system mounts as an emptyDir.
 HEARTBEAT_FILE = "/tmp/publishworker.heartbeat"  # noqa: S108 - a time stamp, nothing secret, and the path is a setting
-#: Default of --max-age, seconds: the longest step between two beats, a group's claim, ends within its limits before.
-MAX_AGE = 60.0
+#: Default of --max-age, seconds: the longest step between two beats is a poll, which is given up after 30 s.
+MAX_AGE = 45.0
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import DecodeError
+from opentelemetry.trace import format_trace_id
 
+from outbox._tracing import span_of
 from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE, RawPublishRequest, RawPubsubMessage
 from publishworker.task import Failed, Row
 
@@ -46,6 +48,17 @@ def decode(row: Row) -> Any | Failed:
     message.attributes[TASK_ID_ATTRIBUTE] = row.id
     message.ordering_key = row.ordering_key or ""
     return message
+
+
+def trace_id(data: bytes) -> str | None:
+    """Return the trace that a message belongs to, as `register` noted it, or None. For a log, so it raises nothing."""
+    message = RawPubsubMessage()
+    try:
+        message.ParseFromString(data)
+    except DecodeError:
+        return None
+    span = span_of(message.attributes)
+    return None if span is None else format_trace_id(span.trace_id)
 
 
 def requests(topic: str, messages: Sequence[tuple[str, Any]]) -> Iterator[tuple[list[str], Any]]:

@@ -17,7 +17,7 @@ from google.pubsub_v1.types import PublishRequest, PublishResponse
 
 from outbox.errors import InvalidMessage
 from outbox.message import check_topic
-from publishworker import messages
+from publishworker import messages, tracing
 from publishworker.failures import reason_of
 from publishworker.task import Failed, Outcome, Row, Sent
 
@@ -69,12 +69,13 @@ class PubSubPublisher:
         name = messages.topic_name(topic, self._project)
         call = _Call(name, self._clock() + seconds)
         good, failed = self._prepared(name, rows)
-        flying = sum(self._start(lane, call) for lane in messages.lanes(name, good, singly))
-        while flying:
-            lane, future = call.answers.get()  # each is answered by the deadline
-            flying -= 1
-            for each in _answered(lane, future, call):
-                flying += self._start(each, call, least=seconds / 2)
+        with tracing.sending(name, [message for _, message in good], call.outcomes):
+            flying = sum(self._start(lane, call) for lane in messages.lanes(name, good, singly))
+            while flying:
+                lane, future = call.answers.get()  # each is answered by the deadline
+                flying -= 1
+                for each in _answered(lane, future, call):
+                    flying += self._start(each, call, least=seconds / 2)
         return failed | call.outcomes
 
     def refusals(self, topic: str, rows: Sequence[Row]) -> dict[str, Failed]:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from publishworker import metrics as m
@@ -10,9 +10,14 @@ from publishworker.breakers import FORGET_SECONDS, LONGEST_TARGET_REST, Change
 from publishworker.complaints import Complaints
 from publishworker.failures import Kind, kind_of
 from publishworker.metrics import Metrics
-from publishworker.task import GroupResult
+from publishworker.task import GroupResult, Turn
 
 _log = logging.getLogger("publishworker")
+
+#: Seconds between two lines that say what was done.
+SUMMARY_SECONDS = 60.0
+#: Lines a minute about tasks of one topic that failed for one reason, each with its task; the others are counted.
+FAILURE_LINES = 100
 
 
 class Recorder:
@@ -23,6 +28,8 @@ class Recorder:
         self._metrics = metrics
         self._complaints = Complaints(clock)
         self._clock = clock
+        self._work: Counter[str] = Counter()
+        self._work_since = 0.0
         self._resting: dict[str, float] = {}  # topics of which it was told, and when a failing probe was last seen
 
     def group(self, result: GroupResult) -> None:
@@ -32,6 +39,12 @@ class Recorder:
         self._metrics.count(m.PUBLISHED, len(published), topic=topic)
         self._metrics.count(m.ALREADY_PUBLISHED, len(result.taken_by_others()), topic=topic)
         self._metrics.count(m.ABORTED, max(0, result.runs - 1), topic=topic)
+        if not result.group.parks:
+            self._metrics.sample(m.GROUP_SIZE, len(result.group.ids), topic=topic)
+            for phase, seconds in result.phases.items():
+                self._metrics.sample(m.PHASE_DURATION, seconds, phase=phase)
+            for seconds in result.waited.values():
+                self._metrics.sample(m.LATENCY, seconds, topic=topic)
         for reason, count in Counter(failure.reason for failure in result.failed().values()).items():
             self._metrics.count(m.FAILED, count, topic=topic, reason=reason)
         self._failures(result)
@@ -76,29 +89,68 @@ class Recorder:
         ):
             self._resting[topic] = now
 
+    def poll(self, seconds: float) -> None:
+        """Note how long a poll took."""
+        self._metrics.sample(m.PHASE_DURATION, seconds, phase=m.POLL)
+
+    def turn(self, turn: Turn, *, worked: bool) -> None:
+        """Tell of a turn: in full at DEBUG if it reports groups, and once a minute with all that was done since."""
+        if worked:
+            _log.debug("one turn: %s", turn, extra={"action": "turn", "fields": _numbers(turn)})
+        done = {name: number for name, number in _numbers(turn).items() if number}
+        if done and not self._work:
+            self._work_since = self._clock()
+        self._work.update(done)
+        if self._work and self._clock() - self._work_since >= SUMMARY_SECONDS:
+            self.end()
+
+    def end(self) -> None:
+        """Tell what was done since it was last told."""
+        if self._work:
+            seconds = self._clock() - self._work_since
+            what = ", ".join(f"{number} {name}" for name, number in self._work.items())
+            fields = {**self._work, "seconds": round(seconds, 1)}
+            _log.info("tasks in %.0f s: %s", seconds, what, extra={"action": "summary", "fields": fields})
+            self._work.clear()
+
     def _failures(self, result: GroupResult) -> None:
-        """Tell of the failures that were written down; of the others the topic's rest tells."""
-        topic = result.group.topic
-        dead: dict[str, list[str]] = defaultdict(list)
-        retried: dict[str, list[str]] = defaultdict(list)
-        failed = result.failed()
-        for id, charged in result.charged.items() if result.error is None else ():
-            (dead if charged.dead else retried)[failed[id].reason].append(id)
-        for reason, ids in dead.items():
-            self._metrics.count(m.DEAD, len(ids), topic=topic, reason=reason)
+        """Tell of each failure that was written down; of the others the topic's rest tells."""
+        topic, written = result.group.topic, result.charged if result.error is None else {}
+        dead: Counter[str] = Counter()
+        for id, failure in result.failed().items():
+            charged = written.get(id)
+            about = {"task_id": id, "topic": topic, "reason": failure.reason, "trace_id": result.traces.get(id)}
+            fields = {name: value for name, value in about.items() if value is not None}
+            if charged is None:
+                _log.debug("task %s of %s was not sent: %s", id, topic, failure.error, extra={"fields": fields})
+                continue
+            attempt = f"attempt {charged.attempts}"
+            if charged.dead:
+                dead[failure.reason] += 1
+                action, what = "dead", f"task {id} of {topic} is dead ({attempt}), an operator has to act"
+            else:
+                action, what = "publish_failed", f"task {id} of {topic} was not sent ({attempt}) and is tried again"
+                if charged.available_at is not None:
+                    what += f" from {charged.available_at:%Y-%m-%dT%H:%M:%SZ} on"
             self._complaints.say(
-                "dead",
-                f"{topic} {reason}",
-                f"{_tasks(ids)} of {topic} dead, an operator has to act: {result.charged[ids[0]].error} ({_some(ids)})",
+                action,
+                f"{topic} {failure.reason}",
+                f"{what}: {charged.error}",
+                most=FAILURE_LINES,
+                fields={**fields, "attempt": charged.attempts},
             )
-        for reason, ids in retried.items():
-            most = max(result.charged[id].attempts for id in ids)
-            self._complaints.say(
-                "publish_failed",
-                f"{topic} {reason}",
-                f"{_tasks(ids)} of {topic} not sent, tried again later (attempts so far: {most} at most): "
-                f"{result.charged[ids[0]].error} ({_some(ids)})",
-            )
+        for reason, count in dead.items():
+            self._metrics.count(m.DEAD, count, topic=topic, reason=reason)
+
+
+def _numbers(turn: Turn) -> dict[str, int]:
+    return {
+        "published": turn.published,
+        "failed": turn.failed,
+        "sent by others": turn.taken,
+        "parked": turn.parked,
+        "not committed": turn.uncommitted,
+    }
 
 
 def _tasks(ids: Sequence[str]) -> str:

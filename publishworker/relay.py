@@ -1,7 +1,6 @@
 """One turn of the relay: poll, sample, claim, publish, mark, record."""
 
 import contextlib
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +22,6 @@ from publishworker.store import Store, StoreError
 from publishworker.task import Candidate, Group, GroupResult, Key, Mark, Row, Sent, Turn
 from publishworker.throttle import Throttle
 from publishworker.window import Window
-
-_log = logging.getLogger("publishworker")
 
 #: Seconds a turn waits for groups in flight before it ends without them, so that the loop can do what else is due.
 LONGEST_TURN_WAIT = 0.25
@@ -76,14 +73,15 @@ class Relay:
         self._doubts = Doubts(clock)
         self._recorder = Recorder(metrics, clock)
         self._ordering = Ordering(store, limits, pass_dead=pass_dead)
-        self._flights = Flights(delivery.deliver, clock)
+        self._flights = Flights(delivery.deliver, clock, beat)
 
     def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
         """Do one turn and return its numbers; once `stopping` says so, take nothing more.
 
         Raises StoreError if the poll got no answer, or if tasks that were published before cannot be marked: nothing
-        is published then but what is in flight.
+        is published then but what is in flight. Raises StuckGroup if a group does not end.
         """
+        self._flights.check()
         self._beat()
         full = len(self._flights) >= self._limits.groups
         found = Found() if full else self._poll()
@@ -93,6 +91,7 @@ class Relay:
         waits = full
         if not (full or stopping()):
             fronts = self._ordering.fronts(found, self._flights.keys(), doubtful)
+            self._beat()
             groups = self._sample(fronts)
             for group in groups:
                 self._start(group)
@@ -104,18 +103,34 @@ class Relay:
         return self._record(found, results, waits=waits and not results, changed=changed)
 
     def finish(self) -> Turn:
-        """Wait for everything in flight, try once to mark what is in doubt then, and return the numbers."""
+        """Wait for everything in flight, try once to mark what is in doubt then, and return the numbers.
+
+        Raises StuckGroup if a group does not end.
+        """
         turn = self._record(Found(), self._flights.landed())
+        self._recorder.end()
         with contextlib.suppress(StoreError):  # it was said when the commit failed
             self._mark_doubtful()
         return turn
+
+    @property
+    def in_flight(self) -> int:
+        """Return how many groups are in flight."""
+        return len(self._flights)
+
+    def resting(self) -> Mapping[str, bool]:
+        """Return the topics that do not work, and whether each rests now; else it is being probed, or may be."""
+        return self._breakers.states()
 
     def _poll(self) -> Found:
         """Look for tasks that are not in flight, of topics that neither rest nor are at their limit."""
         in_flight = self._flights.ids()  # also those that end before the poll does: its snapshot may not show it
         allowed = self._throttle.allowances(self._flights.tasks_by_topic())
         held = self._breakers.resting() | {topic for topic, tasks in allowed.items() if not tasks}
-        return self._poller.poll(self._fair.below, in_flight, held, self._breakers.depth())
+        began = self._clock()
+        found = self._poller.poll(self._fair.below, in_flight, held, self._breakers.depth())
+        self._recorder.poll(self._clock() - began)
+        return found
 
     def _sample(self, fronts: Fronts) -> list[Group]:
         """Cut candidates into as many groups as can start now; some may be a lower priority's share.
@@ -204,7 +219,7 @@ class Relay:
         def published(rows: Sequence[Row], now: datetime) -> Mapping[str, Mark]:
             return {row.id: Sent("") for row in rows if row.sent_at is None and self._doubts.is_about(row, now)}
 
-        flights = Flights(lambda group: self._delivery.mark(group, published), self._clock)
+        flights = Flights(lambda group: self._delivery.mark(group, published), self._clock, self._beat)
         for group in self._doubts.groups(self._limits):
             flights.start(group)
         for result in flights.landed():
@@ -242,6 +257,5 @@ class Relay:
             discovered=found.discovered or changed,
             again_in=min((seconds for seconds in held if seconds is not None), default=None),
         )
-        if results:
-            _log.debug("one turn: %s", turn, extra={"action": "turn"})
+        self._recorder.turn(turn, worked=bool(results))
         return turn

@@ -130,12 +130,6 @@ HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt")
 # Shard by shard, so that sent rows are not read: SentAt is the second column of the index.
 _UNSENT_ROWS = f"UNNEST(@shards) AS in_shard JOIN {_INDEX} AS task ON task.Shard = in_shard AND task.SentAt IS NULL"
 
-OLDEST_AGE = f"""
-SELECT TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), MIN(GREATEST(CreatedAt, COALESCE(AvailableAt, CreatedAt))), MICROSECOND)
-FROM {_UNSENT_ROWS}
-WHERE (AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP())
-AND Topic NOT IN (SELECT Topic FROM AsynchronousTaskTopics WHERE Paused)"""
-
 # A parked task waits for its head, whatever its own attempts: only the table tells it from one that is tried again. It
 # is asked for those few only that may be either.
 UNSENT = f"""

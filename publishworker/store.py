@@ -24,8 +24,6 @@ POLL_SECONDS = 30.0
 FEW_KEYS = 4
 #: Rows of that look at most; if there are more, the front of each key is read, as on Spanner.
 WHOLE_KEYS_ROWS = 2_000
-#: Seconds for the age of the oldest task: a figure for a graph, which must not hold up the relay.
-AGE_SECONDS = 5.0
 #: Seconds for the lock query: other workers' transactions end within their own limits.
 LOCK_SECONDS = 10.0
 #: Seconds for a heartbeat, over all its aborts.
@@ -96,9 +94,6 @@ class Store(Protocol):
 
     def leave(self, worker: str) -> None:
         """Delete the worker's row."""
-
-    def oldest_age(self) -> float:
-        """Return for how many seconds the oldest ready or due task of a topic that is not paused has waited, or 0."""
 
     def unsent(self) -> list[Unsent]:
         """Count what is not sent, by topic and state; a strong read of the whole index range."""
@@ -182,12 +177,6 @@ class SpannerStore:
         """See Store."""
         with self._failures(), self._turnstile, self._batch() as batch:
             batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[worker]]))
-
-    def oldest_age(self) -> float:
-        """See Store."""
-        low = RequestOptions.Priority.PRIORITY_LOW
-        [[microseconds]] = self._query(sql.OLDEST_AGE, "outbox-age", low, {"shards": list(self.shards)}, AGE_SECONDS)
-        return max(0.0, (microseconds or 0) / 1e6)
 
     def unsent(self) -> list[Unsent]:
         """See Store."""

@@ -207,9 +207,11 @@ class GroupResult:
     `tried` is what came of each attempt, kept over re-runs of the transaction; `created` is when those rows were made,
     and `locked_at` when they were last locked, by the database's clock; `outcomes` is what the last run decided. They
     differ where another worker sent a task while ours was published: tried says Sent, outcomes says Taken. `charged`
-    are the failures that were written down, `parked` tasks that were put off behind the head of their key, `in_doubt`
-    those that are marked, at most once, and not known to be published. `runs` counts the transaction's runs: each but
-    the last was aborted.
+    are the failures that were written down, `traces` the trace ids of their messages if they have any, `parked` tasks
+    that were put off behind the head of their key, `in_doubt` those that are marked, at most once, and not known to be
+    published. `runs` counts the transaction's runs: each but the last was aborted. `waited` is for how many seconds
+    those that Pub/Sub has had been due when it answered, and `phases` how many seconds the claim, the publishing and
+    the commit took, over all runs.
     """
 
     group: Group
@@ -217,7 +219,10 @@ class GroupResult:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     created: dict[str, datetime] = field(default_factory=dict)
     locked_at: datetime | None = None
+    waited: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
     charged: dict[str, Charged] = field(default_factory=dict)
+    traces: dict[str, str] = field(default_factory=dict)
     parked: dict[str, Parked] = field(default_factory=dict)
     in_doubt: list[str] = field(default_factory=list)
     runs: int = 0

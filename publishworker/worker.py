@@ -7,11 +7,9 @@ from collections.abc import Callable
 from random import Random
 from typing import Protocol
 
-from publishworker import metrics as m
-from publishworker.complaints import Complaints
 from publishworker.fleet import Fleet
-from publishworker.metrics import Metrics
-from publishworker.store import Store, StoreError
+from publishworker.flights import StuckGroup
+from publishworker.store import StoreError
 from publishworker.task import Turn
 
 _log = logging.getLogger("publishworker")
@@ -20,15 +18,16 @@ _log = logging.getLogger("publishworker")
 FIRST_WAIT = 0.05
 #: Seconds of the longest wait while Spanner is away.
 LONGEST_OUTAGE_WAIT = 5.0
-#: Seconds between two looks for the age of the oldest task.
-AGE_INTERVAL = 15.0
 
 
 class HasTurn(Protocol):
     """What the loop needs of a relay."""
 
     def turn(self, stopping: Callable[[], bool]) -> Turn:
-        """Do one turn, and once `stopping` says so take nothing. Raises StoreError if the store does not answer."""
+        """Do one turn, and once `stopping` says so take nothing.
+
+        Raises StoreError if the store does not answer, StuckGroup if a group does not end.
+        """
 
     def finish(self) -> Turn:
         """Wait for what is in flight."""
@@ -61,31 +60,40 @@ class Loop:
     def __init__(
         self,
         relay: HasTurn,
-        store: Store,
-        metrics: Metrics,
         fleet: Fleet,
         *,
         poll_interval: float,
         beat: Callable[[], None],
+        report: Callable[[], None] = lambda: None,
         random: Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Wait at most `poll_interval` seconds between polls; call `beat` at each turn, also while Spanner is away."""
+        """Wait at most `poll_interval` seconds between polls.
+
+        `beat` and `report` are called at each turn, also while Spanner is away.
+        """
         self._relay = relay
-        self._store = store
-        self._metrics = metrics
         self._fleet = fleet
         self._beat = beat
+        self._report = report
         self._clock = clock
         self._idle = Pause(FIRST_WAIT, poll_interval, random)
         self._outage = Pause(FIRST_WAIT * 4, LONGEST_OUTAGE_WAIT, random)
         self._away = False
-        self._age_at = float("-inf")
-        self._complaints = Complaints(clock)
 
     def run(self, stop: threading.Event, until: Callable[[Turn], bool] = lambda _turn: False) -> None:
-        """Turn until `stop` is set or `until` says so of a turn; then finish what is in flight."""
-        self._turn_until(stop, until)
+        """Turn until `stop` is set or `until` says so of a turn; then finish what is in flight.
+
+        Raises StuckGroup, after the others have ended.
+        """
+        try:
+            self._turn_until(stop, until)
+        except StuckGroup:
+            self._end()
+            raise
+        self._end()
+
+    def _end(self) -> None:
         # First, so that others have the shards at once. What is in flight is locked.
         self._fleet.leave()
         self._relay.finish()
@@ -94,6 +102,7 @@ class Loop:
         self._fleet.beat()
         while not stop.is_set():
             self._beat()
+            self._report()
             try:
                 turn = self._relay.turn(stop.is_set)
                 finished = not stop.is_set() and until(turn)
@@ -105,7 +114,6 @@ class Loop:
             if finished or stop.is_set():
                 return
             self._fleet.beat()  # only here: a worker whose turns fail must lose its shards
-            self._report()
             if turn.made_progress:
                 self._idle.reset()
             elif not turn.waits:
@@ -116,16 +124,8 @@ class Loop:
         """Wait, and keep up the heartbeat meanwhile."""
         end = self._clock() + seconds
         while (left := end - self._clock()) > 0 and not stop.wait(min(left, self._fleet.seconds_to_beat)):
+            self._beat()
             self._fleet.beat()
-
-    def _report(self) -> None:
-        if self._metrics.wanted and self._clock() - self._age_at >= AGE_INTERVAL:
-            self._age_at = self._clock()
-            self._metrics.gauge(m.SHARDS, len(self._fleet.shards))
-            try:
-                self._metrics.gauge(m.OLDEST_AGE, self._store.oldest_age())
-            except StoreError as error:  # a figure is missing, the relay goes on
-                self._complaints.say("age", "", f"the age of the oldest task is not known: {error}")
 
     def _say_away(self, error: StoreError) -> None:
         if not self._away:

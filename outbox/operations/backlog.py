@@ -2,15 +2,18 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any
+from itertools import product
+from typing import Any, TypeVar
 
 from google.api_core.exceptions import FailedPrecondition, InvalidArgument, NotFound
 
 from outbox.errors import OutboxError
 from outbox.operations import sql
 from outbox.operations.table import COUNT_SECONDS, LOOK_SECONDS, TaskTable
+
+T = TypeVar("T")
 
 #: Where a count stops, in each shard and topic: with ten shards at 100,000.
 COUNTED = 10_000
@@ -24,6 +27,8 @@ IN_ALL, LEAST = 1_000_000, 100
 MAX_TOPICS = 1_000
 #: Times that a topic whose ready tasks exceed the limit is asked for lower priorities.
 MAX_LOOKS = 20
+#: Due tasks of a shard and topic among which the oldest is looked for.
+FIRST_DUE = 100
 _HIGHEST, _LOWEST = 2**63 - 1, -(2**63)
 COUNTS = ("pending", "retrying", "scheduled", "dead", "sent_last_minute")
 
@@ -171,16 +176,53 @@ def read(table: TaskTable, *, exact: bool = False, limit: int | None = None) -> 
     Each count stops at `limit` in a shard and topic; by default at COUNTED, or at less where there are many topics.
     Everything is read at one timestamp. Raises NotReached, OutboxError.
     """
-    now = table.now()
     if exact:
-        return _read_at(table, now, NO_LIMIT)
+        return _read_at(table, table.now(), NO_LIMIT)
+    return _lately(table, lambda at: _read_at(table, at, limit))
+
+
+def oldest_age(table: TaskTable) -> float:
+    """Return how old the oldest pending task was ten seconds ago, in seconds, of topics that are not paused; 0 if none.
+
+    Found by seeks into the index, so it costs the same however much waits. Exact unless a shard and topic has more than
+    MAX_LOOKS priorities; then the oldest of the next COUNTED tasks there. Raises NotReached, OutboxError.
+    """
+    return _lately(table, lambda at: _oldest_age_at(table, at))
+
+
+def _lately(table: TaskTable, look: Callable[[datetime], T]) -> T:
+    """Return what `look` sees ten seconds ago, or now if the table has been made since."""
+    now = table.now()
     try:
-        return _read_at(table, now - STALENESS, limit)
+        return look(now - STALENESS)
     except OutboxError as error:
-        # Ten seconds ago the tables may not have been there yet.
         if not isinstance(error.__cause__, NotFound | InvalidArgument | FailedPrecondition):
             raise
-        return _read_at(table, now, limit)
+        return look(now)
+
+
+def _oldest_age_at(table: TaskTable, at: datetime) -> float:
+    def ask(statement: str, **values: Any) -> list[list[Any]]:
+        return table.query(statement, "outbox-age", values, at=at, seconds=LOOK_SECONDS)
+
+    paused = {topic for topic, is_paused, *_ in ask(sql.CONTROLS) if is_paused}
+    topics = [topic for topic in table.topics(MAX_TOPICS, at) if topic not in paused]
+    found = ask(sql.OLDEST_DUE, shards=list(table.shards), topics=topics, limit=FIRST_DUE, now=at)[0]
+    belows = dict.fromkeys(product(table.shards, topics), _HIGHEST)
+    for _ in range(MAX_LOOKS):
+        if belows:
+            rows = ask(sql.OLDEST_READY, **_places(belows))
+            found += [created for _, _, _, created in rows]
+            belows = {(shard, topic): priority - 1 for shard, topic, priority, _ in rows if priority > _LOWEST}
+    if belows:
+        found += ask(sql.OLDEST_OF_SOME_READY, **_places(belows), limit=COUNTED)[0]
+    oldest = min((each for each in found if each), default=at)
+    return max(0.0, (at - oldest).total_seconds())
+
+
+def _places(belows: Mapping[tuple[int, str], int]) -> dict[str, Any]:
+    shards, names = [shard for shard, _ in belows], [topic for _, topic in belows]
+    return {"places": shards, "names": names, "belows": list(belows.values())}
 
 
 def _read_at(table: TaskTable, at: datetime, limit: int | None) -> Backlog:

@@ -55,7 +55,9 @@ TYPES = {
     "ids": param_types.Array(param_types.STRING),
     "keys": param_types.Array(param_types.STRING),
     "limit": param_types.INT64,
+    "names": param_types.Array(param_types.STRING),
     "now": param_types.TIMESTAMP,
+    "places": param_types.Array(param_types.INT64),
     "shard": param_types.INT64,
     "shards": param_types.Array(param_types.INT64),
     "since": param_types.TIMESTAMP,
@@ -102,6 +104,27 @@ FROM UNNEST(@shards) AS in_shard{places}, UNNEST(ARRAY(
 _TOPICS = """, (
   SELECT of_topic, @belows[OFFSET(place)] AS below FROM UNNEST(@topics) AS of_topic WITH OFFSET AS place)"""
 _OF_TOPIC = "Shard = in_shard AND SentAt IS NULL AND Topic = of_topic"
+
+# The next task of each place by priority: the n-th place is the n-th of @places, of @names and of @belows.
+_PLACES = """(
+  SELECT in_shard, @names[OFFSET(place)] AS of_topic, @belows[OFFSET(place)] AS below
+  FROM UNNEST(@places) AS in_shard WITH OFFSET AS place)"""
+_READY_BELOW = f"{_OF_TOPIC} AND AvailableAt IS NULL AND Priority <= below ORDER BY Priority DESC, CreatedAt"
+
+OLDEST_READY = f"""
+SELECT in_shard, of_topic, first.Priority, first.CreatedAt FROM {_PLACES}, UNNEST(ARRAY(
+  SELECT AS STRUCT Priority, CreatedAt FROM {_INDEX} WHERE {_READY_BELOW} LIMIT 1)) AS first"""
+# Where there are very many priorities: the oldest of some tasks of each place.
+OLDEST_OF_SOME_READY = f"""
+SELECT MIN(next.CreatedAt) FROM {_PLACES}, UNNEST(ARRAY(
+  SELECT AS STRUCT CreatedAt FROM {_INDEX} WHERE {_READY_BELOW} LIMIT @limit)) AS next"""
+# By when they became due; a task whose AvailableAt was in the past when it was registered counts from CreatedAt, so
+# that the first ones are not always the oldest.
+OLDEST_DUE = f"""
+SELECT MIN(GREATEST(first.CreatedAt, first.AvailableAt))
+FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
+  SELECT AS STRUCT CreatedAt, AvailableAt FROM {_INDEX}
+  WHERE {_OF_TOPIC} AND AvailableAt <= @now ORDER BY AvailableAt LIMIT @limit)) AS first"""
 
 COUNT_READY = _counted(
     _TOPICS,

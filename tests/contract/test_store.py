@@ -199,29 +199,6 @@ def test_claim_of_rows_that_are_gone_is_no_error(harness: Harness) -> None:
     assert seen == [[]]
 
 
-def test_oldest_age_is_of_all_ready_and_due_tasks_that_are_not_paused(harness: Harness) -> None:
-    """Sent, scheduled, dead and paused tasks have no age; the oldest of the rest counts, of any priority."""
-    assert harness.store.oldest_age() == 0
-    harness.insert("sent", sent_at=PAST, created_at=PAST)
-    harness.insert("scheduled", available_at=FUTURE, created_at=PAST)
-    harness.insert("dead", available_at=NEVER, created_at=PAST)
-    harness.insert("paused", topic="paused", created_at=PAST)
-    harness.pause("paused")
-    assert harness.store.oldest_age() == 0
-    harness.insert("low", priority=-5, created_at=PAST)
-    harness.insert("high", priority=500)
-    years = timedelta(seconds=harness.store.oldest_age()) / timedelta(days=365)
-    assert 5 < years < 50
-
-
-def test_oldest_age_of_a_due_task_counts_from_when_it_became_due(harness: Harness) -> None:
-    """A task scheduled long ago for yesterday is a day old."""
-    harness.insert("due", created_at=PAST, available_at=PAST + timedelta(days=365))
-    harness_age = harness.store.oldest_age()
-    harness.insert("older", created_at=PAST)
-    assert harness.store.oldest_age() - harness_age == pytest.approx(365 * 86400, abs=60)
-
-
 def test_unsent_counts_by_topic_and_state(harness: Harness) -> None:
     """Pending is ready or due; retrying and scheduled differ by attempts; a paused topic's dead tasks stay dead."""
     harness.insert("ready")

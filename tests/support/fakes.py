@@ -182,16 +182,6 @@ class FakeStore:
         with self._lock:
             return self._row_locks.setdefault(id, threading.Lock())
 
-    def oldest_age(self) -> float:
-        """See Store."""
-        self._answer()
-        since = [
-            max(row.created_at, row.available_at or row.created_at)
-            for row in self.rows.values()
-            if row.sent_at is None and row.topic not in self.paused and (row.available_at or self.now) <= self.now
-        ]
-        return (self.now - min(since)).total_seconds() if since else 0.0
-
     def unsent(self) -> list[Unsent]:
         """See Store."""
         self._answer()

@@ -196,6 +196,8 @@ def patched() -> Iterator[None]:
     with (
         mock.patch.object(flights, "threading", threads),
         mock.patch.object(flights, "queue", landings),
+        mock.patch.object(flights, "WATCH_SECONDS", None),
+        mock.patch.object(flights, "STUCK_SECONDS", float("inf")),  # here groups stand for as long as a history likes
         mock.patch.object(logging.getLogger("publishworker"), "disabled", True),
     ):
         yield

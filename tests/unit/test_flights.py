@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from publishworker.flights import Flights
+from publishworker import flights
+from publishworker.flights import LONGEST_STEP, STUCK_SECONDS, Flights, StuckGroup
 from publishworker.task import Group, GroupResult
 
 
@@ -17,7 +18,14 @@ class Air:
         """Nothing is up."""
         self.released: dict[str, threading.Event] = {}
         self.threads: list[int] = []
-        self.flights = Flights(self.fly)
+        self.seconds = 0.0
+        self.beats = 0
+        self.flights = Flights(self.fly, lambda: self.seconds, self.beat)
+
+    def beat(self) -> None:
+        """Note a sign of life; a second has passed."""
+        self.beats += 1
+        self.seconds += 1
 
     def start(self, *topics: str) -> None:
         """Start a group of one task for each topic."""
@@ -109,3 +117,55 @@ def test_every_group_has_a_thread_of_its_own(air: Air) -> None:
         air.flights.landed()
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_a_group_that_does_not_end_is_stuck_after_two_minutes(air: Air) -> None:
+    """It is named, and given up: what it returns later is nobody's."""
+    air.start("slow", "a")
+    for _ in range(12):
+        air.seconds += 10
+        air.flights.check()
+    air.land("a")
+    assert topics(air.flights.landed(leave=1)) == ["a"]
+    air.seconds += 1
+    with pytest.raises(StuckGroup, match=r"a group of 1 tasks of slow is stuck for 121 s \(task-of-slow\)"):
+        air.flights.check()
+    air.flights.check()
+    assert len(air.flights) == 0
+    air.start("b")
+    air.land("slow", "b")
+    assert topics(air.flights.landed()) == ["b"]
+
+
+def test_a_process_that_slept_has_no_stuck_groups(air: Air) -> None:
+    """Its groups have slept as well: they get the time to notice."""
+    air.start("a")
+    air.seconds += 3600
+    air.flights.check()
+    air.seconds += STUCK_SECONDS - LONGEST_STEP
+    air.flights.check()
+    assert air.flights.ids() == {"task-of-a"}
+
+
+def test_who_waits_for_all_shows_signs_of_life_and_gives_up_a_stuck_group(
+    air: Air, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait without a limit is not without an end."""
+    monkeypatch.setattr(flights, "WATCH_SECONDS", 0.001)
+    air.start("slow")
+    with pytest.raises(StuckGroup):
+        air.flights.landed()
+    assert air.beats > STUCK_SECONDS
+
+
+def test_what_has_landed_is_not_lost_for_a_stuck_group(air: Air, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is returned first; who asks again is told of the other."""
+    monkeypatch.setattr(flights, "WATCH_SECONDS", 0.001)
+    air.start("a")
+    [thread] = air.flights._threads.values()
+    air.land("a")
+    thread.join(10)
+    air.start("slow")
+    assert topics(air.flights.landed()) == ["a"]
+    with pytest.raises(StuckGroup):
+        air.flights.landed()

@@ -1,6 +1,7 @@
 """What the log says of topics that rest, and of tasks that fail: enough, in pairs, and not again and again."""
 
 import logging
+from collections.abc import Sequence
 
 import pytest
 
@@ -9,7 +10,7 @@ from publishworker import metrics as m
 from publishworker.breakers import Change
 from publishworker.metrics import Metrics
 from publishworker.recording import Recorder
-from publishworker.task import Charged, Failed, Group, GroupResult
+from publishworker.task import Charged, Failed, Group, GroupResult, Sent, Turn
 from tests.support.fakes import Counted
 
 AWAY = Failed("unavailable", "connection refused")
@@ -93,20 +94,110 @@ def test_two_topics_are_told_of_each(watch: Watch, caplog: pytest.LogCaptureFixt
     assert "ten tasks" in second
 
 
-def test_failures_are_told_by_topic_and_reason_with_ids(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
-    """Dead ones apart from those that are tried again; no line for each task."""
-    ids = [f"task-{n}" for n in range(8)]
+def failing(ids: Sequence[str], *, dead: int) -> GroupResult:
+    """Return a group whose tasks have failed; the first `dead` of them are dead."""
     result = GroupResult(Group("orders", tuple(ids)), tried=dict.fromkeys(ids, MISSING))
-    result.charged = {id: Charged(3, NEVER, None, "not_found: no such topic") for id in ids[:6]}
-    result.charged |= {id: Charged(2, NEVER.replace(year=2026), None, "not_found: no such topic") for id in ids[6:]}
+    result.charged = {id: Charged(3, NEVER, None, "not_found: no such topic") for id in ids[:dead]}
+    result.charged |= {id: Charged(2, NEVER.replace(year=2026), None, "not_found: no such topic") for id in ids[dead:]}
+    return result
+
+
+def test_each_failure_has_a_line(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
+    """With its task, topic, reason and attempt, and the trace that the task belongs to."""
+    result = failing(["a", "b", "c"], dead=1)
+    result.traces = {"a": "1" * 32}
     watch.recorder.group(result)
-    dead, retried = [record.getMessage() for record in caplog.records]
-    assert watch.told() == ["dead", "publish_failed"]
-    assert dead.startswith("6 tasks of orders dead")
-    assert "task-0" in dead
-    assert "task-5" not in dead
-    assert retried.startswith("2 tasks of orders not sent")
-    assert "2 at most" in retried
-    assert watch.counted.counts == {m.FAILED.name: 8, m.DEAD.name: 6}
+    lines = [(record.getMessage(), record.__dict__["fields"]) for record in caplog.records]
+    assert watch.told() == ["dead", "publish_failed", "publish_failed"]
+    about = {"topic": "orders", "reason": "not_found"}
+    again = "task {} of orders was not sent (attempt 2) and is tried again from 2026-12-31T00:00:00Z on: "
+    again += "not_found: no such topic"
+    assert lines == [
+        (
+            "task a of orders is dead (attempt 3), an operator has to act: not_found: no such topic",
+            {**about, "task_id": "a", "attempt": 3, "trace_id": "1" * 32},
+        ),
+        *((again.format(id), {**about, "task_id": id, "attempt": 2}) for id in ("b", "c")),
+    ]
+    assert watch.counted.counts == {m.FAILED.name: 3, m.DEAD.name: 1, m.GROUP_SIZE.name: 1}
+
+
+def test_ten_thousand_failures_are_a_hundred_lines_a_minute(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
+    """For each topic and reason; the others are counted in the first line of the next minute."""
+    watch.recorder.group(failing([f"task-{n}" for n in range(10_000)], dead=0))
+    assert watch.told() == ["publish_failed"] * 100
+    watch.seconds += 60
+    watch.recorder.group(failing(["late"], dead=0))
+    assert caplog.records[0].getMessage().endswith("[and 9900 times more since the last such line]")
+    assert watch.told() == ["publish_failed"]
+
+
+def test_an_outage_has_a_line_for_each_task_only_at_debug(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
+    """No task was charged; the rest of the topic is told."""
+    caplog.set_level(logging.DEBUG, "publishworker")
+    result = GroupResult(Group("orders", ("a", "b")), tried=dict.fromkeys("ab", AWAY))
     watch.recorder.group(result)
+    assert [record.levelname for record in caplog.records] == ["DEBUG"] * 2
+    assert [record.__dict__["fields"]["task_id"] for record in caplog.records] == ["a", "b"]
+
+
+def test_what_was_done_is_told_once_a_minute(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
+    """And at the end; nothing is told where nothing was done."""
+    for _ in range(150):
+        watch.recorder.turn(Turn(published=10, taken=1), worked=True)
+        watch.seconds += 1
+    assert watch.told() == ["summary"] * 2
+    watch.recorder.end()
+    [record] = caplog.records
+    assert record.getMessage() == "tasks in 28 s: 280 published, 28 sent by others"
+    assert record.__dict__["fields"] == {"published": 280, "sent by others": 28, "seconds": 28.0}
+    caplog.clear()
+    for _ in range(150):
+        watch.recorder.turn(Turn(), worked=False)
+        watch.seconds += 1
+    watch.recorder.end()
     assert watch.told() == []
+
+
+def test_what_was_done_before_a_lull_is_told_in_it(watch: Watch) -> None:
+    """Not only when there is work again."""
+    watch.recorder.turn(Turn(published=1), worked=True)
+    for _ in range(61):
+        watch.seconds += 1
+        watch.recorder.turn(Turn(), worked=False)
+    assert watch.told() == ["summary"]
+
+
+def test_each_turn_with_work_is_a_line_at_debug(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
+    """With its numbers."""
+    caplog.set_level(logging.DEBUG, "publishworker")
+    watch.recorder.turn(Turn(), worked=False)
+    watch.recorder.turn(Turn(published=3, failed=1), worked=True)
+    [record] = caplog.records
+    assert record.__dict__["fields"]["published"] == 3
+
+
+def test_durations_and_latencies_are_sampled() -> None:
+    """One for each phase of a group, one for each task that was published, none for a group that only parks."""
+    samples: list[tuple[str, float, list[str]]] = []
+
+    class Sampling(Counted):
+        def distribution(self, metric: str, value: float, tags: list[str]) -> None:
+            samples.append((metric, value, tags))
+
+    recorder = Recorder(Metrics(Sampling()))
+    result = GroupResult(Group("orders", ("a", "b")), tried={"a": Sent("1"), "b": Sent("2")})
+    result.phases = {m.CLAIM: 0.1, m.PUBLISH: 0.2, m.COMMIT: 0.3}
+    result.waited = {"a": 1.5, "b": 2.5}
+    recorder.group(result)
+    recorder.poll(0.4)
+    recorder.group(GroupResult(Group("orders", ("a", "b"), parks=True), phases={m.CLAIM: 1}))
+    assert samples == [
+        (m.GROUP_SIZE.name, 2, ["topic:orders"]),
+        (m.PHASE_DURATION.name, 0.1, ["phase:claim"]),
+        (m.PHASE_DURATION.name, 0.2, ["phase:publish"]),
+        (m.PHASE_DURATION.name, 0.3, ["phase:commit"]),
+        (m.LATENCY.name, 1.5, ["topic:orders"]),
+        (m.LATENCY.name, 2.5, ["topic:orders"]),
+        (m.PHASE_DURATION.name, 0.4, ["phase:poll"]),
+    ]

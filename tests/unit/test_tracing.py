@@ -1,0 +1,158 @@
+"""The trace context of messages: what `register` notes, what the worker's span links to, and what it costs nobody."""
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+
+import pytest
+from google.pubsub_v1.types import PubsubMessage
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusCode, TraceFlags, TraceState
+
+import outbox
+from outbox import logs
+from outbox.message import RawPubsubMessage
+from outbox.testing import RecordingTransaction
+from publishworker import tracing
+from publishworker.messages import trace_id
+from publishworker.task import Failed, Sent
+
+TRACE, SPAN = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """A tracer provider, and what it exports."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+    return exporter
+
+
+@pytest.fixture
+def current() -> Iterator[None]:
+    """A span of the application, with a state of some vendor."""
+    context = SpanContext(TRACE, SPAN, True, TraceFlags(TraceFlags.SAMPLED), TraceState([("vendor", "value")]))
+    with trace.use_span(NonRecordingSpan(context)):
+        yield
+
+
+def registered(message: object = b"", **options: object) -> PubsubMessage:
+    """Return the message of a task."""
+    transaction = RecordingTransaction()
+    outbox.register(transaction, "orders", message, **options)  # type: ignore[arg-type]  # options vary
+    return transaction.tasks[0].message
+
+
+@pytest.mark.usefixtures("current")
+def test_register_notes_the_current_trace() -> None:
+    """Where Google's subscriber client looks for it."""
+    attributes = dict(registered(attributes={"kind": "placed"}).attributes)
+    del attributes["asynchronous_task_id"]
+    assert attributes == {
+        "kind": "placed",
+        "googclient_traceparent": TRACEPARENT,
+        "googclient_tracestate": "vendor=value",
+    }
+
+
+def test_without_a_span_nothing_is_noted() -> None:
+    """A message is as it was."""
+    assert set(registered().attributes) == {"asynchronous_task_id"}
+
+
+@pytest.mark.usefixtures("current")
+def test_a_context_that_the_message_brings_along_is_kept() -> None:
+    """Whoever forwards a message may want its trace to go on."""
+    brought = {"googclient_traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-00"}
+    attributes = registered(attributes=brought).attributes
+    assert attributes["googclient_traceparent"] == brought["googclient_traceparent"]
+    assert "googclient_tracestate" not in attributes
+
+
+@pytest.mark.usefixtures("current")
+@pytest.mark.parametrize(
+    ("message", "attributes"),
+    [
+        (b"x" * (10_000_000 - 450), {}),
+        (b"", {str(number): "" for number in range(98)}),
+        (b"", {str(number): "" for number in range(99)}),
+    ],
+    ids=["almost too large", "one place left", "no place left"],
+)
+def test_what_has_no_room_for_it_is_registered_without(message: bytes, attributes: dict[str, str]) -> None:
+    """A message must not be refused because somebody traces."""
+    assert not any(name.startswith("googclient_") for name in registered(message, attributes=attributes).attributes)
+
+
+def test_a_state_that_is_too_long_for_an_attribute_is_left_out() -> None:
+    """The parent is what counts."""
+    state = TraceState([(f"v{number}", "x" * 200) for number in range(10)])
+    with trace.use_span(NonRecordingSpan(SpanContext(TRACE, SPAN, True, TraceFlags(1), state))):
+        attributes = registered().attributes
+    assert attributes["googclient_traceparent"] == TRACEPARENT
+    assert "googclient_tracestate" not in attributes
+
+
+def messages(*parents: str | None) -> list[RawPubsubMessage]:
+    """Return messages with these contexts."""
+    return [
+        RawPubsubMessage(attributes={} if parent is None else {"googclient_traceparent": parent}) for parent in parents
+    ]
+
+
+def links(span: ReadableSpan) -> Sequence[tuple[int, int]]:
+    """Return what a span is linked to."""
+    return [(link.context.trace_id, link.context.span_id) for link in span.links]
+
+
+def test_a_group_is_one_span_with_links_to_where_its_tasks_come_from(spans: InMemorySpanExporter) -> None:
+    """Messages without a context, or with one that is none, have no link."""
+    with tracing.sending("projects/p/topics/orders", messages(TRACEPARENT, None, "00-nonsense"), {"a": Sent("1")}):
+        pass
+    [span] = spans.get_finished_spans()
+    assert (span.name, span.kind, span.parent, links(span)) == (
+        "send orders",
+        SpanKind.PRODUCER,
+        None,
+        [(TRACE, SPAN)],
+    )
+    assert span.attributes is not None
+    assert span.attributes["messaging.destination.name"] == "projects/p/topics/orders"
+    assert span.attributes["messaging.batch.message_count"] == 3
+    assert span.status.status_code is StatusCode.UNSET
+
+
+def test_the_span_says_what_failed(spans: InMemorySpanExporter) -> None:
+    """The most frequent reason is the type of its error; never a payload."""
+    outcomes = {"a": Failed("not_found", "x"), "b": Failed("too_large", "x"), "c": Failed("not_found", "x")}
+    with tracing.sending("projects/p/topics/orders", messages(*[None] * 4), outcomes):
+        pass
+    [span] = spans.get_finished_spans()
+    assert span.attributes is not None
+    assert span.attributes["error.type"] == "not_found"
+    assert span.status.description == "of 4 tasks: 2 not_found, 1 too_large"
+
+
+def test_a_failed_task_is_logged_with_its_trace() -> None:
+    """What cannot be read has none."""
+    [message] = messages(TRACEPARENT)
+    assert trace_id(message.SerializeToString()) == f"{TRACE:032x}"
+    assert trace_id(messages(None)[0].SerializeToString()) is None
+    assert trace_id(messages("00-nonsense")[0].SerializeToString()) is None
+    assert trace_id(b"\xff") is None
+
+
+@pytest.mark.usefixtures("current")
+def test_log_lines_carry_the_current_trace(caplog: pytest.LogCaptureFixture) -> None:
+    """A field of the line itself goes first."""
+    log = logging.getLogger("publishworker")
+    log.warning("of the span")
+    log.warning("of a task", extra={"fields": {"trace_id": "1" * 32}})
+    first, second = (json.loads(logs.JsonFormatter().format(record)) for record in caplog.records)
+    assert (first["trace_id"], first["span_id"]) == (f"{TRACE:032x}", f"{SPAN:016x}")
+    assert second["trace_id"] == "1" * 32
