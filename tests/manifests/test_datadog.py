@@ -24,7 +24,6 @@ from tests.manifests.datadog_queries import (
 
 DASHBOARD = documents.dashboard()
 MONITORS = documents.monitors()
-S = "{env:production,service:publishworker}"
 
 each_monitor = pytest.mark.parametrize("name", MONITORS)
 
@@ -229,7 +228,6 @@ def test_what_the_api_does_not_know_is_noticed_in_a_monitor(wrong: dict[str, Any
     ("name", "old", "new", "complaint"),
     [
         ("oldest-age", "> 300", "> 600", "the options say 300"),
-        ("oldest-age", "> 300", "< 300", "a warning at 120"),
         ("oldest-age", "last_5m", "5m", "no query of a monitor"),
         ("backlog-stalled", "default_zero", "default_one", "default_one is no function"),
         ("backlog-stalled", "as_rate", "as_count", "min of a count"),
@@ -247,6 +245,14 @@ def test_what_the_api_does_not_know_is_noticed_in_a_monitor(wrong: dict[str, Any
 def test_a_wrong_monitor_is_noticed(name: str, old: str, new: str, complaint: str) -> None:
     """The check of the monitors bites."""
     assert complaint in " ".join(documents.complaints_of_monitor(changed(MONITORS[name], old, new)))
+
+
+@pytest.mark.parametrize(("query", "warning"), [("> 300", 400), ("< 300", 200)])
+def test_a_warning_after_the_alarm_is_noticed(query: str, warning: float) -> None:
+    """It would never be given."""
+    options = MONITORS["oldest-age"]["options"] | {"thresholds": {"critical": 300, "warning": warning}}
+    changed_query = MONITORS["oldest-age"]["query"].replace("> 300", query)
+    assert "comes after the alarm" in " ".join(complaints_about_alarm(changed_query, options))
 
 
 def test_default_zero_with_a_state_for_missing_data_is_noticed() -> None:
