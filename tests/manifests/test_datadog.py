@@ -71,15 +71,22 @@ def test_every_metric_is_shown() -> None:
     assert {each.name for each in (*m.METRICS, m.REGISTERED)} - {query.name for query in queries()} == set()
 
 
-def test_the_lines_in_the_graphs_are_the_thresholds_of_the_alarm() -> None:
-    """Whoever changes the objective changes it in both places."""
-    thresholds = set(MONITORS["oldest-age"]["options"]["thresholds"].values())
-    lines = [
-        {float(marker["value"].removeprefix("y = ")) for marker in definition["markers"]}
+def test_the_objective_in_the_dashboard_is_that_of_the_alarm() -> None:
+    """Whoever changes it changes lines, colours and alarm."""
+    lines = {
+        float(marker["value"].removeprefix("y = "))
         for definition in documents.leaves(DASHBOARD["widgets"])
-        if "markers" in definition and "oldest_task_age" in str(definition)
-    ]
-    assert lines == [thresholds]
+        for marker in definition.get("markers", [])
+        if marker["label"].startswith("objective")
+    }
+    red = {
+        colour["value"]
+        for title, request in documents.requests(DASHBOARD)
+        for formula in request["formulas"]
+        for colour in formula.get("conditional_formats", [])
+        if title == "Longest wait now" and colour["palette"] == "white_on_red"
+    }
+    assert lines == red == {MONITORS["oldest-age"]["options"]["thresholds"]["critical"]}
 
 
 def test_names_are_those_of_the_manifests() -> None:
