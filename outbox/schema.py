@@ -194,7 +194,8 @@ def _read(database: Database, shapes: Sequence[Shape], request: Mapping[str, Any
 def _reach(database: Database) -> None:
     """Ask for a session, with a limit: the client itself would ask for its first one in silence for half a minute."""
     # A multiplexed session leaves nothing behind: it needs no deletion and is not counted.
-    request = CreateSessionRequest(database=database.name, session=Session(multiplexed=True))
+    session = Session(multiplexed=True, creator_role=database.database_role or "")
+    request = CreateSessionRequest(database=database.name, session=session)
     database.spanner_api.create_session(request=request, **limits(REACH_SECONDS))
 
 

@@ -96,6 +96,11 @@ class DatabaseSettings:
     )
     instance: str = setting(None, INSTANCE_ID, "Spanner instance.")
     database: str = setting(None, DATABASE_ID, "Spanner database.")
+    database_role: str = setting(
+        "",
+        matching(r"(?:[A-Za-z][A-Za-z0-9_]{0,127})?", "a database role, or nothing"),
+        "Role of Spanner's fine-grained access control to act in; see schema/roles.sql.",
+    )
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:

@@ -49,7 +49,7 @@ def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Findi
     values = dataclasses.asdict(settings)
     yield Finding("ok", "settings: " + ", ".join(f"{name}={value}" for name, value in values.items()))
     try:
-        database = open_database(settings.project, settings.instance, settings.database)
+        database = open_database(settings.project, settings.instance, settings.database, settings.database_role)
         table = _table(database)
         yield table
         named = set(topics)

@@ -97,7 +97,7 @@ class Worker:
             os.environ.setdefault("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "false")
         self._settings = settings
         self._metrics = datadog.from_environment()
-        database = open_database(settings.project, settings.instance, settings.database)
+        database = open_database(settings.project, settings.instance, settings.database, settings.database_role)
         self.store = SpannerStore(database, verified_shards(database), emulator=emulator)
         random = Random()
         fleet = Fleet(self.store, worker_id(), self.store.shards, shared=settings.assignment == "shared")

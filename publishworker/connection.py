@@ -106,16 +106,17 @@ class _Sessions(BurstyPool):
 class LimitedDatabase(Database):
     """A Database whose every call has a time limit."""
 
-    def __init__(self, database_id: str, instance: Any, api: SpannerClient) -> None:
-        """Use `api` for all calls."""
+    def __init__(self, database_id: str, instance: Any, api: SpannerClient, role: str = "") -> None:
+        """Use `api` for all calls, in the database role `role` if there is one."""
         pool: Any = _Sessions(target_size=SESSIONS)  # type: ignore[no-untyped-call]  # the client has no types
-        super().__init__(database_id, instance, pool=pool)  # type: ignore[no-untyped-call]  # the same
+        super().__init__(database_id, instance, pool=pool, database_role=role or None)  # type: ignore[no-untyped-call]  # the same
+        self._role = role
         self._limited_api = api
         pool.bind(self)
 
     def renewed(self) -> "LimitedDatabase":
         """Return the same database with sessions of its own: the client never replaces one that is lost."""
-        return LimitedDatabase(self.database_id, self._instance, self._limited_api)
+        return LimitedDatabase(self.database_id, self._instance, self._limited_api, self._role)
 
     @property
     def spanner_api(self) -> SpannerClient:
@@ -123,8 +124,11 @@ class LimitedDatabase(Database):
         return self._limited_api
 
 
-def open_database(project: str, instance: str, database: str) -> LimitedDatabase:
-    """Return the database; nothing is sent yet. SPANNER_EMULATOR_HOST is respected. Raises NotReached."""
+def open_database(project: str, instance: str, database: str, role: str = "") -> LimitedDatabase:
+    """Return the database, to act in `role` if there is one; nothing is sent yet. Raises NotReached.
+
+    SPANNER_EMULATOR_HOST is respected.
+    """
     emulator = os.environ.get("SPANNER_EMULATOR_HOST")
     credentials = AnonymousCredentials() if emulator else _credentials("Spanner")
     client = spanner.Client(project=project, credentials=credentials, disable_builtin_metrics=True)
@@ -132,7 +136,7 @@ def open_database(project: str, instance: str, database: str) -> LimitedDatabase
     api = SpannerClient(transport=transport)
     for name, seconds in _UNARY_SECONDS.items():
         setattr(api, name, _limited(getattr(api, name), seconds))
-    return LimitedDatabase(database, client.instance(instance), api)
+    return LimitedDatabase(database, client.instance(instance), api, role)
 
 
 class _Broken(InternalServerError):

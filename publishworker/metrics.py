@@ -254,6 +254,11 @@ class Metrics:
         if self._client is not None and value:
             self._guarded(self._client.increment, metric, value, tags)
 
+    def zero(self, metric: Metric, **tags: str) -> None:
+        """Add 0 to a counter: Datadog takes one that is never sent for unknown, not for 0."""
+        if self._client is not None:
+            self._guarded(self._client.increment, metric, 0, tags)
+
     def gauge(self, metric: Metric, value: float, **tags: str) -> None:
         """Set a gauge."""
         if self._client is not None:

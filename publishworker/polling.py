@@ -52,6 +52,11 @@ class Poller:
         self._due_tasks_wait = False  # then every poll reads them
 
     @property
+    def topics(self) -> frozenset[str]:
+        """Return the topics that it asks for."""
+        return self._topics.open
+
+    @property
     def cut_off(self) -> frozenset[str]:
         """Return the topics of which the last poll left tasks behind in the table."""
         return self._window.cut_off

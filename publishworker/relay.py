@@ -118,6 +118,11 @@ class Relay:
         """Return how many groups are in flight."""
         return len(self._flights)
 
+    @property
+    def topics(self) -> frozenset[str]:
+        """Return the topics that have unsent tasks, or had some lately, but for paused ones."""
+        return self._poller.topics
+
     def resting(self) -> Mapping[str, bool]:
         """Return the topics that do not work, and whether each rests now; else it is being probed, or may be."""
         return self._breakers.states()

@@ -5,7 +5,7 @@ import platform
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
 from typing import Generic, Protocol, TypeVar
 
@@ -43,6 +43,10 @@ class HasState(Protocol):
     @property
     def in_flight(self) -> int:
         """Return how many groups are in flight."""
+
+    @property
+    def topics(self) -> Collection[str]:
+        """Return the topics that have unsent tasks, or had some lately."""
 
     def resting(self) -> Mapping[str, bool]:
         """Return the topics that do not work, and whether each rests now."""
@@ -88,6 +92,8 @@ class Reporter:
         self._metrics.gauge(m.SHARDS, len(self._fleet.shards))
         self._metrics.gauge(m.WORKERS, self._fleet.size)
         self._metrics.sample(m.IN_FLIGHT, self._relay.in_flight)
+        for topic in self._relay.topics:  # else "nothing is published" could not be seen
+            self._metrics.zero(m.PUBLISHED, topic=topic)
         states = {topic: m.OPEN if rests else m.HALF_OPEN for topic, rests in self._relay.resting().items()}
         for topic, state in self._breakers(states).items():
             self._metrics.gauge(m.BREAKER_STATE, state, topic=topic)

@@ -20,7 +20,8 @@ def open_database(settings: DatabaseSettings) -> Database:
     """Return the database; nothing is sent yet. SPANNER_EMULATOR_HOST is respected. Raises NotReached."""
     with service_errors(f"database {settings.database}"):
         client = spanner.Client(project=settings.project, disable_builtin_metrics=True)
-    database: Database = client.instance(settings.instance).database(settings.database)
+    role = settings.database_role or None
+    database: Database = client.instance(settings.instance).database(settings.database, database_role=role)
     api = database.spanner_api
     for name in UNLIMITED:
         setattr(api, name, functools.partial(getattr(api, name), **limits(CALL_SECONDS)))

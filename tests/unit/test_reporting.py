@@ -37,6 +37,7 @@ class Relay:
     """Something with a state."""
 
     in_flight = 3
+    topics = ("invoices", "orders")
 
     def __init__(self) -> None:
         """All topics work."""
@@ -74,6 +75,7 @@ def test_a_report_is_sent_every_15_seconds() -> None:
         report()
         time.seconds += 1
     assert client.counts[m.HEARTBEAT.name] == 4
+    assert client.counts[m.PUBLISHED.name] == 0  # said, so that Datadog knows
     assert client.counts[m.IN_FLIGHT.name] == 4
     assert client.values[m.SHARDS.name,] == 10
     assert client.values[m.WORKERS.name,] == 1

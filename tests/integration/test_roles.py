@@ -1,0 +1,134 @@
+"""schema/roles.sql against what is done: the emulator has no roles, so what it is asked is held to the grants."""
+
+import re
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+from google.cloud.spanner_v1.instance import Instance
+
+import outbox
+from outbox import schema
+from outbox.cli.database import open_database as open_for_operators
+from outbox.cli.database import open_table
+from outbox.operations import backlog, changes, tasks
+from outbox.operations.changes import Selection
+from outbox.operations.topics import TopicTable
+from outbox.settings import DatabaseSettings
+from outbox.states import NEVER
+from publishworker.connection import open_database
+from publishworker.store import SpannerStore
+from publishworker.task import Charged, Key, Look, Parked, Sent
+from tests.support.operations import FUTURE, PAST, insert, row
+from tests.support.roles import ALL, Heard, grants, refused, statements
+from tests.support.spanner import INSTANCE, PROJECT
+
+TABLES = ("AsynchronousTasks", "AsynchronousTaskTopics", "AsynchronousTaskWorkers")
+
+
+def test_every_statement_is_a_role_or_a_grant_of_what_is_there() -> None:
+    """Roles before their grants; tables and columns as in the DDL."""
+    ddl = " ".join(schema.statements())
+    made: list[str] = []
+    for statement in statements():
+        if role := re.fullmatch(r"CREATE ROLE (\w+)", statement):
+            made.append(role[1])
+            continue
+        assert statement.rpartition(" ")[2] == made[-1]
+        for (_, table), columns in grants(made[-1]).items():
+            assert f"CREATE TABLE {table} " in ddl
+            assert all(re.search(rf"\b{column}\b", ddl) for column in columns - ALL)
+    assert made == ["publishworker", "outbox_operator", "outbox_application"]
+
+
+def test_the_worker_stays_within_its_role(database: Database) -> None:
+    """All that a store does, in sessions of that role."""
+    insert(database, [row(id, OrderingKey="k") for id in ("clean", "charged", "parked", "old")])
+    ours = open_database(PROJECT, INSTANCE, database.database_id, "publishworker")
+    heard = Heard(ours)
+    schema.differences(ours, schema.statements())
+    store = SpannerStore(ours, schema.shard_count(ours), emulator=True)
+    look = Look(
+        shards=tuple(range(10)), topics=frozenset({"orders"}), per_range=9, due=True, below=0, known=frozenset()
+    )
+    store.poll(look)
+    store.fronts([Key("orders", "k")], 9, pass_dead=True)
+
+    charged = Charged(1, NEVER, None, "error")
+    marks = {"clean": Sent("1"), "charged": charged, "parked": Parked(FUTURE, "charged"), "old": Sent("2")}
+    store.claim(list(marks), lambda _rows, _now: marks)
+    store.claim(["charged"], lambda _rows, _now: {"charged": Sent("3")})
+    store.heartbeat("me", datetime.now(UTC), ["gone"])
+    store.leave("me")
+    store.unsent()
+    allowed = grants("publishworker")
+    assert list(refused(allowed, heard.commits)) == []
+    assert len(heard.commits) == 4
+    assert {("SELECT", table) for table in heard.tables} <= allowed.keys()
+    assert heard.tables == set(TABLES)
+    assert heard.roles == {"publishworker"}
+    written = {column for commit in heard.commits for each in commit.mutations for column in each.update.columns}
+    assert written == allowed["UPDATE", "AsynchronousTasks"], "a grant that nothing needs"
+
+
+def test_operators_stay_within_their_role(database: Database) -> None:
+    """All commands that change something, and those that look at everything."""
+    insert(
+        database,
+        [
+            row("dead", AvailableAt=NEVER, OrderingKey="k"),
+            row("dead too", AvailableAt=NEVER, OrderingKey="k"),
+            row("behind", AvailableAt=FUTURE, OrderingKey="k", LastError="parked: waits for the task dead"),
+            row("sent", SentAt=PAST),
+        ],
+    )
+    name = database.database_id
+    role = "outbox_operator"
+    settings = DatabaseSettings(project=PROJECT, instance=INSTANCE, database=name, database_role=role)
+    table = open_table(settings)
+    heard = Heard(table._database)
+    backlog.read(table)
+    backlog.oldest_age(table)
+    tasks.task(table, "sent")
+    looks: Sequence[Callable[[], object]] = [
+        lambda: list(changes.retry(table, Selection(ids=("dead",)))),
+        lambda: list(changes.discard(table, ["dead too"])),
+        lambda: list(changes.purge(table, Selection(state="sent", until=datetime.now(UTC)))),
+        lambda: TopicTable(table).change(["orders"], {"Paused": True}),
+    ]
+    for look in looks:
+        before = len(heard.commits)
+        look()
+        assert len(heard.commits) > before
+    allowed = grants(role)
+    assert list(refused(allowed, heard.commits)) == []
+    assert {("SELECT", table) for table in heard.tables} <= allowed.keys()
+    assert heard.roles <= {role}
+    assert open_for_operators(settings).database_role == role
+
+
+def test_applications_stay_within_their_role(database: Database, spanner_instance: Instance) -> None:
+    """Registered once, or twice, they read nothing but the id."""
+    ours = spanner_instance.database(database.database_id)
+    heard = Heard(ours)
+    ours.run_in_transaction(lambda transaction: outbox.register(transaction, "orders", b"", ordering_key="k"))
+    ours.run_in_transaction(lambda transaction: outbox.register_once(transaction, "orders", b"", task_id="1"))
+    allowed = grants("outbox_application")
+    assert list(refused(allowed, heard.commits)) == []
+    assert (heard.tables, allowed["SELECT", "AsynchronousTasks"]) == ({"AsynchronousTasks"}, {"Id"})
+    written = {column for commit in heard.commits for each in commit.mutations for column in each.insert.columns}
+    assert written == allowed["INSERT", "AsynchronousTasks"], "a grant that nothing needs"
+
+
+@pytest.mark.parametrize("missing", ["Attempts", "SentAt"])
+def test_a_column_without_its_grant_is_noticed(database: Database, missing: str) -> None:
+    """The check itself."""
+    insert(database, [row("a")])
+    ours = open_database(PROJECT, INSTANCE, database.database_id)
+    heard = Heard(ours)
+    SpannerStore(ours, 10, emulator=True).claim(["a"], lambda _rows, _now: {"a": Charged(1, NEVER, None, "error")})
+    allowed = grants("publishworker")
+    allowed["UPDATE", "AsynchronousTasks"] -= {missing}
+    assert list(refused(allowed, heard.commits)) == [f"UPDATE ['{missing}'] of AsynchronousTasks"]
+    assert heard.roles <= {""}
