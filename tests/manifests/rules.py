@@ -287,7 +287,7 @@ def datadog_metrics(objects: Objects) -> Iterator[str]:
             yield f"not a query: {query}"
             continue
         if parts[1] != "max":
-            yield "every worker reports the whole backlog: max, not " + parts[1]
+            yield "two workers may report the same backlog: max, not " + parts[1]
         if parts[2] != "outbox.pending_task_count":
             yield f"not the backlog: {parts[2]}"
         if parts[3] != f"env:{labels.get(TAGS[0])},service:{labels.get(TAGS[1])}":
