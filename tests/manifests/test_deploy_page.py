@@ -206,6 +206,8 @@ def test_what_the_page_sets_is_what_is_applied(calls: list[Words], folder: Path)
     assert values["DD_VERSION"] == "0.2.0"
     assert values["DD_ENV"] == "production"
     assert (values["OUTBOX_PROJECT"], values["OUTBOX_INSTANCE"]) == ("my-project", "main")
+    role = values["OUTBOX_DATABASE_ROLE"]
+    assert f"CREATE ROLE {role};" in (ROOT / "schema" / "roles.sql").read_text(encoding="utf-8")
     assert [complaint for rule in RULES for complaint in rule(objects)] == []
 
 
@@ -240,8 +242,16 @@ def test_grants_name_the_account_of_the_overlay(calls: list[Words]) -> None:
     for words in of(calls, "gcloud"):
         if "add-iam-policy-binding" in words and f"--member={wanted}" in words:
             assert "projects" not in words
-            roles.add(next(word for word in words if word.startswith("--role=")))
-    assert roles == {"--role=roles/spanner.databaseUser", "--role=roles/pubsub.publisher"}
+            roles.add(next(word.removeprefix("--role=") for word in words if word.startswith("--role=")))
+    table = PAGES["docs/operations/deploy.md"].read_text(encoding="utf-8").partition("| role | on | why |")[2]
+    narrow = {"roles/spanner.fineGrainedAccessUser", "roles/spanner.databaseRoleUser"}
+    assert roles == {"roles/spanner.databaseUser", "roles/pubsub.publisher", *narrow}
+    assert [role for role in roles - narrow if f"| `{role}` |" not in table] == []
+    [condition] = {word for words in calls for word in words if word.startswith("--condition=expression=")}
+    assert condition.startswith(
+        '--condition=expression=resource.type == "spanner.googleapis.com/DatabaseRole" && '
+        'resource.name.endsWith("/publishworker"),title='
+    )
 
 
 @pytest.mark.parametrize("page", PAGES)
