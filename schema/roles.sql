@@ -1,7 +1,7 @@
--- Roles of Spanner's fine-grained access control, for those who want less than roles/spanner.databaseUser, which may
--- read and write everything in the database. Optional: `--database-role publishworker` (OUTBOX_DATABASE_ROLE) makes the
--- worker act in its role. Privileges: https://cloud.google.com/spanner/docs/fgac-privileges
--- The emulator has no roles; a test holds the lists of columns to what the code writes.
+-- Database roles (fine-grained access control), for those who want less than roles/spanner.databaseUser, which may read
+-- and write everything in the database. Optional: OUTBOX_DATABASE_ROLE=publishworker makes the worker act in its role.
+-- Privileges: https://cloud.google.com/spanner/docs/fgac-privileges
+-- The emulator has no roles. A test holds the lists of columns to what the code writes.
 
 -- The relay. It can register nothing, and change neither a message nor where it goes.
 CREATE ROLE publishworker;

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from datadog.dogstatsd.base import DogStatsd
 
 import outbox
 from publishworker import datadog
@@ -122,3 +123,52 @@ def test_a_client_that_raises_is_reported_once_and_outlived(caplog: pytest.LogCa
         metrics.gauge(m.OLDEST_AGE, 1)
         metrics.stop()
     assert len(caplog.records) == 2
+
+
+def test_an_agent_that_is_away_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its socket is not there yet, comes, goes, and comes again: what is sent meanwhile is lost, the rest arrives."""
+    path = tmp_path / "dsd.socket"
+    monkeypatch.setenv("DD_DOGSTATSD_URL", f"unix://{path}")
+    metrics = datadog.from_environment()
+    assert isinstance(metrics._client, DogStatsd)
+
+    def send(topic: str) -> None:
+        metrics.count(m.PUBLISHED, 1, topic=topic)
+        metrics._client.flush()
+
+    with caplog.at_level(logging.INFO):
+        send("too-early")
+        for round_ in ("first", "second"):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
+                agent.bind(str(path))
+                agent.settimeout(5)
+                send(round_)
+                assert f"topic:{round_}" in received(agent, 1)[0]
+            path.unlink()
+            send("in-vain")
+        metrics.stop()
+    [record] = caplog.records
+    assert record.getMessage().startswith("metrics are lost, the relay goes on: the DogStatsD agent takes none")
+
+
+def test_what_is_buffered_is_sent_at_the_end(udp: socket.socket) -> None:
+    """Samples of a whole group share a packet, and none is left behind."""
+    metrics = datadog.from_environment()
+    for number in range(100):
+        metrics.sample(m.LATENCY, number / 10, topic="orders")
+    metrics.stop()
+    lines = received(udp, 100)
+    assert len(lines) == 100
+    assert {line.split("|")[1] for line in lines} == {"d"}
+
+
+def test_a_url_that_is_none_stops_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The client says what is wrong with it, and the relay goes on."""
+    monkeypatch.setenv("DD_DOGSTATSD_URL", "nonsense://nowhere")
+    with caplog.at_level(logging.INFO):
+        metrics = datadog.from_environment()
+        metrics.count(m.PUBLISHED, 1, topic="orders")
+        metrics.stop()
+    assert "nonsense" in caplog.text

@@ -83,12 +83,17 @@ class Process:
 
 
 @contextlib.contextmanager
-def started(module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Process]:
-    """Start `python -m module arguments` in the repository, with few variables of ours and those of `environment`."""
+def started(
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None, directory: Path = ROOT
+) -> Iterator[Process]:
+    """Start `python -m module arguments` in the repository, with few variables of ours and those of `environment`.
+
+    In another `directory` it finds that one's packages first.
+    """
     with tempfile.TemporaryFile("a+b") as stdout, tempfile.TemporaryFile("a+b") as stderr:
         child = subprocess.Popen(
             tied([sys.executable, "-m", module, *arguments]),
-            cwd=ROOT,
+            cwd=directory,
             env=clean_environment() | dict(environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=stdout,

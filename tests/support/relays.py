@@ -16,7 +16,7 @@ from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox.emulators import Emulators
-from tests.support.processes import Process, started
+from tests.support.processes import ROOT, Process, started
 from tests.support.pubsub import Subscription
 from tests.support.spanner import INSTANCE, PROJECT
 from tests.support.waiting import eventually
@@ -118,9 +118,17 @@ def divided(workers: Sequence[Process], count: int = 10) -> bool:
 
 @contextlib.contextmanager
 def worker(
-    emulators: Emulators, database: Database, *arguments: str, command: str = "run", **environment: str
+    emulators: Emulators,
+    database: Database,
+    *arguments: str,
+    command: str = "run",
+    directory: Path = ROOT,
+    **environment: str,
 ) -> Iterator[Process]:
-    """Start `publishworker` on a database; its environment is what `outbox emulators` prints but for one variable."""
+    """Start `publishworker` on a database; its environment is what `outbox emulators` prints but for one variable.
+
+    In another `directory` it is that one's.
+    """
     hosts = {"SPANNER_EMULATOR_HOST": emulators.spanner_host, "PUBSUB_EMULATOR_HOST": emulators.pubsub_host}
     heartbeat = Path("/tmp") / f"publishworker-{uuid.uuid4().hex}.heartbeat"
     settings = {
@@ -130,7 +138,8 @@ def worker(
         "OUTBOX_HEARTBEAT_FILE": str(heartbeat),
     }
     try:
-        with started("publishworker", command, *arguments, environment={**hosts, **settings, **environment}) as process:
+        environment = {**hosts, **settings, **environment}
+        with started("publishworker", command, *arguments, environment=environment, directory=directory) as process:
             yield process
     finally:
         heartbeat.unlink(missing_ok=True)

@@ -156,6 +156,23 @@ def worker_hangs(place: Place) -> None:
     place.environment["OUTBOX_HEARTBEAT_FILE"] = str(heartbeat)
 
 
+def unheard(place: Place) -> None:
+    """Two workers live, and nothing waits."""
+    place.workers(2)
+
+
+def slow_stop(place: Place) -> None:
+    """All is well by now."""
+    place.topics("orders")
+    place.tasks(["order-1"], "orders")
+
+
+def in_doubt(place: Place) -> None:
+    """A task is marked."""
+    place.topics("passwords")
+    place.tasks(["otp-1"], "passwords", ago=MINUTES, SentAt=_now() - MINUTES)
+
+
 def bad_deploy(place: Place) -> None:
     """The new worker wants an index that the database has not."""
     place.topics("orders")
@@ -210,6 +227,9 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "A storm of duplicates": duplicates,
         "The table is too large": too_large,
         "A worker hangs": worker_hangs,
+        "No worker is heard of": unheard,
+        "A stop takes too long": slow_stop,
+        "An at-most-once task is in doubt": in_doubt,
         "A deploy goes wrong": bad_deploy,
         "The database was restored or cloned": restored,
     },

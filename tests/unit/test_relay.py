@@ -1,16 +1,19 @@
 """One turn on the fake store and publisher: what becomes of each task, and what is counted."""
 
 from datetime import timedelta
+from random import Random
 from typing import Any
 
 import pytest
 
 from outbox.message import TASK_ID_ATTRIBUTE
 from publishworker import metrics as m
+from publishworker.delivery import Delivery
 from publishworker.relay import Relay
+from publishworker.retries import Retries
 from publishworker.store import StoreError
-from publishworker.task import Failed
-from tests.support.fakes import Abort
+from publishworker.task import Failed, Group, Outcome
+from tests.support.fakes import Abort, FakePublisher, FakeStore, serialized
 from tests.support.relay_bench import Bench, overtake, run_at_once, times
 
 
@@ -313,3 +316,58 @@ def test_what_is_in_doubt_at_the_end_is_tried_once_more(bench: Bench) -> None:
     bench.relay.turn()
     bench.relay.finish()
     assert (bench.publisher.ids(), bench.unsent()) == (["a"], [])
+
+
+def test_a_group_tells_how_long_its_phases_took_and_how_long_its_tasks_waited() -> None:
+    """By Spanner's clock up to the lock, then by the worker's; an aborted try counts as a part of the claim."""
+    now = [100.0]
+
+    class Slow(FakePublisher):
+        def publish(self, *arguments: Any, **keywords: Any) -> dict[str, Outcome]:
+            now[0] += 2
+            return super().publish(*arguments, **keywords)
+
+    store = FakeStore()
+    hour = timedelta(hours=1)
+    store.insert("ready", "orders", serialized(), created_at=store.now - hour)
+    store.insert("due", "orders", serialized(), created_at=store.now - 9 * hour, available_at=store.now - 2 * hour)
+    aborts = [Abort()]
+
+    def commit() -> None:
+        now[0] += 3
+        if aborts:
+            raise aborts.pop()
+
+    store.before_commit = commit
+    retries = Retries(initial=1, longest=9, max_attempts=9, dead_after=9, random=Random(1))
+    delivery = Delivery(store, Slow("orders"), retries, 5, clock=lambda: now[0])
+    result = delivery.deliver(Group("orders", ("ready", "due")))
+    assert result.runs == 2
+    assert result.phases == {m.CLAIM: 3, m.PUBLISH: 2, m.COMMIT: 3}
+    assert result.waited == {"ready": 3602, "due": 7202}
+
+
+def test_a_claim_that_fails_has_no_commit() -> None:
+    """Its time is the claim's."""
+    now = [100.0]
+    store = FakeStore()
+    store.away = True
+    retries = Retries(initial=1, longest=9, max_attempts=9, dead_after=9, random=Random(1))
+    result = Delivery(store, FakePublisher(), retries, 5, clock=lambda: now[0]).deliver(Group("orders", ("a",)))
+    assert result.error is not None
+    assert result.phases.keys() == {m.CLAIM}
+
+
+def test_a_relay_says_what_it_is_busy_with(bench: Bench) -> None:
+    """Groups in flight, topics that it asks for, those that rest, and how long its polls take."""
+    bench.insert("a")
+    bench.insert("b", topic="missing")
+    assert (bench.relay.in_flight, bench.relay.topics, dict(bench.relay.resting())) == (0, frozenset(), {})
+    bench.turns()
+    assert bench.relay.in_flight == 0
+    assert bench.relay.topics == {"orders", "missing"}
+    assert bench.relay.resting() == {"missing": True}
+    assert bench.count(m.PHASE_DURATION) >= 1 + 3
+    assert bench.count(m.LATENCY) == 1
+    bench.wait(2)
+    assert bench.relay.resting() == {"missing": False}

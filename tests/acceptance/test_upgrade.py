@@ -1,0 +1,121 @@
+"""Older and newer workers, applications and tables side by side: docs/operations/upgrade.md."""
+
+import contextlib
+import io
+import subprocess
+import tarfile
+import uuid
+from pathlib import Path
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+
+import outbox
+from outbox.emulators import Emulators
+from tests.support.processes import ROOT
+from tests.support.pubsub import Subscription
+from tests.support.relays import account, divided, first_deliveries, register, wait_until_all_sent, worker
+from tests.support.spanner import ADMIN_SECONDS
+from tests.support.waiting import eventually
+
+#: The last commit of 2026-11-21 before workers told how much waits, traced, and ended for a stuck group.
+OLDER = "b5c330b"
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The code of an older version; it comes out of the history, which a shallow clone does not have."""
+    archive = subprocess.run(
+        ["git", "archive", OLDER, "outbox", "publishworker", "schema"], cwd=ROOT, capture_output=True, check=False
+    )
+    if archive.returncode:
+        pytest.skip(f"the history does not reach back to {OLDER}: {archive.stderr.decode()}")
+    folder = tmp_path_factory.mktemp("older")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(folder, filter="data")
+    return folder
+
+
+def register_in_order(database: Database, topic: str, count: int) -> list[str]:
+    """Register tasks of one ordering key, ten in each transaction; return their ids in their order."""
+    ids = [str(uuid.uuid4()) for _ in range(count)]
+    for start in range(0, count, 10):
+        with database.batch() as batch:
+            for id in ids[start : start + 10]:
+                outbox.register(batch, topic, b"", ordering_key="key", task_id=id)
+    return ids
+
+
+def test_older_and_newer_workers_share_a_table(
+    emulators: Emulators, database: Database, topic: str, subscription: Subscription, older: Path
+) -> None:
+    """An update and a roll-back: they divide the shards; nothing is lost, nothing twice, keys keep their order."""
+    ids, ordered = [], []
+
+    def work() -> None:
+        ids.extend(register(database, topic, 60))
+        ordered.extend(register_in_order(database, topic, 30))
+
+    with contextlib.ExitStack() as stack:
+        old = [stack.enter_context(worker(emulators, database, directory=older)) for _ in range(2)]
+        eventually(lambda: divided(old), seconds=30, message="two older workers divide the shards")
+        work()
+        new = stack.enter_context(worker(emulators, database))
+        eventually(lambda: divided([*old, new]), seconds=30, message="a newer one takes its part")
+        work()
+        old[0].stop()
+        work()
+        assert old[0].wait() == 0
+        eventually(lambda: divided([old[1], new]), seconds=30, message="an older and a newer one divide the shards")
+        work()
+        old[1].stop()
+        assert old[1].wait() == 0
+        eventually(lambda: divided([new]), seconds=30, message="the newer one has all")
+        work()
+        back = stack.enter_context(worker(emulators, database, directory=older))
+        eventually(lambda: divided([new, back]), seconds=30, message="the older one is back")
+        work()
+        wait_until_all_sent(database)
+        for each in (new, back):
+            each.stop()
+            assert each.wait() == 0
+    messages = subscription.pull_until(len(ids) + len(ordered))
+    assert first_deliveries(messages)["key"] == ordered
+    received = [message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in messages]
+    assert sorted(received) == sorted(ids + ordered)
+
+
+def test_a_worker_on_a_table_of_a_later_version_relays(
+    emulators: Emulators, database: Database, topic: str, subscription: Subscription
+) -> None:
+    """First the migration, then the workers: what it does not know, it leaves alone."""
+    database.update_ddl(
+        [
+            "ALTER TABLE AsynchronousTasks ADD COLUMN Region STRING(20)",
+            "ALTER TABLE AsynchronousTaskWorkers ADD COLUMN Version STRING(20)",
+            "CREATE INDEX AsynchronousTasksByRegion ON AsynchronousTasks (Region, SentAt)",
+            "CREATE TABLE AsynchronousTaskRegions (Region STRING(20)) PRIMARY KEY (Region)",
+        ]
+    ).result(timeout=ADMIN_SECONDS)
+    ids = register(database, topic, 20)
+    with database.batch() as batch:
+        batch.update("AsynchronousTasks", ("Id", "Region"), [(ids[0], "north")])
+    with worker(emulators, database) as running:
+        wait_until_all_sent(database)
+        running.stop()
+        assert running.wait() == 0
+    result = account(ids, subscription)
+    assert (result.lost, result.unexpected, result.duplicates) == (frozenset(), frozenset(), 0)
+    with database.snapshot() as snapshot:
+        [[region]] = snapshot.execute_sql("SELECT Region FROM AsynchronousTasks WHERE Region IS NOT NULL")
+    assert region == "north"
+
+
+def test_a_newer_worker_on_a_table_that_was_forgotten_says_what_is_missing(
+    emulators: Emulators, database: Database
+) -> None:
+    """Exit code 3, so a rolling update stops at its first pod while the older workers go on."""
+    database.update_ddl(["DROP INDEX AsynchronousTasksInOrder"]).result(timeout=ADMIN_SECONDS)
+    with worker(emulators, database) as running:
+        assert running.wait() == 3
+        assert "index AsynchronousTasksInOrder is missing" in running.stderr

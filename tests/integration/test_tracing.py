@@ -1,0 +1,131 @@
+"""One trace from the business transaction to the subscriber, on the emulators."""
+
+import contextlib
+import queue
+from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError
+
+import pytest
+from google.cloud.pubsub_v1 import SubscriberClient
+from google.cloud.pubsub_v1.subscriber.message import Message
+from google.cloud.pubsub_v1.types import SubscriberOptions
+from google.cloud.spanner_v1.database import Database
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+import outbox
+from publishworker.connection import open_pubsub
+from publishworker.publisher import PubSubPublisher
+from publishworker.store import SpannerStore
+from tests.support.parts import relay_of
+from tests.support.pubsub import Subscription
+from tests.support.relays import unsent
+from tests.support.spanner import PROJECT
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """A tracer provider for application, relay and subscriber, and what it exports."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+    return exporter
+
+
+def place_order(database: Database, topic: str) -> ReadableSpan:
+    """Register one task within a span of the application, and return that span."""
+    with trace.get_tracer("shop").start_as_current_span("place order") as span:
+        database.run_in_transaction(lambda transaction: outbox.register(transaction, topic, b"order-1"))
+    assert isinstance(span, ReadableSpan)
+    return span
+
+
+def relay_all(database: Database) -> None:
+    """Let a relay send what there is."""
+    relay = relay_of(SpannerStore(database, 10, emulator=True), PubSubPublisher(open_pubsub(), PROJECT))
+    eventually(lambda: (relay.turn(), not unsent(database))[1])
+
+
+def only(spans: InMemorySpanExporter, name: str) -> ReadableSpan:
+    """Return the one span of that name, once it has ended."""
+    return eventually(lambda: next((each for each in spans.get_finished_spans() if each.name == name), None))
+
+
+def is_within(context: trace.SpanContext | None, span: ReadableSpan, spans: InMemorySpanExporter) -> bool:
+    """Tell whether a context is a span's or a descendant's: the Spanner client makes spans of its own for its calls."""
+    parents = {each.context.span_id: each.parent for each in spans.get_finished_spans()}
+    while context is not None and context.span_id != span.context.span_id:
+        context = parents.get(context.span_id)
+    return context is not None
+
+
+@pytest.fixture
+def received(subscription: Subscription) -> Iterator["queue.Queue[Message]"]:
+    """What Google's own subscriber gets, with its tracing switched on."""
+    messages: queue.Queue[Message] = queue.Queue()
+    client = SubscriberClient(subscriber_options=SubscriberOptions(enable_open_telemetry_tracing=True))
+
+    def take(message: Message) -> None:
+        message.ack()
+        messages.put(message)
+
+    pulling = client.subscribe(subscription.name, take)
+    yield messages
+    pulling.cancel()
+    with contextlib.suppress(CancelledError, TimeoutError):
+        pulling.result(timeout=30)
+    client.close()
+
+
+def test_one_trace_leads_from_the_transaction_to_googles_subscriber(
+    database: Database, topic: str, received: "queue.Queue[Message]", spans: InMemorySpanExporter
+) -> None:
+    """Its span is a child of the application's; the relay's own span is linked to it."""
+    order = place_order(database, topic)
+    relay_all(database)
+    received.get(timeout=30)
+    subscribe = eventually(
+        lambda: next((each for each in spans.get_finished_spans() if each.name.endswith(" subscribe")), None),
+        seconds=30,
+    )
+    assert subscribe.context.trace_id == order.context.trace_id
+    assert is_within(subscribe.parent, order, spans)
+    sent = only(spans, f"send {topic.rpartition('/')[2]}")
+    [link] = sent.links
+    assert is_within(link.context, order, spans)
+    assert sent.context.trace_id != order.context.trace_id
+
+
+def context_of(attributes: Mapping[str, str]) -> trace.Context:
+    """Return the context of a message, as docs/guide/tracing.md has it."""
+    carrier = {name: attributes.get(f"googclient_{name}", "") for name in ("traceparent", "tracestate")}
+    return TraceContextTextMapPropagator().extract(carrier)
+
+
+def test_any_subscriber_can_go_on_with_the_trace(
+    database: Database, topic: str, subscription: Subscription, spans: InMemorySpanExporter
+) -> None:
+    """By two attributes; also if the task is sent again."""
+    order = place_order(database, topic)
+    for _ in range(2):
+        relay_all(database)
+        [message] = subscription.pull_until(1)
+        context = context_of(message.attributes)
+        with trace.get_tracer("billing").start_as_current_span("write invoice", context=context):
+            pass
+        database.execute_partitioned_dml("UPDATE AsynchronousTasks SET SentAt = NULL WHERE TRUE")
+    invoices = [each for each in spans.get_finished_spans() if each.name == "write invoice"]
+    assert [each.context.trace_id for each in invoices] == [order.context.trace_id] * 2
+    assert all(is_within(each.parent, order, spans) for each in invoices)
+
+
+def test_without_a_provider_nothing_is_traced(database: Database, topic: str, subscription: Subscription) -> None:
+    """No attribute, no span, no error."""
+    database.run_in_transaction(lambda transaction: outbox.register(transaction, topic, b"order-1"))
+    relay_all(database)
+    [message] = subscription.pull_until(1)
+    assert set(message.attributes) == {"asynchronous_task_id"}
