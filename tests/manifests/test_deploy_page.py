@@ -124,12 +124,15 @@ def _gcloud() -> None:
     pytest.skip("no gcloud in PATH")
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("_gcloud")
 def test_gcloud_takes_every_command(calls: list[Words], tmp_path: Path) -> None:
     """Its own parser, without an account: a wrong flag or a missing one is an error of usage."""
     # `gcloud auth login` waits for a browser.
-    commands = sorted({words for words in of(calls, "gcloud") if "login" not in words})
-    assert len(commands) > 20
+    # One of those that differ by a topic or a role is enough: the parser sees no difference, and each takes a second.
+    shapes = {re.sub(r"roles/[\w.]+|invoices", "orders", " ".join(words)): words for words in of(calls, "gcloud")}
+    commands = sorted(words for words in shapes.values() if "login" not in words)
+    assert len(commands) > 15
     homes = [tmp_path / str(number) for number in range(len(commands))]
     for home in homes:
         home.mkdir()
@@ -145,7 +148,6 @@ def test_gcloud_takes_every_command(calls: list[Words], tmp_path: Path) -> None:
         "spanner databases create shop",
         "pubsub topics create orders --retention=1d",
         "container clusters create-automatic outbox",
-        "artifacts repositories create outbox --location=europe-west1",
     ],
 )
 def test_gclouds_parser_bites(wrong: str, tmp_path: Path) -> None:

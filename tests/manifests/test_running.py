@@ -68,6 +68,7 @@ def received(process: Process) -> int:
     return max(map(int, re.findall(r"(\d+) of \d+ received", process.stdout)), default=0)
 
 
+@pytest.mark.timeout(300)
 def test_development_sends_orders(emulators: Emulators, tmp_path: Path) -> None:
     """Init containers, worker and order service as they are rendered: orders are placed, their tasks are received.
 
