@@ -166,7 +166,7 @@ def _open_python(root: Path) -> Path:
 def _runs(python: Path) -> bool:
     """Tell whether the image's user may run this Python."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = [python, "-c", "import venv"]
+        command = [str(python), "-c", "import venv"]
         return subprocess.run(command, user=USER, group=USER, extra_groups=[], check=False, cwd="/").returncode == 0
     return False
 
