@@ -107,6 +107,7 @@ class Loop:
                 turn = self._relay.turn(stop.is_set)
                 finished = not stop.is_set() and until(turn)
             except StoreError as error:
+                self._beat()  # the poll alone may have taken half a minute
                 self._say_away(error)
                 stop.wait(self._outage.next())
                 continue
