@@ -1,0 +1,148 @@
+"""A worker as a container runs it: its probe, its memory, as process 1 without rights, and with a part that fails.
+
+python -m tests.support.container CODE run ...    `publishworker run ...`, after CODE has replaced something in it
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from outbox.emulators import Emulators
+from tests.support.processes import Process, children, started
+from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.waiting import eventually
+
+#: Seconds that the manifest gives to whatever stops a worker.
+GRACE_SECONDS = 60
+#: Seconds within which an unhealthy worker must be told from a healthy one.
+NOTICE_SECONDS = 60
+#: What the manifest allows, bytes.
+MEMORY_LIMIT = 512 * 1024 * 1024
+
+#: No rights: a read-only root, one small directory that can be written, an ordinary user, nothing to be gained. The
+#: second user namespace is what makes an ordinary user of the first one's root, whoever runs the tests.
+_CONFINE = """
+mount -t tmpfs -o size=16m,mode=1777 tmpfs "$0" && mount -o remount,ro,bind / &&
+exec unshare --user --map-user=65532 --map-group=65532 setpriv --no-new-privs "$@"
+"""
+_NAMESPACES = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc")
+
+
+def settings(emulators: Emulators, database_id: str, heartbeat: Path, **environment: str) -> dict[str, str]:
+    """Return the variables of a worker."""
+    return {
+        "SPANNER_EMULATOR_HOST": emulators.spanner_host,
+        "PUBSUB_EMULATOR_HOST": emulators.pubsub_host,
+        "OUTBOX_PROJECT": PROJECT,
+        "OUTBOX_INSTANCE": INSTANCE,
+        "OUTBOX_DATABASE": database_id,
+        "OUTBOX_HEARTBEAT_FILE": str(heartbeat),
+        **environment,
+    }
+
+
+@contextlib.contextmanager
+def altered(code: str, environment: dict[str, str], *arguments: str) -> Iterator[Process]:
+    """Run a worker in which `code` has replaced a part before it starts."""
+    with started("tests.support.container", code, "run", *arguments, environment=environment) as process:
+        yield process
+
+
+class Probe:
+    """What Kubernetes sees of a worker: the exit code of a command, and what that says."""
+
+    def __init__(self, heartbeat: Path, max_age: float | None = None) -> None:
+        """Look at `heartbeat`; it may be `max_age` seconds old, or as old as the default says."""
+        # As the manifest has it, without an option, and without the second process that `run` starts.
+        self._environment = dict(os.environ) | {"OUTBOX_HEARTBEAT_FILE": str(heartbeat)}
+        if max_age is not None:
+            self._environment["OUTBOX_MAX_AGE"] = str(max_age)
+        self._heartbeat = heartbeat
+        self.said = ""
+
+    def __call__(self) -> int:
+        """Run the command and return its exit code."""
+        command = [sys.executable, "-m", "publishworker", "healthcheck"]
+        done = subprocess.run(command, env=self._environment, capture_output=True, text=True, timeout=20, check=False)
+        self.said = done.stderr.strip()
+        return done.returncode
+
+    def is_good(self) -> bool:
+        """Tell whether the worker is healthy."""
+        return self() == 0
+
+    def is_bad(self) -> bool:
+        """Tell whether the worker would be restarted."""
+        return self() == 1
+
+    def longest_gap(self, seconds: float, look: Callable[[], object]) -> float:
+        """Watch the heartbeat for some time, and `look` once a second; return the longest time between two beats.
+
+        What has passed since the last beat counts as well.
+        """
+        longest, looked, end = 0.0, 0.0, time.monotonic() + seconds
+        while (now := time.monotonic()) < end:
+            longest = max(longest, time.time() - self._heartbeat.stat().st_mtime)
+            if now - looked >= 1:
+                looked = now
+                look()
+            eventually(lambda at=now + 0.1: time.monotonic() >= at, seconds=1)  # type: ignore[misc]  # at
+        return longest
+
+
+def peak_memory(process: Process) -> int:
+    """Return the most bytes that a process has had, swapped ones included."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return sum(int(kilobytes) * 1024 for kilobytes in re.findall(r"^Vm(?:HWM|Swap):\s+(\d+) kB$", status, re.MULTILINE))
+
+
+def confined(writable: Path, command: Sequence[str]) -> list[str]:
+    """Return `command` so that it runs as process 1, without rights, and can write nothing but `writable`."""
+    return [*_NAMESPACES, "sh", "-c", _CONFINE, str(writable), *command]
+
+
+def need_namespaces(writable: Path) -> None:
+    """Skip the test where this machine allows no namespaces; fail where CI is set."""
+    import pytest  # here, because workers import this module, and their memory is measured
+
+    if shutil.which("unshare") is None or shutil.which("setpriv") is None:
+        reason = "no unshare and setpriv in PATH"
+    else:
+        tried = subprocess.run(confined(writable, ["true"]), capture_output=True, text=True, timeout=20, check=False)
+        reason = "" if tried.returncode == 0 else f"no namespaces: {tried.stderr.strip() or tried.returncode}"
+    if reason and os.environ.get("CI"):
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+
+
+@contextlib.contextmanager
+def container(directory: Path, environment: dict[str, str], code: str = "") -> Iterator[tuple[Process, int]]:
+    """Run a worker as process 1; yield what waits for it, and the worker's id as it is outside."""
+    arguments = ("in", str(directory), code, "run")
+    with started("tests.support.container", *arguments, environment=environment) as process:
+        # The one that waits starts one process, which becomes the worker.
+        yield process, eventually(lambda: children(process.pid), message="the process in the namespace")[0]
+
+
+def main() -> int:
+    """Carry out the first argument, then the worker's command."""
+    code, *arguments = sys.argv[1:]
+    if code == "in":
+        directory, *rest = arguments
+        command = confined(Path(directory), [sys.executable, "-m", "tests.support.container", *rest])
+        os.execvp(command[0], command)
+    exec(code, {})
+    from publishworker.cli import main as publishworker
+
+    return publishworker(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
