@@ -92,7 +92,7 @@ class Breakers:
     def states(self) -> dict[str, bool]:
         """Return the topics that do not work, and whether each rests now; else it is probed, or waits for a probe."""
         now = self._clock()
-        return {topic: now < rest.until and not rest.probing for topic, rest in self._rests.items()}
+        return {topic: now < rest.until for topic, rest in self._rests.items()}
 
     def depth(self) -> int:
         """Return how many rows of each range the poll has to read, so that it meets a task that was no probe yet."""

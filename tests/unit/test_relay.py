@@ -1,5 +1,6 @@
 """One turn on the fake store and publisher: what becomes of each task, and what is counted."""
 
+import threading
 from datetime import timedelta
 from random import Random
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from outbox.message import TASK_ID_ATTRIBUTE
 from publishworker import metrics as m
 from publishworker.delivery import Delivery
+from publishworker.flights import StuckGroup
 from publishworker.relay import Relay
 from publishworker.retries import Retries
 from publishworker.store import StoreError
@@ -345,6 +347,55 @@ def test_a_group_tells_how_long_its_phases_took_and_how_long_its_tasks_waited() 
     assert result.runs == 2
     assert result.phases == {m.CLAIM: 3, m.PUBLISH: 2, m.COMMIT: 3}
     assert result.waited == {"ready": 3602, "due": 7202}
+
+
+def test_a_task_that_is_marked_first_waits_for_that_commit_too() -> None:
+    """At most once: the answer comes later, and the task has waited until then."""
+    now = [100.0]
+
+    class Slow(FakePublisher):
+        def publish(self, *arguments: Any, **keywords: Any) -> dict[str, Outcome]:
+            now[0] += 2
+            return super().publish(*arguments, **keywords)
+
+    def commit() -> None:
+        now[0] += 3
+
+    store = FakeStore()
+    store.insert("once", "orders", serialized(), created_at=store.now - timedelta(hours=1), at_most_once=True)
+    store.before_commit = commit
+    retries = Retries(initial=1, longest=9, max_attempts=9, dead_after=9, random=Random(1))
+    delivery = Delivery(store, Slow("orders"), retries, 5, clock=lambda: now[0])
+    result = delivery.deliver(Group("orders", ("once",), at_most_once=True))
+    assert result.waited == {"once": 3605}
+
+
+def test_a_group_that_does_not_end_ends_the_turns() -> None:
+    """Whoever asks for one is told; the other groups of the process still land."""
+    let_go = threading.Event()
+
+    class Stuck(FakePublisher):
+        def publish(self, topic: str, rows: Any, *arguments: Any, **keywords: Any) -> dict[str, Outcome]:
+            if topic == "invoices":
+                let_go.wait(30)
+            return super().publish(topic, rows, *arguments, **keywords)
+
+    bench = Bench(publisher=Stuck("orders", "invoices"), stragglers=1, patience=0)
+    bench.insert("stuck", topic="invoices")
+    bench.insert("good")
+
+    def turn_for_minutes() -> None:
+        for _ in range(20):
+            bench.relay.turn()
+            bench.wait(10)
+
+    try:
+        with pytest.raises(StuckGroup, match="a group of 1 tasks of invoices is stuck"):
+            turn_for_minutes()
+        assert bench.unsent() == ["stuck"]
+        assert bench.relay.finish().in_flight == 0
+    finally:
+        let_go.set()
 
 
 def test_a_claim_that_fails_has_no_commit() -> None:

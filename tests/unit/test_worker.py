@@ -131,6 +131,22 @@ def test_the_heart_beats_while_idle_and_while_spanner_is_away() -> None:
         assert len(beats) >= 2
 
 
+def test_the_heart_beats_after_a_turn_that_failed() -> None:
+    """It may have taken as long as a poll may last; the wait comes on top."""
+    told: list[str] = []
+    stop = Stop()
+    script = Script(stop, StoreError("away"), StoreError("away"))
+    turn = script.turn
+
+    def tell(stopping: Callable[[], bool]) -> Turn:
+        told.append("turn")
+        return turn(stopping)
+
+    script.turn = tell  # type: ignore[method-assign]  # to hear of it
+    loop_of(script, stop, beat=lambda: told.append("beat")).run(stop)
+    assert told == ["beat", "turn", "beat", "beat", "turn", "beat"]
+
+
 def test_a_heartbeat_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The relay goes on; one that can be written is touched."""
     with caplog.at_level(logging.WARNING, "publishworker"):
