@@ -119,7 +119,7 @@ def test_a_probe_stays_good_while_a_service_is_silent(
             register(database, topic, 120)
             eventually(lambda: len(unsent(database)) < 120, seconds=30)
             proxy.hang()
-            gap = probe.longest_gap(120 if long else 12, lambda: check(probe))
+            gap = probe.longest_gap(60 if long else 12, lambda: check(probe))
             proxy.forward()
             wait_until_all_sent(database)
             process.stop()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from outbox.emulators import Emulators
-from tests.support.processes import Process, children, started
+from tests.support.processes import ROOT, Process, children, started
 from tests.support.spanner import INSTANCE, PROJECT
 from tests.support.waiting import eventually
 
@@ -69,7 +69,9 @@ class Probe:
     def __call__(self) -> int:
         """Run the command and return its exit code."""
         command = [sys.executable, "-m", "publishworker", "healthcheck"]
-        done = subprocess.run(command, env=self._environment, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, env=self._environment, capture_output=True, text=True, timeout=20, check=False
+        )
         self.said = done.stderr.strip()
         return done.returncode
 
