@@ -51,7 +51,7 @@ flights.STUCK_SECONDS = 16.0
 store = commands.SpannerStore
 commands.SpannerStore = lambda database, shards, *, emulator: store(database, shards)
 """
-OUTAGE_SECONDS = 24.0
+OUTAGE_SECONDS = 30.0
 #: Groups of one topic never end, and stuck is what lasts for more than 3 s.
 STUCK = """
 import threading
