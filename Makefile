@@ -24,8 +24,8 @@ demo: $(STAMP) ## run the whole thing on the emulators: an order service, two wo
 test: $(STAMP) ## all tests, on the real emulators
 	@$(BIN)/python -m pytest --numprocesses 2
 
-test-long: $(STAMP) ## outages of a minute each, and 5,000 random histories of ordering keys
-	@$(BIN)/python -m pytest --long --numprocesses 2 -rP tests/acceptance/test_outages.py tests/acceptance/test_bad_topics.py tests/unit/test_order_machine.py
+test-long: $(STAMP) ## outages of a minute each, probes of production, 5,000 random histories of ordering keys
+	@$(BIN)/python -m pytest --long --numprocesses 2 -rP tests/acceptance/test_outages.py tests/acceptance/test_bad_topics.py tests/acceptance/test_as_in_kubernetes.py tests/acceptance/test_as_in_kubernetes_memory.py tests/unit/test_order_machine.py
 
 lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff check .

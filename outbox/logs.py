@@ -10,10 +10,14 @@ from typing import Any
 from outbox import _tracing
 
 
+def escaped(text: str) -> str:
+    """Return a text in which all that is not printable is escaped, as JSON does it."""
+    return "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in text)
+
+
 def as_line(value: object, default: Callable[[Any], Any] | None = None) -> str:
     """Return one line of JSON in which all that is not printable is escaped, so that a terminal takes it as text."""
-    line = json.dumps(value, ensure_ascii=False, default=default)
-    return "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in line)
+    return escaped(json.dumps(value, ensure_ascii=False, default=default))
 
 
 class JsonFormatter(logging.Formatter):
@@ -45,6 +49,11 @@ class TextFormatter(logging.Formatter):
         """Use the local clock, to the second."""
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
 
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name of the base class
+        """Return the line; ids and topics are other people's text, and must not look like further lines."""
+        record.message = escaped(record.message)
+        return super().formatMessage(record)
+
 
 def configure(log_format: str = "auto", level: str = "info") -> None:
     """Send all logs to stderr; `auto` is text on a terminal, else JSON. A record may carry further `fields`."""
@@ -54,5 +63,7 @@ def configure(log_format: str = "auto", level: str = "info") -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     for name in ("outbox", "publishworker"):
         logging.getLogger(name).setLevel(level.upper())
+    # It quotes attributes of messages that are no trace context.
+    logging.getLogger("opentelemetry").setLevel(logging.ERROR)
     # A stack trace for each call without credentials; the publisher tells of them.
     logging.getLogger("grpc._plugin_wrapping").setLevel(logging.CRITICAL)

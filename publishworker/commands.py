@@ -134,8 +134,9 @@ class Worker:
             report=Reporter(self._metrics, fleet, self.relay),
             random=random,
         )
-        looks = (oldest_age(self._metrics), Counts(self._metrics)) if self._metrics.wanted else ()
-        self._lookouts = [Lookout(look, lambda: TaskTable(database.renewed()), fleet) for look in looks]
+        counts = Counts(self._metrics, lambda: self.relay.topics)
+        looks = (oldest_age(self._metrics), counts) if self._metrics.wanted else ()
+        self._lookouts = [Lookout(look, lambda: TaskTable(self.store.database), fleet) for look in looks]
         # What the imports have made lives as long as the process: no collection need look at it again, which took 30 ms
         # of CPU every few thousand tasks.
         gc.freeze()
@@ -152,7 +153,8 @@ class Worker:
         try:
             in_time = run_on_thread(lambda: self._loop.run(stop, until), stop, self._settings.drain_timeout)
         except StuckGroup as error:
-            self._metrics.count(m.STUCK, 1, topic=error.group.topic)
+            for group in error.groups:
+                self._metrics.count(m.STUCK, 1, topic=group.topic)
             _log.critical(
                 "%s, which no time limit explains; the worker ends, so that another one takes its tasks", error,
                 extra={"action": "stuck"},

@@ -11,12 +11,13 @@ INTERVAL = 60.0
 
 
 class Complaints:
-    """Remembers what was said when; what is quiet for an interval is forgotten."""
+    """Remembers what was said when; what is quiet for an interval is forgotten, once its count is told."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Measure by `clock`, in seconds."""
         self._clock = clock
-        self._said: dict[tuple[str, str], tuple[float, int]] = {}  # since when, and how often there was reason to
+        # Since when, how often there was reason to, how often it was said at most.
+        self._said: dict[tuple[str, str], tuple[float, int, int]] = {}
 
     def say(
         self,
@@ -33,17 +34,24 @@ class Complaints:
         Returns whether it was logged. `fields` are members of the line in JSON.
         """
         now = self._clock()
-        since, said = self._said.get((action, about), (float("-inf"), 0))
+        since, said, _ = self._said.pop((action, about), (float("-inf"), 0, 0))
+        self._forget(now)
         if now - since < INTERVAL:
-            self._said[action, about] = (since, said + 1)
+            self._said[action, about] = (since, said + 1, most)
             if said >= most:
                 return False
-            kept_back = 0
         else:
-            kept_back = said - most
-            self._said = {key: entry for key, entry in self._said.items() if now - entry[0] < INTERVAL}
-            self._said[action, about] = (now, 1)
-        if kept_back > 0:
-            sentence += f" [and {kept_back} times more since the last such line]"
+            self._said[action, about] = (now, 1, most)
+            if said > most:
+                sentence += f" [and {said - most} times more since the last such line]"
         _log.log(level, "%s", sentence, extra={"action": action, "fields": fields or {}})
         return True
+
+    def _forget(self, now: float) -> None:
+        """Forget what is quiet, and tell how often it was not told."""
+        for (action, about), (since, said, most) in list(self._said.items()):
+            if now - since >= INTERVAL:
+                del self._said[action, about]
+                if said > most:
+                    times = f"{said - most} times more than was logged"
+                    _log.warning("%s: %s, %s", action, about, times, extra={"action": action})

@@ -16,6 +16,10 @@ AGENT_VARIABLES = ("DD_DOGSTATSD_URL", "DD_AGENT_HOST", "DD_DOGSTATSD_PORT")
 LOST_SECONDS = 3600.0
 
 
+#: Packets that wait for an agent that is slow, and seconds in which it has to take one.
+QUEUED_PACKETS, SOCKET_SECONDS = 1000, 1.0
+
+
 class _Lost(logging.Handler):
     """Says once what the client would say of each packet that it cannot send."""
 
@@ -40,15 +44,23 @@ def from_environment() -> Metrics:
     configured = [name for name in AGENT_VARIABLES if os.environ.get(name)]
     if not configured:
         return Metrics()
+    # An agent that is away makes the client warn for every packet, and an address that is none at its import.
+    of_client = logging.getLogger("datadog.dogstatsd")
+    of_client.handlers = [_Lost()]
+    of_client.propagate = False
     try:
         from datadog.dogstatsd.base import DogStatsd  # noqa: PLC0415 - 125 ms, and an extra that not everyone installs
     except ImportError as error:
         raise SettingError(
             f"{configured[0]} is set, but the package `datadog` is missing: pip install 'spanner-outbox[worker]'"
         ) from error
-    # An agent that is away makes the client warn for every packet.
-    of_client = logging.getLogger("datadog.dogstatsd")
-    of_client.handlers = [_Lost()]
-    of_client.propagate = False
-    # Packets of many samples: a group has one for each of its tasks. What is in the buffer is sent by `stop`.
-    return Metrics(DogStatsd(disable_buffering=False))
+    # Packets of many samples, sent by a thread of the client: the socket of an agent that is slow is full after ten
+    # packets, and would refuse the next ones. `stop` sends what is left.
+    return Metrics(
+        DogStatsd(
+            disable_buffering=False,
+            disable_background_sender=False,
+            sender_queue_size=QUEUED_PACKETS,
+            socket_timeout=SOCKET_SECONDS,
+        )
+    )

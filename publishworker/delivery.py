@@ -167,7 +167,7 @@ class Delivery:
                     continue  # the next one may have a verdict of its own
                 if row.ordering_key is not None and stops(outcome):
                     failed[row.ordering_key] = None if passed_over else self._behind(row, charged, now)
-        result.traces = _traces(ours, result.charged)
+        result.traces |= _traces(ours, result.charged)
         return marks
 
     def _behind(self, head: Row, charged: Charged | None, now: datetime) -> Parked | None:

@@ -4,7 +4,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from publishworker.task import Group, GroupResult, Key
 
@@ -13,18 +13,25 @@ STUCK_SECONDS = 120.0
 #: Seconds between two looks that count at most: no step of the loop lasts longer, but for one that the process slept
 #: through, and then the groups have slept as well.
 LONGEST_STEP = 45.0
+#: Seconds in which the other groups may end when one has met a defect: the process ends anyway.
+JOIN_SECONDS = 30.0
 #: Seconds between two signs of life where all groups are waited for; None: none.
 WATCH_SECONDS: float | None = 1.0
 
 
 class StuckGroup(Exception):
-    """A group does not end. Its thread cannot be stopped, only its process can."""
+    """Groups that do not end. Their threads cannot be stopped, only their process can."""
 
-    def __init__(self, group: Group, seconds: float) -> None:
-        """Name the group."""
+    def __init__(self, groups: Sequence[Group], seconds: float) -> None:
+        """Name the groups; the first has been in flight for so long."""
+        group = groups[0]
         some = ", ".join(group.ids[:5]) + (", ..." if len(group.ids) > 5 else "")
-        super().__init__(f"a group of {len(group.ids)} tasks of {group.topic} is stuck for {seconds:.0f} s ({some})")
-        self.group = group
+        others = f", and {len(groups) - 1} more" if len(groups) > 1 else ""
+        super().__init__(
+            f"a group of {len(group.ids)} tasks of {group.topic} is stuck for {seconds:.0f} s ({some}){others}"
+        )
+        self.groups = tuple(groups)
+        self.seconds = seconds
 
 
 class Flights:
@@ -68,6 +75,10 @@ class Flights:
             tasks[group.topic] += 0 if group.parks else len(group.ids)
         return tasks
 
+    def bytes(self) -> int:
+        """Return how many bytes of messages they have."""
+        return sum(group.bytes for group in self._threads)
+
     def parking(self) -> int:
         """Return how many groups only park tasks."""
         return sum(group.parks for group in self._threads)
@@ -83,24 +94,27 @@ class Flights:
         self._flown[group] = 0.0
         thread.start()
 
-    def stuck(self) -> list[Group]:
-        """Return the groups that have been in flight for longer than anything may last."""
+    def check(self) -> None:
+        """Raise StuckGroup if groups do not end; they are given up then."""
         step, self._looked_at = min(self._clock() - self._looked_at, LONGEST_STEP), self._clock()
         self._flown = {group: seconds + step for group, seconds in self._flown.items()}
-        return [group for group, seconds in self._flown.items() if seconds > STUCK_SECONDS]
+        # One whose thread has ended waits to be collected, as long as it may be.
+        stuck = [group for group in self._flown if self._flown[group] > STUCK_SECONDS and self._is_flying(group)]
+        if stuck:
+            seconds = self._flown[stuck[0]]
+            for group in stuck:
+                del self._threads[group], self._flown[group]
+            raise StuckGroup(stuck, seconds)
 
-    def check(self) -> None:
-        """Raise StuckGroup if one is stuck; it is given up then."""
-        for group in self.stuck():
-            del self._threads[group]
-            raise StuckGroup(group, self._flown.pop(group))
+    def _is_flying(self, group: Group) -> bool:
+        return self._threads[group].is_alive()
 
     def landed(self, leave: int = 0, patience: float | None = None, longest: float | None = None) -> list[GroupResult]:
         """Wait until at most `leave` groups fly; return the results of those that have ended.
 
         It waits for `longest` seconds at most, and no longer than `patience` seconds once one has ended. What `fly`
-        raised is raised here, after all have ended: nothing is left running, nothing is swallowed. Without a limit it
-        raises StuckGroup if one does not end, or returns what has ended before.
+        raised is raised here, after the others had the time to end: nothing is swallowed. Without a limit it raises
+        StuckGroup if one does not end; whoever has to keep the results of the others takes them one by one.
         """
         results: list[GroupResult] = []
         end = None if longest is None else self._clock() + longest
@@ -112,10 +126,7 @@ class Flights:
                 if end is not None or len(self._threads) <= leave:
                     break
                 self._beat()
-                if results and self.stuck():
-                    break
-                if not results:
-                    self.check()
+                self.check()
                 continue
             if group not in self._threads:
                 continue
@@ -135,5 +146,6 @@ class Flights:
             self._ended.put((group, error))
 
     def _join(self) -> None:
+        end = time.monotonic() + JOIN_SECONDS
         for thread in self._threads.values():
-            thread.join()
+            thread.join(max(0.0, end - time.monotonic()))

@@ -2,7 +2,11 @@
 
 import logging
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Literal, Protocol
+
+from outbox.errors import InvalidMessage
+from outbox.message import check_topic
 
 _log = logging.getLogger("publishworker")
 
@@ -12,6 +16,8 @@ Type = Literal["count", "gauge", "distribution"]
 TASK_STATES = ("pending", "paused", "retrying", "scheduled", "dead")
 #: Phases of `PHASE_DURATION`.
 POLL, CLAIM, PUBLISH, COMMIT = "poll", "claim", "publish", "commit"
+#: The tag of all topics whose name none can have.
+INVALID_TOPIC = "invalid"
 #: Values of `BREAKER_STATE`.
 CLOSED, HALF_OPEN, OPEN = 0, 1, 2
 
@@ -107,7 +113,8 @@ PENDING = Metric(
     "task",
     (),
     "Ready and due tasks of all topics that are not paused, ten seconds ago: what the autoscaler looks at. Counting "
-    "stops at 10,000 for each shard and topic, or earlier where there are more than ten topics.",
+    "stops at 10,000 for each shard and topic, earlier where there are more than a hundred of these, and after 1,000 "
+    "topics.",
     -1,
 )
 TOPIC_TASKS = Metric(
@@ -124,7 +131,7 @@ OLDEST_AGE = Metric(
     "second",
     (),
     "Ten seconds ago minus the later of CreatedAt and AvailableAt of the task that had been ready or due longest then, "
-    "of any topic that is not paused and any priority; 0 if there was none.",
+    "of any topic that is not paused (the first 1,000 by name) and any priority; 0 if there was none.",
     -1,
 )
 LATENCY = Metric(
@@ -133,7 +140,7 @@ LATENCY = Metric(
     "second",
     ("topic",),
     "From when a task became due (the later of CreatedAt and AvailableAt) to Pub/Sub's answer, by Spanner's clock. One "
-    "that is sent again by plain DML counts from when it first was.",
+    "that is sent again by plain DML counts from when it first was. Of a group about 20 samples are sent.",
     -1,
 )
 PHASE_DURATION = Metric(
@@ -167,7 +174,12 @@ BREAKER_STATE = Metric(
 SHARDS = Metric("outbox.owned_shard_count", "gauge", "shard", (), "Shards that this worker polls.")
 WORKERS = Metric("outbox.live_worker_count", "gauge", "worker", (), "Workers that live, as this one sees it.")
 HEARTBEAT = Metric(
-    "outbox.heartbeat_count", "count", "unit", (), "One from each worker every 15 s, also while a service is away.", 1
+    "outbox.heartbeat_count",
+    "count",
+    "unit",
+    (),
+    "One from each worker every 15 s, also while a service is away; where polls get no answer one in 35 s at most.",
+    1,
 )
 BUILD = Metric(
     "outbox.build_info",
@@ -220,6 +232,17 @@ METRICS = (
 )
 
 
+@lru_cache(maxsize=4096)
+def _tag(key: str, value: str) -> str:
+    """Return the value of a tag: the names of topics are bounded, what other writers put in their place is not."""
+    if key == "topic":
+        try:
+            check_topic(value)
+        except InvalidMessage:
+            return INVALID_TOPIC
+    return value
+
+
 class Client(Protocol):
     """What a metrics client offers; `datadog.DogStatsd` is one."""
 
@@ -229,8 +252,8 @@ class Client(Protocol):
     def gauge(self, metric: str, value: float, tags: list[str]) -> object:
         """Set a gauge."""
 
-    def distribution(self, metric: str, value: float, tags: list[str]) -> object:
-        """Add a sample."""
+    def distribution(self, metric: str, value: float, tags: list[str], sample_rate: float = 1) -> object:
+        """Add a sample, or leave it out: of all so many, each of which then counts for more."""
 
     def stop(self) -> object:
         """Send what is buffered and close."""
@@ -264,10 +287,10 @@ class Metrics:
         if self._client is not None:
             self._guarded(self._client.gauge, metric, value, tags)
 
-    def sample(self, metric: Metric, value: float, **tags: str) -> None:
-        """Add a sample to a distribution."""
+    def sample(self, metric: Metric, value: float, rate: float = 1, **tags: str) -> None:
+        """Add a sample to a distribution, or leave it to the others: `rate` of all are sent."""
         if self._client is not None:
-            self._guarded(self._client.distribution, metric, value, tags)
+            self._guarded(partial(self._client.distribution, sample_rate=min(1, rate)), metric, value, tags)
 
     def stop(self) -> None:
         """Send what is buffered: counts are lost otherwise."""
@@ -279,7 +302,7 @@ class Metrics:
 
     def _guarded(self, send: object, metric: Metric, value: float, tags: dict[str, str]) -> None:
         try:
-            send(metric.name, value, tags=[f"{key}:{value}" for key, value in tags.items()])  # type: ignore[operator]  # two methods of one shape
+            send(metric.name, value, tags=[f"{key}:{_tag(key, each)}" for key, each in tags.items()])  # type: ignore[operator]  # methods of one shape
         except Exception:  # metrics are no reason to stop sending tasks
             if not self._complained:
                 self._complained = True

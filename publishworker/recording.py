@@ -16,6 +16,9 @@ _log = logging.getLogger("publishworker")
 
 #: Seconds between two lines that say what was done.
 SUMMARY_SECONDS = 60.0
+#: Samples of latency that a group sends, about: more would crowd the counts out of the agent's socket. Each stands for
+#: as many tasks as were left out.
+LATENCY_SAMPLES = 20
 #: Lines a minute about tasks of one topic that failed for one reason, each with its task; the others are counted.
 FAILURE_LINES = 100
 
@@ -44,7 +47,7 @@ class Recorder:
             for phase, seconds in result.phases.items():
                 self._metrics.sample(m.PHASE_DURATION, seconds, phase=phase)
             for seconds in result.waited.values():
-                self._metrics.sample(m.LATENCY, seconds, topic=topic)
+                self._metrics.sample(m.LATENCY, seconds, rate=LATENCY_SAMPLES / len(result.waited), topic=topic)
         for reason, count in Counter(failure.reason for failure in result.failed().values()).items():
             self._metrics.count(m.FAILED, count, topic=topic, reason=reason)
         self._failures(result)

@@ -17,7 +17,7 @@ from publishworker.metrics import Metrics
 from publishworker.ordering import Fronts, Ordering
 from publishworker.polling import Found, Poller
 from publishworker.recording import Recorder
-from publishworker.sampling import Limits, sample
+from publishworker.sampling import Limits, fitting, sample
 from publishworker.store import Store, StoreError
 from publishworker.task import Candidate, Group, GroupResult, Key, Mark, Row, Sent, Turn
 from publishworker.throttle import Throttle
@@ -69,6 +69,7 @@ class Relay:
         )
         self._fair = FairShare(fair_share)
         self._behind = False  # whether the last sample left tasks behind
+        self._crowded = False  # whether it did so because there are too many bytes in flight
         self._breakers = Breakers(random, clock, places=limits.groups)
         self._doubts = Doubts(clock)
         self._recorder = Recorder(metrics, clock)
@@ -81,9 +82,11 @@ class Relay:
         Raises StoreError if the poll got no answer, or if tasks that were published before cannot be marked: nothing
         is published then but what is in flight. Raises StuckGroup if a group does not end.
         """
-        self._flights.check()
         self._beat()
-        full = len(self._flights) >= self._limits.groups
+        results = self._flights.landed(self._limits.groups)  # before the poll, which may fail for a long time
+        changed = self._learn(results)
+        self._flights.check()
+        full = len(self._flights) >= self._limits.groups or self._flights.bytes() >= self._limits.bytes
         found = Found() if full else self._poll()
         self._beat()
         doubtful = self._mark_doubtful()
@@ -95,23 +98,30 @@ class Relay:
             groups = self._sample(fronts)
             for group in groups:
                 self._start(group)
-            waits = bool(groups) or fronts.busy
-        results = self._landed(found) if waits else self._flights.landed(self._limits.groups)
-        changed = self._learn(results)
+            waits = bool(groups) or fronts.busy or self._crowded
+        later = self._landed(found) if waits else self._flights.landed(self._limits.groups)
+        changed |= self._learn(later)
+        results += later
         if not stopping():
             self._follow_up(results)
-        return self._record(found, results, waits=waits and not results, changed=changed)
+        return self._turn(found, results, waits=waits and not results, changed=changed)
 
     def finish(self) -> Turn:
         """Wait for everything in flight, try once to mark what is in doubt then, and return the numbers.
 
         Raises StuckGroup if a group does not end.
         """
-        turn = self._record(Found(), self._flights.landed())
-        self._recorder.end()
-        with contextlib.suppress(StoreError):  # it was said when the commit failed
-            self._mark_doubtful()
-        return turn
+        results: list[GroupResult] = []
+        try:
+            while len(self._flights):  # one by one: what has landed is told, whatever becomes of the others
+                landed = self._flights.landed(len(self._flights) - 1)
+                self._learn(landed)
+                results += landed
+            with contextlib.suppress(StoreError):  # it was said when the commit failed
+                self._mark_doubtful()
+            return self._turn(Found(), results)
+        finally:
+            self._recorder.end()
 
     @property
     def in_flight(self) -> int:
@@ -153,13 +163,15 @@ class Relay:
                 allowed[group.topic] -= len(group.ids)
         given = {id for group in fair for id in group.ids}
         rest = [each for each in candidates if each.id not in given]
-        groups = fair + self._groups(rest, parks + fair, allowed)
+        wanted = fair + self._groups(rest, parks + fair, allowed)
+        groups = fitting(wanted, self._limits.bytes - self._flights.bytes(), alone=not len(self._flights))
+        self._crowded = len(groups) < len(wanted)
         taken = sum(len(group.ids) for group in groups if group.topic not in allowed)
         # The others wait for more than for a place.
         free = sum(each.tasks for each in candidates if each.topic not in allowed)
         self._behind = bool(self._poller.cut_off - allowed.keys()) or taken < free
-        priorities = [each.priority for each in candidates if each.available_at is None]
-        self._fair.count(len(groups), len(fair), max(priorities, default=None) if self._behind else None)
+        highest = max((each.priority for each in candidates if each.available_at is None), default=None)
+        self._fair.count(len(groups), min(len(fair), len(groups)), highest if self._behind else None)
         return parks + groups
 
     def _places_to_park(self, *, nothing_else: bool) -> int:
@@ -196,10 +208,17 @@ class Relay:
         return self._flights.landed(leave, self._patience, LONGEST_TURN_WAIT)
 
     def _learn(self, results: Sequence[GroupResult]) -> bool:
-        """Take in what groups say of their topics; return whether a topic rests from now on, or works again."""
+        """Tell of groups that have landed, after their commits, and take in what they say of their topics.
+
+        Returns whether a topic rests from now on, or works again.
+        """
         changes = []
         for result in results:
             topic = result.group.topic
+            self._recorder.group(result)
+            if result.error is not None:
+                created = {id: result.created[id] for id in result.published()}
+                self._doubts.remember(topic, created, result.locked_at)
             if result.group.parks:
                 continue
             self._throttle.take(topic, len(result.tried) - len(result.group.ids))
@@ -227,13 +246,18 @@ class Relay:
         flights = Flights(lambda group: self._delivery.mark(group, published), self._clock, self._beat)
         for group in self._doubts.groups(self._limits):
             flights.start(group)
-        for result in flights.landed():
-            if result.error is not None:
-                raise StoreError(f"published tasks could not be marked: {result.error}")
-            self._doubts.forget(result.group.ids)
+        errors = []
+        while len(flights):
+            for result in flights.landed(len(flights) - 1):
+                if result.error is None:
+                    self._doubts.forget(result.group.ids)
+                else:
+                    errors.append(result.error)
+        if errors:
+            raise StoreError(f"published tasks could not be marked: {errors[0]}")
         return doubtful
 
-    def _record(
+    def _turn(
         self,
         found: Found,
         results: Sequence[GroupResult],
@@ -241,12 +265,7 @@ class Relay:
         waits: bool = False,
         changed: bool = False,
     ) -> Turn:
-        """Count and log what happened: after every commit has returned."""
-        for result in results:
-            self._recorder.group(result)
-            if result.error is not None:
-                created = {id: result.created[id] for id in result.published()}
-                self._doubts.remember(result.group.topic, created, result.locked_at)
+        """Return the numbers of a turn, and tell of them."""
         held = [self._breakers.seconds_to_probe(), self._throttle.seconds_to_next()]
         committed = [result for result in results if result.error is None]
         turn = Turn(

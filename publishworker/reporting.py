@@ -24,8 +24,11 @@ K = TypeVar("K")
 
 #: Seconds between two reports, and between two looks at the table.
 INTERVAL = 15.0
-#: A look that takes long is followed by a wait of so many times as long, so that it never is most of the load.
-RESTS = 4
+#: A look that takes long is followed by a wait of so many times as long, so that it never is most of the load; but of
+#: no longer than LONGEST_REST, as the autoscaler takes what is five minutes old for unknown.
+RESTS, LONGEST_REST = 4, 120.0
+#: Seconds before the first look: until then the fleet has told which worker it is to look.
+FIRST_WAIT = 5.0
 #: Seconds for which what has become 0 is sent as 0: a gauge that is no longer sent keeps its last value in a graph.
 REMEMBER_SECONDS = 600.0
 
@@ -102,16 +105,20 @@ class Reporter:
 class Counts:
     """Tells how many tasks wait, in all and by topic and state."""
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
-        """Tell `metrics`."""
+    def __init__(
+        self, metrics: Metrics, topics: Callable[[], Collection[str]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Tell `metrics`, also that nothing is pending of `topics`."""
         self._metrics = metrics
+        self._topics = topics
         self._lately = Fading[tuple[str, str]](clock)
 
     def __call__(self, table: TaskTable) -> None:
         """Count, and send. Raises OutboxError."""
-        found = backlog.read(table)
+        found = backlog.read(table, of_sent=False)
         self._metrics.gauge(m.PENDING, found.total.pending)
-        for (topic, state), number in self._lately(by_topic_and_state(found)).items():
+        none = {(topic, m.TASK_STATES[0]): 0 for topic in self._topics()}
+        for (topic, state), number in (none | self._lately(by_topic_and_state(found))).items():
             self._metrics.gauge(m.TOPIC_TASKS, number, topic=topic, state=state)
 
 
@@ -166,12 +173,13 @@ class Lookout:
             self._table = self._table or self._open_table()
             self._look(self._table)
         except OutboxError as error:  # a figure is missing, the relay goes on
-            self._table = None  # its session may be lost
+            self._table = None  # the store may have another database by now: a session was lost
             self._complaints.say("backlog", "", f"how much waits is not known: {error}")
-        return max(INTERVAL, RESTS * (self._clock() - began))
+            return INTERVAL
+        return max(INTERVAL, min(LONGEST_REST, RESTS * (self._clock() - began)))
 
     def _run(self) -> None:
-        wait = 0.0
+        wait = FIRST_WAIT
         while not self._stop.wait(wait):
             try:
                 wait = self.once()

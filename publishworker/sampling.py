@@ -9,9 +9,14 @@ one that is not. The run of an ordering key stays whole, unless fewer of its top
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from random import Random
 
 from publishworker.task import Candidate, Group
+
+#: Full groups whose bytes may be in flight at once, and bytes that may be in any case. In memory a message is several
+#: times its size: as Spanner sends it, decoded, as a message, in the request, and on the wire.
+GROUPS_OF_BYTES, LEAST_BYTES = 4, 32_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +26,11 @@ class Limits:
     group_size: int
     group_bytes: int
     groups: int
+
+    @property
+    def bytes(self) -> int:
+        """Return how many bytes of messages may be in flight at once; one message always may."""
+        return max(LEAST_BYTES, GROUPS_OF_BYTES * self.group_bytes)
 
 
 def sample(
@@ -41,6 +51,12 @@ def sample(
     piles = [deque(_urgent_first(_slices(pile), most, random)) for pile in (ready, due)]
     packed = _pack(_in_halves(piles, random), limits, dict(allowed or {}))
     return _share(packed, limits.groups, Counter(flying or {}))
+
+
+def fitting(groups: Sequence[Group], free: int, *, alone: bool) -> list[Group]:
+    """Return the first of `groups` that have room in `free` bytes together; where they are `alone`, one has anyway."""
+    sizes = list(accumulate(group.bytes for group in groups))
+    return [group for place, group in enumerate(groups) if sizes[place] <= free or (alone and place == 0)]
 
 
 def _slices(candidates: Sequence[Candidate]) -> Iterable[list[Candidate]]:
@@ -107,7 +123,7 @@ class _Packing:
 
     def closed(self) -> Group:
         keys = tuple(self.keys) if any(self.keys) else ()
-        return Group(self.topic, tuple(self.ids), keys=keys, wakes=tuple(self.wakes))
+        return Group(self.topic, tuple(self.ids), keys=keys, wakes=tuple(self.wakes), bytes=self.bytes)
 
 
 def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, int]) -> list[_Packing]:

@@ -111,7 +111,12 @@ class SpannerStore:
         self._database: Any = database  # its methods carry no types
         self.shards: Sequence[int] = range(shards)
         self._emulator = emulator
-        self._turnstile = threading.Lock() if emulator else contextlib.nullcontext()
+        self._turnstile = threading.Lock()
+
+    @property
+    def database(self) -> Any:
+        """Return the database; another one when its session was lost."""
+        return self._database
 
     def poll(self, look: Look) -> Poll:
         """See Store. A strong single-use read at MEDIUM priority, one request."""
@@ -152,7 +157,7 @@ class SpannerStore:
             _mark(transaction, locked, decide(locked, now))
             return transaction
 
-        with self._failures(), self._turnstile:
+        with self._failures(), self._our_turn():
             transaction = self._database.run_in_transaction(
                 work,
                 timeout_secs=ABORTED_SECONDS,
@@ -166,7 +171,7 @@ class SpannerStore:
 
     def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
         """See Store. One request: a commit without reads."""
-        with self._failures(), self._turnstile, self._batch() as batch:
+        with self._failures(), self._our_turn(HEARTBEAT_SECONDS), self._batch() as batch:
             batch.insert_or_update(
                 "AsynchronousTaskWorkers", sql.HEARTBEAT_COLUMNS, [(worker, started_at, COMMIT_TIMESTAMP)]
             )
@@ -175,7 +180,7 @@ class SpannerStore:
 
     def leave(self, worker: str) -> None:
         """See Store."""
-        with self._failures(), self._turnstile, self._batch() as batch:
+        with self._failures(), self._our_turn(HEARTBEAT_SECONDS), self._batch() as batch:
             batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[worker]]))
 
     def unsent(self) -> list[Unsent]:
@@ -206,6 +211,19 @@ class SpannerStore:
                     lazy_decode=lazy_decode,
                 )
             )
+
+    @contextlib.contextmanager
+    def _our_turn(self, seconds: float = -1) -> Iterator[None]:
+        """Wait, on the emulator, until none of our transactions runs; for `seconds` at most, unless they are -1."""
+        if not self._emulator:
+            yield
+            return
+        if not self._turnstile.acquire(timeout=seconds):
+            raise StoreError(f"the emulator runs one transaction at a time, and ours did not end in {seconds:g} s")
+        try:
+            yield
+        finally:
+            self._turnstile.release()
 
     def _batch(self) -> Any:
         return self._database.batch(

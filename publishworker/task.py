@@ -116,6 +116,8 @@ class Group:
     wakes: tuple[str, ...] = ()
     #: Nothing is sent: the first is the head of a key, and not due, and the others are to be put off behind it.
     parks: bool = False
+    #: Of all messages together.
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +250,8 @@ class GroupResult:
         if not once:
             return None
         ids, keys = zip(*once, strict=True)
-        return Group(self.group.topic, ids, at_most_once=True, keys=keys if any(keys) else ())
+        keys = keys if any(keys) else ()
+        return Group(self.group.topic, ids, at_most_once=True, keys=keys, bytes=self.group.bytes)
 
 
 @dataclass(frozen=True, slots=True)

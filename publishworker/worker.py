@@ -88,8 +88,11 @@ class Loop:
         """
         try:
             self._turn_until(stop, until)
-        except StuckGroup:
-            self._end()
+        except StuckGroup as stuck:
+            try:
+                self._end()
+            except StuckGroup as others:
+                raise StuckGroup((*stuck.groups, *others.groups), stuck.seconds) from None
             raise
         self._end()
 
@@ -126,6 +129,7 @@ class Loop:
         end = self._clock() + seconds
         while (left := end - self._clock()) > 0 and not stop.wait(min(left, self._fleet.seconds_to_beat)):
             self._beat()
+            self._report()
             self._fleet.beat()
 
     def _say_away(self, error: StoreError) -> None:

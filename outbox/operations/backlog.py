@@ -170,22 +170,23 @@ class Counter:
             line.oldest = oldest
 
 
-def read(table: TaskTable, *, exact: bool = False, limit: int | None = None) -> Backlog:
-    """Return the backlog of ten seconds ago, or now and whole if `exact`.
+def read(table: TaskTable, *, exact: bool = False, limit: int | None = None, of_sent: bool = True) -> Backlog:
+    """Return the backlog of ten seconds ago, or now and whole if `exact`; what was sent and who lives only `of_sent`.
 
     Each count stops at `limit` in a shard and topic; by default at COUNTED, or at less where there are many topics.
     Everything is read at one timestamp. Raises NotReached, OutboxError.
     """
     if exact:
         return _read_at(table, table.now(), NO_LIMIT)
-    return _lately(table, lambda at: _read_at(table, at, limit))
+    return _lately(table, lambda at: _read_at(table, at, limit, of_sent=of_sent))
 
 
 def oldest_age(table: TaskTable) -> float:
     """Return how old the oldest pending task was ten seconds ago, in seconds, of topics that are not paused; 0 if none.
 
-    Found by seeks into the index, so it costs the same however much waits. Exact unless a shard and topic has more than
-    MAX_LOOKS priorities; then the oldest of the next COUNTED tasks there. Raises NotReached, OutboxError.
+    Found by seeks into the index, so it costs the same however many tasks a priority has. Exact unless there are more
+    than MAX_TOPICS topics, of which the first are looked at, or a shard and topic has more than MAX_LOOKS priorities;
+    of the lower ones some tasks are looked at then. Raises NotReached, OutboxError.
     """
     return _lately(table, lambda at: _oldest_age_at(table, at))
 
@@ -206,7 +207,7 @@ def _oldest_age_at(table: TaskTable, at: datetime) -> float:
         return table.query(statement, "outbox-age", values, at=at, seconds=LOOK_SECONDS)
 
     paused = {topic for topic, is_paused, *_ in ask(sql.CONTROLS) if is_paused}
-    topics = [topic for topic in table.topics(MAX_TOPICS, at) if topic not in paused]
+    topics = [topic for topic in table.topics(MAX_TOPICS + len(paused), at) if topic not in paused][:MAX_TOPICS]
     found = ask(sql.OLDEST_DUE, shards=list(table.shards), topics=topics, limit=FIRST_DUE, now=at)[0]
     belows = dict.fromkeys(product(table.shards, topics), _HIGHEST)
     for _ in range(MAX_LOOKS):
@@ -215,7 +216,8 @@ def _oldest_age_at(table: TaskTable, at: datetime) -> float:
             found += [created for _, _, _, created in rows]
             belows = {(shard, topic): priority - 1 for shard, topic, priority, _ in rows if priority > _LOWEST}
     if belows:
-        found += ask(sql.OLDEST_OF_SOME_READY, **_places(belows), limit=COUNTED)[0]
+        limit = max(LEAST, min(COUNTED, IN_ALL // len(belows)))
+        found += ask(sql.OLDEST_OF_SOME_READY, **_places(belows), limit=limit)[0]
     oldest = min((each for each in found if each), default=at)
     return max(0.0, (at - oldest).total_seconds())
 
@@ -225,7 +227,7 @@ def _places(belows: Mapping[tuple[int, str], int]) -> dict[str, Any]:
     return {"places": shards, "names": names, "belows": list(belows.values())}
 
 
-def _read_at(table: TaskTable, at: datetime, limit: int | None) -> Backlog:
+def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool = True) -> Backlog:
     topics = table.topics(MAX_TOPICS + 1, at)
     whole = len(topics) <= MAX_TOPICS
     del topics[MAX_TOPICS:]
@@ -246,7 +248,9 @@ def _read_at(table: TaskTable, at: datetime, limit: int | None) -> Backlog:
     counter.add(ask(sql.COUNT_DUE, **places, topics=topics, now=at), "pending")
     counter.add(ask(sql.COUNT_WAITING, **places, topics=topics, now=at), "retrying", "scheduled")
     counter.add(ask(sql.COUNT_DEAD, **places, topics=topics), "dead")
-    counter.add_sent(ask(sql.COUNT_SENT, **places, now=at))
-    [[workers]] = ask(sql.LIVE_WORKERS, now=at)
+    workers = 0
+    if of_sent:
+        counter.add_sent(ask(sql.COUNT_SENT, **places, now=at))
+        [[workers]] = ask(sql.LIVE_WORKERS, now=at)
     paused = {topic for topic, is_paused, *_ in ask(sql.CONTROLS) if is_paused}
     return Backlog(at, workers, counter.lines(paused), whole=whole)

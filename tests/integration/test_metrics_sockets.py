@@ -137,6 +137,7 @@ def test_an_agent_that_is_away_is_told_of_once(
     def send(topic: str) -> None:
         metrics.count(m.PUBLISHED, 1, topic=topic)
         metrics._client.flush()
+        metrics._client.wait_for_pending()
 
     with caplog.at_level(logging.INFO):
         send("too-early")

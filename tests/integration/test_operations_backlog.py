@@ -304,7 +304,7 @@ def test_a_look_that_takes_too_long_is_not_made_again(watch: Watch, monkeypatch:
     """Only a table that was not there ten seconds ago is read as it is now: a busy Spanner is not asked twice."""
     looks = []
 
-    def time_out(*arguments: Any) -> Any:
+    def time_out(*arguments: Any, **_keywords: Any) -> Any:
         looks.append(arguments)
         raise NotReached("not in time") from DeadlineExceeded("504")
 

@@ -243,7 +243,9 @@ def test_no_call_waits_for_a_spanner_that_goes_away(
     """In the middle of a command: the client alone would try a commit for an hour, and a stream for ever."""
     with Proxy(emulators.spanner_host) as proxy:
         monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
-        ours = open_database(DatabaseSettings(project=PROJECT, instance=INSTANCE, database=database.database_id))
+        ours = open_database(
+            DatabaseSettings(project=PROJECT, instance=INSTANCE, database=database.database_id, database_role="")
+        )
         table = TopicTable(TaskTable(ours))
         table.change(["orders"], {"Paused": False})
         original = getattr(ours.spanner_api, call)

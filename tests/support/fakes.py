@@ -356,7 +356,7 @@ class Counted:
         """Keep the last."""
         self.counts[metric] = value
 
-    def distribution(self, metric: str, value: float, tags: list[str]) -> None:
+    def distribution(self, metric: str, value: float, tags: list[str], sample_rate: float = 1) -> None:
         """Count the samples."""
         self.counts[metric] = self.counts.get(metric, 0) + 1
 

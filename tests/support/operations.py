@@ -64,7 +64,9 @@ def rows_of(database: Database) -> dict[str, dict[str, Any]]:
 
 def opened(database: Database) -> Any:
     """Return a handle of its own for a table, as a command opens it: what it sends is not mixed with the test's."""
-    return open_database(DatabaseSettings(project=PROJECT, instance=INSTANCE, database=database.database_id))
+    return open_database(
+        DatabaseSettings(project=PROJECT, instance=INSTANCE, database=database.database_id, database_role="")
+    )
 
 
 #: The tags of what may take locks.

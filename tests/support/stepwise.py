@@ -184,7 +184,7 @@ class _Thread:
     def start(self) -> None:
         here().crew.spawn(self._run)
 
-    def join(self) -> None:
+    def join(self, timeout: float) -> None:
         raise AssertionError("a group ended with an error")
 
 

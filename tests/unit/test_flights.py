@@ -158,14 +158,36 @@ def test_who_waits_for_all_shows_signs_of_life_and_gives_up_a_stuck_group(
     assert air.beats > STUCK_SECONDS
 
 
-def test_what_has_landed_is_not_lost_for_a_stuck_group(air: Air, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is returned first; who asks again is told of the other."""
+def test_what_has_landed_can_be_taken_before_a_stuck_group_is_told(air: Air, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one; whoever asks for the last one is told."""
     monkeypatch.setattr(flights, "WATCH_SECONDS", 0.001)
     air.start("a")
     [thread] = air.flights._threads.values()
     air.land("a")
     thread.join(10)
-    air.start("slow")
+    air.start("slow", "slow-too")
+    assert topics(air.flights.landed(len(air.flights) - 1)) == ["a"]
+    with pytest.raises(StuckGroup, match=r"of slow is stuck .*, and 1 more") as caught:
+        air.flights.landed(len(air.flights) - 1)
+    assert [group.topic for group in caught.value.groups] == ["slow", "slow-too"]
+
+
+def test_a_group_that_has_ended_is_not_stuck_however_late_it_is_collected(air: Air) -> None:
+    """In an outage nobody may ask for results for long."""
+    air.start("a")
+    [thread] = air.flights._threads.values()
+    air.land("a")
+    thread.join(10)
+    for _ in range(100):
+        air.seconds += 30
+        air.flights.check()
     assert topics(air.flights.landed()) == ["a"]
-    with pytest.raises(StuckGroup):
+
+
+def test_a_defect_is_raised_though_another_group_hangs(air: Air, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has some time to end, and then the process does."""
+    monkeypatch.setattr(flights, "JOIN_SECONDS", 0.1)
+    air.start("hangs", "defect")
+    air.land("defect")
+    with pytest.raises(ZeroDivisionError):
         air.flights.landed()

@@ -2,13 +2,15 @@
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
 from publishworker import relay as relay_module
-from publishworker import sql
+from publishworker import sampling, sql
 from publishworker.fleet import divide
-from publishworker.task import Turn
+from publishworker.task import Outcome, Turn
+from tests.support.fakes import FakePublisher, serialized
 from tests.support.relay_bench import Bench, SlowPublisher, run_at_once
 
 
@@ -132,3 +134,27 @@ def test_a_wrong_division_costs_collisions_and_loses_nothing() -> None:
     run_at_once([lambda relay=relay: [relay.turn() for _ in range(60)] for relay in (bench.relay, others)])
     assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
     assert bench.unsent() == []
+
+
+def test_large_messages_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three at once where there is room for three; a turn that can start none waits for one to land."""
+    monkeypatch.setattr(sampling, "LEAST_BYTES", 0)
+    most = [0]
+    flying: list[str] = []
+
+    class Watched(FakePublisher):
+        def publish(self, topic: str, rows: Any, *arguments: Any, **keywords: Any) -> dict[str, Outcome]:
+            flying.extend(row.id for row in rows)
+            most[0] = max(most[0], len(flying))
+            time.sleep(0.02)
+            answer = super().publish(topic, rows, *arguments, **keywords)
+            for row in rows:
+                flying.remove(row.id)
+            return answer
+
+    bench = Bench(publisher=Watched("orders", "invoices"), size=1, groups=8, group_bytes=100, stragglers=2, patience=0)
+    for number in range(20):
+        bench.store.insert(f"{number}", "orders", serialized(b"x" * 120))
+    bench.turns(60)
+    assert bench.unsent() == []
+    assert most[0] == 3

@@ -182,7 +182,8 @@ def test_durations_and_latencies_are_sampled() -> None:
     samples: list[tuple[str, float, list[str]]] = []
 
     class Sampling(Counted):
-        def distribution(self, metric: str, value: float, tags: list[str]) -> None:
+        def distribution(self, metric: str, value: float, tags: list[str], sample_rate: float = 1) -> None:
+            assert sample_rate == 1
             samples.append((metric, value, tags))
 
     recorder = Recorder(Metrics(Sampling()))
@@ -201,3 +202,32 @@ def test_durations_and_latencies_are_sampled() -> None:
         (m.LATENCY.name, 2.5, ["topic:orders"]),
         (m.PHASE_DURATION.name, 0.4, ["phase:poll"]),
     ]
+
+
+def test_a_large_group_sends_few_latencies() -> None:
+    """Each at the rate that says for how many it stands, so that percentiles stay true."""
+    rates: list[float] = []
+
+    class Sampling(Counted):
+        def distribution(self, metric: str, value: float, tags: list[str], sample_rate: float = 1) -> None:
+            if metric == m.LATENCY.name:
+                rates.append(sample_rate)
+
+    ids = [str(number) for number in range(1000)]
+    result = GroupResult(Group("orders", tuple(ids)), waited=dict.fromkeys(ids, 1.0))
+    Recorder(Metrics(Sampling())).group(result)
+    assert rates == [0.02] * 1000
+
+
+def test_topics_that_can_be_none_share_a_tag() -> None:
+    """Who writes rows by hand must not make a thousand series."""
+    seen: set[str] = set()
+
+    class Tagging(Counted):
+        def increment(self, metric: str, value: float, tags: list[str]) -> None:
+            seen.update(tags)
+
+    recorder = Recorder(Metrics(Tagging()))
+    for topic in ("orders", "projects/p-1/topics/orders", "no topic", "x" * 400, "goog-like"):
+        recorder.group(GroupResult(Group(topic, ("a",)), tried={"a": Sent("1")}))
+    assert seen == {"topic:orders", "topic:projects/p-1/topics/orders", "topic:invalid"}

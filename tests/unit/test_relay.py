@@ -1,5 +1,6 @@
 """One turn on the fake store and publisher: what becomes of each task, and what is counted."""
 
+import itertools
 import threading
 from datetime import timedelta
 from random import Random
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from outbox.message import TASK_ID_ATTRIBUTE
+from publishworker import flights
 from publishworker import metrics as m
 from publishworker.delivery import Delivery
 from publishworker.flights import StuckGroup
@@ -17,6 +19,7 @@ from publishworker.store import StoreError
 from publishworker.task import Failed, Group, Outcome
 from tests.support.fakes import Abort, FakePublisher, FakeStore, serialized
 from tests.support.relay_bench import Bench, overtake, run_at_once, times
+from tests.support.waiting import eventually
 
 
 def test_every_pending_task_is_published_once_and_marked(bench: Bench) -> None:
@@ -422,3 +425,82 @@ def test_a_relay_says_what_it_is_busy_with(bench: Bench) -> None:
     assert bench.count(m.LATENCY) == 1
     bench.wait(2)
     assert bench.relay.resting() == {"missing": False}
+
+
+def test_what_landed_is_told_though_polls_fail(bench: Bench) -> None:
+    """Else an outage of minutes would lose its outcome, and take it for stuck."""
+    bench.insert("a")
+    bench.insert("b")
+    slow = threading.Event()
+
+    class Slow(FakePublisher):
+        def publish(self, *arguments: Any, **keywords: Any) -> dict[str, Outcome]:
+            slow.wait(30)
+            return super().publish(*arguments, **keywords)
+
+    relay = bench.another(publisher=Slow("orders"), patience=0)
+    eventually(lambda: (relay.turn(), relay.in_flight)[1])
+    slow.set()
+    eventually(lambda: not bench.unsent())
+    bench.store.away = True
+    for _ in range(20):
+        bench.wait(30)
+        with pytest.raises(StoreError):
+            relay.turn()
+    assert relay.in_flight == 0
+    assert bench.count(m.PUBLISHED) == 2
+
+
+def test_a_stop_tells_what_landed_though_another_group_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its counts are sent even if the process then gives up, and the stuck group ends it."""
+    monkeypatch.setattr(flights, "WATCH_SECONDS", 0.01)
+    let_go = threading.Event()
+
+    class Stuck(FakePublisher):
+        def publish(self, topic: str, rows: Any, *arguments: Any, **keywords: Any) -> dict[str, Outcome]:
+            if topic == "invoices":
+                let_go.wait(30)
+            return super().publish(topic, rows, *arguments, **keywords)
+
+    bench = Bench(publisher=Stuck("orders", "invoices"), beat=lambda: bench.wait(10))
+    bench.insert("stuck", topic="invoices")
+    bench.insert("good")
+    bench.store.before_commit = lambda: None
+    try:
+        while bench.relay.in_flight < 2 and not bench.count(m.PUBLISHED):
+            bench.relay.turn()
+        with pytest.raises(StuckGroup):
+            bench.relay.finish()
+        assert bench.count(m.PUBLISHED) == 1
+    finally:
+        let_go.set()
+
+
+def test_doubts_that_cannot_be_marked_in_time_end_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is marked, the other one hangs: what is marked is no doubt any more, and the loop is not held for ever."""
+    monkeypatch.setattr(flights, "WATCH_SECONDS", 0.01)
+    bench = Bench(size=1, groups=2, beat=lambda: bench.wait(5))
+    bench.insert("a")
+    bench.insert("b")
+    failing = [StoreError("lost"), StoreError("lost")]
+
+    def commit() -> None:
+        if failing:
+            raise failing.pop()
+
+    bench.store.before_commit = commit
+    while bench.count(m.UNCOMMITTED) < 2:
+        bench.relay.turn()
+    let_go, commits = threading.Event(), itertools.count()
+
+    def hang() -> None:
+        if next(commits) == 0:
+            let_go.wait(30)
+
+    bench.store.before_commit = hang
+    try:
+        with pytest.raises(StuckGroup):
+            bench.relay.turn()
+        assert len(bench.unsent()) == 1
+    finally:
+        let_go.set()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publishworker.sampling import Limits, sample
+from publishworker.sampling import Limits, fitting, sample
 from publishworker.task import Candidate, Group
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -91,7 +91,7 @@ def test_one_topic_takes_at_most_half_while_another_waits() -> None:
     flood = [candidate(f"f{n}", shard=n, priority=100) for n in range(8)]
     groups = sample([*flood, candidate("small", topic="invoices")], Limits(1, 1000, 4), Random(1))
     assert Counter(group.topic for group in groups) == {"orders": 3, "invoices": 1}
-    assert groups.index(Group("invoices", ("small",))) <= 2
+    assert groups.index(Group("invoices", ("small",), bytes=100)) <= 2
     assert len(sample(flood, Limits(1, 1000, 4), Random(1))) == 4
 
 
@@ -287,3 +287,30 @@ def test_ready_and_due_runs_get_half_of_the_tasks_each() -> None:
     taken = Counter(id[:3] for id in ids(groups))
     assert 35 <= taken["rea"] <= 65
     assert taken.total() >= 85
+
+
+@pytest.mark.parametrize(
+    ("sizes", "free", "alone", "expected"),
+    [
+        ((3, 3, 3), 9, False, 3),
+        ((3, 3, 3), 8, False, 2),
+        ((3, 9, 1), 8, False, 1),  # what does not fit is waited for: smaller ones must not overtake it for ever
+        ((9,), 8, False, 0),
+        ((9, 1), 8, True, 1),
+        ((0, 0), 0, False, 2),
+        ((), 0, True, 0),
+    ],
+)
+def test_no_more_bytes_are_started_than_fit(sizes: tuple[int, ...], free: int, alone: bool, expected: int) -> None:
+    """But a message that is too large for all limits goes alone."""
+    groups = [Group("orders", (str(number),), bytes=size) for number, size in enumerate(sizes)]
+    assert fitting(groups, free, alone=alone) == groups[:expected]
+
+
+def test_a_group_says_how_many_bytes_it_has() -> None:
+    """So that those in flight can be added up."""
+    found = [candidate("a", size=10), candidate("b", size=5)]
+    [group] = sample(found, Limits(5, 100, 2), Random(1))
+    assert group.bytes == 15
+    assert Limits(5, 100, 2).bytes == 32_000_000
+    assert Limits(5, 10**8, 2).bytes == 4 * 10**8

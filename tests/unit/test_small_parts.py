@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from google.api_core.exceptions import DeadlineExceeded
 
-from outbox.logs import JsonFormatter
+from outbox.logs import JsonFormatter, TextFormatter
 from publishworker import healthcheck
 from publishworker.complaints import Complaints
 from publishworker.connection import Deadline
@@ -123,6 +123,29 @@ class Timed:
     def __call__(self) -> float:
         """Return the time."""
         return self.now
+
+
+def test_what_was_kept_back_is_told_when_another_thing_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """Also if it has gone silent since."""
+    seconds = [0.0]
+    complaints = Complaints(lambda: seconds[0])
+    for _ in range(5000):
+        complaints.say("dead", "orders", "a task is dead", most=100)
+    seconds[0] = 61
+    caplog.clear()
+    complaints.say("dead", "invoices", "another one")
+    assert [record.getMessage() for record in caplog.records] == [
+        "dead: orders, 4900 times more than was logged",
+        "another one",
+    ]
+
+
+def test_a_text_line_is_one_line() -> None:
+    """Ids and topics are other people's text."""
+    record = logging.LogRecord("publishworker", logging.INFO, "", 0, "task %s", ("a\n12:00:00 CRITICAL \x1b[2J",), None)
+    line = TextFormatter().format(record)
+    assert line.endswith("task a\\n12:00:00 CRITICAL \\u001b[2J")
+    assert line.isprintable()
 
 
 def test_a_deadline_holds_over_all_restarts_of_a_stream() -> None:

@@ -138,6 +138,79 @@ def test_the_span_says_what_failed(spans: InMemorySpanExporter) -> None:
     assert span.status.description == "of 4 tasks: 2 not_found, 1 too_large"
 
 
+class Broken(TracerProvider):
+    """A provider that fails at one of its steps."""
+
+    def __init__(self, step: str) -> None:
+        """Work but for `step`."""
+        super().__init__()
+        self.step = step
+
+        class Fails(SimpleSpanProcessor):
+            def on_start(self, *arguments: object, **keywords: object) -> None:
+                if step == "start":
+                    raise RuntimeError("broken")
+
+            def on_end(self, *arguments: object, **keywords: object) -> None:
+                if step == "end":
+                    raise RuntimeError("broken")
+
+        self.add_span_processor(Fails(InMemorySpanExporter()))
+
+
+@pytest.mark.parametrize("step", ["start", "end"])
+def test_a_provider_that_fails_costs_its_spans_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
+) -> None:
+    """Above all not after Pub/Sub has the messages; said once."""
+    monkeypatch.setattr(tracing, "_failed", set())
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", Broken(step))
+    done = 0
+    for _ in range(3):
+        with tracing.sending("projects/p/topics/orders", messages(TRACEPARENT), {}):
+            done += 1
+    assert done == 3
+    assert [record.__dict__["action"] for record in caplog.records] == ["tracing"]
+
+
+def test_a_provider_that_cannot_be_made_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that names none."""
+    monkeypatch.setattr(tracing, "_failed", set())
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", None)
+    monkeypatch.setenv("OTEL_PYTHON_TRACER_PROVIDER", "nonsense")
+    with tracing.sending("projects/p/topics/orders", messages(TRACEPARENT), {}):
+        pass
+
+
+def test_what_the_block_raises_is_raised_and_the_span_ends(spans: InMemorySpanExporter) -> None:
+    """A defect stays a defect."""
+    with pytest.raises(ZeroDivisionError), tracing.sending("projects/p/topics/orders", messages(None), {}):
+        raise ZeroDivisionError
+    assert len(spans.get_finished_spans()) == 1
+
+
+@pytest.fixture
+def configured() -> Iterator[None]:
+    """Logs as a command has them, and afterwards as they were."""
+    root = logging.getLogger()
+    loggers = [root, *map(logging.getLogger, ("outbox", "publishworker", "opentelemetry", "grpc._plugin_wrapping"))]
+    handlers, levels = root.handlers[:], [each.level for each in loggers]
+    logs.configure("json", "debug")
+    yield
+    root.handlers[:] = handlers
+    for each, level in zip(loggers, levels, strict=True):
+        each.setLevel(level)
+
+
+@pytest.mark.usefixtures("configured")
+def test_attributes_that_are_no_context_reach_no_log(capfd: pytest.CaptureFixture[str]) -> None:
+    """OpenTelemetry would quote them."""
+    [message] = messages(TRACEPARENT)
+    message.attributes["googclient_tracestate"] = "card=4111 1111,\u00e9"
+    assert trace_id(message.SerializeToString()) is not None
+    assert "4111" not in capfd.readouterr().err
+
+
 def test_a_failed_task_is_logged_with_its_trace() -> None:
     """What cannot be read has none."""
     [message] = messages(TRACEPARENT)
