@@ -16,6 +16,8 @@ Type = Literal["count", "gauge", "distribution"]
 TASK_STATES = ("pending", "paused", "retrying", "scheduled", "dead")
 #: Phases of `PHASE_DURATION`.
 POLL, CLAIM, PUBLISH, COMMIT = "poll", "claim", "publish", "commit"
+#: Seconds in which the last metrics are sent.
+STOP_SECONDS = 5.0
 #: The tag of all topics whose name none can have.
 INVALID_TOPIC = "invalid"
 #: Values of `BREAKER_STATE`.
@@ -255,8 +257,8 @@ class Client(Protocol):
     def distribution(self, metric: str, value: float, tags: list[str], sample_rate: float = 1) -> object:
         """Add a sample, or leave it out: of all so many, each of which then counts for more."""
 
-    def stop(self) -> object:
-        """Send what is buffered and close."""
+    def stop(self, timeout: float) -> object:
+        """Send what is buffered within `timeout` seconds, and close."""
 
 
 class Metrics:
@@ -296,7 +298,7 @@ class Metrics:
         """Send what is buffered: counts are lost otherwise."""
         if self._client is not None:
             try:
-                self._client.stop()
+                self._client.stop(STOP_SECONDS)
             except Exception:
                 _log.warning("the last metrics could not be sent", exc_info=True, extra={"action": "metrics"})
 

@@ -2,6 +2,8 @@
 
 import logging
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import outbox
 from publishworker import datadog
 from publishworker import metrics as m
 from publishworker.metrics import Metrics
+from publishworker.recording import Recorder
+from publishworker.task import Group, GroupResult, Sent
 
 
 @pytest.fixture
@@ -114,7 +118,7 @@ def test_a_client_that_raises_is_reported_once_and_outlived(caplog: pytest.LogCa
         def gauge(self, metric: str, value: float, tags: list[str]) -> None:
             raise OSError("no")
 
-        def stop(self) -> None:
+        def stop(self, timeout: float) -> None:
             raise OSError("no")
 
     metrics = Metrics(Broken())
@@ -175,3 +179,43 @@ def test_a_url_that_is_none_stops_nothing(monkeypatch: pytest.MonkeyPatch, caplo
         metrics.count(m.PUBLISHED, 1, topic="orders")
         metrics.stop()
     assert "nonsense" in caplog.text
+
+
+def test_a_slow_agent_gets_every_count(unix: socket.socket) -> None:
+    """Its socket holds ten packets: what does not fit waits, and latencies do not crowd it out."""
+    metrics = datadog.from_environment()
+    recorder = Recorder(metrics)
+    lines: list[str] = []
+
+    def listen() -> None:
+        while sum(counted(lines)) < 50_000:
+            lines.extend(unix.recv(65536).decode().splitlines())
+            time.sleep(0.005)
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    for group in range(50):
+        ids = tuple(f"{group}-{number}" for number in range(1000))
+        sent = GroupResult(Group("orders", ids), tried=dict.fromkeys(ids, Sent("1")), waited=dict.fromkeys(ids, 0.1))
+        recorder.group(sent)
+    metrics.stop()
+    listener.join(30)
+    assert sum(counted(lines)) == 50_000
+
+
+def counted(lines: list[str]) -> list[int]:
+    """Return the values of the counter of published tasks."""
+    return [int(line.split(":")[1].split("|")[0]) for line in lines if line.startswith(m.PUBLISHED.name)]
+
+
+@pytest.mark.usefixtures("unix")
+def test_an_agent_that_hangs_holds_up_neither_the_relay_nor_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes nothing; what is sent to it waits for a while, and is given up at the end."""
+    monkeypatch.setattr(m, "STOP_SECONDS", 0.5)
+    metrics = datadog.from_environment()
+    begin = time.monotonic()
+    for _ in range(20_000):
+        metrics.count(m.PUBLISHED, 1, topic="orders")
+    assert time.monotonic() - begin < 20
+    metrics.stop()
+    assert time.monotonic() - begin < 30

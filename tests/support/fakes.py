@@ -360,7 +360,7 @@ class Counted:
         """Count the samples."""
         self.counts[metric] = self.counts.get(metric, 0) + 1
 
-    def stop(self) -> None:
+    def stop(self, timeout: float) -> None:
         """Nothing is buffered."""
 
 
