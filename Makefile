@@ -21,8 +21,9 @@ $(STAMP): pyproject.toml constraints.txt outbox/_version.py
 demo: $(STAMP) ## run the whole thing on the emulators: an order service, two workers, a subscriber (TASKS=3000)
 	@PYTHONPATH=docs/examples $(BIN)/python -m orders.demo --tasks $(TASKS)
 
+# Three on two cores: many tests wait for processes.
 test: $(STAMP) ## all tests, on the real emulators
-	@$(BIN)/python -m pytest --numprocesses 2
+	@$(BIN)/python -m pytest --numprocesses 3
 
 test-long: $(STAMP) ## outages of a minute each, probes of production, 5,000 random histories of ordering keys
 	@$(BIN)/python -m pytest --long --numprocesses 2 -rP tests/acceptance/test_outages.py tests/acceptance/test_bad_topics.py tests/acceptance/test_as_in_kubernetes.py tests/acceptance/test_as_in_kubernetes_memory.py tests/unit/test_order_machine.py

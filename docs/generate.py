@@ -9,8 +9,8 @@ from outbox.cli.emulators import EmulatorSettings
 from outbox.settings import DatabaseSettings, Field, fields_of
 from publishworker.failures import REASONS, Kind, Reason
 from publishworker.healthcheck import MAX_AGE
-from publishworker.metrics import METRICS, REGISTERED, Metric
 from publishworker.settings import WorkerSettings
+from publishworker.telemetry.metrics import METRICS, REGISTERED, Metric
 
 REFERENCE = Path(__file__).parent / "reference"
 #: Units, descriptions and types as Datadog's API and its Terraform provider want them for each metric.
@@ -59,7 +59,7 @@ them set: no metrics. |
 METRICS_INTRO = """\
 # Metrics
 
-<!-- Written by `make docs` from publishworker/metrics.py: change that, not this page. -->
+<!-- Written by `make docs` from publishworker/telemetry/metrics.py: change that, not this page. -->
 
 The worker sends DogStatsD if an agent is configured ([settings](settings.md#environment-of-others)); that needs the
 extra `spanner-outbox[worker]`. Without an agent it sends nothing and warns of nothing. Counts are sent after a commit

@@ -15,11 +15,11 @@ from outbox.errors import InvalidMessage, NotReached
 from outbox.message import check_topic
 from publishworker import exits
 from publishworker.connection import LimitedDatabase, open_database, open_pubsub
-from publishworker.messages import topic_filter, topic_name
+from publishworker.pubsub.messages import topic_filter, topic_name
 from publishworker.settings import WorkerSettings
-from publishworker.store import SpannerStore, Unsent, describe
+from publishworker.spanner.store import SpannerStore, Unsent, describe
 from publishworker.task import Look, News
-from publishworker.throttle import problem
+from publishworker.turn.throttle import problem
 
 #: Seconds for one look at a topic.
 _TOPIC_SECONDS = 5.0

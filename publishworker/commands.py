@@ -15,24 +15,25 @@ from random import Random
 from outbox import logs, schema
 from outbox.errors import NotReached
 from outbox.operations.table import TaskTable
-from publishworker import datadog, exits
-from publishworker import metrics as m
+from publishworker import exits
 from publishworker.check import check
 from publishworker.connection import LimitedDatabase, open_database, open_pubsub
-from publishworker.delivery import Delivery
-from publishworker.fleet import Fleet
-from publishworker.flights import StuckGroup
 from publishworker.heartbeat import Heartbeat
-from publishworker.messages import topic_filter
-from publishworker.publisher import PubSubPublisher
-from publishworker.relay import Relay
+from publishworker.pubsub.messages import topic_filter
+from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.reporting import Counts, Lookout, Reporter, oldest_age
-from publishworker.retries import Retries
-from publishworker.sampling import Limits
 from publishworker.settings import WorkerSettings
+from publishworker.spanner.store import SpannerStore, Unsent
 from publishworker.stopping import run_on_thread, stop_on_signals
-from publishworker.store import SpannerStore, Unsent
 from publishworker.task import Turn
+from publishworker.telemetry import datadog
+from publishworker.telemetry import metrics as m
+from publishworker.turn.delivery import Delivery
+from publishworker.turn.fleet import Fleet
+from publishworker.turn.flights import StuckGroup
+from publishworker.turn.relay import Relay
+from publishworker.turn.retries import Retries
+from publishworker.turn.sampling import Limits
 from publishworker.worker import Loop
 
 __all__ = ["check", "drain", "run"]

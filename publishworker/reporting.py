@@ -14,10 +14,10 @@ from outbox.errors import OutboxError
 from outbox.operations import backlog
 from outbox.operations.backlog import Backlog
 from outbox.operations.table import TaskTable
-from publishworker import metrics as m
-from publishworker.complaints import Complaints
-from publishworker.fleet import Fleet
-from publishworker.metrics import Metrics
+from publishworker.telemetry import metrics as m
+from publishworker.telemetry.complaints import Complaints
+from publishworker.telemetry.metrics import Metrics
+from publishworker.turn.fleet import Fleet
 
 _log = logging.getLogger("publishworker")
 K = TypeVar("K")

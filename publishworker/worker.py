@@ -7,10 +7,10 @@ from collections.abc import Callable
 from random import Random
 from typing import Protocol
 
-from publishworker.fleet import Fleet
-from publishworker.flights import StuckGroup
-from publishworker.store import StoreError
+from publishworker.spanner.store import StoreError
 from publishworker.task import Turn
+from publishworker.turn.fleet import Fleet
+from publishworker.turn.flights import StuckGroup
 
 _log = logging.getLogger("publishworker")
 

@@ -12,8 +12,8 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.emulators import Emulators, running_spanner
-from publishworker import metrics as m
 from publishworker.healthcheck import MAX_AGE
+from publishworker.telemetry import metrics as m
 from tests.support.agent import listening
 from tests.support.container import GRACE_SECONDS, NOTICE_SECONDS, Probe, altered, settings
 from tests.support.outages import lasting, log_lines, seconds_until, told
@@ -31,7 +31,7 @@ SHORT_AGE = 6.0
 
 BLOCKED_LOOP = """
 import threading
-from publishworker.relay import Relay
+from publishworker.turn.relay import Relay
 turn, turns = Relay.turn, []
 def blocked(self, stopping):
     turns.append(turn(self, stopping))
@@ -40,13 +40,15 @@ Relay.turn = blocked
 """
 #: A tenth of the limits that together make the longest time between two beats.
 SHORT_LIMITS = """
-from publishworker import store, worker
+from publishworker import worker
+from publishworker.spanner import store
 store.POLL_SECONDS, store.HEARTBEAT_SECONDS, worker.LONGEST_OUTAGE_WAIT = 3.0, 0.5, 0.5
 """
 #: Of a group in an outage the lock, the commit and the aborts have their limits, 15 s together where connections are
 #: refused; but not on the emulator, where a worker's groups wait for one another as well.
 SHORT_STUCK = """
-from publishworker import commands, flights
+from publishworker import commands
+from publishworker.turn import flights
 flights.STUCK_SECONDS = 16.0
 store = commands.SpannerStore
 commands.SpannerStore = lambda database, shards, *, emulator: store(database, shards)
@@ -55,7 +57,7 @@ OUTAGE_SECONDS = 30.0
 #: Groups of one topic never end, and stuck is what lasts for more than 3 s.
 STUCK = """
 import threading
-from publishworker import delivery, flights
+from publishworker.turn import delivery, flights
 flights.STUCK_SECONDS = 3.0
 deliver = delivery.Delivery.deliver
 def hang(self, group):

@@ -12,7 +12,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.emulators import Emulators, running
-from publishworker.breakers import LONGEST_OUTAGE_REST, TARGET_PROBE_TASKS
+from publishworker.turn.breakers import LONGEST_OUTAGE_REST, TARGET_PROBE_TASKS
 from tests.support.outages import (
     charged,
     count,

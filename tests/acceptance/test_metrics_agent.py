@@ -9,8 +9,8 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.emulators import Emulators
-from publishworker import metrics as m
 from publishworker import reporting
+from publishworker.telemetry import metrics as m
 from tests.support.container import altered, settings
 from tests.support.dogstatsd import UnixAgent
 from tests.support.outages import told

@@ -11,8 +11,8 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.emulators import Emulators
-from publishworker.breakers import LONGEST_OUTAGE_REST
-from publishworker.store import POLL_SECONDS
+from publishworker.spanner.store import POLL_SECONDS
+from publishworker.turn.breakers import LONGEST_OUTAGE_REST
 from tests.support.outages import (
     charged,
     cpu_seconds,

@@ -20,7 +20,7 @@ import outbox.cli
 import publishworker.cli
 from outbox.emulators import Emulators
 from publishworker.connection import open_database
-from publishworker.store import SpannerStore
+from publishworker.spanner.store import SpannerStore
 from publishworker.task import Failed
 from tests.support.fakes import FakePublisher
 from tests.support.parts import relay_of

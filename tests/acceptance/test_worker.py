@@ -11,7 +11,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
 from outbox.emulators import Emulators
-from publishworker import metrics as m
+from publishworker.telemetry import metrics as m
 from tests.support.agent import listening
 from tests.support.proxy import Proxy, silent_port
 from tests.support.pubsub import Subscription

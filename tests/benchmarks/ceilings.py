@@ -11,9 +11,9 @@ from google.pubsub_v1.types import PublishRequest, PublishResponse
 import outbox
 from outbox.emulators import Emulators
 from outbox.message import RawPublishRequest, RawPubsubMessage
-from publishworker import sql
 from publishworker.connection import LimitedDatabase, open_database, open_pubsub
-from publishworker.store import SpannerStore
+from publishworker.spanner import sql
+from publishworker.spanner.store import SpannerStore
 from publishworker.task import Outcome, Row, Sent
 from tests.benchmarks.bench import MESSAGE, ROWS, Bench, Speed, connecting_to, fresh_table, stopwatch
 from tests.support.spanner import INSTANCE, PROJECT

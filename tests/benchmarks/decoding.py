@@ -10,7 +10,7 @@ from typing import Any
 from google.cloud.spanner_v1 import PartialResultSet, TypeCode
 from google.cloud.spanner_v1.streamed import StreamedResultSet
 
-from publishworker import rows
+from publishworker.spanner import rows
 from publishworker.task import Candidate, Row
 from tests.benchmarks.bench import MESSAGE, Bench
 from tests.benchmarks.results import Plot, Section, figures
@@ -50,7 +50,7 @@ LOCKED = [
 
 CONDITIONS = f"""\
 - One answer of {ROWS} rows, parsed already, in one thread, no service: CPU until the rows are tasks. *client* decodes
-  every value by its type, *relay* takes the values as they are ([rows.py](../publishworker/rows.py))."""
+  every value by its type, *relay* takes the values as they are ([rows.py](../publishworker/spanner/rows.py))."""
 
 
 def answer(columns: list[tuple[TypeCode, Any]]) -> Any:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from publishworker import metrics as m
+from publishworker.telemetry import metrics as m
 from tests.benchmarks.bench import Bench, Table, fresh_table
 from tests.benchmarks.results import Bar, Section, figures
 from tests.benchmarks.silent import worker

@@ -7,8 +7,8 @@ from typing import Any
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, param_types
 from tqdm import tqdm
 
-from publishworker import sql
 from publishworker.connection import open_database
+from publishworker.spanner import sql
 from tests.benchmarks.bench import ROWS, Bench, Table, connecting_to, fresh_table
 from tests.benchmarks.results import Section, figures
 from tests.support.spanner import INSTANCE, PROJECT

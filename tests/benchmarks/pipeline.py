@@ -13,7 +13,7 @@ from random import Random
 
 from tqdm import tqdm
 
-from publishworker.store import Decide
+from publishworker.spanner.store import Decide
 from publishworker.task import Candidate, Failed, Look, News, Outcome, Poll, Row, Sent
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.results import Section, figures

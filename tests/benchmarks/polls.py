@@ -8,7 +8,7 @@ from google.cloud.spanner_v1 import KeyRange, KeySet
 from tqdm import tqdm
 
 from publishworker.connection import open_database
-from publishworker.store import SpannerStore
+from publishworker.spanner.store import SpannerStore
 from publishworker.task import Look
 from tests.benchmarks.backlogs import insert
 from tests.benchmarks.bench import Bench, Table, connecting_to, fresh_table, stopwatch

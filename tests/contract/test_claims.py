@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outbox.states import NEVER
-from publishworker.store import Unsent
+from publishworker.spanner.store import Unsent
 from publishworker.task import Charged, Mark, Row, Sent
 from tests.support.fakes import serialized
 from tests.support.store_harness import KINDS, Harness, harness_of, poll_ids

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outbox.states import NEVER
-from publishworker import store
+from publishworker.spanner import store
 from publishworker.task import Key, Mark, Parked, Row, Waiting
 from tests.support.fakes import serialized
 from tests.support.store_harness import KINDS, Harness, harness_of, poll_ids

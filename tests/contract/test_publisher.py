@@ -7,7 +7,7 @@ import pytest
 
 from outbox.message import TASK_ID_ATTRIBUTE
 from publishworker.connection import open_pubsub
-from publishworker.publisher import Publisher, PubSubPublisher
+from publishworker.pubsub.publisher import Publisher, PubSubPublisher
 from publishworker.task import Failed, Row, Sent
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.pubsub import Subscription

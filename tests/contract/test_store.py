@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from outbox.states import NEVER
-from publishworker.store import Store, Unsent
+from publishworker.spanner.store import Store, Unsent
 from publishworker.task import News, TopicLimit
 from tests.support.fakes import serialized
 from tests.support.parts import look

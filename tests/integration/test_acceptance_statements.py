@@ -13,12 +13,12 @@ from google.cloud.spanner_v1 import param_types
 from google.cloud.spanner_v1.database import Database
 
 import outbox
-from publishworker import metrics as m
 from publishworker.connection import open_pubsub
-from publishworker.publisher import Publisher, PubSubPublisher
-from publishworker.relay import Relay
-from publishworker.store import SpannerStore, Store
+from publishworker.pubsub.publisher import Publisher, PubSubPublisher
+from publishworker.spanner.store import SpannerStore, Store
 from publishworker.task import Failed, Outcome, Row, Sent
+from publishworker.telemetry import metrics as m
+from publishworker.turn.relay import Relay
 from tests.support.fakes import Counted, FakePublisher, FakeStore, serialized
 from tests.support.parts import look, relay_of
 from tests.support.pubsub import Subscription

@@ -15,7 +15,7 @@ from google.pubsub_v1.services.publisher.transports import PublisherGrpcTranspor
 
 from outbox import logs
 from publishworker.failures import Kind, kind_of
-from publishworker.publisher import PubSubPublisher
+from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.task import Failed, Row
 from tests.support.fakes import FakeStore, serialized
 from tests.support.parts import relay_of

@@ -15,9 +15,9 @@ from google.pubsub_v1.services.publisher.transports import PublisherGrpcTranspor
 import outbox
 from outbox.states import NEVER
 from publishworker.connection import open_pubsub
-from publishworker.publisher import PubSubPublisher
-from publishworker.relay import Relay
-from publishworker.store import SpannerStore
+from publishworker.pubsub.publisher import PubSubPublisher
+from publishworker.spanner.store import SpannerStore
+from publishworker.turn.relay import Relay
 from tests.support.parts import look, relay_of
 from tests.support.pubsub import PubSub, Subscription
 from tests.support.pubsub_server import accept, pubsub_server

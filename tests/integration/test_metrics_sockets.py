@@ -11,11 +11,11 @@ import pytest
 from datadog.dogstatsd.base import DogStatsd
 
 import outbox
-from publishworker import datadog
-from publishworker import metrics as m
-from publishworker.metrics import Metrics
-from publishworker.recording import Recorder
 from publishworker.task import Group, GroupResult, Sent
+from publishworker.telemetry import datadog
+from publishworker.telemetry import metrics as m
+from publishworker.telemetry.metrics import Metrics
+from publishworker.turn.recording import Recorder
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from google.pubsub_v1.services.publisher.transports import PublisherGrpcTranspor
 from outbox.emulators import Emulators
 from outbox.errors import SettingError
 from publishworker.connection import open_pubsub
-from publishworker.publisher import PubSubPublisher
+from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.settings import WorkerSettings
 from publishworker.task import Row, Sent
 from tests.support.fakes import serialized

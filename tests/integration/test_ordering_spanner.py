@@ -13,9 +13,9 @@ from google.cloud.spanner_v1.param_types import STRING, Array
 import outbox
 from outbox.states import NEVER
 from publishworker.connection import open_database, open_pubsub
-from publishworker.publisher import PubSubPublisher
-from publishworker.relay import Relay
-from publishworker.store import SpannerStore
+from publishworker.pubsub.publisher import PubSubPublisher
+from publishworker.spanner.store import SpannerStore
+from publishworker.turn.relay import Relay
 from tests.support.fakes import serialized
 from tests.support.outages import count
 from tests.support.parts import relay_of

@@ -9,11 +9,11 @@ from google.cloud.spanner_v1.database import Database
 
 import outbox
 from outbox.emulators import Emulators
-from publishworker import relay as relay_module
 from publishworker.connection import open_database, open_pubsub
-from publishworker.publisher import PubSubPublisher
-from publishworker.relay import Relay
-from publishworker.store import SpannerStore
+from publishworker.pubsub.publisher import PubSubPublisher
+from publishworker.spanner.store import SpannerStore
+from publishworker.turn import relay as relay_module
+from publishworker.turn.relay import Relay
 from tests.support.counting import Counting
 from tests.support.parts import look, relay_of
 from tests.support.pubsub import Subscription

@@ -18,7 +18,7 @@ from outbox.operations.topics import TopicTable
 from outbox.settings import DatabaseSettings
 from outbox.states import NEVER
 from publishworker.connection import open_database
-from publishworker.store import SpannerStore
+from publishworker.spanner.store import SpannerStore
 from publishworker.task import Charged, Key, Look, Parked, Sent
 from tests.support.operations import FUTURE, PAST, insert, row
 from tests.support.roles import ALL, Heard, grants, refused, statements

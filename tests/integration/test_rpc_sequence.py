@@ -24,10 +24,10 @@ from google.rpc import code_pb2, status_pb2
 from grpc_status.rpc_status import to_status
 
 import outbox
-from publishworker import sql
 from publishworker.connection import COMMIT_SECONDS, LimitedDatabase, open_database
-from publishworker.relay import Relay
-from publishworker.store import SpannerStore, StoreError
+from publishworker.spanner import sql
+from publishworker.spanner.store import SpannerStore, StoreError
+from publishworker.turn.relay import Relay
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import relay_of
 

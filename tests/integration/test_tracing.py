@@ -18,8 +18,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 import outbox
 from publishworker.connection import open_pubsub
-from publishworker.publisher import PubSubPublisher
-from publishworker.store import SpannerStore
+from publishworker.pubsub.publisher import PubSubPublisher
+from publishworker.spanner.store import SpannerStore
 from tests.support.parts import relay_of
 from tests.support.pubsub import Subscription
 from tests.support.relays import unsent

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from publishworker import metrics as m
+from publishworker.telemetry import metrics as m
 
 PERCENTILES = frozenset({"p50", "p75", "p90", "p95", "p99"})
 #: What each worker says of the whole table or of the fleet: to add it up is wrong by the number of workers.

@@ -10,7 +10,7 @@ import pytest
 from datadog_api_client.v1.model.dashboard import Dashboard
 from datadog_api_client.v1.model.monitor import Monitor
 
-from publishworker import metrics as m
+from publishworker.telemetry import metrics as m
 from tests.manifests import datadog_documents as documents
 from tests.manifests.datadog_queries import (
     KNOWN,

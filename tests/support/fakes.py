@@ -12,9 +12,10 @@ from typing import Any
 
 from outbox.message import RawPubsubMessage
 from outbox.states import NEVER, PARKED
-from publishworker import messages, sql
 from publishworker.failures import Kind, kind_of
-from publishworker.store import Decide, StoreError, Unsent
+from publishworker.pubsub import messages
+from publishworker.spanner import sql
+from publishworker.spanner.store import Decide, StoreError, Unsent
 from publishworker.task import (
     Candidate,
     Charged,

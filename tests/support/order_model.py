@@ -12,10 +12,10 @@ from typing import Any
 
 import grpc
 
-from publishworker.publisher import PubSubPublisher
-from publishworker.relay import Relay
-from publishworker.store import Decide, StoreError
+from publishworker.pubsub.publisher import PubSubPublisher
+from publishworker.spanner.store import Decide, StoreError
 from publishworker.task import Key, Look, Mark, Poll, Waiting
+from publishworker.turn.relay import Relay
 from tests.support.fakes import FakeStore, StoredTask, serialized
 from tests.support.order_ledger import LONGEST_BACKOFF, Ledger, Task, is_dead
 from tests.support.order_pubsub import Channel, Request

@@ -4,15 +4,15 @@ from collections.abc import Iterable, Mapping
 from random import Random
 from typing import Any
 
-from publishworker.delivery import Delivery
-from publishworker.fleet import Fleet
-from publishworker.metrics import Client, Metrics
-from publishworker.publisher import Publisher
-from publishworker.relay import Relay
-from publishworker.retries import Retries
-from publishworker.sampling import Limits
-from publishworker.store import Store
+from publishworker.pubsub.publisher import Publisher
+from publishworker.spanner.store import Store
 from publishworker.task import Look
+from publishworker.telemetry.metrics import Client, Metrics
+from publishworker.turn.delivery import Delivery
+from publishworker.turn.fleet import Fleet
+from publishworker.turn.relay import Relay
+from publishworker.turn.retries import Retries
+from publishworker.turn.sampling import Limits
 
 
 def relay_of(

@@ -15,7 +15,7 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.message import build
 from outbox.states import NEVER
-from publishworker.messages import topic_name
+from publishworker.pubsub.messages import topic_name
 from tests.support.pubsub import PubSub
 
 COLUMNS = (

@@ -1,6 +1,6 @@
 """Threads that go one step at a time: each stands at a point until it is told how it goes on, and one runs at a time.
 
-`patched` puts them in place of the threads and the queue of `publishworker.flights`.
+`patched` puts them in place of the threads and the queue of `publishworker.turn.flights`.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from publishworker import flights
+from publishworker.turn import flights
 
 #: Seconds in which a thread comes to its next point; it never waits for anything real.
 STEP_SECONDS = 10.0

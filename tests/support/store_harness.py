@@ -10,7 +10,7 @@ from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.param_types import STRING
 
 from publishworker.connection import open_database
-from publishworker.store import SpannerStore, Store
+from publishworker.spanner.store import SpannerStore, Store
 from publishworker.task import TopicLimit
 from tests.support.fakes import FakeStore, serialized
 from tests.support.parts import look

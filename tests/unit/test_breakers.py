@@ -8,7 +8,8 @@ from random import Random
 
 import pytest
 
-from publishworker.breakers import (
+from publishworker.task import Candidate, Charged, Failed, Group, GroupResult, Outcome, Sent, Taken
+from publishworker.turn.breakers import (
     FORGET_SECONDS,
     LONGEST_OUTAGE_REST,
     LONGEST_TARGET_REST,
@@ -16,7 +17,6 @@ from publishworker.breakers import (
     MAX_SUSPECTS,
     Breakers,
 )
-from publishworker.task import Candidate, Charged, Failed, Group, GroupResult, Outcome, Sent, Taken
 
 AWAY = Failed("unavailable", "away")
 MISSING = Failed("not_found", "missing")

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from outbox.states import NEVER
-from publishworker.claims import in_order, taken, untried, woken
 from publishworker.task import Charged, Failed, Group, Mark, Outcome, Parked, Row, Sent
+from publishworker.turn.claims import in_order, taken, untried, woken
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LATER = NOW + timedelta(seconds=1)

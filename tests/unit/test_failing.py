@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 from outbox.states import NEVER
-from publishworker import metrics as m
-from publishworker.store import StoreError
+from publishworker.spanner.store import StoreError
 from publishworker.task import Failed, Outcome, Row
+from publishworker.telemetry import metrics as m
 from tests.support.fakes import Abort, FakePublisher, serialized
 from tests.support.relay_bench import Bench, overtake, times
 

@@ -2,8 +2,8 @@
 
 from datetime import UTC, datetime
 
-from publishworker.fairness import FairShare
 from publishworker.task import Candidate
+from publishworker.turn.fairness import FairShare
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publishworker.fleet import HEARTBEAT_SECONDS, Fleet, divide
+from publishworker.turn.fleet import HEARTBEAT_SECONDS, Fleet, divide
 from tests.support.fakes import FakeStore
 
 names = st.sets(st.text(min_size=1, max_size=8), min_size=1, max_size=40)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from publishworker import flights
-from publishworker.flights import LONGEST_STEP, STUCK_SECONDS, Flights, StuckGroup
 from publishworker.task import Group, GroupResult
+from publishworker.turn import flights
+from publishworker.turn.flights import LONGEST_STEP, STUCK_SECONDS, Flights, StuckGroup
 
 
 class Air:

@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
-from publishworker.ordering import MAX_FRONT_ROWS, Fronts, Ordering
-from publishworker.polling import Found
-from publishworker.sampling import Limits
 from publishworker.task import Key, Outcome, Row, Sent, TopicLimit
+from publishworker.turn.ordering import MAX_FRONT_ROWS, Fronts, Ordering
+from publishworker.turn.polling import Found
+from publishworker.turn.sampling import Limits
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import look
 from tests.support.relay_bench import Bench, SlowPublisher, overtake

@@ -6,9 +6,9 @@ from datetime import timedelta
 import pytest
 
 from outbox.states import NEVER
-from publishworker import metrics as m
-from publishworker.store import StoreError
+from publishworker.spanner.store import StoreError
 from publishworker.task import Failed, Outcome, Row
+from publishworker.telemetry import metrics as m
 from tests.support.fakes import Abort, FakePublisher
 from tests.support.relay_bench import Bench, times
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from outbox.states import NEVER
-from publishworker import metrics as m
-from publishworker.store import StoreError
+from publishworker.spanner.store import StoreError
 from publishworker.task import Failed, TopicLimit
+from publishworker.telemetry import metrics as m
 from tests.support.relay_bench import Bench, overtake, times
 
 UNKNOWN = Failed("data_loss", "no")

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from publishworker import relay as relay_module
-from publishworker import sampling, sql
-from publishworker.fleet import divide
+from publishworker.spanner import sql
 from publishworker.task import Outcome, Turn
+from publishworker.turn import relay as relay_module
+from publishworker.turn import sampling
+from publishworker.turn.fleet import divide
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.relay_bench import Bench, SlowPublisher, run_at_once
 

@@ -4,12 +4,12 @@ from datetime import timedelta
 
 import pytest
 
-from publishworker.fleet import Fleet
-from publishworker.polling import Poller
 from publishworker.task import Look
-from publishworker.throttle import Throttle
-from publishworker.topics import FORGET_TOPIC_SECONDS
-from publishworker.window import Window
+from publishworker.turn.fleet import Fleet
+from publishworker.turn.polling import Poller
+from publishworker.turn.throttle import Throttle
+from publishworker.turn.topics import FORGET_TOPIC_SECONDS
+from publishworker.turn.window import Window
 from tests.support.fakes import FakeStore
 
 

@@ -12,8 +12,8 @@ from google.pubsub_v1.services.publisher.transports import PublisherGrpcTranspor
 from google.pubsub_v1.types import PublishResponse
 
 from outbox.message import TASK_ID_ATTRIBUTE
-from publishworker import messages
-from publishworker.publisher import PubSubPublisher
+from publishworker.pubsub import messages
+from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.task import Failed, Outcome, Row, Sent
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.pubsub_server import PubSubServer, accept, pubsub_server, refuse

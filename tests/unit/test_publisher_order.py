@@ -16,7 +16,7 @@ from google.pubsub_v1.services.publisher.transports import PublisherGrpcTranspor
 
 from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE
 from outbox.states import NEVER
-from publishworker.publisher import PubSubPublisher
+from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.task import Failed, Outcome, Row, Sent
 from tests.support.fakes import FakeStore, serialized
 from tests.support.outages import hang

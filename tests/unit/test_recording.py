@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import pytest
 
 from outbox.states import NEVER
-from publishworker import metrics as m
-from publishworker.breakers import Change
-from publishworker.metrics import Metrics
-from publishworker.recording import Recorder
 from publishworker.task import Charged, Failed, Group, GroupResult, Sent, Turn
+from publishworker.telemetry import metrics as m
+from publishworker.telemetry.metrics import Metrics
+from publishworker.turn.breakers import Change
+from publishworker.turn.recording import Recorder
 from tests.support.fakes import Counted
 
 AWAY = Failed("unavailable", "connection refused")

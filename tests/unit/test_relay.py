@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from outbox.message import TASK_ID_ATTRIBUTE
-from publishworker import flights
-from publishworker import metrics as m
-from publishworker.delivery import Delivery
-from publishworker.flights import StuckGroup
-from publishworker.relay import Relay
-from publishworker.retries import Retries
-from publishworker.store import StoreError
+from publishworker.spanner.store import StoreError
 from publishworker.task import Failed, Group, Outcome
+from publishworker.telemetry import metrics as m
+from publishworker.turn import flights
+from publishworker.turn.delivery import Delivery
+from publishworker.turn.flights import StuckGroup
+from publishworker.turn.relay import Relay
+from publishworker.turn.retries import Retries
 from tests.support.fakes import Abort, FakePublisher, FakeStore, serialized
 from tests.support.relay_bench import Bench, overtake, run_at_once, times
 from tests.support.waiting import eventually

@@ -11,11 +11,11 @@ import pytest
 from outbox.errors import NotReached
 from outbox.operations import backlog
 from outbox.operations.backlog import Backlog, Line
-from publishworker import metrics as m
 from publishworker import reporting
-from publishworker.fleet import Fleet
-from publishworker.metrics import Metrics
 from publishworker.reporting import Counts, Lookout, Reporter, by_topic_and_state
+from publishworker.telemetry import metrics as m
+from publishworker.telemetry.metrics import Metrics
+from publishworker.turn.fleet import Fleet
 from tests.support.fakes import Counted, FakeStore
 from tests.support.waiting import eventually
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.states import NEVER
-from publishworker.retries import Retries, is_charged, last_error
 from publishworker.task import Charged, Failed, Group, Row
+from publishworker.turn.retries import Retries, is_charged, last_error
 
 #: Far from the machine's clock.
 NOW = datetime(2055, 5, 5, 5, 5, 5, 123456, tzinfo=UTC)

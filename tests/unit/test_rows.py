@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from google.protobuf.struct_pb2 import NULL_VALUE, Value
 
-from publishworker import rows, sql
+from publishworker.spanner import rows, sql
 from publishworker.task import Candidate, News, Row, TopicLimit
 
 AT = "2026-01-01T12:00:00.123456Z"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publishworker.sampling import Limits, fitting, sample
 from publishworker.task import Candidate, Group
+from publishworker.turn.sampling import Limits, fitting, sample
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 

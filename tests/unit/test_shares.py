@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from publishworker.relay import Relay
+from publishworker.turn.relay import Relay
 from tests.support.relay_bench import Bench, SlowPublisher
 
 

@@ -17,14 +17,14 @@ from google.api_core.exceptions import DeadlineExceeded
 
 from outbox.logs import JsonFormatter, TextFormatter
 from publishworker import healthcheck
-from publishworker.complaints import Complaints
 from publishworker.connection import Deadline
-from publishworker.doubts import MAX_TASKS, Doubts
 from publishworker.heartbeat import Heartbeat
-from publishworker.sampling import Limits
 from publishworker.stopping import run_on_thread, stop_on_signals
 from publishworker.task import Group, Row
-from publishworker.window import Window
+from publishworker.telemetry.complaints import Complaints
+from publishworker.turn.doubts import MAX_TASKS, Doubts
+from publishworker.turn.sampling import Limits
+from publishworker.turn.window import Window
 
 
 def polls(window: Window, backlog: dict[str, int], count: int) -> list[int]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from publishworker.task import TopicLimit
-from publishworker.throttle import Throttle, problem
+from publishworker.turn.throttle import Throttle, problem
 
 STEP = 0.0625  # a step of time that adds up without rounding
 

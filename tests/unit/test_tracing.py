@@ -16,9 +16,9 @@ import outbox
 from outbox import logs
 from outbox.message import RawPubsubMessage
 from outbox.testing import RecordingTransaction
-from publishworker import tracing
-from publishworker.messages import trace_id
+from publishworker.pubsub.messages import trace_id
 from publishworker.task import Failed, Sent
+from publishworker.telemetry import tracing
 
 TRACE, SPAN = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

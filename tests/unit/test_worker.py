@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from publishworker.fleet import HEARTBEAT_SECONDS, Fleet
-from publishworker.flights import StuckGroup
 from publishworker.heartbeat import Heartbeat
-from publishworker.store import StoreError
+from publishworker.spanner.store import StoreError
 from publishworker.task import Group, Turn
+from publishworker.turn.fleet import HEARTBEAT_SECONDS, Fleet
+from publishworker.turn.flights import StuckGroup
 from publishworker.worker import HasTurn, Loop, Pause
 from tests.support.fakes import FakeStore
 

@@ -14,8 +14,8 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, RequestOptions, Tr
 
 from outbox.errors import NotReached
 from outbox.states import PARKED
-from publishworker import rows, sql
 from publishworker.connection import STREAM_RETRY, Deadline, LimitedDatabase
+from publishworker.spanner import rows, sql
 from publishworker.task import Charged, Key, Look, Mark, Parked, Poll, Row, Sent, Waiting
 
 #: Seconds for a poll; a large backlog on the emulator, which scans whole tables, takes several.

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TypeVar
 
-from publishworker.polling import Found
-from publishworker.sampling import Limits
-from publishworker.store import Store
+from publishworker.spanner.store import Store
 from publishworker.task import Candidate, Group, Key, Waiting
+from publishworker.turn.polling import Found
+from publishworker.turn.sampling import Limits
 
 #: Rows of one look at the fronts of keys, about: where very many keys have much to send, their runs become shorter.
 MAX_FRONT_ROWS = 5_000

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from publishworker.fleet import Fleet
-from publishworker.store import Store
+from publishworker.spanner.store import Store
 from publishworker.task import Candidate, Look, News
-from publishworker.throttle import Throttle
-from publishworker.topics import Topics
-from publishworker.window import Window
+from publishworker.turn.fleet import Fleet
+from publishworker.turn.throttle import Throttle
+from publishworker.turn.topics import Topics
+from publishworker.turn.window import Window
 
 _log = logging.getLogger("publishworker")
 

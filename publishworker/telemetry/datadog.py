@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from outbox.errors import SettingError
-from publishworker.metrics import Metrics
+from publishworker.telemetry.metrics import Metrics
 
 _log = logging.getLogger("publishworker")
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from publishworker.sampling import Limits
 from publishworker.task import Group, Row
+from publishworker.turn.sampling import Limits
 
 #: Older doubts are forgotten and their tasks published again: a duplicate, never a loss.
 MAX_SECONDS = 60.0

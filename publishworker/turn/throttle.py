@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from outbox._ddl import LEAST_RATE
-from publishworker.complaints import Complaints
 from publishworker.task import TopicLimit
+from publishworker.telemetry.complaints import Complaints
 
 _log = logging.getLogger("publishworker")
 

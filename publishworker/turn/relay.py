@@ -7,21 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from random import Random
 
-from publishworker.breakers import Breakers
-from publishworker.delivery import Delivery
-from publishworker.doubts import Doubts
-from publishworker.fairness import FairShare
-from publishworker.fleet import Fleet
-from publishworker.flights import Flights
-from publishworker.metrics import Metrics
-from publishworker.ordering import Fronts, Ordering
-from publishworker.polling import Found, Poller
-from publishworker.recording import Recorder
-from publishworker.sampling import Limits, fitting, sample
-from publishworker.store import Store, StoreError
+from publishworker.spanner.store import Store, StoreError
 from publishworker.task import Candidate, Group, GroupResult, Key, Mark, Row, Sent, Turn
-from publishworker.throttle import Throttle
-from publishworker.window import Window
+from publishworker.telemetry.metrics import Metrics
+from publishworker.turn.breakers import Breakers
+from publishworker.turn.delivery import Delivery
+from publishworker.turn.doubts import Doubts
+from publishworker.turn.fairness import FairShare
+from publishworker.turn.fleet import Fleet
+from publishworker.turn.flights import Flights
+from publishworker.turn.ordering import Fronts, Ordering
+from publishworker.turn.polling import Found, Poller
+from publishworker.turn.recording import Recorder
+from publishworker.turn.sampling import Limits, fitting, sample
+from publishworker.turn.throttle import Throttle
+from publishworker.turn.window import Window
 
 #: Seconds a turn waits for groups in flight before it ends without them, so that the loop can do what else is due.
 LONGEST_TURN_WAIT = 0.25

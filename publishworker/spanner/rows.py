@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from publishworker import sql
+from publishworker.spanner import sql
 from publishworker.task import Candidate, Key, News, Row, TopicLimit, Waiting
 
 _N = TypeVar("_N", int, float)

@@ -5,12 +5,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from publishworker import metrics as m
-from publishworker.breakers import FORGET_SECONDS, LONGEST_TARGET_REST, Change
-from publishworker.complaints import Complaints
 from publishworker.failures import Kind, kind_of
-from publishworker.metrics import Metrics
 from publishworker.task import GroupResult, Turn
+from publishworker.telemetry import metrics as m
+from publishworker.telemetry.complaints import Complaints
+from publishworker.telemetry.metrics import Metrics
+from publishworker.turn.breakers import FORGET_SECONDS, LONGEST_TARGET_REST, Change
 
 _log = logging.getLogger("publishworker")
 

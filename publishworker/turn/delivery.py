@@ -4,14 +4,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 
-from publishworker.claims import expired, in_order, stops, taken, untried, woken
 from publishworker.failures import Kind, is_refused, kind_of
-from publishworker.messages import trace_id
-from publishworker.metrics import CLAIM, COMMIT, PUBLISH
-from publishworker.publisher import Publisher
-from publishworker.retries import Retries, is_charged, last_error
-from publishworker.store import Decide, Store, StoreError
+from publishworker.pubsub.messages import trace_id
+from publishworker.pubsub.publisher import Publisher
+from publishworker.spanner.store import Decide, Store, StoreError
 from publishworker.task import Charged, Failed, Group, GroupResult, Mark, Outcome, Parked, Row, Sent, Taken
+from publishworker.telemetry.metrics import CLAIM, COMMIT, PUBLISH
+from publishworker.turn.claims import expired, in_order, stops, taken, untried, woken
+from publishworker.turn.retries import Retries, is_charged, last_error
 
 
 class Delivery:

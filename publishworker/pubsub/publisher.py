@@ -17,9 +17,10 @@ from google.pubsub_v1.types import PublishRequest, PublishResponse
 
 from outbox.errors import InvalidMessage
 from outbox.message import check_topic
-from publishworker import messages, tracing
 from publishworker.failures import reason_of
+from publishworker.pubsub import messages
 from publishworker.task import Failed, Outcome, Row, Sent
+from publishworker.telemetry import tracing
 
 
 class Publisher(Protocol):

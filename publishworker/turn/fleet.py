@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from itertools import product
 
-from publishworker.complaints import Complaints
-from publishworker.store import Store, StoreError
+from publishworker.spanner.store import Store, StoreError
+from publishworker.telemetry.complaints import Complaints
 
 _log = logging.getLogger("publishworker")
 

@@ -1,0 +1,1 @@
+"""Pub/Sub: from a row to a request, and an outcome for each task."""

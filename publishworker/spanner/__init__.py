@@ -1,0 +1,1 @@
+"""The relay's verbs on Spanner: the store, its statements, its rows."""
