@@ -1,6 +1,7 @@
 """The metrics of the worker: one table, and a recorder that can never break the loop."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Literal, Protocol
@@ -302,9 +303,9 @@ class Metrics:
             except Exception:
                 _log.warning("the last metrics could not be sent", exc_info=True, extra={"action": "metrics"})
 
-    def _guarded(self, send: object, metric: Metric, value: float, tags: dict[str, str]) -> None:
+    def _guarded(self, send: Callable[..., object], metric: Metric, value: float, tags: dict[str, str]) -> None:
         try:
-            send(metric.name, value, tags=[f"{key}:{_tag(key, each)}" for key, each in tags.items()])  # type: ignore[operator]  # methods of one shape
+            send(metric.name, value, tags=[f"{key}:{_tag(key, each)}" for key, each in tags.items()])
         except Exception:  # metrics are no reason to stop sending tasks
             if not self._complained:
                 self._complained = True

@@ -11,8 +11,7 @@ from google.cloud.pubsub_v1.subscriber.message import Message
 from google.cloud.pubsub_v1.types import SubscriberOptions
 from google.cloud.spanner_v1.database import Database
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -24,16 +23,14 @@ from tests.support.parts import relay_of
 from tests.support.pubsub import Subscription
 from tests.support.relays import unsent
 from tests.support.spanner import PROJECT
+from tests.support.spans import provided
 from tests.support.waiting import eventually
 
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     """A tracer provider for application, relay and subscriber, and what it exports."""
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
-    return exporter
+    return provided(monkeypatch)
 
 
 def place_order(database: Database, topic: str) -> ReadableSpan:

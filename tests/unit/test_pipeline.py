@@ -13,6 +13,7 @@ from publishworker.turn import sampling
 from publishworker.turn.fleet import divide
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.relay_bench import Bench, SlowPublisher, run_at_once
+from tests.support.waiting import eventually
 
 
 def test_a_slow_group_does_not_hold_the_others_back() -> None:
@@ -147,7 +148,7 @@ def test_large_messages_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
         def publish(self, topic: str, rows: Any, *arguments: Any, **keywords: Any) -> dict[str, Outcome]:
             flying.extend(row.id for row in rows)
             most[0] = max(most[0], len(flying))
-            time.sleep(0.02)
+            eventually(lambda: most[0] >= 3)
             answer = super().publish(topic, rows, *arguments, **keywords)
             for row in rows:
                 flying.remove(row.id)

@@ -3,21 +3,18 @@
 import itertools
 import threading
 from datetime import timedelta
-from random import Random
 from typing import Any
 
 import pytest
 
 from outbox.message import TASK_ID_ATTRIBUTE
 from publishworker.spanner.store import StoreError
-from publishworker.task import Failed, Group, Outcome
+from publishworker.task import Failed, Outcome
 from publishworker.telemetry import metrics as m
 from publishworker.turn import flights
-from publishworker.turn.delivery import Delivery
 from publishworker.turn.flights import StuckGroup
 from publishworker.turn.relay import Relay
-from publishworker.turn.retries import Retries
-from tests.support.fakes import Abort, FakePublisher, FakeStore, serialized
+from tests.support.fakes import Abort, FakePublisher
 from tests.support.relay_bench import Bench, overtake, run_at_once, times
 from tests.support.waiting import eventually
 
@@ -323,56 +320,6 @@ def test_what_is_in_doubt_at_the_end_is_tried_once_more(bench: Bench) -> None:
     assert (bench.publisher.ids(), bench.unsent()) == (["a"], [])
 
 
-def test_a_group_tells_how_long_its_phases_took_and_how_long_its_tasks_waited() -> None:
-    """By Spanner's clock up to the lock, then by the worker's; an aborted try counts as a part of the claim."""
-    now = [100.0]
-
-    class Slow(FakePublisher):
-        def publish(self, *arguments: Any, **keywords: Any) -> dict[str, Outcome]:
-            now[0] += 2
-            return super().publish(*arguments, **keywords)
-
-    store = FakeStore()
-    hour = timedelta(hours=1)
-    store.insert("ready", "orders", serialized(), created_at=store.now - hour)
-    store.insert("due", "orders", serialized(), created_at=store.now - 9 * hour, available_at=store.now - 2 * hour)
-    aborts = [Abort()]
-
-    def commit() -> None:
-        now[0] += 3
-        if aborts:
-            raise aborts.pop()
-
-    store.before_commit = commit
-    retries = Retries(initial=1, longest=9, max_attempts=9, dead_after=9, random=Random(1))
-    delivery = Delivery(store, Slow("orders"), retries, 5, clock=lambda: now[0])
-    result = delivery.deliver(Group("orders", ("ready", "due")))
-    assert result.runs == 2
-    assert result.phases == {m.CLAIM: 3, m.PUBLISH: 2, m.COMMIT: 3}
-    assert result.waited == {"ready": 3602, "due": 7202}
-
-
-def test_a_task_that_is_marked_first_waits_for_that_commit_too() -> None:
-    """At most once: the answer comes later, and the task has waited until then."""
-    now = [100.0]
-
-    class Slow(FakePublisher):
-        def publish(self, *arguments: Any, **keywords: Any) -> dict[str, Outcome]:
-            now[0] += 2
-            return super().publish(*arguments, **keywords)
-
-    def commit() -> None:
-        now[0] += 3
-
-    store = FakeStore()
-    store.insert("once", "orders", serialized(), created_at=store.now - timedelta(hours=1), at_most_once=True)
-    store.before_commit = commit
-    retries = Retries(initial=1, longest=9, max_attempts=9, dead_after=9, random=Random(1))
-    delivery = Delivery(store, Slow("orders"), retries, 5, clock=lambda: now[0])
-    result = delivery.deliver(Group("orders", ("once",), at_most_once=True))
-    assert result.waited == {"once": 3605}
-
-
 def test_a_group_that_does_not_end_ends_the_turns() -> None:
     """Whoever asks for one is told; the other groups of the process still land."""
     let_go = threading.Event()
@@ -399,17 +346,6 @@ def test_a_group_that_does_not_end_ends_the_turns() -> None:
         assert bench.relay.finish().in_flight == 0
     finally:
         let_go.set()
-
-
-def test_a_claim_that_fails_has_no_commit() -> None:
-    """Its time is the claim's."""
-    now = [100.0]
-    store = FakeStore()
-    store.away = True
-    retries = Retries(initial=1, longest=9, max_attempts=9, dead_after=9, random=Random(1))
-    result = Delivery(store, FakePublisher(), retries, 5, clock=lambda: now[0]).deliver(Group("orders", ("a",)))
-    assert result.error is not None
-    assert result.phases.keys() == {m.CLAIM}
 
 
 def test_a_relay_says_what_it_is_busy_with(bench: Bench) -> None:

@@ -19,6 +19,7 @@ from outbox.testing import RecordingTransaction
 from publishworker.pubsub.messages import trace_id
 from publishworker.task import Failed, Sent
 from publishworker.telemetry import tracing
+from tests.support.spans import provided
 
 TRACE, SPAN = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -27,10 +28,7 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     """A tracer provider, and what it exports."""
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
-    return exporter
+    return provided(monkeypatch)
 
 
 @pytest.fixture
