@@ -68,6 +68,7 @@ def test_the_worker_stays_within_its_role(database: Database) -> None:
     assert {("SELECT", table) for table in heard.tables} <= allowed.keys()
     assert heard.tables == set(TABLES)
     assert heard.roles == {"publishworker"}
+    assert ours.renewed().database_role == "publishworker"  # also after its session was lost
     written = {column for commit in heard.commits for each in commit.mutations for column in each.update.columns}
     assert written == allowed["UPDATE", "AsynchronousTasks"], "a grant that nothing needs"
 
