@@ -10,14 +10,14 @@ from typing import Any
 from outbox import _tracing
 
 
-def escaped(text: str) -> str:
+def _escaped(text: str) -> str:
     """Return a text in which all that is not printable is escaped, as JSON does it."""
     return "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in text)
 
 
 def as_line(value: object, default: Callable[[Any], Any] | None = None) -> str:
     """Return one line of JSON in which all that is not printable is escaped, so that a terminal takes it as text."""
-    return escaped(json.dumps(value, ensure_ascii=False, default=default))
+    return _escaped(json.dumps(value, ensure_ascii=False, default=default))
 
 
 class JsonFormatter(logging.Formatter):
@@ -51,7 +51,7 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name of the base class
         """Return the line; ids and topics are other people's text, and must not look like further lines."""
-        record.message = escaped(record.message)
+        record.message = _escaped(record.message)
         return super().formatMessage(record)
 
 

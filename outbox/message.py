@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from google.protobuf.message import EncodeError
+from google.protobuf.message import DecodeError, EncodeError
 from google.protobuf.message import Message as ProtobufMessage
 from google.pubsub_v1.types import PublishRequest, PubsubMessage
 from proto import Message as ProtoPlusMessage
@@ -76,6 +76,16 @@ def build(
         raise InvalidMessage(f"the message makes a publish request of {size} bytes, {MAX_REQUEST_BYTES} are allowed")
     _trace(built, topic)
     return built.SerializeToString(), built.ordering_key
+
+
+def parsed(data: bytes) -> Any | None:
+    """Return the raw PubsubMessage of a row's `Data`, or None if it is no such message."""
+    message = RawPubsubMessage()
+    try:
+        message.ParseFromString(data)
+    except DecodeError:
+        return None
+    return message
 
 
 def _copy(message: object) -> Any:

@@ -137,6 +137,7 @@ def run_show(options: argparse.Namespace) -> int:
     settings = DatabaseSettings.read(vars(options))
 
     from outbox.cli.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.message import parsed  # noqa: PLC0415 - the same
     from outbox.operations import tasks  # noqa: PLC0415 - the same
 
     task = tasks.task(open_table(settings), options.id)
@@ -145,7 +146,7 @@ def run_show(options: argparse.Namespace) -> int:
             f"there is no task with the id {options.id!r}: it was never committed, or it was deleted after it was "
             "sent (retention, `outbox purge`) or when it was dead (`outbox discard`)"
         )
-    message = tasks.message_of(task.columns["Data"])
+    message = parsed(task.columns["Data"])
     data = task.columns["Data"] if message is None else message.data
     if message is None:
         note("Data is no serialized google.pubsub.v1.PubsubMessage; this is what the row holds")

@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
-from outbox.message import RawPubsubMessage
 from outbox.operations import sql
 from outbox.operations.changes import Selection
 from outbox.operations.table import LOOK_SECONDS, TaskTable
@@ -86,16 +83,6 @@ def task(table: TaskTable, id: str) -> Task | None:
     *values, state = rows[0]
     columns = dict(zip(_ALL_COLUMNS, values, strict=True))
     return Task(state, columns | {"Data": b64decode(columns["Data"])})  # the client leaves BYTES as they travel
-
-
-def message_of(data: bytes) -> Any | None:
-    """Return the raw PubsubMessage of a row's `Data`, or None if it is no such message."""
-    message = RawPubsubMessage()
-    try:
-        message.ParseFromString(data)
-    except DecodeError:
-        return None
-    return message
 
 
 def sent_after(table: TaskTable, position: Position, topic: str | None, limit: int) -> list[dict[str, Any]]:

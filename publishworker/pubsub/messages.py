@@ -9,11 +9,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.message import DecodeError
 from opentelemetry.trace import format_trace_id
 
 from outbox._tracing import span_of
-from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE, RawPublishRequest, RawPubsubMessage
+from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE, RawPublishRequest, parsed
 from publishworker.task import Failed, Row
 
 #: Messages in one publish request (https://cloud.google.com/pubsub/quotas#resource_limits).
@@ -38,10 +37,8 @@ def topic_filter(patterns: str, project: str) -> Callable[[str], bool]:
 
 def decode(row: Row) -> Any | Failed:
     """Return the row's PubsubMessage, with the id attribute and the ordering key that the columns say."""
-    message = RawPubsubMessage()
-    try:
-        message.ParseFromString(row.data)
-    except DecodeError:
+    message = parsed(row.data)
+    if message is None:
         return Failed("undecodable", "Data is not a serialized google.pubsub.v1.PubsubMessage")
     message.ClearField("message_id")
     message.ClearField("publish_time")
@@ -52,12 +49,8 @@ def decode(row: Row) -> Any | Failed:
 
 def trace_id(data: bytes) -> str | None:
     """Return the trace that a message belongs to, as `register` noted it, or None. For a log, so it raises nothing."""
-    message = RawPubsubMessage()
-    try:
-        message.ParseFromString(data)
-    except DecodeError:
-        return None
-    span = span_of(message.attributes)
+    message = parsed(data)
+    span = None if message is None else span_of(message.attributes)
     return None if span is None else format_trace_id(span.trace_id)
 
 

@@ -10,6 +10,7 @@ import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
+from outbox.message import parsed
 from outbox.operations import tasks
 from outbox.operations.changes import Selection
 from outbox.operations.table import TaskTable
@@ -200,7 +201,7 @@ def test_a_task_is_shown_with_every_column(database: Database, table: TaskTable)
     shard = task.columns["Shard"]
     assert shard in table.shards
     assert task == tasks.Task("sent", {**every, "Id": "it's", "Data": data, "Bytes": len(data), "Shard": shard})
-    message = tasks.message_of(task.columns["Data"])
+    message = parsed(task.columns["Data"])
     assert message is not None
     assert (message.data, dict(message.attributes)) == (b"\x00\xff", {"a": "b"})
     plain = tasks.task(table, "plain")
@@ -218,8 +219,8 @@ def test_data_that_is_no_message_is_none(database: Database, table: TaskTable, d
     task = tasks.task(table, "a")
     assert task is not None
     assert task.columns["Data"] == data
-    assert tasks.message_of(data) is None
-    assert tasks.message_of(b"") is not None
+    assert parsed(data) is None
+    assert parsed(b"") is not None
 
 
 def followed(table: TaskTable, position: Position, limit: int, topic: str | None = None) -> Iterator[dict[str, Any]]:

@@ -9,13 +9,13 @@ import pytest
 
 from outbox.message import TASK_ID_ATTRIBUTE
 from publishworker.spanner.store import StoreError
-from publishworker.task import Failed, Outcome
+from publishworker.task import Failed
 from publishworker.telemetry import metrics as m
 from publishworker.turn import flights
 from publishworker.turn.flights import StuckGroup
 from publishworker.turn.relay import Relay
-from tests.support.fakes import Abort, FakePublisher
-from tests.support.relay_bench import Bench, overtake, run_at_once, times
+from tests.support.fakes import Abort
+from tests.support.relay_bench import Bench, SlowPublisher, overtake, run_at_once, times
 from tests.support.waiting import eventually
 
 
@@ -322,15 +322,9 @@ def test_what_is_in_doubt_at_the_end_is_tried_once_more(bench: Bench) -> None:
 
 def test_a_group_that_does_not_end_ends_the_turns() -> None:
     """Whoever asks for one is told; the other groups of the process still land."""
-    let_go = threading.Event()
-
-    class Stuck(FakePublisher):
-        def publish(self, topic: str, rows: Any, *arguments: Any, **keywords: Any) -> dict[str, Outcome]:
-            if topic == "invoices":
-                let_go.wait(30)
-            return super().publish(topic, rows, *arguments, **keywords)
-
-    bench = Bench(publisher=Stuck("orders", "invoices"), stragglers=1, patience=0)
+    publisher = SlowPublisher("orders", "invoices")
+    publisher.hanging = {"invoices"}
+    bench = Bench(publisher=publisher, stragglers=1, patience=0)
     bench.insert("stuck", topic="invoices")
     bench.insert("good")
 
@@ -345,7 +339,7 @@ def test_a_group_that_does_not_end_ends_the_turns() -> None:
         assert bench.unsent() == ["stuck"]
         assert bench.relay.finish().in_flight == 0
     finally:
-        let_go.set()
+        publisher.release.set()
 
 
 def test_a_relay_says_what_it_is_busy_with(bench: Bench) -> None:
@@ -367,16 +361,11 @@ def test_what_landed_is_told_though_polls_fail(bench: Bench) -> None:
     """Else an outage of minutes would lose its outcome, and take it for stuck."""
     bench.insert("a")
     bench.insert("b")
-    slow = threading.Event()
-
-    class Slow(FakePublisher):
-        def publish(self, *arguments: Any, **keywords: Any) -> dict[str, Outcome]:
-            slow.wait(30)
-            return super().publish(*arguments, **keywords)
-
-    relay = bench.another(publisher=Slow("orders"), patience=0)
+    publisher = SlowPublisher("orders")
+    publisher.hanging = {"orders"}
+    relay = bench.another(publisher=publisher, patience=0)
     eventually(lambda: (relay.turn(), relay.in_flight)[1])
-    slow.set()
+    publisher.release.set()
     eventually(lambda: not bench.unsent())
     bench.store.away = True
     for _ in range(20):
@@ -390,18 +379,11 @@ def test_what_landed_is_told_though_polls_fail(bench: Bench) -> None:
 def test_a_stop_tells_what_landed_though_another_group_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its counts are sent even if the process then gives up, and the stuck group ends it."""
     monkeypatch.setattr(flights, "WATCH_SECONDS", 0.01)
-    let_go = threading.Event()
-
-    class Stuck(FakePublisher):
-        def publish(self, topic: str, rows: Any, *arguments: Any, **keywords: Any) -> dict[str, Outcome]:
-            if topic == "invoices":
-                let_go.wait(30)
-            return super().publish(topic, rows, *arguments, **keywords)
-
-    bench = Bench(publisher=Stuck("orders", "invoices"), beat=lambda: bench.wait(10))
+    publisher = SlowPublisher("orders", "invoices")
+    publisher.hanging = {"invoices"}
+    bench = Bench(publisher=publisher, beat=lambda: bench.wait(10))
     bench.insert("stuck", topic="invoices")
     bench.insert("good")
-    bench.store.before_commit = lambda: None
     try:
         while bench.relay.in_flight < 2 and not bench.count(m.PUBLISHED):
             bench.relay.turn()
@@ -409,7 +391,7 @@ def test_a_stop_tells_what_landed_though_another_group_hangs(monkeypatch: pytest
             bench.relay.finish()
         assert bench.count(m.PUBLISHED) == 1
     finally:
-        let_go.set()
+        publisher.release.set()
 
 
 def test_doubts_that_cannot_be_marked_in_time_end_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,9 +109,18 @@ def test_breakers_are_told_while_they_rest_and_for_ten_minutes_after() -> None:
 
 
 def test_without_an_agent_nothing_is_made() -> None:
-    """Not even the numbers."""
-    report = Reporter(Metrics(None), fleet(), None)  # type: ignore[arg-type]  # it would fail if it were asked
-    report()
+    """Not even the numbers: nobody is asked for them."""
+    asked: list[str] = []
+
+    class Asked(Relay):
+        def resting(self) -> Mapping[str, bool]:
+            asked.append("resting")
+            return {}
+
+    Reporter(Metrics(None), fleet(), Asked())()
+    assert asked == []
+    Reporter(Metrics(Tagged()), fleet(), Asked())()
+    assert asked == ["resting"]
 
 
 def found(*lines: Line) -> Backlog:
