@@ -20,6 +20,9 @@ MAX_RETENTION_DAYS = 3650
 SHARD_COUNT, RETENTION = "shard count", "retention of sent tasks"
 OWN_CHOICES = (SHARD_COUNT, RETENTION)
 
+#: What the replays of the pipeline note, and nobody else reads.
+REPLAYS = "AsynchronousTaskReplays"
+
 #: For a wake-up, or a copy elsewhere: one record for each registered task, none for marks, purges and retention.
 _CHANGE_STREAM = """CREATE CHANGE STREAM AsynchronousTasksInserts
   FOR AsynchronousTasks(SentAt)
@@ -41,13 +44,16 @@ class Shape:
         return self.title.rpartition(" ")[2]
 
 
-def statements(shards: int = 10, retention_days: int | None = 30, *, change_stream: bool = False) -> list[str]:
+def statements(
+    shards: int = 10, retention_days: int | None = 30, *, change_stream: bool = False, pipeline: bool = True
+) -> list[str]:
     """Return the DDL, one statement each, without comments and semicolons.
 
     Args:
         shards: 1 to 1,000.
         retention_days: sent tasks are deleted when they are older, 1 to 3,650; None keeps them.
         change_stream: add the change stream AsynchronousTasksInserts.
+        pipeline: False leaves out what only the pipeline needs: what workers and commands compare a database with.
 
     Raises:
         ValueError: a number is out of range.
@@ -57,6 +63,8 @@ def statements(shards: int = 10, retention_days: int | None = 30, *, change_stre
     if retention_days is not None and not 1 <= retention_days <= MAX_RETENTION_DAYS:
         raise ValueError(f"retention_days is {retention_days}, it must be None or 1 to {MAX_RETENTION_DAYS}")
     table, *others = cut(_schema_sql())
+    if not pipeline:
+        others = [each for each in others if f"TABLE {REPLAYS} " not in each]
     table = _replace(r"(FARM_FINGERPRINT\(.+\), )\d+(?=\)\))", rf"\g<1>{shards}", table)
     if retention_days is None:
         table = _replace(r",\s*ROW DELETION POLICY \(.+\)$", "", table)

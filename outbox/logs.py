@@ -61,7 +61,7 @@ def configure(log_format: str = "auto", level: str = "info") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TextFormatter() if as_text else JsonFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    for name in ("outbox", "publishworker"):
+    for name in ("outbox", "outbox_pipeline", "publishworker"):
         logging.getLogger(name).setLevel(level.upper())
     # It quotes attributes of messages that are no trace context.
     logging.getLogger("opentelemetry").setLevel(logging.ERROR)

@@ -17,6 +17,7 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox._ddl import (
     OWN_CHOICES,
+    REPLAYS,
     RETENTION,
     SHARD_COUNT,
     Shape,
@@ -32,6 +33,7 @@ from outbox.errors import NotReached, OutboxError, SchemaDiffers
 
 __all__ = [
     "OWN_CHOICES",
+    "REPLAYS",
     "RETENTION",
     "SHARD_COUNT",
     "apply",

@@ -21,3 +21,15 @@ CREATE ROLE outbox_application;
 GRANT SELECT(Id) ON TABLE AsynchronousTasks TO ROLE outbox_application;
 GRANT INSERT(Id, Topic, Data, Priority, OrderingKey, Sequence, CreatedAt, AvailableAt, ExpiresAt, AtMostOnce)
   ON TABLE AsynchronousTasks TO ROLE outbox_application;
+
+-- The jobs on Spark: `register` inserts, `archive` reads, `archive --purge` deletes, `drain` does what the relay does,
+-- `replay` updates, and inserts what was purged.
+CREATE ROLE outbox_pipeline;
+GRANT SELECT, DELETE ON TABLE AsynchronousTasks TO ROLE outbox_pipeline;
+GRANT UPDATE(Id, SentAt, AvailableAt, ExpiresAt, LastError, Attempts) ON TABLE AsynchronousTasks
+  TO ROLE outbox_pipeline;
+GRANT SELECT ON TABLE AsynchronousTaskTopics, AsynchronousTaskWorkers TO ROLE outbox_pipeline;
+GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskWorkers TO ROLE outbox_pipeline;
+GRANT INSERT(Id, Topic, Data, Priority, OrderingKey, Sequence, CreatedAt, AvailableAt, ExpiresAt, AtMostOnce)
+  ON TABLE AsynchronousTasks TO ROLE outbox_pipeline;
+GRANT SELECT, INSERT, UPDATE ON TABLE AsynchronousTaskReplays TO ROLE outbox_pipeline;

@@ -73,3 +73,21 @@ CREATE TABLE AsynchronousTaskWorkers (
   StartedAt TIMESTAMP  NOT NULL,
   SeenAt    TIMESTAMP  NOT NULL OPTIONS (allow_commit_timestamp = true)
 ) PRIMARY KEY (WorkerId);
+
+-- One row a replay by the pipeline, kept for ever: who has sent what again, and when. Workers do not need this table.
+CREATE TABLE AsynchronousTaskReplays (
+  -- A random UUID.
+  ReplayId   STRING(64)  NOT NULL,
+  -- What was sent before this time is selected, so nothing that the replay sends is selected again.
+  StartedAt  TIMESTAMP   NOT NULL OPTIONS (allow_commit_timestamp = true),
+  -- NULL: it runs, or has ended early and can be resumed.
+  FinishedAt TIMESTAMP   OPTIONS (allow_commit_timestamp = true),
+  -- The word table, or the path of the archive.
+  Source     STRING(MAX) NOT NULL,
+  -- The selection as JSON, from which a replay is resumed.
+  Predicate  STRING(MAX) NOT NULL,
+  -- Whose credentials the job had. NULL: not known.
+  Principal  STRING(MAX),
+  -- How many tasks were selected and found. NULL: not finished.
+  Tasks      INT64
+) PRIMARY KEY (ReplayId);

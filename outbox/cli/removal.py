@@ -4,7 +4,6 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 from outbox import logs
@@ -13,6 +12,7 @@ from outbox.cli.flags import TEXT, add_ids, add_topic, again, command, ids
 from outbox.cli.output import escaped
 from outbox.errors import OutboxError, SettingError
 from outbox.settings import DatabaseSettings, flag_of
+from outbox.states import LEAST_AGE
 from outbox.times import MOMENT, resolved, shown
 
 PURGE_DESCRIPTION = """\
@@ -27,9 +27,6 @@ and the reason. What a dead task of an ordering key held back goes on.
 
     outbox discard 0e3c... --reason 'order was cancelled, ticket 4711' \\
         --project my-project --instance main --database shop"""
-
-#: At most this long a task that is sent at most once may be marked and not yet published.
-LEAST_AGE = timedelta(minutes=1)
 
 _log = logging.getLogger("outbox")
 
@@ -58,8 +55,8 @@ def run_purge(options: argparse.Namespace) -> int:
     """Delete sent tasks; returns 0. Raises SettingError, NotReached, OutboxError."""
     settings = DatabaseSettings.read(vars(options))
 
-    from outbox.cli.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
     from outbox.operations import changes, sql  # noqa: PLC0415 - the same
+    from outbox.operations.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
 
     table = open_table(settings)
     now = table.now()
@@ -89,8 +86,8 @@ def run_discard(options: argparse.Namespace) -> int:
     if wanted is None:
         raise SettingError("discard: which tasks? Give ids of dead ones, or --ids-file")
 
-    from outbox.cli.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
     from outbox.operations import changes  # noqa: PLC0415 - the same
+    from outbox.operations.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
 
     table = open_table(settings)
     count = changes.count(table, changes.Selection(state="dead", ids=wanted), exact=True)

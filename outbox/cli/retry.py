@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> int:
     if wanted is None and options.state is None:
         raise SettingError(f"retry: which tasks? Give ids, --ids-file, or --state with {' or '.join(STATES)}")
 
-    from outbox.cli.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
     from outbox.operations import changes, sql  # noqa: PLC0415 - the same
+    from outbox.operations.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
 
     table = open_table(settings)
     now = table.now()

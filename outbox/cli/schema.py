@@ -91,7 +91,7 @@ def run_apply(options: argparse.Namespace) -> int:
     free = {part for flag, part in (("shards", _ddl.SHARD_COUNT), ("retention", _ddl.RETENTION)) if flag not in flags}
 
     from outbox import schema  # noqa: PLC0415 - the Spanner client: half a second, for nothing if a flag is wrong
-    from outbox.cli.database import open_database  # noqa: PLC0415 - the same
+    from outbox.operations.database import open_database  # noqa: PLC0415 - the same
 
     database = open_database(settings)
     for name, state in schema.apply(database, _statements(options), free=free):

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         raise SettingError("--watch has no end, so no exit code: give --max-age and --max-pending without it")
     settings = DatabaseSettings.read(vars(options))
 
-    from outbox.cli.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.operations.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
 
     tasks = open_table(settings)
     if options.watch:

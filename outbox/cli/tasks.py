@@ -87,8 +87,8 @@ def run_list(options: argparse.Namespace) -> int:
     """Print tasks; returns 0. Raises SettingError, NotReached, OutboxError."""
     settings = DatabaseSettings.read(vars(options))
 
-    from outbox.cli.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
     from outbox.operations import tasks  # noqa: PLC0415 - the same
+    from outbox.operations.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
 
     database = open_table(settings)
     found = tasks.listed(database, selection(options, database.now()), options.limit + 1)
@@ -136,9 +136,9 @@ def run_show(options: argparse.Namespace) -> int:
     """Print a task; returns 0. Raises SettingError, NotReached, OutboxError: there is none of that id."""
     settings = DatabaseSettings.read(vars(options))
 
-    from outbox.cli.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
     from outbox.message import parsed  # noqa: PLC0415 - the same
     from outbox.operations import tasks  # noqa: PLC0415 - the same
+    from outbox.operations.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
 
     task = tasks.task(open_table(settings), options.id)
     if task is None:
@@ -242,7 +242,7 @@ def run_tail(options: argparse.Namespace) -> int:
     """Print tasks as they are sent, until a signal; returns 0. Raises SettingError, NotReached, OutboxError."""
     settings = DatabaseSettings.read(vars(options))
 
-    from outbox.cli.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.operations.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):

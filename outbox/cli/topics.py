@@ -105,8 +105,8 @@ def run_topics(options: argparse.Namespace) -> int:
     """Print the topics; returns 0. Raises SettingError, NotReached, OutboxError."""
     settings = DatabaseSettings.read(vars(options))
 
-    from outbox.cli.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
     from outbox.operations import backlog  # noqa: PLC0415 - the same
+    from outbox.operations.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
     from outbox.operations.topics import Control, TopicTable  # noqa: PLC0415 - the same
 
     tasks = open_table(settings)
@@ -193,7 +193,7 @@ def _open(options: argparse.Namespace) -> "tuple[TopicTable, str]":
     """Return the table and the project of topics without one. Raises SettingError, NotReached, OutboxError."""
     settings = DatabaseSettings.read(vars(options))
 
-    from outbox.cli.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.operations.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
     from outbox.operations.topics import TopicTable  # noqa: PLC0415 - the same
 
     return TopicTable(open_table(settings)), settings.project

@@ -26,7 +26,8 @@ PAGE = 20 * CHUNK
 #: Ordering keys whose first task is looked for at once.
 WOKEN = 20
 _LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
-_RETRY_COLUMNS = ("Id", "SentAt", "ExpiresAt", "Attempts", "AvailableAt")
+#: What is written of a task that is to be sent again; `retried` has the values.
+RETRIED = ("Id", "SentAt", "ExpiresAt", "Attempts", "AvailableAt")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +131,14 @@ def retry(table: TaskTable, selection: Selection) -> Iterator[Outcome]:
         raise ValueError("a selection of sent tasks needs `until`; pending ones need no retry")
 
     def write(transaction: Transaction, rows: Sequence[_Row]) -> None:
-        transaction.update(_TABLE, _RETRY_COLUMNS, [(row.id, None, None, 0, row.now) for row in rows])
+        transaction.update(_TABLE, RETRIED, [retried(row.id, row.now) for row in rows])
 
     return _change(table, selection, "outbox-retry", write)
+
+
+def retried(id: str, now: datetime) -> tuple[object, ...]:
+    """Return the values of RETRIED: due `now`, with all attempts, and without an end."""
+    return (id, None, None, 0, now)
 
 
 def purge(table: TaskTable, selection: Selection) -> Iterator[Outcome]:

@@ -26,7 +26,7 @@ ABORTED_SECONDS, AGAIN_SECONDS = 60.0, 0.05
 LOCK_SECONDS = 20.0
 
 _LOW = RequestOptions.Priority.PRIORITY_LOW
-_SCHEMA_OPTIONS = {"priority": _LOW, "request_tag": "outbox-schema"}
+SCHEMA_OPTIONS = {"priority": _LOW, "request_tag": "outbox-schema"}
 
 
 class TaskTable:
@@ -35,7 +35,7 @@ class TaskTable:
     def __init__(self, database: Database) -> None:
         """Look whether the tasks' table is there, and how many shards it has."""
         self._database: Any = database  # its methods carry no types
-        self.shards: Sequence[int] = range(schema.shard_count(database, request_options=_SCHEMA_OPTIONS))
+        self.shards: Sequence[int] = range(schema.shard_count(database, request_options=SCHEMA_OPTIONS))
 
     @property
     def name(self) -> str:
@@ -70,11 +70,13 @@ class TaskTable:
                 )
             )
 
-    def read(self, table: str, columns: Sequence[str], keys: Any, tag: str) -> list[list[Any]]:
+    def read(
+        self, table: str, columns: Sequence[str], keys: Any, tag: str, *, seconds: float = QUERY_SECONDS
+    ) -> list[list[Any]]:
         """Return the rows of `keys`, read now. Takes no locks."""
         with self._errors(), self._database.snapshot() as snapshot:
             options = {"priority": _LOW, "request_tag": tag}
-            return list(snapshot.read(table, columns, keys, request_options=options, **schema.limits(QUERY_SECONDS)))
+            return list(snapshot.read(table, columns, keys, request_options=options, **schema.limits(seconds)))
 
     def topics(self, count: int | None = None, at: datetime | None = None) -> list[str]:
         """Return all topics that have an unsent task or a row of their own, sorted, or the first `count` of them."""
@@ -117,7 +119,8 @@ class TaskTable:
         except (NotReached, SchemaDiffers):
             raise
         except OutboxError as error:
-            if wrong := schema.differences(self._database, schema.statements(), request_options=_SCHEMA_OPTIONS):
+            expected = schema.statements(pipeline=False)
+            if wrong := schema.differences(self._database, expected, request_options=SCHEMA_OPTIONS):
                 raise NotReached(f"{self.name}: {'; '.join(wrong)}. See `outbox schema apply`.") from error
             raise
 
@@ -144,16 +147,21 @@ class Transaction:
                 )
             )
 
-    def read(self, table: str, columns: Sequence[str], keys: Any) -> list[list[Any]]:
-        """Return the rows of `keys`."""
+    def read(self, table: str, columns: Sequence[str], keys: Any, *, seconds: float = QUERY_SECONDS) -> list[list[Any]]:
+        """Return the rows of `keys`; whoever reads tasks may have to wait for a worker's locks, see LOCK_SECONDS."""
         with self._own_errors():
-            limits = schema.limits(QUERY_SECONDS)
+            limits = schema.limits(seconds)
             return list(self._transaction.read(table, columns, keys, request_options=self._options, **limits))
 
     def update(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Buffer an update of `rows`, none for none: an empty one is an error of Spanner."""
         if rows:
             self._transaction.update(table, columns, rows)
+
+    def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Buffer new rows, none for none."""
+        if rows:
+            self._transaction.insert(table, columns, rows)
 
     def insert_or_update(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Buffer the rows, which take the place of those that are there."""

@@ -45,3 +45,12 @@ CREATE TABLE AsynchronousTaskWorkers (
   StartedAt TIMESTAMP  NOT NULL,
   SeenAt    TIMESTAMP  NOT NULL OPTIONS (allow_commit_timestamp = true)
 ) PRIMARY KEY (WorkerId);
+CREATE TABLE AsynchronousTaskReplays (
+  ReplayId   STRING(64)  NOT NULL,
+  StartedAt  TIMESTAMP   NOT NULL OPTIONS (allow_commit_timestamp = true),
+  FinishedAt TIMESTAMP   OPTIONS (allow_commit_timestamp = true),
+  Source     STRING(MAX) NOT NULL,
+  Predicate  STRING(MAX) NOT NULL,
+  Principal  STRING(MAX),
+  Tasks      INT64
+) PRIMARY KEY (ReplayId);

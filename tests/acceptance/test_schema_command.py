@@ -19,6 +19,7 @@ created  index AsynchronousTasksToSend
 created  index AsynchronousTasksInOrder
 created  table AsynchronousTaskTopics
 created  table AsynchronousTaskWorkers
+created  table AsynchronousTaskReplays
 """
 #: Seconds within which a user must hear that Spanner cannot be reached.
 TOLD_WITHIN = 15.0

@@ -5,6 +5,7 @@ test_claims.py.
 """
 
 import uuid
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -218,6 +219,19 @@ def test_unsent_counts_by_topic_and_state(harness: Harness) -> None:
         Unsent("paused", "dead", 1),
         Unsent("paused", "paused", 1),
     ]
+
+
+def test_unsent_counts_the_shards_that_are_asked_for(harness: Harness) -> None:
+    """Those that the poll finds a shard's tasks in, and no others."""
+    for number in range(20):
+        harness.insert(f"task {number}")
+    of_shard = Counter(each.shard for each in harness.store.poll(look("orders", per_range=20)).candidates)
+    assert of_shard.total() == 20
+    for shard, number in of_shard.items():
+        assert harness.store.unsent([shard]) == [Unsent("orders", "pending", number)]
+    first, second, *_ = of_shard
+    [both] = harness.store.unsent([first, second])
+    assert both.count == of_shard[first] + of_shard[second]
 
 
 def test_unsent_tells_dead_from_late_and_paused_from_waiting(harness: Harness) -> None:

@@ -134,7 +134,7 @@ def test_no_key_begins_with_a_time(database: Database) -> None:
         JOIN INFORMATION_SCHEMA.COLUMNS AS c USING (TABLE_SCHEMA, TABLE_NAME, COLUMN_NAME)
         WHERE i.TABLE_SCHEMA = '' AND i.ORDINAL_POSITION = 1""",
     )
-    assert len(first_columns) == 5
+    assert len(first_columns) == 6
     assert not [row for row in first_columns if row[3] == "TIMESTAMP"]
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.cli import database as opening
 from outbox.emulators import Emulators
 from outbox.errors import NotReached, OutboxError
 from outbox.operations import backlog, changes, table, tasks
+from outbox.operations import database as opening
 from outbox.operations.changes import Selection
 from outbox.operations.table import TaskTable
 from outbox.operations.tasks import Position

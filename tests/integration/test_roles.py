@@ -10,10 +10,10 @@ from google.cloud.spanner_v1.instance import Instance
 
 import outbox
 from outbox import schema
-from outbox.cli.database import open_database as open_for_operators
-from outbox.cli.database import open_table
 from outbox.operations import backlog, changes, tasks
 from outbox.operations.changes import Selection
+from outbox.operations.database import open_database as open_for_operators
+from outbox.operations.database import open_table
 from outbox.operations.topics import TopicTable
 from outbox.settings import DatabaseSettings
 from outbox.states import NEVER
@@ -39,13 +39,14 @@ def test_every_statement_is_a_role_or_a_grant_of_what_is_there() -> None:
         for (_, table), columns in grants(made[-1]).items():
             assert f"CREATE TABLE {table} " in ddl
             assert all(re.search(rf"\b{column}\b", ddl) for column in columns - ALL)
-    assert made == ["publishworker", "outbox_operator", "outbox_application"]
+    assert made == ["publishworker", "outbox_operator", "outbox_application", "outbox_pipeline"]
 
 
-def test_the_worker_stays_within_its_role(database: Database) -> None:
-    """All that a store does, in sessions of that role."""
+@pytest.mark.parametrize("role", ["publishworker", "outbox_pipeline"])
+def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
+    """All that a store does, in sessions of that role: the worker's, and that of a drain by Spark."""
     insert(database, [row(id, OrderingKey="k") for id in ("clean", "charged", "parked", "old")])
-    ours = open_database(PROJECT, INSTANCE, database.database_id, "publishworker")
+    ours = open_database(PROJECT, INSTANCE, database.database_id, role)
     heard = Heard(ours)
     schema.differences(ours, schema.statements())
     store = SpannerStore(ours, schema.shard_count(ours), emulator=True)
@@ -62,13 +63,13 @@ def test_the_worker_stays_within_its_role(database: Database) -> None:
     store.heartbeat("me", datetime.now(UTC), ["gone"])
     store.leave("me")
     store.unsent()
-    allowed = grants("publishworker")
+    allowed = grants(role)
     assert list(refused(allowed, heard.commits)) == []
     assert len(heard.commits) == 4
     assert {("SELECT", table) for table in heard.tables} <= allowed.keys()
     assert heard.tables == set(TABLES)
-    assert heard.roles == {"publishworker"}
-    assert ours.renewed().database_role == "publishworker"  # also after its session was lost
+    assert heard.roles == {role}
+    assert ours.renewed().database_role == role  # also after its session was lost
     written = {column for commit in heard.commits for each in commit.mutations for column in each.update.columns}
     assert written == allowed["UPDATE", "AsynchronousTasks"], "a grant that nothing needs"
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -20,6 +20,8 @@ import outbox
 from outbox import _ddl, schema
 from outbox.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
+from publishworker import check
+from publishworker.process import verified_shards
 from tests.support.proxy import Proxy, silent_port
 from tests.support.spanner import client
 from tests.support.waiting import eventually
@@ -50,6 +52,7 @@ ALL = [
     "index AsynchronousTasksInOrder",
     "table AsynchronousTaskTopics",
     "table AsynchronousTaskWorkers",
+    "table AsynchronousTaskReplays",
 ]
 
 
@@ -77,7 +80,7 @@ def ddl_of(database: Database) -> set[str]:
 
 
 def test_an_empty_database_gets_everything_once(empty_database: Database):
-    """The first apply makes all five objects, the second one finds them and makes nothing."""
+    """The first apply makes all objects, the second one finds them and makes nothing."""
     wanted = schema.statements()
 
     assert schema.apply(empty_database, wanted) == [(name, "created") for name in ALL]
@@ -125,6 +128,15 @@ def test_only_what_is_missing_is_made_in_one_update(database: Database):
     assert [name for name, state in made if state == "created"] == [ALL[2], ALL[3]]
     assert update.call_count == 1
     assert schema.differences(database, schema.statements()) == []
+
+
+def test_a_worker_does_not_miss_the_table_of_replays(database: Database):
+    """An update may bring the workers before a migration that only the pipeline needs."""
+    change(database, "DROP TABLE AsynchronousTaskReplays")
+
+    assert verified_shards(cast("Any", database)) == 10
+    assert check._table(cast("Any", database)).verdict == "ok"
+    assert schema.differences(database, schema.statements()) == ["table AsynchronousTaskReplays is missing"]
 
 
 def test_nothing_is_sent_when_all_exists(database: Database):

@@ -11,9 +11,9 @@ from google.cloud.spanner_v1.database import Database
 
 import outbox
 from outbox import cli
-from outbox.cli.database import open_database
 from outbox.emulators import Emulators
 from outbox.errors import NotReached
+from outbox.operations.database import open_database
 from outbox.operations.table import TaskTable
 from outbox.operations.topics import TopicTable
 from outbox.settings import DatabaseSettings

@@ -9,7 +9,7 @@ from typing import Any
 from google.cloud.spanner_v1 import RequestOptions, TransactionOptions
 from google.cloud.spanner_v1.database import Database
 
-from outbox.cli.database import open_database
+from outbox.operations.database import open_database
 from outbox.operations.table import TaskTable
 from outbox.settings import DatabaseSettings
 from tests.support.fakes import serialized

@@ -82,5 +82,5 @@ class Heard:
             case "streaming_read":
                 self.tables.add(request.table)
             case _:
-                self.tables |= set(re.findall(r"\bAsynchronousTask(?:s|Topics|Workers)\b", request.sql))
+                self.tables |= set(re.findall(r"\bAsynchronousTask(?:s|Topics|Workers|Replays)\b", request.sql))
         return original(*arguments, **keywords)

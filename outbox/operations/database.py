@@ -1,4 +1,4 @@
-"""The database of a command, with a limit for each call: no command waits for ever for a Spanner that is away."""
+"""The database of a command or a job, with a limit for each call: none waits for ever for a Spanner that is away."""
 
 import functools
 
@@ -16,15 +16,18 @@ CALL_SECONDS = 5.0
 UNLIMITED = ("create_session", "get_session", "delete_session", "begin_transaction", "commit", "rollback")
 
 
-def open_database(settings: DatabaseSettings) -> Database:
-    """Return the database; nothing is sent yet. SPANNER_EMULATOR_HOST is respected. Raises NotReached."""
+def open_database(settings: DatabaseSettings, seconds: float = CALL_SECONDS) -> Database:
+    """Return the database; nothing is sent yet. SPANNER_EMULATOR_HOST is respected. Raises NotReached.
+
+    `seconds` are for each call that the client makes by itself.
+    """
     with service_errors(f"database {settings.database}"):
         client = spanner.Client(project=settings.project, disable_builtin_metrics=True)
     role = settings.database_role or None
     database: Database = client.instance(settings.instance).database(settings.database, database_role=role)
     api = database.spanner_api
     for name in UNLIMITED:
-        setattr(api, name, functools.partial(getattr(api, name), **limits(CALL_SECONDS)))
+        setattr(api, name, functools.partial(getattr(api, name), **limits(seconds)))
     return database
 
 
