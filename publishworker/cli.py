@@ -45,9 +45,8 @@ def _main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from outbox import __version__  # noqa: PLC0415 - see main
-    from outbox.settings import flag_of, seconds  # noqa: PLC0415 - see main
     from publishworker import commands  # noqa: PLC0415 - see main
-    from publishworker.settings import WorkerSettings  # noqa: PLC0415 - see main
+    from publishworker.settings import WorkerSettings, add_deadline  # noqa: PLC0415 - see main
 
     parser = argparse.ArgumentParser(
         prog="publishworker",
@@ -67,12 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     WorkerSettings.add_flags(run)
     drain = add("drain", commands.drain, "Relay until nothing is pending, then say what stays.")
     WorkerSettings.add_flags(drain)
-    drain.add_argument(
-        "--deadline",
-        type=flag_of("--deadline", seconds(0, 1e9)),
-        metavar="SECONDS",
-        help="Give up after this time, exit code 4 (default: never).",
-    )
+    add_deadline(drain)
     check = add("check", commands.check, "Look at settings, database, table and topics, and say how to mend them.")
     WorkerSettings.add_flags(check)
     check.add_argument("topics", nargs="*", metavar="TOPIC", help="Look at these topics as well as at those pending.")

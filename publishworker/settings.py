@@ -1,17 +1,18 @@
 """The worker's settings: this list is what flags, environment, help and docs/reference/settings.md are made of."""
 
+import argparse
 from dataclasses import dataclass
 
 from outbox.errors import SettingError
-from outbox.settings import DatabaseSettings, fraction, matching, one_of, seconds, setting, whole_number
+from outbox.settings import DatabaseSettings, flag_of, fraction, matching, one_of, seconds, setting, whole_number
 from publishworker.healthcheck import HEARTBEAT_FILE
 
 _PATTERN = r"(?:projects/[A-Za-z0-9.:_*-]+/topics/)?[A-Za-z0-9._~+%*-]+"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSettings(DatabaseSettings):
-    """What `publishworker run`, `drain` and `check` take."""
+class RelaySettings(DatabaseSettings):
+    """What the relay takes wherever it runs: in a worker, and in the tasks of a drain by Spark."""
 
     group_size: int = setting(
         "100",
@@ -58,19 +59,9 @@ class WorkerSettings(DatabaseSettings):
     fair_share: float = setting(
         "0.1", fraction(0, 0.5), "Share of the groups that lower priorities get while higher ones never end."
     )
-    assignment: str = setting(
-        "divided",
-        one_of("divided", "shared"),
-        "Which shards a worker polls: its part of them, divided with the other living workers, or all.",
-    )
     poll_interval: float = setting("1", seconds(0.05, 30), "Time between polls while there is nothing to do.")
     drain_timeout: float = setting(
         "30", seconds(0, 3600), "Time to finish what is in flight after SIGTERM; less than the pod's grace period."
-    )
-    heartbeat_file: str = setting(
-        HEARTBEAT_FILE,
-        matching(r".+", "a path that the worker can write"),
-        "File that the loop touches; see healthcheck.",
     )
     log_format: str = setting(
         "auto", one_of("auto", "json", "text"), "How to log; auto is text on a terminal, else json."
@@ -84,3 +75,29 @@ class WorkerSettings(DatabaseSettings):
                 f"--backoff-initial: {self.backoff_initial:g} is not allowed: it must not be more than --backoff-max, "
                 f"which is {self.backoff_max:g}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings(RelaySettings):
+    """What `publishworker run`, `drain` and `check` take."""
+
+    assignment: str = setting(
+        "divided",
+        one_of("divided", "shared"),
+        "Which shards a worker polls: its part of them, divided with the other living workers, or all.",
+    )
+    heartbeat_file: str = setting(
+        HEARTBEAT_FILE,
+        matching(r".+", "a path that the worker can write"),
+        "File that the loop touches; see healthcheck.",
+    )
+
+
+def add_deadline(parser: argparse.ArgumentParser) -> None:
+    """Give a drain its flag that is no setting."""
+    parser.add_argument(
+        "--deadline",
+        type=flag_of("--deadline", seconds(0, 1e9)),
+        metavar="SECONDS",
+        help="Give up after this time, exit code 4 (default: never).",
+    )

@@ -95,8 +95,8 @@ class Store(Protocol):
     def leave(self, worker: str) -> None:
         """Delete the worker's row."""
 
-    def unsent(self) -> list[Unsent]:
-        """Count what is not sent, by topic and state; a strong read of the whole index range."""
+    def unsent(self, shards: Sequence[int] | None = None) -> list[Unsent]:
+        """Count what is not sent, by topic and state, in `shards` or in all; a strong read of the whole index range."""
 
 
 class SpannerStore:
@@ -183,10 +183,11 @@ class SpannerStore:
         with self._failures(), self._our_turn(HEARTBEAT_SECONDS), self._batch() as batch:
             batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[worker]]))
 
-    def unsent(self) -> list[Unsent]:
+    def unsent(self, shards: Sequence[int] | None = None) -> list[Unsent]:
         """See Store."""
         low = RequestOptions.Priority.PRIORITY_LOW
-        found = self._query(sql.UNSENT, "outbox-unsent", low, {"shards": list(self.shards)}, POLL_SECONDS)
+        parameters = {"shards": list(self.shards if shards is None else shards)}
+        found = self._query(sql.UNSENT, "outbox-unsent", low, parameters, POLL_SECONDS)
         return [Unsent(*row) for row in found]
 
     def _query(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from outbox.errors import SettingError
-from publishworker.telemetry.metrics import Metrics
+from publishworker.telemetry.metrics import Client, Metrics
 
 _log = logging.getLogger("publishworker")
 
@@ -41,9 +41,14 @@ class _Lost(logging.Handler):
 
 def from_environment() -> Metrics:
     """Return metrics that go to the configured agent, or nowhere: no agent means silence. Raises SettingError."""
+    return Metrics(client())
+
+
+def client() -> Client | None:
+    """Return a client of the configured agent, or None: no agent means silence. Raises SettingError."""
     configured = [name for name in AGENT_VARIABLES if os.environ.get(name)]
     if not configured:
-        return Metrics()
+        return None
     # An agent that is away makes the client warn for every packet, and an address that is none at its import.
     of_client = logging.getLogger("datadog.dogstatsd")
     of_client.handlers = [_Lost()]
@@ -56,11 +61,10 @@ def from_environment() -> Metrics:
         ) from error
     # Packets of many samples, sent by a thread of the client: the socket of an agent that is slow is full after ten
     # packets, and would refuse the next ones. `stop` sends what is left.
-    return Metrics(
-        DogStatsd(
-            disable_buffering=False,
-            disable_background_sender=False,
-            sender_queue_size=QUEUED_PACKETS,
-            socket_timeout=SOCKET_SECONDS,
-        )
+    made: Client = DogStatsd(
+        disable_buffering=False,
+        disable_background_sender=False,
+        sender_queue_size=QUEUED_PACKETS,
+        socket_timeout=SOCKET_SECONDS,
     )
+    return made

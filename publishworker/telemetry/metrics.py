@@ -208,6 +208,32 @@ STUCK = Metric(
     -1,
 )
 
+PIPELINE_ROWS = Metric(
+    "outbox.pipeline_row_count",
+    "count",
+    "row",
+    ("job", "outcome"),
+    "Rows of a job of the pipeline, by what became of them: `registered`, `existing`, `repeated` and `rejected` ones "
+    "are all that `register` has read; `written`, `deleted`, `changed` and `missing` are of `archive` and its purge; "
+    "`published`, `already_published`, `uncommitted` and `became_dead` are of `drain`; `replayed`, `registered`, "
+    "`waiting`, `changed` and `missing` are of `replay`; `delivered`, `late`, `lost`, `unknown`, `republished`, "
+    "`redelivered`, `mismatched` and `out_of_order` are of `audit`.",
+)
+PIPELINE_DURATION = Metric(
+    "outbox.pipeline_duration", "distribution", "second", ("job",), "How long a job of the pipeline took."
+)
+PIPELINE_RUNS = Metric(
+    "outbox.pipeline_run_count",
+    "count",
+    "event",
+    ("job", "result"),
+    "Jobs of the pipeline that ended, by result: `done`, `rejected` if rows were, `work_left` if a drain stopped with "
+    "tasks to send, or `failed`; one that was killed sends nothing.",
+)
+
+#: Of the jobs on Spark, sent by their drivers. The members of a drain send METRICS, as workers do.
+PIPELINE = (PIPELINE_ROWS, PIPELINE_DURATION, PIPELINE_RUNS)
+
 #: Of the workers; REGISTERED is of applications.
 METRICS = (
     PUBLISHED,

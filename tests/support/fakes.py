@@ -183,10 +183,11 @@ class FakeStore:
         with self._lock:
             return self._row_locks.setdefault(id, threading.Lock())
 
-    def unsent(self) -> list[Unsent]:
+    def unsent(self, shards: Sequence[int] | None = None) -> list[Unsent]:
         """See Store."""
         self._answer()
-        unsent = [row for row in self.rows.values() if row.sent_at is None]
+        counted = self.shards if shards is None else shards
+        unsent = [row for row in self.rows.values() if row.sent_at is None and row.shard in counted]
         counts = Counter((row.topic, self._state(row)) for row in unsent)
         ordered = Counter((row.topic, self._state(row)) for row in unsent if row.ordering_key is not None)
         return [Unsent(*each, counts[each], ordered[each]) for each in sorted(counts)]
