@@ -23,7 +23,7 @@ from tests.support.waiting import eventually
 ROOT = Path(__file__).parents[2]
 
 #: What a command gets from our environment; everything else that it needs is given by the test.
-KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "JAVA_HOME", "CLOUDSDK_ROOT_DIR", "VIRTUAL_ENV")
+KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "JAVA_HOME", "SPARK_SUBMIT_OPTS", "CLOUDSDK_ROOT_DIR", "VIRTUAL_ENV")
 #: The same by prefix: coverage of child processes.
 KEPT_PREFIXES = ("COV_", "COVERAGE_")
 
@@ -130,6 +130,16 @@ def _written(file: IO[bytes]) -> str:
 def children(pid: int) -> list[int]:
     """Return the ids of the live children of a process; none where there is no /proc."""
     return [child for child, (parent, state) in _processes().items() if parent == pid and state != "Z"]
+
+
+def kill_family(pid: int) -> None:
+    """Kill a process and all below it at once, parents first, such as Spark's JVM and its workers; wait for the end."""
+    family = [pid]
+    for each in family:
+        family += children(each)
+    for each in family:
+        os.kill(each, signal.SIGKILL)
+    eventually(lambda: all(map(gone, family)), message="all of them have ended")
 
 
 def gone(pid: int) -> bool:

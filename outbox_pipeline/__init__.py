@@ -1,0 +1,36 @@
+"""The outbox on Spark: reading its table, registering in bulk, draining a backlog, archiving what was sent.
+
+    outbox_pipeline.register_source(spark)
+    tasks = spark.read.format("outbox").options(project="shop", instance="main", database="orders").load()
+
+Needs the extra `spanner-outbox[spark]` and Java 17 or newer.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outbox_pipeline.ids import task_id
+    from outbox_pipeline.jobs.register import Registered, register
+    from outbox_pipeline.source.datasource import register_source
+    from outbox_pipeline.transforms.messages import decoded
+    from outbox_pipeline.windows import read_archive
+
+__all__ = ["Registered", "decoded", "read_archive", "register", "register_source", "task_id"]
+
+#: Where each name is; PySpark is imported with the first of them, so that a command can say what is missing.
+_MODULES = {
+    "Registered": "jobs.register",
+    "decoded": "transforms.messages",
+    "read_archive": "windows",
+    "register": "jobs.register",
+    "register_source": "source.datasource",
+    "task_id": "ids",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module  # noqa: PLC0415 - of this function only
+
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,0 +1,95 @@
+"""Small files and folders of the jobs, through Hadoop's file systems: wherever Spark reads and writes."""
+
+from typing import Any
+
+from py4j.protocol import Py4JJavaError
+from pyspark.sql import SparkSession
+
+from outbox.errors import OutboxError
+
+_ENDINGS = {"parquet": "parquet", "jsonl": "json", "ndjson": "json", "json": "json", "csv": "csv"}
+#: Endings of files that are compressed, which Spark reads as they are.
+_COMPRESSED = ("gz", "bz2", "zst", "lz4", "snappy")
+
+
+class Folder:
+    """A folder, by a path or URL of any file system that Spark has."""
+
+    def __init__(self, spark: SparkSession, path: str) -> None:
+        """Name it; it need not exist."""
+        jvm: Any = spark.sparkContext._jvm  # noqa: SLF001 - the only way to Hadoop's file systems
+        self._spark = spark
+        self._path = jvm.org.apache.hadoop.fs.Path(path)
+        self._system = self._path.getFileSystem(spark.sparkContext._jsc.hadoopConfiguration())  # noqa: SLF001 - the same
+
+    def __str__(self) -> str:
+        """Return the path as it was given."""
+        return str(self._path.toString())
+
+    @property
+    def name(self) -> str:
+        """Return the last part of the path."""
+        return str(self._path.getName())
+
+    def __truediv__(self, name: str) -> "Folder":
+        """Return what is called `name` in it."""
+        return Folder(self._spark, f"{self}/{name}")
+
+    def exists(self) -> bool:
+        """Tell whether it is there."""
+        return bool(self._system.exists(self._path))
+
+    def folders(self) -> list["Folder"]:
+        """Return the folders in it, sorted by name; none if it is not there."""
+        if not self.exists():
+            return []
+        found = [each.getPath().getName() for each in self._system.listStatus(self._path) if each.isDirectory()]
+        return [self / str(name) for name in sorted(found)]
+
+    def read(self, name: str) -> str | None:
+        """Return the text of a file in it, or None if it is not there. Raises OutboxError."""
+        file = (self / name)._path  # noqa: SLF001 - of its own class
+        if not self._system.exists(file):
+            return None
+        stream = self._system.open(file)
+        try:
+            jvm: Any = self._spark.sparkContext._jvm  # noqa: SLF001 - see above
+            return str(jvm.org.apache.commons.io.IOUtils.toString(stream, "UTF-8"))
+        except Py4JJavaError as error:
+            raise OutboxError(f"{file.toString()} cannot be read: {sentence_of(error)}") from error
+        finally:
+            stream.close()
+
+    def create(self, name: str, text: str) -> bool:
+        """Write a file that is not there yet; return False if it is there: of two writers one wins."""
+        file = (self / name)._path  # noqa: SLF001 - of its own class
+        try:
+            stream = self._system.create(file, False)
+            stream.write(bytearray(text.encode()))
+            stream.close()  # a store of objects may find only here that another writer was faster
+        except Py4JJavaError as error:
+            if "AlreadyExists" in type_of(error) or self._system.exists(file):
+                return False
+            raise OutboxError(f"{file.toString()} cannot be written: {sentence_of(error)}") from error
+        return True
+
+    def delete(self) -> None:
+        """Delete it with all that is in it."""
+        self._system.delete(self._path, True)
+
+
+def format_of(path: str) -> str | None:
+    """Return the format that the ending of a path or glob names, or None."""
+    words = path.rstrip("/*").lower().rsplit("/", 1)[-1].split(".")
+    ending = next((word for word in reversed(words) if word not in _COMPRESSED), "")
+    return _ENDINGS.get(ending)
+
+
+def type_of(error: Py4JJavaError) -> str:
+    """Return the class of an error of Java."""
+    return str(error.java_exception.getClass().getName())
+
+
+def sentence_of(error: Py4JJavaError) -> str:
+    """Return what an error of Java says, in one line."""
+    return str(error.java_exception.getMessage()).partition("\n")[0]

@@ -1,0 +1,1 @@
+"""One module a job: what is read, through which transformations, to where, and what is said of it."""

@@ -1,0 +1,37 @@
+"""A limit of rows a second for all Spark tasks of a job together."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pyspark.sql import SparkSession
+
+
+def shared(spark: SparkSession, per_second: int) -> tuple[int, float]:
+    """Return among how many Spark tasks to divide a limit, and the rate of each; no limit: 0 and 0.
+
+    No more of them may run at once than there are parts of the limit.
+    """
+    parts = spark.sparkContext.defaultParallelism if per_second else 0
+    return parts, per_second / parts if parts else 0.0
+
+
+@dataclass
+class Pace:
+    """The rate of one Spark task, in rows a second; 0 is no limit. It is kept over the whole time."""
+
+    rate: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _written: int = 0
+    _start: float | None = None
+
+    def wait(self, rows: int) -> None:
+        """Return when `rows` more may be written."""
+        if not self.rate:
+            return
+        now = self.clock()
+        self._start = now if self._start is None else self._start
+        if (ahead := self._written / self.rate - (now - self._start)) > 0:
+            self.sleep(ahead)
+        self._written += rows

@@ -1,0 +1,1 @@
+"""The data source `outbox` of Spark."""

@@ -1,0 +1,103 @@
+"""From rows as Spanner sends them to Arrow: a column at a time, without a Python object for each value.
+
+Values come as `google.protobuf.Value`: text for all types but BOOL (https://cloud.google.com/spanner/docs/reference/rest/v1/TypeCode).
+"""
+
+from base64 import b64decode
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from outbox.message import TASK_ID_ATTRIBUTE, parsed
+from outbox.states import NEVER, PARKED
+
+#: What a derived column is worked out of.
+NEEDS = {
+    "State": ("SentAt", "AvailableAt", "Attempts", "OrderingKey", "LastError"),
+    "Attributes": ("Id", "Data"),
+    "Payload": ("Id", "Data"),
+}
+_NUMBERS = {"Bytes", "Priority", "Sequence", "Shard", "Attempts"}
+_TIMES = {"CreatedAt", "AvailableAt", "ExpiresAt", "SentAt"}
+_NULLABLE = {"OrderingKey", "LastError"}
+_TIME = pa.timestamp("us", tz="UTC")
+#: Characters of a time up to its microseconds, which is as far as Spark's times go.
+_TO_MICROSECONDS = len("2026-11-21T13:00:00.123456")
+
+
+def needed(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the columns of the table that must be read for columns of `names`, each once."""
+    return tuple(dict.fromkeys(column for name in names for column in NEEDS.get(name, (name,))))
+
+
+def column(name: str, values: Sequence[Any]) -> pa.Array:
+    """Return the values of one column of the table."""
+    if name == "AtMostOnce":
+        return pa.array([value.bool_value for value in values], pa.bool_())
+    if name == "Data":
+        return pa.array([b64decode(value.string_value) for value in values], pa.binary())
+    if name in _NUMBERS or name in _TIMES:
+        # The text of NULL is empty, that of no number and no time is.
+        texts = pa.array([value.string_value or None for value in values], pa.string())
+        return texts.cast(pa.int64()) if name in _NUMBERS else times(texts)
+    if name in _NULLABLE:
+        return pa.array([None if value.HasField("null_value") else value.string_value for value in values], pa.string())
+    return pa.array([value.string_value for value in values], pa.string())
+
+
+def times(texts: pa.Array) -> pa.Array:
+    """Return RFC 3339 texts in UTC, as Spanner writes them, as times; what is less than a microsecond is cut off."""
+    cut = pc.utf8_slice_codeunits(pc.utf8_rtrim(texts, characters="Z"), 0, _TO_MICROSECONDS)
+    return cut.cast(pa.timestamp("us")).cast(_TIME)
+
+
+def states(columns: Mapping[str, pa.Array], at: datetime) -> pa.Array:
+    """Return the state of each task `at` that time: docs/guide/schema.md says how each looks."""
+    available = columns["AvailableAt"]
+    parked = pc.and_(
+        pc.is_valid(columns["OrderingKey"]), pc.fill_null(pc.starts_with(columns["LastError"], PARKED), False)
+    )
+    return pc.case_when(
+        pc.make_struct(
+            pc.is_valid(columns["SentAt"]),
+            pc.fill_null(pc.greater_equal(available, pa.scalar(NEVER, _TIME)), False),
+            pc.fill_null(pc.less_equal(available, pa.scalar(at, _TIME)), True),
+            pc.and_not(pc.greater(columns["Attempts"], 0), parked),
+        ),
+        "sent",
+        "dead",
+        "pending",
+        "retrying",
+        "scheduled",
+    )
+
+
+def batch(columns: Mapping[str, pa.Array], wanted: pa.Schema, at: datetime) -> pa.RecordBatch:
+    """Return the wanted columns, those that are derived worked out of the others."""
+    made: dict[str, Any] = dict(columns)
+    if "State" in wanted.names:
+        made["State"] = states(columns, at)
+    if "Attributes" in wanted.names or "Payload" in wanted.names:
+        made |= message_columns(columns["Id"].to_pylist(), columns["Data"].to_pylist())
+    return pa.RecordBatch.from_arrays([_of_type(made[field.name], field.type) for field in wanted], schema=wanted)
+
+
+def message_columns(ids: Sequence[str], data: Sequence[bytes]) -> dict[str, list[Any]]:
+    """Return `Attributes` and `Payload` of tasks; None for what is no message."""
+    messages = [parsed(each) for each in data]
+    return {
+        "Attributes": list(map(_attributes, messages, ids)),
+        "Payload": [None if message is None else message.data for message in messages],
+    }
+
+
+def _attributes(message: Any, id: str) -> list[tuple[str, str]] | None:
+    """Return what subscribers get: the relay sets the id from the row, whatever the message says."""
+    return None if message is None else list({**message.attributes, TASK_ID_ATTRIBUTE: id}.items())
+
+
+def _of_type(values: Any, type_: pa.DataType) -> pa.Array:
+    return values.cast(type_) if isinstance(values, pa.Array) else pa.array(values, type_)

@@ -1,0 +1,140 @@
+"""The options of `spark.read.format("outbox")`: what they are, and what of a task they select."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import reduce
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql.types import StructType
+
+from outbox.errors import SettingError
+from outbox.settings import DatabaseSettings, Kind, one_of, whole_number
+from outbox.states import STATES
+from outbox.times import MOMENT, resolved, shown
+from outbox_pipeline import schemas
+from outbox_pipeline.source.columns import states
+
+#: Of the database: an option, or the environment variable of the command's flag.
+_DATABASE = {"project": "project", "instance": "instance", "database": "database", "databaserole": "database_role"}
+_COLUMNS = tuple(schemas.TASK.fieldNames())
+
+
+def _columns(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if set(names) - set(_COLUMNS) or len(set(names)) < len(names):
+        raise ValueError(text)
+    return names
+
+
+_KINDS = {
+    "state": one_of(*STATES),
+    "topic": Kind(str, "a topic as rows have it"),
+    "since": MOMENT,
+    "until": MOMENT,
+    "columns": Kind(_columns, f"names out of {', '.join(_COLUMNS)}, separated by commas, each once"),
+    "readtimestamp": MOMENT,
+    "partitions": whole_number(1, 100_000),
+    "databoost": one_of("true", "false"),
+}
+#: As users write them; Spark's options know no case.
+NAMES = ("state", "topic", "since", "until", "columns", "readTimestamp", "partitions", "dataBoost")
+
+
+def of_database(settings: DatabaseSettings) -> dict[str, str]:
+    """Return the options that name a database."""
+    return {option: getattr(settings, field) for option, field in _DATABASE.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is to be read. Times may be how long ago they are, until `at` resolves them."""
+
+    database: DatabaseSettings
+    state: str | None
+    topic: str | None
+    since: timedelta | datetime | None
+    until: timedelta | datetime | None
+    columns: tuple[str, ...]
+    read_timestamp: timedelta | datetime | None
+    partitions: int
+    data_boost: bool
+
+    @property
+    def schema(self) -> StructType:
+        """Return the columns asked for."""
+        return StructType([schemas.TASK[name] for name in self.columns])
+
+    def at(self, time: datetime) -> "Selection":
+        """Return what is selected at `time`. Raises SettingError: nothing can be between since and until."""
+        since, until = (None if each is None else resolved(each, time) for each in (self.since, self.until))
+        if since and until and since >= until:
+            raise SettingError(f"option since: {shown(since)} is not before until, {shown(until)}")
+        return Selection(self.state, self.topic, since, until)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which tasks. `since` is inclusive, `until` exclusive: of SentAt of sent tasks, of CreatedAt of others."""
+
+    state: str | None = None
+    topic: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Return the columns that tell whether a task is selected."""
+        names = ["State"] if self.state else []
+        names += ["Topic"] if self.topic is not None else []
+        names += ["SentAt", "CreatedAt"] if self.since or self.until else []
+        return tuple(names)
+
+    def mask(self, columns: Mapping[str, pa.Array], at: datetime) -> pa.Array | None:
+        """Return which of the tasks are selected, or None for all."""
+        masks = []
+        if self.state:
+            masks.append(pc.equal(states(columns, at), self.state))
+        if self.topic is not None:
+            masks.append(pc.equal(columns["Topic"], self.topic))
+        if self.since or self.until:
+            masks.append(self.between(pc.coalesce(columns["SentAt"], columns["CreatedAt"])))
+        return reduce(pc.and_, masks) if masks else None
+
+    def between(self, times: pa.Array) -> pa.Array:
+        """Return which of the times are neither before `since` nor at or after `until`; NULL is not."""
+        masks = [pc.is_valid(times)]
+        masks += [pc.greater_equal(times, pa.scalar(self.since, times.type))] if self.since else []
+        masks += [pc.less(times, pa.scalar(self.until, times.type))] if self.until else []
+        return pc.fill_null(reduce(pc.and_, masks), False)
+
+
+def parse(options: Mapping[str, str]) -> Options:
+    """Return what `options` say. Raises SettingError: one that is unknown, missing or not allowed."""
+    given = {name.lower(): value for name, value in options.items()}
+    known = {name.lower() for name in NAMES} | _DATABASE.keys()
+    if unknown := sorted(given.keys() - known):
+        raise SettingError(f"option {unknown[0]} is not known; there are {', '.join((*NAMES, *_DATABASE))}")
+    values = {name: _value(name, given[name]) for name in _KINDS if name in given}
+    flags = {field: given.get(option) for option, field in _DATABASE.items()}
+    return Options(
+        DatabaseSettings.read(flags),
+        values.get("state"),
+        values.get("topic"),
+        values.get("since"),
+        values.get("until"),
+        values.get("columns", tuple(schemas.TABLE.fieldNames())),
+        values.get("readtimestamp"),
+        values.get("partitions", 8),
+        values.get("databoost") == "true",
+    )
+
+
+def _value(name: str, text: str) -> Any:
+    kind = _KINDS[name]
+    try:
+        return kind.parse(text)
+    except ValueError:
+        raise SettingError(f"option {name}: {text!r} is not allowed: it must be {kind.allowed}") from None

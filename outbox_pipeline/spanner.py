@@ -1,0 +1,206 @@
+"""Spanner as jobs use it, on the driver, in the planner of the data source and on executors.
+
+A client crosses no process and survives no fork: what travels is the `DatabaseSettings`, and `table_of` makes one
+client in each process. All requests are of LOW priority and tagged, but for Data Boost's, which Spanner's own machines
+carry out; rows are read and written by key, never by SQL
+predicates, so that a job costs Spanner what it touches.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from functools import lru_cache
+from typing import Any
+
+from google.api_core.exceptions import AlreadyExists, FailedPrecondition
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, RequestOptions
+from google.cloud.spanner_v1.database import BatchSnapshot
+
+from outbox import schema
+from outbox._register import TABLE
+from outbox.errors import NotReached, OutboxError
+from outbox.operations import sql
+from outbox.operations.database import open_database
+from outbox.operations.table import SCHEMA_OPTIONS, TaskTable
+from outbox.settings import DatabaseSettings
+from outbox.times import SECONDS, shown
+
+TO_SEND = "AsynchronousTasksToSend"
+
+#: Seconds for a commit or another call of the client's own, and for one whole read of a range.
+CALL_SECONDS, READ_SECONDS = 30.0, 3600.0
+#: Seconds to wait before a commit is tried again that Spanner aborted without naming a pause, as the emulator does; the
+#: client's own is 1 s and doubles.
+AGAIN_SECONDS = 0.005
+
+#: How long a reading may take whose time Spanner must not forget before it ends.
+READING = timedelta(minutes=5)
+
+_LOW = RequestOptions.Priority.PRIORITY_LOW
+_RETENTION = """
+SELECT option_value FROM information_schema.database_options WHERE option_name = 'version_retention_period'"""
+#: What Spanner keeps if nothing else is set: https://cloud.google.com/spanner/docs/pitr
+DEFAULT_RETENTION = timedelta(hours=1)
+
+
+class Table(TaskTable):
+    """The table of tasks of one database, in this process."""
+
+    def retention(self) -> timedelta:
+        """Return for how long Spanner keeps the versions of rows: no older time can be read."""
+        rows = self.query(_RETENTION, "outbox-retention")
+        return timedelta(seconds=SECONDS.parse(rows[0][0])) if rows else DEFAULT_RETENTION
+
+    def first_sent(self) -> datetime | None:
+        """Return when the task was sent that was sent first, or None if none is."""
+        now = self.now()
+        ranges = (KeyRange(start_open=[shard, None], end_closed=[shard]) for shard in self.shards)
+        with self._errors():
+            found = [self._first_sent(KeySet(ranges=[each]), now) for each in ranges]
+        return min(filter(None, found), default=None)
+
+    def _first_sent(self, keys: KeySet, at: datetime) -> datetime | None:
+        with self._database.snapshot(read_timestamp=at) as snapshot:
+            rows = snapshot.read(
+                TABLE, ("SentAt",), keys, index=TO_SEND, limit=1,
+                request_options={"priority": _LOW, "request_tag": "outbox-pipeline-first"},
+                **schema.limits(CALL_SECONDS),
+            )  # fmt: skip
+            return next((sent_at for (sent_at,) in rows), None)
+
+    def rows(
+        self, columns: Sequence[str], keys: KeySet, at: datetime, *, index: str = "", limit: int = 0
+    ) -> Iterator[list[Any]]:
+        """Yield rows as they were `at` that time, as they come; values are as the client gives them undecoded."""
+        with self._errors(), _too_old_errors(at), self._database.snapshot(read_timestamp=at) as snapshot:
+            yield from snapshot.read(
+                TABLE, columns, keys, index=index, limit=limit, lazy_decode=True,
+                request_options={"priority": _LOW, "request_tag": "outbox-pipeline-read"},
+                **schema.limits(READ_SECONDS),
+            )  # fmt: skip
+
+    def partitions(
+        self,
+        columns: Sequence[str],
+        at: datetime,
+        count: int,
+        *,
+        topic: str | None,
+        sent: bool | None,
+        since: datetime | None,
+        until: datetime | None,
+    ) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
+        """Return the partitions that Spanner makes of a query for Data Boost, and the snapshot that they share."""
+        conditions = [] if topic is None else ["Topic = @topic"]
+        conditions += [] if sent is None else [f"SentAt IS {'NOT ' if sent else ''}NULL"]
+        conditions += [] if since is None else ["COALESCE(SentAt, CreatedAt) >= @since"]
+        conditions += [] if until is None else ["COALESCE(SentAt, CreatedAt) < @until"]
+        where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
+        values = {"topic": topic, "since": since, "until": until}
+        values = {name: value for name, value in values.items() if value is not None}
+        with self._errors(), _too_old_errors(at):
+            snapshot = self._database.batch_snapshot(read_timestamp=at)
+            partitions = snapshot.generate_query_batches(
+                f"SELECT {', '.join(columns)} FROM {TABLE}{where}",
+                params=values,
+                param_types={name: sql.TYPES[name] for name in values},
+                max_partitions=count,
+                data_boost_enabled=True,
+                **schema.limits(CALL_SECONDS),
+            )
+            return snapshot.to_dict(), list(partitions)
+
+    def partition_rows(self, snapshot: Mapping[str, Any], partition: Mapping[str, Any]) -> Iterator[list[Any]]:
+        """Yield the rows of one of `partitions`, undecoded."""
+        # Never closed, and in no `with`: that would delete the session that all partitions share.
+        shared = BatchSnapshot.from_dict(self._database, dict(snapshot))
+        with self._errors(), _too_old_errors(snapshot["read_timestamp"]):
+            yield from shared.process_query_batch(dict(partition), lazy_decode=True, **schema.limits(READ_SECONDS))
+
+    def insert(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], tag: str) -> bool:
+        """Insert all of `rows` in one commit, or none: return False if one of their ids is there."""
+        with self._errors():
+            try:
+                with self._batch(tag) as batch:
+                    batch.insert(TABLE, columns, rows)
+            except AlreadyExists:
+                return False
+        return True
+
+    def of_ids(self, columns: Sequence[str], ids: Iterable[str], tag: str) -> list[list[Any]]:
+        """Return the rows of `ids` that are there now, decoded."""
+        return self.read(TABLE, columns, KeySet(keys=[[id] for id in ids]), tag, seconds=CALL_SECONDS)
+
+    def require_replays(self) -> None:
+        """Return if a replay can be noted. Raises NotReached."""
+        if wrong := schema.differences(self._database, schema.statements(), request_options=SCHEMA_OPTIONS):
+            raise NotReached(
+                f"{self.name}: {'; '.join(wrong)}. Run `outbox schema apply`, or schema/migrations/000002.sql for the "
+                "table of replays alone"
+            )
+
+    def begin_replay(self, id: str, source: str, predicate: str) -> datetime:
+        """Note a replay, and return when it began: what was sent before then is sent again."""
+        columns = ("ReplayId", "StartedAt", "Source", "Predicate", "Principal")
+        with self._errors(), self._batch("outbox-pipeline-replay") as batch:
+            batch.insert(schema.REPLAYS, columns, [(id, COMMIT_TIMESTAMP, source, predicate, self._principal)])
+        # A plain time, which travels to executors.
+        return datetime.fromisoformat(shown(batch.committed))
+
+    def replay(self, id: str) -> tuple[datetime, datetime | None, str] | None:
+        """Return StartedAt, FinishedAt and Predicate of a replay, or None if there is none of that id."""
+        columns = ("StartedAt", "FinishedAt", "Predicate")
+        rows = self.read(schema.REPLAYS, columns, KeySet(keys=[[id]]), "outbox-pipeline-replay")
+        if not rows:
+            return None
+        [[started_at, finished_at, predicate]] = rows
+        return datetime.fromisoformat(shown(started_at)), finished_at, predicate
+
+    def end_replay(self, id: str, tasks: int) -> None:
+        """Note that a replay is finished, and how many tasks it was about."""
+        with self._errors(), self._batch("outbox-pipeline-replay") as batch:
+            batch.update(schema.REPLAYS, ("ReplayId", "FinishedAt", "Tasks"), [(id, COMMIT_TIMESTAMP, tasks)])
+
+    @property
+    def _principal(self) -> str | None:
+        """Return whose credentials are used, as far as these say it; those of an emulator are nobody's."""
+        credentials = self._database._instance._client.credentials  # noqa: SLF001 - the client of a database
+        names = (getattr(credentials, name, None) for name in ("service_account_email", "signer_email", "account"))
+        # A machine's account is called `default` until its first token is there.
+        return next((name for name in names if name and name != "default"), None)
+
+    def _batch(self, tag: str) -> Any:
+        return self._database.batch(
+            request_options={"priority": _LOW, "transaction_tag": tag}, default_retry_delay=AGAIN_SECONDS
+        )
+
+
+@lru_cache(maxsize=8)
+def _table(settings: DatabaseSettings, _emulator: str | None, _process: int) -> Table:
+    return Table(open_database(settings, CALL_SECONDS))
+
+
+def table_of(settings: DatabaseSettings) -> Table:
+    """Return this process's table of the database. Raises NotReached, SchemaDiffers."""
+    return _table(settings, os.environ.get("SPANNER_EMULATOR_HOST"), os.getpid())
+
+
+@contextlib.contextmanager
+def _too_old_errors(at: datetime) -> Iterator[None]:
+    """Turn Spanner's refusal of a time of which it keeps no versions into a sentence."""
+    try:
+        yield
+    except FailedPrecondition as error:
+        if "staleness" in str(error) or "too old" in str(error):
+            raise OutboxError(too_old(at)) from error
+        raise
+
+
+def too_old(at: datetime) -> str:
+    """Return the sentence for a time that cannot be read any more."""
+    return (
+        f"the table as of {at.isoformat()} cannot be read any more: Spanner keeps old versions of rows for the "
+        "database's version_retention_period, an hour by default. Raise it, to seven days at most: "
+        "ALTER DATABASE ... SET OPTIONS (version_retention_period = '7d')"
+    )

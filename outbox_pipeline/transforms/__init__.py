@@ -1,0 +1,1 @@
+"""From DataFrame to DataFrame: pure, no Spanner, no files."""

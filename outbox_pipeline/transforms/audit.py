@@ -1,0 +1,212 @@
+"""Tasks held against the messages that subscribers received: pure.
+
+Only ids, times, numbers and digests are shuffled. The clocks: a window and a task's times are Spanner's, a message's
+time is Pub/Sub's (publish_time), and `Rules.skew` is how far the two may be apart.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+import pyarrow as pa
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import functions as f
+
+from outbox.message import parsed
+from outbox.states import NEVER
+from outbox_pipeline import schemas
+from outbox_pipeline.transforms.digests import digest
+
+#: What the audit reads of a task.
+OF_TASKS = ("Id", "Topic", "Data", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "SentAt")
+#: Each task in the window has one of these; docs/pipeline/audit.md says what they mean.
+STATES = ("delivered", "late", "lost", "arriving", "pending", "dead")
+#: What may be wrong with the messages of a task, each with how often.
+FLAWS = ("republished", "redelivered", "mismatched")
+OUT_OF_ORDER = "out_of_order"
+PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What is judged, and when.
+
+    Tasks created from `since` on, None for all, and before `until`. All that was sent a `grace` before `horizon` must
+    have been received by it; what was received a grace after `until` is late. `known_until` is until when published
+    messages must be those of a task that was read.
+    """
+
+    since: datetime | None
+    until: datetime
+    horizon: datetime
+    known_until: datetime
+    grace: timedelta
+    skew: timedelta
+
+
+def sends(tasks: DataFrame, *, bodies: bool) -> DataFrame:
+    """Return one row a sending, or an unsent task: `schemas.SEND`. The digest is without the data unless `bodies`."""
+    key = f.when(f.col("OrderingKey").isNotNull(), f.xxhash64("Topic", "OrderingKey"))
+    dead = f.coalesce(f.col("AvailableAt") >= f.lit(NEVER), f.lit(False))
+    slim = tasks.select(
+        f.col("Id").alias("task_id"),
+        f.col("Topic").alias("topic"),
+        key.alias("key"),
+        f.col("Sequence").alias("sequence"),
+        f.col("CreatedAt").alias("created_at"),
+        f.col("SentAt").alias("sent_at"),
+        dead.alias("dead"),
+        f.col("Data").alias("digest"),
+    )
+    return slim.mapInArrow(_digest_all if bodies else _digest_attributes, schemas.SEND)
+
+
+def _digest_all(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    return (_digested(batch, bodies=True) for batch in batches)
+
+
+def _digest_attributes(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    return (_digested(batch, bodies=False) for batch in batches)
+
+
+def _digested(batch: pa.RecordBatch, *, bodies: bool) -> pa.RecordBatch:
+    digests = []
+    for data in batch["digest"].to_pylist():
+        message = parsed(data)  # the relay makes a task dead whose Data is no message
+        digests.append(None if message is None else digest(message.data if bodies else None, message.attributes))
+    arrays = [*batch.columns[:-1], pa.array(digests, pa.int64())]
+    return pa.RecordBatch.from_arrays(arrays, schema=schemas.arrow(schemas.SEND))
+
+
+def judged(sendings: DataFrame, deliveries: DataFrame, rules: Rules) -> DataFrame:
+    """Return `schemas.JUDGED`: a row for each sending with what came of it, and one for each id that has none.
+
+    `sendings` are those of `sends`, `deliveries` those of `received.received`, both whole.
+    """
+    # Parted by the task before they are grouped: the join needs no other place for them.
+    messages = (
+        deliveries.where("readable AND task_id IS NOT NULL")
+        .select(f.col("task_id").alias("received_id"), "message_id", "publish_time", f.col("digest").alias("got"))
+        .repartition("received_id")
+        .groupBy("received_id", "message_id")
+        .agg(
+            f.min("publish_time").alias("at"),
+            f.count(f.lit(1)).alias("copies"),
+            f.min("got").alias("least"),
+            f.max("got").alias("most"),
+        )
+    )
+    of_it = f.col("task_id") == f.col("received_id")
+    after = f.col("after").isNull() | (f.col("at") > f.col("after"))
+    before = f.col("before").isNull() | (f.col("at") <= f.col("before"))
+    joined = _bounded(sendings, rules).join(messages, of_it & after & before, "full_outer")
+    differs = (f.col("least") != f.col("digest")) | (f.col("most") != f.col("digest"))
+    first = f.when(f.col("topic").isNotNull(), f.col("after").isNull())
+    counted = joined.groupBy(
+        f.coalesce("task_id", "received_id").alias("task_id"), *schemas.SEND.fieldNames()[1:], first.alias("first")
+    ).agg(
+        f.min("at").alias("first_at"),
+        f.count("at").alias("messages"),
+        f.coalesce(f.sum("copies") - f.count("at"), f.lit(0)).alias("redelivered"),
+        f.count_if(differs).alias("mismatched"),
+        f.count_if(_is_known(rules)).alias("known"),
+    )
+    stated = counted.withColumns({"state": _state(rules), "republished": f.greatest(f.col("messages") - 1, f.lit(0))})
+    return stated.select(*schemas.JUDGED.fieldNames())
+
+
+def _bounded(sendings: DataFrame, rules: Rules) -> DataFrame:
+    """Return the sendings of each id with the times between which their messages were published: `after`, `before`.
+
+    A message is published before its task is marked, so what was published between two SentAt of an id belongs to the
+    later one. The bound is a skew behind the SentAt, but never behind the middle between two of them.
+    """
+    of_id = Window.partitionBy("task_id").orderBy(f.col("sent_at").asc_nulls_last(), "created_at")
+    micros, next_micros = f.unix_micros("sent_at"), f.unix_micros(f.lead("sent_at").over(of_id))
+    middle = f.timestamp_micros(micros + f.floor((next_micros - micros) / 2))
+    last = f.lead("created_at").over(of_id).isNull()
+    # The least of what is not NULL: there is no middle where the next one is not sent.
+    ends = sendings.withColumn("before", f.when(~last, f.least(f.col("sent_at") + f.lit(rules.skew), middle)))
+    return ends.withColumn("after", f.lag("before").over(of_id))
+
+
+def _is_known(rules: Rules) -> Column:
+    """Return whether a message was published when its task must have been read."""
+    before = f.col("at") < f.lit(rules.known_until)
+    return before if rules.since is None else before & (f.col("at") >= f.lit(rules.since + rules.skew))
+
+
+def _state(rules: Rules) -> Column:
+    created = f.col("created_at")
+    inside = created < f.lit(rules.until)
+    if rules.since is not None:
+        inside &= created >= f.lit(rules.since)
+    received = f.col("first_at")
+    no_message = f.when(f.col("sent_at") >= f.lit(rules.horizon - rules.grace), f.lit("arriving")).otherwise(
+        f.lit("lost")
+    )
+    of_task = (
+        f.when(f.col("sent_at").isNull(), f.when(f.col("dead"), f.lit("dead")).otherwise(f.lit("pending")))
+        .when(received.isNull(), no_message)
+        .when(received >= f.lit(rules.until + rules.grace), f.lit("late"))
+        .otherwise(f.lit("delivered"))
+    )
+    # Near the bounds a message may belong to a task that was not read.
+    unknown = f.when(f.col("known") > 0, f.lit("unknown"))
+    return f.when(created.isNull(), unknown).when(inside, of_task)
+
+
+def out_of_order(rows: DataFrame) -> DataFrame:
+    """Return those of `judged` whose first message was published before that of an earlier task of their key.
+
+    The order of a key is that of CreatedAt, Sequence, Id (docs/guide/ordering.md). Repeats may come at any time, so
+    only the first sending that is known of a task counts, and only of tasks of the window: of an older one the first
+    sending may be unknown.
+    """
+    before = (
+        Window.partitionBy("key")
+        .orderBy("created_at", f.col("sequence").asc_nulls_first(), "task_id")
+        .rowsBetween(Window.unboundedPreceding, -1)
+    )
+    firsts = rows.where("key IS NOT NULL AND first AND first_at IS NOT NULL AND state IS NOT NULL")
+    return firsts.withColumn("overtaken_at", f.max("first_at").over(before)).where("first_at < overtaken_at")
+
+
+def numbers(rows: DataFrame, *by: str) -> DataFrame:
+    """Return the numbers of the window's tasks, for each value of `by` (of `topic`, `hour`): latencies in seconds.
+
+    A latency is from CreatedAt to the first publish_time of what was received; clocks that differ make none less
+    than 0. Its percentiles are those of Spark's percentile_approx, to a thousandth of the rank.
+    """
+    took = (f.unix_micros("first_at") - f.unix_micros("created_at")) / 1e6
+    latency = f.when(took.isNotNull(), f.greatest(took, f.lit(0.0)))  # the greatest of NULL and 0 is 0
+    tasks = rows.where(f.col("state").isin(*STATES)).withColumns(
+        {"latency": latency, "hour": f.date_trunc("hour", "created_at")}
+    )
+    points = f.percentile_approx("latency", list(PERCENTILES.values()), 1000)
+    counted = tasks.groupBy(*by).agg(
+        f.count(f.lit(1)).alias("tasks"),
+        *(f.count_if(f.col("state") == name).alias(name) for name in STATES),
+        *(f.coalesce(f.sum(name), f.lit(0)).alias(name) for name in ("messages", *FLAWS)),
+        points.alias("points"),
+        f.max("latency").alias("max"),
+    )
+    named = [f.col("points")[place].alias(name) for place, name in enumerate(PERCENTILES)]
+    return counted.select("*", *named).drop("points")
+
+
+def findings(rows: DataFrame, overtaken: DataFrame) -> DataFrame:
+    """Return `schemas.FOUND`: a row for each thing that is not as it should be, from `judged` and `out_of_order`."""
+    of_window = f.col("state").isin(*STATES)
+    classes = [f.when(f.col("state") == name, f.lit(name)) for name in (*STATES[1:], "unknown")]
+    classes += [f.when(of_window & (f.col(name) > 0), f.lit(name)) for name in FLAWS]
+    each = rows.withColumn("class", f.explode(f.array_compact(f.array(*classes))))
+    return each.unionByName(overtaken.withColumn("class", f.lit(OUT_OF_ORDER)), allowMissingColumns=True).select(
+        *schemas.FOUND.fieldNames()
+    )
+
+
+def samples(found: DataFrame, most: int) -> DataFrame:
+    """Return at most so many of each class, the first by their ids."""
+    of_class = Window.partitionBy("class").orderBy("task_id", "sent_at")
+    return found.withColumn("place", f.row_number().over(of_class)).where(f.col("place") <= most).drop("place")

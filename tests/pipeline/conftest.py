@@ -1,0 +1,42 @@
+"""One Spark for all tests of the pipeline, in one process: the second number of its master is tries of a task."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+from pyspark.sql import SparkSession
+
+from outbox.emulators import Emulators
+from outbox.settings import DatabaseSettings
+from outbox_pipeline.session import session
+from outbox_pipeline.source.datasource import register_source
+from tests.support import spanner
+
+# Processes of minutes: the second compiler and its threads cost more than they gain.
+os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep these tests in one process of pytest-xdist: each process would start a Spark of its own."""
+    for item in items:
+        if "tests/pipeline/" in item.nodeid:
+            item.add_marker(pytest.mark.xdist_group("spark"))
+
+
+@pytest.fixture(scope="session")
+def spark(emulators: Emulators) -> Iterator[SparkSession]:  # noqa: ARG001 - whose environment the workers inherit
+    """Spark inside this process, whose workers use the emulators."""
+    made = session("tests", "local[2,3]")
+    made.conf.set("spark.sql.shuffle.partitions", "4")
+    register_source(made)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def target(database: Database) -> DatabaseSettings:
+    """The database of a test, as jobs are told it."""
+    return DatabaseSettings(
+        project=spanner.PROJECT, instance=spanner.INSTANCE, database=str(database.database_id), database_role=""
+    )

@@ -1,0 +1,396 @@
+"""The job `archive` on Spark and the emulator: what goes to which window, what ends early, what is purged."""
+
+import base64
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
+from pyspark.testing import assertDataFrameEqual, assertSchemaEqual
+
+from outbox.errors import OutboxError, SettingError
+from outbox.settings import DatabaseSettings
+from outbox.states import NEVER
+from outbox.times import shown
+from outbox_pipeline import read_archive, schemas
+from outbox_pipeline.jobs import archive as job
+from outbox_pipeline.jobs.archive import run
+from outbox_pipeline.spanner import table_of
+from outbox_pipeline.windows import Archive, Manifest, floor
+from tests.support.archives import (
+    DAY,
+    MICROSECOND,
+    NEXT_DAY,
+    archived,
+    data_folders,
+    first_try_fails,
+    ids,
+    manifests,
+    purges,
+    rewrite,
+    sent,
+    settings_of,
+    window_folders,
+)  # fmt: skip
+from tests.support.operations import insert, row, rows_of, update
+from tests.support.waiting import eventually
+
+HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
+#: Names that a path, a reader of paths or a pattern may take for something else.
+TOPICS = (
+    "projects/shop/topics/orders", "a%2Fb", "100%", "a+b c", "007", "1e5", "2026-10-20", "true", "null", "a=b", "..",
+    "{x}", "[a-z]*", "née", "a:b", "#?&", "\t", "'\"", "\\", "", "__HIVE_DEFAULT_PARTITION__",
+    *("t" * length for length in (72, 73, 255)), f"projects/{'p' * 30}/topics/{'%' * 255}", "%" * 72, "é" * 255,
+)  # fmt: skip
+
+
+def as_the_table_has_them(spark: SparkSession, database: Database, day: datetime) -> DataFrame:
+    """Return what the archive should hold of all rows, which were sent on one day, made without our own reader."""
+    names = schemas.TABLE.fieldNames()
+    with database.snapshot() as snapshot:
+        found = list(snapshot.execute_sql(f"SELECT {', '.join(names)} FROM AsynchronousTasks"))
+    data = names.index("Data")
+    rows = [(*values[:data], base64.b64decode(values[data]), *values[data + 1 :], day.date()) for values in found]
+    return spark.createDataFrame(rows, schemas.ARCHIVED, verifySchema=False)
+
+
+def test_a_table_without_sent_tasks_gives_no_window(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """There is nothing to begin at, and a reader finds nothing, with all columns."""
+    insert(database, [row("waits"), row("dead", AvailableAt=NEVER)])
+    done = run(spark, settings_of(target, tmp_path / "archive"), purge=True, late=True)
+    assert (done.windows, done.written, done.until, done.purged_windows) == (0, 0, None, 0)
+    found = read_archive(spark, str(tmp_path / "archive"))
+    assertSchemaEqual(found.schema, schemas.ARCHIVED)
+    assert found.collect() == []
+
+
+def test_rows_are_those_of_the_table_column_by_column(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """Odd topics, odd and large messages, microseconds; whatever the time zone of the session is."""
+    late = NEXT_DAY - MICROSECOND
+    odd = [sent(f"topic {number}", late, Topic=topic) for number, topic in enumerate(TOPICS)]
+    full = {
+        "OrderingKey": "k\0", "Sequence": -(2**63), "Priority": 2**63 - 1, "AtMostOnce": True, "Attempts": 3,
+        "LastError": "", "AvailableAt": DAY + MICROSECOND, "ExpiresAt": NEVER, "CreatedAt": DAY + MICROSECOND * 2,
+    }  # fmt: skip
+    messages = {"nul": b"\0" * 3, "empty": b"", "large": os.urandom(8_000_000), "bytes": bytes(range(256))}
+    insert(database, odd)
+    insert(database, [sent(id, DAY, Data=data) for id, data in messages.items()])
+    insert(database, [sent("full", DAY + MICROSECOND, **full), sent("é\n", DAY + HOUR * 12)])
+    expected = as_the_table_has_them(spark, database, DAY)
+    # These are not of the day, and these were not sent.
+    insert(database, [sent("before", DAY - MICROSECOND), sent("after", NEXT_DAY)])
+    insert(database, [row("ready"), row("dead", AvailableAt=NEVER), row("due", CreatedAt=DAY, AvailableAt=DAY)])
+
+    spark.conf.set("spark.sql.session.timeZone", "Pacific/Kiritimati")
+    try:
+        done = run(spark, settings_of(target, tmp_path, since=shown(DAY + HOUR * 7)), late=True)
+        found = read_archive(spark, str(tmp_path)).cache()
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", "UTC")
+    assert (done.windows, done.written) == (1, len(odd) + len(messages) + 2)
+    assertSchemaEqual(found.schema, schemas.ARCHIVED)
+    times = [
+        f.unix_micros(name).alias(f"{name} micros") for name in ("CreatedAt", "AvailableAt", "ExpiresAt", "SentAt")
+    ]
+    assertDataFrameEqual(found.select("*", *times), expected.select("*", *times))
+    [days] = data_folders(tmp_path)
+    assert [each.name for each in days.iterdir() if each.is_dir()] == ["SentDate=2026-10-20"]
+
+
+def failing(transform: Callable[[DataFrame], DataFrame], note: Path) -> Callable[[DataFrame], DataFrame]:
+    """Return the same of which a task fails behind it, on its first try."""
+
+    def made(tasks: DataFrame) -> DataFrame:
+        stored = transform(tasks)
+        return stored.mapInArrow(partial(first_try_fails, note=note), stored.schema)
+
+    return made
+
+
+def test_many_tasks_are_there_once_though_tasks_of_spark_fail(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that has read, and one that has written, is run again; nearly all are of one topic, and in few files."""
+    number = 10_000
+    tasks = [
+        sent(
+            f"{each * (2**32 // number):08x}",
+            DAY + MICROSECOND * each,
+            Topic="orders" if each % 100 else f"rare-{each // 1000}",
+        )
+        for each in range(number)
+    ]
+    insert(database, tasks)
+    failed = tmp_path / "a reading task failed", tmp_path / "a writing task failed"
+    for name, note in zip(("archivable", "together"), failed, strict=True):
+        monkeypatch.setattr(job, name, failing(getattr(job, name), note))
+    done = run(spark, settings_of(target, tmp_path), late=True)
+    assert all(note.exists() for note in failed)
+    assert (done.windows, done.written) == (1, number)
+    [manifest] = manifests(tmp_path)
+    assert manifest["rows"] == number
+    assert archived(spark, tmp_path) == [(each["Id"], each["SentAt"]) for each in tasks]
+    topics = read_archive(spark, str(tmp_path)).groupBy("Topic").count().collect()
+    assert dict(topics) == {"orders": 9_900} | {f"rare-{each}": 10 for each in range(10)}
+
+    assert len(list(tmp_path.rglob("*.parquet"))) < 2 * len(topics), "a file for each day and topic, or a few"
+
+    monkeypatch.undo()
+    # The proof of what was written is that of what is read back: else nothing would be deleted.
+    done = run(spark, settings_of(target, tmp_path), purge=True)
+    assert (done.windows, done.purged_windows, done.deleted, done.changed, done.missing) == (0, 1, number, 0, 0)
+    assert rows_of(database) == {}
+    assert len(archived(spark, tmp_path)) == number
+
+
+def test_windows_follow_each_other_and_only_what_they_prove_is_deleted(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """A task that is sent again is in both windows, and stays until the second one is purged."""
+    insert(database, [sent(id, DAY + HOUR * 3.5) for id in ("again", "gone", "reset", "stays")])
+    insert(database, [row("waits"), row("dead", AvailableAt=NEVER), row("old", SentAt=DAY + HOUR * 4)])
+    notes: list[str] = []
+    settings = settings_of(target, tmp_path, window="1h", until=shown(DAY + HOUR * 4.9))
+    first = run(spark, settings, late=True, note=notes.append)
+    assert (first.windows, first.written, first.until) == (1, 4, DAY + HOUR * 4)
+    assert notes == ["archived 4 tasks sent from 2026-10-20T03:00:00.000000Z to 2026-10-20T04:00:00.000000Z"]
+
+    with database.batch() as batch:
+        batch.delete("AsynchronousTasks", _keys("gone", "old"))
+    update(database, "again", SentAt=DAY + HOUR * 7)
+    update(database, "reset", SentAt=None)
+    # Where to begin is asked while nothing is archived; windows of another length begin where the last one ended.
+    insert(database, [sent("too old", DAY), sent("between", DAY + HOUR * 5)])
+    settings = settings_of(target, tmp_path, window="3h", since=shown(DAY), until=shown(DAY + HOUR * 12))
+    second = run(spark, settings, late=True, purge=True, note=notes.append)
+    assert (second.windows, second.written, second.until) == (3, 2, DAY + HOUR * 12)
+    assert (second.purged_windows, second.deleted, second.changed, second.missing) == (4, 3, 2, 1)
+    bounds = [DAY + HOUR * hours for hours in (3, 4, 6, 9, 12)]
+    assert [(each["since"], each["until"], each["rows"]) for each in manifests(tmp_path)] == [
+        (shown(since), shown(until), rows)
+        for since, until, rows in zip(bounds[:-1], bounds[1:], (4, 1, 1, 0), strict=True)
+    ]
+    counts = [{name: each[name] for name in ("deleted", "changed", "missing")} for each in purges(tmp_path) if each]
+    assert counts == [
+        {"deleted": 1, "changed": 2, "missing": 1},
+        {"deleted": 1, "changed": 0, "missing": 0},
+        {"deleted": 1, "changed": 0, "missing": 0},
+        {"deleted": 0, "changed": 0, "missing": 0},
+    ]
+    assert notes[-2] == "purged 1 tasks sent from 2026-10-20T06:00:00.000000Z to 2026-10-20T09:00:00.000000Z"
+    assert sorted(rows_of(database)) == ["dead", "reset", "too old", "waits"]
+    both = [("again", DAY + HOUR * 3.5), ("again", DAY + HOUR * 7)]
+    others = [("between", DAY + HOUR * 5), *ids(("gone", "reset", "stays"), DAY + HOUR * 3.5)]
+    assert archived(spark, tmp_path) == sorted([*both, *others])
+
+    # Purged once: what is sent as it was then is deleted by nobody.
+    insert(database, [sent("stays", DAY + HOUR * 3.5)])
+    third = run(spark, settings, late=True, purge=True)
+    assert (third.windows, third.until, third.purged_windows, third.deleted) == (0, DAY + HOUR * 12, 0, 0)
+    assert "stays" in rows_of(database)
+
+
+def _keys(*ids: str) -> Any:
+    from google.cloud.spanner_v1 import KeySet
+
+    return KeySet(keys=[[id] for id in ids])
+
+
+def test_a_window_is_read_as_of_a_minute_after_its_end(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """What is sent again, to be sent again or deleted later is archived as it was then."""
+    table = table_of(target)
+    length = timedelta(seconds=2)
+    since = floor(table.now() - MINUTE, length) + length
+    sent_at, until = since + MICROSECOND, since + length
+    insert(database, [sent(id, sent_at) for id in ("again", "gone", "reset", "same")])
+    assert table.now() < until + MINUTE, "too slow to write before the time as of which is read"
+    eventually(lambda: table.now() > until + MINUTE)
+    update(database, "again", SentAt=sent_at + timedelta(seconds=30))
+    update(database, "reset", SentAt=None)
+    with database.batch() as batch:
+        batch.delete("AsynchronousTasks", _keys("gone"))
+    insert(database, [sent("too late", sent_at)])
+
+    settings = settings_of(target, tmp_path, window="2s", since=shown(since), until=shown(until))
+    done = run(spark, settings, purge=True)
+    assert (done.windows, done.written, done.until) == (1, 4, until)
+    assert archived(spark, tmp_path) == ids(("again", "gone", "reset", "same"), sent_at)
+    assert [each["read_timestamp"] for each in manifests(tmp_path)] == [shown(until + MINUTE)]
+    assert (done.deleted, done.changed, done.missing) == (1, 2, 1)
+    assert sorted(rows_of(database)) == ["again", "reset", "too late"]
+
+
+def test_a_window_that_is_too_old_is_refused_with_what_helps(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """Nothing is written; the sentence names the window, what Spanner keeps, and the flag."""
+    insert(database, [sent("a", DAY)])
+    with pytest.raises(OutboxError) as caught:
+        run(spark, settings_of(target, tmp_path), purge=True)
+    sentence = str(caught.value)
+    assert sentence.startswith("the window from 2026-10-20T00:00:00.000000Z to 2026-10-21T00:00:00.000000Z ended "), (
+        sentence
+    )
+    assert "Spanner keeps old versions for 1h (version_retention_period)" in sentence
+    assert "With --read-late it is read as of now" in sentence
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_last_minute_is_not_archived(spark: SparkSession, target: DatabaseSettings, tmp_path: Path) -> None:
+    """A task that is sent at most once is marked before it is published, and may be unmarked again."""
+    for until in ("59s", "0s", shown(table_of(target).now() - MINUTE + timedelta(seconds=20))):
+        with pytest.raises(SettingError, match=r"^--until \S+ is less than a minute ago \(the database has "):
+            run(spark, settings_of(target, tmp_path, until=until))
+    assert run(spark, settings_of(target, tmp_path, until="1m")).windows == 0
+
+
+def test_an_archive_of_another_database_is_refused(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """It would be purged by what another one has."""
+    insert(database, [sent("a", DAY)])
+    manifest = Manifest("projects/p/instances/i/databases/other", DAY, NEXT_DAY, NEXT_DAY, 0, None, "run=1", NEXT_DAY)
+    archive = Archive(spark, str(tmp_path))
+    archive.finish(archive.folder_of(DAY, NEXT_DAY), manifest)
+    with pytest.raises(
+        OutboxError, match=r"is the archive of projects/p/instances/i/databases/other, not of projects/"
+    ):
+        run(spark, settings_of(target, tmp_path, until=shown(NEXT_DAY + HOUR * 24)), purge=True, late=True)
+    assert purges(tmp_path) == [None]
+
+
+def test_a_run_that_ends_before_its_manifest_leaves_nothing_to_see_and_of_two_runs_one_wins(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run does the window again and removes what was left, also when a third one is faster."""
+    insert(database, [sent("a", DAY), sent("b", DAY)])
+    settings = settings_of(target, tmp_path)
+    finish = Archive.finish
+
+    def killed(*_arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Archive, "finish", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(spark, settings, late=True, purge=True)
+    assert len(data_folders(tmp_path)) == 1
+    assert archived(spark, tmp_path) == []
+    assert len(rows_of(database)) == 2
+
+    def overtaken(*arguments: Any) -> None:
+        assert len(data_folders(tmp_path)) == 2
+        monkeypatch.setattr(Archive, "finish", finish)
+        assert run(spark, settings, late=True).windows == 1
+        finish(*arguments)
+
+    monkeypatch.setattr(Archive, "finish", overtaken)
+    with pytest.raises(OutboxError, match="was finished by another run meanwhile"):
+        run(spark, settings, late=True, purge=True)
+    assert archived(spark, tmp_path) == ids("ab", DAY)
+    [manifest] = manifests(tmp_path)
+    assert [each.name for each in data_folders(tmp_path)] == [manifest["data"]]
+    assert len(rows_of(database)) == 2
+
+
+@pytest.fixture
+def unpurged(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> Callable[[], OutboxError | Exception]:
+    """Archive two tasks; what is returned tries to purge them, and gives the error."""
+    insert(database, [sent("a", DAY), sent("b", DAY, Topic="users")])
+    run(spark, settings_of(target, tmp_path), late=True)
+
+    def purge() -> Exception:
+        with pytest.raises(Exception, match=r".") as caught:
+            run(spark, settings_of(target, tmp_path), purge=True)
+        return caught.value
+
+    return purge
+
+
+def test_nothing_is_deleted_that_the_files_do_not_prove(
+    spark: SparkSession,
+    target: DatabaseSettings,
+    database: Database,
+    tmp_path: Path,
+    unpurged: Callable[[], Exception],
+) -> None:
+    """A file too many, too few, or with other rows; a manifest that says something else."""
+    one, other = sorted(tmp_path.rglob("*.parquet"))
+    refused = r"holds 3 tasks with the checksum -?\d+, its manifest says 2 with -?\d+. Nothing of it was deleted"
+    more = one.with_name("more.parquet")
+    shutil.copy(one, more)
+    _refused(unpurged(), refused)
+    # As many rows as before.
+    kept = tmp_path / "kept"
+    other.rename(kept)
+    _refused(unpurged(), refused.replace("3", "2"))
+    more.unlink()
+    _refused(unpurged(), refused.replace("3", "1"))
+    rewrite(other, "PAR1 is how a file begins, and how it ends is PAR1")
+    assert other.name in str(unpurged())
+    kept.replace(other)
+    assert purges(tmp_path) == [None]
+    assert len(rows_of(database)) == 2
+
+    [folder] = window_folders(tmp_path)
+    manifest = json.loads((folder / "_manifest.json").read_text())
+    for wrong in ({"rows": 3}, {"rows": 0}, {"checksum": None}):
+        rewrite(folder / "_manifest.json", json.dumps(manifest | wrong))
+        _refused(unpurged(), "Nothing of it was deleted from the table")
+    assert purges(tmp_path) == [None]
+    assert len(rows_of(database)) == 2
+    rewrite(folder / "_manifest.json", json.dumps(manifest))
+    assert run(spark, settings_of(target, tmp_path), purge=True).deleted == 2
+
+
+def test_a_damaged_window_holds_back_no_other(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """What can be proven is deleted, and noted before it is; the rest is said at the end."""
+    insert(database, [sent("a", DAY), sent("b", NEXT_DAY)])
+    settings = settings_of(target, tmp_path, until=shown(NEXT_DAY + HOUR * 24))
+    assert run(spark, settings, late=True).windows == 2
+    first, second = window_folders(tmp_path)
+    [file] = first.rglob("*.parquet")
+    file.unlink()
+    with pytest.raises(OutboxError, match=r"holds 0 tasks .*\. Nothing of it was deleted from the table"):
+        run(spark, settings, purge=True)
+    assert rows_of(database).keys() == {"a"}
+    assert not (first / "_purging.json").exists()
+    assert (second / "_purging.json").exists()
+
+
+def test_files_that_do_not_hold_what_was_read_are_no_window(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest is written after the files have been read back."""
+    insert(database, [sent("a", DAY), sent("b", DAY)])
+    read = Archive.read
+    monkeypatch.setattr(Archive, "read", lambda self, windows: read(self, windows).where("Id = 'a'"))
+    with pytest.raises(OutboxError, match=r"holds 1 tasks .*, its manifest says 2"):
+        run(spark, settings_of(target, tmp_path), late=True, purge=True)
+    monkeypatch.undo()
+    assert archived(spark, tmp_path) == []
+    assert len(rows_of(database)) == 2
+
+
+def _refused(error: Exception, sentence: str) -> None:
+
+    assert isinstance(error, OutboxError)
+    assert re.search(sentence, str(error)), error

@@ -1,0 +1,180 @@
+"""The job `audit` from end to end: a table, an archive, files as subscriptions write them, and the report."""
+
+import base64
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+from pyspark.sql import SparkSession
+
+from outbox.errors import OutboxError, SettingError
+from outbox.message import TASK_ID_ATTRIBUTE
+from outbox.settings import DatabaseSettings
+from outbox.states import NEVER
+from outbox.times import shown
+from outbox_pipeline import cli, session
+from outbox_pipeline.jobs import archive, audit
+from outbox_pipeline.settings import AuditSettings
+from tests.support.archives import DAY, settings_of
+from tests.support.operations import insert, row
+
+HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
+
+
+def settings(target: DatabaseSettings, folder: Path, **given: str) -> AuditSettings:
+    """Return what the job takes: tasks of the day of the archive tests, messages in `folder`."""
+    usual = {
+        "project": target.project, "instance": target.instance, "database": target.database,
+        "received": f"{folder}/received.jsonl", "output": f"{folder}/report", "since": shown(DAY),
+        "until": shown(DAY + 24 * HOUR),
+    }  # fmt: skip
+    return AuditSettings.read(usual | given, {})
+
+
+def message(id: str, at: datetime, data: bytes = b"data", **columns: Any) -> dict[str, Any]:
+    """Return a message as BigQuery exports what a subscription has written."""
+    return {
+        "subscription_name": "projects/p/subscriptions/s",
+        "message_id": f"of {id} at {at}",
+        "publish_time": f"{at:%Y-%m-%d %H:%M:%S.%f} UTC",
+        "data": base64.b64encode(data).decode(),
+        "attributes": json.dumps({TASK_ID_ATTRIBUTE: id}),
+    } | columns
+
+
+def receive(folder: Path, messages: Sequence[dict[str, Any]]) -> None:
+    """Write the messages as JSON lines."""
+    text = "".join(json.dumps(each) + "\n" for each in messages)
+    (folder / "received.jsonl").write_text(text, encoding="utf-8")
+
+
+def test_table_and_archive_against_files(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """Tasks that are purged, sent again, unsent and dead; numbers, samples, full findings and a page."""
+    at = DAY + HOUR
+    data = b"\x0a\x04data"
+
+    def task(id: str, **columns: Any) -> dict[str, Any]:
+        return row(id, Data=data, CreatedAt=at, **columns)
+
+    insert(database, [task(id, SentAt=at + 5 * SECOND) for id in ("purged", "lost <b>", "again")])
+    done = archive.run(spark, settings_of(target, tmp_path / "archive"), purge=True, late=True)
+    assert done.deleted == 3
+    insert(
+        database,
+        [
+            task("again", SentAt=at + 2 * HOUR),
+            task("in the table", SentAt=at + 5 * SECOND),
+            task("waits"),
+            task("dead", AvailableAt=NEVER, LastError="too large"),
+            row("yesterday", Data=data, CreatedAt=DAY - HOUR, SentAt=at),
+        ],
+    )
+    receive(
+        tmp_path,
+        [
+            message("purged", at + 2 * SECOND),
+            message("again", at + 2 * SECOND),
+            message("again", at + 2 * HOUR - SECOND),
+            message("in the table", at + 2 * SECOND, b"tada"),
+            message("yesterday", at - SECOND),
+            message("nobody's", at),
+            message("foreign", at, attributes='{"x": "y"}'),
+            message("broken", at, attributes="{"),
+        ],
+    )
+    given = settings(target, tmp_path, tasks="both", archive=str(tmp_path / "archive"))
+    found = audit.run(spark, given)
+    assert {name: getattr(found, name) for name in ("tasks", "delivered", "lost", "pending", "dead", "messages")} == {
+        "tasks": 7, "delivered": 4, "lost": 1, "pending": 1, "dead": 1, "messages": 4,
+    }  # fmt: skip
+    assert (found.unknown, found.foreign, found.unreadable, found.mismatched) == (1, 1, 1, 1)
+    assert (found.republished, found.redelivered, found.late, found.arriving, found.out_of_order) == (0, 0, 0, 0, 0)
+    summary = json.loads((tmp_path / "report" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["lost"] == 1
+    assert summary["samples"]["lost"] == [
+        {
+            "task_id": "lost <b>",
+            "topic": "orders",
+            "created_at": shown(at),
+            "sent_at": shown(at + 5 * SECOND),
+            "messages": 0,
+        }
+    ]
+    assert [each["task_id"] for each in summary["samples"]["unknown"]] == ["nobody's"]
+    assert [(line["hour"], line["topic"], line["tasks"]) for line in summary["by_hour_and_topic"]] == [
+        (shown(at), "orders", 7)
+    ]
+    [file] = (tmp_path / "report" / "findings" / "class=lost").glob("*.json")
+    assert json.loads(file.read_text(encoding="utf-8"))["task_id"] == "lost <b>"
+    assert not (tmp_path / "report" / "findings" / "class=pending").exists()
+    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    assert page.startswith("<!DOCTYPE html>")
+    assert "lost <b>" not in page
+    assert "lost &lt;b&gt;" in page
+    with pytest.raises(OutboxError, match="is there already"):
+        audit.run(spark, given)
+    # Of the archive alone, of which nothing is known after its last window.
+    alone = audit.run(
+        spark,
+        settings(
+            target, tmp_path, tasks="archive", archive=str(tmp_path / "archive"), output=f"{tmp_path}/alone",
+            until=shown(DAY + 20 * HOUR),
+        ),
+    )  # fmt: skip
+    assert (alone.tasks, alone.delivered, alone.lost, alone.pending, alone.republished) == (3, 2, 1, 0, 1)
+
+
+def test_the_exit_code_says_whether_anything_is_lost(  # noqa: PLR0917 - six fixtures
+    spark: SparkSession,
+    target: DatabaseSettings,
+    database: Database,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """1 then, else 0, whatever else is found; from Parquet whose data are no part; a table without tasks is fine."""
+    monkeypatch.setattr(session, "session", lambda _name: spark)
+    monkeypatch.setattr("outbox.logs.configure", lambda *_arguments: None)
+    for name in ("project", "instance", "database"):
+        monkeypatch.setenv(f"OUTBOX_{name.upper()}", getattr(target, name))
+    received = str(tmp_path / "received.parquet")
+    at = DAY + HOUR
+    columns = "message_id STRING, publish_time TIMESTAMP, attributes MAP<STRING, STRING>"
+    messages = [("1", at, {TASK_ID_ATTRIBUTE: "one"}), ("2", at, {TASK_ID_ATTRIBUTE: "one"})]
+    spark.createDataFrame(messages, columns).write.parquet(received)
+
+    def job(output: str, *more: str) -> int:
+        arguments = ["audit", "--received", received, "--output", f"{tmp_path}/{output}", "--json", *more]
+        return cli.main(arguments)
+
+    assert job("none") == 0
+    insert(database, [row("one", CreatedAt=at, SentAt=at)])
+    assert job("one") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["republished"] == 1
+    insert(database, [row("two", CreatedAt=at, SentAt=at)])
+    assert job("two") == 1
+    assert job("before", "--until", shown(at)) == 0
+    assert job("young", "--until", "5m") == 2
+    assert "tasks are judged when the grace, 600 s, has passed" in capsys.readouterr().err
+
+
+def test_what_cannot_be_judged_is_refused(spark: SparkSession, target: DatabaseSettings, tmp_path: Path) -> None:
+    """Contradicting settings, a window that is empty, an archive that is not there."""
+    receive(tmp_path, [])
+    with pytest.raises(SettingError, match="--archive: 'nothing' is not allowed with --tasks both"):
+        settings(target, tmp_path, tasks="both")
+    with pytest.raises(SettingError, match="is not allowed with --tasks table"):
+        settings(target, tmp_path, archive=str(tmp_path))
+    with pytest.raises(SettingError, match=r"--since .* is not before --until"):
+        audit.run(spark, settings(target, tmp_path, since=shown(DAY), until=shown(DAY)))
+    with pytest.raises(OutboxError, match="has no finished window"):
+        audit.run(spark, settings(target, tmp_path, tasks="archive", archive=str(tmp_path / "not there")))
+    early = shown(datetime.now(UTC) - 2 * HOUR)
+    with pytest.raises(SettingError, match="until when tasks and messages are known"):
+        audit.run(spark, settings(target, tmp_path, received_until=early, until="15m", since=""))

@@ -1,0 +1,343 @@
+"""`python -m outbox_pipeline`: exit codes, what is printed, what is sent to Datadog."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+from outbox.emulators import Emulators
+from outbox.errors import NotReached, OutboxError, SettingError
+from outbox.settings import DatabaseSettings
+from outbox_pipeline import cli, report, session
+from outbox_pipeline.faults import of_text, spark_errors
+from outbox_pipeline.jobs.archive import Archived
+from outbox_pipeline.jobs.register import Registered
+from publishworker.telemetry import datadog
+from publishworker.telemetry.metrics import Metrics
+from tests.support.operations import rows_of
+from tests.support.processes import Finished, run
+from tests.support.spanner import PROJECT
+
+Jobs = Callable[..., int]
+
+
+@pytest.fixture
+def job(spark: SparkSession, target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    """Run a command in this process, on the Spark that is there."""
+    monkeypatch.setenv("OUTBOX_PROJECT", target.project)
+    monkeypatch.setenv("OUTBOX_INSTANCE", target.instance)
+    monkeypatch.setenv("OUTBOX_DATABASE", target.database)
+    monkeypatch.setattr(session, "session", lambda _name: spark)
+    monkeypatch.setattr("outbox.logs.configure", lambda *_arguments: None)
+    return lambda *arguments: cli.main(list(map(str, arguments)))
+
+
+def as_process(target: DatabaseSettings, emulators: Emulators, *arguments: str, **environment: str) -> Finished:
+    """Run a command as a user does."""
+    settings = {"OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": target.instance, "OUTBOX_DATABASE": target.database}
+    return run("outbox_pipeline", *arguments, environment=emulators.environment() | settings | environment, seconds=90)
+
+
+def lines(path: Path, *rows: object) -> Path:
+    """Write rows as JSON lines."""
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_register_as_a_user_runs_it(
+    target: DatabaseSettings, emulators: Emulators, database: Database, tmp_path: Path
+) -> None:
+    """A process of its own: the summary is the only answer, what was rejected is in a log line, and nothing else."""
+    file = lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"}, {"topic": "goog", "data": "two"})
+    done = as_process(target, emulators, "register", "--input", str(file), "--rejects", str(tmp_path / "no"), "--json")
+    assert done.code == 1, done.stderr
+    summary = json.loads(done.stdout)
+    assert {name: summary[name] for name in ("job", "read", "registered", "existing", "repeated", "rejected")} == {
+        "job": "register", "read": 2, "registered": 1, "existing": 0, "repeated": 0, "rejected": 1,
+    }  # fmt: skip
+    assert next(Path(summary["rejects"]).glob("*.json")).is_file()
+    said = [line for line in done.stderr.splitlines() if not line.startswith("WARNING: Using incubator")]
+    assert [json.loads(line)["action"] for line in said if line] == ["rejected"]
+    assert [row["Topic"] for row in rows_of(database).values()] == ["orders"]
+
+
+def test_files_of_each_format_are_read(job: Jobs, database: Database, tmp_path: Path, capsys: Any) -> None:
+    """By their endings; a summary for people; exit code 0 when nothing is rejected."""
+    (tmp_path / "in.csv").write_text('topic,data,priority\norders,"a, ""quoted""\nline",7\n', encoding="utf-8")
+    assert job("register", "--input", tmp_path / "in.csv", "--rejects", tmp_path / "no") == 0
+    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert said["job"] == "register"
+    assert said["registered"] == "1"
+    assert not (tmp_path / "no").exists() or not list((tmp_path / "no").iterdir())
+    [row] = rows_of(database).values()
+    assert row["Priority"] == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ("", 2, "JOB"),
+        ("nothing", 2, "invalid choice"),
+        ("register --rejects r", 2, "--input is missing"),
+        ("register --input in.txt --rejects r", 2, "the ending names no format"),
+        ("register --input nowhere.jsonl --rejects r", 1, "Path does not exist"),
+        ("register --input in.csv --rejects r", 2, "column 'dat' is not known"),
+        ("register --input in.jsonl --rejects r --max-rows-per-second -1", 2, "--max-rows-per-second"),
+        ("register --input in.jsonl --rejects r --database not-there", 3, "not-there"),
+        ("drain --deadline soon", 2, "--deadline: 'soon' is not allowed"),
+        ("drain --workers 1001", 2, "--workers: '1001' is not allowed"),
+        ("drain --database not-there", 3, "not-there"),
+        ("archive --archive a --window 40d", 2, "--window: '40d' is not allowed"),
+        ("archive --archive a --until 5s", 2, "less than a minute ago"),
+        ("replay", 2, "nothing is selected"),
+        ("replay --attribute =paid", 2, "--attribute: '=paid' is not allowed"),
+        ("replay --where Color=1", 2, "[UNRESOLVED_COLUMN"),
+        ("replay --resume none", 2, "no such replay"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(  # noqa: PLR0917 - three fixtures
+    job: Jobs, tmp_path: Path, capsys: Any, arguments: str, code: int, said: str
+) -> None:
+    """With its exit code, on stderr, and without a stack trace; nothing on stdout."""
+    lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"})
+    lines(tmp_path / "in.csv", "topic,dat", "orders,x")
+    words = arguments.replace(" r ", f" {tmp_path}/r ").replace("in.", f"{tmp_path}/in.").split()
+    if words[:1] in ([], ["nothing"]):
+        with pytest.raises(SystemExit, match=str(code)):
+            job(*words)
+    else:
+        assert job(*words) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert "Traceback" not in err
+
+
+class Client:
+    """A DogStatsD client that keeps what it is given."""
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self.sent: dict[tuple[str, tuple[str, ...]], float] = {}
+        self.stopped = False
+
+    def increment(self, metric: str, value: float, tags: list[str]) -> None:
+        """Keep a count."""
+        self.sent[metric, tuple(sorted(tags))] = value
+
+    gauge = increment
+
+    def distribution(self, metric: str, value: float, tags: list[str], sample_rate: float = 1) -> None:
+        """Keep a sample."""
+        self.sent[metric, tuple(sorted(tags))] = value
+
+    def stop(self, timeout: float) -> None:
+        """Note it."""
+        self.stopped = True
+
+
+def test_metrics_are_sent_at_the_end(job: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows by what became of them, the duration, that it ended; of a job that failed only that it did."""
+    client = Client()
+    monkeypatch.setattr(datadog, "from_environment", lambda: Metrics(client))
+    file = lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"}, {"topic": "goog", "data": "two"}, "{")
+    assert job("register", "--input", file, "--rejects", tmp_path / "no") == 1
+    took = client.sent.pop(("outbox.pipeline_duration", ("job:register",)))
+    assert took > 0
+    assert client.sent == {
+        ("outbox.pipeline_run_count", ("job:register", "result:rejected")): 1,
+        ("outbox.pipeline_row_count", ("job:register", "outcome:registered")): 1,
+        ("outbox.pipeline_row_count", ("job:register", "outcome:rejected")): 2,
+    }
+    assert client.stopped
+    client.sent.clear()
+    assert job("archive", "--archive", tmp_path / "a", "--until", "5s") == 2
+    assert client.sent == {("outbox.pipeline_run_count", ("job:archive", "result:failed")): 1}
+
+
+def test_summaries_are_for_people_and_for_programs() -> None:
+    """The same fields; times as everywhere; what is not there is left out of the lines and null in JSON."""
+    done = Archived(2, 1234, datetime(2026, 11, 21, tzinfo=UTC), 1, 1000, 2, 3, 65.4321)
+    assert report.summary("archive", done, json=False).splitlines() == [
+        "job             archive",
+        "windows         2",
+        "written         1,234",
+        "until           2026-11-21T00:00:00.000000Z",
+        "purged windows  1",
+        "deleted         1,000",
+        "changed         2",
+        "missing         3",
+        "seconds         1m 5s",
+    ]
+    made = json.loads(report.summary("register", Registered(1, 1, 0, 0, 0, 0.12345, None), json=True))
+    assert made == {
+        "job": "register", "read": 1, "registered": 1, "existing": 0, "repeated": 0, "rejected": 0, "seconds": 0.123,
+        "rejects": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "sentence"),
+    [
+        ("Traceback ...\noutbox.errors.NotReached: db is not there\n\tat java.lang", NotReached, "db is not there"),
+        ("a\n  outbox.errors.OutboxError: first\nb\noutbox.errors.SettingError: last", SettingError, "last"),
+        (
+            "[PATH_NOT_FOUND] Path does not exist: x\nmore",
+            OutboxError,
+            "Spark: [PATH_NOT_FOUND] Path does not exist: x",
+        ),
+        (
+            "An error occurred\nTraceback\n  File x\nValueError: 3\nDriver stacktrace:",
+            OutboxError,
+            "Spark: ValueError: 3",
+        ),
+        (
+            "An error occurred while calling o59.x.\n: java.io.IOException$A: No FileSystem\n\tat org.apache",
+            OutboxError,
+            "Spark: java.io.IOException$A: No FileSystem",
+        ),
+        ("", OutboxError, "Spark: no reason is given"),
+    ],
+)
+def test_stack_traces_of_spark_become_a_sentence(text: str, kind: type[OutboxError], sentence: str) -> None:
+    """What an executor or the planner raised, or what Spark says itself."""
+    made = of_text(text)
+    assert (type(made), str(made)) == (kind, sentence)
+
+
+def test_errors_of_others_pass() -> None:
+    """Only Spark's are turned; a bug of ours keeps its stack trace."""
+    with pytest.raises(ZeroDivisionError), spark_errors():
+        raise ZeroDivisionError
+    with pytest.raises(OutboxError, match=r"^Spark: of Spark$"), spark_errors():
+        raise PySparkException("of Spark")
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        ('openjdk version "17.0.15" 2025-04-15', None),
+        ('openjdk version "21.0.1"', None),
+        ('java version "1.8.0_392"', "is Java 8, Spark needs 17 or newer"),
+        ('openjdk version "11.0.2"', "is Java 11, Spark needs 17 or newer"),
+        ("no Java at all", "does not say which Java it is"),
+    ],
+)
+def test_the_version_of_java_counts(
+    said: str, complaint: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of JAVA_HOME if it is set, else that in PATH; without one it says how to get it."""
+    java = tmp_path / "bin" / "java"
+    java.parent.mkdir()
+    java.write_text(f"#!/bin/sh\ncat >&2 <<'E'\n{said}\nE\n", encoding="utf-8")
+    java.chmod(java.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    if complaint is None:
+        session.check_java()
+    else:
+        with pytest.raises(NotReached, match=complaint):
+            session.check_java()
+    monkeypatch.delenv("JAVA_HOME")
+    monkeypatch.setenv("PATH", str(java.parent) + os.pathsep + os.environ["PATH"])
+    if complaint:
+        with pytest.raises(NotReached, match="openjdk-17-jre-headless"):
+            session.check_java()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    with pytest.raises(NotReached, match=r"there is none in PATH, and JAVA_HOME is not set: install Java 17"):
+        session.check_java()
+
+
+def test_a_java_that_does_not_start_is_a_sentence(
+    target: DatabaseSettings, emulators: Emulators, tmp_path: Path
+) -> None:
+    """With what it said before it, and what else it may be; exit code 3."""
+    java = tmp_path / "bin" / "java"
+    java.parent.mkdir()
+    java.write_text(
+        """#!/bin/sh
+[ "$1" = -version ] && { echo 'openjdk version "17.0.15"' >&2; exit 0; }
+echo 'no room for a heap' >&2
+exit 1
+""",
+        encoding="utf-8",
+    )
+    java.chmod(java.stat().st_mode | stat.S_IXUSR)
+    arguments = ("register", "--input", "in.jsonl", "--rejects", "no")
+    done = as_process(target, emulators, *arguments, JAVA_HOME=str(tmp_path))
+    assert (done.code, done.stdout) == (3, "")
+    assert done.stderr.startswith("no room for a heap\n")
+    assert done.stderr.splitlines()[-1].startswith("outbox_pipeline: Java did not start Spark; if it said why")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("versions", "complaint"),
+    [
+        ({}, None),
+        ({"pyspark": "3.5.1"}, "pyspark 3.5.1 is installed, 4 or newer, before 5 is needed: pip install 'spanner-out"),
+        ({"pandas": "3.0.0rc1"}, "pandas 3.0.0rc1 is installed, 2.2 or newer, before 3 is needed"),
+        ({"pandas": "2.1.9"}, "pandas 2.1.9 is installed"),
+        ({"pyarrow": "17.0"}, "pyarrow 17.0 is installed, 18 or newer is needed"),
+        ({"matplotlib": "3.9.4"}, "matplotlib 3.9.4 is installed, 3.10 or newer is needed"),
+        ({"pyarrow": None}, r"the package pyarrow is missing: pip install 'spanner-outbox\[spark\]'"),
+    ],
+)
+def test_the_packages_of_the_extra_are_looked_for(
+    versions: dict[str, str | None], complaint: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before Spark is started: a worker of it would only say that it exited unexpectedly."""
+    found = {"pyspark": "4.3.0", "pandas": "2.3.3", "pyarrow": "26.0.1", "matplotlib": "3.11.2"} | versions
+
+    def version(name: str) -> str:
+        if found[name] is None:
+            raise PackageNotFoundError(name)
+        return str(found[name])
+
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(session, "version", version)
+    monkeypatch.setattr(session, "import_module", missing)
+    if complaint is None:
+        session.check_packages()
+    else:
+        with pytest.raises(NotReached, match=complaint):
+            session.check_packages()
+
+
+def test_a_spark_that_pip_did_not_install_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of Dataproc has no metadata, only a version."""
+
+    def unknown(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    versions = {"pyspark": "4.0.0", "pandas": "2.2.3", "pyarrow": "18.0.0", "matplotlib": "3.10.0"}
+    monkeypatch.setattr(session, "version", unknown)
+    monkeypatch.setattr(session, "import_module", lambda name: SimpleNamespace(__version__=versions[name]))
+    session.check_packages()
+    versions["pyspark"] = "3.5.0"
+    with pytest.raises(NotReached, match=r"pyspark 3\.5\.0"):
+        session.check_packages()
+
+
+def test_the_package_is_imported_without_spark() -> None:
+    """So that the command can say what is missing; the names are there all the same."""
+    code = (
+        "import sys, outbox_pipeline, outbox_pipeline.cli; assert 'pyspark' not in sys.modules; "
+        "from outbox_pipeline import *; print(register.__name__, read_archive.__name__, task_id('a', 'b'))"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("register read_archive ")

@@ -1,0 +1,288 @@
+"""The job `drain`: as a command on the Spark of the tests, alone and beside workers, with executors that are killed."""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+from google.pubsub_v1.types import PubsubMessage
+from pyspark.sql import SparkSession
+
+import outbox
+from outbox.emulators import Emulators
+from outbox.errors import OutboxError
+from outbox.settings import DatabaseSettings
+from outbox.states import NEVER
+from outbox_pipeline import cli, session
+from outbox_pipeline.draining import Tally
+from outbox_pipeline.jobs import drain as job
+from outbox_pipeline.jobs.drain import Drained
+from outbox_pipeline.settings import DrainSettings
+from publishworker.process import open_store
+from publishworker.spanner.store import StoreError
+from publishworker.telemetry import metrics as m
+from tests.support.operations import FUTURE, insert, pause, row
+from tests.support.processes import Process, children
+from tests.support.pubsub import PubSub
+from tests.support.relays import first_deliveries, key_orders, register, unsent, worker
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.timeout(180)
+
+#: Groups of few tasks, so that more of them are in flight when something happens.
+SMALL = {"group_size": "10", "concurrency": "2", "poll_interval": "0.2"}
+
+
+def settings_of(target: DatabaseSettings, **given: str) -> DrainSettings:
+    """Return what the job takes, for a database of a test."""
+    where = {"project": target.project, "instance": target.instance, "database": target.database}
+    return DrainSettings.read({**where, "log_level": "error", **SMALL, **given}, {})
+
+
+@contextlib.contextmanager
+def living(settings: DrainSettings, id: str) -> Iterator[None]:
+    """Write the heartbeat row of a worker that does nothing else, and delete it at the end."""
+    store, ended = open_store(settings), threading.Event()
+
+    def beat() -> None:
+        store.heartbeat(id, datetime.now(UTC), ())
+
+    def go_on() -> None:
+        while not ended.wait(1):
+            with contextlib.suppress(StoreError):
+                beat()
+
+    beat()
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        store.leave(id)
+
+
+@pytest.fixture
+def drain(
+    spark: SparkSession, target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """Run the command in this process, on the Spark that is there; return its exit code and its summary."""
+    monkeypatch.setattr(session, "session", lambda _name: spark)
+    monkeypatch.setattr("outbox.logs.configure", lambda *_arguments: None)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    where = ("--project", target.project, "--instance", target.instance, "--database", target.database)
+
+    def command(*arguments: str) -> tuple[int, dict[str, Any]]:
+        code = cli.main(["drain", "--json", *where, *flags, *arguments])
+        return code, json.loads(capsys.readouterr().out)
+
+    return command
+
+
+def members(database: Database) -> dict[str, datetime]:
+    """Return the heartbeat rows of a drain, with when each member began."""
+    with database.snapshot() as snapshot:
+        found = snapshot.execute_sql("SELECT WorkerId, StartedAt FROM AsynchronousTaskWorkers")
+        return {worker: started_at for worker, started_at in found if worker.startswith("spark-")}
+
+
+def ids_of(messages: list[PubsubMessage]) -> Counter[str]:
+    """Return how often each task came."""
+    return Counter(message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in messages)
+
+
+def register_keys(database: Database, topic: str, keys: int, commits: int) -> list[str]:
+    """Register tasks of ordering keys, in commits that hold three of each key."""
+    ids = []
+    for _ in range(commits):
+        with database.batch(default_retry_delay=0.02) as batch:
+            ids += [outbox.register(batch, topic, b"x", ordering_key=f"key-{n % keys}") for n in range(3 * keys)]
+    return ids
+
+
+def test_all_that_can_be_sent_is_sent_and_what_stays_is_told(
+    drain: Callable[..., tuple[int, dict[str, Any]]], database: Database, pubsub: PubSub
+) -> None:
+    """Two topics, three priorities, keys in their order; scheduled, dead and paused tasks stay; done again, nothing."""
+    topics = [pubsub.new_topic() for _ in range(2)]
+    subscriptions = [pubsub.new_subscription(topic, ordered=True) for topic in topics]
+    expected = [register(database, topic, 60) for topic in topics]
+    expected[0] += [id for priority in (0, 100) for id in register(database, topics[0], 20, priority=priority)]
+    expected[1] += register_keys(database, topics[1], keys=5, commits=4)
+    register(database, topics[0], 2, available_at=FUTURE)
+    insert(database, [row("dead", Topic=topics[0], AvailableAt=NEVER), row("paused", Topic="paused")])
+    pause(database, "paused")
+
+    code, done = drain("--workers", "2")
+    assert code == 0
+    states = {name: done[name] for name in ("pending", "retrying", "scheduled", "dead", "paused")}
+    assert states == {"pending": 0, "retrying": 0, "scheduled": 2, "dead": 1, "paused": 1}
+    received = [each.drain() for each in subscriptions]
+    assert [ids_of(each).keys() for each in received] == [set(each) for each in expected]
+    assert done["published"] == sum(map(len, received))
+    assert (done["job"], done["workers"], done["rounds"], done["failed"]) == ("drain", 2, 1, 0)
+    assert first_deliveries(received[1]) == key_orders(database, topics[1])
+    assert members(database) == {}
+
+    code, again = drain()
+    assert (code, again["published"], again["rounds"], again["scheduled"]) == (0, 0, 0, 2)
+
+
+def test_at_its_deadline_it_stops_with_the_work_that_is_left(
+    drain: Callable[..., tuple[int, dict[str, Any]]], database: Database
+) -> None:
+    """A topic that is not there: exit code 4, and how much waits."""
+    register(database, "missing-topic", 3)
+    code, done = drain("--deadline", "2", "--workers", "2")
+    assert code == 4
+    assert done["pending"] + done["retrying"] == 3
+    assert done["seconds"] >= 2
+    assert len(unsent(database)) == 3
+    assert members(database) == {}
+
+
+def test_shards_of_a_worker_that_lives_are_left_to_it(
+    spark: SparkSession, target: DatabaseSettings, database: Database, topic: str
+) -> None:
+    """Of a worker that says that it lives no task is taken; when it has left, another round has its shards."""
+    settings = settings_of(target)
+    register(database, topic, 100)
+    notes: list[str] = []
+    with contextlib.ExitStack() as beside:
+        beside.enter_context(living(settings, "a worker"))
+
+        def note(text: str) -> None:
+            notes.append(text)
+            if len(notes) == 2:
+                beside.close()
+
+        done = job.run(spark, settings, note=note)
+    assert done.rounds == len(notes) >= 2
+    assert notes[0] == "round 1: 2 members, 100 tasks to send"
+    assert "100 tasks" not in notes[1]
+    assert (done.pending, done.published >= 100) == (0, True)
+
+
+def test_a_round_that_fails_takes_its_members_leave(
+    spark: SparkSession, target: DatabaseSettings, database: Database, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rows are there before the first of them begins, and none stays: workers have the shards at once."""
+    register(database, topic, 1)
+    there = []
+
+    def fail(*_arguments: object) -> None:
+        there.extend(members(database))
+        raise OutboxError("no members today")
+
+    monkeypatch.setattr(job, "Members", fail)
+    with pytest.raises(OutboxError, match="no members today"):
+        job.run(spark, settings_of(target, workers="2"))
+    assert len(there) == 2
+    assert members(database) == {}
+
+
+def pythons_of_spark() -> list[int]:
+    """Return the processes in which this process's Spark runs Python."""
+    family = [os.getpid()]
+    for each in family:
+        family += children(each)
+    daemons = [each for each in family if "pyspark.daemon" in Path(f"/proc/{each}/cmdline").read_text()]
+    return [each for each in daemons if not children(each)]
+
+
+def limit(database: Database, topic: str, rate: float) -> None:
+    """Let all together send so many tasks of a topic a second, however fast the machine is."""
+    with database.batch(default_retry_delay=0.02) as batch:
+        columns = ("Topic", "Paused", "RatePerSecond", "Burst")
+        batch.insert_or_update("AsynchronousTaskTopics", columns, [(topic, False, rate, 8)])
+
+
+@contextlib.contextmanager
+def two_workers(emulators: Emulators, database: Database) -> Iterator[list[Process]]:
+    """Workers as processes, one of which polls every shard, whoever else lives; they end well."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    with contextlib.ExitStack() as stack:
+        both = [
+            stack.enter_context(worker(emulators, database, *flags, "--assignment", assignment))
+            for assignment in ("divided", "shared")
+        ]
+        for each in both:
+            each.wait_for_text("relaying")
+        yield both
+        for each in both:
+            each.stop()
+        assert [each.wait() for each in both] == [0, 0]
+
+
+def test_nothing_is_lost_when_executors_are_killed_beside_workers(
+    spark: SparkSession, target: DatabaseSettings, database: Database, emulators: Emulators, pubsub: PubSub
+) -> None:
+    """SIGKILL to every Python of Spark while its members relay beside two workers: all is received, keys in order.
+
+    One worker divides the shards with the members, the other meets them in all.
+    """
+    topic = pubsub.new_topic()
+    subscription = pubsub.new_subscription(topic, ordered=True)
+    ids = register(database, topic, 160) + register_keys(database, topic, keys=8, commits=10)
+    limit(database, topic, 8.0)  # until all are there there is something left to do
+    with ThreadPoolExecutor(1) as pool, two_workers(emulators, database) as workers:
+        running = pool.submit(job.run, spark, settings_of(target, workers="2"))
+        made: dict[str, datetime] = {}
+
+        def all_run() -> bool:
+            """Whether each member has written the row anew that the driver had written."""
+            rows = members(database)
+            for id, began in rows.items():
+                made.setdefault(id, began)
+            return len(rows) == 2 and all(began > made[id] for id, began in rows.items())
+
+        eventually(all_run, seconds=60, message="members run")
+        for each in workers:
+            each.wait_for_text("4 workers live")
+        limit(database, topic, 150.0)
+        before = len(unsent(database))
+        eventually(lambda: len(unsent(database)) < before - 30, seconds=30, message="they work")
+        killed = pythons_of_spark()
+        assert len(killed) >= 2
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        done: Drained = running.result(120)
+        eventually(lambda: not unsent(database), seconds=30, message="the workers have ended what they had begun")
+    received = subscription.drain(0.5)
+    came = ids_of(received)
+    assert came.keys() == set(ids)
+    assert first_deliveries(received) == key_orders(database, topic)
+    duplicates = came.total() - len(ids)
+    print(f"{len(ids)} tasks, {len(killed)} processes killed: {duplicates} duplicates, {done}")
+    # The killed had two groups of ten in flight each; where two meet, the emulator aborts one that has published.
+    assert duplicates <= 100
+    assert (done.work_left, members(database)) == (False, {})
+
+
+def test_a_tally_adds_up_and_sends_on() -> None:
+    """By metric, over topics and reasons; a client gets all of it as from any other metrics."""
+    sent: list[tuple[str, float]] = []
+
+    class Client:
+        def increment(self, metric: str, value: float, tags: list[str]) -> None:
+            sent.append((metric, value))
+
+    tally = Tally(Client())  # type: ignore[arg-type]
+    tally.count(m.PUBLISHED, 3, topic="a")
+    tally.count(m.PUBLISHED, 4, topic="b")
+    tally.count(m.DEAD, 0, topic="b", reason="not_found")
+    assert (tally.sums[m.PUBLISHED], tally.sums[m.DEAD], tally.sums[m.ABORTED]) == (7, 0, 0)
+    assert sent == [(m.PUBLISHED.name, 3), (m.PUBLISHED.name, 4)]
+    alone = Tally()
+    alone.count(m.PUBLISHED, 1, topic="a")
+    assert (alone.sums[m.PUBLISHED], alone.wanted) == (1, False)

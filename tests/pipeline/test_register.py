@@ -1,0 +1,266 @@
+"""`register`, on Spark and the emulator."""
+
+import base64
+import json
+import random
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as f
+
+from outbox.errors import SettingError
+from outbox.message import RawPubsubMessage
+from outbox.settings import DatabaseSettings
+from outbox_pipeline.ids import task_id
+from outbox_pipeline.jobs import register as job
+from outbox_pipeline.registration import Registration
+from tests.support.operations import rows_of
+from tests.support.pipeline import counts, registered, rows
+from tests.support.pipeline_job import settings
+
+AT = datetime(2026, 11, 21, 13, 0, 0, 123456, UTC)
+
+
+def refused(folder: object) -> list[dict[str, Any]]:
+    """Return the rejects of a run, in the order of their reasons."""
+    lines = [line for file in sorted(Path(str(folder)).glob("*.json")) for line in file.read_text("utf-8").splitlines()]
+    return sorted((json.loads(line) for line in lines), key=lambda each: str(each["reason"]))
+
+
+def message_of(stored: dict[str, Any]) -> Any:
+    """Return the message of a row of the table."""
+    return RawPubsubMessage.FromString(base64.b64decode(stored["Data"]))
+
+
+def test_rows_become_tasks_and_a_second_run_adds_none(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """All columns are stored as they were; then the same rows are there, with others, which alone are registered."""
+    full = {
+        "topic": "orders", "data": b"xxxx", "attributes": {"a": "é"}, "priority": 7, "ordering_key": "k",
+        "available_at": AT, "expires_at": AT.replace(microsecond=123457), "at_most_once": False, "sequence": 1,
+    }  # fmt: skip
+    given = [full, {"data": b"", "at_most_once": True}, *({"data": str(number).encode()} for number in range(300))]
+    first = registered(rows(spark, given), target, tmp_path, topic="usual")
+    assert counts(first) == (302, 302, 0, 0, 0)
+    stored = rows_of(database)
+    [one] = [each for each in stored.values() if each["Topic"] == "orders"]
+    assert message_of(one).data == b"xxxx"
+    assert dict(message_of(one).attributes) == {"a": "é", "asynchronous_task_id": one["Id"]}
+    assert (one["Priority"], one["OrderingKey"], one["AtMostOnce"], one["SentAt"]) == (7, "k", False, None)
+    assert (one["AvailableAt"], one["ExpiresAt"]) == (full["available_at"], full["expires_at"])
+    assert sorted(message_of(each).data for each in stored.values()) == sorted(each["data"] for each in given)
+    assert [each["AtMostOnce"] for each in stored.values()].count(True) == 1
+    # Half of them are there, in another order, and a few twice.
+    more = [{"data": f"more {number}".encode()} for number in range(250)]
+    mixed = [*given, *more, *given[-5:], *more[:5]]
+    random.Random(3).shuffle(mixed)
+    second = registered(rows(spark, mixed, 3), target, tmp_path, topic="usual")
+    assert counts(second) == (562, 250, 302, 10, 0)
+    assert rows_of(database).items() >= stored.items()
+    third = registered(rows(spark, mixed), target, tmp_path, topic="usual")
+    assert counts(third) == (562, 0, 552, 10, 0)
+    assert len(rows_of(database)) == 552
+    assert third.rejects is None
+    assert list(tmp_path.iterdir()) == [], "a folder of rejects is left, and there are none"
+
+
+def test_repeated_rows_and_other_tasks_of_an_id_are_told_apart(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """Also far from each other in an ordering key, in another partition, and in another run."""
+    keyed = [
+        {"task_id": f"k{number:03}", "data": b"k", "ordering_key": "k", "sequence": number} for number in range(250)
+    ]
+    again = [{**keyed[0], "sequence": 249}, {**keyed[120], "sequence": None}, keyed[249]]
+    base = {"task_id": "one", "data": b"d", "attributes": {"a": "1"}}
+    given = [*keyed, *again, base, base, {**base, "data": b"other"}, {**base, "ordering_key": "elsewhere"}]
+    done = registered(rows(spark, given, 3), target, tmp_path, topic="orders")
+    assert (done.read, done.registered, done.existing) == (257, 251, 0)
+    assert done.repeated == 3 + (done.rejected == 2)
+    stored = rows_of(database)
+    assert len(stored) == 251
+    assert {each["reason"].partition(",")[0] for each in refused(done.rejects)} <= {
+        "'one' comes twice", "a task 'one' is there with another message"
+    }  # fmt: skip
+    assert done.rejects is not None
+    assert Path(done.rejects).parent == tmp_path
+    # Whichever of the four was the first: the others are refused again, and nothing of it changes.
+    second = registered(rows(spark, given), target, tmp_path, topic="orders")
+    assert (second.read, second.registered) == (257, 0)
+    assert second.existing + second.repeated + second.rejected == 257
+    assert second.rejected >= 2
+    assert rows_of(database) == stored
+    others = registered(rows(spark, [{**base, "topic": "others"}, base | {"attributes": {"a": "2"}}]), target, tmp_path)
+    assert (others.registered, others.existing) == (0, 0)
+
+
+def test_refused_rows_are_kept_and_can_be_registered_when_they_are_mended(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """As lines of JSON: with all that they had, if they could be read, else with the line; times as they were."""
+    path = tmp_path / "rows.jsonl"
+    bad = {
+        "topic": "goog", "data_base64": base64.b64encode(b"\xff" * 100).decode(), "attributes": {"a": "é\n"},
+        "priority": -3, "ordering_key": "", "available_at": "2090-01-01T01:00:00.000001+01:00", "at_most_once": True,
+        "expires_at": "2090-01-01T00:00:00.000002Z", "n": "7",
+    }  # fmt: skip
+    lines = [bad, {"data": "x", "n": "8"}, {"data": "y", "n": "9", "priority": "high"}, {"data": "z"}]
+    path.write_bytes("\n".join(map(json.dumps, lines)).encode() + b'\n{"data":"\xff"}\n{"data":"a"} {"data":"b"}\n')
+    given = settings(str(path), str(tmp_path / "no"), target.database, topic="usual", key=" n ")
+    done = job.run(spark, given)
+    assert counts(done) == (6, 1, 0, 0, 5)
+    found = refused(done.rejects)
+    [by_name] = [each for each in found if "goog" in each["reason"]]
+    assert by_name["task_id"] == task_id("goog", "7")
+    assert by_name["available_at"] == "2090-01-01T00:00:00.000001Z"
+    assert [(each["reason"].partition(" ")[0], each.get("line")) for each in found if each is not by_name] == [
+        ("n,", '{"data":"z"}'),
+        ("priority", '{"data":"y","priority":"high","n":"9"}'),
+        ("the", '{"data":"a"} {"data":"b"}'),
+        ("the", '{"data":"\ufffd"}'),
+    ]
+    # As they are, they are refused again, each for a reason.
+    again = job.run(spark, settings(f"{done.rejects}/*.json", str(tmp_path / "no"), target.database, topic="usual"))
+    assert counts(again) == (5, 0, 0, 0, 5)
+    # Mended, they are what they were to be.
+    mended = [by_name | {"topic": "orders"}, json.loads(found[1]["line"]) | {"priority": 1}]
+    path.write_text("\n".join(map(json.dumps, mended)))
+    assert counts(job.run(spark, given)) == (2, 2, 0, 0, 0)
+    stored = rows_of(database)
+    assert set(stored) == {task_id("usual", "8"), task_id("usual", "9"), task_id("goog", "7")}
+    one = stored[task_id("goog", "7")]
+    assert (one["Topic"], one["Priority"], one["OrderingKey"], one["AtMostOnce"]) == ("orders", -3, None, True)
+    assert message_of(one).data == b"\xff" * 100
+    assert message_of(one).attributes["a"] == "é\n"
+    assert one["AvailableAt"] == datetime(2090, 1, 1, 0, 0, 0, 1, UTC)
+    assert one["ExpiresAt"] == datetime(2090, 1, 1, 0, 0, 0, 2, UTC)
+
+
+def test_files_of_every_format_become_tasks(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """CSV and Parquet; the same rows in both are there already the second time."""
+    (tmp_path / "rows.csv").write_text('data,topic,ordering_key,n\n"a,\n",orders,,1\n"",orders,k,2\n')
+    spark.sql(
+        "SELECT * FROM VALUES (X'612c0a', 'orders', NULL, 1L), (X'', 'orders', 'k', 2L), (X'ff', 'orders', 'k', 3L) "
+        "AS t(data, topic, ordering_key, n)"
+    ).write.parquet(str(tmp_path / "rows.parquet"))
+    done = [
+        counts(job.run(spark, settings(str(tmp_path / name), str(tmp_path / "no"), target.database, key="n")))
+        for name in ("rows.csv", "rows.parquet")
+    ]
+    assert done == [(2, 2, 0, 0, 0), (3, 1, 2, 0, 0)]
+    assert {id: message_of(each).data for id, each in rows_of(database).items()} == {
+        task_id("orders", "1"): b"a,\n", task_id("orders", "2"): b"", task_id("orders", "3"): b"\xff"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_no_row_and_one_row(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, count: int
+) -> None:
+    """Also where Spark knows beforehand that there is none."""
+    given = spark.createDataFrame([("d", "orders")] * count, "data string, topic string")
+    assert counts(registered(given, target, tmp_path)) == (count, count, 0, 0, 0)
+    none = spark.createDataFrame([("d", "orders")], "data string, topic string").where("false")
+    assert counts(registered(none, target, tmp_path)) == (0, 0, 0, 0, 0)
+    assert len(rows_of(database)) == count
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ten_thousand_rows_of_a_few_topics_and_keys(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """Most of one topic, many of one ordering key: each once, and those of a key in the order of their sequence."""
+    number = f.col("id").cast("string")
+    key = f.when(f.col("id") % 4 == 0, "hot").when(f.col("id") % 40 == 1, f.concat(f.lit("k"), f.col("id") % 3))
+    given = spark.range(0, 10_000, 1, 3).select(
+        number.alias("data"),
+        f.when(f.col("id") % 10 == 0, "rare").otherwise("orders").alias("topic"),
+        key.alias("ordering_key"),
+        ((f.col("id") * 7919) % 10_007).alias("sequence"),
+    )
+    done = registered(given, target, tmp_path)
+    assert counts(done) == (10_000, 10_000, 0, 0, 0)
+    stored = [(each, int(message_of(each).data)) for each in rows_of(database).values()]
+    assert sorted(number for _, number in stored) == list(range(10_000))
+    commits = {each["CreatedAt"] for each, _ in stored if each["OrderingKey"] == "hot"}
+    assert len(commits) >= 25
+    for key_ in ("hot", "k0", "k1", "k2"):
+        of_key = [
+            (each["CreatedAt"], each["Sequence"], number) for each, number in stored if each["OrderingKey"] == key_
+        ]
+        sequences = [(number * 7919) % 10_007 for _, _, number in sorted(of_key)]
+        assert len(sequences) > 50
+        assert sequences == sorted(sequences), key_
+
+
+def test_times_at_the_ends_of_the_calendar_in_any_zone(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """The zone of the session changes no time, and a time that Python has not refuses its row, not the job."""
+    east = spark.newSession()
+    east.conf.set("spark.sql.session.timeZone", "Asia/Kathmandu")
+    west = spark.newSession()
+    west.conf.set("spark.sql.session.timeZone", "America/Caracas")
+    last, first = "9999-12-31T23:59:59.999999Z", "0001-01-01T00:00:00.000000Z"
+    given = [("a", None, last), ("b", first, None), ("c", "2026-11-21T13:00:00.123456Z", None), ("goog", last, last)]
+    for session, topic in ((east, "east"), (west, "west")):
+        texts = session.createDataFrame(given, "data string, available_at string, expires_at string")
+        over = session.sql(
+            "SELECT 'd' AS data, timestamp_micros(253402300800000000) AS available_at, NULL AS expires_at"
+        )
+        typed = texts.select("data", f.col("available_at").cast("timestamp"), f.col("expires_at").cast("timestamp"))
+        done = registered(typed.union(over), target, tmp_path / topic, topic=topic)
+        assert counts(done) == (5, 3, 0, 0, 2)
+        reasons = [each["reason"] for each in refused(done.rejects)]
+        assert reasons[1] == "available_at is outside of the years 1 to 9999 in UTC"
+        assert "is not before 9999-12-31" in reasons[0]
+    stored = {(each["Topic"], message_of(each).data): each for each in rows_of(database).values()}
+    for topic in ("east", "west"):
+        assert stored[topic, b"a"]["ExpiresAt"] == datetime.fromisoformat(last)
+        assert stored[topic, b"b"]["AvailableAt"] == datetime.fromisoformat(first)
+        assert stored[topic, b"c"]["AvailableAt"] == AT
+
+
+def test_a_rate_is_that_of_all_tasks_together(
+    spark: SparkSession, target: DatabaseSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are as many tasks as may run at once, and each gets its part; without a rate none has one."""
+    made: list[Registration] = []
+
+    def noted(*arguments: Any) -> Registration:
+        made.append(Registration(*arguments))
+        return made[-1]
+
+    ordered: list[int] = []
+
+    def parted(tasks: Any, partitions: int) -> Any:
+        ordered.append(partitions)
+        return in_order(tasks, partitions)
+
+    in_order = job.in_order
+    monkeypatch.setattr(job, "Registration", noted)
+    monkeypatch.setattr(job, "in_order", parted)
+    given = spark.createDataFrame([("d", "orders")], "data string, topic string")
+    assert registered(given, target, tmp_path, max_rows_per_second=1000).registered == 1
+    assert registered(given, target, tmp_path).existing == 1
+    tasks = spark.sparkContext.defaultParallelism
+    assert [each.rate for each in made] == [1000 / tasks, 0.0]
+    assert ordered == [tasks, 0]
+
+
+def test_a_column_that_is_not_known_ends_the_job_before_anything_is_written(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """With its name, and no folder of rejects."""
+    given = spark.createDataFrame([("d", "orders", 1)], "data string, topic string, colour int")
+    with pytest.raises(SettingError, match="column 'colour' is not known"):
+        registered(given, target, tmp_path)
+    assert rows_of(database) == {}
+    assert list(tmp_path.iterdir()) == []

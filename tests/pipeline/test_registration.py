@@ -1,0 +1,420 @@
+"""What a Spark task does with its rows, on a table in memory that is held to the emulator."""
+
+import base64
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
+from google.cloud.spanner_v1.database import Database
+
+from outbox import OutboxError
+from outbox._register import COLUMNS
+from outbox.message import RawPubsubMessage
+from outbox.settings import DatabaseSettings
+from outbox_pipeline.pacing import Pace
+from outbox_pipeline.registration import ANSWER, COUNTS, GROUP_BYTES, GROUP_ROWS, TRIES, Writer
+from outbox_pipeline.spanner import Table, table_of
+from tests.support.operations import Watch, rows_of
+from tests.support.pipeline import FakeTable, FakeTime, row
+
+TAG = "outbox-pipeline-register"
+
+
+def writer(table: FakeTable, **keywords: Any) -> Writer:
+    """Return a writer of a job that begins now."""
+    return Writer(table, table.now(), **keywords)
+
+
+def answered(made: Writer) -> tuple[tuple[int, int, int], list[str]]:
+    """Return the counts (registered, existing, repeated) and the reasons of rejects since the last call."""
+    counted, *rejects = made.answers()
+    assert set(counted) == set(ANSWER.fieldNames())
+    assert {value for name, value in counted.items() if name not in COUNTS} == {None}
+    assert all([each[name] for name in COUNTS] == [0, 0, 0] for each in rejects)
+    return (counted["registered"], counted["existing"], counted["repeated"]), [each["reason"] for each in rejects]
+
+
+def ids(count: int, start: int = 0) -> list[str]:
+    """Return ids in their order."""
+    return [f"{number:04}" for number in range(start, start + count)]
+
+
+def test_the_table_in_memory_is_as_the_real_one(target: DatabaseSettings, database: Database):
+    """All or none of a group, whatever the reason; only rows that are there are found; Data is as it was given."""
+    data = base64.b64encode(b"abcd")
+
+    def story(table: Any) -> list[Any]:
+        def made(*names: str, topic: str = "orders") -> list[tuple[Any, ...]]:
+            return [(id, topic, data, 7, "k", 1, COMMIT_TIMESTAMP, None, None, False) for id in names]
+
+        seen = ("Id", "Topic", "Data", "OrderingKey")
+        began = table.now()
+        told: list[Any] = [table.of_ids(seen, ["a", "b"], TAG)]
+        told += [table.insert(COLUMNS, made("a", "b"), TAG), table.insert(COLUMNS, made("c", "b", topic="x"), TAG)]
+        told += [table.insert(COLUMNS, made("d", "d"), TAG), sorted(table.of_ids(seen, ["d", "b", "c", "a"], TAG))]
+        [[created], [other]] = table.of_ids(("CreatedAt",), ["a", "b"], TAG)
+        told += [created == other, created >= began, table.insert(COLUMNS, made("c"), TAG), created < table.now()]
+        [[second]] = table.of_ids(("CreatedAt",), ["c"], TAG)
+        return [*told, second > created]
+
+    real = story(table_of(target))
+    assert real == story(FakeTable())
+    assert real == [[], True, False, False, [["a", "orders", data, "k"], ["b", "orders", data, "k"]], *[True] * 5]
+    assert sorted(rows_of(database)) == ["a", "b", "c"]
+
+
+def test_every_request_is_of_low_priority_and_tagged(database: Database):
+    """Looks and commits alike; the rows are there, with all their columns."""
+    watch = Watch(database)
+    table = Table(watch.database)
+    made = Writer(table, table.now())
+    at = datetime(2090, 1, 1, 0, 0, 0, 123456, UTC)
+    made.add(row(task_id="a", data=b"xxxx", attributes=[("b", "c")], priority=-3, ordering_key="k", sequence=9))
+    made.add(row(task_id="b", available_at=at, expires_at=at + timedelta(seconds=1), at_most_once=True))
+    made.flush()
+    made.add(row(task_id="b", topic="others"))
+    made.add(row(task_id="c", priority=0))
+    made.flush()
+    assert answered(made) == ((3, 0, 0), ["'b' comes twice, with another message, topic or ordering key"])
+    again = Writer(table, table.now())
+    again.add(row(task_id="c"))
+    again.flush()
+    assert answered(again) == ((0, 1, 0), [])
+    watch.check()
+    assert TAG in watch.tags()
+    commits = [request for name, request in watch.requests if name == "commit"]
+    assert {request.request_options.transaction_tag for request in commits} == {TAG}
+    stored = rows_of(database)
+    assert sorted(stored) == ["a", "b", "c"]
+    message = RawPubsubMessage.FromString(base64.b64decode(stored["a"]["Data"]))
+    assert (message.data, message.ordering_key) == (b"xxxx", "k")
+    assert dict(message.attributes) == {"b": "c", "asynchronous_task_id": "a"}
+    assert (stored["a"]["Priority"], stored["a"]["OrderingKey"], stored["a"]["AtMostOnce"]) == (-3, "k", False)
+    assert (stored["b"]["Priority"], stored["b"]["OrderingKey"], stored["b"]["AtMostOnce"]) == (50, None, True)
+    assert stored["c"]["Priority"] == 0, "LOW is a priority, and not none"
+    assert (stored["b"]["AvailableAt"], stored["b"]["ExpiresAt"]) == (at, at + timedelta(seconds=1))
+
+
+def test_it_looks_first_and_goes_on_without_when_nothing_is_there():
+    """The second of two groups costs a commit and nothing else."""
+    table = FakeTable()
+    made = writer(table)
+    for id in ids(2 * GROUP_ROWS):
+        made.add(row(task_id=id))
+    assert table.kinds() == ["look", "insert", "insert"]
+    assert [tag for _, _, tag in table.calls] == [TAG] * 3
+    assert table.calls[0][1] == table.calls[1][1] == ids(GROUP_ROWS)
+    made.flush()
+    assert len(table.calls) == 3, "there was nothing to write"
+    assert answered(made) == ((2 * GROUP_ROWS, 0, 0), [])
+    assert answered(made) == ((0, 0, 0), []), "answers are given once"
+
+
+def test_it_goes_on_looking_as_long_as_tasks_are_there():
+    """All there: a look a group and no commit; the first group in which nothing is there is the last with a look."""
+    table = FakeTable()
+    first = writer(table)
+    for id in ids(2 * GROUP_ROWS + 10):
+        first.add(row(task_id=id))
+    first.flush()
+    table.calls.clear()
+    second = writer(table)
+    for id in ids(5 * GROUP_ROWS):
+        second.add(row(task_id=id))
+    assert table.kinds() == ["look", "look", "look", "insert", "look", "insert", "insert"]
+    assert answered(second) == ((5 * GROUP_ROWS - 2 * GROUP_ROWS - 10, 2 * GROUP_ROWS + 10, 0), [])
+    assert sorted(table.rows) == ids(5 * GROUP_ROWS)
+
+
+def test_it_looks_again_after_a_collision():
+    """What was there already is told by its time: of this job, or older."""
+    table = FakeTable()
+    for older in (True, False):
+        table.rows.clear()
+        old = writer(table)
+        made = writer(table)
+        for id in ids(GROUP_ROWS):
+            made.add(row(task_id=id))
+        table.calls.clear()
+        other = Writer(table, table.now())
+        for id in ids(3, GROUP_ROWS + 5):
+            other.add(row(task_id=id))
+        if older:
+            table.time = old.began - timedelta(days=1)
+        other.flush()
+        table.time += timedelta(days=2)
+        table.calls.clear()
+        for id in ids(GROUP_ROWS, GROUP_ROWS):
+            made.add(row(task_id=id))
+        assert table.kinds() == ["insert", "look", "insert"]
+        assert len(table.calls[0][1]) == len(table.calls[1][1]) == len(table.calls[2][1]) + 3
+        there = (2 * GROUP_ROWS - 3, 3, 0) if older else (2 * GROUP_ROWS, 0, 0)
+        assert answered(made) == (there, [])
+
+
+def test_a_task_is_of_this_job_from_the_moment_at_which_that_began():
+    """A commit may have the very time that was asked for before it."""
+    table = FakeTable()
+    made = writer(table)
+    made.add(row(task_id="same"))
+    made.add(row(task_id="before"))
+    made.flush()
+    began = table.rows["same"]["CreatedAt"]
+    table.rows["before"]["CreatedAt"] = began - timedelta(microseconds=1)
+    again = Writer(table, began)
+    again.add(row(task_id="same"))
+    again.add(row(task_id="before"))
+    again.flush()
+    assert answered(again) == ((1, 1, 0), [])
+
+
+def test_ids_that_come_and_go_end_in_an_error():
+    """Another writer, which deletes what it has inserted before it can be seen: never an endless loop."""
+    table = FakeTable()
+    others = FakeTable()
+    foreign = writer(others)
+    foreign.add(row(task_id="b"))
+    foreign.flush()
+    table.before_insert = lambda _ids: table.rows.update(others.rows)
+    table.before_look = lambda _ids: table.rows.clear()
+    made = writer(table)
+    made.add(row(task_id="b"))
+    with pytest.raises(OutboxError, match="ids come and go while they are registered, such as 'b': are two jobs at"):
+        made.flush()
+    assert table.kinds() == ["look", "insert"] * TRIES
+    assert answered(made) == ((0, 0, 0), [])
+
+
+def test_a_task_that_comes_between_the_look_and_the_insert_is_found():
+    """By the next look, which leaves out only that one."""
+    table = FakeTable()
+    others = FakeTable()
+    foreign = writer(others)
+    foreign.add(row(task_id="b", data=b"other"))
+    foreign.flush()
+    came = []
+
+    def come(_ids: list[str]) -> None:
+        if not came:
+            came.append(table.rows.update(others.rows))
+
+    table.before_insert = come
+    made = writer(table)
+    for id in "abc":
+        made.add(row(task_id=id))
+    made.flush()
+    assert answered(made) == ((2, 0, 0), ["a task 'b' is there with another message, topic or ordering key"])
+    assert sorted(table.rows) == ["a", "b", "c"]
+    assert [given for _, given, _ in table.calls] == [["a", "b", "c"]] * 3 + [["a", "c"]]
+
+
+OTHERS = (
+    {"topic": "other"}, {"data": b"other"}, {"ordering_key": "k"}, {"ordering_key": "k2"}, {"attributes": {"a": "2"}},
+    {"attributes": {}}, {"attributes": {"a": "1", "b": "2"}}, {"data": b""},
+)  # fmt: skip
+#: What may change after a task has been registered, or is no part of its message.
+SAME = (
+    {"priority": 1},
+    {"sequence": 5},
+    {"available_at": datetime(2090, 1, 1, tzinfo=UTC)},
+    {"at_most_once": True},
+    {},
+)
+
+
+@pytest.mark.parametrize("where", ["in the table", "in its group", "at the end of the group before"])
+def test_another_task_of_the_same_id_is_refused_and_the_same_one_is_not(where: str):
+    """Each difference alone, in whatever place the first one is."""
+    base = {"attributes": {"a": "1"}}
+    for other, refused in [(each, True) for each in OTHERS] + [(each, False) for each in SAME]:
+        table = FakeTable()
+        made = writer(table)
+        made.add(row(**base))
+        if where != "in its group":
+            made.flush()
+        if where == "in the table":
+            made = writer(table)
+        made.add(row(**(base | other)))
+        made.flush()
+        counted, reasons = answered(made)
+        first = 0 if where == "in the table" else 1
+        assert counted == (first, int(not refused and not first), int(not refused and bool(first))), other
+        what = "a task 'one' is there" if where == "in the table" else "'one' comes twice,"
+        assert reasons == [f"{what} with another message, topic or ordering key"] * refused, other
+        assert len(table.rows) == 1
+
+
+def test_one_message_may_be_serialized_in_two_ways():
+    """Attributes have no order in a message; a Data that is no message is another one."""
+    table = FakeTable()
+    made = writer(table)
+    made.add(row(attributes={"a": "1", "b": "2"}))
+    made.flush()
+    [stored] = table.rows.values()
+    message = RawPubsubMessage.FromString(base64.b64decode(stored["Data"]))
+    parts = [RawPubsubMessage(data=message.data)]
+    parts += [RawPubsubMessage(attributes={name: message.attributes[name]}) for name in sorted(message.attributes)]
+    spellings = {b"".join(part.SerializeToString() for part in order) for order in (parts, parts[::-1])}
+    assert len(spellings) == 2
+    for data, there in [*((each, 1) for each in spellings), (b"\xff", 0)]:
+        stored["Data"] = base64.b64encode(data)
+        again = writer(table)
+        again.add(row(attributes={"b": "2", "a": "1"}))
+        again.flush()
+        assert answered(again)[0] == (0, there, 0), data
+
+
+def test_repeated_rows_are_counted_wherever_they_are_in_a_group():
+    """Side by side, with others between them, and where a group ends; a row that was refused is none to repeat."""
+    table = FakeTable()
+    made = writer(table)
+    made.add(row(task_id="z", topic="goog"))
+    made.add(row(task_id="z"))
+    for id in [*ids(GROUP_ROWS - 1), "0098", "0098", *ids(60, GROUP_ROWS), "0150", *ids(40, 160)]:
+        made.add(row(task_id=id))
+    made.flush()
+    counted, reasons = answered(made)
+    assert counted == (2 * GROUP_ROWS, 0, 3)
+    assert len(reasons) == 1
+    assert len(table.rows) == 2 * GROUP_ROWS
+
+
+def test_groups_have_so_many_rows_and_so_many_bytes():
+    """A message of nine megabytes goes with those before it, and the next one in another commit."""
+    table = FakeTable()
+    made = writer(table)
+    sizes = [9_000_000, 10, 10, 9_000_000, GROUP_BYTES // 4, GROUP_BYTES // 4, GROUP_BYTES // 4, 10, 10]
+    for number, size in enumerate(sizes):
+        made.add(row(task_id=str(number), data=b"x" * size))
+    made.flush()
+    assert [given for kind, given, _ in table.calls if kind == "insert"] == [
+        ["0"],
+        ["1", "2", "3"],
+        ["4", "5", "6"],
+        ["7", "8"],
+    ]
+    assert answered(made) == ((9, 0, 0), [])
+    table = FakeTable()
+    made = writer(table)
+    for id in ids(GROUP_ROWS + 1):
+        made.add(row(task_id=id))
+    assert [len(given) for kind, given, _ in table.calls if kind == "insert"] == [GROUP_ROWS]
+    made.flush()
+    assert [len(given) for kind, given, _ in table.calls if kind == "insert"] == [GROUP_ROWS, 1]
+
+
+def test_a_rate_is_kept_over_the_whole_time():
+    """The first group goes at once; whoever was slower than the rate need not wait, and may catch up."""
+    table, time = FakeTable(), FakeTime()
+    made = writer(table, pace=Pace(50.0, time.clock, time.sleep))
+
+    def group(start: int) -> None:
+        for id in ids(GROUP_ROWS, start):
+            made.add(row(task_id=id))
+
+    group(0)
+    assert time.slept == []
+    group(100)
+    assert time.slept == [2.0]
+    time.now += 0.5
+    group(200)
+    assert time.slept == [2.0, 1.5]
+    time.now += 10.0
+    group(300)
+    group(400)
+    assert time.slept == [2.0, 1.5]
+    made.add(row(task_id="last"))
+    made.flush()
+    assert len(time.slept) == 2, "14 s for 501 rows is slower than the rate"
+    for start in range(600, 1000, 100):
+        group(start)
+    assert time.now == pytest.approx(100.0 + 801 / 50.0)
+    assert answered(made)[0] == (901, 0, 0)
+
+
+def test_without_a_rate_nothing_waits():
+    """Nor looks at the clock."""
+    pace = Pace(clock=lambda: pytest.fail("asked"), sleep=lambda _seconds: pytest.fail("slept"))
+    made = writer(FakeTable(), pace=pace)
+    for id in ids(2 * GROUP_ROWS):
+        made.add(row(task_id=id))
+    assert answered(made) == ((2 * GROUP_ROWS, 0, 0), [])
+
+
+AT = datetime(2026, 11, 21, 13, tzinfo=UTC)
+#: All that `outbox.register` refuses and a row can hold, and what is said of it.
+REFUSED = [
+    ({"task_id": None}, "task_id is NULL"),
+    ({"data": None}, "data is NULL: an empty message has empty data"),
+    ({"task_id": ""}, "task_id has 0 characters, 1 to 64 are allowed"),
+    ({"task_id": "x" * 65}, "task_id has 65 characters, 1 to 64 are allowed"),
+    ({"topic": None}, "topic is NoneType, it must be a str"),
+    ({"topic": ""}, "topic '' is not a name that Pub/Sub allows"),
+    ({"topic": "goog-orders"}, "topic 'goog-orders' is not a name that Pub/Sub allows"),
+    ({"topic": "orders/x"}, "topic 'orders/x' is not a name"),
+    ({"topic": "projects/p/topics/orders"}, "topic 'projects/p/topics/orders' is not a name"),
+    ({"topic": "x" * 256}, "is not a name that Pub/Sub allows"),
+    ({"available_at": datetime(9999, 12, 31, tzinfo=UTC)}, "is not before 9999-12-31"),
+    ({"available_at": AT, "expires_at": AT}, "expires_at 2026-11-21 13:00:00+00:00 is not after available_at"),
+    ({"attributes": {"a": None}}, "attribute 'a' is str to NoneType, both must be str"),
+    ({"attributes": {str(number): "" for number in range(100)}}, "the message has 101 attributes with"),
+    ({"attributes": {"": "x"}}, "an attribute has an empty key"),
+    ({"attributes": {"googx": "x"}}, "attribute 'googx' begins with 'goog'"),
+    ({"attributes": {"k" * 257: "x"}}, "... has 257 bytes, 256 are allowed"),
+    ({"attributes": {"k": "é" * 513}}, "the value of attribute 'k' has 1026 bytes, 1024 are allowed"),
+    ({"ordering_key": "é" * 513}, "ordering_key has 1026 bytes, 1024 are allowed"),
+    ({"data": b"x" * 10_000_000}, "10000000 are allowed"),
+    ({"at_most_once": True, "ordering_key": "k"}, "at_most_once and an ordering key exclude each other"),
+    ({"reason": "it could not be read", "topic": None}, "it could not be read"),
+    ({"reason": ""}, ""),
+]  # fmt: skip
+#: The same at its limit: taken.
+TAKEN = (
+    {"task_id": "x" * 64}, {"topic": "x" * 255}, {"topic": "projects/project-1/topics/orders"},
+    {"available_at": datetime(9999, 12, 30, tzinfo=UTC)}, {"available_at": AT, "expires_at": AT + timedelta.resolution},
+    {"attributes": {str(number): "" for number in range(99)}}, {"attributes": {"googclient_x": "x"}},
+    {"attributes": {"k" * 256: "é" * 512}}, {"ordering_key": "é" * 512}, {"data": b"x" * 9_990_000}, {"data": b""},
+    {"at_most_once": False, "ordering_key": "k"}, {"at_most_once": True, "ordering_key": ""}, {"attributes": None},
+    {"priority": 2**63 - 1}, {"priority": -(2**63)}, {"attributes": [("a", "b")]},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("columns", "reason"), REFUSED, ids=[f"{index:02}" for index in range(len(REFUSED))])
+def test_what_register_refuses_is_a_reject(columns: dict[str, Any], reason: str):
+    """With its reason and all its values; the rows around it are registered."""
+    table = FakeTable()
+    made = writer(table)
+    given = row(**columns)
+    for each in (row(task_id="before"), given, row(task_id="after")):
+        made.add(each)
+    made.flush()
+    counted, *rejects = made.answers()
+    assert sorted(table.rows) == ["after", "before"]
+    assert counted["registered"] == 2
+    [reject] = rejects
+    assert reason in reject["reason"]
+    assert {**reject, "reason": None} == {**given, **dict.fromkeys(COUNTS, 0), "reason": None}
+
+
+def test_what_is_just_allowed_is_taken():
+    """The other side of each limit."""
+    table = FakeTable()
+    made = writer(table)
+    for number, columns in enumerate(TAKEN):
+        made.add(row(**({"task_id": str(number)} | columns)))
+    made.flush()
+    assert answered(made) == ((len(TAKEN), 0, 0), [])
+    assert len(table.rows) == len(TAKEN)
+
+
+def test_rows_of_a_group_rise_in_sequence_in_the_order_in_which_they_came():
+    """All of a commit have one CreatedAt; the relay orders them by their Sequence."""
+    table = FakeTable()
+    made = writer(table)
+    given = [f"{(number * 37) % 150:03}" for number in range(150)]
+    for id in given:
+        made.add(row(task_id=id, ordering_key="k"))
+    made.flush()
+    stored = sorted(table.rows.values(), key=lambda each: (each["CreatedAt"], each["Sequence"]))
+    assert [each["Id"] for each in stored] == given

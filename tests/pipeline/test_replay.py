@@ -1,0 +1,359 @@
+"""The job `replay` on Spark and the emulators: what is selected, what is written, what is noted."""
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
+from google.cloud.spanner_v1.database import Database
+from pyspark.sql import SparkSession
+
+from outbox import schema
+from outbox.emulators import Emulators
+from outbox.errors import NotReached, OutboxError, SettingError
+from outbox.operations import changes
+from outbox.operations.table import TaskTable, Transaction
+from outbox.settings import DatabaseSettings
+from outbox.states import NEVER
+from outbox.times import shown
+from outbox_pipeline.jobs import archive
+from outbox_pipeline.jobs import replay as job
+from outbox_pipeline.jobs.replay import Replayed, run
+from outbox_pipeline.replaying import GROUP_ROWS, Replay, replay
+from outbox_pipeline.spanner import Table, table_of
+from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, rewrite, sent, settings_of, window_folders
+from tests.support.fakes import serialized
+from tests.support.operations import PAST, Watch, insert, opened, row, rows_of, update
+from tests.support.pipeline import ReplayFails
+from tests.support.pubsub import Subscription
+from tests.support.relays import first_deliveries, worker
+from tests.support.replays import noted, replay_settings
+
+HOUR = timedelta(hours=1)
+
+
+def counts(done: Replayed) -> tuple[int, int, int, int, int, int]:
+    """Return the counts in the order of their names."""
+    return (done.selected, done.replayed, done.registered, done.waiting, done.changed, done.missing)
+
+
+def delete(database: Database, *ids: str) -> None:
+    """Delete tasks, as retention does."""
+    with database.batch() as batch:
+        batch.delete("AsynchronousTasks", KeySet(keys=[[id] for id in ids]))
+
+
+def test_what_is_selected_from_the_table_and_from_the_archive(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """By topic, by time with its edges, by attribute, by a predicate, by several; a dry run writes nothing."""
+    tasks = {
+        "first": sent("first", DAY, Data=serialized(b'{"cents": 7}', attributes={"kind": "paid", "none": ""})),
+        "second": sent("second", DAY + HOUR, Topic="invoices", Priority=9),
+        "third": sent("third", DAY + 2 * HOUR, Data=serialized(b'{"cents": 9}', attributes={"kind": "a=b"})),
+        "odd": sent("odd", DAY + 3 * HOUR, Data=b"\xff no message"),
+    }
+    insert(database, [*tasks.values(), row("ready"), row("dead", AvailableAt=NEVER)])
+    archive.run(spark, settings_of(target, tmp_path), late=True)
+    before = rows_of(database)
+    hour, three = shown(DAY + HOUR), shown(DAY + 3 * HOUR)
+    expected: list[tuple[dict[str, str], set[str]]] = [
+        ({"until": "0s"}, set(tasks)),
+        ({"topic": "orders"}, {"first", "third", "odd"}),
+        ({"since": hour, "until": three}, {"second", "third"}),
+        ({"since": shown(DAY + HOUR + MICROSECOND), "topic": "orders"}, {"third", "odd"}),
+        ({"until": hour}, {"first"}),
+        ({"attribute": "kind"}, {"first", "third"}),
+        ({"attribute": "kind=a=b"}, {"third"}),
+        ({"attribute": "none="}, {"first"}),
+        ({"attribute": "asynchronous_task_id=second"}, {"second"}),
+        ({"where": "get_json_object(cast(Payload AS string), '$.cents') > 7"}, {"third"}),
+        ({"where": "State = 'sent' AND Attributes['kind'] = 'paid' OR Priority = 9"}, {"first", "second"}),
+        ({"where": "Payload IS NULL", "topic": "orders", "until": shown(NEXT_DAY)}, {"odd"}),
+        ({"topic": "nothing"}, set()),
+    ]
+    for flags, ids in expected:
+        for source in ({}, {"archive": str(tmp_path)}):
+            done = run(spark, replay_settings(target, **flags, **source), dry_run=True)
+            assert done.sample is not None
+            assert {each["id"] for each in done.sample} == ids, (flags, source)
+            assert done.selected == len(ids)
+            assert all(each["sent_at"] == tasks[each["id"]]["SentAt"] for each in done.sample)
+            topics = [tasks[id]["Topic"] for id in ids]
+            assert done.topics == {name: topics.count(name) for name in topics}
+            assert counts(done)[1:] == (0, 0, 0, 0, 0)
+            assert done.replay_id is None
+    assert rows_of(database) == before
+    assert noted(database) == []
+
+
+def test_a_dry_run_shows_few_of_many(spark: SparkSession, target: DatabaseSettings, database: Database) -> None:
+    """The topics with the most tasks, the number of all, some tasks."""
+    topics = [f"topic-{number:02d}" for number in range(job.TOPICS + 5)]
+    insert(database, [sent(f"{t}-{n}", DAY, Topic=t) for place, t in enumerate(topics) for n in range(1 + place % 3)])
+    done = run(spark, replay_settings(target, where="true"), dry_run=True)
+    assert done.selected == sum(1 + place % 3 for place in range(len(topics)))
+    assert done.topics is not None
+    assert (
+        list(done.topics.items())
+        == sorted(((t, 1 + place % 3) for place, t in enumerate(topics)), key=lambda each: (-each[1], each[0]))[
+            : job.TOPICS
+        ]
+    )
+    assert done.sample is not None
+    assert len({each["id"] for each in done.sample}) == job.SAMPLE
+
+
+def test_the_table_is_left_as_by_retry_and_workers_send_it_once(  # noqa: PLR0917 - fixtures
+    spark: SparkSession,
+    target: DatabaseSettings,
+    database: Database,
+    emulators: Emulators,
+    topic: str,
+    new_subscription: Callable[..., Subscription],
+) -> None:
+    """Every column as `outbox retry` writes it; keys keep the order of their commits; the replay is noted."""
+    odd = {"Attempts": 4, "ExpiresAt": PAST, "AvailableAt": PAST, "Sequence": 7, "Priority": -1, "AtMostOnce": True}
+    twins = [sent(f"{by}{number}", DAY, **odd) for by in ("retry", "replay") for number in (1, 2)]
+    of_key = [
+        sent(f"{9_999 - n}", DAY, Topic=topic, OrderingKey="k", CreatedAt=DAY + n // 3 * MICROSECOND, Sequence=n)
+        for n in range(3 * GROUP_ROWS)
+    ]
+    stay = [row("ready"), row("dead", AvailableAt=NEVER), sent("other", DAY, Topic="others")]
+    insert(database, [*twins, *of_key, *stay])
+    before = rows_of(database)
+    watch = Watch(database)
+    [_] = changes.retry(watch.table, changes.Selection(ids=("retry1", "retry2")))
+    notes: list[str] = []
+    where = f"Id LIKE 'replay%' OR Topic = '{topic}'"
+    done = run(spark, replay_settings(target, where=where, until="0s"), note=notes.append)
+    assert counts(done) == (2 + len(of_key), 2 + len(of_key), 0, 0, 0, 0)
+    after = rows_of(database)
+    changed = ("SentAt", "ExpiresAt", "Attempts")
+    for number in (1, 2):
+        ours, theirs = after[f"replay{number}"], after[f"retry{number}"]
+        assert ours["AvailableAt"] > theirs["AvailableAt"] > PAST
+        same = {**ours, "Id": theirs["Id"], "AvailableAt": theirs["AvailableAt"]}
+        assert same == theirs
+        assert [ours[name] for name in changed] == [None, None, 0]
+    for each in stay:
+        assert after[each["Id"]] == before[each["Id"]]
+
+    [note] = noted(database)
+    assert (note["ReplayId"], note["Source"], note["Principal"]) == (done.replay_id, "table", None)
+    assert note["Tasks"] == 2 + len(of_key)
+    assert note["StartedAt"] < after["replay1"]["AvailableAt"] < note["FinishedAt"]
+    assert {**json.loads(note["Predicate"]), "until": ""} == {"where": where, "until": ""}
+    assert len(notes) == 1
+    assert f"--resume {done.replay_id} goes on" in notes[0]
+
+    subscription = new_subscription(topic, ordered=True)
+    delete(database, *(each["Id"] for each in (*twins, *stay)))
+    with worker(emulators, database, command="drain") as process:
+        assert process.wait(60) == 0
+    messages = subscription.drain(0.5)
+    assert first_deliveries(messages) == {"k": [each["Id"] for each in of_key]}
+    assert len(messages) == len(of_key), "nothing twice"
+    # What was sent by it is not selected again: it was sent after the replay began.
+    assert counts(run(spark, replay_settings(target, topic=topic, until=shown(note["StartedAt"])))) == (0,) * 6
+
+
+def test_what_was_purged_comes_back_from_the_archive_as_it_was(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """Column by column, unsent and due; of what is there, what was sent is made unsent; the rest is left."""
+    full = {
+        "OrderingKey": "k", "Sequence": -(2**63), "Priority": 2**63 - 1, "AtMostOnce": True,
+        "CreatedAt": DAY - MICROSECOND, "Data": bytes(range(256)),
+    }  # fmt: skip
+    gone = [sent("full", DAY, **full, Attempts=3, LastError="x", ExpiresAt=PAST), sent("plain", DAY, Data=b"")]
+    large = [sent(f"large {number}", DAY, Data=bytes([number]) * 3_000_000) for number in range(3)]
+    there = [sent(id, DAY, Topic="there") for id in ("same", "unsent", "dead")]
+    insert(database, [*gone, *large, *there])
+    archive.run(spark, settings_of(target, tmp_path), late=True, purge=False)
+    archived = rows_of(database)
+    # Sent again: in two windows; by another key, and so in another place.
+    update(database, "plain", SentAt=NEXT_DAY, Topic="again", OrderingKey="other")
+    archive.run(spark, settings_of(target, tmp_path, until=shown(NEXT_DAY + 24 * HOUR)), late=True)
+    delete(database, *(each["Id"] for each in (*gone, *large)))
+    update(database, "unsent", SentAt=None)
+    update(database, "dead", SentAt=None, AvailableAt=NEVER)
+    left = {id: each for id, each in rows_of(database).items() if id != "same"}
+
+    spark.conf.set("spark.sql.session.timeZone", "Pacific/Kiritimati")
+    try:
+        done = run(spark, replay_settings(target, archive=str(tmp_path), where="true"))
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", "UTC")
+    assert counts(done) == (8, 1, 5, 2, 0, 0)
+    stored = rows_of(database)
+    assert stored.items() >= left.items()
+    [note] = noted(database)
+    assert (note["Source"], note["Tasks"]) == (str(tmp_path), 8)
+    now = {stored[each["Id"]].pop("AvailableAt") for each in (*gone, *large)}
+    assert all(note["StartedAt"] < each < note["FinishedAt"] for each in now)
+    clean: dict[str, Any] = {"SentAt": None, "ExpiresAt": None, "Attempts": 0, "LastError": None}
+    for each in (*gone, *large):
+        was = archived[each["Id"]]
+        del was["AvailableAt"]
+        if each["Id"] == "plain":
+            was |= {"Topic": "again", "OrderingKey": "other"}
+        assert stored[each["Id"]] == was | clean
+    again = run(spark, replay_settings(target, archive=str(tmp_path), topic="orders"))
+    assert counts(again) == (5, 0, 0, 5, 0, 0), "all of them are to be sent"
+
+
+def test_spark_tasks_that_fail_after_their_writes_send_nothing_twice(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that sends between two tries included; the number that is noted is right all the same."""
+    tasks = [sent(f"{number:04d}", DAY) for number in range(900)]
+    insert(database, tasks)
+    archive.run(spark, settings_of(target, tmp_path), late=True)
+    delete(database, *(each["Id"] for each in tasks[:450]))
+    monkeypatch.setattr(job, "Replay", ReplayFails)
+    done = run(spark, replay_settings(target, archive=str(tmp_path), where="true"))
+    assert done.selected == 900
+    assert sum(counts(done)[1:]) == 900
+    assert done.waiting > 0, "the writes of tries that failed"
+    stored = rows_of(database)
+    assert len(stored) == 900
+    assert all(each["SentAt"] is None for each in stored.values())
+    [note] = noted(database)
+    assert note["Tasks"] == 900
+
+
+def test_each_group_is_looked_at_under_its_lock(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sent, deleted or made unsent since: nothing of it is changed. Requests are of LOW priority and tagged."""
+    began = DAY + HOUR
+    insert(database, [sent(id, DAY) for id in ("sent", "unsent", "gone", "again", "other")])
+    insert(database, [sent("at once", began), sent("just before", began - MICROSECOND)])
+    watch = Watch(database)
+    table = Table(watch.database)
+    transact = table.transact
+    tries = 0
+
+    def meddled(tag: str, work: Callable[[Transaction], Any]) -> Any:
+        def after_another(transaction: Transaction) -> Any:
+            nonlocal tries
+            tries += 1
+            if tries == 1:
+                update(database, "unsent", SentAt=None)
+                update(database, "again", SentAt=COMMIT_TIMESTAMP)
+                delete(database, "gone")
+            return work(transaction)
+
+        return transact(tag, after_another)
+
+    monkeypatch.setattr(table, "transact", meddled)
+    watch.requests.clear()
+    rows = [{"Id": id} for id in ("sent", "unsent", "gone", "again", "at once", "just before")]
+    found = replay(table, rows, began)
+    assert found == {"replayed": 2, "registered": 0, "waiting": 1, "changed": 2, "missing": 1}
+    stored = rows_of(database)
+    assert {id for id, each in stored.items() if each["SentAt"] is None} == {"sent", "unsent", "just before"}
+    assert stored["unsent"]["AvailableAt"] is None
+    for name, request in watch.requests:
+        options = request.request_options
+        assert (options.priority, options.transaction_tag) == (1, "outbox-pipeline-replay"), (name, request)
+        assert name == "commit" or options.request_tag == "outbox-pipeline-replay"
+
+
+def test_a_rate_is_that_of_all_tasks_together(
+    spark: SparkSession, target: DatabaseSettings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many Spark tasks as may run at once, and each has its part; a group that comes too early waits."""
+    insert(database, [sent(f"{number:04d}", DAY) for number in range(2 * GROUP_ROWS + 50)])
+    made: list[Replay] = []
+
+    def of(*arguments: Any) -> Replay:
+        made.append(Replay(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(job, "Replay", of)
+    began = table_of(target).now()
+    done = run(spark, replay_settings(target, where="true", max_rows_per_second="250"))
+    assert done.replayed == 2 * GROUP_ROWS + 50
+    [each] = made
+    assert each.rate == 250 / spark.sparkContext.defaultParallelism
+    due = [stored["AvailableAt"] for stored in rows_of(database).values()]
+    assert min(due) > began
+    assert max(due) - min(due) > timedelta(seconds=1), "the second group of a task waits for 1.6 s"
+
+
+def test_what_cannot_be_replayed_is_refused_before_anything_is_noted(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """Each with a sentence that says what to do."""
+    insert(database, [sent("a", DAY)])
+    before = rows_of(database)
+    refused: list[tuple[dict[str, str], dict[str, Any], str]] = [
+        ({}, {}, "nothing is selected: .* all that was ever sent is --where true"),
+        ({"archive": "a"}, {}, "nothing is selected"),
+        ({"where": "Priority >"}, {}, r"^--where Priority >: \[PARSE_SYNTAX_ERROR\]"),
+        ({"where": "Color = 1"}, {}, r"^--where Color = 1: \[UNRESOLVED_COLUMN.*`Color`"),
+        ({"where": "Priority"}, {}, "^--where Priority: .*FILTER_NOT_BOOLEAN"),
+        ({"where": "rand() < 0.5"}, {}, "selects others each time"),
+        ({"since": "1h", "until": "2h"}, {}, "^--since .*Z is not before --until .*Z$"),
+        ({"since": "2090-01-01T00:00:00Z"}, {}, "^--since 2090-01-01.* is not before now, "),
+        ({"topic": "orders"}, {"resume": "x"}, "leave --topic away, and OUTBOX_TOPIC too"),
+        ({}, {"resume": "x", "dry_run": True}, "give one of them"),
+        ({}, {"resume": "x"}, "^--resume x: .* no such replay in AsynchronousTaskReplays"),
+    ]
+    for flags, how, sentence in refused:
+        with pytest.raises(SettingError, match=sentence):
+            run(spark, replay_settings(target, **flags), **how)
+    with pytest.raises(OutboxError, match="holds no finished window"):
+        run(spark, replay_settings(target, archive=str(tmp_path / "no"), where="true"), dry_run=True)
+    archive.run(spark, settings_of(target, tmp_path), late=True)
+    [folder] = window_folders(tmp_path)
+    manifest = folder / "_manifest.json"
+    rewrite(manifest, manifest.read_text().replace(target.database, "another"))
+    with pytest.raises(OutboxError, match=r"is the archive of .*another, not of "):
+        run(spark, replay_settings(target, archive=str(tmp_path), where="true"), dry_run=True)
+    assert noted(database) == []
+
+    done = run(spark, replay_settings(target, topic="nothing"))
+    with pytest.raises(SettingError, match=r"it was finished at .*Z; begin a new one"):
+        run(spark, replay_settings(target), resume=str(done.replay_id))
+    assert rows_of(database) == before
+
+
+@pytest.mark.parametrize(
+    ("credentials", "principal"),
+    [
+        ({"service_account_email": "job@shop"}, "job@shop"),
+        ({"service_account_email": "default", "signer_email": "default"}, None),
+        ({"service_account_email": None, "account": "me@shop"}, "me@shop"),
+        ({"account": ""}, None),
+    ],
+)
+def test_whose_replay_it_was_is_noted_if_credentials_say_it(
+    database: Database, monkeypatch: pytest.MonkeyPatch, credentials: dict[str, Any], principal: str | None
+) -> None:
+    """A service account or a user; an account of a machine that has no name yet is none."""
+    table = Table(opened(database))
+    monkeypatch.setattr(type(table._database._instance._client), "credentials", SimpleNamespace(**credentials))
+    began = table.begin_replay("id", "table", "{}")
+    assert table.replay("id") == (began, None, "{}")
+    table.end_replay("id", 7)
+    [note] = noted(database)
+    assert (note["Principal"], note["Tasks"], note["StartedAt"]) == (principal, 7, began)
+    assert note["FinishedAt"] > began
+
+
+def test_without_the_table_of_replays_only_a_replay_is_refused(
+    spark: SparkSession, target: DatabaseSettings, database: Database
+) -> None:
+    """It says what to do; a dry run needs no table, nor does anything else."""
+    insert(database, [sent("a", DAY)])
+    database.update_ddl([f"DROP TABLE {schema.REPLAYS}"]).result()
+    with pytest.raises(NotReached, match=r"table AsynchronousTaskReplays is missing. Run `outbox schema apply`"):
+        run(spark, replay_settings(target, where="true"))
+    assert run(spark, replay_settings(target, where="true"), dry_run=True).selected == 1
+    [outcome] = changes.retry(TaskTable(opened(database)), changes.Selection(ids=("a",)))
+    assert outcome.changed == ("a",)

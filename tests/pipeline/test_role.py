@@ -1,0 +1,59 @@
+"""The role `outbox_pipeline` of schema/roles.sql against what the jobs ask of Spanner; they need no Spark for it."""
+
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from google.cloud.spanner_v1.database import Database
+
+from outbox.settings import DatabaseSettings
+from outbox_pipeline import schemas
+from outbox_pipeline.purging import purge
+from outbox_pipeline.registration import Writer
+from outbox_pipeline.replaying import replay
+from outbox_pipeline.source.datasource import OutboxDataSource
+from outbox_pipeline.spanner import table_of
+from tests.support import pipeline
+from tests.support.operations import insert, row, rows_of
+from tests.support.roles import Heard, grants, refused
+
+SENT = datetime(2026, 6, 1, tzinfo=UTC)
+
+
+def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Database) -> None:
+    """Reading each way, registering, also what was there before, purging and replaying, in sessions of that role."""
+    insert(database, [row("sent", SentAt=SENT), *(row(f"unsent{number}") for number in range(9))])
+    settings = replace(target, database_role="outbox_pipeline")
+    table = table_of(settings)
+    heard = Heard(table._database)
+    assert table.first_sent() == SENT
+    table.retention()
+    of = {"project": target.project, "instance": target.instance, "database": target.database}
+    for more in ({}, {"state": "sent", "since": "3650d"}, {"dataBoost": "true"}):
+        source = OutboxDataSource({**of, "databaseRole": "outbox_pipeline", **more})
+        reader = source.reader(source.schema())
+        assert sum(batch.num_rows for part in reader.partitions() for batch in reader.read(part)) in (1, 10)
+    writer = Writer(table, table.now())
+    for id in ("new", "sent"):
+        writer.add(pipeline.row(task_id=id))
+    writer.flush()
+    assert purge(table, [("sent", SENT)])["deleted"] == 1
+    insert(database, [row("replayed", SentAt=SENT)])
+    table.require_replays()
+    began = table.begin_replay("id", "table", "{}")
+    assert table.replay("id") == (began, None, "{}")
+    names = schemas.ARCHIVED_ROW.fieldNames()
+    back = {**row("back", Topic="orders"), "Data": b""}
+    done = replay(table, [{"Id": "replayed"}, {name: back[name] for name in names}], began)
+    assert (done["replayed"], done["registered"]) == (1, 1)
+    table.end_replay("id", 2)
+    assert rows_of(database).keys() == {"new", "replayed", "back", *(f"unsent{number}" for number in range(9))}
+    allowed, of_relays = grants("outbox_pipeline"), grants("publishworker")
+    assert list(refused(allowed, heard.commits)) == []
+    assert {("SELECT", name) for name in heard.tables} <= allowed.keys()
+    assert heard.roles <= {"outbox_pipeline"}
+    for privilege in ("INSERT", "UPDATE"):
+        writes = [getattr(each, privilege.lower()) for commit in heard.commits for each in commit.mutations]
+        written = {column for write in writes if write.table == "AsynchronousTasks" for column in write.columns}
+        # What `drain` writes: tests/integration/test_roles.py has the relay write it in this role.
+        written |= of_relays.get((privilege, "AsynchronousTasks"), set())
+        assert written == allowed[privilege, "AsynchronousTasks"], "a grant that nothing needs"

@@ -1,0 +1,278 @@
+"""The data source `outbox`: what it reads, by its planner and parts themselves, which need no Spark."""
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+
+import pyarrow as pa
+import pytest
+from google.cloud.spanner_v1.database import Database
+from google.pubsub_v1.types import PubsubMessage
+from pyspark.sql.types import StructType
+
+from outbox.errors import NotReached, OutboxError, SettingError
+from outbox.operations import sql
+from outbox.operations.table import TaskTable
+from outbox.settings import DatabaseSettings
+from outbox.states import NEVER, STATES
+from outbox.times import shown
+from outbox_pipeline import schemas, spanner
+from outbox_pipeline.source import parts
+from outbox_pipeline.source.datasource import OutboxDataSource
+from outbox_pipeline.source.options import parse
+from tests.support.operations import COLUMNS, FUTURE, PAST, insert, opened, row, rows_of, update
+
+#: Where a day of sent tasks begins.
+DAY = datetime(2026, 6, 1, tzinfo=UTC)
+#: Whoever chooses ids himself, chooses what is in no range of random UUIDs.
+ODD_IDS = ("0", "00000000", "7fffffff", "80000000", "ffffffff", "ffffffff-z", "Zebra", "zebra", "ä", "😀", " ", "\x01")
+
+
+def options(target: DatabaseSettings, **more: str) -> dict[str, str]:
+    """Return options for a database."""
+    return {"project": target.project, "instance": target.instance, "database": target.database, **more}
+
+
+def read(given: Mapping[str, str], schema: StructType | None = None) -> pa.Table:
+    """Return all that these options read, one part after the other."""
+    source = OutboxDataSource(dict(given))
+    schema = schema or source.schema()
+    reader = source.reader(schema)
+    batches = [batch for part in reader.partitions() for batch in reader.read(part)]
+    return pa.Table.from_batches(batches, batches[0].schema) if batches else pa.table({})
+
+
+def ids(table: pa.Table) -> list[str]:
+    """Return the ids, sorted; each as often as it was read."""
+    return sorted(table["Id"].to_pylist()) if table.num_rows else []
+
+
+@pytest.fixture
+def every_state(database: Database) -> dict[str, str]:
+    """A table with tasks of every state and edge, in several topics; returns the states by id, as SQL has them."""
+    chance = random.Random(8)
+    made = []
+    for number, (available, attempts, key, error, sent) in enumerate(
+        itertools.product((None, PAST, FUTURE, NEVER), (0, 2), (None, "k"), (None, "", "parked: x"), (None, DAY))
+    ):
+        made.append(
+            row(
+                f"{chance.getrandbits(64):016x}",
+                Topic=f"topic{number % 3}",
+                AvailableAt=available,
+                Attempts=attempts,
+                OrderingKey=key,
+                LastError=error,
+                SentAt=sent and sent + timedelta(microseconds=number),
+                Sequence=number if number % 2 else None,
+                AtMostOnce=key is None and number % 5 == 0,
+                ExpiresAt=FUTURE if number % 7 == 0 else None,
+                Priority=-number,
+            )
+        )
+    insert(database, made)
+    statement = sql.task("Id").replace("WHERE Id = @id", "")
+    return dict(TaskTable(opened(database)).query(statement, "outbox-show"))
+
+
+def test_every_column_is_as_in_the_table(
+    every_state: dict[str, str], target: DatabaseSettings, database: Database
+) -> None:
+    """All columns, whatever is NULL; times with microseconds; bytes decoded; the state as the commands have it."""
+    got = {each["Id"]: each for each in read(options(target, columns=",".join(schemas.TASK.fieldNames()))).to_pylist()}
+    assert {id: each["State"] for id, each in got.items()} == every_state
+    assert set(every_state.values()) == set(STATES)
+    for id, expected in rows_of(database).items():
+        task = got[id]
+        data = task.pop("Data")
+        assert {name: task[name] for name in COLUMNS if name != "Data"} == {
+            name: value for name, value in expected.items() if name != "Data"
+        }
+        assert task["Bytes"] == len(data)
+        assert task["Shard"] in range(10)
+        message = PubsubMessage.deserialize(data)
+        assert task["Payload"] == message.data
+        assert dict(task["Attributes"]) == {**message.attributes, "asynchronous_task_id": id}
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 100])
+@pytest.mark.parametrize("boost", ["false", "true"])
+def test_every_task_is_read_once_whatever_its_id(
+    target: DatabaseSettings, database: Database, count: int, boost: str
+) -> None:
+    """Ranges meet without a gap and without an overlap, from the first id to the last one."""
+    chance = random.Random(count)
+    made = [*ODD_IDS, *(f"{chance.getrandbits(128):032x}" for _ in range(60))]
+    insert(database, [row(id) for id in made])
+    assert ids(read(options(target, columns="Id", partitions=str(count), dataBoost=boost))) == sorted(made)
+
+
+def test_an_empty_table_has_parts_and_no_rows(target: DatabaseSettings) -> None:
+    """Nothing is read, and nothing fails."""
+    assert read(options(target)).num_rows == 0
+    assert read(options(target, state="sent", since="1h")).num_rows == 0
+
+
+@pytest.mark.parametrize("boost", ["false", "true"])
+@pytest.mark.parametrize(
+    "narrowed",
+    [
+        *({"state": state} for state in STATES),
+        {"topic": "topic1"},
+        {"topic": "none"},
+        {"state": "sent", "topic": "topic2"},
+    ],
+)
+def test_what_is_asked_for_is_read(
+    every_state: dict[str, str], target: DatabaseSettings, database: Database, narrowed: dict[str, str], boost: str
+) -> None:
+    """By state, by topic, by both; with columns that say nothing of them."""
+    expected = [
+        id
+        for id, each in rows_of(database).items()
+        if narrowed.get("state") in (None, every_state[id]) and narrowed.get("topic") in (None, each["Topic"])
+    ]
+    assert ids(read(options(target, columns="Id", dataBoost=boost, **narrowed))) == sorted(expected)
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_a_time_is_met_to_the_microsecond(target: DatabaseSettings, database: Database, few: bool) -> None:
+    """Since is inclusive, until is not, whether the index is read or the table: that depends on how many were sent."""
+    times = [DAY + timedelta(microseconds=number) for number in range(6)]
+    insert(database, [row(f"sent{number}", SentAt=time) for number, time in enumerate(times)])
+    insert(database, [row(f"unsent{number}") for number in range(60 if few else 0)])
+    given = options(
+        target, columns="Id,Payload", state="sent", since=shown(times[1]), until=shown(times[4]), partitions="3"
+    )
+    source = OutboxDataSource(given)
+    planned = source.reader(source.schema()).partitions()
+    kinds = {type(each.part) for each in planned}
+    assert kinds == ({parts.SentPart} if few else {parts.KeyPart})
+    assert ids(read(given)) == ["sent1", "sent2", "sent3"]
+    assert ids(read({**given, "topic": "other"})) == []
+    assert ids(read(options(target, columns="Id", since=shown(times[5]), state="sent"))) == ["sent5"]
+
+
+def test_times_of_unsent_tasks_are_those_of_their_commits(target: DatabaseSettings, database: Database) -> None:
+    """As with the commands of operators."""
+    insert(database, [row("old", CreatedAt=PAST), row("new", CreatedAt=DAY), row("sent", CreatedAt=PAST, SentAt=DAY)])
+    for boost in ("false", "true"):
+        given = options(target, columns="Id", dataBoost=boost)
+        assert ids(read({**given, "since": shown(DAY)})) == ["new", "sent"]
+        assert ids(read({**given, "until": shown(DAY)})) == ["old"]
+
+
+def test_all_parts_show_the_table_as_of_one_time(target: DatabaseSettings, database: Database) -> None:
+    """What is committed after the planning is in none of them; an earlier time shows what was there then."""
+    insert(database, [row(id) for id in ("1", "9")])
+    source = OutboxDataSource(options(target, columns="Id,SentAt"))
+    reader = source.reader(source.schema())
+    planned = reader.partitions()
+    then = planned[0].at
+    insert(database, [row(id) for id in ("0", "5", "f")])
+    update(database, "1", SentAt=DAY)
+    read_now = [batch for part in planned for batch in reader.read(part)]
+    assert pa.Table.from_batches(read_now).to_pylist() == [{"Id": "1", "SentAt": None}, {"Id": "9", "SentAt": None}]
+    assert ids(read(options(target, columns="Id", readTimestamp=shown(then)))) == ["1", "9"]
+    assert len(ids(read(options(target, columns="Id")))) == 5
+
+
+def test_a_time_that_cannot_be_read_is_said_to_be_one(target: DatabaseSettings) -> None:
+    """Older than what Spanner keeps, or to come."""
+    for boost in ("false", "true"):
+        with pytest.raises(OutboxError, match="version_retention_period"):
+            read(options(target, readTimestamp="2h", dataBoost=boost))
+    with pytest.raises(SettingError, match="is to come"):
+        read(options(target, readTimestamp=shown(datetime.now(UTC) + timedelta(hours=1))))
+
+
+def test_a_part_that_became_too_old_says_so(target: DatabaseSettings) -> None:
+    """Of a job that took longer than what Spanner keeps: Spanner's own refusal."""
+    source = OutboxDataSource(options(target))
+    reader = source.reader(source.schema())
+    [part, *_] = reader.partitions()
+    part.at -= timedelta(hours=2)
+    with pytest.raises(OutboxError, match=r"cannot be read any more.*version_retention_period"):
+        list(reader.read(part))
+
+
+def test_a_part_holds_a_batch_and_no_more(
+    target: DatabaseSettings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither more tasks nor many more bytes than a batch may have, in the table and by the index."""
+    big = PubsubMessage(data=b"x" * 1_000)
+    insert(database, [row(f"{n:02}", SentAt=DAY, Data=PubsubMessage.serialize(big)) for n in range(20)])
+    insert(database, [row(f"unsent{n:02}") for n in range(60)])
+    for name, limit, weight in (("BATCH_ROWS", 7, lambda _payload: 1), ("BATCH_BYTES", 3_000, len)):
+        with monkeypatch.context() as patch:
+            patch.setattr(parts, name, limit)
+            for narrowed, number in (({}, 80), ({"state": "sent", "since": shown(DAY)}, 20)):
+                source = OutboxDataSource(options(target, columns="Id,Payload", partitions="1", **narrowed))
+                reader = source.reader(source.schema())
+                batches = [batch for part in reader.partitions() for batch in reader.read(part)]
+                assert sum(batch.num_rows for batch in batches) == number
+                assert len(batches) >= 20 * weight(b"x" * 1_000) / limit
+                for batch in batches:  # the last one of a batch may be what fills it
+                    assert sum(map(weight, batch["Payload"].to_pylist()[:-1])) < limit
+
+
+def test_a_body_that_is_no_message_is_null(target: DatabaseSettings, database: Database) -> None:
+    """Rows of hostile or broken writers do not end a job; messages without data and attributes are messages."""
+    insert(database, [row("bad", Data=b"\xff\xff"), row("empty", Data=b"")])
+    for columns in ("Id,Payload", "Id,Attributes", "Id,Attributes,Payload"):
+        got = {each["Id"]: each for each in read(options(target, columns=columns)).to_pylist()}
+        for name in columns.split(",")[1:]:
+            assert got["bad"][name] is None
+            assert got["empty"][name] == {"Payload": b"", "Attributes": [("asynchronous_task_id", "empty")]}[name]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"stat": "sent"}, "option stat is not known"),
+        ({"state": "gone"}, "option state: 'gone' is not allowed: it must be pending or"),
+        ({"columns": "Id,Nope"}, "option columns: 'Id,Nope' is not allowed"),
+        ({"columns": "Id,Id"}, "each once"),
+        ({"since": "yesterday"}, "option since: 'yesterday' is not allowed"),
+        ({"partitions": "0"}, "option partitions: '0'"),
+        ({"dataBoost": "yes"}, "option databoost: 'yes'"),
+        ({"since": "1h", "until": "2h"}, "is not before until"),
+        ({"project": "-"}, "--project: '-' is not allowed"),
+    ],
+)
+def test_options_that_are_wrong_are_named(target: DatabaseSettings, wrong: dict[str, str], said: str) -> None:
+    """Which one, with which value, what is allowed; Spark's options know no case."""
+    with pytest.raises(SettingError, match=said):
+        read(options(target) | wrong)
+    assert parse({name.upper(): value for name, value in options(target).items()}) == parse(options(target))
+
+
+def test_a_database_that_is_missing_is_named(target: DatabaseSettings) -> None:
+    """At the planning, not in tasks that are tried again."""
+    with pytest.raises(NotReached, match="not-there"):
+        read(options(target, database="not-there"))
+
+
+def test_a_process_has_one_client_for_a_database(target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And another one for another database, another emulator, and in a process that was forked."""
+    one = spanner.table_of(target)
+    assert spanner.table_of(dataclasses.replace(target)) is one
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    assert spanner.table_of(target) is not one
+    monkeypatch.undo()
+    assert spanner.table_of(target) is one
+
+
+@pytest.mark.parametrize(
+    ("rows", "hours"), [([], 1), ([["1h"]], 1), ([["7d"]], 168), ([["5400s"]], 1.5), ([["90m"]], 1.5)]
+)
+def test_the_retention_of_the_database_counts(
+    target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch, rows: list[list[str]], hours: float
+) -> None:
+    """An hour, unless the database says otherwise. The emulator takes the option, and does not show it."""
+    table = spanner.table_of(target)
+    assert table.retention() == timedelta(hours=1)
+    monkeypatch.setattr(table, "query", lambda *_arguments: rows)
+    assert table.retention() == timedelta(hours=hours)

@@ -1,0 +1,221 @@
+"""`spark.readStream.format("outbox")`: every (Id, SentAt) once, whatever happens to the query."""
+
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
+from google.cloud.spanner_v1.database import Database
+from pyspark.sql import SparkSession
+
+from outbox.emulators import Emulators
+from outbox.errors import OutboxError, SettingError
+from outbox.settings import DatabaseSettings
+from outbox.times import shown
+from outbox_pipeline.source.datasource import OutboxDataSource, OutboxStreamReader
+from outbox_pipeline.spanner import table_of
+from tests.support.following import COLUMNS
+from tests.support.operations import insert, row, rows_of, update
+from tests.support.processes import started
+from tests.support.waiting import eventually
+
+Sent = Counter[tuple[str, str]]
+
+
+def options(target: DatabaseSettings, **more: str) -> dict[str, str]:
+    """Return options for a database."""
+    return {"project": target.project, "instance": target.instance, "database": target.database, **more}
+
+
+def reader(target: DatabaseSettings, **more: str) -> OutboxStreamReader:
+    """Return the reader of a query, without Spark."""
+    source = OutboxDataSource(options(target, columns="Id", **more))
+    return source.streamReader(source.schema())
+
+
+def batch(of: OutboxStreamReader, start: dict[str, str], end: dict[str, str]) -> list[str]:
+    """Return the ids of a batch."""
+    found = [each for part in of.partitions(start, end) for each in of.read(part)]
+    return sorted(id for each in found for id in each["Id"].to_pylist())
+
+
+def begun(of: OutboxStreamReader) -> dict[str, str]:
+    """Begin a query that is not told where, and return that place: its first batch is empty."""
+    start = of.initialOffset()
+    assert of.latestOffset(start) == start
+    return start
+
+
+def send(database: Database, *ids: str) -> None:
+    """Insert tasks that are sent in that moment."""
+    insert(database, [row(id, SentAt=COMMIT_TIMESTAMP) for id in ids])
+
+
+def sent(database: Database) -> Sent:
+    """Return what the table says was sent."""
+    return Counter({(id, shown(each["SentAt"])): 1 for id, each in rows_of(database).items() if each["SentAt"]})
+
+
+def streamed(spark: SparkSession, sink: Path) -> Sent:
+    """Return what the query has written; a file that no finished batch names is none of it."""
+    if not (sink / "_spark_metadata").exists():
+        return Counter()
+    rows = spark.read.schema("Id STRING, SentAt TIMESTAMP").parquet(str(sink))
+    times = rows.selectExpr("Id", "date_format(SentAt, \"yyyy-MM-dd'T'HH:mm:ss.SSSSSS'Z'\")").collect()
+    return Counter((id, time) for id, time in times)
+
+
+def test_batches_meet_without_a_gap(target: DatabaseSettings, database: Database) -> None:
+    """What was sent at the end of a batch belongs to it, and to no other; unsent tasks belong to none."""
+    of = reader(target)
+    start = begun(of)
+    send(database, "a")
+    middle = {"sent_at": shown(rows_of(database)["a"]["SentAt"])}
+    send(database, "b")
+    insert(database, [row("unsent")])
+    end = of.latestOffset(start)
+    assert batch(of, start, middle) == ["a"]
+    assert batch(of, middle, end) == ["b"]
+    assert batch(of, start, end) == ["a", "b"]
+    assert of.partitions(end, end) == []
+
+
+def test_a_batch_that_is_read_again_is_the_same(target: DatabaseSettings, database: Database) -> None:
+    """Whatever happened to its tasks meanwhile: sent again, deleted, or more of them."""
+    of = reader(target)
+    start = begun(of)
+    send(database, "again", "deleted")
+    end = of.latestOffset(start)
+    update(database, "again", SentAt=None)
+    with database.batch() as changes:
+        changes.delete("AsynchronousTasks", KeySet(keys=[["deleted"]]))
+    send(database, "later")
+    assert batch(of, start, end) == ["again", "deleted"]
+    update(database, "again", SentAt=COMMIT_TIMESTAMP)
+    assert batch(of, end, of.latestOffset(end)) == ["again", "later"]
+
+
+def test_nothing_is_run_while_nothing_is_sent(target: DatabaseSettings, database: Database) -> None:
+    """The offset stays where it is, whether Spark tells the start (from 4.2 on) or not."""
+    of = reader(target)
+    start = begun(of)
+    insert(database, [row("unsent")])
+    assert of.latestOffset(start) == start
+    old = reader(target)
+    first = old.latestOffset()
+    assert old.latestOffset() == first
+    send(database, "a")
+    assert old.latestOffset() != first
+    assert of.latestOffset(start) != start
+
+
+def test_a_query_begins_where_it_is_told(target: DatabaseSettings, database: Database) -> None:
+    """Now, or at a time, which is inclusive as everywhere."""
+    send(database, "before")
+    now = reader(target)
+    start = now.initialOffset()
+    send(database, "later")
+    # Spark keeps where a batch ends: whoever is killed in the first one begins again, at another time.
+    assert now.latestOffset(start) == start
+    assert batch(now, start, now.latestOffset(start)) == ["later"]
+    time = rows_of(database)["before"]["SentAt"]
+    since = reader(target, since=shown(time))
+    assert since.initialOffset() == since.initialOffset()
+    assert batch(since, since.initialOffset(), since.latestOffset()) == ["before", "later"]
+    after = reader(target, since=shown(time + timedelta(microseconds=1)))
+    assert batch(after, after.initialOffset(), after.latestOffset()) == ["later"]
+
+
+def test_a_topic_is_followed_alone(target: DatabaseSettings, database: Database) -> None:
+    """Whatever else is sent."""
+    of = reader(target, topic="other")
+    start = begun(of)
+    insert(database, [row("a", SentAt=COMMIT_TIMESTAMP), row("b", SentAt=COMMIT_TIMESTAMP, Topic="other")])
+    assert batch(of, start, of.latestOffset(start)) == ["b"]
+
+
+def test_a_batch_that_is_too_old_to_be_read_says_what_to_do(target: DatabaseSettings) -> None:
+    """A query that was away for longer than Spanner keeps versions, with a batch planned and not finished."""
+    of = reader(target)
+    now = table_of(target).now()
+    start, end = ({"sent_at": shown(now - timedelta(hours=hours))} for hours in (3, 2))
+    with pytest.raises(OutboxError, match=rf"version_retention_period.*since={start['sent_at']}"):
+        of.partitions(start, end)
+    # What was sent long ago is no trouble: the table is read as of the end.
+    assert batch(of, start, {"sent_at": shown(now)}) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"state": "pending"}, {"until": "1h"}, {"readTimestamp": "1m"}, {"dataBoost": "true"}, {"since": "1h"}],
+)
+def test_what_a_stream_cannot_do_is_refused(target: DatabaseSettings, wrong: dict[str, str]) -> None:
+    """Each option by its name."""
+    with pytest.raises(SettingError, match=next(iter(wrong))):
+        reader(target, **wrong)
+
+
+@contextmanager
+def _writing(database: Database) -> Iterator[None]:
+    """Send tasks all the time, some of them in one commit; at the end all that was begun is committed."""
+    stop = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not stop.is_set():
+            ids = [f"{number + each:05}" for each in range(1 + number % 7)]
+            insert(database, [row(id) for id in ids])
+            with database.batch() as changes:
+                changes.update("AsynchronousTasks", ("Id", "SentAt"), [(id, COMMIT_TIMESTAMP) for id in ids])
+            number += len(ids)
+            stop.wait(0.1)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        writer.join()
+
+
+@pytest.mark.timeout(720)
+def test_nothing_is_lost_or_doubled_when_the_query_is_killed_stopped_and_started_again(
+    spark: SparkSession, emulators: Emulators, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """A live writer; SIGKILL in the middle of the work, then a stop, then the rest: each (Id, SentAt) once."""
+    sink, checkpoint = tmp_path / "sink", tmp_path / "checkpoint"
+    arguments = ("tests.support.following", target.database, str(checkpoint), str(sink))
+    with _writing(database):
+        # In the first batch, of which Spark has kept the end only; in the middle of later ones; then a stop.
+        for number, files, count in (
+            (signal.SIGKILL, "offsets", 0), (signal.SIGKILL, "commits", 2), (signal.SIGTERM, "commits", 2),
+        ):  # fmt: skip
+            with started(*arguments, environment=emulators.environment()) as query:
+                before = _number(checkpoint / files)
+                eventually(lambda f=files, b=before, c=count: _number(checkpoint / f) > b + c, seconds=200)
+                query.stop(number)
+                assert query.wait() == (-number if number == signal.SIGKILL else 0)
+    rest = (
+        spark.readStream.format("outbox")
+        .options(**options(target, columns=COLUMNS, since="2026-01-01T00:00:00Z", partitions="2"))
+        .load()
+        .writeStream.format("parquet")
+        .option("checkpointLocation", str(checkpoint))
+        .trigger(availableNow=True)
+        .start(str(sink))
+    )
+    assert rest.awaitTermination(60)
+    expected = sent(database)
+    assert len(expected) > 30
+    assert streamed(spark, sink) == expected
+
+
+def _number(folder: Path) -> int:
+    """Return how many batches are noted in a folder of a checkpoint."""
+    return len(list(folder.glob("[0-9]*")))

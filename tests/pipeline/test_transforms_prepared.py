@@ -1,0 +1,301 @@
+"""Rows of users become rows to be registered: values, reasons, ids, and columns that cannot be taken."""
+
+import json
+from datetime import UTC, date, datetime
+from itertools import combinations
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
+from pyspark.testing import assertDataFrameEqual, assertSchemaEqual
+
+from outbox.errors import SettingError
+from outbox_pipeline import schemas
+from outbox_pipeline.ids import task_id
+from outbox_pipeline.transforms.tasks import COLUMNS, prepared
+from tests.support.pipeline import ROWS, row, rows
+
+TIME = datetime(2026, 11, 21, 13, 0, 0, 123456, UTC)
+LATER = datetime(2026, 11, 21, 14, 0, 0, 1, UTC)
+FULL = row(
+    task_id="id-1", topic="orders", data=b"\x00\xff", attributes={"b": "2", "a": "é"}, priority=-7, ordering_key="k",
+    available_at=TIME, expires_at=LATER, at_most_once=False, sequence=3,
+)  # fmt: skip
+
+
+def frame(spark: SparkSession, given: list[dict[str, object]]) -> DataFrame:
+    """Return rows as `prepared` is to make them."""
+    names = schemas.INPUT.fieldNames()
+    return spark.createDataFrame([tuple(each[name] for name in names) for each in given], schemas.INPUT)
+
+
+def texts(spark: SparkSession, given: list[dict[str, str]], *names: str) -> DataFrame:
+    """Return a DataFrame of texts, with those columns that the rows have, and `names`."""
+    columns = sorted({*names}.union(*given))
+    schema = ", ".join(f"`{name}` string" for name in columns)
+    return spark.createDataFrame([tuple(each.get(name) for name in columns) for each in given], schema)
+
+
+def test_typed_columns_are_taken_as_they_are(spark: SparkSession):
+    """A full row, and one that has only what is needed; times keep their microseconds."""
+    least = row(task_id="id-2", data=b"")
+    made = prepared(rows(spark, [FULL, least]))
+    assertSchemaEqual(made.schema, schemas.INPUT, ignoreNullable=True)
+    assertDataFrameEqual(made, frame(spark, [FULL, least]))
+
+
+def test_texts_become_the_same_values(spark: SparkSession):
+    """As they stand in lines of JSON and in CSV; base64 is data, also with ends of lines; NULL stays NULL."""
+    full = {
+        "task_id": "id-1", "topic": "orders", "data_base64": "AP8=", "attributes": '{"b":"2", "a":"é"}',
+        "priority": "-7", "ordering_key": "k", "available_at": "2026-11-21T14:00:00.123456+01:00",
+        "expires_at": "2026-11-21 14:00:00.000001Z", "at_most_once": "false", "sequence": "3",
+    }  # fmt: skip
+    given = [
+        full,
+        {"task_id": "id-2", "topic": "orders", "data": "é😀\x00"},
+        {
+            "task_id": "id-3",
+            "topic": "orders",
+            "data": "",
+            "at_most_once": "True",
+            "available_at": "2026-11-21T13:00:00+0000",
+        },
+        {"task_id": "id-4", "topic": "", "data_base64": "eHh4\r\neHh4", "ordering_key": "", "attributes": "{}"},
+        {"task_id": "id-5", "data": "5", "attributes": '{"n":1,"none":null,"o":{"p":[true]}}'},
+    ]
+    moment = datetime(2026, 11, 21, 13, tzinfo=UTC)
+    wanted = [
+        FULL,
+        row(task_id="id-2", data="é😀\x00".encode()),
+        row(task_id="id-3", data=b"", at_most_once=True, available_at=moment),
+        row(task_id="id-4", topic="", data=b"xxxxxx", attributes={}),
+        row(task_id="id-5", topic="usual", data=b"5", attributes={"n": "1", "none": None, "o": '{"p":[true]}'}),
+    ]
+    assertDataFrameEqual(prepared(texts(spark, given), topic="usual"), frame(spark, wanted))
+
+
+def test_smaller_numbers_and_other_maps_are_taken(spark: SparkSession):
+    """Whole numbers of any width, and attributes of which the values have a text."""
+    given = spark.sql(
+        "SELECT 'i' task_id, 'orders' topic, X'61' data, 5Y priority, 6S sequence, map('a', 1) attributes UNION ALL "
+        "SELECT 'j', 'orders', X'62', 7Y, 8S, NULL"
+    )
+    wanted = [
+        row(task_id="i", data=b"a", priority=5, sequence=6, attributes={"a": "1"}),
+        row(task_id="j", data=b"b", priority=7, sequence=8),
+    ]
+    assertDataFrameEqual(prepared(given), frame(spark, wanted))
+
+
+def test_the_ends_of_what_is_taken(spark: SparkSession):
+    """Numbers of 64 bits, of either sign; a topic that is NULL stays it where there is none for all."""
+    ends = {"one": str(2**63 - 1), "two": str(-(2**63))}
+    given = [{"task_id": id, "data": "d", "priority": end, "sequence": end} for id, end in ends.items()]
+    wanted = [row(task_id=id, topic=None, data=b"d", priority=int(end), sequence=int(end)) for id, end in ends.items()]
+    assertDataFrameEqual(prepared(texts(spark, given, "topic")), frame(spark, wanted))
+
+
+NO_MOMENTS = (
+    "", "soon", "2026-11-21", "2026-11-21T13:00:00", "2026-11-21T25:00:00Z", "2026-02-30T13:00:00Z", "13:00Z",
+    "T13:00:00Z", "2026Z", "2026-11-21Z", "2026-11-21+0100", "+10000-01-01T00:00:00Z", "1732194000",
+)  # fmt: skip
+NO_OBJECTS = (
+    "", "x", "5", "null", "[]", '["a"]', '{"a":"1"', '{"a":"1"} and more', '{"a":"1"}{"b":"2"}', '{"a":"1"},{"b":"2"}',
+    '{"a":"1"}]', '{"a":"1","a":"2"}', '[{"a":"1"}]', '{"a":"1"},',
+)  # fmt: skip
+UNREADABLE = {
+    "priority": (("", "x", "1.5", "1e3", "9223372036854775808"), "a whole number"),
+    "sequence": (("", "0x1"), "a whole number"),
+    "at_most_once": (("", "on", "2"), "true or false"),
+    "available_at": (NO_MOMENTS, "a time with its offset, such as 2026-11-21T13:00:00Z"),
+    "expires_at": (NO_MOMENTS[:4], "a time with its offset, such as 2026-11-21T13:00:00Z"),
+    "attributes": (NO_OBJECTS, "a JSON object of texts"),
+    "data_base64": (("!", "a", "_-8="), "base64"),
+}
+
+
+def test_a_text_that_cannot_be_read_is_named_and_nothing_of_its_row_is_left_but_the_line(spark: SparkSession):
+    """The line is the whole row, as it was: half of one must not be registered by giving it again."""
+    given = [
+        {"data": "d", "topic": "orders", name: value} for name, (values, _) in UNREADABLE.items() for value in values
+    ]
+    for each in given:
+        if "data_base64" in each:
+            del each["data"]
+    found = prepared(texts(spark, given, *COLUMNS)).collect()
+    assert len(found) == len(given)
+    for source, made in zip(given, found, strict=True):
+        name = next(name for name in UNREADABLE if name in source)
+        assert made.reason == f"{name} {source[name]} is not {UNREADABLE[name][1]}"
+        assert json.loads(made.line) == source
+        assert {value for column, value in made.asDict().items() if column not in ("line", "reason")} == {None}
+
+
+def test_a_long_text_is_not_told_whole(spark: SparkSession):
+    """Of the reason it takes a hundred characters; the line has it all."""
+    [made] = prepared(texts(spark, [{"data": "d", "topic": "orders", "priority": "9" * 1000}])).collect()
+    assert made.reason == f"priority {'9' * 100} is not a whole number"
+    assert json.loads(made.line)["priority"] == "9" * 1000
+
+
+def test_other_rows_that_cannot_be_read(spark: SparkSession):
+    """Two kinds of data, no UTF-8, years that there are not, and a key that is NULL; what is readable stays."""
+    given = spark.sql(
+        "SELECT *, n AS k FROM VALUES "
+        "(1, 'fine', NULL, NULL, NULL, NULL), "
+        "(2, 'd', 'ZA==', NULL, NULL, NULL), "
+        "(3, CAST(X'ff' AS STRING), NULL, NULL, NULL, NULL), "
+        "(4, 'd', NULL, map('a', CAST(X'ff' AS STRING)), NULL, NULL), "
+        "(5, 'd', NULL, map(CAST(X'ff' AS STRING), 'b'), NULL, NULL), "
+        "(6, 'd', NULL, NULL, timestamp_micros(253402300800000000), NULL), "
+        "(7, 'd', NULL, NULL, NULL, timestamp_micros(-62135596800000001)), "
+        "(8, 'd', NULL, map('a', 'b'), timestamp_micros(-62135596800000000), timestamp_micros(253402300799999999)), "
+        "(NULL, 'd', NULL, NULL, NULL, NULL), "
+        "(10, '', '', NULL, NULL, NULL) "
+        "AS t(n, data, data_base64, attributes, available_at, expires_at)"
+    ).drop("n")
+    made = prepared(given, topic="orders", key=["k"]).select("reason", "task_id", f.get_json_object("line", "$.k"))
+    years = "is outside of the years 1 to 9999 in UTC"
+    assert [tuple(each) for each in made.collect()] == [
+        (None, task_id("orders", "1"), None),
+        ("both data and data_base64", None, "2"),
+        ("data is not valid UTF-8", None, "3"),
+        ("attributes is not valid UTF-8", None, "4"),
+        ("attributes is not valid UTF-8", None, "5"),
+        (f"available_at {years}", None, "6"),
+        (f"expires_at {years}", None, "7"),
+        (None, task_id("orders", "8"), None),
+        ("k, of the key, is NULL", None, None),
+        ("both data and data_base64", None, "10"),
+    ]
+
+
+def test_the_line_of_a_typed_row_can_be_read_again(spark: SparkSession):
+    """Bytes are in it as base64, a map as an object, a time with its microseconds."""
+    given = rows(spark, [FULL | {"task_id": None, "data": b"\xff"}]).withColumn("n", f.lit(None).cast("long"))
+    [made] = prepared(given, key=["n"]).collect()
+    assert json.loads(made.line) == {
+        "topic": "orders", "data_base64": "/w==", "attributes": {"a": "é", "b": "2"}, "priority": -7,
+        "ordering_key": "k", "available_at": "2026-11-21T13:00:00.123456Z", "at_most_once": False, "sequence": 3,
+        "expires_at": "2026-11-21T14:00:00.000001Z",
+    }  # fmt: skip
+
+
+def test_each_column_makes_another_id_of_a_row_without_a_key(spark: SparkSession):
+    """And so does the same value in another column, or none instead of nothing."""
+    base = {"topic": "orders", "data": b"d", "attributes": {"a": "1", "b": "2"}}
+    others = [
+        base, {"topic": "other"}, {"data": b"e"}, {"data": b""}, {"attributes": {"a": "2", "b": "1"}},
+        {"attributes": {"a": "1"}}, {"attributes": None}, {"attributes": {}}, {"attributes": {"a": "1", "b": None}},
+        {"priority": 0}, {"priority": 1}, {"sequence": 1}, {"sequence": 0}, {"ordering_key": "1"},
+        {"at_most_once": True}, {"at_most_once": False}, {"available_at": TIME}, {"expires_at": TIME},
+        {"available_at": LATER}, {"available_at": TIME.replace(microsecond=123457)}, {"priority": 1, "sequence": 1},
+    ]  # fmt: skip
+    found = prepared(rows(spark, [base | each for each in others])).select("task_id").collect()
+    ids = [each.task_id for each in found]
+    for one, other in combinations(range(len(others)), 2):
+        assert ids[one] != ids[other], (others[one], others[other])
+
+
+def test_no_ordering_key_is_none_however_it_is_written(spark: SparkSession):
+    """The same task, so the same id, and no place that all such rows must share."""
+    [one, other] = prepared(
+        rows(spark, [{"topic": "orders", "data": b"d", "ordering_key": key} for key in ("", None)])
+    ).collect()
+    assert one == other
+    assert one.ordering_key is None
+
+
+def test_the_id_of_a_row_without_a_key_is_the_same_however_it_is_given(spark: SparkSession):
+    """Texts or types, the order of attributes, a topic of its own or the one for all, settings of the session."""
+    long = b"x" * 200
+    typed = FULL | {"task_id": None, "data": long}
+    turned = typed | {"attributes": dict(reversed(typed["attributes"].items()))}
+    text = {
+        "data": "x" * 200, "attributes": '{"a":"é","b":"2"}', "priority": "-7", "ordering_key": "k", "sequence": "3",
+        "available_at": "2026-11-21T13:00:00.123456Z", "expires_at": "2026-11-21T15:00:00.000001+0100",
+        "at_most_once": "no",
+    }  # fmt: skip
+    [first], [second], [third] = (
+        prepared(given, topic=topic).select("task_id").collect()
+        for given, topic in ((rows(spark, [typed]), ""), (rows(spark, [turned]), "x"), (texts(spark, [text]), "orders"))
+    )
+    assert first == second == third
+    # A map of Python has lost its order on its way to Spark, an object of JSON keeps it.
+    swapped = text | {"attributes": '{"b":"2","a":"é"}'}
+    [ordered] = prepared(texts(spark, [swapped]), topic="orders").select("task_id").collect()
+    assert ordered == first
+    other = spark.newSession()
+    other.conf.set("spark.sql.session.timeZone", "Asia/Kathmandu")
+    other.conf.set("spark.sql.chunkBase64String.enabled", "false")
+    [fourth] = prepared(texts(other, [text]), topic="orders").select("task_id").collect()
+    assert fourth == first
+    # As it was in the first version: who registers the same again, registers nothing.
+    assert first.task_id == "0e2f3ba6-f3ee-51c8-89c2-26c3e13f68ae"
+    least = [{"topic": "orders", "data": "d"}, {"topic": "orders", "data": "", "attributes": "{}"}]
+    found = prepared(texts(spark, least)).select("task_id").collect()
+    assert [each.task_id for each in found] == [
+        "005c636f-392b-5d50-be60-b2f3879bfcbb",
+        "6a5ebb71-aa6a-5492-93b5-0e7dd36b7465",
+    ]
+
+
+def test_an_id_of_the_row_stands_before_its_key(spark: SparkSession):
+    """And a row with an id needs no key; an id that is an empty text is one, which is refused later."""
+    given = texts(spark, [{"task_id": "own", "k": "1", "data": "d"}, {"task_id": "own too", "data": "d"}])
+    given = given.union(texts(spark, [{"task_id": "", "k": "2", "data": "d"}]).select(given.columns))
+    found = prepared(given, topic="orders", key=["k"]).select("task_id", "reason").collect()
+    assert [tuple(each) for each in found] == [("own", None), ("own too", None), ("", None)]
+
+
+@pytest.mark.parametrize(
+    ("schema", "keywords", "said"),
+    [
+        ("data string, topic string, colour string", {}, "column 'colour' is not known: drop it, or name it"),
+        ("data string, Topic string", {"topic": "orders"}, "column 'Topic' is not known"),
+        ("topic string", {}, "column data is missing, or data_base64: there are topic"),
+        ("data string", {}, "column topic is missing, and no topic is given: there are data"),
+        ("data string, topic int", {}, "column topic is int, it must be a text"),
+        ("data int, topic string", {}, "column data is int, it must be a text"),
+        ("data_base64 binary, topic string", {}, "column data_base64 is binary, it must be base64"),
+        ("data string, topic string, task_id bigint", {}, "column task_id is bigint, it must be a text"),
+        ("data string, topic string, ordering_key int", {}, "column ordering_key is int, it must be a text"),
+        ("data string, topic string, priority double", {}, "column priority is double, it must be a whole number"),
+        ("data string, topic string, priority boolean", {}, "column priority is boolean, it must be a whole number"),
+        ("data string, topic string, sequence decimal(9,0)", {}, "column sequence is decimal(9,0), it must be"),
+        ("data string, topic string, at_most_once int", {}, "column at_most_once is int, it must be true or false"),
+        ("data string, topic string, available_at date", {}, "column available_at is date, it must be a time with"),
+        ("data string, topic string, expires_at timestamp_ntz", {}, "column expires_at is timestamp_ntz, it must be"),
+        ("data string, topic string, attributes array<string>", {}, "column attributes is array<string>, it must be"),
+        ("data string, topic string", {"key": ["n"]}, "column 'n' of the key is missing: there are data, topic"),
+        ("data string, topic string, n double", {"key": ["n"]}, "column n of the key is double: cast it to a text"),
+        ("data string, topic string, n decimal(9,2)", {"key": ["n"]}, "column n of the key is decimal(9,2): cast it"),
+        ("data binary, topic string", {"key": ["data"]}, "column data of the key is binary: cast it to a text"),
+        ("data string, topic string, n timestamp", {"key": ["n"]}, "column n of the key is timestamp: cast it"),
+    ],
+)
+def test_columns_that_cannot_be_taken_are_named(
+    spark: SparkSession, schema: str, keywords: dict[str, object], said: str
+):
+    """Before a row is read."""
+    with pytest.raises(SettingError) as raised:
+        prepared(spark.createDataFrame([], schema), **keywords)
+    assert str(raised.value).startswith(said)
+
+
+def test_every_column_of_rejects_is_known(spark: SparkSession):
+    """So that they can be registered again; what was said of them counts for nothing."""
+    names = [*(name for name in ROWS.fieldNames() if name != "data"), "data_base64", "reason", "line"]
+    given = texts(spark, [{"topic": "orders", "data_base64": "", "reason": "because", "line": "x"}], *names)
+    [made] = prepared(given).collect()
+    assert (made.reason, made.line, made.data) == (None, None, b"")
+
+
+def test_a_key_may_be_one_of_the_columns(spark: SparkSession):
+    """Such as the ordering key, or the text of the data."""
+    given = texts(spark, [{"data": "d", "ordering_key": "k"}])
+    [made] = prepared(given, topic="orders", key=["ordering_key", "data"]).collect()
+    assert made.task_id == task_id("orders", "k", "d")
+    day = spark.createDataFrame([("d", date(2026, 11, 21))], "data string, day date")
+    assert prepared(day, topic="orders", key=["day"]).first().task_id == task_id("orders", "2026-11-21")

@@ -1,0 +1,322 @@
+"""The windows of an archive: their bounds, their manifests, and what a reader sees of them; Spanner is not needed."""
+
+import dataclasses
+import json
+from datetime import UTC, datetime, timedelta
+from functools import reduce
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as f
+
+from outbox.errors import OutboxError
+from outbox.times import shown
+from outbox_pipeline import read_archive, schemas
+from outbox_pipeline.transforms.archive import archivable, proof, together
+from outbox_pipeline.windows import Archive, Manifest, bounds, floor, parsed
+from tests.support.archives import (
+    DAY,
+    MICROSECOND,
+    NEXT_DAY,
+    Sent,
+    archived,
+    data_folders,
+    ids,
+    purges,
+    rewrite,
+    sent_of,
+    window_folders,
+)  # fmt: skip
+
+HOUR = timedelta(hours=1)
+TIMES = st.datetimes(datetime(1950, 1, 1), datetime(2150, 1, 1), timezones=st.just(UTC))  # noqa: DTZ001 - given there
+LENGTHS = st.one_of(st.sampled_from([1.0, 900.0, 3_600.0, 86_400.0, 31 * 86_400.0]), st.floats(1, 31 * 86_400))
+
+MANIFEST = Manifest(
+    database="projects/p/instances/i/databases/d",
+    since=DAY,
+    until=NEXT_DAY,
+    read_timestamp=NEXT_DAY + timedelta(minutes=1),
+    rows=2,
+    checksum="-12",
+    data="run=0123",
+    written_at=NEXT_DAY + HOUR,
+)
+
+
+def frame(spark: SparkSession, tasks: list[Sent]) -> DataFrame:
+    """Return tasks as the table has them."""
+    rows = [
+        (id, "orders", b"\0 data", 6, 50, None, None, 3, at - HOUR, None, None, False, 0, None, at) for id, at in tasks
+    ]
+    return spark.createDataFrame(rows, schemas.TABLE)
+
+
+def finish(spark: SparkSession, to: Path, since: datetime, until: datetime, tasks: list[Sent]) -> None:
+    """Write a window with its manifest."""
+    archive = Archive(spark, str(to))
+    data = archive.new_run()
+    folder = archive.folder_of(since, until)
+    if tasks:
+        archivable(frame(spark, tasks)).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(folder / data))
+    manifest = dataclasses.replace(
+        MANIFEST, since=since, until=until, rows=len(tasks), data=data, written_at=datetime.now(UTC)
+    )
+    archive.finish(folder, manifest)
+
+
+def test_a_day_is_from_midnight_to_midnight() -> None:
+    """The first window ends at the next multiple, the last one is the last that has ended."""
+    found = list(bounds(DAY, DAY + HOUR * 47, 86_400))
+    assert found == [(DAY, NEXT_DAY)]
+    assert list(bounds(DAY, NEXT_DAY, 86_400)) == found, "a window that ends just then has ended"
+    assert list(bounds(DAY, NEXT_DAY - MICROSECOND, 86_400)) == []
+    assert list(bounds(DAY + HOUR * 22, NEXT_DAY + HOUR * 13, 43_200)) == [
+        (DAY + HOUR * 22, NEXT_DAY),
+        (NEXT_DAY, NEXT_DAY + HOUR * 12),
+    ]
+
+
+def test_multiples_are_counted_in_utc_from_1970() -> None:
+    """Before 1970, too, and whatever the offset of a time."""
+    berlin = datetime.fromisoformat("2026-10-21T01:30:00+02:00")
+    assert floor(berlin, timedelta(days=1)) == DAY
+    assert floor(DAY, timedelta(days=1)) == DAY
+    assert floor(DAY - MICROSECOND, timedelta(days=1)) == DAY - timedelta(days=1)
+    assert floor(datetime(1969, 12, 31, 23, tzinfo=UTC), timedelta(days=1)) == datetime(1969, 12, 31, tzinfo=UTC)
+
+
+@given(TIMES, LENGTHS, st.floats(0, 20))
+def test_windows_are_contiguous_and_end_at_multiples(begin: datetime, seconds: float, windows: float) -> None:
+    """None is empty, longer than asked or unfinished, and no further one has ended."""
+    length = timedelta(seconds=seconds)
+    end = begin + length * windows
+    found = list(bounds(begin, end, seconds))
+    epoch = datetime(1970, 1, 1, tzinfo=UTC)
+    for since, until in found:
+        assert timedelta(0) < until - since <= length
+        assert (until - epoch) % length == timedelta(0)
+        assert until <= end
+    assert [until for _, until in found[:-1]] == [since for since, _ in found[1:]]
+    last = found[-1][1] if found else begin
+    assert not found or found[0][0] == begin
+    assert end - last < length * 2
+    assert floor(end, length) <= last
+
+
+@given(TIMES, LENGTHS, st.lists(st.floats(0, 5), min_size=1, max_size=5))
+def test_windows_are_the_same_however_often_the_job_runs(begin: datetime, seconds: float, steps: list[float]) -> None:
+    """Each run goes on where the last one ended: together they have the windows of one run."""
+    length, end, reached = timedelta(seconds=seconds), begin, begin
+    together: list[tuple[datetime, datetime]] = []
+    for step in steps:
+        end += length * step
+        together += bounds(reached, end, seconds)
+        reached = together[-1][1] if together else begin
+    assert together == list(bounds(begin, end, seconds))
+
+
+def test_a_manifest_is_read_as_it_was_written() -> None:
+    """Each field, with its microseconds; of an empty window, too."""
+    for manifest in (
+        MANIFEST,
+        dataclasses.replace(MANIFEST, rows=0, checksum=None, since=DAY + MICROSECOND),
+    ):
+        assert parsed(manifest.text(), "here") == manifest
+    values = json.loads(MANIFEST.text())
+    assert values["since"] == "2026-10-20T00:00:00.000000Z"
+    assert values["version"] == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "{}", '{"since": 1}', MANIFEST.text().replace("rows", "lines"), "\udcff"]
+)
+def test_a_file_that_is_no_manifest_is_named(text: str) -> None:
+    """Whatever is wrong with it."""
+    with pytest.raises(OutboxError, match=r"^gs://shop/window=x/_manifest\.json is no manifest: "):
+        parsed(text, "gs://shop/window=x")
+
+
+@pytest.mark.parametrize("more", [{}, {"zone": "eu"}], ids=["the same fields", "more fields"])
+def test_a_manifest_of_another_version_says_so(more: dict[str, str]) -> None:
+    """It may have other fields, and is not broken."""
+    text = json.dumps({**json.loads(MANIFEST.text()), "version": 2, **more})
+    with pytest.raises(OutboxError, match=r"^here/_manifest\.json is of version 2, this package reads 1: upgrade"):
+        parsed(text, "here")
+
+
+def test_a_window_is_there_as_soon_as_it_has_a_manifest(spark: SparkSession, tmp_path: Path) -> None:
+    """Readers see no data folder that no manifest names, and the manifest removes it; what is not ours stays."""
+    archive = Archive(spark, str(tmp_path))
+    folder = archive.folder_of(DAY, NEXT_DAY)
+    assert folder.name == "window=20261020T000000Z_20261021T000000Z"
+    path = tmp_path / folder.name
+    archivable(frame(spark, [("left", DAY)])).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(
+        str(path / "run=left")
+    )
+    (path / "notes").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "_manifest.json").write_text("of somebody else")
+    assert archive.windows() == []
+    assert archived(spark, tmp_path) == []
+
+    tasks = ids("ab", DAY)
+    archivable(frame(spark, tasks)).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(path / "run=0123"))
+    archive.finish(folder, MANIFEST)
+    assert archived(spark, tmp_path) == tasks
+    assert sorted(each.name for each in path.iterdir() if each.is_dir()) == ["notes", "run=0123"]
+
+
+def test_of_two_runs_of_a_window_one_wins(spark: SparkSession, tmp_path: Path) -> None:
+    """The other one is refused, and leaves neither its files nor its manifest."""
+    tasks = ids("ab", DAY)
+    finish(spark, tmp_path, DAY, NEXT_DAY, tasks)
+    with pytest.raises(OutboxError, match=r"window=\S+ was finished by another run meanwhile: do two jobs archive"):
+        finish(spark, tmp_path, DAY, NEXT_DAY, ids("abc", DAY))
+    assert archived(spark, tmp_path) == tasks
+    assert len(data_folders(tmp_path)) == 1
+
+
+def test_bounds_of_microseconds_have_folders_of_their_own(spark: SparkSession) -> None:
+    """Names are in UTC."""
+    archive = Archive(spark, "/archive")
+    names = {archive.folder_of(DAY + MICROSECOND * number, NEXT_DAY).name for number in range(3)}
+    assert len(names) == 3
+    berlin = datetime.fromisoformat("2026-10-20T02:00:00+02:00")
+    assert str(archive.folder_of(berlin, NEXT_DAY)) == "/archive/window=20261020T000000Z_20261021T000000Z"
+
+
+def test_readers_choose_times_and_get_windows_in_order(spark: SparkSession, tmp_path: Path) -> None:
+    """`since` is inclusive and `until` exclusive, at the microsecond; windows without tasks are no trouble."""
+    tasks = [(f"{number}", DAY + HOUR * (number + 0.5)) for number in range(4)]
+    at = tasks[2][1]
+    # Written in another order than that of time.
+    for hour in (2, 0, 3, 1):
+        finish(spark, tmp_path, DAY + HOUR * hour, DAY + HOUR * (hour + 1), tasks[hour : hour + 1] if hour != 1 else [])
+    windows = Archive(spark, str(tmp_path)).windows()
+    assert [window.manifest.since for window in windows] == [DAY + HOUR * hour for hour in range(4)]
+
+    def read(**bounds: datetime) -> list[str]:
+        return [id for id, _ in sent_of(read_archive(spark, str(tmp_path), **bounds))]
+
+    assert read() == ["0", "2", "3"]
+    assert read(since=at) == ["2", "3"]
+    assert read(since=at + MICROSECOND) == ["3"]
+    assert read(until=at) == ["0"]
+    assert read(until=at + MICROSECOND) == ["0", "2"]
+    assert read(since=DAY + HOUR, until=DAY + HOUR * 2) == []
+    assert read(since=DAY - HOUR, until=DAY) == []
+
+
+def test_a_topic_stays_a_text(spark: SparkSession, tmp_path: Path) -> None:
+    """Also where all topics of an archive look like numbers."""
+    archive = Archive(spark, str(tmp_path))
+    folder = archive.folder_of(DAY, NEXT_DAY)
+    tasks = archivable(frame(spark, ids("ab", DAY)).withColumn("Topic", f.lit("007")))
+    tasks.write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(folder / MANIFEST.data))
+    archive.finish(folder, MANIFEST)
+    assert [row.Topic for row in read_archive(spark, str(tmp_path)).collect()] == ["007"] * 2
+
+
+def test_readers_open_only_windows_that_can_have_what_they_want(spark: SparkSession, tmp_path: Path) -> None:
+    """Files of another time may be gone, or be in a store that is slow."""
+    for hour in range(3):
+        finish(spark, tmp_path, DAY + HOUR * hour, DAY + HOUR * (hour + 1), [(f"{hour}", DAY + HOUR * hour)])
+    first, _, last = data_folders(tmp_path)
+    for folder in (first, last):
+        folder.rename(folder.with_name("elsewhere"))
+    found = read_archive(spark, str(tmp_path), since=DAY + HOUR, until=DAY + HOUR * 2)
+    assert sent_of(found) == [("1", DAY + HOUR)]
+
+
+def test_a_damaged_manifest_is_named_and_nothing_is_read(spark: SparkSession, tmp_path: Path) -> None:
+    """A text that is none, and bytes that are not those that were written."""
+    finish(spark, tmp_path, DAY, NEXT_DAY, [])
+    [folder] = window_folders(tmp_path)
+    file = folder / "_manifest.json"
+    file.write_text(file.read_text().replace('"rows": 0', '"rows": 1'))
+    with pytest.raises(OutboxError, match=r"_manifest\.json cannot be read: .*[Cc]hecksum"):
+        read_archive(spark, str(tmp_path))
+    for text in ("{", ""):
+        rewrite(file, text)
+        with pytest.raises(OutboxError, match=r"_manifest\.json is no manifest"):
+            read_archive(spark, str(tmp_path))
+
+
+def test_windows_that_overlap_are_named(spark: SparkSession, tmp_path: Path) -> None:
+    """Two jobs with windows of different lengths: a task would be there twice."""
+    finish(spark, tmp_path, DAY, NEXT_DAY, [])
+    finish(spark, tmp_path, NEXT_DAY, NEXT_DAY + HOUR, [])
+    assert len(Archive(spark, str(tmp_path)).windows()) == 2
+    finish(spark, tmp_path, DAY + HOUR * 23, NEXT_DAY, [])
+    with pytest.raises(OutboxError, match=r"window=20261020T00\w+ and \S+window=20261020T23\w+ hold the same"):
+        read_archive(spark, str(tmp_path))
+
+
+def test_a_window_that_is_gone_is_noticed(spark: SparkSession, tmp_path: Path) -> None:
+    """Else what was sent then would be in no window, and nobody would know."""
+    for hour in range(3):
+        finish(spark, tmp_path, DAY + HOUR * hour, DAY + HOUR * (hour + 1), [])
+    _, middle, _ = window_folders(tmp_path)
+    (middle / "_manifest.json").unlink()
+    with pytest.raises(OutboxError, match=r"no window holds the time between \S+T00\w+ and \S+T02"):
+        Archive(spark, str(tmp_path)).windows()
+
+
+def test_a_purge_is_noted_once(spark: SparkSession, tmp_path: Path) -> None:
+    """The first note stays."""
+    finish(spark, tmp_path, DAY, NEXT_DAY, [])
+    [window] = Archive(spark, str(tmp_path)).windows()
+    assert not window.purged
+    window.note_purged({"deleted": 3, "changed": 2, "missing": 1}, NEXT_DAY)
+    window.note_purged({"deleted": 0, "changed": 0, "missing": 0}, NEXT_DAY + HOUR)
+    assert window.purged
+    assert purges(tmp_path) == [{"deleted": 3, "changed": 2, "missing": 1, "purged_at": shown(NEXT_DAY)}]
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Pacific/Kiritimati", "America/Los_Angeles"])
+def test_days_are_those_of_utc(spark: SparkSession, zone: str) -> None:
+    """Whatever the time zone of the session is, at both ends of a day, and before 1970."""
+    times = [DAY, DAY + HOUR * 12, NEXT_DAY - MICROSECOND, datetime(1969, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC)]
+    spark.conf.set("spark.sql.session.timeZone", zone)
+    try:
+        rows = archivable(frame(spark, [(shown(time), time) for time in times])).select("Id", "SentDate").collect()
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", "UTC")
+    assert {row.Id: str(row.SentDate) for row in rows} == {shown(time): shown(time)[:10] for time in times}
+
+
+def test_the_proof_tells_tasks_apart(spark: SparkSession) -> None:
+    """It depends on each column and on how often a task is there, not on the order nor on how they are divided."""
+    one, two = frame(spark, [("a", DAY)]), frame(spark, [("b", DAY)])
+    same = {
+        "both": archivable(one.union(two)),
+        "in another order": archivable(two.union(one)),
+        "in one partition": together(archivable(one.union(two))),
+        "in more partitions": archivable(one.union(two)).repartition(3),
+    }
+    others = {column.name: archivable(one.withColumn(column.name, _other(column.name))) for column in schemas.TABLE}
+    others |= {"one": archivable(one), "twice": archivable(one.union(one)), "two": archivable(two)}
+    others["twice the other"] = archivable(two.union(two))
+    tagged = [tasks.withColumn("case", f.lit(case)) for case, tasks in (same | others).items()]
+    rows = reduce(DataFrame.union, tagged).groupBy("case").agg(*proof()).collect()
+    found = {case: (rows, checksum) for case, rows, checksum in rows}
+    assert {found[case] for case in same} == {(2, found["both"][1])}
+    assert found["twice"][0] == 2
+    assert len(set(found.values())) == 1 + len(others), "each of all cases but the same ones"
+    assert [tuple(row) for row in archivable(one.limit(0)).select(*proof()).collect()] == [(0, None)]
+
+
+def _other(name: str) -> Column:
+    """Return another value for a column of the table, one that no other column gets."""
+    values = {
+        "string": f.lit(f"other {name}"),
+        "long": f.lit(77 + len(name)).cast("long"),
+        "boolean": f.lit(True),
+        "timestamp": f.timestamp_micros(f.lit(1_000_000 + len(name)).cast("long")),
+        "binary": f.lit(b"other"),
+    }
+    return values[schemas.TABLE[name].dataType.typeName()]

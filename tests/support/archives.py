@@ -1,0 +1,103 @@
+"""Sent tasks for tests of archives, and what an archive on a local disk looks like from outside."""
+
+import json
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from pyspark import TaskContext
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
+
+from outbox.settings import DatabaseSettings
+from outbox.times import shown
+from outbox_pipeline.settings import ArchiveSettings
+from outbox_pipeline.windows import read_archive
+from tests.support.operations import row
+
+#: The day of most tests. It is older than what Spanner keeps, so that its windows are read late.
+DAY = datetime(2026, 10, 20, tzinfo=UTC)
+NEXT_DAY = DAY + timedelta(days=1)
+MICROSECOND = timedelta(microseconds=1)
+
+#: A task of Spark, by what identifies it in an archive.
+Sent = tuple[str, datetime]
+
+
+def sent(id: str, at: datetime, **columns: Any) -> dict[str, Any]:
+    """Return the row of a task that was sent at a time."""
+    return row(id, SentAt=at, **columns)
+
+
+def settings_of(target: DatabaseSettings, archive: Path | str, **given: str) -> ArchiveSettings:
+    """Return the settings of the job, its flags as users write them: `until` is the end of the day of most tests."""
+    flags = {
+        "project": target.project,
+        "instance": target.instance,
+        "database": target.database,
+        "archive": str(archive),
+        "until": shown(NEXT_DAY),
+    }
+    return ArchiveSettings.read(flags | given, {})
+
+
+def sent_of(tasks: DataFrame) -> list[Sent]:
+    """Return what identifies each of some archived tasks, sorted."""
+    rows = tasks.select("Id", f.unix_micros("SentAt")).collect()
+    epoch = datetime(1970, 1, 1, tzinfo=UTC)
+    return sorted((id, epoch + timedelta(microseconds=micros)) for id, micros in rows)
+
+
+def archived(spark: SparkSession, archive: Path) -> list[Sent]:
+    """Return what identifies each task that a reader of the archive finds, sorted."""
+    return sent_of(read_archive(spark, str(archive)))
+
+
+def window_folders(archive: Path) -> list[Path]:
+    """Return the folders of all windows, finished or not, by their names."""
+    return sorted(archive.glob("window=*"))
+
+
+def data_folders(archive: Path) -> list[Path]:
+    """Return the folders of all windows' files, also of those that no manifest names."""
+    return sorted(archive.glob("window=*/run=*"))
+
+
+def manifests(archive: Path) -> list[dict[str, Any]]:
+    """Return what the manifests say, by time."""
+    return [json.loads((folder / "_manifest.json").read_text()) for folder in window_folders(archive)]
+
+
+def purges(archive: Path) -> list[dict[str, Any] | None]:
+    """Return what each window says of its purge, by time; None if it was not purged."""
+    files = [folder / "_purged.json" for folder in window_folders(archive)]
+    return [json.loads(file.read_text()) if file.exists() else None for file in files]
+
+
+def rewrite(file: Path, text: str) -> None:
+    """Write another text to a file of an archive, without the checksum that Hadoop keeps beside it."""
+    file.with_name(f".{file.name}.crc").unlink(missing_ok=True)
+    file.write_text(text)
+
+
+def remove(file: Path) -> None:
+    """Remove a file of an archive, and the checksum beside it."""
+    file.with_name(f".{file.name}.crc").unlink(missing_ok=True)
+    file.unlink()
+
+
+def first_try_fails(batches: Iterator[Any], note: Path) -> Iterator[Any]:
+    """Hand on a batch, and in the first task of a stage note that and fail; its next try hands on all."""
+    context = TaskContext.get()
+    assert context is not None
+    for batch in batches:
+        yield batch
+        if context.partitionId() == 0 and context.attemptNumber() == 0:
+            note.touch()
+            raise RuntimeError("the first try of a task fails")
+
+
+def ids(letters: Iterable[Any], at: datetime) -> list[Sent]:
+    """Return what identifies tasks that were sent at one time, sorted."""
+    return sorted((str(each), at) for each in letters)

@@ -1,0 +1,138 @@
+"""Rows to be registered, a table in memory for them, and Spark tasks that fail when they have written."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pyarrow as pa
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
+from pyspark import TaskContext
+from pyspark.sql import SparkSession
+from pyspark.sql.types import StructType
+
+from outbox.settings import DatabaseSettings
+from outbox_pipeline import schemas
+from outbox_pipeline.jobs.register import Registered, register
+from outbox_pipeline.registration import Registration
+from outbox_pipeline.replaying import Replay
+
+#: What a user may give, in the types that Spark reads from Parquet.
+ROWS = StructType([field for field in schemas.INPUT if field.name not in ("line", "reason")])
+
+
+def row(**columns: Any) -> dict[str, Any]:
+    """Return a row of `schemas.INPUT`, one that is taken but for `columns`."""
+    usual = {"task_id": "one", "topic": "orders", "data": b"data"}
+    return dict.fromkeys(schemas.INPUT.fieldNames()) | usual | columns
+
+
+def rows(spark: SparkSession, given: Iterable[dict[str, Any]], partitions: int = 2) -> Any:
+    """Return a DataFrame of `ROWS` from rows that name some of the columns."""
+    names = ROWS.fieldNames()
+    values = [tuple(each.get(name) for name in names) for each in given]
+    return spark.createDataFrame(spark.sparkContext.parallelize(values, partitions), ROWS)
+
+
+def registered(dataframe: Any, target: DatabaseSettings, rejects: object, **options: Any) -> Registered:
+    """Register a DataFrame in the database of a test."""
+    return register(
+        dataframe,
+        rejects=str(rejects),
+        project=target.project,
+        instance=target.instance,
+        database=target.database,
+        **options,
+    )
+
+
+def counts(done: Registered) -> tuple[int, int, int, int, int]:
+    """Return the counts in the order of their names in `Registered`."""
+    return (done.read, done.registered, done.existing, done.repeated, done.rejected)
+
+
+class FakeTable:
+    """The rows of a table as `Writer` meets them; the contract tests hold it to the emulator."""
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self.rows: dict[str, dict[str, Any]] = {}
+        #: What was asked: ("look" or "insert", the ids, the tag).
+        self.calls: list[tuple[str, list[str], str]] = []
+        self.time = datetime(2026, 1, 1, tzinfo=UTC)
+        #: Called before each, with the ids: another writer.
+        self.before_look: Callable[[list[str]], None] = lambda _ids: None
+        self.before_insert: Callable[[list[str]], None] = lambda _ids: None
+
+    def now(self) -> datetime:
+        """See Table: the time at which the next commit cannot be earlier."""
+        self.time += timedelta(microseconds=1)
+        return self.time
+
+    def insert(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], tag: str) -> bool:
+        """See Table."""
+        made = [dict(zip(columns, each, strict=True)) for each in rows]
+        ids = [each["Id"] for each in made]
+        self.calls.append(("insert", ids, tag))
+        self.before_insert(ids)
+        if self.rows.keys() & set(ids) or len(set(ids)) < len(ids):
+            return False
+        committed = self.now()
+        for each in made:
+            if each["CreatedAt"] == COMMIT_TIMESTAMP:
+                each["CreatedAt"] = committed
+            self.rows[each["Id"]] = each
+        return True
+
+    def of_ids(self, columns: Sequence[str], ids: Iterable[str], tag: str) -> list[list[Any]]:
+        """See Table."""
+        asked = list(ids)
+        self.calls.append(("look", asked, tag))
+        self.before_look(asked)
+        return [[self.rows[id][column] for column in columns] for id in asked if id in self.rows]
+
+    def kinds(self) -> list[str]:
+        """Return what was asked, in a word each."""
+        return [kind for kind, _, _ in self.calls]
+
+
+class _FailsAfterItsWrites:
+    """Each Spark task writes half of its rows at least, and fails, twice; the third run of it succeeds."""
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """See the other base class."""
+        context = TaskContext.get()
+        assert context is not None
+        attempt = context.attemptNumber()
+        # The first run is cut short, the second writes all.
+        taken = [batch.slice(0, (len(batch) + 1) // 2) if attempt == 0 else batch for batch in batches]
+        work: Any = super()
+        answers = list(work.__call__(iter(taken)))
+        if attempt < 2 and taken:
+            raise RuntimeError(f"run {attempt} of this task fails after its writes")
+        yield from answers
+
+
+class RegistrationFails(_FailsAfterItsWrites, Registration):
+    """Of the job `register`."""
+
+
+class ReplayFails(_FailsAfterItsWrites, Replay):
+    """Of the job `replay`."""
+
+
+@dataclasses.dataclass
+class FakeTime:
+    """A clock that only sleeping moves."""
+
+    now: float = 100.0
+    slept: list[float] = dataclasses.field(default_factory=list)
+
+    def clock(self) -> float:
+        """Return the time in seconds."""
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Let so many seconds pass."""
+        self.slept.append(seconds)
+        self.now += seconds

@@ -1,0 +1,27 @@
+"""Settings of replays for tests, and what was noted of them."""
+
+from typing import Any
+
+from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1.database import Database
+
+from outbox import schema
+from outbox.settings import DatabaseSettings
+from outbox_pipeline.settings import ReplaySettings
+
+COLUMNS = ("ReplayId", "StartedAt", "FinishedAt", "Source", "Predicate", "Principal", "Tasks")
+
+
+def replay_settings(target: DatabaseSettings, **given: str) -> ReplaySettings:
+    """Return the settings of the job, its flags as users write them."""
+    flags = {"project": target.project, "instance": target.instance, "database": target.database}
+    return ReplaySettings.read(flags | given, {})
+
+
+def noted(database: Database) -> list[dict[str, Any]]:
+    """Return the rows of AsynchronousTaskReplays in the order of their beginnings."""
+    with database.snapshot() as snapshot:
+        rows = [
+            dict(zip(COLUMNS, row, strict=True)) for row in snapshot.read(schema.REPLAYS, COLUMNS, KeySet(all_=True))
+        ]
+    return sorted(rows, key=lambda row: row["StartedAt"])

@@ -1,0 +1,260 @@
+"""The audit's report: all that is in the summary, well-formed whatever is in the data, and nothing from elsewhere."""
+
+import re
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from outbox.cli.output import escaped
+from outbox_pipeline import audit_page, audit_plots
+from outbox_pipeline.audit_page import page
+from outbox_pipeline.transforms import audit
+
+NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
+SVG = "{http://www.w3.org/2000/svg}"
+CLASSES = (*audit.STATES, *audit.FLAWS, "messages", "out_of_order", "unknown", "foreign", "unreadable")
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '\' onload="x" &amp; $x^2$ ]]> <!-- </table>',
+    "nul \x00 bell \x07 escape \x1b[31m turned \u202e half \ud800 none \uffff",
+    "n" * 3000,
+    "#0a0b0c",
+)
+LATENCY = {"p50": 0.0312, "p95": 2.5, "p99": 44.25, "max": 1234.5}
+
+
+def row(topic: str, tasks: int, hour: str | datetime, **numbers: int) -> dict[str, Any]:
+    """Return a line of the summary: so many tasks of a topic, all delivered but those that `numbers` say."""
+    others = dict.fromkeys((*audit.STATES, *audit.FLAWS), 0) | numbers
+    delivered = tasks - sum(others[name] for name in audit.STATES)
+    came = delivered + others["late"]
+    seconds = LATENCY if came else dict.fromkeys(LATENCY)
+    counts = {"tasks": tasks, **others, "delivered": delivered, "messages": came}
+    return {"hour": hour, "topic": topic, **counts, **seconds}
+
+
+def summary(*lines: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """Return a summary as the job makes it of these lines of hours and topics."""
+    counts = ("tasks", *audit.STATES, "messages", *audit.FLAWS)
+    topics: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        known = topics.setdefault(line["topic"], {**line, **dict.fromkeys(counts, 0)})
+        known.update({name: known[name] + line[name] for name in counts})
+        known.pop("hour", None)
+    return {
+        "job": "audit",
+        "database": HOSTILE[0],
+        "tasks_from": "both",
+        "received_from": HOSTILE[1],
+        "known_until": "2026-11-20T14:59:59.000000Z",
+        "horizon": "2026-11-20T15:00:00.500000Z",
+        "grace_seconds": 600.0,
+        "clock_skew_seconds": 2.5,
+        "since": NOON,
+        "until": NOON + timedelta(hours=2),
+        **{name: sum(line[name] for line in lines) for name in counts},
+        "out_of_order": 0,
+        "unknown": 0,
+        "foreign": 0,
+        "unreadable": 0,
+        "report": "gs://bucket/audit/report.html",
+        "seconds": 184.0,
+        "latency": LATENCY if lines else dict.fromkeys(LATENCY),
+        "by_topic": sorted(topics.values(), key=lambda line: str(line["topic"])),
+        "by_hour_and_topic": list(lines),
+        "samples": {},
+        **others,
+    }
+
+
+def hour(number: int) -> str:
+    """Return an hour of the window as the job writes it."""
+    return f"2026-11-20T{12 + number:02}:00:00.000000Z"
+
+
+def rich() -> dict[str, Any]:
+    """Return a summary in which every number is another one, and every class has samples."""
+    lines = [
+        row("orders", 31_000, hour(0), lost=101, late=23, dead=37, republished=431),
+        row("orders", 29_001, hour(1), pending=59, arriving=67, redelivered=173, mismatched=83),
+        row("refunds", 713, hour(1)),
+        *(row(name, 11, NOON) for name in HOSTILE),
+    ]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for place, name in enumerate((*audit.STATES[1:], *audit.FLAWS, "out_of_order", "unknown")):
+        known = {"topic": HOSTILE[place % 5], "created_at": f"2026-11-20T12:{place:02}:01.000001Z"}
+        known |= {"sent_at": NOON + timedelta(minutes=place, microseconds=7)}
+        known |= {"overtaken_at": f"2026-11-20T12:{place:02}:59.000000Z"} if name == "out_of_order" else {}
+        own = {} if name == "unknown" else known
+        found[name] = [{"task_id": f"{name} {HOSTILE[place % 5]}", **own, "first_at": NOON, "messages": 7_000 + place}]
+    return summary(*lines, out_of_order=89, unknown=97, foreign=1_103, unreadable=109, samples=found)
+
+
+@pytest.fixture(scope="module")
+def rich_page() -> str:
+    """The page of it: each of its plots takes a moment."""
+    return page(rich())
+
+
+def parsed(text: str) -> ET.Element:
+    """Return the page, which is XML as well."""
+    return ET.fromstring(text)
+
+
+def words(text: str) -> str:
+    """Return what a reader sees, in one line; not that of the plots."""
+    [body] = parsed(text).iter("body")
+    for parent in list(body.iter()):
+        for plot in parent.findall(f"{SVG}svg"):
+            parent.remove(plot)
+    return " ".join(" ".join(body.itertext()).split())
+
+
+def test_the_numbers_and_the_samples_are_there(rich_page: str) -> None:
+    """Each with its meaning beside it; times in full, as commands take them."""
+    made = rich()
+    told = words(rich_page)
+    for name in CLASSES:
+        assert re.search(rf"\b{made[name]:,} +{name.replace('_', ' ')}\b", told), name
+    for text in (HOSTILE[0], HOSTILE[1], "both", "10m", "2.5s"):
+        assert text in told
+    for time in ("12:00:00.000000Z", "14:00:00.000000Z", "14:59:59.000000Z", "15:00:00.500000Z"):
+        assert f"2026-11-20T{time}".replace(".000000Z", "Z") in told
+    for name, rows in made["samples"].items():
+        for value in rows[0].values():
+            shown = value.isoformat().replace("+00:00", "Z") if isinstance(value, datetime) else value
+            shown = f"{shown:,}" if isinstance(shown, int) else escaped(shown).replace(".000000Z", "Z")
+            assert " ".join(shown.split()) in told, name
+    for meaning in [each for group in audit_page._GROUPS.values() for each in group.values()]:
+        assert meaning in told
+    assert "outbox retry ID" in told
+
+
+def test_the_tables_lines_are_those_of_the_topics() -> None:
+    """Lost ones first, then the largest; duplicates for each thousand tasks; what has no latency has a dash."""
+    lines = [row("big", 4_000, hour(0), republished=5, redelivered=7), row("bad", 10, hour(0), lost=10)]
+    table = next(each for each in parsed(page(summary(*lines))).iter("table"))
+    cells = [["".join(cell.itertext()) for cell in line] for line in table.iter("tr")]
+    assert cells[1] == ["bad", "10", "0", "0", "10", "0", "0", "0", "0", "0.0", "\u2013", "\u2013", "\u2013", "\u2013"]
+    assert cells[2][:3] == ["big", "4,000", "4,000"]
+    assert cells[2][9:] == ["3.0", "0.031", "2.500", "44.2", "1,234"]
+    assert len(cells[0]) == len(cells[1])
+
+
+@pytest.mark.parametrize(
+    ("made", "kind", "headline"),
+    [
+        (summary(row("orders", 9, hour(0))), "good", "\u2713 Nothing is lost"),
+        (summary(row("orders", 9, hour(0), lost=1)), "bad", "\u2717 1 task is lost"),
+        (summary(row("orders", 9_000, hour(0), lost=2_000)), "bad", "\u2717 2,000 tasks are lost"),
+        (summary(since=None), "none", "No task was created in the window"),
+    ],
+)
+def test_the_headline_says_whether_anything_is_lost(made: dict[str, Any], kind: str, headline: str) -> None:
+    """In words and by a sign, not by its colour alone."""
+    verdict = next(parsed(page(made)).iter("header"))
+    assert verdict.attrib["class"] == f"verdict {kind}"
+    assert verdict.findtext("h1") == headline
+
+
+def test_nothing_else_is_wrong_unsaid() -> None:
+    """What is not lost and still wrong stands in the headline's box, with the way to its samples."""
+    made = summary(row("orders", 9, hour(0), mismatched=3), unknown=2, samples={"unknown": [{"task_id": "x"}]})
+    verdict = next(parsed(page(made)).iter("header"))
+    assert "Not as it should be, all the same: 3 mismatched, 2 unknown." in "".join(verdict.itertext())
+    assert [link.attrib["href"] for link in verdict.iter("a")] == ["#unknown"]
+
+
+def test_it_needs_nothing_and_can_do_nothing(rich_page: str) -> None:
+    """No script, no address of anything but its own parts, each of them there and only once."""
+    root = parsed(rich_page)
+    ids = [each.attrib["id"] for each in root.iter() if "id" in each.attrib]
+    assert len(ids) == len(set(ids))
+    for each in root.iter():
+        assert each.tag.removeprefix(SVG) not in {"script", "link", "img", "image", "iframe", "object", "form", "base"}
+        for name, value in each.attrib.items():
+            assert not name.startswith("on")
+            assert "src" not in name
+            if name.endswith("href"):
+                assert value[0] == "#"
+                assert value[1:] in ids
+            assert all(part[0] == "#" and part[1:] in ids for part in re.findall(r"url\(([^)]*)\)", value))
+    styles = "".join("".join(each.itertext()) for each in root.iter() if each.tag.endswith("style"))
+    assert not re.search(r"url|@import|//", styles)
+    [policy] = [each.attrib["content"] for each in root.iter("meta") if "http-equiv" in each.attrib]
+    assert policy.startswith("default-src 'none'")
+
+
+def test_the_same_summary_makes_the_same_page() -> None:
+    """To the byte; and the settings of matplotlib are left as they are."""
+    import matplotlib as mpl
+
+    before = dict(mpl.rcParams)
+    made = summary(row("orders", 9_000, hour(0), lost=2_000, pending=1))
+    assert page(made) == page(made)
+    assert dict(mpl.rcParams) == before
+
+
+def test_hostile_texts_stay_texts(rich_page: str) -> None:
+    """Of topics, ids, the database and the path; what cannot be printed is written as Python writes it."""
+    root = parsed(rich_page)
+    assert root.findtext("head/title") == f"Audit of {HOSTILE[0]}"
+    cells = {"".join(each.itertext()) for each in root.iter("td")}
+    for text in HOSTILE:
+        assert escaped(text) in cells
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202e]", rich_page)
+
+
+def test_a_plot_has_each_state_and_no_text_of_the_data(rich_page: str) -> None:
+    """What few are has a scale of its own; nothing that a topic is called can become a formula or a colour."""
+    root = parsed(rich_page)
+    first, *others = root.iter(f"{SVG}svg")
+    texts = ["".join(each.itertext()).strip() for each in first.iter(f"{SVG}text")]
+    assert set(audit.STATES) <= set(texts)
+    assert {"all tasks", "others", "2026-11-20 12:00 to 2026-11-20 14:00 UTC"} <= set(texts)
+    assert texts.count("lost") == 2
+    for plot in others:
+        texts = ["".join(each.itertext()).strip() for each in plot.iter(f"{SVG}text")]
+        assert {"p50", "p95", "p99", "seconds", "0.01", "100", "2026-11-20 12:00 to 2026-11-20 14:00 UTC"} <= set(texts)
+        assert not [text for text in texts if any(part in text for part in ("script", "x^2", "nnn", "0a0b0c"))]
+
+
+def test_many_topics_are_cut_with_a_note() -> None:
+    """A thousand: the largest have plots, 200 have lines; a summary that is cut says so."""
+    lines = [row(f"topic {place:04}", 1_000 + place, hour(place % 24 % 8)) for place in range(1_000)]
+    made = summary(*lines)
+    root = parsed(page(made | {"tasks": made["tasks"] + 5}))
+    captions = [each.text for each in root.iter("figcaption")]
+    assert captions == [f"topic {place:04}" for place in range(999, 991, -1)]
+    assert len(list(root.iter("tr"))) == 1 + audit_page.MOST_ROWS
+    notes = " ".join(each.text or "" for each in root.iter("p") if each.attrib.get("class") == "note")
+    assert "The 8 largest of 1,000 topics" in notes
+    assert "200 of 1,000 topics; summary.json has the others" in notes
+    assert notes.count(f"{made['tasks']:,} of {made['tasks'] + 5:,} tasks") == 2
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [row("a", 1, hour(0), pending=1)],
+        [row("a", 5, hour(0), lost=5), row("a", 5, hour(5), dead=5)],
+        [{**row("a", 5, hour(0)), "p50": 0.0, "p95": 0.0, "p99": 0.0, "max": 0.0}],
+        [row("a", 5, "1971-01-01T00:00:00.000000Z"), row("a", 5, hour(0))],
+    ],
+    ids=["nothing received", "nothing received in two hours", "no latency", "decades between"],
+)
+def test_any_plot_can_be_drawn(lines: list[dict[str, Any]]) -> None:
+    """Also where a scale has nothing to go by."""
+    root = parsed(page(summary(*lines)))
+    assert len(list(root.iter(f"{SVG}svg"))) == (1 if lines[0]["p50"] is None else 2)
+
+
+def test_it_knows_the_classes_of_the_audit() -> None:
+    """The same states in the same order, and advice for each class that has samples."""
+    assert tuple(audit_plots.STATES) == audit.STATES
+    assert {*audit.STATES[1:], *audit.FLAWS, audit.OUT_OF_ORDER, "unknown"} == set(audit_page._ADVICE)
+    assert [name for group in audit_page._GROUPS.values() for name in group] == [
+        *audit.STATES, "messages", *audit.FLAWS, "out_of_order", "unknown", "foreign", "unreadable",
+    ]  # fmt: skip
