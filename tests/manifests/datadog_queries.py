@@ -20,7 +20,7 @@ VALUES = {"state": set(m.TASK_STATES), "phase": {m.POLL, m.CLAIM, m.PUBLISH, m.C
 
 #: What Datadog calls the units that we use, of its list: docs.datadoghq.com/metrics/units.
 UNITS = frozenset(
-    {"event", "instance", "packet", "percent", "second", "shard", "task", "transaction", "unit", "worker"}
+    {"event", "instance", "packet", "percent", "row", "second", "shard", "task", "transaction", "unit", "worker"}
 )
 
 METRIC = re.compile(
@@ -85,7 +85,7 @@ FOREIGN = {
         frozenset({"env", "service"}),
     ),
 }
-KNOWN: Mapping[str, Known] = {each.name: _of_table(each) for each in (*m.METRICS, m.REGISTERED)} | FOREIGN
+KNOWN: Mapping[str, Known] = {each.name: _of_table(each) for each in (*m.METRICS, m.REGISTERED, *m.PIPELINE)} | FOREIGN
 
 
 @dataclass(frozen=True)

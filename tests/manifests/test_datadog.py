@@ -68,7 +68,9 @@ def queries() -> list[Query]:
 
 def test_every_metric_is_shown() -> None:
     """A metric that nobody can see is not sent for anybody, least of all one that is bad news when it rises."""
-    assert {each.name for each in (*m.METRICS, m.REGISTERED)} - {query.name for query in queries()} == set()
+    assert {each.name for each in (*m.METRICS, m.REGISTERED, *m.PIPELINE)} - {
+        query.name for query in queries()
+    } == set()
 
 
 def test_the_objective_in_the_dashboard_is_that_of_the_alarm() -> None:
@@ -116,7 +118,7 @@ def test_the_autoscaler_asks_for_what_is_sent() -> None:
 
 def test_units_of_the_table_are_datadogs() -> None:
     """Others are left out of its graphs without a word."""
-    assert {each.unit for each in (*m.METRICS, m.REGISTERED)} <= UNITS
+    assert {each.unit for each in (*m.METRICS, m.REGISTERED, *m.PIPELINE)} <= UNITS
 
 
 def test_the_page_names_each_monitor() -> None:

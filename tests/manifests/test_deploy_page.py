@@ -31,6 +31,8 @@ from tests.manifests.rendering import (
 )
 from tests.manifests.rules import RULES
 
+pytestmark = pytest.mark.xdist_group("deploy-page")  # gcloud is asked once
+
 PAGES = {name: ROOT / name for name in ("docs/operations/deploy.md", "k8s/README.md")}
 PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.cli._parser}
 TOOLS = ("gcloud", "kubectl", "docker", "helm", *PARSERS)
@@ -53,11 +55,12 @@ def script(page: Path) -> str:
     return "\n".join(commands)
 
 
-def carried_out(page: Path, folder: Path) -> list[Words]:
+def carried_out(page: Path, folder: Path, tools: tuple[str, ...] = TOOLS) -> list[Words]:
     """Run the page in `folder`, and return the words of each call of a tool, with their variables filled in."""
     record = folder / "record"
-    stub = f'printf \'%s\\0\' $TOOL "$@" >>{record}; echo >>{record}; answer "$*";'
-    stubs = [f"{tool}() {{ {stub.replace('$TOOL', tool)} }}" for tool in TOOLS]
+    # One write a call: the two ends of a pipe run at once.
+    stub = f"""printf '%s\\0' $TOOL "$@" $'\\x1e' >>{record}; answer "$*";"""
+    stubs = [f"{tool}() {{ {stub.replace('$TOOL', tool)} }}" for tool in tools]
     answer = f"""answer() {{ case "$1" in *registryUri*) echo {REGISTRY};; *projectNumber*) echo {NUMBER};; esac; }}"""
     keys = "export DD_API_KEY=api DD_APP_KEY=app"
     text = "\n".join(["set -eu", f": >{record}", answer, *stubs, keys, script(page)])
@@ -65,7 +68,7 @@ def carried_out(page: Path, folder: Path) -> list[Words]:
         ["bash", "-c", text], cwd=folder, capture_output=True, text=True, check=False, timeout=SECONDS
     )
     assert done.returncode == 0, done.stderr
-    return [tuple(line.split("\0")[:-1]) for line in record.read_text().splitlines()]
+    return [tuple(call.split("\0")[:-1]) for call in record.read_text().split("\x1e\0")[:-1]]
 
 
 @pytest.fixture(scope="module")

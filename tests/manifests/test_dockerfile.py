@@ -3,11 +3,13 @@
 import ast
 import contextlib
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,8 @@ STAGES = read(ROOT / "k8s" / "Dockerfile")
 #: The user of the pods and of the image.
 USER = 65532
 VENV = "/opt/publishworker"
+#: The environments of the pipeline: with PySpark, and where Spark is mounted.
+PIPELINE, DATAPROC = "/opt/pipeline", "/opt/dataproc"
 
 
 def said(stage: str, word: str) -> list[str]:
@@ -29,10 +33,12 @@ def said(stage: str, word: str) -> list[str]:
 
 def test_the_worker_is_the_default_and_runs() -> None:
     """`docker build` without a target makes the worker; exec form, so that Python gets SIGTERM; `run` by default."""
-    assert list(STAGES) == ["build", "runtime", "demo", "worker"]
+    assert list(STAGES) == [
+        "build", "runtime", "demo", "pipeline-build", "pipeline", "dataproc-build", "dataproc", "worker",
+    ]  # fmt: skip
     assert said("worker", "ENTRYPOINT") == ['["publishworker"]']
     assert said("worker", "CMD") == ['["run"]']
-    for stage in ("worker", "demo"):
+    for stage in ("worker", "demo", "pipeline"):
         assert all(step.rest.startswith("[") for step in chain(STAGES, stage) if step.word in ("ENTRYPOINT", "CMD"))
 
 
@@ -65,17 +71,75 @@ def test_the_final_stage_gets_the_environment_and_nothing_else() -> None:
     assert run.startswith("python -m pip uninstall --yes ")
     assert {"pip", "setuptools", "wheel"} <= set(run.split())
     assert [value for value in said("worker", "ENV") if f"PATH={VENV}/bin:$PATH" in value]
-    everything = " ".join(step.rest for stage in STAGES.values() for step in stage.all("RUN"))
+    steps = [*STAGES["build"].steps, *chain(STAGES, "worker"), *chain(STAGES, "demo")]
+    everything = " ".join(step.rest for step in steps if step.word == "RUN")
     assert not [tool for tool in ("apt-get", "gcc", "build-essential", "curl", "git ") if tool in everything]
+
+
+def test_the_worker_has_no_spark() -> None:
+    """Neither in what its stages do nor in what they take from others: the 490 MB are those of the pipeline's image."""
+    steps = [*STAGES["build"].steps, *chain(STAGES, "worker"), *chain(STAGES, "demo")]
+    assert not [step for step in steps if step.word == "RUN" and "spark" in step.rest]
+    assert not [step for step in steps if PIPELINE in step.rest or DATAPROC in step.rest or "openjdk" in step.rest]
+
+
+def test_the_pipeline_has_all_of_the_extra() -> None:
+    """The wheel with [spark], as driver and executors need it; PySpark alone is not a wheel already."""
+    [build] = STAGES["pipeline-build"].all("RUN")
+    assert build.rest.endswith('"$(ls /opt/wheel/*.whl)[spark]"')
+    assert re.findall(r"--(only|no)-binary (\S+)", build.rest) == [("only", ":all:"), ("no", "pyspark")]
+    assert STAGES["pipeline-build"].base == STAGES["dataproc-build"].base == "build"
+    assert said("pipeline", "COPY") == [
+        f"--from=pipeline-build {PIPELINE} {PIPELINE}",
+        "k8s/spark/entrypoint.sh /opt/entrypoint.sh",
+    ]
+    assert said("pipeline", "ENTRYPOINT") == ['["/opt/entrypoint.sh"]']
+    assert os.access(ROOT / "k8s" / "spark" / "entrypoint.sh", os.X_OK)
+    version = f"python3.{sys.version_info.minor}"
+    [environment] = said("pipeline", "ENV")
+    assert f"SPARK_HOME={PIPELINE}/lib/{version}/site-packages/pyspark" in environment.split()
+    assert f"PATH={PIPELINE}/bin:$PATH" in environment.split()
+
+
+def test_the_image_for_dataproc_has_the_rest_of_the_extra() -> None:
+    """All of [spark] but PySpark, which is mounted; no Java; the user that is asked for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = {re.split(r"[<>=]", each)[0] for each in project["optional-dependencies"]["spark"]} - {"pyspark"}
+    [build] = STAGES["dataproc-build"].all("RUN")
+    assert set(build.rest.rpartition('.whl)"')[2].split()) == wanted
+    steps = " ".join(step.rest for step in chain(STAGES, "dataproc"))
+    assert "openjdk" not in steps
+    assert "pyspark" not in steps
+    assert {"procps", "tini", "1099"} <= set(steps.split())
+    assert said("dataproc", "USER") == ["1099:1099"]
+    assert said("dataproc", "ENTRYPOINT") == []
+
+
+@pytest.mark.parametrize("stage", ["pipeline", "dataproc"])
+def test_the_pipelines_images_are_not_root_and_have_no_pip(stage: str) -> None:
+    """Numbers for the user, whose line is in passwd; nothing is installed after it; lists of packages are left out."""
+    [user] = said(stage, "USER")
+    number, _, group = user.partition(":")
+    assert number == group
+    assert int(number) > 0
+    [run] = said(stage, "RUN")
+    assert f"--uid {number} " in run
+    assert "python -m pip uninstall --yes" in run
+    assert "--no-install-recommends" in run
+    assert "rm -rf /var/lib/apt/lists/*" in run
+    words = [step.word for step in STAGES[stage].steps]
+    assert words.index("USER") > words.index("RUN")
 
 
 def test_every_installation_is_pinned() -> None:
     """Each `pip install` and `pip wheel` is told the versions of constraints.txt."""
-    for step in STAGES["build"].all("RUN"):
+    steps = [step for stage in STAGES.values() for step in stage.all("RUN")]
+    assert sum(" install " in step.rest and " -m pip " in step.rest for step in steps) >= 4
+    for step in steps:
         for part in step.rest.split("&&"):
-            if " install " in part:
+            if " install " in part and "apt-get" not in part:
                 assert "--constraint constraints.txt" in part
-            if " wheel " in part:
+            if " pip wheel " in part:
                 assert "--build-constraint constraints.txt" in part
 
 
@@ -130,6 +194,29 @@ def test_the_steps_make_an_image_that_runs() -> None:
         the_environment_has_no_tools(machine, closed)
         versions_are_those_of_the_constraints(machine, closed)
         nothing_can_be_changed_by_other_users(machine)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("build", "folder"), [("pipeline-build", PIPELINE), ("dataproc-build", DATAPROC)])
+def test_the_steps_make_environments_that_run(build: str, folder: str, request: pytest.FixtureRequest) -> None:
+    """The pipeline's steps carried out in the same way, for minutes: PySpark is packed on the spot."""
+    if not request.config.getoption("--long"):
+        pytest.skip("installs PySpark from its archive, 490 MB: --long")
+    with tempfile.TemporaryDirectory(prefix="outbox-pipeline-image-") as name:
+        machine = prepared(Path(name).resolve())
+        machine.carry_out([*STAGES["build"].steps, *STAGES[build].steps])
+        for other in ("src", "opt/build", "opt/wheel", VENV.lstrip("/")):
+            shutil.rmtree(machine.root / other)
+        closed = machine.root / "closed"
+        closed.mkdir(mode=0o555)
+        python = str(machine.inside(f"{folder}/bin/python"))
+        for module in ("datadog", "matplotlib", "pandas", "pyarrow", "outbox_pipeline.settings"):
+            machine.run([python, "-W", "ignore", "-c", f"import {module}"], closed)
+        spark = machine.inside(f"{folder}/lib/python3.{sys.version_info.minor}/site-packages/pyspark")
+        assert spark.exists() is (folder == PIPELINE)
+        assert bool(list(spark.glob("jars/spark-kubernetes_*.jar"))) is (folder == PIPELINE)
+        assert not os.access(spark / "bin" / "spark-submit", os.X_OK) or folder == PIPELINE
+        versions_are_those_of_the_constraints(machine, closed, folder)
 
 
 def prepared(root: Path) -> Machine:
@@ -203,7 +290,7 @@ def the_commands_run(machine: Machine, closed: Path) -> None:
 def the_environment_has_no_tools(machine: Machine, closed: Path) -> None:
     """Neither pip nor setuptools nor a compiler; the packages of the extra are there, and compiled."""
     python = str(machine.inside(f"{VENV}/bin/python"))
-    for module in ("pip", "setuptools", "pytest", "hatchling"):
+    for module in ("pip", "setuptools", "pytest", "hatchling", "pyspark", "pandas", "pyarrow", "matplotlib"):
         assert "No module named" in machine.run([python, "-c", f"import {module}"], closed, code=1)
     for module in ("datadog", "tqdm", "google.cloud.spanner", "google.cloud.pubsub_v1"):
         machine.run([python, "-W", "ignore", "-c", f"import {module}"], closed)
@@ -212,10 +299,10 @@ def the_environment_has_no_tools(machine: Machine, closed: Path) -> None:
     assert list(machine.inside(VENV).glob("lib/python3*/site-packages/publishworker/__pycache__/*.pyc"))
 
 
-def versions_are_those_of_the_constraints(machine: Machine, closed: Path) -> None:
+def versions_are_those_of_the_constraints(machine: Machine, closed: Path, folder: str = VENV) -> None:
     """Every package but ours."""
     names = "import importlib.metadata as m; print(*(f'{d.name}=={d.version}' for d in m.distributions()))"
-    python = str(machine.inside(f"{VENV}/bin/python"))
+    python = str(machine.inside(f"{folder}/bin/python"))
     installed = {_normal(each) for each in machine.run([python, "-c", names], closed).split()}
     pinned = {_normal(line) for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert installed - pinned == {f"spanner-outbox=={outbox.__version__}"}
