@@ -1,32 +1,34 @@
 # Two commands matter to a newcomer: `make demo` and `make test`. Everything installs into .venv.
 PYTHON ?= python3
-TASKS  ?= 3000
 BIN    := .venv/bin
 STAMP  := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long lint format docs bench constraints clean
+.PHONY: help demo demo-pipeline test test-long lint format docs bench bench-pipeline constraints clean
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 $(STAMP): pyproject.toml constraints.txt outbox/_version.py
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": set PYTHON=python3.11")'
 	@echo "Installing into .venv (pinned by constraints.txt) ..."
 	@$(PYTHON) -m venv .venv || { echo "python3 -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt pip
-	@$(BIN)/python -m pip install -qq --constraint constraints.txt --build-constraint constraints.txt --group dev --editable '.[worker]'
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --build-constraint constraints.txt --group dev --editable '.[worker,spark]'
 	@touch $@
 
 demo: $(STAMP) ## run the whole thing on the emulators: an order service, two workers, a subscriber (TASKS=3000)
-	@PYTHONPATH=docs/examples $(BIN)/python -m orders.demo --tasks $(TASKS)
+	@PYTHONPATH=docs/examples $(BIN)/python -m orders.demo $(if $(TASKS),--tasks $(TASKS))
+
+demo-pipeline: $(STAMP) ## the pipeline on Spark: register, drain beside workers, archive, audit, replay, audit (TASKS=5000)
+	@PYTHONPATH=docs/examples $(BIN)/python -m payments.demo $(if $(TASKS),--tasks $(TASKS)) $(if $(OUTPUT),--output $(OUTPUT))
 
 # Three on two cores: many tests wait for processes.
 test: $(STAMP) ## all tests, on the real emulators
-	@$(BIN)/python -m pytest --numprocesses 3
+	@$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --durations 40 --durations-min 8
 
 test-long: $(STAMP) ## outages of a minute each, probes of production, 5,000 random histories of ordering keys
-	@$(BIN)/python -m pytest --long --numprocesses 2 -rP tests/acceptance/test_outages.py tests/acceptance/test_bad_topics.py tests/acceptance/test_as_in_kubernetes.py tests/acceptance/test_as_in_kubernetes_memory.py tests/unit/test_order_machine.py
+	@$(BIN)/python -m pytest --long --numprocesses 2 -rP tests/acceptance/test_outages.py tests/acceptance/test_bad_topics.py tests/acceptance/test_as_in_kubernetes.py tests/acceptance/test_as_in_kubernetes_memory.py tests/unit/test_order_machine.py tests/integration/test_ordering_spanner.py
 
 lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff check .
@@ -43,10 +45,14 @@ docs: $(STAMP) ## write the generated reference pages again
 bench: $(STAMP) ## speed, costs, latency and memory on the emulators, ten minutes; writes docs/benchmarks.md
 	@$(BIN)/python -m tests.benchmarks
 
+bench-pipeline: $(STAMP) ## the jobs on Spark beside plain loops, fifteen minutes; writes docs/benchmarks.md
+	@$(BIN)/python -m tests.benchmarks --rounds 3 --only spark-read spark-archive spark-drain spark-replay \
+		spark-purge spark-register
+
 constraints: ## resolve the newest versions and write constraints.txt
 	@$(PYTHON) -m venv .venv-constraints
 	@.venv-constraints/bin/python -m pip install --quiet --upgrade pip
-	@.venv-constraints/bin/python -m pip install --quiet --group dev --editable '.[worker]'
+	@.venv-constraints/bin/python -m pip install --quiet --group dev --editable '.[worker,spark]'
 	@{ echo '# Written by `make constraints`: every version that `make test`, `make demo` and `make bench` install.'; \
 	   .venv-constraints/bin/python -m pip freeze --all --exclude-editable --exclude setuptools; } > constraints.txt
 	@rm -rf .venv-constraints

@@ -7,10 +7,18 @@ from pathlib import Path
 
 from outbox.cli.emulators import EmulatorSettings
 from outbox.settings import DatabaseSettings, Field, fields_of
+from outbox_pipeline.settings import (
+    ArchiveSettings,
+    AuditSettings,
+    DrainSettings,
+    JobSettings,
+    RegisterSettings,
+    ReplaySettings,
+)
 from publishworker.failures import REASONS, Kind, Reason
 from publishworker.healthcheck import MAX_AGE
-from publishworker.settings import WorkerSettings
-from publishworker.telemetry.metrics import METRICS, REGISTERED, Metric
+from publishworker.settings import RelaySettings, WorkerSettings
+from publishworker.telemetry.metrics import METRICS, PIPELINE, REGISTERED, Metric
 
 REFERENCE = Path(__file__).parent / "reference"
 #: Units, descriptions and types as Datadog's API and its Terraform provider want them for each metric.
@@ -40,6 +48,12 @@ OTHER_FLAGS = f"""\
 | `publishworker check` | `TOPIC ...` | Topics to look at beside those of pending rows. |
 | `publishworker healthcheck` | `--heartbeat-file` (`OUTBOX_HEARTBEAT_FILE`) | The worker's file of that name. |
 | `publishworker healthcheck` | `--max-age` (`OUTBOX_MAX_AGE`) | Oldest heartbeat, in seconds; default {MAX_AGE:g}. |
+| `python -m outbox_pipeline JOB` | `--json` | The summary as one line of JSON. |
+| `python -m outbox_pipeline archive` | `--purge` | Then delete from the table what the archive holds. |
+| `python -m outbox_pipeline archive` | `--read-late` | Read windows that are too old for it as of now. |
+| `python -m outbox_pipeline drain` | `--deadline SECONDS` | As for `publishworker drain`. |
+| `python -m outbox_pipeline replay` | `--dry-run` | Change nothing: count the tasks by topic, show some. |
+| `python -m outbox_pipeline replay` | `--resume ID` | Go on with a replay that ended early, with its selection. |
 | `outbox schema` | `--shards`, `--retention`, `--change-stream` | See [the schema](../guide/schema.md). |
 
 ## Environment of others
@@ -51,10 +65,10 @@ OTHER_FLAGS = f"""\
 | `GOOGLE_APPLICATION_CREDENTIALS` | Google's clients | Credentials, where no service account gives them. |
 | `GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW` | the Spanner client | `false` against emulators before 1.5.38; \
 the worker sets it there by itself, an application with several threads must. |
-| `DD_DOGSTATSD_URL`, `DD_AGENT_HOST`, `DD_DOGSTATSD_PORT` | `publishworker` | Where the DogStatsD agent is; none of \
-them set: no metrics. |
-| `DD_ENV`, `DD_SERVICE`, `DD_VERSION` | `publishworker` | Tags of every metric. |
-| `CLOUDSDK_ROOT_DIR`, `JAVA_HOME` | `outbox emulators` | Where the emulators, and the Java for one of them, are. |"""
+| `DD_DOGSTATSD_URL`, `DD_AGENT_HOST`, `DD_DOGSTATSD_PORT` | `publishworker`, the pipeline | Where the DogStatsD agent \
+is; none of them set: no metrics. |
+| `DD_ENV`, `DD_SERVICE`, `DD_VERSION` | `publishworker`, the pipeline | Tags of every metric. |
+| `CLOUDSDK_ROOT_DIR`, `JAVA_HOME` | `outbox emulators`, the pipeline | Where the emulators, and Java, are. |"""
 
 METRICS_INTRO = """\
 # Metrics
@@ -136,12 +150,37 @@ operators](../operations/commands.md).",
             ("flag", "variable", "default", "allowed", "meaning"),
             (_row(field) for field in fields_of(WorkerSettings) if field.name not in shared),
         ),
+        "## Pipeline",
+        "For `python -m outbox_pipeline JOB`, beside those of the database. See [its pages](../pipeline/register.md).",
+        *_jobs(),
         "## Emulators",
         "For `outbox emulators`.",
         _table(("flag", "variable", "default", "allowed", "meaning"), map(_row, fields_of(EmulatorSettings))),
         OTHER_FLAGS,
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _jobs() -> Iterator[str]:
+    shared = {field.name for field in fields_of(DatabaseSettings)}
+    for title, settings in (
+        ("Every job", JobSettings),
+        ("register", RegisterSettings),
+        ("archive", ArchiveSettings),
+        ("audit", AuditSettings),
+        ("replay", ReplaySettings),
+    ):
+        yield f"### {title}"
+        fields = [field for field in fields_of(settings) if field.name not in shared]
+        yield _table(("flag", "variable", "default", "allowed", "meaning"), map(_row, fields))
+        shared |= {field.name for field in fields_of(JobSettings)}
+    yield "### drain"
+    own = {field.name for field in fields_of(WorkerSettings)} - {field.name for field in fields_of(RelaySettings)}
+    without = " and ".join(f"`{field.flag}`" for field in fields_of(WorkerSettings) if field.name in own)
+    yield f"And [those of a worker](#worker), but for {without}."
+    shared |= {field.name for field in fields_of(RelaySettings)}
+    fields = [field for field in fields_of(DrainSettings) if field.name not in shared]
+    yield _table(("flag", "variable", "default", "allowed", "meaning"), map(_row, fields))
 
 
 def _row(field: Field) -> tuple[str, ...]:
@@ -167,6 +206,9 @@ def _metrics() -> str:
         METRICS_INTRO,
         "## Of the worker",
         _table(columns, map(row, METRICS)),
+        "## Of the pipeline",
+        "Sent by the driver of a job at its end, if an agent is configured there.",
+        _table(columns, map(row, PIPELINE)),
         "## Of the application",
         "Through the client given to [`outbox.set_metrics`](../guide/register.md#metrics).",
         _table(columns, [row(REGISTERED)]),
@@ -180,7 +222,7 @@ def _metadata() -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(METADATA_COLUMNS)
-    for metric in (REGISTERED, *METRICS):
+    for metric in (REGISTERED, *METRICS, *PIPELINE):
         short = metric.name.removeprefix("outbox.").replace("_", " ")
         tags = ",".join(metric.tags)
         writer.writerow(

@@ -7,6 +7,9 @@ import os
 
 # Before any Google client is made. Not multiplexed: outbox/emulators.py says why.
 os.environ["GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW"] = "false"
+# gRPC may end a process that is forked here before it becomes another program, as PySpark does it with Java:
+# https://github.com/grpc/grpc/issues/43055
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 # A developer's own settings must not reach a test.
 for _name in [name for name in os.environ if name.startswith(("OUTBOX_", "DD_")) or name == "GOOGLE_CLOUD_PROJECT"]:
     del os.environ[_name]

@@ -47,11 +47,11 @@ store.POLL_SECONDS, store.HEARTBEAT_SECONDS, worker.LONGEST_OUTAGE_WAIT = 3.0, 0
 #: Of a group in an outage the lock, the commit and the aborts have their limits, 15 s together where connections are
 #: refused; but not on the emulator, where a worker's groups wait for one another as well.
 SHORT_STUCK = """
-from publishworker import commands
+from publishworker import process
 from publishworker.turn import flights
 flights.STUCK_SECONDS = 16.0
-store = commands.SpannerStore
-commands.SpannerStore = lambda database, shards, *, emulator: store(database, shards)
+store = process.SpannerStore
+process.SpannerStore = lambda database, shards, *, emulator: store(database, shards)
 """
 OUTAGE_SECONDS = 30.0
 #: Groups of one topic never end, and stuck is what lasts for more than 3 s.

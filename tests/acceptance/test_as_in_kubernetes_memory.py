@@ -30,7 +30,7 @@ from tests.support.pubsub import Subscription
 from tests.support.relays import register, unsent, worker
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 TASKS, TASK_BYTES = 60, 9_000_000
 BACKLOG = 10_000
@@ -46,9 +46,9 @@ LOCKED = (
 )  # fmt: skip
 #: A worker that knows nothing of the emulator, and so locks several groups at once.
 NO_EMULATOR = """
-from publishworker import commands
-store = commands.SpannerStore
-commands.SpannerStore = lambda database, shards, *, emulator: store(database, shards)
+from publishworker import process
+store = process.SpannerStore
+process.SpannerStore = lambda database, shards, *, emulator: store(database, shards)
 """
 
 
@@ -188,7 +188,7 @@ def test_tasks_of_9_mb(emulators: Emulators, database: Database, subscription: S
             emulators, database.database_id, tmp_path / "heartbeat", SPANNER_EMULATOR_HOST=spanner.address
         )
         with altered(NO_EMULATOR, environment) as process:
-            eventually(lambda: not unsent(database), seconds=90)
+            eventually(lambda: not unsent(database), seconds=200)
             peak = peak_memory(process)
             process.stop()
             assert process.wait() == 0

@@ -16,6 +16,8 @@ from tests.support.commands import HOUR, Commands, fill, row, table
 from tests.support.spanner import outbox_database
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.xdist_group("many-tasks")  # the table is filled once
+
 #: Where a status stops to count in one shard and topic.
 STOP = 10_000
 DEAD = 1_500

@@ -18,6 +18,8 @@ from tests.support.relays import account, divided, first_deliveries, register, w
 from tests.support.spanner import ADMIN_SECONDS
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.xdist_group("upgrade")  # the older version is installed once
+
 #: The last commit of 2026-11-21 before workers told how much waits, traced, and ended for a stuck group.
 OLDER = "b5c330b"
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("wheel")  # the wheel is built and installed once
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -32,7 +34,11 @@ def test_the_wheel_holds_the_packages_the_ddl_and_the_types(wheel: Path) -> None
     names = zipfile.ZipFile(wheel).namelist()
     assert {"outbox/py.typed", "publishworker/py.typed", "outbox/ddl/schema.sql"} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"outbox", "publishworker"}
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {
+        "outbox",
+        "publishworker",
+        "outbox_pipeline",
+    }
 
 
 @pytest.mark.timeout(300)

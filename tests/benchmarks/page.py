@@ -95,7 +95,7 @@ def _bars(axis: Axes, rows: list[str], figures: list[Figure], *, log: bool) -> N
     largest = [max(figure.values) for figure in figures]
     below = [figure.median - min(figure.values) for figure in figures]
     above = [most - median for most, median in zip(largest, medians, strict=True)]
-    colors = ["tab:orange" if figure.row.startswith("relay") else "tab:blue" for figure in figures]
+    colors = ["tab:orange" if figure.row.startswith(("relay", "Spark")) else "tab:blue" for figure in figures]
     axis.barh(places, medians, xerr=[below, above], color=colors, ecolor="0.3", height=0.65)
     axis.grid(axis="x", color="0.85")
     axis.set_axisbelow(True)

@@ -1,11 +1,14 @@
 """The relay, with the worker as it is assembled, driven turn by turn."""
 
+import gc
 import time
 from typing import Any
 
+from outbox import logs
 from outbox.emulators import Emulators
-from publishworker.commands import Worker
-from publishworker.settings import WorkerSettings
+from publishworker.process import Worker
+from publishworker.settings import RelaySettings
+from publishworker.telemetry.metrics import Metrics
 from tests.benchmarks.bench import ROWS, Bench, Speed, connecting_to, fresh_table, stopwatch
 from tests.support.spanner import INSTANCE, PROJECT
 
@@ -15,9 +18,12 @@ LIMIT = 120.0
 
 def open_worker(hosts: Emulators, database_id: str, **settings: str) -> Worker:
     """Return a worker with its default settings but for those given."""
-    fixed = {"project": PROJECT, "instance": INSTANCE, "database": database_id, "log_level": "error"}
+    fixed = {"project": PROJECT, "instance": INSTANCE, "database": database_id}
+    logs.configure(level="error")
     with connecting_to(hosts):
-        return Worker(WorkerSettings.read({**fixed, **settings}, {}))
+        worker = Worker(RelaySettings.read({**fixed, **settings}, {}), id="benchmark", metrics=Metrics())
+    gc.freeze()  # as the command does
+    return worker
 
 
 def drive(worker: Any, tasks: int) -> int:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "benchmarks" / "results.json"
 
 #: What the figures depend on beside the machine.
-PACKAGES = ("google-cloud-spanner", "google-cloud-pubsub", "grpcio", "protobuf")
+PACKAGES = ("google-cloud-spanner", "google-cloud-pubsub", "grpcio", "protobuf", "pyspark", "pyarrow")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,5 +122,5 @@ def _commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, check=False, capture_output=True, text=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "publishworker", "outbox")
+    changed = git("status", "--porcelain", "--untracked-files=no", "publishworker", "outbox", "outbox_pipeline")
     return (git("rev-parse", "--short", "HEAD") or "unknown") + (" and changes" if changed else "")

@@ -1,0 +1,332 @@
+"""The jobs on Spark beside plain loops that do the same in one process: reading, registering, draining, archiving."""
+
+import base64
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from functools import cache, partial
+from pathlib import Path
+from threading import Event
+from typing import Any
+from unittest import mock
+
+import pyarrow as pa
+import pyarrow.dataset as files
+from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1.database import Database
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
+from tqdm import tqdm
+
+import outbox
+from outbox.message import RawPubsubMessage
+from outbox_pipeline import schemas
+from outbox_pipeline.ids import task_id
+from outbox_pipeline.jobs import archive, drain, register
+from outbox_pipeline.session import session
+from outbox_pipeline.settings import ArchiveSettings, DrainSettings
+from outbox_pipeline.source.datasource import register_source
+from publishworker.exits import WORK_LEFT
+from publishworker.process import until_drained
+from tests.benchmarks import relaying
+from tests.benchmarks.bench import Bench, Table, fresh_table, stopwatch
+from tests.benchmarks.results import Bar, Plot, Section, figures
+from tests.support.spanner import INSTANCE, PROJECT
+
+Sample = tuple[str, str, float]
+#: Does its work, and returns for how many rows, and how long it took.
+Way = Callable[[], tuple[int, float]]
+#: Rows of a commit, of loops and of the job.
+GROUP = 100
+TOPICS = 5
+#: Bytes of a message.
+BODY = b"x" * 150
+#: Columns that are read.
+READ = ("Id", "Topic", "Data", "Priority", "CreatedAt", "SentAt")
+LOOP, SPARK = "plain loop", "Spark"
+#: The day on which everything was sent.
+DAY, TICK = datetime(2026, 11, 1, tzinfo=UTC), timedelta(milliseconds=1)
+
+
+@cache
+def spark(spanner_host: str) -> SparkSession:
+    """Return one Spark for all sections, with two cores."""
+    with mock.patch.dict(os.environ, {"SPANNER_EMULATOR_HOST": spanner_host}):
+        made = session("benchmarks", "local[2,4]")
+    register_source(made)
+    return made
+
+
+def fill(database: Database, count: int, begin: int = 0) -> None:
+    """Insert sent tasks of one day, past the outbox's own registration."""
+    columns = ("Id", "Topic", "Data", "Priority", "CreatedAt", "SentAt")
+    data = base64.b64encode(RawPubsubMessage(data=BODY, attributes={"kind": "paid"}).SerializeToString())
+    writer: Any = database
+    for start in tqdm(range(begin, begin + count, GROUP), desc="filling", disable=None):
+        numbers = range(start, start + GROUP)
+        with writer.batch() as batch:
+            batch.insert(
+                "AsynchronousTasks",
+                columns,
+                [(task_id("fill", str(n)), f"topic-{n % TOPICS}", data, 50, DAY, DAY + n * TICK) for n in numbers],
+            )
+
+
+def read(bench: Bench) -> Section:
+    """Read a table, in two sizes."""
+    sizes = (bench.choose(100_000, 2_000), bench.choose(300_000, 4_000))
+    samples: list[Sample] = []
+    with here(bench) as engine, fresh_table(bench) as table:
+
+        def loop() -> int:
+            with table.database.snapshot() as snapshot:
+                return sum(1 for _ in snapshot.read("AsynchronousTasks", READ, KeySet(all_=True)))
+
+        def source() -> int:
+            options = {"project": PROJECT, "instance": INSTANCE, "database": table.id, "columns": ",".join(READ)}
+            engine.read.format("outbox").options(**options).load().write.format("noop").mode("overwrite").save()
+            return there
+
+        there = 0
+        for size in sizes:
+            fill(table.database, size - there, there)
+            there = size
+            samples += in_turns(bench, size, {LOOP: timed(loop), SPARK: timed(source)})
+    return _section(
+        "Reading with Spark",
+        samples,
+        sizes,
+        (0.85, 0.95),
+        f"""\
+- One table of sent tasks with messages of {len(BODY)} bytes, six columns. The loop is `snapshot.read` of the whole
+  table in one process, with the client's own decoding, and leaves `Data` as base64; Spark is the data source on
+  `local[2]`, eight ranges of the key, every value decoded, written to nowhere.""",
+    )
+
+
+def registering(bench: Bench) -> Section:
+    """Register rows of a DataFrame, in two sizes, and the larger one twice."""
+    sizes = (bench.choose(20_000, 400), bench.choose(40_000, 800))
+    samples: list[Sample] = []
+    with here(bench) as engine, tempfile.TemporaryDirectory() as rejects:
+        for size in sizes:
+            rows = _rows(engine, size)
+            ways = {
+                LOOP: partial(_loop_registers, bench, size),
+                SPARK: partial(_job_registers, bench, rows, rejects),
+            }
+            samples += in_turns(bench, size, ways)
+            rows.unpersist()
+    return _section(
+        "Registering with Spark",
+        samples,
+        sizes,
+        (None, 0.8),
+        f"""\
+- A fresh table each time, {GROUP} rows in a commit, messages of {len(BODY)} bytes. The loop is `outbox.register` in
+  `database.batch()`, with ids that are made beforehand, and the back-off of the job; the job makes the ids, sorts,
+  writes with two tasks, and looks for rejects.""",
+    )
+
+
+def draining(bench: Bench) -> Section:
+    """Send a backlog with two members, or with one relay in this process."""
+    size = bench.choose(4_000, 200)
+    with here(bench) as engine:
+        ways = {LOOP: partial(_relay_drains, bench, size), SPARK: partial(_job_drains, bench, engine, size)}
+        samples = in_turns(bench, size, ways)
+    return _section(
+        "Draining with Spark",
+        samples,
+        (size,),
+        (0.6,),
+        """\
+- A fresh table each time, one topic, messages of 300 bytes, the settings of a worker. The loop is the worker's relay in
+  one process, which ends as `publishworker drain` does; the job has two members of the same, connects, divides the
+  shards, and looks at the whole table before and after. The emulator runs one transaction at a time and aborts those
+  that meet, so two cannot be faster than one here.""",
+    )
+
+
+def archiving(bench: Bench) -> Section:
+    """Write sent tasks to Parquet, in two sizes."""
+    sizes = (bench.choose(50_000, 1_000), bench.choose(100_000, 2_000))
+    samples: list[Sample] = []
+    with here(bench) as engine, fresh_table(bench) as table, tempfile.TemporaryDirectory() as folder:
+        there = 0
+        for size in sizes:
+            fill(table.database, size - there, there)
+            there = size
+            ways = {
+                LOOP: timed(partial(_loop_archives, table.database, Path(folder) / "loop")),
+                SPARK: timed(partial(_job_archives, engine, table.id, Path(folder) / "job")),
+            }
+            samples += in_turns(bench, size, ways)
+    return _section(
+        "Archiving with Spark",
+        samples,
+        sizes,
+        (None, 0.85),
+        f"""\
+- Sent tasks of one day and {TOPICS} topics, all columns, messages of {len(BODY)} bytes. The loop is `snapshot.read` of
+  the table in one process and pyarrow's dataset writer, parted by day and topic; the job reads as of one time, shuffles
+  the tasks of a day and topic together, writes, and notes their number and checksum in the window's manifest.""",
+    )
+
+
+@contextlib.contextmanager
+def here(bench: Bench) -> Iterator[SparkSession]:
+    """Use the bench's emulators in the block."""
+    with mock.patch.dict(os.environ, bench.emulators.environment()):
+        yield spark(bench.emulators.spanner_host)
+
+
+def timed(work: Callable[[], int]) -> Way:
+    """Return a way that takes as long as `work`, which returns how many rows it has met."""
+
+    def way() -> tuple[int, float]:
+        with stopwatch() as watch:
+            rows = work()
+        return rows, watch.seconds
+
+    return way
+
+
+def in_turns(bench: Bench, size: int, ways: dict[str, Way]) -> list[Sample]:
+    """Take all ways in turns, after a first time of each that does not count."""
+    samples: list[Sample] = []
+    for turn in tqdm(range(bench.rounds + 1), desc=f"{size:,} rows", disable=None):
+        for name, way in ways.items():
+            rows, seconds = way()
+            assert rows == size, (name, rows)
+            if turn:
+                row = f"{name}, {size:,} rows"
+                samples += [(row, "rows/s", rows / seconds), (row, "seconds", seconds)]
+    return samples
+
+
+def _section(
+    title: str, samples: list[Sample], sizes: tuple[int, ...], least: tuple[float | None, ...], conditions: str
+) -> Section:
+    section = Section(
+        title,
+        figures(samples),
+        [],
+        conditions + "\n- Warm: each way has run once before it counts. Loop, Spark and emulator share the cores.",
+        "The ratios, roughly: on the service reading and writing scale with executors, which here share two cores.",
+        Plot(["rows/s"]),
+    )
+
+    def value(way: str, size: int, column: str) -> float:
+        return section.value(f"{way}, {size:,} rows", column)
+
+    for size, limit in zip(sizes, least, strict=True):
+        if limit is not None:
+            ratio = value(SPARK, size, "rows/s") / value(LOOP, size, "rows/s")
+            section.bars.append(Bar(f"Spark / loop, {size:,} rows", ratio, limit, at_least=True))
+    if len(sizes) == 1:
+        return section
+    small, large = sizes
+    growth = value(SPARK, large, "seconds") / value(SPARK, small, "seconds") / (large / small)
+    section.bars.append(Bar(f"growth of time over growth of rows, to {large:,}", growth, 1.25, at_least=False))
+    return section
+
+
+def _rows(engine: SparkSession, size: int) -> DataFrame:
+    rows = engine.range(size).select(
+        f.lit("orders").alias("topic"),
+        f.repeat(f.lit("x"), len(BODY)).alias("data"),
+        f.create_map(f.lit("kind"), f.lit("paid")).alias("attributes"),
+        f.col("id").cast("string").alias("payment"),
+    )
+    kept = rows.repartition(2).cache()
+    kept.count()
+    return kept
+
+
+def _loop_registers(bench: Bench, size: int) -> tuple[int, float]:
+    ids = [task_id("orders", str(number)) for number in range(size)]
+    with fresh_table(bench) as table:
+        writer: Any = table.database
+        with stopwatch() as watch:
+            for start in range(0, size, GROUP):
+                with writer.batch(default_retry_delay=0.005) as batch:
+                    for id in ids[start : start + GROUP]:
+                        outbox.register(batch, "orders", BODY, {"kind": "paid"}, task_id=id)
+    return size, watch.seconds
+
+
+def _job_registers(bench: Bench, rows: DataFrame, rejects: str) -> tuple[int, float]:
+    with fresh_table(bench) as table:
+        job = partial(
+            register.register,
+            rows, key=["payment"], rejects=rejects, project=PROJECT, instance=INSTANCE, database=table.id,
+        )  # fmt: skip
+        with stopwatch() as watch:
+            done = job()
+        return done.registered, watch.seconds
+
+
+@contextlib.contextmanager
+def _backlog(bench: Bench, size: int) -> Iterator[Table]:
+    with fresh_table(bench) as table:
+        table.fill(size)
+        yield table
+
+
+def _relay_drains(bench: Bench, size: int) -> tuple[int, float]:
+    with _backlog(bench, size) as table, stopwatch() as watch:
+        worker = relaying.open_worker(bench.emulators, table.id)
+        store = worker.store
+        worker.until_stopped(Event(), until_drained(store, lambda: store.shards, 1.0), late=WORK_LEFT)
+        assert store.unsent() == []
+    return size, watch.seconds
+
+
+def _job_drains(bench: Bench, engine: SparkSession, size: int) -> tuple[int, float]:
+    with _backlog(bench, size) as table:
+        flags = {"project": PROJECT, "instance": INSTANCE, "database": table.id, "log_level": "error", "workers": "2"}
+        with stopwatch() as watch:
+            done = drain.run(engine, DrainSettings.read(flags, {}))
+        assert not done.work_left
+    return size, watch.seconds
+
+
+def _loop_archives(database: Database, folder: Path) -> int:
+    shutil.rmtree(folder, ignore_errors=True)
+    schema = schemas.arrow(schemas.ARCHIVED)
+    names = schemas.TABLE.fieldNames()
+    count = 0
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        nonlocal count
+        kept: list[list[Any]] = []
+        with database.snapshot() as snapshot:
+            for row in snapshot.read("AsynchronousTasks", names, KeySet(all_=True)):
+                row[names.index("Data")] = base64.b64decode(row[names.index("Data")])
+                kept.append([*row, row[names.index("SentAt")].date()])
+                if len(kept) == 2_000:
+                    count += len(kept)
+                    yield _batch(kept, schema)
+                    kept.clear()
+        count += len(kept)
+        yield _batch(kept, schema)
+
+    parted = files.partitioning(pa.schema([schema.field("SentDate"), schema.field("Topic")]), flavor="hive")
+    files.write_dataset(batches(), folder, schema=schema, format="parquet", partitioning=parted)
+    return count
+
+
+def _batch(rows: list[list[Any]], schema: pa.Schema) -> pa.RecordBatch:
+    columns = zip(*rows, strict=True) if rows else [[] for _ in schema]
+    arrays = [pa.array(each, field.type) for each, field in zip(columns, schema, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _job_archives(engine: SparkSession, database: str, folder: Path) -> int:
+    shutil.rmtree(folder, ignore_errors=True)
+    flags = {"project": PROJECT, "instance": INSTANCE, "database": database, "archive": str(folder), "window": "31d"}
+    return archive.run(engine, ArchiveSettings.read(flags, {}), late=True).written
