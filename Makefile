@@ -28,7 +28,11 @@ test: $(STAMP) ## all tests, on the real emulators
 	@$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --durations 40 --durations-min 8
 
 test-long: $(STAMP) ## outages of a minute each, probes of production, 5,000 random histories of ordering keys
-	@$(BIN)/python -m pytest --long --numprocesses 2 -rP tests/acceptance/test_outages.py tests/acceptance/test_bad_topics.py tests/acceptance/test_as_in_kubernetes.py tests/acceptance/test_as_in_kubernetes_memory.py tests/unit/test_order_machine.py tests/integration/test_ordering_spanner.py
+	@$(BIN)/python -m pytest --long --numprocesses 2 --dist loadgroup -rP \
+		tests/acceptance/test_outages.py tests/acceptance/test_bad_topics.py tests/acceptance/test_as_in_kubernetes.py \
+		tests/acceptance/test_as_in_kubernetes_memory.py tests/integration/test_ordering_spanner.py \
+		tests/manifests/test_dockerfile.py tests/manifests/test_spark_submit.py tests/pipeline/test_flights.py \
+		tests/pipeline/test_stream.py tests/unit/test_order_machine.py
 
 lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff check .
@@ -47,7 +51,7 @@ bench: $(STAMP) ## speed, costs, latency and memory on the emulators, ten minute
 
 bench-pipeline: $(STAMP) ## the jobs on Spark beside plain loops, fifteen minutes; writes docs/benchmarks.md
 	@$(BIN)/python -m tests.benchmarks --rounds 3 --only spark-read spark-archive spark-drain spark-replay \
-		spark-purge spark-register
+		spark-purge spark-audit spark-register
 
 constraints: ## resolve the newest versions and write constraints.txt
 	@$(PYTHON) -m venv .venv-constraints

@@ -42,9 +42,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def outage_seconds(request: pytest.FixtureRequest) -> float:
+def long(request: pytest.FixtureRequest) -> bool:
+    """Whether this run has `--long`."""
+    return bool(request.config.getoption("--long"))
+
+
+@pytest.fixture(scope="session")
+def outage_seconds(long: bool) -> float:
     """How long an outage lasts."""
-    return 60.0 if request.config.getoption("--long") else 10.0
+    return 60.0 if long else 10.0
 
 
 def _needed(stack: contextlib.ExitStack, emulator: AbstractContextManager[Started]) -> Started:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from pyspark.sql import DataFrame, Observation, SparkSession
@@ -64,18 +64,16 @@ def run(spark: SparkSession, settings: AuditSettings) -> Audited:
         NotReached: Spanner, the database, the table or a permission.
         OutboxError: the output is there already, or the archive does not reach to the window.
     """
-    begin = time.monotonic()
     output = Folder(spark, settings.output)
     if output.exists():
         raise OutboxError(f"{output} is there already: an audit keeps its folder, give another one")
     register_source(spark)
     job = _Job(spark, settings, table_of(settings.database_settings))
     rules, tasks = job.rules_and_tasks()
-    counted = Observation("audit")
-    bodies, deliveries = job.deliveries(counted)
+    bodies, deliveries = job.deliveries()
     rows = audit.judged(audit.sends(tasks, bodies=bodies), deliveries, rules).persist()
     try:
-        return job.report(rows, rules, counted, output, begin)
+        return job.report(rows, rules, output, bodies=bodies)
     finally:
         rows.unpersist()
 
@@ -87,6 +85,9 @@ class _Job:
     spark: SparkSession
     settings: AuditSettings
     table: Table
+    #: Numbers of messages that are of no task.
+    counted: Observation = dataclasses.field(default_factory=partial(Observation, "audit"))
+    begin: float = dataclasses.field(default_factory=time.monotonic)
 
     def rules_and_tasks(self) -> tuple[audit.Rules, DataFrame]:
         """Return what is judged, and the tasks with the columns of `audit.OF_TASKS`.
@@ -136,7 +137,7 @@ class _Job:
         tasks = self.spark.read.format("outbox").options(**options).load()
         return tasks if since is None else tasks.where(f.col("SentAt").isNull() | (f.col("SentAt") >= f.lit(since)))
 
-    def deliveries(self, counted: Observation) -> tuple[bool, DataFrame]:
+    def deliveries(self) -> tuple[bool, DataFrame]:
         """Return whether the messages have their data, and the deliveries. Raises SettingError."""
         settings = self.settings
         form = settings.received_format
@@ -146,48 +147,50 @@ class _Job:
             messages = self.spark.read.parquet(settings.received)
         deliveries = received.received(messages, base64=settings.received_data == "base64")
         numbers = deliveries.observe(
-            counted,
+            self.counted,
             f.count_if(~f.col("readable")).alias("unreadable"),
             f.count_if(f.col("readable") & f.col("task_id").isNull()).alias("foreign"),
         )
         return "data" in messages.columns, numbers
 
-    def report(
-        self, rows: DataFrame, rules: audit.Rules, counted: Observation, output: Folder, begin: float
-    ) -> Audited:
+    def report(self, rows: DataFrame, rules: audit.Rules, output: Folder, *, bodies: bool) -> Audited:
         """Write what was found, and return the numbers."""
-        [total] = audit.numbers(rows).collect()
-        lines = audit.numbers(rows, "hour", "topic").orderBy("hour", "topic").limit(MOST_LINES)
-        topics = audit.numbers(rows, "topic").orderBy("topic").limit(MOST_LINES)
+        counts = audit.counted(rows).persist()
+        [total] = audit.numbers(counts).collect()
+        lines = _told(audit.numbers(counts, "hour", "topic").orderBy("hour", "topic").limit(MOST_LINES))
+        topics = _told(audit.numbers(counts, "topic").orderBy("topic").limit(MOST_LINES))
+        [(unknown,)] = counts.select(f.coalesce(f.sum("unknown"), f.lit(0))).collect()
         overtaken = audit.out_of_order(rows).persist()
         found = audit.findings(rows, overtaken)
         found.where(~f.col("class").isin(*UNSENT)).write.partitionBy("class").json(str(output / FINDINGS))
-        samples = audit.samples(found, self.settings.samples).orderBy("class", "task_id")
-        strangers = {"unknown": rows.where("state = 'unknown'").count(), **counted.get}
+        samples = _told(audit.samples(found, self.settings.samples).orderBy("class", "task_id"))
         done = Audited(
             since=rules.since,
             until=rules.until,
             **{name: total[name] for name in ("tasks", *audit.STATES, "messages", *audit.FLAWS)},
             out_of_order=overtaken.count(),
-            **strangers,
+            unknown=unknown,
+            **self.counted.get,
             report=str(output / REPORT),
-            seconds=time.monotonic() - begin,
+            seconds=time.monotonic() - self.begin,
         )
         overtaken.unpersist()
+        counts.unpersist()
         summary = {
             "job": "audit",
             "database": self.table.name,
             "tasks_from": self.settings.tasks,
             "received_from": self.settings.received,
+            "data_compared": bodies,
             "known_until": shown(rules.known_until),
             "horizon": shown(rules.horizon),
             "grace_seconds": rules.grace.total_seconds(),
             "clock_skew_seconds": rules.skew.total_seconds(),
             **dataclasses.asdict(done),
             "latency": {name: total[name] for name in (*audit.PERCENTILES, "max")},
-            "by_topic": _told(topics),
-            "by_hour_and_topic": _told(lines),
-            "samples": _by_class(_told(samples)),
+            "by_topic": topics,
+            "by_hour_and_topic": lines,
+            "samples": _by_class(samples),
         }
         output.create(SUMMARY, as_json(summary) + "\n")
         output.create(REPORT, page(summary))

@@ -4,18 +4,15 @@ Only ids, times, numbers and digests are shuffled. The clocks: a window and a ta
 time is Pub/Sub's (publish_time), and `Rules.skew` is how far the two may be apart.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-import pyarrow as pa
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as f
 
-from outbox.message import parsed
 from outbox.states import NEVER
 from outbox_pipeline import schemas
-from outbox_pipeline.transforms.digests import digest
+from outbox_pipeline.transforms.digests import registered
 
 #: What the audit reads of a task.
 OF_TASKS = ("Id", "Topic", "Data", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "SentAt")
@@ -48,7 +45,7 @@ def sends(tasks: DataFrame, *, bodies: bool) -> DataFrame:
     """Return one row a sending, or an unsent task: `schemas.SEND`. The digest is without the data unless `bodies`."""
     key = f.when(f.col("OrderingKey").isNotNull(), f.xxhash64("Topic", "OrderingKey"))
     dead = f.coalesce(f.col("AvailableAt") >= f.lit(NEVER), f.lit(False))
-    slim = tasks.select(
+    return tasks.select(
         f.col("Id").alias("task_id"),
         f.col("Topic").alias("topic"),
         key.alias("key"),
@@ -56,26 +53,8 @@ def sends(tasks: DataFrame, *, bodies: bool) -> DataFrame:
         f.col("CreatedAt").alias("created_at"),
         f.col("SentAt").alias("sent_at"),
         dead.alias("dead"),
-        f.col("Data").alias("digest"),
+        registered("Data", bodies=bodies).alias("digest"),
     )
-    return slim.mapInArrow(_digest_all if bodies else _digest_attributes, schemas.SEND)
-
-
-def _digest_all(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    return (_digested(batch, bodies=True) for batch in batches)
-
-
-def _digest_attributes(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    return (_digested(batch, bodies=False) for batch in batches)
-
-
-def _digested(batch: pa.RecordBatch, *, bodies: bool) -> pa.RecordBatch:
-    digests = []
-    for data in batch["digest"].to_pylist():
-        message = parsed(data)  # the relay makes a task dead whose Data is no message
-        digests.append(None if message is None else digest(message.data if bodies else None, message.attributes))
-    arrays = [*batch.columns[:-1], pa.array(digests, pa.int64())]
-    return pa.RecordBatch.from_arrays(arrays, schema=schemas.arrow(schemas.SEND))
 
 
 def judged(sendings: DataFrame, deliveries: DataFrame, rules: Rules) -> DataFrame:
@@ -83,36 +62,50 @@ def judged(sendings: DataFrame, deliveries: DataFrame, rules: Rules) -> DataFram
 
     `sendings` are those of `sends`, `deliveries` those of `received.received`, both whole.
     """
-    # Parted by the task before they are grouped: the join needs no other place for them.
-    messages = (
-        deliveries.where("readable AND task_id IS NOT NULL")
-        .select(f.col("task_id").alias("received_id"), "message_id", "publish_time", f.col("digest").alias("got"))
-        .repartition("received_id")
-        .groupBy("received_id", "message_id")
-        .agg(
-            f.min("publish_time").alias("at"),
-            f.count(f.lit(1)).alias("copies"),
-            f.min("got").alias("least"),
-            f.max("got").alias("most"),
-        )
-    )
     of_it = f.col("task_id") == f.col("received_id")
-    after = f.col("after").isNull() | (f.col("at") > f.col("after"))
-    before = f.col("before").isNull() | (f.col("at") <= f.col("before"))
-    joined = _bounded(sendings, rules).join(messages, of_it & after & before, "full_outer")
-    differs = (f.col("least") != f.col("digest")) | (f.col("most") != f.col("digest"))
-    first = f.when(f.col("topic").isNotNull(), f.col("after").isNull())
-    counted = joined.groupBy(
-        f.coalesce("task_id", "received_id").alias("task_id"), *schemas.SEND.fieldNames()[1:], first.alias("first")
-    ).agg(
-        f.min("at").alias("first_at"),
-        f.count("at").alias("messages"),
-        f.coalesce(f.sum("copies") - f.count("at"), f.lit(0)).alias("redelivered"),
-        f.count_if(differs).alias("mismatched"),
-        f.count_if(_is_known(rules)).alias("known"),
+    joined = _bounded(sendings, rules).join(_by_task(deliveries), of_it, "full_outer")
+    # Nearly each task was sent once: what holds for an array of one is found without a look into each.
+    after, before = f.col("after"), f.col("before")
+    own = f.when(after.isNull() & before.isNull(), f.col("came")).otherwise(
+        f.filter("came", lambda each: _between(each["at"], after, before))
     )
-    stated = counted.withColumns({"state": _state(rules), "republished": f.greatest(f.col("messages") - 1, f.lit(0))})
+    digest = f.col("digest")
+    columns = {
+        "task_id": f.coalesce("task_id", "received_id"),
+        "first": f.when(f.col("topic").isNotNull(), after.isNull()),
+        "first_at": f.array_min("own.at"),
+        "deliveries": f.coalesce(f.array_size("own"), f.lit(0)).cast("long"),
+        "messages": _distinct("own"),
+        "mismatched": f.when((f.array_min("own.digest") == digest) & (f.array_max("own.digest") == digest), 0)
+        .otherwise(_distinct(f.filter("own", lambda each: each["digest"] != digest)))
+        .cast("long"),
+        "known": f.exists("own", lambda each: _is_known(each["at"], rules)),
+    }
+    counted = joined.withColumn("own", own).withColumns(columns)
+    repeats = {
+        "republished": f.greatest(f.col("messages") - 1, f.lit(0)),
+        "redelivered": f.col("deliveries") - f.col("messages"),
+    }
+    stated = counted.withColumns({"state": _state(rules), **repeats})
     return stated.select(*schemas.JUDGED.fieldNames())
+
+
+def _by_task(deliveries: DataFrame) -> DataFrame:
+    """Return a row for each id that was received, with its deliveries in an array: when, of which message, digest."""
+    of_outbox = deliveries.where("readable AND task_id IS NOT NULL")
+    delivery = f.struct(f.col("publish_time").alias("at"), "message_id", "digest")
+    return of_outbox.groupBy(f.col("task_id").alias("received_id")).agg(f.collect_list(delivery).alias("came"))
+
+
+def _distinct(deliveries: Column | str) -> Column:
+    """Return of how many messages some deliveries are; 0 of NULL."""
+    array = f.col(deliveries) if isinstance(deliveries, str) else deliveries
+    many = f.array_size(f.array_distinct(array["message_id"]))
+    return f.coalesce(f.when(f.array_size(array) == 1, 1).otherwise(many), f.lit(0)).cast("long")
+
+
+def _between(at: Column, after: Column, before: Column) -> Column:
+    return (after.isNull() | (at > after)) & (before.isNull() | (at <= before))
 
 
 def _bounded(sendings: DataFrame, rules: Rules) -> DataFrame:
@@ -130,10 +123,10 @@ def _bounded(sendings: DataFrame, rules: Rules) -> DataFrame:
     return ends.withColumn("after", f.lag("before").over(of_id))
 
 
-def _is_known(rules: Rules) -> Column:
+def _is_known(at: Column, rules: Rules) -> Column:
     """Return whether a message was published when its task must have been read."""
-    before = f.col("at") < f.lit(rules.known_until)
-    return before if rules.since is None else before & (f.col("at") >= f.lit(rules.since + rules.skew))
+    before = at < f.lit(rules.known_until)
+    return before if rules.since is None else before & (at >= f.lit(rules.since + rules.skew))
 
 
 def _state(rules: Rules) -> Column:
@@ -152,7 +145,7 @@ def _state(rules: Rules) -> Column:
         .otherwise(f.lit("delivered"))
     )
     # Near the bounds a message may belong to a task that was not read.
-    unknown = f.when(f.col("known") > 0, f.lit("unknown"))
+    unknown = f.when(f.col("known"), f.lit("unknown"))
     return f.when(created.isNull(), unknown).when(inside, of_task)
 
 
@@ -172,27 +165,45 @@ def out_of_order(rows: DataFrame) -> DataFrame:
     return firsts.withColumn("overtaken_at", f.max("first_at").over(before)).where("first_at < overtaken_at")
 
 
-def numbers(rows: DataFrame, *by: str) -> DataFrame:
-    """Return the numbers of the window's tasks, for each value of `by` (of `topic`, `hour`): latencies in seconds.
+def counted(rows: DataFrame) -> DataFrame:
+    """Return few rows out of many, of which `numbers` makes each number: by topic, hour, and rounded latency.
 
-    A latency is from CreatedAt to the first publish_time of what was received; clocks that differ make none less
-    than 0. Its percentiles are those of Spark's percentile_approx, to a thousandth of the rank.
+    A latency, in microseconds here, is from CreatedAt to the first publish_time of what was received; clocks that
+    differ make none less than 0. Rounded to three digits.
     """
-    took = (f.unix_micros("first_at") - f.unix_micros("created_at")) / 1e6
-    latency = f.when(took.isNotNull(), f.greatest(took, f.lit(0.0)))  # the greatest of NULL and 0 is 0
-    tasks = rows.where(f.col("state").isin(*STATES)).withColumns(
-        {"latency": latency, "hour": f.date_trunc("hour", "created_at")}
+    took = f.unix_micros("first_at") - f.unix_micros("created_at")
+    latency = f.when(took.isNotNull(), f.greatest(took, f.lit(0)))  # the greatest of NULL and 0 is 0
+    unit = f.pow(f.lit(10), f.greatest(f.floor(f.log10(f.greatest(latency, f.lit(1)))) - 2, f.lit(0)))
+    columns = {
+        "latency": latency,
+        "rounded": (f.round(latency / unit) * unit).cast("long"),
+        "hour": f.date_trunc("hour", "created_at"),
+    }
+    of_window = f.col("state").isin(*STATES)
+    return (
+        rows.where(of_window | (f.col("state") == "unknown"))
+        .withColumns(columns)
+        .groupBy("topic", "hour", "rounded")
+        .agg(
+            f.count_if(of_window).alias("tasks"),
+            *(f.count_if(f.col("state") == name).alias(name) for name in (*STATES, "unknown")),
+            *(f.coalesce(f.sum(f.when(of_window, f.col(name))), f.lit(0)).alias(name) for name in ("messages", *FLAWS)),
+            f.max("latency").alias("max"),
+        )
     )
-    points = f.percentile_approx("latency", list(PERCENTILES.values()), 1000)
-    counted = tasks.groupBy(*by).agg(
-        f.count(f.lit(1)).alias("tasks"),
-        *(f.count_if(f.col("state") == name).alias(name) for name in STATES),
-        *(f.coalesce(f.sum(name), f.lit(0)).alias(name) for name in ("messages", *FLAWS)),
+
+
+def numbers(counts: DataFrame, *by: str) -> DataFrame:
+    """Return the numbers of the window's tasks, for each value of `by` (of `topic`, `hour`): latencies in seconds."""
+    tasks = counts.where("tasks > 0")
+    points = f.percentile("rounded", list(PERCENTILES.values()), f.col("tasks"))
+    summed = tasks.groupBy(*by).agg(
+        *(f.coalesce(f.sum(name), f.lit(0)).alias(name) for name in ("tasks", *STATES, "messages", *FLAWS)),
         points.alias("points"),
-        f.max("latency").alias("max"),
+        (f.max("max") / 1e6).alias("max"),
     )
-    named = [f.col("points")[place].alias(name) for place, name in enumerate(PERCENTILES)]
-    return counted.select("*", *named).drop("points")
+    named = [(f.col("points")[place] / 1e6).alias(name) for place, name in enumerate(PERCENTILES)]
+    return summed.select("*", *named).drop("points")
 
 
 def findings(rows: DataFrame, overtaken: DataFrame) -> DataFrame:
@@ -200,7 +211,8 @@ def findings(rows: DataFrame, overtaken: DataFrame) -> DataFrame:
     of_window = f.col("state").isin(*STATES)
     classes = [f.when(f.col("state") == name, f.lit(name)) for name in (*STATES[1:], "unknown")]
     classes += [f.when(of_window & (f.col(name) > 0), f.lit(name)) for name in FLAWS]
-    each = rows.withColumn("class", f.explode(f.array_compact(f.array(*classes))))
+    wrong = rows.where(" OR ".join([f"state != '{STATES[0]}'", *(f"{name} > 0" for name in FLAWS)]))
+    each = wrong.withColumn("class", f.explode(f.array_compact(f.array(*classes))))
     return each.unionByName(overtaken.withColumn("class", f.lit(OUT_OF_ORDER)), allowMissingColumns=True).select(
         *schemas.FOUND.fieldNames()
     )

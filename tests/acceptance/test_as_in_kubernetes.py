@@ -72,12 +72,6 @@ def heartbeat(tmp_path: Path) -> Path:
     return tmp_path / "heartbeat"
 
 
-@pytest.fixture
-def long(request: pytest.FixtureRequest) -> bool:
-    """Whether times are those of production."""
-    return bool(request.config.getoption("--long"))
-
-
 @contextmanager
 def frozen(process: Process) -> Iterator[None]:
     """Stop a process for the time of the block, as a node does that hangs."""

@@ -199,11 +199,11 @@ def test_tasks_of_9_mb(emulators: Emulators, database: Database, subscription: S
 
 
 def test_a_backlog_of_10_000_tasks(
-    emulators: Emulators, database: Database, topic: str, tmp_path: Path, request: pytest.FixtureRequest
+    emulators: Emulators, database: Database, topic: str, tmp_path: Path, long: bool
 ) -> None:
     """The first tenth of it is sent within the limit; all of it with `--long`."""
     register(database, topic, BACKLOG)
-    left = 0 if request.config.getoption("--long") else BACKLOG * 9 // 10
+    left = 0 if long else BACKLOG * 9 // 10
     with worker(emulators, database, OUTBOX_HEARTBEAT_FILE=str(tmp_path / "heartbeat")) as process:
         eventually(lambda: count(database, "SentAt IS NULL") <= left, seconds=200)
         peak = peak_memory(process)

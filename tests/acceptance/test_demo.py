@@ -86,7 +86,7 @@ def test_interrupted(emulators: Emulators, number: signal.Signals):
         process.stop(number)
         assert process.wait(60) == 130
         eventually(lambda: all(gone(pid) for pid in family), message="no worker left")
-        assert process.stderr == "demo: interrupted; workers and emulators are stopped\n"
+        assert process.stderr == "demo: interrupted; what it had started is stopped\n"
 
 
 @linux

@@ -25,6 +25,7 @@ from tests.benchmarks import (
     polls,
     results,
     spark,
+    spark_audit,
     spark_keyed,
     throughput,
 )
@@ -55,6 +56,7 @@ PIPELINE: dict[str, Callable[[Bench], results.Section]] = {
     "spark-drain": spark.draining,
     "spark-replay": spark_keyed.replaying,
     "spark-purge": spark_keyed.purging,
+    "spark-audit": spark_audit.auditing,
     "spark-register": spark.registering,
 }
 ALL = SECTIONS | PIPELINE

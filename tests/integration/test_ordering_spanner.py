@@ -59,10 +59,10 @@ def extremes(database: Database, condition: str) -> tuple[datetime, datetime]:
 
 
 def test_a_long_blocked_tail_is_parked_and_hides_no_other_task(
-    database: Database, topic: str, pubsub: PubSub, request: pytest.FixtureRequest
+    database: Database, topic: str, pubsub: PubSub, long: bool
 ) -> None:
     """Parked tasks hide no other of their shard, cost the poll nothing, and go out, in order, when the head has."""
-    tail = LONG_TAIL if request.config.getoption("--long") else TAIL
+    tail = LONG_TAIL if long else TAIL
     subscription = pubsub.new_subscription(topic, ordered=True)
     insert_undecodable(database, "head", topic, KEY)
     for first in range(0, tail, TOGETHER):

@@ -198,9 +198,9 @@ def test_the_steps_make_an_image_that_runs() -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("build", "folder"), [("pipeline-build", PIPELINE), ("dataproc-build", DATAPROC)])
-def test_the_steps_make_environments_that_run(build: str, folder: str, request: pytest.FixtureRequest) -> None:
+def test_the_steps_make_environments_that_run(build: str, folder: str, long: bool) -> None:
     """The pipeline's steps carried out in the same way, for minutes: PySpark is packed on the spot."""
-    if not request.config.getoption("--long"):
+    if not long:
         pytest.skip("installs PySpark from its archive, 490 MB: --long")
     with tempfile.TemporaryDirectory(prefix="outbox-pipeline-image-") as name:
         machine = prepared(Path(name).resolve())

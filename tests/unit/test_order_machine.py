@@ -165,9 +165,8 @@ class OrderMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(1800)
-def test_order(request: pytest.FixtureRequest) -> None:
+def test_order(long: bool) -> None:
     """First publishes in the order of their keys, no loss, nothing sent after a roll-back, nobody waits."""
-    long = request.config.getoption("--long")
     run_state_machine_as_test(
         OrderMachine,
         settings=settings(

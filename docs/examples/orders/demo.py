@@ -5,27 +5,27 @@ python -m orders.demo --tasks 3000
 
 import argparse
 import contextlib
-import logging
-import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from random import Random
 
-from google.api_core.exceptions import GoogleAPIError
 from tqdm import tqdm
 
-from orders import audit, stage
+from orders import audit, command, service, stage
 from orders.shop import TASKS_PER_ORDER, Shop, draw_orders
 from orders.stage import Stage
 from orders.subscriber import Inbox, Subscriber
 from orders.summary import Run, exit_code, summarize, text, verdict
+from outbox import schema
 from outbox.emulators import Emulators
-from outbox.errors import NotReached, OutboxError, SettingError
-from outbox.settings import flag_of, whole_number
+from outbox.errors import OutboxError
 
-DONE, FAILED, USAGE, NOT_REACHED, INTERRUPTED = 0, 1, 2, 3, 130
-
+#: The emulator scans the whole table for each shard and topic that a poll asks for, where Spanner reads a short range.
+SHARDS = 2
+CUSTOMERS = tuple(str(uuid.uuid5(service.TASK_IDS, f"customer {number}")) for number in range(20))
+CREDIT_CENTS = 100_000
 WORKERS = 2
 #: Threads of the order service.
 THREADS = 3
@@ -37,29 +37,16 @@ QUIET = 1.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo and return its exit code: 0 if every committed task came, and none that was rolled back."""
-    # What the clients log while a service goes away is told by one sentence of our own.
-    logging.getLogger("google").setLevel(logging.CRITICAL)
-    # SIGTERM, and SIGHUP from a closed terminal, are Ctrl-C: everything is stopped on the way out.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
-    try:
-        return demonstrate(_parser().parse_args(arguments).tasks)
-    except KeyboardInterrupt:
-        print("demo: interrupted; workers and emulators are stopped", file=sys.stderr)
-        return INTERRUPTED
-    except GoogleAPIError as error:
-        print(f"demo: an emulator failed: {str(error).splitlines()[0]}", file=sys.stderr)
-        return FAILED
-    except OutboxError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return {SettingError: USAGE, NotReached: NOT_REACHED}.get(type(error), FAILED)
+    parser = argparse.ArgumentParser(prog="orders.demo", description=__doc__.splitlines()[0] if __doc__ else None)
+    command.add_tasks(parser, 3000, f"how many tasks are to be sent, rounded up to whole orders of {TASKS_PER_ORDER}")
+    return command.run(parser, arguments, lambda options: demonstrate(options.tasks))
 
 
 def demonstrate(tasks: int) -> int:
     """Run it all, print the summary, return the exit code. Raises OutboxError."""
     began = time.monotonic()
     with stage.emulators() as emulators:
-        run, log = _play(tasks, stage.make(), emulators)
+        run, log = _play(tasks, _stage(), emulators)
     numbers = summarize(run)
     wrong = verdict(numbers, run.faults)
     print("\nWhat came of it. Times are the emulators' on this machine, not those of Spanner and Pub/Sub.")
@@ -71,11 +58,19 @@ def demonstrate(tasks: int) -> int:
     return exit_code(wrong)
 
 
+def _stage() -> Stage:
+    """Make what the order service needs, with its customers."""
+    made = stage.make("orders", [*service.DDL, *schema.statements(SHARDS)], service.TOPICS)
+    with made.database.batch() as batch:
+        batch.insert("Customers", ("CustomerId", "CreditCents"), [(each, CREDIT_CENTS) for each in CUSTOMERS])
+    return made
+
+
 def _play(tasks: int, made: Stage, emulators: Emulators) -> tuple[Run, str]:
     """Place the orders, wait until everything has come, stop the workers; return what happened and their log."""
-    orders = draw_orders(tasks, stage.CUSTOMERS, stage.CREDIT_CENTS, Random())
+    orders = draw_orders(tasks, CUSTOMERS, CREDIT_CENTS, Random())
     inbox = Inbox(handle=lambda _message: None)
-    with stage.workers(made, WORKERS) as workers, Subscriber(made.subscriptions, inbox) as subscriber:
+    with stage.workers(made, WORKERS) as workers, Subscriber(made.subscriptions, inbox.receive) as subscriber:
         workers.wait_until_polling()
         print(f"{WORKERS} workers relay, {THREADS} threads place {len(orders):,} orders ...", flush=True)
 
@@ -123,18 +118,6 @@ def _wait_for_quiet(inbox: Inbox) -> None:
         if (now := len(inbox.deliveries())) != before:
             before, moved_at = now, time.monotonic()
         time.sleep(0.05)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="orders.demo", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--tasks",
-        type=flag_of("--tasks", whole_number(1, 1_000_000)),
-        default=3000,
-        metavar="N",
-        help=f"how many tasks are to be sent, rounded up to whole orders of {TASKS_PER_ORDER} (default 3000)",
-    )
-    return parser
 
 
 if __name__ == "__main__":

@@ -9,23 +9,16 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import pubsub_v1, spanner
 from google.cloud.spanner_v1.database import Database
 
-from orders import service
-from outbox import schema
 from outbox._child import tied
 from outbox.emulators import Emulators, running
 from outbox.errors import OutboxError
-
-#: The emulator scans the whole table for each shard and topic that a poll asks for, where Spanner reads a short range.
-SHARDS = 2
-CUSTOMERS = tuple(str(uuid.uuid5(service.TASK_IDS, f"customer {number}")) for number in range(20))
-CREDIT_CENTS = 100_000
 
 #: Where two transactions meet, Spanner lets one wait and the emulator aborts one: in a fifth of the cases the one that
 #: came first, which may be a relay's that has published already. With 0 it is always the one that came second.
@@ -59,22 +52,24 @@ def emulators() -> Iterator[Emulators]:
         yield found
 
 
-def make() -> Stage:
-    """Make everything, in a project of its own name so that nothing is in the way. It ends with the emulators."""
-    project = f"orders-demo-{uuid.uuid4().hex[:8]}"
+def make(name: str, ddl: Sequence[str], topics: Sequence[str], *, ordered: bool = False) -> Stage:
+    """Make database, topics and subscriptions in a project of its own, so that nothing is in the way.
+
+    All of it ends with the emulators.
+    """
+    project = f"{name}-demo-{uuid.uuid4().hex[:8]}"
     client = spanner.Client(project=project, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
     instance = client.instance("demo", configuration_name=f"projects/{project}/instanceConfigs/emulator-config")
     instance.create().result(timeout=ADMIN_SECONDS)
-    database = instance.database("orders", ddl_statements=[*service.DDL, *schema.statements(SHARDS)])
+    database = instance.database(name, ddl_statements=ddl)
     database.create().result(timeout=ADMIN_SECONDS)
-    with database.batch() as batch:
-        batch.insert("Customers", ("CustomerId", "CreditCents"), [(each, CREDIT_CENTS) for each in CUSTOMERS])
     publisher, subscriber = pubsub_v1.PublisherClient(), pubsub_v1.SubscriberClient()
-    subscriptions = tuple(f"projects/{project}/subscriptions/{topic}" for topic in service.TOPICS)
-    for topic, subscription in zip(service.TOPICS, subscriptions, strict=True):
-        name = f"projects/{project}/topics/{topic}"
-        publisher.create_topic(name=name, timeout=ADMIN_SECONDS)
-        subscriber.create_subscription(name=subscription, topic=name, timeout=ADMIN_SECONDS)
+    subscriptions = tuple(f"projects/{project}/subscriptions/{topic}" for topic in topics)
+    for topic, subscription in zip(topics, subscriptions, strict=True):
+        full = f"projects/{project}/topics/{topic}"
+        publisher.create_topic(name=full, timeout=ADMIN_SECONDS)
+        wanted = {"name": subscription, "topic": full, "enable_message_ordering": ordered}
+        subscriber.create_subscription(request=wanted, timeout=ADMIN_SECONDS)
     return Stage(project, database, subscriptions)
 
 

@@ -73,15 +73,13 @@ class Inbox:
 
 
 class Subscriber:
-    """Receives from several subscriptions into one inbox while the `with` block runs."""
+    """Hands what several subscriptions deliver to one function while the `with` block runs."""
 
-    def __init__(self, subscriptions: Iterable[str], inbox: Inbox) -> None:
-        """Begin to receive. The names of the subscriptions are full ones."""
+    def __init__(self, subscriptions: Iterable[str], receive: Callable[[Any], None]) -> None:
+        """Begin to receive. The names of the subscriptions are full ones; `receive` acknowledges."""
         client = pubsub_v1.SubscriberClient()
         # At the end, callbacks that have begun may end and acknowledge; other messages go back to Pub/Sub at once.
-        self._streams = [
-            client.subscribe(name, inbox.receive, await_callbacks_on_shutdown=True) for name in subscriptions
-        ]
+        self._streams = [client.subscribe(name, receive, await_callbacks_on_shutdown=True) for name in subscriptions]
 
     def check(self) -> None:
         """Raise the error that ended a stream; without one, return."""

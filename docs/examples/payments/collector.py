@@ -4,31 +4,27 @@ In production Pub/Sub does it by itself: https://cloud.google.com/pubsub/docs/bi
 """
 
 import base64
+import contextlib
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, TextIO
 
-from google.cloud import pubsub_v1
-
-#: Seconds for the streams to stop.
-STOP_SECONDS = 10.0
+from orders.subscriber import Subscriber
 
 
 class Collector:
-    """Appends one line of JSON a delivery to a file while the `with` block runs; acknowledges what is written."""
+    """Appends one line of JSON a delivery to a file, and acknowledges what is written."""
 
-    def __init__(self, subscriptions: Sequence[str], path: Path) -> None:
-        """Begin to receive; the names of the subscriptions are full ones."""
+    def __init__(self, file: TextIO) -> None:
+        """Write to a file that is open."""
         self._lock = threading.Lock()
-        self._file = path.open("a", encoding="utf-8")
+        self._file = file
         self._count, self._last_at = 0, time.monotonic()
-        client = pubsub_v1.SubscriberClient()
-        self._streams = [client.subscribe(name, partial(self._write, name)) for name in subscriptions]
+        self._subscribers: list[Subscriber] = []
 
     @property
     def count(self) -> int:
@@ -37,15 +33,15 @@ class Collector:
 
     def check(self) -> None:
         """Raise the error that ended a stream; without one, return."""
-        for stream in self._streams:
-            if stream.done():
-                stream.result()
+        for each in self._subscribers:
+            each.check()
 
     def quiet_since(self, began: float) -> float:
         """Return for how many seconds nothing has come, counted from `began` by the monotonic clock at the earliest."""
         return time.monotonic() - max(began, self._last_at)
 
-    def _write(self, subscription: str, message: Any) -> None:
+    def receive(self, subscription: str, message: Any) -> None:
+        """Write a message that came from a subscription."""
         line = {
             "subscription_name": subscription,
             "message_id": message.message_id,
@@ -59,15 +55,18 @@ class Collector:
             self._count, self._last_at = self._count + 1, time.monotonic()
         message.ack()  # only now: until then a crash brings the message back
 
-    def __enter__(self) -> Self:
-        return self
+    def subscribe(self, subscription: str) -> Subscriber:
+        """Return what receives from a subscription, to be entered."""
+        made = Subscriber([subscription], partial(self.receive, subscription))
+        self._subscribers.append(made)
+        return made
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for stream in self._streams:
-            stream.cancel()
-        deadline = time.monotonic() + STOP_SECONDS
-        for stream in self._streams:
-            stream.result(max(0.0, deadline - time.monotonic()))
-        self._file.close()
+
+@contextlib.contextmanager
+def collecting(subscriptions: Sequence[str], path: Path) -> Iterator[Collector]:
+    """Collect what comes from subscriptions, by their full names, while the block runs."""
+    with contextlib.ExitStack() as stack:
+        collector = Collector(stack.enter_context(path.open("a", encoding="utf-8")))
+        for each in subscriptions:
+            stack.enter_context(collector.subscribe(each))
+        yield collector

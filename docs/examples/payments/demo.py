@@ -5,121 +5,103 @@ python -m payments.demo --tasks 5000
 
 import argparse
 import contextlib
-import logging
-import signal
 import sys
 import tempfile
 import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from google.api_core.exceptions import GoogleAPIError
-from google.auth.credentials import AnonymousCredentials
-from google.cloud import pubsub_v1, spanner
-from orders import stage
+from orders import command, stage
 from orders.stage import Stage
 
 from outbox import schema
-from outbox.errors import NotReached, OutboxError, SettingError
-from outbox.settings import flag_of, whole_number
-from payments.collector import Collector
+from outbox.errors import OutboxError
+from payments.collector import Collector, collecting
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from outbox_pipeline.jobs.audit import Audited
 
-DONE, FAILED, USAGE, NOT_REACHED, INTERRUPTED = 0, 1, 2, 3, 130
-
+#: Debits have the account as ordering key; of ten payments one is a debit.
 TOPICS = ("debits", "credits", "statements")
 #: The topic that is replayed.
 AGAIN = "statements"
 WORKERS = MEMBERS = 2
-#: So many that each of the four relays has some; the emulator scans the table for each of them.
-SHARDS = 8
+#: One for each relay: the emulator scans the whole table for each shard that a poll asks for.
+SHARDS = WORKERS + MEMBERS
 #: Seconds without a message until nothing more is expected.
-QUIET = 3.0
+QUIET = 2.0
 #: Seconds for which a message may be on its way: both clocks are this machine's.
-GRACE = 5.0
+GRACE = 3.0
 #: Seconds without a message until the demo gives up.
 PATIENCE = 60.0
-#: What the archive takes is of a window that ended a minute ago.
-ARCHIVED_AFTER, WINDOW = 72.0, "10s"
+#: Seconds of a window of the archive, and until it takes one that has ended.
+WINDOW, ARCHIVED_AFTER = 20, 61
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo and return its exit code: 0 if nothing is lost."""
-    logging.getLogger("google").setLevel(logging.CRITICAL)
-    # SIGTERM, and SIGHUP from a closed terminal, are Ctrl-C: everything is stopped on the way out.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
-    try:
-        options = _parser().parse_args(arguments)
-        return demonstrate(options.tasks, Path(options.output or tempfile.mkdtemp(prefix="payments-demo-")))
-    except KeyboardInterrupt:
-        print("demo: interrupted; Spark, workers and emulators are stopped", file=sys.stderr)
-        return INTERRUPTED
-    except GoogleAPIError as error:
-        print(f"demo: an emulator failed: {str(error).splitlines()[0]}", file=sys.stderr)
-        return FAILED
-    except OutboxError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return {SettingError: USAGE, NotReached: NOT_REACHED}.get(type(error), FAILED)
+    parser = argparse.ArgumentParser(prog="payments.demo", description=__doc__.splitlines()[0] if __doc__ else None)
+    command.add_tasks(parser, 5000, "how many payments are to be sent")
+    parser.add_argument("--output", metavar="FOLDER", help="where reports and files go (default a new folder)")
+
+    def demonstrate_in_folder(options: argparse.Namespace) -> int:
+        output = Path(options.output or tempfile.mkdtemp(prefix="payments-demo-"))
+        return demonstrate(options.tasks, output)
+
+    return command.run(parser, arguments, demonstrate_in_folder)
 
 
 def demonstrate(tasks: int, output: Path) -> int:
     """Run it all, print what came of it, return the exit code. Raises OutboxError."""
+    began = time.monotonic()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutboxError(f"--output {output}: {error.strerror}") from error
+    with stage.emulators(), _spark() as spark:
+        made = stage.make("payments", schema.statements(SHARDS), TOPICS, ordered=True)
+        demo = Demo(spark, made, output)
+        first, second, replayed = demo.play(tasks)
+    lost = first.lost + second.lost
+    print("\nWhat came of it. Times are the emulators' on this machine, not those of Spanner and Pub/Sub.")
+    print(_summary(tasks, replayed, first, second))
+    print(f"  {'elapsed':<20}{time.monotonic() - began:>8.0f} s  with the start of emulators, Spark and workers")
+    print(f"The reports, to be read in a browser:\n  {first.report}\n  {second.report}")
+    print(f"WRONG: {lost:,} tasks are lost." if lost else "Nothing is lost.")
+    return command.FAILED if lost else command.DONE
+
+
+@contextlib.contextmanager
+def _spark() -> "Iterator[SparkSession]":
+    """Run Spark in this process. First of all: gRPC and the start of Java do not go together in one process."""
     from outbox_pipeline.faults import spark_errors  # noqa: PLC0415 - the packages may be missing
     from outbox_pipeline.session import session  # noqa: PLC0415 - the same
 
-    began = time.monotonic()
-    with stage.emulators(), contextlib.ExitStack() as stack:
-        # First, before a client is used: gRPC and the start of Java do not go together in one process.
-        spark = session("payments demo")
-        stack.callback(spark.stop)
+    spark = session("payments demo")
+    try:
         with spark_errors():
-            audits = Demo(spark, make(), output).play(tasks)
-    lost = sum(each.lost for each in audits)
-    print(f"\nIn {time.monotonic() - began:.0f} s, with the start of emulators, Spark and workers. The reports:")
-    for each in audits:
-        print(f"  {each.report}")
-    print(f"WRONG: {lost:,} tasks are lost." if lost else "Nothing is lost.")
-    return FAILED if lost else DONE
-
-
-def make() -> Stage:
-    """Make the database, topics and subscriptions in a project of its own name."""
-    project = f"payments-demo-{uuid.uuid4().hex[:8]}"
-    client = spanner.Client(project=project, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
-    instance = client.instance("demo", configuration_name=f"projects/{project}/instanceConfigs/emulator-config")
-    instance.create().result(timeout=stage.ADMIN_SECONDS)
-    database = instance.database("payments", ddl_statements=schema.statements(SHARDS))
-    database.create().result(timeout=stage.ADMIN_SECONDS)
-    publisher, subscriber = pubsub_v1.PublisherClient(), pubsub_v1.SubscriberClient()
-    subscriptions = tuple(f"projects/{project}/subscriptions/audit-of-{topic}" for topic in TOPICS)
-    for topic, subscription in zip(TOPICS, subscriptions, strict=True):
-        name = f"projects/{project}/topics/{topic}"
-        publisher.create_topic(name=name, timeout=stage.ADMIN_SECONDS)
-        wanted = {"name": subscription, "topic": name, "enable_message_ordering": True}
-        subscriber.create_subscription(request=wanted, timeout=stage.ADMIN_SECONDS)
-    return Stage(project, database, subscriptions)
+            yield spark
+    finally:
+        with contextlib.suppress(Exception):  # Ctrl-C in a terminal ends Java, too
+            spark.stop()
 
 
 def payments(spark: "SparkSession", count: int) -> "DataFrame":
-    """Return so many payments as rows for `register`: of a thousand accounts, whose debits keep their order."""
+    """Return so many payments as rows for `register`: of a hundred accounts, whose debits keep their order."""
     from pyspark.sql import functions as f  # noqa: PLC0415 - the packages may be missing
 
     number = f.col("id")
-    account = f.concat(f.lit("account-"), number % 1000)
-    topic = f.element_at(f.array(*map(f.lit, TOPICS)), (number % len(TOPICS) + 1).cast("int"))
+    account = f.concat(f.lit("account-"), (number / 10).cast("long") % 100)
+    topic = f.when(number % 10 == 0, TOPICS[0]).when(number % 10 <= 5, TOPICS[1]).otherwise(TOPICS[2])
+    payment = f.struct(number.alias("payment"), account.alias("account"), (number % 997).alias("cents"))
     return spark.range(count).select(
         topic.alias("topic"),
-        f.to_json(f.struct(number.alias("payment"), account.alias("account"), (number % 997).alias("cents"))).alias(
-            "data"
-        ),
+        f.to_json(payment).alias("data"),
         f.concat(f.lit("2026-12/"), number).alias("payment"),
         f.when(topic == TOPICS[0], account).alias("ordering_key"),
         number.alias("sequence"),
@@ -134,10 +116,9 @@ class Demo:
     stage: Stage
     output: Path
 
-    def play(self, tasks: int) -> "list[Audited]":
-        """Do all steps, and return what the two audits found."""
-        self.output.mkdir(parents=True, exist_ok=True)
-        with Collector(self.stage.subscriptions, self.received) as collector:
+    def play(self, tasks: int) -> "tuple[Audited, Audited, int]":
+        """Do all steps; return what the two audits found, and how many tasks were replayed."""
+        with collecting(self.stage.subscriptions, self.received) as collector:
             self.register(tasks)
             with stage.workers(self.stage, WORKERS) as workers:
                 self.drain(tasks)
@@ -151,7 +132,7 @@ class Demo:
                 for fault in (workers.ended(), *workers.stop()):
                     if fault:
                         raise OutboxError(fault)
-        return [first, second]
+        return first, second, replayed
 
     @property
     def received(self) -> Path:
@@ -167,9 +148,8 @@ class Demo:
         """Register payments by Spark."""
         from outbox_pipeline import register  # noqa: PLC0415 - the packages may be missing
 
-        done = register(
-            payments(self.spark, tasks), rejects=str(self.output / "rejects"), key=("payment",), **self.of_database
-        )
+        rejects = str(self.output / "rejects")
+        done = register(payments(self.spark, tasks), rejects=rejects, key=("payment",), **self.of_database)
         if done.registered != tasks:
             raise OutboxError(f"{done.registered:,} of {tasks:,} payments were registered, see {done.rejects}")
         _tell(f"registered {done.registered:,} payments by Spark", done.seconds)
@@ -183,21 +163,23 @@ class Demo:
         done = drain.run(self.spark, DrainSettings.read(self.of_database | given), deadline=600)
         if done.work_left:
             raise OutboxError(f"{done.pending + done.retrying:,} payments are not sent after 600 s")
-        _tell(f"sent {done.published:,} by Spark, and the others by {WORKERS} workers meanwhile", done.seconds)
+        by_workers = max(0, tasks - done.published)
+        _tell(f"sent {done.published:,} by Spark, and {by_workers:,} by {WORKERS} workers beside it", done.seconds)
 
     def archive(self) -> None:
-        """Archive what is older than a minute, and delete it from the table."""
+        """Archive what was sent, and delete it from the table."""
         from outbox_pipeline.jobs import archive  # noqa: PLC0415 - see above
         from outbox_pipeline.settings import ArchiveSettings  # noqa: PLC0415 - see above
 
-        _tell(f"waiting {ARCHIVED_AFTER:.0f} s: the archive takes nothing younger than a minute")
-        time.sleep(ARCHIVED_AFTER)
-        given = {"archive": str(self.output / "archive"), "window": WINDOW}
+        seconds = WINDOW - datetime.now(UTC).timestamp() % WINDOW + ARCHIVED_AFTER
+        _tell(f"waiting {seconds:.0f} s: the archive takes no window that ended less than a minute ago")
+        time.sleep(seconds)
+        given = {"archive": str(self.output / "archive"), "window": f"{WINDOW}s"}
         done = archive.run(self.spark, ArchiveSettings.read(self.of_database | given), purge=True)
         _tell(f"archived {done.written:,} in {done.windows} windows, and deleted {done.deleted:,}", done.seconds)
 
     def replay(self) -> int:
-        """Send one topic again: what was purged, out of the archive. Return how many."""
+        """Send one topic again: what was deleted, out of the archive. Return how many."""
         from outbox_pipeline.jobs import replay  # noqa: PLC0415 - see above
         from outbox_pipeline.settings import ReplaySettings  # noqa: PLC0415 - see above
 
@@ -216,10 +198,7 @@ class Demo:
             "until": f"{GRACE:g}s", "grace": f"{GRACE:g}", "output": str(self.output / f"{name}-audit"),
         }  # fmt: skip
         done = audit.run(self.spark, AuditSettings.read(self.of_database | given))
-        _tell(
-            f"{name} audit: {done.lost:,} lost, {done.pending:,} pending, {done.republished:,} published twice, "
-            f"{done.unknown:,} unknown, {done.out_of_order:,} out of order, of {done.tasks:,} sendings", done.seconds
-        )  # fmt: skip
+        _tell(f"{name} audit: {done.lost:,} lost of {done.tasks:,}", done.seconds)
         return done
 
 
@@ -234,18 +213,26 @@ def wait_for(collector: Collector, count: int) -> None:
     _tell(f"collected {collector.count:,} messages")
 
 
+def _summary(tasks: int, replayed: int, first: "Audited", second: "Audited") -> str:
+    """Return what a person wants to know, of both audits."""
+    lines: list[tuple[str, Callable[[Audited], int], str]] = [
+        ("sendings", lambda each: each.tasks, f"of {tasks:,} payments; {replayed:,} of them were replayed"),
+        ("messages", lambda each: each.messages, "received, each counted once"),
+        ("lost", lambda each: each.lost, "sent and not received"),
+        ("still to be sent", lambda each: each.pending + each.arriving, ""),
+        ("late", lambda each: each.late, "received after the grace"),
+        ("published twice", lambda each: each.republished, "for one sending"),
+        ("delivered twice", lambda each: each.redelivered, "by Pub/Sub, the same message"),
+        ("altered", lambda each: each.mismatched, "received with other data or attributes"),
+        ("out of order", lambda each: each.out_of_order, "of an ordering key"),
+        ("unknown", lambda each: each.unknown + each.foreign, "received, and never registered"),
+    ]
+    rows = [f"  {name:<20}{of(first):>8,}{of(second):>10,}  {what}".rstrip() for name, of, what in lines]
+    return "\n".join([f"  {'':<20}{'first':>8}{'second':>10}  audit", *rows])
+
+
 def _tell(what: str, seconds: float | None = None) -> None:
     print(f"  {what}" + ("" if seconds is None else f" ({seconds:.0f} s)"), flush=True)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="payments.demo", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--tasks", type=flag_of("--tasks", whole_number(1, 1_000_000)), default=5000, metavar="N",
-        help="how many payments are to be sent (default 5000)",
-    )  # fmt: skip
-    parser.add_argument("--output", metavar="FOLDER", help="where reports and files go (default a new folder)")
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,0 +1,207 @@
+"""The audit beside a loop over dictionaries that finds the same in one process."""
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pyarrow.dataset as files
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as f
+
+from outbox.message import TASK_ID_ATTRIBUTE, parsed
+from outbox.times import shown
+from outbox_pipeline import schemas
+from outbox_pipeline.jobs import audit
+from outbox_pipeline.settings import AuditSettings
+from outbox_pipeline.spanner import table_of
+from outbox_pipeline.transforms.archive import archivable, proof, together
+from outbox_pipeline.transforms.digests import digest
+from outbox_pipeline.windows import Archive, Manifest
+from tests.benchmarks.bench import Bench, fresh_table
+from tests.benchmarks.results import Bar, Plot, Section, figures
+from tests.benchmarks.spark import DAY, LOOP, SPARK, TOPICS, Sample, here, in_turns, timed
+from tests.support.spanner import INSTANCE, PROJECT
+
+#: Of a million tasks: never received, received as two messages, and messages of no task.
+LOST, TWICE, UNKNOWN = 1_000, 2_000, 100
+HOURS = 24
+GRACE = timedelta(minutes=10)
+UNTIL = DAY + timedelta(hours=HOURS)
+
+
+def auditing(bench: Bench) -> Section:
+    """Hold archived tasks against received messages, in two sizes."""
+    sizes = (bench.choose(1_000_000, 5_000), bench.choose(3_000_000, 15_000))
+    samples: list[Sample] = []
+    with here(bench) as engine, fresh_table(bench) as table:
+        for size in sizes:
+            with tempfile.TemporaryDirectory() as folder:
+                place = Path(folder)
+                _archive(engine, table.id, place, size)
+                _receive(engine, place, size)
+                ways = {SPARK: timed(partial(_job, engine, table.id, place, count()))}
+                if size == sizes[0]:
+                    ways = {LOOP: timed(partial(_loop, place))} | ways
+                samples += in_turns(bench, size, ways)
+    section = Section(
+        "Auditing with Spark",
+        figures(samples),
+        [],
+        f"""\
+- A day's tasks in one window of an archive, {TOPICS} topics, messages of 150 bytes with two attributes, as Parquet that
+  a subscription to BigQuery was exported to. Of a million, {LOST:,} are lost, {TWICE:,} were published twice, and
+  {UNKNOWN} messages are of no task. The loop reads both with pyarrow in one process, digests what was registered and
+  what was received, and counts the same classes by topic and hour in dictionaries; the job is all of the job, on
+  `local[2]`, with findings, percentiles, samples and the page.
+- Warm: each way has run once before it counts.""",
+        "The ratio, roughly: executors on other machines have cores of their own, and shuffle over a network.",
+        Plot(["rows/s"]),
+    )
+    small, large = sizes
+    rates = [section.value(f"{way}, {small:,} rows", "rows/s") for way in (SPARK, LOOP)]
+    section.bars.append(Bar(f"Spark / loop, {small:,} rows", rates[0] / rates[1], 2.0, at_least=True))
+    seconds = [section.value(f"{SPARK}, {size:,} rows", "seconds") for size in (large, small)]
+    section.bars.append(Bar(f"time of {large:,} / time of {small:,}", seconds[0] / seconds[1], 3.5, at_least=False))
+    return section
+
+
+def _id(number: Column) -> Column:
+    """Return an id of 36 characters, of digits that say nothing of their order."""
+    digits = f.md5(number.cast("string"))
+    lengths = ((1, 8), (9, 4), (13, 4), (17, 4), (21, 12))
+    return f.concat_ws("-", *(f.substring(digits, start, length) for start, length in lengths))
+
+
+def _body(number: Column) -> Column:
+    return f.encode(f.rpad(number.cast("string"), 150, "."), "UTF-8")
+
+
+def _created(number: Column, size: int) -> Column:
+    return f.timestamp_micros(f.unix_micros(f.lit(DAY)) + number * int(HOURS * 3600 * 1e6 / size))
+
+
+def _archive(engine: SparkSession, database: str, folder: Path, size: int) -> None:
+    """Write the day's window as the archive does."""
+    number = f.col("id")
+    # The bytes of a PubsubMessage: data, and twice an attribute.
+    data = f.concat(
+        f.lit(b"\x0a\x96\x01"), _body(number),
+        f.lit(b"\x12\x0c\x0a\x04kind\x12\x04paid\x12\x3c\x0a\x14" + TASK_ID_ATTRIBUTE.encode() + b"\x12\x24"),
+        f.encode(_id(number), "UTF-8"),
+    )  # fmt: skip
+    created = _created(number, size)
+    made = {
+        "Id": _id(number), "Topic": f.concat(f.lit("topic-"), number % TOPICS), "Data": data, "Priority": f.lit(50),
+        "OrderingKey": f.when(number % 10 == 0, f.concat(f.lit("key-"), (number / 10).cast("long") % 1000)),
+        "Sequence": number, "CreatedAt": created, "SentAt": created + f.expr("interval 2 seconds"),
+    }  # fmt: skip
+    others = {field.name: f.lit(None).cast(field.dataType) for field in schemas.TABLE if field.name not in made}
+    tasks = engine.range(size).select(
+        *((made | others)[field.name].cast(field.dataType).alias(field.name) for field in schemas.TABLE)
+    )
+    archive = Archive(engine, str(folder / "archive"))
+    since, until = DAY, UNTIL + GRACE + timedelta(hours=1)
+    window, data_folder = archive.folder_of(since, until), archive.new_run()
+    together(archivable(tasks)).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(window / data_folder))
+    [(rows, checksum)] = (
+        engine.read.schema(schemas.STORED).parquet(str(window / data_folder)).select(*proof()).collect()
+    )
+    flags = AuditSettings.read(_flags(database, folder, 0), {})
+    name = table_of(flags.database_settings).name
+    archive.finish(window, Manifest(name, since, until, until, rows, checksum, data_folder, datetime.now(UTC)))
+
+
+def _receive(engine: SparkSession, folder: Path, size: int) -> None:
+    """Write what was received."""
+    share = 1_000_000
+    number = f.col("id")
+    twice = engine.range(size).where(number % share >= share - TWICE)
+    strangers = engine.range(size, size + max(1, size * UNKNOWN // share))
+    came = engine.range(size).where(number % share >= LOST).union(twice).union(strangers)
+    _messages(came, size).write.parquet(str(folder / "received"))
+
+
+def _messages(numbers: DataFrame, size: int) -> DataFrame:
+    number = f.col("id")
+    published = _created(number, size) + f.expr("interval 1 second")
+    attributes = f.concat(f.lit(f'{{"{TASK_ID_ATTRIBUTE}":"'), _id(number), f.lit('","kind":"paid"}'))
+    return numbers.select(
+        f.monotonically_increasing_id().cast("string").alias("message_id"),
+        f.least(published, f.lit(UNTIL)).alias("publish_time"),
+        attributes.alias("attributes"),
+        _body(number).alias("data"),
+    )
+
+
+def _flags(database: str, folder: Path, turn: int) -> dict[str, str]:
+    return {
+        "project": PROJECT, "instance": INSTANCE, "database": database, "tasks": "archive",
+        "archive": str(folder / "archive"), "received": str(folder / "received"), "grace": f"{GRACE.total_seconds():g}",
+        "since": shown(DAY), "until": shown(UNTIL), "output": str(folder / f"report-{turn}"),
+    }  # fmt: skip
+
+
+def _job(engine: SparkSession, database: str, folder: Path, turns: Iterator[int]) -> int:
+    done = audit.run(engine, AuditSettings.read(_flags(database, folder, next(turns)), {}))
+    expected = _expected(done.tasks)
+    assert (done.lost, done.republished, done.unknown, done.mismatched) == expected, done
+    return done.tasks
+
+
+def _expected(size: int) -> tuple[int, int, int, int]:
+    share = 1_000_000
+    lost = size // share * LOST + min(size % share, LOST)
+    twice = size // share * TWICE + max(0, size % share - (share - TWICE))
+    return lost, twice, max(1, size * UNKNOWN // share), 0
+
+
+def _rows(folder: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
+    for batch in files.dataset(folder).to_batches(columns=list(columns)):
+        yield from zip(*(batch[name].to_pylist() for name in columns), strict=True)
+
+
+def _loop(folder: Path) -> int:
+    """Find the same as the job, but for percentiles, with a dictionary of what was received."""
+    received: dict[str, list[tuple[str, datetime, int]]] = {}
+    for message_id, at, text, data in _rows(folder / "received", ("message_id", "publish_time", "attributes", "data")):
+        attributes = json.loads(text)
+        received.setdefault(attributes[TASK_ID_ATTRIBUTE], []).append((message_id, at, digest(data, attributes)))
+    numbers: Counter[tuple[str, datetime, str]] = Counter()
+    keys: dict[tuple[str, str], list[tuple[datetime, int, str, datetime]]] = {}
+    [window] = (folder / "archive").glob("window=*/run=*")
+    names = ("Id", "Topic", "Data", "OrderingKey", "Sequence", "CreatedAt", "SentAt")
+    for id, topic, data, key, sequence, created, _ in _rows(window, names):
+        hour = created.replace(minute=0, second=0, microsecond=0)
+        message = parsed(data)
+        wanted = digest(message.data, message.attributes)
+        came = received.pop(id, None)
+        numbers[topic, hour, "tasks"] += 1
+        if came is None:
+            numbers[topic, hour, "lost"] += 1
+            continue
+        ids = {each[0] for each in came}
+        first_at = min(each[1] for each in came)
+        numbers[topic, hour, "late" if first_at >= UNTIL + GRACE else "delivered"] += 1
+        numbers[topic, hour, "republished"] += len(ids) - 1
+        numbers[topic, hour, "redelivered"] += len(came) - len(ids)
+        numbers[topic, hour, "mismatched"] += any(each[2] != wanted for each in came)
+        if key is not None:
+            keys.setdefault((topic, key), []).append((created, sequence, id, first_at))
+    overtaken = 0
+    for tasks in keys.values():
+        latest = None
+        for *_, first_at in sorted(tasks):
+            overtaken += latest is not None and first_at < latest
+            latest = first_at if latest is None else max(latest, first_at)
+    sums: Counter[str] = Counter()
+    for (_, _, what), number in numbers.items():
+        sums[what] += number
+    found = (sums["lost"], sums["republished"], len(received), sums["mismatched"])
+    assert (found, overtaken) == (_expected(sums["tasks"]), 0), (found, overtaken)
+    return sums["tasks"]
