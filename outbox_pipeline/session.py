@@ -34,6 +34,8 @@ _ALWAYS = {
     "spark.sql.sources.partitionOverwriteMode": "static",
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",  # the default is a type that other readers drop
     "spark.sql.ansi.enabled": "true",
+    # What a job keeps it reads a few times: to pack it takes longer.
+    "spark.sql.inMemoryColumnarStorage.compressed": "false",
     # What a task of Spark holds of rows; 4.0 knows no bytes here.
     "spark.sql.execution.arrow.maxRecordsPerBatch": "2000",
     "spark.sql.execution.arrow.maxBytesPerBatch": "16777216",

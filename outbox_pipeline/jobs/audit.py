@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from functools import partial, reduce
 from typing import Any
 
+from pyspark import StorageLevel
 from pyspark.sql import DataFrame, Observation, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.types import TimestampType
@@ -71,7 +72,7 @@ def run(spark: SparkSession, settings: AuditSettings) -> Audited:
     job = _Job(spark, settings, table_of(settings.database_settings))
     rules, tasks = job.rules_and_tasks()
     bodies, deliveries = job.deliveries()
-    rows = audit.judged(audit.sends(tasks, bodies=bodies), deliveries, rules).persist()
+    rows = audit.judged(audit.sends(tasks, bodies=bodies), deliveries, rules).persist(StorageLevel.DISK_ONLY)
     try:
         return job.report(rows, rules, output, bodies=bodies)
     finally:
