@@ -193,6 +193,7 @@ def _facts(summary: Mapping[str, Any]) -> str:
         "Clock skew": spoken(summary["clock_skew_seconds"]),
         "Tasks read from": _text(summary["tasks_from"]),
         "Messages read from": _text(summary["received_from"]),
+        "Compared": "data and attributes" if summary["data_compared"] else "attributes: the messages are without data",
         "The audit took": spoken(summary["seconds"]),
     }
     pairs = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
@@ -213,12 +214,12 @@ def _tone(name: str, number: int) -> str:
 
 
 def _plots(summary: Mapping[str, Any]) -> str:
-    lines, latency = summary["by_hour_and_topic"], summary["latency"]
-    if not lines:
+    hours, lines, latency = summary["by_hour"], summary["by_hour_and_topic"], summary["latency"]
+    if not hours:
         return ""
-    drawn = tasks_per_hour(lines)
+    drawn = tasks_per_hour(hours)
     parts = [
-        f"<h2>Tasks per hour of their creation</h2>{_missing(lines, summary)}",
+        f"<h2>Tasks per hour of their creation</h2>{_missing(hours, summary)}",
         f'<figure class="wide">{drawn}</figure>',
     ]
     largest = sorted(summary["by_topic"], key=lambda row: (-row["tasks"], row["topic"]))

@@ -73,7 +73,7 @@ def tasks_per_hour(lines: Iterable[Mapping[str, Any]]) -> str:
 
 def latencies(lines: Sequence[Mapping[str, Any]], topics: Sequence[str]) -> list[str]:
     """Return the percentiles of each hour for each of the topics, all in the same scales."""
-    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415 - the same
 
     by_topic: dict[str, dict[datetime, Mapping[str, Any]]] = {topic: {} for topic in topics}
     for line in lines:
@@ -126,7 +126,7 @@ def _stack(axes: "Axes", hours: Mapping[datetime, Mapping[str, int]], names: Seq
 
 def _steps(hours: Iterable[datetime]) -> tuple[Any, list[datetime]]:
     """Return the edges of a plot's steps, and the begin of each step: hours, and what is between them as one."""
-    from matplotlib.dates import date2num  # noqa: PLC0415
+    from matplotlib.dates import date2num  # noqa: PLC0415 - the same
 
     edges: list[datetime] = []
     for hour in sorted(hours):
@@ -137,7 +137,7 @@ def _steps(hours: Iterable[datetime]) -> tuple[Any, list[datetime]]:
 
 
 def _time_axis(axes: "Axes", hours: Iterable[datetime]) -> None:
-    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter, date2num  # noqa: PLC0415
+    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter, date2num  # noqa: PLC0415 - the same
 
     every = list(hours)
     first, last = min(every), max(every) + _HOUR
@@ -154,7 +154,7 @@ def _time_axis(axes: "Axes", hours: Iterable[datetime]) -> None:
 
 def _svg(draw: Any, name: str) -> str:
     """Return the same text for the same plot. `name` sets its ids apart from those of other plots of the page."""
-    from matplotlib import style  # noqa: PLC0415
+    from matplotlib import style  # noqa: PLC0415 - the same
 
     file = io.StringIO()
     with style.context(["default", _LOOKS | {"svg.hashsalt": name}]):

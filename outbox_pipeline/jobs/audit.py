@@ -20,6 +20,7 @@ from outbox_pipeline.audit_page import page
 from outbox_pipeline.files import Folder, format_of
 from outbox_pipeline.settings import AuditSettings
 from outbox_pipeline.source.datasource import register_source
+from outbox_pipeline.source.options import of_database
 from outbox_pipeline.spanner import Table, table_of
 from outbox_pipeline.transforms import audit, received
 from outbox_pipeline.windows import Archive
@@ -28,7 +29,7 @@ SUMMARY, REPORT, FINDINGS = "summary.json", "report.html", "findings"
 #: Tasks that are not to have come yet are not written in full: the table has them.
 UNSENT = ("pending", "dead", "arriving")
 _RFC_3339 = "yyyy-MM-dd'T'HH:mm:ss.SSSSSS'Z'"
-#: Lines of topics and hours in the summary.
+#: Lines of hours, of topics, and of both in the summary: of the largest topics, where that is not all.
 MOST_LINES = 10_000
 
 
@@ -125,12 +126,7 @@ class _Job:
 
     def _of_table(self, at: datetime, since: datetime | None) -> DataFrame:
         """Return the tasks that messages since `since` may be of: those sent since then, and all that are not sent."""
-        target = self.settings.database_settings
-        options = {
-            "project": target.project,
-            "instance": target.instance,
-            "database": target.database,
-            "databaseRole": target.database_role,
+        options = of_database(self.settings.database_settings) | {
             "columns": ",".join(audit.OF_TASKS),
             "readTimestamp": shown(at),
             "partitions": str(max(8, 4 * self.spark.sparkContext.defaultParallelism)),
@@ -158,8 +154,11 @@ class _Job:
         """Write what was found, and return the numbers."""
         counts = audit.counted(rows).persist()
         [total] = audit.numbers(counts).collect()
-        lines = _told(audit.numbers(counts, "hour", "topic").orderBy("hour", "topic").limit(MOST_LINES))
-        topics = _told(audit.numbers(counts, "topic").orderBy("topic").limit(MOST_LINES))
+        hours = _told(audit.numbers(counts, "hour").orderBy("hour").limit(MOST_LINES))
+        topics = _told(audit.numbers(counts, "topic").orderBy(f.desc("tasks"), "topic").limit(MOST_LINES))
+        largest = [each["topic"] for each in topics[: max(1, MOST_LINES // max(1, len(hours)))]]
+        of_largest = counts.where(f.col("topic").isin(largest))
+        lines = _told(audit.numbers(of_largest, "hour", "topic").orderBy("hour", "topic").limit(MOST_LINES))
         [(unknown,)] = counts.select(f.coalesce(f.sum("unknown"), f.lit(0))).collect()
         overtaken = audit.out_of_order(rows).persist()
         found = audit.findings(rows, overtaken)
@@ -190,6 +189,7 @@ class _Job:
             **dataclasses.asdict(done),
             "latency": {name: total[name] for name in (*audit.PERCENTILES, "max")},
             "by_topic": topics,
+            "by_hour": hours,
             "by_hour_and_topic": lines,
             "samples": _by_class(samples),
         }

@@ -110,6 +110,7 @@ def test_table_and_archive_against_files(
     assert [(line["hour"], line["topic"], line["tasks"]) for line in summary["by_hour_and_topic"]] == [
         (shown(at), "orders", 7)
     ]
+    assert [(line["hour"], line["tasks"]) for line in summary["by_hour"]] == [(shown(at), 7)]
     [file] = (tmp_path / "report" / "findings" / "class=lost").glob("*.json")
     assert json.loads(file.read_text(encoding="utf-8"))["task_id"] == "lost <b>"
     assert not (tmp_path / "report" / "findings" / "class=pending").exists()

@@ -1,5 +1,6 @@
 """The job `drain`: as a command on the Spark of the tests, alone and beside workers, with executors that are killed."""
 
+import base64
 import contextlib
 import json
 import os
@@ -24,9 +25,10 @@ from outbox.settings import DatabaseSettings
 from outbox.states import NEVER
 from outbox_pipeline import cli, session
 from outbox_pipeline.draining import Tally
+from outbox_pipeline.jobs import audit
 from outbox_pipeline.jobs import drain as job
 from outbox_pipeline.jobs.drain import Drained
-from outbox_pipeline.settings import DrainSettings
+from outbox_pipeline.settings import AuditSettings, DrainSettings
 from publishworker.process import open_store
 from publishworker.spanner.store import StoreError
 from publishworker.telemetry import metrics as m
@@ -207,6 +209,24 @@ def limit(database: Database, topic: str, rate: float) -> None:
         batch.insert_or_update("AsynchronousTaskTopics", columns, [(topic, False, rate, 8)])
 
 
+def audit_settings(target: DatabaseSettings, folder: Path, received: list[PubsubMessage]) -> AuditSettings:
+    """Write what was received as a subscription to BigQuery does, and return what its audit takes."""
+    lines = [
+        {
+            "message_id": each.message_id,
+            "publish_time": each.publish_time.isoformat(),
+            "attributes": json.dumps(dict(each.attributes)),
+            "data": base64.b64encode(each.data).decode(),
+        }
+        for each in received
+    ]
+    file = folder / "received.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    where = {"project": target.project, "instance": target.instance, "database": target.database}
+    moment = {"until": "1s", "grace": "1"}
+    return AuditSettings.read({**where, **moment, "received": str(file), "output": str(folder / "audit")}, {})
+
+
 @contextlib.contextmanager
 def two_workers(emulators: Emulators, database: Database) -> Iterator[list[Process]]:
     """Workers as processes, one of which polls every shard, whoever else lives; they end well."""
@@ -224,12 +244,17 @@ def two_workers(emulators: Emulators, database: Database) -> Iterator[list[Proce
         assert [each.wait() for each in both] == [0, 0]
 
 
-def test_nothing_is_lost_when_executors_are_killed_beside_workers(
-    spark: SparkSession, target: DatabaseSettings, database: Database, emulators: Emulators, pubsub: PubSub
+def test_nothing_is_lost_when_executors_are_killed_beside_workers(  # noqa: PLR0917 - fixtures
+    spark: SparkSession,
+    target: DatabaseSettings,
+    database: Database,
+    emulators: Emulators,
+    pubsub: PubSub,
+    tmp_path: Path,
 ) -> None:
     """SIGKILL to every Python of Spark while its members relay beside two workers: all is received, keys in order.
 
-    One worker divides the shards with the members, the other meets them in all.
+    One worker divides the shards with the members, the other meets them in all. What this test counts, the audit finds.
     """
     topic = pubsub.new_topic()
     subscription = pubsub.new_subscription(topic, ordered=True)
@@ -267,6 +292,13 @@ def test_nothing_is_lost_when_executors_are_killed_beside_workers(
     # The killed had two groups of ten in flight each; where two meet, the emulator aborts one that has published.
     assert duplicates <= 100
     assert (done.work_left, members(database)) == (False, {})
+
+    audited = audit.run(spark, audit_settings(target, tmp_path, received))
+    messages = len({each.message_id for each in received})
+    assert (audited.tasks, audited.delivered, audited.messages) == (len(ids), len(ids), messages)
+    assert (audited.republished, audited.redelivered) == (messages - len(ids), len(received) - messages)
+    wrong = ("lost", "late", "arriving", "pending", "unknown", "foreign", "unreadable", "mismatched", "out_of_order")
+    assert {name: getattr(audited, name) for name in wrong} == dict.fromkeys(wrong, 0)
 
 
 def test_a_tally_adds_up_and_sends_on() -> None:

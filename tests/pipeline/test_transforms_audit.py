@@ -269,7 +269,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.binary(max_size=8), st.dictionaries(TEXTS, TEXTS, max_size=3)), min_size=20))
 def test_both_sides_have_one_digest(spark: SparkSession, pairs: list[tuple[bytes, dict[str, str]]]) -> None:
-    """Of what is in the table and of what was received, as a map or as JSON, for any bytes and texts; with data or not."""
+    """Of what is in the table and of what was received, as a map or as JSON, for any bytes and texts."""
     pairs = [(data, {name: text for name, text in each.items() if name != TASK_ID_ATTRIBUTE}) for data, each in pairs]
     tasks = [
         (place, bytes(RawPubsubMessage(data=data, attributes=each).SerializeToString()))
