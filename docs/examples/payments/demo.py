@@ -40,7 +40,7 @@ GRACE = 3.0
 #: Seconds without a message until the demo gives up.
 PATIENCE = 60.0
 #: Seconds of a window of the archive, and until it takes one that has ended.
-WINDOW, ARCHIVED_AFTER = 20, 61
+WINDOW, ARCHIVED_AFTER = 30, 61
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
