@@ -7,14 +7,13 @@ import argparse
 import contextlib
 import sys
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from random import Random
 
 from tqdm import tqdm
 
 from orders import audit, command, service, stage
-from orders.shop import TASKS_PER_ORDER, Shop, draw_orders
+from orders.shop import CREDIT_CENTS, CUSTOMERS, TASKS_PER_ORDER, Shop, draw_orders
 from orders.stage import Stage
 from orders.subscriber import Inbox, Subscriber
 from orders.summary import Run, exit_code, summarize, text, verdict
@@ -24,8 +23,6 @@ from outbox.errors import OutboxError
 
 #: The emulator scans the whole table for each shard and topic that a poll asks for, where Spanner reads a short range.
 SHARDS = 2
-CUSTOMERS = tuple(str(uuid.uuid5(service.TASK_IDS, f"customer {number}")) for number in range(20))
-CREDIT_CENTS = 100_000
 WORKERS = 2
 #: Threads of the order service.
 THREADS = 3
@@ -68,7 +65,7 @@ def _stage() -> Stage:
 
 def _play(tasks: int, made: Stage, emulators: Emulators) -> tuple[Run, str]:
     """Place the orders, wait until everything has come, stop the workers; return what happened and their log."""
-    orders = draw_orders(tasks, CUSTOMERS, CREDIT_CENTS, Random())
+    orders = draw_orders(tasks, Random())
     inbox = Inbox(handle=lambda _message: None)
     with stage.workers(made, WORKERS) as workers, Subscriber(made.subscriptions, inbox.receive) as subscriber:
         workers.wait_until_polling()

@@ -14,20 +14,22 @@ from orders.service import Order
 #: Articles of each order, and so tasks of each order: one a topic, and one a parcel.
 ARTICLES = 2
 TASKS_PER_ORDER = 3 + ARTICLES
+CUSTOMERS = tuple(str(uuid.uuid5(service.TASK_IDS, f"customer {number}")) for number in range(20))
+CREDIT_CENTS = 100_000
 #: One order of so many is over the credit limit.
 REFUSED_SHARE = 10
 
 
-def draw_orders(tasks: int, customers: Sequence[str], credit_cents: int, random: Random) -> list[Order]:
+def draw_orders(tasks: int, random: Random) -> list[Order]:
     """Return orders with at least `tasks` tasks within the credit limit, and others beyond it, well mixed."""
     good = -(-tasks // TASKS_PER_ORDER)
     bad = max(1, good // (REFUSED_SHARE - 1))
-    cents = [random.randint(1, credit_cents) for _ in range(good)]
-    cents += [random.randint(credit_cents + 1, 2 * credit_cents) for _ in range(bad)]
+    cents = [random.randint(1, CREDIT_CENTS) for _ in range(good)]
+    cents += [random.randint(CREDIT_CENTS + 1, 2 * CREDIT_CENTS) for _ in range(bad)]
     random.shuffle(cents)
     articles = [f"article {number}" for number in range(100)]
     return [
-        Order(str(uuid.uuid4()), random.choice(customers), tuple(random.sample(articles, ARTICLES)), each)
+        Order(str(uuid.uuid4()), random.choice(CUSTOMERS), tuple(random.sample(articles, ARTICLES)), each)
         for each in cents
     ]
 

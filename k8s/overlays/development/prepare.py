@@ -14,7 +14,7 @@ import time
 from google.api_core.exceptions import AlreadyExists
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import pubsub_v1, spanner
-from orders import service, stage
+from orders import service, shop
 
 #: Seconds until the emulators must answer; the image is pulled before that.
 WAIT_SECONDS = 60.0
@@ -56,7 +56,7 @@ def _make_database(project: str, instance_id: str, database_id: str) -> None:
     with contextlib.suppress(AlreadyExists):
         database.create().result(timeout=CALL_SECONDS)
     with database.batch() as batch:
-        rows = [(customer, stage.CREDIT_CENTS) for customer in stage.CUSTOMERS]
+        rows = [(customer, shop.CREDIT_CENTS) for customer in shop.CUSTOMERS]
         batch.insert_or_update("Customers", ("CustomerId", "CreditCents"), rows)
 
 

@@ -13,7 +13,7 @@ from google.api_core.exceptions import GoogleAPIError
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import spanner
 from google.cloud.spanner_v1.database import Database
-from orders import service, stage
+from orders import service
 from orders.shop import TASKS_PER_ORDER, draw_orders
 from orders.subscriber import Inbox, Subscriber
 
@@ -35,7 +35,7 @@ def main() -> int:
         return 1
     inbox = Inbox(handle=lambda _message: None)
     subscriptions = [f"projects/{project}/subscriptions/{topic}" for topic in service.TOPICS]
-    with Subscriber(subscriptions, inbox) as subscriber:
+    with Subscriber(subscriptions, inbox.receive) as subscriber:
         _trade(database, inbox, subscriber, stop)
     return 0
 
@@ -56,7 +56,7 @@ def _is_prepared(database: Database, stop: threading.Event) -> bool:
 def _trade(database: Database, inbox: Inbox, subscriber: Subscriber, stop: threading.Event) -> None:
     placed = refused = 0
     while not stop.is_set():
-        for order in draw_orders(LINE_ORDERS * TASKS_PER_ORDER, stage.CUSTOMERS, stage.CREDIT_CENTS, Random()):
+        for order in draw_orders(LINE_ORDERS * TASKS_PER_ORDER, Random()):
             subscriber.check()
             try:
                 service.place(database, order)
