@@ -14,7 +14,7 @@ TO_DRIVER = {"collect", "toPandas", "toLocalIterator", "take", "head", "first", 
 #: Where it is used: on rows of counts, on the first line of a file, and on a few rows that a person reads.
 OF_FEW = {
     "jobs/archive.py": 2,
-    "jobs/audit.py": 2,
+    "jobs/audit.py": 3,
     "jobs/drain.py": 1,
     "jobs/register.py": 1,
     "jobs/replay.py": 3,
