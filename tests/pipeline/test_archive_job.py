@@ -124,12 +124,12 @@ def test_many_tasks_are_there_once_though_tasks_of_spark_fail(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A task that has read, and one that has written, is run again; nearly all are of one topic, and in few files."""
-    number = 5_000
+    number = 10_000
     tasks = [
         sent(
             f"{each * (2**32 // number):08x}",
             DAY + MICROSECOND * each,
-            Topic="orders" if each % 100 else f"rare-{each // 500}",
+            Topic="orders" if each % 100 else f"rare-{each // 1000}",
         )
         for each in range(number)
     ]
@@ -144,7 +144,7 @@ def test_many_tasks_are_there_once_though_tasks_of_spark_fail(
     assert manifest["rows"] == number
     assert archived(spark, tmp_path) == [(each["Id"], each["SentAt"]) for each in tasks]
     topics = read_archive(spark, str(tmp_path)).groupBy("Topic").count().collect()
-    assert dict(topics) == {"orders": 4_950} | {f"rare-{each}": 5 for each in range(10)}
+    assert dict(topics) == {"orders": 9_900} | {f"rare-{each}": 10 for each in range(10)}
 
     assert len(list(tmp_path.rglob("*.parquet"))) < 2 * len(topics), "a file for each day and topic, or a few"
 
