@@ -36,6 +36,8 @@ _ALWAYS = {
     "spark.sql.ansi.enabled": "true",
     # What a job keeps it reads a few times: to pack it takes longer.
     "spark.sql.inMemoryColumnarStorage.compressed": "false",
+    # What lies side by side is grouped as it comes.
+    "spark.sql.execution.replaceHashWithSortAgg": "true",
     # What a task of Spark holds of rows; 4.0 knows no bytes here.
     "spark.sql.execution.arrow.maxRecordsPerBatch": "2000",
     "spark.sql.execution.arrow.maxBytesPerBatch": "16777216",

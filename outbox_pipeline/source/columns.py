@@ -85,18 +85,33 @@ def batch(columns: Mapping[str, pa.Array], wanted: pa.Schema, at: datetime) -> p
     return pa.RecordBatch.from_arrays([_of_type(made[field.name], field.type) for field in wanted], schema=wanted)
 
 
-def message_columns(ids: Sequence[str], data: Sequence[bytes]) -> dict[str, list[Any]]:
-    """Return `Attributes` and `Payload` of tasks; None for what is no message."""
-    messages = [parsed(each) for each in data]
-    return {
-        "Attributes": list(map(_attributes, messages, ids)),
-        "Payload": [None if message is None else message.data for message in messages],
-    }
+def message_columns(ids: Sequence[str], data: Sequence[bytes]) -> dict[str, pa.Array]:
+    """Return `Attributes` and `Payload` of tasks; NULL for what is no message.
 
-
-def _attributes(message: Any, id: str) -> list[tuple[str, str]] | None:
-    """Return what subscribers get: the relay sets the id from the row, whatever the message says."""
-    return None if message is None else list({**message.attributes, TASK_ID_ATTRIBUTE: id}.items())
+    Subscribers get the id that the relay takes from the row, whatever the message says.
+    """
+    # One list of all names instead of one for each task: half of the time of this went into making those.
+    starts: list[int | None] = []
+    names: list[str] = []
+    texts: list[str] = []
+    payloads: list[bytes | None] = []
+    for id, each in zip(ids, data, strict=True):
+        message = parsed(each)
+        starts.append(None if message is None else len(names))
+        payloads.append(None if message is None else message.data)
+        if message is not None:
+            attributes = message.attributes
+            for name in attributes:  # half the time of its items()
+                if name != TASK_ID_ATTRIBUTE:
+                    names.append(name)
+                    texts.append(attributes[name])
+            names.append(TASK_ID_ATTRIBUTE)
+            texts.append(id)
+    starts.append(len(names))
+    maps = pa.MapArray.from_arrays(
+        pa.array(starts, pa.int32()), pa.array(names, pa.string()), pa.array(texts, pa.string())
+    )
+    return {"Attributes": maps, "Payload": pa.array(payloads, pa.binary())}
 
 
 def _of_type(values: Any, type_: pa.DataType) -> pa.Array:

@@ -12,7 +12,8 @@ from pyspark.sql import functions as f
 
 from outbox.states import NEVER
 from outbox_pipeline import schemas
-from outbox_pipeline.transforms.digests import registered
+from outbox_pipeline.transforms.digests import digest
+from outbox_pipeline.transforms.messages import decoded
 
 #: What the audit reads of a task.
 OF_TASKS = ("Id", "Topic", "Data", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "SentAt")
@@ -45,7 +46,7 @@ def sends(tasks: DataFrame, *, bodies: bool) -> DataFrame:
     """Return one row a sending, or an unsent task: `schemas.SEND`. The digest is without the data unless `bodies`."""
     key = f.when(f.col("OrderingKey").isNotNull(), f.xxhash64("Topic", "OrderingKey"))
     dead = f.coalesce(f.col("AvailableAt") >= f.lit(NEVER), f.lit(False))
-    return tasks.select(
+    return decoded(tasks).select(
         f.col("Id").alias("task_id"),
         f.col("Topic").alias("topic"),
         key.alias("key"),
@@ -53,7 +54,7 @@ def sends(tasks: DataFrame, *, bodies: bool) -> DataFrame:
         f.col("CreatedAt").alias("created_at"),
         f.col("SentAt").alias("sent_at"),
         dead.alias("dead"),
-        registered("Data", bodies=bodies).alias("digest"),
+        digest(f.col("Attributes"), f.col("Payload") if bodies else f.lit(None)).alias("digest"),
     )
 
 
@@ -79,7 +80,7 @@ def judged(sendings: DataFrame, deliveries: DataFrame, rules: Rules) -> DataFram
         "mismatched": f.when((f.array_min("own.digest") == digest) & (f.array_max("own.digest") == digest), 0)
         .otherwise(_distinct(f.filter("own", lambda each: each["digest"] != digest)))
         .cast("long"),
-        "known": f.exists("own", lambda each: _is_known(each["at"], rules)),
+        "known": f.when(f.col("topic").isNull(), f.exists("own", lambda each: _is_known(each["at"], rules))),
     }
     counted = joined.withColumn("own", own).withColumns(columns)
     repeats = {
@@ -92,15 +93,17 @@ def judged(sendings: DataFrame, deliveries: DataFrame, rules: Rules) -> DataFram
 
 def _by_task(deliveries: DataFrame) -> DataFrame:
     """Return a row for each id that was received, with its deliveries in an array: when, of which message, digest."""
-    of_outbox = deliveries.where("readable AND task_id IS NOT NULL")
-    delivery = f.struct(f.col("publish_time").alias("at"), "message_id", "digest")
-    return of_outbox.groupBy(f.col("task_id").alias("received_id")).agg(f.collect_list(delivery).alias("came"))
+    of_outbox = deliveries.where("readable AND task_id IS NOT NULL").withColumnRenamed("task_id", "received_id")
+    delivery = f.struct(f.col("publish_time").alias("at"), f.xxhash64("message_id").alias("message"), "digest")
+    # Side by side first: nearly each id was received once, so there is nothing to gain by grouping before that.
+    side_by_side = of_outbox.repartition("received_id").sortWithinPartitions("received_id")
+    return side_by_side.groupBy("received_id").agg(f.collect_list(delivery).alias("came"))
 
 
 def _distinct(deliveries: Column | str) -> Column:
     """Return of how many messages some deliveries are; 0 of NULL."""
     array = f.col(deliveries) if isinstance(deliveries, str) else deliveries
-    many = f.array_size(f.array_distinct(array["message_id"]))
+    many = f.array_size(f.array_distinct(array["message"]))
     return f.coalesce(f.when(f.array_size(array) == 1, 1).otherwise(many), f.lit(0)).cast("long")
 
 

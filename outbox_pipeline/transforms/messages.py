@@ -21,5 +21,5 @@ def _decode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     added = schemas.arrow(StructType(_DECODED))
     for batch in batches:
         made = message_columns(batch["Id"].to_pylist(), batch["Data"].to_pylist())
-        arrays = [*batch.columns, *(pa.array(made[field.name], field.type) for field in added)]
+        arrays = [*batch.columns, *(made[field.name].cast(field.type) for field in added)]
         yield pa.RecordBatch.from_arrays(arrays, schema=pa.schema([*batch.schema, *added]))

@@ -1,26 +1,18 @@
 """What subscribers received, as Pub/Sub's subscriptions to BigQuery and Cloud Storage write it: pure."""
 
-import json
-from typing import Any
-
-import pandas as pd
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
-from pyspark.sql.types import BinaryType, BooleanType, LongType, MapType, StringType, StructField, StructType
+from pyspark.sql.types import BinaryType, MapType, StringType, StructField, StructType
 
 from outbox.errors import SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
-from outbox_pipeline.transforms.digests import digest, in_python
+from outbox_pipeline.transforms.digests import digest
 
 #: Columns of the messages; docs/pipeline/audit.md says what each may be. Others are not looked at.
 COLUMNS = ("message_id", "publish_time", "attributes", "data")
 _NEEDED = ("message_id", "publish_time", "attributes")
 #: As the columns of JSON lines are read: as texts, whatever is in them.
 LINES = StructType([StructField(name, StringType()) for name in COLUMNS])
-#: What is found in the attributes, and of them and the data.
-_CONTENTS = StructType(
-    [StructField("task_id", StringType()), StructField("digest", LongType()), StructField("readable", BooleanType())]
-)
 
 
 def received(messages: DataFrame, *, base64: bool) -> DataFrame:
@@ -37,47 +29,33 @@ def received(messages: DataFrame, *, base64: bool) -> DataFrame:
             f"column {missing[0]} is missing from the received messages, there are {', '.join(messages.columns)}: "
             "does the subscription write its metadata?"
         )
-    made = messages.select(
+    read = messages.select(
         f.col("message_id").cast("string").alias("message_id"),
         _time(messages).alias("publish_time"),
-        _contents(_data(messages, base64=base64), _attributes(messages)).alias("found"),
+        _attributes(messages).alias("attributes"),
+        _data(messages, base64=base64).alias("data"),
     )
-    readable = f.col("message_id").isNotNull() & f.col("publish_time").isNotNull() & f.col("found.readable")
-    return made.select("found.task_id", "message_id", "publish_time", "found.digest", readable.alias("readable"))
-
-
-def _read(data: pd.Series, attributes: pd.Series) -> pd.DataFrame:
-    found = [_message(body, text) for body, text in zip(data, attributes, strict=True)]
-    names = _CONTENTS.fieldNames()
-    columns = zip(*found, strict=True) if found else [()] * len(names)
-    types = ("object", "Int64", "bool")
-    return pd.DataFrame({n: pd.Series(c, dtype=t) for n, c, t in zip(names, columns, types, strict=True)})
-
-
-def _message(data: bytes | None, text: str | None) -> tuple[str | None, int | None, bool]:
-    """Return the id, the digest, and whether the attributes can be read: none if the text is blank."""
-    attributes: Any = {}
-    if text and not text.isspace():
-        try:
-            attributes = json.loads(text)
-        except (ValueError, RecursionError):
-            return None, None, False
-        if type(attributes) is not dict or not all(type(value) is str for value in attributes.values()):
-            return None, None, False
-    return attributes.get(TASK_ID_ATTRIBUTE), digest(data, attributes), True
-
-
-_contents = in_python(_read, _CONTENTS)
+    return read.select(
+        f.try_element_at("attributes", f.lit(TASK_ID_ATTRIBUTE)).alias("task_id"),
+        "message_id",
+        "publish_time",
+        digest(f.col("attributes"), f.col("data")).alias("digest"),
+        (f.col("message_id").isNotNull() & f.col("publish_time").isNotNull() & f.col("attributes").isNotNull()).alias(
+            "readable"
+        ),
+    )
 
 
 def _attributes(messages: DataFrame) -> Column:
-    """Return the attributes as a text of JSON, or NULL."""
+    """Return the attributes as a map, or NULL; none if their text is blank."""
     type_ = messages.schema["attributes"].dataType
+    given = f.col("attributes")
     if isinstance(type_, MapType):
-        return f.to_json(f.col("attributes").cast("map<string,string>"))
+        return f.coalesce(given.cast("map<string,string>"), f.create_map().cast("map<string,string>"))
     if not isinstance(type_, StringType):
         raise SettingError(f"column attributes is {type_.simpleString()}, it must be a map or a text of JSON")
-    return f.col("attributes")
+    text = f.when(given.isNull() | (f.trim(given) == ""), f.lit("{}")).otherwise(given)
+    return f.from_json(text, "map<string,string>")
 
 
 def _time(messages: DataFrame) -> Column:

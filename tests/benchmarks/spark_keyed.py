@@ -28,7 +28,7 @@ RETRIED = ("Id", "SentAt", "ExpiresAt", "Attempts", "AvailableAt")
 
 def replaying(bench: Bench) -> Section:
     """Make all tasks of a table unsent."""
-    size = bench.choose(20_000, 1_000)
+    size = bench.choose(5_000, 1_000)
     with here(bench) as engine, fresh_table(bench) as table:
         fill(table.database, size)
         ways = {
@@ -50,7 +50,7 @@ def replaying(bench: Bench) -> Section:
 
 def purging(bench: Bench) -> Section:
     """Delete all tasks of a table that are in a window of an archive."""
-    size = bench.choose(20_000, 1_000)
+    size = bench.choose(5_000, 1_000)
     with here(bench) as engine, fresh_table(bench) as table, tempfile.TemporaryDirectory() as folder:
         fill(table.database, size)
         assert _job_purges(engine, table.id, folder) == size
