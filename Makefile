@@ -4,7 +4,7 @@ BIN    := .venv/bin
 STAMP  := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pipeline test test-long lint format docs bench bench-pipeline constraints clean
+.PHONY: help demo demo-pipeline test test-long soak lint format docs bench bench-pipeline constraints clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -27,12 +27,15 @@ demo-pipeline: $(STAMP) ## the pipeline on Spark: register, drain beside workers
 test: $(STAMP) ## all tests, on the real emulators
 	@$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --durations 40 --durations-min 8
 
-test-long: $(STAMP) ## outages of a minute each, probes of production, 5,000 random histories of ordering keys
+test-long: $(STAMP) ## faults and outages of a minute each, load, probes of production, 5,000 random histories of ordering keys
 	@$(BIN)/python -m pytest --long --numprocesses 2 --dist loadgroup -rP \
 		tests/acceptance/test_outages.py tests/acceptance/test_bad_topics.py tests/acceptance/test_as_in_kubernetes.py \
 		tests/acceptance/test_as_in_kubernetes_memory.py tests/integration/test_ordering_spanner.py \
 		tests/manifests/test_dockerfile.py tests/manifests/test_spark_submit.py tests/pipeline/test_flights.py \
-		tests/pipeline/test_stream.py tests/unit/test_order_machine.py
+		tests/pipeline/test_stream.py tests/unit/test_order_machine.py tests/chaos
+
+soak: $(STAMP) ## mixed load with all faults at random, memory watched; writes build/soak (MINUTES=30)
+	@$(BIN)/python -m tests.chaos.soak $(if $(MINUTES),--minutes $(MINUTES))
 
 lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff check .

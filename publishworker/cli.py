@@ -5,8 +5,10 @@ with work left; 130 and 143 when a second signal killed.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from publishworker import exits
 
@@ -24,7 +26,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from publishworker import healthcheck  # noqa: PLC0415 - a probe must not pay for the other imports
 
         return healthcheck.main(given[1:])
-    return _main(given)
+    try:
+        return _main(given)
+    finally:
+        _let_go_of_stderr()
+
+
+def _let_go_of_stderr() -> None:
+    # Where the disk under the logs is full, Python would end with an exit code of its own, 120.
+    try:
+        sys.stderr.flush()
+    except OSError:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - Python closes it
 
 
 def _main(arguments: Sequence[str]) -> int:

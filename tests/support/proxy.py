@@ -30,8 +30,7 @@ class Proxy:
 
     def __init__(self, target: str) -> None:
         """Prepare for `target`; nothing is open before the block is entered."""
-        host, _, port = target.rpartition(":")
-        self._target = (host, int(port))
+        self.target = target
         self._state = threading.Condition()
         self._held = frozenset[str]()
         self._delay = 0.0
@@ -95,6 +94,19 @@ class Proxy:
                 link.close()
             self._state.notify_all()
 
+    def truncate(self) -> None:
+        """Cut each open connection in the middle of the next bytes that go through it."""
+        with self._state:
+            for link in self._links:
+                link.truncated = True
+
+    def half_close(self) -> None:
+        """End the client's direction of each open connection; the server may go on answering."""
+        with self._state:
+            for link in self._links:
+                with contextlib.suppress(OSError):
+                    link.server.shutdown(socket.SHUT_WR)
+
     def delay(self, seconds: float) -> None:
         """Deliver each chunk of bytes, in both directions, `seconds` after it came; chunks do not wait for others."""
         self._delay = seconds
@@ -124,7 +136,7 @@ class Proxy:
             except OSError:
                 return
             try:
-                server = socket.create_connection(self._target, timeout=5)
+                server = socket.create_connection(_address(self.target), timeout=5)
             except OSError:  # the target itself is gone: so are we, for this client
                 client.close()
                 continue
@@ -163,6 +175,9 @@ class Proxy:
                     break
                 with self._state:
                     self._state.wait_for(lambda: direction not in self._held or link.closed.is_set())
+                if link.truncated:
+                    target.sendall(data[: len(data) // 2])
+                    break
                 target.sendall(data)
         with self._state:
             self._links.discard(link)
@@ -176,6 +191,7 @@ class _Link:
         self.client = client
         self.server = server
         self.closed = threading.Event()
+        self.truncated = False
         for end in (client, server):
             with contextlib.suppress(OSError):  # it has just been closed
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # no delay but ours
@@ -184,6 +200,11 @@ class _Link:
         self.closed.set()
         _close(self.client)
         _close(self.server)
+
+
+def _address(target: str) -> tuple[str, int]:
+    host, _, port = target.rpartition(":")
+    return host, int(port)
 
 
 def _bound(port: int) -> socket.socket:

@@ -122,12 +122,13 @@ def worker(
     database: Database,
     *arguments: str,
     command: str = "run",
+    module: str = "publishworker",
     directory: Path = ROOT,
     **environment: str,
 ) -> Iterator[Process]:
     """Start `publishworker` on a database; its environment is what `outbox emulators` prints but for one variable.
 
-    In another `directory` it is that one's.
+    In another `directory` it is that one's. A `module` of our own may prepare the process.
     """
     hosts = {"SPANNER_EMULATOR_HOST": emulators.spanner_host, "PUBSUB_EMULATOR_HOST": emulators.pubsub_host}
     heartbeat = Path("/tmp") / f"publishworker-{uuid.uuid4().hex}.heartbeat"
@@ -139,7 +140,7 @@ def worker(
     }
     try:
         environment = {**hosts, **settings, **environment}
-        with started("publishworker", command, *arguments, environment=environment, directory=directory) as process:
+        with started(module, command, *arguments, environment=environment, directory=directory) as process:
             yield process
     finally:
         heartbeat.unlink(missing_ok=True)

@@ -1,0 +1,123 @@
+"""Duplicates of this relay beside the article's protocol under the same faults: `python -m tests.chaos.comparison`.
+
+Prints a table, and writes it to `--output` as JSON.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from outbox import emulators
+from tests.support import spanner
+from tests.support.outages import lasting
+from tests.support.pubsub import PubSub
+from tests.support.rpc import Fault, Faulty
+from tests.support.trial import Trial
+from tests.support.waiting import eventually
+
+RELAYS = {"this relay": "publishworker", "the article's protocol": "tests.support.article"}
+WORKERS = 2
+#: Of the calls that fail at random.
+SHARE = 0.1
+#: Workers are killed whenever so many parts of the tasks are sent; an outage begins in the middle.
+KILLS = 9
+OUTAGE_SECONDS = 5.0
+#: What is not sent by then hangs.
+SECONDS = 600.0
+
+#: Sends a trial's tasks with workers of a module, and returns how many faults there were.
+Way = Callable[[Trial, str], int]
+
+
+def killed(trial: Trial, module: str) -> int:
+    """SIGKILL one of the workers again and again; another one takes its place."""
+    tasks = trial.backlog()
+    with contextlib.ExitStack() as stack:
+        workers = stack.enter_context(trial.workers(WORKERS, module=module))
+        for kill in range(KILLS):
+            left = tasks * (KILLS - kill) / (KILLS + 1)
+            eventually(lambda at=left: trial.backlog() <= at, seconds=SECONDS, message="more is sent")  # type: ignore[misc]
+            workers[0].stop(signal.SIGKILL)
+            workers[0].wait()
+            workers[:] = [workers[1], *stack.enter_context(trial.workers(1, module=module))]
+        trial.settle(SECONDS)
+    return KILLS
+
+
+def at_random(service: str, fault: Fault, method: str) -> Way:
+    """Return a way in which a share of the calls of a method fails."""
+
+    def way(trial: Trial, module: str) -> int:
+        put: Any = trial.faulty_spanner if service == "spanner" else trial.faulty_pubsub
+        with put() as server, trial.workers(WORKERS, module=module):
+            faulty: Faulty = server
+            with faulty.failing(trial.chance(SHARE, fault, method)):
+                trial.settle(SECONDS)
+            return faulty.seen[method, fault]
+
+    return way
+
+
+def away(service: str) -> Way:
+    """Return a way in which a service is away for a while."""
+
+    def way(trial: Trial, module: str) -> int:
+        tasks = trial.backlog()
+        put: Any = trial.spanner_proxy if service == "spanner" else trial.pubsub_proxy
+        with put() as proxy, trial.workers(WORKERS, module=module):
+            eventually(lambda: trial.backlog() <= tasks / 2, seconds=SECONDS, message="half of it is sent")
+            proxy.refuse()
+            lasting(OUTAGE_SECONDS)
+            proxy.forward()
+            trial.settle(SECONDS)
+        return 1
+
+    return way
+
+
+WAYS: dict[str, Way] = {
+    "SIGKILL of a worker": killed,
+    "a Commit is aborted": at_random("spanner", Fault.ABORTED, "Commit"),
+    "the connection is cut after a Commit was sent": at_random("spanner", Fault.LOST, "Commit"),
+    "the connection is cut after a Publish was sent": at_random("pubsub", Fault.LOST, "Publish"),
+    f"Spanner is away for {OUTAGE_SECONDS:g} s": away("spanner"),
+    f"Pub/Sub is away for {OUTAGE_SECONDS:g} s": away("pubsub"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Take each fault with each relay."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.comparison", description=__doc__)
+    parser.add_argument("--tasks", type=int, default=1_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(arguments)
+    lines: list[dict[str, Any]] = []
+    with emulators.running() as made:
+        os.environ |= made.environment()
+        for fault, way in WAYS.items():
+            for relay, module in RELAYS.items():
+                with spanner.outbox_database(spanner.instance(made.spanner_host)) as database:
+                    trial = Trial(made, database, PubSub.on(made.pubsub_host), options.seed, ordered=False)
+                    trial.register(options.tasks)
+                    lines.append({"fault": fault, "relay": relay} | _figures(trial, way(trial, module)))
+                print(json.dumps(lines[-1]), flush=True)
+    if options.output:
+        options.output.write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
+
+
+def _figures(trial: Trial, faults: int) -> dict[str, Any]:
+    figures = trial.measured(duplicates=0)
+    return {
+        "tasks": figures.registered, "faults": faults, "lost": figures.lost, "duplicates": figures.duplicates,
+        "per_thousand": round(1000 * figures.duplicates / figures.registered, 1),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

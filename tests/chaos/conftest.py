@@ -1,0 +1,42 @@
+"""A trial for each scenario, with a seed of its own that `--seed` changes; `--figures` keeps what came of it."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+
+from outbox.emulators import Emulators
+from tests.support.pubsub import PubSub
+from tests.support.trial import Trial
+
+
+@pytest.fixture
+def trial(
+    request: pytest.FixtureRequest, emulators: Emulators, database: Database, pubsub: PubSub, long: bool
+) -> Iterator[Trial]:
+    """A database, two topics, their subscribers, and an application; always the same random choices."""
+    seed: int = request.config.getoption("--seed")
+    made = Trial(emulators, database, pubsub, seed + crc32(request.node.name.encode()))
+    yield made
+    file = request.config.getoption("--figures")
+    if file and made.figures:
+        about = {"scenario": request.node.path.name, "seed": seed, "long": long}
+        with Path(file).open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(about | dataclasses.asdict(made.figures) | made.notes) + "\n")
+
+
+@pytest.fixture(scope="session")
+def fault_seconds(long: bool) -> float:
+    """How long a fault lasts."""
+    return 60.0 if long else 4.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each scenario its limit."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(600))

@@ -1,0 +1,169 @@
+"""Write docs/reliability.md from the figures of a long run: `python -m tests.chaos.page --scenarios FILE ...`.
+
+What is not given anew stays as it is in docs/reliability/results.json.
+"""
+
+import argparse
+import ast
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.page import markdown
+from tests.benchmarks.results import ROOT, circumstances
+
+PAGE = ROOT / "docs" / "reliability.md"
+KEPT = PAGE.with_suffix("") / "results.json"
+SCENARIOS = Path(__file__).parent
+#: Scenarios that are about load, and have figures of their own.
+LOAD = ("test_arrivals_above_capacity.py", "test_backlog_over_databases.py")
+
+HEAD = """\
+# Reliability
+
+What is promised: nothing committed is lost, nothing rolled back is sent, the messages of an ordering key come in
+the order of their registration, repeats are few, and carry the same id. Each line of the first table is a test in
+`tests/chaos` that breaks something under load and then asks the subscribers, not the relay: the ids that the
+application registered are held against the messages that arrived. Real worker processes, both emulators, the same
+random choices each time (`--seed` makes others).
+
+```console
+$ make test                   # all scenarios, some seconds each
+$ make test-long              # the same for a minute each, and more
+$ make soak MINUTES=30        # all faults at random, beside one worker that is watched
+```
+
+Written by `python -m tests.chaos.page`, from [results.json](reliability/results.json); do not edit. Figures are of
+the emulators, on a machine that they share with workers and tests.
+"""
+
+WHY = """\
+Why the rest must be: Pub/Sub and Spanner have no common commit. What a worker has published when it dies, and not
+marked, is published again by the next one; so is what Pub/Sub has accepted when its answer is lost, since nobody can
+tell this from a request that never arrived, and to mark it as sent could lose it. All else the relay remembers: an
+aborted transaction, a Commit without an answer, an outage of Spanner cost no duplicate while the worker lives
+([doubts](architecture/relay.md)). Smaller groups mean fewer duplicates of each such fault, and more commits.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Take what is given, keep the rest, write the page."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.page", description=__doc__)
+    parser.add_argument("--scenarios", type=Path, help="what --figures of a test run wrote")
+    parser.add_argument("--comparison", type=Path, help="what --output of tests.chaos.comparison wrote")
+    parser.add_argument("--soak", type=Path, help="the folder that a soak wrote")
+    options = parser.parse_args(arguments)
+    results: dict[str, Any] = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
+    if options.scenarios:
+        lines = options.scenarios.read_text(encoding="utf-8").splitlines()
+        results["scenarios"] = sorted(map(json.loads, lines), key=lambda line: str(line["scenario"]))
+        results["scenarios_ran"] = _circumstances()
+    if options.comparison:
+        results["comparison"] = json.loads(options.comparison.read_text(encoding="utf-8"))
+        results["comparison_ran"] = _circumstances()
+    if options.soak:
+        results["soak"] = json.loads((options.soak / "summary.json").read_text(encoding="utf-8"))
+        results["soak_ran"] = _circumstances()
+        KEPT.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(options.soak / "soak.png", KEPT.parent / "soak.png")
+    KEPT.parent.mkdir(parents=True, exist_ok=True)
+    KEPT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(text(results), encoding="utf-8")
+
+
+def _circumstances() -> dict[str, str]:
+    return {"date": f"{datetime.now(UTC):%Y-%m-%d}"} | circumstances()
+
+
+def text(results: dict[str, Any]) -> str:
+    """Return the page."""
+    parts = [HEAD]
+    if lines := results.get("scenarios"):
+        parts += ["## Scenarios\n", _ran(results["scenarios_ran"], lines[0]), _scenarios(lines)]
+        parts += ["## Load\n", _load(lines)]
+    if lines := results.get("comparison"):
+        parts += ["## Duplicates\n", _ran(results["comparison_ran"], {}), _comparison(lines), WHY]
+    if soak := results.get("soak"):
+        parts += ["## Soak\n", _ran(results["soak_ran"], soak), _soak(soak)]
+    return "\n".join(parts)
+
+
+def _ran(ran: dict[str, str], about: dict[str, Any]) -> str:
+    seed = [f"seed {about['seed']}"] if "seed" in about else []
+    return ", ".join([*seed, *(f"{name} {value}" for name, value in ran.items())]) + ".\n"
+
+
+def promise(scenario: str) -> tuple[str, str]:
+    """Return what a scenario does and what it promises, from its docstring."""
+    said = ast.get_docstring(ast.parse((SCENARIOS / scenario).read_text(encoding="utf-8"))) or ""
+    does, _, promised = said.partition("Promised: ")
+    return " ".join(does.split()), " ".join(promised.split())
+
+
+def _scenarios(lines: Iterable[dict[str, Any]]) -> str:
+    header = [
+        "what happens", "promised", "registered", "rolled back", "lost", "sent though rolled back", "out of order",
+        "duplicates", "allowed", "seconds to recover",
+    ]  # fmt: skip
+    names = ("registered", "rolled_back", "lost", "sent_though_rolled_back", "out_of_order", "duplicates",
+             "duplicates_allowed", "recovery")  # fmt: skip
+    rows = []
+    for line in lines:
+        does, promised = promise(line["scenario"])
+        link = f"[{does}](../tests/chaos/{line['scenario']})"
+        rows.append([link, promised, *(f"{line[name]:,}" for name in names)])
+    return markdown(header, rows)
+
+
+def _load(lines: Iterable[dict[str, Any]]) -> str:
+    rows = []
+    for line in lines:
+        if line["scenario"] in LOAD:
+            own = [name for name in list(line) if name in _NOTES]
+            rows += [[promise(line["scenario"])[0], _NOTES[name], f"{line[name]:,}"] for name in own]
+    return markdown(["what", "figure", ""], rows)
+
+
+_NOTES = {
+    "backlog": "largest backlog, tasks",
+    "urgent_seconds_median": "from the commit of an urgent task to Pub/Sub, median, seconds",
+    "urgent_seconds_longest": "the same, longest",
+    "other_seconds_median": "the same of all others, median",
+    "rows_a_poll_longest": "rows that a poll read, the largest mean of half a second",
+    "memory_mb_first_half": "memory of the worker in the first half, MiB at most",
+    "memory_mb_second_half": "the same in the second half",
+    "tasks": "tasks",
+    "seconds": "seconds until all were marked",
+    "tasks_per_second": "tasks a second, all workers together",
+}
+
+
+def _comparison(lines: Sequence[dict[str, Any]]) -> str:
+    relays = list(dict.fromkeys(line["relay"] for line in lines))
+    header = ["fault", *(f"{relay}: {what}" for relay in relays for what in ("duplicates per 1,000", "faults", "lost"))]
+    rows = []
+    for fault in dict.fromkeys(line["fault"] for line in lines):
+        of_it = {line["relay"]: line for line in lines if line["fault"] == fault}
+        cells = [f"{of_it[relay][name]:,}" for relay in relays for name in ("per_thousand", "faults", "lost")]
+        rows.append([fault, *cells])
+    return markdown(header, rows)
+
+
+def _soak(soak: dict[str, Any]) -> str:
+    names = {
+        "minutes": "minutes", "registered": "registered", "rolled_back": "rolled back", "lost": "lost",
+        "sent_though_rolled_back": "sent though rolled back", "out_of_order": "out of order",
+        "duplicates": "duplicates", "duplicates_allowed": "duplicates allowed",
+        "recovery_median": "seconds until the backlog was small again, median", "recovery_longest": "the same, longest",
+    }  # fmt: skip
+    rows = [[label, f"{soak[name]:,}"] for name, label in names.items()]
+    rows += [[f"{name} at the end over that after a quarter", f"{value}"] for name, value in soak["grown"].items()]
+    faults = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in sorted(soak["faults"].items()))
+    return markdown(["figure", ""], rows) + f"\nFaults: {faults}.\n\n![backlog and use](reliability/soak.png)\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Mixed load for a long time, with all faults at random: `make soak MINUTES=30`, `python -m tests.chaos.soak`.
+
+Writes `summary.json` and `soak.png` to `--output`. Exit code 1 if a task is lost, sent though it was rolled back, out
+of order, or repeated more often than is promised, or if the worker that lives all the time grows.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+from outbox import emulators
+from tests.chaos.faults import FAULTS, Field
+from tests.support import spanner
+from tests.support.outages import lasting
+from tests.support.processes import Process
+from tests.support.pubsub import PubSub
+from tests.support.trial import Trial, rss_mb
+from tests.support.waiting import eventually
+
+WORKERS = 3
+#: Transactions a second, of six tasks; one in five is rolled back.
+PER_SECOND = 5
+#: Seconds: how long a fault lasts, how long nothing happens, how long it may take until the backlog is small again.
+FAULT_SECONDS, CALM_SECONDS, RECOVERY_SECONDS = (1.0, 15.0), (1.0, 5.0), 120.0
+#: Fewer tasks than this are no backlog.
+SMALL = 60
+SAMPLE_SECONDS = 2.0
+#: What the worker that lives all the time may have more of at the end than after a quarter of the time.
+MAY_GROW = {"rss_mb": 1.2, "descriptors": 1.2, "threads": 1.2}
+
+
+@dataclasses.dataclass(slots=True)
+class Samples:
+    """What the first worker uses, and how much waits, by the seconds since the begin."""
+
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    rss_mb: list[float] = dataclasses.field(default_factory=list)
+    descriptors: list[float] = dataclasses.field(default_factory=list)
+    threads: list[float] = dataclasses.field(default_factory=list)
+    backlog: list[float] = dataclasses.field(default_factory=list)
+
+    def take(self, at: float, worker: Process, backlog: int) -> None:
+        """Look at the process."""
+        process = Path("/proc") / str(worker.pid)
+        self.seconds.append(round(at, 1))
+        self.rss_mb.append(rss_mb(worker.pid))
+        self.threads.append(len(list((process / "task").iterdir())))
+        self.descriptors.append(len(list((process / "fd").iterdir())))
+        self.backlog.append(backlog)
+
+    def growth(self, name: str) -> float:
+        """Return the median of the last quarter over that of the second."""
+        values: list[float] = getattr(self, name)
+        quarter = len(values) // 4
+        return statistics.median(values[-quarter:]) / statistics.median(values[quarter : 2 * quarter])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """One fault: when it began and ended, how many duplicates it may cost, seconds until the backlog was small."""
+
+    name: str
+    begin: float
+    end: float
+    duplicates: int
+    recovery: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Soak, audit, report."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("build/soak"))
+    options = parser.parse_args(arguments)
+    options.output.mkdir(parents=True, exist_ok=True)
+    samples, events = Samples(), list[Event]()
+    with emulators.running() as made:
+        os.environ |= made.environment()
+        with spanner.outbox_database(spanner.instance(made.spanner_host)) as database:
+            trial = Trial(made, database, PubSub.on(made.pubsub_host), options.seed)
+            _soak(trial, options.minutes * 60, samples, events)
+            figures = trial.measured(duplicates=sum(each.duplicates for each in events))
+    grown = {name: round(samples.growth(name), 3) for name in MAY_GROW}
+    summary = {
+        "minutes": options.minutes, "seed": options.seed, **dataclasses.asdict(figures), "grown": grown,
+        "faults": dict(Counter(each.name for each in events)),
+        "recovery_median": statistics.median(each.recovery for each in events),
+        "recovery_longest": max(each.recovery for each in events),
+    }  # fmt: skip
+    (options.output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    _draw(samples, events, options.output / "soak.png")
+    print(json.dumps(summary, indent=1))
+    return 0 if figures.kept() and all(grown[name] <= most for name, most in MAY_GROW.items()) else 1
+
+
+def _soak(trial: Trial, seconds: float, samples: Samples, events: list[Event]) -> None:
+    begin = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        pubsub, server = stack.enter_context(trial.faulty_pubsub()), stack.enter_context(trial.faulty_spanner())
+        workers = stack.enter_context(trial.workers(WORKERS))
+        field = Field(trial, pubsub, server, workers, stack)
+        with _sampled(trial, workers[0], samples, begin), trial.load(PER_SECOND):
+            while (now := time.monotonic() - begin) < seconds:
+                fault = trial.random.choice(FAULTS)
+                duration = trial.random.uniform(*FAULT_SECONDS)
+                print(f"{now:6.0f} s  {fault.__name__} for {duration:.0f} s", file=sys.stderr, flush=True)
+                with fault(field, duration) as allowed:
+                    lasting(duration)
+                end = time.monotonic()
+                eventually(
+                    lambda: trial.backlog() <= SMALL, seconds=RECOVERY_SECONDS, message=f"calm after {fault.__name__}"
+                )
+                recovery = time.monotonic() - end
+                events.append(Event(fault.__name__, now, end - begin, allowed(), round(recovery, 1)))
+                lasting(trial.random.uniform(*CALM_SECONDS))
+        trial.settle(RECOVERY_SECONDS)
+        for each in workers:
+            each.stop()
+        assert [each.wait() for each in workers] == [0] * WORKERS
+
+
+@contextlib.contextmanager
+def _sampled(trial: Trial, worker: Process, samples: Samples, begin: float) -> Iterator[None]:
+    end, failures = threading.Event(), list[BaseException]()
+
+    def work() -> None:
+        try:
+            while not end.wait(SAMPLE_SECONDS):
+                samples.take(time.monotonic() - begin, worker, trial.backlog())
+                trial.delete_sent()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work, name="samples", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join(60)
+    if failures:
+        raise failures[0]
+
+
+def _draw(samples: Samples, events: Sequence[Event], file: Path) -> None:
+    labels = {
+        "backlog": "tasks that wait", "rss_mb": "memory, MiB", "descriptors": "file descriptors", "threads": "threads"
+    }  # fmt: skip
+    figure, rows = plt.subplots(len(labels), 1, sharex=True, figsize=(10, 9), layout="constrained")
+    for axes, (name, label) in zip(rows, labels.items(), strict=True):
+        for each in events:
+            axes.axvspan(each.begin / 60, each.end / 60, color="tab:red", alpha=0.12, linewidth=0)
+        axes.plot([at / 60 for at in samples.seconds], getattr(samples, name), linewidth=1)
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+    rows[0].set_title(f"{len(events)} faults (red); the worker that lives throughout")
+    rows[-1].set_xlabel("minutes")
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""The clocks of two workers are a minute ahead and a minute behind.
+
+Promised: nothing lost, nothing twice, both work, and what is asked for later is sent no earlier: all times that
+matter are the database's.
+"""
+
+from datetime import UTC, datetime, timedelta
+
+import outbox
+from tests.support.outages import lasting
+from tests.support.trial import Trial, id_of
+
+SHIFTED = "tests.support.shifted_clock"
+
+
+def test_clocks_off(trial: Trial, fault_seconds: float) -> None:
+    """Beside each other, on one table."""
+    with (
+        trial.worker(module=SHIFTED, SHIFTED_CLOCK_SECONDS="60") as ahead,
+        trial.worker(module=SHIFTED, SHIFTED_CLOCK_SECONDS="-60") as behind,
+    ):
+        for each in (ahead, behind):
+            each.wait_for_text("relaying")
+        later = datetime.now(UTC) + timedelta(seconds=fault_seconds + 2)
+        with trial.database.batch(default_retry_delay=0.02) as batch:
+            scheduled = outbox.register(batch, trial.topic, b"later", available_at=later)
+        trial.ledger.committed.add(scheduled)
+        with trial.load():
+            lasting(fault_seconds)
+        trial.settle(60)
+        for each in (ahead, behind):
+            each.wait_for_text('"assigned"')  # each knows of the other
+            each.stop()
+        assert [each.wait() for each in (ahead, behind)] == [0, 0]
+    trial.audit(duplicates=0)
+    [message] = [each for each in trial.received if id_of(each) == scheduled]
+    assert message.publish_time >= later

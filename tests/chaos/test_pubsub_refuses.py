@@ -1,0 +1,19 @@
+"""Pub/Sub refuses connections, and cuts those that are open.
+
+Promised: nothing lost; again comes at most what was on its way when it began.
+"""
+
+from tests.support.outages import lasting
+from tests.support.trial import IN_FLIGHT, Trial
+
+
+def test_pubsub_refuses(trial: Trial, fault_seconds: float) -> None:
+    """Under load, and what waits is sent when it is over."""
+    with trial.pubsub_proxy() as proxy, trial.workers(2):
+        with trial.load():
+            lasting(1)
+            proxy.refuse()
+            lasting(fault_seconds)
+            proxy.forward()
+        trial.settle(60)
+    trial.audit(duplicates=2 * IN_FLIGHT)

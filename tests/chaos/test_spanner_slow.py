@@ -1,0 +1,18 @@
+"""Spanner is far away: each call takes a fifth of a second longer.
+
+Promised: nothing lost and nothing twice.
+"""
+
+from tests.support.outages import lasting
+from tests.support.trial import Trial
+
+
+def test_spanner_slow(trial: Trial, fault_seconds: float) -> None:
+    """It is slow all the time, and fast at the end."""
+    with trial.spanner_proxy() as proxy, trial.workers(2):
+        proxy.delay(0.1)
+        with trial.load():
+            lasting(fault_seconds)
+        proxy.delay(0)
+        trial.settle(60)
+    trial.audit(duplicates=0)

@@ -1,0 +1,166 @@
+"""A gRPC server that forwards every call to another one as it is, and where a test says, fails.
+
+with Proxy(emulators.spanner_host) as network, Faulty(emulators.spanner_host, network) as proxy:
+    worker = start(SPANNER_EMULATOR_HOST=network.address)
+    with proxy.failing(lambda method: Fault.LOST if method == "Commit" else None):
+        ...
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from threading import Lock
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from google.cloud.spanner_v1 import CommitRequest, RollbackRequest
+
+from tests.support.proxy import Proxy
+
+#: Calls at once; each holds a thread while it lasts.
+THREADS = 64
+#: Seconds from which on a time limit is none.
+FOR_EVER = 1e6
+
+_UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+_ROLLBACK = "/google.spanner.v1.Spanner/Rollback"
+
+
+class Forwarding:
+    """Forwards to `target` ("host:port") on a loopback port. For calls with one request: no client streams."""
+
+    def __init__(self, target: str) -> None:
+        """Prepare; nothing is open before the block is entered."""
+        self._target = target
+        self.address = ""
+
+    def __enter__(self) -> Self:
+        """Serve."""
+        self._channel = grpc.insecure_channel(self._target, options=_UNLIMITED)
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="forwarding")
+        self._server = grpc.server(self._pool, options=_UNLIMITED)
+        self._server.add_generic_rpc_handlers((_Handler(self.forward),))
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Cancel what is open, and end."""
+        self._server.stop(1).wait(5)  # in order, or clients log a line
+        self._channel.close()
+        self._pool.shutdown()
+
+    def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Make the same call of the target, and answer what it answers. A unary call is a stream of one."""
+        remaining = context.time_remaining()
+        call: Any = self._channel.unary_stream(method, _as_it_is, _as_it_is)(
+            request,
+            metadata=_sent(context.invocation_metadata()),
+            timeout=remaining if remaining is not None and remaining < FOR_EVER else None,
+        )
+        if not context.add_callback(call.cancel):
+            call.cancel()  # it has ended already
+        try:
+            context.send_initial_metadata(call.initial_metadata())
+            yield from call
+        except grpc.RpcError:
+            context.set_trailing_metadata(call.trailing_metadata())
+            context.abort(call.code(), call.details())
+        context.set_trailing_metadata(call.trailing_metadata())
+
+
+class Fault(Enum):
+    """What becomes of a call."""
+
+    #: It is not made: UNAVAILABLE.
+    REFUSED = "refused"
+    #: It is made, and its answer is lost: all connections are cut.
+    LOST = "lost"
+    #: Of a Commit: the transaction is rolled back, the answer is ABORTED.
+    ABORTED = "aborted"
+
+
+class Faulty(Forwarding):
+    """Stands behind a proxy of connections, its `network`, in which calls may fail as well.
+
+    `fault` is asked for each call, by the name of its method; `seen` counts what it said.
+    """
+
+    def __init__(self, target: str, network: Proxy) -> None:
+        """Forward everything at first."""
+        super().__init__(target)
+        self.network = network
+        self.fault: Callable[[str], Fault | None] = lambda _method: None
+        self.seen: Counter[tuple[str, Fault | None]] = Counter()
+        self._lock = Lock()
+
+    def __enter__(self) -> Self:
+        """Serve, to those who come through the network."""
+        super().__enter__()
+        self.network.target = self.address
+        return self
+
+    @contextlib.contextmanager
+    def failing(self, fault: Callable[[str], Fault | None]) -> Iterator[None]:
+        """Let calls fail during the block."""
+        self.fault = fault
+        try:
+            yield
+        finally:
+            self.fault = lambda _method: None
+
+    def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Forward a call, or let it fail."""
+        name = method.rpartition("/")[2]
+        with self._lock:
+            fault = self.fault(name)
+            self.seen[name, fault] += 1
+        if fault is Fault.REFUSED:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "refused")
+        if fault is Fault.ABORTED:
+            self._roll_back(request, context)
+            context.abort(grpc.StatusCode.ABORTED, "aborted")
+        answers = super().forward(method, request, context)
+        if fault is Fault.LOST:
+            for _ in answers:
+                pass
+            self.network.cut()
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the connection is cut")
+        yield from answers
+
+    def _roll_back(self, request: bytes, context: grpc.ServicerContext) -> None:
+        commit: Any = CommitRequest.pb().FromString(request)
+        if not commit.transaction_id:  # one that the Commit would have begun
+            return
+        message = RollbackRequest.pb()(session=commit.session, transaction_id=commit.transaction_id)
+        self._channel.unary_unary(_ROLLBACK, _as_it_is, _as_it_is)(
+            message.SerializeToString(), metadata=_sent(context.invocation_metadata()), timeout=10
+        )
+
+
+class _Handler(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stubs only
+    """Serves every method there is."""
+
+    def __init__(self, forward: Callable[[str, bytes, grpc.ServicerContext], Iterator[bytes]]) -> None:
+        self._forward = forward
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        method = handler_call_details.method
+
+        def forward(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+            return self._forward(method, request, context)
+
+        return grpc.unary_stream_rpc_method_handler(forward)
+
+
+def _as_it_is(data: bytes) -> bytes:
+    return data
+
+
+def _sent(metadata: Any) -> tuple[tuple[str, str | bytes], ...]:
+    return tuple((key, value) for key, value in metadata if not key.startswith(("grpc-", "user-agent")))

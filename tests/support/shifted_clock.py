@@ -1,0 +1,17 @@
+"""A worker whose clock is wrong by SHIFTED_CLOCK_SECONDS: `python -m tests.support.shifted_clock run ...`."""
+
+import os
+import runpy
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import grpc._channel
+import time_machine
+
+if __name__ == "__main__":
+    # gRPC's core keeps the machine's clock, and would take its Python's time limits for long past.
+    of_machine: Any = SimpleNamespace(**vars(time) | {"time": time_machine.escape_hatch.time.time})
+    grpc._channel.time = of_machine  # type: ignore[attr-defined]
+    with time_machine.travel(time.time() + float(os.environ["SHIFTED_CLOCK_SECONDS"])):
+        runpy.run_module("publishworker", run_name="__main__", alter_sys=True)

@@ -1,0 +1,315 @@
+"""A trial of the relay under faults: what was registered and rolled back, held against what subscribers received.
+
+trial = Trial(emulators, database, pubsub, seed=1)
+with trial.workers(3) as workers, trial.load():
+    workers[trial.random.randrange(3)].stop(signal.SIGKILL)
+trial.settle(seconds=60)
+trial.audit(duplicates=IN_FLIGHT)
+"""
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1.database import Database
+from google.cloud.spanner_v1.param_types import TIMESTAMP
+from google.pubsub_v1.types import PubsubMessage
+
+import outbox
+from outbox.emulators import Emulators
+from tests.support.processes import Process
+from tests.support.proxy import Proxy
+from tests.support.pubsub import PubSub, Subscription
+from tests.support.relays import execute, first_deliveries, unsent, worker
+from tests.support.rpc import Fault, Faulty
+from tests.support.waiting import eventually
+
+GROUP_SIZE, GROUPS = 20, 4
+#: Tasks that one worker has in flight at most: what a worker that dies may have published and not marked.
+IN_FLIGHT = GROUP_SIZE * GROUPS
+OPTIONS = (
+    "--group-size", f"{GROUP_SIZE}", "--concurrency", f"{GROUPS}", "--poll-interval", "0.2", "--publish-timeout", "2",
+    "--backoff-initial", "0.5", "--backoff-max", "2", "--drain-timeout", "10",
+)  # fmt: skip
+KEYS = [f"key-{number}" for number in range(5)]
+#: Tasks of a transaction: as many with an ordering key as without.
+TOGETHER = 6
+#: Of so many transactions one is rolled back, after its tasks were registered and its statements sent.
+ROLLED_BACK = 5
+#: Of what is registered nothing may take longer.
+REGISTER_SECONDS = 120
+
+
+#: Seconds after which sent tasks are deleted, where a trial lasts: the emulator scans the table for each poll.
+RETENTION_SECONDS = 30
+_ANY_SENT = "SELECT Id FROM AsynchronousTasks WHERE SentAt IS NOT NULL"
+_AGAIN = "UPDATE AsynchronousTasks SET SentAt = NULL WHERE SentAt IS NOT NULL AND Id IN"
+_SENT = "SELECT Id FROM AsynchronousTasks WHERE SentAt < @before LIMIT 500"
+
+
+class _RollBack(Exception):
+    pass
+
+
+@dataclasses.dataclass(slots=True)
+class Ledger:
+    """What the application did: ids of committed and of rolled back tasks, and the ids of each ordering key in turn.
+
+    `at` are the commit timestamps.
+    """
+
+    committed: set[str] = dataclasses.field(default_factory=set)
+    at: dict[str, datetime] = dataclasses.field(default_factory=dict)
+    rolled_back: set[str] = dataclasses.field(default_factory=set)
+    orders: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Figures:
+    """What came of a trial. Duplicates are messages that the relay published again, and how many are promised at most.
+
+    `recovery` are the seconds from the end of the last fault until everything was marked.
+    """
+
+    registered: int
+    rolled_back: int
+    lost: int
+    sent_though_rolled_back: int
+    unexpected: int
+    duplicates: int
+    duplicates_allowed: int
+    out_of_order: int
+    recovery: float
+
+    def kept(self) -> bool:
+        """Tell whether all is as promised."""
+        wrong = (self.lost, self.sent_though_rolled_back, self.unexpected, self.out_of_order)
+        return self.registered > 0 and wrong == (0, 0, 0, 0) and self.duplicates <= self.duplicates_allowed
+
+
+class Trial:
+    """One database, one topic without and one with ordering keys, an application, workers, two subscribers.
+
+    `spanner_host` and `pubsub_host` are what workers connect to; a scenario may put its proxies there. The application
+    and the subscribers always use the emulators themselves: they are the audit.
+
+    `ordered` says whether half of the tasks have ordering keys.
+    """
+
+    def __init__(
+        self, emulators: Emulators, database: Database, pubsub: PubSub, seed: int, *, ordered: bool = True
+    ) -> None:
+        """Make the topics and their subscriptions."""
+        self._keys = ordered
+        self.emulators, self.database, self.pubsub, self.seed = emulators, database, pubsub, seed
+        self.spanner_host, self.pubsub_host = emulators.spanner_host, emulators.pubsub_host
+        self.random = Random(seed)
+        self.ledger = Ledger()
+        self.topic, self.ordered_topic = pubsub.new_topic(), pubsub.new_topic()
+        self._subscriptions: list[Subscription] = []
+        self._ordered: list[Subscription] = []
+        self.subscribe()
+        self.received: list[PubsubMessage] = []
+        self._recovery = 0.0
+        self.figures: Figures | None = None
+        #: What else a scenario has measured.
+        self.notes: dict[str, float] = {}
+
+    def subscribe(self) -> None:
+        """Subscribe to both topics; again, where they were deleted."""
+        self._subscriptions.append(self.pubsub.new_subscription(self.topic))
+        self._ordered.append(self.pubsub.new_subscription(self.ordered_topic, ordered=True))
+
+    @contextlib.contextmanager
+    def worker(self, *flags: str, module: str = "publishworker", **environment: str) -> Iterator[Process]:
+        """Run a worker; it is killed at the end of the block."""
+        variables: dict[str, Any] = {
+            "SPANNER_EMULATOR_HOST": self.spanner_host, "PUBSUB_EMULATOR_HOST": self.pubsub_host, **environment
+        }  # fmt: skip
+        with worker(self.emulators, self.database, *OPTIONS, *flags, module=module, **variables) as process:
+            yield process
+
+    @contextlib.contextmanager
+    def workers(self, count: int, *flags: str, **environment: str) -> Iterator[list[Process]]:
+        """Run workers, and return when all of them poll; they are killed at the end of the block."""
+        with contextlib.ExitStack() as stack:
+            made = [stack.enter_context(self.worker(*flags, **environment)) for _ in range(count)]
+            for each in made:
+                each.wait_for_text("relaying")
+            yield made
+
+    @contextlib.contextmanager
+    def pubsub_proxy(self) -> Iterator[Proxy]:
+        """Put a proxy between Pub/Sub and the workers that are started in the block."""
+        with Proxy(self.pubsub_host) as proxy, mock.patch.object(self, "pubsub_host", proxy.address):
+            yield proxy
+
+    @contextlib.contextmanager
+    def spanner_proxy(self) -> Iterator[Proxy]:
+        """Put a proxy between Spanner and the workers that are started in the block."""
+        with Proxy(self.spanner_host) as proxy, mock.patch.object(self, "spanner_host", proxy.address):
+            yield proxy
+
+    @contextlib.contextmanager
+    def faulty_pubsub(self) -> Iterator[Faulty]:
+        """Put a network before Pub/Sub in which calls fail, as `fault` says, and connections, as its `network` says."""
+        with self.pubsub_proxy() as proxy, Faulty(self.emulators.pubsub_host, proxy) as faulty:
+            yield faulty
+
+    @contextlib.contextmanager
+    def faulty_spanner(self) -> Iterator[Faulty]:
+        """Do the same before Spanner."""
+        with self.spanner_proxy() as proxy, Faulty(self.emulators.spanner_host, proxy) as faulty:
+            yield faulty
+
+    def chance(self, share: float, fault: Fault, method: str) -> Callable[[str], Fault | None]:
+        """Return what lets a share of the calls of one method fail."""
+        random = Random(self.seed + 2)
+        return lambda name: fault if name == method and random.random() < share else None
+
+    def register(self, tasks: int) -> None:
+        """Register so many tasks, or a few more, and roll some transactions back."""
+        before = len(self.ledger.committed)
+        while len(self.ledger.committed) < before + tasks:
+            self._transaction(self.random)
+
+    @contextlib.contextmanager
+    def load(self, per_second: float = 8) -> Iterator[None]:
+        """Do so many transactions a second during the block, or as many as the emulator takes."""
+        end, failures = threading.Event(), list[BaseException]()
+        random = Random(self.seed + 1)
+
+        def work() -> None:
+            try:
+                while not end.wait(1 / per_second):
+                    self._transaction(random)
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=work, name="application", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            end.set()
+            thread.join(REGISTER_SECONDS)
+        assert not thread.is_alive(), "the application hangs"
+        if failures:
+            raise failures[0]
+
+    def _transaction(self, random: Random) -> None:
+        keys = random.sample(KEYS, 2)
+        rolls_back = random.randrange(ROLLED_BACK) == 0
+        ids: list[tuple[str, str]] = []
+
+        def work(transaction: Any) -> Any:
+            ids.clear()  # the emulator aborts us, or a worker
+            for place in range(TOGETHER):
+                key = keys[place // 2 % 2] if self._keys and place % 2 else ""
+                topic = self.ordered_topic if key else self.topic
+                ids.append((outbox.register(transaction, topic, b"x" * 100, ordering_key=key), key))
+            if rolls_back:
+                list(transaction.execute_sql("SELECT 1"))
+                raise _RollBack
+            return transaction
+
+        try:
+            done = self.database.run_in_transaction(work, default_retry_delay=0.02, timeout_secs=REGISTER_SECONDS)
+        except _RollBack:
+            self.ledger.rolled_back.update(id for id, _ in ids)
+            return
+        for id, key in ids:
+            self.ledger.committed.add(id)
+            self.ledger.at[id] = done.committed
+            if key:
+                self.ledger.orders.setdefault(key, []).append(id)
+
+    def settle(self, seconds: float = 60) -> float:
+        """Return after how many seconds everything was marked as sent. Raises AssertionError after `seconds`."""
+        begin = time.monotonic()
+        eventually(lambda: not unsent(self.database), seconds=seconds, message="all tasks marked")
+        self._recovery = time.monotonic() - begin
+        return self._recovery
+
+    def backlog(self) -> int:
+        """Return how many tasks are not marked."""
+        return len(unsent(self.database))
+
+    def send_again(self, tasks: int) -> int:
+        """Make some sent tasks unsent, as an operator does by SQL; return how many there were."""
+        with self.database.snapshot() as snapshot:
+            ids = [id for (id,) in snapshot.execute_sql(f"{_ANY_SENT} LIMIT {tasks}")]
+        quoted = ", ".join(f"'{id}'" for id in ids)
+        return execute(self.database, f"{_AGAIN} ({quoted})") if ids else 0
+
+    def delete_sent(self, older_than: float = RETENTION_SECONDS) -> list[str]:
+        """Delete some of the tasks that were sent so many seconds ago, as a retention rule does; return their ids."""
+        before = datetime.now(UTC) - timedelta(seconds=older_than)
+        with self.database.snapshot() as snapshot:
+            ids = [id for (id,) in snapshot.execute_sql(_SENT, {"before": before}, {"before": TIMESTAMP})]
+        with self.database.batch(default_retry_delay=0.02) as batch:
+            batch.delete("AsynchronousTasks", KeySet(keys=[[id] for id in ids]))
+        return ids
+
+    def audit(self, *, duplicates: int) -> Figures:
+        """Print the figures, and check what is promised: so many duplicates at most.
+
+        Nothing is lost, nothing that was rolled back is sent, and each key keeps its order.
+        """
+        figures = self.measured(duplicates=duplicates)
+        print(figures)
+        assert figures.kept(), figures
+        return figures
+
+    def measured(self, *, duplicates: int) -> Figures:
+        """Hold what was received against what was registered."""
+        ordered = [message for each in self._ordered for message in each.drain()]
+        self.received = [*ordered, *(message for each in self._subscriptions for message in each.drain())]
+        received = {id_of(each) for each in self.received}
+        published = Counter(id_of(each) for each in {each.message_id: each for each in self.received}.values())
+        self.figures = Figures(
+            registered=len(self.ledger.committed),
+            rolled_back=len(self.ledger.rolled_back),
+            lost=len(self.ledger.committed - received),
+            sent_though_rolled_back=len(received & self.ledger.rolled_back),
+            unexpected=len(received - self.ledger.committed - self.ledger.rolled_back),
+            duplicates=sum(count - 1 for count in published.values()),
+            duplicates_allowed=duplicates,
+            out_of_order=out_of_order(self.ledger.orders, first_deliveries(ordered)),
+            recovery=round(self._recovery, 1),
+        )
+        return self.figures
+
+
+def id_of(message: PubsubMessage) -> str:
+    """Return the id of a message's task."""
+    id: str = message.attributes[outbox.TASK_ID_ATTRIBUTE]
+    return id
+
+
+def rss_mb(pid: int) -> float:
+    """Return the memory of a process, in MiB."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(status["VmRSS"].split()[0]) / 1024
+
+
+def out_of_order(registered: dict[str, list[str]], received: dict[str, list[str]]) -> int:
+    """Return how many tasks came for the first time after one of their key that was registered later."""
+    count = 0
+    for key, ids in received.items():
+        places = {id: place for place, id in enumerate(registered.get(key, []))}
+        latest = -1
+        for id in ids:
+            place = places.get(id, latest)
+            count += place < latest
+            latest = max(latest, place)
+    return count
