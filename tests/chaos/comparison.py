@@ -5,23 +5,45 @@ Prints a table, and writes it to `--output` as JSON.
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from outbox import emulators
 from tests.support import spanner
 from tests.support.outages import lasting
+from tests.support.processes import Process
 from tests.support.pubsub import PubSub
 from tests.support.rpc import Fault, Faulty
-from tests.support.trial import Trial
+from tests.support.trial import GROUP_SIZE, Trial
 from tests.support.waiting import eventually
 
-RELAYS = {"this relay": "publishworker", "the article's protocol": "tests.support.article"}
-WORKERS = 2
+#: Two would abort each other on the emulator, which is no fault of a protocol.
+WORKERS = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Relay:
+    """What sends tasks: a worker's module, and flags."""
+
+    module: str
+    flags: tuple[str, ...] = ()
+
+    def working(self, trial: Trial) -> AbstractContextManager[list[Process]]:
+        """Run it for the time of the block."""
+        return trial.workers(WORKERS, *self.flags, module=self.module)
+
+
+RELAYS: dict[str, Relay] = {
+    f"groups of {GROUP_SIZE}": Relay("publishworker"),
+    "groups of 1": Relay("publishworker", ("--group-size", "1")),
+    "the article's protocol": Relay("tests.support.article"),
+}
 #: Of the calls that fail at random.
 SHARE = 0.1
 #: Workers are killed whenever so many parts of the tasks are sent; an outage begins in the middle.
@@ -30,21 +52,29 @@ OUTAGE_SECONDS = 5.0
 #: What is not sent by then hangs.
 SECONDS = 600.0
 
-#: Sends a trial's tasks with workers of a module, and returns how many faults there were.
-Way = Callable[[Trial, str], int]
+#: Sends a trial's tasks with one of the relays, and returns how many faults there were.
+Way = Callable[[Trial, Relay], int]
 
 
-def killed(trial: Trial, module: str) -> int:
-    """SIGKILL one of the workers again and again; another one takes its place."""
+def undisturbed(trial: Trial, relay: Relay) -> int:
+    """Do nothing."""
+    with relay.working(trial):
+        trial.settle(SECONDS)
+    return 0
+
+
+def killed(trial: Trial, relay: Relay) -> int:
+    """SIGKILL the worker again and again; another one takes its place."""
     tasks = trial.backlog()
     with contextlib.ExitStack() as stack:
-        workers = stack.enter_context(trial.workers(WORKERS, module=module))
+        workers = stack.enter_context(relay.working(trial))
         for kill in range(KILLS):
             left = tasks * (KILLS - kill) / (KILLS + 1)
             eventually(lambda at=left: trial.backlog() <= at, seconds=SECONDS, message="more is sent")  # type: ignore[misc]
-            workers[0].stop(signal.SIGKILL)
-            workers[0].wait()
-            workers[:] = [workers[1], *stack.enter_context(trial.workers(1, module=module))]
+            [worker] = workers
+            worker.stop(signal.SIGKILL)
+            worker.wait()
+            workers = stack.enter_context(relay.working(trial))
         trial.settle(SECONDS)
     return KILLS
 
@@ -52,9 +82,9 @@ def killed(trial: Trial, module: str) -> int:
 def at_random(service: str, fault: Fault, method: str) -> Way:
     """Return a way in which a share of the calls of a method fails."""
 
-    def way(trial: Trial, module: str) -> int:
+    def way(trial: Trial, relay: Relay) -> int:
         put: Any = trial.faulty_spanner if service == "spanner" else trial.faulty_pubsub
-        with put() as server, trial.workers(WORKERS, module=module):
+        with put() as server, relay.working(trial):
             faulty: Faulty = server
             with faulty.failing(trial.chance(SHARE, fault, method)):
                 trial.settle(SECONDS)
@@ -66,10 +96,10 @@ def at_random(service: str, fault: Fault, method: str) -> Way:
 def away(service: str) -> Way:
     """Return a way in which a service is away for a while."""
 
-    def way(trial: Trial, module: str) -> int:
+    def way(trial: Trial, relay: Relay) -> int:
         tasks = trial.backlog()
         put: Any = trial.spanner_proxy if service == "spanner" else trial.pubsub_proxy
-        with put() as proxy, trial.workers(WORKERS, module=module):
+        with put() as proxy, relay.working(trial):
             eventually(lambda: trial.backlog() <= tasks / 2, seconds=SECONDS, message="half of it is sent")
             proxy.refuse()
             lasting(OUTAGE_SECONDS)
@@ -81,7 +111,8 @@ def away(service: str) -> Way:
 
 
 WAYS: dict[str, Way] = {
-    "SIGKILL of a worker": killed,
+    "none": undisturbed,
+    "SIGKILL of the worker": killed,
     "a Commit is aborted": at_random("spanner", Fault.ABORTED, "Commit"),
     "the connection is cut after a Commit was sent": at_random("spanner", Fault.LOST, "Commit"),
     "the connection is cut after a Publish was sent": at_random("pubsub", Fault.LOST, "Publish"),
@@ -101,11 +132,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with emulators.running() as made:
         os.environ |= made.environment()
         for fault, way in WAYS.items():
-            for relay, module in RELAYS.items():
+            for name, relay in RELAYS.items():
                 with spanner.outbox_database(spanner.instance(made.spanner_host)) as database:
                     trial = Trial(made, database, PubSub.on(made.pubsub_host), options.seed, ordered=False)
                     trial.register(options.tasks)
-                    lines.append({"fault": fault, "relay": relay} | _figures(trial, way(trial, module)))
+                    lines.append({"fault": fault, "relay": name} | _figures(trial, way(trial, relay)))
                 print(json.dumps(lines[-1]), flush=True)
     if options.output:
         options.output.write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")

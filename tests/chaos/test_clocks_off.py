@@ -7,7 +7,7 @@ matter are the database's.
 from datetime import UTC, datetime, timedelta
 
 import outbox
-from tests.support.outages import lasting
+from tests.support.outages import lasting, log_lines
 from tests.support.trial import Trial, id_of
 
 SHIFTED = "tests.support.shifted_clock"
@@ -19,8 +19,10 @@ def test_clocks_off(trial: Trial, fault_seconds: float) -> None:
         trial.worker(module=SHIFTED, SHIFTED_CLOCK_SECONDS="60") as ahead,
         trial.worker(module=SHIFTED, SHIFTED_CLOCK_SECONDS="-60") as behind,
     ):
-        for each in (ahead, behind):
+        for each, least in ((ahead, 50), (behind, -70)):
             each.wait_for_text("relaying")
+            said = datetime.fromisoformat(log_lines(each)[0]["timestamp"])
+            assert least < (said - datetime.now(UTC)).total_seconds() < least + 20
         later = datetime.now(UTC) + timedelta(seconds=fault_seconds + 2)
         with trial.database.batch(default_retry_delay=0.02) as batch:
             scheduled = outbox.register(batch, trial.topic, b"later", available_at=later)
