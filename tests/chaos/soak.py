@@ -167,7 +167,7 @@ def _draw(samples: Samples, events: Sequence[Event], file: Path) -> None:
             axes.axvspan(each.begin / 60, each.end / 60, color="tab:red", alpha=0.12, linewidth=0)
         axes.plot([at / 60 for at in samples.seconds], getattr(samples, name), linewidth=1)
         axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * max(getattr(samples, name)) + 1)
     rows[0].set_title(f"{len(events)} faults (red); the worker that lives throughout")
     rows[-1].set_xlabel("minutes")
     figure.savefig(file, dpi=110)
