@@ -186,3 +186,34 @@ def test_the_end_of_the_block_cuts_and_refuses(echo: Echo) -> None:
         assert client.recv(100) == b""
     with socket.socket() as late:
         assert late.connect_ex((host, int(port))) != 0
+
+
+def test_a_truncated_connection_ends_in_the_middle(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
+    """Half of the next bytes come through, then both ends see the end."""
+    assert _ask(client, b"one") == b"one"
+    proxy.truncate()
+    client.sendall(b"next")
+    eventually(lambda: echo.received == b"onene", message="half of it arrived")
+    with contextlib.suppress(OSError):  # a reset is an end, too
+        assert client.recv(100) in (b"", b"n")
+    assert _dial_and_ask(proxy, b"again") == b"again"
+
+
+def test_a_half_closed_connection_still_answers(proxy: Proxy) -> None:
+    """The server sees the end of the requests; what it says then arrives."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        proxy.target = f"127.0.0.1:{listener.getsockname()[1]}"
+        with _dial(proxy) as client:
+            server, _ = listener.accept()
+            with server:
+                client.sendall(b"a request")
+                assert server.recv(100) == b"a request"
+                proxy.half_close()
+                assert server.recv(100) == b""
+                server.sendall(b"an answer")
+                assert client.recv(100) == b"an answer"
+
+
+def _dial_and_ask(proxy: Proxy, data: bytes) -> bytes:
+    with _dial(proxy) as client:
+        return _ask(client, data)
