@@ -19,8 +19,10 @@ REPLAYED = PAYMENTS * 4 // 10
 
 
 @pytest.mark.timeout(400)
-def test_all_jobs_one_after_the_other(emulators: Emulators, tmp_path: Path) -> None:
+def test_all_jobs_one_after_the_other(emulators: Emulators, tmp_path: Path, long: bool) -> None:
     """Nothing is lost, nothing is altered; a replayed task has two sendings, and a message for each."""
+    if not long:
+        pytest.skip("--long; it waits for most of three minutes, and the tests of each job are in tests/pipeline")
     done = run(
         "payments.demo", "--tasks", str(PAYMENTS), "--output", str(tmp_path / "out"),
         environment=ENVIRONMENT | emulators.environment(), seconds=380,
