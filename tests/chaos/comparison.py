@@ -70,7 +70,7 @@ def killed(trial: Trial, relay: Relay) -> int:
         workers = stack.enter_context(relay.working(trial))
         for kill in range(KILLS):
             left = tasks * (KILLS - kill) / (KILLS + 1)
-            eventually(lambda at=left: trial.backlog() <= at, seconds=SECONDS, message="more is sent")  # type: ignore[misc]
+            eventually(lambda at=left: trial.backlog() <= at, seconds=SECONDS, message="more is sent")  # type: ignore[misc]  # its default
             [worker] = workers
             worker.stop(signal.SIGKILL)
             worker.wait()

@@ -11,10 +11,9 @@ import json
 import os
 import statistics
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -28,7 +27,7 @@ from tests.support import spanner
 from tests.support.outages import lasting
 from tests.support.processes import Process
 from tests.support.pubsub import PubSub
-from tests.support.trial import Trial, rss_mb
+from tests.support.trial import Trial, beside, rss_mb
 from tests.support.waiting import eventually
 
 WORKERS = 3
@@ -83,7 +82,7 @@ class Event:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Soak, audit, report."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--minutes", type=_minutes, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("build/soak"))
     options = parser.parse_args(arguments)
@@ -108,13 +107,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if figures.kept() and all(grown[name] <= most for name, most in MAY_GROW.items()) else 1
 
 
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not minutes >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: it must be 1 or more, growth is seen over time")
+    return minutes
+
+
 def _soak(trial: Trial, seconds: float, samples: Samples, events: list[Event]) -> None:
     begin = time.monotonic()
     with contextlib.ExitStack() as stack:
         pubsub, server = stack.enter_context(trial.faulty_pubsub()), stack.enter_context(trial.faulty_spanner())
         workers = stack.enter_context(trial.workers(WORKERS))
         field = Field(trial, pubsub, server, workers, stack)
-        with _sampled(trial, workers[0], samples, begin), trial.load(PER_SECOND):
+
+        def look() -> None:
+            samples.take(time.monotonic() - begin, workers[0], trial.backlog())
+            trial.delete_sent()
+
+        with beside(look, every=SAMPLE_SECONDS), trial.load(PER_SECOND):
             while (now := time.monotonic() - begin) < seconds:
                 fault = trial.random.choice(FAULTS)
                 duration = trial.random.uniform(*FAULT_SECONDS)
@@ -132,29 +146,6 @@ def _soak(trial: Trial, seconds: float, samples: Samples, events: list[Event]) -
         for each in workers:
             each.stop()
         assert [each.wait() for each in workers] == [0] * WORKERS
-
-
-@contextlib.contextmanager
-def _sampled(trial: Trial, worker: Process, samples: Samples, begin: float) -> Iterator[None]:
-    end, failures = threading.Event(), list[BaseException]()
-
-    def work() -> None:
-        try:
-            while not end.wait(SAMPLE_SECONDS):
-                samples.take(time.monotonic() - begin, worker, trial.backlog())
-                trial.delete_sent()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=work, name="samples", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        end.set()
-        thread.join(60)
-    if failures:
-        raise failures[0]
 
 
 def _draw(samples: Samples, events: Sequence[Event], file: Path) -> None:

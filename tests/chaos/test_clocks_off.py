@@ -23,6 +23,8 @@ def test_clocks_off(trial: Trial, fault_seconds: float) -> None:
             each.wait_for_text("relaying")
             said = datetime.fromisoformat(log_lines(each)[0]["timestamp"])
             assert least < (said - datetime.now(UTC)).total_seconds() < least + 20
+        for each in (ahead, behind):
+            each.wait_for_text('"assigned"')  # each knows of the other
         later = datetime.now(UTC) + timedelta(seconds=fault_seconds + 2)
         with trial.database.batch(default_retry_delay=0.02) as batch:
             scheduled = outbox.register(batch, trial.topic, b"later", available_at=later)
@@ -31,7 +33,6 @@ def test_clocks_off(trial: Trial, fault_seconds: float) -> None:
             lasting(fault_seconds)
         trial.settle(60)
         for each in (ahead, behind):
-            each.wait_for_text('"assigned"')  # each knows of the other
             each.stop()
         assert [each.wait() for each in (ahead, behind)] == [0, 0]
     trial.audit(duplicates=0)

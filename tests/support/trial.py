@@ -29,7 +29,7 @@ from outbox.emulators import Emulators
 from tests.support.processes import Process
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub, Subscription
-from tests.support.relays import execute, first_deliveries, unsent, worker
+from tests.support.relays import divided, execute, first_deliveries, unsent, worker
 from tests.support.rpc import Fault, Faulty
 from tests.support.waiting import eventually
 
@@ -139,12 +139,20 @@ class Trial:
             yield process
 
     @contextlib.contextmanager
-    def workers(self, count: int, *flags: str, **environment: str) -> Iterator[list[Process]]:
-        """Run workers, and return when all of them poll; they are killed at the end of the block."""
+    def workers(
+        self, count: int, *flags: str, module: str = "publishworker", **environment: str
+    ) -> Iterator[list[Process]]:
+        """Run workers, and return when all of them poll, their parts of the shards; they are killed at the end.
+
+        While shards change hands two workers may meet, and the emulator may abort the one that has published: then a
+        group comes twice.
+        """
         with contextlib.ExitStack() as stack:
-            made = [stack.enter_context(self.worker(*flags, **environment)) for _ in range(count)]
+            made = [stack.enter_context(self.worker(*flags, module=module, **environment)) for _ in range(count)]
             for each in made:
                 each.wait_for_text("relaying")
+            if count > 1 and module == "publishworker":
+                eventually(lambda: divided(made), seconds=40, message="the workers divide the shards")
             yield made
 
     @contextlib.contextmanager
@@ -185,26 +193,9 @@ class Trial:
     @contextlib.contextmanager
     def load(self, per_second: float = 8) -> Iterator[None]:
         """Do so many transactions a second during the block, or as many as the emulator takes."""
-        end, failures = threading.Event(), list[BaseException]()
         random = Random(self.seed + 1)
-
-        def work() -> None:
-            try:
-                while not end.wait(1 / per_second):
-                    self._transaction(random)
-            except BaseException as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=work, name="application", daemon=True)
-        thread.start()
-        try:
+        with beside(lambda: self._transaction(random), every=1 / per_second):
             yield
-        finally:
-            end.set()
-            thread.join(REGISTER_SECONDS)
-        assert not thread.is_alive(), "the application hangs"
-        if failures:
-            raise failures[0]
 
     def _transaction(self, random: Random) -> None:
         keys = random.sample(KEYS, 2)
@@ -288,6 +279,30 @@ class Trial:
             recovery=round(self._recovery, 1),
         )
         return self.figures
+
+
+@contextlib.contextmanager
+def beside(work: Callable[[], object], *, every: float) -> Iterator[None]:
+    """Do some work again and again in a thread during the block, with a pause in seconds. Raises what it raises."""
+    end, failures = threading.Event(), list[BaseException]()
+
+    def loop() -> None:
+        try:
+            while not end.wait(every):
+                work()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join(REGISTER_SECONDS)
+    assert not thread.is_alive(), "it hangs"
+    if failures:
+        raise failures[0]
 
 
 def id_of(message: PubsubMessage) -> str:
