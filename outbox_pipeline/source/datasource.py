@@ -21,6 +21,14 @@ from outbox_pipeline.source import columns, parts
 from outbox_pipeline.source.options import Options, Selection, parse
 from outbox_pipeline.spanner import TO_SEND, Table, table_of, too_old
 
+try:
+    from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
+except ImportError:  # Spark before 4.2 asks no source written in Python
+
+    class SupportsTriggerAvailableNow:  # type: ignore[no-redef]
+        """Nothing."""
+
+
 #: The smallest difference between two times in Spark.
 _TICK = timedelta(microseconds=1)
 
@@ -122,7 +130,7 @@ class OutboxReader(_Reading, DataSourceReader):
         return self._planned(found, selection, at)
 
 
-class OutboxStreamReader(_Reading, DataSourceStreamReader):
+class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Follows what is sent: every (Id, SentAt) once, in batches of which each is what one snapshot of the table shows.
 
     An offset is a time. The batch from `start` to `end` is what was sent after `start` and not after `end`, read as of
@@ -147,6 +155,8 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader):
         self._last: datetime | None = None
         #: Where a query begins by itself, until its first batch, which is to be empty: Spark keeps where it ends only.
         self._first: datetime | None = None
+        #: Where a query ends that reads what is there.
+        self._target: datetime | None = None
 
     def initialOffset(self) -> dict[str, str]:  # noqa: N802 - a name of Spark
         """Return where a query begins that has no checkpoint: `since`, or now."""
@@ -156,13 +166,17 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader):
         self._first = self._table.now()
         return _offset(self._first)
 
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - a name of Spark
+        """Note where the query ends. Without this Spark ends it after a batch that an earlier run left unfinished."""
+        self._target = self._table.now()
+
     def latestOffset(self, start: dict[str, str] | None = None, limit: object = None) -> dict[str, str]:  # noqa: N802 - `limit` is of Spark 4.2
         """Return now, or `start` if nothing was sent since: then Spark runs nothing."""
         if self._first is not None:
             self._last, self._first = self._first, None
             return _offset(self._last)
         begin = _time(start) if start else self._last
-        now = self._table.now()
+        now = self._target or self._table.now()
         if begin is not None and not (now > begin and self._any_sent(begin, now)):
             now = begin
         self._last = now

@@ -160,6 +160,36 @@ def test_what_a_stream_cannot_do_is_refused(target: DatabaseSettings, wrong: dic
         reader(target, **wrong)
 
 
+def query(spark: SparkSession, target: DatabaseSettings, checkpoint: Path, sink: Path) -> None:
+    """Read all that is there, from where the checkpoint says."""
+    all_there = (
+        spark.readStream.format("outbox")
+        .options(**options(target, columns=COLUMNS, since="2026-01-01T00:00:00Z", partitions="2"))
+        .load()
+        .writeStream.format("parquet")
+        .option("checkpointLocation", str(checkpoint))
+        .trigger(availableNow=True)
+        .start(str(sink))
+    )
+    assert all_there.awaitTermination(60)
+
+
+def test_what_is_available_now_is_read_though_a_batch_was_left_unfinished(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+) -> None:
+    """The query finishes that batch, and then reads what was sent since."""
+    sink, checkpoint = tmp_path / "sink", tmp_path / "checkpoint"
+    send(database, "a")
+    query(spark, target, checkpoint, sink)
+    # As a kill before the end of the batch leaves it.
+    for folder in (checkpoint / "commits", sink / "_spark_metadata"):
+        (folder / "0").unlink()
+        (folder / ".0.crc").unlink()
+    send(database, "b")
+    query(spark, target, checkpoint, sink)
+    assert streamed(spark, sink) == sent(database)
+
+
 @contextmanager
 def _writing(database: Database) -> Iterator[None]:
     """Send tasks all the time, some of them in one commit; at the end all that was begun is committed."""
@@ -205,21 +235,12 @@ def test_nothing_is_lost_or_doubled_when_the_query_is_killed_stopped_and_started
     arguments = ("tests.support.following", target.database, str(checkpoint), str(sink))
     with _writing(database):
         for number, files, count in ENDS if long else ENDS[1:2]:
-            with started(*arguments, environment=emulators.environment()) as query:
+            with started(*arguments, environment=emulators.environment()) as following:
                 before = _number(checkpoint / files)
                 eventually(lambda f=files, b=before, c=count: _number(checkpoint / f) > b + c, seconds=200)
-                query.stop(number)
-                assert query.wait() == (-number if number == signal.SIGKILL else 0)
-    rest = (
-        spark.readStream.format("outbox")
-        .options(**options(target, columns=COLUMNS, since="2026-01-01T00:00:00Z", partitions="2"))
-        .load()
-        .writeStream.format("parquet")
-        .option("checkpointLocation", str(checkpoint))
-        .trigger(availableNow=True)
-        .start(str(sink))
-    )
-    assert rest.awaitTermination(60)
+                following.stop(number)
+                assert following.wait() == (-number if number == signal.SIGKILL else 0)
+    query(spark, target, checkpoint, sink)
     expected = sent(database)
     assert len(expected) > 30
     assert streamed(spark, sink) == expected
