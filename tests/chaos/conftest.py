@@ -35,8 +35,8 @@ def fault_seconds(long: bool) -> float:
     return 60.0 if long else 4.0
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each scenario its limit."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give each scenario its limit, in seconds."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.timeout(600))
+            item.add_marker(pytest.mark.timeout(2400 if config.getoption("--long") else 600))

@@ -11,7 +11,7 @@ from google.cloud.spanner_v1.instance import Instance
 from outbox.emulators import Emulators
 from tests.support.pubsub import PubSub
 from tests.support.spanner import outbox_database
-from tests.support.trial import Trial
+from tests.support.trial import Trial, total
 
 DATABASES = 4
 
@@ -36,7 +36,7 @@ def test_backlog_over_databases(
         for worker in workers:
             worker.stop()
         assert [worker.wait() for worker in workers] == [0] * DATABASES
-        figures = [each.audit(duplicates=0) for each in trials]
-    total = sum(each.registered for each in figures)
-    trial.notes = {"tasks": total, "seconds": round(seconds, 1), "tasks_per_second": round(total / seconds)}
+        trial.figures = total([each.audit(duplicates=0) for each in trials])
+    tasks = trial.figures.registered
+    trial.notes = {"tasks": tasks, "seconds": round(seconds, 1), "tasks_per_second": round(tasks / seconds)}
     print(trial.notes)
