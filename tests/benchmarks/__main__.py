@@ -93,16 +93,8 @@ def _run(run: Callable[[Bench], results.Section], bench: Bench) -> results.Secti
         seconds=f"{time.monotonic() - begin:.0f}",
         rounds=str(bench.rounds),
         command=" ".join(["python -m tests.benchmarks", *sys.argv[1:]]),
-        emulators=_emulators(),
     )
     return section
-
-
-def _emulators() -> str:
-    program = emulators._executable(emulators.SPANNER)
-    version = program.parents[2] / "VERSION" if program else None
-    sdk = f" of Cloud SDK {version.read_text(encoding='utf-8').strip()}" if version and version.exists() else ""
-    return f"emulators{sdk} on the same machine"
 
 
 def _in_order(kept: dict[str, results.Section]) -> dict[str, results.Section]:

@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from outbox import emulators
+
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "benchmarks" / "results.json"
 
@@ -107,6 +109,7 @@ def circumstances() -> dict[str, str]:
         "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
         "commit": _commit(),
         "load before": f"{os.getloadavg()[0]:.1f}",
+        "emulators": _emulators(),
     }
 
 
@@ -116,6 +119,13 @@ def _processor() -> str:
     except OSError:
         return platform.machine()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _emulators() -> str:
+    program = emulators._executable(emulators.SPANNER)
+    version = program.parents[2] / "VERSION" if program else None
+    sdk = f" of Cloud SDK {version.read_text(encoding='utf-8').strip()}" if version and version.exists() else ""
+    return f"emulators{sdk} on the same machine"
 
 
 def _commit() -> str:

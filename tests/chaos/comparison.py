@@ -116,6 +116,7 @@ WAYS: dict[str, Way] = {
     "a Commit is aborted": at_random("spanner", Fault.ABORTED, "Commit"),
     "the connection is cut after a Commit was sent": at_random("spanner", Fault.LOST, "Commit"),
     "the connection is cut after a Publish was sent": at_random("pubsub", Fault.LOST, "Publish"),
+    "the answer to a Publish alone is lost": at_random("pubsub", Fault.UNANSWERED, "Publish"),
     f"Spanner is away for {OUTAGE_SECONDS:g} s": away("spanner"),
     f"Pub/Sub is away for {OUTAGE_SECONDS:g} s": away("pubsub"),
 }

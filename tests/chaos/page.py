@@ -49,6 +49,15 @@ aborted transaction, a Commit without an answer, an outage of Spanner cost no du
 """
 
 
+LOAD_SAYS = """\
+The same run, of the two scenarios that are about load. Seconds and rates are the emulators'; what transfers is that
+neither what a poll reads nor what a worker holds follows the backlog.
+"""
+
+#: What the scenarios have found.
+FOUND = Path(__file__).with_name("found.md")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Take what is given, keep the rest, write the page."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.page", description=__doc__)
@@ -75,25 +84,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _circumstances() -> dict[str, str]:
-    return {"date": f"{datetime.now(UTC):%Y-%m-%d}"} | circumstances()
+    known = circumstances()
+    return {"date": f"{datetime.now(UTC):%Y-%m-%d}"} | {
+        name: known[name] for name in ("machine", "versions", "emulators")
+    }
 
 
 def text(results: dict[str, Any]) -> str:
     """Return the page."""
     parts = [HEAD]
     if lines := results.get("scenarios"):
-        parts += ["## Scenarios\n", _ran(results["scenarios_ran"], lines[0]), _scenarios(lines)]
-        parts += ["## Load\n", _load(lines)]
+        command = f"python -m pytest --long --seed {lines[0]['seed']} --numprocesses 3 tests/chaos"
+        parts += ["## Scenarios\n", _ran(results["scenarios_ran"], command), _scenarios(lines)]
+        parts += ["## Load\n", LOAD_SAYS, _load(lines)]
     if lines := results.get("comparison"):
-        parts += ["## Duplicates\n", _ran(results["comparison_ran"], {}), _comparison(lines), WHY]
+        tasks = lines[0]["tasks"]
+        parts += [
+            "## Duplicates\n",
+            _ran(results["comparison_ran"], f"python -m tests.chaos.comparison --tasks {tasks}"),
+        ]
+        parts += [_comparison(lines), WHY]
     if soak := results.get("soak"):
-        parts += ["## Soak\n", _ran(results["soak_ran"], soak), _soak(soak)]
+        command = f"python -m tests.chaos.soak --minutes {soak['minutes']:g} --seed {soak['seed']}"
+        parts += ["## Soak\n", _ran(results["soak_ran"], command), _soak(soak)]
+    parts.append(FOUND.read_text(encoding="utf-8"))
     return "\n".join(parts)
 
 
-def _ran(ran: dict[str, str], about: dict[str, Any]) -> str:
-    seed = [f"seed {about['seed']}"] if "seed" in about else []
-    return ", ".join([*seed, *(f"{name} {value}" for name, value in ran.items())]) + ".\n"
+def _ran(ran: dict[str, str], command: str) -> str:
+    return f"Ran {ran['date']} by `{command}`: {ran['machine']}; {ran['versions']}; {ran['emulators']}.\n"
 
 
 def promise(scenario: str) -> tuple[str, str]:
@@ -113,7 +132,7 @@ def _scenarios(lines: Iterable[dict[str, Any]]) -> str:
     rows = []
     for line in lines:
         does, promised = promise(line["scenario"])
-        link = f"[{does}](../tests/chaos/{line['scenario']})"
+        link = f"[{does.rstrip('.')}](../tests/chaos/{line['scenario']})"
         rows.append([link, promised, *(f"{line[name]:,}" for name in names)])
     return markdown(header, rows)
 

@@ -19,11 +19,11 @@ def test_agent_gone(trial: Trial, fault_seconds: float, tmp_path: Path) -> None:
         with agent.listening():
             workers = stack.enter_context(trial.workers(2, **agent.environment))
             trial.register(30)
-            trial.settle(30)
+            trial.settle()
             eventually(lambda: agent.heard, message="the agent hears")
         with trial.load():
             lasting(fault_seconds)
-        trial.settle(30)
+        trial.settle()
         for each in workers:
             each.stop()
         assert [each.wait() for each in workers] == [0, 0]

@@ -19,5 +19,5 @@ def test_all_workers_killed(trial: Trial, long: bool) -> None:
             for each in workers:
                 each.stop(signal.SIGKILL)
     with trial.workers(1):
-        trial.settle(60)
+        trial.settle()
     trial.audit(duplicates=times * 2 * IN_FLIGHT)

@@ -31,7 +31,7 @@ def test_clocks_off(trial: Trial, fault_seconds: float) -> None:
         trial.ledger.committed.add(scheduled)
         with trial.load():
             lasting(fault_seconds)
-        trial.settle(60)
+        trial.settle()
         for each in (ahead, behind):
             each.stop()
         assert [each.wait() for each in (ahead, behind)] == [0, 0]

@@ -13,7 +13,7 @@ def test_commits_aborted_often(trial: Trial, fault_seconds: float) -> None:
     with trial.faulty_spanner() as spanner, trial.workers(2):
         with spanner.failing(trial.chance(0.5, Fault.ABORTED, "Commit")), trial.load():
             lasting(fault_seconds)
-        trial.settle(60)
+        trial.settle()
     faults = spanner.seen["Commit", Fault.ABORTED]
     assert faults > 0
     trial.audit(duplicates=0)

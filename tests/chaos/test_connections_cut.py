@@ -20,5 +20,5 @@ def test_connections_cut(trial: Trial, fault_seconds: float) -> None:
 
         with trial.load():
             lasting(fault_seconds, disturb)
-        trial.settle(60)
+        trial.settle()
     trial.audit(duplicates=next(faults) * 2 * IN_FLIGHT)

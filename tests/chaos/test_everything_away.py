@@ -19,5 +19,5 @@ def test_everything_away(trial: Trial, fault_seconds: float) -> None:
             spanner.forward()
             lasting(fault_seconds / 2)
             pubsub.forward()
-        trial.settle(60)
+        trial.settle()
     trial.audit(duplicates=4 * IN_FLIGHT)

@@ -17,5 +17,5 @@ def test_heartbeats_frozen(trial: Trial, fault_seconds: float) -> None:
     with trial.workers(3):
         with trial.load():
             lasting(fault_seconds, lambda: execute(trial.database, FREEZE))
-        trial.settle(60)
+        trial.settle()
     trial.audit(duplicates=IN_FLIGHT)

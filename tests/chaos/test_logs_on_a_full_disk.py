@@ -12,7 +12,7 @@ def test_logs_on_a_full_disk(trial: Trial, fault_seconds: float) -> None:
     with trial.worker("--log-level", "debug", module="tests.support.full_disk") as worker:
         with trial.load():
             lasting(fault_seconds)
-        trial.settle(60)
+        trial.settle()
         worker.stop()
         assert worker.wait() == 0
     trial.audit(duplicates=0)

@@ -19,7 +19,7 @@ def test_operators_at_work(trial: Trial, fault_seconds: float) -> None:
     with trial.workers(2):
         with trial.load():
             lasting(fault_seconds, operate)
-        trial.settle(60)
+        trial.settle()
     assert again > 0
     assert purged > 0
     trial.audit(duplicates=again)

@@ -13,7 +13,7 @@ def test_pubsub_answers_lost(trial: Trial, fault_seconds: float) -> None:
     with trial.faulty_pubsub() as pubsub, trial.workers(2):
         with pubsub.failing(trial.chance(0.2, Fault.LOST, "Publish")), trial.load():
             lasting(fault_seconds)
-        trial.settle(60)
+        trial.settle()
     faults = pubsub.seen["Publish", Fault.LOST]
     assert faults > 0
     trial.audit(duplicates=2 * faults * GROUP_SIZE)

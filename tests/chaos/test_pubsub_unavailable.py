@@ -13,7 +13,7 @@ def test_pubsub_unavailable(trial: Trial, fault_seconds: float) -> None:
     with trial.faulty_pubsub() as pubsub, trial.workers(2):
         with pubsub.failing(trial.chance(0.3, Fault.REFUSED, "Publish")), trial.load():
             lasting(fault_seconds)
-        trial.settle(60)
+        trial.settle()
     faults = pubsub.seen["Publish", Fault.REFUSED]
     assert faults > 0
     trial.audit(duplicates=0)

@@ -19,5 +19,5 @@ def test_rolling_restart(trial: Trial, long: bool) -> None:
                 workers[place].stop()
                 assert workers[place].wait() == 0
                 workers[place] = new
-        trial.settle(30)
+        trial.settle()
     trial.audit(duplicates=2 * restarts * IN_FLIGHT)

@@ -15,5 +15,5 @@ def test_spanner_hangs(trial: Trial, fault_seconds: float) -> None:
             proxy.hang()
             lasting(fault_seconds)
             proxy.forward()
-        trial.settle(60)
+        trial.settle()
     trial.audit(duplicates=2 * IN_FLIGHT)

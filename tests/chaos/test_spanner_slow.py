@@ -14,5 +14,5 @@ def test_spanner_slow(trial: Trial, fault_seconds: float) -> None:
         with trial.load():
             lasting(fault_seconds)
         proxy.delay(0)
-        trial.settle(60)
+        trial.settle()
     trial.audit(duplicates=0)

@@ -14,10 +14,10 @@ def test_topic_deleted(trial: Trial, fault_seconds: float) -> None:
     """Of both topics; while they are created, nobody can publish before there is a subscription."""
     with trial.pubsub_proxy() as proxy, trial.workers(2):
         trial.register(60)
-        trial.settle(30)
+        trial.settle()
         with trial.load():
             lasting(1)
-        trial.settle(30)
+        trial.settle()
         for topic in (trial.topic, trial.ordered_topic):
             trial.pubsub.publisher.delete_topic(topic=topic, timeout=CALL_SECONDS)
         with trial.load():
@@ -28,6 +28,6 @@ def test_topic_deleted(trial: Trial, fault_seconds: float) -> None:
                 trial.pubsub.publisher.create_topic(name=topic, timeout=CALL_SECONDS)
             trial.subscribe()
             proxy.forward()
-        trial.settle(60 + 4 * fault_seconds)  # a topic rests longer the longer it is missing
+        trial.settle()  # a topic rests longer the longer it is missing
     assert dead(trial.database) == 0
     trial.audit(duplicates=0)

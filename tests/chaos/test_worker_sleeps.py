@@ -21,10 +21,10 @@ def test_worker_sleeps(trial: Trial, long: bool) -> None:
             sleeper.stop(signal.SIGSTOP)
             lasting(17)
             trial.register(30)
-            trial.settle(30)  # by the other one
+            trial.settle()  # by the other one
             sleeper.stop(signal.SIGCONT)
             trial.register(30)
-            trial.settle(30)
+            trial.settle()
         for each in workers:
             each.stop()
         assert [each.wait() for each in workers] == [0, 0]

@@ -23,5 +23,5 @@ def test_workers_killed(trial: Trial, long: bool) -> None:
             workers[victim].stop(signal.SIGKILL)
             workers[victim].wait()
             workers[victim] = stack.enter_context(trial.worker())
-        trial.settle(30)
+        trial.settle()
     trial.audit(duplicates=kills * IN_FLIGHT)

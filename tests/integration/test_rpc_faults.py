@@ -23,7 +23,9 @@ def faulty(emulators: Emulators) -> Iterator[Faulty]:
         yield made
 
 
-@pytest.mark.parametrize(("fault", "runs"), [(Fault.LOST, 1), (Fault.REFUSED, 1), (Fault.ABORTED, 2)])
+@pytest.mark.parametrize(
+    ("fault", "runs"), [(Fault.LOST, 1), (Fault.UNANSWERED, 1), (Fault.REFUSED, 1), (Fault.ABORTED, 2)]
+)
 def test_one_commit_fails(faulty: Faulty, database: Database, fault: Fault, runs: int) -> None:
     """The client asks again, or runs the transaction again; the row is there once."""
     faults = iter([fault])
@@ -41,7 +43,8 @@ def test_one_commit_fails(faulty: Faulty, database: Database, fault: Fault, runs
     assert unsent(database) == [ran[-1]]
 
 
-def test_a_lost_answer_is_of_a_call_that_was_made(faulty: Faulty, database: Database) -> None:
+@pytest.mark.parametrize("fault", [Fault.LOST, Fault.UNANSWERED])
+def test_a_lost_answer_is_of_a_call_that_was_made(faulty: Faulty, database: Database, fault: Fault) -> None:
     """While the client still asks, the row is there."""
     remote: Any = spanner.instance(faulty.network.address).database(database.database_id)
     seen: list[list[str]] = []
@@ -50,7 +53,7 @@ def test_a_lost_answer_is_of_a_call_that_was_made(faulty: Faulty, database: Data
         if method != "Commit":
             return None
         seen.append(unsent(database))
-        return Fault.LOST if len(seen) == 1 else None
+        return fault if len(seen) == 1 else None
 
     with faulty.failing(lose_first), suppress(AlreadyExists), remote.batch() as batch:
         id = outbox.register(batch, "orders", b"x")

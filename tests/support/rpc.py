@@ -81,6 +81,8 @@ class Fault(Enum):
     REFUSED = "refused"
     #: It is made, and its answer is lost: all connections are cut.
     LOST = "lost"
+    #: It is made, and its answer is UNAVAILABLE: other calls on the connection go on.
+    UNANSWERED = "unanswered"
     #: Of a Commit: the transaction is rolled back, the answer is ABORTED.
     ABORTED = "aborted"
 
@@ -126,11 +128,12 @@ class Faulty(Forwarding):
             self._roll_back(request, context)
             context.abort(grpc.StatusCode.ABORTED, "aborted")
         answers = super().forward(method, request, context)
-        if fault is Fault.LOST:
+        if fault in (Fault.LOST, Fault.UNANSWERED):
             for _ in answers:
                 pass
-            self.network.cut()
-            context.abort(grpc.StatusCode.UNAVAILABLE, "the connection is cut")
+            if fault is Fault.LOST:
+                self.network.cut()
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the answer is lost")
         yield from answers
 
     def _roll_back(self, request: bytes, context: grpc.ServicerContext) -> None:

@@ -1,0 +1,1 @@
+"""The protocol as a small transition system, explored in full."""
