@@ -4,8 +4,7 @@ The workers are real relays with the real publisher; only the store, the channel
 """
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from random import Random
 from typing import Any
@@ -13,24 +12,16 @@ from typing import Any
 import grpc
 
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.spanner.store import Decide, StoreError
-from publishworker.task import Key, Look, Mark, Poll, Waiting
+from publishworker.spanner.store import StoreError
+from publishworker.task import Key
 from publishworker.turn.relay import Relay
-from tests.support.fakes import FakeStore, StoredTask, serialized
+from tests.support.fakes import serialized
 from tests.support.order_ledger import LONGEST_BACKOFF, Ledger, Task, is_dead
 from tests.support.order_pubsub import Channel, Request
+from tests.support.order_repeats import Repeats
+from tests.support.order_store import Claim, ModelStore
 from tests.support.parts import relay_of
 from tests.support.stepwise import FAULTS, Crew, Fate, Point, Stepper, here
-
-
-@dataclass(eq=False)
-class Claim:
-    """One call of `claim`, over all its runs."""
-
-    fronts_at: datetime  # the snapshot that it goes back to
-    holds: bool = False  # the locks, whatever the worker believes
-    flying: list[Request] = field(default_factory=list)
-    answered: set[str] = field(default_factory=set)
 
 
 class Worker(Crew):
@@ -63,96 +54,6 @@ class Worker(Crew):
         return self.turning
 
 
-class ModelStore(FakeStore):
-    """A store of which every verb is a point to stand at, with row locks that may be lost."""
-
-    def __init__(self, world: "World") -> None:
-        """Use few shards: the poll of the fake goes through all of them."""
-        super().__init__(shards=2)
-        self.world = world
-        self.holders: dict[str, tuple[Stepper, Claim]] = {}
-        self.ranges: dict[Key, Claim] = {}  # what was read as a range in a transaction
-        self.claims: dict[Stepper, Claim] = {}
-
-    def tick(self) -> datetime:
-        """Return a commit timestamp: later than every one before it, and than every snapshot."""
-        self.now += timedelta(microseconds=1)
-        return self.now
-
-    def poll(self, look: Look) -> Poll:
-        """See Store."""
-        poll = super().poll(look)
-        worker: Any = here().crew
-        worker.fronts_at = None
-        self._read(Point.POLLED)
-        return poll
-
-    def fronts(self, keys: Collection[Key], per_key: int, *, pass_dead: bool) -> Mapping[Key, Sequence[Waiting]]:
-        """See Store. Read by a transaction, it would lock the range, and callers insert there."""
-        if (claim := self.claims.get(here())) is not None and claim.holds:
-            self.ranges |= dict.fromkeys(keys, claim)
-        worker: Any = here().crew
-        worker.fronts_at = worker.fronts_at or self.now  # a turn may look several times: the first counts
-        fronts = super().fronts(keys, per_key, pass_dead=pass_dead)
-        self._read(Point.FRONTS)
-        return fronts
-
-    def _read(self, point: Point) -> None:
-        if here().pause(point) is Fate.FAIL:
-            raise StoreError("no answer")
-
-    def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
-        """See Store."""
-        stepper, worker = here(), here().crew
-        assert isinstance(worker, Worker)
-        claim = self.claims[stepper] = Claim(worker.snapshots[stepper])
-        try:
-            while True:
-                stepper.wanted = sorted(ids)
-                if stepper.pause(Point.LOCK) is Fate.FAIL:
-                    raise StoreError("no lock in time")
-                claim.holds = True
-                self.holders |= dict.fromkeys(ids, (stepper, claim))
-                rows = [self._locked(self.rows[id]) for id in sorted(ids) if id in self.rows]
-                marks = decide(rows, self.now)
-                fate = stepper.pause(Point.COMMIT)
-                if fate is Fate.FAIL:
-                    raise StoreError("not committed")
-                if fate is Fate.ABORT or not claim.holds:
-                    self.lose(claim)
-                    continue
-                committed = self._mark({row.id: marks[row.id] for row in rows if row.id in marks})
-                self.lose(claim)
-                if fate is Fate.LANDED:
-                    raise StoreError("perhaps committed")
-                stepper.pause(Point.COMMITTED)
-                return committed
-        finally:
-            self.lose(claim)
-            del self.claims[stepper]
-            self.world.late += claim.flying
-
-    def lose(self, claim: Claim) -> None:
-        """Let a transaction lose its locks."""
-        claim.holds = False
-        self.holders = {id: pair for id, pair in self.holders.items() if pair[1] is not claim}
-        self.ranges = {key: each for key, each in self.ranges.items() if each is not claim}
-
-    def write(self, id: str) -> StoredTask | None:
-        """Return a row that somebody else writes: who has locked it loses it."""
-        if id in self.holders:
-            self.lose(self.holders[id][1])
-        if id in self.rows:
-            self.world.ledger.touched[id] = self.tick()
-        return self.rows.get(id)
-
-    def _mark(self, marks: Mapping[str, Mark]) -> datetime:
-        self.world.ledger.check_marks(marks)
-        committed = super()._mark(marks)
-        self.world.ledger.touched |= dict.fromkeys(marks, committed)
-        return committed
-
-
 class World:
     """All of it: tasks and what became of them, the store, the service, the workers, time."""
 
@@ -162,6 +63,7 @@ class World:
         self.seconds = 0.0
         self.store = ModelStore(self)
         self.ledger = Ledger(self.store, pass_dead=pass_dead)
+        self.repeats = Repeats()
         self.late: list[Request] = []  # nobody waits for them, and they may still be executed
         self._sequence = itertools.count(1)
         self._seed = itertools.count(1)
@@ -223,6 +125,7 @@ class World:
         if row is None or not (row.sent_at is not None or is_dead(row)):
             return
         self.store.write(id)
+        self.repeats.allow([id])
         if row.sent_at is not None:
             row.sent_at = None
         else:
@@ -297,6 +200,8 @@ class World:
     def kill(self, worker: Worker) -> None:
         """Kill a worker and start it again; its requests are on their way all the same."""
         for stepper in list(worker.threads):
+            if (claim := self.store.claims.get(stepper)) is not None:
+                self.repeats.allow(claim.answered.union(*(request.ids for request in claim.flying)))
             stepper.kill()
         worker.turning = None
         worker.relay = self.relay(worker)
@@ -325,6 +230,8 @@ class World:
     def send(self, request: Request) -> None:
         """Take a request in; what goes out is looked at here, what is published in `execute`."""
         claim = self.store.claims[here()]
+        worker: Any = here().crew
+        request.sender, request.process = worker, worker.relay
         claim.flying.append(request)
         if again := claim.answered.intersection(request.ids):
             self.ledger.broken.append(f"{sorted(again)} tried again in the same claim")
@@ -354,6 +261,8 @@ class World:
             if fate is Fate.LANDED:
                 code = grpc.StatusCode.DEADLINE_EXCEEDED
         claim.flying.remove(request)
+        if code is not grpc.StatusCode.OK and (request.executed or request in self.late):
+            self.repeats.allow(request.ids)
         if code is not grpc.StatusCode.INVALID_ARGUMENT or len(request.ids) == 1:  # else it goes out again, in parts
             claim.answered.update(request.ids)
         request.answer(code)
@@ -369,6 +278,8 @@ class World:
             for id in request.ids:
                 self.ledger.published.append(id)
                 task = self.ledger.tasks[id]
+                if task.published and not self.repeats.may(id, request.process, request.sender.clock()):
+                    self.ledger.broken.append(f"{id} is published again without a cause")
                 task.published += 1
                 if task.available_at is not None and task.available_at > self.store.now:
                     self.ledger.broken.append(f"{id} is published before its time")

@@ -19,6 +19,8 @@ class Request:
     keys: set[str]
     code: grpc.StatusCode = grpc.StatusCode.OK
     executed: bool = False
+    sender: Any = None  # the worker
+    process: Any = None  # of the worker: it may have another one since
     callbacks: list[Any] = field(default_factory=list)
 
     def add_done_callback(self, callback: Any) -> None:

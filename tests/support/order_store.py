@@ -1,0 +1,133 @@
+"""The store of the order's model: every verb is a point to stand at, with row locks that may be lost."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from publishworker.spanner.store import Decide, StoreError
+from publishworker.task import Key, Look, Mark, Poll, Waiting
+from tests.support.fakes import FakeStore, StoredTask
+from tests.support.order_pubsub import Request
+from tests.support.order_repeats import REMEMBERED, Cause
+from tests.support.stepwise import Fate, Point, Stepper, here
+
+if TYPE_CHECKING:
+    from tests.support.order_model import World
+
+
+@dataclass(eq=False)
+class Claim:
+    """One call of `claim`, over all its runs."""
+
+    ids: Sequence[str]
+    fronts_at: datetime  # the snapshot that it goes back to
+    holds: bool = False  # the locks, whatever the worker believes
+    flying: list[Request] = field(default_factory=list)
+    answered: set[str] = field(default_factory=set)
+
+
+class ModelStore(FakeStore):
+    """A store of which every verb is a point to stand at, with row locks that may be lost."""
+
+    def __init__(self, world: "World") -> None:
+        """Use few shards: the poll of the fake goes through all of them."""
+        super().__init__(shards=2)
+        self.world = world
+        self.holders: dict[str, tuple[Stepper, Claim]] = {}
+        self.ranges: dict[Key, Claim] = {}  # what was read as a range in a transaction
+        self.claims: dict[Stepper, Claim] = {}
+
+    def tick(self) -> datetime:
+        """Return a commit timestamp: later than every one before it, and than every snapshot."""
+        self.now += timedelta(microseconds=1)
+        return self.now
+
+    def poll(self, look: Look) -> Poll:
+        """See Store."""
+        poll = super().poll(look)
+        worker: Any = here().crew
+        worker.fronts_at = None
+        self._read(Point.POLLED)
+        return poll
+
+    def fronts(self, keys: Collection[Key], per_key: int, *, pass_dead: bool) -> Mapping[Key, Sequence[Waiting]]:
+        """See Store. Read by a transaction, it would lock the range, and callers insert there."""
+        if (claim := self.claims.get(here())) is not None and claim.holds:
+            self.ranges |= dict.fromkeys(keys, claim)
+        worker: Any = here().crew
+        worker.fronts_at = worker.fronts_at or self.now  # a turn may look several times: the first counts
+        fronts = super().fronts(keys, per_key, pass_dead=pass_dead)
+        self._read(Point.FRONTS)
+        return fronts
+
+    def _read(self, point: Point) -> None:
+        if here().pause(point) is Fate.FAIL:
+            raise StoreError("no answer")
+
+    def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
+        """See Store."""
+        worker: Any = here().crew
+        claim = self.claims[here()] = Claim(sorted(ids), worker.snapshots[here()])
+        process = worker.relay
+        try:
+            while (committed := self._run(claim, decide)) is None:
+                # The worker remembers; another one may be faster.
+                self.world.repeats.allow(claim.answered, Cause(but=process))
+        except StoreError:
+            self.world.repeats.allow(claim.answered, Cause(process, worker.clock() + REMEMBERED))
+            raise
+        finally:
+            self._release(claim)
+            del self.claims[here()]
+            self.world.late += claim.flying
+        return committed
+
+    def _run(self, claim: Claim, decide: Decide) -> datetime | None:
+        """Run a transaction once; return None if it is aborted."""
+        stepper = here()
+        stepper.wanted = claim.ids
+        if stepper.pause(Point.LOCK) is Fate.FAIL:
+            raise StoreError("no lock in time")
+        claim.holds = True
+        self.holders |= dict.fromkeys(claim.ids, (stepper, claim))
+        rows = [self._locked(self.rows[id]) for id in claim.ids if id in self.rows]
+        marks = decide(rows, self.now)
+        fate = stepper.pause(Point.COMMIT)
+        if fate is Fate.FAIL:
+            raise StoreError("not committed")
+        if fate is Fate.ABORT or not claim.holds:
+            self._release(claim)
+            return None
+        committed = self._mark({row.id: marks[row.id] for row in rows if row.id in marks})
+        claim.answered.clear()
+        self._release(claim)
+        if fate is Fate.LANDED:
+            raise StoreError("perhaps committed")
+        stepper.pause(Point.COMMITTED)
+        return committed
+
+    def lose(self, claim: Claim) -> None:
+        """Let a transaction lose its locks, which it does not notice: another one may send its tasks."""
+        if claim.holds:
+            self.world.repeats.allow(claim.ids)
+        self._release(claim)
+
+    def _release(self, claim: Claim) -> None:
+        claim.holds = False
+        self.holders = {id: pair for id, pair in self.holders.items() if pair[1] is not claim}
+        self.ranges = {key: each for key, each in self.ranges.items() if each is not claim}
+
+    def write(self, id: str) -> StoredTask | None:
+        """Return a row that somebody else writes: who has locked it loses it."""
+        if id in self.holders:
+            self.lose(self.holders[id][1])
+        if id in self.rows:
+            self.world.ledger.touched[id] = self.tick()
+        return self.rows.get(id)
+
+    def _mark(self, marks: Mapping[str, Mark]) -> datetime:
+        self.world.ledger.check_marks(marks)
+        committed = super()._mark(marks)
+        self.world.ledger.touched |= dict.fromkeys(marks, committed)
+        return committed
