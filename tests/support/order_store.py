@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from publishworker.spanner.store import Decide, StoreError
-from publishworker.task import Key, Look, Mark, Poll, Waiting
+from publishworker.task import Key, Look, Mark, Poll, Sent, Waiting
 from tests.support.fakes import FakeStore, StoredTask
 from tests.support.order_pubsub import Request
 from tests.support.order_repeats import REMEMBERED, Cause
@@ -21,6 +21,7 @@ class Claim:
     """One call of `claim`, over all its runs."""
 
     ids: Sequence[str]
+    process: object
     fronts_at: datetime  # the snapshot that it goes back to
     holds: bool = False  # the locks, whatever the worker believes
     flying: list[Request] = field(default_factory=list)
@@ -68,17 +69,18 @@ class ModelStore(FakeStore):
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """See Store."""
         worker: Any = here().crew
-        claim = self.claims[here()] = Claim(sorted(ids), worker.snapshots[here()])
         process = worker.relay
+        claim = self.claims[here()] = Claim(sorted(ids), process, worker.snapshots[here()])
         try:
             while (committed := self._run(claim, decide)) is None:
                 # The worker remembers; another one may be faster.
                 self.world.repeats.allow(claim.answered, Cause(but=process))
         except StoreError:
-            self.world.repeats.allow(claim.answered, Cause(process, worker.clock() + REMEMBERED))
+            self.world.repeats.allow(claim.answered, Cause(but=process, forgotten=worker.clock() + REMEMBERED))
             raise
         finally:
             self._release(claim)
+            self.world.repeats.over(claim.ids, process)
             del self.claims[here()]
             self.world.late += claim.flying
         return committed
@@ -108,9 +110,10 @@ class ModelStore(FakeStore):
         return committed
 
     def lose(self, claim: Claim) -> None:
-        """Let a transaction lose its locks, which it does not notice: another one may send its tasks."""
+        """Let a transaction lose its locks, unnoticed: another one may send its tasks, and it as well."""
         if claim.holds:
-            self.world.repeats.allow(claim.ids)
+            self.world.repeats.allow(claim.ids, Cause(but=claim.process))
+            self.world.repeats.allow(claim.ids, Cause(only=claim.process))
         self._release(claim)
 
     def _release(self, claim: Claim) -> None:
@@ -129,5 +132,6 @@ class ModelStore(FakeStore):
     def _mark(self, marks: Mapping[str, Mark]) -> datetime:
         self.world.ledger.check_marks(marks)
         committed = super()._mark(marks)
+        self.world.repeats.marked(id for id, mark in marks.items() if isinstance(mark, Sent))
         self.world.ledger.touched |= dict.fromkeys(marks, committed)
         return committed

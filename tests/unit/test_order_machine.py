@@ -290,3 +290,13 @@ def test_a_head_that_goes_alone_and_fails_again_holds_its_tail(world: World) -> 
         world.wait(5)
     assert world.ledger.published == []
     assert world.store.rows["c"].attempts == 2
+
+
+@pytest.mark.parametrize("fate", [Fate.FAIL, Fate.LANDED])
+def test_a_commit_that_has_failed_costs_no_repeat_while_the_worker_lives(world: World, fate: Fate) -> None:
+    """What was published is only marked, in a later turn."""
+    first, _ = world.workers
+    world.step(until(world, first, Point.COMMIT), fate)
+    world.rush(first)
+    world.quiet()
+    assert world.ledger.published == ["c", "b", "a"]
