@@ -32,7 +32,7 @@ test-long: $(STAMP) ## faults and outages of a minute each, load, probes of prod
 		tests/acceptance/test_outages.py tests/acceptance/test_bad_topics.py tests/acceptance/test_as_in_kubernetes.py \
 		tests/acceptance/test_as_in_kubernetes_memory.py tests/integration/test_ordering_spanner.py \
 		tests/manifests/test_dockerfile.py tests/manifests/test_spark_submit.py tests/pipeline/test_flights.py \
-		tests/pipeline/test_stream.py tests/unit/test_order_machine.py tests/chaos
+		tests/pipeline/test_stream.py tests/unit/test_order_machine.py tests/model tests/fuzz tests/chaos
 
 soak: $(STAMP) ## mixed load with all faults at random, memory watched; writes build/soak (MINUTES=30)
 	@$(BIN)/python -m tests.chaos.soak $(if $(MINUTES),--minutes $(MINUTES))

@@ -68,7 +68,8 @@ def build(
     built = _copy(message)
     built.ClearField("message_id")
     built.ClearField("publish_time")
-    _merge_attributes(built, attributes or {})
+    if attributes is not None:
+        _merge_attributes(built, attributes)
     built.attributes[TASK_ID_ATTRIBUTE] = task_id
     _check_attributes(built.attributes)
     built.ordering_key = _one_ordering_key(built.ordering_key, ordering_key)
@@ -109,6 +110,8 @@ def _copy(message: object) -> Any:
 
 
 def _merge_attributes(built: Any, attributes: Mapping[str, str]) -> None:
+    if not isinstance(attributes, Mapping):
+        raise InvalidMessage(f"attributes is {type(attributes).__name__}, it must be a mapping of str to str")
     for key, value in attributes.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise InvalidMessage(

@@ -10,6 +10,7 @@ from datetime import datetime
 from itertools import zip_longest
 
 from outbox.states import NEVER
+from outbox.times import shown
 from publishworker.task import Charged, Failed, Group, Mark, Outcome, Row, Sent, Taken
 
 
@@ -102,7 +103,7 @@ def stops(outcome: Outcome | None) -> bool:
 
 def expired(row: Row) -> Failed:
     """Return the failure of a task whose ExpiresAt has passed."""
-    return Failed("expired", f"ExpiresAt was {row.expires_at:%Y-%m-%dT%H:%M:%S.%fZ}")
+    return Failed("expired", f"ExpiresAt was {shown(row.expires_at or NEVER)}")
 
 
 def _is_passed_over(row: Row, now: datetime, *, pass_dead: bool) -> bool:

@@ -1,0 +1,106 @@
+"""`outbox.register` with anything: a row that says exactly what was given, or a refusal that names the culprit."""
+
+import base64
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+from google.protobuf import struct_pb2
+from google.pubsub_v1.types import PubsubMessage
+from hypothesis import given
+from hypothesis import strategies as st
+
+import outbox
+from outbox.message import RawPubsubMessage
+from outbox.testing import RecordingTransaction
+from tests.fuzz.conftest import Fuzz
+
+texts = st.text(max_size=40) | st.text(st.characters(codec=None), max_size=8) | st.sampled_from(["", "\x00", "\ud800"])
+long_texts = st.builds(lambda text, times: text * times, st.text(min_size=1, max_size=3), st.integers(1, 1500))
+anything = (
+    st.none() | st.booleans() | st.integers() | st.floats() | texts | st.binary(max_size=20)
+    | st.lists(texts, max_size=3) | st.dictionaries(texts, texts, max_size=3)
+)  # fmt: skip
+attributes = (
+    st.dictionaries(texts | st.just("asynchronous_task_id") | st.just("googx"), texts | long_texts, max_size=6)
+    | st.builds(lambda count: {f"a{n}": "" for n in range(count)}, st.integers(95, 105))
+    | anything
+)
+bodies = st.binary(max_size=300) | st.sampled_from([b"x" * n for n in (9_999_000, 9_999_600, 10_000_001)])
+messages = (
+    bodies | st.builds(bytearray, bodies) | st.builds(memoryview, bodies) | anything
+    | st.builds(PubsubMessage, data=bodies, ordering_key=st.text(max_size=5))
+    | st.builds(lambda text: struct_pb2.Value(string_value=text), st.text(max_size=9))
+)  # fmt: skip
+zones = st.none() | st.just(UTC) | st.integers(-1439, 1439).map(lambda minutes: timezone(timedelta(minutes=minutes)))
+EDGES = [datetime(1, 1, 1), datetime(9999, 12, 31, 23, 59, 59, 999_999)]  # noqa: DTZ001 - without a zone, on purpose
+times = st.none() | st.datetimes(timezones=zones) | st.sampled_from(EDGES) | anything
+topics = st.from_regex(r"(projects/[a-z]{3,9}/topics/)?[a-z][a-z0-9-]{2,9}", fullmatch=True) | texts | anything
+
+
+GOOD: dict[str, st.SearchStrategy[Any]] = {
+    "topic": st.sampled_from(["orders", "projects/my-project/topics/orders"]),
+    "message": bodies,
+    "attributes": st.none() | st.dictionaries(st.text("abc", min_size=1), st.text(max_size=9), max_size=3),
+    "priority": st.integers(-(2**63), 2**63 - 1),
+    "ordering_key": st.text(max_size=9),
+    "available_at": st.none(),
+    "expires_at": st.none(),
+    "at_most_once": st.just(False),
+    "task_id": st.none(),
+}
+WILD: dict[str, st.SearchStrategy[Any]] = {
+    "topic": topics,
+    "message": messages,
+    "attributes": attributes,
+    "priority": st.integers() | anything,
+    "ordering_key": texts | long_texts | anything,
+    "available_at": times,
+    "expires_at": times,
+    "at_most_once": anything,
+    "task_id": texts | long_texts | anything,
+}
+
+
+CULPRITS = ("topic", "message", "attribute", "priority", "ordering", "available_at", "expires_at", "task_id")
+
+
+@st.composite
+def _calls(draw: st.DrawFn) -> dict[str, Any]:
+    """Most arguments are good: what is refused first would hide the others."""
+    wild = draw(st.sets(st.sampled_from(sorted(WILD)), max_size=3))
+    return {name: draw((WILD if name in wild else GOOD)[name]) for name in GOOD}
+
+
+@given(_calls())
+def _registered(given: dict[str, Any]) -> None:
+    transaction = RecordingTransaction()
+    refused = ""
+    try:
+        id = outbox.register(transaction, **given)
+    except (outbox.InvalidMessage, TypeError) as error:
+        refused = str(error)
+    if refused:
+        assert not transaction.inserts
+        assert any(argument in refused for argument in CULPRITS), refused
+        assert len(refused) < 3000
+        return
+    [(_, columns, [values])] = transaction.inserts
+    row: Any = dict(zip(columns, values, strict=True))
+    stored = RawPubsubMessage.FromString(base64.b64decode(row["Data"], validate=True))
+    message = given["message"]
+    if isinstance(message, PubsubMessage):
+        assert stored.data == message.data
+    elif isinstance(message, struct_pb2.Value):
+        assert stored.data == message.SerializeToString()
+    else:
+        assert stored.data == bytes(message)
+    wanted = {**(given["attributes"] or {}), outbox.TASK_ID_ATTRIBUTE: id}
+    assert dict(stored.attributes) == wanted
+    assert (row["Id"], row["Topic"], row["Priority"]) == (id, given["topic"], int(given["priority"]))
+    assert (row["AvailableAt"], row["ExpiresAt"]) == (given["available_at"], given["expires_at"])
+    assert row["OrderingKey"] == (stored.ordering_key or None)
+
+
+def test_what_is_registered_is_what_was_given_or_it_is_refused(fuzz: Fuzz) -> None:
+    """No other error, no altered byte, nothing added when it is refused."""
+    fuzz(_registered, 300, 40_000)

@@ -1,0 +1,166 @@
+"""Rows as hostile and buggy writers insert them: sent as they are, dead with a reason, or they wait."""
+
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import grpc
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE, RawPubsubMessage
+from outbox.states import NEVER
+from publishworker.pubsub.messages import topic_filter
+from publishworker.pubsub.publisher import PubSubPublisher
+from tests.fuzz.conftest import Fuzz
+from tests.support.fakes import FakeStore
+from tests.support.order_pubsub import Answer, Refused
+from tests.support.parts import relay_of
+
+ALLOWED = "orders,pay*,projects/partner/topics/shared"
+EXISTS = {f"projects/test-project/topics/{name}" for name in ("orders", "payments")} | {
+    "projects/partner/topics/shared"
+}
+EDGES = [datetime(1, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC), NEVER]
+times = st.none() | st.datetimes(timezones=st.just(UTC)) | st.sampled_from(EDGES)
+texts = st.text(max_size=30) | st.sampled_from(["\x00", "é" * 600, "x" * 1025])
+good = st.builds(
+    lambda data, attributes: RawPubsubMessage(data=data, attributes=attributes).SerializeToString(),
+    st.binary(max_size=50),
+    st.dictionaries(texts, texts, max_size=3),
+)
+#: A map's entry whose value is no UTF-8, one field of the wrong type, a message that says another id, a giant.
+CRAFTED = [
+    b"\x12\x06\x0a\x01a\x12\x01\xff",
+    b"\x0a\xff\xff\xff\xff\x0f",
+    RawPubsubMessage(attributes={TASK_ID_ATTRIBUTE: "another"}, message_id="1", ordering_key="x").SerializeToString(),
+    RawPubsubMessage(data=b"x" * (10 * 1024 * 1024)).SerializeToString(),
+]
+topics = (
+    st.sampled_from(["orders", "payments", "secrets", "projects/partner/topics/shared", "projects/evil/topics/orders"])
+    | texts | st.from_regex(r"projects/[^/]{0,9}/topics/[^/]{0,9}", fullmatch=True)
+)  # fmt: skip
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+GOOD: dict[str, st.SearchStrategy[Any]] = {
+    "topic": st.sampled_from(["orders", "payments", "projects/partner/topics/shared"]),
+    "data": good,
+    "ordering_key": st.none() | st.sampled_from(["k", "l"]),
+    "priority": st.just(50),
+    "attempts": st.just(0),
+    "created_at": st.just(NOON - timedelta(minutes=1)),
+    "available_at": st.none(),
+    "expires_at": st.none(),
+    "at_most_once": st.just(False),
+}
+WILD: dict[str, st.SearchStrategy[Any]] = {
+    "topic": topics,
+    "data": st.binary(max_size=60) | st.sampled_from(CRAFTED),
+    "ordering_key": texts.filter(bool),
+    "priority": st.integers(-(2**63), 2**63 - 1),
+    "attempts": st.sampled_from([1, 9, 2**63 - 1, -(2**63)]),
+    "created_at": times.filter(lambda time: time is not None),
+    "available_at": times,
+    "expires_at": times,
+    "at_most_once": st.just(True),
+}
+
+
+@st.composite
+def _rows(draw: st.DrawFn) -> dict[str, Any]:
+    wild = draw(st.sets(st.sampled_from(sorted(WILD)), max_size=3))
+    return {name: draw((WILD if name in wild else GOOD)[name]) for name in GOOD}
+
+
+class Service:
+    """Pub/Sub, as strict as the real one: a channel, and the transport that holds it."""
+
+    def __init__(self) -> None:
+        """Publish nothing yet."""
+        self.grpc_channel = self
+        self.published: list[tuple[str, Any]] = []
+
+    def unary_unary(self, *_arguments: Any, **_more: Any) -> "Service":
+        """See grpc.Channel."""
+        return self
+
+    def future(self, request: Any, **_more: Any) -> Any:
+        """Answer at once."""
+        assert request.ByteSize() <= MAX_REQUEST_BYTES
+        keys = {message.ordering_key for message in request.messages}
+        if request.topic not in EXISTS:
+            return Future(grpc.StatusCode.NOT_FOUND)
+        if len(keys) > 1 or any(_is_refused(message) for message in request.messages):
+            return Future(grpc.StatusCode.INVALID_ARGUMENT)
+        self.published += [(request.topic, message) for message in request.messages]
+        return Future(None, len(request.messages))
+
+
+def _is_refused(message: Any) -> bool:
+    sizes = [(len(key.encode()), len(value.encode())) for key, value in message.attributes.items()]
+    bad = any(not 0 < key <= 256 or value > 1024 for key, value in sizes)
+    return bad or len(sizes) > 100 or len(message.ordering_key.encode()) > 1024
+
+
+class Future:
+    """An answer that is there."""
+
+    def __init__(self, code: grpc.StatusCode | None, count: int = 0) -> None:
+        """Say no with a code, or yes."""
+        self.code, self.count = code, count
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """See grpc.Future."""
+        callback(self)
+
+    def result(self) -> Any:
+        """See grpc.Future."""
+        if self.code is not None:
+            raise Refused(self.code)
+        return Answer([str(number) for number in range(self.count)])
+
+
+@given(st.lists(_rows(), min_size=1, max_size=8))
+def _relayed(given: list[dict[str, Any]]) -> None:
+    store, service = FakeStore(), Service()
+    transport: Any = service
+    publisher = PubSubPublisher(transport, "test-project", topic_filter(ALLOWED, "test-project"))
+    relay = relay_of(store, publisher, group_bytes=8_000_000, retries={"max_attempts": 3, "dead_after": 0})
+    for number, columns in enumerate(given):
+        store.insert(f"{number}", **columns)
+    for _ in range(60):
+        turn = relay.turn()
+        store.now += timedelta(hours=3)
+        if not (turn.made_progress or turn.polled or turn.in_flight):
+            break
+    relay.finish()
+    for topic, message in service.published:
+        row = store.rows[message.attributes[TASK_ID_ATTRIBUTE]]
+        assert topic in EXISTS
+        assert topic_filter(ALLOWED, "test-project")(topic)
+        stored = RawPubsubMessage.FromString(row.data)
+        assert message.data == stored.data
+        assert {**stored.attributes, TASK_ID_ATTRIBUTE: row.id} == dict(message.attributes)
+        assert message.ordering_key == (row.ordering_key or "")
+        assert row.expires_at is None or row.expires_at > NOON
+    sent = [message.attributes[TASK_ID_ATTRIBUTE] for _, message in service.published]
+    assert sorted(sent) == sorted(id for id, row in store.rows.items() if row.sent_at)
+    blocked = {(row.topic, row.ordering_key) for row in store.rows.values() if row.ordering_key and not row.sent_at}
+    for row in store.rows.values():
+        if row.sent_at is None and row.available_at is not None and row.available_at >= NEVER:
+            assert row.last_error is None or re.match(r"[a-z_]+: ", row.last_error)
+        elif row.sent_at is None:
+            waits = row.available_at is not None and row.available_at > store.now - timedelta(hours=3)
+            assert waits or (row.topic, row.ordering_key) in blocked, (
+                row.id,
+                row.topic,
+                row.available_at,
+                row.expires_at,
+                row.attempts,
+                row.last_error,
+            )
+
+
+def test_whatever_is_inserted_the_relay_goes_on(fuzz: Fuzz) -> None:
+    """Nothing is altered, nothing goes to a topic that is not allowed, and what cannot be sent says why."""
+    fuzz(_relayed, 150, 25_000)

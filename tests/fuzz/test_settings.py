@@ -1,0 +1,158 @@
+"""Settings, command lines and rows of the control table: a value that is kept, or a sentence that names the culprit."""
+
+import contextlib
+import io
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outbox import cli
+from outbox.errors import NotReached, SettingError
+from outbox.settings import Field, fields_of
+from outbox_pipeline import cli as pipeline
+from publishworker import cli as worker
+from publishworker.settings import WorkerSettings
+from publishworker.spanner import rows, sql
+from publishworker.task import TopicLimit
+from publishworker.turn.throttle import Throttle
+from tests.fuzz.conftest import Fuzz
+
+FIELDS = {field.name: field for field in fields_of(WorkerSettings)}
+GOOD = {"project": "my-project", "instance": "main", "database": "shop"}
+numbers = (
+    st.integers().map(str) | st.floats().map(str) | st.integers(0, 10**6).map(str)
+    | st.sampled_from(["1e3", "1_000", "٣", " 5 ", "0x10", "9" * 5000, "-0", "1.", "nan", "inf"])
+)  # fmt: skip
+texts = (
+    numbers | st.text(max_size=20) | st.from_regex(r"[a-z][a-z0-9-]{0,40}", fullmatch=True)
+    | st.sampled_from(["", "\n", "a\n", "shop\n", "*", "a,b", ",", "debug", "json", "skip", "/tmp/x", "x" * 300])
+)  # fmt: skip
+
+
+@given(name=st.sampled_from(sorted(FIELDS)), text=texts, by_flag=st.booleans())
+def _read(name: str, text: str, by_flag: bool) -> None:
+    field: Field = FIELDS[name]
+    flags = {**GOOD, **({name: text} if by_flag else {})}
+    environment = {} if by_flag else {field.twin: text}
+    if not by_flag:
+        flags.pop(name, None)
+    try:
+        settings = WorkerSettings.read(flags, environment)
+    except SettingError as error:
+        named = str(error)
+        assert named.startswith((field.flag, field.twin, "--backoff-initial", "--backoff-max"))
+        assert "not allowed: it must" in named
+        return
+    value = getattr(settings, name)
+    if isinstance(value, float | int):
+        assert math.isfinite(value)
+        assert value == type(value)(text)
+    else:
+        assert value == text
+
+
+def test_a_setting_is_what_was_given_or_it_is_refused_by_its_name(fuzz: Fuzz) -> None:
+    """By flag and by environment variable."""
+    fuzz(_read, 500, 30_000)
+
+
+words = st.sampled_from(
+    [
+        "run", "drain", "check", "schema", "print", "apply", "status", "list", "show", "tail", "retry", "purge",
+        "discard", "topics", "pause", "resume", "limit", "emulators", "register", "archive", "audit", "replay",
+        "--project", "my-project", "--instance", "main", "--database", "shop", "--state", "dead", "--topic", "orders",
+        "--since", "1h", "--until", "2026-01-01T00:00:00Z", "--limit", "5", "--json", "--ids-file", "--reason", "--yes",
+        "--rate", "--in-flight", "--deadline", "--group-size", "--version", "-h", "--help", "--", "-",
+    ]
+) | texts  # fmt: skip
+
+
+@given(arguments=st.lists(words.filter(lambda word: "\x00" not in word), max_size=7))
+def _called(arguments: list[str]) -> None:
+    for main, name in ((cli.main, "outbox"), (worker.main, "publishworker"), (pipeline.main, "outbox_pipeline")):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch("sys.stdin", io.StringIO()):
+            try:
+                code: Any = main(arguments)
+            except SystemExit as end:  # argparse
+                code = end.code
+        assert code in {0, 1, 2, 3, 4, None}, arguments
+        assert "Traceback" not in err.getvalue()
+        if code:
+            assert name in err.getvalue()
+
+
+@pytest.fixture
+def _nothing_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """No command reaches a database, starts an emulator or Spark, or finds a file."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("OUTBOX_PROJECT", "OUTBOX_INSTANCE", "OUTBOX_DATABASE", "GOOGLE_CLOUD_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+
+    def refuse(*_arguments: Any, **_more: Any) -> Any:
+        raise NotReached("nothing is there")
+
+    for place in (
+        "google.cloud.spanner.Client", "outbox.emulators.running", "outbox_pipeline.session.check_packages",
+        "publishworker.connection.open_database", "publishworker.connection.open_pubsub",
+    ):  # fmt: skip
+        monkeypatch.setattr(place, refuse)
+
+
+@pytest.mark.usefixtures("_nothing_is_there")
+def test_a_command_line_is_run_or_refused_in_a_sentence(fuzz: Fuzz) -> None:
+    """Of all three commands; never a stack trace."""
+    fuzz(_called, 200, 6_000)
+
+
+limits = st.builds(
+    TopicLimit,
+    st.none() | st.floats(),
+    st.none() | st.integers(-(2**63), 2**63 - 1),
+    st.none() | st.integers(-(2**63), 2**63 - 1),
+)
+
+
+@given(
+    st.lists(st.dictionaries(st.text(max_size=9), limits, max_size=4), max_size=4),
+    st.integers(1, 50),
+    st.lists(st.floats(0, 1e6), min_size=4, max_size=4),
+)
+def _limited(learned: list[dict[str, TopicLimit]], workers: int, steps: list[float]) -> None:
+    now = 0.0
+    throttle = Throttle(lambda: now)
+    for step, limits_now in zip(steps, learned, strict=False):
+        throttle.learn(limits_now, workers)
+        allowed = throttle.allowances({})
+        assert set(allowed) <= set(limits_now)
+        for topic, tasks in allowed.items():
+            assert 0 <= tasks <= max(limits_now[topic].burst or 0, limits_now[topic].in_flight or 0, 1)
+        for topic in limits_now:
+            throttle.take(topic, 3)
+        seconds = throttle.seconds_to_next()
+        assert seconds is None or seconds >= 0
+        now += step
+
+
+def test_a_limit_that_makes_no_sense_limits_nothing(fuzz: Fuzz) -> None:
+    """Whatever numbers stand in AsynchronousTaskTopics."""
+    fuzz(_limited, 300, 20_000)
+
+
+@given(st.text(max_size=9), st.sampled_from([sql.PAUSED, sql.LIMITED]), st.floats(), st.integers(-(2**63), 2**63 - 1))
+def _read_news(topic: str, kind: int, rate: float, number: int) -> None:
+    from google.protobuf.struct_pb2 import Value
+
+    texts = ["", topic, str(kind), str(number), "", "", str(rate), str(number)]
+    found = rows.news([[Value(string_value=text) for text in texts]])
+    assert (topic in found.paused) == (kind == sql.PAUSED)
+    assert found.limits[topic].burst == number
+
+
+def test_a_row_of_the_control_table_is_read_as_it_is(fuzz: Fuzz) -> None:
+    """NaN and infinity, which a FLOAT64 may hold, included."""
+    fuzz(_read_news, 200, 10_000)
