@@ -4,7 +4,7 @@ BIN    := .venv/bin
 STAMP  := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pipeline test test-long soak lint format docs bench bench-pipeline constraints clean
+.PHONY: help demo demo-pipeline test test-long soak lint format docs bench bench-pipeline audit constraints clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -55,6 +55,12 @@ bench: $(STAMP) ## speed, costs, latency and memory on the emulators, ten minute
 bench-pipeline: $(STAMP) ## the jobs on Spark beside plain loops, fifteen minutes; writes docs/benchmarks.md
 	@$(BIN)/python -m tests.benchmarks --rounds 3 --only spark-read spark-archive spark-drain spark-replay \
 		spark-purge spark-audit spark-register
+
+audit: ## known vulnerabilities of the pinned packages, where the advisories can be reached
+	@$(PYTHON) -m venv .venv-audit
+	@.venv-audit/bin/python -m pip install --quiet pip-audit
+	@.venv-audit/bin/python tests/support/advisories.py constraints.txt
+	@rm -rf .venv-audit
 
 constraints: ## resolve the newest versions and write constraints.txt
 	@$(PYTHON) -m venv .venv-constraints

@@ -102,7 +102,7 @@ class Table(TaskTable):
         with self._errors(), _too_old_errors(at):
             snapshot = self._database.batch_snapshot(read_timestamp=at)
             partitions = snapshot.generate_query_batches(
-                f"SELECT {', '.join(columns)} FROM {TABLE}{where}",
+                f"SELECT {', '.join(columns)} FROM {TABLE}{where}",  # noqa: S608 - names of our own columns
                 params=values,
                 param_types={name: sql.TYPES[name] for name in values},
                 max_partitions=count,

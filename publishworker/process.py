@@ -59,7 +59,7 @@ class Worker:
         self._settings = settings
         self._metrics = metrics
         self.store = open_store(settings)
-        random = Random()
+        random = Random()  # noqa: S311 - it spreads load, and guards nothing
         self.fleet = Fleet(self.store, id, self.store.shards, shared=shared)
         allowed = topic_filter(settings.allowed_topics, settings.project)
         pass_dead = settings.on_ordering_failure == "skip"

@@ -56,7 +56,7 @@ def _is_prepared(database: Database, stop: threading.Event) -> bool:
 def _trade(database: Database, inbox: Inbox, subscriber: Subscriber, stop: threading.Event) -> None:
     placed = refused = 0
     while not stop.is_set():
-        for order in draw_orders(LINE_ORDERS * TASKS_PER_ORDER, Random()):
+        for order in draw_orders(LINE_ORDERS * TASKS_PER_ORDER, Random()):  # noqa: S311 - any orders will do
             subscriber.check()
             try:
                 service.place(database, order)

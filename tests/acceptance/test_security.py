@@ -1,0 +1,123 @@
+"""What docs/security.md promises of a running worker, and of every statement that is sent."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.cloud.spanner_v1 import ExecuteBatchDmlRequest, ExecuteSqlRequest, PartitionQueryRequest
+from google.cloud.spanner_v1.database import Database
+
+import outbox
+from outbox.emulators import Emulators
+from tests.support.commands import Commands
+from tests.support.operations import insert, row, rows_of
+from tests.support.relays import UNDECODABLE, unsent, worker
+from tests.support.rpc import Forwarding
+from tests.support.waiting import eventually
+
+#: Stands in everything that must not be told, and in every value that must not become a part of a statement.
+SECRET = "s3cr3t'\"`;--"
+_STATEMENTS: dict[str, Any] = {
+    "ExecuteSql": ExecuteSqlRequest,
+    "ExecuteStreamingSql": ExecuteSqlRequest,
+    "PartitionQuery": PartitionQueryRequest,
+}
+
+
+class Reading(Forwarding):
+    """Keeps the statements that go to Spanner, and counts the requests whose parameters hold the secret."""
+
+    def __init__(self, target: str) -> None:
+        """Nothing read."""
+        super().__init__(target)
+        self.statements: set[str] = set()
+        self.with_secret = 0
+
+    def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Forward a call."""
+        name = method.rpartition("/")[2]
+        if name in _STATEMENTS:
+            message: Any = _STATEMENTS[name].pb().FromString(request)
+            self.statements.add(message.sql)
+            self.with_secret += SECRET in str(message.params).replace("\\'", "'").replace('\\"', '"')
+        elif name == "ExecuteBatchDml":
+            batch: Any = ExecuteBatchDmlRequest.pb().FromString(request)
+            self.statements |= {each.sql for each in batch.statements}
+        return super().forward(method, request, context)
+
+
+def listening(pid: int) -> set[str]:
+    """Return the addresses on which a process listens: of its sockets those in the state LISTEN."""
+    inodes = {str(link.readlink()) for link in (Path("/proc") / str(pid) / "fd").iterdir() if link.is_symlink()}
+    found = set()
+    for kind in ("tcp", "tcp6"):
+        for line in (Path("/proc") / str(pid) / "net" / kind).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add(fields[1])
+    return found
+
+
+def test_a_worker_opens_no_port_and_tells_no_secret(emulators: Emulators, database: Database, topic: str) -> None:
+    """While it sends, while messages fail in each way, at the level DEBUG; nor does it tell its credentials."""
+    with database.batch() as batch:
+        outbox.register(batch, topic, SECRET.encode(), {"card": SECRET})
+        outbox.register(batch, "a-missing-topic", SECRET.encode(), {"card": SECRET})
+    bad = {"Data": UNDECODABLE, "Topic": topic}
+    insert(database, [row("undecodable", **bad), row("a bad topic", Topic="no topic", Data=UNDECODABLE)])
+    with worker(
+        emulators, database, "--log-level", "debug", "--backoff-initial", "0.05", SOME_TOKEN=SECRET, DD_API_KEY=SECRET
+    ) as process:
+        eventually(lambda: len(unsent(database)) == 3, seconds=30, message="one is sent")
+        eventually(lambda: '"undecodable"' in process.stderr or "undecodable:" in process.stderr, seconds=30)
+        process.wait_for_text("a-missing-topic")
+        assert listening(process.pid) == set()
+        process.stop()
+        assert process.wait() == 0
+        told = process.stdout + process.stderr
+    assert "undecodable" in told
+    assert "s3cr3t" not in told
+    errors = [str(each["LastError"]) for each in rows_of(database).values() if each["LastError"]]
+    assert errors
+    assert not [each for each in errors if "s3cr3t" in each]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("list", "--topic", SECRET),
+        ("list", "--error", SECRET),
+        ("show", SECRET),
+        ("retry", SECRET),
+        ("retry", "--state", "dead", "--topic", SECRET, "--yes"),
+        ("discard", SECRET, "--reason", SECRET),
+        ("purge", "--topic", SECRET, "--sent-before", "1d", "--yes"),
+        ("status",),
+        ("topics",),
+    ],
+    ids=lambda words: words[0],
+)
+def test_no_value_becomes_a_part_of_a_statement(
+    emulators: Emulators, database: Database, words: tuple[str, ...]
+) -> None:
+    """What a user types and what a row holds go as parameters and keys."""
+    insert(database, [row(SECRET, Topic=SECRET, OrderingKey=SECRET)])
+    with Reading(emulators.spanner_host) as proxy:
+        done = Commands(emulators, database, spanner_host=proxy.address).run(*words)
+    assert "Traceback" not in done.stderr
+    assert proxy.statements, done
+    assert not [each for each in proxy.statements if "s3cr3t" in each]
+
+
+def test_no_value_of_a_row_becomes_a_part_of_the_workers_statements(emulators: Emulators, database: Database) -> None:
+    """Ids, topics and keys as hostile as they may be: they are parameters of the poll and of the lock."""
+    insert(database, [row(SECRET, Topic=SECRET, OrderingKey=SECRET)])
+    with (
+        Reading(emulators.spanner_host) as proxy,
+        worker(emulators, database, SPANNER_EMULATOR_HOST=proxy.address),
+    ):
+        eventually(lambda: rows_of(database)[SECRET]["LastError"], seconds=30, message="it is dead")
+    assert proxy.with_secret > 0
+    assert not [each for each in proxy.statements if "s3cr3t" in each]
