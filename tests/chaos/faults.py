@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from tests.support.processes import Process
 from tests.support.relays import execute
 from tests.support.rpc import Fault, Faulty
-from tests.support.trial import GROUP_SIZE, IN_FLIGHT, Trial
+from tests.support.trial import IN_FLIGHT, Trial
 
 FREEZE = """
 UPDATE AsynchronousTaskWorkers SET SeenAt = TIMESTAMP_SUB(CURRENT_TIMESTAMP(), INTERVAL 1 MINUTE) WHERE TRUE"""
@@ -106,20 +106,21 @@ def service_slow(field: Field, _seconds: float) -> Iterator[Callable[[], int]]:
 @contextlib.contextmanager
 def connections_broken(field: Field, _seconds: float) -> Iterator[Callable[[], int]]:
     """Connections end: at once, in the middle of a message, or in one direction."""
-    network = field.service().network
-    field.trial.random.choice([network.cut, network.truncate, network.half_close])()
-    yield lambda: field.in_flight
+    faulty = field.service()
+    before = faulty.unanswered
+    field.trial.random.choice([faulty.network.cut, faulty.network.truncate, faulty.network.half_close])()
+    yield lambda: faulty.unanswered - before
 
 
-def _calls(service: str, fault: Fault, method: str, share: float, groups: int) -> Harm:
-    """Return a fault of a share of the calls of a method, each of which may cost so many groups."""
+def _calls(service: str, fault: Fault, method: str, share: float) -> Harm:
+    """Return a fault of a share of the calls of a method; what Pub/Sub has not answered then may be repeated."""
 
     @contextlib.contextmanager
     def harm(field: Field, _seconds: float) -> Iterator[Callable[[], int]]:
         faulty: Faulty = getattr(field, service)
-        before = faulty.seen[method, fault]
+        before = faulty.unanswered
         with faulty.failing(field.trial.chance(share, fault, method)):
-            yield lambda: groups * GROUP_SIZE * (faulty.seen[method, fault] - before)
+            yield lambda: faulty.unanswered - before
 
     harm.__name__ = f"{method.lower()}_{fault.value}"
     return harm
@@ -141,7 +142,7 @@ def sent_again(field: Field, _seconds: float) -> Iterator[Callable[[], int]]:
 
 FAULTS: tuple[Harm, ...] = (
     worker_killed, worker_sleeps, worker_restarted, service_refuses, service_hangs, service_slow, connections_broken,
-    _calls("spanner", Fault.ABORTED, "Commit", 0.5, 0), _calls("spanner", Fault.LOST, "Commit", 0.2, 0),
-    _calls("spanner", Fault.REFUSED, "Commit", 0.2, 0), _calls("pubsub", Fault.LOST, "Publish", 0.2, 2),
-    _calls("pubsub", Fault.REFUSED, "Publish", 0.3, 0), heartbeats_frozen, sent_again,
+    _calls("spanner", Fault.ABORTED, "Commit", 0.5), _calls("spanner", Fault.LOST, "Commit", 0.2),
+    _calls("spanner", Fault.REFUSED, "Commit", 0.2), _calls("pubsub", Fault.LOST, "Publish", 0.2),
+    _calls("pubsub", Fault.REFUSED, "Publish", 0.3), heartbeats_frozen, sent_again,
 )  # fmt: skip

@@ -1,11 +1,11 @@
 """The connection to Pub/Sub is cut after a request arrived: the worker cannot know that it did.
 
-Promised: nothing lost; again comes at most each group whose answer was lost.
+Promised: nothing lost; again comes at most what was on its way to Pub/Sub then, or its answer back.
 """
 
 from tests.support.outages import lasting
 from tests.support.rpc import Fault
-from tests.support.trial import GROUP_SIZE, Trial
+from tests.support.trial import Trial
 
 
 def test_pubsub_answers_lost(trial: Trial, fault_seconds: float) -> None:
@@ -14,6 +14,5 @@ def test_pubsub_answers_lost(trial: Trial, fault_seconds: float) -> None:
         with pubsub.failing(trial.chance(0.2, Fault.LOST, "Publish")), trial.load():
             lasting(fault_seconds)
         trial.settle()
-    faults = pubsub.seen["Publish", Fault.LOST]
-    assert faults > 0
-    trial.audit(duplicates=2 * faults * GROUP_SIZE)
+    assert pubsub.seen["Publish", Fault.LOST] > 0
+    trial.audit(duplicates=pubsub.unanswered)

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
@@ -31,6 +31,8 @@ class Proxy:
     def __init__(self, target: str) -> None:
         """Prepare for `target`; nothing is open before the block is entered."""
         self.target = target
+        #: Called when open connections are about to end by a fault.
+        self.on_break: Callable[[], None] = lambda: None
         self._state = threading.Condition()
         self._held = frozenset[str]()
         self._delay = 0.0
@@ -88,6 +90,7 @@ class Proxy:
 
     def cut(self) -> None:
         """Cut the connections that are open; what was held back in them is lost."""
+        self.on_break()
         with self._state:
             links, self._links = self._links, set()
             for link in links:
@@ -102,6 +105,7 @@ class Proxy:
 
     def half_close(self) -> None:
         """End the client's direction of each open connection; the server may go on answering."""
+        self.on_break()
         with self._state:
             for link in self._links:
                 with contextlib.suppress(OSError):
@@ -176,6 +180,7 @@ class Proxy:
                 with self._state:
                     self._state.wait_for(lambda: direction not in self._held or link.closed.is_set())
                 if link.truncated:
+                    self.on_break()
                     target.sendall(data[: len(data) // 2])
                     break
                 target.sendall(data)

@@ -7,6 +7,7 @@ with Proxy(emulators.spanner_host) as network, Faulty(emulators.spanner_host, ne
 """
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +19,13 @@ from typing import Any, Self
 import grpc
 from google.cloud.spanner_v1 import CommitRequest, RollbackRequest
 
+from outbox.message import RawPublishRequest
 from tests.support.proxy import Proxy
 
 #: Calls at once; each holds a thread while it lasts.
 THREADS = 64
+#: Seconds for which an answer is on its way back at most: if the connection breaks then, it is lost.
+ON_ITS_WAY = 0.2
 #: Seconds from which on a time limit is none.
 FOR_EVER = 1e6
 
@@ -99,12 +103,16 @@ class Faulty(Forwarding):
         self.network = network
         self.fault: Callable[[str], Fault | None] = lambda _method: None
         self.seen: Counter[tuple[str, Fault | None]] = Counter()
+        #: Messages of publish requests that were under way when their connections broke, or whose answers were lost.
+        self.unanswered = 0
+        self._publishing: dict[object, tuple[int, float]] = {}
         self._lock = Lock()
 
     def __enter__(self) -> Self:
         """Serve, to those who come through the network."""
         super().__enter__()
         self.network.target = self.address
+        self.network.on_break = self._count_unanswered
         return self
 
     @contextlib.contextmanager
@@ -119,6 +127,26 @@ class Faulty(Forwarding):
     def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Forward a call, or let it fail."""
         name = method.rpartition("/")[2]
+        if name != "Publish":
+            yield from self._forward(method, name, request, context)
+            return
+        call = object()
+        messages = len(RawPublishRequest.FromString(request).messages)
+        with self._lock:
+            self._publishing[call] = (messages, FOR_EVER)
+        try:
+            yield from self._forward(method, name, request, context)
+        finally:
+            with self._lock:
+                self._publishing[call] = (messages, time.monotonic() + ON_ITS_WAY)
+
+    def _count_unanswered(self) -> None:
+        with self._lock:
+            now = time.monotonic()
+            self._publishing = {call: each for call, each in self._publishing.items() if each[1] > now}
+            self.unanswered += sum(messages for messages, _ in self._publishing.values())
+
+    def _forward(self, method: str, name: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         with self._lock:
             fault = self.fault(name)
             self.seen[name, fault] += 1
@@ -133,6 +161,9 @@ class Faulty(Forwarding):
                 pass
             if fault is Fault.LOST:
                 self.network.cut()
+            elif name == "Publish":
+                with self._lock:
+                    self.unanswered += len(RawPublishRequest.FromString(request).messages)
             context.abort(grpc.StatusCode.UNAVAILABLE, "the answer is lost")
         yield from answers
 
