@@ -1,5 +1,7 @@
 """What subscribers received, as Pub/Sub's subscriptions to BigQuery and Cloud Storage write it: pure."""
 
+from datetime import UTC, datetime
+
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
 from pyspark.sql.types import BinaryType, MapType, StringType, StructField, StructType
@@ -10,6 +12,8 @@ from outbox_pipeline.transforms.digests import digest
 
 #: Columns of the messages; docs/pipeline/audit.md says what each may be. Others are not looked at.
 COLUMNS = ("message_id", "publish_time", "attributes", "data")
+#: A publish time outside of these is none.
+_FIRST, _LAST = datetime(1970, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UTC)
 _NEEDED = ("message_id", "publish_time", "attributes")
 #: As the columns of JSON lines are read: as texts, whatever is in them.
 LINES = StructType([StructField(name, StringType()) for name in COLUMNS])
@@ -62,7 +66,9 @@ def _time(messages: DataFrame) -> Column:
     type_ = messages.schema["publish_time"].dataType.simpleString()
     if type_ not in ("timestamp", "string"):
         raise SettingError(f"column publish_time is {type_}, it must be a time, or a text of one with its zone")
-    return f.col("publish_time").try_cast("timestamp")
+    time = f.col("publish_time").try_cast("timestamp")
+    # Spark knows years that Python's datetime does not, and no message is from there.
+    return f.when(time.between(f.lit(_FIRST), f.lit(_LAST)), time)
 
 
 def _data(messages: DataFrame, *, base64: bool) -> Column:

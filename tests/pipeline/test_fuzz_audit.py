@@ -1,0 +1,109 @@
+"""What subscribers received and what hostile writers inserted, as bad as it gets: each row is read or counted."""
+
+import base64
+import json
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage, parsed
+from outbox_pipeline.transforms.messages import decoded
+from outbox_pipeline.transforms.received import received
+
+ODD = ["", "\x00", "\u2028", "é" * 300, "🎉", '"', "\\", "null", "{}", "[]", "1e999", "NaN", "\x1b[31m", "x" * 5000]
+TIMES = [
+    "2026-11-20T12:00:00Z", "2026-11-20 12:00:00.123456 UTC", "9999-12-31T23:59:59.999999999Z", "0001-01-01T00:00:00Z",
+    "2026-02-30T00:00:00Z", "yesterday", "-1", "1e9", "", "2026-11-20T12:00:00+14:00", "+294247-01-10T04:00:54.775807Z",
+]  # fmt: skip
+
+
+def _text(random: Random) -> str:
+    return random.choice([random.choice(ODD), "".join(chr(random.randrange(1, 0xD7FF)) for _ in range(9))])
+
+
+def _json(random: Random) -> str | None:
+    good = {TASK_ID_ATTRIBUTE: _text(random), _text(random): _text(random)}
+    ways: list[Callable[[], str | None]] = [
+        lambda: json.dumps(good),
+        lambda: json.dumps(good, ensure_ascii=False),
+        lambda: json.dumps(good)[: random.randrange(60)],
+        lambda: json.dumps({"a": random.choice([1, None, [1], {"b": {}}, True, 1.5]), **good}),
+        lambda: '{"a": "1", "a": "2"}',
+        lambda: json.dumps([good]),
+        lambda: '{"a": ' * random.choice([5, 2000]),
+        lambda: "\ufeff" + json.dumps(good),
+        lambda: None,
+        lambda: _text(random),
+    ]
+    return random.choice(ways)()
+
+
+def _body(random: Random) -> str | None:
+    raw = random.randbytes(random.randrange(40))
+    return random.choice([base64.b64encode(raw).decode(), base64.b64encode(raw).decode()[:-1], _text(random), None])
+
+
+@pytest.mark.parametrize("base64_", [True, False], ids=["base64", "text"])
+def test_what_was_received_is_read_or_counted_as_unreadable(spark: SparkSession, long: bool, base64_: bool) -> None:
+    """One row for each message, whatever its texts are; those that are good are read as they are."""
+    random = Random(1)
+    rows: list[Any] = [
+        (_text(random) if random.random() < 0.9 else None, random.choice([*TIMES, None]), _json(random), _body(random))
+        for _ in range(20_000 if long else 2_000)
+    ]
+    messages = spark.createDataFrame(
+        rows, "message_id STRING, publish_time STRING, attributes STRING, data STRING"
+    ).repartition(2)
+    found = received(messages, base64=base64_).collect()
+    assert len(found) == len(rows)
+    wanted = sorted(_task_id(text) or "" for _, _, text, _ in rows)
+    assert sorted(each["task_id"] or "" for each in found) == wanted
+    assert 0 < sum(each["readable"] for each in found) < len(rows)
+
+
+def _task_id(text: str | None) -> str | None:
+    """Return the id that is in attributes that are an object, read by another reader of JSON."""
+    try:
+        read = json.loads(text or "{}", strict=False)
+    except (json.JSONDecodeError, RecursionError):
+        return None
+    return read.get(TASK_ID_ATTRIBUTE) if isinstance(read, dict) else None
+
+
+def test_what_is_no_message_is_null_and_what_is_one_is_not_altered(spark: SparkSession, long: bool) -> None:
+    """Bytes of any kind in `Data`: random ones, messages, and messages of which a byte is another."""
+    random = Random(2)
+    rows: list[Any] = []
+    for number in range(20_000 if long else 2_000):
+        message = RawPubsubMessage(
+            data=random.randbytes(random.randrange(30)), attributes={_text(random): _text(random)}
+        )
+        data = bytearray(message.SerializeToString())
+        if random.random() < 0.5:
+            data[random.randrange(len(data))] = random.randrange(256)
+        rows.append((f"{number}", bytes(data) if random.random() < 0.9 else random.randbytes(20)))
+    tasks = spark.createDataFrame(rows, "Id STRING, Data BINARY").repartition(2)
+    found = {each["Id"]: each for each in decoded(tasks).collect()}
+    assert len(found) == len(rows)
+    for id, data in rows:
+        message = parsed(data)
+        assert (found[id]["Payload"] is None) == (message is None)
+        if message is not None:
+            assert bytes(found[id]["Payload"]) == message.data
+            assert found[id]["Attributes"] == {**message.attributes, TASK_ID_ATTRIBUTE: id}
+
+
+def test_times_are_those_that_they_say(spark: SparkSession) -> None:
+    """What is none, or of a year that no message is from, makes the message unreadable."""
+    messages = spark.createDataFrame(
+        [(str(n), time, "{}", "") for n, time in enumerate(TIMES)],
+        "message_id STRING, publish_time STRING, attributes STRING, data STRING",
+    )
+    read = {each["message_id"]: each["readable"] for each in received(messages, base64=False).collect()}
+    times = {time: read[str(n)] for n, time in enumerate(TIMES)}
+    assert times["2026-11-20T12:00:00Z"]
+    bad = ("2026-02-30T00:00:00Z", "yesterday", "", "1e9", "0001-01-01T00:00:00Z", "+294247-01-10T04:00:54.775807Z")
+    assert not any(times[each] for each in bad)
