@@ -133,7 +133,7 @@ class Faulty(Forwarding):
         call = object()
         messages = len(RawPublishRequest.FromString(request).messages)
         with self._lock:
-            self._publishing[call] = (messages, FOR_EVER)
+            self._publishing[call] = (messages, float("inf"))
         try:
             yield from self._forward(method, name, request, context)
         finally:
