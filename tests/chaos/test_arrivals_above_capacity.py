@@ -5,6 +5,7 @@ and what a worker holds do not grow with the backlog; urgent tasks wait less tha
 """
 
 import statistics
+import time
 from datetime import datetime
 from typing import Any
 
@@ -17,16 +18,20 @@ from tests.support.trial import IN_FLIGHT, Trial, beside, id_of, rss_mb
 GROUP = 10
 LIMITS = ("--concurrency", "1", "--group-size", f"{GROUP}")
 DELAY = 0.15
-#: Transactions a second, of six tasks: in a few seconds there is a backlog, in ten minutes one that the emulator, which
-#: reads the whole table for each poll, can still bear.
-ARRIVALS, ARRIVALS_IF_LONG = 12, 8
+#: Seconds, and how many tasks more than can be sent arrive in each: in ten minutes no more than the emulator can bear,
+#: which reads the whole table for each poll.
+LASTS, MORE = 8.0, 30.0
+LASTS_IF_LONG, MORE_IF_LONG = 600.0, 3.0
+#: Transactions a second at most, of six tasks.
+ARRIVALS = 12
 POLL = ("ExecuteStreamingSql", "outbox-poll")
 
 
 def test_arrivals_above_capacity(trial: Trial, long: bool) -> None:
     """An urgent task comes twice a second, and waits for less than the others."""
+    seconds, more = (LASTS_IF_LONG, MORE_IF_LONG) if long else (LASTS, MORE)
     urgent: dict[str, datetime] = {}
-    backlogs: list[int] = []
+    backlogs = [0]
     polled: list[float] = []
     memory: list[float] = []
 
@@ -42,14 +47,19 @@ def test_arrivals_above_capacity(trial: Trial, long: bool) -> None:
         polled.append(counting.rows[POLL] / max(1, counting.counts[POLL]))
         counting.clear()
 
+    def arrive() -> None:
+        if backlogs[-1] < 60 + more * (time.monotonic() - begin):
+            trial.transaction(trial.random)
+
     with (
         trial.pubsub_proxy() as proxy,
         Counting(trial.spanner_host) as counting,
         trial.workers(1, *LIMITS, SPANNER_EMULATOR_HOST=counting.address) as [worker],
     ):
         proxy.delay(DELAY)
-        with trial.load(ARRIVALS_IF_LONG if long else ARRIVALS):
-            lasting(600 if long else 8, look)
+        begin = time.monotonic()
+        with beside(arrive, every=1 / ARRIVALS):
+            lasting(seconds, look)
         with trial.workers(1), beside(trial.delete_sent, every=1):
             proxy.delay(0)
             trial.settle(900)

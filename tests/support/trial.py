@@ -188,16 +188,17 @@ class Trial:
         """Register so many tasks, or a few more, and roll some transactions back."""
         before = len(self.ledger.committed)
         while len(self.ledger.committed) < before + tasks:
-            self._transaction(self.random)
+            self.transaction(self.random)
 
     @contextlib.contextmanager
     def load(self, per_second: float = 8) -> Iterator[None]:
         """Do so many transactions a second during the block, or as many as the emulator takes."""
         random = Random(self.seed + 1)
-        with beside(lambda: self._transaction(random), every=1 / per_second):
+        with beside(lambda: self.transaction(random), every=1 / per_second):
             yield
 
-    def _transaction(self, random: Random) -> None:
+    def transaction(self, random: Random) -> None:
+        """Register some tasks in one transaction, or roll it back."""
         keys = random.sample(KEYS, 2)
         rolls_back = random.randrange(ROLLED_BACK) == 0
         ids: list[tuple[str, str]] = []
