@@ -41,11 +41,19 @@ the emulators, on a machine that they share with workers and tests.
 """
 
 WHY = """\
+One worker each, the same tasks, a call in ten fails: an abort, which Spanner does of its own accord all the time, costs
+the article's protocol a duplicate each, because it publishes again when its transaction runs again. Here what was
+published is remembered, over aborts and over commits that fail or only seem to, while the worker lives
+([doubts](architecture/relay.md)).
+
 Why the rest must be: Pub/Sub and Spanner have no common commit. What a worker has published when it dies, and not
 marked, is published again by the next one; so is what Pub/Sub has accepted when its answer is lost, since nobody can
-tell this from a request that never arrived, and to mark it as sent could lose it. All else the relay remembers: an
-aborted transaction, a Commit without an answer, an outage of Spanner cost no duplicate while the worker lives
-([doubts](architecture/relay.md)). Smaller groups mean fewer duplicates of each such fault, and more commits.
+tell this from a request that never arrived, and to mark it as sent could lose it. A group repeats as a whole: SIGKILL
+costs a group where it meets one between publish and commit. Where one answer is lost, a task is repeated as often in
+groups as alone, because the groups are fewer. Where a connection breaks, everything that is on its way on it is
+repeated: four groups here, one task there. After the first of such failures the topic rests and is tried with single
+tasks, so an outage costs no more than what was in flight when it began. `--group-size` and `--concurrency` bound all of
+this: smaller ones mean fewer duplicates of each fault, and more commits.
 """
 
 
