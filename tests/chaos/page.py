@@ -37,7 +37,8 @@ $ make soak MINUTES=30        # all faults at random, beside one worker that is 
 ```
 
 Written by `python -m tests.chaos.page`, from [results.json](reliability/results.json); do not edit. Figures are of
-the emulators, on a machine that they share with workers and tests.
+the emulators, on two cores that they share with workers, tests and, in part, with one another's runs: seconds are long,
+counts are what they are.
 """
 
 WHY = """\
