@@ -43,6 +43,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--figures", metavar="FILE", help="append what came of each trial, a line of JSON each")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out of the short form what says so, and why."""
+    for item in items:
+        if (mark := item.get_closest_marker("long")) and not config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason=f"--long; {mark.args[0]}"))
+
+
 @pytest.fixture(scope="session")
 def long(request: pytest.FixtureRequest) -> bool:
     """Whether this run has `--long`."""

@@ -179,6 +179,7 @@ def received(host: str, subscription: Subscription, ids: list[str]) -> None:
     assert sorted(found) == sorted(ids)
 
 
+@pytest.mark.long("a backlog of many small tasks has the same limit")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of return_immediately
 def test_tasks_of_9_mb(emulators: Emulators, database: Database, subscription: Subscription, tmp_path: Path) -> None:
     """60 of them, three at a time, as more would be too many bytes: all arrive, within the limit."""

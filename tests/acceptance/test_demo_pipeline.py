@@ -45,7 +45,9 @@ def test_all_jobs_one_after_the_other(emulators: Emulators, tmp_path: Path, long
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the processes are read from /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long("SIGTERM goes the same way")), signal.SIGTERM]
+)
 def test_interrupted(emulators: Emulators, tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C ends with 130 and one sentence; Spark is gone with it."""
     flags = ("--tasks", "20000", "--output", str(tmp_path))

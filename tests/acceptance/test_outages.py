@@ -64,7 +64,14 @@ def hang(proxy: Proxy) -> Callable[[], None]:
     return lambda: None
 
 
-@pytest.mark.parametrize("go_away", [refuse, hang, mute_then_cut])
+@pytest.mark.parametrize(
+    "go_away",
+    [
+        pytest.param(refuse, marks=pytest.mark.long("tests/chaos/test_pubsub_refuses.py is short")),
+        pytest.param(hang, marks=pytest.mark.long("tests/chaos/test_pubsub_hangs.py is short")),
+        mute_then_cut,
+    ],
+)
 def test_pubsub_that_goes_away_under_load_charges_no_task(
     emulators: Emulators,
     database: Database,
@@ -126,7 +133,9 @@ def test_pubsub_that_goes_away_under_load_charges_no_task(
     assert duplicates <= GROUP_SIZE * GROUPS + outage_seconds  # a topic is probed less than once in two seconds
 
 
-@pytest.mark.parametrize("go_away", [refuse, hang])
+@pytest.mark.parametrize(
+    "go_away", [pytest.param(refuse, marks=pytest.mark.long("tests/chaos/test_spanner_refuses.py is short")), hang]
+)
 def test_spanner_that_goes_away_under_load_is_waited_for(
     emulators: Emulators,
     database: Database,

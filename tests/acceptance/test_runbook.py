@@ -56,6 +56,7 @@ def shown(text: str) -> list[tuple[str, list[str]]]:
 
 def normal(line: str) -> str:
     """Return a line without what differs from run to run: times, durations, the width of columns."""
+    line = re.sub(r"\.{3,}", "...", line)  # a dot for each second that gcloud waits
     return re.sub(r" +", " ", DURATION.sub("DURATION", TIME.sub("TIME", line))).strip()
 
 

@@ -16,9 +16,9 @@ SCOPES = [
     Config(ONE_KEY, faults=2),
     Config(ONE_KEY, faults=2, bad=FIRST_IS_BAD),
     Config(("k", "k", "k"), faults=1),
-    Config(KEY_AND_ONE, faults=1),
 ]
 LARGE = [
+    Config(KEY_AND_ONE, faults=1),
     Config(("k", "k", "k"), faults=2),
     Config(KEY_AND_ONE, workers=1, faults=3),
     Config((None, None), faults=2),
@@ -49,12 +49,11 @@ def test_nothing_is_lost_out_of_order_uncommitted_or_sent_twice_without_a_cause(
     assert found.states > 100
 
 
+@pytest.mark.long("smaller scopes are above")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("scope", LARGE, ids=str)
-def test_the_same_in_larger_scopes(scope: Config, long: bool) -> None:
+def test_the_same_in_larger_scopes(scope: Config) -> None:
     """Minutes each."""
-    if not long:
-        pytest.skip("--long; smaller scopes are above")
     found = explore(scope)
     print(f"{found.states:,} states")
     assert not found.broken, "\n".join(found.way)
