@@ -14,20 +14,20 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 for _name in [name for name in os.environ if name.startswith(("OUTBOX_", "DD_")) or name == "GOOGLE_CLOUD_PROJECT"]:
     del os.environ[_name]
 
-import contextlib  # noqa: E402
-from collections.abc import Callable, Iterator  # noqa: E402
-from contextlib import AbstractContextManager  # noqa: E402
-from typing import TypeVar  # noqa: E402
-from unittest import mock  # noqa: E402
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TypeVar
+from unittest import mock
 
-import pytest  # noqa: E402
-from google.cloud.spanner_v1.database import Database  # noqa: E402
-from google.cloud.spanner_v1.instance import Instance  # noqa: E402
+import pytest
+from google.cloud.spanner_v1.database import Database
+from google.cloud.spanner_v1.instance import Instance
 
-from outbox.emulators import Emulators, running, running_spanner  # noqa: E402
-from outbox.errors import NotReached  # noqa: E402
-from tests.support import spanner  # noqa: E402
-from tests.support.pubsub import PubSub, Subscription  # noqa: E402
+from outbox.emulators import Emulators, running, running_spanner
+from outbox.errors import NotReached
+from tests.support import spanner
+from tests.support.pubsub import PubSub, Subscription
 
 Started = TypeVar("Started")
 

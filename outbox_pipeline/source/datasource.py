@@ -25,7 +25,7 @@ try:
     from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
 except ImportError:  # Spark before 4.2 asks no source written in Python
 
-    class SupportsTriggerAvailableNow:  # type: ignore[no-redef]
+    class SupportsTriggerAvailableNow:  # type: ignore[no-redef]  # it stands in for the one above
         """Nothing."""
 
 

@@ -224,7 +224,7 @@ def test_a_start_without_spanner_ends_within_the_startup_probe(
     emulators: Emulators, database: Database, heartbeat: Path, absent: object
 ) -> None:
     """Exit 3 and one sentence before the 60 s of the startup probe are over, and no heartbeat that would satisfy it."""
-    with absent(emulators.spanner_host) as host:  # type: ignore[operator]  # a context manager
+    with absent(emulators.spanner_host) as host:
         environment = settings(emulators, database.database_id, heartbeat, SPANNER_EMULATOR_HOST=host)
         with altered("", environment) as process:
             assert process.wait(55) == 3

@@ -105,7 +105,7 @@ class TestWhereTheyAreInstalled:
         with started("outbox", "emulators") as process:
             pids = eventually(lambda: children(process.pid), seconds=30)
             process.stop(signal.SIGKILL)
-            process.wait(10)
+            assert process.wait(10) == -signal.SIGKILL
             eventually(lambda: all(gone(pid) for pid in pids), seconds=10)
 
     @linux

@@ -91,6 +91,7 @@ def test_tasks_of_one_commit_and_of_many_are_all_there(emulators: Emulators, dat
         for id in single[1:]:
             mark(database, id)
         wait_for(process, [*many, *single])
+        assert sorted(ids(process)) == sorted([*many, *single])
 
 
 @pytest.mark.parametrize("away", [Proxy.refuse, Proxy.hang])

@@ -70,7 +70,7 @@ def killed(trial: Trial, relay: Relay) -> int:
         workers = stack.enter_context(relay.working(trial))
         for kill in range(KILLS):
             left = tasks * (KILLS - kill) / (KILLS + 1)
-            eventually(lambda at=left: trial.backlog() <= at, seconds=SECONDS, message="more is sent")  # type: ignore[misc]  # its default
+            eventually(lambda at=left: trial.backlog() <= at, seconds=SECONDS, message="more is sent")
             [worker] = workers
             worker.stop(signal.SIGKILL)
             worker.wait()
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _figures(trial: Trial, faults: int) -> dict[str, Any]:
-    figures = trial.measured(duplicates=0)
+    figures = trial.audit(duplicates=0)
     return {
         "tasks": figures.registered, "faults": faults, "lost": figures.lost, "duplicates": figures.duplicates,
         "per_thousand": round(1000 * figures.duplicates / figures.registered, 1),

@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with spanner.outbox_database(spanner.instance(made.spanner_host)) as database:
             trial = Trial(made, database, PubSub.on(made.pubsub_host), options.seed)
             _soak(trial, options.minutes * 60, samples, events)
-            figures = trial.measured(duplicates=sum(each.duplicates for each in events))
+            figures = trial.audit(duplicates=sum(each.duplicates for each in events))
     grown = {name: round(samples.growth(name), 3) for name in MAY_GROW}
     summary = {
         "minutes": options.minutes, "seed": options.seed, **dataclasses.asdict(figures), "grown": grown,

@@ -27,4 +27,4 @@ def test_agent_gone(trial: Trial, fault_seconds: float, tmp_path: Path) -> None:
         for each in workers:
             each.stop()
         assert [each.wait() for each in workers] == [0, 0]
-    trial.audit(duplicates=0)
+    assert trial.audit(duplicates=0).kept()

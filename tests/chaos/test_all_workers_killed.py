@@ -20,4 +20,4 @@ def test_all_workers_killed(trial: Trial, long: bool) -> None:
                 each.stop(signal.SIGKILL)
     with trial.workers(1):
         trial.settle()
-    trial.audit(duplicates=times * 2 * IN_FLIGHT)
+    assert trial.audit(duplicates=times * 2 * IN_FLIGHT).kept()

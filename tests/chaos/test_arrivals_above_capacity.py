@@ -63,7 +63,7 @@ def test_arrivals_above_capacity(trial: Trial, long: bool) -> None:
         with trial.workers(1), beside(trial.delete_sent, every=1):
             proxy.delay(0)
             trial.settle(900)
-    trial.audit(duplicates=GROUP + IN_FLIGHT)
+    assert trial.audit(duplicates=GROUP + IN_FLIGHT).kept()
     published = {id_of(each): each.publish_time for each in trial.received}
     waits = [(published[id] - at).total_seconds() for id, at in urgent.items()]
     others = [(published[id] - at).total_seconds() for id, at in trial.ledger.at.items()]

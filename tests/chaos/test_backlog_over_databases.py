@@ -37,6 +37,7 @@ def test_backlog_over_databases(
             worker.stop()
         assert [worker.wait() for worker in workers] == [0] * DATABASES
         trial.figures = total([each.audit(duplicates=0) for each in trials])
+    assert trial.figures.kept()
     tasks = trial.figures.registered
     trial.notes = {"tasks": tasks, "seconds": round(seconds, 1), "tasks_per_second": round(tasks / seconds)}
     print(trial.notes)

@@ -16,4 +16,4 @@ def test_commits_refused(trial: Trial, fault_seconds: float) -> None:
         trial.settle()
     faults = spanner.seen["Commit", Fault.REFUSED]
     assert faults > 0
-    trial.audit(duplicates=0)
+    assert trial.audit(duplicates=0).kept()

@@ -17,4 +17,4 @@ def test_connections_half_closed(trial: Trial, fault_seconds: float) -> None:
         with trial.load():
             lasting(fault_seconds, disturb)
         trial.settle()
-    trial.audit(duplicates=pubsub.unanswered)
+    assert trial.audit(duplicates=pubsub.unanswered).kept()

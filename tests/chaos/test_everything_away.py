@@ -20,4 +20,4 @@ def test_everything_away(trial: Trial, fault_seconds: float) -> None:
             lasting(fault_seconds / 2)
             pubsub.forward()
         trial.settle()
-    trial.audit(duplicates=4 * IN_FLIGHT)
+    assert trial.audit(duplicates=4 * IN_FLIGHT).kept()

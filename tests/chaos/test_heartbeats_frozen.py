@@ -18,4 +18,4 @@ def test_heartbeats_frozen(trial: Trial, fault_seconds: float) -> None:
         with trial.load():
             lasting(fault_seconds, lambda: execute(trial.database, FREEZE))
         trial.settle()
-    trial.audit(duplicates=IN_FLIGHT)
+    assert trial.audit(duplicates=IN_FLIGHT).kept()

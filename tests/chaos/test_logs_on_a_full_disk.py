@@ -15,4 +15,4 @@ def test_logs_on_a_full_disk(trial: Trial, fault_seconds: float) -> None:
         trial.settle()
         worker.stop()
         assert worker.wait() == 0
-    trial.audit(duplicates=0)
+    assert trial.audit(duplicates=0).kept()

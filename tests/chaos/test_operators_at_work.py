@@ -22,4 +22,4 @@ def test_operators_at_work(trial: Trial, fault_seconds: float) -> None:
         trial.settle()
     assert again > 0
     assert purged > 0
-    trial.audit(duplicates=again)
+    assert trial.audit(duplicates=again).kept()

@@ -15,4 +15,4 @@ def test_pubsub_answers_lost(trial: Trial, fault_seconds: float) -> None:
             lasting(fault_seconds)
         trial.settle()
     assert pubsub.seen["Publish", Fault.LOST] > 0
-    trial.audit(duplicates=pubsub.unanswered)
+    assert trial.audit(duplicates=pubsub.unanswered).kept()

@@ -17,4 +17,4 @@ def test_pubsub_hangs(trial: Trial, fault_seconds: float) -> None:
             lasting(fault_seconds)
             proxy.forward()
         trial.settle()
-    trial.audit(duplicates=2 * (IN_FLIGHT + 2 * int(fault_seconds + 1)))
+    assert trial.audit(duplicates=2 * (IN_FLIGHT + 2 * int(fault_seconds + 1))).kept()

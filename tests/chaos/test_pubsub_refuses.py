@@ -16,4 +16,4 @@ def test_pubsub_refuses(trial: Trial, fault_seconds: float) -> None:
             lasting(fault_seconds)
             proxy.forward()
         trial.settle()
-    trial.audit(duplicates=2 * IN_FLIGHT)
+    assert trial.audit(duplicates=2 * IN_FLIGHT).kept()

@@ -20,4 +20,4 @@ def test_rolling_restart(trial: Trial, long: bool) -> None:
                 assert workers[place].wait() == 0
                 workers[place] = new
         trial.settle()
-    trial.audit(duplicates=2 * restarts * IN_FLIGHT)
+    assert trial.audit(duplicates=2 * restarts * IN_FLIGHT).kept()

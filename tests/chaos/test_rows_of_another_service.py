@@ -33,4 +33,4 @@ def test_rows_of_another_service(trial: Trial, long: bool) -> None:
                 trial.database.run_in_transaction(insert, id, default_retry_delay=0.02)
                 trial.ledger.committed.add(id)
         trial.settle()
-    trial.audit(duplicates=0)
+    assert trial.audit(duplicates=0).kept()

@@ -30,4 +30,4 @@ def test_topic_deleted(trial: Trial, fault_seconds: float) -> None:
             proxy.forward()
         trial.settle()  # a topic rests longer the longer it is missing
     assert dead(trial.database) == 0
-    trial.audit(duplicates=0)
+    assert trial.audit(duplicates=0).kept()

@@ -28,4 +28,4 @@ def test_worker_sleeps(trial: Trial, long: bool) -> None:
         for each in workers:
             each.stop()
         assert [each.wait() for each in workers] == [0, 0]
-    trial.audit(duplicates=sleeps * IN_FLIGHT)
+    assert trial.audit(duplicates=sleeps * IN_FLIGHT).kept()

@@ -18,10 +18,10 @@ def test_workers_killed(trial: Trial, long: bool) -> None:
         for _ in range(kills):
             trial.register(60)
             moment = trial.random.randint(1, 59)
-            eventually(lambda at=moment: trial.backlog() <= at, seconds=30, message="some are sent")  # type: ignore[misc]  # its default
+            eventually(lambda at=moment: trial.backlog() <= at, seconds=30, message="some are sent")
             victim = trial.random.randrange(2)
             workers[victim].stop(signal.SIGKILL)
             workers[victim].wait()
             workers[victim] = stack.enter_context(trial.worker())
         trial.settle()
-    trial.audit(duplicates=kills * IN_FLIGHT)
+    assert trial.audit(duplicates=kills * IN_FLIGHT).kept()

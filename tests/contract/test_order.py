@@ -77,7 +77,7 @@ def test_the_fronts_of_many_keys_are_those_of_each(
             dead = {"available_at": NEVER, "attempts": 1} if n == 0 and number % 2 else {}
             id = f"{9 - n}{key.topic}{key.ordering_key}"
             harness.insert(id, key.topic, ordering_key=key.ordering_key, created_at=FIRST, sequence=n, **dead)
-    harness.store._emulator = True  # type: ignore[attr-defined]  # the harness is for Spanner's own way
+    harness.store._emulator = True
     fronts = harness.store.fronts(keys, 2, pass_dead=True)
     assert {key: [each.id[0] for each in fronts[key]] for key in keys} == {
         key: ["8", "7"] if number % 2 else ["9", "8"] for number, key in enumerate(keys)

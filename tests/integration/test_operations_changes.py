@@ -130,7 +130,7 @@ def test_a_selection_goes_on_where_it_stopped(
     for stop in (1, 2, 5, 1_000):
         outcomes = changes.retry(watch.table, selection)
         done += [id for outcome in itertools.islice(outcomes, stop) for id in outcome.changed]
-        outcomes.close()  # type: ignore[attr-defined]
+        outcomes.close()
         after = rows_of(database)
         assert {id for id in names if after[id] != before[id]} == set(done)
     assert sorted(done) == sorted(names)

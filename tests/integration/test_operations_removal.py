@@ -142,7 +142,7 @@ def test_purge_goes_on_where_it_stopped(database: Database, table: TaskTable, mo
     selection = Selection(state="sent", until=UNTIL)
     outcomes = changes.purge(table, selection)
     first = next(outcomes).changed
-    outcomes.close()  # type: ignore[attr-defined]
+    outcomes.close()
     assert len(rows_of(database)) == 37 - len(first)
     assert len(changed(changes.purge(table, selection))) == 30 - len(first)
     assert set(rows_of(database)) == {"new", *map(str, range(len(UNSENT)))}
@@ -214,7 +214,7 @@ def test_discard_wakes_the_first_parked_task_of_a_key_and_only_it(
     gone = ids[:2] if closed else ids
     assert sorted(next(outcomes).changed) == sorted(gone)
     if closed:
-        outcomes.close()  # type: ignore[attr-defined]
+        outcomes.close()
     else:
         assert list(outcomes) == []
     after = rows_of(database)

@@ -50,7 +50,7 @@ def api() -> Iterator[Api]:
             path = urlsplit(self.path).path
             self._answer(201, state.keep(path, json.loads(self.rfile.read(length))))
 
-        do_PATCH = do_PUT = do_POST  # noqa: N815
+        do_PATCH = do_PUT = do_POST  # noqa: N815 - names of http.server
 
         def do_GET(self) -> None:
             """Return what is kept at this path, or a list of what is kept below it."""

@@ -22,7 +22,7 @@ def calculated(node: ast.AST, values: Mapping[str, float | None]) -> float | Non
     if isinstance(node, ast.Expression):
         return calculated(node.body, values)
     if isinstance(node, ast.Constant):
-        return float(node.value)  # type: ignore[arg-type]  # the check of the queries leaves numbers only
+        return float(node.value)
     if isinstance(node, ast.Name):
         return values[node.id]
     if isinstance(node, ast.Call):  # default_zero is all that is used

@@ -309,7 +309,7 @@ def test_a_tally_adds_up_and_sends_on() -> None:
         def increment(self, metric: str, value: float, tags: list[str]) -> None:
             sent.append((metric, value))
 
-    tally = Tally(Client())  # type: ignore[arg-type]
+    tally = Tally(Client())
     tally.count(m.PUBLISHED, 3, topic="a")
     tally.count(m.PUBLISHED, 4, topic="b")
     tally.count(m.DEAD, 0, topic="b", reason="not_found")

@@ -207,7 +207,7 @@ def test_a_hundred_thousand_tasks_with_seeded_defects(spark: SparkSession) -> No
     count = 100_000
     n = f.col("id")
     data = f.encode(f.concat(f.lit("order "), f.lpad(n.cast("string"), 10, "0")), "UTF-8")
-    created = f.timestamp_seconds(f.lit(int(RULES.since.timestamp())) + f.floor(n * 3600 / count))  # type: ignore[union-attr]
+    created = f.timestamp_seconds(f.lit(int(RULES.since.timestamp())) + f.floor(n * 3600 / count))
     tasks = spark.range(count).select(
         f.concat(f.lit("task "), n).alias("Id"),
         f.element_at(f.array(f.lit("orders"), f.lit("invoices")), (n % 2 + 1).cast("int")).alias("Topic"),

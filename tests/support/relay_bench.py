@@ -101,11 +101,11 @@ def overtake(bench: Bench, act: Callable[[], object]) -> None:
     claim = bench.store.claim
 
     def claim_too_late(*arguments: Any) -> None:
-        bench.store.claim = claim  # type: ignore[method-assign]
+        bench.store.claim = claim  # type: ignore[method-assign]  # a fault on purpose
         act()
         claim(*arguments)
 
-    bench.store.claim = claim_too_late  # type: ignore[method-assign,assignment]
+    bench.store.claim = claim_too_late  # type: ignore[method-assign,assignment]  # a fault on purpose
 
 
 def times(count: int, make: Callable[[], Exception]) -> Callable[[], None]:

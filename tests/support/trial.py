@@ -4,7 +4,7 @@ trial = Trial(emulators, database, pubsub, seed=1)
 with trial.workers(3) as workers, trial.load():
     workers[trial.random.randrange(3)].stop(signal.SIGKILL)
 trial.settle()
-trial.audit(duplicates=IN_FLIGHT)
+assert trial.audit(duplicates=IN_FLIGHT).kept()
 """
 
 import contextlib
@@ -253,17 +253,7 @@ class Trial:
         return ids
 
     def audit(self, *, duplicates: int) -> Figures:
-        """Print the figures, and check what is promised: so many duplicates at most.
-
-        Nothing is lost, nothing that was rolled back is sent, and each key keeps its order.
-        """
-        figures = self.measured(duplicates=duplicates)
-        print(figures)
-        assert figures.kept(), figures
-        return figures
-
-    def measured(self, *, duplicates: int) -> Figures:
-        """Hold what was received against what was registered."""
+        """Hold what was received against what was registered, where so many duplicates are promised at most."""
         ordered = [message for each in self._ordered for message in each.drain()]
         self.received = [*ordered, *(message for each in self._subscriptions for message in each.drain())]
         received = {id_of(each) for each in self.received}

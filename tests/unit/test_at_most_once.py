@@ -54,7 +54,7 @@ def test_a_commit_that_may_have_landed_is_not_followed_by_a_publish(bench: Bench
         commits = iter([None, StoreError("deadline exceeded")])  # of the look at it, and of the mark
 
         def fail_the_mark(commits: object = commits) -> None:
-            if error := next(commits, None):  # type: ignore[call-overload]  # an iterator
+            if error := next(commits, None):
                 raise error
 
         bench.store.before_commit = fail_the_mark
@@ -162,9 +162,9 @@ def test_a_refusal_leaves_alone_what_somebody_has_touched_since(bench: Bench) ->
         claims.append(arguments)
         if len(claims) == 3:  # the look, the mark, the return
             bench.store.rows["a"].sent_at = bench.store.now + timedelta(seconds=1)
-        return claim(*arguments)  # type: ignore[arg-type]  # passed on
+        return claim(*arguments)
 
-    bench.store.claim = claim_and_be_overtaken  # type: ignore[assignment,method-assign]
+    bench.store.claim = claim_and_be_overtaken
     bench.turns()
     assert len(claims) == 3
     assert bench.store.rows["a"].sent_at is not None

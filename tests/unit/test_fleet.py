@@ -33,7 +33,7 @@ def test_every_shard_and_every_worker_has_its_part(workers: set[str], shards: in
 def test_all_workers_come_to_the_same_division(workers: set[str], shards: int, random: object) -> None:
     """No leader: the order in which the rows are read does not matter."""
     shuffled = list(workers)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    random.shuffle(shuffled)
     assert divide(workers, range(shards)) == divide(shuffled, range(shards))
 
 

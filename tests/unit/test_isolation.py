@@ -160,10 +160,10 @@ def test_what_was_taken_and_not_sent_costs_no_rate(bench: Bench) -> None:
 
     def claim_too_late(ids: list[str], *arguments: object) -> object:
         bench.store.rows[ids[0]].sent_at = bench.store.now
-        bench.store.claim = claim  # type: ignore[method-assign]
-        return claim(ids, *arguments)  # type: ignore[arg-type]  # passed on
+        bench.store.claim = claim
+        return claim(ids, *arguments)
 
-    bench.store.claim = claim_too_late  # type: ignore[assignment,method-assign]
+    bench.store.claim = claim_too_late
     bench.turns()
     bench.insert("c")
     bench.turns()

@@ -173,7 +173,7 @@ class CountedFronts(Bench):
             self.asked.append((len(keys), per_key))
             return fronts(keys, per_key, pass_dead=pass_dead)
 
-        self.store.fronts = counted  # type: ignore[method-assign,assignment]
+        self.store.fronts = counted
 
 
 def test_fronts_are_read_as_far_as_there_is_something_to_take() -> None:

@@ -63,7 +63,7 @@ def test_a_topic_that_is_known_is_no_discovery(watch: Watch) -> None:
     def strange(topics: set[str]) -> object:
         return news(topics | {"orders"})
 
-    watch.store._news = strange  # type: ignore[assignment,method-assign]
+    watch.store._news = strange
     assert not watch.poller.poll(None, ()).discovered
     assert watch.poll().known is None
 

@@ -136,7 +136,7 @@ def test_a_later_request_has_half_of_the_time_or_is_not_tried(server: PubSubServ
     keyed = [row(id, ordering_key="k") for id in "abc"]
     for third, sent in ((2.4, "abc"), (2.6, "ab")):
         seconds = iter([0.0, 0.0, 1.0, third])
-        publisher = PubSubPublisher(transport, "project", clock=lambda seconds=seconds: next(seconds))  # type: ignore[misc]
+        publisher = PubSubPublisher(transport, "project", clock=lambda seconds=seconds: next(seconds))
         assert set(publisher.publish("orders", keyed, 5, set("abc"))) == set(sent)
 
 

@@ -30,7 +30,7 @@ class Watch:
 
     def told(self) -> list[str]:
         """Return the actions that were logged since the last look."""
-        actions = [record.action for record in self._caplog.records]  # type: ignore[attr-defined]  # extra
+        actions = [record.action for record in self._caplog.records]
         self._caplog.clear()
         return actions
 

@@ -279,7 +279,7 @@ def test_a_defect_in_the_publisher_is_not_swallowed(bench: Bench) -> None:
     def break_down(*_arguments: object) -> dict[str, Any]:
         raise ZeroDivisionError
 
-    bench.publisher.publish = break_down  # type: ignore[method-assign]
+    bench.publisher.publish = break_down
     with pytest.raises(ZeroDivisionError):
         bench.turns()
 

@@ -151,10 +151,10 @@ def test_what_has_been_sent_is_told_as_zero(monkeypatch: pytest.MonkeyPatch) -> 
     counts = Counts(Metrics(client), lambda: ["known"], Time())
     now = found(Line("orders", 50, pending=7), Line("paused", 50, paused=True, pending=5))
     monkeypatch.setattr(backlog, "read", lambda _table, **_keywords: now)
-    counts(None)  # type: ignore[arg-type]  # a stand-in reads
+    counts(None)
     assert client.values[m.PENDING.name,] == 7
     now = found()
-    counts(None)  # type: ignore[arg-type]  # a stand-in reads
+    counts(None)
     assert client.values == {
         (m.PENDING.name,): 0,
         (m.TOPIC_TASKS.name, "topic:known", "state:pending"): 0,
@@ -242,7 +242,7 @@ def test_a_lookout_looks_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch, ca
         if looks[0] == 2:
             raise ZeroDivisionError("a defect")
 
-    out = Lookout(look_at, lambda: None, fleet())  # type: ignore[arg-type,return-value]  # no table is needed
+    out = Lookout(look_at, lambda: None, fleet())
     out.start()
     eventually(lambda: looks[0] > 5)
     out.stop()

@@ -42,7 +42,7 @@ def current() -> Iterator[None]:
 def registered(message: object = b"", **options: object) -> PubsubMessage:
     """Return the message of a task."""
     transaction = RecordingTransaction()
-    outbox.register(transaction, "orders", message, **options)  # type: ignore[arg-type]  # options vary
+    outbox.register(transaction, "orders", message, **options)
     return transaction.tasks[0].message
 
 

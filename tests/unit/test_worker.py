@@ -142,7 +142,7 @@ def test_the_heart_beats_after_a_turn_that_failed() -> None:
         told.append("turn")
         return turn(stopping)
 
-    script.turn = tell  # type: ignore[method-assign]  # to hear of it
+    script.turn = tell
     loop_of(script, stop, beat=lambda: told.append("beat")).run(stop)
     assert told == ["beat", "turn", "beat", "beat", "turn", "beat"]
 
@@ -239,7 +239,7 @@ def test_the_heartbeat_row_is_kept_up_in_long_waits() -> None:
         beats.append(stop.seconds)
         heartbeat(*arguments)
 
-    store.heartbeat = at_this_time  # type: ignore[method-assign]
+    store.heartbeat = at_this_time
     loop_of(Script(stop, *[IDLE] * 14), stop, store, poll_interval=30, beats=True).run(stop)
     assert stop.seconds > 60
     assert len(beats) >= 12
@@ -261,7 +261,7 @@ def test_a_worker_that_is_never_idle_beats_as_well() -> None:
         stop.seconds += 2
         return turn(stopping)
 
-    script.turn = long_turn  # type: ignore[method-assign]
+    script.turn = long_turn
     loop_of(script, stop, store, beats=True).run(stop)
     assert stop.waits == []
     assert store.beats >= 6
@@ -281,8 +281,8 @@ def test_at_the_end_the_worker_leaves_and_then_finishes_what_is_in_flight() -> N
     script = Script(stop, WORK)
     seen: list[bool] = []
     turn = script.turn
-    script.turn = lambda stopping: (seen.append("me" in store.workers), turn(stopping))[1]  # type: ignore[method-assign]
-    script.finish = lambda: (seen.append("me" in store.workers), IDLE)[1]  # type: ignore[method-assign]
+    script.turn = lambda stopping: (seen.append("me" in store.workers), turn(stopping))[1]
+    script.finish = lambda: (seen.append("me" in store.workers), IDLE)[1]
     loop_of(script, stop, store).run(stop)
     assert seen == [True, False]
 
