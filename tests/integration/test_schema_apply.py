@@ -1,9 +1,6 @@
 """Making and checking the tables on the emulator: what is made, what is refused, what may differ."""
 
-import contextlib
 import re
-import time
-import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,19 +8,14 @@ from typing import Any, cast
 from unittest import mock
 
 import pytest
-from google.cloud.spanner_admin_database_v1 import DatabaseDialect
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, param_types
 from google.cloud.spanner_v1.database import Database
-from google.cloud.spanner_v1.instance import Instance
 
 import outbox
 from outbox import _ddl, schema
-from outbox.emulators import Emulators
-from outbox.errors import NotReached, OutboxError, SchemaDiffers
+from outbox.errors import SchemaDiffers
 from publishworker import check
 from publishworker.process import verified_shards
-from tests.support.proxy import Proxy, silent_port
-from tests.support.spanner import client
 from tests.support.waiting import eventually
 
 SCHEMA = Path(__file__).parents[2] / "schema"
@@ -372,89 +364,6 @@ def changes(database: Database, start: datetime, end: datetime) -> Iterator[tupl
             for data in record[0]:
                 yield data[7], [mod[0]["Id"] for mod in data[6]]
             tokens += [new for child in record[2] for new, *_ in child[2] if new not in tokens]
-
-
-def test_a_postgresql_database_is_refused(spanner_instance: Instance):
-    """The dialect is named instead of a syntax error in a statement that the user did not write."""
-    name = f"test-{uuid.uuid4().hex[:12]}"
-    database = spanner_instance.database(name, database_dialect=DatabaseDialect.POSTGRESQL)
-    database.create().result()
-    try:
-        with pytest.raises(SchemaDiffers, match=f"{name} has the PostgreSQL dialect"):
-            schema.apply(database, schema.statements())
-        assert [f"{database.name} has the PostgreSQL dialect: use a database of the GoogleSQL dialect"] == (
-            schema.differences(database, schema.statements())
-        )
-    finally:
-        database.drop()
-
-
-def test_a_missing_database_or_table_is_not_reached(spanner_instance: Instance, empty_database: Database):
-    """A database that is not there, and a shard count without a table, are sentences with the name in them."""
-    absent = spanner_instance.database("not-there")
-
-    for look in (schema.apply, schema.differences):
-        with pytest.raises(NotReached, match="databases/not-there is not there: make it"):
-            look(absent, schema.statements())
-    with pytest.raises(NotReached, match="table AsynchronousTasks is missing; run `outbox schema apply`"):
-        schema.shard_count(empty_database)
-
-
-def test_a_shard_without_a_number_has_no_shard_count(empty_database: Database):
-    """A relay must not guess how many shards a foreign table has."""
-    change(empty_database, "CREATE TABLE AsynchronousTasks (Id STRING(64), Shard INT64) PRIMARY KEY (Id)")
-
-    with pytest.raises(SchemaDiffers, match="column Shard has no number of shards"):
-        schema.shard_count(empty_database)
-
-
-def test_an_update_that_spanner_refuses_is_one_sentence(database: Database):
-    """Two deployments that make the tables at once do not end in a traceback."""
-    just_before = mock.patch.object(schema, "_read", return_value={})
-
-    with just_before, pytest.raises(OutboxError, match="Duplicate name in schema: AsynchronousTasks") as caught:
-        schema.apply(database, schema.statements())
-
-    assert database.name in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@contextlib.contextmanager
-def told_in_time() -> Iterator[None]:
-    """Expect NotReached long before the client alone would give up, which takes half a minute or for ever."""
-    start = time.monotonic()
-    with pytest.raises(NotReached, match="Spanner did not answer"):
-        yield
-    assert time.monotonic() - start < 15
-
-
-def test_an_unreachable_spanner_is_told_within_the_limits(monkeypatch: pytest.MonkeyPatch):
-    """A host that refuses connections ends in NotReached after the limit of the first call."""
-    monkeypatch.setattr(schema, "REACH_SECONDS", 0.5)
-    with silent_port() as host:
-        database = client(host).instance("test-instance").database("any")
-        with told_in_time():
-            schema.differences(database, schema.statements())
-
-
-def test_a_spanner_that_stops_answering_is_told_within_the_limits(
-    emulators: Emulators, empty_database: Database, monkeypatch: pytest.MonkeyPatch
-):
-    """A connection that hangs, before the first call or after it, ends in NotReached after our limit or a given one."""
-    monkeypatch.setattr(schema, "REACH_SECONDS", 0.5)
-    with Proxy(emulators.spanner_host) as proxy:
-        database = client(proxy.address).instance("test-instance").database(empty_database.database_id)
-        assert schema.differences(database, []) == []
-
-        proxy.hang()
-        with told_in_time():
-            schema.differences(database, schema.statements())
-        monkeypatch.setattr(schema, "_reach", lambda _database: None)
-        with told_in_time():
-            schema.differences(database, schema.statements(), timeout=0.5)
-        monkeypatch.setattr(schema, "QUERY_SECONDS", 0.5)
-        with told_in_time():
-            schema.differences(database, schema.statements())
 
 
 def test_the_migrations_lead_to_the_schema(empty_database: Database, database: Database):
