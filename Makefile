@@ -4,7 +4,8 @@ BIN    := .venv/bin
 STAMP  := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pipeline test test-long soak lint format docs bench bench-pipeline audit constraints clean
+.PHONY: help demo demo-pipeline test test-long soak coverage mutants lint format docs bench bench-pipeline audit \
+	constraints clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -36,6 +37,18 @@ test-long: $(STAMP) ## faults and outages of a minute each, load, probes of prod
 
 soak: $(STAMP) ## mixed load with all faults at random, memory watched; writes build/soak (MINUTES=30)
 	@$(BIN)/python -m tests.chaos.soak $(if $(MINUTES),--minutes $(MINUTES))
+
+# Left out: tests of other code, and three that a measured process fails (it imports and writes more).
+coverage: $(STAMP) ## branch coverage of outbox and publishworker, also in processes; writes build/coverage
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --cov --cov-report term:skip-covered --cov-report html:build/coverage \
+		--ignore tests/pipeline --ignore tests/manifests --ignore tests/chaos --ignore tests/model \
+		--ignore tests/acceptance/test_demo_pipeline.py --ignore tests/acceptance/test_as_in_kubernetes_confined.py \
+		--deselect tests/unit/test_small_parts.py::test_the_health_check_imports_the_standard_library_only
+
+mutants: $(STAMP) ## mutants of the core, by mutmut; writes mutants (docs/architecture/mutants.md)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group mutants
+	@PATH=$(CURDIR)/$(BIN):$$PATH mutmut run --max-children 2
+	@$(BIN)/mutmut results
 
 lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff check .
@@ -71,4 +84,4 @@ constraints: ## resolve the newest versions and write constraints.txt
 	@rm -rf .venv-constraints
 
 clean: ## remove .venv and caches
-	@rm -rf .venv .venv-constraints dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-constraints dist build mutants .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis

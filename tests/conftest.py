@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 from unittest import mock
 
+import hypothesis
 import pytest
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
@@ -30,6 +31,13 @@ from tests.support import spanner
 from tests.support.pubsub import PubSub, Subscription
 
 Started = TypeVar("Started")
+
+# No limit on the time of an example: the machine may be busy. For `make mutants`: that an example fails is enough.
+hypothesis.settings.register_profile("ours", hypothesis.settings.default, deadline=None)
+hypothesis.settings.register_profile(
+    "mutants", deadline=None, derandomize=True, phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate)
+)
+hypothesis.settings.load_profile("ours")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
