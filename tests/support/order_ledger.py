@@ -27,9 +27,12 @@ class Task:
     available_at: datetime | None = None
     expires_at: datetime | None = None
     bad: bool = False  # Pub/Sub refuses its content
+    once: bool = False  # to be sent at most once
     created_at: datetime | None = None  # None: not committed
     published: int = 0
     deleted: bool = False
+    retried: int = 0  # how often an operator had it sent again
+    risked: bool = False  # a fault met it between its mark and the answer, so it may be lost if it is sent at most once
     #: It has been passed over once, so it may come after what stands behind it.
     excused: bool = False
 
@@ -103,7 +106,7 @@ class Ledger:
         charged: set[tuple[str, str | None]] = set()
         for id, mark in marks.items():
             task = self.tasks[id]
-            if isinstance(mark, Sent) and not task.published:
+            if isinstance(mark, Sent) and not task.published and not task.once:
                 self.broken.append(f"{id} is marked as sent and was not")
             if isinstance(mark, Parked) and not mark.available_at <= latest:
                 self.broken.append(f"{id} is parked until {mark.available_at}")
@@ -127,5 +130,5 @@ class Ledger:
                     if key is None or self.pass_dead or self.is_excused(task):
                         continue
                     break
-                if row.sent_at is None or not task.published:
+                if row.sent_at is None or not (task.published or (task.once and task.risked)):
                     self.broken.append(f"{task.id} is lost: {row}")

@@ -110,6 +110,7 @@ class World:
                 created_at=created_at,
                 available_at=task.available_at,
                 expires_at=task.expires_at,
+                at_most_once=task.once,
             )
             self.ledger.touched[task.id] = created_at
         for its in self.ledger.keys.values():
@@ -128,6 +129,7 @@ class World:
         self.repeats.allow([id])
         if row.sent_at is not None:
             row.sent_at = None
+            self.ledger.tasks[id].retried += 1
         else:
             task = self.ledger.tasks[id]
             task.bad, task.excused, task.expires_at = False, self.ledger.is_excused(task), None
@@ -160,7 +162,9 @@ class World:
         """Let a thread go on; its errors are ours, but for those of the store, which end a turn."""
         if not self.ready(stepper, fate):
             return
-        if stepper.point is Point.ANSWER and not self._answer(self.store.claims[stepper], fate):
+        if fate is not Fate.GO:
+            self._risk(stepper)
+        if stepper.point is Point.ANSWER and not self._answer(self.store.claim_of(stepper), fate):
             return
         if stepper.point is Point.LOCK and fate is Fate.ABORT:
             for id in stepper.wanted:
@@ -200,8 +204,11 @@ class World:
     def kill(self, worker: Worker) -> None:
         """Kill a worker and start it again; its requests are on their way all the same."""
         for stepper in list(worker.threads):
+            self._risk(stepper)
             if (claim := self.store.claims.get(stepper)) is not None:
                 self.repeats.allow(claim.answered.union(*(request.ids for request in claim.flying)))
+            elif (past := self.store.past.get(stepper)) is not None:
+                self.late += past.flying
             stepper.kill()
         worker.turning = None
         worker.relay = self.relay(worker)
@@ -229,7 +236,7 @@ class World:
 
     def send(self, request: Request) -> None:
         """Take a request in; what goes out is looked at here, what is published in `execute`."""
-        claim = self.store.claims[here()]
+        claim = self.store.claim_of(here())
         worker: Any = here().crew
         request.sender, request.process = worker, worker.relay
         claim.flying.append(request)
@@ -240,6 +247,12 @@ class World:
         self.ledger.check_order(request)
         if claim.holds:
             self.ledger.check_heads(request, claim.fronts_at)
+
+    def _risk(self, stepper: Stepper) -> None:
+        """Note that a fault meets a thread: what it sends at most once may be lost."""
+        if (claim := self.store.claims.get(stepper) or self.store.past.get(stepper)) is not None:
+            for id in claim.ids:
+                self.ledger.tasks[id].risked = True
 
     def _answer(self, claim: Claim, fate: Fate) -> bool:
         """Execute and answer a claim's first request; return whether the answer comes."""
@@ -278,7 +291,10 @@ class World:
             for id in request.ids:
                 self.ledger.published.append(id)
                 task = self.ledger.tasks[id]
-                if task.published and not self.repeats.may(id, request.process, request.sender.clock()):
+                if task.once:
+                    if task.published > task.retried:
+                        self.ledger.broken.append(f"{id} is published again, and was to be sent at most once")
+                elif task.published and not self.repeats.may(id, request.process, request.sender.clock()):
                     self.ledger.broken.append(f"{id} is published again without a cause")
                 task.published += 1
                 if task.available_at is not None and task.available_at > self.store.now:

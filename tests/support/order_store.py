@@ -38,6 +38,7 @@ class ModelStore(FakeStore):
         self.holders: dict[str, tuple[Stepper, Claim]] = {}
         self.ranges: dict[Key, Claim] = {}  # what was read as a range in a transaction
         self.claims: dict[Stepper, Claim] = {}
+        self.past: dict[Stepper, Claim] = {}  # ended, and what was marked at most once goes out after it
 
     def tick(self) -> datetime:
         """Return a commit timestamp: later than every one before it, and than every snapshot."""
@@ -81,9 +82,14 @@ class ModelStore(FakeStore):
         finally:
             self._release(claim)
             self.world.repeats.over(claim.ids, process)
-            del self.claims[here()]
+            self.past[here()] = self.claims.pop(here())
             self.world.late += claim.flying
+            claim.flying = []
         return committed
+
+    def claim_of(self, stepper: Stepper) -> Claim:
+        """Return a thread's claim, or the one that it ended."""
+        return self.claims.get(stepper) or self.past[stepper]
 
     def _run(self, claim: Claim, decide: Decide) -> datetime | None:
         """Run a transaction once; return None if it is aborted."""

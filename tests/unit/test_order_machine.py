@@ -28,6 +28,7 @@ tasks = st.builds(
     lifetime=st.sampled_from([None, None, None, None, 1, 100, 5000]),
     priority=st.sampled_from([50, 50, 0, 100]),
     bad=st.sampled_from([False, False, False, False, True]),
+    once=st.sampled_from([False, False, True]),  # where there is no key
 )
 registrations = st.lists(tasks, min_size=1, max_size=4)
 #: Which worker goes on, which of its threads, and which of the faults it meets that there are at its point, or 0.
@@ -54,7 +55,7 @@ class OrderMachine(RuleBasedStateMachine):
         for each in registration:
             self.count += 1
             given = {name: each[name] for name in ("key", "topic", "priority", "bad")}
-            task = Task(id=f"{each['number']:02}-{self.count}", **given)
+            task = Task(id=f"{each['number']:02}-{self.count}", once=each["once"] and each["key"] is None, **given)
             begin = self.world.store.now + timedelta(seconds=each["delay"] or 0)
             task.available_at = begin if each["delay"] else None
             task.expires_at = begin + timedelta(seconds=each["lifetime"]) if each["lifetime"] else None
@@ -300,3 +301,19 @@ def test_a_commit_that_has_failed_costs_no_repeat_while_the_worker_lives(world: 
     world.rush(first)
     world.quiet()
     assert world.ledger.published == ["c", "b", "a"]
+
+
+@pytest.mark.parametrize("fate", [Fate.ODD, Fate.LATE, Fate.LANDED])
+def test_an_answer_that_is_lost_has_nothing_sent_twice_that_goes_out_at_most_once(fate: Fate) -> None:
+    """The request is executed, at once or late, and nobody knows."""
+    with patched():
+        world = World(1)
+        world.register(Task(id="a", key=None, once=True))
+        [worker] = world.workers
+        world.step(until(world, worker, Point.ANSWER), fate)
+        world.finish()
+        for request in world.late:
+            world.execute(request)
+        world.settle()
+        assert world.ledger.published == ["a"]
+        assert not world.ledger.broken

@@ -1,6 +1,6 @@
 """The order of keys, and what waits behind a head."""
 
-from tests.model.rules.fault import ON_SPANNER, SPANNER, TURN, Fault
+from tests.model.rules.fault import TURN, Fault
 
 FAULTS = (
     # Order
