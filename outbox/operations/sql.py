@@ -48,9 +48,9 @@ _PENDING_ORDER = "Priority DESC, CreatedAt"
 TYPES = {
     "after": param_types.TIMESTAMP,
     "after_id": param_types.STRING,
-    "after_topic": param_types.STRING,
     "belows": param_types.Array(param_types.INT64),
     "error": param_types.STRING,
+    "from_topic": param_types.STRING,
     "id": param_types.STRING,
     "ids": param_types.Array(param_types.STRING),
     "keys": param_types.Array(param_types.STRING),
@@ -74,7 +74,7 @@ NEXT_TOPICS = f"""
 SELECT in_shard, part.Topic, part.number FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
   SELECT AS STRUCT Topic, COUNT(*) AS number FROM (
     SELECT Topic FROM {_INDEX}
-    WHERE Shard = in_shard AND SentAt IS NULL AND Topic > @after_topic
+    WHERE Shard = in_shard AND SentAt IS NULL AND Topic >= @from_topic
     ORDER BY Topic LIMIT @limit)
   GROUP BY Topic)) AS part"""
 CONTROLLED_TOPICS = "SELECT Topic FROM AsynchronousTaskTopics"

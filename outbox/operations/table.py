@@ -82,8 +82,9 @@ class TaskTable:
         """Return all topics that have an unsent task or a row of their own, sorted, or the first `count` of them."""
         found = {name for (name,) in self.query(sql.CONTROLLED_TOPICS, "outbox-topics", at=at)}
         seen: str | None = ""  # all topics up to this one are found; None: all
+        begin = ""  # another writer may have inserted the empty name
         while seen is not None and (count is None or sum(name <= seen for name in found) < count):
-            values = {"shards": list(self.shards), "after_topic": seen, "limit": TOPIC_ROWS}
+            values = {"shards": list(self.shards), "from_topic": begin, "limit": TOPIC_ROWS}
             rows = self.query(sql.NEXT_TOPICS, "outbox-topics", values, at=at, seconds=LOOK_SECONDS)
             last, number = dict[int, str](), Counter[int]()
             for shard, topic, tasks in rows:
@@ -91,6 +92,7 @@ class TaskTable:
                 number[shard] += tasks
                 found.add(topic)
             seen = min((last[shard] for shard in last if number[shard] == TOPIC_ROWS), default=None)
+            begin = f"{seen}\0"  # the next one after it
         return sorted(found)[:count]
 
     def transact(self, tag: str, work: "Callable[[Transaction], T]") -> T:

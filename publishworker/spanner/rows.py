@@ -21,13 +21,13 @@ def candidates(values: Iterable[Sequence[Any]]) -> tuple[Candidate, ...]:
     """Return the poll's rows that are tasks, each once: two of its ranges may hold the same task."""
     found = {}
     for id, topic, shard, priority, created_at, available_at, ordering_key, size in values:
-        if name := id.string_value:
-            found[name] = Candidate(
-                name,
+        if created := created_at.string_value:  # only tasks have it; an id may be empty, whoever wrote that
+            found[id.string_value] = Candidate(
+                id.string_value,
                 topic.string_value,
                 int(shard.string_value),
                 int(priority.string_value),
-                datetime.fromisoformat(created_at.string_value),
+                datetime.fromisoformat(created),
                 _time(available_at),
                 ordering_key.string_value or None,
                 int(size.string_value),
@@ -40,8 +40,8 @@ def news(values: Iterable[Sequence[Any]]) -> News:
     named: dict[int, set[str]] = {sql.PAUSED: set(), sql.LIVING: set(), sql.GONE: set()}
     topics: set[str] = set()
     limits: dict[str, TopicLimit] = {}
-    for id, name, kind, in_flight, _, _, rate, burst in values:
-        if id.string_value:
+    for _, name, kind, in_flight, created_at, _, rate, burst in values:
+        if created_at.string_value:
             continue
         number = int(kind.string_value)
         if number != sql.LIMITED:

@@ -36,19 +36,20 @@ _LOWER = _range("AvailableAt IS NULL AND Priority < @below", "Priority DESC, Cre
 # Longest due first, as the index has them.
 _DUE = _range("AvailableAt <= CURRENT_TIMESTAMP()", "AvailableAt, Priority DESC, CreatedAt")
 
-# One unsent row in each gap between the known topics: the n-th gap lies between the n-th of @lows and of @highs.
+# One unsent row in each gap between the known topics: the n-th gap begins with the n-th of @lows and ends before the
+# n-th of @highs. The first one holds the empty name, which another writer may have inserted.
 _PROBES = f"""
 SELECT NULL, found, in_shard, 0, NULL, NULL, NULL, 0
 FROM UNNEST(@shards) AS in_shard, (
   SELECT low, high FROM UNNEST(@lows) AS low WITH OFFSET AS of_low
   JOIN UNNEST(@highs) AS high WITH OFFSET AS of_high ON of_low = of_high), UNNEST(ARRAY(
   SELECT Topic FROM {_INDEX}
-  WHERE Shard = in_shard AND SentAt IS NULL AND Topic > low AND Topic < high
+  WHERE Shard = in_shard AND SentAt IS NULL AND Topic >= low AND Topic < high
   LIMIT 1)) AS found"""
 
-#: A row without an id is no task. What stands in its column Topic is told by its column Shard: a topic that has tasks
-#: (0 and more), a paused topic, a worker that lives, a worker that is long gone, a topic with limits. The limits, also
-#: those of a paused topic, stand in the columns Priority (MaxInFlight), OrderingKey (RatePerSecond) and Bytes (Burst).
+#: A row without a CreatedAt is no task. What stands in its column Topic is told by its column Shard: a topic that has
+#: tasks (0 and more), a paused topic, a worker that lives, a worker that is long gone, a topic with limits. The limits,
+#: also those of a paused topic, stand in the columns Priority (MaxInFlight), OrderingKey (RatePerSecond), Bytes (Burst).
 PAUSED, LIVING, GONE, LIMITED = -1, -2, -3, -4
 _PAUSES = f"""
 SELECT NULL, Topic, IF(Paused, {PAUSED}, {LIMITED}), MaxInFlight, NULL, NULL, CAST(RatePerSecond AS STRING), Burst
@@ -102,8 +103,10 @@ WHOLE_KEYS = _waiting(f"""
   JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} {_IN_ORDER} ON OrderingKey = of_key AND Topic = of_topic
   WHERE {_STANDS} LIMIT @most""")
 
-#: The last of all names that STRING(400) can hold: the upper edge of the last gap.
-LAST_TOPIC = "\U0010ffff" * 400
+#: Makes a name the next one after it.
+NEXT = "\0"
+#: The next one after the last of all names that STRING(400) can hold: the upper edge of the last gap.
+AFTER_ALL_TOPICS = "\U0010ffff" * 400 + NEXT
 
 # The lock hint makes two workers wait for one another here instead of aborting each other at the commit. The others fix
 # the plan, one seek into the table for each id, so that nothing else is ever locked; they spare the emulator scans, too

@@ -124,8 +124,9 @@ class SpannerStore:
         if look.below is not None:
             parameters["below"] = look.below
         if look.known is not None:
-            edges = ["", *sorted(look.known), sql.LAST_TOPIC]
-            parameters |= {"lows": edges[:-1], "highs": edges[1:]}
+            known = sorted(look.known)
+            lows = ["", *(topic + sql.NEXT for topic in known)]
+            parameters |= {"lows": lows, "highs": [*known, sql.AFTER_ALL_TOPICS]}
         statement = sql.poll(due=look.due, lower=look.below is not None, news=look.known is not None)
         medium = RequestOptions.Priority.PRIORITY_MEDIUM
         found = self._query(statement, "outbox-poll", medium, parameters, POLL_SECONDS, lazy_decode=True)

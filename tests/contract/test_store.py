@@ -120,6 +120,14 @@ def test_probes_find_topics_in_every_gap(harness: Harness, known: list[str]) -> 
     assert found == every
 
 
+def test_empty_names_are_names(harness: Harness) -> None:
+    """Our functions refuse them, another writer may have inserted them: who does not see them says nothing of them."""
+    harness.insert("", topic="")
+    assert news_of(harness.store).topics == {""}
+    assert news_of(harness.store, "").topics == frozenset()
+    assert poll_ids(harness.store, "") == [""]
+
+
 def test_probes_do_not_find_topics_without_unsent_tasks(harness: Harness) -> None:
     """A topic whose tasks are all sent costs nothing."""
     harness.insert("sent", topic="old", sent_at=PAST)

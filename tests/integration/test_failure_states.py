@@ -157,6 +157,30 @@ def test_a_topic_outside_the_allowed_ones_is_never_published_to(
     assert subscription.drain() == []
 
 
+def test_names_that_only_another_writer_can_give_are_dead_or_sent(
+    database: Database, topic: str, subscription: Subscription
+) -> None:
+    """Topics that no topic can have, the empty one too; an id may be empty, and the message goes out with it."""
+    topics = ["", "\0", "\U0010ffff" * 400, "projects/x/topics/", "a b"]
+    names = {f"bad {n}": name for n, name in enumerate(topics)} | {"": topic}
+    with database.batch() as batch:
+        batch.insert(
+            "AsynchronousTasks",
+            ("Id", "Topic", "Data", "Priority", "CreatedAt"),
+            [(id, name, b"", 50, COMMIT_TIMESTAMP) for id, name in names.items()],
+        )
+    relay = make_relay(database)
+
+    def dead() -> list[str]:
+        relay.turn()
+        return [error.partition(":")[0] for _, error, available_at, _ in states(database) if available_at == NEVER]
+
+    eventually(lambda: len(dead()) == len(topics), seconds=20)
+    assert set(dead()) == {"invalid_topic"}
+    assert sorted(unsent(database)) == [id for id in names if id]
+    assert [message.attributes["asynchronous_task_id"] for message in subscription.drain()] == [""]
+
+
 def test_scheduled_and_dead_tasks_lie_outside_of_the_ranges_of_the_poll(database: Database, topic: str) -> None:
     """The due range, read as a range of the index up to now: what is due, and none of those that are not."""
     due = set(register(database, topic, 5, available_at=datetime.now(UTC) - timedelta(hours=1)))
