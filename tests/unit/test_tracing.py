@@ -14,7 +14,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusC
 
 import outbox
 from outbox import logs
-from outbox.message import RawPubsubMessage
+from outbox.message import LONGEST_TOPIC_NAME, RawPublishRequest, RawPubsubMessage
 from outbox.testing import RecordingTransaction
 from publishworker.pubsub.messages import trace_id
 from publishworker.task import Failed, Sent
@@ -85,6 +85,28 @@ def test_a_context_that_the_message_brings_along_is_kept() -> None:
 def test_what_has_no_room_for_it_is_registered_without(message: bytes, attributes: dict[str, str]) -> None:
     """A message must not be refused because somebody traces."""
     assert not any(name.startswith("googclient_") for name in registered(message, attributes=attributes).attributes)
+
+
+@pytest.mark.usefixtures("current")
+def test_what_has_just_the_room_for_it_notes_it() -> None:
+    """100 attributes, a request of 10,000,000 bytes, a state of 1,024: these are allowed."""
+    assert len(registered(attributes={str(number): "" for number in range(97)}).attributes) == 100
+
+    def request(data: bytes) -> int:
+        message = RawPubsubMessage.FromString(PubsubMessage.serialize(registered(data)))
+        return int(RawPublishRequest(topic=LONGEST_TOPIC_NAME, messages=[message]).ByteSize())
+
+    fits = bytes(10_000_000 - 1_000)
+    fits += bytes(10_000_000 - request(fits))
+    assert request(fits) == 10_000_000
+    assert "googclient_traceparent" not in registered(fits + b"x").attributes
+
+
+def test_a_state_of_1024_characters_is_noted() -> None:
+    """An attribute's value may be as long."""
+    state = TraceState([*((f"v{number}", "x" * 200) for number in range(4)), ("w", "x" * 206)])
+    with trace.use_span(NonRecordingSpan(SpanContext(TRACE, SPAN, True, TraceFlags(1), state))):
+        assert len(registered().attributes["googclient_tracestate"]) == 1_024
 
 
 def test_a_state_that_is_too_long_for_an_attribute_is_left_out() -> None:
