@@ -170,6 +170,18 @@ def test_a_head_is_put_off_behind_nothing(bench: Bench) -> None:
     assert bench.publisher.ids() == ["head", "a"]
 
 
+def test_behind_a_head_that_is_gone_nothing_is_put_off(bench: Bench) -> None:
+    """Its row was deleted between the poll and the lock."""
+    bench.line("head", "a")
+    bench.store.rows["head"].available_at = bench.store.now + timedelta(hours=1)
+    bench.relay.turn()
+    overtake(bench, lambda: bench.store.rows.pop("head"))
+    bench.relay.turn()
+    assert bench.store.rows["a"].available_at is None
+    bench.turns()
+    assert bench.publisher.ids() == ["a"]
+
+
 def test_a_scheduled_task_behind_a_head_keeps_its_own_time(bench: Bench) -> None:
     """Parking never makes a task due earlier than it asked for."""
     bench.line("head", "a")

@@ -68,6 +68,13 @@ def test_doubts_are_bounded_and_stay_until_they_are_marked() -> None:
     assert len(doubts.ids()) == MAX_TASKS - 4000
 
 
+def test_what_is_in_no_doubt_may_be_forgotten() -> None:
+    """It was too old, for example, when its mark was committed."""
+    doubts = Doubts(lambda: 0.0)
+    doubts.forget(["a"])
+    assert not doubts.ids()
+
+
 def test_doubts_of_two_topics_make_two_groups() -> None:
     """A group holds one topic."""
     doubts = Doubts(lambda: 0.0)
@@ -84,6 +91,16 @@ def test_a_doubt_is_about_one_row_and_not_about_its_id() -> None:
     assert doubts.is_about(row, NOON)
     assert not doubts.is_about(replace(row, created_at=NOON + timedelta(seconds=1)), NOON)
     assert not doubts.is_about(replace(row, id="b"), NOON)
+
+
+def test_a_task_that_was_due_when_it_was_locked_is_still_in_doubt() -> None:
+    """To the microsecond; what came due after that was made due by an operator, who wants it sent again."""
+    doubts = Doubts(lambda: 0.0)
+    doubts.remember("orders", {"a": NOON}, NOON)
+    row = Row("a", "orders", b"", None, NOON, NOON, None)
+    late = NOON + timedelta(microseconds=1)
+    assert doubts.is_about(row, late)
+    assert not doubts.is_about(replace(row, available_at=late), late)
 
 
 def test_a_doubt_is_not_about_a_row_that_was_made_due_since() -> None:
