@@ -25,6 +25,7 @@ HISTORIES = "tests/unit/test_order_machine.py::test_order"
 OTHERS = (
     *("tests/unit", "tests/contract", "tests/fuzz", "--deselect", HISTORIES, "-k", "not spanner]"),
     *("--ignore", "tests/unit/test_emulators.py", "--ignore", "tests/unit/test_docs.py"),
+    *("--ignore", "tests/unit/test_audit_page.py", "--ignore", "tests/unit/test_benchmarks_page.py"),
 )
 SECONDS = 600
 

@@ -48,6 +48,7 @@ def test_the_project_falls_back_to_googles_variable() -> None:
         ("publish_timeout", "9", "seconds from 0.1 to 8"),
         ("publish_timeout", "nan", "seconds from 0.1 to 8"),
         ("poll_interval", "inf", "seconds from 0.05 to 30"),
+        *(("fair_share", value, "a number from 0 to 0.5") for value in ("-0.1", "0.51", "nan", "half")),
         ("log_format", "xml", "auto or json or text"),
         ("database", "Orders!", "2 to 30 of a-z"),
         ("database", "d" * 31, "2 to 30 of a-z"),
