@@ -249,7 +249,9 @@ def test_a_run_is_one_candidate_as_urgent_as_the_most_urgent_that_was_seen(bench
     bench.line("c", priority=100, created_at=at + timedelta(seconds=2))
     ordering = Ordering(bench.store, Limits(10, 10_000, 2), pass_dead=False)
     seen = bench.store.poll(look("orders")).candidates
-    [run] = ordering.fronts(Found(seen), frozenset(), frozenset()).candidates
+    fronts = ordering.fronts(Found(seen), frozenset(), frozenset())
+    [run] = fronts.candidates
+    assert not fronts.busy
     assert (run.id, run.behind, run.priority, run.created_at) == ("a", ("b", "c"), 100, at + timedelta(seconds=1))
     assert (run.tasks, run.bytes, run.wakes) == (3, 3 * len(serialized()), None)
     assert ordering.fronts(Found(seen), frozenset({Key("orders", "k")}), frozenset()) == Fronts([], busy=True)

@@ -22,16 +22,18 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class Recorded(RecordingTransaction):
-    """A transaction that also keeps what was read."""
+    """A transaction that also keeps what was read, and under which tag."""
 
     def __init__(self, *task_ids: str) -> None:
         """Have tasks of these ids in the table."""
         super().__init__(task_ids)
         self.reads: list[Any] = []
+        self.options: list[object] = []
 
     def read(self, table: str, columns: Any, keyset: KeySet, **options: object) -> list[list[str]]:
-        """Keep the keys."""
+        """Keep the keys and the options."""
         self.reads.append(keyset.keys)
+        self.options.append(options)
         return super().read(table, columns, keyset, **options)
 
 
@@ -62,6 +64,7 @@ def test_a_new_task_is_one_read_by_key_and_one_insert() -> None:
 
     outbox.register(plain, "orders", b"data", {"a": "b"}, **options)
     assert (transaction.reads, plain.reads) == ([[["t"]]], [])
+    assert transaction.options == [{"request_options": {"request_tag": "outbox-register-once"}}]
     assert transaction.tasks == plain.tasks
     assert [each[:2] for each in transaction.inserts] == [("AsynchronousTasks", _register.COLUMNS)]
 
@@ -114,9 +117,12 @@ NO_TRANSACTIONS = {
 @pytest.mark.parametrize("transaction", NO_TRANSACTIONS.values(), ids=NO_TRANSACTIONS.keys())
 def test_what_cannot_read_and_insert_is_a_type_error(transaction: object) -> None:
     """The sentence names the type and says what to do."""
-    says = f"transaction is {type(transaction).__name__}, .* register_once reads .* database.run_in_transaction"
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(TypeError) as caught:
         once(transaction)
+    assert str(caught.value) == (
+        f"transaction is {type(transaction).__name__}, it must be a Spanner Transaction, because register_once reads "
+        "before it inserts: call it in a function given to database.run_in_transaction, or use register"
+    )
 
 
 def test_only_what_was_registered_is_counted() -> None:

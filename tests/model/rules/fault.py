@@ -1,15 +1,41 @@
 """One rule of the protocol, and how to break it."""
 
 from dataclasses import dataclass
+from pathlib import PurePath
 
 TURN, SPANNER = "publishworker/turn/", "publishworker/spanner/"
 
-#: Tests that see what goes to Spanner, for what no model of it shows.
-ON_SPANNER = (
-    "tests/contract/test_store.py",
-    "tests/integration/test_rpc_sequence.py",
-    "tests/acceptance/test_worker.py",
-)
+#: The tests of the part that a file is, without emulators where its rules can be seen without.
+TESTS = {
+    "fleet.py": ("unit/test_fleet.py",),
+    "sampling.py": ("unit/test_sampling.py", "unit/test_isolation.py"),
+    "fairness.py": ("unit/test_fairness.py", "unit/test_shares.py"),
+    "relay.py": ("unit/test_relay.py", "unit/test_pipeline.py", "unit/test_ordering.py"),
+    "ordering.py": ("unit/test_ordering.py", "unit/test_fronts.py", "unit/test_parking.py", "unit/test_relay.py"),
+    "claims.py": ("unit/test_claims.py", "unit/test_relay.py", "unit/test_at_most_once.py", "unit/test_parking.py"),
+    "delivery.py": ("unit/test_delivery.py", "unit/test_relay.py", "unit/test_at_most_once.py", "unit/test_parking.py"),
+    "retries.py": ("unit/test_retries.py", "unit/test_failing.py"),
+    "doubts.py": ("unit/test_small_parts.py", "unit/test_relay.py"),
+    "breakers.py": ("unit/test_breakers.py", "unit/test_failing.py"),
+    "publisher.py": ("unit/test_publisher.py", "unit/test_publisher_order.py"),
+    "messages.py": ("unit/test_publisher.py", "unit/test_publisher_order.py"),
+    "rows.py": ("unit/test_rows.py",),
+    "sql.py": ("contract/test_store.py", "integration/test_rpc_sequence.py"),
+    "store.py": ("contract/test_claims.py", "contract/test_store.py"),
+    "worker.py": ("unit/test_worker.py",),
+    "stopping.py": ("unit/test_worker.py", "acceptance/test_worker.py"),
+}
+#: What the random histories do not have: shards, windows, priorities, times of polls, processes, Spanner.
+NOT_IN_HISTORIES = {
+    "fleet.py",
+    "sampling.py",
+    "fairness.py",
+    "rows.py",
+    "sql.py",
+    "store.py",
+    "worker.py",
+    "stopping.py",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,5 +46,13 @@ class Fault:
     file: str
     old: str
     new: str
-    #: Where to look for it, if not in all tests that need no emulator.
-    tests: tuple[str, ...] = ()
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """Return the tests of the broken part."""
+        return tuple(f"tests/{each}" for each in TESTS[PurePath(self.file).name])
+
+    @property
+    def in_histories(self) -> bool:
+        """Tell whether the random histories could notice it."""
+        return PurePath(self.file).name not in NOT_IN_HISTORIES

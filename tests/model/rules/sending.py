@@ -1,6 +1,6 @@
 """What is sent and what is written of it: publish, mark, again, errors, at most once."""
 
-from tests.model.rules.fault import ON_SPANNER, SPANNER, TURN, Fault
+from tests.model.rules.fault import SPANNER, TURN, Fault
 
 FAULTS = (
     # Publish
@@ -48,7 +48,6 @@ FAULTS = (
         SPANNER + "store.py",
         "others.append((row.id, COMMIT_TIMESTAMP, None, None, None, 0))",
         "others.append((row.id, COMMIT_TIMESTAMP, row.available_at, row.expires_at, None, row.attempts))",
-        ON_SPANNER,
     ),
     Fault(
         "A failure is one more than the attempts that were read under the lock.",

@@ -1,6 +1,6 @@
 """What is taken, and by whom: workers, window, sample, claim; idle and stopping."""
 
-from tests.model.rules.fault import ON_SPANNER, SPANNER, TURN, Fault
+from tests.model.rules.fault import SPANNER, TURN, Fault
 
 FAULTS = (
     # Workers
@@ -15,7 +15,6 @@ FAULTS = (
         SPANNER + "sql.py",
         "SILENT_SECONDS = 13",
         "SILENT_SECONDS = 1300",
-        ON_SPANNER,
     ),
     Fault(
         "More workers than shards share a shard.",
@@ -29,7 +28,6 @@ FAULTS = (
         SPANNER + "sql.py",
         "ORDER BY {order} LIMIT @per_range",
         "ORDER BY {order}",
-        ON_SPANNER,
     ),
     Fault(
         "Priority is global over what was read.",
@@ -94,9 +92,7 @@ FAULTS = (
     ),
     Fault("Slices of equal priority are shuffled.", TURN + "sampling.py", "    random.shuffle(pieces)\n", ""),
     # Claim
-    Fault(
-        "The lock query locks exclusively.", SPANNER + "sql.py", "@{{LOCK_SCANNED_RANGES=exclusive}}\n", "", ON_SPANNER
-    ),
+    Fault("The lock query locks exclusively.", SPANNER + "sql.py", "@{{LOCK_SCANNED_RANGES=exclusive}}\n", ""),
     Fault(
         "What another worker has sent meanwhile is dropped.",
         TURN + "claims.py",
@@ -144,13 +140,11 @@ FAULTS = (
         "publishworker/stopping.py",
         "            os._exit(128 + number)\n",
         "            return\n",
-        ("tests/unit/test_worker.py", "tests/acceptance/test_worker.py"),
     ),
     Fault(
         "It ends within `--drain-timeout`.",
         "publishworker/stopping.py",
         "    thread.join(drain_timeout)\n",
         "    thread.join()\n",
-        ("tests/unit/test_worker.py", "tests/acceptance/test_worker.py"),
     ),
 )
