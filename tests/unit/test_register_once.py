@@ -136,6 +136,15 @@ def test_only_what_was_registered_is_counted() -> None:
     counter.increment.assert_called_once_with("outbox.registered_task_count", 1, ["topic:orders"])
 
 
+def test_what_was_registered_in_the_same_transaction_is_there() -> None:
+    """A read would not see it; so it is not asked."""
+    transaction = Transaction(mock.Mock())
+    with mock.patch.object(Transaction, "read", return_value=[]) as read:
+        outbox.register(transaction, "orders", b"", task_id="s")
+        assert [once(transaction, id) for id in ("s", "t", "t", "u")] == [False, True, False, True]
+    assert read.call_count == 2
+
+
 def test_given_ids_are_forgotten_with_their_transaction() -> None:
     """An application that runs for years keeps nothing; ids that were drawn are not kept at all."""
     before = len(_register._given)
