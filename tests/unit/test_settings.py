@@ -1,12 +1,13 @@
 """Flags, environment, defaults: one list, one order, one sentence for what is wrong."""
 
 import argparse
+import dataclasses
 
 import pytest
 
 from outbox.errors import SettingError
-from outbox.settings import fields_of
-from publishworker.settings import WorkerSettings
+from outbox.settings import DatabaseSettings, fields_of, setting, whole_number
+from publishworker.settings import WorkerSettings, add_deadline
 
 PATTERNS = "patterns of topics, separated by commas, in which * is any text"
 NEEDED = {"project": "shop", "instance": "main", "database": "orders"}
@@ -113,8 +114,40 @@ def test_help_names_every_flag_its_twin_and_its_default() -> None:
     for field in fields_of(WorkerSettings):
         assert field.flag in help_text
         assert field.twin in help_text
+        assert f"{field.flag} {field.metavar} " in help_text
         if field.default is not None:
             assert f"default {field.default}" in help_text
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shares(DatabaseSettings):
+    """Settings with a percent sign."""
+
+    full_share: int = setting("7", whole_number(1, 100), "100 % of it, or %(prog)s.")
+
+
+def test_a_percent_sign_in_a_help_text_is_one() -> None:
+    """It is argparse's own format, too."""
+    parser = argparse.ArgumentParser()
+    Shares.add_flags(parser)
+    assert "100 % of it, or %(prog)s." in " ".join(parser.format_help().split())
+    flags = vars(parser.parse_args(["--full-share", "8", "--project", "p"]))
+    assert flags == {"full_share": "8", "project": "p", "instance": None, "database": None, "database_role": None}
+
+
+def test_the_deadline_is_a_flag_that_is_no_setting() -> None:
+    """Any time, also none; the sentence for a wrong one is that of a setting."""
+    parser = argparse.ArgumentParser()
+    add_deadline(parser)
+    assert [parser.parse_args(["--deadline", text]).deadline for text in ("0", "0.5", "1e9")] == [0, 0.5, 1e9]
+    assert parser.parse_args([]).deadline is None
+    for text in ("-1", "1000000001", "nan", "soon"):
+        with pytest.raises(SettingError) as caught:
+            parser.parse_args(["--deadline", text])
+        allowed = "seconds from 0 to 1,000,000,000"
+        assert str(caught.value) == f"--deadline: {text!r} is not allowed: it must be {allowed}"
+    help_text = " ".join(parser.format_help().split())
+    assert "--deadline SECONDS Give up after this time, exit code 4 (default: never)." in help_text
 
 
 def test_a_first_backoff_beyond_the_longest_is_refused() -> None:
