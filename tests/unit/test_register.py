@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import outbox
-from outbox.message import RawPubsubMessage
+from outbox.message import LONGEST_TOPIC_NAME, RawPublishRequest, RawPubsubMessage
 from outbox.testing import RecordingTransaction
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -177,6 +177,10 @@ def test_the_largest_message_is_just_below_ten_million_bytes(topic: str) -> None
             high = middle - 1
     overhead = LARGE - low
     assert longest + 20 < overhead < longest + 60
+    transaction = Recorded()
+    outbox.register(transaction, topic, bytes(low), task_id="x")
+    full_name = topic if topic.startswith("projects/") else LONGEST_TOPIC_NAME
+    assert RawPublishRequest(topic=full_name, messages=[transaction.message()]).ByteSize() == LARGE
 
 
 class Counter:

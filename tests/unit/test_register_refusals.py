@@ -47,6 +47,10 @@ REFUSED = {
         {"attributes": {"goog-x": "v"}},
         "attribute 'goog-x' begins with 'goog', which Pub/Sub keeps for itself",
     ),
+    "a long attribute that begins with goog": (
+        {"attributes": {"goog" + "x" * 200: "v"}},
+        f"attribute 'goog{'x' * 96}' begins with 'goog', which Pub/Sub keeps for itself",
+    ),
     "an attribute that is no text": ({"attributes": {"k": 1}}, "attribute 'k' is str to int, both must be str"),
     "an attribute that is no Unicode": (
         {"attributes": {"k": BAD_TEXT}},
@@ -67,6 +71,10 @@ REFUSED = {
     "two ordering keys": (
         {"message": PubsubMessage(ordering_key="a"), "ordering_key": "b"},
         "two ordering keys: 'a' in the message, 'b' beside it",
+    ),
+    "two long ordering keys": (
+        {"message": PubsubMessage(ordering_key="a" * 150), "ordering_key": "b" * 150},
+        f"two ordering keys: '{'a' * 100}' in the message, '{'b' * 100}' beside it",
     ),
     "an empty id": ({"task_id": ""}, "task_id has 0 characters, 1 to 64 are allowed"),
     "an id of 65 characters": ({"task_id": "x" * 65}, "task_id has 65 characters, 1 to 64 are allowed"),
@@ -148,12 +156,11 @@ def test_something_that_takes_no_insert_is_a_type_error(transaction: object) -> 
 
 
 def test_the_range_of_a_time_is_that_of_utc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever zone the machine is in: here one in which the moment is in the year 1."""
+    """Whatever zone the machine is in: here one in which the last moment is in the year 10,000."""
     monkeypatch.setenv("TZ", "UTC-14")
     time.tzset()
     try:
-        early = datetime.min.replace(tzinfo=timezone(timedelta(hours=1)))
-        refused(f"expires_at {early} is outside of the years 1 to 9999 in UTC", expires_at=early)
+        outbox.register(RecordingTransaction(), "orders", b"", expires_at=datetime.max.replace(tzinfo=UTC))
     finally:
         monkeypatch.undo()
         time.tzset()

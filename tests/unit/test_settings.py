@@ -37,6 +37,7 @@ def test_the_project_falls_back_to_googles_variable() -> None:
     needed = {"instance": "main", "database": "orders"}
     assert WorkerSettings.read(needed, {"GOOGLE_CLOUD_PROJECT": "g"}).project == "g"
     assert WorkerSettings.read(needed, {"GOOGLE_CLOUD_PROJECT": "g", "OUTBOX_PROJECT": "o"}).project == "o"
+    assert {field.name for field in fields_of(WorkerSettings) if field.variable} == {"project"}
 
 
 @pytest.mark.parametrize(
