@@ -130,7 +130,8 @@ def _limited(learned: list[dict[str, TopicLimit]], workers: int, steps: list[flo
         allowed = throttle.allowances({})
         assert set(allowed) <= set(limits_now)
         for topic, tasks in allowed.items():
-            assert 0 <= tasks <= max(limits_now[topic].burst or 0, limits_now[topic].in_flight or 0, 1)
+            # As a float: beyond 2**53 a burst is counted to the next one.
+            assert 0 <= tasks <= float(max(limits_now[topic].burst or 0, limits_now[topic].in_flight or 0, 1))
         for topic in limits_now:
             throttle.take(topic, 3)
         seconds = throttle.seconds_to_next()
