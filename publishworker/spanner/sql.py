@@ -48,8 +48,8 @@ FROM UNNEST(@shards) AS in_shard, (
   LIMIT 1)) AS found"""
 
 #: A row without a CreatedAt is no task. What stands in its column Topic is told by its column Shard: a topic that has
-#: tasks (0 and more), a paused topic, a worker that lives, a worker that is long gone, a topic with limits. The limits,
-#: also those of a paused topic, stand in the columns Priority (MaxInFlight), OrderingKey (RatePerSecond), Bytes (Burst).
+#: tasks (0 and more), a paused topic, a worker that lives, one that is long gone, a topic with limits. The limits, also
+#: those of a paused topic, stand in the columns Priority (MaxInFlight), OrderingKey (RatePerSecond) and Bytes (Burst).
 PAUSED, LIVING, GONE, LIMITED = -1, -2, -3, -4
 _PAUSES = f"""
 SELECT NULL, Topic, IF(Paused, {PAUSED}, {LIMITED}), MaxInFlight, NULL, NULL, CAST(RatePerSecond AS STRING), Burst

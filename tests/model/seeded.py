@@ -66,7 +66,7 @@ def _failure(tree: Path, *tests: str) -> tuple[str, str]:
     if run.returncode == 0:
         return "", ""
     name, said = re.search(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*?\])?(?: - (.*))?$", run.stdout, re.MULTILINE).groups()
-    return name.removeprefix("tests/"), _shortened(said or "an error")
+    return name, _shortened(said or "an error")
 
 
 def _shortened(said: str) -> str:
@@ -80,13 +80,14 @@ def page(rows: list[tuple[Fault, str, str]]) -> str:
         f"| {fault.rule} | {'yes' if by_histories else '-' if fault.in_histories else ''} | `{by_others or '-'}` |"
         for fault, by_histories, by_others in rows
     )
+    asked, noticed = sum(fault.in_histories for fault, *_ in rows), sum(bool(said) for _, said, _ in rows)
     return f"""# Every rule of the protocol, broken
 
 What `python -m tests.model.seeded` wrote on {datetime.now(UTC):%Y-%m-%d}, with spanner-outbox {__version__}: each rule
 is broken in a copy of the code, by the replacement that `tests/model/rules` holds, and the tests are run on it.
-*Histories* is the random machine in its short form, 120 of them ([what it is](model.md)): `-` says that it does not
-notice the fault, nothing that it has none of what the rule is about, as shards, polls, processes or Spanner. The last
-column is the first test of the broken part that fails.
+*Histories* is the random machine in its short form, 120 of them ([what it is](model.md)). It notices {noticed} of
+{asked}; `-` says that it does not, nothing that it has none of what the rule is about, as shards, polls, processes or
+Spanner. The last column is the first test of the broken part that fails.
 
 | rule | histories | first test that fails |
 |---|---|---|
