@@ -70,7 +70,7 @@ def _failure(tree: Path, *tests: str) -> tuple[str, str]:
 
 
 def _shortened(said: str) -> str:
-    """Return what is the same in each history: no ids, no list around it."""
+    """Return it as one line for the terminal."""
     return re.sub(r"\s+", " ", said).removeprefix("AssertionError: ")[:90]
 
 
