@@ -75,6 +75,17 @@ def test_what_is_in_no_doubt_may_be_forgotten() -> None:
     assert not doubts.ids()
 
 
+def test_a_doubt_lasts_for_a_minute() -> None:
+    """To its end; after that its task is published again."""
+    seconds = [0.0]
+    doubts = Doubts(lambda: seconds[0])
+    doubts.remember("orders", {"a": NOON}, NOON)
+    seconds[0] = 60.0
+    assert doubts.ids() == {"a"}
+    seconds[0] = 60.001
+    assert doubts.ids() == frozenset()
+
+
 def test_doubts_of_two_topics_make_two_groups() -> None:
     """A group holds one topic."""
     doubts = Doubts(lambda: 0.0)
