@@ -22,6 +22,7 @@ REFUSED = {
     "a topic that begins with goog": ({"topic": "google"}, f"topic 'google' {NO_NAME}"),
     "a topic that begins with a digit": ({"topic": "1abc"}, f"topic '1abc' {NO_NAME}"),
     "a topic that is too long": ({"topic": "a" * 256}, f"topic '{'a' * 256}' {NO_NAME}"),
+    "a topic that is far too long": ({"topic": "a" * 999}, f"topic '{'a' * 300}' {NO_NAME}"),
     "a topic with a slash": ({"topic": "a/b/c"}, f"topic 'a/b/c' {NO_NAME}"),
     "a topic without a project": ({"topic": "projects//topics/orders"}, f"topic 'projects//topics/orders' {NO_NAME}"),
     "a topic with a newline at its end": ({"topic": "orders\n"}, f"topic 'orders\\n' {NO_NAME}"),
