@@ -94,7 +94,7 @@ class Probe:
             if now - looked >= 1:
                 looked = now
                 look()
-            eventually(lambda at=now + 0.1: time.monotonic() >= at, seconds=1)  # type: ignore[misc]  # at
+            eventually(lambda at=now + 0.1: time.monotonic() >= at, seconds=1)  # type: ignore[misc]  # a default of a lambda
         return longest
 
 

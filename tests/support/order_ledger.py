@@ -32,7 +32,7 @@ class Task:
     published: int = 0
     deleted: bool = False
     retried: int = 0  # how often an operator had it sent again
-    risked: bool = False  # a fault met it between its mark and the answer, so it may be lost if it is sent at most once
+    risked: bool = False  # a fault met who had claimed it, so it may be lost if it is sent at most once
     #: It has been passed over once, so it may come after what stands behind it.
     excused: bool = False
 

@@ -26,7 +26,7 @@ def lasting(seconds: float, look: Callable[[], object] = lambda: None) -> None:
     while (now := time.monotonic()) < end:
         look()
         next_look = min(now + LOOK_SECONDS, end)
-        eventually(lambda at=next_look: time.monotonic() >= at, seconds=LOOK_SECONDS + 1)  # type: ignore[misc]  # at
+        eventually(lambda at=next_look: time.monotonic() >= at, seconds=LOOK_SECONDS + 1)  # type: ignore[misc]  # a default of a lambda
 
 
 def seconds_until(condition: Callable[[], Any], seconds: float, message: str) -> float:
