@@ -147,6 +147,25 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Version:
+    """Which row was published: one has its id later, perhaps, that was not."""
+
+    created_at: datetime
+    locked_at: datetime  # by the database's clock
+
+    def is_still(self, row: Row, now: datetime) -> bool:
+        """Tell whether a row, locked again at the database's time `now`, is the one that was published.
+
+        Not if it was registered again under its id, nor if an operator made it due since, with attempts anew (`outbox
+        retry`): that is asked of tasks that are marked, by whomever, and the task shall be sent again.
+        """
+        if self.created_at != row.created_at:
+            return False
+        due_since = row.available_at if row.attempts == 0 and not row.parked else None
+        return due_since is None or not self.locked_at < due_since <= now
+
+
+@dataclass(frozen=True, slots=True)
 class Sent:
     """Pub/Sub has it and answered with this message id."""
 
@@ -157,8 +176,9 @@ class Sent:
 class Taken:
     """Not to be sent here and now.
 
-    Another worker has sent it, its row is gone, it is not due, its topic was changed, or it must be marked first, in a
-    group of its own, or one that stands before it in its ordering key is not due.
+    Another worker has sent it (and an operator perhaps made it unsent since), its row is gone, it is not due, its topic
+    was changed, or it must be marked first, in a group of its own, or one that stands before it in its ordering key is
+    not due.
     """
 
     reason: Literal["sent", "gone", "not_due", "moved", "at_most_once", "held"]
@@ -206,9 +226,9 @@ Mark = Sent | Charged | Parked
 class GroupResult:
     """What became of one group. Without `error` the commit landed, and with it every mark.
 
-    `tried` is what came of each attempt, kept over re-runs of the transaction; `created` is when those rows were made,
-    and `locked_at` when they were last locked, by the database's clock; `outcomes` is what the last run decided. They
-    differ where another worker sent a task while ours was published: tried says Sent, outcomes says Taken. `charged`
+    `tried` is what came of each attempt, kept over re-runs of the transaction, and `versions` of which row; `locked_at`
+    is when the rows were last locked, by the database's clock; `outcomes` is what the last run decided. They differ
+    where another worker sent a task while ours was published: tried says Sent, outcomes says Taken. `charged`
     are the failures that were written down, `traces` the trace ids of their messages if they have any, `parked` tasks
     that were put off behind the head of their key, `in_doubt` those that are marked, at most once, and not known to be
     published. `runs` counts the transaction's runs: each but the last was aborted. `waited` is for how many seconds
@@ -219,7 +239,7 @@ class GroupResult:
     group: Group
     tried: dict[str, Outcome] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    created: dict[str, datetime] = field(default_factory=dict)
+    versions: dict[str, Version] = field(default_factory=dict)
     locked_at: datetime | None = None
     waited: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
@@ -230,9 +250,9 @@ class GroupResult:
     runs: int = 0
     error: str | None = None
 
-    def published(self) -> list[str]:
-        """Return the ids that Pub/Sub has, whether or not the commit landed."""
-        return [id for id, outcome in self.tried.items() if isinstance(outcome, Sent)]
+    def published(self) -> dict[str, Version]:
+        """Return the tasks that Pub/Sub has, whether or not the commit landed: the rows that were published, by id."""
+        return {id: self.versions[id] for id, outcome in self.tried.items() if isinstance(outcome, Sent)}
 
     def taken_by_others(self) -> list[str]:
         """Return the ids that another worker had sent."""

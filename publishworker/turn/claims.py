@@ -5,38 +5,39 @@ and what is not due ends the run. After a failure nothing more of the key goes o
 again.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import zip_longest
 
 from outbox.states import NEVER
 from outbox.times import shown
-from publishworker.task import Charged, Failed, Group, Mark, Outcome, Row, Sent, Taken
+from publishworker.task import Charged, Failed, Group, Mark, Outcome, Row, Sent, Taken, Version
 
 
 def taken(
     group: Group,
     rows: Sequence[Row],
     now: datetime,
-    published: Collection[str] = frozenset(),
+    published: Mapping[str, Version],
     *,
-    pass_dead: bool = False,
+    pass_dead: bool,
 ) -> dict[str, Outcome]:
     """Return those of the group's tasks that are not to be sent here, each with the reason.
 
-    Those that an earlier run of the transaction has `published` need their mark, unless they are gone or sent. A task
-    that is not due holds back what follows in its key, but not if it is expired, or dead and these are passed over.
+    Those that an earlier run of the transaction has `published` need their mark, unless their rows are gone or sent, or
+    were and are to be sent again: another claim's. A task that is not due holds back what follows in its key, but not
+    if it is expired, or dead and these are passed over.
     """
     by_id = {row.id: row for row in rows}
     outcomes: dict[str, Outcome] = {}
     stopped: set[str] = set()
     for id, key in zip_longest(group.ids, group.keys):
-        row = by_id.get(id)
+        row, version = by_id.get(id), published.get(id)
         if row is None:
             outcomes[id] = Taken("gone")
-        elif row.sent_at is not None:
+        elif row.sent_at is not None or (version is not None and not version.is_still(row, now)):
             outcomes[id] = Taken("sent")
-        elif id in published:
+        elif version is not None:
             continue
         elif (row.topic, row.ordering_key) != (group.topic, key):
             outcomes[id] = Taken("moved")

@@ -8,7 +8,7 @@ from publishworker.failures import Kind, is_refused, kind_of
 from publishworker.pubsub.messages import trace_id
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.store import Decide, Store, StoreError
-from publishworker.task import Charged, Failed, Group, GroupResult, Mark, Outcome, Parked, Row, Sent, Taken
+from publishworker.task import Charged, Failed, Group, GroupResult, Mark, Outcome, Parked, Row, Sent, Taken, Version
 from publishworker.telemetry.metrics import CLAIM, COMMIT, PUBLISH
 from publishworker.turn.claims import expired, in_order, stops, taken, untried, woken
 from publishworker.turn.retries import Retries, is_charged, last_error
@@ -63,7 +63,7 @@ class Delivery:
         result = GroupResult(group)
 
         def put_off(rows: Sequence[Row], now: datetime) -> Mapping[str, Mark]:
-            reasons = taken(group, rows, now, pass_dead=self._pass_dead)
+            reasons = taken(group, rows, now, {}, pass_dead=self._pass_dead)
             held = [row.id for row in rows if reasons.get(row.id) == Taken("held") and row.is_due(now)]
             head = next((row for row in rows if row.id == group.ids[0]), None)
             if held and head is not None and head.available_at is not None:
@@ -138,6 +138,7 @@ class Delivery:
         result.tried |= outcomes
         result.phases[PUBLISH] = result.phases.get(PUBLISH, 0.0) + ended - began
         if (now := result.locked_at) is not None:
+            result.versions |= {row.id: Version(row.created_at, now) for row in rows}
             for row in rows:
                 if isinstance(outcomes.get(row.id), Sent):
                     due = max(row.created_at, row.available_at or row.created_at)
@@ -178,11 +179,9 @@ class Delivery:
 
     def _ours(self, result: GroupResult, rows: Sequence[Row], now: datetime) -> list[Row]:
         """Note what is not to be sent here, and return the rest, the tasks of a key in their order."""
-        published = frozenset(result.published())
-        result.outcomes = taken(result.group, rows, now, published, pass_dead=self._pass_dead)
+        result.outcomes = taken(result.group, rows, now, result.published(), pass_dead=self._pass_dead)
         left = {*result.outcomes, *result.group.wakes}
         ours = [row for row in in_order(result.group, rows) if row.id not in left]
-        result.created |= {row.id: row.created_at for row in ours}
         result.locked_at = now
         return ours
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from publishworker.task import Group, Row
+from publishworker.task import Group, Row, Version
 from publishworker.turn.sampling import Limits
 
 #: Older doubts are forgotten and their tasks published again: a duplicate, never a loss.
@@ -15,11 +15,10 @@ MAX_TASKS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """One published task; its row is the one that was created then, whatever has its id now."""
+    """One published task."""
 
     topic: str
-    created_at: datetime
-    locked_at: datetime | None
+    version: Version
     since: float
 
 
@@ -31,14 +30,11 @@ class Doubts:
         self._clock = clock
         self._entries: dict[str, Doubt] = {}
 
-    def remember(self, topic: str, created: Mapping[str, datetime], locked_at: datetime | None) -> None:
-        """Remember published tasks: when their rows were created, and locked when they were published.
-
-        Beyond the limit the oldest are forgotten.
-        """
+    def remember(self, topic: str, published: Mapping[str, Version]) -> None:
+        """Remember published tasks by their ids; beyond the limit the oldest are forgotten."""
         now = self._clock()
-        for id, created_at in created.items():
-            self._entries.setdefault(id, Doubt(topic, created_at, locked_at, now))
+        for id, version in published.items():
+            self._entries.setdefault(id, Doubt(topic, version, now))
         for id in list(self._entries)[: max(0, len(self._entries) - MAX_TASKS)]:
             del self._entries[id]
 
@@ -48,16 +44,9 @@ class Doubts:
             self._entries.pop(id, None)
 
     def is_about(self, row: Row, now: datetime) -> bool:
-        """Tell whether this very row is remembered as it was, at the database's time `now`.
-
-        Neither another task that was given its id since, nor one that an operator made due since, with attempts anew
-        (`outbox retry`): the commit had landed, and the task shall be sent again.
-        """
+        """Tell whether this very row is remembered, which is locked again at the database's time `now`."""
         doubt = self._entries.get(row.id)
-        if doubt is None or doubt.created_at != row.created_at:
-            return False
-        due_since = row.available_at if row.attempts == 0 else None
-        return due_since is None or doubt.locked_at is None or not doubt.locked_at < due_since <= now
+        return doubt is not None and doubt.version.is_still(row, now)
 
     def ids(self) -> frozenset[str]:
         """Return all that is remembered; what is too old is forgotten here."""

@@ -217,8 +217,7 @@ class Relay:
             topic = result.group.topic
             self._recorder.group(result)
             if result.error is not None:
-                created = {id: result.created[id] for id in result.published()}
-                self._doubts.remember(topic, created, result.locked_at)
+                self._doubts.remember(topic, result.published())
             if result.group.parks:
                 continue
             self._throttle.take(topic, len(result.tried) - len(result.group.ids))

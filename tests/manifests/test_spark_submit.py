@@ -138,48 +138,14 @@ def test_the_driver_asks_for_executors_that_do_the_work(
     if not long:
         pytest.skip("a driver and an executor as processes, a minute and a half: --long")
     server, folder = submitted.server, submitted.folder
-    (folder / "pods.yml").write_text(submitted.mounted("podspec-configmap-key"))
-    here = {
-        # In place of what only a cluster has: mounts, names, and an environment in /opt.
-        "spark.kubernetes.executor.podTemplateFile": folder / "pods.yml",
-        "spark.kubernetes.driver.master": server.url,
-        "spark.kubernetes.executor.enableApiWatcher": "false",
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.port": 0,
-        "spark.driver.blockManager.port": 0,
-        "spark.pyspark.python": sys.executable,
-        "spark.ui.enabled": "false",
-        # And less of it.
-        "spark.executor.instances": 1,
-        "spark.executor.memory": "512m",
-    }
-    properties = folder / "spark.properties"
-    lines = [f"{key}={value}" for key, value in here.items()]
-    properties.write_text("\n".join([submitted.mounted("spark.properties"), *lines, ""]))
-    words = ["--properties-file", str(properties), "--class", "org.apache.spark.deploy.PythonRunner"]
-    (folder / "month").mkdir()
-    rows = [{"id": number, "data": f"invoice {number}"} for number in range(ROWS)]
-    parquet.write_table(pa.Table.from_pylist(rows), folder / "month" / "invoices.parquet")
-    [register] = [job for job in jobs(rendered(SPARK)) if job["metadata"]["name"] == "outbox-register"]
-    arguments = register["spec"]["template"]["arguments"]
-    [container] = register["spec"]["template"]["driver"]["template"]["spec"]["containers"]
-    settings = environment(rendered(SPARK), {}, container | {"env": []})
-    settings |= {
-        "OUTBOX_PROJECT": str(database._instance._client.project),
-        "OUTBOX_INSTANCE": str(database._instance.instance_id),
-        "OUTBOX_DATABASE": str(database.database_id),
-        "OUTBOX_INPUT": str(folder / "month"),
-        "OUTBOX_REJECTS": str(folder / "rejects"),
-        "SPARK_CONF_DIR": str(folder),
-        "PYTHONSAFEPATH": "1",
-        "PYTHONPATH": str(ROOT),
-        **emulators.environment(),
-    }
+    settings = settings_of_register(folder, database) | emulators.environment()
+    words = ["--properties-file", str(properties_of(submitted)), "--class", "org.apache.spark.deploy.PythonRunner"]
+    job = [f"local://{ROOT}/outbox_pipeline/__main__.py", *register_job()["arguments"]]
     variables = submitted.variables | settings
     before = len(server.made["Pod"])
     with (folder / "driver.log").open("w+") as log:
         driver = subprocess.Popen(
-            [ENTRY, "driver", *words, f"local://{ROOT}/outbox_pipeline/__main__.py", *arguments],
+            [ENTRY, "driver", *words, *job],
             env=variables | {"SPARK_DRIVER_BIND_ADDRESS": "127.0.0.1"},
             cwd=folder,
             stdout=log,
@@ -205,6 +171,54 @@ def test_the_driver_asks_for_executors_that_do_the_work(
     keeps_the_rules(pods[0])
     assert pods[0]["spec"]["serviceAccountName"] == "outbox-pipeline"
     assert pods[0]["spec"]["automountServiceAccountToken"] is False
+
+
+def properties_of(submitted: Submitted) -> Path:
+    """Write the properties that were submitted, less what only a cluster has, and smaller."""
+    (submitted.folder / "pods.yml").write_text(submitted.mounted("podspec-configmap-key"))
+    here = {
+        # In place of what only a cluster has: mounts, names, and an environment in /opt.
+        "spark.kubernetes.executor.podTemplateFile": submitted.folder / "pods.yml",
+        "spark.kubernetes.driver.master": submitted.server.url,
+        "spark.kubernetes.executor.enableApiWatcher": "false",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.port": 0,
+        "spark.driver.blockManager.port": 0,
+        "spark.pyspark.python": sys.executable,
+        "spark.ui.enabled": "false",
+        # And less of it.
+        "spark.executor.instances": 1,
+        "spark.executor.memory": "512m",
+    }
+    properties = submitted.folder / "spark.properties"
+    lines = [f"{key}={value}" for key, value in here.items()]
+    properties.write_text("\n".join([submitted.mounted("spark.properties"), *lines, ""]))
+    return properties
+
+
+def register_job() -> Object:
+    """Return the template of the job `register`."""
+    [register] = [job for job in jobs(rendered(SPARK)) if job["metadata"]["name"] == "outbox-register"]
+    template: Object = register["spec"]["template"]
+    return template
+
+
+def settings_of_register(folder: Path, database: Database) -> dict[str, str]:
+    """Return the settings of the pods of `register`, with a file of `ROWS` rows, written here, as its input."""
+    (folder / "month").mkdir()
+    rows = [{"id": number, "data": f"invoice {number}"} for number in range(ROWS)]
+    parquet.write_table(pa.Table.from_pylist(rows), folder / "month" / "invoices.parquet")
+    [container] = register_job()["driver"]["template"]["spec"]["containers"]
+    return environment(rendered(SPARK), {}, container | {"env": []}) | {
+        "OUTBOX_PROJECT": str(database._instance._client.project),
+        "OUTBOX_INSTANCE": str(database._instance.instance_id),
+        "OUTBOX_DATABASE": str(database.database_id),
+        "OUTBOX_INPUT": str(folder / "month"),
+        "OUTBOX_REJECTS": str(folder / "rejects"),
+        "SPARK_CONF_DIR": str(folder),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 def started(pod: Object, variables: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:

@@ -23,6 +23,7 @@ from tests.support.archives import DAY, settings_of
 from tests.support.operations import insert, row
 
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
+AT = DAY + HOUR  # in the middle of the window
 
 
 def settings(target: DatabaseSettings, folder: Path, **given: str) -> AuditSettings:
@@ -56,38 +57,8 @@ def test_table_and_archive_against_files(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ) -> None:
     """Tasks that are purged, sent again, unsent and dead; numbers, samples, full findings and a page."""
-    at = DAY + HOUR
-    data = b"\x0a\x04data"
-
-    def task(id: str, **columns: Any) -> dict[str, Any]:
-        return row(id, Data=data, CreatedAt=at, **columns)
-
-    insert(database, [task(id, SentAt=at + 5 * SECOND) for id in ("purged", "lost <b>", "again")])
-    done = archive.run(spark, settings_of(target, tmp_path / "archive"), purge=True, late=True)
-    assert done.deleted == 3
-    insert(
-        database,
-        [
-            task("again", SentAt=at + 2 * HOUR),
-            task("in the table", SentAt=at + 5 * SECOND),
-            task("waits"),
-            task("dead", AvailableAt=NEVER, LastError="too large"),
-            row("yesterday", Data=data, CreatedAt=DAY - HOUR, SentAt=at),
-        ],
-    )
-    receive(
-        tmp_path,
-        [
-            message("purged", at + 2 * SECOND),
-            message("again", at + 2 * SECOND),
-            message("again", at + 2 * HOUR - SECOND),
-            message("in the table", at + 2 * SECOND, b"tada"),
-            message("yesterday", at - SECOND),
-            message("nobody's", at),
-            message("foreign", at, attributes='{"x": "y"}'),
-            message("broken", at, attributes="{"),
-        ],
-    )
+    tasks_here_and_there(spark, target, database, tmp_path / "archive")
+    receive(tmp_path, messages_of_them())
     given = settings(target, tmp_path, tasks="both", archive=str(tmp_path / "archive"))
     found = audit.run(spark, given)
     assert {name: getattr(found, name) for name in ("tasks", "delivered", "lost", "pending", "dead", "messages")} == {
@@ -95,29 +66,7 @@ def test_table_and_archive_against_files(
     }  # fmt: skip
     assert (found.unknown, found.foreign, found.unreadable, found.mismatched) == (1, 1, 1, 1)
     assert (found.republished, found.redelivered, found.late, found.arriving, found.out_of_order) == (0, 0, 0, 0, 0)
-    summary = json.loads((tmp_path / "report" / "summary.json").read_text(encoding="utf-8"))
-    assert summary["lost"] == 1
-    assert summary["samples"]["lost"] == [
-        {
-            "task_id": "lost <b>",
-            "topic": "orders",
-            "created_at": shown(at),
-            "sent_at": shown(at + 5 * SECOND),
-            "messages": 0,
-        }
-    ]
-    assert [each["task_id"] for each in summary["samples"]["unknown"]] == ["nobody's"]
-    assert [(line["hour"], line["topic"], line["tasks"]) for line in summary["by_hour_and_topic"]] == [
-        (shown(at), "orders", 7)
-    ]
-    assert [(line["hour"], line["tasks"]) for line in summary["by_hour"]] == [(shown(at), 7)]
-    [file] = (tmp_path / "report" / "findings" / "class=lost").glob("*.json")
-    assert json.loads(file.read_text(encoding="utf-8"))["task_id"] == "lost <b>"
-    assert not (tmp_path / "report" / "findings" / "class=pending").exists()
-    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
-    assert page.startswith("<!DOCTYPE html>")
-    assert "lost <b>" not in page
-    assert "lost &lt;b&gt;" in page
+    shows_what_is_lost(tmp_path / "report")
     with pytest.raises(OutboxError, match="is there already"):
         audit.run(spark, given)
     # Of the archive alone, of which nothing is known after its last window.
@@ -129,6 +78,68 @@ def test_table_and_archive_against_files(
         ),
     )  # fmt: skip
     assert (alone.tasks, alone.delivered, alone.lost, alone.pending, alone.republished) == (3, 2, 1, 0, 1)
+
+
+def tasks_here_and_there(spark: SparkSession, target: DatabaseSettings, database: Database, folder: Path) -> None:
+    """Archive and purge three tasks into `folder`; leave others in the table, one of them sent again since."""
+
+    def task(id: str, **columns: Any) -> dict[str, Any]:
+        return row(id, Data=b"\x0a\x04data", CreatedAt=AT, **columns)
+
+    insert(database, [task(id, SentAt=AT + 5 * SECOND) for id in ("purged", "lost <b>", "again")])
+    done = archive.run(spark, settings_of(target, folder), purge=True, late=True)
+    assert done.deleted == 3
+    insert(
+        database,
+        [
+            task("again", SentAt=AT + 2 * HOUR),
+            task("in the table", SentAt=AT + 5 * SECOND),
+            task("waits"),
+            task("dead", AvailableAt=NEVER, LastError="too large"),
+            row("yesterday", Data=b"\x0a\x04data", CreatedAt=DAY - HOUR, SentAt=AT),
+        ],
+    )
+
+
+def messages_of_them() -> list[dict[str, Any]]:
+    """Return what was received: of a sent task nothing, of another one altered data, and what is nobody's."""
+    return [
+        message("purged", AT + 2 * SECOND),
+        message("again", AT + 2 * SECOND),
+        message("again", AT + 2 * HOUR - SECOND),
+        message("in the table", AT + 2 * SECOND, b"tada"),
+        message("yesterday", AT - SECOND),
+        message("nobody's", AT),
+        message("foreign", AT, attributes='{"x": "y"}'),
+        message("broken", AT, attributes="{"),
+    ]
+
+
+def shows_what_is_lost(report: Path) -> None:
+    """Assert that the summary, the findings and the page name the lost task, and the page as text."""
+    summary = json.loads((report / "summary.json").read_text(encoding="utf-8"))
+    assert summary["lost"] == 1
+    assert summary["samples"]["lost"] == [
+        {
+            "task_id": "lost <b>",
+            "topic": "orders",
+            "created_at": shown(AT),
+            "sent_at": shown(AT + 5 * SECOND),
+            "messages": 0,
+        }
+    ]
+    assert [each["task_id"] for each in summary["samples"]["unknown"]] == ["nobody's"]
+    assert [(line["hour"], line["topic"], line["tasks"]) for line in summary["by_hour_and_topic"]] == [
+        (shown(AT), "orders", 7)
+    ]
+    assert [(line["hour"], line["tasks"]) for line in summary["by_hour"]] == [(shown(AT), 7)]
+    [file] = (report / "findings" / "class=lost").glob("*.json")
+    assert json.loads(file.read_text(encoding="utf-8"))["task_id"] == "lost <b>"
+    assert not (report / "findings" / "class=pending").exists()
+    page = (report / "report.html").read_text(encoding="utf-8")
+    assert page.startswith("<!DOCTYPE html>")
+    assert "lost <b>" not in page
+    assert "lost &lt;b&gt;" in page
 
 
 def test_the_exit_code_says_whether_anything_is_lost(  # noqa: PLR0917 - six fixtures
@@ -145,9 +156,8 @@ def test_the_exit_code_says_whether_anything_is_lost(  # noqa: PLR0917 - six fix
     for name in ("project", "instance", "database"):
         monkeypatch.setenv(f"OUTBOX_{name.upper()}", getattr(target, name))
     received = str(tmp_path / "received.parquet")
-    at = DAY + HOUR
     columns = "message_id STRING, publish_time TIMESTAMP, attributes MAP<STRING, STRING>"
-    messages = [("1", at, {TASK_ID_ATTRIBUTE: "one"}), ("2", at, {TASK_ID_ATTRIBUTE: "one"})]
+    messages = [("1", AT, {TASK_ID_ATTRIBUTE: "one"}), ("2", AT, {TASK_ID_ATTRIBUTE: "one"})]
     spark.createDataFrame(messages, columns).write.parquet(received)
 
     def job(output: str, *more: str) -> int:
@@ -155,10 +165,10 @@ def test_the_exit_code_says_whether_anything_is_lost(  # noqa: PLR0917 - six fix
         return cli.main(arguments)
 
     assert job("none") == 0
-    insert(database, [row("one", CreatedAt=at, SentAt=at)])
+    insert(database, [row("one", CreatedAt=AT, SentAt=AT)])
     assert job("one") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["republished"] == 1
-    insert(database, [row("two", CreatedAt=at, SentAt=at)])
+    insert(database, [row("two", CreatedAt=AT, SentAt=AT)])
     assert job("two") == 1
     assert job("young", "--until", "5m") == 2
     assert "tasks are judged when the grace, 600 s, has passed" in capsys.readouterr().err

@@ -32,7 +32,8 @@ class Task:
     published: int = 0
     deleted: bool = False
     retried: int = 0  # how often an operator had it sent again
-    risked: bool = False  # a fault met who had claimed it, so it may be lost if it is sent at most once
+    owed: int = 1  # how often it has to be published in the end, at least
+    risked: bool = False  # a fault met who had marked it, so it may be lost if it is sent at most once
     #: It has been passed over once, so it may come after what stands behind it.
     excused: bool = False
 
@@ -130,5 +131,5 @@ class Ledger:
                     if key is None or self.pass_dead or self.is_excused(task):
                         continue
                     break
-                if row.sent_at is None or not (task.published or (task.once and task.risked)):
+                if row.sent_at is None or not (task.published >= task.owed or (task.once and task.risked)):
                     self.broken.append(f"{task.id} is lost: {row}")

@@ -120,20 +120,27 @@ class World:
         """Register tasks in one transaction."""
         self.commit(self.draw(*tasks))
 
-    def retry(self, id: str) -> None:
-        """Have a sent or a dead task sent again, by the DML of the documentation; a dead one is mended, too."""
-        row = self.store.rows.get(id)
+    def retry(self, id: str, *, plainly: bool = True) -> None:
+        """Have a sent or a dead task sent again, by the DML of the documentation or by `outbox retry`.
+
+        A dead one is mended, too. A sent one must be sent again, but for one doubt of a worker that does not know it
+        from before: the DML leaves the row as it was.
+        """
+        row, task = self.store.rows.get(id), self.ledger.tasks[id]
         if row is None or not (row.sent_at is not None or is_dead(row)):
             return
+        now = self.store.tick()
         self.store.write(id)
         self.repeats.allow([id])
         if row.sent_at is not None:
             row.sent_at = None
-            self.ledger.tasks[id].retried += 1
+            task.retried += 1
         else:
-            task = self.ledger.tasks[id]
             task.bad, task.excused, task.expires_at = False, self.ledger.is_excused(task), None
             row.available_at, row.attempts, row.expires_at = None, 0, None
+        if not plainly:
+            row.available_at, row.attempts, row.expires_at = now, 0, None
+            task.expires_at, task.owed = None, task.published + 1
 
     def delete(self, id: str) -> None:
         """Delete a task that is dead."""
@@ -163,7 +170,7 @@ class World:
         if not self.ready(stepper, fate):
             return
         if fate is not Fate.GO:
-            self._risk(stepper)
+            self._risk(stepper, landed=fate is Fate.LANDED)
         if stepper.point is Point.ANSWER and not self._answer(self.store.claim_of(stepper), fate):
             return
         if stepper.point is Point.LOCK and fate is Fate.ABORT:
@@ -248,11 +255,13 @@ class World:
         if claim.holds:
             self.ledger.check_heads(request, claim.fronts_at)
 
-    def _risk(self, stepper: Stepper) -> None:
-        """Note that a fault meets a thread: what it sends at most once may be lost."""
+    def _risk(self, stepper: Stepper, *, landed: bool = False) -> None:
+        """Note that a fault meets a thread: what it has marked before it is sent, or marks now, may be lost."""
         if (claim := self.store.claims.get(stepper) or self.store.past.get(stepper)) is not None:
             for id in claim.ids:
-                self.ledger.tasks[id].risked = True
+                row = self.store.rows.get(id)
+                if landed or (row is not None and row.sent_at is not None):
+                    self.ledger.tasks[id].risked = True
 
     def _answer(self, claim: Claim, fate: Fate) -> bool:
         """Execute and answer a claim's first request; return whether the answer comes."""

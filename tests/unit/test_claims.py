@@ -1,12 +1,14 @@
 """What may be sent of the rows under the lock, in tables."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from outbox.states import NEVER
-from publishworker.task import Charged, Failed, Group, Mark, Outcome, Parked, Row, Sent
+from publishworker.task import Charged, Failed, Group, Mark, Outcome, Parked, Row, Sent, Version
 from publishworker.turn.claims import in_order, taken, untried, woken
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -38,9 +40,12 @@ def row(id: str, **columns: Any) -> Row:
     return Row(id=id, data=b"", created_at=BEFORE, **values)
 
 
-def reasons(group: Group, *rows: Row, **options: Any) -> dict[str, str]:
+def reasons(
+    group: Group, *rows: Row, published: Mapping[str, Version] | None = None, pass_dead: bool = False
+) -> dict[str, str]:
     """Return why tasks are left."""
-    return {id: getattr(outcome, "reason", "?") for id, outcome in taken(group, rows, NOW, **options).items()}
+    outcomes = taken(group, rows, NOW, published or {}, pass_dead=pass_dead)
+    return {id: getattr(outcome, "reason", "?") for id, outcome in outcomes.items()}
 
 
 @pytest.mark.parametrize("word", ROWS)
@@ -79,8 +84,18 @@ def test_what_was_published_needs_its_mark_wherever_it_stands() -> None:
     """A run of the transaction before this one has published it; what holds the key now came later."""
     group = Group("orders", ("a", "b", "c"), keys=("k", "k", "k"))
     rows = (row("a", available_at=LATER), row("b", available_at=LATER, topic="invoices"), row("c"))
-    assert reasons(group, *rows, published={"b", "c"}) == {"a": "not_due"}
-    assert reasons(group, row("b", sent_at=BEFORE), published={"b", "c"}) == {"a": "gone", "b": "sent", "c": "gone"}
+    published = dict.fromkeys("bc", Version(BEFORE, BEFORE))
+    assert reasons(group, *rows, published=published) == {"a": "not_due"}
+    assert reasons(group, row("b", sent_at=BEFORE), published=published) == {"a": "gone", "b": "sent", "c": "gone"}
+
+
+def test_what_was_published_and_is_another_row_now_has_been_sent() -> None:
+    """By whoever took it meanwhile: it was registered again under its id, or an operator made it due once more."""
+    group = Group("orders", ("a", "b", "c"), keys=("k", "k", "k"))
+    published = dict.fromkeys("ab", Version(BEFORE, BEFORE))
+    again = replace(row("b"), created_at=NOW)
+    rows = (row("a", available_at=NOW), again, row("c"))
+    assert reasons(group, *rows, published=published) == {"a": "sent", "b": "sent"}
 
 
 def test_rows_are_put_in_the_order_of_the_group() -> None:

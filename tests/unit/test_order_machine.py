@@ -22,20 +22,20 @@ SECONDS = st.sampled_from([0.5, 1.0, 3.0, 11.0, 61.0, 600.0, 3600.0, 7200.0])
 tasks = st.builds(
     dict,
     number=st.integers(0, 99),  # ids sort in another order than their tasks
-    key=st.sampled_from(["k", "k", "k", "l", None]),
+    key=st.sampled_from(["k", "k", "k", "l", None, None]),
     topic=st.sampled_from(["orders", "orders", "orders", "invoices"]),
     delay=st.sampled_from([None, None, None, None, 1, 60, 5000]),
     lifetime=st.sampled_from([None, None, None, None, 1, 100, 5000]),
     priority=st.sampled_from([50, 50, 0, 100]),
     bad=st.sampled_from([False, False, False, False, True]),
-    once=st.sampled_from([False, False, True]),  # where there is no key
+    once=st.booleans(),  # where there is no key
 )
 registrations = st.lists(tasks, min_size=1, max_size=4)
 #: Which worker goes on, which of its threads, and which of the faults it meets that there are at its point, or 0. A
 #: commit that fails comes more often than the others.
 step = st.tuples(st.integers(0, 2), st.integers(0, 3), st.sampled_from([0] * 9 + [*range(1, 8), 3, 3]))
 #: What else happens to workers and tasks, and to which.
-EVENTS = ("retry", "retry_dead", "execute_late", "lose_locks", "kill", "delete")
+EVENTS = ("retry", "retry_plainly", "retry_dead", "execute_late", "lose_locks", "kill", "delete")
 
 
 class OrderMachine(RuleBasedStateMachine):
@@ -118,8 +118,8 @@ class OrderMachine(RuleBasedStateMachine):
         world, rows = self.world, self.world.store.rows
         worker = self.worker(which)
         match event:
-            case "retry" if sent := [id for id, row in rows.items() if row.sent_at]:
-                world.retry(sent[which % len(sent)])
+            case "retry" | "retry_plainly" if sent := [id for id, row in rows.items() if row.sent_at]:
+                world.retry(sent[which % len(sent)], plainly=event == "retry_plainly")
             case "retry_dead" if dead := [id for id, row in rows.items() if is_dead(row)]:
                 world.retry(dead[which % len(dead)])
             case "delete" if dead := [id for id, row in rows.items() if is_dead(row)]:
@@ -302,6 +302,22 @@ def test_a_commit_that_has_failed_costs_no_repeat_while_the_worker_lives(world: 
     world.rush(first)
     world.quiet()
     assert world.ledger.published == ["c", "b", "a"]
+
+
+def test_what_an_operator_asks_for_is_sent_again_though_a_worker_is_late() -> None:
+    """It has published, lost its locks to one that marked the task, and runs again when that is unsent once more."""
+    with patched():
+        world = World()
+        world.register(Task(id="a", key=None))
+        late, other = world.workers
+        world.rush(other)  # it learns the topic's name
+        at_commit = until(world, late, Point.COMMIT)
+        world.store.lose(world.store.claims[at_commit])
+        world.rush(other)
+        world.retry("a", plainly=False)
+        world.settle()
+        assert world.ledger.published == ["a", "a", "a"]
+        assert not world.ledger.broken
 
 
 @pytest.mark.parametrize("fate", [Fate.ODD, Fate.LATE, Fate.LANDED])

@@ -20,7 +20,7 @@ from publishworker import healthcheck
 from publishworker.connection import Deadline
 from publishworker.heartbeat import Heartbeat
 from publishworker.stopping import run_on_thread, stop_on_signals
-from publishworker.task import Group, Row
+from publishworker.task import Group, Row, Version
 from publishworker.telemetry.complaints import Complaints
 from publishworker.turn.doubts import MAX_TASKS, Doubts
 from publishworker.turn.sampling import Limits
@@ -53,12 +53,13 @@ def test_a_small_backlog_does_not_widen_the_window() -> None:
 
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+AT_NOON = Version(NOON, NOON)
 
 
 def test_doubts_are_bounded_and_stay_until_they_are_marked() -> None:
     """The oldest beyond 10,000 are forgotten; groups keep the limits of a turn."""
     doubts = Doubts(lambda: 0.0)
-    doubts.remember("orders", {str(n): NOON for n in range(MAX_TASKS + 5)}, NOON)
+    doubts.remember("orders", {str(n): AT_NOON for n in range(MAX_TASKS + 5)})
     assert len(doubts.ids()) == MAX_TASKS
     groups = doubts.groups(Limits(1000, 1, 4))
     assert [len(group.ids) for group in groups] == [1000] * 4
@@ -79,7 +80,7 @@ def test_a_doubt_lasts_for_a_minute() -> None:
     """To its end; after that its task is published again."""
     seconds = [0.0]
     doubts = Doubts(lambda: seconds[0])
-    doubts.remember("orders", {"a": NOON}, NOON)
+    doubts.remember("orders", {"a": AT_NOON})
     seconds[0] = 60.0
     assert doubts.ids() == {"a"}
     seconds[0] = 60.001
@@ -89,15 +90,15 @@ def test_a_doubt_lasts_for_a_minute() -> None:
 def test_doubts_of_two_topics_make_two_groups() -> None:
     """A group holds one topic."""
     doubts = Doubts(lambda: 0.0)
-    doubts.remember("orders", {"a": NOON}, NOON)
-    doubts.remember("invoices", {"b": NOON}, NOON)
+    doubts.remember("orders", {"a": AT_NOON})
+    doubts.remember("invoices", {"b": AT_NOON})
     assert doubts.groups(Limits(10, 1, 9)) == [Group("orders", ("a",)), Group("invoices", ("b",))]
 
 
 def test_a_doubt_is_about_one_row_and_not_about_its_id() -> None:
     """A task that was registered again under the id of one in doubt has not been sent."""
     doubts = Doubts(lambda: 0.0)
-    doubts.remember("orders", {"a": NOON}, NOON)
+    doubts.remember("orders", {"a": AT_NOON})
     row = Row("a", "orders", b"", None, NOON, None, None)
     assert doubts.is_about(row, NOON)
     assert not doubts.is_about(replace(row, created_at=NOON + timedelta(seconds=1)), NOON)
@@ -107,7 +108,7 @@ def test_a_doubt_is_about_one_row_and_not_about_its_id() -> None:
 def test_a_task_that_was_due_when_it_was_locked_is_still_in_doubt() -> None:
     """To the microsecond; what came due after that was made due by an operator, who wants it sent again."""
     doubts = Doubts(lambda: 0.0)
-    doubts.remember("orders", {"a": NOON}, NOON)
+    doubts.remember("orders", {"a": AT_NOON})
     row = Row("a", "orders", b"", None, NOON, NOON, None)
     late = NOON + timedelta(microseconds=1)
     assert doubts.is_about(row, late)
@@ -115,15 +116,16 @@ def test_a_task_that_was_due_when_it_was_locked_is_still_in_doubt() -> None:
 
 
 def test_a_doubt_is_not_about_a_row_that_was_made_due_since() -> None:
-    """Only an operator's retry makes a task due at a time that has passed, without attempts; a charge has attempts."""
+    """Only an operator does, at a time that has passed: a charged task has attempts, and a parked one says so."""
     doubts = Doubts(lambda: 0.0)
-    doubts.remember("orders", {"a": NOON}, NOON)
+    doubts.remember("orders", {"a": AT_NOON})
     before, after = NOON - timedelta(seconds=1), NOON + timedelta(seconds=1)
     row = Row("a", "orders", b"", None, NOON, after, None)
     assert not doubts.is_about(row, after)
     assert doubts.is_about(row, NOON)
     assert doubts.is_about(replace(row, available_at=before), after)
     assert doubts.is_about(replace(row, attempts=1), after)
+    assert doubts.is_about(replace(row, parked=True), after)
 
 
 def test_the_same_complaint_is_logged_once_a_minute_with_the_count(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ TESTS = {
     "claims.py": ("unit/test_claims.py", "unit/test_relay.py", "unit/test_at_most_once.py", "unit/test_parking.py"),
     "delivery.py": ("unit/test_delivery.py", "unit/test_relay.py", "unit/test_at_most_once.py", "unit/test_parking.py"),
     "retries.py": ("unit/test_retries.py", "unit/test_failing.py"),
+    "task.py": ("unit/test_small_parts.py", "unit/test_claims.py"),
     "doubts.py": ("unit/test_small_parts.py", "unit/test_relay.py"),
     "breakers.py": ("unit/test_breakers.py", "unit/test_failing.py"),
     "publisher.py": ("unit/test_publisher.py", "unit/test_publisher_order.py"),

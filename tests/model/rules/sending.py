@@ -83,13 +83,13 @@ FAULTS = (
     Fault(
         "A run after an abort writes the rest down, due or not.",
         TURN + "claims.py",
-        "        elif id in published:\n",
+        "        elif version is not None:\n",
         "        elif False:\n",
     ),
     Fault(
         "What is published and not surely marked is remembered.",
         TURN + "doubts.py",
-        "            self._entries.setdefault(id, Doubt(topic, created_at, locked_at, now))",
+        "            self._entries.setdefault(id, Doubt(topic, version, now))",
         "            pass",
     ),
     Fault("It is remembered for 60 s at most.", TURN + "doubts.py", "if doubt.since >= oldest}", "if doubt}"),
@@ -104,15 +104,21 @@ FAULTS = (
     ),
     Fault(
         "Only the very row that was published is marked.",
-        TURN + "doubts.py",
-        "if doubt is None or doubt.created_at != row.created_at:",
-        "if doubt is None:",
+        "publishworker/task.py",
+        "        if self.created_at != row.created_at:\n            return False\n",
+        "",
     ),
     Fault(
         "What an operator has asked for since is not marked.",
-        TURN + "doubts.py",
-        "return due_since is None or doubt.locked_at is None or not doubt.locked_at < due_since <= now",
+        "publishworker/task.py",
+        "return due_since is None or not self.locked_at < due_since <= now",
         "return True",
+    ),
+    Fault(
+        "Nor in a run after an abort.",
+        TURN + "claims.py",
+        " or (version is not None and not version.is_still(row, now)):",
+        ":",
     ),
     # Errors
     Fault(

@@ -96,8 +96,8 @@ FAULTS = (
     Fault(
         "What another worker has sent meanwhile is dropped.",
         TURN + "claims.py",
-        '        elif row.sent_at is not None:\n            outcomes[id] = Taken("sent")\n',
-        "",
+        "elif row.sent_at is not None or (",
+        "elif (",
     ),
     Fault("What is gone is dropped, and counted.", TURN + "claims.py", 'outcomes[id] = Taken("gone")', "continue"),
     Fault(
