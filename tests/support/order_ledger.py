@@ -8,9 +8,9 @@ from outbox.states import NEVER
 from publishworker.failures import Kind, kind_of
 from publishworker.task import Charged, Mark, Parked, Sent
 from tests.support.fakes import FakeStore, StoredTask
+from tests.support.order_charges import LONGEST_BACKOFF
 from tests.support.order_pubsub import Request
 
-LONGEST_BACKOFF = 3600.0
 _NO_SEQUENCE = -(2**63)
 _PREFIX = "projects/test-project/topics/"
 
@@ -111,6 +111,8 @@ class Ledger:
                 self.broken.append(f"{id} is marked as sent and was not")
             if isinstance(mark, Parked) and not mark.available_at <= latest:
                 self.broken.append(f"{id} is parked until {mark.available_at}")
+            if isinstance(mark, Charged) and (mark.error or "").startswith("invalid_argument") and not task.bad:
+                self.broken.append(f"{id} pays for another task, which is bad")
             if isinstance(mark, Charged) and mark.error is not None:  # else it is awake, no more
                 task.excused = task.excused or self.is_excused(task) or (mark.dead and self.pass_dead)
                 # Where dead tasks hold back none, each may have a verdict of its own.

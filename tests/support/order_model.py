@@ -16,7 +16,8 @@ from publishworker.spanner.store import StoreError
 from publishworker.task import Key
 from publishworker.turn.relay import Relay
 from tests.support.fakes import serialized
-from tests.support.order_ledger import LONGEST_BACKOFF, Ledger, Task, is_dead
+from tests.support.order_charges import INITIAL_BACKOFF, LONGEST_BACKOFF, MAX_ATTEMPTS, Charges
+from tests.support.order_ledger import Ledger, Task, is_dead
 from tests.support.order_pubsub import Channel, Request
 from tests.support.order_repeats import Repeats
 from tests.support.order_store import Claim, ModelStore
@@ -64,6 +65,7 @@ class World:
         self.store = ModelStore(self)
         self.ledger = Ledger(self.store, pass_dead=pass_dead)
         self.repeats = Repeats()
+        self.charges = Charges()
         self.late: list[Request] = []  # nobody waits for them, and they may still be executed
         self._sequence = itertools.count(1)
         self._seed = itertools.count(1)
@@ -77,7 +79,7 @@ class World:
             PubSubPublisher(channel, "test-project", clock=worker.clock),
             size=self.size,
             groups=self.groups,
-            retries={"longest": LONGEST_BACKOFF, "initial": 0.5, "max_attempts": 3},
+            retries={"longest": LONGEST_BACKOFF, "initial": INITIAL_BACKOFF, "max_attempts": MAX_ATTEMPTS},
             random=Random(next(self._seed)),
             clock=worker.clock,
             pass_dead=self.pass_dead,
@@ -287,6 +289,7 @@ class World:
             self.repeats.allow(request.ids)
         if code is not grpc.StatusCode.INVALID_ARGUMENT or len(request.ids) == 1:  # else it goes out again, in parts
             claim.answered.update(request.ids)
+        self.charges.told(request, code)
         request.answer(code)
         return True
 

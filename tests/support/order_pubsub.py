@@ -61,8 +61,8 @@ class Refused(grpc.RpcError):
         return self._code
 
     def details(self) -> str:
-        """See grpc.Call."""
-        return "no"
+        """See grpc.Call. Longer than a row may hold."""
+        return "no " * 400
 
 
 class Channel:

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from publishworker.spanner.store import Decide, StoreError
-from publishworker.task import Key, Look, Mark, Poll, Sent, Waiting
+from publishworker.task import Charged, Key, Look, Mark, Poll, Sent, Waiting
 from tests.support.fakes import FakeStore, StoredTask
 from tests.support.order_pubsub import Request
 from tests.support.order_repeats import REMEMBERED, Cause
@@ -100,20 +100,31 @@ class ModelStore(FakeStore):
         claim.holds = True
         self.holders |= dict.fromkeys(claim.ids, (stepper, claim))
         rows = [self._locked(self.rows[id]) for id in claim.ids if id in self.rows]
-        marks = decide(rows, self.now)
+        locked_at = self.now
+        marks = decide(rows, locked_at)
         fate = stepper.pause(Point.COMMIT)
         if fate is Fate.FAIL:
             raise StoreError("not committed")
         if fate is Fate.ABORT or not claim.holds:
             self._release(claim)
             return None
-        committed = self._mark({row.id: marks[row.id] for row in rows if row.id in marks})
+        marks = {row.id: marks[row.id] for row in rows if row.id in marks}
+        self._check(marks, claim, locked_at)
+        committed = self._mark(marks)
         claim.answered.clear()
         self._release(claim)
         if fate is Fate.LANDED:
             raise StoreError("perhaps committed")
         stepper.pause(Point.COMMITTED)
         return committed
+
+    def _check(self, marks: Mapping[str, Mark], claim: Claim, locked_at: datetime) -> None:
+        ledger = self.world.ledger
+        ledger.check_marks(marks)
+        for id, mark in marks.items():
+            if isinstance(mark, Charged):
+                wrong = self.world.charges.wrong(self.rows[id], mark, claim, locked_at)
+                ledger.broken.extend(f"{id} {each}" for each in wrong)
 
     def lose(self, claim: Claim) -> None:
         """Let a transaction lose its locks, unnoticed: another one may send its tasks, and it as well."""
@@ -136,7 +147,6 @@ class ModelStore(FakeStore):
         return self.rows.get(id)
 
     def _mark(self, marks: Mapping[str, Mark]) -> datetime:
-        self.world.ledger.check_marks(marks)
         committed = super()._mark(marks)
         self.world.repeats.marked(id for id, mark in marks.items() if isinstance(mark, Sent))
         self.world.ledger.touched |= dict.fromkeys(marks, committed)

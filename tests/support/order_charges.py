@@ -1,0 +1,72 @@
+"""What a failure may cost a task: looked at when it is about to be committed."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+import grpc
+
+from publishworker.failures import Kind, kind_of
+from publishworker.task import Charged
+from tests.support.fakes import StoredTask
+from tests.support.order_pubsub import Request
+
+if TYPE_CHECKING:
+    from tests.support.order_store import Claim
+
+#: As the workers are set.
+INITIAL_BACKOFF, LONGEST_BACKOFF, MAX_ATTEMPTS, DEAD_AFTER = 0.5, 3600.0, 3, timedelta(days=1)
+MAX_ERROR = 1000  # characters of LastError
+
+
+@dataclass
+class Charges:
+    """What each process was told by Pub/Sub, so that nobody pays for what is not theirs."""
+
+    #: How often a process was told of an outage when it sent a task.
+    outages: Counter[tuple[object, str]] = field(default_factory=Counter)
+    #: How often it was told so of a topic, or that there is none: it rests then.
+    troubles: Counter[tuple[object, str]] = field(default_factory=Counter)
+
+    def told(self, request: Request, code: grpc.StatusCode) -> None:
+        """Take in what a process is told of its request."""
+        kind = kind_of(code.name.lower())
+        if kind is Kind.OUTAGE:
+            self.outages.update((request.process, id) for id in request.ids)
+        if kind in {Kind.OUTAGE, Kind.TARGET}:
+            self.troubles[request.process, request.topic.rpartition("/")[2]] += 1
+
+    def wrong(self, row: StoredTask, mark: Charged, claim: "Claim", locked_at: datetime) -> Iterator[str]:
+        """Give what is wrong with a charge that a claim is about to commit."""
+        if row.sent_at is not None:
+            return  # it was marked before it was sent, and is given back
+        if mark.error is not None:
+            yield from self._not_to_be_paid(row, mark.error.partition(":")[0], claim)
+            yield from _wrong_price(row, mark, mark.error, locked_at)
+        elif mark.attempts != row.attempts:
+            yield "pays for a task that it stands behind"
+
+    def _not_to_be_paid(self, row: StoredTask, reason: str, claim: "Claim") -> Iterator[str]:
+        if reason != "expired" and row.id not in claim.answered:
+            yield f"pays for {reason}, and was not tried"
+        if kind_of(reason) is Kind.OUTAGE and self.outages[claim.process, row.id] < 2:
+            yield "pays for the first outage that it met"
+        if kind_of(reason) is Kind.TARGET and self.troubles[claim.process, row.topic] < 2:
+            yield "pays for its topic, which did not rest before"
+
+
+def _wrong_price(row: StoredTask, mark: Charged, error: str, locked_at: datetime) -> Iterator[str]:
+    reason = error.partition(":")[0]
+    if mark.attempts != row.attempts + 1:
+        yield f"pays {mark.attempts - row.attempts} attempts"
+    if len(error) > MAX_ERROR:
+        yield f"gets a LastError of {len(error)} characters"
+    young = kind_of(reason) is Kind.TARGET and locked_at - row.created_at < DEAD_AFTER
+    if mark.dead != (kind_of(reason) is Kind.CONTENT or (mark.attempts >= MAX_ATTEMPTS and not young)):
+        yield f"is {'' if mark.dead else 'not '}dead after {mark.attempts} times {reason}"
+    elif not mark.dead and mark.available_at is not None:
+        full = timedelta(seconds=min(INITIAL_BACKOFF * 2 ** (mark.attempts - 1), LONGEST_BACKOFF))
+        if not full / 2 <= mark.available_at - locked_at < full:
+            yield f"waits for {mark.available_at - locked_at} after attempt {mark.attempts}"
