@@ -153,16 +153,16 @@ class Version:
     created_at: datetime
     locked_at: datetime  # by the database's clock
 
-    def is_still(self, row: Row, now: datetime) -> bool:
-        """Tell whether a row, locked again at the database's time `now`, is the one that was published.
+    def is_still(self, row: Row) -> bool:
+        """Tell whether a row that is locked again is the one that was published.
 
-        Not if it was registered again under its id, nor if an operator made it due since, with attempts anew (`outbox
-        retry`): that is asked of tasks that are marked, by whomever, and the task shall be sent again.
+        Not if it was registered again under its id, nor if an operator has put its time after the lock, with attempts
+        anew (`outbox retry`): that is asked of tasks that are marked, by whomever, and the task shall be sent again.
         """
         if self.created_at != row.created_at:
             return False
-        due_since = row.available_at if row.attempts == 0 and not row.parked else None
-        return due_since is None or not self.locked_at < due_since <= now
+        asked_for = row.available_at if row.attempts == 0 and not row.parked else None
+        return asked_for is None or asked_for <= self.locked_at
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def taken(
         row, version = by_id.get(id), published.get(id)
         if row is None:
             outcomes[id] = Taken("gone")
-        elif row.sent_at is not None or (version is not None and not version.is_still(row, now)):
+        elif row.sent_at is not None or (version is not None and not version.is_still(row)):
             outcomes[id] = Taken("sent")
         elif version is not None:
             continue

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 
 from publishworker.task import Group, Row, Version
 from publishworker.turn.sampling import Limits
@@ -43,10 +42,10 @@ class Doubts:
         for id in ids:
             self._entries.pop(id, None)
 
-    def is_about(self, row: Row, now: datetime) -> bool:
-        """Tell whether this very row is remembered, which is locked again at the database's time `now`."""
+    def is_about(self, row: Row) -> bool:
+        """Tell whether this very row is remembered, which is locked again."""
         doubt = self._entries.get(row.id)
-        return doubt is not None and doubt.version.is_still(row, now)
+        return doubt is not None and doubt.version.is_still(row)
 
     def ids(self) -> frozenset[str]:
         """Return all that is remembered; what is too old is forgotten here."""

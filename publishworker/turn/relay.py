@@ -239,8 +239,8 @@ class Relay:
         """
         doubtful = self._doubts.ids()
 
-        def published(rows: Sequence[Row], now: datetime) -> Mapping[str, Mark]:
-            return {row.id: Sent("") for row in rows if row.sent_at is None and self._doubts.is_about(row, now)}
+        def published(rows: Sequence[Row], _now: datetime) -> Mapping[str, Mark]:
+            return {row.id: Sent("") for row in rows if row.sent_at is None and self._doubts.is_about(row)}
 
         flights = Flights(lambda group: self._delivery.mark(group, published), self._clock, self._beat)
         for group in self._doubts.groups(self._limits):

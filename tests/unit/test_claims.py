@@ -83,7 +83,7 @@ def test_without_a_key_nothing_is_held_and_nothing_counts_as_parked() -> None:
 def test_what_was_published_needs_its_mark_wherever_it_stands() -> None:
     """A run of the transaction before this one has published it; what holds the key now came later."""
     group = Group("orders", ("a", "b", "c"), keys=("k", "k", "k"))
-    rows = (row("a", available_at=LATER), row("b", available_at=LATER, topic="invoices"), row("c"))
+    rows = (row("a", available_at=LATER), row("b", available_at=LATER, attempts=1, topic="invoices"), row("c"))
     published = dict.fromkeys("bc", Version(BEFORE, BEFORE))
     assert reasons(group, *rows, published=published) == {"a": "not_due"}
     assert reasons(group, row("b", sent_at=BEFORE), published=published) == {"a": "gone", "b": "sent", "c": "gone"}

@@ -111,13 +111,13 @@ FAULTS = (
     Fault(
         "What an operator has asked for since is not marked.",
         "publishworker/task.py",
-        "return due_since is None or not self.locked_at < due_since <= now",
+        "return asked_for is None or asked_for <= self.locked_at",
         "return True",
     ),
     Fault(
         "Nor in a run after an abort.",
         TURN + "claims.py",
-        " or (version is not None and not version.is_still(row, now)):",
+        " or (version is not None and not version.is_still(row)):",
         ":",
     ),
     # Errors
