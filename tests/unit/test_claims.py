@@ -86,6 +86,7 @@ def test_what_was_published_needs_its_mark_wherever_it_stands() -> None:
     rows = (row("a", available_at=LATER), row("b", available_at=LATER, attempts=1, topic="invoices"), row("c"))
     published = dict.fromkeys("bc", Version(BEFORE, BEFORE))
     assert reasons(group, *rows, published=published) == {"a": "not_due"}
+    assert reasons(group, *rows, published={"b": published["b"]}) == {"a": "not_due", "c": "held"}
     assert reasons(group, row("b", sent_at=BEFORE), published=published) == {"a": "gone", "b": "sent", "c": "gone"}
 
 

@@ -307,6 +307,13 @@ def test_no_more_bytes_are_started_than_fit(sizes: tuple[int, ...], free: int, a
     assert fitting(groups, free, alone=alone) == groups[:expected]
 
 
+def test_a_group_may_have_just_as_many_bytes_as_are_allowed() -> None:
+    """And not one more."""
+    found = [candidate("a", size=60), candidate("b", size=40)]
+    assert [len(group.ids) for group in sample(found, Limits(5, 100, 9), Random(1))] == [2]
+    assert [len(group.ids) for group in sample(found, Limits(5, 99, 9), Random(1))] == [1, 1]
+
+
 def test_a_group_says_how_many_bytes_it_has() -> None:
     """So that those in flight can be added up."""
     found = [candidate("a", size=10), candidate("b", size=5)]
