@@ -148,21 +148,25 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """Which row was published: one has its id later, perhaps, that was not."""
+    """A row as it was when its task was tried, but for the body.
 
+    What is known of one version says nothing of another one: the row was registered again under its id, another worker
+    failed on it, or an operator wants it sent again (`outbox retry`).
+    """
+
+    topic: str
+    ordering_key: str | None
     created_at: datetime
-    locked_at: datetime  # by the database's clock
+    available_at: datetime | None
+    expires_at: datetime | None
+    attempts: int
+    parked: bool
 
-    def is_still(self, row: Row) -> bool:
-        """Tell whether a row that is locked again is the one that was published.
-
-        Not if it was registered again under its id, nor if an operator has put its time after the lock, with attempts
-        anew (`outbox retry`): that is asked of tasks that are marked, by whomever, and the task shall be sent again.
-        """
-        if self.created_at != row.created_at:
-            return False
-        asked_for = row.available_at if row.attempts == 0 and not row.parked else None
-        return asked_for is None or asked_for <= self.locked_at
+    @classmethod
+    def of(cls, row: Row) -> "Version":
+        """Return a row's version."""
+        when = row.created_at, row.available_at, row.expires_at
+        return cls(row.topic, row.ordering_key, *when, row.attempts, row.parked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +180,7 @@ class Sent:
 class Taken:
     """Not to be sent here and now.
 
-    Another worker has sent it (and an operator perhaps made it unsent since), its row is gone, it is not due, its topic
+    Another worker has sent it (or somebody has changed its row since we did), its row is gone, it is not due, its topic
     was changed, or it must be marked first, in a group of its own, or one that stands before it in its ordering key is
     not due.
     """
@@ -226,9 +230,9 @@ Mark = Sent | Charged | Parked
 class GroupResult:
     """What became of one group. Without `error` the commit landed, and with it every mark.
 
-    `tried` is what came of each attempt, kept over re-runs of the transaction, and `versions` of which row; `locked_at`
-    is when the rows were last locked, by the database's clock; `outcomes` is what the last run decided. They differ
-    where another worker sent a task while ours was published: tried says Sent, outcomes says Taken. `charged`
+    `tried` is what came of each attempt, kept over re-runs of the transaction, and `versions` of which rows;
+    `locked_at` is when they were last locked, by the database's clock; `outcomes` is what the last run decided. They
+    differ where another worker sent a task while ours was published: tried says Sent, outcomes says Taken. `charged`
     are the failures that were written down, `traces` the trace ids of their messages if they have any, `parked` tasks
     that were put off behind the head of their key, `in_doubt` those that are marked, at most once, and not known to be
     published. `runs` counts the transaction's runs: each but the last was aborted. `waited` is for how many seconds

@@ -25,8 +25,8 @@ def taken(
     """Return those of the group's tasks that are not to be sent here, each with the reason.
 
     Those that an earlier run of the transaction has `published` need their mark, unless their rows are gone or sent, or
-    were and are to be sent again: another claim's. A task that is not due holds back what follows in its key, but not
-    if it is expired, or dead and these are passed over.
+    somebody has written them since: in doubt they are published again. A task that is not due holds back what follows
+    in its key, but not if it is expired, or dead and these are passed over.
     """
     by_id = {row.id: row for row in rows}
     outcomes: dict[str, Outcome] = {}
@@ -35,7 +35,7 @@ def taken(
         row, version = by_id.get(id), published.get(id)
         if row is None:
             outcomes[id] = Taken("gone")
-        elif row.sent_at is not None or (version is not None and not version.is_still(row)):
+        elif row.sent_at is not None or (version is not None and version != Version.of(row)):
             outcomes[id] = Taken("sent")
         elif version is not None:
             continue

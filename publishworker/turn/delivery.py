@@ -138,7 +138,6 @@ class Delivery:
         result.tried |= outcomes
         result.phases[PUBLISH] = result.phases.get(PUBLISH, 0.0) + ended - began
         if (now := result.locked_at) is not None:
-            result.versions |= {row.id: Version(row.created_at, now) for row in rows}
             for row in rows:
                 if isinstance(outcomes.get(row.id), Sent):
                     due = max(row.created_at, row.available_at or row.created_at)
@@ -178,10 +177,18 @@ class Delivery:
         return self._retries.park(head, charged.available_at, now)
 
     def _ours(self, result: GroupResult, rows: Sequence[Row], now: datetime) -> list[Row]:
-        """Note what is not to be sent here, and return the rest, the tasks of a key in their order."""
+        """Note what is not to be sent here, and return the rest, the tasks of a key in their order.
+
+        What an earlier run tried in vain is tried afresh if somebody has written the row since.
+        """
+        versions = {row.id: Version.of(row) for row in rows}
+        for id in result.failed():
+            if id in versions and versions[id] != result.versions[id]:
+                del result.tried[id]
         result.outcomes = taken(result.group, rows, now, result.published(), pass_dead=self._pass_dead)
         left = {*result.outcomes, *result.group.wakes}
         ours = [row for row in in_order(result.group, rows) if row.id not in left]
+        result.versions |= {row.id: versions[row.id] for row in ours if row.id not in result.tried}
         result.locked_at = now
         return ours
 

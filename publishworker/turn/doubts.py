@@ -43,9 +43,9 @@ class Doubts:
             self._entries.pop(id, None)
 
     def is_about(self, row: Row) -> bool:
-        """Tell whether this very row is remembered, which is locked again."""
+        """Tell whether this very row is remembered, as it was when it was published."""
         doubt = self._entries.get(row.id)
-        return doubt is not None and doubt.version.is_still(row)
+        return doubt is not None and doubt.version == Version.of(row)
 
     def ids(self) -> frozenset[str]:
         """Return all that is remembered; what is too old is forgotten here."""

@@ -122,6 +122,8 @@ class ModelStore(FakeStore):
         ledger = self.world.ledger
         ledger.check_marks(marks)
         for id, mark in marks.items():
+            if not isinstance(mark, Sent) and ledger.tasks[id].published:
+                self.world.repeats.allow([id])  # who has published it does not know the row any more
             if isinstance(mark, Charged):
                 wrong = self.world.charges.wrong(self.rows[id], mark, claim, locked_at)
                 ledger.broken.extend(f"{id} {each}" for each in wrong)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from datetime import timedelta
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -310,35 +311,47 @@ def test_a_failed_commit_charges_nothing(bench: Bench) -> None:
     assert (states(bench), bench.count(m.DEAD)) == ({"bad": "dead"}, 1)
 
 
-def test_a_run_again_counts_attempts_from_the_row_as_it_is_then(bench: Bench) -> None:
-    """Another worker charged one in between: ours is added to it, without a second try."""
+def test_a_run_again_leaves_what_another_worker_has_charged_meanwhile(bench: Bench) -> None:
+    """Its charge stands: the row has another attempt and another time, and ours was on the row before."""
     bench.insert("bad")
     bench.publisher.failing["bad"] = ODD
-
-    def abort_and_be_overtaken() -> None:
-        bench.store.before_commit = lambda: None
-        bench.store.rows["bad"].attempts = 4
-        raise Abort
-
-    bench.store.before_commit = abort_and_be_overtaken
+    later = bench.store.now + timedelta(hours=1)
+    abort_once(bench, "bad", attempts=4, available_at=later)
     bench.turns()
-    assert bench.store.rows["bad"].attempts == 5
+    assert (bench.store.rows["bad"].attempts, bench.store.rows["bad"].available_at) == (4, later)
     assert len(bench.publisher.requests) == 1
 
 
-def test_a_run_again_marks_what_it_published_even_if_it_was_put_off_meanwhile(bench: Bench) -> None:
-    """Not due any more, and still sent: only another worker's mark says otherwise."""
-    bench.insert("a")
-
-    def abort_and_be_overtaken() -> None:
-        bench.store.before_commit = lambda: None
-        bench.store.rows["a"].available_at = bench.store.now + timedelta(hours=1)
-        raise Abort
-
-    bench.store.before_commit = abort_and_be_overtaken
+def test_a_failure_says_nothing_of_a_row_that_was_written_since(bench: Bench) -> None:
+    """An operator gave it more time while the transaction was run: it is not dead, and sent in the same turn."""
+    bench.insert("a", expires_at=bench.store.now)
+    abort_once(bench, "a", expires_at=None)
     bench.turns()
     assert states(bench) == {"a": "sent"}
-    assert bench.publisher.ids() == ["a"]
+    assert (bench.publisher.ids(), bench.count(m.DEAD)) == (["a"], 0)
+
+
+def test_a_run_again_does_not_mark_what_was_written_meanwhile(bench: Bench) -> None:
+    """Perhaps an operator wants it sent again, and it failed since: in doubt a duplicate, which is counted."""
+    bench.insert("a")
+    abort_once(bench, "a", attempts=1, available_at=bench.store.now + timedelta(hours=1))
+    bench.turns()
+    assert (states(bench), bench.count(m.ALREADY_PUBLISHED)) == ({"a": "put off"}, 1)
+    bench.wait(3600)
+    bench.turns()
+    assert (states(bench), bench.publisher.ids()) == ({"a": "sent"}, ["a", "a"])
+
+
+def abort_once(bench: Bench, id: str, **columns: Any) -> None:
+    """Let the next commit be aborted by somebody who writes columns of a row."""
+
+    def abort() -> None:
+        bench.store.before_commit = lambda: None
+        for name, value in columns.items():
+            setattr(bench.store.rows[id], name, value)
+        raise Abort
+
+    bench.store.before_commit = abort
 
 
 def test_an_expired_task_is_dead_and_not_sent(bench: Bench) -> None:
@@ -408,12 +421,7 @@ def test_a_failure_that_another_worker_made_good_between_two_runs_is_not_counted
     bench.insert("a")
     bench.publisher.failing["a"] = Failed("invalid_argument", "no")
 
-    def abort_and_be_overtaken() -> None:
-        bench.store.before_commit = lambda: None
-        bench.store.rows["a"].sent_at = bench.store.now
-        raise Abort
-
-    bench.store.before_commit = abort_and_be_overtaken
+    abort_once(bench, "a", sent_at=bench.store.now)
     turns = bench.turns()
     assert bench.count(m.DEAD) == 0
     assert sum(turn.charged for turn in turns) == 0

@@ -105,20 +105,26 @@ FAULTS = (
     Fault(
         "Only the very row that was published is marked.",
         "publishworker/task.py",
-        "        if self.created_at != row.created_at:\n            return False\n",
-        "",
+        "when = row.created_at, row.available_at",
+        "when = datetime.max, row.available_at",
     ),
     Fault(
         "What an operator has asked for since is not marked.",
         "publishworker/task.py",
-        "return asked_for is None or asked_for <= self.locked_at",
-        "return True",
+        "when = row.created_at, row.available_at, row.expires_at",
+        "when = row.created_at, None, row.expires_at",
     ),
     Fault(
         "Nor in a run after an abort.",
         TURN + "claims.py",
-        " or (version is not None and not version.is_still(row)):",
+        " or (version is not None and version != Version.of(row)):",
         ":",
+    ),
+    Fault(
+        "A failure says nothing of a row that was written since.",
+        TURN + "delivery.py",
+        "if id in versions and versions[id] != result.versions[id]:",
+        "if False:",
     ),
     # Errors
     Fault(
