@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from publishworker.task import Group, GroupResult, Key
 
@@ -34,6 +35,14 @@ class StuckGroup(Exception):
         self.seconds = seconds
 
 
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """One group on its way. Two may be of equal groups."""
+
+    group: Group
+    seconds: float = 0.0  # as of the last look
+
+
 class Flights:
     """Starts groups and collects their results. It belongs to one thread; only `fly` runs on others.
 
@@ -51,63 +60,61 @@ class Flights:
         self._fly = fly
         self._clock = clock
         self._beat = beat
-        self._threads: dict[Group, threading.Thread] = {}
-        self._flown: dict[Group, float] = {}  # seconds, as of the last look
+        self._threads: dict[_Flight, threading.Thread] = {}
         self._looked_at = clock()
-        self._ended: queue.SimpleQueue[tuple[Group, GroupResult | BaseException]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[_Flight, GroupResult | BaseException]] = queue.SimpleQueue()
 
     def __len__(self) -> int:
         """Return how many groups have been started and not been collected."""
         return len(self._threads)
 
+    def _groups(self) -> list[Group]:
+        return [flight.group for flight in self._threads]
+
     def ids(self) -> frozenset[str]:
         """Return the ids of their tasks."""
-        return frozenset(id for group in self._threads for id in group.ids)
+        return frozenset(id for group in self._groups() for id in group.ids)
 
     def by_topic(self) -> Counter[str]:
         """Return how many groups each topic has in flight."""
-        return Counter(group.topic for group in self._threads)
+        return Counter(group.topic for group in self._groups())
 
     def tasks_by_topic(self) -> Counter[str]:
         """Return how many tasks each topic has in flight, but for those that are only parked."""
         tasks: Counter[str] = Counter()
-        for group in self._threads:
+        for group in self._groups():
             tasks[group.topic] += 0 if group.parks else len(group.ids)
         return tasks
 
     def bytes(self) -> int:
         """Return how many bytes of messages they have."""
-        return sum(group.bytes for group in self._threads)
+        return sum(group.bytes for group in self._groups())
 
     def parking(self) -> int:
         """Return how many groups only park tasks."""
-        return sum(group.parks for group in self._threads)
+        return sum(group.parks for group in self._groups())
 
     def keys(self) -> frozenset[Key]:
         """Return the ordering keys of their tasks: one request of a key at a time."""
-        return frozenset(Key(group.topic, key) for group in self._threads for key in group.keys if key is not None)
+        return frozenset(Key(group.topic, key) for group in self._groups() for key in group.keys if key is not None)
 
     def start(self, group: Group) -> None:
         """Let a group fly."""
-        thread = threading.Thread(target=self._run, args=(group,), name="group", daemon=True)
-        self._threads[group] = thread
-        self._flown[group] = 0.0
-        thread.start()
+        flight = _Flight(group)
+        self._threads[flight] = threading.Thread(target=self._run, args=(flight,), name="group", daemon=True)
+        self._threads[flight].start()
 
     def check(self) -> None:
         """Raise StuckGroup if groups do not end; they are given up then."""
         step, self._looked_at = min(self._clock() - self._looked_at, LONGEST_STEP), self._clock()
-        self._flown = {group: seconds + step for group, seconds in self._flown.items()}
+        for flight in self._threads:
+            flight.seconds += step
         # One whose thread has ended waits to be collected, as long as it may be.
-        stuck = [group for group in self._flown if self._flown[group] > STUCK_SECONDS and self._is_flying(group)]
+        stuck = [each for each, thread in self._threads.items() if each.seconds > STUCK_SECONDS and thread.is_alive()]
         if stuck:
-            seconds = self._flown[stuck[0]]
-            for group in stuck:
-                del self._threads[group], self._flown[group]
-            raise StuckGroup(stuck, seconds)
-
-    def _is_flying(self, group: Group) -> bool:
-        return self._threads[group].is_alive()
+            for flight in stuck:
+                del self._threads[flight]
+            raise StuckGroup([flight.group for flight in stuck], stuck[0].seconds)
 
     def landed(self, leave: int = 0, patience: float | None = None, longest: float | None = None) -> list[GroupResult]:
         """Wait until at most `leave` groups fly; return the results of those that have ended.
@@ -121,29 +128,29 @@ class Flights:
         while self._threads:
             wait = WATCH_SECONDS if end is None else max(0.0, end - self._clock())
             try:
-                group, result = self._ended.get(timeout=0 if len(self._threads) <= leave else wait)
+                flight, result = self._ended.get(timeout=0 if len(self._threads) <= leave else wait)
             except queue.Empty:
                 if end is not None or len(self._threads) <= leave:
                     break
                 self._beat()
                 self.check()
                 continue
-            if group not in self._threads:
+            if flight not in self._threads:
                 continue
             if not results and patience is not None:
                 end = min(self._clock() + patience, float("inf") if end is None else end)
-            del self._threads[group], self._flown[group]
+            del self._threads[flight]
             if isinstance(result, BaseException):
                 self._join()
                 raise result
             results.append(result)
         return results
 
-    def _run(self, group: Group) -> None:
+    def _run(self, flight: _Flight) -> None:
         try:
-            self._ended.put((group, self._fly(group)))
+            self._ended.put((flight, self._fly(flight.group)))
         except BaseException as error:
-            self._ended.put((group, error))
+            self._ended.put((flight, error))
 
     def _join(self) -> None:
         end = time.monotonic() + JOIN_SECONDS

@@ -86,6 +86,8 @@ class Relay:
         results = self._flights.landed(self._limits.groups)  # before the poll, which may fail for a long time
         changed = self._learn(results)
         self._flights.check()
+        if not stopping():
+            self._follow_up(results)  # before the sample: what is in flight is no candidate
         full = len(self._flights) >= self._limits.groups or self._flights.bytes() >= self._limits.bytes
         found = Found() if full else self._poll()
         self._beat()
@@ -103,7 +105,7 @@ class Relay:
         changed |= self._learn(later)
         results += later
         if not stopping():
-            self._follow_up(results)
+            self._follow_up(later)
         return self._turn(found, results, waits=waits and not results, changed=changed)
 
     def finish(self) -> Turn:

@@ -1,16 +1,18 @@
 """Tasks that are marked before they are published: a loss rather than a duplicate, and only in one window."""
 
+import threading
 from collections.abc import Collection, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pytest
 
 from outbox.states import NEVER
-from publishworker.spanner.store import StoreError
+from publishworker.spanner.store import Decide, StoreError
 from publishworker.task import Failed, Outcome, Row
 from publishworker.telemetry import metrics as m
 from tests.support.fakes import Abort, FakePublisher, FakeStore
 from tests.support.relay_bench import Bench, times
+from tests.support.waiting import eventually
 
 LOST = Failed("deadline_exceeded", "no answer")
 
@@ -43,6 +45,32 @@ def test_it_is_marked_before_it_is_published_in_a_group_of_its_own(bench: Bench)
     assert sorted(publisher.requests) == [["once"], ["other"]]
     assert bench.unsent() == []
     assert (bench.count(m.PUBLISHED), bench.count(m.IN_DOUBT)) == (2, 0)
+
+
+def test_a_task_that_waits_for_its_own_group_is_taken_by_no_other(bench: Bench) -> None:
+    """What finds it out lands between two turns, and the poll still sees the task."""
+    bench.relay = bench.another(groups=4, stragglers=3, patience=0.0)
+    flights, claims, hold = bench.relay._flights, list[Sequence[str]](), threading.Event()
+
+    def look_slowly() -> None:
+        bench.store.before_commit = lambda: None
+        hold.wait(10)
+
+    claim = bench.store.claim
+
+    def noted(ids: Sequence[str], decide: Decide) -> datetime:
+        claims.append(ids)
+        return claim(ids, decide)
+
+    bench.store.claim, bench.store.before_commit = noted, look_slowly  # type: ignore[method-assign]
+    bench.insert("once", at_most_once=True)
+    eventually(lambda: bool(bench.relay.turn() and claims))
+    hold.set()
+    eventually(lambda: not flights._ended.empty())
+    bench.turns()
+    bench.relay.finish()
+    assert claims == [("once",), ("once",)]
+    assert (bench.publisher.ids(), bench.count(m.ALREADY_PUBLISHED)) == (["once"], 0)
 
 
 def test_a_commit_that_may_have_landed_is_not_followed_by_a_publish(bench: Bench) -> None:

@@ -108,6 +108,15 @@ def test_a_defect_is_raised_after_the_others_have_ended(air: Air) -> None:
     assert all(not thread.is_alive() for thread in air.flights._threads.values())
 
 
+def test_groups_that_are_equal_are_two(air: Air) -> None:
+    """One that has landed takes the other one out of nobody's sight."""
+    air.start("a")
+    air.flights.start(Group("a", ("task-of-a",)))
+    assert len(air.flights) == 2
+    air.land("a")
+    assert topics(air.flights.landed()) == ["a", "a"]
+
+
 def test_every_group_has_a_thread_of_its_own(air: Air) -> None:
     """A thread that the client has poisoned is never used again: it ends with its group."""
     for topic in ("a", "b"):
