@@ -82,15 +82,17 @@ class Lane:
 
     requests: deque[tuple[list[str], Any]]
     ordered: bool = False
+    #: Those that were refused together last, and not told apart yet.
+    refused: Sequence[str] = ()
 
     def smaller(self, ids: Sequence[str], request: Any) -> list["Lane"]:
         """Return the lanes for what was refused: single messages, or halves where their order is kept."""
         pairs = list(zip(ids, request.messages, strict=True))
         if not self.ordered:
-            return [Lane(deque(requests(request.topic, [pair]))) for pair in pairs]
+            return [Lane(deque(requests(request.topic, [pair])), refused=(pair[0],)) for pair in pairs]
         middle = len(pairs) // 2
         halves = (each for half in (pairs[:middle], pairs[middle:]) for each in requests(request.topic, half))
-        return [Lane(deque(halves) + self.requests, ordered=True)]
+        return [Lane(deque(halves) + self.requests, ordered=True, refused=ids)]
 
 
 def lanes(topic: str, good: Sequence[tuple[str, Any]], singly: Collection[str]) -> list[Lane]:

@@ -5,6 +5,7 @@ that is kept (the high-level publisher's futures can be given up, not stopped).
 """
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ from publishworker.failures import reason_of
 from publishworker.pubsub import messages
 from publishworker.task import Failed, Outcome, Row, Sent
 from publishworker.telemetry import tracing
+
+#: Tasks that a publisher remembers because they were refused together; older ones are forgotten.
+MAX_REFUSED = 10_000
 
 
 class Publisher(Protocol):
@@ -54,6 +58,8 @@ class PubSubPublisher:
         self._project = project
         self._allowed = allowed
         self._clock = clock
+        self._refused: dict[str, None] = {}  # together, and there was no time to tell which of them is the culprit
+        self._lock = threading.Lock()
         self._publish = transport.grpc_channel.unary_unary(
             "/google.pubsub.v1.Publisher/Publish",
             request_serializer=PublishRequest.pb().SerializeToString,
@@ -65,11 +71,13 @@ class PubSubPublisher:
     ) -> dict[str, Outcome]:
         """See Publisher. All share one deadline; what needs no order goes out at once.
 
-        What goes out later has at least half of the time: a healthy message must not fail because little was left.
+        What goes out later has at least half of the time: a healthy message must not fail because little was left. So
+        what was refused together may not be told apart in time; it goes singly the next time.
         """
         name = messages.topic_name(topic, self._project)
         call = _Call(name, self._clock() + seconds)
         good, failed = self._prepared(name, rows)
+        singly = {row.id for row in rows if row.id in self._refused} | {*singly}
         with tracing.sending(name, [message for _, message in good], call.outcomes):
             flying = sum(self._start(lane, call) for lane in messages.lanes(name, good, singly))
             while flying:
@@ -77,6 +85,7 @@ class PubSubPublisher:
                 flying -= 1
                 for each in _answered(lane, future, call):
                     flying += self._start(each, call, least=seconds / 2)
+        self._remember(call)
         return failed | call.outcomes
 
     def refusals(self, topic: str, rows: Sequence[Row]) -> dict[str, Failed]:
@@ -116,6 +125,15 @@ class PubSubPublisher:
                 stopped.add(row.ordering_key)
         return good, failed
 
+    def _remember(self, call: "_Call") -> None:
+        """Keep what was refused and not tried again; whoever has an outcome is known."""
+        with self._lock:
+            self._refused |= dict.fromkeys(call.left)
+            for id in call.outcomes:
+                self._refused.pop(id, None)
+            for id in list(self._refused)[: max(0, len(self._refused) - MAX_REFUSED)]:
+                del self._refused[id]
+
     def _start(self, lane: messages.Lane, call: "_Call", least: float = 0.0) -> bool:
         """Send the first request of a lane, if more than `least` seconds are left; return whether an answer will come.
 
@@ -127,6 +145,7 @@ class PubSubPublisher:
             return False
         remaining = call.deadline - self._clock()
         if remaining <= least:
+            call.left += lane.refused
             return False
         header = (("x-goog-request-params", f"topic={quote(call.name, safe='')}"),)
         future = self._publish.future(request, timeout=remaining, metadata=header)
@@ -141,6 +160,7 @@ class _Call:
     name: str
     deadline: float
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)  # refused with others, and not tried again in time
     answers: queue.SimpleQueue[tuple[messages.Lane, Any]] = field(default_factory=queue.SimpleQueue)
 
 

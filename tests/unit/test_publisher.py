@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -45,6 +45,13 @@ def broken(id: str) -> Row:
     return Row(id, "orders", b"\xff\xff\xff", None, datetime.now(UTC), None, None)
 
 
+def refuse_poison(request: Any, context: grpc.ServicerContext) -> Any:
+    """Refuse a request because of one of its messages."""
+    if any(message.data == b"poison" for message in request.messages):
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "poison")
+    return accept(request, context)
+
+
 def ids_of(request: Any) -> list[str]:
     """Return the tasks of a request."""
     return [message.attributes[TASK_ID_ATTRIBUTE] for message in request.messages]
@@ -65,12 +72,6 @@ def test_a_group_is_one_request(publisher: PubSubPublisher, server: PubSubServer
 
 def test_a_request_refused_as_invalid_goes_out_singly(publisher: PubSubPublisher, server: PubSubServer) -> None:
     """Nothing of it was published, and one message may be the culprit for all: only that one fails."""
-
-    def refuse_poison(request: Any, context: grpc.ServicerContext) -> Any:
-        if any(message.data == b"poison" for message in request.messages):
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "poison")
-        return accept(request, context)
-
     server.publish = refuse_poison
     outcomes = publisher.publish("orders", [row("a"), row("bad", b"poison"), row("b")], 5)
     assert isinstance(outcomes["a"], Sent)
@@ -128,6 +129,62 @@ def test_what_is_not_tried_in_time_has_no_outcome(server: PubSubServer) -> None:
     server.publish = refuse(grpc.StatusCode.INVALID_ARGUMENT)
     assert publisher.publish("orders", [row("a"), row("b")], 5) == {}
     assert len(server.requests) == 1
+
+
+class Slowly:
+    """A publisher, and a server that takes seconds over each request of several messages; so says the clock."""
+
+    def __init__(self, server: PubSubServer, *seconds: float) -> None:
+        """Let the requests of several messages take so long, one after the other."""
+        self.seconds, left = 0.0, [*seconds]
+
+        def answer(request: Any, context: grpc.ServicerContext) -> Any:
+            if len(request.messages) > 1 and left:
+                self.seconds += left.pop(0)
+            return refuse_poison(request, context)
+
+        server.publish = answer
+        transport = PublisherGrpcTransport(channel=grpc.insecure_channel(server.address))
+        self.publisher = PubSubPublisher(transport, "project", clock=lambda: self.seconds)
+
+    def publish(self, rows: Sequence[Row]) -> dict[str, str]:
+        """Publish, and return what came of it."""
+        outcomes = self.publisher.publish("orders", rows, 5)
+        return {id: getattr(outcome, "reason", "sent") for id, outcome in outcomes.items()}
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+def test_what_was_refused_together_and_not_told_apart_in_time_goes_singly_next(
+    server: PubSubServer, key: str | None
+) -> None:
+    """Else it would be refused together for ever. Once its outcome is known it is a task as any."""
+    slowly = Slowly(server, 3)
+    rows = [row("a", ordering_key=key), row("bad", b"poison", ordering_key=key), row("c", ordering_key=key)]
+    assert slowly.publish(rows) == {}
+    assert slowly.publish(rows) == {"a": "sent", "bad": "invalid_argument"} | ({} if key else {"c": "sent"})
+    assert slowly.publish([row("a", ordering_key=key), row("d", ordering_key=key)]) == {"a": "sent", "d": "sent"}
+    sizes = [len(request.messages) for request in server.requests]
+    assert sizes == [3, 1, 1, *([] if key else [1]), 2]
+
+
+def test_of_a_key_only_those_go_singly_that_were_refused_last(server: PubSubServer) -> None:
+    """The half in which the culprit is; the other one goes as a request."""
+    slowly = Slowly(server, 1, 3)
+    rows = [row(id, b"poison" if id == "b" else b"data", ordering_key="k") for id in "abcd"]
+    assert slowly.publish(rows) == {}
+    mended = [row(id, ordering_key="k") for id in "abcd"]
+    assert slowly.publish(mended) == dict.fromkeys("abcd", "sent")
+    assert [len(request.messages) for request in server.requests] == [4, 2, 1, 1, 2]
+
+
+def test_the_memory_of_what_was_refused_is_bounded(server: PubSubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are forgotten, and refused together once more."""
+    monkeypatch.setattr("publishworker.pubsub.publisher.MAX_REFUSED", 2)
+    slowly = Slowly(server, 3)
+    rows = [row(id, b"poison" if id == "b" else b"data") for id in "abcd"]
+    assert slowly.publish(rows) == {}
+    assert slowly.publish([row(id) for id in "abcd"]) == dict.fromkeys("abcd", "sent")
+    assert sorted(len(request.messages) for request in server.requests[1:]) == [1, 1, 2]
 
 
 def test_a_later_request_has_half_of_the_time_or_is_not_tried(server: PubSubServer) -> None:
