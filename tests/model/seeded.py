@@ -85,7 +85,7 @@ def page(rows: list[tuple[Fault, str, str]]) -> str:
 
 What `python -m tests.model.seeded` wrote on {datetime.now(UTC):%Y-%m-%d}, with spanner-outbox {__version__}: each rule
 is broken in a copy of the code, by the replacement that `tests/model/rules` holds, and the tests are run on it.
-*Histories* is the random machine in its short form, 120 of them ([what it is](model.md)). It notices {noticed} of
+*Histories* is the random machine in its short form, 200 of them ([what it is](model.md)). It notices {noticed} of
 {asked}; `-` says that it does not, nothing that it has none of what the rule is about, as shards, polls, processes or
 Spanner. The last column is the first test of the broken part that fails.
 

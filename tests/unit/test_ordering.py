@@ -1,6 +1,7 @@
 """The order of a key from the poll to the mark, between fakes: who goes, and what a run is."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from random import Random
 
@@ -255,3 +256,5 @@ def test_a_run_is_one_candidate_as_urgent_as_the_most_urgent_that_was_seen(bench
     assert (run.id, run.behind, run.priority, run.created_at) == ("a", ("b", "c"), 100, at + timedelta(seconds=1))
     assert (run.tasks, run.bytes, run.wakes) == (3, 3 * len(serialized()), None)
     assert ordering.fronts(Found(seen), frozenset({Key("orders", "k")}), frozenset()) == Fronts([], busy=True)
+    other = [replace(seen[0], id="other", ordering_key="other")]
+    assert ordering.fronts(Found([*seen, *other]), frozenset({Key("orders", "k")}), frozenset()).busy

@@ -134,6 +134,28 @@ def test_a_slice_is_of_one_shard() -> None:
         assert len({id.split("-")[0] for id in group.ids}) == 1
 
 
+def test_slices_stay_whole_where_they_fit() -> None:
+    """So that workers meet in few of them: of half a group while ready and due tasks wait, else of a whole one."""
+    ready = [candidate(f"{shard}-{n}", shard=shard) for shard in (1, 2) for n in range(3)]
+    waiting = [due(f"0-{n}") for n in range(6)]
+    more = [candidate(f"{shard}-{n}", shard=shard) for shard in (1, 2) for n in range(12)]
+    for seed in range(20):
+        for group in sample(ready + waiting, Limits(6, 10**9, 2), Random(seed)):
+            tasks = Counter(id.split("-")[0] for id in group.ids)
+            assert (tasks.pop("0"), [*tasks.values()]) == (3, [3])
+        for group in sample(more, Limits(6, 10**9, 4), Random(seed)):
+            assert len({id.split("-")[0] for id in group.ids}) == 1
+
+
+def test_two_of_three_places_may_be_of_the_most_urgent_topic() -> None:
+    """Half, rounded up, though two others wait."""
+    found = [candidate(str(n), priority=100) for n in range(3)]
+    found += [candidate(topic, topic=topic) for topic in ("invoices", "refunds")]
+    groups = sample(found, Limits(1, 1000, 3), Random(1))
+    assert [group.topic for group in groups[:2]] == ["orders", "orders"]
+    assert groups[2].topic != "orders"
+
+
 def test_half_of_three_places_is_two() -> None:
     """Rounded up, so that a single place is no topic's loss."""
     found = [candidate(f"{topic}-{n}", topic=topic, shard=n) for n in range(5) for topic in ("orders", "invoices")]
