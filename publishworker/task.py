@@ -228,7 +228,7 @@ Mark = Sent | Charged | Parked
 
 @dataclass(slots=True)
 class GroupResult:
-    """What became of one group. Without `error` the commit landed, and with it every mark.
+    """What became of one group. Without `error` the commit landed, and with it every mark; else `unsure` says perhaps.
 
     `tried` is what came of each attempt, kept over re-runs of the transaction, and `versions` of which rows;
     `locked_at` is when they were last locked, by the database's clock; `outcomes` is what the last run decided. They
@@ -253,6 +253,7 @@ class GroupResult:
     in_doubt: list[str] = field(default_factory=list)
     runs: int = 0
     error: str | None = None
+    unsure: bool = False
 
     def published(self) -> dict[str, Version]:
         """Return the tasks that Pub/Sub has, whether or not the commit landed: the rows that were published, by id."""

@@ -56,6 +56,10 @@ class StoreError(NotReached):
     """Spanner did not answer, or refused. Nothing is known to be written."""
 
 
+class NotWritten(StoreError):
+    """And surely nothing is: the rows were not locked, or the transaction was aborted for the last time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Unsent:
     """How many tasks of a topic are in one of the states pending, retrying, scheduled, dead, paused.
@@ -244,7 +248,9 @@ class SpannerStore:
             if "Session not found" in str(error) and self._database is used:  # else another thread was faster
                 # Deleted by the service, or the database was restored: the client would use it for ever.
                 self._database = used.renewed()
-            raise error if isinstance(error, StoreError) else StoreError(describe(error)) from error
+            if isinstance(error, StoreError):
+                raise
+            raise (NotWritten if isinstance(error, Aborted) else StoreError)(describe(error)) from error
 
 
 def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[Row], datetime]:
@@ -266,7 +272,7 @@ def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[Row], datetime]:
     except GoogleAPICallError as error:
         # An error of its own kind makes the client leave the transaction open, with its locks. This one makes it roll
         # back, if the transaction had begun.
-        raise StoreError(describe(error)) from error
+        raise NotWritten(describe(error)) from error
     return rows.locked(found)
 
 

@@ -7,7 +7,7 @@ from datetime import datetime
 from publishworker.failures import Kind, is_refused, kind_of
 from publishworker.pubsub.messages import trace_id
 from publishworker.pubsub.publisher import Publisher
-from publishworker.spanner.store import Decide, Store, StoreError
+from publishworker.spanner.store import Decide, NotWritten, Store, StoreError
 from publishworker.task import Charged, Failed, Group, GroupResult, Mark, Outcome, Parked, Row, Sent, Taken, Version
 from publishworker.telemetry.metrics import CLAIM, COMMIT, PUBLISH
 from publishworker.turn.claims import expired, in_order, stops, taken, untried, woken
@@ -103,7 +103,7 @@ class Delivery:
 
         committed = self._claim(result, mark_first)
         if committed is None:
-            result.in_doubt = list(marked)
+            result.in_doubt = list(marked) if result.unsure else []
             return result
         self._publish(result, list(marked.values()), locked)
         back = {id: row for id, row in marked.items() if _is_surely_not_taken(result.tried.get(id))}
@@ -211,7 +211,7 @@ class Delivery:
         try:
             return self._store.claim((*result.group.ids, *result.group.wakes), timed)
         except StoreError as error:
-            result.error = str(error)
+            result.error, result.unsure = str(error), not isinstance(error, NotWritten)
             return None
         finally:
             lap()

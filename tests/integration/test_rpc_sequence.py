@@ -26,7 +26,7 @@ from grpc_status.rpc_status import to_status
 import outbox
 from publishworker.connection import COMMIT_SECONDS, LimitedDatabase, open_database
 from publishworker.spanner import sql
-from publishworker.spanner.store import SpannerStore, StoreError
+from publishworker.spanner.store import NotWritten, SpannerStore, StoreError
 from publishworker.turn.relay import Relay
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import relay_of
@@ -234,6 +234,28 @@ def test_a_commit_that_fails_for_good_is_given_up_and_remembered(
     assert len(publisher.published) == 10
     assert names(mock) == ["ExecuteSql", "ExecuteSql", "Commit"]
     assert len(mock.requests[-1].mutations[0].update.values) == 10
+
+
+def test_what_is_surely_not_written_is_said(
+    mock: SpannerServicer, database: LimitedDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the rows were not locked, or the last run was aborted; else nobody knows."""
+    prepare(mock, 1)
+    store = SpannerStore(database, 10)
+    broken = to_status(status_pb2.Status(code=code_pb2.INTERNAL, message="broken"))
+
+    def raised() -> type[Exception]:
+        with pytest.raises(StoreError) as caught:
+            store.claim(["task-000"], lambda _rows, _now: {})
+        return caught.type
+
+    mock.mock_spanner.add_error("Commit", broken)
+    assert raised() is StoreError
+    mock.mock_spanner.add_error("ExecuteStreamingSql", broken)
+    assert raised() is NotWritten
+    monkeypatch.setattr("publishworker.spanner.store.ABORTED_SECONDS", 0.0)
+    mock.mock_spanner.add_error("Commit", aborted())
+    assert raised() is NotWritten
 
 
 @pytest.mark.parametrize(("group_size", "per_thousand"), [(1, 3000), (10, 300), (100, 30)])

@@ -15,7 +15,7 @@ from outbox.states import NEVER, PARKED
 from publishworker.failures import Kind, kind_of
 from publishworker.pubsub import messages
 from publishworker.spanner import sql
-from publishworker.spanner.store import Decide, StoreError, Unsent
+from publishworker.spanner.store import Decide, NotWritten, StoreError, Unsent
 from publishworker.task import (
     Candidate,
     Charged,
@@ -204,7 +204,7 @@ class FakeStore:
 
     def _answer(self) -> None:
         if self.away:
-            raise StoreError("the fake store is away")
+            raise NotWritten("the fake store is away")
 
     def _mark(self, marks: Mapping[str, Mark]) -> datetime:
         with self._lock:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from publishworker.spanner.store import Decide, StoreError
+from publishworker.spanner.store import Decide, NotWritten, StoreError
 from publishworker.task import Charged, Key, Look, Mark, Poll, Sent, Waiting
 from tests.support.fakes import FakeStore, StoredTask
 from tests.support.order_pubsub import Request
@@ -96,7 +96,7 @@ class ModelStore(FakeStore):
         stepper = here()
         stepper.wanted = claim.ids
         if stepper.pause(Point.LOCK) is Fate.FAIL:
-            raise StoreError("no lock in time")
+            raise NotWritten("no lock in time")
         claim.holds = True
         self.holders |= dict.fromkeys(claim.ids, (stepper, claim))
         rows = [self._locked(self.rows[id]) for id in claim.ids if id in self.rows]

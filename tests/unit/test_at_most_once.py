@@ -47,6 +47,25 @@ def test_it_is_marked_before_it_is_published_in_a_group_of_its_own(bench: Bench)
     assert (bench.count(m.PUBLISHED), bench.count(m.IN_DOUBT)) == (2, 0)
 
 
+def test_what_was_surely_not_marked_is_in_no_doubt(bench: Bench) -> None:
+    """The commit of the mark is aborted, and the rows cannot be locked again: they are as they were."""
+    bench.insert("once", at_most_once=True)
+    commits = iter([None, Abort])
+
+    def go_away() -> None:
+        if next(commits) is Abort:
+            bench.store.away = True
+            raise Abort
+
+    bench.store.before_commit = go_away
+    with pytest.raises(StoreError):
+        bench.turns()
+    assert (bench.store.rows["once"].sent_at, bench.count(m.IN_DOUBT)) == (None, 0)
+    bench.store.away, bench.store.before_commit = False, lambda: None
+    bench.turns()
+    assert (bench.publisher.ids(), bench.count(m.IN_DOUBT)) == (["once"], 0)
+
+
 def test_a_task_that_waits_for_its_own_group_is_taken_by_no_other(bench: Bench) -> None:
     """What finds it out lands between two turns, and the poll still sees the task."""
     bench.relay = bench.another(groups=4, stragglers=3, patience=0.0)

@@ -205,8 +205,8 @@ FAULTS = (
     Fault(
         "It is sent only once its mark is surely committed.",
         TURN + "delivery.py",
-        "            result.in_doubt = list(marked)\n            return result\n",
-        "            result.in_doubt = list(marked)\n            committed = result.locked_at\n",
+        "            result.in_doubt = list(marked) if result.unsure else []\n            return result\n",
+        "            committed = result.locked_at\n",
     ),
     Fault(
         "What Pub/Sub has perhaps taken is not given back.",
