@@ -255,9 +255,13 @@ class GroupResult:
     error: str | None = None
     unsure: bool = False
 
-    def published(self) -> dict[str, Version]:
-        """Return the tasks that Pub/Sub has, whether or not the commit landed: the rows that were published, by id."""
-        return {id: self.versions[id] for id, outcome in self.tried.items() if isinstance(outcome, Sent)}
+    def published(self) -> list[str]:
+        """Return the ids that Pub/Sub has, whether or not the commit landed."""
+        return [id for id, outcome in self.tried.items() if isinstance(outcome, Sent)]
+
+    def published_versions(self) -> dict[str, Version]:
+        """Return which rows were published, by id."""
+        return {id: self.versions[id] for id in self.published()}
 
     def taken_by_others(self) -> list[str]:
         """Return the ids that another worker had sent."""

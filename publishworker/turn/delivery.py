@@ -185,7 +185,7 @@ class Delivery:
         for id in result.failed():
             if id in versions and versions[id] != result.versions[id]:
                 del result.tried[id]
-        result.outcomes = taken(result.group, rows, now, result.published(), pass_dead=self._pass_dead)
+        result.outcomes = taken(result.group, rows, now, result.published_versions(), pass_dead=self._pass_dead)
         left = {*result.outcomes, *result.group.wakes}
         ours = [row for row in in_order(result.group, rows) if row.id not in left]
         result.versions |= {row.id: versions[row.id] for row in ours if row.id not in result.tried}

@@ -219,7 +219,7 @@ class Relay:
             topic = result.group.topic
             self._recorder.group(result)
             if result.error is not None:
-                self._doubts.remember(topic, result.published())
+                self._doubts.remember(topic, result.published_versions())
             if result.group.parks:
                 continue
             self._throttle.take(topic, len(result.tried) - len(result.group.ids))
