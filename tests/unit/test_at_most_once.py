@@ -81,7 +81,8 @@ def test_a_task_that_waits_for_its_own_group_is_taken_by_no_other(bench: Bench) 
         claims.append(ids)
         return claim(ids, decide)
 
-    bench.store.claim, bench.store.before_commit = noted, look_slowly  # type: ignore[method-assign]
+    bench.store.before_commit = look_slowly
+    bench.store.claim = noted  # type: ignore[method-assign]  # to see what is claimed
     bench.insert("once", at_most_once=True)
     eventually(lambda: bool(bench.relay.turn() and claims))
     hold.set()
