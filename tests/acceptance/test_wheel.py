@@ -41,6 +41,7 @@ def test_the_wheel_holds_the_packages_the_ddl_and_the_types(wheel: Path) -> None
     }
 
 
+@pytest.mark.long("tests/manifests/test_dockerfile.py installs the wheel too, with an extra, and runs its commands")
 @pytest.mark.timeout(300)
 def test_an_installed_wheel_imports_and_its_commands_run(wheel: Path, tmp_path: Path) -> None:
     """In an empty environment, without the extras: import, `outbox schema print`, both commands' help."""

@@ -42,6 +42,7 @@ def test_a_task_that_fails_after_its_writes_adds_nothing_twice(
     assert counts(registered(rows(spark, given), target, tmp_path, topic="orders"))[1:3] == (0, 900)
 
 
+@pytest.mark.long("test_a_task_that_fails_after_its_writes_adds_nothing_twice leaves what a kill leaves")
 def test_a_job_that_was_killed_is_run_again_and_finishes(
     spark: SparkSession, target: DatabaseSettings, database: Database, emulators: Emulators, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from pyspark.sql.types import StructType
 from outbox.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register import Registered, register
+from outbox_pipeline.purging import Purge
 from outbox_pipeline.registration import Registration
 from outbox_pipeline.replaying import Replay
 
@@ -119,6 +120,15 @@ class RegistrationFails(_FailsAfterItsWrites, Registration):
 
 class ReplayFails(_FailsAfterItsWrites, Replay):
     """Of the job `replay`."""
+
+
+class PurgeFails(Purge):
+    """Of the job `archive`: each Spark task deletes half of its rows and fails, however often it is run."""
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """See the base class."""
+        yield from super().__call__(batch.slice(0, (len(batch) + 1) // 2) for batch in batches)
+        raise RuntimeError("this task fails when it has deleted half of its rows")
 
 
 @dataclasses.dataclass
