@@ -8,7 +8,7 @@ import pytest
 
 from outbox.states import NEVER
 from publishworker.spanner.store import Decide, StoreError
-from publishworker.task import Failed, Outcome, Row
+from publishworker.task import Failed, Group, GroupResult, Outcome, Row, Sent, Taken
 from publishworker.telemetry import metrics as m
 from tests.support.fakes import Abort, FakePublisher, FakeStore
 from tests.support.relay_bench import Bench, times
@@ -325,3 +325,22 @@ def test_what_was_charged_before_and_after_the_mark_is_counted(bench: Bench) -> 
     bench.turns()
     assert [row.available_at for row in bench.store.rows.values()] == [NEVER, NEVER]
     assert bench.count(m.DEAD) == 2
+
+
+def test_a_result_has_the_group_of_those_that_wait_for_one() -> None:
+    """With their keys, if any has one; not behind one of their key that failed, whatever happens to others."""
+    once = Taken("at_most_once")
+
+    def waits(outcomes: dict[str, Outcome], *keys: str | None) -> Group | None:
+        group = Group("orders", tuple(outcomes), keys=keys, bytes=800)
+        return GroupResult(group, tried=outcomes, outcomes=outcomes).at_most_once()
+
+    keyed = {"failed": LOST, "behind": once, "alone": LOST, "once": once, "sent": Sent("1"), "next": once}
+    assert waits(keyed | {"gone": Taken("gone")}, "bad", "bad", None, None, "good", "good", "other") == Group(
+        "orders", ("once", "next"), at_most_once=True, keys=(None, "good"), bytes=800
+    )
+    # A group has keys if one of its tasks has.
+    for keys in ((), ("key", None, None)):
+        got = waits({"sent": Sent("1"), "once": once, "other": once}, *keys)
+        assert got == Group("orders", ("once", "other"), at_most_once=True, bytes=800)
+    assert waits({"a": Sent("1"), "gone": Taken("gone")}) is None

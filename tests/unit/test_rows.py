@@ -1,7 +1,7 @@
 """From protobuf values to tasks: NULL, times at the edges, and rows that are no tasks."""
 
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -101,3 +101,12 @@ def test_a_locked_row_has_its_body_and_the_databases_time() -> None:
 def test_without_rows_there_is_a_time_to_compare_with() -> None:
     """Nothing is due by it."""
     assert rows.locked([]) == ([], datetime.min.replace(tzinfo=UTC))
+
+
+def test_a_task_is_due_and_expired_at_the_moment_that_its_row_names() -> None:
+    """Not a microsecond earlier."""
+    before = NOON - timedelta(microseconds=1)
+    task = Row("a", "orders", b"", None, NOON, available_at=NOON, sent_at=None, expires_at=NOON)
+    assert (task.is_due(before), task.is_due(NOON), task.is_expired(before), task.is_expired(NOON)) == (False, True) * 2
+    always = replace(task, available_at=None, expires_at=None)
+    assert (always.is_due(before), always.is_expired(NOON)) == (True, False)
