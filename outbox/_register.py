@@ -190,6 +190,8 @@ def _row(
     _check_priority(priority)
     _check_times(available_at, expires_at)
     data, key = messages.build(message, topic=topic, attributes=attributes, ordering_key=ordering_key, task_id=task_id)
+    if not isinstance(at_most_once, bool):
+        raise InvalidMessage(f"at_most_once is {type(at_most_once).__name__}, it must be a bool")
     if at_most_once and key:
         raise InvalidMessage("at_most_once and an ordering key exclude each other: a lost message would leave a gap")
     return (
@@ -202,7 +204,7 @@ def _row(
         COMMIT_TIMESTAMP,
         available_at,
         expires_at,
-        bool(at_most_once),
+        at_most_once,
     )
 
 
@@ -210,7 +212,8 @@ def _check_priority(priority: int) -> None:
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise InvalidMessage(f"priority is {type(priority).__name__}, it must be an int")
     if not -(2**63) <= priority < 2**63:
-        raise InvalidMessage(f"priority {priority} is outside of int64")
+        shown = str(priority) if priority.bit_length() <= 64 else f"of {priority.bit_length()} bits"
+        raise InvalidMessage(f"priority {shown} is outside of int64")
 
 
 def _check_times(available_at: datetime | None, expires_at: datetime | None) -> None:

@@ -12,6 +12,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 #: What the client puts before `traceparent` and `tracestate`.
 PREFIX = "googclient_"
 
+#: Of a value that is read: Pub/Sub takes no longer one.
+MAX_CHARACTERS = 1_024
+
 _propagator = TraceContextTextMapPropagator()
 
 
@@ -26,9 +29,9 @@ def current() -> dict[str, str]:
 
 def span_of(attributes: Mapping[str, str]) -> trace.SpanContext | None:
     """Return the span that `current` has put into the attributes of a message, or None."""
-    context = {
-        name: attributes[PREFIX + name] for name in ("traceparent", "tracestate") if attributes.get(PREFIX + name)
-    }
+    found = {name: attributes.get(PREFIX + name, "") for name in ("traceparent", "tracestate")}
+    # A row may hold megabytes, and old versions of the API take the square of that time to read them.
+    context = {name: value for name, value in found.items() if 0 < len(value) <= MAX_CHARACTERS}
     span = trace.get_current_span(_propagator.extract(context)).get_span_context() if context else None
     return span if span is not None and span.is_valid else None
 

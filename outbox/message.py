@@ -20,6 +20,8 @@ TASK_ID_ATTRIBUTE = "asynchronous_task_id"
 #: Bytes of a whole publish request (the service's limit; the client library's constant is the same).
 MAX_REQUEST_BYTES = 10_000_000
 MAX_ATTRIBUTES = 100
+#: Fields of a row's `Data`, on the wire, that are decoded: each attribute is one, and takes a hundred bytes of memory.
+MAX_FIELDS = 2 * MAX_ATTRIBUTES
 MAX_ATTRIBUTE_KEY_BYTES = 256
 MAX_ATTRIBUTE_VALUE_BYTES = 1_024
 MAX_ORDERING_KEY_BYTES = 1_024
@@ -80,13 +82,44 @@ def build(
 
 
 def parsed(data: bytes) -> Any | None:
-    """Return the raw PubsubMessage of a row's `Data`, or None if it is no such message."""
+    """Return the raw PubsubMessage of a row's `Data`, or None if it is no such message, or one of too many fields."""
+    if has_too_many_fields(data):
+        return None
     message = RawPubsubMessage()
     try:
         message.ParseFromString(data)
     except DecodeError:
         return None
     return message
+
+
+def has_too_many_fields(data: bytes) -> bool:
+    """Tell whether decoding would make more attributes than Pub/Sub takes, without decoding: they may be millions."""
+    # An attribute begins with its tag, 0x12 or, longer than it need be, 0x92 ...
+    if data.count(0x12) + data.count(0x92) <= MAX_FIELDS:
+        return False
+    place = fields = 0
+    while place < len(data) and fields <= MAX_FIELDS:
+        # A tag, whose last bits say how long the value is: https://protobuf.dev/programming-guides/encoding
+        tag, place = _varint(data, place)
+        kind = tag & 7
+        length, place = _varint(data, place) if kind in (0, 2) else (0, place)
+        if kind not in (0, 1, 2, 5):
+            return True  # a group, which no message of Pub/Sub has, and behind which anything may follow
+        place += {0: 0, 1: 8, 2: length, 5: 4}[kind]
+        fields += 1
+    return fields > MAX_FIELDS
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    """Return the number that begins there, and where it ends."""
+    number = shift = 0
+    while place < len(data):
+        byte = data[place]
+        number, shift, place = number | (byte & 0x7F) << shift, shift + 7, place + 1
+        if byte < 0x80 or shift == 70:  # no number is longer
+            break
+    return number, place
 
 
 def _copy(message: object) -> Any:
@@ -115,12 +148,12 @@ def _merge_attributes(built: Any, attributes: Mapping[str, str]) -> None:
     for key, value in attributes.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise InvalidMessage(
-                f"attribute {key!r} is {type(key).__name__} to {type(value).__name__}, both must be str"
+                f"attribute {_shown(key)} is {type(key).__name__} to {type(value).__name__}, both must be str"
             )
-        _utf8(key, "attribute key"), _utf8(value, f"the value of attribute {key!r}")
+        _utf8(key, "attribute key"), _utf8(value, f"the value of attribute {_shown(key)}")
         if key != TASK_ID_ATTRIBUTE and built.attributes.get(key, value) != value:
             raise InvalidMessage(
-                f"attribute {key!r} is given twice with different values, in the message and beside it"
+                f"attribute {_shown(key)} is given twice with different values, in the message and beside it"
             )
         built.attributes[key] = value
 
@@ -134,14 +167,12 @@ def _check_attributes(attributes: Mapping[str, str]) -> None:
         if not key:
             raise InvalidMessage("an attribute has an empty key")
         if key.startswith("goog") and not key.startswith("googclient_"):
-            raise InvalidMessage(f"attribute {key[:100]!r} begins with 'goog', which Pub/Sub keeps for itself")
+            raise InvalidMessage(f"attribute {_shown(key)} begins with 'goog', which Pub/Sub keeps for itself")
         if (size := len(key.encode())) > MAX_ATTRIBUTE_KEY_BYTES:
-            raise InvalidMessage(
-                f"attribute key {key[:40]!r}... has {size} bytes, {MAX_ATTRIBUTE_KEY_BYTES} are allowed"
-            )
+            raise InvalidMessage(f"attribute key {_shown(key)} has {size} bytes, {MAX_ATTRIBUTE_KEY_BYTES} are allowed")
         if (size := len(value.encode())) > MAX_ATTRIBUTE_VALUE_BYTES:
             raise InvalidMessage(
-                f"the value of attribute {key!r} has {size} bytes, {MAX_ATTRIBUTE_VALUE_BYTES} are allowed"
+                f"the value of attribute {_shown(key)} has {size} bytes, {MAX_ATTRIBUTE_VALUE_BYTES} are allowed"
             )
 
 
@@ -177,6 +208,12 @@ def _trace(built: Any, topic: str) -> None:
     if _request_size(built, topic) > MAX_REQUEST_BYTES:
         for key in noted:
             del built.attributes[key]
+
+
+def _shown(key: object) -> str:
+    """Return a key for a sentence, of a bounded length."""
+    text = repr(key)
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def _utf8(text: str, what: str) -> bytes:

@@ -12,7 +12,14 @@ from typing import Any
 from opentelemetry.trace import format_trace_id
 
 from outbox._tracing import span_of
-from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE, RawPublishRequest, parsed
+from outbox.message import (
+    MAX_FIELDS,
+    MAX_REQUEST_BYTES,
+    TASK_ID_ATTRIBUTE,
+    RawPublishRequest,
+    has_too_many_fields,
+    parsed,
+)
 from publishworker.task import Failed, Row
 
 #: Messages in one publish request (https://cloud.google.com/pubsub/quotas#resource_limits).
@@ -39,7 +46,8 @@ def decode(row: Row) -> Any | Failed:
     """Return the row's PubsubMessage, with the id attribute and the ordering key that the columns say."""
     message = parsed(row.data)
     if message is None:
-        return Failed("undecodable", "Data is not a serialized google.pubsub.v1.PubsubMessage")
+        crowded = f", or has more than {MAX_FIELDS} fields" if has_too_many_fields(row.data) else ""
+        return Failed("undecodable", f"Data is not a serialized google.pubsub.v1.PubsubMessage{crowded}")
     message.ClearField("message_id")
     message.ClearField("publish_time")
     message.attributes[TASK_ID_ATTRIBUTE] = row.id

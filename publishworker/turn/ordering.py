@@ -67,11 +67,14 @@ class Ordering:
         return Fronts(loose + runs, held, busy)
 
     def _look(self, keys: Collection[Key]) -> dict[Key, list[Waiting]]:
-        """Return the fronts of keys without what is passed over, which may be all that a first look shows."""
+        """Return the fronts of keys without what is passed over, which may be all that a first look shows.
+
+        Somebody may have given a key more of that than a worker can read: such a key waits.
+        """
         # One row more than a run may have shows whether a parked one follows, of which the poll saw nothing.
         wanted = rows = 1 + max(1, min(self._limits.group_size, MAX_FRONT_ROWS // len(keys)))
         fronts: dict[Key, list[Waiting]] = {}
-        while keys:
+        while keys and (rows == wanted or rows * len(keys) <= 4 * MAX_FRONT_ROWS):
             found = self._store.fronts(keys, rows, pass_dead=self._pass_dead)
             fronts |= {key: [each for each in tasks if not each.passed_over] for key, tasks in found.items()}
             keys = [key for key, tasks in found.items() if len(tasks) == rows and len(fronts[key]) < wanted]

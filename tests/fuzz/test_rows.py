@@ -9,9 +9,9 @@ import grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE, RawPubsubMessage
+from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE, RawPubsubMessage, parsed
 from outbox.states import NEVER
-from publishworker.pubsub.messages import topic_filter
+from publishworker.pubsub.messages import topic_filter, topic_name
 from publishworker.pubsub.publisher import PubSubPublisher
 from tests.fuzz.conftest import Fuzz
 from tests.support.fakes import FakeStore
@@ -30,12 +30,15 @@ good = st.builds(
     st.binary(max_size=50),
     st.dictionaries(texts, texts, max_size=3),
 )
-#: A map's entry whose value is no UTF-8, one field of the wrong type, a message that says another id, a giant.
+#: A map's entry whose value is no UTF-8, one field of the wrong type, a message that says another id, a giant, too many
+#: attributes for Pub/Sub and for the worker.
 CRAFTED = [
     b"\x12\x06\x0a\x01a\x12\x01\xff",
     b"\x0a\xff\xff\xff\xff\x0f",
     RawPubsubMessage(attributes={TASK_ID_ATTRIBUTE: "another"}, message_id="1", ordering_key="x").SerializeToString(),
     RawPubsubMessage(data=b"x" * (10 * 1024 * 1024)).SerializeToString(),
+    RawPubsubMessage(attributes={str(number): "" for number in range(101)}).SerializeToString(),
+    RawPubsubMessage(attributes={str(number): "" for number in range(300)}).SerializeToString(),
 ]
 topics = (
     st.sampled_from(["orders", "payments", "secrets", "projects/partner/topics/shared", "projects/evil/topics/orders"])
@@ -134,31 +137,56 @@ def _relayed(given: list[dict[str, Any]]) -> None:
         if not (turn.made_progress or turn.polled or turn.in_flight):
             break
     relay.finish()
+    rows = {f"{number}": columns for number, columns in enumerate(given)}
     for topic, message in service.published:
-        row = store.rows[message.attributes[TASK_ID_ATTRIBUTE]]
+        columns = rows[message.attributes[TASK_ID_ATTRIBUTE]]
         assert topic in EXISTS
         assert topic_filter(ALLOWED, "test-project")(topic)
-        stored = RawPubsubMessage.FromString(row.data)
-        assert message.data == stored.data
-        assert {**stored.attributes, TASK_ID_ATTRIBUTE: row.id} == dict(message.attributes)
-        assert message.ordering_key == (row.ordering_key or "")
-        assert row.expires_at is None or row.expires_at > NOON
+        assert message == _wanted(message.attributes[TASK_ID_ATTRIBUTE], columns)
+        assert not _has_expired(columns)
+        assert not _is_dead(columns["available_at"])
     sent = [message.attributes[TASK_ID_ATTRIBUTE] for _, message in service.published]
     assert sorted(sent) == sorted(id for id, row in store.rows.items() if row.sent_at)
-    blocked = {(row.topic, row.ordering_key) for row in store.rows.values() if row.ordering_key and not row.sent_at}
-    for row in store.rows.values():
-        if row.sent_at is None and row.available_at is not None and row.available_at >= NEVER:
-            assert row.last_error is None or re.match(r"[a-z_]+: ", row.last_error)
-        elif row.sent_at is None:
+    bad = {(each["topic"], each["ordering_key"]) for id, each in rows.items() if not _must_go(id, each)}
+    for id, columns in rows.items():
+        row = store.rows[id]
+        loose = columns["ordering_key"] is None
+        if _must_go(id, columns):
+            assert row.sent_at or (not loose and (row.topic, row.ordering_key) in bad), row
+        elif row.sent_at is None and _is_dead(row.available_at) and not _is_dead(columns["available_at"]):
+            assert re.match("expired: " if _has_expired(columns) else "[a-z_]+: ", str(row.last_error)), row
+        elif row.sent_at is None and loose:
             waits = row.available_at is not None and row.available_at > store.now - timedelta(hours=3)
-            assert waits or (row.topic, row.ordering_key) in blocked, (
-                row.id,
-                row.topic,
-                row.available_at,
-                row.expires_at,
-                row.attempts,
-                row.last_error,
-            )
+            assert waits, row
+
+
+def _is_dead(available_at: datetime | None) -> bool:
+    return available_at is not None and available_at >= NEVER
+
+
+def _has_expired(columns: dict[str, Any]) -> bool:
+    return columns["expires_at"] is not None and columns["expires_at"] <= NOON
+
+
+def _wanted(id: str, columns: dict[str, Any]) -> Any:
+    """Return the message that is to be sent for what was inserted, or None."""
+    message = parsed(columns["data"])
+    if message is not None:
+        message.ClearField("message_id")
+        message.ClearField("publish_time")
+        message.attributes[TASK_ID_ATTRIBUTE] = id
+        message.ordering_key = columns["ordering_key"] or ""
+    return message
+
+
+def _must_go(id: str, columns: dict[str, Any]) -> bool:
+    """Tell whether nothing is wrong with what was inserted, so that it is sent, whatever stands beside it."""
+    message = _wanted(id, columns)
+    if message is None or topic_name(columns["topic"], "test-project") not in EXISTS or _is_refused(message):
+        return False
+    due = columns["available_at"] is None or columns["available_at"] <= NOON
+    expires = columns["expires_at"] is not None and columns["expires_at"] < NOON + timedelta(days=30)
+    return due and not expires and message.ByteSize() < MAX_REQUEST_BYTES - 1000
 
 
 def test_whatever_is_inserted_the_relay_goes_on(fuzz: Fuzz) -> None:

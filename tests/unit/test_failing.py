@@ -402,10 +402,13 @@ def test_a_task_that_was_put_off_between_poll_and_lock_is_left_alone(bench: Benc
 def test_an_undecodable_body_is_dead_with_a_reason_and_without_a_payload(bench: Bench) -> None:
     """What was in it is nobody's matter."""
     bench.store.insert("bad", "orders", b"\xff\xff secret")
+    bench.store.insert("crowded", "orders", b"\x12\x06\x0a\x04abcd" * 201)
     bench.store.insert("good", "orders", serialized())
     bench.turns()
-    assert states(bench) == {"bad": "dead", "good": "sent"}
-    assert bench.store.rows["bad"].last_error == "undecodable: Data is not a serialized google.pubsub.v1.PubsubMessage"
+    assert states(bench) == {"bad": "dead", "crowded": "dead", "good": "sent"}
+    said = "undecodable: Data is not a serialized google.pubsub.v1.PubsubMessage"
+    assert bench.store.rows["bad"].last_error == said
+    assert bench.store.rows["crowded"].last_error == f"{said}, or has more than 200 fields"
 
 
 def test_a_task_that_failed_before_shares_no_request(bench: Bench) -> None:

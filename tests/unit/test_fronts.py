@@ -81,6 +81,16 @@ def test_it_looks_further_by_what_was_passed_over() -> None:
     assert store.asked == [({"k"}, 5), ({"k"}, 9), ({"k"}, 14)]
 
 
+def test_a_key_of_which_very_much_is_passed_over_waits() -> None:
+    """Its rows are not read without end, and it keeps no other from being sent."""
+    store = Looked()
+    store.line("endless", "x" * 4 * MAX_FRONT_ROWS + "r")
+    store.line("other", "r")
+    assert store.runs(4) == {"other": ("other00",)}
+    assert max(rows for _, rows in store.asked) <= 4 * MAX_FRONT_ROWS
+    assert store.asked[-1] == ({"endless"}, 5 * 2**11)
+
+
 def test_a_run_is_cut_where_it_is_full_to_the_byte() -> None:
     """Whichever of the two limits comes first; each piece begins anew."""
     tasks = [Waiting(str(n), size, may_go=True) for n, size in enumerate((5, 5, 5, 5, 1, 1, 1, 11, 2))]

@@ -38,7 +38,7 @@ REFUSED = {
     "an empty attribute key": ({"attributes": {"": "v"}}, "an attribute has an empty key"),
     "an attribute key of 257 bytes": (
         {"attributes": {"ü" * 128 + "k": "v"}},
-        f"attribute key {'ü' * 40!r}... has 257 bytes, 256 are allowed",
+        f"attribute key '{'ü' * 99}... has 257 bytes, 256 are allowed",
     ),
     "an attribute value of 1,025 bytes": (
         {"attributes": {"k": "v" * 1025}},
@@ -50,7 +50,15 @@ REFUSED = {
     ),
     "a long attribute that begins with goog": (
         {"attributes": {"goog" + "x" * 200: "v"}},
-        f"attribute 'goog{'x' * 96}' begins with 'goog', which Pub/Sub keeps for itself",
+        f"attribute 'goog{'x' * 95}... begins with 'goog', which Pub/Sub keeps for itself",
+    ),
+    "an attribute whose key is just short enough to be shown": (
+        {"attributes": {"k" * 98: 1}},
+        f"attribute '{'k' * 98}' is str to int, both must be str",
+    ),
+    "an attribute whose key is too long to be shown": (
+        {"attributes": {"k" * 99: BAD_TEXT}},
+        f"the value of attribute '{'k' * 99}... is not valid Unicode: surrogates not allowed at position 0",
     ),
     "an attribute that is no text": ({"attributes": {"k": 1}}, "attribute 'k' is str to int, both must be str"),
     "an attribute that is no Unicode": (
@@ -86,6 +94,11 @@ REFUSED = {
     ),
     "a priority that is too high": ({"priority": 2**63}, "priority 9223372036854775808 is outside of int64"),
     "a priority that is too low": ({"priority": -(2**63) - 1}, "priority -9223372036854775809 is outside of int64"),
+    "a priority of a hundred digits": ({"priority": 10**100}, "priority of 333 bits is outside of int64"),
+    "a priority of more digits than Python writes": (
+        {"priority": -(10**5000)},
+        "priority of 16610 bits is outside of int64",
+    ),
     "a priority that is no number": ({"priority": "high"}, "priority is str, it must be an int"),
     "a priority that is a truth": ({"priority": True}, "priority is bool, it must be an int"),
     "a naive available_at": (
@@ -109,6 +122,8 @@ REFUSED = {
         {"available_at": NOW, "expires_at": NOW},
         "expires_at 2026-01-01 00:00:00+00:00 is not after available_at 2026-01-01 00:00:00+00:00",
     ),
+    "at most once as a text": ({"at_most_once": "False"}, "at_most_once is str, it must be a bool"),
+    "at most once as a number": ({"at_most_once": 1}, "at_most_once is int, it must be a bool"),
     "at most once in order": (
         {"at_most_once": True, "ordering_key": "k"},
         "at_most_once and an ordering key exclude each other: a lost message would leave a gap",

@@ -1,0 +1,52 @@
+"""What is decoded of a row's `Data`: every message that Pub/Sub takes, and none that would fill the memory."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outbox.message import MAX_ATTRIBUTES, MAX_FIELDS, RawPubsubMessage, has_too_many_fields, parsed
+
+ATTRIBUTE = b"\x12\x06\x0a\x04abcd"
+#: Of each length that a field may have.
+UNKNOWN = b"\x78\x00\x79" + bytes(8) + b"\x7d" + bytes(4)
+
+
+@given(st.binary(max_size=2000), st.text(max_size=9), st.integers(0, MAX_ATTRIBUTES), st.sampled_from("\x12\x92k"))
+def test_whatever_pubsub_takes_is_decoded(data: bytes, key: str, attributes: int, letter: str) -> None:
+    """Also where the bytes of the body look like the tags of attributes."""
+    message = RawPubsubMessage(data=data + b"\x12\x92" * MAX_FIELDS, ordering_key=key)
+    message.attributes.update({f"{n}": letter * n for n in range(attributes)})
+    message.publish_time.seconds = 1
+    assert parsed(message.SerializeToString()) == message
+
+
+@pytest.mark.parametrize(
+    "data",
+    {
+        "many": ATTRIBUTE * (MAX_FIELDS + 1),
+        "tags that are longer than they need be": b"\x92\x80\x00\x06\x0a\x04abcd" * (MAX_FIELDS + 1),
+        "behind fields that no message has": UNKNOWN + ATTRIBUTE * (MAX_FIELDS + 1),
+        "behind a group": b"\x7b\x7c" + ATTRIBUTE * MAX_FIELDS + b"\x12\x00",
+        "other fields": b"\x78\x12" * (MAX_FIELDS + 1),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_more_fields_are_not_decoded(data: tuple[str, bytes]) -> None:
+    """However they are written: each of these is a message for protobuf."""
+    RawPubsubMessage.FromString(data[1])
+    assert has_too_many_fields(data[1])
+    assert parsed(data[1]) is None
+
+
+def test_as_many_fields_as_are_allowed_are_decoded() -> None:
+    """Pub/Sub says itself what it does not take of these."""
+    entries = b"".join(b"\x12\x06\x0a\x04%04d" % number for number in range(MAX_FIELDS))
+    found = parsed(entries)
+    assert found is not None
+    assert len(found.attributes) == MAX_FIELDS
+
+
+@pytest.mark.parametrize(("before", "number", "behind"), [(300, 0x80, 0), (0, 0xFF, 300)])
+def test_bytes_that_are_no_fields_end(before: int, number: int, behind: int) -> None:
+    """A number without an end is not read to the end of the row."""
+    assert parsed(b"\x12" * before + bytes([number]) * 5_000_000 + b"\x12" * behind) is None
