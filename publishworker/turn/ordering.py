@@ -7,15 +7,19 @@ The poll gives keys, not tasks: what stands at the front of each is read in a sn
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from random import Random
 from typing import TypeVar
 
 from publishworker.spanner.store import Store
 from publishworker.task import Candidate, Group, Key, Waiting
+from publishworker.telemetry.complaints import Complaints
 from publishworker.turn.polling import Found
 from publishworker.turn.sampling import Limits
 
 #: Rows of one look at the fronts of keys, about: where very many keys have much to send, their runs become shorter.
 MAX_FRONT_ROWS = 5_000
+#: Rows of a further look, behind expired tasks: each takes four kilobytes of memory while it is read.
+MAX_PASSED_OVER = 20_000
 
 _T = TypeVar("_T", Candidate, Waiting)
 
@@ -32,11 +36,13 @@ class Fronts:
 class Ordering:
     """Looks at the fronts of keys. It belongs to the thread of the relay."""
 
-    def __init__(self, store: Store, limits: Limits, *, pass_dead: bool) -> None:
+    def __init__(self, store: Store, limits: Limits, random: Random, *, pass_dead: bool) -> None:
         """Cut runs to the `limits` of a group; `pass_dead` is whether a dead task holds back no other."""
         self._store = store
         self._limits = limits
+        self._random = random
         self._pass_dead = pass_dead
+        self._complaints = Complaints()
 
     def fronts(self, found: Found, flying: frozenset[Key], doubtful: frozenset[str]) -> Fronts:
         """Return the candidates with the run of each key in place of its tasks, but for the keys in flight.
@@ -69,17 +75,28 @@ class Ordering:
     def _look(self, keys: Collection[Key]) -> dict[Key, list[Waiting]]:
         """Return the fronts of keys without what is passed over, which may be all that a first look shows.
 
-        Somebody may have given a key more of that than a worker can read: such a key waits.
+        There may be more of that than a worker can read: such a key waits, and somebody is told.
         """
         # One row more than a run may have shows whether a parked one follows, of which the poll saw nothing.
         wanted = rows = 1 + max(1, min(self._limits.group_size, MAX_FRONT_ROWS // len(keys)))
         fronts: dict[Key, list[Waiting]] = {}
-        while keys and (rows == wanted or rows * len(keys) <= 4 * MAX_FRONT_ROWS):
+        while keys:
             found = self._store.fronts(keys, rows, pass_dead=self._pass_dead)
             fronts |= {key: [each for each in tasks if not each.passed_over] for key, tasks in found.items()}
-            keys = [key for key, tasks in found.items() if len(tasks) == rows and len(fronts[key]) < wanted]
-            rows += max((len(found[key]) - len(fronts[key]) for key in keys), default=0)
+            further = [key for key, tasks in found.items() if len(tasks) == rows and len(fronts[key]) < wanted]
+            rows += max((len(found[key]) - len(fronts[key]) for key in further), default=0)
+            # The others have their turn in another poll, but for a key of its own that nobody could read.
+            keys = self._random.sample(further, min(len(further), MAX_PASSED_OVER // rows))
+            for key in further if rows > MAX_PASSED_OVER else ():
+                self._complain(key.topic, [each.id for each in found[key]])
         return fronts
+
+    def _complain(self, topic: str, ids: Sequence[str]) -> None:
+        sentence = (
+            f"at least {len(ids)} expired tasks stand in front of an ordering key of topic {topic}, beginning with "
+            f"{ids[0]}: the key waits until they are deleted, by outbox discard"
+        )
+        self._complaints.say("crowded_key", topic, sentence)
 
 
 def cut(tasks: Sequence[_T], limits: Limits) -> Iterator[list[_T]]:

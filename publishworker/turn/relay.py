@@ -73,7 +73,7 @@ class Relay:
         self._breakers = Breakers(random, clock, places=limits.groups)
         self._doubts = Doubts(clock)
         self._recorder = Recorder(metrics, clock)
-        self._ordering = Ordering(store, limits, pass_dead=pass_dead)
+        self._ordering = Ordering(store, limits, random, pass_dead=pass_dead)
         self._flights = Flights(delivery.deliver, clock, beat)
 
     def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:

@@ -1,6 +1,7 @@
 """What docs/security.md promises of a running worker, and of every statement that is sent."""
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from google.cloud.spanner_v1.database import Database
 
 import outbox
 from outbox.emulators import Emulators
+from outbox.message import MAX_REQUEST_BYTES, RawPubsubMessage
 from tests.support.commands import Commands
 from tests.support.operations import insert, row, rows_of
-from tests.support.relays import UNDECODABLE, unsent, worker
+from tests.support.relays import unsent, worker
 from tests.support.rpc import Forwarding
 from tests.support.waiting import eventually
 
@@ -64,24 +66,34 @@ def test_a_worker_opens_no_port_and_tells_no_secret(emulators: Emulators, databa
     """While it sends, while messages fail in each way, at the level DEBUG; nor does it tell its credentials."""
     with database.batch() as batch:
         outbox.register(batch, topic, SECRET.encode(), {"card": SECRET})
-        outbox.register(batch, "a-missing-topic", SECRET.encode(), {"card": SECRET})
-    bad = {"Data": UNDECODABLE, "Topic": topic}
-    insert(database, [row("undecodable", **bad), row("a bad topic", Topic="no topic", Data=UNDECODABLE)])
-    with worker(
-        emulators, database, "--log-level", "debug", "--backoff-initial", "0.05", SOME_TOKEN=SECRET, DD_API_KEY=SECRET
-    ) as process:
-        eventually(lambda: len(unsent(database)) == 3, seconds=30, message="one is sent")
-        eventually(lambda: '"undecodable"' in process.stderr or "undecodable:" in process.stderr, seconds=30)
-        process.wait_for_text("a-missing-topic")
+    message = RawPubsubMessage(data=SECRET.encode(), attributes={"card": SECRET})
+    data = message.SerializeToString()
+    message.data += bytes(MAX_REQUEST_BYTES)
+    wrong = {
+        "undecodable": row("cut", Topic=topic, Data=data[:-2]),
+        "too_large": row("large", Topic=topic, Data=message.SerializeToString()),
+        "invalid_topic": row("no topic", Topic="no topic", Data=data),
+        "topic_not_allowed": row("not allowed", Topic="another", Data=data),
+        "expired": row("expired", Topic=topic, Data=data, ExpiresAt=datetime(2026, 1, 1, tzinfo=UTC)),
+        "not_found": row("missing", Topic="a-missing-topic", Data=data),
+    }
+    insert(database, list(wrong.values()))
+    flags = ("--log-level", "debug", "--backoff-initial", "0.05", "--allowed-topics", f"{topic},a-missing-topic")
+    with worker(emulators, database, *flags, SOME_TOKEN=SECRET, DD_API_KEY=SECRET) as process:
+        eventually(lambda: len(unsent(database)) == len(wrong), seconds=30, message="one is sent")
+
+        def failed() -> bool:
+            """Whether each has failed as it should, in its row and in the log."""
+            errors = {str(each["LastError"]).partition(":")[0] for each in rows_of(database).values()}
+            return errors >= wrong.keys() and all(reason in process.stderr for reason in wrong)
+
+        eventually(failed, seconds=30)
         assert listening(process.pid) == set()
         process.stop()
         assert process.wait() == 0
         told = process.stdout + process.stderr
-    assert "undecodable" in told
     assert "s3cr3t" not in told
-    errors = [str(each["LastError"]) for each in rows_of(database).values() if each["LastError"]]
-    assert errors
-    assert not [each for each in errors if "s3cr3t" in each]
+    assert not [each for each in rows_of(database).values() if "s3cr3t" in str(each["LastError"])]
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
+from random import Random
 
 import pytest
 
 from outbox.states import NEVER
 from publishworker.task import Key, Waiting
+from publishworker.turn import ordering
 from publishworker.turn.ordering import MAX_FRONT_ROWS, Ordering, cut
 from publishworker.turn.polling import Found
 from publishworker.turn.sampling import Limits
@@ -21,6 +23,7 @@ class Looked(FakeStore):
         """Begin empty."""
         super().__init__()
         self.asked: list[tuple[set[str], int]] = []
+        self.random = Random(1)
 
     def line(self, key: str, states: str) -> None:
         """Insert the tasks of a key: `r` is ready, `x` is dead and has expired, so that it holds back nobody."""
@@ -37,7 +40,9 @@ class Looked(FakeStore):
         """Return the run of each key, in groups of `size` tasks."""
         found = Found(self.poll(look("orders")).candidates)
         limits = Limits(size, 10_000_000, 2)
-        candidates = Ordering(self, limits, pass_dead=False).fronts(found, frozenset(), frozenset()).candidates
+        candidates = (
+            Ordering(self, limits, self.random, pass_dead=False).fronts(found, frozenset(), frozenset()).candidates
+        )
         return {each.ordering_key or "": (each.id, *each.behind) for each in candidates}
 
 
@@ -81,14 +86,39 @@ def test_it_looks_further_by_what_was_passed_over() -> None:
     assert store.asked == [({"k"}, 5), ({"k"}, 9), ({"k"}, 14)]
 
 
-def test_a_key_of_which_very_much_is_passed_over_waits() -> None:
-    """Its rows are not read without end, and it keeps no other from being sent."""
+@pytest.fixture
+def bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound that a test can reach."""
+    monkeypatch.setattr(ordering, "MAX_PASSED_OVER", 40)
+
+
+@pytest.mark.usefixtures("bounded")
+def test_a_key_of_which_very_much_is_passed_over_waits(caplog: pytest.LogCaptureFixture) -> None:
+    """Its rows are not read without end, it keeps no other from being sent, and somebody is told."""
     store = Looked()
-    store.line("endless", "x" * 4 * MAX_FRONT_ROWS + "r")
+    store.line("endless", "x" * 40 + "r")
     store.line("other", "r")
     assert store.runs(4) == {"other": ("other00",)}
-    assert max(rows for _, rows in store.asked) <= 4 * MAX_FRONT_ROWS
-    assert store.asked[-1] == ({"endless"}, 5 * 2**11)
+    assert store.asked == [({"endless", "other"}, 5), *(({"endless"}, rows) for rows in (10, 20, 40))]
+    [line] = caplog.records
+    assert line.message == (
+        "at least 40 expired tasks stand in front of an ordering key of topic orders, beginning with endless00: "
+        "the key waits until they are deleted, by outbox discard"
+    )
+
+
+@pytest.mark.usefixtures("bounded")
+def test_of_many_such_keys_few_are_looked_at_in_a_turn(caplog: pytest.LogCaptureFixture) -> None:
+    """Whichever, so that each has its turn; nobody is told, as none of them waits for good."""
+    store = Looked()
+    keys = [f"{n}/" for n in range(9)]
+    for key in keys:
+        store.line(key, "x" * 19 + "r")
+    runs = [store.runs(4) for _ in range(60)]
+    assert {key for each in runs for key in each} == set(keys)
+    assert max(len(each) for each in runs) == 2
+    assert max(len(asked) * rows for asked, rows in store.asked if rows > 5) == 40
+    assert not caplog.records
 
 
 def test_a_run_is_cut_where_it_is_full_to_the_byte() -> None:

@@ -248,7 +248,7 @@ def test_a_run_is_one_candidate_as_urgent_as_the_most_urgent_that_was_seen(bench
     bench.line("a", priority=0, created_at=at)
     bench.line("b", priority=100, created_at=at + timedelta(seconds=1))
     bench.line("c", priority=100, created_at=at + timedelta(seconds=2))
-    ordering = Ordering(bench.store, Limits(10, 10_000, 2), pass_dead=False)
+    ordering = Ordering(bench.store, Limits(10, 10_000, 2), Random(1), pass_dead=False)
     seen = bench.store.poll(look("orders")).candidates
     fronts = ordering.fronts(Found(seen), frozenset(), frozenset())
     [run] = fronts.candidates
