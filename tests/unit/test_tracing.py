@@ -14,6 +14,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusC
 
 import outbox
 from outbox import logs
+from outbox._tracing import span_of
 from outbox.message import LONGEST_TOPIC_NAME, RawPublishRequest, RawPubsubMessage
 from outbox.testing import RecordingTransaction
 from publishworker.pubsub.messages import trace_id
@@ -238,6 +239,13 @@ def test_a_failed_task_is_logged_with_its_trace() -> None:
     assert trace_id(messages(None)[0].SerializeToString()) is None
     assert trace_id(messages("00-nonsense")[0].SerializeToString()) is None
     assert trace_id(b"\xff") is None
+    # What is longer than Pub/Sub takes is not looked at: megabytes of it would be read in the square of their time.
+    most = ",".join(f"v{number}={'x' * 200}" for number in range(4))
+    for state, known in ((f"{most},w={'x' * 206}", True), (f"{most},w={'x' * 207}", False)):
+        message = RawPubsubMessage(attributes={"googclient_traceparent": TRACEPARENT, "googclient_tracestate": state})
+        span = span_of(message.attributes)
+        assert span is not None
+        assert ("w" in span.trace_state) is known
 
 
 @pytest.mark.usefixtures("current")
