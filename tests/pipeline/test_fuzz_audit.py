@@ -3,11 +3,13 @@
 import base64
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime
 from random import Random
 from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql import functions as f
 
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage, parsed
 from outbox_pipeline.transforms.messages import decoded
@@ -18,6 +20,12 @@ TIMES = [
     "2026-11-20T12:00:00Z", "2026-11-20 12:00:00.123456 UTC", "9999-12-31T23:59:59.999999999Z", "0001-01-01T00:00:00Z",
     "2026-02-30T00:00:00Z", "yesterday", "-1", "1e9", "", "2026-11-20T12:00:00+14:00", "+294247-01-10T04:00:54.775807Z",
 ]  # fmt: skip
+
+GOOD_TIMES = {
+    TIMES[0]: datetime(2026, 11, 20, 12, tzinfo=UTC),
+    TIMES[1]: datetime(2026, 11, 20, 12, 0, 0, 123456, tzinfo=UTC),
+    TIMES[9]: datetime(2026, 11, 19, 22, tzinfo=UTC),
+}
 
 
 def _text(random: Random) -> str:
@@ -51,17 +59,33 @@ def test_what_was_received_is_read_or_counted_as_unreadable(spark: SparkSession,
     """One row for each message, whatever its texts are; those that are good are read as they are."""
     random = Random(1)
     rows: list[Any] = [
-        (_text(random) if random.random() < 0.9 else None, random.choice([*TIMES, None]), _json(random), _body(random))
-        for _ in range(20_000 if long else 2_000)
+        (f"{number}" if random.random() < 0.9 else None, random.choice([*TIMES, None]), _json(random), _body(random))
+        for number in range(20_000 if long else 2_000)
     ]
     messages = spark.createDataFrame(
         rows, "message_id STRING, publish_time STRING, attributes STRING, data STRING"
     ).repartition(2)
-    found = received(messages, base64=base64_).collect()
+    found = received(messages, base64=base64_).withColumn("micros", f.unix_micros("publish_time")).collect()
     assert len(found) == len(rows)
     wanted = sorted(_task_id(text) or "" for _, _, text, _ in rows)
     assert sorted(each["task_id"] or "" for each in found) == wanted
-    assert 0 < sum(each["readable"] for each in found) < len(rows)
+    of = {each["message_id"]: each for each in found}
+    good = [row for row in rows if row[0] and row[1] in GOOD_TIMES and _is_an_object_of_texts(row[2])]
+    assert len(good) > 100
+    for id, time, attributes, _ in good:
+        assert of[id]["readable"]
+        assert of[id]["micros"] == GOOD_TIMES[time].timestamp() * 1_000_000
+        assert of[id]["task_id"] == _task_id(attributes)
+    for id, time, _, _ in rows:
+        assert id is None or time is not None or not of[id]["readable"]
+
+
+def _is_an_object_of_texts(text: str | None) -> bool:
+    try:
+        read = json.loads(text or "")
+    except (json.JSONDecodeError, RecursionError):
+        return False
+    return isinstance(read, dict) and all(isinstance(value, str) for value in read.values())
 
 
 def _task_id(text: str | None) -> str | None:
