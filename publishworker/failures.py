@@ -37,7 +37,7 @@ class Reason:
 
 
 REASONS = (
-    Reason("undecodable", Kind.CONTENT, "`DecodeError`", "Data is not a serialized PubsubMessage.", True),
+    Reason("undecodable", Kind.CONTENT, "`DecodeError`", "Data is no PubsubMessage, or has over 200 fields.", True),
     Reason("too_large", Kind.CONTENT, "size", "The publish request would exceed Pub/Sub's 10,000,000 bytes.", True),
     Reason("invalid_topic", Kind.CONTENT, "`InvalidMessage`", "No topic can have the name in the column Topic.", True),
     Reason("topic_not_allowed", Kind.CONTENT, "`--allowed-topics`", "The worker may not publish to this topic.", True),
