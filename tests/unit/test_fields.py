@@ -40,7 +40,7 @@ def test_more_fields_are_not_decoded(data: tuple[str, bytes]) -> None:
 
 def test_as_many_fields_as_are_allowed_are_decoded() -> None:
     """Pub/Sub says itself what it does not take of these."""
-    entries = b"".join(b"\x12\x06\x0a\x04%04d" % number for number in range(MAX_FIELDS))
+    entries = b"".join(b"\x12\x09\x0a\x04%04d\x12\x01\x12" % number for number in range(MAX_FIELDS))
     found = parsed(entries)
     assert found is not None
     assert len(found.attributes) == MAX_FIELDS
