@@ -38,12 +38,19 @@ def test_more_fields_are_not_decoded(data: tuple[str, bytes]) -> None:
     assert parsed(data[1]) is None
 
 
-def test_as_many_fields_as_are_allowed_are_decoded() -> None:
-    """Pub/Sub says itself what it does not take of these."""
-    entries = b"".join(b"\x12\x09\x0a\x04%04d\x12\x01\x12" % number for number in range(MAX_FIELDS))
-    found = parsed(entries)
+@pytest.mark.parametrize("tag", [b"\x12", b"\x92\x80\x00"])
+@pytest.mark.parametrize("before", [b"", UNKNOWN], ids=["alone", "behind fields that no message has"])
+def test_as_many_fields_as_are_allowed_are_decoded(before: bytes, tag: bytes) -> None:
+    """Pub/Sub says itself what it does not take of these. Each has a byte more that could be an attribute's tag."""
+    number = MAX_FIELDS - (3 if before else 0)
+    found = parsed(before + b"".join(tag + b"\x09\x0a\x04%04d\x12\x01\x12" % each for each in range(number)))
     assert found is not None
-    assert len(found.attributes) == MAX_FIELDS
+    assert len(found.attributes) == number
+
+
+def test_a_number_may_end_with_the_row() -> None:
+    """Which is no message then, and no error."""
+    assert parsed(b"\x12\x09\x0a\x04abcd\x12\x01\x12" * 150 + b"\x80") is None
 
 
 @pytest.mark.parametrize(("before", "number", "behind"), [(300, 0x80, 0), (0, 0xFF, 300)])

@@ -105,6 +105,7 @@ def test_a_key_of_which_very_much_is_passed_over_waits(caplog: pytest.LogCapture
         "at least 40 expired tasks stand in front of an ordering key of topic orders, beginning with endless00: "
         "the key waits until they are deleted, by outbox discard"
     )
+    assert vars(line)["action"] == "crowded_key"
 
 
 @pytest.mark.usefixtures("bounded")
