@@ -94,6 +94,7 @@ REFUSED = {
     ),
     "a priority that is too high": ({"priority": 2**63}, "priority 9223372036854775808 is outside of int64"),
     "a priority that is too low": ({"priority": -(2**63) - 1}, "priority -9223372036854775809 is outside of int64"),
+    "a priority of a bit more": ({"priority": 2**64}, "priority of 65 bits is outside of int64"),
     "a priority of a hundred digits": ({"priority": 10**100}, "priority of 333 bits is outside of int64"),
     "a priority of more digits than Python writes": (
         {"priority": -(10**5000)},
