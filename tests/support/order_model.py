@@ -249,7 +249,10 @@ class World:
         worker: Any = here().crew
         request.sender, request.process = worker, worker.relay
         claim.flying.append(request)
-        if again := claim.answered.intersection(request.ids):
+        # A failure says nothing of a row that somebody else has written since it was locked: it is tried afresh.
+        touched = self.ledger.touched
+        fresh = {id for id, locked_at in claim.in_vain.items() if id in touched and touched[id] > locked_at}
+        if again := claim.answered.intersection(request.ids) - fresh:
             self.ledger.broken.append(f"{sorted(again)} tried again in the same claim")
         if len(request.keys) > 1:
             self.ledger.broken.append(f"{request.ids} are of several keys")
@@ -289,6 +292,8 @@ class World:
             self.repeats.allow(request.ids)
         if code is not grpc.StatusCode.INVALID_ARGUMENT or len(request.ids) == 1:  # else it goes out again, in parts
             claim.answered.update(request.ids)
+            if code is not grpc.StatusCode.OK and claim.locked_at is not None:
+                claim.in_vain |= dict.fromkeys(request.ids, claim.locked_at)
         self.charges.told(request, code)
         request.answer(code)
         return True

@@ -26,6 +26,8 @@ class Claim:
     holds: bool = False  # the locks, whatever the worker believes
     flying: list[Request] = field(default_factory=list)
     answered: set[str] = field(default_factory=set)
+    locked_at: datetime | None = None  # by the run that is or was the last
+    in_vain: dict[str, datetime] = field(default_factory=dict)  # when a task was locked that was tried and failed
 
 
 class ModelStore(FakeStore):
@@ -100,7 +102,7 @@ class ModelStore(FakeStore):
         claim.holds = True
         self.holders |= dict.fromkeys(claim.ids, (stepper, claim))
         rows = [self._locked(self.rows[id]) for id in claim.ids if id in self.rows]
-        locked_at = self.now
+        locked_at = claim.locked_at = self.now
         marks = decide(rows, locked_at)
         fate = stepper.pause(Point.COMMIT)
         if fate is Fate.FAIL:
