@@ -87,8 +87,9 @@ class Ordering:
             rows += max((len(found[key]) - len(fronts[key]) for key in further), default=0)
             # The others have their turn in another poll, but for a key of its own that nobody could read.
             keys = self._random.sample(further, min(len(further), MAX_PASSED_OVER // rows))
-            for key in further if rows > MAX_PASSED_OVER else ():
-                self._complain(key.topic, [each.id for each in found[key]])
+            for key in further:
+                if rows > MAX_PASSED_OVER and not fronts[key]:
+                    self._complain(key.topic, [each.id for each in found[key]])
         return fronts
 
     def _complain(self, topic: str, ids: Sequence[str]) -> None:

@@ -109,6 +109,15 @@ def test_a_key_of_which_very_much_is_passed_over_waits(caplog: pytest.LogCapture
 
 
 @pytest.mark.usefixtures("bounded")
+def test_what_was_found_before_the_bound_goes(caplog: pytest.LogCaptureFixture) -> None:
+    """Then the key does not wait, and nobody is told."""
+    store = Looked()
+    store.line("k", "x" * 10 + "r" + "x" * 40 + "r")
+    assert store.runs(4) == {"k": ("k10",)}
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("bounded")
 def test_of_many_such_keys_few_are_looked_at_in_a_turn(caplog: pytest.LogCaptureFixture) -> None:
     """Whichever, so that each has its turn; nobody is told, as none of them waits for good."""
     store = Looked()
