@@ -1,4 +1,4 @@
-"""Emulators once a run, and a fresh database and topic for each test: nothing to clean up, no order to keep.
+"""One pair of emulators for a run, and an empty database and a topic for each test, in any order.
 
 A test that needs an emulator is skipped where there is none, and fails where CI is set.
 """
@@ -17,7 +17,7 @@ for _name in [name for name in os.environ if name.startswith(("OUTBOX_", "DD_"))
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest import mock
 
 import hypothesis
@@ -79,9 +79,32 @@ def _needed(stack: contextlib.ExitStack, emulator: AbstractContextManager[Starte
         pytest.skip(str(error))
 
 
+_RUN = pytest.StashKey[contextlib.ExitStack]()
+_HOSTS = pytest.StashKey[dict[str, str]]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Start the emulators in the controller of a parallel run, once, and tell its processes their addresses."""
+    config: pytest.Config = node.config
+    if _RUN not in config.stash:
+        config.stash[_RUN], config.stash[_HOSTS] = contextlib.ExitStack(), {}
+        if any(not argument.startswith("tests/unit") for argument in config.args):
+            with contextlib.suppress(NotReached):  # the test that needs one says what is missing
+                config.stash[_HOSTS] = config.stash[_RUN].enter_context(running()).environment()
+    node.workerinput["emulators"] = config.stash[_HOSTS]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Stop the emulators of a parallel run."""
+    if _RUN in config.stash:
+        config.stash[_RUN].close()
+
+
 @pytest.fixture(scope="session")
-def emulators() -> Iterator[Emulators]:
+def emulators(request: pytest.FixtureRequest) -> Iterator[Emulators]:
     """Both emulators; the environment points to them until the end of the run."""
+    os.environ |= getattr(request.config, "workerinput", {}).get("emulators", {})
     with contextlib.ExitStack() as stack:
         made = _needed(stack, running())
         stack.enter_context(mock.patch.dict(os.environ, made.environment()))
@@ -114,9 +137,23 @@ def empty_database(spanner_instance: Instance) -> Iterator[Database]:
         yield made
 
 
+@pytest.fixture(scope="session")
+def _pool(spanner_instance: Instance) -> Iterator[spanner.Pool]:
+    pool = spanner.Pool(spanner_instance)
+    yield pool
+    pool.drop()
+
+
 @pytest.fixture
-def database(spanner_instance: Instance) -> Iterator[Database]:
-    """A database with the outbox's tables."""
+def database(_pool: spanner.Pool) -> Iterator[Database]:
+    """A database with the outbox's tables, empty. The test may not change its schema."""
+    with _pool.database() as lent:
+        yield lent
+
+
+@pytest.fixture
+def own_database(spanner_instance: Instance) -> Iterator[Database]:
+    """A database with the outbox's tables for a test that changes its schema."""
     with spanner.outbox_database(spanner_instance) as made:
         yield made
 

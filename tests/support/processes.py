@@ -1,4 +1,4 @@
-"""Commands of this project as processes of their own, always killed at the end.
+"""Commands of this project as processes of their own, forked with their imports done, always killed at the end.
 
 with started("publishworker", "run", environment=emulators.environment() | {...}) as worker:
     worker.wait_for_text("working")
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from outbox._child import tied
+from tests.support import fork_server
 from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ class Finished:
 class Process:
     """A command that runs."""
 
-    child: subprocess.Popen[bytes]
+    child: subprocess.Popen[bytes] | fork_server.Child
     _stdout: IO[bytes]
     _stderr: IO[bytes]
 
@@ -91,14 +92,19 @@ def started(
     In another `directory` it finds that one's packages first.
     """
     with tempfile.TemporaryFile("a+b") as stdout, tempfile.TemporaryFile("a+b") as stderr:
-        child = subprocess.Popen(
-            tied([sys.executable, "-m", module, *arguments]),
-            cwd=directory,
-            env=clean_environment() | dict(environment or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            process_group=0,  # Ctrl-C ends the test run, which then ends the command
+        variables = clean_environment() | dict(environment or {})
+        child = (
+            fork_server.fork(module, arguments, variables, stdout=stdout, stderr=stderr)
+            if directory == ROOT and sys.platform == "linux"
+            else subprocess.Popen(
+                tied([sys.executable, "-m", module, *arguments]),
+                cwd=directory,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                process_group=0,  # Ctrl-C ends the test run, which then ends the command
+            )
         )
         process = Process(child, stdout, stderr)
         try:

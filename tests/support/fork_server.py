@@ -1,0 +1,200 @@
+"""Start `python -m MODULE` as a process without paying for its imports: a server imports them once and forks.
+
+    child = fork("publishworker", ["run"], environment, stdout=file, stderr=file)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(10) == 0
+
+The server opens no gRPC channel, because gRPC does not survive a fork. It ends when this process ends, and the kernel
+then kills its children. Each child leads a process group of its own.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import random
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).parents[2]
+#: Packages whose modules the server of the commands, and that of the Spark jobs, imports before it forks.
+PRELOADED = {"commands": ("outbox", "publishworker"), "jobs": ("outbox", "publishworker", "outbox_pipeline")}
+_PR_SET_PDEATHSIG = 1
+_MAX_REQUEST = 1 << 20
+
+
+class Child:
+    """A forked process; the part of `subprocess.Popen` that tests use."""
+
+    def __init__(self, pid: int, connection: socket.socket) -> None:
+        """Read the exit code from `connection`, which the server writes when the process ends."""
+        self.pid, self.returncode = pid, None
+        self._connection = connection
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """Return the exit code (negative for a signal), or None while the process runs."""
+        return self._ended(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        code = self._ended(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def _ended(self, timeout: float | None) -> int | None:
+        if self.returncode is None:
+            self._connection.settimeout(timeout)
+            try:
+                answer = self._connection.recv(64)
+            except (BlockingIOError, TimeoutError):
+                return None
+            self._connection.close()
+            self.returncode = int(answer) if answer else -signal.SIGKILL  # the server ended, and took the child along
+        return self.returncode
+
+
+def fork(
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    stdout: IO[bytes] | int,
+    stderr: IO[bytes] | int,
+    stdin: IO[bytes] | int | None = None,
+) -> Child:
+    """Run `python -m module arguments` in the repository with just this environment; no `stdin` is /dev/null."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(_address("jobs" if module.startswith("outbox_pipeline") else "commands"))
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a device
+        streams = [each if isinstance(each, int) else each.fileno() for each in (stdin or nothing, stdout, stderr)]
+        request = json.dumps([module, list(arguments), dict(environment)]).encode()
+        socket.send_fds(connection, [request], streams)
+    return Child(int(connection.recv(64)), connection)
+
+
+@functools.cache
+def _address(kind: str) -> str:
+    """Start the server of that kind, once in this process, and return the address of its abstract socket."""
+    address = f"\0spanner-outbox-tests-{os.getpid()}-{kind}"
+    ready, theirs = os.pipe()
+    server = subprocess.Popen(
+        [sys.executable, "-m", __name__, kind, address[1:], str(theirs)],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")},
+        stdin=subprocess.PIPE,  # its end tells the server that this process has ended
+        pass_fds=[theirs],
+        start_new_session=True,
+    )
+    atexit.register(server.communicate)  # closes its stdin, then waits for it
+    os.close(theirs)
+    with os.fdopen(ready) as answer:
+        if not answer.read():
+            raise AssertionError(f"the fork server of {kind} ended at its start; its stderr says why")
+    return address
+
+
+def _serve(kind: str, address: str, ready: int) -> Callable[[], None]:
+    """Fork a child for each request until the end; return, in a child, the function that it is to run."""
+    for package in PRELOADED[kind]:
+        for found in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+            if not found.name.endswith("__main__"):
+                importlib.import_module(found.name)
+    gc.collect()
+    gc.freeze()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(f"\0{address}")
+    listener.listen(64)
+    os.write(ready, b"ready")
+    os.close(ready)
+    server = os.getpid()
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(sys.stdin, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is sys.stdin:
+                    return lambda: None
+                if key.data is not None:
+                    pid, connection = key.data
+                    selector.unregister(key.fileobj)
+                    os.close(key.fd)
+                    _, status = os.waitpid(pid, 0)
+                    _answer(connection, os.waitstatus_to_exitcode(status))
+                    connection.close()
+                    continue
+                connection, _ = listener.accept()
+                request, streams, _, _ = socket.recv_fds(connection, _MAX_REQUEST, 3)
+                pid = os.fork()
+                if pid == 0:
+                    return functools.partial(_run, server, streams, *json.loads(request))
+                for stream in streams:
+                    os.close(stream)
+                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection))
+                _answer(connection, pid)
+
+
+def _answer(connection: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # the test has ended
+        connection.send(str(number).encode())
+
+
+def _run(server: int, streams: Sequence[int], module: str, arguments: list[str], environment: dict[str, str]) -> None:
+    """Become `python -m module arguments`."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:
+        os._exit(1)
+    os.setpgid(0, 0)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    # As at the start of an interpreter: whether a stream is a terminal decides how it is buffered.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for as long as the process lives
+    sys.stdout = open(1, "w", errors=sys.stdout.errors, closefd=False)  # noqa: SIM115 - for as long as the process lives
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115 - for as long as the process lives
+    os.environ.clear()
+    os.environ.update(environment)
+    time.tzset()
+    random.seed()
+    sys.argv = [module, *arguments]
+    sys.path[:0] = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
+    _measure()
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _measure() -> None:
+    """Measure coverage in this process, if the test run does."""
+    if "COVERAGE_PROCESS_CONFIG" in os.environ or "COVERAGE_PROCESS_START" in os.environ:
+        import coverage
+
+        coverage.process_startup(force=True)
+
+
+if __name__ == "__main__":
+    _kind, _name, _ready = sys.argv[1:]
+    _serve(_kind, _name, int(_ready))()
