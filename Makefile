@@ -2,31 +2,52 @@
 PYTHON ?= python3
 BIN    := .venv/bin
 STAMP  := .venv/.installed
+DEMO   := .venv/.installed-demo
+PYTEST := $(BIN)/python -m pytest
+# Processes of a test run: one for each core, because most tests compute.
+TESTS  ?= --numprocesses 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pipeline test test-long soak coverage mutants lint format docs bench bench-pipeline audit \
-	constraints clean
+.PHONY: help demo demo-pipeline unit test test-all test-long soak coverage mutants lint format docs bench \
+	bench-pipeline audit constraints clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
-$(STAMP): pyproject.toml constraints.txt outbox/_version.py
+# uv installs the pinned versions twice as fast as pip does; pip installs uv.
+$(BIN)/uv: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": set PYTHON=python3.11")'
-	@echo "Installing into .venv (pinned by constraints.txt) ..."
-	@$(PYTHON) -m venv .venv || { echo "python3 -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt pip
-	@$(BIN)/python -m pip install -qq --constraint constraints.txt --build-constraint constraints.txt --group dev --editable '.[worker,spark]'
+	@$(PYTHON) -m venv .venv || { echo "python3 -m venv failed. On Debian: apt-get install python3-venv"; exit 1; }
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt uv 2> .venv/install.log || $(FAILED)
 	@touch $@
 
-demo: $(STAMP) ## run the whole thing on the emulators: an order service, two workers, a subscriber (TASKS=3000)
+FAILED = { echo "Installing into .venv failed: $$(grep -v '^ *$$' .venv/install.log | tail -1 | sed 's/^[^[:alnum:]]*//') (all of it: .venv/install.log). Check the connection to the package index, then run make again."; exit 1; }
+INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
+
+$(DEMO): $(BIN)/uv pyproject.toml outbox/_version.py
+	@echo "Installing what the demo needs into .venv (pinned by constraints.txt) ..."
+	@$(INSTALL) --group demo --editable '.[worker]' 2> .venv/install.log || $(FAILED)
+	@touch $@
+
+$(STAMP): $(BIN)/uv pyproject.toml outbox/_version.py
+	@echo "Installing into .venv (pinned by constraints.txt) ..."
+	@$(INSTALL) --group dev --editable '.[worker,spark]' 2> .venv/install.log || $(FAILED)
+	@touch $(DEMO) $@
+
+demo: $(DEMO) ## run the whole thing on the emulators: an order service, two workers, a subscriber (TASKS=1000)
 	@PYTHONPATH=docs/examples $(BIN)/python -m orders.demo $(if $(TASKS),--tasks $(TASKS))
 
 demo-pipeline: $(STAMP) ## the pipeline on Spark: register, drain beside workers, archive, audit, replay, audit (TASKS=5000)
 	@PYTHONPATH=docs/examples $(BIN)/python -m payments.demo $(if $(TASKS),--tasks $(TASKS)) $(if $(OUTPUT),--output $(OUTPUT))
 
-# Three on two cores: many tests wait for processes.
-test: $(STAMP) ## all tests, on the real emulators
-	@$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --durations 40 --durations-min 8
+unit: $(STAMP) ## what needs no emulator and no process, in less than a minute
+	@$(PYTEST) $(TESTS) tests/unit
+
+test: $(STAMP) ## every promise, command and Spark job at least once, on the real emulators, in five minutes
+	@$(PYTEST) $(TESTS) -m "not extended and not long"
+
+test-all: $(STAMP) ## everything that `make test` leaves out, in fifteen minutes
+	@$(PYTEST) $(TESTS) -m "extended and not long" --durations 30 --durations-min 5
 
 test-long: $(STAMP) ## faults and outages of a minute each, load, probes of production, 5,000 random histories of ordering keys
 	@$(BIN)/python -m pytest --long --numprocesses 2 --dist loadgroup -rP tests/acceptance/test_demo_pipeline.py \
@@ -76,13 +97,11 @@ audit: ## known vulnerabilities of the pinned packages, where the advisories can
 	@.venv-audit/bin/python tests/support/advisories.py constraints.txt
 	@rm -rf .venv-audit
 
-constraints: ## resolve the newest versions and write constraints.txt
-	@$(PYTHON) -m venv .venv-constraints
-	@.venv-constraints/bin/python -m pip install --quiet --upgrade pip
-	@.venv-constraints/bin/python -m pip install --quiet --group dev --editable '.[worker,spark]'
-	@{ echo '# Written by `make constraints`: every version that `make test`, `make demo` and `make bench` install.'; \
-	   .venv-constraints/bin/python -m pip freeze --all --exclude-editable --exclude setuptools; } > constraints.txt
-	@rm -rf .venv-constraints
+constraints: $(BIN)/uv ## resolve the newest versions and write constraints.txt
+	@{ echo '# Written by `make constraints`: every version that the targets of the Makefile install.'; \
+	   $(BIN)/uv pip compile --quiet --upgrade --no-header --no-annotate --python $(BIN)/python \
+	   --group dev --extra worker --extra spark pyproject.toml; } > constraints.txt.new
+	@mv constraints.txt.new constraints.txt
 
 clean: ## remove .venv and caches
-	@rm -rf .venv .venv-constraints dist build mutants .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv dist build mutants .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis

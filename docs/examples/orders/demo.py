@@ -1,6 +1,6 @@
 """The whole way of a task: an order service, two relay workers and a subscriber, on the emulators.
 
-python -m orders.demo --tasks 3000
+python -m orders.demo --tasks 1000
 """
 
 import argparse
@@ -35,7 +35,7 @@ QUIET = 1.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo and return its exit code: 0 if every committed task came, and none that was rolled back."""
     parser = argparse.ArgumentParser(prog="orders.demo", description=__doc__.splitlines()[0] if __doc__ else None)
-    command.add_tasks(parser, 3000, f"how many tasks are to be sent, rounded up to whole orders of {TASKS_PER_ORDER}")
+    command.add_tasks(parser, 1000, f"how many tasks are to be sent, rounded up to whole orders of {TASKS_PER_ORDER}")
     return command.run(parser, arguments, lambda options: demonstrate(options.tasks))
 
 
