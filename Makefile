@@ -21,7 +21,7 @@ $(BIN)/uv: constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt uv 2> .venv/install.log || $(FAILED)
 	@touch $@
 
-FAILED = { echo "Installing into .venv failed: $$(grep -v '^ *$$' .venv/install.log | tail -1 | sed 's/^[^[:alnum:]]*//') (all of it: .venv/install.log). Check the connection to the package index, then run make again."; exit 1; }
+FAILED = { echo "Installing into .venv failed: $$({ grep -m1 '^ERROR' .venv/install.log || grep -v '^ *$$' .venv/install.log | tail -1; } | sed 's/^[^[:alnum:]]*//') (all of it: .venv/install.log). Check the connection to the package index, then run make again."; exit 1; }
 INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
 $(DEMO): $(BIN)/uv pyproject.toml outbox/_version.py

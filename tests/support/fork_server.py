@@ -4,13 +4,15 @@
     child.send_signal(signal.SIGTERM)
     assert child.wait(10) == 0
 
-The server opens no gRPC channel, because gRPC does not survive a fork. It ends when this process ends, and the kernel
-then kills its children. Each child leads a process group of its own.
+`scripts` writes the commands into a folder for the PATH of a shell. The server opens no gRPC channel, because gRPC does
+not survive a fork. It ends when this process ends, and the kernel then kills its children. Each child leads a process
+group of its own.
 """
 
 import atexit
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import gc
 import importlib
@@ -25,7 +27,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -67,6 +69,10 @@ class Child:
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
+    def __del__(self) -> None:
+        """Let the server kill the process."""
+        self._connection.close()
+
     def _ended(self, timeout: float | None) -> int | None:
         if self.returncode is None:
             self._connection.settimeout(timeout)
@@ -93,9 +99,33 @@ def fork(
     connection.connect(_address("jobs" if module.startswith("outbox_pipeline") else "commands"))
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a device
         streams = [each if isinstance(each, int) else each.fileno() for each in (stdin or nothing, stdout, stderr)]
-        request = json.dumps([module, list(arguments), dict(environment)]).encode()
+        request = json.dumps([module, list(arguments), dict(environment), str(ROOT)]).encode()
         socket.send_fds(connection, [request], streams)
     return Child(int(connection.recv(64)), connection)
+
+
+def scripts(directory: Path) -> None:
+    """Write the commands `outbox` and `publishworker`, which the server runs, into a folder."""
+    for name in ("outbox", "publishworker"):
+        script = directory / name
+        script.write_text(_SCRIPT.format(python=sys.executable, address=_address("commands"), module=name))
+        script.chmod(0o755)
+
+
+#: The server runs the command with the environment, folder, streams and signals of this process.
+_SCRIPT = """#!{python} -IS
+import json, os, signal, socket, sys
+
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+server.connect({address!r})
+request = json.dumps(["{module}", sys.argv[1:], dict(os.environ), os.getcwd()])
+socket.send_fds(server, [request.encode()], [0, 1, 2])
+pid = int(server.recv(64))
+for each in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(each, lambda number, _: os.kill(pid, number))
+code = int(server.recv(64))
+sys.exit(code if code >= 0 else 128 - code)
+"""
 
 
 @functools.cache
@@ -119,44 +149,93 @@ def _address(kind: str) -> str:
     return address
 
 
-def _serve(kind: str, address: str, ready: int) -> Callable[[], None]:
-    """Fork a child for each request until the end; return, in a child, the function that it is to run."""
-    for package in PRELOADED[kind]:
-        for found in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
-            if not found.name.endswith("__main__"):
-                importlib.import_module(found.name)
-    gc.collect()
-    gc.freeze()
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(f"\0{address}")
-    listener.listen(64)
-    os.write(ready, b"ready")
-    os.close(ready)
-    server = os.getpid()
-    with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        selector.register(sys.stdin, selectors.EVENT_READ)
+class _Server:
+    """Fork a child for each request, tell the other end its ID and later its exit code, until this test run ends."""
+
+    def __init__(self, address: str) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f"\0{address}")
+        self._listener.listen(64)
+        self._connections: dict[int, socket.socket] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(sys.stdin, selectors.EVENT_READ)
+
+    def serve(self) -> "_Request | None":
+        """Return the request of a child in the child, and None at the end of the test run."""
         while True:
-            for key, _ in selector.select():
+            for key, _ in self._selector.select():
                 if key.fileobj is sys.stdin:
-                    return lambda: None
-                if key.data is not None:
-                    pid, connection = key.data
-                    selector.unregister(key.fileobj)
-                    os.close(key.fd)
-                    _, status = os.waitpid(pid, 0)
-                    _answer(connection, os.waitstatus_to_exitcode(status))
-                    connection.close()
-                    continue
-                connection, _ = listener.accept()
-                request, streams, _, _ = socket.recv_fds(connection, _MAX_REQUEST, 3)
-                pid = os.fork()
-                if pid == 0:
-                    return functools.partial(_run, server, streams, *json.loads(request))
-                for stream in streams:
-                    os.close(stream)
-                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection))
-                _answer(connection, pid)
+                    return None
+                if key.fileobj is self._listener:
+                    if request := self._fork():
+                        return request
+                elif isinstance(key.fileobj, int):
+                    self._ended(key.data, key.fileobj)
+                elif key.data in self._connections:  # the process that asked for it has ended
+                    self._selector.unregister(key.fileobj)
+                    os.kill(key.data, signal.SIGKILL)
+
+    def _fork(self) -> "_Request | None":
+        connection, _ = self._listener.accept()
+        text, streams, _, _ = socket.recv_fds(connection, _MAX_REQUEST, 3)
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            return _Request(server, streams, *json.loads(text))
+        for stream in streams:
+            os.close(stream)
+        self._connections[pid] = connection
+        self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+        self._selector.register(connection, selectors.EVENT_READ, pid)
+        _answer(connection, pid)
+        return None
+
+    def _ended(self, pid: int, descriptor: int) -> None:
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        connection = self._connections.pop(pid)
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(connection)
+        _, status = os.waitpid(pid, 0)
+        _answer(connection, os.waitstatus_to_exitcode(status))
+        connection.close()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Request:
+    """What a child is to become."""
+
+    server: int
+    streams: Sequence[int]
+    module: str
+    arguments: list[str]
+    environment: dict[str, str]
+    directory: str
+
+    def run(self) -> None:
+        """Become `python -m module arguments`."""
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self.server:
+            os._exit(1)
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the test run is a background job
+        for number, stream in enumerate(self.streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        # As at the start of an interpreter: whether a stream is a terminal decides how it is buffered.
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for as long as the process lives
+        sys.stdout = open(1, "w", errors=sys.stdout.errors, closefd=False)  # noqa: SIM115 - the same
+        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115 - the same
+        os.chdir(self.directory)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        time.tzset()
+        random.seed()
+        sys.argv = [self.module, *self.arguments]
+        sys.path[:0] = [each for each in self.environment.get("PYTHONPATH", "").split(os.pathsep) if each]
+        _measure()
+        runpy.run_module(self.module, run_name="__main__", alter_sys=True)
 
 
 def _answer(connection: socket.socket, number: int) -> None:
@@ -164,27 +243,13 @@ def _answer(connection: socket.socket, number: int) -> None:
         connection.send(str(number).encode())
 
 
-def _run(server: int, streams: Sequence[int], module: str, arguments: list[str], environment: dict[str, str]) -> None:
-    """Become `python -m module arguments`."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:
-        os._exit(1)
-    os.setpgid(0, 0)
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
-    # As at the start of an interpreter: whether a stream is a terminal decides how it is buffered.
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for as long as the process lives
-    sys.stdout = open(1, "w", errors=sys.stdout.errors, closefd=False)  # noqa: SIM115 - for as long as the process lives
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115 - for as long as the process lives
-    os.environ.clear()
-    os.environ.update(environment)
-    time.tzset()
-    random.seed()
-    sys.argv = [module, *arguments]
-    sys.path[:0] = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
-    _measure()
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+def _preload(packages: Sequence[str]) -> None:
+    for package in packages:
+        for found in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+            if not found.name.endswith("__main__"):
+                importlib.import_module(found.name)
+    gc.collect()
+    gc.freeze()
 
 
 def _measure() -> None:
@@ -195,6 +260,14 @@ def _measure() -> None:
         coverage.process_startup(force=True)
 
 
+def _main(kind: str, address: str, ready: str) -> None:
+    _preload(PRELOADED[kind])
+    server = _Server(address)
+    os.write(int(ready), b"ready")
+    os.close(int(ready))
+    if request := server.serve():
+        request.run()
+
+
 if __name__ == "__main__":
-    _kind, _name, _ready = sys.argv[1:]
-    _serve(_kind, _name, int(_ready))()
+    _main(*sys.argv[1:])
