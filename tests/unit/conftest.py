@@ -1,7 +1,11 @@
-"""What several of these files have in common."""
+"""Fixtures that several of these files share."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+import outbox
 from tests.support.relay_bench import Bench
 
 
@@ -9,3 +13,10 @@ from tests.support.relay_bench import Bench
 def bench() -> Bench:
     """A fresh bench."""
     return Bench()
+
+
+@pytest.fixture
+def set_metrics() -> Iterator[Callable[[Any], None]]:
+    """`outbox.set_metrics`, for this test only."""
+    yield outbox.set_metrics
+    outbox.set_metrics(None)

@@ -1,4 +1,4 @@
-"""Flags that several commands have: ids from anywhere, a selection, and the command line that goes on."""
+"""Flags that several commands have: ids, a selection, and the command line that goes on."""
 
 import argparse
 import io
@@ -23,109 +23,90 @@ NOW = datetime(2026, 11, 21, 13, tzinfo=UTC)
 PLACE = ["--project", "my-project", "--instance", "main", "--database", "shop"]
 
 
+PARSER = cli._parser()
+
+
 def parsed(*words: str) -> argparse.Namespace:
     """Return the options of a command line."""
-    return cli._parser().parse_args(words)
+    return PARSER.parse_args(words)
 
 
-@pytest.fixture
-def given_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
-    """Return what makes a file, or stdin, of bytes, and returns the ids of `outbox retry` with it."""
+@pytest.fixture(params=["file", "-"])
+def ids_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    """Return what reads the ids of `outbox retry` from these bytes, in a file or on stdin."""
 
     def read(data: bytes, *words: str) -> tuple[str, ...] | None:
-        if request.param == "-":
-            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-            return ids(parsed("retry", "--ids-file", "-", *words))
         file = tmp_path / "ids"
         file.write_bytes(data)
-        return ids(parsed("retry", "--ids-file", str(file), *words))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        return ids(parsed("retry", "--ids-file", "-" if request.param == "-" else str(file), *words))
 
     return read
 
 
-from_both = pytest.mark.parametrize("given_lines", ["file", "-"], indirect=True)
+def test_a_line_is_an_id_or_json(ids_of: Any):
+    """Blank lines are skipped, and each id comes once, in the order in which it came first."""
+    for data, found in {
+        b"a\nb\n": ("a", "b"),
+        b"a\nb": ("a", "b"),
+        b"\n\n  a  \r\n\t\nb\r\n": ("a", "b"),
+        b"b\na\nb\na\n": ("b", "a"),
+        b"two words\n": ("two words",),
+        b'"a"\n{"id": "b", "state": "dead"}\nc\n': ("a", "b", "c"),
+        b'" a "\n': (" a ",),
+        b'{"id": "a"}\na\n': ("a",),
+        rb'"\u00fc\n"': ("ü\n",),
+        "ü\n🎉\n".encode(): ("ü", "🎉"),
+        "🎉".encode() * 64: ("🎉" * 64,),
+        '{"id": "a", "last_error": "b\u2028c\x85d"}'.encode(): ("a",),
+        "a\u2028b\n".encode(): ("a\u2028b",),
+        b"-x\n--\n": ("-x", "--"),
+        b"[1]\nnull\n": ("[1]", "null"),
+    }.items():
+        assert ids_of(data) == found
+    # Ids of the command line come first.
+    assert ids_of(b"c\nb\n", "a", "b", "a") == ("a", "b", "c")
+    assert ids_of(b"\n", "a") == ("a",)
 
 
-@from_both
-@pytest.mark.parametrize(
-    ("data", "found"),
-    [
-        (b"a\nb\n", ("a", "b")),
-        (b"a\nb", ("a", "b")),
-        (b"\n\n  a  \r\n\t\nb\r\n", ("a", "b")),
-        (b"b\na\nb\na\n", ("b", "a")),
-        (b"two words\n", ("two words",)),
-        (b'"a"\n{"id": "b", "state": "dead"}\nc\n', ("a", "b", "c")),
-        (b'" a "\n', (" a ",)),
-        (b'{"id": "a"}\na\n', ("a",)),
-        (rb'"\u00fc\n"', ("ü\n",)),
-        ("ü\n🎉\n".encode(), ("ü", "🎉")),
-        ("🎉".encode() * 64, ("🎉" * 64,)),
-        ('{"id": "a", "last_error": "b\u2028c\x85d"}'.encode(), ("a",)),
-        ("a\u2028b\n".encode(), ("a\u2028b",)),
-        (b"-x\n--\n", ("-x", "--")),
-        (b"[1]\nnull\n", ("[1]", "null")),
-    ],
-)
-def test_a_line_is_an_id_or_json(given_lines: Any, data: bytes, found: tuple[str, ...]):
-    """Of a file as of stdin: blank lines are passed over, each id comes once, in the order in which it came first."""
-    assert given_lines(data) == found
+def test_a_line_that_is_no_id_is_a_wrong_value(ids_of: Any):
+    """It is named with its place, and no id is used: half of a list is not what the user meant."""
+    for data, sentence in {
+        b"a\n" + b"x" * 65: "line 2: '" + "x" * 65 + "' is no id: ids have 1 to 64 characters of valid Unicode",
+        b"a\n\n" + b"x" * 1_000: "line 3: '" + "x" * 80 + "' is no id",
+        b'""': "line 1: '' is no id",
+        b'{"id": ""}': "line 1: '' is no id",
+        b'{"id": null}': "line 1: 'None' is no id",
+        b'{"id": 5}': "line 1: '5' is no id",
+        b'{"id": ["a"]}': "is no id",
+        b'{"Id": "a"}': "line 1: 'None' is no id",
+        rb'"\ud800"': r"line 1: '\ud800' is no id",
+        b'{"id": "a"': 'line 1: \'{"id": "a"\' is no JSON, as which a line is read that begins so',
+        b'"a': "is no JSON",
+        b'{"a": ' * 100_000: "is no JSON",
+        b"ok\n\xff\n": "is no UTF-8: invalid start byte at byte 3",
+        "a\n".encode("utf-16"): "is no UTF-8: invalid start byte at byte 0",
+        b"a\n\xc3": "is no UTF-8: unexpected end of data at byte 2",
+    }.items():
+        with pytest.raises(SettingError) as raised:
+            ids_of(data, "b")
+        assert sentence in str(raised.value)
+        assert len(str(raised.value)) < 400
 
 
-@from_both
-def test_ids_of_a_file_come_behind_those_of_the_command_line(given_lines: Any):
-    """Each once, wherever it stands."""
-    assert given_lines(b"c\nb\n", "a", "b", "a") == ("a", "b", "c")
-    assert given_lines(b"\n", "a") == ("a",)
-
-
-@from_both
-@pytest.mark.parametrize(
-    ("data", "sentence"),
-    [
-        (b"a\n" + b"x" * 65, "line 2: '" + "x" * 65 + "' is no id: ids have 1 to 64 characters of valid Unicode"),
-        (b"a\n\n" + b"x" * 1_000, "line 3: '" + "x" * 80 + "' is no id"),
-        (b'""', "line 1: '' is no id"),
-        (b'{"id": ""}', "line 1: '' is no id"),
-        (b'{"id": null}', "line 1: 'None' is no id"),
-        (b'{"id": 5}', "line 1: '5' is no id"),
-        (b'{"id": ["a"]}', "is no id"),
-        (b'{"Id": "a"}', "line 1: 'None' is no id"),
-        (rb'"\ud800"', r"line 1: '\ud800' is no id"),
-        (b'{"id": "a"', 'line 1: \'{"id": "a"\' is no JSON, as which a line is read that begins so'),
-        (b'"a', "is no JSON"),
-        (b'{"a": ' * 100_000, "is no JSON"),
-        (b"ok\n\xff\n", "is no UTF-8: invalid start byte at byte 3"),
-        ("a\n".encode("utf-16"), "is no UTF-8: invalid start byte at byte 0"),
-        (b"a\n\xc3", "is no UTF-8: unexpected end of data at byte 2"),
-    ],
-)
-def test_a_line_that_is_no_id_is_a_wrong_value(given_lines: Any, data: bytes, sentence: str):
-    """It is named with its place, and no id is taken: half of a list is not what somebody meant."""
-    with pytest.raises(SettingError) as raised:
-        given_lines(data, "b")
-    assert sentence in str(raised.value)
-    assert len(str(raised.value)) < 400
-
-
-@from_both
-@pytest.mark.parametrize("data", [b"", b"\n", b" \r\n\t\n"])
-def test_a_file_without_ids_changes_nothing(given_lines: Any, data: bytes):
-    """A filter that found nothing is no selection of everything."""
-    with pytest.raises(OutboxError, match="holds no id: nothing was changed"):
-        given_lines(data)
-    with pytest.raises(OutboxError, match="holds no id"):
-        given_lines(data, "--state", "dead")
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
-    """Missing, or a folder."""
-    with pytest.raises(SettingError, match="missing' cannot be read: No such file or directory"):
-        ids(parsed("retry", "--ids-file", str(tmp_path / "missing")))
-    with pytest.raises(SettingError, match="cannot be read: Is a directory"):
-        ids(parsed("discard", "--reason", "x", "--ids-file", str(tmp_path)))
-    with pytest.raises(SettingError, match="cannot be read: Is a directory"):
-        ids(parsed("retry", "--ids-file", ""))
+def test_a_file_without_ids_changes_nothing(ids_of: Any, tmp_path: Path):
+    """A filter that found nothing is no selection of everything; a missing file, or a folder, is named."""
+    for data in (b"", b"\n", b" \r\n\t\n"):
+        for words in ((), ("--state", "dead")):
+            with pytest.raises(OutboxError, match="holds no id: nothing was changed"):
+                ids_of(data, *words)
+    for file, sentence in (
+        (tmp_path / "missing", "missing' cannot be read: No such file or directory"),
+        (tmp_path, "cannot be read: Is a directory"),
+        ("", "cannot be read: Is a directory"),
+    ):
+        with pytest.raises(SettingError, match=sentence):
+            ids(parsed("discard", "--reason", "x", "--ids-file", str(file)))
 
 
 def test_no_ids_are_none():
@@ -133,9 +114,7 @@ def test_no_ids_are_none():
     assert ids(parsed("retry")) is None
     assert ids(parsed("retry", "b", "a", "b")) == ("b", "a")
     for wrong in ("", "x" * 65, "\udcff"):
-        with pytest.raises(
-            SettingError, match=r"ID: .* is not allowed: it must be 1 to 64 characters of valid Unicode"
-        ):
+        with pytest.raises(SettingError, match=r"ID: .* is not allowed: it must be 1 to 64 characters of valid Un"):
             parsed("retry", wrong)
 
 
@@ -150,22 +129,17 @@ def test_ids_as_list_writes_them_are_read_again(names: list[str]):
 
 
 def test_a_selection_is_of_the_databases_now():
-    """How long ago is counted from there; what is not given narrows nothing."""
+    """A time ago is counted from there; a flag that is not given narrows nothing; no time between is a wrong value."""
     options = parsed("retry", "--state", "dead", "--topic", "orders", "--since", "2h", "--until", "15m", "--error", "X")
     chosen = selection(options, NOW, ("a",))
     assert (chosen.state, chosen.ids, chosen.topic, chosen.error) == ("dead", ("a",), "orders", "X")
     assert (chosen.since, chosen.until) == (NOW - timedelta(hours=2), NOW - timedelta(minutes=15))
     empty = selection(parsed("list"), NOW)
     assert (empty.state, empty.ids, empty.values) == (None, None, {})
-
-
-@pytest.mark.parametrize(
-    ("since", "until"), [("15m", "2h"), ("2h", "2h"), ("2h", "120m"), ("0s", "2026-11-21T13:00:00Z"), ("-", "-")]
-)
-def test_a_selection_of_no_time_is_a_wrong_value(since: str, until: str):
-    """Its end is exclusive, so it must be behind its beginning."""
-    with pytest.raises(SettingError, match=r"no task can be between them|is not allowed"):
-        selection(parsed("list", "--since", since, "--until", until), NOW)
+    # The end is exclusive, so it must be behind the beginning.
+    for since, until in (("15m", "2h"), ("2h", "2h"), ("2h", "120m"), ("0s", "2026-11-21T13:00:00Z"), ("-", "-")):
+        with pytest.raises(SettingError, match=r"no task can be between them|is not allowed"):
+            selection(parsed("list", "--since", since, "--until", until), NOW)
 
 
 @pytest.mark.parametrize(
@@ -205,16 +179,10 @@ PRINTABLE = st.text(st.characters(exclude_categories=("C", "Z"), include_charact
 )
 @example("dead", "-t", "-e' \"$x`\\", None, None, ["-a", "--", "--yes", "$(b)"], "-", PLACE)
 def test_the_command_that_goes_on_is_read_as_the_same_selection(  # noqa: PLR0917 - drawn
-    state: str | None,
-    topic: str | None,
-    error: str | None,
-    since: timedelta | None,
-    until: timedelta | None,
-    names: list[str],
-    file: str | None,
-    place: list[str],
-):
-    """Whatever was given, also what looks like a flag or means something to a shell; times are fixed by then."""
+    state: str | None, topic: str | None, error: str | None, since: timedelta | None, until: timedelta | None,
+    names: list[str], file: str | None, place: list[str],
+):  # fmt: skip
+    """Also values that look like a flag or mean something to a shell; times are fixed by then."""
     flags = {"--state": state, "--topic": topic, "--error": error, "--ids-file": file}
     words = ["retry", *place, *(f"{flag}={value}" for flag, value in flags.items() if value)]
     options = parsed(*words, "--", *names)
@@ -224,28 +192,19 @@ def test_the_command_that_goes_on_is_read_as_the_same_selection(  # noqa: PLR091
     program, *rest = shlex.split(line, comments=True)
     read = parsed(*rest)
     assert (program, read.run, read.yes) == ("outbox", options.run, True)
-    assert selection(read, NOW, tuple(read.ids)) == selection(
-        argparse.Namespace(**{**vars(options), **{name: time or None for name, time in times.items()}}),
-        NOW,
-        tuple(options.ids),
-    )
-    assert read.ids_file == options.ids_file
-    assert {name: vars(read)[name] for name in DatabaseSettings.__slots__} == {
-        name: vars(options)[name] for name in DatabaseSettings.__slots__
-    }
+    wanted = argparse.Namespace(**{**vars(options), **{name: time or None for name, time in times.items()}})
+    assert selection(read, NOW, tuple(read.ids)) == selection(wanted, NOW, tuple(options.ids))
+    for name in ("ids_file", *DatabaseSettings.__slots__):
+        assert vars(read)[name] == vars(options)[name]
 
 
 def test_the_command_that_goes_on_names_what_it_replaces():
-    """A time ago becomes a time; flags of other commands are left out."""
+    """A time ago becomes a time; flags of other commands are left out; no control code reaches the terminal."""
     purging = parsed("purge", *PLACE, "--sent-before", "30d", "--topic", "orders")
     line = again("purge", purging, sent_before=shown(NOW))
     assert line == f"outbox purge {' '.join(PLACE)} --topic orders --sent-before 2026-11-21T13:00:00.000000Z"
     assert parsed(*shlex.split(line)[1:]).sent_before == NOW
-
-
-@pytest.mark.parametrize("control", ["\x1b[2J", "a\nb", "\x9b2J", "it's\u2028\\x"])
-def test_the_command_that_goes_on_has_no_control_code(control: str):
-    """It is printed to a terminal."""
-    line = again("retry", parsed("retry", "--error", control, "a", control))
-    assert line.isprintable()
-    assert line.count("$'") == 2
+    for control in ("\x1b[2J", "a\nb", "\x9b2J", "it's\u2028\\x"):
+        line = again("retry", parsed("retry", "--error", control, "a", control))
+        assert line.isprintable()
+        assert line.count("$'") == 2

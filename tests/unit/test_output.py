@@ -1,4 +1,4 @@
-"""What commands print: whatever a row holds, no terminal and no program is harmed by it."""
+"""The output of commands: no value of a row harms a terminal or a program."""
 
 import json
 import unicodedata
@@ -26,7 +26,7 @@ def harmless(text: str) -> bool:
 @given(TEXT)
 @example(CONTROLS)
 def test_no_control_code_is_left_by_escaped(text: str):
-    """Of all of Unicode; what is printable stays as it is."""
+    """Of all of Unicode; printable text stays as it is."""
     shown = escaped(text)
     assert harmless(shown)
     shown.encode()
@@ -37,54 +37,37 @@ def test_no_control_code_is_left_by_escaped(text: str):
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("", ""),
-        ("Grüße, 東京 🎉", "Grüße, 東京 🎉"),
-        ("a\nb\r\tc", r"a\nb\r\tc"),
-        ("\x1b[2J", r"\x1b[2J"),
-        ("\x9b2J", r"\x9b2J"),
-        ("a\xa0b", r"a\xa0b"),
-        ("txt\u202egpj", r"txt\u202egpj"),
-        ("\U000e0001", r"\U000e0001"),
-        ("\ud800", r"\ud800"),
-        ("\\", "\\"),
+        ("", ""), ("Grüße, 東京 🎉", "Grüße, 東京 🎉"), ("a\nb\r\tc", r"a\nb\r\tc"), ("\x1b[2J", r"\x1b[2J"),
+        ("\x9b2J", r"\x9b2J"), ("a\xa0b", r"a\xa0b"), ("txt\u202egpj", r"txt\u202egpj"),
+        ("\U000e0001", r"\U000e0001"), ("\ud800", r"\ud800"), ("\\", "\\"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_printable_is_written_as_python_writes_it(text: str, shown: str):
-    """And can be read as that."""
+    """So it can be read as that."""
     assert escaped(text) == shown
 
 
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        (None, ""),
-        (0, "0"),
-        (-1_234_567, "-1,234,567"),
-        (2**63 - 1, "9,223,372,036,854,775,807"),
-        (True, "True"),
-        (1.5, "1.5"),
-        (TIME, "2026-11-21T13:00:00.000005Z"),
+        (None, ""), (0, "0"), (-1_234_567, "-1,234,567"), (2**63 - 1, "9,223,372,036,854,775,807"), (True, "True"),
+        (1.5, "1.5"), (TIME, "2026-11-21T13:00:00.000005Z"), ("\x1b", r"\x1b"),
         (TIME.astimezone(timezone(timedelta(hours=2))), "2026-11-21T13:00:00.000005Z"),
-        ("\x1b", r"\x1b"),
     ],
-)
+)  # fmt: skip
 def test_a_cell_is_readable(value: object, shown: str):
     """NULL is empty, numbers have their thousands, times are in UTC."""
     assert cell(value) == shown
 
 
 def test_texts_stand_to_the_left_and_numbers_to_the_right():
-    """A column is one of numbers if all of it is: NULL and counts that stopped early are."""
+    """A column is one of numbers if all of it is: NULL and counts that stopped early are, no rows are not."""
     rows = [["orders", 1_000, ">= 20,000", 5, None, "x"], ["a", 7, 3, "none", 0.5, None]]
     assert table(("TOPIC", "PENDING", "DEAD", "MIXED", "N", "END"), rows).split("\n") == [
         "TOPIC   PENDING       DEAD  MIXED    N  END",
         "orders    1,000  >= 20,000  5           x",
         "a             7          3  none   0.5",
     ]
-
-
-def test_a_table_without_rows_is_its_heads():
-    """To the left, as nothing says that they are numbers."""
     assert table(("TOPIC", "N"), []) == "TOPIC  N"
     assert table(("LONG", "N"), iter([("a", 1)])) == "LONG  N\na     1"
 
@@ -126,49 +109,41 @@ def test_a_note_goes_to_stderr(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr() == ("", "outbox: following\n")
 
 
+PRICES = b'{"price": 1.10, "big": 12345678901234567890.123456789, "far": 1e400, "less": -0.0}'
+
+
 @pytest.mark.parametrize(
-    ("data", "kind", "lines"),
+    ("data", "kind", "shown"),
     [
-        (b'{"b": [1, "x"], "a": null}', "JSON", ["{", '  "b": [', "    1,", '    "x"', "  ],", '  "a": null', "}"]),
-        (b"7", "JSON", ["7"]),
-        (b' "a"\n', "JSON", ['"a"']),
-        ('"Grüße"'.encode(), "JSON", ['"Grüße"']),
-        (rb'"\u001b[2J\u009b"', "JSON", [r'"\u001b[2J\x9b"']),
-        (rb'"\ud800"', "JSON", [r'"\ud800"']),
-        (b"{not JSON}", "text", ["{not JSON}"]),
-        (b"a\r\nb\n\n\tc", "text", ["a", "b", "", "        c"]),
-        ("Grüße 🎉".encode(), "text", ["Grüße 🎉"]),
-        ("👨\u200d👩".encode(), "text", [r"👨\u200d👩"]),
-        ("a\xa0b\u202ec".encode(), "text", [r"a\xa0b\u202ec"]),
-        (b"[" * 100_000, "text", ["[" * 100_000]),
-        (b"9" * 5_000, "JSON", ["9" * 5_000]),
-        (
-            b'{"price": 1.10, "big": 12345678901234567890.123456789, "far": 1e400, "less": -0.0}',
-            "JSON",
-            [
-                "{",
-                '  "price": 1.10,',
-                '  "big": 12345678901234567890.123456789,',
-                '  "far": 1e400,',
-                '  "less": -0.0',
-                "}",
-            ],
-        ),
-        (b'{"a": 1, "a": 2}', "text", ['{"a": 1, "a": 2}']),
-        (b"[NaN]", "text", ["[NaN]"]),
-        ('["\ue0000\ue000", 7]'.encode(), "text", [r'["\ue0000\ue000", 7]']),
-        (b"a\x00b", "hex", ["61 00 62"]),
-        (b"\x1b[2J", "hex", ["1b 5b 32 4a"]),
-        ("\x9b2J".encode(), "hex", ["c2 9b 32 4a"]),
-        (b"\xff\xfe", "hex", ["ff fe"]),
-        (b"a\xc3", "hex", ["61 c3"]),
-        (b"\xed\xa0\x80", "hex", ["ed a0 80"]),
-        (bytes(33), "hex", [" ".join(["00"] * 32), "00"]),
+        (b'{"b": [1, "x"], "a": null}', "JSON", '{\n  "b": [\n    1,\n    "x"\n  ],\n  "a": null\n}'),
+        (b"7", "JSON", "7"),
+        (b' "a"\n', "JSON", '"a"'),
+        ('"Grüße"'.encode(), "JSON", '"Grüße"'),
+        (rb'"\u001b[2J\u009b"', "JSON", r'"\u001b[2J\x9b"'),
+        (rb'"\ud800"', "JSON", r'"\ud800"'),
+        (b"9" * 5_000, "JSON", "9" * 5_000),
+        (PRICES, "JSON", PRICES.decode().replace("{", "{\n  ").replace(", ", ",\n  ").replace("}", "\n}")),
+        (b"{not JSON}", "text", "{not JSON}"),
+        (b"a\r\nb\n\n\tc", "text", "a\nb\n\n        c"),
+        ("Grüße 🎉".encode(), "text", "Grüße 🎉"),
+        ("👨\u200d👩".encode(), "text", r"👨\u200d👩"),
+        ("a\xa0b\u202ec".encode(), "text", r"a\xa0b\u202ec"),
+        (b"[" * 100_000, "text", "[" * 100_000),
+        (b'{"a": 1, "a": 2}', "text", '{"a": 1, "a": 2}'),
+        (b"[NaN]", "text", "[NaN]"),
+        ('["\ue0000\ue000", 7]'.encode(), "text", r'["\ue0000\ue000", 7]'),
+        (b"a\x00b", "hex", "61 00 62"),
+        (b"\x1b[2J", "hex", "1b 5b 32 4a"),
+        ("\x9b2J".encode(), "hex", "c2 9b 32 4a"),
+        (b"\xff\xfe", "hex", "ff fe"),
+        (b"a\xc3", "hex", "61 c3"),
+        (b"\xed\xa0\x80", "hex", "ed a0 80"),
+        (bytes(33), "hex", " ".join(["00"] * 32) + "\n00"),
     ],
 )
-def test_data_is_shown_as_what_it_is(data: bytes, kind: str, lines: list[str]):
-    """JSON with its indents, other text by its lines, and hex for what is no text or holds control codes."""
-    assert tasks._readable(data, whole=True) == (kind, lines)
+def test_data_is_shown_as_what_it_is(data: bytes, kind: str, shown: str):
+    """JSON with its indents, other text by its lines, and hex for bytes that are no text or hold control codes."""
+    assert tasks._readable(data, whole=True) == (kind, shown.split("\n"))
 
 
 @given(st.binary(max_size=80) | TEXT.map(lambda text: text.encode(errors="surrogatepass")), st.booleans())
@@ -179,32 +154,23 @@ def test_no_data_reaches_the_terminal_as_it_is(data: bytes, whole: bool):
     assert all(harmless(line) for line in lines)
 
 
-def test_what_is_no_text_is_hex_also_where_it_is_cut(monkeypatch: pytest.MonkeyPatch):
-    """Only the last character may be cut; other bytes that are no text make it hex."""
-    monkeypatch.setattr(tasks, "SHOWN_BYTES", 8)
-    assert list(tasks._data_lines(b"ab\xffd" * 3))[:2] == ["Data         12 bytes, hex", "  61 62 ff 64 61 62 ff 64"]
-
-
 @pytest.mark.parametrize("before", range(4))
 def test_a_character_that_is_cut_makes_no_hex_of_a_text(before: int, monkeypatch: pytest.MonkeyPatch):
-    """The limit is in bytes, a character may have four: the part of it that is left is left out."""
+    """The limit is in bytes, a character may have four: its remaining part is left out. Other bytes make it hex."""
     monkeypatch.setattr(tasks, "SHOWN_BYTES", 8)
     data = ("a" * (5 + before) + "🎉" + "b" * 20).encode()
-    shown = list(tasks._data_lines(data))
-    assert shown == [
+    assert list(tasks._data_lines(data)) == [
         f"Data         {len(data)} bytes, text",
         "  " + ("a" * (5 + before))[:8],
         f"  ... {len(data) - 8} more bytes: --raw writes all",
     ]
+    assert list(tasks._data_lines(b"ab\xffd" * 3))[:2] == ["Data         12 bytes, hex", "  61 62 ff 64 61 62 ff 64"]
 
 
 def test_data_is_shown_to_its_limit(monkeypatch: pytest.MonkeyPatch):
-    """A message of the limit is shown whole, one byte more is told; JSON that is cut is text, none has no lines."""
+    """A message of the limit is shown whole; JSON that is cut is text, and a message without data has no lines."""
     monkeypatch.setattr(tasks, "SHOWN_BYTES", 4)
     assert list(tasks._data_lines(b"[12]")) == ["Data         4 bytes, JSON", "  [", "    12", "  ]"]
-    assert list(tasks._data_lines(b"[12 ]")) == [
-        "Data         5 bytes, text",
-        "  [12 ",
-        "  ... 1 more bytes: --raw writes all",
-    ]
+    cut = ["Data         5 bytes, text", "  [12 ", "  ... 1 more bytes: --raw writes all"]
+    assert list(tasks._data_lines(b"[12 ]")) == cut
     assert list(tasks._data_lines(b"")) == ["Data         0 bytes"]

@@ -1,8 +1,8 @@
-"""What `outbox.register_once` asks, what it answers, and what it refuses before it asks."""
+"""The read and the answer of `outbox.register_once`, and its refusals before the read."""
 
 import gc
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from unittest import mock
@@ -22,26 +22,17 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class Recorded(RecordingTransaction):
-    """A transaction that also keeps what was read, and under which tag."""
+    """A transaction that also keeps the keys and the options of its reads."""
 
     def __init__(self, *task_ids: str) -> None:
         """Have tasks of these ids in the table."""
         super().__init__(task_ids)
         self.reads: list[Any] = []
-        self.options: list[object] = []
 
     def read(self, table: str, columns: Any, keyset: KeySet, **options: object) -> list[list[str]]:
         """Keep the keys and the options."""
-        self.reads.append(keyset.keys)
-        self.options.append(options)
+        self.reads.append((keyset.keys, options))
         return super().read(table, columns, keyset, **options)
-
-
-@pytest.fixture(autouse=True)
-def no_metrics() -> Iterator[None]:
-    """Whatever a test sets is gone after it."""
-    yield
-    outbox.set_metrics(None)
 
 
 def once(transaction: Any, task_id: str = "t", message: bytes = b"", **options: Any) -> bool:
@@ -50,30 +41,18 @@ def once(transaction: Any, task_id: str = "t", message: bytes = b"", **options: 
 
 
 def test_a_new_task_is_one_read_by_key_and_one_insert() -> None:
-    """Its row is the one that `register` makes, but for the number of the call."""
-    options = {
-        "priority": 7,
-        "available_at": NOW,
-        "expires_at": NOW + timedelta(hours=1),
-        "at_most_once": True,
-        "task_id": "t",
-    }
+    """Its row is that of `register`, except for the number of the call."""
+    times = {"available_at": NOW, "expires_at": NOW + timedelta(hours=1)}
+    options: dict[str, Any] = {"priority": 7, "at_most_once": True, "task_id": "t", **times}
     transaction, plain = Recorded(), Recorded()
 
     assert outbox.register_once(transaction, "orders", b"data", {"a": "b"}, **options) is True
 
     outbox.register(plain, "orders", b"data", {"a": "b"}, **options)
-    assert (transaction.reads, plain.reads) == ([[["t"]]], [])
-    assert transaction.options == [{"request_options": {"request_tag": "outbox-register-once"}}]
+    tag = {"request_options": {"request_tag": "outbox-register-once"}}
+    assert (transaction.reads, plain.reads) == ([([["t"]], tag)], [])
     assert transaction.tasks == plain.tasks
     assert [each[:2] for each in transaction.inserts] == [("AsynchronousTasks", _register.COLUMNS)]
-
-
-def test_a_task_that_is_there_is_left_alone() -> None:
-    """False, and nothing is added."""
-    transaction = Recorded("t")
-    assert once(transaction) is False
-    assert transaction.inserts == []
 
 
 def test_it_takes_what_register_takes() -> None:
@@ -104,19 +83,15 @@ def test_what_register_refuses_is_refused_before_anything_is_read(options: dict[
 
 
 SESSION = mock.Mock()
-NO_TRANSACTIONS = {
-    "None": None,
-    "a database": object(),
-    "a batch": Batch(SESSION),
-    "a mutation group": MutationGroup(SESSION),
-    "a snapshot": Snapshot(SESSION),
-    "a transaction whose read must be awaited": AsyncTransaction(SESSION),
-}
 
 
-@pytest.mark.parametrize("transaction", NO_TRANSACTIONS.values(), ids=NO_TRANSACTIONS.keys())
+@pytest.mark.parametrize(
+    "transaction",
+    [None, object(), Batch(SESSION), MutationGroup(SESSION), Snapshot(SESSION), AsyncTransaction(SESSION)],
+    ids=lambda each: type(each).__name__,
+)
 def test_what_cannot_read_and_insert_is_a_type_error(transaction: object) -> None:
-    """The sentence names the type and says what to do."""
+    """The sentence names the type and the remedy. The read of an AsyncTransaction would have to be awaited."""
     with pytest.raises(TypeError) as caught:
         once(transaction)
     assert str(caught.value) == (
@@ -125,19 +100,20 @@ def test_what_cannot_read_and_insert_is_a_type_error(transaction: object) -> Non
     )
 
 
-def test_only_what_was_registered_is_counted() -> None:
-    """One for the new task, none for the one that is there, none for a refusal."""
+def test_only_a_task_that_is_not_there_is_registered_and_counted(set_metrics: Callable[[Any], None]) -> None:
+    """True and a count for the new task; False for one that is there; no count for a refusal."""
     counter = mock.Mock()
-    outbox.set_metrics(counter)
+    set_metrics(counter)
     transaction = Recorded("there")
     assert [once(transaction, id) for id in ("new", "new", "there")] == [True, False, False]
+    assert [task.id for task in transaction.tasks] == ["new"]
     with pytest.raises(outbox.InvalidMessage):
         once(transaction, "")
     counter.increment.assert_called_once_with("outbox.registered_task_count", 1, ["topic:orders"])
 
 
 def test_what_was_registered_in_the_same_transaction_is_there() -> None:
-    """A read would not see it; so it is not asked."""
+    """A read would not see buffered inserts, so `register_once` knows these ids without one."""
     transaction = Transaction(mock.Mock())
     with mock.patch.object(Transaction, "read", return_value=[]) as read:
         outbox.register(transaction, "orders", b"", task_id="s")
@@ -146,7 +122,7 @@ def test_what_was_registered_in_the_same_transaction_is_there() -> None:
 
 
 def test_given_ids_are_forgotten_with_their_transaction() -> None:
-    """An application that runs for years keeps nothing; ids that were drawn are not kept at all."""
+    """An application that runs for years keeps nothing; random ids are not kept at all."""
     before = len(_register._given)
     transaction = Transaction(mock.Mock())
     outbox.register(transaction, "orders", b"")

@@ -1,4 +1,4 @@
-"""Flags, environment, defaults: one list, one order, one sentence for what is wrong."""
+"""Settings from flags, environment and defaults, and the sentence for a wrong value."""
 
 import argparse
 import dataclasses
@@ -9,7 +9,6 @@ from outbox.errors import SettingError
 from outbox.settings import DatabaseSettings, fields_of, setting, whole_number
 from publishworker.settings import WorkerSettings, add_deadline
 
-PATTERNS = "patterns of topics, separated by commas, in which * is any text"
 NEEDED = {"project": "shop", "instance": "main", "database": "orders"}
 
 
@@ -27,78 +26,59 @@ def test_defaults_are_those_of_the_documentation() -> None:
 
 
 def test_a_flag_wins_over_its_environment_twin_which_wins_over_the_default() -> None:
-    """In that order."""
+    """The project alone falls back to Google's variable, too; ours wins."""
     assert read({"OUTBOX_GROUP_SIZE": "7"}).group_size == 7
     assert read({"OUTBOX_GROUP_SIZE": "7"}, group_size="8").group_size == 8
-
-
-def test_the_project_falls_back_to_googles_variable() -> None:
-    """Ours wins."""
     needed = {"instance": "main", "database": "orders"}
     assert WorkerSettings.read(needed, {"GOOGLE_CLOUD_PROJECT": "g"}).project == "g"
     assert WorkerSettings.read(needed, {"GOOGLE_CLOUD_PROJECT": "g", "OUTBOX_PROJECT": "o"}).project == "o"
     assert {field.name for field in fields_of(WorkerSettings) if field.variable} == {"project"}
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "allowed"),
-    [
-        ("group_size", "0", "a whole number from 1 to 1,000"),
-        ("group_size", "1001", "a whole number from 1 to 1,000"),
-        ("group_size", "ten", "a whole number from 1 to 1,000"),
-        ("concurrency", "-1", "a whole number from 1 to 100"),
-        ("publish_timeout", "9", "seconds from 0.1 to 8"),
-        ("publish_timeout", "nan", "seconds from 0.1 to 8"),
-        ("poll_interval", "inf", "seconds from 0.05 to 30"),
-        *(("fair_share", value, "a number from 0 to 0.5") for value in ("-0.1", "0.51", "nan", "half")),
-        ("log_format", "xml", "auto or json or text"),
-        ("database", "Orders!", "2 to 30 of a-z"),
-        ("database", "d" * 31, "2 to 30 of a-z"),
-        ("instance", "a", "2 to 64 of a-z"),
-        ("heartbeat_file", "", "a path"),
-        *(("allowed_topics", value, PATTERNS) for value in ("", ",", "a,", ",a", "a,,b", "a b", "a, b", " a", "a\n")),
-        *(("allowed_topics", value, PATTERNS) for value in ("projects/x", "projects/x/topics/", "projects//topics/x")),
-        *(("allowed_topics", value, PATTERNS) for value in ("x/topics/y", "/x", "x/", "a|b", "[a]", "a?", "ümlaut")),
-        *(("allowed_topics", value, PATTERNS) for value in ("a,projects/x", "projects/x/topics/y/z", "projects/x/y/z")),
-        *(("backoff_initial", value, "seconds from 0.05 to 3,600") for value in ("0.049", "3601", "0", "-1", "nan")),
-        *(("backoff_max", value, "seconds from 0.05 to 604,800") for value in ("0.049", "604801", "inf", "1h", "")),
-        *(("max_attempts", value, "a whole number from 1 to 1,000,000") for value in ("0", "1000001", "-1", "1.5")),
-        *(("dead_after", value, "seconds from 0 to 31,536,000") for value in ("-0.1", "31536001", "nan", "never")),
-    ],
-)
-def test_a_wrong_value_names_the_flag_the_value_and_what_is_allowed(flag: str, value: str, allowed: str) -> None:
-    """Whether it came from the flag or from the environment."""
-    with pytest.raises(SettingError) as from_flag:
-        read(**{flag: value})
-    name = "--" + flag.replace("_", "-")
-    assert str(from_flag.value).startswith(f"{name}: {value!r} is not allowed: it must be {allowed}")
-    environment = {f"OUTBOX_{flag.upper()}": value}
+#: By the flag: what is allowed, values beyond it, and the edges inside.
+VALUES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "group_size": ("a whole number from 1 to 1,000", ("0", "1001", "ten"), ("1", "1000")),
+    "concurrency": ("a whole number from 1 to 100", ("-1",), ("1", "100")),
+    "publish_timeout": ("seconds from 0.1 to 8", ("9", "nan"), ("0.1", "8")),
+    "poll_interval": ("seconds from 0.05 to 30", ("inf",), ("0.05", "30")),
+    "fair_share": ("a number from 0 to 0.5", ("-0.1", "0.51", "nan", "half"), ("0", "0.5")),
+    "log_format": ("auto or json or text", ("xml",), ()),
+    "database": ("2 to 30 of a-z", ("Orders!", "d" * 31), ()),
+    "instance": ("2 to 64 of a-z", ("a",), ()),
+    "heartbeat_file": ("a path", ("",), ()),
+    "allowed_topics": (
+        "patterns of topics, separated by commas, in which * is any text",
+        (
+            "", ",", "a,", ",a", "a,,b", "a b", "a, b", " a", "a\n", "projects/x", "projects/x/topics/",
+            "projects//topics/x", "x/topics/y", "/x", "x/", "a|b", "[a]", "a?", "ümlaut", "a,projects/x",
+            "projects/x/topics/y/z", "projects/x/y/z",
+        ),
+        ("*", "orders,in*,projects/my-shop.1:x_y/topics/*", "projects/*/topics/a%20b~c+d._-"),
+    ),
+    "backoff_initial": ("seconds from 0.05 to 3,600", ("0.049", "3601", "0", "-1", "nan"), ("0.05", "3600")),
+    "backoff_max": ("seconds from 0.05 to 604,800", ("0.049", "604801", "inf", "1h", ""), ("1", "604800")),
+    "max_attempts": ("a whole number from 1 to 1,000,000", ("0", "1000001", "-1", "1.5"), ("1", "1000000")),
+    "dead_after": ("seconds from 0 to 31,536,000", ("-0.1", "31536001", "nan", "never"), ("0", "31536000")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", VALUES)
+def test_a_wrong_value_names_the_flag_the_value_and_what_is_allowed(flag: str) -> None:
+    """By the flag and by the environment variable; the edges inside are read as they are."""
+    allowed, wrong, right = VALUES[flag]
+    name, variable = "--" + flag.replace("_", "-"), f"OUTBOX_{flag.upper()}"
     needed = {key: text for key, text in NEEDED.items() if key != flag}
-    with pytest.raises(SettingError) as from_environment:
-        WorkerSettings.read(needed, environment)
-    assert str(from_environment.value).startswith(f"OUTBOX_{flag.upper()}: {value!r} is not allowed")
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "expected"),
-    [
-        ("allowed_topics", "*", "*"),
-        ("allowed_topics", "orders,in*,projects/my-shop.1:x_y/topics/*", "orders,in*,projects/my-shop.1:x_y/topics/*"),
-        ("allowed_topics", "projects/*/topics/a%20b~c+d._-", "projects/*/topics/a%20b~c+d._-"),
-        ("backoff_initial", "0.05", 0.05),
-        ("backoff_initial", "3600", 3600),
-        ("backoff_max", "1", 1),
-        ("backoff_max", "604800", 604_800),
-        ("max_attempts", "1", 1),
-        ("max_attempts", "1000000", 1_000_000),
-        ("dead_after", "0", 0),
-        ("dead_after", "31536000", 31_536_000),
-    ],
-)
-def test_what_is_just_allowed(flag: str, value: str, expected: object) -> None:
-    """What says how failures are met has its edges inside, from the flag and from the environment."""
-    assert getattr(read(**{flag: value}), flag) == expected
-    assert getattr(read({f"OUTBOX_{flag.upper()}": value}), flag) == expected
+    for value in wrong:
+        with pytest.raises(SettingError) as from_flag:
+            read(**{flag: value})
+        assert str(from_flag.value).startswith(f"{name}: {value!r} is not allowed: it must be {allowed}")
+        with pytest.raises(SettingError) as from_environment:
+            WorkerSettings.read(needed, {variable: value})
+        assert str(from_environment.value).startswith(f"{variable}: {value!r} is not allowed")
+    for value in right:
+        expected = value if flag == "allowed_topics" else float(value)
+        assert getattr(read(**{flag: value}), flag) == expected
+        assert getattr(read({variable: value}), flag) == expected
 
 
 def test_a_missing_value_says_where_it_may_come_from() -> None:

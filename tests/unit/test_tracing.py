@@ -1,14 +1,14 @@
-"""The trace context of messages: what `register` notes, what the worker's span links to, and what it costs nobody."""
+"""The trace context of messages: `register` notes it, the worker's span links to it, and log lines carry it."""
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 from google.pubsub_v1.types import PubsubMessage
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusCode, TraceFlags, TraceState
 
@@ -49,7 +49,7 @@ def registered(message: object = b"", **options: object) -> PubsubMessage:
 
 @pytest.mark.usefixtures("current")
 def test_register_notes_the_current_trace() -> None:
-    """Where Google's subscriber client looks for it."""
+    """In the attributes where Google's subscriber client looks for it."""
     attributes = dict(registered(attributes={"kind": "placed"}).attributes)
     del attributes["asynchronous_task_id"]
     assert attributes == {
@@ -60,13 +60,13 @@ def test_register_notes_the_current_trace() -> None:
 
 
 def test_without_a_span_nothing_is_noted() -> None:
-    """A message is as it was."""
+    """The task ID is the only attribute."""
     assert set(registered().attributes) == {"asynchronous_task_id"}
 
 
 @pytest.mark.usefixtures("current")
 def test_a_context_that_the_message_brings_along_is_kept() -> None:
-    """Whoever forwards a message may want its trace to go on."""
+    """A forwarded message may belong to another trace."""
     brought = {"googclient_traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-00"}
     attributes = registered(attributes=brought).attributes
     assert attributes["googclient_traceparent"] == brought["googclient_traceparent"]
@@ -74,24 +74,12 @@ def test_a_context_that_the_message_brings_along_is_kept() -> None:
 
 
 @pytest.mark.usefixtures("current")
-@pytest.mark.parametrize(
-    ("message", "attributes"),
-    [
-        (b"x" * (10_000_000 - 450), {}),
-        (b"", {str(number): "" for number in range(98)}),
-        (b"", {str(number): "" for number in range(99)}),
-    ],
-    ids=["almost too large", "one place left", "no place left"],
-)
-def test_what_has_no_room_for_it_is_registered_without(message: bytes, attributes: dict[str, str]) -> None:
-    """A message must not be refused because somebody traces."""
-    assert not any(name.startswith("googclient_") for name in registered(message, attributes=attributes).attributes)
-
-
-@pytest.mark.usefixtures("current")
-def test_what_has_just_the_room_for_it_notes_it() -> None:
-    """100 attributes, a request of 10,000,000 bytes, a state of 1,024: these are allowed."""
-    assert len(registered(attributes={str(number): "" for number in range(97)}).attributes) == 100
+def test_what_has_no_room_for_it_is_registered_without() -> None:
+    """100 attributes and a request of 10,000,000 bytes are allowed; `register` refuses no message for its context."""
+    for given, noted in ((97, True), (98, False), (99, False)):
+        attributes = registered(attributes={str(number): "" for number in range(given)}).attributes
+        assert len(attributes) == (given + 3 if noted else given + 1)
+        assert any(name.startswith("googclient_") for name in attributes) is noted
 
     def request(data: bytes) -> int:
         message = RawPubsubMessage.FromString(PubsubMessage.serialize(registered(data)))
@@ -100,23 +88,17 @@ def test_what_has_just_the_room_for_it_notes_it() -> None:
     fits = bytes(10_000_000 - 1_000)
     fits += bytes(10_000_000 - request(fits))
     assert request(fits) == 10_000_000
-    assert "googclient_traceparent" not in registered(fits + b"x").attributes
+    assert set(registered(fits + b"x").attributes) == {"asynchronous_task_id"}
 
 
-def test_a_state_of_1024_characters_is_noted() -> None:
-    """An attribute's value may be as long."""
-    state = TraceState([*((f"v{number}", "x" * 200) for number in range(4)), ("w", "x" * 206)])
-    with trace.use_span(NonRecordingSpan(SpanContext(TRACE, SPAN, True, TraceFlags(1), state))):
-        assert len(registered().attributes["googclient_tracestate"]) == 1_024
-
-
-def test_a_state_that_is_too_long_for_an_attribute_is_left_out() -> None:
-    """The parent is what counts."""
-    state = TraceState([(f"v{number}", "x" * 200) for number in range(10)])
+@pytest.mark.parametrize("characters", [1_024, 1_025])
+def test_a_state_that_is_too_long_for_an_attribute_is_left_out(characters: int) -> None:
+    """The parent is noted all the same."""
+    state = TraceState([*((f"v{number}", "x" * 200) for number in range(4)), ("w", "x" * (characters - 818))])
     with trace.use_span(NonRecordingSpan(SpanContext(TRACE, SPAN, True, TraceFlags(1), state))):
         attributes = registered().attributes
     assert attributes["googclient_traceparent"] == TRACEPARENT
-    assert "googclient_tracestate" not in attributes
+    assert len(attributes.get("googclient_tracestate", "")) == (1_024 if characters == 1_024 else 0)
 
 
 def messages(*parents: str | None) -> list[RawPubsubMessage]:
@@ -126,22 +108,14 @@ def messages(*parents: str | None) -> list[RawPubsubMessage]:
     ]
 
 
-def links(span: ReadableSpan) -> Sequence[tuple[int, int]]:
-    """Return what a span is linked to."""
-    return [(link.context.trace_id, link.context.span_id) for link in span.links]
-
-
 def test_a_group_is_one_span_with_links_to_where_its_tasks_come_from(spans: InMemorySpanExporter) -> None:
-    """Messages without a context, or with one that is none, have no link."""
-    with tracing.sending("projects/p/topics/orders", messages(TRACEPARENT, None, "00-nonsense"), {"a": Sent("1")}):
-        pass
+    """Messages without a context, or with one that is none, have no link; an error of the block ends the span, too."""
+    parents = messages(TRACEPARENT, None, "00-nonsense")
+    with pytest.raises(ZeroDivisionError), tracing.sending("projects/p/topics/orders", parents, {"a": Sent("1")}):
+        raise ZeroDivisionError
     [span] = spans.get_finished_spans()
-    assert (span.name, span.kind, span.parent, links(span)) == (
-        "send orders",
-        SpanKind.PRODUCER,
-        None,
-        [(TRACE, SPAN)],
-    )
+    links = [(link.context.trace_id, link.context.span_id) for link in span.links]
+    assert (span.name, span.kind, span.parent, links) == ("send orders", SpanKind.PRODUCER, None, [(TRACE, SPAN)])
     assert span.attributes is not None
     assert span.attributes["messaging.destination.name"] == "projects/p/topics/orders"
     assert span.attributes["messaging.batch.message_count"] == 3
@@ -159,55 +133,29 @@ def test_the_span_says_what_failed(spans: InMemorySpanExporter) -> None:
     assert span.status.description == "of 4 tasks: 2 not_found, 1 too_large"
 
 
-class Broken(TracerProvider):
-    """A provider that fails at one of its steps."""
-
-    def __init__(self, step: str) -> None:
-        """Work but for `step`."""
-        super().__init__()
-        self.step = step
-
-        class Fails(SimpleSpanProcessor):
-            def on_start(self, *arguments: object, **keywords: object) -> None:
-                if step == "start":
-                    raise RuntimeError("broken")
-
-            def on_end(self, *arguments: object, **keywords: object) -> None:
-                if step == "end":
-                    raise RuntimeError("broken")
-
-        self.add_span_processor(Fails(InMemorySpanExporter()))
+def broken(step: str) -> TracerProvider:
+    """Return a provider that fails at the start or at the end of a span."""
+    processor = mock.Mock(**{f"on_{step}.side_effect": RuntimeError("broken")})
+    provider = TracerProvider()
+    provider.add_span_processor(processor)
+    return provider
 
 
-@pytest.mark.parametrize("step", ["start", "end"])
+@pytest.mark.parametrize("step", ["start", "end", "make"])
 def test_a_provider_that_fails_costs_its_spans_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
 ) -> None:
-    """Above all not after Pub/Sub has the messages; said once."""
+    """Above all no messages after Pub/Sub has them; a provider that cannot be made is a variable that names none."""
     monkeypatch.setattr(tracing, "_failed", set())
-    monkeypatch.setattr(trace, "_TRACER_PROVIDER", Broken(step))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", None if step == "make" else broken(step))
+    monkeypatch.setenv("OTEL_PYTHON_TRACER_PROVIDER", "nonsense")
     done = 0
     for _ in range(3):
         with tracing.sending("projects/p/topics/orders", messages(TRACEPARENT), {}):
             done += 1
     assert done == 3
-    assert [record.__dict__["action"] for record in caplog.records] == ["tracing"]
-
-
-def test_a_provider_that_cannot_be_made_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable that names none."""
-    monkeypatch.setattr(tracing, "_failed", set())
-    monkeypatch.setattr(trace, "_TRACER_PROVIDER", None)
-    monkeypatch.setenv("OTEL_PYTHON_TRACER_PROVIDER", "nonsense")
-    with tracing.sending("projects/p/topics/orders", messages(TRACEPARENT), {}):
-        pass
-
-
-def test_what_the_block_raises_is_raised_and_the_span_ends(spans: InMemorySpanExporter) -> None:
-    """A defect stays a defect."""
-    with pytest.raises(ZeroDivisionError), tracing.sending("projects/p/topics/orders", messages(None), {}):
-        raise ZeroDivisionError
-    assert len(spans.get_finished_spans()) == 1
+    logged = [record.__dict__["action"] for record in caplog.records if record.name == "publishworker"]
+    assert logged == ["tracing"]
 
 
 @pytest.fixture
@@ -224,22 +172,16 @@ def configured() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("configured")
-def test_attributes_that_are_no_context_reach_no_log(capfd: pytest.CaptureFixture[str]) -> None:
-    """OpenTelemetry would quote them."""
+def test_a_failed_task_is_logged_with_its_trace(capfd: pytest.CaptureFixture[str]) -> None:
+    """Attributes that are no context have none, and reach no log, in which OpenTelemetry would quote them."""
     [message] = messages(TRACEPARENT)
     message.attributes["googclient_tracestate"] = "card=4111 1111,\u00e9"
-    assert trace_id(message.SerializeToString()) is not None
-    assert "4111" not in capfd.readouterr().err
-
-
-def test_a_failed_task_is_logged_with_its_trace() -> None:
-    """What cannot be read has none."""
-    [message] = messages(TRACEPARENT)
     assert trace_id(message.SerializeToString()) == f"{TRACE:032x}"
-    assert trace_id(messages(None)[0].SerializeToString()) is None
-    assert trace_id(messages("00-nonsense")[0].SerializeToString()) is None
+    assert "4111" not in capfd.readouterr().err
+    for none in messages(None, "00-nonsense"):
+        assert trace_id(none.SerializeToString()) is None
     assert trace_id(b"\xff") is None
-    # What is longer than Pub/Sub takes is not looked at: megabytes of it would be read in the square of their time.
+    # A state longer than Pub/Sub takes is not read: megabytes of it would take the square of their time.
     most = ",".join(f"v{number}={'x' * 200}" for number in range(4))
     for state, known in ((f"{most},w={'x' * 206}", True), (f"{most},w={'x' * 207}", False)):
         message = RawPubsubMessage(attributes={"googclient_traceparent": TRACEPARENT, "googclient_tracestate": state})

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import pytest
-
 from tests.support.trial import Figures, out_of_order
 
 KEPT = Figures(
@@ -12,20 +10,12 @@ KEPT = Figures(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("registered", "received", "count"),
-    [
-        ("abc", "abc", 0),
-        ("abc", "acb", 1),
-        ("abc", "cab", 2),
-        ("abc", "ac", 0),  # lost, but in order
-        ("abc", "axbc", 0),  # unknown
-        ("", "ab", 0),
-    ],
-)
-def test_tasks_behind_a_later_one_are_out_of_order(registered: str, received: str, count: int) -> None:
-    """Each of them counts once."""
-    assert out_of_order({"key": [*registered]}, {"key": [*received]}) == count
+def test_tasks_behind_a_later_one_are_out_of_order() -> None:
+    """Each of them counts once; lost and unknown tasks do not."""
+    for registered, received, count in (
+        ("abc", "abc", 0), ("abc", "acb", 1), ("abc", "cab", 2), ("abc", "ac", 0), ("abc", "axbc", 0), ("", "ab", 0),
+    ):  # fmt: skip
+        assert out_of_order({"key": [*registered]}, {"key": [*received]}) == count, received
 
 
 def test_a_promise_is_kept_only_if_nothing_is_wrong() -> None:

@@ -1,0 +1,255 @@
+"""Where emulators come from, and the error if one cannot be started. The binaries here are fakes."""
+
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outbox import _child, emulators
+from outbox.errors import NotReached
+from tests.support.proxy import silent_port
+from tests.support.waiting import eventually
+
+Sdk = Callable[..., Path]
+
+LISTEN = """
+import socket, sys
+port = int(sys.argv[-1].rpartition("=")[2].rpartition(":")[2])
+listener = socket.create_server(("127.0.0.1", port))
+print("arguments:", *sys.argv[1:], flush=True)
+while True:
+    listener.accept()
+"""
+DEAF = f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{LISTEN}"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("SPANNER_EMULATOR_HOST", "PUBSUB_EMULATOR_HOST", "CLOUDSDK_ROOT_DIR", "JAVA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(emulators, "USUAL_ROOTS", ())
+    path = tmp_path / "path"
+    path.mkdir()
+    _script(path / "java", "")
+    monkeypatch.setenv("PATH", str(path))
+
+
+@pytest.fixture
+def sdk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Sdk:
+    """Make a Cloud SDK whose emulators run the given Python texts; None leaves one out.
+
+    CLOUDSDK_ROOT_DIR names it, unless it has a name of its own.
+    """
+
+    def make(spanner: str | None = LISTEN, pubsub: str | None = LISTEN, name: str = "") -> Path:
+        root = tmp_path / (name or "sdk")
+        (root / "bin").mkdir(parents=True)
+        for program, text in ((emulators.SPANNER, spanner), (emulators.PUBSUB, pubsub)):
+            if text is not None:
+                (root / program.path).parent.mkdir(parents=True)
+                _script(root / program.path, text)
+        if not name:
+            monkeypatch.setenv("CLOUDSDK_ROOT_DIR", str(root))
+        return root
+
+    return make
+
+
+def _script(path: Path, text: str) -> None:
+    path.write_text(f"#!{sys.executable} -IS\n{text}")
+    path.chmod(0o755)
+
+
+def _answers(host: str) -> bool:
+    name, _, port = host.rpartition(":")
+    with socket.socket() as client:
+        return client.connect_ex((name, int(port))) == 0
+
+
+def _not_reached(match: str, **options: int) -> str:
+    with pytest.raises(NotReached, match=match) as caught:
+        emulators.running(**options).__enter__()
+    return str(caught.value)
+
+
+def test_only_what_no_variable_names_is_started(monkeypatch: pytest.MonkeyPatch, sdk: Sdk) -> None:
+    """Users with emulators of their own get those: `running` neither starts nor stops them."""
+    sdk(spanner=None)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("SPANNER_EMULATOR_HOST", host)
+        with emulators.running() as running:
+            assert running.spanner_host == host
+            assert [child.title for child in running.children] == [emulators.PUBSUB.title]
+        monkeypatch.setenv("PUBSUB_EMULATOR_HOST", host)
+        with emulators.running() as running:
+            assert (running.spanner_host, running.pubsub_host, running.children) == (host, host, ())
+        assert _answers(host)
+
+
+def test_a_variable_that_points_nowhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable left over from a shell of yesterday is found at once, not after minutes of retries."""
+    monkeypatch.setattr(emulators, "REACH_SECONDS", 0.1)
+    with silent_port() as host:
+        monkeypatch.setenv("SPANNER_EMULATOR_HOST", host)
+        monkeypatch.setenv("PUBSUB_EMULATOR_HOST", host)
+        _not_reached(f"SPANNER_EMULATOR_HOST is '{host}', but nothing answers")
+
+
+def test_what_is_missing_is_named_with_every_way_to_get_it() -> None:
+    """Without the emulators one error names both, and commands that can be copied for each way to get them."""
+    text = _not_reached("the Spanner emulator and the Pub/Sub emulator not found")
+    for part in (
+        "gcloud components install cloud-spanner-emulator pubsub-emulator",
+        "apt-get install google-cloud-cli-spanner-emulator google-cloud-cli-pubsub-emulator",
+        "docker run",
+        "export SPANNER_EMULATOR_HOST=127.0.0.1:9010",
+        "export PUBSUB_EMULATOR_HOST=127.0.0.1:8085",
+    ):
+        assert part in text
+
+
+def test_the_sdk_is_found_by_the_real_path_of_gcloud(sdk: Sdk, tmp_path: Path) -> None:
+    """A package manager's link to `gcloud` leads to the emulators of its Cloud SDK."""
+    root = sdk(name="linked")
+    _script(root / "bin/gcloud", "")
+    (tmp_path / "path/gcloud").symlink_to(root / "bin/gcloud")
+    with emulators.running() as running:
+        assert _answers(running.spanner_host)
+        assert _answers(running.pubsub_host)
+
+
+def test_the_usual_directories_are_searched_unless_a_root_is_named(
+    monkeypatch: pytest.MonkeyPatch, sdk: Sdk, tmp_path: Path
+) -> None:
+    """Two halves in two places are fine. If CLOUDSDK_ROOT_DIR is set, other installations are not used."""
+    monkeypatch.setattr(emulators, "USUAL_ROOTS", (sdk(pubsub=None, name="one"), sdk(spanner=None, name="two")))
+    with emulators.running() as running:
+        assert len(running.children) == 2
+    monkeypatch.setenv("CLOUDSDK_ROOT_DIR", str(tmp_path))
+    _not_reached("not found")
+
+
+@pytest.mark.parametrize("home", [None, "/nowhere"])
+def test_missing_java_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, sdk: Sdk, tmp_path: Path, home: str | None
+) -> None:
+    """Without Java the error says that the Pub/Sub emulator needs it, and nothing is left running."""
+    sdk()
+    if home:
+        monkeypatch.setenv("JAVA_HOME", home)
+    else:
+        (tmp_path / "path/java").unlink()
+    _not_reached("the Pub/Sub emulator needs Java")
+
+
+def test_a_port_that_is_asked_for_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch, sdk: Sdk) -> None:
+    """A shell that keeps the exported variables can start the emulators again with the same ports.
+
+    A port in use is an error with its number: the real emulators would share it, or hang.
+    """
+    sdk()
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as server:
+        port = server.getsockname()[1]
+        _not_reached(f"cannot have port {port} of 127.0.0.1", spanner_port=port)
+    monkeypatch.setenv("SPANNER_EMULATOR_HOST", f"127.0.0.1:{port}")
+    with emulators.running(spanner_port=port) as running:
+        assert running.spanner_host == f"127.0.0.1:{port}"
+        assert len(running.children) == 2
+
+
+def test_another_free_port_is_tried_when_one_is_lost(sdk: Sdk, tmp_path: Path) -> None:
+    """Another process may take the free port in the last moment."""
+    lost = tmp_path / "lost"
+    unlucky = f"""
+import pathlib, signal
+if not pathlib.Path({str(lost)!r}).exists():
+    pathlib.Path({str(lost)!r}).touch()
+    print("java.net.BindException: Address already in use", flush=True)
+    signal.pause()  # as the real one: it stays
+{LISTEN}"""
+    sdk(pubsub=unlucky)
+    with emulators.running() as running:
+        assert lost.exists()
+        assert _answers(running.pubsub_host)
+
+
+#: Those of an emulator that writes a hundred numbers and an error.
+LAST_LINES = rf"(\n  \d+){{{_child.TAIL_LINES - 1}}}\n  libz.so.1: cannot open it"
+
+
+@pytest.mark.parametrize(
+    ("texts", "sentence"),
+    [
+        ({"pubsub": None}, "^the Pub/Sub emulator not found: PUBSUB_EMULATOR_HOST not set"),
+        ({"pubsub": "import sys\nsys.exit('Address already in use')"}, "the Pub/Sub emulator cannot have port"),
+        (
+            {"spanner": "import sys\nprint(*range(100), sep='\\n')\nsys.exit('libz.so.1: cannot open it')"},
+            rf"^could not start it: the Spanner emulator ended with exit code 1\. Its last lines:{LAST_LINES}$",
+        ),
+        (
+            {"spanner": "import signal\nsignal.pause()"},
+            "the Spanner emulator did not answer within 0.2 s and wrote nothing",
+        ),
+    ],
+    ids=["it is missing", "its ports are always lost", "it dies", "it never answers"],
+)
+def test_an_emulator_that_does_not_start_is_given_up(
+    texts: dict[str, str | None], sentence: str, monkeypatch: pytest.MonkeyPatch, sdk: Sdk
+) -> None:
+    """The error has the emulator's own last lines, so there is no log file to look for; the wait has an end."""
+    if "0.2 s" in sentence:
+        monkeypatch.setattr(_child, "START_SECONDS", 0.2)
+    sdk(**texts)
+    _not_reached(sentence)
+
+
+def test_flags_and_addresses_reach_the_binaries(sdk: Sdk) -> None:
+    """The emulators listen on the loopback interface only, and the Spanner one gets the flags that are given."""
+    sdk(spanner=LISTEN.replace("sys.argv[-1]", "sys.argv[2]"))
+    with emulators.running(spanner_flags=["--enable_fault_injection"]) as running:
+        spanner, pubsub = running.children
+        words = f"arguments: --host_port 127.0.0.1:{spanner.port} --enable_fault_injection"
+        eventually(lambda: words in spanner.written())
+        eventually(lambda: f"arguments: --host=127.0.0.1 --port={pubsub.port}" in pubsub.written())
+
+
+def test_both_are_stopped_when_the_block_fails(monkeypatch: pytest.MonkeyPatch, sdk: Sdk) -> None:
+    """No emulator outlives an exception; one that ignores SIGTERM is killed."""
+    monkeypatch.setattr(_child, "STOP_SECONDS", 0.5)
+    sdk(spanner=DEAF)
+    with pytest.raises(KeyboardInterrupt), emulators.running() as running:
+        raise KeyboardInterrupt
+    assert [child.process.poll() for child in running.children] == [-signal.SIGKILL, -signal.SIGTERM]
+
+
+def test_how_an_emulator_ended_is_told(sdk: Sdk) -> None:
+    """`ended` names the emulator that is gone, and the reason."""
+    sdk()
+    with emulators.running() as running:
+        assert running.ended() is None
+        running.children[1].process.kill()
+        told = eventually(running.ended)
+    assert told is not None
+    assert told.startswith("the Pub/Sub emulator was killed by SIGKILL. Its last lines:")
+
+
+def test_a_spanner_emulator_of_its_own_ignores_the_variable(monkeypatch: pytest.MonkeyPatch, sdk: Sdk) -> None:
+    """Tests can have a second Spanner emulator with other flags beside the one that a variable names."""
+    sdk(pubsub=None)
+    monkeypatch.setenv("SPANNER_EMULATOR_HOST", "127.0.0.1:1")
+    with emulators.running_spanner() as host:
+        assert _answers(host)
+    assert not _answers(host)
+
+
+def test_the_environment_is_what_the_clients_need() -> None:
+    """Exporting the environment is all that a client of the emulators needs, with two threads as well."""
+    assert emulators.Emulators("127.0.0.1:1", "127.0.0.1:2").environment() == {
+        "SPANNER_EMULATOR_HOST": "127.0.0.1:1",
+        "PUBSUB_EMULATOR_HOST": "127.0.0.1:2",
+        "GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW": "false",
+    }

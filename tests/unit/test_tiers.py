@@ -1,0 +1,45 @@
+"""Which tests `make test` runs: at least one for every promise of the README."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SLOWER = re.compile(r"pytest\.mark\.(extended|long)\b")
+
+
+def promises() -> Iterator[tuple[str, list[str]]]:
+    """Yield each promise of the README's table with the tests that hold it."""
+    _, _, table = (ROOT / "README.md").read_text(encoding="utf-8").partition("| promise |")
+    for line in re.findall(r"^\| (.+) \|$", table, re.MULTILINE):
+        promise, _, tests = line.rpartition(" | ")
+        if "`tests/" in tests:
+            yield promise, re.findall(r"`(tests/[^`]+)`", tests)
+
+
+def is_quick(test: str) -> bool:
+    """Return whether `make test` runs a test, or at least one test of a file."""
+    path, _, name = test.partition("::")
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    if any(SLOWER.search(ast.unparse(node)) for node in tree.body if isinstance(node, ast.Assign)):
+        return False
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return any(
+        not SLOWER.search(" ".join(map(ast.unparse, each.decorator_list)))
+        for each in functions
+        if each.name == name or (not name and each.name.startswith("test_"))
+    )
+
+
+@pytest.mark.parametrize(("promise", "tests"), list(promises()))
+def test_make_test_shows_every_promise_of_the_readme(promise: str, tests: list[str]) -> None:
+    """A promise that only `make test-all` shows would break unnoticed for too long."""
+    assert any(map(is_quick, tests)), promise
+
+
+def test_the_readme_has_promises() -> None:
+    """The test above reads the table, whatever its form."""
+    assert len(list(promises())) >= 15
