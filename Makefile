@@ -55,15 +55,15 @@ test-long: $(STAMP) ## faults and outages of a minute each, load, probes of prod
 		tests/acceptance/test_as_in_kubernetes.py tests/acceptance/test_as_in_kubernetes_memory.py tests/integration/test_ordering_spanner.py \
 		tests/manifests/test_dockerfile.py tests/manifests/test_spark_submit.py tests/pipeline/test_flights.py \
 		tests/pipeline/test_stream.py tests/pipeline/test_archive_killed.py tests/pipeline/test_register_faults.py \
-		tests/unit/test_order_machine.py tests/model tests/fuzz tests/chaos
+		tests/unit/test_order_machine.py tests/model tests/fuzz tests/faults
 
 soak: $(STAMP) ## mixed load with all faults at random, memory watched; writes build/soak (MINUTES=30)
-	@$(BIN)/python -m tests.chaos.soak $(if $(MINUTES),--minutes $(MINUTES))
+	@$(BIN)/python -m tests.faults.soak $(if $(MINUTES),--minutes $(MINUTES))
 
 # Left out: tests of other code, and three that a measured process fails (it imports and writes more).
 coverage: $(STAMP) ## branch coverage of outbox and publishworker, also in processes; writes build/coverage
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --cov --cov-report term:skip-covered --cov-report html:build/coverage \
-		--ignore tests/pipeline --ignore tests/manifests --ignore tests/chaos --ignore tests/model \
+		--ignore tests/pipeline --ignore tests/manifests --ignore tests/faults --ignore tests/model \
 		--ignore tests/acceptance/test_demo_pipeline.py --ignore tests/acceptance/test_as_in_kubernetes_confined.py \
 		--deselect tests/unit/test_small_parts.py::test_the_health_check_imports_the_standard_library_only
 

@@ -67,8 +67,8 @@ def hang(proxy: Proxy) -> Callable[[], None]:
 @pytest.mark.parametrize(
     "go_away",
     [
-        pytest.param(refuse, marks=pytest.mark.long("tests/chaos/test_pubsub_refuses.py is short")),
-        pytest.param(hang, marks=pytest.mark.long("tests/chaos/test_pubsub_hangs.py is short")),
+        pytest.param(refuse, marks=pytest.mark.long("tests/faults/test_service_faults.py has pubsub_refuses in short")),
+        pytest.param(hang, marks=pytest.mark.long("tests/faults/test_service_faults.py has pubsub_hangs in short")),
         mute_then_cut,
     ],
 )
@@ -134,7 +134,7 @@ def test_pubsub_that_goes_away_under_load_charges_no_task(
 
 
 @pytest.mark.parametrize(
-    "go_away", [pytest.param(refuse, marks=pytest.mark.long("tests/chaos/test_spanner_refuses.py is short")), hang]
+    "go_away", [pytest.param(refuse, marks=pytest.mark.long("tests/faults/test_service_faults.py has spanner_refuses in short")), hang]
 )
 def test_spanner_that_goes_away_under_load_is_waited_for(
     emulators: Emulators,

@@ -1,4 +1,4 @@
-"""Mixed load for a long time, with all faults at random: `make soak MINUTES=30`, `python -m tests.chaos.soak`.
+"""Mixed load for a long time, with all faults at random: `make soak MINUTES=30`, `python -m tests.faults.soak`.
 
 Writes `summary.json` and `soak.png` to `--output`. Exit code 1 if a task is lost, sent though it was rolled back, out
 of order, or repeated more often than is promised, or if the worker that lives all the time grows.
@@ -22,7 +22,7 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 from outbox import emulators
-from tests.chaos.faults import FAULTS, Field
+from tests.faults.faults import FAULTS, Field
 from tests.support import spanner
 from tests.support.outages import lasting
 from tests.support.processes import Process
@@ -81,7 +81,7 @@ class Event:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Soak, audit, report."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
     parser.add_argument("--minutes", type=_minutes, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("build/soak"))

@@ -24,7 +24,9 @@ def trial(
     yield made
     file = request.config.getoption("--figures")
     if file and made.figures:
-        about = {"scenario": request.node.path.name, "seed": seed, "long": long}
+        callspec = getattr(request.node, "callspec", None)
+        name = callspec.params["scenario"] if callspec else request.node.name.removeprefix("test_")
+        about = {"scenario": name, "seed": seed, "long": long}
         with Path(file).open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(about | dataclasses.asdict(made.figures) | made.notes) + "\n")
 

@@ -1,4 +1,4 @@
-"""Duplicates of this relay beside the article's protocol under the same faults: `python -m tests.chaos.comparison`.
+"""Duplicates of this relay beside the article's protocol under the same faults: `python -m tests.faults.comparison`.
 
 Prints a table, and writes it to `--output` as JSON.
 """
@@ -124,7 +124,7 @@ WAYS: dict[str, Way] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Take each fault with each relay."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.comparison", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.comparison", description=__doc__)
     parser.add_argument("--tasks", type=int, default=1_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)

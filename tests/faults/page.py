@@ -1,46 +1,48 @@
-"""Write docs/reliability.md from the figures of a long run: `python -m tests.chaos.page --scenarios FILE ...`.
+"""Write docs/reliability.md from the figures of a long run: `python -m tests.faults.page --scenarios FILE ...`.
 
 What is not given anew stays as it is in docs/reliability/results.json.
 """
 
 import argparse
-import ast
+import inspect
 import json
 import shutil
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.page import markdown
 from tests.benchmarks.results import ROOT, circumstances
+from tests.faults import test_load, test_service_faults, test_worker_faults
+from tests.faults.test_service_faults import CALLS, CONNECTIONS, OUTAGES, SLOW, UNANSWERED
 
 PAGE = ROOT / "docs" / "reliability.md"
 KEPT = PAGE.with_suffix("") / "results.json"
-SCENARIOS = Path(__file__).parent
-#: Scenarios that are about load, and have figures of their own.
-LOAD = ("test_arrivals_above_capacity.py", "test_backlog_over_databases.py")
+#: Scenarios about load, which have figures of their own.
+LOAD = ("arrivals_above_capacity", "backlog_over_databases")
 
 HEAD = """\
 # Reliability
 
-What is promised: nothing committed is lost, nothing rolled back is sent, the messages of an ordering key come in
-the order of their registration, repeats are few, and carry the same id. Each line of the first table is a test in
-`tests/chaos` that breaks something under load and then asks the subscribers, not the relay: the ids that the
-application registered are held against the messages that arrived. Real worker processes, both emulators, the same
-random choices each time (`--seed` makes others).
+No committed task is lost. No task of a rolled-back transaction is published. The first messages of an ordering key
+arrive in the order of their registration. Duplicates are rare and carry the same ID. Each line of the first table is
+a test in `tests/faults` that breaks something under load. Then it compares the IDs that the application registered with
+the messages that the subscribers received. Workers are real processes on both emulators. The random choices are the
+same each time, unless `--seed` changes them.
 
 ```console
-$ make test                   # all scenarios, some seconds each
-$ make test-long              # the same for a minute each, and more
-$ make soak MINUTES=30        # all faults at random, beside one worker that is watched
+$ make test                   # some scenarios, a few seconds each
+$ make test-all               # the others
+$ make test-long              # all of them, a minute each, and more
+$ make soak MINUTES=30        # all faults at random, while the memory of one worker is measured
 ```
 
-Written by `python -m tests.chaos.page`, from [results.json](reliability/results.json); do not edit. Figures are of
-the emulators, on two cores that they share with workers, tests and, in part, with one another's runs: seconds are long,
-counts are what they are. Ten of the scenarios were run again with the same seed after the first run: five with a
-longer limit on waiting, four with a bound that is counted instead of estimated, one with arrivals that follow the
-capacity; their last figures stand here.
+Written by `python -m tests.faults.page` from [results.json](reliability/results.json). Do not edit. The figures come
+from emulators that share two cores with workers and tests, so seconds are long, but counts are exact. Ten
+scenarios ran again with the same seed after the first run: five with a longer limit on waiting, four with a bound that
+is counted instead of estimated, one with arrivals that follow the capacity. Their last figures are shown.
 """
 
 WHY = """\
@@ -71,9 +73,9 @@ FOUND = Path(__file__).with_name("found.md")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Take what is given, keep the rest, write the page."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.page", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.page", description=__doc__)
     parser.add_argument("--scenarios", type=Path, help="what --figures of a test run wrote")
-    parser.add_argument("--comparison", type=Path, help="what --output of tests.chaos.comparison wrote")
+    parser.add_argument("--comparison", type=Path, help="what --output of tests.faults.comparison wrote")
     parser.add_argument("--soak", type=Path, help="the folder that a soak wrote")
     options = parser.parse_args(arguments)
     results: dict[str, Any] = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
@@ -105,18 +107,18 @@ def text(results: dict[str, Any]) -> str:
     """Return the page."""
     parts = [HEAD]
     if lines := results.get("scenarios"):
-        command = f"python -m pytest --long --seed {lines[0]['seed']} --numprocesses 3 tests/chaos"
+        command = f"python -m pytest --long --seed {lines[0]['seed']} --numprocesses 3 tests/faults"
         parts += ["## Scenarios\n", _ran(results["scenarios_ran"], command), _scenarios(lines)]
         parts += ["## Load\n", LOAD_SAYS, _load(lines)]
     if lines := results.get("comparison"):
         tasks = lines[0]["tasks"]
         parts += [
             "## Duplicates\n",
-            _ran(results["comparison_ran"], f"python -m tests.chaos.comparison --tasks {tasks}"),
+            _ran(results["comparison_ran"], f"python -m tests.faults.comparison --tasks {tasks}"),
         ]
         parts += [_comparison(lines), WHY]
     if soak := results.get("soak"):
-        command = f"python -m tests.chaos.soak --minutes {soak['minutes']:g} --seed {soak['seed']}"
+        command = f"python -m tests.faults.soak --minutes {soak['minutes']:g} --seed {soak['seed']}"
         parts += ["## Soak\n", _ran(results["soak_ran"], command), _soak(soak)]
     parts.append(FOUND.read_text(encoding="utf-8"))
     return "\n".join(parts)
@@ -126,11 +128,27 @@ def _ran(ran: dict[str, str], command: str) -> str:
     return f"Ran {ran['date']} by `{command}`: {ran['machine']}; {ran['versions']}; {ran['emulators']}.\n"
 
 
-def promise(scenario: str) -> tuple[str, str]:
-    """Return what a scenario does and what it promises, from its docstring."""
-    said = ast.get_docstring(ast.parse((SCENARIOS / scenario).read_text(encoding="utf-8"))) or ""
-    does, _, promised = said.partition("Promised: ")
-    return " ".join(does.split()), " ".join(promised.split())
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What happens in a scenario, what is promised, and the file of its test."""
+
+    title: str
+    promise: str
+    file: str
+
+
+def scenarios() -> dict[str, Scenario]:
+    """Return the scenarios by name: rows of the tables of services, and functions with a promise in their docstring."""
+    services = "test_service_faults.py"
+    found = {name: Scenario(each.title, each.promise, services) for name, each in CALLS.items()}
+    found |= {name: Scenario(title, UNANSWERED, services) for name, (_, title) in CONNECTIONS.items()}
+    found |= {name: Scenario(*row[-2:], services) for name, row in (OUTAGES | SLOW).items()}
+    for module in (test_service_faults, test_worker_faults, test_load):
+        for name, function in vars(module).items():
+            title, _, promised = " ".join((inspect.getdoc(function) or "").split()).partition(" Promised: ")
+            if name.startswith("test_") and promised:
+                found[name.removeprefix("test_")] = Scenario(title, promised, f"{module.__name__.split('.')[-1]}.py")
+    return dict(sorted(found.items()))
 
 
 def _scenarios(lines: Iterable[dict[str, Any]]) -> str:
@@ -140,20 +158,22 @@ def _scenarios(lines: Iterable[dict[str, Any]]) -> str:
     ]  # fmt: skip
     names = ("registered", "rolled_back", "lost", "sent_though_rolled_back", "out_of_order", "duplicates",
              "duplicates_allowed", "recovery")  # fmt: skip
+    known = scenarios()
     rows = []
     for line in lines:
-        does, promised = promise(line["scenario"])
-        link = f"[{does.rstrip('.')}](../tests/chaos/{line['scenario']})"
-        rows.append([link, promised, *(f"{line[name]:,}" for name in names)])
+        scenario = known[line["scenario"]]
+        link = f"[{scenario.title.rstrip('.')}](../tests/faults/{scenario.file})"
+        rows.append([link, scenario.promise, *(f"{line[name]:,}" for name in names)])
     return markdown(header, rows)
 
 
 def _load(lines: Iterable[dict[str, Any]]) -> str:
+    known = scenarios()
     rows = []
     for line in lines:
         if line["scenario"] in LOAD:
             own = [name for name in list(line) if name in _NOTES]
-            rows += [[promise(line["scenario"])[0], _NOTES[name], f"{line[name]:,}"] for name in own]
+            rows += [[known[line["scenario"]].title, _NOTES[name], f"{line[name]:,}"] for name in own]
     return markdown(["what", "figure", ""], rows)
 
 

@@ -1,0 +1,171 @@
+"""Load: more than one worker can send, many databases, operators and another service at work."""
+
+import base64
+import contextlib
+import statistics
+import time
+import uuid
+from datetime import datetime
+from typing import Any
+
+from google.cloud.spanner_v1.instance import Instance
+from google.cloud.spanner_v1.param_types import BYTES, STRING
+
+import outbox
+from outbox.emulators import Emulators
+from outbox.message import RawPubsubMessage
+from tests.support.counting import Counting
+from tests.support.outages import lasting
+from tests.support.pubsub import PubSub
+from tests.support.spanner import outbox_database
+from tests.support.trial import IN_FLIGHT, Trial, beside, id_of, rss_mb, total
+
+INSERT = """
+INSERT INTO AsynchronousTasks (Id, Topic, Data, Priority, CreatedAt)
+VALUES (@id, @topic, @data, 50, PENDING_COMMIT_TIMESTAMP())"""
+
+
+DATABASES = 4
+#: One batch at a time, and each takes 0.3 s.
+BATCH = 10
+LIMITS = ("--concurrency", "1", "--group-size", f"{BATCH}")
+DELAY = 0.15
+#: Seconds, and how many tasks more than can be sent arrive in each. The emulator reads the whole table for each poll,
+#: which bounds the backlog of ten minutes.
+LASTS, MORE = 8.0, 30.0
+LASTS_IF_LONG, MORE_IF_LONG = 600.0, 3.0
+#: Maximum transactions per second, of six tasks each.
+ARRIVALS = 12
+POLL = ("ExecuteStreamingSql", "outbox-poll")
+
+
+def test_arrivals_above_capacity(trial: Trial, long: bool) -> None:
+    """More tasks arrive than one worker can send, for ten minutes in the long form. Then a second worker joins.
+
+    Promised: No task is lost. At most the batches in flight when the second worker takes its shards are published
+    again. The rows of a poll and the memory of a worker do not grow with the backlog. Urgent tasks wait less.
+    """
+    seconds, more = (LASTS_IF_LONG, MORE_IF_LONG) if long else (LASTS, MORE)
+    urgent: dict[str, datetime] = {}
+    backlogs = [0]
+    polled: list[float] = []
+    memory: list[float] = []
+
+    def look() -> None:
+        database: Any = trial.database
+        with database.batch(default_retry_delay=0.02) as batch:
+            id = outbox.register(batch, trial.topic, b"urgent", priority=outbox.Priority.HIGH)
+        urgent[id] = batch.committed
+        trial.ledger.committed.add(id)
+        trial.delete_sent()
+        backlogs.append(trial.backlog())
+        memory.append(rss_mb(worker.pid))
+        polled.append(counting.rows[POLL] / max(1, counting.counts[POLL]))
+        counting.clear()
+
+    def arrive() -> None:
+        if backlogs[-1] < 60 + more * (time.monotonic() - begin):
+            trial.transaction(trial.random)
+
+    with (
+        trial.pubsub_proxy() as proxy,
+        Counting(trial.spanner_host) as counting,
+        trial.workers(1, *LIMITS, SPANNER_EMULATOR_HOST=counting.address) as [worker],
+    ):
+        proxy.delay(DELAY)
+        begin = time.monotonic()
+        with beside(arrive, every=1 / ARRIVALS):
+            lasting(seconds, look)
+        with trial.workers(1), beside(trial.delete_sent, every=1):
+            proxy.delay(0)
+            trial.settle(900)
+    assert trial.audit(duplicates=BATCH + IN_FLIGHT).kept()
+    published = {id_of(each): each.publish_time for each in trial.received}
+    waits = [(published[id] - at).total_seconds() for id, at in urgent.items()]
+    others = [(published[id] - at).total_seconds() for id, at in trial.ledger.at.items()]
+    half = len(memory) // 2
+    trial.notes = {
+        "backlog": max(backlogs),
+        "urgent_seconds_median": round(statistics.median(waits), 2),
+        "urgent_seconds_longest": round(max(waits), 2),
+        "other_seconds_median": round(statistics.median(others), 2),
+        "rows_a_poll_longest": round(max(polled)),
+        "memory_mb_first_half": round(max(memory[:half])),
+        "memory_mb_second_half": round(max(memory[half:])),
+    }
+    print(trial.notes)
+    assert max(backlogs) > 100  # it was above the capacity
+    assert statistics.median(waits) < statistics.median(others)
+
+
+def test_backlog_over_databases(
+    trial: Trial, emulators: Emulators, spanner_instance: Instance, pubsub: PubSub, long: bool
+) -> None:
+    """A backlog over four databases with a worker each: 20,000 tasks in the long form.
+
+    Promised: No task is lost or published twice.
+    """
+    tasks = (20_000 if long else 240) // DATABASES
+    with contextlib.ExitStack() as stack:
+        trials = [trial]
+        for number in range(1, DATABASES):
+            database = stack.enter_context(outbox_database(spanner_instance))
+            trials.append(Trial(emulators, database, pubsub, trial.seed + number))
+        for each in trials:
+            each.register(tasks)
+        begin = time.monotonic()
+        workers = [stack.enter_context(each.worker("--group-size", "100")) for each in trials]
+        for each in trials:
+            each.settle(900)
+        seconds = time.monotonic() - begin
+        for worker in workers:
+            worker.stop()
+        assert [worker.wait() for worker in workers] == [0] * DATABASES
+        trial.figures = total([each.audit(duplicates=0) for each in trials])
+    assert trial.figures.kept()
+    tasks = trial.figures.registered
+    trial.notes = {"tasks": tasks, "seconds": round(seconds, 1), "tasks_per_second": round(tasks / seconds)}
+    print(trial.notes)
+
+
+def test_operators_at_work(trial: Trial, fault_seconds: float) -> None:
+    """Operators send tasks again and purge sent ones under load, twice a second.
+
+    Promised: No task is lost. Only the tasks that the operators asked for are published again.
+    """
+    again = purged = 0
+
+    def operate() -> None:
+        nonlocal again, purged
+        again += trial.send_again(10)
+        purged += len(trial.delete_sent(older_than=1))
+
+    with trial.workers(2):
+        with trial.load():
+            lasting(fault_seconds, operate)
+        trial.settle()
+    assert again > 0
+    assert purged > 0
+    assert trial.audit(duplicates=again).kept()
+
+
+def test_rows_of_another_service(trial: Trial, long: bool) -> None:
+    """Another service inserts rows by SQL under load, with only the columns of the original article.
+
+    Promised: No task is lost or published twice. The rows are sent like all others, with their IDs.
+    """
+    message = RawPubsubMessage(data=b"another", attributes={"kind": "paid"})
+    types = {"id": STRING, "topic": STRING, "data": BYTES}
+
+    def insert(transaction: Any, id: str) -> None:
+        values = {"id": id, "topic": trial.topic, "data": base64.b64encode(message.SerializeToString())}
+        transaction.execute_update(INSERT, values, types)
+
+    with trial.workers(2):
+        with trial.load():
+            for _ in range(200 if long else 20):
+                id = str(uuid.UUID(int=trial.random.getrandbits(128)))
+                trial.database.run_in_transaction(insert, id, default_retry_delay=0.02)
+                trial.ledger.committed.add(id)
+        trial.settle()
+    assert trial.audit(duplicates=0).kept()

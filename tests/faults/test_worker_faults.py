@@ -1,0 +1,179 @@
+"""Workers are killed, stopped, paused or replaced, their clocks are wrong, their log or their agent is gone."""
+
+import contextlib
+import signal
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import outbox
+from tests.faults.faults import FREEZE
+from tests.support.dogstatsd import UnixAgent
+from tests.support.outages import lasting, log_lines
+from tests.support.relays import execute
+from tests.support.trial import IN_FLIGHT, Trial, id_of
+from tests.support.waiting import eventually
+
+#: Seconds by which the clocks are wrong, and tasks that are scheduled, so that both workers have some.
+SKEW, SCHEDULED = 60, 20
+SHIFTED = "tests.support.shifted_clock"
+
+
+def test_workers_killed(trial: Trial, long: bool) -> None:
+    """SIGKILL of random workers in the middle of a backlog. Another worker takes the place of each.
+
+    Promised: No task is lost. At most the in-flight batches of the killed workers are published again.
+    """
+    kills = 20 if long else 3
+    with contextlib.ExitStack() as stack:
+        workers = stack.enter_context(trial.workers(2))
+        for _ in range(kills):
+            trial.register(60)
+            moment = trial.random.randint(1, 59)
+            eventually(lambda at=moment: trial.backlog() <= at, seconds=30, message="some tasks sent")
+            victim = trial.random.randrange(2)
+            workers[victim].stop(signal.SIGKILL)
+            workers[victim].wait()
+            workers[victim] = stack.enter_context(trial.worker())
+        trial.settle()
+    assert trial.audit(duplicates=kills * IN_FLIGHT).kept()
+
+
+def test_all_workers_killed(trial: Trial, long: bool) -> None:
+    """SIGKILL of all workers at once in the middle of a backlog, as when a node dies.
+
+    Promised: No task is lost. At most the in-flight batches of the killed workers are published again.
+    """
+    times = 5 if long else 1
+    for _ in range(times):
+        with trial.workers(2) as workers:
+            trial.register(120)
+            eventually(lambda: trial.backlog() < 80, seconds=30, message="some tasks sent")
+            for each in workers:
+                each.stop(signal.SIGKILL)
+    with trial.workers(1):
+        trial.settle()
+    assert trial.audit(duplicates=times * 2 * IN_FLIGHT).kept()
+
+
+def test_worker_sleeps(trial: Trial, long: bool) -> None:
+    """SIGSTOP, and SIGCONT after Spanner's 10 s for an idle transaction and the 15 s of the liveness timeout.
+
+    Promised: No task is lost. Other workers take over the shards. The paused worker publishes at most its in-flight
+    batches again.
+    """
+    sleeps = 3 if long else 1
+    with trial.workers(2) as workers:
+        for _ in range(sleeps):
+            trial.register(120)
+            eventually(lambda: trial.backlog() < 100, seconds=30, message="some tasks sent")
+            sleeper = workers[trial.random.randrange(2)]
+            sleeper.stop(signal.SIGSTOP)
+            lasting(17)
+            trial.register(30)
+            trial.settle()  # by the other one
+            sleeper.stop(signal.SIGCONT)
+            trial.register(30)
+            trial.settle()
+        for each in workers:
+            each.stop()
+        assert [each.wait() for each in workers] == [0, 0]
+    assert trial.audit(duplicates=sleeps * IN_FLIGHT).kept()
+
+
+def test_rolling_restart(trial: Trial, long: bool) -> None:
+    """A rolling restart under load: a new worker starts, then an old one gets SIGTERM.
+
+    Promised: No task is lost. Each worker exits with 0. At most the batches that are in flight while shards change
+    hands, twice per restart, are published again.
+    """
+    restarts = 10 if long else 2
+    with contextlib.ExitStack() as stack:
+        workers = stack.enter_context(trial.workers(2))
+        with trial.load():
+            for place in [number % 2 for number in range(restarts)]:
+                [new] = stack.enter_context(trial.workers(1))
+                workers[place].stop()
+                assert workers[place].wait() == 0
+                workers[place] = new
+        trial.settle()
+    assert trial.audit(duplicates=2 * restarts * IN_FLIGHT).kept()
+
+
+def test_heartbeats_frozen(trial: Trial, fault_seconds: float) -> None:
+    """All heartbeats look a minute old, so each worker takes the others for dead and polls all shards.
+
+    Promised: No task is lost. The row locks keep the workers apart. At most one worker's in-flight batches are
+    published again, if the emulator aborts its transaction in favor of another one.
+    """
+    with trial.workers(3):
+        with trial.load():
+            lasting(fault_seconds, lambda: execute(trial.database, FREEZE))
+        trial.settle()
+    assert trial.audit(duplicates=IN_FLIGHT).kept()
+
+
+def test_clocks_off(trial: Trial, fault_seconds: float) -> None:
+    """The clocks of two workers are a minute ahead and a minute behind.
+
+    Promised: No task is lost or published twice. Scheduled tasks are sent on time, because every time comes from the
+    database.
+    """
+    with (
+        trial.worker(module=SHIFTED, SHIFTED_CLOCK_SECONDS=f"{SKEW}") as ahead,
+        trial.worker(module=SHIFTED, SHIFTED_CLOCK_SECONDS=f"-{SKEW}") as behind,
+    ):
+        for each, smallest in ((ahead, 50), (behind, -70)):
+            each.wait_for_text("relaying")
+            logged_at = datetime.fromisoformat(log_lines(each)[0]["timestamp"])
+            assert smallest < (logged_at - datetime.now(UTC)).total_seconds() < smallest + 20
+        for each in (ahead, behind):
+            each.wait_for_text('"assigned"')  # each has seen the other
+        later = datetime.now(UTC) + timedelta(seconds=fault_seconds + 2)
+        with trial.database.batch(default_retry_delay=0.02) as batch:
+            scheduled = {outbox.register(batch, trial.topic, b"later", available_at=later) for _ in range(SCHEDULED)}
+        trial.ledger.committed |= scheduled
+        with trial.load():
+            lasting(fault_seconds)
+        trial.settle()
+        for each in (ahead, behind):
+            each.stop()
+        assert [each.wait() for each in (ahead, behind)] == [0, 0]
+    assert trial.audit(duplicates=0).kept()
+    times = [each.publish_time for each in trial.received if id_of(each) in scheduled]
+    assert len(times) == SCHEDULED
+    assert later <= min(times) <= max(times) < later + timedelta(seconds=SKEW - 10)
+
+
+def test_logs_on_a_full_disk(trial: Trial, fault_seconds: float) -> None:
+    """The disk is full, so no log line can be written.
+
+    Promised: No task is lost or published twice. The worker goes on, and exits with 0 after SIGTERM.
+    """
+    with trial.worker("--log-level", "debug", module="tests.support.full_disk") as worker:
+        with trial.load():
+            lasting(fault_seconds)
+        trial.settle()
+        worker.stop()
+        assert worker.wait() == 0
+    assert trial.audit(duplicates=0).kept()
+
+
+def test_agent_gone(trial: Trial, fault_seconds: float, tmp_path: Path) -> None:
+    """The socket of Datadog's agent vanishes under load.
+
+    Promised: No task is lost or published twice. Each worker exits with 0 after SIGTERM.
+    """
+    agent = UnixAgent(tmp_path / "dsd.socket")
+    with contextlib.ExitStack() as stack:
+        with agent.listening():
+            workers = stack.enter_context(trial.workers(2, **agent.environment))
+            trial.register(30)
+            trial.settle()
+            eventually(lambda: agent.heard, message="the agent receives metrics")
+        with trial.load():
+            lasting(fault_seconds)
+        trial.settle()
+        for each in workers:
+            each.stop()
+        assert [each.wait() for each in workers] == [0, 0]
+    assert trial.audit(duplicates=0).kept()
