@@ -11,12 +11,12 @@ import pytest
 from publishworker.task import Outcome, Row, Turn
 from publishworker.telemetry import metrics as m
 from publishworker.turn.relay import Relay
-from tests.support.fakes import Counted, FakePublisher, FakeStore, serialized
+from tests.support.fakes import Abort, Counted, FakePublisher, FakeStore, serialized
 from tests.support.parts import relay_of
 
 
 class Bench:
-    """A relay between fakes, with a clock that stands still until told."""
+    """A relay between fakes, with a clock that moves only when a test moves it."""
 
     def __init__(self, **options: Any) -> None:
         """Use small groups."""
@@ -69,6 +69,37 @@ class Bench:
         self.seconds += seconds
         self.store.now += timedelta(seconds=seconds)
 
+    def run_for(self, seconds: float, step: float = 1.0) -> None:
+        """Turn until nothing is left to do, every `step` seconds, for so long."""
+        for _ in range(round(seconds / step)):
+            self.turns()
+            self.wait(step)
+
+    def change(self, id: str, **columns: Any) -> None:
+        """Write columns of a task, as another worker or an operator does."""
+        for name, value in columns.items():
+            setattr(self.store.rows[id], name, value)
+
+    def commits(self, *errors: Exception | None) -> None:
+        """Let the next commits raise these errors, None being no error; later commits succeed."""
+        left = list(errors)
+
+        def commit() -> None:
+            if left and (error := left.pop(0)):
+                raise error
+
+        self.store.before_commit = commit
+
+    def abort_once(self, act: Callable[[], object]) -> None:
+        """Abort the next commit, and let `act` happen before the transaction runs again."""
+
+        def abort() -> None:
+            self.store.before_commit = lambda: None
+            act()
+            raise Abort
+
+        self.store.before_commit = abort
+
     def unsent(self) -> list[str]:
         """Return the ids without SentAt."""
         return [row.id for row in self.store.rows.values() if row.sent_at is None]
@@ -110,11 +141,10 @@ def overtake(bench: Bench, act: Callable[[], object]) -> None:
 
 def times(count: int, make: Callable[[], Exception]) -> Callable[[], None]:
     """Return a function that raises `count` times."""
-    left = [None] * count
+    left = iter(range(count))
 
     def act() -> None:
-        if left:
-            left.pop()
+        for _ in left:
             raise make()
 
     return act

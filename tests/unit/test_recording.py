@@ -1,7 +1,8 @@
-"""What the log says of topics that rest, and of tasks that fail: enough, in pairs, and not again and again."""
+"""What the relay logs and counts of groups, turns and topics: enough, in pairs, and not again and again."""
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -15,24 +16,57 @@ from tests.support.fakes import Counted
 
 AWAY = Failed("unavailable", "connection refused")
 MISSING = Failed("not_found", "no such topic")
+REST, BACK = "topic_rests", "topic_back"
 
 
-class Watch:
-    """A recorder with a clock that stands still until told."""
+class Watch(Counted):
+    """A recorder with a clock that moves only when a test moves it, and what it logs and counts."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         """Listen to the log."""
+        super().__init__()
         caplog.set_level(logging.INFO, "publishworker")
-        self._caplog = caplog
+        self.caplog = caplog
         self.seconds = 100.0
-        self.counted = Counted()
-        self.recorder = Recorder(Metrics(self.counted), lambda: self.seconds)
+        self.samples: list[tuple[str, float, list[str], float]] = []
+        self.tags: set[str] = set()
+        self.recorder = Recorder(Metrics(self), lambda: self.seconds)
+
+    def increment(self, metric: str, value: float, tags: list[str]) -> None:
+        """Keep the tags."""
+        super().increment(metric, value, tags)
+        self.tags.update(tags)
+
+    def distribution(self, metric: str, value: float, tags: list[str], sample_rate: float = 1) -> None:
+        """Keep the sample."""
+        super().distribution(metric, value, tags, sample_rate)
+        self.samples.append((metric, value, tags, sample_rate))
 
     def told(self) -> list[str]:
-        """Return the actions that were logged since the last look."""
-        actions = [record.action for record in self._caplog.records]
-        self._caplog.clear()
+        """Return the actions that were logged since the last call."""
+        actions = [record.action for record in self.caplog.records]
+        self.caplog.clear()
         return actions
+
+    def lines(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the messages and fields that were logged."""
+        return [(record.getMessage(), record.__dict__["fields"]) for record in self.caplog.records]
+
+    def change(self, failure: Failed | None, seconds: float = 0, topic: str = "orders") -> None:
+        """Tell of a topic."""
+        self.recorder.change(Change(topic, failure, seconds))
+
+    def keep_failing(self, seconds: int) -> None:
+        """Let a probe fail every second."""
+        for second in range(1, seconds):
+            self.seconds += 1
+            self.change(AWAY, second)
+
+    def turns(self, count: int, turn: Turn, *, worked: bool) -> None:
+        """Tell of a turn every second."""
+        for _ in range(count):
+            self.recorder.turn(turn, worked=worked)
+            self.seconds += 1
 
 
 @pytest.fixture
@@ -42,192 +76,136 @@ def watch(caplog: pytest.LogCaptureFixture) -> Watch:
 
 
 def test_a_rest_and_its_end_are_told_once_each(watch: Watch) -> None:
-    """However many probes fail in between."""
-    watch.recorder.change(Change("orders", AWAY))
-    for second in range(1, 300):
-        watch.seconds += 1
-        watch.recorder.change(Change("orders", AWAY, second))
-    assert watch.told() == ["topic_rests"]
-    watch.recorder.change(Change("orders", None, 300))
-    assert watch.told() == ["topic_back"]
+    """However many probes fail in between. A rest that ended unseen, with no task to probe, is followed by another."""
+    watch.change(AWAY)
+    watch.keep_failing(300)
+    assert watch.told() == [REST]
+    watch.change(None, 300)
+    assert watch.told() == [BACK]
+    for _ in range(2):
+        watch.seconds += 1000
+        watch.change(AWAY)
+        assert watch.told() == [REST]
 
 
 def test_a_topic_that_flaps_is_told_of_once_a_minute_and_in_pairs(watch: Watch) -> None:
-    """Rest and return every second for ten minutes: no return is told without its rest."""
+    """Rest and return every second for ten minutes: no return is logged without its rest. One that lasts is logged."""
     for _ in range(300):
-        watch.recorder.change(Change("orders", AWAY))
+        watch.change(AWAY)
         watch.seconds += 1
-        watch.recorder.change(Change("orders", None, 1))
+        watch.change(None, 1)
         watch.seconds += 1
-    assert watch.told() == ["topic_rests", "topic_back"] * 10
+    assert watch.told() == [REST, BACK] * 10
+    watch.seconds += 60
+    watch.change(AWAY)
+    watch.change(None, 1)
+    watch.change(AWAY)
+    assert watch.told() == [REST, BACK]
+    watch.keep_failing(62)
+    assert watch.told() == [REST]
 
 
-def test_a_rest_that_lasts_is_told_even_if_one_was_told_just_before(watch: Watch) -> None:
-    """Within a minute, when a probe fails again."""
-    watch.recorder.change(Change("orders", AWAY))
-    watch.recorder.change(Change("orders", None, 1))
-    watch.recorder.change(Change("orders", AWAY))
-    assert watch.told() == ["topic_rests", "topic_back"]
-    for second in range(1, 62):
-        watch.seconds += 1
-        watch.recorder.change(Change("orders", AWAY, second))
-    assert watch.told() == ["topic_rests"]
+def test_two_topics_are_told_of_each(watch: Watch) -> None:
+    """With the failure, and with the probes that go on meanwhile."""
+    watch.change(AWAY)
+    watch.change(MISSING, topic="invoices")
+    first, second = watch.caplog.messages
+    assert all(part in first for part in ("orders", "one task", "connection refused"))
+    assert all(part in second for part in ("invoices", "ten tasks", "no such topic"))
 
 
-def test_a_topic_that_was_forgotten_while_it_rested_is_told_of_again(watch: Watch) -> None:
-    """Its rest ended unseen, when no task was left to probe it with."""
-    watch.recorder.change(Change("orders", AWAY))
-    watch.seconds += 1000
-    watch.recorder.change(Change("orders", AWAY))
-    assert watch.told() == ["topic_rests", "topic_rests"]
-
-
-def test_two_topics_are_told_of_each(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
-    """With the failure, and with what goes on meanwhile."""
-    watch.recorder.change(Change("orders", AWAY))
-    watch.recorder.change(Change("invoices", MISSING))
-    first, second = [record.getMessage() for record in caplog.records]
-    assert "orders" in first
-    assert "one task" in first
-    assert "connection refused" in first
-    assert "invoices" in second
-    assert "ten tasks" in second
-
-
-def failing(ids: Sequence[str], *, dead: int) -> GroupResult:
+def failing(ids: Sequence[str], *, dead: int = 0) -> GroupResult:
     """Return a group whose tasks have failed; the first `dead` of them are dead."""
     result = GroupResult(Group("orders", tuple(ids)), tried=dict.fromkeys(ids, MISSING))
-    result.charged = {id: Charged(3, NEVER, None, "not_found: no such topic") for id in ids[:dead]}
-    result.charged |= {id: Charged(2, NEVER.replace(year=2026), None, "not_found: no such topic") for id in ids[dead:]}
+    for place, id in enumerate(ids):
+        attempts, available_at = (3, NEVER) if place < dead else (2, NEVER.replace(year=2026))
+        result.charged[id] = Charged(attempts, available_at, None, "not_found: no such topic")
     return result
 
 
-def test_each_failure_has_a_line(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_failure_has_a_line(watch: Watch) -> None:
     """With its task, topic, reason and attempt, and the trace that the task belongs to."""
-    result = failing(["a", "b", "c"], dead=1)
+    result = failing("abc", dead=1)
     result.traces = {"a": "1" * 32}
     watch.recorder.group(result)
-    lines = [(record.getMessage(), record.__dict__["fields"]) for record in caplog.records]
-    assert watch.told() == ["dead", "publish_failed", "publish_failed"]
     about = {"topic": "orders", "reason": "not_found"}
     again = "task {} of orders was not sent (attempt 2) and is tried again from 2026-12-31T00:00:00Z on: "
     again += "not_found: no such topic"
-    assert lines == [
+    assert watch.lines() == [
         (
             "task a of orders is dead (attempt 3), an operator has to act: not_found: no such topic",
             {**about, "task_id": "a", "attempt": 3, "trace_id": "1" * 32},
         ),
         *((again.format(id), {**about, "task_id": id, "attempt": 2}) for id in ("b", "c")),
     ]
-    assert watch.counted.counts == {m.FAILED.name: 3, m.DEAD.name: 1, m.GROUP_SIZE.name: 1}
+    assert watch.told() == ["dead", "publish_failed", "publish_failed"]
+    assert watch.counts == {m.FAILED.name: 3, m.DEAD.name: 1, m.GROUP_SIZE.name: 1}
 
 
-def test_ten_thousand_failures_are_a_hundred_lines_a_minute(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
+def test_ten_thousand_failures_are_a_hundred_lines_a_minute(watch: Watch) -> None:
     """For each topic and reason; the others are counted in the first line of the next minute."""
-    watch.recorder.group(failing([f"task-{n}" for n in range(10_000)], dead=0))
+    watch.recorder.group(failing([f"task-{n}" for n in range(10_000)]))
     assert watch.told() == ["publish_failed"] * 100
     watch.seconds += 60
-    watch.recorder.group(failing(["late"], dead=0))
-    assert caplog.records[0].getMessage().endswith("[and 9900 times more since the last such line]")
+    watch.recorder.group(failing(["late"]))
+    assert watch.caplog.messages[0].endswith("[and 9900 times more since the last such line]")
     assert watch.told() == ["publish_failed"]
 
 
-def test_an_outage_has_a_line_for_each_task_only_at_debug(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
-    """No task was charged; the rest of the topic is told."""
-    caplog.set_level(logging.DEBUG, "publishworker")
-    result = GroupResult(Group("orders", ("a", "b")), tried=dict.fromkeys("ab", AWAY))
-    watch.recorder.group(result)
-    assert [record.levelname for record in caplog.records] == ["DEBUG"] * 2
-    assert [record.__dict__["fields"]["task_id"] for record in caplog.records] == ["a", "b"]
+def test_an_outage_has_a_line_for_each_task_only_at_debug(watch: Watch) -> None:
+    """No task pays for it; the rest of the topic is logged. Each turn with work is such a line, with its numbers."""
+    watch.caplog.set_level(logging.DEBUG, "publishworker")
+    watch.recorder.group(GroupResult(Group("orders", ("a", "b")), tried=dict.fromkeys("ab", AWAY)))
+    assert [record.levelname for record in watch.caplog.records] == ["DEBUG"] * 2
+    assert [fields["task_id"] for _, fields in watch.lines()] == ["a", "b"]
+    watch.caplog.clear()
+    watch.recorder.turn(Turn(), worked=False)
+    watch.recorder.turn(Turn(published=3, failed=1), worked=True)
+    [(_, fields)] = watch.lines()
+    assert fields["published"] == 3
 
 
-def test_what_was_done_is_told_once_a_minute(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
-    """And at the end; nothing is told where nothing was done."""
-    for _ in range(150):
-        watch.recorder.turn(Turn(published=10, taken=1), worked=True)
-        watch.seconds += 1
+def test_what_was_done_is_told_once_a_minute(watch: Watch) -> None:
+    """And at the end, and in a lull after some work; nothing is logged where nothing was done."""
+    watch.turns(150, Turn(published=10, taken=1), worked=True)
     assert watch.told() == ["summary"] * 2
     watch.recorder.end()
-    [record] = caplog.records
-    assert record.getMessage() == "tasks in 28 s: 280 published, 28 sent by others"
-    assert record.__dict__["fields"] == {"published": 280, "sent by others": 28, "seconds": 28.0}
-    caplog.clear()
-    for _ in range(150):
-        watch.recorder.turn(Turn(), worked=False)
-        watch.seconds += 1
+    fields = {"published": 280, "sent by others": 28, "seconds": 28.0}
+    assert watch.lines() == [("tasks in 28 s: 280 published, 28 sent by others", fields)]
+    watch.caplog.clear()
+    watch.turns(150, Turn(), worked=False)
     watch.recorder.end()
     assert watch.told() == []
-
-
-def test_what_was_done_before_a_lull_is_told_in_it(watch: Watch) -> None:
-    """Not only when there is work again."""
-    watch.recorder.turn(Turn(published=1), worked=True)
-    for _ in range(61):
-        watch.seconds += 1
-        watch.recorder.turn(Turn(), worked=False)
+    watch.turns(1, Turn(published=1), worked=True)
+    watch.turns(61, Turn(), worked=False)
     assert watch.told() == ["summary"]
 
 
-def test_each_turn_with_work_is_a_line_at_debug(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
-    """With its numbers."""
-    caplog.set_level(logging.DEBUG, "publishworker")
-    watch.recorder.turn(Turn(), worked=False)
-    watch.recorder.turn(Turn(published=3, failed=1), worked=True)
-    [record] = caplog.records
-    assert record.__dict__["fields"]["published"] == 3
+def test_durations_and_latencies_are_sampled(watch: Watch) -> None:
+    """One for each phase of a group, one for each task that was published, none for a group that only parks.
 
-
-def test_durations_and_latencies_are_sampled() -> None:
-    """One for each phase of a group, one for each task that was published, none for a group that only parks."""
-    samples: list[tuple[str, float, list[str]]] = []
-
-    class Sampling(Counted):
-        def distribution(self, metric: str, value: float, tags: list[str], sample_rate: float = 1) -> None:
-            assert sample_rate == 1
-            samples.append((metric, value, tags))
-
-    recorder = Recorder(Metrics(Sampling()))
+    A large group sends few latencies, each at the rate that says for how many it stands.
+    """
     result = GroupResult(Group("orders", ("a", "b")), tried={"a": Sent("1"), "b": Sent("2")})
     result.phases = {m.CLAIM: 0.1, m.PUBLISH: 0.2, m.COMMIT: 0.3}
     result.waited = {"a": 1.5, "b": 2.5}
-    recorder.group(result)
-    recorder.poll(0.4)
-    recorder.group(GroupResult(Group("orders", ("a", "b"), parks=True), phases={m.CLAIM: 1}))
-    assert samples == [
-        (m.GROUP_SIZE.name, 2, ["topic:orders"]),
-        (m.PHASE_DURATION.name, 0.1, ["phase:claim"]),
-        (m.PHASE_DURATION.name, 0.2, ["phase:publish"]),
-        (m.PHASE_DURATION.name, 0.3, ["phase:commit"]),
-        (m.LATENCY.name, 1.5, ["topic:orders"]),
-        (m.LATENCY.name, 2.5, ["topic:orders"]),
-        (m.PHASE_DURATION.name, 0.4, ["phase:poll"]),
+    watch.recorder.group(result)
+    watch.recorder.poll(0.4)
+    watch.recorder.group(GroupResult(Group("orders", ("a", "b"), parks=True), phases={m.CLAIM: 1}))
+    assert watch.samples == [
+        (m.GROUP_SIZE.name, 2, ["topic:orders"], 1),
+        *((m.PHASE_DURATION.name, seconds, [f"phase:{phase}"], 1) for phase, seconds in result.phases.items()),
+        (m.LATENCY.name, 1.5, ["topic:orders"], 1),
+        (m.LATENCY.name, 2.5, ["topic:orders"], 1),
+        (m.PHASE_DURATION.name, 0.4, ["phase:poll"], 1),
     ]
-
-
-def test_a_large_group_sends_few_latencies() -> None:
-    """Each at the rate that says for how many it stands, so that percentiles stay true."""
-    rates: list[float] = []
-
-    class Sampling(Counted):
-        def distribution(self, metric: str, value: float, tags: list[str], sample_rate: float = 1) -> None:
-            if metric == m.LATENCY.name:
-                rates.append(sample_rate)
-
     ids = [str(number) for number in range(1000)]
-    result = GroupResult(Group("orders", tuple(ids)), waited=dict.fromkeys(ids, 1.0))
-    Recorder(Metrics(Sampling())).group(result)
-    assert rates == [0.02] * 1000
+    watch.recorder.group(GroupResult(Group("orders", tuple(ids)), waited=dict.fromkeys(ids, 1.0)))
+    assert [rate for metric, _, _, rate in watch.samples if metric == m.LATENCY.name] == [1, 1, *[0.02] * 1000]
 
 
-def test_topics_that_can_be_none_share_a_tag() -> None:
-    """Who writes rows by hand must not make a thousand series."""
-    seen: set[str] = set()
-
-    class Tagging(Counted):
-        def increment(self, metric: str, value: float, tags: list[str]) -> None:
-            seen.update(tags)
-
-    recorder = Recorder(Metrics(Tagging()))
+def test_topics_that_can_be_none_share_a_tag(watch: Watch) -> None:
+    """A program that writes rows by hand must not create a thousand time series."""
     for topic in ("orders", "projects/p-1/topics/orders", "no topic", "x" * 400, "goog-like"):
-        recorder.group(GroupResult(Group(topic, ("a",)), tried={"a": Sent("1")}))
-    assert seen == {"topic:orders", "topic:projects/p-1/topics/orders", "topic:invalid"}
+        watch.recorder.group(GroupResult(Group(topic, ("a",)), tried={"a": Sent("1")}))
+    assert watch.tags == {"topic:orders", "topic:projects/p-1/topics/orders", "topic:invalid"}

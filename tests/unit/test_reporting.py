@@ -1,4 +1,4 @@
-"""What a worker says of itself and of the table: how often, of which worker, and for how long after."""
+"""What a worker reports of itself and of the table: how often, which worker does, and for how long after."""
 
 import logging
 import threading
@@ -34,7 +34,7 @@ class Tagged(Counted):
 
 
 class Relay:
-    """Something with a state."""
+    """A relay with a state, and a clock that moves only when a test moves it."""
 
     in_flight = 3
     topics = ("invoices", "orders")
@@ -42,22 +42,15 @@ class Relay:
     def __init__(self) -> None:
         """All topics work."""
         self.rests: dict[str, bool] = {}
+        self.asked = 0
+        self.seconds = 1000.0
+        self.client = Tagged()
+        self.report = Reporter(Metrics(self.client), fleet(), self, lambda: self.seconds)
 
     def resting(self) -> Mapping[str, bool]:
         """Return what the test says."""
+        self.asked += 1
         return self.rests
-
-
-class Time:
-    """A clock that stands still until told."""
-
-    def __init__(self) -> None:
-        """Some time after it began."""
-        self.seconds = 1000.0
-
-    def __call__(self) -> float:
-        """Return the time."""
-        return self.seconds
 
 
 def fleet(shards: Sequence[int] = range(10)) -> Fleet:
@@ -68,59 +61,39 @@ def fleet(shards: Sequence[int] = range(10)) -> Fleet:
 
 
 def test_a_report_is_sent_every_15_seconds() -> None:
-    """Whatever the number of turns."""
-    client, time = Tagged(), Time()
-    report = Reporter(Metrics(client), fleet(), Relay(), time)
+    """Whatever the number of turns. Without an agent nothing is made, not even the numbers."""
+    relay = Relay()
     for _ in range(60):
-        report()
-        time.seconds += 1
-    assert client.counts[m.HEARTBEAT.name] == 4
-    assert client.counts[m.PUBLISHED.name] == 0  # said, so that Datadog knows
-    assert client.counts[m.IN_FLIGHT.name] == 4
+        relay.report()
+        relay.seconds += 1
+    client = relay.client
+    assert client.counts[m.HEARTBEAT.name] == client.counts[m.IN_FLIGHT.name] == relay.asked == 4
+    assert client.counts[m.PUBLISHED.name] == 0  # sent, so that Datadog knows
     assert client.values[m.SHARDS.name,] == 10
     assert client.values[m.WORKERS.name,] == 1
     [build] = [tags for name, *tags in client.values if name == m.BUILD.name]
     assert [tag.partition(":")[0] for tag in build] == list(m.BUILD.tags)
     assert all(tag.partition(":")[2] for tag in build)
+    Reporter(Metrics(None), fleet(), relay)()
+    assert relay.asked == 4
 
 
 def test_breakers_are_told_while_they_rest_and_for_ten_minutes_after() -> None:
-    """Else the last value would stay in the graph; and topics that work cost nothing."""
-    client, time, relay = Tagged(), Time(), Relay()
-    report = Reporter(Metrics(client), fleet(), relay, time)
-
-    def state() -> float | None:
-        client.values.clear()
-        time.seconds += 15
-        report()
-        return client.values.get((m.BREAKER_STATE.name, "topic:orders"))
-
-    assert state() is None
-    relay.rests = {"orders": True}
-    assert state() == m.OPEN
-    relay.rests = {"orders": False}
-    assert state() == m.HALF_OPEN
-    relay.rests = {}
-    assert state() == m.CLOSED
-    time.seconds += 550
-    assert state() == m.CLOSED
-    time.seconds += 600
-    assert state() is None
-
-
-def test_without_an_agent_nothing_is_made() -> None:
-    """Not even the numbers: nobody is asked for them."""
-    asked: list[str] = []
-
-    class Asked(Relay):
-        def resting(self) -> Mapping[str, bool]:
-            asked.append("resting")
-            return {}
-
-    Reporter(Metrics(None), fleet(), Asked())()
-    assert asked == []
-    Reporter(Metrics(Tagged()), fleet(), Asked())()
-    assert asked == ["resting"]
+    """Otherwise the last value would stay in the graph; and topics that work cost nothing."""
+    relay = Relay()
+    for wait, rests, state in (
+        (0, {}, None),
+        (0, {"orders": True}, m.OPEN),
+        (0, {"orders": False}, m.HALF_OPEN),
+        (0, {}, m.CLOSED),
+        (550, {}, m.CLOSED),
+        (600, {}, None),
+    ):
+        relay.client.values.clear()
+        relay.rests = rests
+        relay.seconds += wait + 15
+        relay.report()
+        assert relay.client.values.get((m.BREAKER_STATE.name, "topic:orders")) == state
 
 
 def found(*lines: Line) -> Backlog:
@@ -146,9 +119,9 @@ def test_tasks_are_told_by_topic_and_state() -> None:
 
 
 def test_what_has_been_sent_is_told_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is paused does not count for the autoscaler."""
+    """And paused tasks do not count for the autoscaler."""
     client = Tagged()
-    counts = Counts(Metrics(client), lambda: ["known"], Time())
+    counts = Counts(Metrics(client), lambda: ["known"], lambda: 0.0)
     now = found(Line("orders", 50, pending=7), Line("paused", 50, paused=True, pending=5))
     monkeypatch.setattr(backlog, "read", lambda _table, **_keywords: now)
     counts(None)
@@ -163,71 +136,57 @@ def test_what_has_been_sent_is_told_as_zero(monkeypatch: pytest.MonkeyPatch) -> 
     }
 
 
-class Look:
-    """A look that takes its time, and fails if told."""
+class Look(Lookout):
+    """The lookout of a worker with these shards; a look takes its time, and fails if a test wants it."""
 
-    def __init__(self, time: Time) -> None:
-        """Take no time."""
-        self.time = time
+    def __init__(self, shards: Sequence[int] = range(10), takes: float = 0.1) -> None:
+        """Let each look take so many seconds."""
+        self.seconds, self.takes = 1000.0, takes
         self.tables: list[Any] = []
         self.opened = 0
-        self.takes = 0.0
         self.error: Exception | None = None
+        super().__init__(self.look, self.open, fleet(shards), lambda: self.seconds)
 
     def open(self) -> Any:
         """Open a table."""
         self.opened += 1
-        return f"table {self.opened}"
+        return self.opened
 
-    def __call__(self, table: Any) -> None:
+    def look(self, table: Any) -> None:
         """Look at it."""
         self.tables.append(table)
-        self.time.seconds += self.takes
+        self.seconds += self.takes
         if self.error is not None:
             raise self.error
 
-    def out(self, shards: Sequence[int] = range(10)) -> Lookout:
-        """Return the lookout of a worker with these shards."""
-        return Lookout(self, self.open, fleet(shards), self.time)
 
-
-@pytest.fixture
-def look() -> Look:
-    """A look that works."""
-    return Look(Time())
-
-
-@pytest.mark.parametrize(("takes", "waits"), [(0.1, 15), (3, 15), (10, 40), (60, 120), (1000, 120)])
-def test_a_look_that_takes_long_is_followed_by_a_long_wait(look: Look, takes: float, waits: float) -> None:
+def test_a_look_that_takes_long_is_followed_by_a_long_wait() -> None:
     """Every 15 s if it is quick; but never so late that the autoscaler takes the figure for unknown."""
-    look.takes = takes
-    assert look.out().once() == pytest.approx(waits)
+    for takes, waits in ((0.1, 15), (3, 15), (10, 40), (60, 120), (1000, 120)):
+        assert Look(takes=takes).once() == pytest.approx(waits)
 
 
-@pytest.mark.parametrize(("shards", "looks"), [((0,), 1), ((0, 5), 1), ((1, 2), 0), ((), 0)], ids=str)
-def test_only_the_worker_of_shard_0_looks(look: Look, shards: Sequence[int], looks: int) -> None:
+def test_only_the_worker_of_shard_0_looks() -> None:
     """The others would only read the same."""
-    assert look.out(shards).once() == 15
-    assert len(look.tables) == looks
+    for shards, looks in (((0,), 1), ((0, 5), 1), ((1, 2), 0), ((), 0)):
+        look = Look(shards)
+        assert look.once() == 15
+        assert len(look.tables) == looks
 
 
-def test_a_look_that_fails_is_told_once_a_minute_and_holds_nothing_up(
-    look: Look, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_look_that_fails_is_told_once_a_minute_and_holds_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
     """However long it took; and the table is opened anew: its session may be lost."""
+    look = Look(takes=60)
     look.error = NotReached("no answer")
-    look.takes = 60
-    out = look.out()
     with caplog.at_level(logging.INFO, "publishworker"):
         for _ in range(4):
-            assert out.once() == 15
+            assert look.once() == 15
             look.takes = 0.1
-            look.time.seconds += 15
+            look.seconds += 15
         look.error = None
-        out.once()
-        out.once()
+        look.once(), look.once()
     assert [record.getMessage() for record in caplog.records] == ["how much waits is not known: no answer"]
-    assert look.tables == ["table 1", "table 2", "table 3", "table 4", "table 5", "table 5"]
+    assert look.tables == [1, 2, 3, 4, 5, 5]
 
 
 def test_a_lookout_looks_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from google.protobuf.struct_pb2 import NULL_VALUE, Value
+from google.protobuf.struct_pb2 import ListValue, Value
 
 from publishworker.spanner import rows, sql
 from publishworker.task import Candidate, News, Row, TopicLimit
@@ -16,26 +16,17 @@ NOON = datetime(2026, 1, 1, 12, 0, 0, 123456, tzinfo=UTC)
 
 def values(*row: Any) -> list[Value]:
     """Return a row as Spanner sends it: numbers, times and bytes are texts."""
-    made = []
-    for each in row:
-        if each is None:
-            made.append(Value(null_value=NULL_VALUE))
-        elif isinstance(each, bool):
-            made.append(Value(bool_value=each))
-        else:
-            made.append(Value(string_value=str(each)))
-    return made
+    made = ListValue()
+    made.extend([each if each is None or isinstance(each, bool) else str(each) for each in row])
+    return list(made.values)
 
 
 def test_a_candidate_has_its_columns_and_none_for_null() -> None:
     """Priorities may be negative and as small as INT64 goes."""
-    smallest = -(2**63)
-    found = rows.candidates(
-        [values("a", "orders", 7, smallest, AT, None, None, 0), values("b", "orders", 0, 50, AT, AT, "key", 10_485_760)]
-    )
-    assert found == (
-        Candidate("a", "orders", 7, smallest, NOON, None, None, 0),
-        Candidate("b", "orders", 0, 50, NOON, NOON, "key", 10_485_760),
+    task = ("a", "orders", 7, -(2**63)), ("b", "orders", 0, 50)
+    assert rows.candidates([values(*task[0], AT, None, None, 0), values(*task[1], AT, AT, "key", 10_485_760)]) == (
+        Candidate(*task[0], NOON, None, None, 0),
+        Candidate(*task[1], NOON, NOON, "key", 10_485_760),
     )
 
 
@@ -83,24 +74,18 @@ def test_a_task_of_two_ranges_comes_once_and_rows_without_id_are_news() -> None:
 
 def test_a_locked_row_has_its_body_and_the_databases_time() -> None:
     """Bytes are base64; a row that was sent has none."""
-    found, now = rows.locked(
-        [
-            values("a", "orders", "EgIA/w==", "key", AT, AT, None, True, 0, None, False, False, AT),
-            values("b", "orders", None, None, AT, None, AT, False, 7, AT, False, True, AT),
-            values("c", "orders", "", None, AT, None, None, False, 0, None, True, False, AT),
-        ]
-    )
-    assert found == [
+    locked = [
+        values("a", "orders", "EgIA/w==", "key", AT, AT, None, True, 0, None, False, False, AT),
+        values("b", "orders", None, None, AT, None, AT, False, 7, AT, False, True, AT),
+        values("c", "orders", "", None, AT, None, None, False, 0, None, True, False, AT),
+    ]
+    found = [
         Row("a", "orders", b"\x12\x02\x00\xff", "key", NOON, NOON, None, clean=True),
         Row("b", "orders", b"", None, NOON, None, NOON, clean=False, attempts=7, expires_at=NOON, parked=True),
         Row("c", "orders", b"", None, NOON, None, None, clean=False, at_most_once=True),
     ]
-    assert now == NOON
-
-
-def test_without_rows_there_is_a_time_to_compare_with() -> None:
-    """Nothing is due by it."""
-    assert rows.locked([]) == ([], datetime.min.replace(tzinfo=UTC))
+    assert rows.locked(locked) == (found, NOON)
+    assert rows.locked([]) == ([], datetime.min.replace(tzinfo=UTC))  # nothing is due by that time
 
 
 def test_a_task_is_due_and_expired_at_the_moment_that_its_row_names() -> None:

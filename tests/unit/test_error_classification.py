@@ -1,0 +1,59 @@
+"""The table of failures (publishworker/failures.py): every status has a row, and the kinds are those written here."""
+
+from types import SimpleNamespace
+
+import grpc
+
+from publishworker.failures import REASONS, Kind, is_refused, kind_of, reason_of
+
+STATUSES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
+KINDS = {
+    Kind.CONTENT: "undecodable too_large invalid_topic topic_not_allowed expired invalid_argument",
+    Kind.TARGET: "not_found permission_denied failed_precondition unimplemented",
+    Kind.OUTAGE: "unavailable deadline_exceeded resource_exhausted internal aborted cancelled unknown unauthenticated "
+    "credentials",
+    Kind.UNKNOWN: "already_exists out_of_range data_loss",
+}
+
+
+def reason(code: grpc.StatusCode, details: str | None) -> str:
+    """Return the reason of a call that has failed so."""
+    return reason_of(SimpleNamespace(code=lambda: code, details=lambda: details))
+
+
+def test_every_status_has_one_row_in_the_table() -> None:
+    """Also a new status of gRPC, and a call without details. Names are unique, and fit for a metric's tag."""
+    for code in STATUSES:
+        for details in ("", None, "no Getting metadata from plugin failed"):
+            name = reason(code, details)
+            assert [(each.name, each.source) for each in REASONS if each.source == code.name] == [(name, code.name)]
+    assert len({each.name for each in REASONS}) == len(REASONS)
+    for each in REASONS:
+        assert each.name.replace("_", "").isalpha()
+        assert each.name == each.name.lower()
+        assert each.meaning.endswith(".")
+
+
+def test_the_kinds_are_those_of_the_design() -> None:
+    """The kind decides who pays: a row in the wrong place kills tasks, or keeps them for ever."""
+    for kind, names in KINDS.items():
+        assert {each.name for each in REASONS if each.kind is kind} == set(names.split())
+        assert {kind_of(name) for name in names.split()} == {kind}
+    # Only the task pays for a reason without a row; its topic goes on.
+    assert {kind_of(name) for name in ("", "new_in_grpc", "NOT_FOUND")} == {Kind.UNKNOWN}
+
+
+def test_credentials_that_give_no_token_are_told_from_a_service_that_is_away() -> None:
+    """The status is the same; only the details differ."""
+    no_token = "Getting metadata from plugin failed with error: ('invalid_grant: Bad Request', {})"
+    assert reason(grpc.StatusCode.UNAVAILABLE, no_token) == "credentials"
+    assert reason(grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses") == "unavailable"
+    assert reason(grpc.StatusCode.UNAUTHENTICATED, "Request had invalid credentials.") == "unauthenticated"
+
+
+def test_what_pubsub_has_surely_not_taken() -> None:
+    """A refusal, or a call that never left the worker; not a message that Pub/Sub may have published."""
+    content_and_target = f"{KINDS[Kind.CONTENT]} {KINDS[Kind.TARGET]}".split()
+    refused = {*content_and_target, "resource_exhausted", "unauthenticated", "credentials"}
+    assert {each.name for each in REASONS if is_refused(each.name)} == refused
+    assert not is_refused("something new")

@@ -1,0 +1,315 @@
+"""Tasks that fail: retried, dead, or held back with their topic. On the fakes."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from outbox.states import NEVER
+from publishworker.spanner.store import StoreError
+from publishworker.task import Failed
+from publishworker.telemetry import metrics as m
+from tests.support.relay_bench import Bench
+
+TOPIC = "projects/test-project/topics/orders"
+MISSING = "projects/test-project/topics/missing"
+AWAY = Failed("unavailable", "connection refused")
+LATE = Failed("deadline_exceeded", "no answer")
+ODD = Failed("data_loss", "what was that")
+REFUSED = Failed("invalid_argument", "no")
+#: When the fake store begins.
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+LATER = NOON + timedelta(hours=1)
+
+
+def states(bench: Bench) -> dict[str, str]:
+    """Return the state of each task."""
+    found = {}
+    for row in bench.store.rows.values():
+        if row.sent_at is not None:
+            found[row.id] = "sent"
+        elif row.available_at is None:
+            found[row.id] = "ready"
+        else:
+            found[row.id] = "dead" if row.available_at >= NEVER else "put off"
+    return found
+
+
+def attempts(bench: Bench) -> int:
+    """Return the failed attempts of all tasks that are not sent."""
+    return sum(row.attempts for row in bench.store.rows.values())
+
+
+def test_a_failure_is_written_in_the_same_commit_as_its_groups_successes(bench: Bench) -> None:
+    """Attempts, LastError, and a time between half and the whole of the first backoff, by the database's clock."""
+    bench.insert("good", "bad")
+    bench.publisher.failing["bad"] = ODD
+    assert [turn.charged for turn in bench.turns()] == [0, 1, 0]
+    assert bench.store.claimed == {"good": 1, "bad": 1}
+    good, bad = bench.store.rows["good"], bench.store.rows["bad"]
+    assert good.sent_at is not None
+    assert (bad.sent_at, bad.attempts, bad.last_error) == (None, 1, "data_loss: what was that")
+    assert bad.available_at is not None
+    assert 0.49 <= (bad.available_at - good.sent_at).total_seconds() <= 1
+    assert bench.count(m.FAILED) == 1
+    bench.publisher.failing.clear()
+    bench.wait(1)
+    bench.turns()
+    assert bench.unsent() == []
+
+
+def test_an_unknown_error_is_tried_again_with_growing_waits_and_then_dead(bench: Bench) -> None:
+    """Ten attempts, the waits doubling; then the task is polled no more."""
+    bench.insert("bad")
+    bench.publisher.failing["bad"] = ODD
+    bench.turns()
+    waits = []
+    while (row := bench.store.rows["bad"]).available_at != NEVER:
+        waits.append(bench.waits("bad") or 0)
+        bench.wait(waits[-1] - 0.01)
+        bench.turns()
+        assert row.attempts == len(waits)  # not due yet
+        bench.wait(0.02)
+        bench.turns()
+    assert (row.attempts, len(waits)) == (10, 9)
+    assert all(0.49 * 2**n <= wait <= 2**n for n, wait in enumerate(waits))
+    assert bench.count(m.DEAD) == 1
+    tried = len(bench.publisher.requests)
+    bench.run_for(10_000, step=5000)
+    assert len(bench.publisher.requests) == tried == 10
+
+
+def test_what_no_repetition_can_mend_is_dead_at_once(bench: Bench) -> None:
+    """With its reason, counted, and its neighbours sent. LastError shows nothing of the message."""
+    refused = ("invalid_argument", "too_large", "topic_not_allowed")
+    bench.insert("good", *refused)
+    bench.publisher.failing = {reason: Failed(reason, "no") for reason in refused}
+    bench.store.insert("bad", "orders", b"\xff\xff secret")
+    bench.store.insert("crowded", "orders", b"\x12\x06\x0a\x04abcd" * 201)
+    bench.turns()
+    undecodable = "undecodable: Data is not a serialized google.pubsub.v1.PubsubMessage"
+    errors = {reason: f"{reason}: no" for reason in refused}
+    errors |= {"bad": undecodable, "crowded": f"{undecodable}, or has more than 200 fields"}
+    assert states(bench) == {"good": "sent", **dict.fromkeys(errors, "dead")}
+    assert {row.id: row.last_error for row in bench.store.rows.values() if row.sent_at is None} == errors
+    assert (attempts(bench), bench.count(m.DEAD)) == (5, 5)
+
+
+def test_a_dead_task_is_sent_when_an_operator_says_so(bench: Bench) -> None:
+    """By the DML of the design. Once it is sent, SentAt alone is enough, and the message is the same."""
+    bench.insert("a")
+    bench.publisher.failing["a"] = REFUSED
+    bench.turns()
+    bench.publisher.failing.clear()
+    bench.change("a", available_at=None, attempts=0, expires_at=None)
+    bench.turns()
+    bench.change("a", sent_at=None)
+    bench.turns()
+    assert bench.publisher.ids() == ["a", "a"]
+    assert bench.publisher.published[0] == bench.publisher.published[1]
+
+
+def test_an_outage_costs_no_attempt_and_no_write_and_no_other_topic(bench: Bench) -> None:
+    """Tasks stay as they were; other topics go on; after the outage every task is sent once."""
+    bench.insert(*[f"o{n}" for n in range(50)])
+    bench.insert("i0", topic="invoices")
+    bench.publisher.down[TOPIC] = AWAY
+    for second in range(1, 60):
+        bench.turns()
+        assert states(bench)[f"i{second - 1}"] == "sent"
+        assert bench.store.rows["o0"].available_at is None
+        bench.insert(f"i{second}", topic="invoices")
+        bench.wait(1)
+    assert attempts(bench) == 0
+    probes = [len(ids) for ids in bench.publisher.requests if ids[0].startswith("o")]
+    assert 5 <= probes.count(1) <= 12
+    assert len(probes) - probes.count(1) <= 2
+    del bench.publisher.down[TOPIC]
+    bench.run_for(11)
+    assert bench.unsent() == []
+    assert len(bench.publisher.ids()) == len(set(bench.publisher.ids()))
+    assert bench.count(m.DEAD) == 0
+
+
+def test_who_met_an_outage_goes_alone_afterwards(bench: Bench) -> None:
+    """So does a task that failed on another worker: one message that caused a failure takes no others along."""
+    bench.insert("a", "b", "c")
+    bench.relay.turn()
+    bench.publisher.down[TOPIC] = AWAY
+    # The turn that opens the circuit is followed by a poll without the topic at once, not by a wait.
+    assert [turn.made_progress for turn in bench.turns()] == [True, False]
+    assert bench.store.looks[-1].topics == frozenset()
+    bench.publisher.down.clear()
+    bench.wait(1)
+    bench.turns()
+    assert sorted(map(len, bench.publisher.requests)) == [1, 1, 1, 3]
+    bench.publisher.requests.clear()
+    bench.insert("d", "e")
+    bench.insert("again", attempts=1)
+    bench.turns()
+    assert sorted(map(sorted, bench.publisher.requests)) == [["again"], ["d", "e"]]
+
+
+def test_a_message_that_always_times_out_is_charged_alone_and_becomes_dead(bench: Bench) -> None:
+    """Its neighbours are sent, later tasks within seconds, and none of them pays for it."""
+    bench.insert(*[str(n) for n in range(9)], "poison")
+    bench.publisher.failing["poison"] = LATE
+    bench.run_for(30)
+    assert [id for id, state in states(bench).items() if state != "sent"] == ["poison"]
+    for n in range(9, 2000):
+        bench.insert(str(n))
+        bench.run_for(12)
+        assert states(bench)[str(n)] == "sent"
+        if states(bench)["poison"] == "dead":
+            break
+    poison = bench.store.rows["poison"]
+    assert states(bench)["poison"] == "dead"
+    assert (poison.attempts, poison.last_error) == (10, "deadline_exceeded: no answer")
+    assert attempts(bench) == 10
+
+
+def test_an_outage_after_a_success_makes_nobody_dead(bench: Bench) -> None:
+    """A task that meets two outages, with nothing of its topic sent in between, pays for one at most."""
+    bench.insert("a", "b", "c")
+    bench.publisher.down[TOPIC] = AWAY
+    bench.turns()
+    bench.publisher.down.clear()
+    bench.publisher.failing |= dict.fromkeys("ac", AWAY)  # a moment in which one of three gets through
+    for _ in range(20):
+        bench.wait(1)
+        bench.turns()
+        if "b" in bench.publisher.ids():
+            break
+    bench.publisher.down[TOPIC] = AWAY
+    bench.run_for(600, step=2)
+    assert states(bench)["b"] == "sent"
+    assert max(row.attempts for row in bench.store.rows.values()) <= 1
+
+
+@pytest.mark.parametrize("reason", ["credentials", "unauthenticated", "resource_exhausted"])
+def test_what_no_message_can_cause_is_charged_to_none(bench: Bench, reason: str) -> None:
+    """Even while other tasks of the topic are sent all the time, as when a quota is nearly used up."""
+    bench.insert(*[str(n) for n in range(10)], "a", "b")
+    bench.publisher.failing |= dict.fromkeys("ab", Failed(reason, "?"))
+    for n in range(30):
+        bench.insert(f"more{n}")
+        bench.run_for(2)
+    assert attempts(bench) == 0
+    bench.publisher.failing.clear()
+    bench.run_for(15)
+    assert bench.unsent() == []
+
+
+def test_poison_messages_that_fail_together_are_found_together() -> None:
+    """Twenty of them, each in a transaction of its own: the good ones wait for minutes, not for an hour."""
+    bench = Bench(size=1, groups=8)
+    bench.insert(*[f"poison{n}" for n in range(20)], *[f"good{n}" for n in range(50)])
+    bench.publisher.failing = {f"poison{n}": LATE for n in range(20)}
+    minutes = 0
+    while any(id.startswith("good") for id in bench.unsent()):
+        bench.run_for(60)
+        minutes += 1
+        assert minutes < 12
+
+
+def test_a_missing_topic_rests_and_only_probed_tasks_are_charged(bench: Bench) -> None:
+    """The first group costs nothing; each probe costs ten tasks an attempt."""
+    bench.insert(*[str(n) for n in range(100)], topic="missing")
+    bench.turns()
+    costs = [attempts(bench)]
+    for _ in range(4):
+        bench.wait(20)
+        bench.turns()
+        costs.append(attempts(bench))
+    assert costs == [0, 10, 20, 30, 40]
+    assert set(states(bench).values()) == {"ready", "put off"}
+
+
+def test_a_topic_that_comes_back_within_the_hour_loses_nothing(bench: Bench) -> None:
+    """However often its tasks failed: none is dead before it is a day old; then all are sent and clean."""
+    bench.insert(*[str(n) for n in range(30)], topic="missing", created_at=bench.store.now)
+    bench.run_for(3600, step=5)
+    assert max(row.attempts for row in bench.store.rows.values()) >= 3
+    assert "dead" not in states(bench).values()
+    bench.publisher.topics.add(MISSING)
+    bench.run_for(2 * 3600, step=60)
+    assert set(states(bench).values()) == {"sent"}
+    assert attempts(bench) == 0
+    assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
+
+
+def test_tasks_of_a_topic_that_never_comes_are_dead_after_a_day(bench: Bench) -> None:
+    """After the maximum of attempts, and not before --dead-after."""
+    bench.insert("a", topic="missing", created_at=bench.store.now)
+    bench.run_for(23.9 * 3600, step=600)
+    assert states(bench) == {"a": "put off"}
+    assert bench.store.rows["a"].attempts > 10
+    bench.run_for(2 * 3600, step=600)
+    assert states(bench) == {"a": "dead"}
+    assert (bench.store.rows["a"].last_error or "").startswith("not_found: ")
+
+
+def test_a_failed_commit_charges_nothing(bench: Bench) -> None:
+    """The row is as it was, no dead task is counted, and the attempt comes again."""
+    bench.insert("bad")
+    bench.publisher.failing["bad"] = REFUSED
+    bench.commits(StoreError("deadline exceeded"))
+    assert [bench.relay.turn().made_progress, bench.relay.turn().made_progress] == [True, False]  # a topic was found
+    assert (states(bench), bench.count(m.DEAD)) == ({"bad": "ready"}, 0)
+    bench.turns()
+    assert (states(bench), bench.count(m.DEAD)) == ({"bad": "dead"}, 1)
+
+
+@pytest.mark.parametrize(
+    ("failure", "before", "written", "counted"),
+    [
+        # Another worker recorded a failed attempt: it stands, and ours is not added.
+        (ODD, {}, {"attempts": 4, "available_at": LATER}, (0, 0)),
+        # Another worker sent the task: it is not dead.
+        (REFUSED, {}, {"sent_at": NOON}, (0, 1)),
+        # An operator gave the task more time: it is not dead, and is sent in the same turn.
+        (None, {"expires_at": NOON}, {"expires_at": None}, (1, 0)),
+        # Another worker sent the task, too: both counters say so.
+        (None, {}, {"sent_at": NOON - timedelta(seconds=1)}, (1, 1)),
+        # An operator may want it sent again, and it failed since: it is published again, and counted.
+        (None, {}, {"attempts": 1, "available_at": LATER}, (1, 1)),
+    ],
+)
+def test_what_was_written_to_a_row_between_two_transaction_attempts_stands(
+    bench: Bench, failure: Failed | None, before: dict[str, Any], written: dict[str, Any], counted: tuple[int, int]
+) -> None:
+    """The outcome of the aborted attempt says nothing about a row that another writer has changed since."""
+    bench.insert("a", **before)
+    if failure:
+        bench.publisher.failing["a"] = failure
+    bench.abort_once(lambda: bench.change("a", **written))
+    turns = bench.turns()
+    put_off = "available_at" in written
+    assert states(bench) == {"a": "put off" if put_off else "sent"}
+    assert {name: getattr(bench.store.rows["a"], name) for name in written} == written
+    assert (bench.count(m.PUBLISHED), bench.count(m.ALREADY_PUBLISHED)) == counted
+    assert (bench.count(m.DEAD), sum(turn.charged for turn in turns)) == (0, 0)
+    assert len(bench.publisher.ids()) == counted[0]
+    assert len(bench.publisher.requests) == counted[0] + (failure is not None)
+    bench.publisher.failing.clear()
+    bench.wait(3600)
+    bench.turns()
+    assert states(bench) == {"a": "sent"}
+    assert len(bench.publisher.ids()) == counted[0] + put_off
+
+
+def test_an_expired_task_is_dead_and_not_sent(bench: Bench) -> None:
+    """By the database's time at the claim, with the reason. Once sent, a task expires no more."""
+    bench.insert("expired", expires_at=NOON)
+    bench.insert("good", expires_at=NOON + timedelta(seconds=1))
+    bench.turns()
+    assert states(bench) == {"expired": "dead", "good": "sent"}
+    assert (bench.store.rows["expired"].last_error or "").startswith("expired: ExpiresAt was 2026-01-01T12:00:00")
+    assert bench.publisher.ids() == ["good"]
+    bench.wait(3600)
+    bench.change("good", sent_at=None)
+    bench.insert("in time", expires_at=bench.store.now + timedelta(seconds=1))
+    bench.abort_once(lambda: bench.wait(5))  # it was published before it expired, and is marked after that
+    bench.turns()
+    assert sorted(bench.publisher.ids()) == ["good", "good", "in time"]
+    assert bench.unsent() == ["expired"]
