@@ -53,7 +53,7 @@ test-long: $(STAMP) ## faults and outages of a minute each, load, probes of prod
 	@$(BIN)/python -m pytest --long --numprocesses 2 --dist loadgroup -rP tests/acceptance/test_demo_pipeline.py \
 		tests/acceptance/test_wheel.py tests/acceptance/test_outages.py tests/acceptance/test_bad_topics.py \
 		tests/acceptance/test_as_in_kubernetes.py tests/acceptance/test_as_in_kubernetes_memory.py tests/integration/test_ordering_spanner.py \
-		tests/manifests/test_dockerfile.py tests/manifests/test_spark_submit.py tests/pipeline/test_flights.py \
+		tests/manifests/test_deploy_page.py tests/manifests/test_spark_submit.py tests/pipeline/test_flights.py \
 		tests/pipeline/test_stream.py tests/pipeline/test_archive_killed.py tests/pipeline/test_register_faults.py \
 		tests/unit/test_order_machine.py tests/model tests/fuzz tests/faults
 

@@ -18,6 +18,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox import schema
 from outbox.emulators import Emulators
 from outbox.errors import NotReached
+from tests.support import fork_server
 from tests.support.gateway import Gateway, running_gateway
 from tests.support.processes import ROOT, clean_environment
 from tests.support.pubsub import PubSub
@@ -90,7 +91,9 @@ def places(
         directory = tmp_path_factory.mktemp(project)
         environment = clean_environment() | emulators.environment() | gateway.gcloud(emulators.pubsub_host, directory)
         environment |= {
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}",
+            "PATH": os.pathsep.join(
+                (str(fork_server.scripts()), str(Path(sys.executable).parent), environment["PATH"])
+            ),
             "SPANNER_EMULATOR_HOST": gateway.spanner_host,
             "OUTBOX_PROJECT": project,
             "OUTBOX_INSTANCE": "main",

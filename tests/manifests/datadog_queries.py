@@ -1,212 +1,106 @@
-"""Datadog's query language, as far as the dashboard and the monitors use it, held against the table of metrics.
+"""The queries of the dashboard and the monitors, compared with the table of metrics."""
 
-Every check is a function that returns complaints, so that a test can show that it complains.
-"""
-
-import ast
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from publishworker.telemetry import metrics as m
 
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "k8s" / "datadog"
+DASHBOARD: dict[str, Any] = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
+MONITORS: dict[str, dict[str, Any]] = {
+    file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted((FOLDER / "monitors").glob("*.json"))
+}
+
+OURS = (*m.METRICS, m.REGISTERED, *m.PIPELINE)
 PERCENTILES = frozenset({"p50", "p75", "p90", "p95", "p99"})
-#: What each worker says of the whole table or of the fleet: to add it up is wrong by the number of workers.
-BY_MAX_ONLY = {each.name for each in (m.PENDING, m.TOPIC_TASKS, m.OLDEST_AGE, m.WORKERS, m.BREAKER_STATE, m.BUILD)}
-#: Unified service tags, which the client takes from its environment.
-OF_THE_SERVICE = frozenset({"env", "service", "version"})
+#: Each worker reports these of the whole table or of all workers, so a sum would be wrong by the number of workers.
+BY_MAX_ONLY = {m.PENDING, m.TOPIC_TASKS, m.OLDEST_AGE, m.WORKERS, m.BREAKER_STATE, m.BUILD}
 #: Values that a tag can have, where the code knows all.
 VALUES = {"state": set(m.TASK_STATES), "phase": {m.POLL, m.CLAIM, m.PUBLISH, m.COMMIT}}
-
-#: What Datadog calls the units that we use, of its list: docs.datadoghq.com/metrics/units.
-UNITS = frozenset(
-    {"event", "instance", "packet", "percent", "row", "second", "shard", "task", "transaction", "unit", "worker"}
-)
+#: The units in use, in the words of docs.datadoghq.com/metrics/units; Datadog's graphs omit others silently.
+UNITS = {"event", "instance", "packet", "percent", "row", "second", "shard", "task", "transaction", "unit", "worker"}
 
 METRIC = re.compile(
     r"(?P<aggregator>[a-z]\w*):(?P<name>[a-zA-Z][\w.]*)\{(?P<scope>[^}]*)\}"
     r"(?: by \{(?P<by>[^}]*)\})?(?P<calls>(?:\.\w+\([^()]*\))*)"
 )
-_MONITOR = re.compile(
-    r"(?P<time>avg|sum|min|max)\(last_(?P<window>\d+[mhd])\):(?P<expression>.+) (?P<sign><=?|>=?) (?P<threshold>[\d.]+)"
-)
-_ARITHMETIC = (ast.Expression, ast.BinOp, ast.Constant, ast.Call, ast.Name, ast.operator, ast.expr_context)
+ALARM = re.compile(r"(?P<time>min|max|sum)\(last_\d+[mhd]\):(?P<expression>.+) (?P<sign><=?|>=?) (?P<threshold>[\d.]+)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Known:
-    """What may be asked of a metric."""
+    """What a query may ask of a metric, and the tags by which it must select."""
 
     type: str
-    tags: frozenset[str]
-    aggregators: frozenset[str]
     unit: str
-    required: frozenset[str]
+    tags: frozenset[str]
+    required: frozenset[str] = frozenset({"env", "service"})
+    aggregators: frozenset[str] = frozenset({"max"})
 
 
-def _of_table(metric: m.Metric) -> Known:
+def _known(metric: m.Metric) -> Known:
+    # Registrations carry the service of the application.
+    required = frozenset({"env"} if metric is m.REGISTERED else {"env", "service"})
     aggregators = {
         "count": frozenset({"sum"}),
-        "gauge": frozenset({"max"}) if metric.name in BY_MAX_ONLY else frozenset({"avg", "max", "min", "sum"}),
+        "gauge": frozenset({"max"} if metric in BY_MAX_ONLY else {"avg", "max", "min", "sum"}),
         "distribution": frozenset({"avg", "max", "min"}) | PERCENTILES,
-    }[metric.type]
-    # Registrations carry the service of the application, not of the worker.
-    required = frozenset({"env"}) if metric is m.REGISTERED else frozenset({"env", "service"})
-    tags = OF_THE_SERVICE - ({"service"} if metric is m.REGISTERED else set())
-    return Known(metric.type, tags | set(metric.tags), aggregators, metric.unit, required)
+    }
+    return Known(metric.type, metric.unit, required | {"version", *metric.tags}, required, aggregators[metric.type])
 
 
-def _of_kubernetes(*tags: str) -> Known:
-    where = {"kube_cluster_name", "kube_namespace"}
-    return Known("gauge", where | frozenset(tags), frozenset({"max"}), "instance", frozenset(tags[:1]))
-
-
-#: Metrics that are not ours, and who says so.
-FOREIGN = {
-    # The check kubernetes_state_core of the Cluster Agent. Names and labels: `defaultMetricNamesMapper` and
-    # `defaultLabelsMapper` in pkg/collector/corechecks/cluster/ksm/kubernetes_state_defaults.go of the Agent; tags:
-    # docs.datadoghq.com/integrations/kubernetes_state_core; `initTags` of the check adds kube_cluster_name. Deployments
-    # take on env, service and version from their labels (`defaultLabelJoins`), autoscalers do not.
+_HPA, _WHERE = frozenset({"horizontalpodautoscaler"}), frozenset({"kube_cluster_name", "kube_namespace"})
+_DEPLOYMENT = Known("gauge", "instance", _WHERE | {"env", "service", "version", "kube_deployment"})
+KNOWN = {metric.name: _known(metric) for metric in OURS} | {
+    # The check kubernetes_state_core of the Cluster Agent: `defaultMetricNamesMapper` and `defaultLabelsMapper` in
+    # pkg/collector/corechecks/cluster/ksm/kubernetes_state_defaults.go of the Agent. Deployments have env, service and
+    # version from their labels (`defaultLabelJoins`), autoscalers do not.
     **{
-        f"kubernetes_state.hpa.{name}_replicas": _of_kubernetes("horizontalpodautoscaler")
+        f"kubernetes_state.hpa.{name}_replicas": Known("gauge", "instance", _WHERE | _HPA, _HPA)
         for name in ("current", "desired", "min", "max")
     },
-    **{
-        f"kubernetes_state.deployment.replicas_{name}": _of_kubernetes("service", "env", "version", "kube_deployment")
-        for name in ("desired", "available")
-    },
-    # The telemetry of the DogStatsD client: `TELEMETRY_FORMATTING_STR` and `_flush_telemetry` in
-    # datadog/dogstatsd/base.py; docs.datadoghq.com/developers/dogstatsd/high_throughput.
+    "kubernetes_state.deployment.replicas_desired": _DEPLOYMENT,
+    "kubernetes_state.deployment.replicas_available": _DEPLOYMENT,
+    # The telemetry of the DogStatsD client: `_flush_telemetry` in datadog/dogstatsd/base.py.
     "datadog.dogstatsd.client.packets_dropped": Known(
-        "count",
-        OF_THE_SERVICE | {"client", "client_version", "client_transport"},
-        frozenset({"sum"}),
-        "packet",
-        frozenset({"env", "service"}),
+        "count", "packet", frozenset({"env", "service", "version"}), aggregators=frozenset({"sum"})
     ),
 }
-KNOWN: Mapping[str, Known] = {each.name: _of_table(each) for each in (*m.METRICS, m.REGISTERED, *m.PIPELINE)} | FOREIGN
 
 
-@dataclass(frozen=True)
-class Query:
-    """One metric, asked for: `aggregator:name{scope} by {tags}.calls()`."""
-
-    aggregator: str
-    name: str
-    scope: tuple[str, ...]
-    by: tuple[str, ...]
-    calls: tuple[str, ...]
-
-
-def metrics_in(expression: str) -> list[Query]:
-    """Return the metrics that an expression asks for."""
-    return [
-        Query(
-            found["aggregator"],
-            found["name"],
-            _split(found["scope"]),
-            _split(found["by"] or ""),
-            tuple(re.findall(r"\.(\w+)\(", found["calls"])),
-        )
-        for found in METRIC.finditer(expression)
-    ]
-
-
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+def split(text: str | None) -> list[str]:
+    """Return the parts of a list with commas."""
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
 def complaints_about(expression: str, variables: Iterable[str] = ()) -> Iterator[str]:
-    """Yield what is wrong with an expression; `variables` are those of the dashboard."""
-    queries = metrics_in(expression)
+    """Yield what is wrong with the metrics of an expression; `variables` are those of the dashboard."""
+    queries = list(METRIC.finditer(expression))
     if not queries:
-        yield f"no metric is asked for in {expression!r}"
-    yield from _about_arithmetic(expression)
+        yield f"no metric in {expression!r}"
     for query in queries:
-        known = KNOWN.get(query.name)
-        if known is None:
-            yield f"{query.name} is in no table"
-        else:
-            yield from _about_form(query, known)
-            yield from _about_tags(query, known, set(variables))
-
-
-def _about_arithmetic(expression: str) -> Iterator[str]:
-    """What is left without the metrics is numbers, signs and `default_zero`."""
-    left = METRIC.sub("1", expression)
-    try:
-        nodes = list(ast.walk(ast.parse(left, mode="eval")))
-    except SyntaxError:
-        yield f"{expression!r} is no expression"
-        return
-    yield from (f"{ast.dump(node)} in {expression!r}" for node in nodes if not isinstance(node, _ARITHMETIC))
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    yield from (f"{name} is no function that we use" for name in sorted(names - {"default_zero"}))
-
-
-def _about_form(query: Query, known: Known) -> Iterator[str]:
-    if query.aggregator not in known.aggregators:
-        yield f"{query.aggregator}: of {query.name}, which is to be asked for by {', '.join(sorted(known.aggregators))}"
-    as_what = [call for call in query.calls if call in {"as_count", "as_rate"}]
-    if len(as_what) != (1 if known.type == "count" else 0):
-        yield f"{query.name} is a {known.type} and has {as_what}"
-    others = [call for call in query.calls if call not in as_what and (call != "rollup" or known.type != "gauge")]
-    yield from (f"{query.name}.{call}() is nothing that we use" for call in others)
-
-
-def _about_tags(query: Query, known: Known, variables: set[str]) -> Iterator[str]:
-    keys = set()
-    for part in query.scope:
-        key, _, value = part.lstrip("!$").partition(":")
-        keys.add(key)
-        if part.startswith("$") and key not in variables:
-            yield f"the dashboard has no variable ${key}"
-        if not part.startswith("$") and not value:
-            yield f"{part!r} of {query.name} is no tag"
-        if key in VALUES and value not in VALUES[key]:
-            yield f"{key} of {query.name} is never {value}"
-    yield from (f"{query.name} has no tag {key}" for key in sorted((keys | set(query.by)) - known.tags))
-    yield from (f"{query.name} is asked for in every {key}" for key in sorted(known.required - keys))
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """The query of a monitor: over which time, what, and when it alarms."""
-
-    time: str
-    window: str
-    expression: str
-    sign: str
-    threshold: float
-
-
-def alarm(query: str) -> Alarm | None:
-    """Return the parts of a monitor's query, or None if it is none."""
-    found = _MONITOR.fullmatch(query)
-    if found is None:
-        return None
-    return Alarm(found["time"], found["window"], found["expression"], found["sign"], float(found["threshold"]))
-
-
-def complaints_about_alarm(query: str, options: Mapping[str, object]) -> Iterator[str]:
-    """Yield what is wrong with a monitor's query, by itself and beside its options."""
-    parts = alarm(query)
-    if parts is None:
-        yield f"{query!r} is no query of a monitor"
-        return
-    yield from complaints_about(parts.expression)
-    thresholds = options["thresholds"]
-    assert isinstance(thresholds, dict)
-    critical, warning = thresholds.get("critical"), thresholds.get("warning")
-    if critical != parts.threshold:
-        yield f"the query alarms at {parts.threshold}, the options say {critical}"
-    if warning is not None and (warning < parts.threshold) != parts.sign.startswith(">"):
-        yield f"a warning at {warning} comes after the alarm at {parts.threshold}"
-    # Datadog adds up counts over the window before it calculates, and knows no other way (guide as-count-in-monitor-
-    # evaluations); rates it calculates with point by point.
-    if ".as_count()" in query and parts.time != "sum":
-        yield f"{parts.time} of a count"
-    # Datadog refuses any other value beside default_zero (terraform-provider-datadog, issue 2815).
-    if "default_zero(" in query and options["on_missing_data"] != "default":
-        yield f"on_missing_data is {options['on_missing_data']} beside default_zero"
+        if (known := KNOWN.get(query["name"])) is None:
+            yield f"{query['name']} is in no table"
+            continue
+        if query["aggregator"] not in known.aggregators:
+            yield f"{query['aggregator']} of {query['name']}"
+        calls = re.findall(r"\.(\w+)\(", query["calls"])
+        if sorted(call for call in calls if call != "rollup" or known.type != "gauge") not in (
+            [["as_count"], ["as_rate"]] if known.type == "count" else [[]]
+        ):
+            yield f"{query['name']} is a {known.type} with {calls}"
+        keys = set()
+        for part in split(query["scope"]):
+            key, _, value = part.lstrip("!$").partition(":")
+            keys.add(key)
+            if (key not in variables) if part.startswith("$") else not value:
+                yield f"{part} of {query['name']} is no variable and no tag"
+            if value and value not in VALUES.get(key, {value}):
+                yield f"{key} of {query['name']} is never {value}"
+        yield from (f"{query['name']} has no tag {key}" for key in sorted((keys | {*split(query["by"])}) - known.tags))
+        yield from (f"{query['name']} of every {key}" for key in sorted(known.required - keys))

@@ -1,67 +1,116 @@
-"""Render with `kubectl kustomize`, which needs no cluster, and look at what comes out.
+"""Render with `kubectl kustomize`, which needs no cluster, and compare with the files in golden/.
 
 objects = rendered(OVERLAYS["production"])
 deployment = the(objects, "Deployment", "publishworker")
+
+A golden file pins every value of a manifest, so each change of a manifest is a change of such a file, which a reviewer
+reads. This command writes the golden files again:
+
+    GOLDEN=write .venv/bin/python -m pytest tests/manifests
 """
 
 import copy
+import difflib
 import functools
+import json
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
 OVERLAYS = {path.name: path for path in sorted((K8S / "overlays").iterdir()) if path.is_dir()}
-COMPONENTS = {path.name: path for path in sorted((K8S / "components").iterdir()) if path.is_dir()}
-#: The version of Kubernetes whose schemas are asked; GKE's regular channel had it when this was written.
+SPARK = K8S / "spark"
+GOLDEN = Path(__file__).parent / "golden"
+#: The version of Kubernetes with whose schemas objects are validated; it is the one of GKE's regular channel.
 KUBERNETES = "1.33"
+#: JSON schemas of the custom resources, which no package has, and of the pods that this project allows.
+SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parent / "schemas.json").read_text(encoding="utf-8"))
 
 Object = dict[str, Any]
 Objects = list[Object]
 
 
+def programs(*names: str) -> None:
+    """Skip the test where one of the programs is not in PATH, and fail it where CI is set."""
+    if missing := [name for name in names if shutil.which(name) is None]:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"not in PATH: {', '.join(missing)}")
+
+
 @functools.cache
 def kubectl() -> str:
     """Return the path of kubectl. Without one the test is skipped, and fails where CI is set."""
-    if found := shutil.which("kubectl"):
-        return found
-    if gcloud := shutil.which("gcloud"):
+    if (gcloud := shutil.which("gcloud")) and not shutil.which("kubectl"):
         beside = Path(gcloud).resolve().parent / f"kubectl.{KUBERNETES}"
         if beside.is_file():
             return str(beside)
-    missing = f"no kubectl in PATH, and no kubectl.{KUBERNETES} beside gcloud: gcloud components install kubectl"
-    if os.environ.get("CI"):
-        pytest.fail(missing)
-    pytest.skip(missing)
+    programs("kubectl")
+    return "kubectl"
 
 
 @functools.cache
-def _rendered(directory: Path) -> Objects:
+def rendered_text(directory: Path) -> str:
+    """Return what `kubectl kustomize` writes; a deprecated field of kustomize is an error."""
     done = subprocess.run([kubectl(), "kustomize", directory], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "deprecated" not in done.stderr, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
+    return done.stdout
+
+
+@functools.cache
+def _parsed(text: str) -> Objects:
+    return list(yaml.load_all(text, yaml.CSafeLoader))
 
 
 def rendered(directory: Path) -> Objects:
-    """Return the objects of a kustomization, new ones each time: a test may change them."""
-    return copy.deepcopy(_rendered(directory))
+    """Return the objects of a kustomization."""
+    return copy.deepcopy(_parsed(rendered_text(directory)))
 
 
-def composed(directory: Path, components: Sequence[Path]) -> Objects:
-    """Return what the base becomes with `components`, by a kustomization that is written to `directory`."""
-    lines = ["resources:", f"  - {os.path.relpath(K8S / 'base', directory)}", "namespace: outbox", "components:"]
-    lines += [f"  - {os.path.relpath(component, directory)}" for component in components]
-    (directory / "kustomization.yaml").write_text("\n".join(lines) + "\n")
-    return rendered(directory)
+def compare(name: str, text: str) -> None:
+    """Fail if the text differs from the golden file; with GOLDEN=write in the environment, write the file first."""
+    file = GOLDEN / name
+    if os.environ.get("GOLDEN") == "write":
+        file.write_text(text, encoding="utf-8")
+    pinned = file.read_text(encoding="utf-8") if file.exists() else ""
+    if text == pinned or (name.endswith(".yaml") and _parsed(text) == _parsed(pinned)):
+        return
+    lines = difflib.unified_diff(pinned.splitlines(), text.splitlines(), f"golden/{name}", "now", lineterm="")
+    pytest.fail("\n".join([*lines, "If this is intended: GOLDEN=write .venv/bin/python -m pytest tests/manifests"]))
+
+
+def validate(each: Object) -> None:
+    """Raise for an object that Kubernetes or an operator would not take as it is, and for a pod that is not restricted.
+
+    Strictly: Kubernetes drops an unknown field silently; here it is an error.
+    """
+    if each["kind"] in SCHEMAS:
+        jsonschema.validate(each, SCHEMAS[each["kind"]])
+    else:
+        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+    for template in templates(each):
+        pods = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": template}
+        kubernetes_validate.validate(pods, KUBERNETES, strict=True)
+        jsonschema.validate(template["spec"], SCHEMAS["restricted"])
+
+
+def templates(each: Object) -> Iterator[Object]:
+    """Yield the templates of the pods that an object makes."""
+    if each["kind"] == "Deployment":
+        yield each["spec"]["template"]
+    elif each["kind"] == "ScheduledSparkApplication":
+        yield from (each["spec"]["template"][role]["template"] for role in ("driver", "executor"))
+    elif each["kind"] == "Pod":
+        yield {key: each[key] for key in ("metadata", "spec")}
 
 
 def of_kind(objects: Objects, kind: str) -> Objects:
@@ -69,9 +118,9 @@ def of_kind(objects: Objects, kind: str) -> Objects:
     return [each for each in objects if each["kind"] == kind]
 
 
-def the(objects: Objects, kind: str, name: str) -> Object:
-    """Return the only object of that kind and name."""
-    [found] = [each for each in of_kind(objects, kind) if each["metadata"]["name"] == name]
+def the(objects: Objects, kind: str, name: str | None = None) -> Object:
+    """Return the only object of that kind, and of that name."""
+    [found] = [each for each in of_kind(objects, kind) if name in (None, each["metadata"]["name"])]
     return found
 
 
@@ -80,36 +129,27 @@ def worker(objects: Objects) -> Object:
     return the(objects, "Deployment", "publishworker")
 
 
-def pod(deployment: Object) -> Object:
-    """Return the spec of the pods of a Deployment."""
-    spec: Object = deployment["spec"]["template"]["spec"]
-    return spec
-
-
-def containers(deployment: Object) -> Iterator[Object]:
-    """Yield all containers of a Deployment, those that run first first."""
-    yield from pod(deployment).get("initContainers", [])
-    yield from pod(deployment)["containers"]
-
-
 def container(deployment: Object, name: str) -> Object:
     """Return one container by its name."""
-    [found] = [each for each in containers(deployment) if each["name"] == name]
-    return found
+    pod = deployment["spec"]["template"]["spec"]
+    [found] = [each for each in [*pod.get("initContainers", []), *pod["containers"]] if each["name"] == name]
+    return dict(found)
 
 
-def environment(objects: Objects, deployment: Object, of: Object) -> dict[str, str]:
-    """Return the variables of a container as Kubernetes would set them: `env` wins over `envFrom`."""
+def environment(objects: Objects, pod: Object, of: Object) -> dict[str, str]:
+    """Return the variables of a container, as Kubernetes would set them in this pod; none is set twice."""
     result: dict[str, str] = {}
     for source in of.get("envFrom", []):
         result |= the(objects, "ConfigMap", source["configMapRef"]["name"])["data"]
     for variable in of.get("env", []):
-        result[variable["name"]] = variable["value"] if "value" in variable else _field(deployment, variable)
+        assert variable["name"] not in result
+        result[variable["name"]] = variable["value"] if "value" in variable else _field(pod, variable)
     return result
 
 
-def _field(deployment: Object, variable: Object) -> str:
+def _field(pod: Object, variable: Object) -> str:
     path = variable["valueFrom"]["fieldRef"]["fieldPath"]
     if label := re.fullmatch(r"metadata\.labels\['(.+)'\]", path):
-        return str(deployment["spec"]["template"]["metadata"]["labels"][label[1]])
-    return {"status.hostIP": "127.0.0.1", "metadata.uid": "00000000-0000-0000-0000-000000000000"}[path]
+        return str(pod["metadata"]["labels"][label[1]])
+    here = {"status.hostIP": "127.0.0.1", "status.podIP": "127.0.0.1", "metadata.uid": "0-0-0"}
+    return here.get(path) or str(pod["metadata"]["name"])

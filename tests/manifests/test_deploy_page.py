@@ -1,14 +1,16 @@
-"""docs/operations/deploy.md is carried out as it stands there, by a shell whose tools only write down their words.
+"""A shell carries out the pages that deploy; its tools only record their arguments, which their parsers then accept.
 
-Then each tool's own parser looks at the words: gcloud's and kubectl's without a network, ours in this process.
+golden/command-lines.txt has the command lines that gcloud and kubectl have accepted; a test asks about others.
 """
 
+import functools
+import itertools
 import os
 import re
+import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,82 +18,77 @@ import yaml
 
 import outbox.cli
 import publishworker.cli
-from tests.manifests.dockerfile import read
 from tests.manifests.rendering import (
+    GOLDEN,
     K8S,
     OVERLAYS,
     ROOT,
-    container,
-    environment,
+    SPARK,
+    compare,
     kubectl,
     of_kind,
+    programs,
     rendered,
+    rendered_text,
     the,
-    worker,
 )
-from tests.manifests.rules import RULES
+from tests.manifests.test_dockerfile import STAGES, variables
+from tests.manifests.test_spark import refusals
 
-pytestmark = pytest.mark.xdist_group("deploy-page")  # gcloud is asked once
-
-PAGES = {name: ROOT / name for name in ("docs/operations/deploy.md", "k8s/README.md")}
+WORKER, PIPELINE = "docs/operations/deploy.md", "docs/operations/pipeline-deploy.md"
+PAGES = (WORKER, PIPELINE, "k8s/README.md")
 PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.cli._parser}
-TOOLS = ("gcloud", "kubectl", "docker", "helm", *PARSERS)
+TOOLS = ("gcloud", "kubectl", "docker", "helm", "pip", "python", *PARSERS)
+NAMESPACES = {"outbox": OVERLAYS["production"], "outbox-development": OVERLAYS["development"]}
 #: What the registry and the project answer.
 REGISTRY, NUMBER = "registry.example/my-project/outbox", "123456789012"
-#: gcloud says so after it has parsed and before it calls anything.
-NO_ACCOUNT = "You do not currently have an active account selected."
-#: Seconds for one command; each takes about one.
-SECONDS = 60
-#: At once: gcloud needs a core while it starts.
-AT_ONCE = 4
+#: What gcloud and kubectl say when they have parsed a command line and cannot send it.
+PARSED = re.compile("You do not currently have an active account selected|127.0.0.1:9")
+#: Not asked: the first waits for a browser, the others need a cluster before they parse all.
+UNASKED = re.compile("gcloud auth .*login|kubectl diff|kubectl config")
+BATCH = ("gcloud", "dataproc", "batches", "submit", "pyspark")
 
 Words = tuple[str, ...]
 
 
-def script(page: Path) -> str:
-    """Return all that the page shows behind a prompt."""
-    blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    commands = re.findall(r"^\$ ((?:.*\\\n)*.*)", "\n".join(blocks), re.MULTILINE)
-    return "\n".join(commands)
-
-
-def carried_out(page: Path, folder: Path, tools: tuple[str, ...] = TOOLS) -> list[Words]:
-    """Run the page in `folder`, and return the words of each call of a tool, with their variables filled in."""
+def carried_out(text: str, folder: Path) -> list[Words]:
+    """Run what a page shows behind a prompt in a copy of k8s, and return the words of each call of a tool."""
+    shutil.copytree(K8S, folder / "k8s")
     record = folder / "record"
-    # One write a call: the two ends of a pipe run at once.
-    stub = f"""printf '%s\\0' $TOOL "$@" $'\\x1e' >>{record}; answer "$*";"""
-    stubs = [f"{tool}() {{ {stub.replace('$TOOL', tool)} }}" for tool in tools]
+    # One write for each call, because both ends of a pipe run at once.
+    stub = f"""() {{ printf '%s\\0' $FUNCNAME "$@" $'\\x1e' >>{record}; answer "$*"; }}"""
     answer = f"""answer() {{ case "$1" in *registryUri*) echo {REGISTRY};; *projectNumber*) echo {NUMBER};; esac; }}"""
-    keys = "export DD_API_KEY=api DD_APP_KEY=app"
-    text = "\n".join(["set -eu", f": >{record}", answer, *stubs, keys, script(page)])
+    blocks = re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    commands = re.findall(r"^\$ ((?:.*\\\n)*.*)", "\n".join(blocks), re.MULTILINE)
+    lines = ["set -eu", answer, *(tool + stub for tool in TOOLS), "export DD_API_KEY=api DD_APP_KEY=app", *commands]
     done = subprocess.run(
-        ["bash", "-c", text], cwd=folder, capture_output=True, text=True, check=False, timeout=SECONDS
+        ["bash", "-c", "\n".join(lines)], cwd=folder, capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
     return [tuple(call.split("\0")[:-1]) for call in record.read_text().split("\x1e\0")[:-1]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what the page changes."""
-    made = tmp_path_factory.mktemp("deploy")
-    shutil.copytree(K8S, made / "k8s")
-    return made
+@functools.cache
+def calls(page: str, *start: str) -> list[Words]:
+    """Return the calls of a page that start with these words."""
+    if start:
+        return [words for words in calls(page) if words[: len(start)] == start]
+    with tempfile.TemporaryDirectory() as folder:
+        return carried_out((ROOT / page).read_text(encoding="utf-8"), Path(folder))
 
 
-@pytest.fixture(scope="module")
-def calls(folder: Path) -> list[Words]:
-    """What deploy.md calls."""
-    return carried_out(PAGES["docs/operations/deploy.md"], folder)
+def values(words: Words, name: str) -> list[str]:
+    """Return the values of a flag, `--name value` or `--name=value`."""
+    after = [value for word, value in itertools.pairwise(words) if word == name]
+    return after + [word.removeprefix(f"{name}=") for word in words if word.startswith(f"{name}=")]
 
 
-def of(calls: list[Words], tool: str) -> Iterator[Words]:
-    """Yield the words of one tool's calls, without its name."""
-    yield from (words[1:] for words in calls if words[0] == tool)
-
-
-def gcloud_refusal(words: Words, home: Path) -> str:
-    """Return what gcloud's parser has against a command line, or nothing."""
+def refusal(line: str, home: Path) -> str:
+    """Return why gcloud or kubectl refuses a command line before it calls anything, or nothing."""
+    tool, *words = shlex.split(line)
+    if tool == "kubectl":
+        closed = ["--kubeconfig=/dev/null", "--server=https://127.0.0.1:9", "--token=none"]
+        tool, words = kubectl(), [*closed, *words]
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": str(home),
@@ -102,204 +99,200 @@ def gcloud_refusal(words: Words, home: Path) -> str:
         # Nothing listens there.
         "HTTPS_PROXY": "http://127.0.0.1:9",
         "HTTP_PROXY": "http://127.0.0.1:9",
+        "NO_PROXY": "127.0.0.1",
     }
     done = subprocess.run(
-        ["gcloud", *words],
+        [tool, *words],
         env=environment,
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
-        timeout=SECONDS,
+        timeout=60,
     )
-    if done.returncode == 0 or NO_ACCOUNT in done.stderr:
-        return ""
-    return f"{' '.join(words)}: {done.returncode} {done.stderr[:500]}"
-
-
-@pytest.fixture
-def _gcloud() -> None:
-    if shutil.which("gcloud"):
-        return
-    if os.environ.get("CI"):
-        pytest.fail("no gcloud in PATH")
-    pytest.skip("no gcloud in PATH")
+    return "" if done.returncode == 0 or PARSED.search(done.stderr) else f"{line}: {done.stderr[:500]}"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("_gcloud")
-def test_gcloud_takes_every_command(calls: list[Words], tmp_path: Path) -> None:
-    """Its own parser, without an account: a wrong flag or a missing one is an error of usage."""
-    # `gcloud auth login` waits for a browser.
-    # One of those that differ by a topic or a role is enough: the parser sees no difference, and each takes a second.
-    shapes = {re.sub(r"roles/[\w.]+|invoices", "orders", " ".join(words)): words for words in of(calls, "gcloud")}
-    commands = sorted(words for words in shapes.values() if "login" not in words)
-    assert len(commands) > 15
-    homes = [tmp_path / str(number) for number in range(len(commands))]
-    for home in homes:
-        home.mkdir()
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        refusals = list(pool.map(gcloud_refusal, commands, homes))
-    assert [each for each in refusals if each] == []
+def test_gcloud_and_kubectl_take_every_command_line(tmp_path: Path, long: bool) -> None:
+    """Their own parsers, without an account or a cluster; with --long also those that the golden file has."""
+    every = {shlex.join(words) for page in PAGES for tool in ("gcloud", "kubectl") for words in calls(page, tool)}
+    file = GOLDEN / "command-lines.txt"
+    known = set(file.read_text(encoding="utf-8").splitlines()) if file.exists() and not long else set()
+    asked = sorted(line for line in every - known if not UNASKED.match(line))
+    if asked:
+        programs("gcloud")
+    assert [said for line in asked if (said := refusal(line, tmp_path))] == []
+    compare(file.name, "".join(f"{line}\n" for line in sorted(every)))
 
 
-@pytest.mark.usefixtures("_gcloud")
+@pytest.mark.long("asks gcloud, a second each; the golden file has what it takes")
 @pytest.mark.parametrize(
     "wrong",
     [
-        "spanner databases create shop",
-        "pubsub topics create orders --retention=1d",
-        "container clusters create-automatic outbox",
+        "gcloud spanner databases create shop",
+        "gcloud pubsub topics create orders --retention=1d",
+        "gcloud container clusters create-automatic outbox",
+        "gcloud dataproc batches submit pyspark x.py --image=y",
+        "kubectl get pods --lable x",
+        "kubectl rollout statuz deployment/x",
+        "kubectl apply -k k8s/overlays/staging",
     ],
 )
-def test_gclouds_parser_bites(wrong: str, tmp_path: Path) -> None:
-    """A missing flag, an unknown one and an unknown command are noticed."""
-    assert "ERROR: (gcloud" in gcloud_refusal(tuple(wrong.split()), tmp_path)
-
-
-def kubectl_refusal(words: Words, folder: Path) -> str:
-    """Return what kubectl has against a command line before it calls a cluster, or nothing."""
-    closed = ["--kubeconfig=/dev/null", "--server=https://127.0.0.1:9", "--token=none"]
-    before = words.index("--") if "--" in words else len(words)
-    done = subprocess.run(
-        [kubectl(), *words[:before], *closed, *words[before:]],
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=SECONDS,
-    )
-    reached = done.returncode == 0 or "127.0.0.1:9" in done.stderr
-    return "" if reached else f"{' '.join(words)}: {done.stderr}"
+def test_gcloud_and_kubectl_refuse_a_wrong_command_line(wrong: str, tmp_path: Path) -> None:
+    """A missing flag, an unknown flag or command, and a kustomization that does not exist."""
+    programs("gcloud")
+    assert refusal(wrong, tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_kubectl_takes_every_command(page: str, tmp_path: Path) -> None:
-    """Its own parser; a kustomization that is applied is there and renders, and flags are known."""
-    shutil.copytree(K8S, tmp_path / "k8s")
-    commands = [words for words in of(carried_out(PAGES[page], tmp_path), "kubectl") if "diff" not in words]
-    assert commands
-    assert [refusal for words in commands if (refusal := kubectl_refusal(words, tmp_path))] == []
+def test_kubectl_names_folders_and_deployments_that_exist(page: str) -> None:
+    """Each kustomization has a golden file, and each namespace the Deployment that a command is about."""
+    found = calls(page, "kubectl")
+    assert found
+    for words in found:
+        folders = [ROOT / value for flag in ("-k", "kustomize") for value in values(words, flag)]
+        assert [folder for folder in folders if folder not in (*OVERLAYS.values(), SPARK)] == []
+        for name in (word.removeprefix("deployment/") for word in words if word.startswith("deployment/")):
+            the(rendered(NAMESPACES[values(words, "--namespace")[0]]), "Deployment", name)
 
 
-@pytest.mark.parametrize(
-    "wrong", ["get pods --lable x", "rollout statuz deployment/x", "apply -k k8s/overlays/staging"]
-)
-def test_kubectls_parser_bites(wrong: str) -> None:
-    """An unknown flag, an unknown command and a kustomization that is not there are noticed."""
-    assert kubectl_refusal(tuple(wrong.split()), ROOT)
-
-
-def test_our_own_commands_parse(calls: list[Words]) -> None:
-    """Flags and arguments of outbox and publishworker, also of what is run inside of a pod."""
-    ours = [words for words in calls if words[0] in PARSERS]
-    ours += [words[words.index("--") + 1 :] for words in of(calls, "kubectl") if "--" in words]
+def test_our_own_commands_parse() -> None:
+    """Those of the page, also inside of a pod, and those of the checklist, where each line has one or a page."""
+    ours = [words for name in PARSERS for words in calls(WORKER, name)]
+    ours += [words[words.index("--") + 1 :] for words in calls(WORKER, "kubectl") if "--" in words]
+    text = (ROOT / "docs/operations/checklist.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 10
+    assert [row for row in rows if "`" not in row and "](" not in row] == []
+    for command in re.findall(r"`((?:outbox|publishworker|kubectl) [^`]+)`", text):
+        words = tuple(command.replace("TOPIC ...", "TOPIC").split())
+        if words[0] != "kubectl":
+            ours.append(words)
+        else:
+            assert words[1:3] == ("--namespace", "outbox")
+            assert "deployment/" not in command or command.endswith("deployment/publishworker")
     assert {words[0] for words in ours} == set(PARSERS)
     for words in ours:
         PARSERS[words[0]]().parse_args(words[1:])
 
 
-def test_what_the_page_sets_is_what_is_applied(calls: list[Words], folder: Path) -> None:
-    """After its `sed` lines the overlay has the image, the database and the environment, and keeps the rules."""
-    assert calls
-    objects = rendered(folder / "k8s" / "overlays" / "production")
-    found = container(worker(objects), "publishworker")
-    assert found["image"] == f"{REGISTRY}/publishworker:0.2.0"  # of the section on updates
-    values = environment(objects, worker(objects), found)
-    assert values["DD_VERSION"] == "0.2.0"
-    assert values["DD_ENV"] == "production"
-    assert (values["OUTBOX_PROJECT"], values["OUTBOX_INSTANCE"]) == ("my-project", "main")
-    role = values["OUTBOX_DATABASE_ROLE"]
-    assert f"CREATE ROLE {role};" in (ROOT / "schema" / "roles.sql").read_text(encoding="utf-8")
-    assert [complaint for rule in RULES for complaint in rule(objects)] == []
-
-
-def test_other_names_than_the_placeholders_are_set_everywhere(tmp_path: Path) -> None:
-    """Somebody else's project, database and environment: no placeholder is left."""
-    shutil.copytree(K8S, tmp_path / "k8s")
-    page = tmp_path / "page.md"
-    text = PAGES["docs/operations/deploy.md"].read_text(encoding="utf-8")
-    others = "PROJECT=acme INSTANCE=big DATABASE=books ENV=staging"
-    text = text.replace("PROJECT=my-project", others, 1)
-    for default in ("INSTANCE=main ", "DATABASE=shop ", "ENV=production "):
-        text = text.replace(f" {default}", " ", 1)
-    page.write_text(text)
-    carried_out(page, tmp_path)
-    objects = rendered(tmp_path / "k8s" / "overlays" / "production")
-    assert [complaint for rule in RULES for complaint in rule(objects)] == []
-    values = environment(objects, worker(objects), container(worker(objects), "publishworker"))
-    wanted = {"OUTBOX_PROJECT": "acme", "OUTBOX_INSTANCE": "big", "OUTBOX_DATABASE": "books", "DD_ENV": "staging"}
-    assert wanted.items() <= values.items()
-
-
-def test_grants_name_the_account_of_the_overlay(calls: list[Words]) -> None:
-    """Only the roles of the table, for the namespace and the account that production has."""
-    objects = rendered(OVERLAYS["production"])
-    [namespace] = of_kind(objects, "Namespace")
-    [account] = of_kind(objects, "ServiceAccount")
-    wanted = (
-        f"principal://iam.googleapis.com/projects/{NUMBER}/locations/global/workloadIdentityPools/my-project.svc.id.goog"
-        f"/subject/ns/{namespace['metadata']['name']}/sa/{account['metadata']['name']}"
+@pytest.mark.parametrize(
+    ("page", "golden", "image"),
+    [(WORKER, "production.yaml", "publishworker:0.2.0"), (PIPELINE, "spark.yaml", "outbox-pipeline:0.1.0")],
+)
+def test_what_a_page_sets_is_all_that_changes(page: str, golden: str, image: str, tmp_path: Path) -> None:
+    """With other names than the placeholders: the overlay is its golden file with these names, and no other change."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    name, _, version = image.partition(":")
+    defaults = "export PROJECT=my-project REGION=europe-west1 INSTANCE=main DATABASE=shop ENV=production"
+    assert defaults in text
+    text = text.replace(defaults, "export PROJECT=acme REGION=europe-west1 INSTANCE=big DATABASE=books ENV=staging", 1)
+    carried_out(text.replace("BUCKET=my-bucket", "BUCKET=acme-archive", 1), tmp_path)
+    expected = (GOLDEN / golden).read_text(encoding="utf-8")
+    role = "\n  OUTBOX_DATABASE_ROLE: publishworker" if page == WORKER else ""
+    for old, new in {
+        f"my-project/outbox/{name}": f"{REGISTRY}/{name}",
+        "0.0.0-placeholder": version,
+        "OUTBOX_PROJECT: my-project": "OUTBOX_PROJECT: acme",
+        "OUTBOX_INSTANCE: main": "OUTBOX_INSTANCE: big",
+        "OUTBOX_DATABASE: shop": f"OUTBOX_DATABASE: books{role}",
+        "env: production": "env: staging",
+    }.items():
+        assert old in expected
+        expected = expected.replace(old, new)
+    expected = expected.replace("{env:production,", "{env:staging,").replace("gs://my-bucket", "gs://acme-archive")
+    found = rendered_text(tmp_path / "k8s" / ("spark" if page == PIPELINE else "overlays/production"))
+    # The hash of the settings in the ConfigMap's name differs.
+    assert re.sub(r"publishworker-[a-z\d]{10}\b", "HASH", found) == re.sub(
+        r"publishworker-[a-z\d]{10}\b", "HASH", expected
     )
-    roles = set()
-    for words in of(calls, "gcloud"):
-        if "add-iam-policy-binding" in words and f"--member={wanted}" in words:
-            assert "projects" not in words
-            roles.add(next(word.removeprefix("--role=") for word in words if word.startswith("--role=")))
-    table = PAGES["docs/operations/deploy.md"].read_text(encoding="utf-8").partition("| role | on | why |")[2]
-    narrow = {"roles/spanner.fineGrainedAccessUser", "roles/spanner.databaseRoleUser"}
-    assert roles == {"roles/spanner.databaseUser", "roles/pubsub.publisher", *narrow}
-    assert [role for role in roles - narrow if f"| `{role}` |" not in table] == []
-    [condition] = {word for words in calls for word in words if word.startswith("--condition=expression=")}
-    assert condition.startswith(
-        '--condition=expression=resource.type == "spanner.googleapis.com/DatabaseRole" && '
-        'resource.name.endsWith("/publishworker"),title='
-    )
+    assert "CREATE ROLE publishworker;" in (ROOT / "schema/roles.sql").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_images_are_built_from_the_dockerfile(page: str, tmp_path: Path) -> None:
-    """The file and the targets are there, and the development overlay runs what its page builds."""
-    shutil.copytree(K8S, tmp_path / "k8s")
-    builds = [words for words in of(carried_out(PAGES[page], tmp_path), "docker") if words[0] == "build"]
-    assert builds
-    for words in builds:
-        stages = read(ROOT / words[words.index("--file") + 1])
-        if "--target" in words:
-            assert words[words.index("--target") + 1] in stages
-    if page == "k8s/README.md":
-        tags = {words[words.index("--tag") + 1] for words in builds}
-        deployments = of_kind(rendered(OVERLAYS["development"]), "Deployment")
-        pods = [each["spec"]["template"]["spec"] for each in deployments]
-        used = {each["image"] for pod in pods for each in [*pod.get("initContainers", []), *pod["containers"]]}
-        assert {image for image in used if image.startswith("publishworker")} == tags
+@pytest.mark.parametrize(
+    ("page", "folder", "roles", "others"),
+    [
+        (
+            WORKER,
+            OVERLAYS["production"],
+            {"spanner.databaseUser", "pubsub.publisher", "spanner.fineGrainedAccessUser", "spanner.databaseRoleUser"},
+            {"artifactregistry.reader", "container.defaultNodeServiceAccount"},
+        ),
+        (
+            PIPELINE,
+            SPARK,
+            {"spanner.databaseUser", "storage.objectUser"},
+            {"artifactregistry.reader", "dataproc.worker", "spanner.databaseUser", "storage.objectUser"},
+        ),
+    ],
+    ids=["worker", "pipeline"],
+)
+def test_roles_are_granted_to_the_account_of_the_manifests(
+    page: str, folder: Path, roles: set[str], others: set[str]
+) -> None:
+    """The account has the roles of the page's table, and none on the project; one other account has what it needs."""
+    namespace = the(rendered(OVERLAYS["production"]), "Namespace")["metadata"]["name"]
+    account = the(rendered(folder), "ServiceAccount")["metadata"]["name"]
+    pool = f"//iam.googleapis.com/projects/{NUMBER}/locations/global/workloadIdentityPools/my-project.svc.id.goog"
+    principal = f"principal:{pool}/subject/ns/{namespace}/sa/{account}"
+    granted: dict[str, set[str]] = {}
+    for words in calls(page, "gcloud"):
+        if "add-iam-policy-binding" in words:
+            [member], [role] = values(words, "--member"), values(words, "--role")
+            granted.setdefault(member, set()).add(role.removeprefix("roles/"))
+            assert member != principal or words[1] != "projects"
+    assert granted.pop(principal) == roles
+    assert list(granted.values()) == [others]
+    table = (ROOT / page).read_text(encoding="utf-8").partition("| role | on | why |")[2]
+    narrow = {"spanner.fineGrainedAccessUser", "spanner.databaseRoleUser"}
+    assert [role for role in roles - narrow if f"| `roles/{role}` |" not in table] == []
 
 
-def test_the_agents_values_fit_the_page(calls: list[Words]) -> None:
-    """The Secret has the name and the keys that the chart reads, and what the components need is switched on."""
-    [install] = of(calls, "helm")
-    values = yaml.safe_load((ROOT / install[install.index("--values") + 1]).read_text(encoding="utf-8"))
-    secret = next(words for words in of(calls, "kubectl") if "secret" in words)
-    name = secret[secret.index("generic") + 1]
-    assert values["datadog"]["apiKeyExistingSecret"] == values["datadog"]["appKeyExistingSecret"] == name
-    assert {"--from-literal=api-key=api", "--from-literal=app-key=app"} <= set(secret)
-    assert values["datadog"]["csi"]["enabled"]
-    assert values["clusterAgent"]["metricsProvider"] == {"enabled": True, "useDatadogMetrics": True}
+def built(page: str) -> dict[str, str]:
+    """Return the images that a page builds from our Dockerfile, with their targets."""
+    found = {}
+    for words in calls(page, "docker", "build"):
+        assert values(words, "--file") == ["k8s/Dockerfile"]
+        found[values(words, "--tag")[0]] = (values(words, "--target") or ["worker"])[0]
+    return found
 
 
-def test_the_checklist_shows_commands_that_parse() -> None:
-    """Each line of the checklist has a command or a page; our own commands parse, kubectl's name what is there."""
-    text = (ROOT / "docs/operations/checklist.md").read_text(encoding="utf-8")
-    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) > 10
-    assert [row for row in rows if "`" not in row and "](" not in row] == []
-    production = rendered(OVERLAYS["production"])
-    for command in re.findall(r"`((?:outbox|publishworker|kubectl) [^`]+)`", text):
-        words = command.replace("TOPIC ...", "TOPIC").split()
-        if words[0] != "kubectl":
-            PARSERS[words[0]]().parse_args([*words[1:]])
-        elif "deployment/" in command:
-            the(production, "Deployment", command.rpartition("deployment/")[2])
-        assert words[0] != "kubectl" or words[2] == "outbox"
+def test_images_are_built_from_the_dockerfile() -> None:
+    """Each target exists, a page pushes what it builds, and the development overlay runs what its page builds."""
+    for page in PAGES:
+        assert set(built(page).values()) <= STAGES.keys()
+        pushed = {words[2] for words in calls(page, "docker", "push")}
+        assert pushed == (set() if page == "k8s/README.md" else built(page).keys())
+    pods = [each["spec"]["template"]["spec"] for each in of_kind(rendered(OVERLAYS["development"]), "Deployment")]
+    used = {each["image"] for pod in pods for each in [*pod.get("initContainers", []), *pod["containers"]]}
+    assert {image for image in used if image.startswith("publishworker")} == built("k8s/README.md").keys()
+    assert set(built(PIPELINE).values()) == {"pipeline", "dataproc"}
+
+
+def test_the_agents_values_fit_the_page() -> None:
+    """The Secret has the name and the keys that the chart reads, and the components have what they need."""
+    [install] = calls(WORKER, "helm")
+    agent = yaml.safe_load((ROOT / values(install, "--values")[0]).read_text(encoding="utf-8"))
+    [secret] = [words for words in calls(WORKER, "kubectl") if "secret" in words]
+    [name] = values(secret, "generic")
+    assert agent["datadog"]["apiKeyExistingSecret"] == agent["datadog"]["appKeyExistingSecret"] == name
+    assert values(secret, "--from-literal") == ["api-key=api", "app-key=app"]
+    assert agent["datadog"]["csi"]["enabled"]
+    assert agent["clusterAgent"]["metricsProvider"] == {"enabled": True, "useDatadogMetrics": True}
+
+
+def test_jobs_take_the_arguments_of_the_pipelines_page() -> None:
+    """Both the job on one machine and the batch have no variables; the batch's image has its main file."""
+    [batch] = calls(PIPELINE, *BATCH)
+    local = [words[3:] for words in calls(PIPELINE, "python", "-m", "outbox_pipeline")]
+    for words in [*local, batch[batch.index("--") + 1 :]]:
+        assert list(refusals(list(words), {})) == []
+    assert len(local) == 1
+    assert built(PIPELINE)[values(batch, "--container-image")[0]] == "dataproc"
+    root = variables("dataproc")["PYSPARK_PYTHON"].removesuffix("/bin/python")
+    assert batch[len(BATCH)] == f"file://{root}/lib/python3.11/site-packages/outbox_pipeline/__main__.py"
+    # The connector's jar goes to the folder of Spark's jars.
+    page = (ROOT / PIPELINE).read_text(encoding="utf-8")
+    assert f"gcs-connector-shaded.jar {variables('pipeline')['SPARK_HOME']}/jars/\n" in page

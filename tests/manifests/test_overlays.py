@@ -1,127 +1,158 @@
-"""Every overlay, and every component on the base, renders and is what Kubernetes and our own rules allow."""
+"""Each kustomization of k8s: it renders as its file in golden/, it is valid, and it agrees with the worker's code."""
 
-import itertools
+import os
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-import kubernetes_validate
 import pytest
 import yaml
 
+from outbox.settings import fields_of
+from publishworker.settings import WorkerSettings
+from publishworker.telemetry import metrics
 from tests.manifests.rendering import (
-    COMPONENTS,
     K8S,
-    KUBERNETES,
     OVERLAYS,
-    Objects,
-    composed,
-    of_kind,
+    SPARK,
+    Object,
+    compare,
+    container,
+    environment,
     rendered,
+    rendered_text,
+    the,
+    validate,
     worker,
 )
-from tests.manifests.rules import RULES, Rule, images
 
-#: Components that exclude each other: two ways for metrics.
-EITHER = {"datadog-csi", "datadog-udp"}
-SETS = [
-    names
-    for length in range(len(COMPONENTS) + 1)
-    for names in itertools.combinations(COMPONENTS, length)
-    if not set(names) >= EITHER
-]
+#: Seconds from the end of the drain timeout to the end of the process: a commit (10), the heartbeat's row, metrics.
+GRACE_MARGIN = 15
+#: Variables in the ConfigMap that other libraries read, all in docs/reference/settings.md.
+FOREIGN = {"SPANNER_EMULATOR_HOST", "PUBSUB_EMULATOR_HOST", "GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW"}
+#: Where the worker connects to.
+EGRESS = {
+    ("anywhere", "UDP", 53),
+    ("anywhere", "TCP", 53),
+    ("anywhere", "TCP", 443),
+    ("anywhere", "UDP", 8125),  # the Agent, for `datadog-udp`
+    ("169.254.169.252/32", "TCP", 988),  # the metadata server
+    ("169.254.169.254/32", "TCP", 80),
+}
+TAG = "tags.datadoghq.com"
 
 each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
-each_set = pytest.mark.parametrize("names", SETS, ids=lambda names: "+".join(names) or "base")
-each_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 
 
-def validate(objects: Objects) -> None:
-    """Raise for what the schemas of Kubernetes do not allow, unknown fields included; they know no DatadogMetric."""
-    assert objects
-    for each in objects:
-        if not each["apiVersion"].startswith("datadoghq.com/"):
-            kubernetes_validate.validate(each, KUBERNETES, strict=True)
+def composed(folder: Path, *components: str) -> Path:
+    """Write a kustomization of the base with these components to a new folder, and return the folder."""
+    folder.mkdir()
+    lines = ["resources:", f"  - {os.path.relpath(K8S / 'base', folder)}", "namespace: outbox"]
+    lines += ["images: [{name: publishworker, newTag: 1.0.0}]", "components:"]
+    lines += [f"  - {os.path.relpath(K8S / 'components' / each, folder)}" for each in components]
+    (folder / "kustomization.yaml").write_text("\n".join(lines) + "\n")
+    return folder
 
 
-def test_there_are_two_overlays_and_components() -> None:
-    """So that a folder that is moved is not simply no longer tested."""
-    assert {"production", "development"} <= OVERLAYS.keys()
-    assert {"autoscaling", "network-policy", *EITHER} <= COMPONENTS.keys()
+@pytest.mark.parametrize("name", [*OVERLAYS, "components", "spark"])
+def test_a_kustomization_renders_as_its_golden_file_and_is_valid(name: str, tmp_path: Path) -> None:
+    """`components` is the base with all components but datadog-csi, which production has in place of datadog-udp."""
+    folder = OVERLAYS.get(name, SPARK)
+    if name == "components":
+        folder = composed(tmp_path / name, "autoscaling", "datadog-udp", "network-policy")
+    # Without the texts of scripts in a ConfigMap, whose name has their hash.
+    compare(f"{name}.yaml", re.sub(r"(?m)^(  \w+\.py: )\|\n(?: {4}.*\n| *\n)+", r"\1...\n", rendered_text(folder)))
+    for each in rendered(folder):
+        validate(each)
+
+
+def test_each_component_goes_with_the_base_alone(tmp_path: Path) -> None:
+    """No component needs another one."""
+    names = [path.name for path in (K8S / "components").iterdir()]
+    assert set(names) == {"autoscaling", "datadog-csi", "datadog-udp", "network-policy"}
+    for each in names:
+        validate(worker(rendered(composed(tmp_path / each, each))))
 
 
 @each_overlay
-def test_an_overlay_is_valid(overlay: str) -> None:
-    """Strictly: a field that Kubernetes would drop without a word is an error."""
-    validate(rendered(OVERLAYS[overlay]))
+def test_the_settings_fit_the_worker_and_its_pod(overlay: str) -> None:
+    """The worker knows and accepts each variable, can write its heartbeat, and has time for a graceful shutdown."""
+    objects = rendered(OVERLAYS[overlay])
+    template = worker(objects)["spec"]["template"]
+    found = container(worker(objects), "publishworker")
+    values = environment(objects, template, found)
+    known = {field.twin for field in fields_of(WorkerSettings)} | FOREIGN
+    assert {name for name in values if not name.startswith("DD_")} <= known
+    settings = WorkerSettings.read({}, values)
+    assert template["spec"]["terminationGracePeriodSeconds"] >= settings.drain_timeout + GRACE_MARGIN
+    file = PurePosixPath(settings.heartbeat_file)
+    [mount] = [each for each in found["volumeMounts"] if file.is_relative_to(each["mountPath"])]
+    assert not mount.get("readOnly")
+    assert [each for each in template["spec"]["volumes"] if each["name"] == mount["name"] and "emptyDir" in each]
 
 
 @each_overlay
-@each_rule
-def test_an_overlay_keeps_the_rules(overlay: str, rule: Rule) -> None:
-    """No rule has a complaint."""
-    assert list(rule(rendered(OVERLAYS[overlay]))) == []
+def test_the_probes_run_the_health_check(overlay: str) -> None:
+    """The kubelet gives a slow node five seconds and a worker a minute; no hook delays the stop."""
+    found = container(worker(rendered(OVERLAYS[overlay])), "publishworker")
+    for probe in (found["startupProbe"], found["livenessProbe"]):
+        assert probe["exec"]["command"] == ["publishworker", "healthcheck"]
+        assert probe["timeoutSeconds"] >= 5
+        assert 60 <= probe["periodSeconds"] * probe["failureThreshold"] <= 300
+    assert not {"lifecycle", "readinessProbe", "ports"} & found.keys()
 
 
-@each_set
-def test_components_go_with_the_base_in_any_set(names: tuple[str, ...], tmp_path: Path) -> None:
-    """Valid, and no rule complains but the one for images: an overlay names those."""
-    objects = composed(tmp_path, [COMPONENTS[name] for name in names])
-    validate(objects)
-    complaints = [complaint for rule in RULES if rule is not images for complaint in rule(objects)]
-    assert complaints == []
+@each_overlay
+def test_tags_and_names_agree_with_each_other(overlay: str) -> None:
+    """The version is the image's tag, the namespace enforces "restricted", and the autoscaler finds its metric."""
+    objects = rendered(OVERLAYS[overlay])
+    deployment, namespace = worker(objects), the(objects, "Namespace")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    tags = {name: labels[f"{TAG}/{name}"] for name in ("env", "service", "version")}
+    assert tags["version"] == container(deployment, "publishworker")["image"].partition(":")[2]
+    assert labels.items() >= {f"{TAG}/{name}": value for name, value in tags.items()}.items()
+    assert deployment["spec"]["selector"]["matchLabels"].keys() == {"app.kubernetes.io/name"}
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    name = namespace["metadata"]["name"]
+    assert {each["metadata"].get("namespace", name) for each in objects} == {name}
+    if overlay == "production":
+        metric = the(objects, "DatadogMetric")
+        query = f"max:{metrics.PENDING.name}{{env:{tags['env']},service:{tags['service']}}}.rollup(max, 60)"
+        assert metric["spec"]["query"] == query
+        scaler = the(objects, "HorizontalPodAutoscaler")["spec"]
+        [external] = [each["external"] for each in scaler["metrics"]]
+        assert external["metric"]["name"] == f"datadogmetric@{name}:{metric['metadata']['name']}"
+        assert scaler["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+        assert "replicas" not in deployment["spec"]
 
 
-def test_production_has_what_production_needs() -> None:
-    """Autoscaling, a network policy, metrics; no Service, because the worker has no port; no Secret."""
-    objects = rendered(OVERLAYS["production"])
-    kinds = sorted(each["kind"] for each in objects)
-    assert kinds == [
-        "ConfigMap", "DatadogMetric", "Deployment", "HorizontalPodAutoscaler", "Namespace", "NetworkPolicy",
-        "PodDisruptionBudget", "ServiceAccount",
-    ]  # fmt: skip
-    [account] = of_kind(objects, "ServiceAccount")
-    assert not account["metadata"].get("annotations")  # the direct form of Workload Identity needs none
+def test_the_network_policy_allows_what_the_worker_needs() -> None:
+    """Nothing connects to the worker; it reaches DNS, Google, the Agent and the metadata server."""
+    policy = the(rendered(OVERLAYS["production"]), "NetworkPolicy")["spec"]
+    assert (sorted(policy["policyTypes"]), policy.get("ingress", [])) == (["Egress", "Ingress"], [])
 
+    def addresses(rule: Object) -> list[str]:
+        return [peer["ipBlock"]["cidr"] for peer in rule.get("to", [])] or ["anywhere"]
 
-def test_production_is_set_in_one_place() -> None:
-    """All that a user must set is between the two lines of production's kustomization.yaml, and in no other file."""
-    text = (OVERLAYS["production"] / "kustomization.yaml").read_text(encoding="utf-8")
-    _, between, rest = re.split(r"^# -{100,}$", text, flags=re.MULTILINE)
-    values = yaml.safe_load(between)
-    assert set(values) == {"images", "configMapGenerator", "labels", "patches"}
-    for placeholder in ("my-project", "placeholder", "production,", "=main", "=shop"):
-        assert placeholder in between
-        assert placeholder not in rest
-    # The pipeline's jobs have a place of their own (test_spark.py).
-    places = (OVERLAYS["production"], K8S / "spark")
-    others = [path for path in K8S.rglob("*.yaml") if path.parent not in places]
-    assert not [path for path in others if "my-project" in path.read_text(encoding="utf-8")]
-
-
-def test_a_changed_setting_starts_new_pods(tmp_path: Path) -> None:
-    """The pods name the ConfigMap with a hash of its content."""
-    names = set()
-    for value in ("8", "9"):
-        folder = tmp_path / value
-        folder.mkdir()
-        composed(folder, [])
-        more = f"configMapGenerator: [{{name: publishworker, behavior: merge, literals: [OUTBOX_CONCURRENCY={value}]}}]"
-        changed = tmp_path / f"changed-{value}"
-        changed.mkdir()
-        (changed / "kustomization.yaml").write_text(f"resources: [../{value}]\nnamespace: outbox\n{more}\n")
-        [config] = of_kind(rendered(changed), "ConfigMap")
-        names.add(config["metadata"]["name"])
-    assert len(names) == 2
+    rules = policy["egress"]
+    found = [(to, port["protocol"], port["port"]) for rule in rules for port in rule["ports"] for to in addresses(rule)]
+    assert sorted(found) == sorted(EGRESS)
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"replicas": "two"}, {"replicaz": 2}, {"strategy": {"type": "RollingUpdate", "maxSurge": 1}}],
-    ids=str,
+    ("folder", "fields", "placeholders"),
+    [
+        (OVERLAYS["production"], {"images", "configMapGenerator", "labels", "patches"}, ["production,"]),
+        (SPARK, {"images", "configMapGenerator", "labels"}, ["my-bucket"]),
+    ],
+    ids=["production", "spark"],
 )
-def test_the_validation_bites(change: dict[str, object]) -> None:
-    """A wrong type and unknown fields, also further in, are errors: `kubectl kustomize` lets them through."""
-    objects = rendered(OVERLAYS["production"])
-    worker(objects)["spec"].update(change)
-    with pytest.raises(kubernetes_validate.ValidationError):
-        validate(objects)
+def test_what_a_user_sets_is_in_one_place(folder: Path, fields: set[str], placeholders: list[str]) -> None:
+    """All of it is between the two lines of kustomization.yaml, and in no other file."""
+    text = (folder / "kustomization.yaml").read_text(encoding="utf-8")
+    _, between, rest = re.split(r"^# -{100,}$", text, flags=re.MULTILINE)
+    assert set(yaml.safe_load(between)) == fields
+    for placeholder in ("my-project", "placeholder", "=main", "=shop", *placeholders):
+        assert placeholder in between
+        assert placeholder not in rest
+    elsewhere = [path for path in K8S.rglob("*.yaml") if path.name != "kustomization.yaml"]
+    assert not [path for path in elsewhere if re.search("my-project|my-bucket", path.read_text(encoding="utf-8"))]

@@ -1,230 +1,112 @@
-"""The pipeline's jobs on Kubernetes, k8s/spark: rendered, valid, by the rules; and each rule bites."""
+"""The jobs of k8s/spark agree with the pipeline's code, its image and the worker's namespace."""
 
+import contextlib
+import io
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
-import kubernetes_validate
 import pytest
-import yaml
 
-from tests.manifests import spark_rules as rules
-from tests.manifests.rendering import K8S, KUBERNETES, Object, Objects, of_kind, rendered
-from tests.manifests.rules import TAGS, Rule
-from tests.manifests.spark_rules import SPARK_RULES, jobs, part, refusals
-from tests.manifests.sparkoperator import complaints
+from outbox.errors import SettingError
+from outbox.settings import fields_of
+from outbox_pipeline.cli import _parser
+from outbox_pipeline.settings import ArchiveSettings, RegisterSettings
+from outbox_pipeline.spanner import DEFAULT_RETENTION, READING
+from tests.manifests.rendering import OVERLAYS, ROOT, SPARK, Object, of_kind, rendered, the
+from tests.manifests.test_dockerfile import said, variables
 
-SPARK = K8S / "spark"
-Break = Callable[[Objects], Any]
+ROLES = ("driver", "executor")
 
-each_rule = pytest.mark.parametrize("rule", SPARK_RULES, ids=lambda rule: rule.__name__)
-
-
-def test_it_is_what_the_two_jobs_need() -> None:
-    """An account, its role, the settings, the jobs; both jobs have their placeholders' values."""
-    objects = rendered(SPARK)
-    assert sorted(each["kind"] for each in objects) == [
-        "ConfigMap", "Role", "RoleBinding", "ScheduledSparkApplication", "ScheduledSparkApplication", "ServiceAccount",
-    ]  # fmt: skip
-    assert {job["spec"]["template"]["arguments"][0] for job in jobs(objects)} == {"archive", "register"}
+each_job = pytest.mark.parametrize("name", ["archive", "register"])
 
 
-def test_the_objects_are_valid() -> None:
-    """Kubernetes' own strictly by its schemas, with the templates of pods; the operator's by its types."""
-    for each in rendered(SPARK):
-        if each["apiVersion"].startswith("sparkoperator.k8s.io/"):
-            assert list(complaints(each)) == []
-        else:
-            kubernetes_validate.validate(each, KUBERNETES, strict=True)
-
-
-@pytest.mark.parametrize(
-    ("complaint", "change"),
-    [
-        ("spec.schedule is missing", lambda job: job["spec"].pop("schedule")),
-        ("spec.concurrencyPolicy is 'Never'", lambda job: job["spec"].update(concurrencyPolicy="Never")),
-        ("spec.timeZone is no field", lambda job: job["spec"].update(timeZone="UTC")),
-        ("spec.template.driver is missing", lambda job: job["spec"]["template"].pop("driver")),
-        ("cores is no int", lambda job: part(job, "driver").update(cores="1")),
-        ("memory is no str", lambda job: part(job, "driver").update(memory=2)),
-        ("executor.podName is no field", lambda job: part(job, "executor").update(podName="x")),
-        ("spark.ui.port is no str", lambda job: job["spec"]["template"]["sparkConf"].update({"spark.ui.port": 1})),
-        ("arguments is no list of str", lambda job: job["spec"]["template"].update(arguments=["archive", 1])),
-        ("restartPolicy is no object", lambda job: job["spec"]["template"].update(restartPolicy="Never")),
-        ("affinity is not in the table", lambda job: part(job, "driver").update(affinity={})),
-        ("driver.template", lambda job: part(job, "driver")["template"]["spec"].update(container=[])),
-        ("no kind", lambda job: job.update(apiVersion="sparkoperator.k8s.io/v1beta1")),
-    ],
-)
-def test_the_validation_of_the_operators_kinds_bites(complaint: str, change: Callable[[Object], Any]) -> None:
-    """A missing field, an unknown one, a wrong type, and what is wrong in a template of pods."""
-    job = jobs(rendered(SPARK))[0]
-    change(job)
-    assert [each for each in complaints(job) if complaint in each], list(complaints(job))
-
-
-@each_rule
-def test_the_rules_hold(rule: Rule) -> None:
-    """No rule has a complaint."""
-    assert list(rule(rendered(SPARK))) == []
-
-
-def job_of(objects: Objects, name: str) -> Object:
+def spec(name: str) -> Object:
     """Return the spec of a job."""
-    [found] = [job["spec"] for job in jobs(objects) if job["spec"]["template"]["arguments"][0] == name]
-    spec: Object = found
-    return spec
+    return dict(the(rendered(SPARK), "ScheduledSparkApplication", f"outbox-{name}")["spec"])
 
 
-def archive(objects: Objects) -> Object:
-    """Return the archive's application."""
-    template: Object = job_of(objects, "archive")["template"]
-    return template
+def settings() -> dict[str, str]:
+    """Return the variables of the ConfigMap."""
+    return dict(the(rendered(SPARK), "ConfigMap")["data"])
 
 
-def pods(objects: Objects, role: str) -> Object:
-    """Return the archive's template of pods."""
-    template: Object = archive(objects)[role]["template"]
-    return template
+def refusals(words: list[str], environment: dict[str, str]) -> Iterator[str]:
+    """Yield why the command or the settings of a job refuse these arguments in an environment."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            options = _parser().parse_args(words)
+        options.settings.read(vars(options), environment)
+    except SettingError as error:
+        yield str(error)
+    except SystemExit:
+        yield said.getvalue()
 
 
-def driver(objects: Objects) -> Object:
-    """Return the archive's driver container."""
-    container: Object = pods(objects, "driver")["spec"]["containers"][0]
-    return container
-
-
-def config(objects: Objects) -> Object:
-    """Return the settings."""
-    data: Object = of_kind(objects, "ConfigMap")[0]["data"]
-    return data
-
-
-def role_rule(objects: Objects) -> Object:
-    """Return the only rule of the role."""
-    [rule] = of_kind(objects, "Role")[0]["rules"]
-    found: Object = rule
-    return found
-
-
-def swap(words: list[str], old: str, new: str) -> None:
-    """Replace one argument."""
-    words[words.index(old)] = new
-
-
-#: Rule, a part of its complaint, and how the jobs are broken.
-BROKEN: list[tuple[Rule, str, Break]] = [
-    (rules.pod_security, "as root", lambda o: pods(o, "driver")["spec"]["securityContext"].pop("runAsNonRoot")),
-    (rules.pod_security, "no numbers", lambda o: pods(o, "executor")["spec"]["securityContext"].update(runAsUser=0)),
-    (rules.pod_security, "seccomp", lambda o: pods(o, "executor")["spec"]["securityContext"].pop("seccompProfile")),
-    (rules.pod_security, "hostNetwork", lambda o: pods(o, "driver")["spec"].update(hostNetwork=True)),
-    (
-        rules.pod_security,
-        "hostPath",
-        lambda o: pods(o, "driver")["spec"]["volumes"].append({"name": "x", "hostPath": {"path": "/"}}),
-    ),
-    (rules.pod_security, "escalate", lambda o: driver(o)["securityContext"].update(allowPrivilegeEscalation=True)),
-    (rules.pod_security, "changes", lambda o: driver(o)["securityContext"].update(privileged=True)),
-    (rules.pod_security, "not dropped", lambda o: driver(o)["securityContext"].pop("capabilities")),
-    (rules.pod_security, "can be written", lambda o: driver(o)["securityContext"].pop("readOnlyRootFilesystem")),
-    (rules.pod_security, "outside", lambda o: archive(o)["driver"].update(env=[])),
-    (rules.containers_of_spark, "add a container", lambda o: driver(o).update(name="driver")),
-    (rules.runs, "at once", lambda o: job_of(o, "archive").update(concurrencyPolicy="Allow")),
-    (rules.runs, "at once", lambda o: job_of(o, "register").pop("concurrencyPolicy")),
-    (rules.runs, "no time of day", lambda o: job_of(o, "archive").update(schedule="@every 3m")),
-    (rules.restarts, "has forgotten", lambda o: job_of(o, "archive").update(schedule="30 2 * * *")),
-    (rules.runs, "same time", lambda o: job_of(o, "archive").update(schedule=job_of(o, "register")["schedule"])),
-    (rules.runs, "failedRunHistoryLimit", lambda o: job_of(o, "archive").update(failedRunHistoryLimit=0)),
-    (rules.runs, "kept", lambda o: archive(o).pop("timeToLiveSeconds")),
-    (rules.restarts, "Always", lambda o: archive(o)["restartPolicy"].update(type="Always")),
-    (rules.restarts, "None", lambda o: archive(o).pop("restartPolicy")),
-    (
-        rules.restarts,
-        "OnFailure",
-        lambda o: job_of(o, "register")["template"]["restartPolicy"].update(type="OnFailure"),
-    ),
-    (rules.restarts, "too many", lambda o: archive(o)["restartPolicy"].update(onFailureRetries=100)),
-    (rules.restarts, "too soon", lambda o: archive(o)["restartPolicy"].pop("onFailureRetryInterval")),
-    (rules.identity, "are used", lambda o: archive(o)["driver"].pop("serviceAccount")),
-    (rules.identity, "are used", lambda o: pods(o, "executor")["spec"].pop("serviceAccountName")),
-    (rules.identity, "mounts", lambda o: of_kind(o, "ServiceAccount")[0].pop("automountServiceAccountToken")),
-    (rules.identity, "executor: token", lambda o: pods(o, "executor")["spec"].pop("automountServiceAccountToken")),
-    (rules.identity, "driver: token", lambda o: pods(o, "driver")["spec"].pop("automountServiceAccountToken")),
-    (rules.identity, "every Service", lambda o: pods(o, "driver")["spec"].pop("enableServiceLinks")),
-    (rules.identity, "more than", lambda o: role_rule(o)["resources"].append("secrets")),
-    (rules.identity, "more than", lambda o: role_rule(o).update(verbs=["*"])),
-    (rules.identity, "may not make", lambda o: role_rule(o)["verbs"].remove("create")),
-    (rules.identity, "is bound", lambda o: of_kind(o, "RoleBinding")[0]["subjects"][0].update(name="default")),
-    (rules.identity, "is bound", lambda o: of_kind(o, "RoleBinding")[0]["subjects"][0].update(namespace="default")),
-    (rules.image, ":latest", lambda o: archive(o).update(image="outbox-pipeline:latest")),
-    (rules.image, "unset", lambda o: archive(o).update(image="outbox-pipeline:unset")),
-    (rules.image, "image outbox-pipeline", lambda o: archive(o).update(image="outbox-pipeline")),
-    (rules.image, "not the image's", lambda o: archive(o).update(sparkVersion="3.5.0")),
-    (rules.image, "version 0.0.0", lambda o: archive(o).update(image="outbox-pipeline:1.2.3")),
-    (rules.image, "is missing", lambda o: pods(o, "executor")["metadata"]["labels"].pop(TAGS[0])),
-    (rules.resources, "memory is not set", lambda o: archive(o)["driver"].pop("memory")),
-    (rules.resources, "memoryOverhead is not set", lambda o: archive(o)["executor"].pop("memoryOverhead")),
-    (rules.resources, "cores is not set", lambda o: archive(o)["executor"].pop("cores")),
-    (rules.resources, "CPU", lambda o: archive(o)["executor"].update(coreLimit="2")),
-    (rules.resources, "no executor", lambda o: archive(o)["executor"].pop("instances")),
-    (rules.resources, "has no limit", lambda o: pods(o, "driver")["spec"]["volumes"][0]["emptyDir"].clear()),
-    (rules.resources, "cannot be written", lambda o: driver(o)["volumeMounts"][0].update(readOnly=True)),
-    (rules.resources, "makes a volume", lambda o: driver(o)["volumeMounts"].pop(1)),
-    (rules.configuration, "speculation", lambda o: archive(o)["sparkConf"].update({"spark.speculation": "true"})),
-    (rules.configuration, "timeZone", lambda o: archive(o)["sparkConf"].pop("spark.sql.session.timeZone")),
-    (rules.configuration, "python", lambda o: archive(o)["sparkConf"].pop("spark.pyspark.python")),
-    (rules.configuration, "has its jobs", lambda o: archive(o).update(mainApplicationFile="local:///opt/spark/x.py")),
-    (rules.arguments, "is no job", lambda o: swap(archive(o)["arguments"], "archive", "archives")),
-    (rules.arguments, "--windows 1d", lambda o: swap(archive(o)["arguments"], "--window", "--windows")),
-    (rules.arguments, "'1 day'", lambda o: swap(archive(o)["arguments"], "1d", "1 day")),
-    (rules.arguments, "expected one argument", lambda o: archive(o)["arguments"].remove("1d")),
-    (rules.arguments, "--archive is missing", lambda o: config(o).pop("OUTBOX_ARCHIVE")),
-    (rules.arguments, "OUTBOX_DATABASE", lambda o: config(o).update(OUTBOX_DATABASE="Shop")),
-    (rules.arguments, "OUTBOX_WINDOWS is no setting", lambda o: config(o).update(OUTBOX_WINDOWS="1d")),
-    (rules.arguments, "executor: --", lambda o: pods(o, "executor")["spec"]["containers"][0].pop("envFrom")),
-    (rules.metrics, "not the variables", lambda o: driver(o)["env"].pop(3)),
-    (
-        rules.metrics,
-        "executor: not",
-        lambda o: pods(o, "executor")["spec"]["containers"][0].update(env=driver(o)["env"]),
-    ),
-    (rules.metrics, "no source", lambda o: pods(o, "executor")["metadata"].pop("annotations")),
-    (rules.namespaces, "namespaces", lambda o: o[0]["metadata"].update(namespace="default")),
-]
-
-
-@pytest.mark.parametrize(
-    ("rule", "complaint", "damage"),
-    BROKEN,
-    ids=[f"{rule.__name__}-{number}" for number, (rule, _, _) in enumerate(BROKEN)],
-)
-def test_what_is_broken_is_noticed(rule: Rule, complaint: str, damage: Break) -> None:
-    """The rule is silent before, and names the damage after."""
-    objects = rendered(SPARK)
-    assert list(rule(objects)) == []
-    damage(objects)
-    assert [each for each in rule(objects) if complaint in each], list(rule(objects))
-
-
-def test_every_rule_is_broken_at_least_once() -> None:
-    """A rule that nothing breaks may be one that never complains."""
-    assert {rule for rule, _, _ in BROKEN} == set(SPARK_RULES)
-
-
-def test_the_jobs_are_set_in_one_place() -> None:
-    """All that a user must set is between the two lines of kustomization.yaml, and in no other file of the folder."""
-    text = (SPARK / "kustomization.yaml").read_text(encoding="utf-8")
-    _, between, rest = re.split(r"^# -{100,}$", text, flags=re.MULTILINE)
-    assert set(yaml.safe_load(between)) == {"images", "configMapGenerator", "labels"}
-    others = [path.read_text(encoding="utf-8") for path in SPARK.iterdir() if path.name != "kustomization.yaml"]
-    for placeholder in ("my-project", "my-bucket", "placeholder", "=main", "=shop"):
-        assert placeholder in between
-        assert not [each for each in [rest, *others] if placeholder in each]
+@each_job
+def test_a_job_takes_its_arguments_and_variables(name: str) -> None:
+    """Driver and executors have the same variables, and each of these is a setting."""
+    template = spec(name)["template"]
+    assert template["arguments"][0] == name
+    assert list(refusals(template["arguments"], settings())) == []
+    known = {field.twin for each in (ArchiveSettings, RegisterSettings) for field in fields_of(each)}
+    assert settings().keys() <= known
+    for role in ROLES:
+        [container] = template[role]["template"]["spec"]["containers"]
+        assert container["name"] == f"spark-kubernetes-{role}"  # Spark adds a container of this name otherwise
+        assert container["envFrom"] == [{"configMapRef": {"name": "outbox-pipeline"}}]
 
 
 def test_purge_may_be_added() -> None:
-    """As the manifest's comment says: the switches are arguments of the archive and of nothing else."""
-    variables = config(rendered(SPARK))
-    assert list(refusals(["archive", "--purge", "--read-late"], variables)) == []
-    [refusal] = refusals(["register", "--purge"], variables)
+    """The switches that the manifest's comment names are arguments of `archive` only."""
+    assert list(refusals(["archive", "--purge", "--read-late"], settings())) == []
+    [refusal] = refusals(["register", "--purge"], settings())
     assert "unrecognized arguments: --purge" in refusal
+
+
+@each_job
+def test_a_job_fits_its_image(name: str) -> None:
+    """Spark's version, Python, the main file, the user and the writable working directory are those of the image."""
+    template, image = spec(name)["template"], variables("pipeline")
+    pinned = re.search(r"^pyspark==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert pinned is not None
+    assert template["sparkVersion"] == pinned[1]
+    assert template["sparkConf"]["spark.pyspark.python"] == image["PYSPARK_PYTHON"]
+    packages = image["SPARK_HOME"].removesuffix("/pyspark")
+    assert template["mainApplicationFile"] == f"local://{packages}/outbox_pipeline/__main__.py"
+    for role in ROLES:
+        pods = template[role]["template"]
+        assert pods["metadata"]["labels"]["tags.datadoghq.com/version"] == template["image"].partition(":")[2]
+        context = pods["spec"]["securityContext"]
+        assert said("pipeline", "USER") == [f"{context['runAsUser']}:{context['runAsGroup']}"]
+        [container] = pods["spec"]["containers"]
+        writable = {each["mountPath"] for each in container["volumeMounts"] if not each.get("readOnly")}
+        [folder] = said("pipeline", "WORKDIR")  # Spark writes to it
+        assert folder in writable
+
+
+def test_only_the_archive_is_started_again_and_always_in_time() -> None:
+    """An archive goes on after a failure, while Spanner keeps the end of the day; `register` rejects rows again."""
+    archive, register = spec("archive"), spec("register")
+    minute, hour = map(int, archive["schedule"].split()[:2])
+    policy = archive["template"]["restartPolicy"]
+    assert (policy["type"], register["template"]["restartPolicy"]["type"]) == ("OnFailure", "Never")
+    last = minute * 60 + hour * 3600 + policy["onFailureRetries"] * policy["onFailureRetryInterval"]
+    assert last <= (DEFAULT_RETENTION - READING).total_seconds()
+    assert archive["schedule"] != register["schedule"]
+    assert archive["concurrencyPolicy"] == register["concurrencyPolicy"] == "Forbid"
+
+
+def test_one_account_is_used_bound_and_in_the_namespace_of_production() -> None:
+    """Only the driver has a token of Kubernetes, and every object is where production's overlay makes the namespace."""
+    objects = rendered(SPARK)
+    namespace = the(rendered(OVERLAYS["production"]), "Namespace")["metadata"]["name"]
+    assert {each["metadata"]["namespace"] for each in objects} == {namespace}
+    account = the(objects, "ServiceAccount")["metadata"]["name"]
+    [subject] = the(objects, "RoleBinding")["subjects"]
+    assert (subject["name"], subject["namespace"]) == (account, namespace)
+    for job in of_kind(objects, "ScheduledSparkApplication"):
+        driver, executor = (job["spec"]["template"][role] for role in ROLES)
+        assert driver["serviceAccount"] == executor["template"]["spec"]["serviceAccountName"] == account
+        assert driver["template"]["spec"]["automountServiceAccountToken"] is True
+        assert executor["template"]["spec"]["automountServiceAccountToken"] is False

@@ -12,11 +12,9 @@ import io
 import json
 import os
 import pty
-import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import termios
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +29,7 @@ from outbox import cli
 from outbox._child import tied
 from outbox.emulators import Emulators
 from outbox.states import NEVER
+from tests.support import fork_server
 from tests.support.processes import ROOT, Finished, Process, clean_environment, run, started
 from tests.support.spanner import INSTANCE, PROJECT
 from tests.support.waiting import eventually
@@ -100,12 +99,11 @@ class Commands:
 
     def shell(self, script: str) -> Finished:
         """Run a script in which `outbox` is our command."""
-        script = f'outbox() {{ {shlex.quote(sys.executable)} -m outbox "$@"; }}\n{script}'
         with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
             child = subprocess.Popen(
                 tied([str(shutil.which("bash")), "-c", script]),
                 cwd=ROOT,
-                env=clean_environment() | self.environment,
+                env=clean_environment() | self.environment | {"PATH": f"{fork_server.scripts()}:{os.environ['PATH']}"},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -128,15 +126,8 @@ class Commands:
         """Start a command whose input and output are a terminal; it is killed at the end of the block."""
         ours, its = pty.openpty()
         termios.tcsetwinsize(its, (24, 100))
-        child = subprocess.Popen(
-            tied([sys.executable, "-m", "outbox", *words]),
-            cwd=ROOT,
-            env=clean_environment() | self.environment | {"TERM": "xterm"},
-            stdin=its,
-            stdout=its,
-            stderr=its,
-            process_group=0,
-        )
+        environment = clean_environment() | self.environment | {"TERM": "xterm"}
+        child = fork_server.fork("outbox", words, environment, stdin=its, stdout=its, stderr=its)
         os.close(its)
         os.set_blocking(ours, False)
         try:
@@ -151,7 +142,7 @@ class Commands:
 class Terminal:
     """A command at a terminal, and what is to be seen there."""
 
-    child: "subprocess.Popen[bytes]"
+    child: fork_server.Child
     _file: int
     _seen: bytes = b""
 
@@ -178,7 +169,7 @@ class Terminal:
             return self.seen is not None and self.child.poll() is not None
 
         eventually(ended, seconds=SECONDS, message="the command's end")
-        return self.child.returncode
+        return self.child.wait()
 
 
 def row(id: str, state: str = "pending", *, topic: str = "orders", age: timedelta = HOUR, **columns: Any) -> list[Any]:

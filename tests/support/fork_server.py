@@ -4,7 +4,7 @@
     child.send_signal(signal.SIGTERM)
     assert child.wait(10) == 0
 
-`scripts` writes the commands into a folder for the PATH of a shell. The server opens no gRPC channel, because gRPC does
+`scripts` is a folder with the commands for the PATH of a shell. The server opens no gRPC channel, because gRPC does
 not survive a fork. It ends when this process ends, and the kernel then kills its children. Each child leads a process
 group of its own.
 """
@@ -22,10 +22,12 @@ import pkgutil
 import random
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -104,12 +106,16 @@ def fork(
     return Child(int(connection.recv(64)), connection)
 
 
-def scripts(directory: Path) -> None:
-    """Write the commands `outbox` and `publishworker`, which the server runs, into a folder."""
+@functools.cache
+def scripts() -> Path:
+    """Return a folder with the commands `outbox` and `publishworker`, which the server runs, for a PATH."""
+    directory = Path(tempfile.mkdtemp(prefix="outbox-tests-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     for name in ("outbox", "publishworker"):
         script = directory / name
         script.write_text(_SCRIPT.format(python=sys.executable, address=_address("commands"), module=name))
         script.chmod(0o755)
+    return directory
 
 
 #: The server runs the command with the environment, folder, streams and signals of this process.
@@ -225,7 +231,8 @@ class _Request:
             os.close(stream)
         # As at the start of an interpreter: whether a stream is a terminal decides how it is buffered.
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for as long as the process lives
-        sys.stdout = open(1, "w", errors=sys.stdout.errors, closefd=False)  # noqa: SIM115 - the same
+        lines = 1 if "PYTHONUNBUFFERED" in self.environment else -1
+        sys.stdout = open(1, "w", buffering=lines, errors=sys.stdout.errors, closefd=False)  # noqa: SIM115 - the same
         sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115 - the same
         os.chdir(self.directory)
         os.environ.clear()
