@@ -3,8 +3,10 @@
 Nothing here calls `Database.close()`: it joins a thread that sleeps for ten minutes at a time.
 """
 
+import collections
 import contextlib
 import os
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from unittest import mock
@@ -23,6 +25,10 @@ INSTANCE = "test-instance"
 ADMIN_SECONDS = 30.0
 #: Seconds to empty a database of the pool, if another transaction holds the emulator's lock.
 EMPTY_SECONDS = 5.0
+#: Seconds until an emptied database is lent again: commands that read ten seconds back must not see its old rows.
+STALE_SECONDS = 10.5
+#: Databases that wait to be lent again; the emulator allows 100 in an instance.
+POOL_SIZE = 25
 #: The tables that are emptied.
 TABLES = ("AsynchronousTasks", "AsynchronousTaskTopics", "AsynchronousTaskWorkers", "AsynchronousTaskReplays")
 
@@ -74,34 +80,50 @@ class Pool:
     def __init__(self, of: Instance) -> None:
         """Start without databases."""
         self._instance = of
-        self._empty: list[str] = []
+        self._ddl: list[str] = []
+        self._emptied: collections.deque[tuple[float, str]] = collections.deque()
 
     @contextlib.contextmanager
     def database(self) -> Iterator[Database]:
-        """Lend an empty database for the time of the block; its schema must stay as it is."""
-        from outbox import schema
-
-        if not self._empty:
-            created = self._instance.database(f"pool-{uuid.uuid4().hex[:12]}", ddl_statements=schema.statements())
-            created.create().result(timeout=ADMIN_SECONDS)
-            self._empty.append(created.database_id)
+        """Lend an empty database for the time of the block. Raises AssertionError if its schema was changed then."""
         # A client of its own, because tests set options on it.
-        database = self._instance.database(self._empty.pop())
+        database = self._instance.database(self._take())
         yield database
         self._give_back(database.database_id)
 
     def drop(self) -> None:
         """Drop all databases."""
-        for each in self._empty:
+        for _, each in self._emptied:
             self._instance.database(each).drop()
+
+    def _take(self) -> str:
+        from outbox import schema
+
+        if self._emptied and self._emptied[0][0] + STALE_SECONDS < time.monotonic():
+            return self._emptied.popleft()[1]
+        created = self._instance.database(f"pool-{uuid.uuid4().hex[:12]}", ddl_statements=schema.statements())
+        created.create().result(timeout=ADMIN_SECONDS)
+        self._ddl = self._ddl or _ddl(created)
+        return str(created.database_id)
 
     def _give_back(self, database_id: str) -> None:
         database = self._instance.database(database_id)
+        changed = _ddl(database) != self._ddl
         try:
+            if changed or len(self._emptied) >= POOL_SIZE:
+                database.drop()
+                return
             with database.batch(timeout_secs=EMPTY_SECONDS, default_retry_delay=0.02) as batch:
                 for table in TABLES:
                     batch.delete(table, KeySet(all_=True))
-        except GoogleAPICallError:  # the test has left a transaction open, or has changed the schema
+        except GoogleAPICallError:  # the test has left a transaction open
             database.drop()
         else:
-            self._empty.append(database_id)
+            self._emptied.append((time.monotonic(), database_id))
+        finally:
+            assert not changed, "the test has changed the schema of a shared database: use the fixture own_database"
+
+
+def _ddl(database: Database) -> list[str]:
+    database.reload()
+    return list(database.ddl_statements)
