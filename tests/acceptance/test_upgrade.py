@@ -88,10 +88,10 @@ def test_older_and_newer_workers_share_a_table(
 
 
 def test_a_worker_on_a_table_of_a_later_version_relays(
-    emulators: Emulators, database: Database, topic: str, subscription: Subscription
+    emulators: Emulators, own_database: Database, topic: str, subscription: Subscription
 ) -> None:
     """First the migration, then the workers: what it does not know, it leaves alone."""
-    database.update_ddl(
+    own_database.update_ddl(
         [
             "ALTER TABLE AsynchronousTasks ADD COLUMN Region STRING(20)",
             "ALTER TABLE AsynchronousTaskWorkers ADD COLUMN Version STRING(20)",
@@ -99,25 +99,25 @@ def test_a_worker_on_a_table_of_a_later_version_relays(
             "CREATE TABLE AsynchronousTaskRegions (Region STRING(20)) PRIMARY KEY (Region)",
         ]
     ).result(timeout=ADMIN_SECONDS)
-    ids = register(database, topic, 20)
-    with database.batch() as batch:
+    ids = register(own_database, topic, 20)
+    with own_database.batch() as batch:
         batch.update("AsynchronousTasks", ("Id", "Region"), [(ids[0], "north")])
-    with worker(emulators, database) as running:
-        wait_until_all_sent(database)
+    with worker(emulators, own_database) as running:
+        wait_until_all_sent(own_database)
         running.stop()
         assert running.wait() == 0
     result = account(ids, subscription)
     assert (result.lost, result.unexpected, result.duplicates) == (frozenset(), frozenset(), 0)
-    with database.snapshot() as snapshot:
+    with own_database.snapshot() as snapshot:
         [[region]] = snapshot.execute_sql("SELECT Region FROM AsynchronousTasks WHERE Region IS NOT NULL")
     assert region == "north"
 
 
 def test_a_newer_worker_on_a_table_that_was_forgotten_says_what_is_missing(
-    emulators: Emulators, database: Database
+    emulators: Emulators, own_database: Database
 ) -> None:
     """Exit code 3, so a rolling update stops at its first pod while the older workers go on."""
-    database.update_ddl(["DROP INDEX AsynchronousTasksInOrder"]).result(timeout=ADMIN_SECONDS)
-    with worker(emulators, database) as running:
+    own_database.update_ddl(["DROP INDEX AsynchronousTasksInOrder"]).result(timeout=ADMIN_SECONDS)
+    with worker(emulators, own_database) as running:
         assert running.wait() == 3
         assert "index AsynchronousTasksInOrder is missing" in running.stderr
