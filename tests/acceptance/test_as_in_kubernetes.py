@@ -24,7 +24,7 @@ from tests.support.relays import account, divided, register, unsent, wait_until_
 from tests.support.spanner import instance, outbox_database
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 
 #: Seconds of the short forms: an age that a busy machine does not reach by itself.
 SHORT_AGE = 6.0

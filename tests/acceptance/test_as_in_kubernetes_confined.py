@@ -18,6 +18,8 @@ from tests.support.pubsub import Subscription
 from tests.support.relays import account, register, wait_until_all_sent
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.extended
+
 #: Says from the inside what the worker is, and tries to write where its own files are, and beside them.
 LOOK = """
 import json, os

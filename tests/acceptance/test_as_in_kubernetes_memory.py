@@ -30,7 +30,7 @@ from tests.support.pubsub import Subscription
 from tests.support.relays import register, unsent, worker
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 TASKS, TASK_BYTES = 60, 9_000_000
 BACKLOG = 10_000

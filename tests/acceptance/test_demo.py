@@ -67,6 +67,7 @@ def test_demo_on_emulators_of_its_own():
         assert all(gone(pid) for pid in family)
 
 
+@pytest.mark.extended
 def test_demo_on_given_emulators(emulators: Emulators):
     """It uses the emulators that the variables name and leaves them running, twice in a row."""
     for _ in range(2):
@@ -74,6 +75,7 @@ def test_demo_on_given_emulators(emulators: Emulators):
     assert emulators.ended() is None
 
 
+@pytest.mark.extended
 @linux
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(emulators: Emulators, number: signal.Signals):
@@ -89,6 +91,7 @@ def test_interrupted(emulators: Emulators, number: signal.Signals):
         assert process.stderr == "demo: interrupted; what it had started is stopped\n"
 
 
+@pytest.mark.extended
 @linux
 def test_a_worker_that_dies_is_noticed(emulators: Emulators):
     """It does not go on with the other one."""

@@ -18,6 +18,7 @@ PAYMENTS = 300
 REPLAYED = PAYMENTS * 4 // 10
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(400)
 def test_all_jobs_one_after_the_other(emulators: Emulators, tmp_path: Path, long: bool) -> None:
     """Nothing is lost, nothing is altered; a replayed task has two sendings, and a message for each."""
@@ -44,6 +45,7 @@ def test_all_jobs_one_after_the_other(emulators: Emulators, tmp_path: Path, long
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(sys.platform != "linux", reason="the processes are read from /proc")
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long("SIGTERM goes the same way")), signal.SIGTERM]

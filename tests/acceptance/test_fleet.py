@@ -3,6 +3,7 @@
 import contextlib
 import signal
 
+import pytest
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
@@ -64,6 +65,7 @@ def test_workers_join_crash_freeze_come_back_and_leave(
     assert (result.lost, result.unexpected) == (frozenset(), frozenset())
 
 
+@pytest.mark.extended
 def test_more_workers_than_shards_share_them(
     emulators: Emulators, spanner_instance: Instance, topic: str, pubsub: PubSub
 ) -> None:
@@ -84,6 +86,7 @@ def test_more_workers_than_shards_share_them(
     assert (result.lost, result.unexpected) == (frozenset(), frozenset())
 
 
+@pytest.mark.extended
 def test_assignment_shared_gives_every_worker_all_shards(emulators: Emulators, database: Database, topic: str) -> None:
     """`--assignment shared`: they know of each other, and poll everything all the same."""
     with contextlib.ExitStack() as stack:

@@ -86,6 +86,7 @@ def test_counts_are_complete_after_a_stop(
     assert (result.lost, result.unexpected) == (frozenset(), frozenset())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("there_at_the_start", [True, False])
 def test_an_agent_that_comes_and_goes_is_said_once(
     emulators: Emulators,
@@ -117,6 +118,7 @@ def test_an_agent_that_comes_and_goes_is_said_once(
     assert (result.lost, result.unexpected) == (frozenset(), frozenset())
 
 
+@pytest.mark.extended
 def test_nobody_listens_on_udp(emulators: Emulators, database: Database, subscription: Subscription) -> None:
     """Datagrams to a port that refuses them: tasks go on, and at most one line says so."""
     ids = register(database, subscription.topic, 60)

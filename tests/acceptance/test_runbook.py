@@ -26,6 +26,8 @@ from tests.support.situations import SITUATIONS, Place
 from tests.support.spanner import ADMIN_SECONDS
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.extended
+
 PAGES = ROOT / "docs/operations"
 EVERYWHERE = [(page, title) for page, situations in SITUATIONS.items() for title in situations]
 #: A command is killed after it.

@@ -48,6 +48,7 @@ def register_in_order(database: Database, topic: str, count: int) -> list[str]:
     return ids
 
 
+@pytest.mark.extended
 def test_older_and_newer_workers_share_a_table(
     emulators: Emulators, database: Database, topic: str, subscription: Subscription, older: Path
 ) -> None:

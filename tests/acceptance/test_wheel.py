@@ -42,7 +42,7 @@ def test_the_wheel_holds_the_packages_the_ddl_and_the_types(wheel: Path) -> None
     }
 
 
-@pytest.mark.extended("it installs the worker's packages")
+@pytest.mark.extended
 @pytest.mark.timeout(300)
 def test_an_installed_wheel_imports_and_its_commands_run(wheel: Path, tmp_path: Path) -> None:
     """In an empty environment with the worker's extra: import, `outbox schema print`, both commands' help."""

@@ -33,6 +33,7 @@ def test_it_needs_no_variable_beside_the_hosts(
     assert (result.lost, result.unexpected, result.duplicates) == (frozenset(), frozenset(), 0)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("count", [2, 4])
 def test_workers_on_one_table_lose_nothing_and_count_their_duplicates(
     emulators: Emulators, database: Database, topic: str, subscription: Subscription, count: int
@@ -131,6 +132,7 @@ def test_a_drain_that_is_stopped_does_not_say_that_it_drained(emulators: Emulato
         assert "not drained" in process.stdout
 
 
+@pytest.mark.extended
 def test_a_drains_deadline_holds_while_spanner_is_away(emulators: Emulators, database: Database) -> None:
     """It neither waits for ever nor claims success: exit 3."""
     with Proxy(emulators.spanner_host) as proxy:
@@ -194,6 +196,7 @@ def test_a_second_signal_kills(emulators: Emulators, database: Database, topic: 
             assert process.wait(5) == 128 + signal.SIGTERM
 
 
+@pytest.mark.extended
 def test_a_drain_that_ends_with_a_group_in_flight_has_work_left(
     emulators: Emulators, database: Database, topic: str
 ) -> None:
@@ -206,6 +209,7 @@ def test_a_drain_that_ends_with_a_group_in_flight_has_work_left(
             assert process.wait(20) == 4
 
 
+@pytest.mark.extended
 def test_a_stop_that_takes_too_long_is_seen(emulators: Emulators, database: Database, topic: str) -> None:
     """Work in flight after --drain-timeout: exit 1, and a line that says so."""
     register(database, topic, 5)

@@ -1,11 +1,13 @@
-"""The faults of a soak: each does its harm for a while, mends it, and knows how many duplicates it may cost."""
+"""The faults of the scenarios and of the soak: each does harm in a block, and tells how many duplicates it allows."""
 
 import contextlib
-import dataclasses
+import itertools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 
+from tests.support.outages import told
 from tests.support.processes import Process
 from tests.support.relays import execute
 from tests.support.rpc import Fault, Faulty
@@ -15,13 +17,15 @@ FREEZE = """
 UPDATE AsynchronousTaskWorkers SET SeenAt = TIMESTAMP_SUB(CURRENT_TIMESTAMP(), INTERVAL 1 MINUTE) WHERE TRUE"""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Field:
-    """What faults can reach. The first worker is never harmed itself, to be watched; `stack` ends the others."""
+    """Workers, and the services behind networks that may fail: "pubsub", "spanner" or both. `stack` ends the workers.
+
+    The soak measures the first worker, so no fault harms it.
+    """
 
     trial: Trial
-    pubsub: Faulty
-    spanner: Faulty
+    services: Mapping[str, Faulty]
     workers: list[Process]
     stack: ExitStack
 
@@ -33,116 +37,162 @@ class Field:
         """Start another worker in one's place."""
         self.workers[place] = self.stack.enter_context(self.trial.worker())
 
+    def log(self, action: str) -> bool:
+        """Tell whether a worker has logged an action."""
+        return any(told(each, action) for each in self.workers)
+
+    def any_of(self, services: Collection[str]) -> Faulty:
+        """Choose a service."""
+        return self.services[self.trial.random.choice(sorted(services))]
+
     @property
     def in_flight(self) -> int:
-        """Return how many tasks all workers together have in flight at most."""
+        """Return the maximum number of in-flight tasks of all workers together."""
         return len(self.workers) * IN_FLIGHT
 
-    def service(self) -> Faulty:
-        """Choose one of the two."""
-        return self.trial.random.choice([self.pubsub, self.spanner])
-
-
-#: Does harm in the block, which lasts so many seconds; yields what tells afterwards how many duplicates it may cost.
-Harm = Callable[[Field, float], AbstractContextManager[Callable[[], int]]]
-
 
 @contextlib.contextmanager
-def worker_killed(field: Field, _seconds: float) -> Iterator[Callable[[], int]]:
-    """SIGKILL."""
-    place = field.one()
-    field.workers[place].stop(signal.SIGKILL)
-    field.workers[place].wait()
-    yield lambda: IN_FLIGHT
-    field.replace(place)
+def field_of(trial: Trial, workers: int, services: Collection[str]) -> Iterator[Field]:
+    """Start workers behind the networks of some services."""
+    with ExitStack() as stack:
+        faulty = {name: stack.enter_context(trial.faulty(name)) for name in services}
+        yield Field(trial, faulty, stack.enter_context(trial.workers(workers)), stack)
 
 
-@contextlib.contextmanager
-def worker_sleeps(field: Field, _seconds: float) -> Iterator[Callable[[], int]]:
-    """SIGSTOP, SIGCONT."""
-    sleeper = field.workers[field.one()]
-    sleeper.stop(signal.SIGSTOP)
-    yield lambda: IN_FLIGHT
-    sleeper.stop(signal.SIGCONT)
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """The maximum number of duplicates, whether a worker has met the fault, and how to repeat it."""
+
+    duplicates: Callable[[], int] = lambda: 0
+    met: Callable[[], object] = lambda: True
+    again: Callable[[], object] = lambda: None
 
 
-@contextlib.contextmanager
-def worker_restarted(field: Field, _seconds: float) -> Iterator[Callable[[], int]]:
-    """SIGTERM."""
-    place = field.one()
-    field.workers[place].stop()
-    assert field.workers[place].wait() == 0
-    field.replace(place)
-    yield lambda: 0
+#: Does harm in the block, which lasts at least so many seconds.
+Harm = Callable[[Field, float], AbstractContextManager[Effect]]
 
 
-@contextlib.contextmanager
-def service_refuses(field: Field, _seconds: float) -> Iterator[Callable[[], int]]:
-    """Connections are cut and refused."""
-    network = field.service().network
-    network.refuse()
-    yield lambda: field.in_flight
-    network.forward()
-
-
-@contextlib.contextmanager
-def service_hangs(field: Field, seconds: float) -> Iterator[Callable[[], int]]:
-    """Connections are silent; each topic is probed once a second and worker."""
-    network = field.service().network
-    network.hang()
-    yield lambda: field.in_flight + 2 * len(field.workers) * int(seconds + 1)
-    network.forward()
-
-
-@contextlib.contextmanager
-def service_slow(field: Field, _seconds: float) -> Iterator[Callable[[], int]]:
-    """Each answer takes 0.2 s longer."""
-    network = field.service().network
-    network.delay(0.1)
-    yield lambda: 0
-    network.delay(0)
-
-
-@contextlib.contextmanager
-def connections_broken(field: Field, _seconds: float) -> Iterator[Callable[[], int]]:
-    """Connections end: at once, in the middle of a message, or in one direction."""
-    faulty = field.service()
-    before = faulty.unanswered
-    field.trial.random.choice([faulty.network.cut, faulty.network.truncate, faulty.network.half_close])()
-    yield lambda: faulty.unanswered - before
-
-
-def _calls(service: str, fault: Fault, method: str, share: float) -> Harm:
-    """Return a fault of a share of the calls of a method; what Pub/Sub has not answered then may be repeated."""
+def calls(service: str, method: str, fault: Fault, share: float) -> Harm:
+    """Return the fault that a share of the calls of a method fails; Pub/Sub may get unanswered requests again."""
 
     @contextlib.contextmanager
-    def harm(field: Field, _seconds: float) -> Iterator[Callable[[], int]]:
-        faulty: Faulty = getattr(field, service)
-        before = faulty.unanswered
+    def harm(field: Field, _seconds: float) -> Iterator[Effect]:
+        faulty = field.services[service]
+        before, seen = faulty.unanswered, faulty.seen[method, fault]
         with faulty.failing(field.trial.chance(share, fault, method)):
-            yield lambda: faulty.unanswered - before
+            yield Effect(lambda: faulty.unanswered - before, lambda: faulty.seen[method, fault] > seen)
 
     harm.__name__ = f"{method.lower()}_{fault.value}"
     return harm
 
 
+def away(how: str, *services: str) -> Harm:
+    """Return the fault that a service is away; `how` is `Proxy.refuse` or `Proxy.hang`.
+
+    While Pub/Sub hangs, each worker probes each of both topics once a second.
+    """
+
+    @contextlib.contextmanager
+    def harm(field: Field, seconds: float) -> Iterator[Effect]:
+        faulty = field.any_of(services)
+        is_pubsub = faulty is field.services.get("pubsub")
+        probes = 2 * len(field.workers) * int(seconds + 1) if is_pubsub and how == "hang" else 0
+        getattr(faulty.network, how)()
+        action = "topic_rests" if is_pubsub else "spanner_away"
+        yield Effect(lambda: field.in_flight + probes, lambda: field.log(action))
+        faulty.network.forward()
+
+    harm.__name__ = f"service_{how}s"
+    return harm
+
+
+def slow(delay: float, *services: str) -> Harm:
+    """Return the fault that each answer of a service takes twice the delay longer."""
+
+    @contextlib.contextmanager
+    def harm(field: Field, _seconds: float) -> Iterator[Effect]:
+        network = field.any_of(services).network
+        network.delay(delay)
+        yield Effect(met=lambda: field.trial.backlog() < len(field.trial.ledger.committed))
+        network.delay(0)
+
+    harm.__name__ = "service_slow"
+    return harm
+
+
+def broken(how: str) -> Harm:
+    """Return the fault that the connections of the services end in turn; `how` is the name of a method of `Proxy`."""
+
+    @contextlib.contextmanager
+    def harm(field: Field, _seconds: float) -> Iterator[Effect]:
+        networks = [each.network for each in field.services.values()]
+        before = [each.accepted for each in networks], sum(each.unanswered for each in field.services.values())
+        turns = itertools.cycle(networks)
+
+        def harm_next() -> None:
+            getattr(next(turns), how)()
+
+        def met() -> bool:  # the workers have connected again
+            return all(each.accepted > accepted for each, accepted in zip(networks, before[0], strict=True))
+
+        harm_next()
+        yield Effect(
+            lambda: sum(each.unanswered for each in field.services.values()) - before[1], met=met, again=harm_next
+        )
+
+    harm.__name__ = f"connections_{how}"
+    return harm
+
+
 @contextlib.contextmanager
-def heartbeats_frozen(field: Field, _seconds: float) -> Iterator[Callable[[], int]]:
+def worker_killed(field: Field, _seconds: float) -> Iterator[Effect]:
+    """SIGKILL."""
+    place = field.one()
+    field.workers[place].stop(signal.SIGKILL)
+    field.workers[place].wait()
+    yield Effect(lambda: IN_FLIGHT)
+    field.replace(place)
+
+
+@contextlib.contextmanager
+def worker_sleeps(field: Field, _seconds: float) -> Iterator[Effect]:
+    """SIGSTOP, SIGCONT."""
+    sleeper = field.workers[field.one()]
+    sleeper.stop(signal.SIGSTOP)
+    yield Effect(lambda: IN_FLIGHT)
+    sleeper.stop(signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def worker_restarted(field: Field, _seconds: float) -> Iterator[Effect]:
+    """SIGTERM."""
+    place = field.one()
+    field.workers[place].stop()
+    assert field.workers[place].wait() == 0
+    field.replace(place)
+    yield Effect()
+
+
+@contextlib.contextmanager
+def heartbeats_frozen(field: Field, _seconds: float) -> Iterator[Effect]:
     """All workers take each other for dead for a moment."""
     execute(field.trial.database, FREEZE)
-    yield lambda: IN_FLIGHT
+    yield Effect(lambda: IN_FLIGHT)
 
 
 @contextlib.contextmanager
-def sent_again(field: Field, _seconds: float) -> Iterator[Callable[[], int]]:
+def sent_again(field: Field, _seconds: float) -> Iterator[Effect]:
     """Operators want some tasks again."""
     count = field.trial.send_again(20)
-    yield lambda: count
+    yield Effect(lambda: count)
 
 
+BOTH = ("pubsub", "spanner")
+#: What a soak chooses from.
 FAULTS: tuple[Harm, ...] = (
-    worker_killed, worker_sleeps, worker_restarted, service_refuses, service_hangs, service_slow, connections_broken,
-    _calls("spanner", Fault.ABORTED, "Commit", 0.5), _calls("spanner", Fault.LOST, "Commit", 0.2),
-    _calls("spanner", Fault.REFUSED, "Commit", 0.2), _calls("pubsub", Fault.LOST, "Publish", 0.2),
-    _calls("pubsub", Fault.REFUSED, "Publish", 0.3), heartbeats_frozen, sent_again,
+    worker_killed, worker_sleeps, worker_restarted, away("refuse", *BOTH), away("hang", *BOTH), slow(0.1, *BOTH),
+    broken("cut"), broken("truncate"), broken("half_close"),
+    calls("spanner", "Commit", Fault.ABORTED, 0.5), calls("spanner", "Commit", Fault.LOST, 0.2),
+    calls("spanner", "Commit", Fault.REFUSED, 0.2), calls("pubsub", "Publish", Fault.LOST, 0.2),
+    calls("pubsub", "Publish", Fault.REFUSED, 0.3), heartbeats_frozen, sent_again,
 )  # fmt: skip

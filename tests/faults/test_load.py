@@ -8,6 +8,7 @@ import uuid
 from datetime import datetime
 from typing import Any
 
+import pytest
 from google.cloud.spanner_v1.instance import Instance
 from google.cloud.spanner_v1.param_types import BYTES, STRING
 
@@ -39,6 +40,7 @@ ARRIVALS = 12
 POLL = ("ExecuteStreamingSql", "outbox-poll")
 
 
+@pytest.mark.extended
 def test_arrivals_above_capacity(trial: Trial, long: bool) -> None:
     """More tasks arrive than one worker can send, for ten minutes in the long form. Then a second worker joins.
 
@@ -98,6 +100,7 @@ def test_arrivals_above_capacity(trial: Trial, long: bool) -> None:
     assert statistics.median(waits) < statistics.median(others)
 
 
+@pytest.mark.extended
 def test_backlog_over_databases(
     trial: Trial, emulators: Emulators, spanner_instance: Instance, pubsub: PubSub, long: bool
 ) -> None:

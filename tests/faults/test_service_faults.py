@@ -1,9 +1,10 @@
 """Spanner or Pub/Sub fails: calls are refused or aborted, answers are lost, a service is slow, hangs or goes away."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 
+from tests.faults.faults import Harm, away, broken, calls, field_of, slow
 from tests.support.outages import count, dead, lasting
 from tests.support.pubsub import CALL_SECONDS
 from tests.support.rpc import Fault
@@ -13,130 +14,84 @@ from tests.support.waiting import eventually
 NOTHING = "No task is lost or published twice."
 REMEMBERED = f"{NOTHING} The worker remembers published tasks across transaction attempts."
 UNANSWERED = "No task is lost. At most the requests that Pub/Sub had not answered are published again."
+UNMARKED = "No task is lost. At most the tasks that were published but not marked at its start are published again."
 
 
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """A share of the calls of one method fails."""
+class Scenario(NamedTuple):
+    """What happens, what is promised, which services fail, and how."""
 
     title: str
     promise: str
-    method: str
-    fault: Fault
-    share: float
+    services: tuple[str, ...]
+    harm: Harm
 
 
-CALLS = {
-    "commits_aborted_often": Calls("Spanner aborts half of the commits.", REMEMBERED, "Commit", Fault.ABORTED, 0.5),
-    "commits_aborted_rarely": Calls("Spanner aborts 5 % of the commits.", REMEMBERED, "Commit", Fault.ABORTED, 0.05),
-    "commits_refused": Calls(
+SPANNER, PUBSUB, BOTH = ("spanner",), ("pubsub",), ("pubsub", "spanner")
+SCENARIOS = {
+    "commits_aborted_often": Scenario(
+        "Spanner aborts half of the commits.", REMEMBERED, SPANNER, calls("spanner", "Commit", Fault.ABORTED, 0.5)
+    ),
+    "commits_aborted_rarely": Scenario(
+        "Spanner aborts 5 % of the commits.", REMEMBERED, SPANNER, calls("spanner", "Commit", Fault.ABORTED, 0.05)
+    ),
+    "commits_refused": Scenario(
         "Spanner answers 30 % of the commits with UNAVAILABLE and does nothing.",
         f"{NOTHING} The client commits again.",
-        "Commit",
-        Fault.REFUSED,
-        0.3,
+        SPANNER, calls("spanner", "Commit", Fault.REFUSED, 0.3),
     ),
-    "spanner_commits_lost": Calls(
+    "spanner_commits_lost": Scenario(
         "The connection to Spanner is cut after 20 % of the commits arrived. Their outcome is unknown.",
         f"{NOTHING} The client commits again, or the next turn finds the mark.",
-        "Commit",
-        Fault.LOST,
-        0.2,
+        SPANNER, calls("spanner", "Commit", Fault.LOST, 0.2),
     ),
-    "pubsub_unavailable": Calls(
+    "pubsub_unavailable": Scenario(
         "Pub/Sub answers 30 % of the requests with UNAVAILABLE and accepts nothing.",
-        NOTHING,
-        "Publish",
-        Fault.REFUSED,
-        0.3,
+        NOTHING, PUBSUB, calls("pubsub", "Publish", Fault.REFUSED, 0.3),
     ),
-    "pubsub_answers_lost": Calls(
+    "pubsub_answers_lost": Scenario(
         "The connection to Pub/Sub is cut after 20 % of the requests arrived. Their outcome is unknown.",
-        UNANSWERED,
-        "Publish",
-        Fault.LOST,
-        0.2,
+        UNANSWERED, PUBSUB, calls("pubsub", "Publish", Fault.LOST, 0.2),
     ),
-}
-#: What happens to the connections of both services: the name of a method of `Proxy`.
-CONNECTIONS = {
-    "connections_cut": ("cut", "Connections are cut twice a second."),
-    "connections_half_closed": ("half_close", "Requests no longer arrive, but answers still do, twice a second."),
-    "connections_truncated": ("truncate", "Connections end in the middle of a message, twice a second."),
-}
-UNMARKED = "No task is lost. At most the tasks that were published but not marked at its start are published again."
-#: A service is away: which one, how (a method of `Proxy`), and how many tasks each second of it may repeat.
-OUTAGES = {
-    "pubsub_refuses": ("pubsub", "refuse", 0, "Pub/Sub refuses connections and cuts the open ones.", UNANSWERED),
-    "pubsub_hangs": (
-        "pubsub",
-        "hang",
-        4,
+    "connections_cut": Scenario("Connections are cut twice a second.", UNANSWERED, BOTH, broken("cut")),
+    "connections_half_closed": Scenario(
+        "Requests no longer arrive, but answers still do, twice a second.", UNANSWERED, BOTH, broken("half_close")
+    ),
+    "connections_truncated": Scenario(
+        "Connections end in the middle of a message, twice a second.", UNANSWERED, BOTH, broken("truncate")
+    ),
+    "pubsub_refuses": Scenario(
+        "Pub/Sub refuses connections and cuts the open ones.", UNANSWERED, PUBSUB, away("refuse", "pubsub")
+    ),
+    "pubsub_hangs": Scenario(
         "Pub/Sub accepts connections and never answers.",
         f"{UNANSWERED} So are the probes: one per topic, worker and second.",
+        PUBSUB, away("hang", "pubsub"),
     ),
-    "spanner_refuses": ("spanner", "refuse", 0, "Spanner refuses connections and cuts the open ones.", UNMARKED),
-    "spanner_hangs": ("spanner", "hang", 0, "Spanner accepts connections and never answers.", UNMARKED),
-}
-SLOW = {
-    "pubsub_slow": ("pubsub", 0.25, "Pub/Sub answers half a second late, within the limits.", NOTHING),
-    "spanner_slow": ("spanner", 0.1, "Each call to Spanner takes 0.2 s longer.", NOTHING),
-}
+    "spanner_refuses": Scenario(
+        "Spanner refuses connections and cuts the open ones.", UNMARKED, SPANNER, away("refuse", "spanner")
+    ),
+    "spanner_hangs": Scenario(
+        "Spanner accepts connections and never answers.", UNMARKED, SPANNER, away("hang", "spanner")
+    ),
+    "pubsub_slow": Scenario(
+        "Pub/Sub answers half a second late, within the limits.", NOTHING, PUBSUB, slow(0.25, "pubsub")
+    ),
+    "spanner_slow": Scenario("Each call to Spanner takes 0.2 s longer.", NOTHING, SPANNER, slow(0.1, "spanner")),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("scenario", CALLS)
-def test_calls_fail(trial: Trial, fault_seconds: float, scenario: str) -> None:
-    """The calls of heartbeats fail too. A lost answer cuts all connections of all workers."""
-    calls = CALLS[scenario]
-    faulty = trial.faulty_spanner() if calls.method == "Commit" else trial.faulty_pubsub()
-    with faulty as service, trial.workers(2):
-        with service.failing(trial.chance(calls.share, calls.fault, calls.method)), trial.load():
-            lasting(fault_seconds)
-        trial.settle()
-    assert service.seen[calls.method, calls.fault] > 0
-    assert trial.audit(duplicates=service.unanswered if calls.promise == UNANSWERED else 0).kept()
-
-
-@pytest.mark.parametrize("scenario", CONNECTIONS)
-def test_connections_break(trial: Trial, fault_seconds: float, scenario: str) -> None:
-    """The disturbed network is that of Spanner or of Pub/Sub, at random."""
-    harm, _ = CONNECTIONS[scenario]
-    with trial.faulty_pubsub() as pubsub, trial.spanner_proxy() as spanner, trial.workers(2):
-
-        def disturb() -> None:
-            getattr(trial.random.choice([pubsub.network, spanner]), harm)()
-
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_service_fails(trial: Trial, fault_seconds: float, scenario: str) -> None:
+    """The fault comes under load and lasts until a worker has met it. The backlog is sent when it is over."""
+    _, _, services, harm = SCENARIOS[scenario]
+    with field_of(trial, 2, services) as field:
         with trial.load():
-            lasting(fault_seconds, disturb)
+            trial.wait_for_first_task()
+            with harm(field, fault_seconds) as effect:
+                lasting(fault_seconds, effect.again)
+                eventually(effect.met, seconds=40, message=f"a worker meets {scenario}")
         trial.settle()
-    assert trial.audit(duplicates=pubsub.unanswered).kept()
-
-
-@pytest.mark.parametrize("scenario", OUTAGES)
-def test_a_service_is_away(trial: Trial, fault_seconds: float, scenario: str) -> None:
-    """It goes away under load. The backlog is sent when it is back."""
-    service, harm, repeated, *_ = OUTAGES[scenario]
-    with trial.pubsub_proxy() if service == "pubsub" else trial.spanner_proxy() as proxy, trial.workers(2):
-        with trial.load():
-            lasting(1)
-            getattr(proxy, harm)()
-            lasting(fault_seconds)
-            proxy.forward()
-        trial.settle()
-    assert trial.audit(duplicates=2 * IN_FLIGHT + repeated * int(fault_seconds + 1)).kept()
-
-
-@pytest.mark.parametrize("scenario", SLOW)
-def test_a_service_is_slow(trial: Trial, fault_seconds: float, scenario: str) -> None:
-    """It is slow under load and fast at the end."""
-    service, delay, *_ = SLOW[scenario]
-    with trial.pubsub_proxy() if service == "pubsub" else trial.spanner_proxy() as proxy, trial.workers(2):
-        proxy.delay(delay)
-        with trial.load():
-            lasting(fault_seconds)
-        proxy.delay(0)
-        trial.settle()
-    assert trial.audit(duplicates=0).kept()
+    assert trial.audit(duplicates=effect.duplicates()).kept()
 
 
 def test_everything_away(trial: Trial, fault_seconds: float) -> None:
@@ -144,12 +99,14 @@ def test_everything_away(trial: Trial, fault_seconds: float) -> None:
 
     Promised: No task is lost. At most the tasks in flight at the start of each outage are published again.
     """
-    with trial.pubsub_proxy() as pubsub, trial.spanner_proxy() as spanner, trial.workers(2):
+    with field_of(trial, 2, BOTH) as field:
+        pubsub, spanner = (field.services[name].network for name in BOTH)
         with trial.load():
-            lasting(1)
+            trial.wait_for_first_task()
             for change in (spanner.refuse, pubsub.refuse, spanner.forward):
                 change()
                 lasting(fault_seconds / 2)
+            eventually(lambda: field.log("spanner_away") and field.log("topic_rests"), seconds=40, message="both met")
             pubsub.forward()
         trial.settle()
     assert trial.audit(duplicates=4 * IN_FLIGHT).kept()
@@ -161,11 +118,8 @@ def test_topic_deleted(trial: Trial, fault_seconds: float) -> None:
     Promised: No task is lost, dead or published twice. Messages of the old topic stay with its subscribers.
     """
     topics = (trial.topic, trial.ordered_topic)
-    with trial.pubsub_proxy() as proxy, trial.workers(2):
+    with trial.proxy("pubsub") as proxy, trial.workers(2):
         trial.register(60)
-        trial.settle()
-        with trial.load():
-            lasting(1)
         trial.settle()
         for topic in topics:
             trial.pubsub.publisher.delete_topic(topic=topic, timeout=CALL_SECONDS)

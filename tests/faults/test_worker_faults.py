@@ -5,6 +5,8 @@ import signal
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pytest
+
 import outbox
 from tests.faults.faults import FREEZE
 from tests.support.dogstatsd import UnixAgent
@@ -38,6 +40,7 @@ def test_workers_killed(trial: Trial, long: bool) -> None:
     assert trial.audit(duplicates=kills * IN_FLIGHT).kept()
 
 
+@pytest.mark.extended
 def test_all_workers_killed(trial: Trial, long: bool) -> None:
     """SIGKILL of all workers at once in the middle of a backlog, as when a node dies.
 
@@ -55,6 +58,7 @@ def test_all_workers_killed(trial: Trial, long: bool) -> None:
     assert trial.audit(duplicates=times * 2 * IN_FLIGHT).kept()
 
 
+@pytest.mark.extended
 def test_worker_sleeps(trial: Trial, long: bool) -> None:
     """SIGSTOP, and SIGCONT after Spanner's 10 s for an idle transaction and the 15 s of the liveness timeout.
 
@@ -99,6 +103,7 @@ def test_rolling_restart(trial: Trial, long: bool) -> None:
     assert trial.audit(duplicates=2 * restarts * IN_FLIGHT).kept()
 
 
+@pytest.mark.extended
 def test_heartbeats_frozen(trial: Trial, fault_seconds: float) -> None:
     """All heartbeats look a minute old, so each worker takes the others for dead and polls all shards.
 
@@ -112,6 +117,7 @@ def test_heartbeats_frozen(trial: Trial, fault_seconds: float) -> None:
     assert trial.audit(duplicates=IN_FLIGHT).kept()
 
 
+@pytest.mark.extended
 def test_clocks_off(trial: Trial, fault_seconds: float) -> None:
     """The clocks of two workers are a minute ahead and a minute behind.
 
@@ -144,6 +150,7 @@ def test_clocks_off(trial: Trial, fault_seconds: float) -> None:
     assert later <= min(times) <= max(times) < later + timedelta(seconds=SKEW - 10)
 
 
+@pytest.mark.extended
 def test_logs_on_a_full_disk(trial: Trial, fault_seconds: float) -> None:
     """The disk is full, so no log line can be written.
 
@@ -158,6 +165,7 @@ def test_logs_on_a_full_disk(trial: Trial, fault_seconds: float) -> None:
     assert trial.audit(duplicates=0).kept()
 
 
+@pytest.mark.extended
 def test_agent_gone(trial: Trial, fault_seconds: float, tmp_path: Path) -> None:
     """The socket of Datadog's agent vanishes under load.
 
