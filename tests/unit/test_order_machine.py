@@ -167,12 +167,13 @@ class OrderMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(1800)
-def test_order(long: bool) -> None:
-    """First publishes in the order of their keys, no loss, nothing sent after a roll-back, nobody waits."""
+@pytest.mark.parametrize("histories", [60, pytest.param(200, marks=pytest.mark.extended)])
+def test_order(long: bool, histories: int) -> None:
+    """Keys keep the order of first publishes, no task is lost, none is sent after a rollback, and no caller waits."""
     run_state_machine_as_test(
         OrderMachine,
         settings=settings(
-            max_examples=5000 if long else 200,
+            max_examples=5000 if long else histories,
             stateful_step_count=40,
             derandomize=not long,
             database=None,
