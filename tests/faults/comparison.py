@@ -19,9 +19,8 @@ from tests.support import spanner
 from tests.support.outages import lasting
 from tests.support.processes import Process
 from tests.support.pubsub import PubSub
-from tests.support.rpc import Fault, Faulty
+from tests.support.rpc import Fault
 from tests.support.trial import GROUP_SIZE, Trial
-from tests.support.waiting import eventually
 
 #: Two would abort each other on the emulator, which is no fault of a protocol.
 WORKERS = 1
@@ -69,8 +68,7 @@ def killed(trial: Trial, relay: Relay) -> int:
     with contextlib.ExitStack() as stack:
         workers = stack.enter_context(relay.working(trial))
         for kill in range(KILLS):
-            left = tasks * (KILLS - kill) / (KILLS + 1)
-            eventually(lambda at=left: trial.backlog() <= at, seconds=SECONDS, message="more is sent")
+            trial.wait_for_backlog(tasks * (KILLS - kill) // (KILLS + 1), SECONDS)
             [worker] = workers
             worker.stop(signal.SIGKILL)
             worker.wait()
@@ -83,9 +81,7 @@ def at_random(service: str, fault: Fault, method: str) -> Way:
     """Return a way in which a share of the calls of a method fails."""
 
     def way(trial: Trial, relay: Relay) -> int:
-        put: Any = trial.faulty_spanner if service == "spanner" else trial.faulty_pubsub
-        with put() as server, relay.working(trial):
-            faulty: Faulty = server
+        with trial.faulty(service) as faulty, relay.working(trial):
             with faulty.failing(trial.chance(SHARE, fault, method)):
                 trial.settle(SECONDS)
             return faulty.seen[method, fault]
@@ -97,10 +93,9 @@ def away(service: str) -> Way:
     """Return a way in which a service is away for a while."""
 
     def way(trial: Trial, relay: Relay) -> int:
-        tasks = trial.backlog()
-        put: Any = trial.spanner_proxy if service == "spanner" else trial.pubsub_proxy
-        with put() as proxy, relay.working(trial):
-            eventually(lambda: trial.backlog() <= tasks / 2, seconds=SECONDS, message="half of it is sent")
+        half = trial.backlog() // 2
+        with trial.proxy(service) as proxy, relay.working(trial):
+            trial.wait_for_backlog(half, SECONDS)
             proxy.refuse()
             lasting(OUTAGE_SECONDS)
             proxy.forward()

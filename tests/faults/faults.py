@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
-from tests.support.outages import told
 from tests.support.processes import Process
 from tests.support.relays import execute
 from tests.support.rpc import Fault, Faulty
 from tests.support.trial import IN_FLIGHT, Trial
 
+#: Tasks: about a second of load.
+STALLED = 40
 FREEZE = """
 UPDATE AsynchronousTaskWorkers SET SeenAt = TIMESTAMP_SUB(CURRENT_TIMESTAMP(), INTERVAL 1 MINUTE) WHERE TRUE"""
 
@@ -37,9 +38,13 @@ class Field:
         """Start another worker in one's place."""
         self.workers[place] = self.stack.enter_context(self.trial.worker())
 
-    def log(self, action: str) -> bool:
-        """Tell whether a worker has logged an action."""
-        return any(told(each, action) for each in self.workers)
+    def unanswered(self) -> int:
+        """Return how many messages went to Pub/Sub without an answer so far."""
+        return sum(each.unanswered for each in self.services.values())
+
+    def is_stalled(self) -> bool:
+        """Tell whether the workers have sent nothing for about a second of load."""
+        return self.trial.backlog() > STALLED
 
     def any_of(self, services: Collection[str]) -> Faulty:
         """Choose a service."""
@@ -98,8 +103,7 @@ def away(how: str, *services: str) -> Harm:
         is_pubsub = faulty is field.services.get("pubsub")
         probes = 2 * len(field.workers) * int(seconds + 1) if is_pubsub and how == "hang" else 0
         getattr(faulty.network, how)()
-        action = "topic_rests" if is_pubsub else "spanner_away"
-        yield Effect(lambda: field.in_flight + probes, lambda: field.log(action))
+        yield Effect(lambda: field.in_flight + probes, field.is_stalled)
         faulty.network.forward()
 
     harm.__name__ = f"service_{how}s"
@@ -126,19 +130,17 @@ def broken(how: str) -> Harm:
     @contextlib.contextmanager
     def harm(field: Field, _seconds: float) -> Iterator[Effect]:
         networks = [each.network for each in field.services.values()]
-        before = [each.accepted for each in networks], sum(each.unanswered for each in field.services.values())
+        accepted, unanswered = [each.accepted for each in networks], field.unanswered()
         turns = itertools.cycle(networks)
 
         def harm_next() -> None:
             getattr(next(turns), how)()
 
         def met() -> bool:  # the workers have connected again
-            return all(each.accepted > accepted for each, accepted in zip(networks, before[0], strict=True))
+            return all(network.accepted > before for network, before in zip(networks, accepted, strict=True))
 
         harm_next()
-        yield Effect(
-            lambda: sum(each.unanswered for each in field.services.values()) - before[1], met=met, again=harm_next
-        )
+        yield Effect(lambda: field.unanswered() - unanswered, met, again=harm_next)
 
     harm.__name__ = f"connections_{how}"
     return harm

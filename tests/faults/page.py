@@ -16,7 +16,6 @@ from typing import Any
 from tests.benchmarks.page import markdown
 from tests.benchmarks.results import ROOT, circumstances
 from tests.faults import test_load, test_service_faults, test_worker_faults
-from tests.faults.test_service_faults import CALLS, CONNECTIONS, OUTAGES, SLOW, UNANSWERED
 
 PAGE = ROOT / "docs" / "reliability.md"
 KEPT = PAGE.with_suffix("") / "results.json"
@@ -138,11 +137,9 @@ class Scenario:
 
 
 def scenarios() -> dict[str, Scenario]:
-    """Return the scenarios by name: rows of the tables of services, and functions with a promise in their docstring."""
-    services = "test_service_faults.py"
-    found = {name: Scenario(each.title, each.promise, services) for name, each in CALLS.items()}
-    found |= {name: Scenario(title, UNANSWERED, services) for name, (_, title) in CONNECTIONS.items()}
-    found |= {name: Scenario(*row[-2:], services) for name, row in (OUTAGES | SLOW).items()}
+    """Return the scenarios by name: rows of the table of services, and functions with a promise in their docstring."""
+    rows = test_service_faults.SCENARIOS.items()
+    found = {name: Scenario(each.title, each.promise, "test_service_faults.py") for name, each in rows}
     for module in (test_service_faults, test_worker_faults, test_load):
         for name, function in vars(module).items():
             title, _, promised = " ".join((inspect.getdoc(function) or "").split()).partition(" Promised: ")

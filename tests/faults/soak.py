@@ -22,7 +22,7 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 from outbox import emulators
-from tests.faults.faults import FAULTS, Field
+from tests.faults.faults import BOTH, FAULTS, field_of
 from tests.support import spanner
 from tests.support.outages import lasting
 from tests.support.processes import Process
@@ -120,9 +120,8 @@ def _minutes(text: str) -> float:
 def _soak(trial: Trial, seconds: float, samples: Samples, events: list[Event]) -> None:
     begin = time.monotonic()
     with contextlib.ExitStack() as stack:
-        pubsub, server = stack.enter_context(trial.faulty_pubsub()), stack.enter_context(trial.faulty_spanner())
-        workers = stack.enter_context(trial.workers(WORKERS))
-        field = Field(trial, pubsub, server, workers, stack)
+        field = stack.enter_context(field_of(trial, WORKERS, BOTH))
+        workers = field.workers
 
         def look() -> None:
             samples.take(time.monotonic() - begin, workers[0], trial.backlog())
@@ -133,14 +132,14 @@ def _soak(trial: Trial, seconds: float, samples: Samples, events: list[Event]) -
                 fault = trial.random.choice(FAULTS)
                 duration = trial.random.uniform(*FAULT_SECONDS)
                 print(f"{now:6.0f} s  {fault.__name__} for {duration:.0f} s", file=sys.stderr, flush=True)
-                with fault(field, duration) as allowed:
-                    lasting(duration)
+                with fault(field, duration) as effect:
+                    lasting(duration, effect.again)
                 end = time.monotonic()
                 eventually(
                     lambda: trial.backlog() <= SMALL, seconds=RECOVERY_SECONDS, message=f"calm after {fault.__name__}"
                 )
                 recovery = time.monotonic() - end
-                events.append(Event(fault.__name__, now, end - begin, allowed(), round(recovery, 1)))
+                events.append(Event(fault.__name__, now, end - begin, effect.duplicates(), round(recovery, 1)))
                 lasting(trial.random.uniform(*CALM_SECONDS))
         trial.settle(RECOVERY_SECONDS)
         for each in workers:

@@ -27,6 +27,8 @@ class Scenario(NamedTuple):
 
 
 SPANNER, PUBSUB, BOTH = ("spanner",), ("pubsub",), ("pubsub", "spanner")
+#: Those of `make test`; `make test-all` runs the others.
+QUICK = {"commits_aborted_often", "spanner_commits_lost", "pubsub_answers_lost", "connections_cut", "spanner_refuses"}
 SCENARIOS = {
     "commits_aborted_often": Scenario(
         "Spanner aborts half of the commits.", REMEMBERED, SPANNER, calls("spanner", "Commit", Fault.ABORTED, 0.5)
@@ -80,7 +82,9 @@ SCENARIOS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    "scenario", [pytest.param(name, marks=() if name in QUICK else pytest.mark.extended) for name in SCENARIOS]
+)
 def test_a_service_fails(trial: Trial, fault_seconds: float, scenario: str) -> None:
     """The fault comes under load and lasts until a worker has met it. The backlog is sent when it is over."""
     _, _, services, harm = SCENARIOS[scenario]
@@ -94,6 +98,7 @@ def test_a_service_fails(trial: Trial, fault_seconds: float, scenario: str) -> N
     assert trial.audit(duplicates=effect.duplicates()).kept()
 
 
+@pytest.mark.extended
 def test_everything_away(trial: Trial, fault_seconds: float) -> None:
     """Spanner and Pub/Sub go away one after the other and come back in the same order.
 
@@ -106,12 +111,13 @@ def test_everything_away(trial: Trial, fault_seconds: float) -> None:
             for change in (spanner.refuse, pubsub.refuse, spanner.forward):
                 change()
                 lasting(fault_seconds / 2)
-            eventually(lambda: field.log("spanner_away") and field.log("topic_rests"), seconds=40, message="both met")
+            eventually(field.is_stalled, seconds=40, message="the workers meet the outages")
             pubsub.forward()
         trial.settle()
     assert trial.audit(duplicates=4 * IN_FLIGHT).kept()
 
 
+@pytest.mark.extended
 def test_topic_deleted(trial: Trial, fault_seconds: float) -> None:
     """Both topics are deleted under load and created again.
 

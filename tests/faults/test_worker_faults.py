@@ -11,12 +11,13 @@ import outbox
 from tests.faults.faults import FREEZE
 from tests.support.dogstatsd import UnixAgent
 from tests.support.outages import lasting, log_lines
-from tests.support.relays import execute
-from tests.support.trial import IN_FLIGHT, Trial, id_of
+from tests.support.relays import execute, shards_of
+from tests.support.trial import IN_FLIGHT, Trial, beside, id_of
 from tests.support.waiting import eventually
 
 #: Seconds by which the clocks are wrong, and tasks that are scheduled, so that both workers have some.
 SKEW, SCHEDULED = 60, 20
+SHARDS = 10
 SHIFTED = "tests.support.shifted_clock"
 
 
@@ -30,8 +31,7 @@ def test_workers_killed(trial: Trial, long: bool) -> None:
         workers = stack.enter_context(trial.workers(2))
         for _ in range(kills):
             trial.register(60)
-            moment = trial.random.randint(1, 59)
-            eventually(lambda at=moment: trial.backlog() <= at, seconds=30, message="some tasks sent")
+            trial.wait_for_backlog(trial.random.randint(1, 59))
             victim = trial.random.randrange(2)
             workers[victim].stop(signal.SIGKILL)
             workers[victim].wait()
@@ -50,9 +50,10 @@ def test_all_workers_killed(trial: Trial, long: bool) -> None:
     for _ in range(times):
         with trial.workers(2) as workers:
             trial.register(120)
-            eventually(lambda: trial.backlog() < 80, seconds=30, message="some tasks sent")
+            trial.wait_for_backlog(80)
             for each in workers:
                 each.stop(signal.SIGKILL)
+        execute(trial.database, FREEZE)  # as after the liveness timeout
     with trial.workers(1):
         trial.settle()
     assert trial.audit(duplicates=times * 2 * IN_FLIGHT).kept()
@@ -69,12 +70,11 @@ def test_worker_sleeps(trial: Trial, long: bool) -> None:
     with trial.workers(2) as workers:
         for _ in range(sleeps):
             trial.register(120)
-            eventually(lambda: trial.backlog() < 100, seconds=30, message="some tasks sent")
+            trial.wait_for_backlog(100)
             sleeper = workers[trial.random.randrange(2)]
             sleeper.stop(signal.SIGSTOP)
-            lasting(17)
             trial.register(30)
-            trial.settle()  # by the other one
+            trial.settle()  # by the other one, which takes over the shards after the liveness timeout
             sleeper.stop(signal.SIGCONT)
             trial.register(30)
             trial.settle()
@@ -110,9 +110,10 @@ def test_heartbeats_frozen(trial: Trial, fault_seconds: float) -> None:
     Promised: No task is lost. The row locks keep the workers apart. At most one worker's in-flight batches are
     published again, if the emulator aborts its transaction in favor of another one.
     """
-    with trial.workers(3):
-        with trial.load():
-            lasting(fault_seconds, lambda: execute(trial.database, FREEZE))
+    with trial.workers(3) as workers:
+        with trial.load(), beside(lambda: execute(trial.database, FREEZE), every=0.2):
+            lasting(fault_seconds)
+            eventually(lambda: all(len(shards_of(each)) == SHARDS for each in workers), seconds=40, message="all alone")
         trial.settle()
     assert trial.audit(duplicates=IN_FLIGHT).kept()
 

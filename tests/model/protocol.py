@@ -29,19 +29,19 @@ class Outcome(IntEnum):
     SENT, FAILED, OUTAGE, BAD = range(4)
 
 
-#: Without the one of these that is named, the protocol is wrong.
+#: The rules of the protocol, each with the invariant that breaks without it.
 RULES = {
-    "exclusive": "the lock query locks exclusively",
-    "look again": "SentAt is read again under the lock",
-    "answer": "the answer of Pub/Sub is waited for before a row is marked",
-    "no answer": "no answer is no success",
-    "one transaction": "the mark is written by the transaction that has the lock",
-    "re-run": "what was published is remembered when the transaction is run again",
-    "doubts": "what was published is remembered when its commit has failed, or nobody knows",
-    "front": "a key is sent from its first unsent task on, whatever the poll saw",
-    "not due": "under the lock a task that is not due ends the run of its key",
-    "failure": "what has failed stops its key, also when the transaction is run again",
-    "committed": "only what is committed is read",
+    "exclusive": "duplicate",  # the lock query locks exclusively
+    "look again": "duplicate",  # SentAt is read again under the lock
+    "answer": "loss",  # a row is marked after the answer of Pub/Sub
+    "no answer": "loss",  # no answer is no success
+    "one transaction": "duplicate",  # the transaction that has the lock writes the mark
+    "re-run": "duplicate",  # the next transaction attempt remembers what was published
+    "doubts": "duplicate",  # the worker remembers what was published when a commit fails or its outcome is unknown
+    "front": "order",  # a key is sent from its first unsent task on, whatever the poll saw
+    "not due": "order",  # under the lock a task that is not due stops its key
+    "failure": "order",  # a failed task stops its key, also in the next transaction attempt
+    "committed": "no commit",  # only committed rows are read
 }
 
 

@@ -1,4 +1,4 @@
-"""The protocol in full, in a small scope: every interleaving, a crash at every point. docs/architecture/model.md."""
+"""The whole protocol in a small scope: every interleaving, a crash at every point. docs/architecture/model.md."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from tests.model.protocol import RULES, Config
 
 ONE_KEY, KEY_AND_ONE = ("k", "k"), ("k", "k", None)
 FIRST_IS_BAD = frozenset({0})
-#: With one fault everything up to three tasks, with two up to two tasks.
-SCOPES = [
+#: With one fault up to three tasks, with two faults up to two tasks.
+SMALL = [
     Config((None,), workers=1, faults=3),
     Config((None, None), faults=1),
     Config((None,), faults=2),
@@ -17,6 +17,7 @@ SCOPES = [
     Config(ONE_KEY, faults=2, bad=FIRST_IS_BAD),
     Config(("k", "k", "k"), faults=1),
 ]
+#: Minutes each.
 LARGE = [
     Config(KEY_AND_ONE, faults=1),
     Config(("k", "k", "k"), faults=2),
@@ -25,43 +26,21 @@ LARGE = [
     Config(("k", "l"), faults=2),
     Config(KEY_AND_ONE, faults=1, bad=FIRST_IS_BAD),
 ]
-#: Which invariant a rule holds.
-BROKEN = {
-    "exclusive": "duplicate",
-    "look again": "duplicate",
-    "answer": "loss",
-    "no answer": "loss",
-    "one transaction": "duplicate",
-    "re-run": "duplicate",
-    "doubts": "duplicate",
-    "front": "order",
-    "not due": "order",
-    "failure": "order",
-    "committed": "no commit",
-}
+IN_LONG_FORM = [pytest.mark.long("smaller scopes are above"), pytest.mark.timeout(1800)]
 
 
-@pytest.mark.parametrize("scope", SCOPES, ids=str)
+@pytest.mark.parametrize("scope", [*SMALL, *(pytest.param(each, marks=IN_LONG_FORM) for each in LARGE)], ids=str)
 def test_nothing_is_lost_out_of_order_uncommitted_or_sent_twice_without_a_cause(scope: Config) -> None:
-    """In no state that can be reached, and from each of them all tasks can be sent."""
-    found = explore(scope)
-    assert not found.broken, "\n".join(found.way)
-    assert found.states > 100
-
-
-@pytest.mark.long("smaller scopes are above")
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("scope", LARGE, ids=str)
-def test_the_same_in_larger_scopes(scope: Config) -> None:
-    """Minutes each."""
+    """In no reachable state, and from each of them all tasks can be sent."""
     found = explore(scope)
     print(f"{found.states:,} states")
     assert not found.broken, "\n".join(found.way)
+    assert found.states > 100
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_each_rule_is_needed(rule: str) -> None:
     """Without it one of the invariants breaks, in a scope that is known to be good with it."""
-    scopes = (scope._replace(faults=1) for scope in SCOPES if len(scope.keys) < 3)
+    scopes = (scope._replace(faults=1) for scope in SMALL if len(scope.keys) < 3)
     broken = [found for scope in scopes if (found := explore(scope._replace(without=rule))).broken]
-    assert {found.broken.partition(":")[0] for found in broken} == {BROKEN[rule]}
+    assert {found.broken.partition(":")[0] for found in broken} == {RULES[rule]}

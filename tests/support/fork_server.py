@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 #: Packages whose modules the server of the commands, and that of the Spark jobs, imports before it forks.
 PRELOADED = {"commands": ("outbox", "publishworker"), "jobs": ("outbox", "publishworker", "outbox_pipeline")}
 _PR_SET_PDEATHSIG = 1
-_MAX_REQUEST = 1 << 20
+_MAX_REQUEST, _MAX_FILES = 1 << 20, 8
 
 
 class Child:
@@ -101,7 +101,7 @@ def fork(
     connection.connect(_address("jobs" if module.startswith("outbox_pipeline") else "commands"))
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a device
         streams = [each if isinstance(each, int) else each.fileno() for each in (stdin or nothing, stdout, stderr)]
-        request = json.dumps([module, list(arguments), dict(environment), str(ROOT)]).encode()
+        request = json.dumps([[0, 1, 2], module, list(arguments), dict(environment), str(ROOT)]).encode()
         socket.send_fds(connection, [request], streams)
     return Child(int(connection.recv(64)), connection)
 
@@ -124,8 +124,9 @@ import json, os, signal, socket, sys
 
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect({address!r})
-request = json.dumps(["{module}", sys.argv[1:], dict(os.environ), os.getcwd()])
-socket.send_fds(server, [request.encode()], [0, 1, 2])
+files = [0, 1, 2, *(int(each.removeprefix("/dev/fd/")) for each in sys.argv if each.startswith("/dev/fd/"))]
+request = json.dumps([files, "{module}", sys.argv[1:], dict(os.environ), os.getcwd()])
+socket.send_fds(server, [request.encode()], files)
 pid = int(server.recv(64))
 for each in (signal.SIGINT, signal.SIGTERM):
     signal.signal(each, lambda number, _: os.kill(pid, number))
@@ -184,7 +185,7 @@ class _Server:
 
     def _fork(self) -> "_Request | None":
         connection, _ = self._listener.accept()
-        text, streams, _, _ = socket.recv_fds(connection, _MAX_REQUEST, 3)
+        text, streams, _, _ = socket.recv_fds(connection, _MAX_REQUEST, _MAX_FILES)
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -213,7 +214,8 @@ class _Request:
     """What a child is to become."""
 
     server: int
-    streams: Sequence[int]
+    received: Sequence[int]
+    numbers: Sequence[int]
     module: str
     arguments: list[str]
     environment: dict[str, str]
@@ -226,9 +228,10 @@ class _Request:
             os._exit(1)
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the test run is a background job
-        for number, stream in enumerate(self.streams):
-            os.dup2(stream, number)
-            os.close(stream)
+        for file, number in zip(self.received, self.numbers, strict=True):
+            os.dup2(file, number)
+            if file not in self.numbers:
+                os.close(file)
         # As at the start of an interpreter: whether a stream is a terminal decides how it is buffered.
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for as long as the process lives
         lines = 1 if "PYTHONUNBUFFERED" in self.environment else -1

@@ -47,8 +47,8 @@ TOGETHER = 6
 ROLLED_BACK = 5
 #: Nothing hangs: that all is marked, or one thing registered, takes no longer.
 SETTLE_SECONDS, REGISTER_SECONDS = 480.0, 120.0
-
-
+#: Seconds between two looks at the backlog.
+LOOK_SECONDS = 0.1
 #: Seconds after which sent tasks are deleted, where a trial lasts: the emulator scans the table for each poll.
 RETENTION_SECONDS = 30
 _ANY_SENT = "SELECT Id FROM AsynchronousTasks WHERE SentAt IS NOT NULL"
@@ -156,27 +156,17 @@ class Trial:
             yield made
 
     @contextlib.contextmanager
-    def pubsub_proxy(self) -> Iterator[Proxy]:
-        """Put a proxy between Pub/Sub and the workers that are started in the block."""
-        with Proxy(self.pubsub_host) as proxy, mock.patch.object(self, "pubsub_host", proxy.address):
+    def proxy(self, service: str) -> Iterator[Proxy]:
+        """Put a proxy between "pubsub" or "spanner" and the workers that are started in the block."""
+        host = f"{service}_host"
+        with Proxy(getattr(self, host)) as proxy, mock.patch.object(self, host, proxy.address):
             yield proxy
 
     @contextlib.contextmanager
-    def spanner_proxy(self) -> Iterator[Proxy]:
-        """Put a proxy between Spanner and the workers that are started in the block."""
-        with Proxy(self.spanner_host) as proxy, mock.patch.object(self, "spanner_host", proxy.address):
-            yield proxy
-
-    @contextlib.contextmanager
-    def faulty_pubsub(self) -> Iterator[Faulty]:
-        """Put a network before Pub/Sub in which calls fail, as `fault` says, and connections, as its `network` says."""
-        with self.pubsub_proxy() as proxy, Faulty(self.emulators.pubsub_host, proxy) as faulty:
-            yield faulty
-
-    @contextlib.contextmanager
-    def faulty_spanner(self) -> Iterator[Faulty]:
-        """Do the same before Spanner."""
-        with self.spanner_proxy() as proxy, Faulty(self.emulators.spanner_host, proxy) as faulty:
+    def faulty(self, service: str) -> Iterator[Faulty]:
+        """The same with calls that fail, as its `fault` says, and connections, as its `network` says."""
+        host = getattr(self.emulators, f"{service}_host")
+        with self.proxy(service) as proxy, Faulty(host, proxy) as faulty:
             yield faulty
 
     def chance(self, share: float, fault: Fault, method: str) -> Callable[[str], Fault | None]:
@@ -227,10 +217,26 @@ class Trial:
 
     def settle(self, seconds: float = SETTLE_SECONDS) -> float:
         """Return after how many seconds everything was marked as sent. Raises AssertionError after `seconds`."""
-        begin = time.monotonic()
-        eventually(lambda: not unsent(self.database), seconds=seconds, message="all tasks marked")
+        begin = next_look = time.monotonic()
+
+        def is_settled() -> bool:  # the emulator reads the whole table for each look
+            nonlocal next_look
+            if (now := time.monotonic()) < next_look:
+                return False
+            next_look = now + LOOK_SECONDS
+            return self.backlog() == 0
+
+        eventually(is_settled, seconds=seconds, message="all tasks marked")
         self._recovery = time.monotonic() - begin
         return self._recovery
+
+    def wait_for_first_task(self) -> None:
+        """Return when a task is marked that was registered under load."""
+        eventually(lambda: self.backlog() < len(self.ledger.committed), seconds=30, message="a task is sent")
+
+    def wait_for_backlog(self, tasks: int, seconds: float = 30.0) -> None:
+        """Return when at most so many tasks are not marked. Raises AssertionError after `seconds`."""
+        eventually(lambda: self.backlog() <= tasks, seconds=seconds, message=f"at most {tasks} tasks are not marked")
 
     def backlog(self) -> int:
         """Return how many tasks are not marked."""

@@ -1,0 +1,160 @@
+"""Faults that mutation testing does not make: random histories notice those of the relay, queries those of SQL."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from random import Random
+from typing import Any
+from unittest import mock
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+
+from publishworker.pubsub import messages, publisher
+from publishworker.pubsub.messages import Lane
+from publishworker.spanner import sql
+from publishworker.task import GroupResult, Key, Parked, Sent
+from publishworker.turn import claims, delivery
+from publishworker.turn.breakers import Breakers
+from publishworker.turn.delivery import Delivery
+from publishworker.turn.doubts import Doubts
+from publishworker.turn.ordering import Fronts, Ordering
+from publishworker.turn.relay import Relay
+from publishworker.turn.retries import Retries
+from tests.support.order_ledger import Task
+from tests.support.order_model import World
+from tests.support.parts import look
+from tests.support.stepwise import patched
+from tests.support.store_harness import SpannerHarness, poll_ids
+
+#: Enough for each fault, and which fault a thread meets at its next step: most often none (tests/support/stepwise.py).
+HISTORIES, FATES = 8, [0] * 6 + [*range(1, 8), 3, 3]
+
+
+def always(value: object) -> Callable[[Any], Any]:
+    """Return a fault: a function returns a constant."""
+    return lambda _real: lambda *_arguments, **_options: value
+
+
+def reads_a_range(real: Any) -> Any:
+    """Return `Delivery._ours` that also reads the heads of the keys, in the transaction that has the locks."""
+
+    def ours(self: Any, result: Any, rows: Any, now: Any) -> Any:
+        self._store.fronts({Key(row.topic, row.ordering_key) for row in rows if row.ordering_key}, 1, pass_dead=False)
+        return real(self, result, rows, now)
+
+    return ours
+
+
+#: Each rule of the protocol, the attribute that keeps it, and what makes the wrong one of the real one.
+FAULTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
+    "SentAt is read again under the lock": (delivery, "taken", always({})),
+    "no range is read under the lock": (Delivery, "_ours", reads_a_range),
+    "a transaction attempt remembers outcomes": (delivery, "untried", lambda _: lambda rows, _tried: rows),
+    "it marks what an earlier attempt published": (GroupResult, "published_versions", always({})),
+    "a failed commit is remembered": (Doubts, "remember", always(None)),
+    "tasks in doubt are marked": (Relay, "_mark_doubtful", always(frozenset())),
+    "a key is sent from its head on": (Ordering, "fronts", lambda _: lambda _self, found, *_: Fronts(found.candidates)),
+    "each request of a key waits for the answer to the last": (
+        messages, "lanes",
+        lambda real: lambda *a: [Lane(deque([each]), lane.ordered) for lane in real(*a) for each in lane.requests],
+    ),
+    "a failed request stops its key": (
+        publisher, "_answered", lambda real: lambda lane, *a: real(lane, *a) or [lane][: len(lane.requests)]
+    ),
+    "no answer is no success": (publisher, "failure_of", always(Sent(""))),
+    "at-most-once tasks are marked first": (claims, "_reason_to_leave", always(None)),
+    "only a probe fails for its topic": (
+        Breakers, "start", lambda real: lambda self, group: replace(real(self, group), probe=True)
+    ),
+    "the first outage costs no attempt": (
+        Breakers, "start", lambda real: lambda self, group: replace(real(self, group), suspects=frozenset(group.ids))
+    ),
+    "deferred tasks cost no attempt": (Delivery, "_behind", lambda _: lambda _self, _head, charged, _now: charged),
+    "they wait for an hour at most": (Retries, "park", lambda _: lambda _self, head, at, _now: Parked(at, head.id)),
+}  # fmt: skip
+#: What is replaced in the text of the poll.
+SQL_FAULTS = {
+    "AND SentAt IS NULL AND Topic =": "AND Topic =",
+    "AND SentAt IS NULL AND Topic >=": "AND Topic >=",
+    "AvailableAt <= CURRENT_TIMESTAMP()": "AvailableAt IS NOT NULL",
+    " LIMIT @per_range": "",
+    "Priority DESC, CreatedAt": "CreatedAt",
+    f"< {sql.SILENT_SECONDS}": f"< 100 * {sql.SILENT_SECONDS}",
+}
+
+
+def history(seed: int) -> list[str]:
+    """Let two workers, callers, an operator and faults act at random; return the broken promises."""
+    random = Random(seed)
+    with patched():
+        world = World(size=random.choice([10, 3, 1]), groups=random.choice([1, 2]))
+        for step in range(60):
+            worker = random.choice(world.workers)
+            match random.randrange(16) if step % 12 else -1:
+                case -1:
+                    world.register(*(task(random, world.store.now, f"{step}-{n}") for n in range(random.randint(2, 5))))
+                case 0:
+                    world.wait(random.choice([1, 11, 61, 600]))
+                case 1:
+                    world.rush(worker)
+                case 2 if sent := [id for id, row in world.store.rows.items() if row.sent_at]:
+                    world.retry(random.choice(sent), plainly=False)
+                case 3 if world.store.claims:
+                    world.store.lose(next(iter(world.store.claims.values())))
+                case 4 if world.late:
+                    world.execute(world.late.pop())
+                case _:
+                    for _ in range(4):
+                        world.advance(worker, random.randrange(4), random.choice(FATES))
+        world.settle()
+        for worker in world.workers:
+            world.kill(worker)
+        return world.ledger.broken
+
+
+def task(random: Random, now: datetime, number: str) -> Task:
+    """Return a task; ids sort in another order than their tasks."""
+    key, topic = random.choice(["k", "k", "k", "l", None]), random.choice(["orders", "orders", "invoices"])
+    due = random.choice([None] * 6 + [now + timedelta(seconds=1)])
+    id, bad, once = f"{random.randrange(99):02}-{number}", random.random() < 0.15, random.random() < 0.5
+    return Task(id=id, key=key, topic=topic, available_at=due, bad=bad, once=once and key is None)
+
+
+def test_the_histories_break_no_promise_without_a_fault() -> None:
+    """Else they would notice every fault."""
+    assert not any(history(seed) for seed in range(HISTORIES))
+
+
+@pytest.mark.parametrize("rule", FAULTS)
+def test_a_history_notices_a_fault_of_the_relay(rule: str) -> None:
+    """One of them breaks a promise."""
+    owner, name, make = FAULTS[rule]
+    with mock.patch.object(owner, name, make(getattr(owner, name))):
+        assert any(history(seed) for seed in range(HISTORIES))
+
+
+def answers(harness: SpannerHarness) -> list[list[str]]:
+    """Return the candidates, those with one task of each range, the topics and the live workers."""
+    news: Any = harness.store.poll(look(known=())).news
+    found = [sorted(poll_ids(harness.store, "orders", due=True, per_range=limit)) for limit in (10, 1)]
+    return [*found, sorted(news.topics), sorted(news.living)]
+
+
+def test_the_poll_notices_a_fault_in_sql_text(database: Database) -> None:
+    """The emulator shows no lock hints: tests/integration/test_rpc_sequence.py compares them."""
+    harness, poll, now, day = SpannerHarness(database), sql.poll, datetime.now(UTC), timedelta(days=1)
+    for id, topic, columns in (
+        ("sent", "orders", {"sent_at": now}), ("past", "invoices", {"sent_at": now}),
+        ("due", "orders", {"available_at": now - day}), ("later", "orders", {"available_at": now + day}),
+        ("head", "orders", {"ordering_key": "k"}), ("tail", "orders", {"ordering_key": "k", "priority": 100}),
+    ):  # fmt: skip
+        harness.insert(id, topic, **columns)
+    harness.seen("live", 1)
+    harness.seen("silent", 2 * sql.SILENT_SECONDS)
+    right = [["due", "head", "tail"], ["due", "tail"], ["orders"], ["live"]]
+    assert answers(harness) == right
+    for pair in SQL_FAULTS.items():
+        with mock.patch.object(sql, "poll", lambda pair=pair, **asked: poll(**asked).replace(*pair)):
+            assert answers(harness) != right, pair
