@@ -52,7 +52,7 @@ test-all: $(STAMP) ## everything that `make test` leaves out, in fifteen minutes
 test-long: $(STAMP) ## faults and outages of a minute each, load, probes of production, 5,000 random histories of ordering keys
 	@$(BIN)/python -m pytest --long --numprocesses 2 --dist loadgroup -rP tests/acceptance/test_demo_pipeline.py \
 		tests/acceptance/test_wheel.py tests/acceptance/test_outages.py tests/acceptance/test_bad_topics.py \
-		tests/acceptance/test_as_in_kubernetes.py tests/acceptance/test_as_in_kubernetes_memory.py tests/integration/test_ordering_spanner.py \
+		tests/acceptance/test_as_in_kubernetes.py tests/acceptance/test_as_in_kubernetes_memory.py tests/integration/test_relay_spanner.py \
 		tests/manifests/test_deploy_page.py tests/manifests/test_spark_submit.py tests/pipeline/test_flights.py \
 		tests/pipeline/test_stream.py tests/pipeline/test_archive_killed.py tests/pipeline/test_register_faults.py \
 		tests/unit/test_order_machine.py tests/model tests/fuzz tests/faults
@@ -65,7 +65,7 @@ coverage: $(STAMP) ## branch coverage of outbox and publishworker, also in proce
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --cov --cov-report term:skip-covered --cov-report html:build/coverage \
 		--ignore tests/pipeline --ignore tests/manifests --ignore tests/faults --ignore tests/model \
 		--ignore tests/acceptance/test_demo_pipeline.py --ignore tests/acceptance/test_as_in_kubernetes_confined.py \
-		--deselect tests/unit/test_small_parts.py::test_the_health_check_imports_the_standard_library_only
+		--deselect tests/integration/test_healthcheck.py::test_the_health_check_imports_the_standard_library_only
 
 mutants: $(STAMP) ## mutants of the core, by mutmut; writes mutants (docs/architecture/mutants.md)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group mutants

@@ -1,7 +1,7 @@
 """The same scenarios on the fake publisher and on the Pub/Sub emulator."""
 
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
@@ -12,43 +12,41 @@ from publishworker.task import Failed, Row, Sent
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.pubsub import Subscription
 
-
-class Harness(Protocol):
-    """A publisher, one topic that exists, and what arrived there."""
-
-    publisher: Publisher
-    topic: str
-
-    def received(self, count: int) -> list[Any]:
-        """Return the messages that arrived, at least `count`."""
+UNDECODABLE = b"\xff\xff\xff"
+REFUSAL = Failed("undecodable", "Data is not a serialized google.pubsub.v1.PubsubMessage")
+MISSING = "projects/test-project/topics/missing"
 
 
 class FakeHarness:
-    """Behind the fake."""
+    """The fake, and the one topic that exists."""
 
     def __init__(self) -> None:
         """Know one topic."""
         self.topic = "projects/test-project/topics/orders"
-        self.publisher = self._fake = FakePublisher("orders")
+        self.publisher: Publisher = FakePublisher("orders")
 
     def received(self, count: int) -> list[Any]:
-        """See Harness."""
-        assert len(self._fake.published) >= count
-        return [message for _, _, message in self._fake.published]
+        """Return the messages that arrived, at least `count`."""
+        assert isinstance(self.publisher, FakePublisher)
+        assert len(self.publisher.published) >= count
+        return [message for _, _, message in self.publisher.published]
 
 
 class PubSubHarness:
-    """Behind the emulator."""
+    """The same on the emulator."""
 
     def __init__(self, topic: str, subscription: Subscription) -> None:
         """Subscribe to one topic."""
         self.topic = topic
+        self.publisher: Publisher = PubSubPublisher(open_pubsub(), "test-project")
         self._subscription = subscription
-        self.publisher = PubSubPublisher(open_pubsub(), "test-project")
 
     def received(self, count: int) -> list[Any]:
-        """See Harness."""
+        """Return the messages that arrived, at least `count`."""
         return [type(each).pb(each) for each in self._subscription.pull_until(count)]
+
+
+Harness = FakeHarness | PubSubHarness
 
 
 @pytest.fixture(params=["fake", "pubsub"])
@@ -59,17 +57,18 @@ def harness(request: pytest.FixtureRequest) -> Harness:
     return PubSubHarness(request.getfixturevalue("topic"), request.getfixturevalue("subscription"))
 
 
-def row(id: str, topic: str = "orders", data: bytes | None = None, ordering_key: str | None = None) -> Row:
+def row(id: str, data: bytes | None = None, ordering_key: str | None = None) -> Row:
     """Return a row under the lock."""
-    return Row(id, topic, serialized() if data is None else data, ordering_key, datetime.now(UTC), None, None)
+    return Row(id, "orders", serialized() if data is None else data, ordering_key, datetime.now(UTC), None, None)
 
 
 def test_published_tasks_are_sent_with_message_ids(harness: Harness) -> None:
-    """Each task of a group has a message id of its own."""
-    outcomes = harness.publisher.publish(harness.topic, [row("a"), row("b")], 5)
+    """Each task of a batch has a message id of its own; empty data is a message; an empty batch has no outcome."""
+    outcomes = harness.publisher.publish(harness.topic, [row("a"), row("b"), row("empty", data=b"")], 5)
     message_ids = {outcome.message_id for outcome in outcomes.values() if isinstance(outcome, Sent)}
-    assert set(outcomes) == {"a", "b"}
-    assert len(message_ids) == 2
+    assert set(outcomes) == {"a", "b", "empty"}
+    assert len(message_ids) == 3
+    assert harness.publisher.publish(harness.topic, [], 5) == {}
 
 
 def test_the_message_arrives_with_the_columns_id_and_ordering_key(harness: Harness) -> None:
@@ -82,27 +81,18 @@ def test_the_message_arrives_with_the_columns_id_and_ordering_key(harness: Harne
     assert message.ordering_key == "key"
 
 
-def test_a_missing_topic_fails_its_tasks(harness: Harness) -> None:
-    """The outcome names the topic and its reason; nothing is raised."""
-    outcomes = harness.publisher.publish("projects/test-project/topics/missing", [row("a"), row("b")], 5)
-    assert {type(each) for each in outcomes.values()} == {Failed}
-    assert {each.reason for each in outcomes.values() if isinstance(each, Failed)} == {"not_found"}
-
-
-def test_a_missing_topic_fails_every_task_of_its_own_request(harness: Harness) -> None:
-    """However the tasks are divided into requests."""
-    rows = [row("a"), row("b"), row("c")]
-    outcomes = harness.publisher.publish("projects/test-project/topics/missing", rows, 5, {"a", "c"})
-    assert {id: outcome.reason for id, outcome in outcomes.items() if isinstance(outcome, Failed)} == {
-        "a": "not_found",
-        "b": "not_found",
-        "c": "not_found",
-    }
+@pytest.mark.parametrize("singly", [(), ("a", "c")])
+def test_a_missing_topic_fails_its_tasks(harness: Harness, singly: tuple[str, ...]) -> None:
+    """However the tasks are divided into requests, each fails with the reason; nothing is raised."""
+    outcomes = harness.publisher.publish(MISSING, [row("a"), row("b"), row("c")], 5, singly)
+    assert {id: outcome.reason for id, outcome in outcomes.items() if isinstance(outcome, Failed)} == dict.fromkeys(
+        "abc", "not_found"
+    )
 
 
 def test_tasks_that_share_no_request_arrive_once_each(harness: Harness) -> None:
     """With the rest, and with an id that is not among the rows; one that is bad fails alone."""
-    rows = [row("a"), row("b", data=b"\xff\xff\xff"), row("c", ordering_key="key"), row("d")]
+    rows = [row("a"), row("b", data=UNDECODABLE), row("c", ordering_key="key"), row("d")]
     outcomes = harness.publisher.publish(harness.topic, rows, 5, ["b", "c", "a", "not there"])
     assert {id for id, outcome in outcomes.items() if isinstance(outcome, Sent)} == {"a", "c", "d"}
     assert isinstance(outcomes["b"], Failed)
@@ -111,26 +101,14 @@ def test_tasks_that_share_no_request_arrive_once_each(harness: Harness) -> None:
 
 
 def test_refusals_are_the_failures_that_need_no_service(harness: Harness) -> None:
-    """Nothing is published, and a topic that is missing is not noticed."""
-    rows = [row("good"), row("bad", data=b"\xff\xff\xff"), row("empty", data=b"")]
-    for topic in (harness.topic, "projects/test-project/topics/missing"):
-        refusals = harness.publisher.refusals(topic, rows)
-        assert refusals == {"bad": Failed("undecodable", "Data is not a serialized google.pubsub.v1.PubsubMessage")}
-    harness.publisher.publish(harness.topic, [row("later")], 5)
+    """Nothing is published, and a missing topic is not noticed; a publish fails the same task, and only that one."""
+    rows = [row("good"), row("bad", data=UNDECODABLE), row("empty", data=b"")]
+    for topic in (harness.topic, MISSING):
+        assert harness.publisher.refusals(topic, rows) == {"bad": REFUSAL}
+    outcomes = harness.publisher.publish(harness.topic, [row("bad", data=UNDECODABLE), row("later")], 5)
+    assert isinstance(outcomes["later"], Sent)
+    assert outcomes["bad"] == REFUSAL
     assert [message.attributes[TASK_ID_ATTRIBUTE] for message in harness.received(1)] == ["later"]
-
-
-def test_an_undecodable_task_costs_its_group_nothing(harness: Harness) -> None:
-    """Bytes that are no PubsubMessage fail alone."""
-    outcomes = harness.publisher.publish(harness.topic, [row("bad", data=b"\xff\xff\xff"), row("good")], 5)
-    assert isinstance(outcomes["good"], Sent)
-    assert outcomes["bad"] == Failed("undecodable", "Data is not a serialized google.pubsub.v1.PubsubMessage")
-
-
-def test_empty_data_is_a_message(harness: Harness) -> None:
-    """The id attribute is always there, so Pub/Sub takes it."""
-    outcomes = harness.publisher.publish(harness.topic, [row("empty", data=b"")], 5)
-    assert isinstance(outcomes["empty"], Sent)
 
 
 def test_ordering_keys_of_all_kinds_go_out_together(harness: Harness) -> None:
@@ -139,8 +117,3 @@ def test_ordering_keys_of_all_kinds_go_out_together(harness: Harness) -> None:
     outcomes = harness.publisher.publish(harness.topic, rows, 5)
     assert all(isinstance(each, Sent) for each in outcomes.values())
     assert len(harness.received(4)) == 4
-
-
-def test_nothing_to_publish_is_no_request(harness: Harness) -> None:
-    """An empty group has no outcome."""
-    assert harness.publisher.publish(harness.topic, [], 5) == {}

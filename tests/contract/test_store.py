@@ -1,7 +1,7 @@
-"""The same scenarios on the fake store and on the Spanner emulator, so that the fake may be trusted elsewhere.
+"""What a poll, a heartbeat and a count return: on the fake store and on the Spanner emulator.
 
-Expectations are written by hand: neither side can pass against itself. What a claim writes is in
-test_claims.py.
+Expectations are written by hand, so that neither side can pass against itself. What a claim writes is in
+test_claims.py, what is read of ordering keys in test_order.py.
 """
 
 import uuid
@@ -15,17 +15,11 @@ from publishworker.spanner.store import Store, Unsent
 from publishworker.task import News, TopicLimit
 from tests.support.fakes import serialized
 from tests.support.parts import look
-from tests.support.store_harness import KINDS, Harness, harness_of, poll_ids
+from tests.support.store_harness import Harness, poll_ids
 
 PAST = datetime(2020, 1, 1, tzinfo=UTC)
 NOW = datetime.now(UTC)
 FUTURE = datetime(2090, 1, 1, tzinfo=UTC)
-
-
-@pytest.fixture(params=KINDS)
-def harness(request: pytest.FixtureRequest) -> Harness:
-    """Each scenario runs on both."""
-    return harness_of(request)
 
 
 def news_of(store: Store, *known: str) -> News:
@@ -44,34 +38,17 @@ def test_poll_of_an_empty_table_finds_nothing(harness: Harness) -> None:
 
 
 def test_poll_returns_only_unsent_tasks_of_the_topics_asked_for(harness: Harness) -> None:
-    """A sent task and another topic's task are no candidates."""
-    harness.insert("unsent")
+    """A candidate has topic, shard, priority, times, key and size; sent, scheduled and dead tasks are none."""
+    harness.insert("a", priority=7, ordering_key="key")
     harness.insert("sent", sent_at=PAST)
     harness.insert("other", topic="invoices")
-    assert poll_ids(harness.store, "orders") == ["unsent"]
-
-
-def test_poll_tells_what_sampling_needs(harness: Harness) -> None:
-    """A candidate carries topic, shard, priority, times, ordering key and size, without the body."""
-    harness.insert("a", priority=7, ordering_key="key")
+    harness.insert("scheduled", available_at=FUTURE)
+    harness.insert("dead", available_at=NEVER)
     [candidate] = harness.store.poll(look("orders")).candidates
     assert (candidate.id, candidate.topic, candidate.priority) == ("a", "orders", 7)
     assert (candidate.ordering_key, candidate.available_at, candidate.bytes) == ("key", None, len(serialized()))
     assert candidate.shard in range(10)
-
-
-def test_poll_limits_each_range_and_prefers_priority(harness: Harness) -> None:
-    """Of one shard and topic the most urgent rows are read first, and no more than asked for."""
-    for priority in (1, 3, 2):
-        harness.insert(f"p{priority}", priority=priority, ordering_key="same-shard")
-    assert sorted(poll_ids(harness.store, "orders", per_range=2)) == ["p2", "p3"]
-
-
-def test_scheduled_and_dead_tasks_are_no_candidates(harness: Harness) -> None:
-    """Neither a future time nor NEVER is polled, however far the poll looks."""
-    harness.insert("scheduled", available_at=FUTURE)
-    harness.insert("dead", available_at=NEVER)
-    assert poll_ids(harness.store, "orders", due=True, below=1000) == []
+    assert poll_ids(harness.store, "orders", due=True, below=1000) == ["a"]
 
 
 def test_due_tasks_come_when_they_are_asked_for(harness: Harness) -> None:
@@ -83,37 +60,47 @@ def test_due_tasks_come_when_they_are_asked_for(harness: Harness) -> None:
     assert poll_ids(harness.store, "orders", due=True, per_range=1) == ["longer"]
 
 
-def test_lower_priorities_come_behind_a_full_range_when_they_are_asked_for(harness: Harness) -> None:
-    """A range full of urgent tasks shows nothing else; below their priority the next lower ones begin."""
-    for priority in (9, 9, 5, 1):
+def test_poll_limits_each_range_and_prefers_priority(harness: Harness) -> None:
+    """Of one shard and topic the most urgent rows are read first, and no more than asked for.
+
+    A range full of urgent tasks shows nothing else; the range of lower priorities begins below theirs. A task that
+    both ranges hold comes once.
+    """
+    for priority in (9, 5, 9, 1):
         harness.insert(f"p{priority}-{uuid.uuid4()}", priority=priority, ordering_key="same-shard")
-    assert [id[:2] for id in poll_ids(harness.store, "orders", per_range=1)] == ["p9"]
-    assert sorted(id[:2] for id in poll_ids(harness.store, "orders", per_range=1, below=9)) == ["p5", "p9"]
-    assert sorted(id[:2] for id in poll_ids(harness.store, "orders", per_range=1, below=1)) == ["p9"]
+    for found, options in (
+        (["p9"], {"per_range": 1}),
+        (["p5", "p9", "p9"], {"per_range": 3}),
+        (["p5", "p9"], {"per_range": 1, "below": 9}),
+        (["p9"], {"per_range": 1, "below": 1}),
+        (["p1", "p5", "p9", "p9"], {"below": 9}),
+    ):
+        assert sorted(id[:2] for id in poll_ids(harness.store, "orders", **options)) == found
 
 
-def test_a_task_that_two_ranges_hold_comes_once(harness: Harness) -> None:
-    """The range of lower priorities overlaps the whole one while that is not full."""
-    harness.insert("high", priority=9)
-    harness.insert("low", priority=1)
-    assert sorted(poll_ids(harness.store, "orders", below=9)) == ["high", "low"]
-
-
-def test_poll_reads_the_shards_asked_for(harness: Harness) -> None:
-    """The shards divide the tasks: each is in one, and a worker without the shard does not see it."""
+def test_poll_and_count_are_of_the_shards_asked_for(harness: Harness) -> None:
+    """Each task is in one shard: a poll of other shards does not find it, a count of other shards does not have it."""
     for n in range(20):
         harness.insert(str(n))
-    by_shard = [poll_ids(harness.store, "orders", shards=[shard]) for shard in range(10)]
+    by_shard = [poll_ids(harness.store, "orders", shards=[shard], per_range=20) for shard in range(10)]
     assert sorted(id for ids in by_shard for id in ids) == sorted(str(n) for n in range(20))
     assert harness.store.poll(look("orders", shards=[])).candidates == ()
+    of_shard = Counter(each.shard for each in harness.store.poll(look("orders", per_range=20)).candidates)
+    assert [of_shard[shard] for shard in range(10)] == [len(ids) for ids in by_shard]
+    for shard, number in of_shard.items():
+        assert harness.store.unsent([shard]) == [Unsent("orders", "pending", number)]
+    first, second, *_ = of_shard
+    [both] = harness.store.unsent([first, second])
+    assert both.count == of_shard[first] + of_shard[second]
 
 
 @pytest.mark.parametrize("known", [[], ["m"], ["a", "m", "z"], ["b", "y"]])
 def test_probes_find_topics_in_every_gap(harness: Harness, known: list[str]) -> None:
-    """Before, between and after the known topics; again and again until all are known."""
+    """Before, between and after the known topics, again until all are known, but no topic whose tasks are all sent."""
     every = {"aa", "kk", "mm", "zz", *known}
     for topic in every:
         harness.insert(str(uuid.uuid4()), topic=topic)
+    harness.insert("sent", topic="old", sent_at=PAST)
     found = set(known)
     while new := news_of(harness.store, *found).topics:
         found |= new
@@ -121,27 +108,18 @@ def test_probes_find_topics_in_every_gap(harness: Harness, known: list[str]) -> 
 
 
 def test_empty_names_are_names(harness: Harness) -> None:
-    """Our functions refuse them, another writer may have inserted them: who does not see them says nothing of them."""
+    """Our functions refuse an empty topic or id; another writer may have inserted it, and it is found."""
     harness.insert("", topic="")
     assert news_of(harness.store).topics == {""}
     assert news_of(harness.store, "").topics == frozenset()
     assert poll_ids(harness.store, "") == [""]
 
 
-def test_probes_do_not_find_topics_without_unsent_tasks(harness: Harness) -> None:
-    """A topic whose tasks are all sent costs nothing."""
-    harness.insert("sent", topic="old", sent_at=PAST)
-    assert news_of(harness.store).topics == frozenset()
+def test_limits_and_pauses_are_told(harness: Harness) -> None:
+    """As they stand in the table, to the last digit: a value that is not set is None, a row without values is no news.
 
-
-def test_paused_topics_are_told(harness: Harness) -> None:
-    """The worker learns of a pause by the poll that looks for news."""
-    harness.pause("orders")
-    assert news_of(harness.store).paused == {"orders"}
-
-
-def test_limits_are_told(harness: Harness) -> None:
-    """As they stand in the table, to the last digit; what is not set is None."""
+    A paused topic keeps its limits until it is resumed. Rows of controls are not taken for candidates.
+    """
     limits = {
         "all": TopicLimit(0.5, 20, 3),
         "third": TopicLimit(1 / 3, 1),
@@ -158,33 +136,21 @@ def test_limits_are_told(harness: Harness) -> None:
     news = news_of(harness.store)
     assert news.limits == limits
     assert (news.paused, news.topics, news.living, news.gone) == (frozenset(), frozenset(), frozenset(), frozenset())
+    harness.limit("nothing", TopicLimit())
+    harness.pause("all")
+    harness.pause("invoices")
+    harness.insert("a")
+    found = harness.store.poll(look("orders", known=["orders"], due=True))
+    assert [each.id for each in found.candidates] == ["a"]
+    assert found.news == News(
+        topics=frozenset(), paused=frozenset({"all", "invoices"}), living=frozenset(), gone=frozenset(), limits=limits
+    )
     harness.limit("no number", TopicLimit(float("nan"), 1))
     assert str(news_of(harness.store).limits["no number"].rate) == "nan"
 
 
-def test_a_paused_topic_is_paused_whatever_its_limits(harness: Harness) -> None:
-    """It keeps them until it is resumed; a row that says nothing is no news."""
-    harness.limit("orders", TopicLimit(1.0, 1, 1))
-    harness.pause("orders")
-    harness.limit("nothing", TopicLimit())
-    harness.pause("invoices")
-    news = news_of(harness.store)
-    assert (news.paused, news.limits) == ({"orders", "invoices"}, {"orders": TopicLimit(1.0, 1, 1)})
-    assert news.topics == frozenset()
-
-
-def test_limits_are_no_candidates(harness: Harness) -> None:
-    """Rows of news and rows of tasks come in one answer and are told apart."""
-    harness.insert("a")
-    harness.limit("orders", TopicLimit(1.0, 2, 3))
-    found = harness.store.poll(look("orders", known=["orders"], due=True))
-    assert [each.id for each in found.candidates] == ["a"]
-    assert found.news is not None
-    assert found.news.limits == {"orders": TopicLimit(1.0, 2, 3)}
-
-
 def test_a_heartbeat_makes_a_worker_live_until_it_leaves_or_falls_silent(harness: Harness) -> None:
-    """By the database's clock: what is silent is passed over, what has been for an hour may be deleted."""
+    """By the database's clock: a silent worker does not live, and one that was silent for an hour may be deleted."""
     harness.store.heartbeat("here", NOW, [])
     harness.store.heartbeat("here", NOW, [])
     harness.store.heartbeat("leaving", NOW, [])
@@ -199,61 +165,22 @@ def test_a_heartbeat_makes_a_worker_live_until_it_leaves_or_falls_silent(harness
     assert (news.living, news.gone) == ({"here", "fresh"}, frozenset())
 
 
-def test_claim_of_rows_that_are_gone_is_no_error(harness: Harness) -> None:
-    """A task that was deleted after the poll is passed over."""
-    harness.insert("a")
-    harness.delete("a")
-    seen: list[object] = []
-    harness.store.claim(["a"], lambda rows, _now: (seen.append(list(rows)), {})[1])
-    assert seen == [[]]
-
-
 def test_unsent_counts_by_topic_and_state(harness: Harness) -> None:
-    """Pending is ready or due; retrying and scheduled differ by attempts; a paused topic's dead tasks stay dead."""
-    harness.insert("ready")
-    harness.insert("due", available_at=PAST, attempts=2)
-    harness.insert("scheduled", available_at=FUTURE)
-    harness.insert("retrying", available_at=FUTURE, attempts=1)
-    harness.insert("dead", available_at=NEVER, attempts=10)
+    """Pending is ready or due; retrying and scheduled differ by attempts; dead begins at NEVER and not before.
+
+    Unsent tasks of a paused topic are paused, whatever else they wait for, but its dead tasks stay dead.
+    """
+    late = NEVER - timedelta(microseconds=1)
+    for id, available_at, attempts in (
+        ("ready", None, 0), ("due", PAST, 2), ("scheduled", FUTURE, 0), ("late", late, 0), ("retrying", FUTURE, 1),
+        ("late again", late, 3), ("dead", NEVER, 10), ("very dead", NEVER + timedelta(hours=23), 0),
+    ):  # fmt: skip
+        for topic in ("orders", "paused"):
+            harness.insert(f"{topic} {id}", topic=topic, available_at=available_at, attempts=attempts)
     harness.insert("sent", sent_at=PAST)
-    harness.insert("paused", topic="paused")
-    harness.insert("paused-dead", topic="paused", available_at=NEVER)
     harness.pause("paused")
     assert harness.store.unsent() == [
-        Unsent("orders", "dead", 1),
-        Unsent("orders", "pending", 2),
-        Unsent("orders", "retrying", 1),
-        Unsent("orders", "scheduled", 1),
-        Unsent("paused", "dead", 1),
-        Unsent("paused", "paused", 1),
-    ]
-
-
-def test_unsent_counts_the_shards_that_are_asked_for(harness: Harness) -> None:
-    """Those that the poll finds a shard's tasks in, and no others."""
-    for number in range(20):
-        harness.insert(f"task {number}")
-    of_shard = Counter(each.shard for each in harness.store.poll(look("orders", per_range=20)).candidates)
-    assert of_shard.total() == 20
-    for shard, number in of_shard.items():
-        assert harness.store.unsent([shard]) == [Unsent("orders", "pending", number)]
-    first, second, *_ = of_shard
-    [both] = harness.store.unsent([first, second])
-    assert both.count == of_shard[first] + of_shard[second]
-
-
-def test_unsent_tells_dead_from_late_and_paused_from_waiting(harness: Harness) -> None:
-    """Dead begins at NEVER and not before; what waits in a paused topic is paused, whatever it waits for."""
-    harness.insert("late", available_at=NEVER - timedelta(microseconds=1))
-    harness.insert("late again", available_at=NEVER - timedelta(microseconds=1), attempts=3)
-    harness.insert("dead", available_at=NEVER)
-    harness.insert("very dead", available_at=NEVER + timedelta(hours=23))
-    for id, available_at, attempts in (("due", PAST, 1), ("scheduled", FUTURE, 0), ("retrying", FUTURE, 1)):
-        harness.insert(id, topic="paused", available_at=available_at, attempts=attempts)
-    harness.pause("paused")
-    assert harness.store.unsent() == [
-        Unsent("orders", "dead", 2),
-        Unsent("orders", "retrying", 1),
-        Unsent("orders", "scheduled", 1),
-        Unsent("paused", "paused", 3),
+        *(Unsent("orders", state, 2) for state in ("dead", "pending", "retrying", "scheduled")),
+        Unsent("paused", "dead", 2),
+        Unsent("paused", "paused", 6),
     ]

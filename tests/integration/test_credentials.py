@@ -38,18 +38,6 @@ class Account(Credentials):
         self.expiry = datetime(2000, 1, 1)  # noqa: DTZ001 - google.auth's times are naive
 
 
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        """Begin at a thousand."""
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        """Return the time."""
-        return self.now
-
-
 @pytest.fixture
 def server() -> Iterator[PubSubServer]:
     """A server that accepts everything, on a channel that may carry tokens."""
@@ -98,49 +86,39 @@ def row(id: str) -> Row:
     return Row(id, "orders", serialized(), None, datetime.now(UTC), None, None)
 
 
+@pytest.mark.usefixtures("own_logging")
 def test_a_call_without_a_token_is_told_from_a_service_that_is_away(
-    publisher: PubSubPublisher, server: PubSubServer, account: Account
+    publisher: PubSubPublisher, server: PubSubServer, account: Account, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its reason is `credentials`, an outage, and the sentence is that of google.auth."""
+    """Its reason is `credentials`, an outage, and the sentence is that of google.auth.
+
+    The logger of gRPC writes a stack trace for each such call; the worker does not, because it reports the topic.
+    """
+    logs.configure("json", "info")
     account.lost = True
-    outcomes = publisher.publish("orders", [row("a")], 5)
-    failure = outcomes["a"]
+    failure = publisher.publish("orders", [row("a")], 5)["a"]
     assert isinstance(failure, Failed)
     assert failure.reason == "credentials"
     assert kind_of(failure.reason) is Kind.OUTAGE
     assert "the key was deleted" in failure.error
     assert not server.requests
+    assert capfd.readouterr().err == ""
 
 
 def test_lost_credentials_charge_no_task(publisher: PubSubPublisher, server: PubSubServer, account: Account) -> None:
-    """The topic rests as a whole; when the credentials are back one probe goes out, then the others."""
-    clock = Clock()
-    store = FakeStore()
+    """The circuit of the topic opens; when the credentials are back one probe goes out, then the others."""
+    store, now = FakeStore(), 1000.0
     for n in range(30):
         store.insert(str(n), "orders", serialized())
-    relay = relay_of(store, publisher, clock=clock)
+    relay = relay_of(store, publisher, clock=lambda: now)
     account.lost = True
     failed = 0
-    for _ in range(60):
+    for now in range(1000, 1060):  # noqa: B007 - the clock reads it
         failed += relay.turn().failed
-        clock.now += 1
-    assert 0 < failed < 30  # two groups at first, then single probes, in the end every ten seconds
+    assert 0 < failed < 30  # two batches at first, then single probes, in the end every ten seconds
     assert all((each.attempts, each.available_at, each.last_error) == (0, None, None) for each in store.rows.values())
     account.lost = False
-    for _ in range(15):
+    for now in range(1060, 1075):  # noqa: B007
         relay.turn()
-        clock.now += 1
-    assert all(each.sent_at for each in store.rows.values())
-    assert not any(each.attempts for each in store.rows.values())
+    assert all(each.sent_at and not each.attempts for each in store.rows.values())
     assert len(server.requests[0].messages) == 1
-
-
-@pytest.mark.usefixtures("own_logging")
-def test_the_log_has_no_stack_trace_for_a_call_without_a_token(
-    publisher: PubSubPublisher, account: Account, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The logger of gRPC itself writes one for each call; the worker tells of the topic instead."""
-    logs.configure("json", "info")
-    account.lost = True
-    publisher.publish("orders", [row("a")], 5)
-    assert capfd.readouterr().err == ""

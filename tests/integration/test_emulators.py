@@ -112,20 +112,18 @@ def test_what_is_missing_is_named_with_every_way_to_get_it() -> None:
         assert part in text
 
 
-def test_the_sdk_is_found_by_the_real_path_of_gcloud(sdk: Sdk, tmp_path: Path) -> None:
-    """A package manager's link to `gcloud` leads to the emulators of its Cloud SDK."""
+def test_the_sdk_is_found_by_the_real_path_of_gcloud(monkeypatch: pytest.MonkeyPatch, sdk: Sdk, tmp_path: Path) -> None:
+    """A package manager's link to `gcloud` leads to the emulators of its Cloud SDK.
+
+    The usual directories are searched, also if each has one emulator. CLOUDSDK_ROOT_DIR excludes other installations.
+    """
     root = sdk(name="linked")
     _script(root / "bin/gcloud", "")
     (tmp_path / "path/gcloud").symlink_to(root / "bin/gcloud")
     with emulators.running() as running:
         assert _answers(running.spanner_host)
         assert _answers(running.pubsub_host)
-
-
-def test_the_usual_directories_are_searched_unless_a_root_is_named(
-    monkeypatch: pytest.MonkeyPatch, sdk: Sdk, tmp_path: Path
-) -> None:
-    """Two halves in two places are fine. If CLOUDSDK_ROOT_DIR is set, other installations are not used."""
+    (tmp_path / "path/gcloud").unlink()
     monkeypatch.setattr(emulators, "USUAL_ROOTS", (sdk(pubsub=None, name="one"), sdk(spanner=None, name="two")))
     with emulators.running() as running:
         assert len(running.children) == 2
@@ -208,13 +206,21 @@ def test_an_emulator_that_does_not_start_is_given_up(
 
 
 def test_flags_and_addresses_reach_the_binaries(sdk: Sdk) -> None:
-    """The emulators listen on the loopback interface only, and the Spanner one gets the flags that are given."""
+    """The emulators listen on the loopback interface only, and the Spanner one gets the flags that are given.
+
+    `ended` names an emulator that has ended, with the reason.
+    """
     sdk(spanner=LISTEN.replace("sys.argv[-1]", "sys.argv[2]"))
     with emulators.running(spanner_flags=["--enable_fault_injection"]) as running:
         spanner, pubsub = running.children
         words = f"arguments: --host_port 127.0.0.1:{spanner.port} --enable_fault_injection"
         eventually(lambda: words in spanner.written())
         eventually(lambda: f"arguments: --host=127.0.0.1 --port={pubsub.port}" in pubsub.written())
+        assert running.ended() is None
+        pubsub.process.kill()
+        told = eventually(running.ended)
+    assert told is not None
+    assert told.startswith("the Pub/Sub emulator was killed by SIGKILL. Its last lines:")
 
 
 def test_both_are_stopped_when_the_block_fails(monkeypatch: pytest.MonkeyPatch, sdk: Sdk) -> None:
@@ -224,17 +230,6 @@ def test_both_are_stopped_when_the_block_fails(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(KeyboardInterrupt), emulators.running() as running:
         raise KeyboardInterrupt
     assert [child.process.poll() for child in running.children] == [-signal.SIGKILL, -signal.SIGTERM]
-
-
-def test_how_an_emulator_ended_is_told(sdk: Sdk) -> None:
-    """`ended` names the emulator that is gone, and the reason."""
-    sdk()
-    with emulators.running() as running:
-        assert running.ended() is None
-        running.children[1].process.kill()
-        told = eventually(running.ended)
-    assert told is not None
-    assert told.startswith("the Pub/Sub emulator was killed by SIGKILL. Its last lines:")
 
 
 def test_a_spanner_emulator_of_its_own_ignores_the_variable(monkeypatch: pytest.MonkeyPatch, sdk: Sdk) -> None:

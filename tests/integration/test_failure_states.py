@@ -1,14 +1,14 @@
-"""Failing, scheduled, expiring and at-most-once tasks on the real emulators, the relay in this process."""
+"""Failing, expiring and at-most-once tasks on the real emulators, the relay in this process."""
 
 import base64
 import re
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
@@ -18,10 +18,10 @@ from publishworker.connection import open_pubsub
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.store import SpannerStore
 from publishworker.turn.relay import Relay
-from tests.support.parts import look, relay_of
+from tests.support.parts import relay_of
 from tests.support.pubsub import PubSub, Subscription
-from tests.support.pubsub_server import accept, pubsub_server
-from tests.support.relays import account, register, unsent
+from tests.support.pubsub_server import accept, pubsub_server, refuse
+from tests.support.relays import UNDECODABLE, account, execute, register, unsent
 from tests.support.spanner import PROJECT
 from tests.support.waiting import eventually
 
@@ -30,10 +30,16 @@ STATE = "SELECT Attempts, LastError, AvailableAt, SentAt FROM AsynchronousTasks 
 
 
 def make_relay(database: Database, **options: Any) -> Relay:
-    """Return a relay of this process that waits little."""
+    """Return a relay of this process that waits little: its clock runs ten times as fast."""
     store = SpannerStore(database, shards=10, emulator=True)
     publisher = options.pop("publisher", None) or PubSubPublisher(open_pubsub(), PROJECT)
-    return relay_of(store, publisher, size=100, groups=4, **{"retries": {"initial": 0.1}, **options})
+    return relay_of(
+        store,
+        publisher,
+        size=100,
+        groups=4,
+        **{"retries": {"initial": 0.1}, "clock": lambda: 10 * time.monotonic(), **options},
+    )
 
 
 def states(database: Database) -> list[list[Any]]:
@@ -42,16 +48,10 @@ def states(database: Database) -> list[list[Any]]:
         return list(snapshot.execute_sql(STATE))
 
 
-def execute(database: Database, statement: str) -> int:
-    """Run one DML statement as any SQL client would."""
-    changed: int = database.run_in_transaction(lambda transaction: transaction.execute_update(statement))
-    return changed
-
-
 def test_a_topic_that_is_missing_and_comes_back_loses_nothing(
     database: Database, pubsub: PubSub, subscription: Subscription
 ) -> None:
-    """Probed tasks alone are charged; when somebody has made the topic all are sent, and their rows are clean."""
+    """Only the attempts of probed tasks are recorded; once the topic exists, all are sent, and their rows are clean."""
     topic_id = f"late-{subscription.topic.rpartition('-')[2]}"
     ids = register(database, topic_id, 30)
     relay = make_relay(database)
@@ -73,12 +73,11 @@ def test_a_topic_that_is_missing_and_comes_back_loses_nothing(
 def test_a_dead_task_is_listed_stays_and_is_sent_when_an_operator_says_so(
     database: Database, topic: str, subscription: Subscription
 ) -> None:
-    """Undecodable, then mended by hand; by the statements of the guide."""
+    """Undecodable, then repaired by hand; by the statements of the guide."""
     listing, retry = re.findall(r"```sql\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    data = base64.b64encode(b"\xff\xff not a message")
     with database.batch() as batch:
         columns = ("Id", "Topic", "Data", "Priority", "CreatedAt")
-        batch.insert("AsynchronousTasks", columns, [("bad", topic, data, 1, COMMIT_TIMESTAMP)])
+        batch.insert("AsynchronousTasks", columns, [("bad", topic, UNDECODABLE, 1, COMMIT_TIMESTAMP)])
     relay = make_relay(database)
     eventually(lambda: relay.turn().charged, seconds=20)
     [[attempts, error, available_at, sent_at]] = states(database)
@@ -99,7 +98,7 @@ def test_a_dead_task_is_listed_stays_and_is_sent_when_an_operator_says_so(
 def test_an_expired_task_is_dead_and_a_sent_one_is_sent_again_after_its_time(
     database: Database, topic: str, subscription: Subscription
 ) -> None:
-    """ExpiresAt is looked at under the lock, and a mark takes it away."""
+    """ExpiresAt is read under the lock, and a mark removes it."""
     now = datetime.now(UTC)
     [late] = register(database, topic, 1, expires_at=now - timedelta(seconds=1))
     [good] = register(database, topic, 1, expires_at=now + timedelta(hours=1))
@@ -114,34 +113,28 @@ def test_an_expired_task_is_dead_and_a_sent_one_is_sent_again_after_its_time(
 
 
 def test_an_at_most_once_task_is_marked_when_pubsub_sees_it(database: Database) -> None:
-    """The commit is over before the request is made."""
-    [id] = register(database, "orders", 1, at_most_once=True)
+    """The commit is over before the request is sent; if Pub/Sub refuses, the mark is taken back, with the attempt."""
+    [id] = register(database, "orders", 1, at_most_once=True, expires_at=NEVER)
     seen: list[list[Any]] = []
 
-    def look_and_accept(request: Any, context: grpc.ServicerContext) -> Any:
+    def look_and_refuse(request: Any, context: grpc.ServicerContext) -> Any:
         seen.extend(states(database))
-        return accept(request, context)
+        return refuse(grpc.StatusCode.NOT_FOUND)(request, context)
 
     with pubsub_server() as server:
-        server.publish = look_and_accept
+        server.publish = look_and_refuse
         transport = PublisherGrpcTransport(channel=grpc.insecure_channel(server.address))
         relay = make_relay(database, publisher=PubSubPublisher(transport, PROJECT))
-        eventually(lambda: relay.turn() and not unsent(database) and seen, seconds=20)
+        eventually(lambda: relay.turn().charged, seconds=20)
+        [[attempts, error, available_at, sent_at]] = states(database)
+        assert (attempts, error.partition(":")[0], sent_at) == (1, "not_found", None)
+        assert available_at < NEVER
+        server.publish, refused = accept, len(server.requests)
+        eventually(lambda: relay.turn() and not unsent(database), seconds=20)
         relay.finish()
-        assert [message.attributes[outbox.TASK_ID_ATTRIBUTE] for r in server.requests for message in r.messages] == [id]
-    assert seen[0][3] is not None
-
-
-def test_an_at_most_once_task_that_is_refused_is_unsent_again(database: Database) -> None:
-    """Pub/Sub said no: the mark is taken back, with the attempt."""
-    register(database, "missing", 1, at_most_once=True, expires_at=NEVER)
-    relay = make_relay(database)
-    eventually(lambda: relay.turn().charged, seconds=20)
-    [[attempts, error, available_at, sent_at]] = states(database)
-    assert (attempts, sent_at) == (1, None)
-    assert error.startswith("not_found: ")
-    assert available_at is not None
-    assert available_at < NEVER
+        assert len(server.requests) == refused + 1
+        assert {each.attributes[outbox.TASK_ID_ATTRIBUTE] for r in server.requests for each in r.messages} == {id}
+    assert all(sent_at for *_, sent_at in seen)
 
 
 def test_a_topic_outside_the_allowed_ones_is_never_published_to(
@@ -179,44 +172,3 @@ def test_names_that_only_another_writer_can_give_are_dead_or_sent(
     assert set(dead()) == {"invalid_topic"}
     assert sorted(unsent(database)) == [id for id in names if id]
     assert [message.attributes["asynchronous_task_id"] for message in subscription.drain()] == [""]
-
-
-def test_scheduled_and_dead_tasks_lie_outside_of_the_ranges_of_the_poll(database: Database, topic: str) -> None:
-    """The due range, read as a range of the index up to now: what is due, and none of those that are not."""
-    due = set(register(database, topic, 5, available_at=datetime.now(UTC) - timedelta(hours=1)))
-    register(database, topic, 300, available_at=datetime.now(UTC) + timedelta(hours=1))
-    with database.batch() as batch:
-        columns = ("Id", "Topic", "Data", "Priority", "CreatedAt", "AvailableAt")
-        batch.insert(
-            "AsynchronousTasks", columns, [(f"d{n}", topic, b"", 1, COMMIT_TIMESTAMP, NEVER) for n in range(300)]
-        )
-    first, now = datetime(1, 1, 1, tzinfo=UTC), datetime.now(UTC)
-    ranges = [
-        KeyRange(start_closed=[shard, None, topic, first], end_closed=[shard, None, topic, now]) for shard in range(10)
-    ]
-    ready = [KeyRange(start_closed=[n, None, topic, None], end_closed=[n, None, topic, None]) for n in range(10)]
-    with database.snapshot(multi_use=True) as snapshot:
-        index = "AsynchronousTasksToSend"
-        in_range = {row[0] for row in snapshot.read("AsynchronousTasks", ["Id"], KeySet(ranges=ranges), index=index)}
-        in_ready = list(snapshot.read("AsynchronousTasks", ["Id"], KeySet(ranges=ready), index=index))
-    assert (in_range, in_ready) == (due, [])
-    polled = SpannerStore(database, shards=10).poll(look(topic, due=True)).candidates
-    assert {each.id for each in polled} == due
-
-
-@pytest.mark.parametrize("off", [-60, 60])
-def test_every_time_that_is_written_is_the_databases(database: Database, off: int) -> None:
-    """A worker whose clocks are a minute off: a schedule and a backoff are what the database says."""
-    register(database, "missing", 1)
-    later = datetime.now(UTC) + timedelta(seconds=30)
-    register(database, "missing", 1, available_at=later)
-    clock = datetime.now(UTC).timestamp() + off
-    seconds = iter(range(10**6))
-    relay = make_relay(database, clock=lambda: clock + next(seconds), retries={"initial": 1000})
-    before = datetime.now(UTC)
-    eventually(lambda: relay.turn().charged, seconds=20)
-    after = datetime.now(UTC)
-    [[attempts, _, available_at, _], scheduled] = states(database)
-    assert attempts == 1
-    assert before + timedelta(seconds=500) <= available_at <= after + timedelta(seconds=1000)
-    assert scheduled == [0, None, later, None]

@@ -1,4 +1,4 @@
-"""What waits, as the statements of `outbox status` count it on Spanner."""
+"""The backlog as `outbox status` counts it on Spanner, and the age of the oldest pending task, found by seeks."""
 
 from collections import Counter as Numbers
 from collections import defaultdict
@@ -15,26 +15,25 @@ from google.cloud.spanner_v1.database import Database
 from outbox.errors import NotReached
 from outbox.operations import backlog
 from outbox.operations import table as operations_table
-from outbox.operations.backlog import COUNTS, Backlog, Line
+from outbox.operations.backlog import COUNTS, Line
 from outbox.operations.table import TaskTable
 from outbox.states import NEVER
 from tests.support.operations import CREATED, FUTURE, PAST, Watch, insert, pause, row, update
 
-MICROSECOND = timedelta(microseconds=1)
-WHOLE = backlog.NO_LIMIT
+MICROSECOND, DAY = timedelta(microseconds=1), timedelta(days=1)
 
 
 class Later(TaskTable):
-    """Says that it is another time, and reads what is there now: rows can then lie on an edge."""
+    """Takes another time for now, and reads the rows of now: rows can then lie on an edge."""
 
     def query(self, *arguments: Any, at: datetime | None = None, **keywords: Any) -> list[list[Any]]:
         """See TaskTable."""
         return super().query(*arguments, **keywords)
 
 
-def at(watch: Watch, time: datetime) -> Backlog:
-    """Return the backlog of now as if it were `time`."""
-    return backlog._read_at(Later(watch.database), time, backlog.COUNTED)
+def oldest(watch: Watch, at: datetime) -> datetime:
+    """Return since when the oldest task is pending, as if it were `at`, or `at` if there is none."""
+    return at - timedelta(seconds=backlog._oldest_age_at(Later(watch.database), at))
 
 
 def numbers(line: Line) -> dict[str, int]:
@@ -43,36 +42,33 @@ def numbers(line: Line) -> dict[str, int]:
 
 
 def test_each_task_is_of_one_state(database: Database, table: TaskTable):
-    """A parked one is scheduled whatever its attempts, because nothing is wrong with it; dead begins at NEVER."""
+    """A deferred task is scheduled whatever its attempts, because nothing is wrong with it; dead begins at NEVER."""
     parked = {"AvailableAt": FUTURE, "OrderingKey": "k", "LastError": "parked: behind another task"}
-    states = {
-        "pending": [row("ready"), row("due", AvailableAt=PAST), row("due again", AvailableAt=PAST, Attempts=3)],
+    late = NEVER - MICROSECOND
+    states: dict[str, list[dict[str, Any]]] = {
+        "pending": [{}, {"AvailableAt": PAST}, {"AvailableAt": PAST, "Attempts": 3}],
         "retrying": [
-            row("retrying", AvailableAt=FUTURE, Attempts=1),
-            row("retrying in order", AvailableAt=FUTURE, Attempts=1, OrderingKey="k"),
-            row("says parked", AvailableAt=FUTURE, Attempts=1, OrderingKey="k", LastError="unavailable: parked: no"),
-            row("late again", AvailableAt=NEVER - MICROSECOND, Attempts=9, LastError="x"),
+            {"AvailableAt": FUTURE, "Attempts": 1},
+            {"AvailableAt": FUTURE, "Attempts": 1, "OrderingKey": "k"},
+            {"AvailableAt": FUTURE, "Attempts": 1, "OrderingKey": "k", "LastError": "unavailable: parked: no"},
+            {"AvailableAt": late, "Attempts": 9, "LastError": "x"},
         ],
         "scheduled": [
-            row("scheduled", AvailableAt=FUTURE),
-            row("parked", **parked),
-            row("parked again", **parked, Attempts=3),
-            row("late", AvailableAt=NEVER - MICROSECOND),
-            row("with an old error", AvailableAt=FUTURE, LastError="x"),
+            {"AvailableAt": FUTURE}, parked, {**parked, "Attempts": 3}, {"AvailableAt": late},
+            {"AvailableAt": FUTURE, "LastError": "x"},
         ],
-        "dead": [row("dead", AvailableAt=NEVER, Attempts=9), row("very dead", AvailableAt=NEVER + timedelta(hours=23))],
-        "none": [row("sent", SentAt=PAST), row("sent and dead", SentAt=PAST, AvailableAt=NEVER)],
-    }
-    insert(database, [each for rows in states.values() for each in rows])
-    found = backlog.read(table, exact=True)
-    [line] = found.lines
+        "dead": [{"AvailableAt": NEVER, "Attempts": 9}, {"AvailableAt": NEVER + timedelta(hours=23)}],
+        "none": [{"SentAt": PAST}, {"SentAt": PAST, "AvailableAt": NEVER}],
+    }  # fmt: skip
+    insert(database, [row(f"{state} {n}", **each) for state, of in states.items() for n, each in enumerate(of)])
+    [line] = backlog.read(table, exact=True).lines
     expected = {state: len(rows) for state, rows in states.items() if state != "none"}
     assert (line.topic, line.priority, line.paused, numbers(line)) == ("orders", 50, False, expected)
     assert line.at_least == set()
 
 
 def test_lines_are_topics_and_priorities(database: Database, table: TaskTable):
-    """By topic, the most urgent first; what is sent has a line, too; a pause is told and changes no count."""
+    """By topic, the most urgent first; sent tasks have a line, too; a pause is shown and changes no count."""
     insert(
         database,
         [
@@ -97,36 +93,47 @@ def test_lines_are_topics_and_priorities(database: Database, table: TaskTable):
     assert numbers(found.total) == {"pending": 3, "dead": 1, "sent_last_minute": 1}
 
 
-def test_the_oldest_is_of_ready_and_due_tasks(database: Database, table: TaskTable):
-    """Due ones count from when they became due, but never from before they were registered; others have no age."""
+def test_the_oldest_is_of_ready_and_due_tasks(database: Database, watch: Watch):
+    """Of any priority; a due task counts from when it became due; sent, scheduled, dead and paused ones have no age."""
+    now = datetime.now(UTC)
     insert(
         database,
         [
-            row("ready", CreatedAt=PAST + timedelta(days=3), Priority=1),
-            row("due", CreatedAt=PAST, AvailableAt=PAST + timedelta(days=2), Priority=1),
-            row("younger", CreatedAt=PAST + timedelta(days=4), Priority=1),
-            row("late", CreatedAt=PAST + timedelta(days=5), AvailableAt=PAST, Priority=2),
-            row("scheduled", AvailableAt=FUTURE, Priority=3),
-            row("dead", AvailableAt=NEVER, Priority=3),
             row("sent", SentAt=PAST, Priority=3),
+            row("scheduled", AvailableAt=FUTURE, Priority=3),
+            row("retrying", AvailableAt=FUTURE, Attempts=1, Priority=3),
+            row("dead", AvailableAt=NEVER, Priority=3),
             row("paused", Topic="paused", Priority=4),
+            row("paused and due", Topic="paused", AvailableAt=PAST, Priority=4),
         ],
     )
     pause(database, "paused")
-    found = backlog.read(table, exact=True)
+    assert oldest(watch, now) == now
+    insert(
+        database,
+        [
+            row("ready", CreatedAt=PAST + 3 * DAY, Priority=1),
+            row("due", CreatedAt=PAST, AvailableAt=PAST + 2 * DAY, Priority=1),
+            row("younger", CreatedAt=PAST + 4 * DAY, Priority=1),
+            row("late", CreatedAt=PAST + 5 * DAY, AvailableAt=PAST, Priority=2),
+        ],
+    )
+    found = backlog.read(watch.table, exact=True)
     assert {line.priority: line.oldest for line in found.lines} == {
-        1: PAST + timedelta(days=2),
-        2: PAST + timedelta(days=5),
+        1: PAST + 2 * DAY,
+        2: PAST + 5 * DAY,
         3: None,
         4: CREATED,
     }
     assert found.oldest is not None
     assert found.oldest.priority == 1
-    assert found.age(found.oldest) == (found.as_of - PAST - timedelta(days=2)).total_seconds()
+    assert found.age(found.oldest) == (found.as_of - PAST - 2 * DAY).total_seconds()
+    insert(database, [row("high", Priority=500, CreatedAt=PAST + DAY), row("low", Priority=-5, CreatedAt=CREATED)])
+    assert oldest(watch, now) == CREATED
 
 
 def test_the_edges_of_due_sent_and_living(database: Database, watch: Watch):
-    """What is due now is pending, what was sent a minute ago is old, who was seen 15 s ago has gone."""
+    """A task due now is pending, one sent a minute ago is old, a worker seen 15 s ago does not live."""
     now = datetime.now(UTC)
     insert(
         database,
@@ -142,70 +149,81 @@ def test_the_edges_of_due_sent_and_living(database: Database, watch: Watch):
     seen += [("gone", now - timedelta(seconds=15)), ("long gone", PAST)]
     with database.batch() as batch:
         batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt"), [(id, at, at) for id, at in seen])
-    found = at(watch, now)
+    found = backlog._read_at(Later(watch.database), now, backlog.COUNTED)
     [line] = found.lines
     assert numbers(line) == {"pending": 1, "scheduled": 1, "retrying": 1, "sent_last_minute": 1}
     assert (line.oldest, found.age(line)) == (now, 0.0)
     assert (found.workers, found.as_of) == (2, now)
 
 
-def test_everything_is_read_at_one_time(database: Database, table: TaskTable):
-    """A backlog is of a moment, whatever is written while it is read: a task is in one state of it."""
+def test_everything_is_read_at_one_time(database: Database, watch: Watch):
+    """Each task is in one state of a backlog, whatever is written while it is read; the same holds for the age."""
     insert(database, [row("a"), row("b")])
-    then = table.now()
+    then = watch.table.now()
     insert(database, [row("c", Topic="invoices")])
     update(database, "a", SentAt=COMMIT_TIMESTAMP)
     update(database, "b", AvailableAt=NEVER)
     pause(database, "orders")
-    found = backlog._read_at(table, then, backlog.COUNTED)
+    found = backlog._read_at(watch.table, then, backlog.COUNTED)
     assert [(line.topic, line.paused, numbers(line)) for line in found.lines] == [("orders", False, {"pending": 2})]
-    now = backlog.read(table, exact=True)
+    now = backlog.read(watch.table, exact=True)
     assert [(line.topic, numbers(line)) for line in now.lines] == [
         ("invoices", {"pending": 1}),
         ("orders", {"dead": 1, "sent_last_minute": 1}),
     ]
+    watch.requests.clear()
+    backlog.oldest_age(watch.table)
+    options = [request.transaction.single_use.read_only for name, request in watch.requests if "sql" in name]
+    times = [each.read_timestamp for each in options if each.read_timestamp]
+    assert len(times) >= len(options) - 1  # but for the question what time it is
+    assert len(set(map(str, times))) <= 2  # ten seconds ago, or now, if the table is younger than that
 
 
-def test_the_backlog_is_of_ten_seconds_ago(database: Database, watch: Watch):
-    """So that any replica can answer: a younger task is not in it, but in that of `--exact`; no read is of now."""
-    insert(database, [row("young")])
+def test_the_backlog_is_of_ten_seconds_ago(own_database: Database, monkeypatch: pytest.MonkeyPatch):
+    """So that any replica can answer: a younger task is not in it, but in that of `--exact`; an empty table has none.
+
+    Spanner refuses to read a table at a time at which it did not exist (the emulator does not): then it is read now. A
+    read that takes too long is not repeated, because Spanner is busy.
+    """
+    watch = Watch(own_database)
+    for exact in (True, False):
+        found = backlog.read(watch.table, exact=exact)
+        assert (found.lines, found.workers, found.oldest, found.age(found.oldest)) == ([], 0, None, 0.0)
+    assert backlog.oldest_age(watch.table) == 0
+    insert(own_database, [row("young")])
     before = watch.table.now()
     watch.requests.clear()
     assert backlog.read(watch.table).lines == []
     reads = [request.transaction.single_use.read_only for _, request in watch.requests[1:]]
-    times = {read.read_timestamp for read in reads}
-    assert len(times) == 1
-    [time] = times
+    [time] = {read.read_timestamp for read in reads}
     assert before - timedelta(seconds=10) <= time <= watch.table.now() - timedelta(seconds=10)
     assert numbers(backlog.read(watch.table, exact=True).total) == {"pending": 1}
+    watch.check()
 
-
-def test_a_table_that_was_made_just_now_is_read_as_it_is_now(
-    database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch
-):
-    """Ten seconds ago it was not there: Spanner refuses that (the emulator does not), which is no answer."""
-    insert(database, [row("young")])
-    made = watch.table.now()
+    created = watch.table.now()
     api = watch.database.spanner_api
     original = api.execute_streaming_sql
 
     def refuse(*arguments: Any, **keywords: Any) -> Any:
         time = keywords["request"].transaction.single_use.read_only.read_timestamp
-        if time and time < made:
+        if time and time < created:
             raise InvalidArgument("Table not found: AsynchronousTasks")
         return original(*arguments, **keywords)
 
     monkeypatch.setattr(api, "execute_streaming_sql", refuse)
     found = backlog.read(watch.table)
     assert numbers(found.total) == {"pending": 1}
-    assert found.as_of >= made
+    assert found.as_of >= created
+    calls = []
 
+    def time_out(*arguments: Any, **_keywords: Any) -> Any:
+        calls.append(arguments)
+        raise NotReached("not in time") from DeadlineExceeded("504")
 
-def test_an_empty_table_has_no_backlog(table: TaskTable):
-    """No lines, nobody who lives, no age."""
-    for exact in (True, False):
-        found = backlog.read(table, exact=exact)
-        assert (found.lines, found.workers, found.oldest, found.age(found.oldest)) == ([], 0, None, 0.0)
+    monkeypatch.setattr(backlog, "_read_at", time_out)
+    with pytest.raises(NotReached):
+        backlog.read(watch.table)
+    assert len(calls) == 1
 
 
 KINDS: list[tuple[str, Callable[[], dict[str, Any]]]] = [
@@ -219,10 +237,9 @@ KINDS: list[tuple[str, Callable[[], dict[str, Any]]]] = [
 ]
 
 
-@pytest.mark.parametrize("limit", [1, 3, 8, 1_000])
-def test_a_count_is_exact_or_named_as_a_lower_bound(database: Database, table: TaskTable, limit: int):
+def test_a_count_is_exact_or_named_as_a_lower_bound(database: Database, table: TaskTable):
     """In each shard and topic at most `limit` rows of a state are read, and each priority of ready tasks shows."""
-    random = Random(limit)
+    random = Random(1)
     true: dict[tuple[str, int], Numbers[str]] = defaultdict(Numbers)
     rows = []
     for n in range(250):
@@ -231,19 +248,23 @@ def test_a_count_is_exact_or_named_as_a_lower_bound(database: Database, table: T
         created = CREATED + timedelta(seconds=random.randrange(1_000))
         rows.append(row(str(n), Topic=topic, Priority=priority, CreatedAt=created, **columns()))
     insert(database, rows)
+    ready: dict[tuple[str, int], datetime] = {}
+    for each in rows:
+        if each["SentAt"] is None and each["AvailableAt"] is None:
+            place = each["Topic"], each["Priority"]
+            ready[place] = min(each["CreatedAt"], ready.get(place, FUTURE))
 
-    found = backlog._read_at(table, table.now(), limit)
-    assert {(line.topic, line.priority) for line in found.lines} == set(true)
-    for line in found.lines:
-        for name in COUNTS:
-            number, whole = getattr(line, name), true[line.topic, line.priority][name]
-            assert number == whole or (number < whole and name in line.at_least)
-        assert line.pending > 0
-        ready = [each for each in rows if (each["Topic"], each["Priority"]) == (line.topic, line.priority)]
-        ready = [each for each in ready if each["SentAt"] is None and each["AvailableAt"] is None]
-        assert line.oldest == min(each["CreatedAt"] for each in ready)
-    named = set().union(*(line.at_least for line in found.lines))
-    assert named == (set(COUNTS) if limit <= 3 else set() if limit == 1_000 else named)
+    for limit in (1, 3, 8, 1_000):
+        found = backlog._read_at(table, table.now(), limit)
+        assert {(line.topic, line.priority) for line in found.lines} == set(true)
+        for line in found.lines:
+            for name in COUNTS:
+                number, whole = getattr(line, name), true[line.topic, line.priority][name]
+                assert number == whole or (number < whole and name in line.at_least)
+            assert line.pending > 0
+            assert line.oldest == ready[line.topic, line.priority]
+        named = set().union(*(line.at_least for line in found.lines))
+        assert named == (set(COUNTS) if limit <= 3 else set() if limit == 1_000 else named)
     exact = backlog.read(table, exact=True)
     assert {(line.topic, line.priority): numbers(line) for line in exact.lines} == {
         place: dict(counts) for place, counts in true.items()
@@ -251,46 +272,32 @@ def test_a_count_is_exact_or_named_as_a_lower_bound(database: Database, table: T
     assert not exact.total.at_least
 
 
-def test_a_topic_that_is_found_by_nothing_but_its_tasks(database: Database, table: TaskTable):
-    """Also the last one of many, with characters of any kind: names are no part of a statement."""
-    names = ["Z", "a'b", 'a"b', "a\\b", "a\nb", "ä", "🎉", "%", "@topics"]
-    insert(database, [row(f"task {n}", Topic=name) for n, name in enumerate(names)])
-    assert [line.topic for line in backlog.read(table, exact=True).lines] == sorted(names)
+def test_every_topic_is_found_in_its_order(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
+    """Whether a read reaches one topic or many, and whether a topic has tasks, a row of its own, or both.
 
-
-@pytest.mark.parametrize("rows", [1, 3, 200])
-def test_every_topic_is_found_in_its_order(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch, rows: int
-):
-    """Whether a look reaches one topic or many, and whether a topic has tasks, a row of its own, or both."""
-    monkeypatch.setattr(operations_table, "TOPIC_ROWS", rows)
-    random = Random(rows)
+    A name of any characters is no part of a statement.
+    """
+    random = Random(1)
+    strange = ["Z", "a'b", 'a"b', "a\\b", "a\nb", "ä", "🎉", "%", "@topics"]
     tasks = [row(str(n), Topic=f"topic-{random.randrange(9)}", OrderingKey=random.choice("abc")) for n in range(60)]
+    tasks += [row(f"task {n}", Topic=name) for n, name in enumerate(strange)]
     insert(database, [*tasks, row("sent", Topic="topic-sent", SentAt=PAST)])
+    assert [line.topic for line in backlog.read(table, exact=True).lines] == sorted({each["Topic"] for each in tasks})
     pause(database, "topic-4", "a-row", "z-row")
     names = sorted({"a-row", "z-row", "topic-4", *(each["Topic"] for each in tasks)})
-    assert table.topics() == names
-    assert [table.topics(count) for count in range(1, 6)] == [names[:count] for count in range(1, 6)]
-    assert table.topics(99) == names
-
-
-def test_more_topics_than_are_counted_are_said_to_be_so(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
-):
-    """The first ones by name are counted; every sum is then a lower bound, never a number that looks whole."""
-    insert(database, [row(f"task {n}", Topic=f"topic-{n}") for n in range(4)])
-    monkeypatch.setattr(backlog, "MAX_TOPICS", 4)
-    assert backlog.read(table, exact=True).whole
-    monkeypatch.setattr(backlog, "MAX_TOPICS", 3)
-    found = backlog.read(table, exact=True)
-    assert (found.whole, len(found.lines), found.total.pending) == (False, 3, 3)
-    assert found.total.at_least == set(COUNTS)
+    for rows in (1, 3, 200):
+        monkeypatch.setattr(operations_table, "TOPIC_ROWS", rows)
+        assert table.topics() == names
+        assert [table.topics(count) for count in (1, 2, 5, 99)] == [names[:count] for count in (1, 2, 5, 99)]
 
 
 def test_many_topics_share_the_rows_that_a_look_may_read(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
-    """Two topics and ten shards: 40 rows of a state in all are two in each place, but never fewer than the least."""
+    """Two topics and ten shards: 40 rows of a state in all are two in each place, but never fewer than the minimum.
+
+    If there are more topics than are counted, the first by name are, and every sum is a lower bound.
+    """
     insert(database, [row(f"{topic} {n}", Topic=topic, OrderingKey="k") for topic in "ab" for n in range(9)])
     monkeypatch.setattr(backlog, "IN_ALL", 40)
     for least, counted in ((1, 2), (5, 5), (100, 9)):
@@ -298,17 +305,53 @@ def test_many_topics_share_the_rows_that_a_look_may_read(
         found = backlog._read_at(table, table.now(), None)
         assert [line.pending for line in found.lines] == [counted] * 2
         assert found.total.at_least == ({"pending"} if counted < 9 else set())
+    monkeypatch.setattr(backlog, "MAX_TOPICS", 2)
+    assert backlog.read(table, exact=True).whole
+    monkeypatch.setattr(backlog, "MAX_TOPICS", 1)
+    found = backlog.read(table, exact=True)
+    assert (found.whole, [line.topic for line in found.lines], found.total.pending) == (False, ["a"], 9)
+    assert found.total.at_least == set(COUNTS)
 
 
-def test_a_look_that_takes_too_long_is_not_made_again(watch: Watch, monkeypatch: pytest.MonkeyPatch):
-    """Only a table that was not there ten seconds ago is read as it is now: a busy Spanner is not asked twice."""
-    looks = []
+def test_a_due_task_counts_from_when_it_became_due(database: Database, watch: Watch):
+    """But not from before it was registered: then it does not hide an older one that stands behind it in the index."""
+    insert(database, [row("due", CreatedAt=CREATED, AvailableAt=CREATED + DAY, OrderingKey="k")])
+    assert oldest(watch, PAST) == CREATED + DAY
+    insert(database, [row(f"late {n}", CreatedAt=PAST - DAY, AvailableAt=CREATED, OrderingKey="k") for n in range(5)])
+    assert oldest(watch, PAST) == CREATED + DAY
+    insert(database, [row("before", CreatedAt=CREATED, AvailableAt=CREATED - DAY)])
+    assert oldest(watch, PAST) == CREATED
 
-    def time_out(*arguments: Any, **_keywords: Any) -> Any:
-        looks.append(arguments)
-        raise NotReached("not in time") from DeadlineExceeded("504")
 
-    monkeypatch.setattr(backlog, "_read_at", time_out)
-    with pytest.raises(NotReached):
-        backlog.read(watch.table)
-    assert len(looks) == 1
+def ready_since(task: dict[str, Any]) -> datetime:
+    """Return since when a task is ready or due."""
+    since: datetime = max(task["CreatedAt"], task["AvailableAt"] or task["CreatedAt"])
+    return since
+
+
+def test_the_oldest_age_is_exact_whatever_waits(database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch):
+    """Random tasks against a plain calculation; also of the lowest and the highest number, and past the seeks."""
+    random = Random(1)
+    priorities = [2**63 - 1, 100, 50, 1, 0, -1, -(2**63)]
+    rows = [
+        row(
+            str(number),
+            Topic=random.choice(["a", "b", "paused"]),
+            Priority=random.choice(priorities),
+            CreatedAt=CREATED + random.random() * DAY,
+            AvailableAt=random.choice([None, None, CREATED + random.random() * 2 * DAY, NEVER]),
+            SentAt=random.choice([None, None, PAST]),
+        )
+        for number in range(90)
+    ]
+    insert(database, rows)
+    pause(database, "paused")
+    for looks in (0, 1, 3, 20):
+        monkeypatch.setattr(backlog, "MAX_LOOKS", looks)
+        for _ in range(2):
+            at = CREATED + DAY + random.random() * DAY
+            unsent = [each for each in rows if each["SentAt"] is None and each["Topic"] != "paused"]
+            first = min((each for each in unsent if (each["AvailableAt"] or CREATED) <= at), key=ready_since)
+            assert oldest(watch, at) == ready_since(first), f"{looks} seeks"
+            update(database, first["Id"], SentAt=PAST)  # the oldest is sent
+            first["SentAt"] = PAST

@@ -1,7 +1,8 @@
-"""What the operators' commands say of a Spanner that goes away, and of a table of another shape."""
+"""What the operators' commands report if Spanner goes away, or if the table has another shape."""
 
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,26 +10,26 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.emulators import Emulators
 from outbox.errors import NotReached, OutboxError
-from outbox.operations import backlog, changes, table, tasks
-from outbox.operations import database as opening
+from outbox.operations import backlog, changes, tasks
 from outbox.operations.changes import Selection
+from outbox.operations.database import UNLIMITED
 from outbox.operations.table import TaskTable
 from outbox.operations.tasks import Position
+from outbox.operations.topics import TopicTable
+from outbox.schema import limits
 from outbox.states import NEVER
 from tests.support.operations import FUTURE, PAST, Watch, insert, opened, row, rows_of
 from tests.support.proxy import Proxy
 
-#: Seconds in the place of a minute, and of five.
-SHORT = 1.0
-QUERY, COMMIT = "execute_streaming_sql", "commit"
+QUERY, READ, COMMIT = "execute_streaming_sql", "streaming_read", "commit"
+#: Seconds for a call to a Spanner that is away, in the place of its own limit.
+SHORT = 0.3
 
 
-@pytest.fixture
-def full(database: Database) -> Database:
-    """A task of each kind."""
+def fill(database: Database) -> None:
+    """Insert a task of each kind."""
     every: list[dict[str, Any]] = [{"SentAt": PAST}, {"AvailableAt": NEVER}, {"AvailableAt": FUTURE, "Attempts": 1}, {}]
     insert(database, [row(str(n), **each) for n, each in enumerate(every)])
-    return database
 
 
 def selected(state: str) -> Selection:
@@ -47,6 +48,9 @@ WORK: dict[str, Callable[[TaskTable], Any]] = {
     "retry ids": lambda table: list(changes.retry(table, Selection(ids=("1",)))),
     "purge": lambda table: list(changes.purge(table, selected("sent"))),
     "discard": lambda table: list(changes.discard(table, ["1"])),
+    "rows of topics": lambda table: TopicTable(table).rows(["orders"]),
+    "waiting topics": lambda table: TopicTable(table).waiting(["orders"]),
+    "pause": lambda table: TopicTable(table).change(["orders"], {"Paused": True}),
 }
 
 
@@ -61,122 +65,114 @@ WORK: dict[str, Callable[[TaskTable], Any]] = {
         ("retry ids", COMMIT, 1, Proxy.refuse),
         ("purge", COMMIT, 1, Proxy.hang),
         ("discard", COMMIT, 1, Proxy.mute),
+        ("rows of topics", READ, 1, Proxy.hang),
+        ("waiting topics", QUERY, 1, Proxy.refuse),
+        ("pause", READ, 1, Proxy.refuse),
+        ("pause", READ, 1, Proxy.hang),
+        ("pause", COMMIT, 1, Proxy.hang),
     ],
 )
 def test_nothing_waits_for_a_spanner_that_goes_away(  # noqa: PLR0917 - pytest names them
     emulators: Emulators,
-    full: Database,
+    database: Database,
     monkeypatch: pytest.MonkeyPatch,
     work: str,
     call: str,
     number: int,
     fault: Callable[[Proxy], None],
 ):
-    """In the middle of the work: it is told within the limit of the call, and a task is either changed or it is not."""
-    for module in (backlog, changes, table, tasks):
-        monkeypatch.setattr(module, "LOOK_SECONDS", SHORT)
-    monkeypatch.setattr(changes, "COUNT_SECONDS", SHORT)
-    monkeypatch.setattr(opening, "CALL_SECONDS", SHORT)
-    monkeypatch.setitem(TaskTable.query.__kwdefaults__, "seconds", SHORT)
-    before = rows_of(full)
+    """In the middle of the work: every call has a limit, after which it fails; a task is either changed or not."""
+    fill(database)
+    before = rows_of(database)
     with Proxy(emulators.spanner_host) as proxy:
         monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
-        ours = opened(full)
-        opened_table = TaskTable(ours)
-        WORK[work](TaskTable(ours)) if work in ("list", "tail", "count") else opened_table.now()
-        calls, original = 0, getattr(ours.spanner_api, call)
+        ours = opened(database)
+        table = TaskTable(ours)
+        WORK[work](table) if work in ("list", "tail", "count") else table.now()
+        seen: list[str] = []
 
-        def fail(*arguments: Any, **keywords: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == number:
-                fault(proxy)
-            return original(*arguments, **keywords)
+        def limited(name: str, original: Any, *arguments: Any, **keywords: Any) -> Any:
+            if name == call:
+                seen.append(name)
+                if len(seen) == number:
+                    fault(proxy)
+            given = {**getattr(original, "keywords", {}), **keywords}
+            assert given["timeout"] == given["retry"]._timeout <= 600
+            away = len(seen) >= number
+            return original(*arguments, **(keywords | limits(SHORT) if away else keywords))
 
-        monkeypatch.setattr(ours.spanner_api, call, fail)
+        for name in (QUERY, READ, *UNLIMITED):
+            original = getattr(ours.spanner_api, name)
+            monkeypatch.setattr(ours.spanner_api, name, functools.partial(limited, name, original))
         begun = time.monotonic()
         with pytest.raises(NotReached, match="Spanner did not answer"):
-            WORK[work](opened_table)
-        assert time.monotonic() - begun < 8 * SHORT
-        assert calls >= number
-    after = rows_of(full)
+            WORK[work](table)
+        assert time.monotonic() - begun < 8
+        assert len(seen) >= number
+    after = rows_of(database)
     if fault is not Proxy.mute:  # then the commit came through, and only its answer did not
         assert after == before
     else:
         assert after == {id: each for id, each in before.items() if id != "1"}
 
 
-@pytest.mark.parametrize("work", ["status --exact", "list", "tail", "count", "retry", "purge"])
-def test_a_missing_index_is_named(full: Database, work: str):
-    """Every look is forced to it: the user hears what to do, and nothing reads the whole table instead."""
-    opened_table = TaskTable(opened(full))
-    full.update_ddl(["DROP INDEX AsynchronousTasksToSend"]).result()
-    with pytest.raises(NotReached, match=r"index AsynchronousTasksToSend is missing.*See `outbox schema apply`"):
-        WORK[work](opened_table)
+def test_a_missing_index_is_named(own_database: Database):
+    """Also a missing column or table: the user learns what to do, and nothing reads the whole table instead.
 
+    A transaction that meets it holds no locks and has changed nothing. Work by ids goes by the primary key. `status`
+    reads the table of ten seconds ago.
+    """
+    fill(own_database)
+    table = TaskTable(opened(own_database))
 
-@pytest.mark.parametrize("work", ["show", "retry ids"])
-def test_work_by_ids_needs_no_index(full: Database, work: str):
-    """It goes by the primary key."""
-    opened_table = TaskTable(opened(full))
-    full.update_ddl(["DROP INDEX AsynchronousTasksToSend"]).result()
-    assert WORK[work](opened_table)
+    def change(*statements: str) -> None:
+        own_database.update_ddl(statements).result()
 
-
-def test_a_column_that_is_missing_is_named(full: Database):
-    """Also where the transaction meets it, which then holds no locks and has changed nothing."""
-    opened_table = TaskTable(opened(full))
-    full.update_ddl(["ALTER TABLE AsynchronousTasks DROP COLUMN LastError"]).result()
+    change("ALTER TABLE AsynchronousTasks DROP COLUMN LastError")
     for work in ("show", "retry ids", "list"):
         with pytest.raises(NotReached, match=r"LastError.*See `outbox schema apply`"):
-            WORK[work](opened_table)
-    with full.batch() as batch:
+            WORK[work](table)
+    with own_database.batch() as batch:
         batch.update("AsynchronousTasks", ("Id", "Attempts"), [("1", 5)])
-
-
-@pytest.fixture
-def dropped(full: Database) -> Iterator[TaskTable]:
-    """A table that is dropped after it was opened."""
-    opened_table = TaskTable(opened(full))
-    names = ("INDEX AsynchronousTasksToSend", "INDEX AsynchronousTasksInOrder", "TABLE AsynchronousTasks")
-    full.update_ddl([f"DROP {name}" for name in names]).result()
-    return opened_table
-
-
-def test_a_table_that_is_gone_is_named(dropped: TaskTable):
-    """Whatever the command does, but for `status`, which is of ten seconds ago."""
-    for work in set(WORK) - {"status"}:
+    change("ALTER TABLE AsynchronousTasks ADD COLUMN LastError STRING(MAX)", "DROP INDEX AsynchronousTasksToSend")
+    for work in ("status --exact", "list", "tail", "count", "retry", "purge"):
+        with pytest.raises(NotReached, match=r"index AsynchronousTasksToSend is missing.*See `outbox schema apply`"):
+            WORK[work](table)
+    for work in ("show", "retry ids"):
+        assert WORK[work](table)
+    change("DROP INDEX AsynchronousTasksInOrder", "DROP TABLE AsynchronousTasks")
+    for work in set(WORK) - {"status", "rows of topics", "pause"}:
         with pytest.raises(NotReached, match=r"AsynchronousTasks.* is missing"):
-            WORK[work](dropped)
+            WORK[work](table)
 
 
 def test_a_refusal_that_is_of_no_schema_is_told_as_it_is(database: Database):
-    """The table is as it should be, so nobody is sent to `outbox schema apply`."""
-    opened_table = TaskTable(opened(database))
-    with pytest.raises(OutboxError, match="Spanner refused") as raised:
-        opened_table.query("SELECT FROM", "outbox-test")
-    assert "schema apply" not in str(raised.value)
-    with pytest.raises(OutboxError, match="Spanner refused") as raised:
-        opened_table.transact("outbox-test", lambda transaction: transaction.query("SELECT no", {}))
-    assert "schema apply" not in str(raised.value)
-    assert opened_table.now()
+    """The table is as it should be, so `outbox schema apply` is not recommended."""
+    table = TaskTable(opened(database))
+    for refused in (
+        lambda: table.query("SELECT FROM", "outbox-test"),
+        lambda: table.transact("outbox-test", lambda transaction: transaction.query("SELECT no", {})),
+    ):
+        with pytest.raises(OutboxError, match="Spanner refused") as raised:
+            refused()
+        assert "schema apply" not in str(raised.value)
+    assert table.now()
 
 
-def test_every_request_is_of_low_priority_and_tagged(full: Database):
-    """Reads, those of a transaction, and its commit: whoever looks at Spanner's statistics sees whose they are."""
-    watch = Watch(full)
+def test_every_request_is_of_low_priority_and_tagged(database: Database, watch: Watch):
+    """Reads, those of a transaction, and its commit: Spanner's statistics show that they are the commands'."""
+    fill(database)
     for work in WORK.values():
         work(watch.table)
     parked = {"AvailableAt": FUTURE, "LastError": "parked: x", "OrderingKey": "k"}
-    insert(full, [row("head", AvailableAt=NEVER, OrderingKey="k"), row("parked", **parked)])
+    insert(database, [row("head", AvailableAt=NEVER, OrderingKey="k"), row("parked", **parked)])
     list(changes.discard(watch.table, ["head"]))
-    watch.check()
-    assert watch.tags() == {
+    changing = {"outbox-retry", "outbox-purge", "outbox-discard", "outbox-wake"}
+    assert watch.tags() == changing | {
         "outbox-now", "outbox-status", "outbox-topics", "outbox-list", "outbox-show", "outbox-tail", "outbox-count",
-        "outbox-retry", "outbox-purge", "outbox-discard", "outbox-wake",
     }  # fmt: skip
     tags = {request.request_options.transaction_tag for name, request in watch.requests if name == "commit"}
-    assert tags == {"outbox-retry", "outbox-purge", "outbox-discard", "outbox-wake"}
+    assert tags == changing | {"outbox-topics"}
     locking = [
         request.request_options.request_tag
         for name, request in watch.requests

@@ -1,7 +1,7 @@
 """`purge` and `discard` on Spanner: what they delete, and that it is nothing else, whatever happens meanwhile."""
 
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -20,6 +20,11 @@ from tests.support.operations import CREATED, FUTURE, PAST, Watch, insert, row, 
 SECOND, MICROSECOND = timedelta(seconds=1), timedelta(microseconds=1)
 UNTIL = PAST + 10 * SECOND
 PARKED = {"AvailableAt": FUTURE, "LastError": "parked: behind another task"}
+DEAD = {"AvailableAt": NEVER, "Attempts": 9}
+UNSENT: list[dict[str, Any]] = [
+    {}, {"AvailableAt": PAST}, {"AvailableAt": FUTURE}, {"AvailableAt": FUTURE, "Attempts": 2},
+    {"OrderingKey": "k", **PARKED}, DEAD,
+]  # fmt: skip
 
 
 def changed(outcomes: Iterator[Outcome]) -> list[str]:
@@ -28,7 +33,7 @@ def changed(outcomes: Iterator[Outcome]) -> list[str]:
 
 
 def before_each_transaction(patch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
-    """Have something happen between what was found and the transaction that changes it."""
+    """Call `act` after the tasks were found and before the transaction that changes them."""
     transact = TaskTable.transact
 
     def meanwhile(self: TaskTable, tag: str, work: Any) -> Any:
@@ -38,14 +43,6 @@ def before_each_transaction(patch: pytest.MonkeyPatch, act: Callable[[], None]) 
     patch.setattr(TaskTable, "transact", meanwhile)
 
 
-UNSENT: list[dict[str, Any]] = [
-    {},
-    {"AvailableAt": PAST},
-    {"AvailableAt": FUTURE},
-    {"AvailableAt": FUTURE, "Attempts": 2},
-    {"OrderingKey": "k", **PARKED},
-    {"AvailableAt": NEVER, "Attempts": 9},
-]
 TASK = st.fixed_dictionaries(
     {
         "columns": st.sampled_from(UNSENT),
@@ -70,6 +67,7 @@ def test_purge_deletes_nothing_that_is_not_sent(
     insert(database, rows)
     happen = [(str(n), each["meanwhile"]) for n, each in enumerate(tasks) if each["meanwhile"] and each["sent"]]
     first, later = happen[:early], happen[early:]
+    kept: dict[str, dict[str, Any]] = {}
 
     def act() -> None:
         # Some when the first chunk is found, the others when the second is.
@@ -77,23 +75,16 @@ def test_purge_deletes_nothing_that_is_not_sent(
         there = rows_of(database)
         with database.batch() as batch:
             for id, what in now:
-                if id not in there:
-                    pass
-                elif what == "deleted":
+                if what == "deleted":
                     batch.delete("AsynchronousTasks", KeySet(keys=[[id]]))
-                else:
+                elif id in there:
                     value = None if what == "unsent" else COMMIT_TIMESTAMP
                     batch.update("AsynchronousTasks", ("Id", "SentAt"), [(id, value)])
-
-    kept: dict[str, dict[str, Any]] = {}
-
-    def look() -> None:
-        act()
         kept.update(rows_of(database))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(changes, "CHUNK", 4)
-        before_each_transaction(patch, look)
+        before_each_transaction(patch, act)
         deleted = changed(changes.purge(table, Selection(state="sent", until=UNTIL, topic=topic)))
     after = rows_of(database)
     assert not set(deleted) & set(after)
@@ -109,17 +100,16 @@ def test_purge_deletes_nothing_that_is_not_sent(
     assert changed(changes.purge(table, Selection(state="sent", until=CREATED))) == []
 
 
-@pytest.mark.parametrize("what", ["unsent", "sent again", "of another topic"])
 def test_a_task_that_is_no_longer_selected_is_not_deleted(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch, what: str
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
-    """It was found, and changed before the transaction: the rows are looked at again under the lock."""
+    """It was found, and changed before the transaction: the rows are read again under the lock."""
     insert(database, [row(str(n), SentAt=PAST, OrderingKey="one shard") for n in range(9)])
-    columns = {"unsent": {"SentAt": None}, "sent again": {"SentAt": UNTIL}, "of another topic": {"Topic": "invoices"}}
+    columns = {"2": {"SentAt": None}, "5": {"SentAt": UNTIL}, "8": {"Topic": "invoices"}}
 
     def act() -> None:
-        for id in "258":
-            update(database, id, **columns[what])
+        for id, each in columns.items():
+            update(database, id, **each)
 
     before_each_transaction(monkeypatch, act)
     [outcome] = changes.purge(table, Selection(state="sent", until=UNTIL, topic="orders"))
@@ -127,15 +117,11 @@ def test_a_task_that_is_no_longer_selected_is_not_deleted(
     assert set(outcome.left) == set("258") == set(rows_of(database))
 
 
-def test_purge_takes_no_other_state(table: TaskTable):
-    """A mistake in a command deletes nothing."""
+def test_purge_goes_on_where_it_stopped(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
+    """Chunk by chunk, of many tasks of one SentAt, too; younger tasks stay. Only sent tasks can be selected."""
     for state in (None, "dead", "pending", "retrying", "scheduled"):
         with pytest.raises(ValueError, match=f"purge is for sent tasks, not for {state}"):
             changes.purge(table, Selection(state=state, ids=("a",)))
-
-
-def test_purge_goes_on_where_it_stopped(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
-    """Chunk by chunk, of many tasks of one SentAt, too; what is younger stays."""
     monkeypatch.setattr(changes, "CHUNK", 3)
     old = [row(f"old {n}", SentAt=PAST + (n % 2) * SECOND, AvailableAt=NEVER) for n in range(30)]
     insert(database, [*old, row("new", SentAt=UNTIL), *(row(str(n), **each) for n, each in enumerate(UNSENT))])
@@ -148,32 +134,24 @@ def test_purge_goes_on_where_it_stopped(database: Database, table: TaskTable, mo
     assert set(rows_of(database)) == {"new", *map(str, range(len(UNSENT)))}
 
 
-def test_discard_deletes_dead_tasks_only(database: Database, table: TaskTable):
-    """Others are left and told with their states, as is what is not there."""
+def test_discard_deletes_dead_tasks_only(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
+    """Others are left and named with their states, as are missing ones; also one that was retried meanwhile is left."""
     insert(database, [row(str(n), **each) for n, each in enumerate(UNSENT)])
     insert(database, [row("sent", SentAt=PAST, AvailableAt=NEVER), row("almost", AvailableAt=NEVER - MICROSECOND)])
+    insert(database, [row("retried", AvailableAt=NEVER)])
     before = rows_of(database)
-    [outcome] = changes.discard(table, [*map(str, range(6)), "sent", "almost", "missing"])
+    before_each_transaction(monkeypatch, lambda: update(database, "retried", AvailableAt=PAST))
+    [outcome] = changes.discard(table, [*map(str, range(6)), "sent", "almost", "missing", "retried"])
     assert outcome == Outcome(
         ("5",),
         {
             "0": "pending", "1": "pending", "2": "scheduled", "3": "retrying", "4": "parked", "sent": "sent",
-            "almost": "scheduled",
+            "almost": "scheduled", "retried": "pending",
         },
         ("missing",),
     )  # fmt: skip
+    before["retried"]["AvailableAt"] = PAST
     assert rows_of(database) == {id: each for id, each in before.items() if id != "5"}
-
-
-def test_a_dead_task_that_was_retried_meanwhile_is_not_discarded(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
-):
-    """Somebody else sends it: that is the newer word."""
-    insert(database, [row("a", AvailableAt=NEVER), row("b", AvailableAt=NEVER)])
-    before_each_transaction(monkeypatch, lambda: update(database, "a", AvailableAt=datetime.now(UTC)))
-    [outcome] = changes.discard(table, ["a", "b"])
-    assert (outcome.changed, outcome.left) == (("b",), {"a": "pending"})
-    assert set(rows_of(database)) == {"a"}
 
 
 def line(key: str, *columns: dict[str, Any], topic: str = "orders") -> list[dict[str, Any]]:
@@ -184,24 +162,25 @@ def line(key: str, *columns: dict[str, Any], topic: str = "orders") -> list[dict
     ]
 
 
-DEAD = {"AvailableAt": NEVER, "Attempts": 9}
-
-
 @pytest.mark.parametrize("closed", [False, True])
 def test_discard_wakes_the_first_parked_task_of_a_key_and_only_it(
     database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch, closed: bool
 ):
-    """Due now, all else as it was; the relay wakes the others. Also when nobody asks for the next chunk."""
+    """Due now, all else as it was; the relay releases the others. Also if the next chunk is never asked for.
+
+    If the head is not deferred, nothing is released; a deferred head has nothing to wait for any more.
+    """
     monkeypatch.setattr(changes, "CHUNK", 2 if closed else 500)
-    sent = {"SentAt": PAST}
     insert(
         database,
         [
-            *line("a", sent, DEAD, {**PARKED, "Attempts": 2, "ExpiresAt": FUTURE}, PARKED),
+            *line("a", {"SentAt": PAST}, DEAD, {**PARKED, "Attempts": 2, "ExpiresAt": FUTURE}, PARKED),
             *line("b'", DEAD, PARKED, PARKED),
             *line("waits", DEAD, {"AvailableAt": FUTURE}, PARKED),
             *line("dies", DEAD, DEAD, PARKED),
             *line("alone", DEAD),
+            *line("behind", PARKED, DEAD, PARKED),
+            *line("behind a scheduled one", {"AvailableAt": FUTURE}, DEAD, PARKED),
             *line("untouched", PARKED, PARKED),
             *line("a", PARKED, topic="invoices"),
             row("no key", **DEAD),
@@ -209,7 +188,8 @@ def test_discard_wakes_the_first_parked_task_of_a_key_and_only_it(
         ],
     )
     before, begun = rows_of(database), watch.table.now()
-    ids = ["orders a 1", "orders b' 0", "orders waits 0", "orders dies 0", "orders alone 0", "no key"]
+    ids = ["a 1", "b' 0", "waits 0", "dies 0", "alone 0", "behind 1", "behind a scheduled one 1"]
+    ids = [*(f"orders {id}" for id in ids), "no key"]
     outcomes = changes.discard(watch.table, ids)
     gone = ids[:2] if closed else ids
     assert sorted(next(outcomes).changed) == sorted(gone)
@@ -218,41 +198,13 @@ def test_discard_wakes_the_first_parked_task_of_a_key_and_only_it(
     else:
         assert list(outcomes) == []
     after = rows_of(database)
-    woken = {"orders a 2", "orders b' 1"}
-    assert {id for id in after if after[id] != before[id]} == woken
+    released = {"orders a 2", "orders b' 1"} | (set() if closed else {"orders behind 0"})
+    assert {id for id in after if after[id] != before[id]} == released
     assert set(before) - set(after) == set(gone)
-    for id in woken:
+    for id in released:
         assert after[id] == before[id] | {"AvailableAt": after[id]["AvailableAt"]}
         assert begun <= after[id]["AvailableAt"] <= watch.table.now()
     assert {"outbox-discard", "outbox-wake"} == watch.tags() - {"outbox-now"}
-
-
-def test_discard_of_a_task_behind_the_head_wakes_no_more_than_the_head(database: Database, table: TaskTable):
-    """A parked head waits for nothing any more; where the head is not parked, nothing is to be woken."""
-    insert(database, [*line("a", PARKED, DEAD, PARKED), *line("b", {"AvailableAt": FUTURE}, DEAD, PARKED)])
-    before = rows_of(database)
-    assert changed(changes.discard(table, ["orders a 1", "orders b 1"])) == ["orders a 1", "orders b 1"]
-    after = rows_of(database)
-    assert {id for id in after if after[id] != before[id]} == {"orders a 0"}
-
-
-def test_a_front_that_was_sent_meanwhile_is_not_woken(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
-):
-    """It is looked at again under the lock."""
-    insert(database, line("a", DEAD, PARKED, PARKED))
-    query = TaskTable.query
-
-    def fronts(self: TaskTable, statement: str, *arguments: Any, **keywords: Any) -> list[list[Any]]:
-        found = query(self, statement, *arguments, **keywords)
-        if statement == sql.FRONTS:
-            update(database, "orders a 1", SentAt=PAST)
-        return found
-
-    monkeypatch.setattr(TaskTable, "query", fronts)
-    assert changed(changes.discard(table, ["orders a 0"])) == ["orders a 0"]
-    after = rows_of(database)
-    assert [after[id]["AvailableAt"] for id in ("orders a 1", "orders a 2")] == [FUTURE, FUTURE]
 
 
 def test_nothing_dead_wakes_nothing(database: Database, watch: Watch):
@@ -265,6 +217,32 @@ def test_nothing_dead_wakes_nothing(database: Database, watch: Watch):
     assert not any(request.mutations for name, request in watch.requests if name == "commit")
 
 
+def test_a_wake_that_fails_is_a_warning(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
+    """The dead task is deleted all the same; the deferred ones become due when their time ends.
+
+    A head that was sent meanwhile is read again under the lock, and not made due.
+    """
+    insert(database, [*line("a", DEAD, PARKED), *line("b", DEAD, PARKED, PARKED)])
+    query = TaskTable.query
+
+    def fronts(self: TaskTable, statement: str, *arguments: Any, **keywords: Any) -> list[list[Any]]:
+        found = query(self, statement, *arguments, **keywords)
+        if found == [["orders a 1"]]:
+            raise NotReached("no answer")
+        if statement == sql.FRONTS:
+            update(database, "orders b 1", SentAt=PAST)
+        return found
+
+    monkeypatch.setattr(TaskTable, "query", fronts)
+    [outcome] = changes.discard(table, ["orders a 0"])
+    assert outcome.changed == ("orders a 0",)
+    assert outcome.warning == "tasks behind the deleted ones go when their parked time ends, not at once: no answer"
+    assert changed(changes.discard(table, ["orders b 0"])) == ["orders b 0"]
+    after = rows_of(database)
+    assert after["orders b 1"]["SentAt"] == PAST
+    assert {after[id]["AvailableAt"] for id in ("orders a 1", "orders b 1", "orders b 2")} == {FUTURE}
+
+
 def test_a_deletion_is_logged_also_if_its_outcome_is_not_known(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
@@ -275,7 +253,7 @@ def test_a_deletion_is_logged_also_if_its_outcome_is_not_known(
     def log(ids: Sequence[str], surely: bool) -> None:
         logged.append((sorted(ids), surely))
 
-    assert changed(changes.discard(table, ["a", "nobody"], log)) == ["a"]
+    assert changed(changes.discard(table, ["a", "missing"], log)) == ["a"]
     transact = TaskTable.transact
 
     def lose_the_answer(self: TaskTable, tag: str, work: Any) -> Any:
@@ -287,20 +265,3 @@ def test_a_deletion_is_logged_also_if_its_outcome_is_not_known(
         changed(changes.discard(table, ["b"], log))
     assert logged == [(["a"], True), (["b"], False)]
     assert rows_of(database) == {}
-
-
-def test_a_wake_that_fails_is_a_warning(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
-    """The task is deleted and logged all the same; what it held back goes when its parked time ends."""
-    insert(database, line("a", DEAD, PARKED))
-    query = TaskTable.query
-
-    def fail(self: TaskTable, statement: str, *arguments: Any, **keywords: Any) -> Any:
-        if statement == sql.FRONTS:
-            raise NotReached("no answer")
-        return query(self, statement, *arguments, **keywords)
-
-    monkeypatch.setattr(TaskTable, "query", fail)
-    [outcome] = changes.discard(table, ["orders a 0"])
-    assert outcome.changed == ("orders a 0",)
-    assert outcome.warning == "tasks behind the deleted ones go when their parked time ends, not at once: no answer"
-    assert rows_of(database)["orders a 1"]["AvailableAt"] == FUTURE

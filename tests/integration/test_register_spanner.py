@@ -1,14 +1,16 @@
-"""`outbox.register` in real Spanner transactions: one commit, byte-exact, rolled back with its caller."""
+"""`outbox.register` and `register_once` in real Spanner transactions: one commit, byte-exact, rolled back together."""
 
 import base64
+import functools
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from google.api_core.exceptions import AlreadyExists
-from google.cloud.spanner_v1 import param_types
+from google.api_core.exceptions import Aborted, AlreadyExists, GoogleAPICallError
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, param_types
 from google.cloud.spanner_v1.database import Database
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -28,6 +30,11 @@ def query(database: Database, sql: str) -> list[list[Any]]:
         return [list(row) for row in snapshot.execute_sql(sql)]
 
 
+def ids(database: Database) -> list[str]:
+    """Return the ids of all tasks, sorted."""
+    return [id for [id] in query(database, "SELECT Id FROM AsynchronousTasks ORDER BY Id")]
+
+
 def in_transaction(database: Database, work: Callable[[Any], Any]) -> Any:
     """Run `work` in a read-write transaction."""
     return database.run_in_transaction(work, default_retry_delay=0.02)
@@ -39,48 +46,50 @@ def in_batch(database: Database, work: Callable[[Any], Any]) -> Any:
         return work(batch)
 
 
-@pytest.mark.parametrize("run", [in_transaction, in_batch])
-def test_business_row_and_task_have_one_commit(database: Database, run: Callable[..., Any]) -> None:
-    """CreatedAt is the commit timestamp of the caller's own transaction (A03)."""
-    from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
-
-    database.update_ddl([ORDERS]).result(30)
-
-    def work(transaction: Any) -> str:
-        transaction.insert("Orders", ("Id", "WrittenAt"), [("1", COMMIT_TIMESTAMP)])
-        return outbox.register(transaction, "orders", b"data", {"a": "b"}, ordering_key="k", priority=7)
-
-    task_id = run(database, work)
-    [[id, topic, priority, key, created_at, sent_at]] = query(
-        database, "SELECT Id, Topic, Priority, OrderingKey, CreatedAt, SentAt FROM AsynchronousTasks"
-    )
-    [[at]] = query(database, "SELECT WrittenAt FROM Orders")
-    assert (id, topic, priority, key, sent_at) == (task_id, "orders", 7, "k", None)
-    assert created_at == at
+def once(transaction: Any, task_id: str = "t") -> bool:
+    """Register a task of the topic `orders` once."""
+    return outbox.register_once(transaction, "orders", b"data", task_id=task_id)
 
 
-def test_nothing_is_readable_until_the_commit(database: Database) -> None:
-    """Register only buffers (A01)."""
+def test_business_row_and_task_have_one_commit(own_database: Database) -> None:
+    """CreatedAt is the commit timestamp of the caller's own transaction (A03); before it nothing is readable (A01).
 
-    def work(transaction: Any) -> None:
-        outbox.register(transaction, "orders", b"data")
-        assert query(database, "SELECT Id FROM AsynchronousTasks") == []
+    Each argument reaches its column, times to the microsecond.
+    """
+    own_database.update_ddl([ORDERS]).result(30)
+    available, expires = datetime(2040, 1, 2, 3, 4, 5, 678901, tzinfo=UTC), datetime(2041, 1, 1, tzinfo=UTC)
 
-    in_transaction(database, work)
-    assert len(query(database, "SELECT Id FROM AsynchronousTasks")) == 1
+    def work(transaction: Any, **more: Any) -> str:
+        before = ids(own_database)
+        transaction.insert("Orders", ("Id", "WrittenAt"), [(str(len(before)), COMMIT_TIMESTAMP)])
+        id = outbox.register(transaction, "orders", b"data", {"a": "b"}, priority=7, available_at=available, **more)
+        assert ids(own_database) == before
+        return id
+
+    keyed = in_transaction(own_database, functools.partial(work, ordering_key="k"))
+    once_at_most = in_batch(own_database, functools.partial(work, expires_at=expires, at_most_once=True))
+    columns = "Id, Topic, Priority, AvailableAt, OrderingKey, ExpiresAt, AtMostOnce, Attempts, SentAt, CreatedAt"
+    [first], [second] = query(own_database, "SELECT WrittenAt FROM Orders ORDER BY Id")
+    assert query(own_database, f"SELECT {columns} FROM AsynchronousTasks ORDER BY CreatedAt") == [
+        [keyed, "orders", 7, available, "k", None, False, 0, None, first],
+        [once_at_most, "orders", 7, available, None, expires, True, 0, None, second],
+    ]
 
 
 @pytest.mark.parametrize("run", [in_transaction, in_batch])
 def test_a_rolled_back_transaction_leaves_no_task(database: Database, run: Callable[..., Any]) -> None:
-    """The caller's exception takes its tasks along (A02)."""
+    """The caller's exception takes its tasks along (A02), and the next transaction registers."""
 
     def work(transaction: Any) -> None:
         outbox.register(transaction, "orders", b"data")
+        if run is in_transaction:
+            assert once(transaction)
         raise LookupError
 
     with pytest.raises(LookupError):
         run(database, work)
-    assert query(database, "SELECT Id FROM AsynchronousTasks") == []
+    assert ids(database) == []
+    assert in_transaction(database, once) is True
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -103,57 +112,57 @@ def test_bytes_and_attributes_round_trip(database: Database, bodies: list[bytes]
             assert size == len(raw)
 
 
-def test_a_run_again_after_an_abort_leaves_one_task(database: Database) -> None:
-    """Another transaction takes the lock first; the function runs again, one row is committed (A10)."""
-    runs = []
-
-    def work(transaction: Any) -> None:
-        list(transaction.execute_sql("SELECT COUNT(*) FROM AsynchronousTasks"))
-        runs.append(outbox.register(transaction, "orders", b"data"))
-        if len(runs) == 1:
-            transaction._transaction_id = b"gone"  # the commit meets a transaction that is no more
-            from google.api_core.exceptions import Aborted
-
-            raise Aborted("aborted", errors=[_Cause()])
-
-    in_transaction(database, work)
-    assert len(runs) == 2
-    assert query(database, "SELECT Id FROM AsynchronousTasks") == [[runs[1]]]
-
-
 class _Cause:
-    """What the client looks at in an ABORTED."""
+    """The part of an ABORTED that the client reads."""
 
     def trailing_metadata(self) -> tuple[()]:
-        """No delay is asked for."""
+        """Ask for no delay."""
         return ()
 
 
+def test_a_run_again_after_an_abort_leaves_one_task(database: Database) -> None:
+    """The function runs again, and one row is committed (A10); the first attempt's tasks are forgotten."""
+    attempts: list[str] = []
+
+    def work(transaction: Any) -> None:
+        list(transaction.execute_sql("SELECT COUNT(*) FROM AsynchronousTasks"))
+        attempts.append(outbox.register(transaction, "orders", b"data"))
+        assert once(transaction)
+        if len(attempts) == 1:
+            raise Aborted("aborted", errors=[_Cause()])
+
+    in_transaction(database, work)
+    assert len(attempts) == 2
+    assert ids(database) == sorted([attempts[1], "t"])
+
+
 def test_a_given_id_makes_the_registration_idempotent(database: Database) -> None:
-    """The second insert of the same id fails the caller's commit."""
-    in_transaction(database, lambda transaction: outbox.register(transaction, "orders", b"1", task_id="order-1"))
-    with pytest.raises(AlreadyExists):
-        in_transaction(database, lambda transaction: outbox.register(transaction, "orders", b"2", task_id="order-1"))
-    assert len(query(database, "SELECT Id FROM AsynchronousTasks")) == 1
+    """The second insert of the same id fails the caller's commit: AlreadyExists, which names the table."""
 
+    def work(transaction: Any) -> None:
+        transaction.insert_or_update("AsynchronousTaskTopics", ("Topic",), [("effect",)])
+        outbox.register(transaction, "orders", b"", task_id="t")
 
-def test_times_reach_their_columns(database: Database) -> None:
-    """To the microsecond."""
-    available, expires = datetime(2040, 1, 2, 3, 4, 5, 678901, tzinfo=UTC), datetime(2041, 1, 1, tzinfo=UTC)
-    with database.batch() as batch:
-        outbox.register(batch, "orders", b"", available_at=available, expires_at=expires, at_most_once=True)
-    assert query(database, "SELECT AvailableAt, ExpiresAt, AtMostOnce, Attempts FROM AsynchronousTasks") == [
-        [available, expires, True, 0]
-    ]
+    in_transaction(database, once)
+    with pytest.raises(AlreadyExists, match="AsynchronousTasks"):
+        in_transaction(database, work)
+    assert query(database, "SELECT Topic FROM AsynchronousTaskTopics") == []
+    assert ids(database) == ["t"]
 
 
 def test_ids_spread_evenly_over_the_shards(database: Database) -> None:
-    """Chi-square over ten shards: of 10,000 random ids by the table's own expression, and of 500 stored rows (A09)."""
+    """Chi-square over ten shards: of 10,000 random ids by the table's own expression, and of 500 stored rows (A09).
+
+    `ABS` stands outside of `MOD`: the other way round overflows for the smallest of the 2^64 hashes (G6).
+    """
     [[expression]] = query(
         database,
         "SELECT GENERATION_EXPRESSION FROM INFORMATION_SCHEMA.COLUMNS "
         "WHERE TABLE_NAME = 'AsynchronousTasks' AND COLUMN_NAME = 'Shard'",
     )
+    hashed = "FARM_FINGERPRINT(COALESCE(OrderingKey, Id))"
+    assert hashed in expression
+    assert query(database, f"SELECT {expression.replace(hashed, str(-(2**63)))}") == [[8]]
     with database.snapshot() as snapshot:
         rows = snapshot.execute_sql(
             f"SELECT {expression}, COUNT(*) "
@@ -162,9 +171,9 @@ def test_ids_spread_evenly_over_the_shards(database: Database) -> None:
             param_types={"ids": param_types.Array(param_types.STRING)},
         )
         assert is_even(dict(rows), 10_000)
-    for _ in range(10):
+    for _ in range(5):
         with database.batch() as batch:
-            for _ in range(50):
+            for _ in range(100):
                 outbox.register(batch, "orders", b"")
     assert is_even(dict(query(database, "SELECT Shard, COUNT(*) FROM AsynchronousTasks GROUP BY Shard")), 500)
 
@@ -177,21 +186,73 @@ def is_even(counts: dict[int, int], total: int) -> bool:
 
 
 def test_tasks_of_one_ordering_key_share_a_shard(database: Database) -> None:
-    """The shard is of the key where there is one."""
+    """The shard is of the key if there is one; the table refuses an empty key, another writer's mistake."""
     with database.batch() as batch:
         for n in range(8):
             outbox.register(batch, "orders", b"", ordering_key="k", task_id=f"t{n}")
     assert len(query(database, "SELECT DISTINCT Shard FROM AsynchronousTasks")) == 1
-
-
-def test_an_empty_ordering_key_cannot_be_stored(database: Database) -> None:
-    """Another writer's mistake is refused by the table."""
-    from google.api_core.exceptions import GoogleAPICallError
-    from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
-
+    columns = ("Id", "Topic", "Data", "Priority", "CreatedAt", "OrderingKey")
     with pytest.raises(GoogleAPICallError, match="AsynchronousTasksOrderingKey"), database.batch() as batch:
-        batch.insert(
-            "AsynchronousTasks",
-            ("Id", "Topic", "Data", "Priority", "CreatedAt", "OrderingKey"),
-            [("1", "orders", b"", 0, COMMIT_TIMESTAMP, "")],
-        )
+        batch.insert("AsynchronousTasks", columns, [("1", "orders", b"", 0, COMMIT_TIMESTAMP, "")])
+
+
+def test_the_first_transaction_registers_once_and_later_ones_do_not(database: Database) -> None:
+    """The later transaction commits what else it writes. Sent or not, the row counts until it is deleted."""
+
+    def again(transaction: Any) -> bool:
+        transaction.insert("AsynchronousTaskTopics", ("Topic",), [("effect",)])
+        return once(transaction)
+
+    assert in_transaction(database, once) is True
+    assert in_transaction(database, again) is False
+    assert ids(database) == ["t"]
+    assert query(database, "SELECT Topic FROM AsynchronousTaskTopics") == [["effect"]]
+    with database.batch() as batch:
+        batch.update("AsynchronousTasks", ("Id", "SentAt"), [("t", COMMIT_TIMESTAMP)])
+    assert in_transaction(database, once) is False
+    with database.batch() as batch:
+        batch.delete("AsynchronousTasks", KeySet(keys=[["t"]]))
+    assert in_transaction(database, once) is True
+
+
+def test_once_and_again_in_one_transaction(database: Database) -> None:
+    """A read does not see what is buffered, yet the second call says False, also after plain `register`.
+
+    The result of its read is read to the end, so another statement may follow at once.
+    """
+
+    def work(transaction: Any) -> list[Any]:
+        outbox.register(transaction, "orders", b"", task_id="plain")
+        first = once(transaction)
+        one = list(transaction.execute_sql("SELECT 1"))
+        return [first, one, once(transaction), once(transaction, "plain"), once(transaction, "other")]
+
+    assert in_transaction(database, work) == [True, [[1]], False, False, True]
+    assert ids(database) == ["other", "plain", "t"]
+
+
+def test_of_two_transactions_at_once_one_registers(database: Database) -> None:
+    """Another one commits the same id after our read: ours is aborted, runs again and sees it.
+
+    Of two threads that register the same five ids, one registers each, whatever the interleaving.
+    """
+    ours: list[bool] = []
+    others: list[bool] = []
+
+    def work(transaction: Any) -> None:
+        ours.append(once(transaction))
+        if len(ours) == 1:
+            others.append(pool.submit(in_transaction, database, once).result())
+
+    def all_of_them() -> list[bool]:
+        return [in_transaction(database, functools.partial(once, task_id=f"t{n}")) for n in range(5)]
+
+    with ThreadPoolExecutor(2) as pool:
+        in_transaction(database, work)
+        assert others == [True]
+        assert (ours[0], ours[-1]) == (True, False)
+        assert ids(database) == ["t"]
+        first, second = (pool.submit(all_of_them) for _ in range(2))
+        answers = list(zip(first.result(), second.result(), strict=True))
+    assert all(sorted(pair) == [False, True] for pair in answers), answers
+    assert len(ids(database)) == 6

@@ -1,30 +1,62 @@
-"""The relay in this process on the real emulators, also on one that aborts commits."""
+"""The relay in this process on the real emulators: what it polls, publishes and marks."""
 
 import base64
+import contextlib
 import threading
+import time
+import uuid
+from collections.abc import Collection, Sequence
+from datetime import UTC, datetime, timedelta
+from random import Random
+from typing import Any
 
 import pytest
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, param_types
 from google.cloud.spanner_v1.database import Database
 
 import outbox
 from outbox.emulators import Emulators
+from outbox.states import NEVER
 from publishworker.connection import open_database, open_pubsub
-from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.spanner.store import SpannerStore
+from publishworker.pubsub.publisher import Publisher, PubSubPublisher
+from publishworker.spanner.store import SpannerStore, Store
+from publishworker.task import Failed, Outcome, Row, Sent
+from publishworker.telemetry import metrics as m
 from publishworker.turn import relay as relay_module
 from publishworker.turn.relay import Relay
 from tests.support.counting import Counting
+from tests.support.fakes import Counted, FakePublisher, FakeStore, serialized
+from tests.support.outages import count
 from tests.support.parts import look, relay_of
-from tests.support.pubsub import Subscription
-from tests.support.relays import account, register, unsent
+from tests.support.pubsub import PubSub, Subscription
+from tests.support.relays import (
+    Account,
+    account,
+    execute,
+    first_deliveries,
+    insert_undecodable,
+    key_orders,
+    register,
+    unsent,
+)
 from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.waiting import eventually
+
+COMPLETE = Account(lost=frozenset(), unexpected=frozenset(), duplicates=0)
 
 
-def make_relay(database: Database, group_size: int = 10, groups: int = 2, *, emulator: bool = True) -> Relay:
-    """Return a relay of this process."""
-    store = SpannerStore(database, shards=10, emulator=emulator)
-    return relay_of(store, PubSubPublisher(open_pubsub(), PROJECT), size=group_size, groups=groups)
+def make_relay(
+    database: Database | Store,
+    publisher: Publisher | None = None,
+    counted: Counted | None = None,
+    *,
+    size: int = 50,
+    emulator: bool = True,
+    **options: Any,
+) -> Relay:
+    """Return a relay of this process, to the emulator unless a publisher is given."""
+    store = SpannerStore(database, shards=10, emulator=emulator) if isinstance(database, Database) else database
+    return relay_of(store, publisher or PubSubPublisher(open_pubsub(), PROJECT), counted, size=size, **options)
 
 
 def turn_until_all_sent(relay: Relay, database: Database, most: int = 60) -> int:
@@ -37,25 +69,70 @@ def turn_until_all_sent(relay: Relay, database: Database, most: int = 60) -> int
     pytest.fail(f"{len(unsent(database))} unsent after {most} turns")
 
 
-@pytest.mark.parametrize("group_size", [1, 7, 100])
-def test_everything_registered_is_received_once(
-    database: Database, topic: str, subscription: Subscription, group_size: int
-) -> None:
-    """One transaction a task, or a hundred tasks in one."""
-    ids = register(database, topic, 30)
-    assert turn_until_all_sent(make_relay(database, group_size, 4), database) == 30
-    result = account(ids, subscription)
-    assert (result.lost, result.unexpected, result.duplicates) == (frozenset(), frozenset(), 0)
-
-
-def test_marks_are_commit_timestamps_later_than_the_registration(database: Database, topic: str) -> None:
-    """SentAt is Spanner's time, and the row is kept (A34, A35)."""
-    register(database, topic, 3)
-    turn_until_all_sent(make_relay(database), database)
+def query(database: Database, sql: str, **ids: list[str]) -> list[list[Any]]:
+    """Return the rows of a strong read; parameters are lists of texts."""
     with database.snapshot() as snapshot:
-        rows = list(snapshot.execute_sql("SELECT CreatedAt, SentAt FROM AsynchronousTasks"))
-    assert len(rows) == 3
+        types = {name: param_types.Array(param_types.STRING) for name in ids}
+        return [list(row) for row in snapshot.execute_sql(sql, params=ids or None, param_types=types or None)]
+
+
+def test_the_subscriber_receives_what_was_registered(
+    database: Database, topic: str, subscription: Subscription
+) -> None:
+    """Id, data, attributes and ordering key, byte for byte (A05, A06); nothing of a rolled back transaction (A02).
+
+    Another service may write rows itself, without sequence, bytes and shard.
+    """
+
+    def roll_back(transaction: Any) -> None:
+        outbox.register(transaction, topic, b"rolled back")
+        raise LookupError
+
+    counted = Counted()
+    outbox.set_metrics(counted)
+    try:
+        with pytest.raises(LookupError):
+            database.run_in_transaction(roll_back)
+    finally:
+        outbox.set_metrics(None)
+    assert counted.counts == {m.REGISTERED.name: 1}  # of calls, so it may exceed the rows (A11)
+    data = bytes(range(256)) + b"hell"
+    with database.batch() as batch:
+        ours = outbox.register(batch, topic, data, {"kind": "\u0000\u00fc"}, ordering_key="customer 1")
+        columns = ("Id", "Topic", "Data", "Priority", "CreatedAt")
+        hello = base64.b64encode(b"\x0a\x05hello")
+        batch.insert("AsynchronousTasks", columns, [("theirs", topic, hello, 1, COMMIT_TIMESTAMP)])
+    turn_until_all_sent(make_relay(database), database)
+    received = [(each.data, dict(each.attributes), each.ordering_key) for each in subscription.drain()]
+    assert sorted(received, key=lambda each: len(each[0])) == [
+        (b"hello", {outbox.TASK_ID_ATTRIBUTE: "theirs"}, ""),
+        (data, {"kind": "\u0000\u00fc", outbox.TASK_ID_ATTRIBUTE: ours}, "customer 1"),
+    ]
+
+
+def test_one_table_serves_several_topics(database: Database, pubsub: PubSub) -> None:
+    """Each row goes to its own topic, by its full name or by its id (A08)."""
+    first, second = pubsub.new_topic(), pubsub.new_topic()
+    subscriptions = [pubsub.new_subscription(first), pubsub.new_subscription(second)]
+    ids = [register(database, first, 3), register(database, second.rpartition("/")[2], 2)]
+    turn_until_all_sent(make_relay(database), database)
+    assert [account(*each) for each in zip(ids, subscriptions, strict=True)] == [COMPLETE] * 2
+
+
+def test_everything_registered_is_received_once(database: Database, topic: str, subscription: Subscription) -> None:
+    """One transaction for each task, or for all; eight batches of one process that abort each other, again and again.
+
+    SentAt is Spanner's time, later than the registration, and the row is kept (A34, A35).
+    """
+    ids: list[str] = []
+    for size, options in ((1, {}), (7, {}), (100, {}), (5, {"groups": 8, "emulator": False})):
+        ids += register(database, topic, 20)
+        published = turn_until_all_sent(make_relay(database, size=size, **{"groups": 4, **options}), database)
+        assert published == 20 or "emulator" in options
+    rows = query(database, "SELECT CreatedAt, SentAt FROM AsynchronousTasks")
+    assert len(rows) == 80
     assert all(created_at < sent_at for created_at, sent_at in rows)
+    assert account(ids, subscription) == COMPLETE
 
 
 def test_faults_at_the_commit_publish_nothing_twice(
@@ -63,53 +140,37 @@ def test_faults_at_the_commit_publish_nothing_twice(
 ) -> None:
     """An emulator that aborts commits at random, one worker: all sent, each published once."""
     ids = register(faulty_database, topic, 100)
-    assert turn_until_all_sent(make_relay(faulty_database, 2, 4), faulty_database) == 100
-    result = account(ids, subscription)
-    assert (result.lost, result.unexpected, result.duplicates) == (frozenset(), frozenset(), 0)
-
-
-def test_groups_that_abort_each_other_lose_nothing(database: Database, topic: str, subscription: Subscription) -> None:
-    """Eight groups of one process without the turnstile: the emulator aborts most of them, again and again."""
-    ids = register(database, topic, 40)
-    turn_until_all_sent(make_relay(database, 5, 8, emulator=False), database)
-    result = account(ids, subscription)
-    assert (result.lost, result.unexpected, result.duplicates) == (frozenset(), frozenset(), 0)
+    assert turn_until_all_sent(make_relay(faulty_database, size=2, groups=4), faulty_database) == 100
+    assert account(ids, subscription) == COMPLETE
 
 
 def test_a_task_is_sent_again_by_plain_dml(database: Database, topic: str, subscription: Subscription) -> None:
-    """`UPDATE ... SET SentAt = NULL` alone, also for a task that had failed before: the same id, the same bytes."""
-    [id] = register(database, topic, 1, data=b"\x00\xffbody")
+    """`SentAt = NULL` alone, by topic and time, with the count of rows as its answer (A41, by hand).
+
+    Also for a task that had failed before: the same id, the same bytes.
+    """
+    ids = register(database, topic, 3, data=b"\x00\xffbody")
     with database.batch() as batch:
-        batch.update("AsynchronousTasks", ("Id", "Attempts", "LastError"), [(id, 3, "once")])
+        batch.update("AsynchronousTasks", ("Id", "Attempts", "LastError"), [(ids[0], 3, "once")])
     relay = make_relay(database)
     turn_until_all_sent(relay, database)
-    statement = f"UPDATE AsynchronousTasks SET SentAt = NULL WHERE Id = '{id}'"
-    assert database.run_in_transaction(lambda transaction: transaction.execute_update(statement)) == 1
+    again = f"UPDATE AsynchronousTasks SET SentAt = NULL WHERE Topic = '{topic}' AND SentAt > '2020-01-01'"
+    assert execute(database, again) == 3
     turn_until_all_sent(relay, database)
-    first, second = subscription.pull_until(2)
-    assert first.data == second.data == b"\x00\xffbody"
-    assert first.attributes == second.attributes == {outbox.TASK_ID_ATTRIBUTE: id}
-    assert first.message_id != second.message_id
-
-
-def test_the_articles_columns_alone_make_a_task(database: Database, topic: str, subscription: Subscription) -> None:
-    """Another service may write rows itself: without sequence, bytes and shard."""
-    data = base64.b64encode(b"\x0a\x05hello")
-    with database.batch() as batch:
-        columns = ("Id", "Topic", "Data", "Priority", "CreatedAt")
-        batch.insert("AsynchronousTasks", columns, [("theirs", topic, data, 1, COMMIT_TIMESTAMP)])
-    turn_until_all_sent(make_relay(database), database)
-    [message] = subscription.pull_until(1)
-    assert (message.data, message.attributes[outbox.TASK_ID_ATTRIBUTE]) == (b"hello", "theirs")
+    received = subscription.pull_until(6)
+    assert {each.data for each in received} == {b"\x00\xffbody"}
+    assert sorted(each.attributes[outbox.TASK_ID_ATTRIBUTE] for each in received) == sorted(ids * 2)
+    assert all(len(each.attributes) == 1 for each in received)
+    assert len({each.message_id for each in received}) == 6
 
 
 def test_polling_neither_blocks_nor_aborts_a_callers_transaction(database: Database, topic: str) -> None:
     """A snapshot takes no locks: a registration that is open all the while commits at its first attempt (A18)."""
     store = SpannerStore(database, shards=10)
-    runs = []
+    attempts = []
 
     def work(transaction: object) -> None:
-        runs.append(1)
+        attempts.append(1)
         outbox.register(transaction, topic, b"")
         polled = threading.Thread(target=lambda: store.poll(look(topic, known=[], due=True)))
         polled.start()
@@ -117,39 +178,81 @@ def test_polling_neither_blocks_nor_aborts_a_callers_transaction(database: Datab
         assert not polled.is_alive()
 
     database.run_in_transaction(work)
-    assert runs == [1]
+    assert attempts == [1]
 
 
 def test_the_poll_reads_the_same_range_beside_sent_rows(database: Database, topic: str) -> None:
-    """The index range of the poll, read as a range: pending rows only, however many sent ones lie beside them."""
-    from google.cloud.spanner_v1 import KeyRange, KeySet
-
+    """The index ranges of the poll, read as ranges: pending or due tasks only, and no sent, scheduled or dead ones."""
     pending = set(register(database, topic, 20))
+    due = set(register(database, topic, 5, available_at=datetime.now(UTC) - timedelta(hours=1)))
+    others = {"scheduled": (datetime.now(UTC) + timedelta(hours=1), None), "dead": (NEVER, None)}
+    others["sent"] = (None, COMMIT_TIMESTAMP)
+    columns = ("Id", "Topic", "Data", "Priority", "CreatedAt", "AvailableAt", "SentAt")
     with database.batch() as batch:
-        columns = ("Id", "Topic", "Data", "Priority", "CreatedAt", "SentAt")
-        rows = [(f"sent-{n}", topic, b"", 1, COMMIT_TIMESTAMP, COMMIT_TIMESTAMP) for n in range(200)]
+        for name, times in others.items():
+            rows = [(f"{name}-{n}", topic, b"", 1, COMMIT_TIMESTAMP, *times) for n in range(100)]
+            batch.insert("AsynchronousTasks", columns, rows)
+
+    def in_range(start: datetime | None, end: datetime | None) -> set[str]:
+        keys = [[[shard, None, topic, each] for each in (start, end)] for shard in range(10)]
+        ranges = KeySet(ranges=[KeyRange(start_closed=first, end_closed=last) for first, last in keys])
+        with database.snapshot() as snapshot:
+            return {id for [id] in snapshot.read("AsynchronousTasks", ["Id"], ranges, index="AsynchronousTasksToSend")}
+
+    assert in_range(None, None) == pending
+    assert in_range(datetime(1, 1, 1, tzinfo=UTC), datetime.now(UTC)) == due
+    store = SpannerStore(database, shards=10)
+    assert {each.id for each in store.poll(look(topic)).candidates} == pending
+    assert {each.id for each in store.poll(look(topic, due=True)).candidates} == pending | due
+
+
+def test_the_poll_finds_what_a_scan_of_the_table_finds(database: Database, topic: str) -> None:
+    """The same ids as plain SQL over the table, in the same order within each shard and topic (A21)."""
+    now, random, other = datetime.now(UTC), Random(5), f"{topic}-other"
+    times = [None, None, now - timedelta(hours=1), now - timedelta(days=1), now + timedelta(days=1)]
+    columns = ("Id", "Topic", "Data", "Priority", "CreatedAt", "AvailableAt", "SentAt")
+    rows = [
+        (
+            str(uuid.UUID(int=random.getrandbits(128))),
+            random.choice([topic, other]),
+            b"",
+            random.randrange(3),
+            now - timedelta(seconds=random.randrange(10**6)),
+            random.choice(times),
+            random.choice([None, None, None, now]),
+        )
+        for _ in range(150)
+    ]
+    with database.batch() as batch:
         batch.insert("AsynchronousTasks", columns, rows)
-    ranges = [KeyRange(start_closed=[n, None, topic, None], end_closed=[n, None, topic, None]) for n in range(10)]
-    with database.snapshot() as snapshot:
-        found = snapshot.read("AsynchronousTasks", ["Id"], KeySet(ranges=ranges), index="AsynchronousTasksToSend")
-        in_range = {row[0] for row in found}
-    assert in_range == pending
-    polled = SpannerStore(database, shards=10).poll(look(topic)).candidates
-    assert {each.id for each in polled} == pending
+    scanned = query(
+        database,
+        """
+        SELECT Id, Topic, Shard, AvailableAt IS NULL FROM AsynchronousTasks@{FORCE_INDEX=_BASE_TABLE}
+        WHERE SentAt IS NULL AND (AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP())
+        ORDER BY Shard, Topic, AvailableAt, Priority DESC, CreatedAt""",
+    )
+    polled = SpannerStore(database, shards=10).poll(look(topic, other, per_range=150, due=True)).candidates
+    first = datetime.min.replace(tzinfo=UTC)
+    found = sorted(
+        polled,
+        key=lambda each: (each.shard, each.topic, each.available_at or first, -each.priority, each.created_at),
+    )
+    assert [[each.id, each.topic, each.shard, each.available_at is None] for each in found] == scanned
 
 
 def test_a_backlog_costs_few_requests_and_few_rows(
-    emulators: Emulators, database: Database, topic: str, monkeypatch: pytest.MonkeyPatch
+    emulators: Emulators, own_database: Database, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the client's default sessions: at most 25 requests for 1,000 tasks, 3 rows for each, its body once."""
     monkeypatch.delenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW")
     monkeypatch.setattr(relay_module, "LONGEST_TURN_WAIT", 60.0)  # the numbers must not depend on a busy machine
-    register(database, topic, 2000)
+    register(own_database, topic, 2000, data=b"")
     with Counting(emulators.spanner_host) as proxy:
         monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
-        store = SpannerStore(open_database(PROJECT, INSTANCE, database.database_id), shards=10, emulator=True)
-        publisher = PubSubPublisher(open_pubsub(), PROJECT)
-        relay = relay_of(store, publisher, size=100, groups=8, stragglers=2, look_further_seconds=1000)
+        ours = open_database(PROJECT, INSTANCE, own_database.database_id)
+        store = SpannerStore(ours, shards=10, emulator=True)
+        relay = make_relay(store, size=100, groups=8, stragglers=2, look_further_seconds=1000)
         relay.turn()
         proxy.clear()
         published = 0
@@ -158,3 +261,162 @@ def test_a_backlog_costs_few_requests_and_few_rows(
         assert proxy.counts.total() <= 25 * 2
         assert proxy.rows.total() <= 3 * 2000
         assert proxy.rows["ExecuteStreamingSql", "outbox-claim"] == 2000
+
+
+def test_urgent_tasks_go_before_older_ones_that_are_not(database: Database, topic: str) -> None:
+    """Ten urgent tasks are all in the first turn that sends anything, ninety at most of the others (A16)."""
+    ordinary = register(database, topic, 150)
+    urgent = register(database, topic, 10, priority=outbox.Priority.HIGH)
+    relay = make_relay(database)
+    while not relay.turn().published:
+        assert len(unsent(database)) == 160
+    left = set(unsent(database))
+    assert not left & set(urgent)
+    assert len(left & set(ordinary)) >= 60
+
+
+@pytest.mark.parametrize("one_shard", [False, True])
+def test_the_spread_over_the_shards_does_not_matter(database: Database, topic: str, one_shard: bool) -> None:
+    """Forty tasks in ten shards or all in one: all are sent, each once, in as few turns as they need (A17)."""
+    drawn = [str(uuid.uuid4()) for _ in range(600)]
+    ids = (in_shard(database, drawn, "a key") if one_shard else drawn)[:40]
+    assert len(ids) == 40
+    with database.batch() as batch:
+        for id in ids:
+            outbox.register(batch, topic, b"", task_id=id)
+    publisher = FakePublisher(topic)
+    turn_until_all_sent(make_relay(database, publisher, size=20), database, most=6)
+    assert sorted(publisher.ids()) == sorted(ids)
+
+
+def in_shard(database: Database, names: list[str], key: str) -> list[str]:
+    """Return those of `names`, ids or ordering keys, whose tasks are in the shard of an ordering key."""
+    shard = "ABS(MOD(FARM_FINGERPRINT({}), 10))"
+    statement = f"SELECT each FROM UNNEST(@names) AS each, UNNEST(@key) AS k WHERE {shard} = {shard}"
+    return [name for [name] in query(database, statement.format("each", "k"), names=names, key=[key])]
+
+
+def test_a_slow_publish_holds_no_other_group_of_its_turn() -> None:
+    """The fast topic is published and marked while the slow one still waits for its answer (A26)."""
+    store = FakeStore()
+    store._lock = contextlib.nullcontext()  # transactions at once, as on the real service
+    for topic in ("slow", "fast"):
+        store.insert(topic, topic, serialized())
+
+    class Slow(FakePublisher):
+        def publish(
+            self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
+        ) -> dict[str, Outcome]:
+            if topic == "slow":
+                eventually(lambda: store.rows["fast"].sent_at, message="the fast task marked")
+            return super().publish(topic, rows, seconds, singly)
+
+    relay = make_relay(store, Slow("slow", "fast"))
+    assert 2 in [relay.turn().published for _ in range(5)]
+
+
+def test_two_relays_and_one_task_are_one_publish(database: Database, topic: str, subscription: Subscription) -> None:
+    """Both have polled it; the first sends it, the other counts that it came too late (A30, A44)."""
+    counted = Counted()
+    [id] = register(database, topic, 1)
+    first = make_relay(database, counted=counted)
+
+    class Overtaken(SpannerStore):
+        def claim(self, *arguments: Any) -> None:
+            """The other worker is faster."""
+            turn_until_all_sent(first, database)
+            super().claim(*arguments)
+
+    second = make_relay(Overtaken(database, shards=10), counted=counted)
+    assert second.turn().discovered
+    assert eventually(lambda: second.turn().taken) == 1
+    assert [message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in subscription.drain()] == [id]
+    published, already = counted.counts[m.PUBLISHED.name], counted.counts[m.ALREADY_PUBLISHED.name]
+    assert (published, already, already / (already + published)) == (1, 1, 0.5)
+
+
+def test_sent_at_is_written_only_after_the_answer(database: Database, topic: str) -> None:
+    """While Pub/Sub has not answered the row is unsent; with another answer, or none, it stays so (A31, A32)."""
+    answered, refused, untried = ids = register(database, topic, 3)
+    seen = []
+
+    class Observed(FakePublisher):
+        def publish(
+            self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
+        ) -> dict[str, Outcome]:
+            """Answer for two of the three."""
+            seen.append(set(unsent(database)))
+            return {answered: Sent("1"), refused: Failed("unavailable", "later")}
+
+    relay = make_relay(database, Observed())
+    while not relay.turn().published:
+        assert not seen
+    assert seen == [set(ids)]
+    assert set(unsent(database)) == {refused, untried}
+
+
+@pytest.mark.parametrize("off", [-60, 60, 86_400])
+def test_the_clock_of_the_worker_decides_nothing_about_a_task(database: Database, topic: str, off: int) -> None:
+    """A worker whose clock is wrong sends no scheduled task early; SentAt and backoffs are the database's (G3)."""
+    later = datetime.now(UTC) + timedelta(hours=1)
+    [early] = register(database, topic, 1, available_at=later)
+    [ready] = register(database, topic, 1)
+    [failing] = register(database, "missing", 1)
+    relay = make_relay(database, clock=lambda: 10 * time.time() + off, retries={"initial": 1000})
+    before = datetime.now(UTC)
+    charged = eventually(lambda: relay.turn().charged, seconds=20)
+    eventually(lambda: relay.turn() and ready not in unsent(database), seconds=20)
+    after = datetime.now(UTC)
+    columns = "Id, Attempts, AvailableAt, SentAt IS NULL, CreatedAt < SentAt AND SentAt <= CURRENT_TIMESTAMP()"
+    rows = {id: values for id, *values in query(database, f"SELECT {columns} FROM AsynchronousTasks")}
+    assert rows[early] == [0, later, True, None]
+    assert rows[ready] == [0, None, False, True]
+    attempts, available_at, *_ = rows[failing]
+    assert attempts == charged == 1
+    assert before + timedelta(seconds=500) <= available_at <= after + timedelta(seconds=1000)
+
+
+@pytest.mark.timeout(240)
+def test_a_long_blocked_tail_is_parked_and_hides_no_other_task(
+    own_database: Database, topic: str, pubsub: PubSub, long: bool
+) -> None:
+    """Deferred tasks hide no other of their shard, cost the poll nothing, and go out, in order, when the head has.
+
+    The tail has more tasks than a poll may find; with `--long` it is long, and the sizes are the worker's own.
+    """
+    tail, size, groups = (2_000, 100, 8) if long else (150, 20, 2)
+    key, hour = "blocked", timedelta(hours=1)  # the default of --backoff-max
+    subscription = pubsub.new_subscription(topic, ordered=True)
+    insert_undecodable(own_database, "head", topic, key)
+    register(own_database, topic, tail, ordering_key=key)
+    other_key, *loose = in_shard(own_database, [f"other-{n}" for n in range(200)], key)
+    with own_database.batch() as batch:
+        others = [outbox.register(batch, topic, b"", ordering_key=other_key, priority=-100) for _ in range(5)]
+        others += [outbox.register(batch, topic, b"", task_id=id, priority=-100) for id in loose[:5]]
+    assert len(others) == 10
+    assert count(own_database, "Shard = (SELECT Shard FROM AsynchronousTasks WHERE Id = 'head')") == 1 + tail + 10
+    relay = make_relay(own_database, size=size, groups=groups)
+
+    before = datetime.now(UTC)
+    eventually(lambda: relay.turn() and not count(own_database, "SentAt IS NULL AND AvailableAt IS NULL"), seconds=200)
+    relay.finish()
+    assert {message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in subscription.pull_until(10)} == set(others)
+    parked = "Attempts = 0 AND LastError = 'parked: waits for the task head of its ordering key'"
+    statement = "SELECT COUNT(*), MIN(AvailableAt), MAX(AvailableAt) FROM AsynchronousTasks"
+    [[deferred, first, last]] = query(own_database, f"{statement} WHERE SentAt IS NULL AND {parked}")
+    assert deferred == tail
+    assert before + hour <= first <= last <= datetime.now(UTC) + hour
+    assert [relay.turn().polled for _ in range(3)] == [0, 0, 0]
+
+    good = base64.b64encode(serialized()).decode()
+    retry = "AvailableAt = NULL, Attempts = 0, ExpiresAt = NULL WHERE Id = 'head'"
+    assert execute(own_database, f"UPDATE AsynchronousTasks SET Data = FROM_BASE64('{good}'), {retry}") == 1
+    while unsent(own_database):
+        turn = relay.turn()
+        assert turn.made_progress or turn.waits  # else the worker would wait for its next poll
+    received = subscription.drain()
+    assert len(received) == 1 + tail
+    assert first_deliveries(received)[key] == key_orders(own_database, topic)[key]
+    assert (
+        count(own_database, "SentAt IS NULL OR AvailableAt IS NOT NULL OR LastError IS NOT NULL OR Attempts > 0") == 0
+    )

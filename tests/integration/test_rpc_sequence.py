@@ -67,30 +67,21 @@ def result(types: Sequence[TypeCode], rows: Sequence[Sequence[Any]]) -> ResultSe
     return answer
 
 
-def prepare(mock: SpannerServicer, count: int) -> None:
-    """Have `count` tasks of one topic pending."""
+def prepare(mock: SpannerServicer, count: int, key: str | None = None) -> list[str]:
+    """Have `count` tasks of one topic pending, of an ordering key perhaps; return their ids in the order of the key.
+
+    The poll and the lock give the tasks of a key in another order.
+    """
     ids = [f"task-{n:03}" for n in range(count)]
     body = base64.b64encode(serialized()).decode()
-    found = [(id, "orders", n % 10, 50, NOW, None, None, 10) for n, id in enumerate(ids)]
+    found = [(id, "orders", 3 if key else n % 10, 50, NOW, None, key, 10) for n, id in enumerate(ids)]
     mock.mock_spanner.add_result(POLL_ALL, result(CANDIDATE, found))
     mock.mock_spanner.add_result(POLL_READY, result(CANDIDATE, found))
-    locked = [(id, "orders", body, None, NOW, None, None, True, 0, None, False, False, NOW) for id in ids]
+    locked = [(id, "orders", body, key, NOW, None, None, True, 0, None, False, False, NOW) for id in ids]
     mock.mock_spanner.add_result(sql.LOCK, result(LOCKED, locked))
-
-
-def prepare_run(mock: SpannerServicer, count: int) -> list[str]:
-    """Have the run of one ordering key pending, and its tasks in another order in the poll; return its ids."""
-    ids = [f"task-{n:03}" for n in reversed(range(count))]
-    body = base64.b64encode(serialized()).decode()
-    found = [(id, "orders", 3, 50, NOW, None, "key", 10) for id in sorted(ids)]
-    mock.mock_spanner.add_result(POLL_ALL, result(CANDIDATE, found))
-    mock.mock_spanner.add_result(POLL_READY, result(CANDIDATE, found))
-    mock.mock_spanner.add_result(
-        sql.FRONTS, result(FRONT, [("orders", "key", id, 10, True, False, False) for id in ids])
-    )
-    locked = [(id, "orders", body, "key", NOW, None, None, True, 0, None, False, False, NOW) for id in sorted(ids)]
-    mock.mock_spanner.add_result(sql.LOCK, result(LOCKED, locked))
-    return ids
+    fronts = [("orders", key, id, 10, True, False, False) for id in reversed(ids)]
+    mock.mock_spanner.add_result(sql.FRONTS, result(FRONT, fronts))
+    return ids[::-1]
 
 
 def make_relay(
@@ -108,24 +99,28 @@ def names(mock: SpannerServicer) -> list[str]:
 
 
 def test_registering_in_a_batch_is_one_commit(mock: SpannerServicer, database: LimitedDatabase) -> None:
-    """No read, no extra request: the insert travels with the caller's commit."""
+    """No read, no extra request: the insert travels with the caller's commit, or with its BatchWrite.
+
+    The emulator does not have BatchWrite.
+    """
     with database.batch() as batch:
         outbox.register(batch, "orders", b"data")
     assert names(mock) == ["CreateSession", "Commit"]
-
-
-def test_registering_in_a_mutation_group_is_one_request(mock: SpannerServicer, database: LimitedDatabase) -> None:
-    """BatchWrite, which the emulator does not have."""
+    mock.clear_requests()
     with database.mutation_groups() as groups:
         outbox.register(groups.group(), "orders", b"data")
         list(groups.batch_write())
-    assert names(mock) == ["CreateSession", "BatchWrite"]
-    [group] = mock.requests[1].mutation_groups
+    assert names(mock) == ["BatchWrite"]
+    [group] = mock.requests[0].mutation_groups
     assert [mutation.insert.table for mutation in group.mutations] == ["AsynchronousTasks"]
 
 
 def test_a_group_is_two_requests(mock: SpannerServicer, database: LimitedDatabase) -> None:
-    """Begin and lock in one, mark and commit in one; the poll is one more."""
+    """Begin and lock in one, mark and commit in one; the poll is one more.
+
+    The transaction is serializable and pessimistic, whatever the client's defaults are: under any other mode the hint
+    would keep no other worker waiting. The poll reads the index: task bodies are read only for tasks that are claimed.
+    """
     prepare(mock, 100)
     turn = make_relay(database).turn()
     assert turn.published == 100
@@ -134,49 +129,43 @@ def test_a_group_is_two_requests(mock: SpannerServicer, database: LimitedDatabas
     assert poll.transaction.single_use.read_only.strong
     assert poll.request_options.priority == RequestOptions.Priority.PRIORITY_MEDIUM
     assert poll.request_options.request_tag == "outbox-poll"
+    assert poll.sql.count("AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}") == 3
+    assert "Data" not in poll.sql
     assert lock.sql == sql.LOCK
     assert "LOCK_SCANNED_RANGES=exclusive" in lock.sql
+    ids = list(lock.params["ids"])
+    assert ids == sorted(ids)
+    begin = lock.transaction.begin
+    assert begin.isolation_level == TransactionOptions.IsolationLevel.SERIALIZABLE
+    assert begin.read_write.read_lock_mode == TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC
     assert len(commit.mutations[0].update.values) == 100
     assert list(commit.mutations[0].update.columns) == list(sql.MARK_CLEAN_COLUMNS)
 
 
-def test_the_transaction_is_serializable_and_pessimistic(mock: SpannerServicer, database: LimitedDatabase) -> None:
-    """Under any other mode the hint would keep nobody waiting; the client's defaults cannot change it."""
-    prepare(mock, 1)
-    make_relay(database).turn()
-    begin = mock.requests[2].transaction.begin
-    assert begin.isolation_level == TransactionOptions.IsolationLevel.SERIALIZABLE
-    assert begin.read_write.read_lock_mode == TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC
-
-
-def test_the_poll_reads_the_index_and_no_body(mock: SpannerServicer, database: LimitedDatabase) -> None:
-    """Task bodies are read only for tasks that are claimed; ids are locked in one order."""
-    prepare(mock, 30)
-    make_relay(database).turn()
-    poll, lock = mock.requests[1:3]
-    assert poll.sql.count("AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}") == 3
-    assert "Data" not in poll.sql
-    ids = list(lock.params["ids"])
-    assert ids == sorted(ids)
-
-
 def test_an_ordered_group_is_three_requests(mock: SpannerServicer, database: LimitedDatabase) -> None:
-    """The front of its keys is one more, in a snapshot of its own, however many tasks and turns."""
-    ids = prepare_run(mock, 100)
+    """The head of its keys is one more, in a snapshot of its own, however many tasks and turns.
+
+    The lock is of ids, by primary key, and of no range: a caller that inserts into the key meets no lock of the relay.
+    """
+    ids = prepare(mock, 100, "key")
     publisher = FakePublisher("orders", project="p")
     relay = make_relay(database, publisher=publisher)
     assert relay.turn().published == 100
     assert names(mock) == ["CreateSession", "ExecuteSql", "ExecuteSql", "ExecuteSql", "Commit"]
     poll, front, lock, commit = mock.requests[1:]
-    assert [each.request_options.request_tag for each in (poll, front, lock)] == [
-        "outbox-poll",
-        "outbox-order",
-        "outbox-claim",
-    ]
+    tags = [each.request_options.request_tag for each in (poll, front, lock)]
+    assert tags == ["outbox-poll", "outbox-order", "outbox-claim"]
     assert front.sql == sql.FRONTS
     assert front.transaction.single_use.read_only.strong
     assert front.request_options.priority == RequestOptions.Priority.PRIORITY_MEDIUM
     assert (list(front.params["topics"]), list(front.params["keys"])) == (["orders"], ["key"])
+    assert lock.transaction.begin.read_write.read_lock_mode == TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC
+    assert lock.sql == sql.LOCK
+    assert set(lock.params) == {"ids"}
+    assert list(lock.params["ids"]) == sorted(ids)
+    tables = lock.sql.partition("FROM")[2]
+    assert "AsynchronousTasks@{FORCE_INDEX=_BASE_TABLE} ON Id = wanted" in tables
+    assert not [word for word in ("OrderingKey", "WHERE", "InOrder", "Topic", "<", ">") if word in tables]
     assert publisher.requests == [ids]
     assert len(commit.mutations) == 1
     mock.clear_requests()
@@ -184,25 +173,13 @@ def test_an_ordered_group_is_three_requests(mock: SpannerServicer, database: Lim
     assert names(mock) == ["ExecuteSql", "ExecuteSql", "ExecuteSql", "Commit"]
 
 
-def test_an_ordered_group_locks_ids_and_no_range(mock: SpannerServicer, database: LimitedDatabase) -> None:
-    """One statement, by primary key: a caller that inserts into the key meets no lock of the relay's."""
-    ids = prepare_run(mock, 10)
-    make_relay(database).turn()
-    reads = [each for each in mock.requests if hasattr(each, "sql") or "Read" in type(each).__name__]
-    [lock] = [each for each in reads if not each.transaction.single_use.read_only.strong]
-    assert lock.transaction.begin.read_write.read_lock_mode == TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC
-    assert lock.sql == sql.LOCK
-    assert set(lock.params) == {"ids"}
-    assert list(lock.params["ids"]) == sorted(ids)
-    tables = lock.sql.partition("FROM")[2]
-    assert "AsynchronousTasks@{FORCE_INDEX=_BASE_TABLE} ON Id = wanted" in tables
-    for word in ("OrderingKey", "WHERE", "InOrder", "Topic", "<", ">"):
-        assert word not in tables
+def error(code: int, message: str = "broken") -> Any:
+    """Return an error as the mock server wants it."""
+    return to_status(status_pb2.Status(code=code, message=message))
 
 
-def aborted() -> Any:
-    """Return ABORTED as the mock server wants it."""
-    return to_status(status_pb2.Status(code=code_pb2.ABORTED, message="aborted"))
+#: Spanner's error for a session that it has deleted.
+LOST_SESSION = error(code_pb2.NOT_FOUND, "Session not found: projects/p/instances/inst/...")
 
 
 def test_aborted_at_commit_publishes_once_and_marks_once(mock: SpannerServicer, database: LimitedDatabase) -> None:
@@ -210,8 +187,8 @@ def test_aborted_at_commit_publishes_once_and_marks_once(mock: SpannerServicer, 
     prepare(mock, 10)
     publisher = FakePublisher("orders", project="p")
     relay = make_relay(database, publisher=publisher)
-    mock.mock_spanner.add_error("Commit", aborted())
-    mock.mock_spanner.add_error("Commit", aborted())
+    mock.mock_spanner.add_error("Commit", error(code_pb2.ABORTED))
+    mock.mock_spanner.add_error("Commit", error(code_pb2.ABORTED))
     turn = relay.turn()
     assert (turn.published, turn.uncommitted) == (10, 0)
     assert len(publisher.published) == 10
@@ -225,7 +202,7 @@ def test_a_commit_that_fails_for_good_is_given_up_and_remembered(
     prepare(mock, 10)
     publisher = FakePublisher("orders", project="p")
     relay = make_relay(database, publisher=publisher)
-    mock.mock_spanner.add_error("Commit", to_status(status_pb2.Status(code=code_pb2.INTERNAL, message="broken")))
+    mock.mock_spanner.add_error("Commit", error(code_pb2.INTERNAL))
     assert relay.turn().uncommitted == 10
     mock.mock_spanner.add_result(POLL_ALL, result(CANDIDATE, []))
     mock.mock_spanner.add_result(POLL_READY, result(CANDIDATE, []))
@@ -239,23 +216,19 @@ def test_a_commit_that_fails_for_good_is_given_up_and_remembered(
 def test_what_is_surely_not_written_is_said(
     mock: SpannerServicer, database: LimitedDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the rows were not locked, or the last run was aborted; else nobody knows."""
+    """If the rows were not locked, or the last attempt was aborted; else the outcome is not known."""
     prepare(mock, 1)
     store = SpannerStore(database, 10)
-    broken = to_status(status_pb2.Status(code=code_pb2.INTERNAL, message="broken"))
-
-    def raised() -> type[Exception]:
+    monkeypatch.setattr("publishworker.spanner.store.ABORTED_SECONDS", 0.0)
+    for request, code, kind in (
+        ("Commit", code_pb2.INTERNAL, StoreError),
+        ("ExecuteStreamingSql", code_pb2.INTERNAL, NotWritten),
+        ("Commit", code_pb2.ABORTED, NotWritten),
+    ):
+        mock.mock_spanner.add_error(request, error(code))
         with pytest.raises(StoreError) as caught:
             store.claim(["task-000"], lambda _rows, _now: {})
-        return caught.type
-
-    mock.mock_spanner.add_error("Commit", broken)
-    assert raised() is StoreError
-    mock.mock_spanner.add_error("ExecuteStreamingSql", broken)
-    assert raised() is NotWritten
-    monkeypatch.setattr("publishworker.spanner.store.ABORTED_SECONDS", 0.0)
-    mock.mock_spanner.add_error("Commit", aborted())
-    assert raised() is NotWritten
+        assert caught.type is kind
 
 
 @pytest.mark.parametrize(("group_size", "per_thousand"), [(1, 3000), (10, 300), (100, 30)])
@@ -272,28 +245,21 @@ def test_requests_per_thousand_tasks(
 
 
 def test_the_commit_has_a_limit_of_ours(mock: SpannerServicer, database: LimitedDatabase) -> None:
-    """A sick service holds a group for ten seconds at most: not for the client's hour, nor for its two minutes."""
+    """A sick service holds a batch for ten seconds at most: not for the client's hour, nor for its two minutes."""
     assert COMMIT_SECONDS == 10.0
-    broken = status_pb2.Status(code=code_pb2.INTERNAL, message="Received RST_STREAM with error code 2")
     prepare(mock, 1)
     for _ in range(3):
-        mock.mock_spanner.add_error("Commit", to_status(broken))
+        mock.mock_spanner.add_error("Commit", error(code_pb2.INTERNAL, "Received RST_STREAM with error code 2"))
     begin = time.monotonic()
     assert make_relay(database).turn().uncommitted == 1
     assert time.monotonic() - begin < 5
     assert names(mock).count("Commit") == 1
 
 
-def lost_session() -> Any:
-    """Return what Spanner says of a session that it has deleted."""
-    text = "Session not found: projects/p/instances/inst/..."
-    return to_status(status_pb2.Status(code=code_pb2.NOT_FOUND, message=text))
-
-
 def test_a_lost_session_is_replaced(mock: SpannerServicer, database: LimitedDatabase) -> None:
     """The client would use it for ever; the next turn has a new one."""
     prepare(mock, 1)
-    mock.mock_spanner.add_error("ExecuteStreamingSql", lost_session())
+    mock.mock_spanner.add_error("ExecuteStreamingSql", LOST_SESSION)
     relay = make_relay(database)
     with pytest.raises(StoreError, match="Session not found"):
         relay.turn()
@@ -304,7 +270,10 @@ def test_a_lost_session_is_replaced(mock: SpannerServicer, database: LimitedData
 def test_a_session_of_the_pool_is_used_without_asking_for_it(
     mock: SpannerServicer, database: LimitedDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against emulators, where sessions are not shared: two requests for a group there as well."""
+    """Against emulators, where sessions are not shared: two requests for a batch there as well.
+
+    If its session was lost, the batch is tried again by the next turn, with a session of its own.
+    """
     monkeypatch.setenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "false")
     prepare(mock, 1)
     relay = make_relay(database)
@@ -312,17 +281,7 @@ def test_a_session_of_the_pool_is_used_without_asking_for_it(
     mock.clear_requests()
     assert relay.turn().published == 1
     assert names(mock) == ["ExecuteSql", "ExecuteSql", "Commit"]
-
-
-def test_a_lost_session_of_the_pool_is_replaced(
-    mock: SpannerServicer, database: LimitedDatabase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Noticed by its use: the group is tried again by the next turn, with a session of its own."""
-    monkeypatch.setenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "false")
-    prepare(mock, 1)
-    relay = make_relay(database)
-    relay.turn()
-    mock.mock_spanner.add_error("Commit", lost_session())
+    mock.mock_spanner.add_error("Commit", LOST_SESSION)
     assert relay.turn().uncommitted == 1
     mock.clear_requests()
     relay.turn()

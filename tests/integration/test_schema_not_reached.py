@@ -1,9 +1,8 @@
-"""Databases that are not as the schema needs them at all, not there, or not reached: a sentence each."""
+"""Databases that are no outbox, do not exist, or are not reached: each ends in one sentence."""
 
-import contextlib
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -18,7 +17,7 @@ from tests.support.proxy import Proxy, silent_port
 from tests.support.spanner import client
 
 
-def test_a_postgresql_database_is_refused(spanner_instance: Instance):
+def test_a_postgresql_database_is_refused(spanner_instance: Instance) -> None:
     """The dialect is named instead of a syntax error in a statement that the user did not write."""
     name = f"test-{uuid.uuid4().hex[:12]}"
     database = spanner_instance.database(name, database_dialect=DatabaseDialect.POSTGRESQL)
@@ -33,70 +32,53 @@ def test_a_postgresql_database_is_refused(spanner_instance: Instance):
         database.drop()
 
 
-def test_a_missing_database_or_table_is_not_reached(spanner_instance: Instance, empty_database: Database):
-    """A database that is not there, and a shard count without a table, are sentences with the name in them."""
+def test_a_missing_database_or_table_is_not_reached(spanner_instance: Instance, empty_database: Database) -> None:
+    """The sentence has the name. A relay does not guess how many shards a foreign table has."""
     absent = spanner_instance.database("not-there")
-
     for look in (schema.apply, schema.differences):
         with pytest.raises(NotReached, match="databases/not-there is not there: make it"):
             look(absent, schema.statements())
     with pytest.raises(NotReached, match="table AsynchronousTasks is missing; run `outbox schema apply`"):
         schema.shard_count(empty_database)
-
-
-def test_a_shard_without_a_number_has_no_shard_count(empty_database: Database):
-    """A relay must not guess how many shards a foreign table has."""
     table = "CREATE TABLE AsynchronousTasks (Id STRING(64), Shard INT64) PRIMARY KEY (Id)"
     empty_database.update_ddl([table]).result()
-
     with pytest.raises(SchemaDiffers, match="column Shard has no number of shards"):
         schema.shard_count(empty_database)
 
 
-def test_an_update_that_spanner_refuses_is_one_sentence(database: Database):
-    """Two deployments that make the tables at once do not end in a traceback."""
+def test_an_update_that_spanner_refuses_is_one_sentence(database: Database) -> None:
+    """Two deployments that create the tables at once do not end in a traceback."""
     just_before = mock.patch.object(schema, "_read", return_value={})
-
     with just_before, pytest.raises(OutboxError, match="Duplicate name in schema: AsynchronousTasks") as caught:
         schema.apply(database, schema.statements())
-
     assert database.name in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-@contextlib.contextmanager
-def told_in_time() -> Iterator[None]:
-    """Expect NotReached long before the client alone would give up, which takes half a minute or for ever."""
-    start = time.monotonic()
-    with pytest.raises(NotReached, match="Spanner did not answer"):
-        yield
-    assert time.monotonic() - start < 15
-
-
-def test_an_unreachable_spanner_is_told_within_the_limits(monkeypatch: pytest.MonkeyPatch):
-    """A host that refuses connections ends in NotReached after the limit of the first call."""
-    monkeypatch.setattr(schema, "REACH_SECONDS", 0.5)
-    with silent_port() as host:
-        database = client(host).instance("test-instance").database("any")
-        with told_in_time():
-            schema.differences(database, schema.statements())
-
-
-def test_a_spanner_that_stops_answering_is_told_within_the_limits(
+def test_a_spanner_that_is_away_is_told_within_the_limits(
     emulators: Emulators, empty_database: Database, monkeypatch: pytest.MonkeyPatch
-):
-    """A connection that hangs, before the first call or after it, ends in NotReached after our limit or a given one."""
+) -> None:
+    """A host that refuses connections, or hangs before or after the first call, ends in NotReached after our limit.
+
+    The client alone would give up after half a minute or never.
+    """
     monkeypatch.setattr(schema, "REACH_SECONDS", 0.5)
+
+    def told_in_time(look: Callable[[], object]) -> None:
+        start = time.monotonic()
+        with pytest.raises(NotReached, match="Spanner did not answer"):
+            look()
+        assert time.monotonic() - start < 15
+
+    with silent_port() as host:
+        absent = client(host).instance("test-instance").database("any")
+        told_in_time(lambda: schema.differences(absent, schema.statements()))
     with Proxy(emulators.spanner_host) as proxy:
         database = client(proxy.address).instance("test-instance").database(empty_database.database_id)
         assert schema.differences(database, []) == []
-
         proxy.hang()
-        with told_in_time():
-            schema.differences(database, schema.statements())
+        told_in_time(lambda: schema.differences(database, schema.statements()))
         monkeypatch.setattr(schema, "_reach", lambda _database: None)
-        with told_in_time():
-            schema.differences(database, schema.statements(), timeout=0.5)
+        told_in_time(lambda: schema.differences(database, schema.statements(), timeout=0.5))
         monkeypatch.setattr(schema, "QUERY_SECONDS", 0.5)
-        with told_in_time():
-            schema.differences(database, schema.statements())
+        told_in_time(lambda: schema.differences(database, schema.statements()))

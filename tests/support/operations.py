@@ -70,7 +70,7 @@ def opened(database: Database) -> Any:
 
 
 #: The tags of what may take locks.
-CHANGES = ("outbox-retry", "outbox-purge", "outbox-discard", "outbox-wake")
+CHANGES = ("outbox-retry", "outbox-purge", "outbox-discard", "outbox-wake", "outbox-topics")
 
 
 class Watch:

@@ -1,6 +1,5 @@
 """The situations of the runbook: what a database, and what is around it, looks like in each of them."""
 
-import base64
 import contextlib
 import dataclasses
 import os
@@ -16,11 +15,9 @@ from google.cloud.spanner_v1.database import Database
 from outbox.message import build
 from outbox.states import NEVER
 from publishworker.pubsub.messages import topic_name
+from tests.support.operations import insert, pause, row
 from tests.support.pubsub import PubSub
 
-COLUMNS = (
-    "Id", "Topic", "Data", "Priority", "OrderingKey", "CreatedAt", "AvailableAt", "Attempts", "LastError", "SentAt",
-)  # fmt: skip
 NOT_FOUND = "not_found: 404 Topic not found"
 
 
@@ -46,22 +43,13 @@ class Place:
         created = datetime.now(UTC) - ago if ago else COMMIT_TIMESTAMP
         rows = []
         for name in names:
-            data, _ = build(
-                message=b'{"order": "%s", "cents": 1999}' % name.encode(),
-                attributes={"kind": "placed"},
-                task_id=name,
-                topic=topic,
-                ordering_key="",
-            )
-            row = {"Id": name, "Topic": topic, "Data": base64.b64encode(data), "Priority": 50, "CreatedAt": created}
-            row |= {"Attempts": 0} | columns
-            rows.append([row.get(column) for column in COLUMNS])
-        for start in range(0, len(rows), 100):
-            with self.database.batch() as batch:
-                batch.insert("AsynchronousTasks", COLUMNS, rows[start : start + 100])
+            message = b'{"order": "%s", "cents": 1999}' % name.encode()
+            data, _ = build(message, attributes={"kind": "placed"}, task_id=name, topic=topic, ordering_key="")
+            rows.append(row(name, Topic=topic, Data=data, CreatedAt=created, **columns))
+        insert(self.database, rows)
 
     def workers(self, count: int) -> None:
-        """Have live workers: they have just written their rows. Whoever wants them to live on repeats it."""
+        """Have live workers, which have just written their heartbeats; call it again to keep them live."""
         self.live_workers = count
         with self.database.batch() as batch:
             names = [(f"publishworker-{number}", datetime.now(UTC), COMMIT_TIMESTAMP) for number in range(count)]
@@ -91,8 +79,7 @@ def oldest_age(place: Place) -> None:
     place.topics("orders", "reports")
     place.workers(2)
     place.tasks(_ids("order", 40), "orders", ago=2 * HOURS)
-    with place.database.batch() as batch:
-        batch.insert("AsynchronousTaskTopics", ("Topic", "Paused"), [("orders", True)])
+    pause(place.database, "orders")
     place.tasks(["report-7"], "reports", ago=3 * HOURS, Priority=0)
 
 

@@ -1,10 +1,9 @@
-"""A store to test, and the sight behind it: the fake's, and that of Spanner on the emulator."""
+"""A store for the contract tests, and access to its rows from outside: the fake store, and Spanner on the emulator."""
 
 import base64
 from datetime import UTC, datetime, timedelta
-from typing import Any, Protocol
+from typing import Any
 
-import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.param_types import STRING
@@ -17,130 +16,87 @@ from tests.support.parts import look
 from tests.support.spanner import INSTANCE, PROJECT
 
 
-class Harness(Protocol):
-    """A store, and the sight behind it."""
-
-    store: Store
-
-    def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
-        """Add a row; columns by their names in Python."""
-
-    def column(self, id: str, name: str) -> Any:
-        """Return one column of a row."""
-
-    def pause(self, topic: str) -> None:
-        """Pause a topic."""
-
-    def limit(self, topic: str, limit: TopicLimit) -> None:
-        """Limit a topic that has no row yet."""
-
-    def delete(self, id: str) -> None:
-        """Delete a row."""
-
-    def seen(self, worker: str, seconds: float) -> None:
-        """Have a worker's last heartbeat be that old."""
-
-
 class FakeHarness:
-    """Behind the fake."""
+    """The fake store; columns have their Python names."""
 
     def __init__(self) -> None:
-        """Begin empty."""
+        """Start with an empty store."""
         self._fake = FakeStore()
         self.store: Store = self._fake
 
     def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
-        """See Harness."""
+        """Insert a row."""
         self._fake.insert(id, topic, serialized(), **columns)
 
     def column(self, id: str, name: str) -> Any:
-        """See Harness."""
+        """Return one column of a row."""
         return getattr(self._fake.rows[id], name)
 
     def pause(self, topic: str) -> None:
-        """See Harness."""
+        """Pause a topic."""
         self._fake.paused.add(topic)
 
     def limit(self, topic: str, limit: TopicLimit) -> None:
-        """See Harness. A row that says nothing is none here."""
+        """Limit a topic that has no row yet; a row without values is no row here."""
         if limit != TopicLimit():
             self._fake.limits[topic] = limit
 
     def delete(self, id: str) -> None:
-        """See Harness."""
+        """Delete a row."""
         del self._fake.rows[id]
 
     def seen(self, worker: str, seconds: float) -> None:
-        """See Harness."""
+        """Insert a worker whose last heartbeat is that old."""
         self._fake.workers[worker] = self._fake.now - timedelta(seconds=seconds)
 
 
 class SpannerHarness:
-    """Behind the emulator."""
+    """The same on a database of the emulator that has no rows yet."""
 
     def __init__(self, database: Database) -> None:
-        """Use a fresh database."""
+        """Open a store as a worker does."""
         self._database = database
         self.store: Store = SpannerStore(open_database(PROJECT, INSTANCE, database.database_id), shards=10)
 
     def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
-        """See Harness."""
+        """Insert a row."""
         row = {"priority": 50, "created_at": COMMIT_TIMESTAMP, **columns}
-        names = [name.title().replace("_", "") for name in row]
-        values = (id, topic, base64.b64encode(serialized()), *row.values())
-        with self._database.batch() as batch:
-            batch.insert("AsynchronousTasks", ("Id", "Topic", "Data", *names), [values])
+        named = {name.title().replace("_", ""): value for name, value in row.items()}
+        self._insert("AsynchronousTasks", Id=id, Topic=topic, Data=base64.b64encode(serialized()), **named)
 
     def column(self, id: str, name: str) -> Any:
-        """See Harness."""
+        """Return one column of a row."""
+        statement = f"SELECT {name.title().replace('_', '')} FROM AsynchronousTasks WHERE Id = @id"
         with self._database.snapshot() as snapshot:
-            column = name.title().replace("_", "")
-            [[value]] = snapshot.execute_sql(
-                f"SELECT {column} FROM AsynchronousTasks WHERE Id = @id",
-                params={"id": id},
-                param_types={"id": STRING},
-            )
+            [[value]] = snapshot.execute_sql(statement, params={"id": id}, param_types={"id": STRING})
         return value
 
     def pause(self, topic: str) -> None:
-        """See Harness."""
-
-        def work(transaction: Any) -> None:
-            if not transaction.execute_update(
-                f"UPDATE AsynchronousTaskTopics SET Paused = TRUE WHERE Topic = '{topic}'"
-            ):
-                transaction.insert("AsynchronousTaskTopics", ("Topic", "Paused"), [(topic, True)])
-
-        self._database.run_in_transaction(work)
+        """Pause a topic."""
+        with self._database.batch() as batch:
+            batch.insert_or_update("AsynchronousTaskTopics", ("Topic", "Paused"), [(topic, True)])
 
     def limit(self, topic: str, limit: TopicLimit) -> None:
-        """See Harness."""
-        with self._database.batch() as batch:
-            batch.insert(
-                "AsynchronousTaskTopics",
-                ("Topic", "RatePerSecond", "Burst", "MaxInFlight"),
-                [(topic, limit.rate, limit.burst, limit.in_flight)],
-            )
+        """Limit a topic that has no row yet."""
+        values = {"RatePerSecond": limit.rate, "Burst": limit.burst, "MaxInFlight": limit.in_flight}
+        self._insert("AsynchronousTaskTopics", Topic=topic, **values)
 
     def delete(self, id: str) -> None:
-        """See Harness."""
+        """Delete a row."""
         with self._database.batch() as batch:
             batch.delete("AsynchronousTasks", KeySet(keys=[[id]]))
 
     def seen(self, worker: str, seconds: float) -> None:
-        """See Harness."""
+        """Insert a worker whose last heartbeat is that old."""
         seen_at = datetime.now(UTC) - timedelta(seconds=seconds)
+        self._insert("AsynchronousTaskWorkers", WorkerId=worker, StartedAt=seen_at, SeenAt=seen_at)
+
+    def _insert(self, table: str, **columns: Any) -> None:
         with self._database.batch() as batch:
-            batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt"), [(worker, seen_at, seen_at)])
+            batch.insert(table, [*columns], [[*columns.values()]])
 
 
-#: The kinds of harness, for a fixture's `params`.
-KINDS = ("fake", "spanner")
-
-
-def harness_of(request: pytest.FixtureRequest) -> Harness:
-    """Return the harness of the kind that is the request's parameter."""
-    return FakeHarness() if request.param == "fake" else SpannerHarness(request.getfixturevalue("database"))
+Harness = FakeHarness | SpannerHarness
 
 
 def poll_ids(store: Store, *topics: str, **options: Any) -> list[str]:

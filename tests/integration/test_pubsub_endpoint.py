@@ -1,4 +1,4 @@
-"""Pub/Sub's endpoint for ordered tasks: who is warned without one, which values are refused, where it leads."""
+"""Pub/Sub's endpoint for ordered tasks: when `check` warns, which values are refused, where the worker connects."""
 
 import json
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.settings import WorkerSettings
 from publishworker.task import Row, Sent
 from tests.support.fakes import serialized
-from tests.support.processes import Finished, run
+from tests.support.processes import run
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub
 from tests.support.pubsub_server import pubsub_server
@@ -34,39 +34,30 @@ ENDPOINT = "europe-west1-pubsub.googleapis.com"
 NAMED = {"project": PROJECT, "instance": INSTANCE, "database": "any-database"}
 
 
-def publishworker(emulators: Emulators, database: str, *arguments: str, **environment: str) -> Finished:
-    """Run a command to its end, on the emulators."""
-    named = {"OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE, "OUTBOX_DATABASE": database}
-    return run("publishworker", *arguments, environment=emulators.environment() | named | environment, seconds=30)
-
-
-def warnings(done: Finished) -> list[str]:
-    """Return the warnings that `check` gave; they make nothing wrong."""
-    assert done.code == 0
-    return [line for line in done.stdout.splitlines() if line.startswith("warning")]
-
-
 def test_check_warns_of_ordered_tasks_without_an_endpoint(
     emulators: Emulators, database: Database, pubsub: PubSub
 ) -> None:
-    """It names their topics and the setting, exit 0; with the setting it says nothing."""
+    """It names their topics and the setting, exit 0; with the setting, or without ordered tasks, it does not warn."""
+
+    def warnings(**environment: str) -> list[str]:
+        named = {f"OUTBOX_{name.upper()}": value for name, value in NAMED.items()}
+        named |= {"OUTBOX_DATABASE": database.database_id, **environment}
+        done = run("publishworker", "check", environment=emulators.environment() | named, seconds=30)
+        assert done.code == 0
+        return [line for line in done.stdout.splitlines() if line.startswith("warning")]
+
     pending, scheduled, loose, done_with = topics = [pubsub.new_topic() for _ in range(4)]
-    register(database, pending, 2, ordering_key="a")
-    register(database, scheduled, 1, ordering_key="a", available_at=datetime(2090, 1, 1, tzinfo=UTC))
     register(database, loose, 1)
     [sent] = register(database, done_with, 1, ordering_key="a")
     with database.batch() as batch:
         batch.update("AsynchronousTasks", ("Id", "SentAt"), [(sent, COMMIT_TIMESTAMP)])
-    [warning] = warnings(publishworker(emulators, database.database_id, "check"))
+    assert warnings() == []
+    register(database, pending, 2, ordering_key="a")
+    register(database, scheduled, 1, ordering_key="a", available_at=datetime(2090, 1, 1, tzinfo=UTC))
+    [warning] = warnings()
     assert {topic for topic in topics if topic in warning} == {pending, scheduled}
     assert "--pubsub-endpoint" in warning
-    assert warnings(publishworker(emulators, database.database_id, "check", OUTBOX_PUBSUB_ENDPOINT=ENDPOINT)) == []
-
-
-def test_check_does_not_warn_where_nothing_is_ordered(emulators: Emulators, database: Database, topic: str) -> None:
-    """An endpoint is for order alone."""
-    register(database, topic, 2)
-    assert warnings(publishworker(emulators, database.database_id, "check")) == []
+    assert warnings(OUTBOX_PUBSUB_ENDPOINT=ENDPOINT) == []
 
 
 @pytest.mark.parametrize("value", [f"https://{ENDPOINT}", f"{ENDPOINT}/", "two words", "host:port", ":443"])
@@ -74,25 +65,13 @@ def test_an_endpoint_that_is_none_is_refused(value: str) -> None:
     """It is no address of a page, has no path, and its port is a number."""
     with pytest.raises(SettingError, match=r"^--pubsub-endpoint: .* is not allowed: it must be a host, or nothing"):
         WorkerSettings.read({**NAMED, "pubsub_endpoint": value}, {})
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "allowed"),
-    [("--pubsub-endpoint", "two words", ["a host"]), ("OUTBOX_ON_ORDERING_FAILURE", "drop", ["block", "skip"])],
-)
-def test_a_wrong_value_is_one_sentence(emulators: Emulators, name: str, value: str, allowed: list[str]) -> None:
-    """Exit 2: the flag or the variable, the value, what is allowed."""
-    arguments, environment = ((name, value), {}) if name.startswith("--") else ((), {name: value})
-    done = publishworker(emulators, "any-database", "check", *arguments, **environment)
-    assert done.code == 2
-    [line] = done.stderr.splitlines()
-    assert line.startswith(f"publishworker: {name}: {value!r} is not allowed: it must be ")
-    assert all(word in line for word in allowed)
+    with pytest.raises(SettingError, match=r"^OUTBOX_ON_ORDERING_FAILURE: .* is not allowed: it must be block or skip"):
+        WorkerSettings.read(NAMED, {"OUTBOX_ON_ORDERING_FAILURE": value})
 
 
 @pytest.fixture
 def channels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """Where channels with TLS were opened to, in place of opening them, and how; there are credentials."""
+    """The targets and options of channels with TLS, which are not opened; there are credentials."""
     monkeypatch.delenv("PUBSUB_EMULATOR_HOST", raising=False)
     opened: list[tuple[str, dict[str, Any]]] = []
 
@@ -107,29 +86,20 @@ def channels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[s
         yield opened
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "target"),
-    [
-        ("", "pubsub.googleapis.com:443"),
-        (ENDPOINT, f"{ENDPOINT}:443"),
-        ("pubsub.example.com:8443", "pubsub.example.com:8443"),
-    ],
-)
 def test_the_endpoint_is_where_the_channel_leads(
-    channels: list[tuple[str, dict[str, Any]]], endpoint: str, target: str
-) -> None:
-    """With the same limits as the global one's."""
-    open_pubsub(endpoint)
-    [(host, options)] = channels
-    assert host == target
-    assert dict(options["options"])["grpc.max_receive_message_length"] == -1
-    assert "grpc.max_reconnect_backoff_ms" in dict(options["options"])
-
-
-def test_the_emulator_goes_before_an_endpoint(
     channels: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A developer's machine never reaches the service."""
+    """With the same limits as the global one's. An emulator takes precedence, so tests never reach the service."""
+    for endpoint, target in {
+        "": "pubsub.googleapis.com:443",
+        ENDPOINT: f"{ENDPOINT}:443",
+        "pubsub.example.com:8443": "pubsub.example.com:8443",
+    }.items():
+        open_pubsub(endpoint)
+        host, options = channels.pop()
+        assert host == target
+        assert dict(options["options"])["grpc.max_receive_message_length"] == -1
+        assert "grpc.max_reconnect_backoff_ms" in dict(options["options"])
     with pubsub_server() as server:
         monkeypatch.setenv("PUBSUB_EMULATOR_HOST", server.address)
         publisher = PubSubPublisher(open_pubsub(ENDPOINT), PROJECT)
