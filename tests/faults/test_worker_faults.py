@@ -26,7 +26,7 @@ def test_workers_killed(trial: Trial, long: bool) -> None:
 
     Promised: No task is lost. At most the in-flight batches of the killed workers are published again.
     """
-    kills = 20 if long else 3
+    kills = 20 if long else 2
     with contextlib.ExitStack() as stack:
         workers = stack.enter_context(trial.workers(2))
         for _ in range(kills):

@@ -4,6 +4,7 @@ from outbox.emulators import Emulators
 from tests.support.processes import run
 
 
+@pytest.mark.extended
 def test_a_tiny_round_prints_its_tables(emulators: Emulators) -> None:
     """The relay in the process itself, in one of its own, and behind the counting proxy."""
     arguments = ("--quick", "--rounds", "1", "--only", "costs", "poll-topics")

@@ -272,6 +272,7 @@ def test_a_count_is_exact_or_named_as_a_lower_bound(database: Database, table: T
     assert not exact.total.at_least
 
 
+@pytest.mark.extended
 def test_every_topic_is_found_in_its_order(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
     """Whether a read reaches one topic or many, and whether a topic has tasks, a row of its own, or both.
 
@@ -329,6 +330,7 @@ def ready_since(task: dict[str, Any]) -> datetime:
     return since
 
 
+@pytest.mark.extended
 def test_the_oldest_age_is_exact_whatever_waits(database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch):
     """Random tasks against a plain calculation; also of the lowest and the highest number, and past the seeks."""
     random = Random(1)

@@ -116,6 +116,7 @@ def test_nothing_waits_for_a_spanner_that_goes_away(  # noqa: PLR0917 - pytest n
         assert after == {id: each for id, each in before.items() if id != "1"}
 
 
+@pytest.mark.extended
 def test_a_missing_index_is_named(own_database: Database):
     """Also a missing column or table: the user learns what to do, and nothing reads the whole table instead.
 

@@ -53,6 +53,7 @@ TASK = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.extended
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(TASK, min_size=1, max_size=12), st.sampled_from([None, "orders"]), st.integers(0, 6))
 @example([{"columns": {}, "sent": PAST, "topic": "orders", "meanwhile": "unsent"}] * 3, None, 0)

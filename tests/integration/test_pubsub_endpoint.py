@@ -34,6 +34,7 @@ ENDPOINT = "europe-west1-pubsub.googleapis.com"
 NAMED = {"project": PROJECT, "instance": INSTANCE, "database": "any-database"}
 
 
+@pytest.mark.extended
 def test_check_warns_of_ordered_tasks_without_an_endpoint(
     emulators: Emulators, database: Database, pubsub: PubSub
 ) -> None:

@@ -241,6 +241,7 @@ def test_the_poll_finds_what_a_scan_of_the_table_finds(database: Database, topic
     assert [[each.id, each.topic, each.shard, each.available_at is None] for each in found] == scanned
 
 
+@pytest.mark.extended
 def test_a_backlog_costs_few_requests_and_few_rows(
     emulators: Emulators, own_database: Database, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +377,7 @@ def test_the_clock_of_the_worker_decides_nothing_about_a_task(database: Database
     assert before + timedelta(seconds=500) <= available_at <= after + timedelta(seconds=1000)
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(240)
 def test_a_long_blocked_tail_is_parked_and_hides_no_other_task(
     own_database: Database, topic: str, pubsub: PubSub, long: bool

@@ -38,6 +38,7 @@ def test_nothing_is_lost_out_of_order_uncommitted_or_sent_twice_without_a_cause(
     assert found.states > 100
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rule", RULES)
 def test_each_rule_is_needed(rule: str) -> None:
     """Without it one of the invariants breaks, in a scope that is known to be good with it."""
