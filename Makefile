@@ -49,13 +49,8 @@ test: $(STAMP) ## every promise, command and Spark job at least once, on the rea
 test-all: $(STAMP) ## everything that `make test` leaves out, in fifteen minutes
 	@$(PYTEST) $(TESTS) -m "extended and not long" --durations 30 --durations-min 5
 
-test-long: $(STAMP) ## faults and outages of a minute each, load, probes of production, 5,000 random histories of ordering keys
-	@$(BIN)/python -m pytest --long --numprocesses 2 --dist loadgroup -rP tests/acceptance/test_demo_pipeline.py \
-		tests/acceptance/test_wheel.py tests/acceptance/test_outages.py tests/acceptance/test_bad_topics.py \
-		tests/acceptance/test_as_in_kubernetes.py tests/acceptance/test_as_in_kubernetes_memory.py tests/integration/test_relay_spanner.py \
-		tests/manifests/test_deploy_page.py tests/manifests/test_spark_submit.py tests/pipeline/test_flights.py \
-		tests/pipeline/test_stream.py tests/pipeline/test_archive_killed.py tests/pipeline/test_register_faults.py \
-		tests/unit/test_order_machine.py tests/model tests/fuzz tests/faults
+test-long: $(STAMP) ## faults and outages of a minute each, load, 5,000 random histories, 146,000 random inputs; hours
+	@$(PYTEST) --long $(TESTS) -rP -m long_form
 
 soak: $(STAMP) ## mixed load with all faults at random, memory watched; writes build/soak (MINUTES=30)
 	@$(BIN)/python -m tests.faults.soak $(if $(MINUTES),--minutes $(MINUTES))

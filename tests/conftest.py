@@ -52,9 +52,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out of the short form what says so, and why."""
+    """Mark what has a long form, and skip without `--long` what has no other form."""
     for item in items:
-        if (mark := item.get_closest_marker("long")) and not config.getoption("--long"):
+        mark = item.get_closest_marker("long")
+        if mark or "long" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.long_form)
+        if mark and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason=f"--long; {mark.args[0]}"))
 
 

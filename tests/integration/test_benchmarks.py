@@ -1,5 +1,7 @@
 """The benchmarks run: a tiny round of two sections, so that they do not rot. No figure is judged."""
 
+import pytest
+
 from outbox.emulators import Emulators
 from tests.support.processes import run
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import quick
+
 ROOT = Path(__file__).parents[2]
 SLOWER = re.compile(r"pytest\.mark\.(extended|long)\b")
 
@@ -23,6 +25,8 @@ def promises() -> Iterator[tuple[str, list[str]]]:
 def is_quick(test: str) -> bool:
     """Return whether `make test` runs a test, or at least one test of a file."""
     path, _, name = test.partition("::")
+    if path.startswith("tests/pipeline/"):
+        return name in quick.SPARK
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     if any(SLOWER.search(ast.unparse(node)) for node in tree.body if isinstance(node, ast.Assign)):
         return False

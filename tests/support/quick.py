@@ -1,0 +1,11 @@
+"""Which tests that need a Spark session `make test` runs: each job once, on small data. The others are extended."""
+
+SPARK = frozenset({
+    "test_files_of_every_format_become_tasks",
+    "test_windows_follow_each_other_and_only_what_they_prove_is_deleted",
+    "test_all_that_can_be_sent_is_sent_and_what_stays_is_told",
+    "test_table_and_archive_against_files",
+    "test_what_was_purged_comes_back_from_the_archive_as_it_was",
+    "test_the_table_is_a_dataframe",
+    "test_what_is_available_now_is_read_though_a_batch_was_left_unfinished",
+})  # fmt: skip
