@@ -1,9 +1,15 @@
-"""What is owed to lower priorities, and whose turn it is."""
+"""Which tasks are sent first, and which get a share: priorities, lower ones, ready and due tasks."""
 
-from datetime import UTC, datetime
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+
+import pytest
 
 from publishworker.task import Candidate
+from publishworker.turn import relay
 from publishworker.turn.fairness import FairShare
+from publishworker.turn.relay import Relay
+from tests.support.relay_bench import Bench, SlowPublisher
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -28,15 +34,7 @@ def test_the_next_lower_priority_each_time_then_from_the_top_again() -> None:
     assert served == [[50], [20, 20], [0], [], [50], [20, 20], [0], []]
 
 
-def test_a_due_task_has_its_own_half_and_no_share() -> None:
-    """Only ready tasks are chosen."""
-    fair = FairShare(1.0)
-    fair.count(1, 0, top=100)
-    due = Candidate("due", "orders", 0, 5, NOON, NOON, None, 1)
-    assert priorities(fair.choose([due, *tasks(3)])) == [3]
-
-
-def test_where_nobody_waits_nothing_is_owed() -> None:
+def test_where_no_lower_task_waits_nothing_is_owed() -> None:
     """Asked once in vain from the top, it asks again when the next share has been earned, not at every poll."""
     fair = FairShare(0.5)
     fair.count(4, 0, top=100)
@@ -47,18 +45,116 @@ def test_where_nobody_waits_nothing_is_owed() -> None:
     assert fair.below is None
     fair.count(1, 0, top=100)
     assert fair.below == 100
+    fair = FairShare(1.0)
+    fair.count(8, 0, top=None)  # no task was left behind, so there is no priority to look below
+    assert fair.below is None
 
 
-def test_what_is_owed_is_bounded() -> None:
-    """A day of urgent tasks alone is not followed by a day of others."""
+def test_ready_tasks_have_a_share_and_what_is_owed_is_bounded() -> None:
+    """Due tasks have a half of their own. A day of urgent tasks alone is not followed by a day of others."""
+    fair = FairShare(1.0)
+    fair.count(8, 0, top=100)
+    due = Candidate("due", "orders", 0, 5, NOON, NOON, None, 1)
+    assert priorities(fair.choose([due, *tasks(3)])) == [3]
     fair = FairShare(0.1)
     for _ in range(1000):
         fair.count(8, 0, top=100)
     assert fair.groups == 3
 
 
-def test_nothing_left_behind_means_nobody_waits() -> None:
-    """Whatever is owed: there is no priority to look below."""
-    fair = FairShare(1.0)
-    fair.count(8, 0, top=None)
-    assert fair.below is None
+def test_a_high_priority_task_goes_before_ten_thousand_low_ones() -> None:
+    """Over all shards, however old the others are; only the groups that are in flight when it comes go before it."""
+    bench = Bench(size=50, groups=2)
+    bench.insert(*[f"low{n}" for n in range(10_000)], priority=0)
+    bench.insert(*[f"high{n}" for n in range(10)], priority=100)
+    assert bench.relay.turn().discovered
+    bench.relay.turn()
+    assert {f"high{n}" for n in range(10)} <= set(bench.publisher.ids())
+    assert (before := len(bench.publisher.ids())) <= 100
+    bench.insert("high", priority=100)
+    bench.relay.turn()
+    assert "high" in bench.publisher.ids()[before : before + 100]
+
+
+def endless(bench: Bench, worker: Relay, sent: int, most: int) -> Counter[str]:
+    """Turn with an endless stream of urgent tasks and many of two lower priorities; count what is sent."""
+    bench.insert(*[f"mid{n}" for n in range(sent)], priority=50)
+    bench.insert(*[f"low{n}" for n in range(sent)], priority=0)
+    urgent = 0
+    for _ in range(most):
+        waiting = sum(row.sent_at is None and row.priority == 100 for row in list(bench.store.rows.values()))
+        bench.insert(*[f"high{urgent + n}" for n in range(sent - waiting)], priority=100)
+        urgent += sent - waiting
+        worker.turn()
+        if len(bench.publisher.ids()) >= sent:
+            break
+    return Counter(id.rstrip("0123456789") for id in bench.publisher.ids()[:sent])
+
+
+@pytest.mark.parametrize(("groups", "share"), [(1, 0.1), (2, 0.1), (4, 0.1), (8, 0.1), (32, 0.1), (8, 0.25), (8, 0.5)])
+def test_an_endless_stream_of_urgent_tasks_leaves_lower_ones_their_share(groups: int, share: float) -> None:
+    """For each lower priority in turn, although every range is full of urgent tasks."""
+    bench = Bench(size=5, groups=groups, fair_share=share)
+    sent = 500 if groups < 8 else 1500
+    kinds = endless(bench, bench.relay, sent, 1000)
+    assert kinds.total() == sent
+    lower = kinds["mid"] + kinds["low"]
+    assert share * 0.8 <= lower / sent <= share * 1.2
+    assert min(kinds["mid"], kinds["low"]) >= lower / 4
+    assert set(bench.store.claimed.values()) == {1}
+
+
+def test_lower_priorities_keep_their_share_while_groups_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns in which every place is taken, and nothing was polled, say nothing about which tasks wait."""
+    monkeypatch.setattr(relay, "LONGEST_TURN_WAIT", 0.02)
+    bench = Bench()
+    publisher = bench.publisher = SlowPublisher("orders")
+    publisher.seconds = 0.03  # longer than a turn waits
+    kinds = endless(bench, bench.another(size=5, groups=2, fair_share=0.25), 100, 200)
+    assert kinds["mid"] + kinds["low"] >= 15
+
+
+def test_a_task_that_goes_by_the_share_does_not_go_with_the_others_as_well() -> None:
+    """The urgent tasks are suddenly few, and the rest of the places take what there is: each task is claimed once."""
+    bench = Bench(size=10, groups=4, fair_share=0.5)
+    bench.insert(*[f"high{n}" for n in range(200)], priority=100)
+    bench.insert(*[f"low{n}" for n in range(5)], priority=0)
+    bench.relay.turn(), bench.relay.turn()
+    few = [id for id in bench.unsent() if id.startswith("high")][:3]
+    bench.store.rows = {id: row for id, row in bench.store.rows.items() if id.startswith("low") or id in few}
+    bench.relay.turn()
+    assert bench.unsent() == []
+    assert set(bench.store.claimed.values()) == {1}
+
+
+def test_an_idle_worker_does_not_look_for_lower_priorities(bench: Bench) -> None:
+    """What a poll reads whole has no tail. With `--fair-share 0` priority is strict, and no poll asks for others."""
+    bench.insert(*[str(n) for n in range(60)], priority=100)
+    bench.turns()
+    bench.store.looks.clear()
+    for _ in range(5):
+        bench.relay.turn()
+    assert all(look.below is None for look in bench.store.looks)
+    bench = Bench(size=10, groups=2, fair_share=0)
+    bench.insert(*[f"high{n}" for n in range(500)], priority=100)
+    bench.insert("low", priority=0)
+    for _ in range(20):
+        bench.relay.turn()
+    assert "low" not in bench.publisher.ids()
+    assert all(look.below is None for look in bench.store.looks)
+
+
+def test_a_large_replay_does_not_starve_new_tasks() -> None:
+    """A thousand due tasks, and a thousand new ones: each get half of a turn until the last is sent."""
+    bench = Bench(size=10, groups=4)
+    past = bench.store.now - timedelta(hours=1)
+    bench.insert(*[f"due{n}" for n in range(1000)], available_at=past, priority=100)
+    bench.insert(*[f"new{n}" for n in range(1000)])
+    bench.relay.turn(), bench.relay.turn()
+    bench.publisher.published.clear()
+    bench.relay._poller._look_further_seconds = 1e9  # no more news
+    for _ in range(10):
+        bench.relay.turn()
+    kinds = Counter(id.rstrip("0123456789") for id in bench.publisher.ids())
+    assert sum(kinds.values()) >= 390
+    assert kinds["new"] == pytest.approx(kinds["due"], abs=20)

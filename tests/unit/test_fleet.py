@@ -1,21 +1,25 @@
-"""How the living divide the shards, and what a worker does about its own heartbeat."""
+"""How the live workers divide the shards, what a worker does about its own heartbeat, and which tasks it takes."""
 
 import logging
 from collections import Counter
+from datetime import timedelta
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from publishworker.spanner import sql
 from publishworker.turn.fleet import HEARTBEAT_SECONDS, Fleet, divide
 from tests.support.fakes import FakeStore
+from tests.support.relay_bench import Bench, run_at_once
 
+ALL = tuple(range(10))
 names = st.sets(st.text(min_size=1, max_size=8), min_size=1, max_size=40)
 
 
-@given(names, st.integers(1, 64))
-def test_every_shard_and_every_worker_has_its_part(workers: set[str], shards: int) -> None:
-    """No shard without a worker, no worker without a shard, and nobody has two more than another."""
+@given(names, st.integers(1, 64), st.randoms())
+def test_every_shard_and_every_worker_has_its_part(workers: set[str], shards: int, random: object) -> None:
+    """Parts differ by one at most. There is no leader: the order in which the rows are read does not matter."""
     parts = divide(workers, range(shards))
     assert set(parts) == workers
     assert {shard for part in parts.values() for shard in part} == set(range(shards))
@@ -27,14 +31,9 @@ def test_every_shard_and_every_worker_has_its_part(workers: set[str], shards: in
         assert max(of_shard.values()) == 1  # divided
     else:
         assert max(sizes) == 1  # shared
-
-
-@given(names, st.integers(1, 64), st.randoms())
-def test_all_workers_come_to_the_same_division(workers: set[str], shards: int, random: object) -> None:
-    """No leader: the order in which the rows are read does not matter."""
     shuffled = list(workers)
     random.shuffle(shuffled)
-    assert divide(workers, range(shards)) == divide(shuffled, range(shards))
+    assert divide(shuffled, range(shards)) == parts
 
 
 def test_a_worker_that_joins_moves_few_shards() -> None:
@@ -47,109 +46,120 @@ def test_a_worker_that_joins_moves_few_shards() -> None:
     assert moved <= 35
 
 
-class Clock:
-    """Seconds that a test sets."""
+class Watch(Fleet):
+    """The worker `me`, its store, and a clock that a test moves."""
 
-    def __init__(self) -> None:
-        """At zero."""
-        self.seconds = 100.0
-
-    def __call__(self) -> float:
-        """Tell."""
-        return self.seconds
+    def __init__(self, **options: bool) -> None:
+        """Begin alone."""
+        self.store, self.seconds = FakeStore(), 100.0
+        super().__init__(self.store, "me", ALL, clock=lambda: self.seconds, **options)
 
 
 def test_alone_a_worker_has_all_shards_and_with_others_its_part() -> None:
-    """It counts itself as alive, whatever the rows say."""
-    fleet = Fleet(FakeStore(), "me", range(10))
-    assert fleet.shards == tuple(range(10))
-    assert fleet.learn({"other", "me"}, set())
-    assert fleet.shards == divide({"me", "other"}, range(10))["me"]
-    assert not fleet.learn({"other", "me"}, set())
-    assert fleet.learn({"me"}, set())
-    assert fleet.shards == tuple(range(10))
+    """It counts itself as live. If shards are shared it always has all, and still writes its heartbeat."""
+    watch = Watch()
+    assert watch.shards == ALL
+    assert watch.learn({"other", "me"}, set())
+    assert watch.shards == divide({"me", "other"}, ALL)["me"]
+    assert not watch.learn({"other", "me"}, set())
+    assert watch.learn({"me"}, set())
+    assert watch.shards == ALL
+    watch = Watch(shared=True)
+    watch.beat()
+    assert not watch.learn({"other", "me"}, set())
+    assert watch.shards == ALL
+    assert set(watch.store.workers) == {"me"}
 
 
 def test_after_an_outage_nobody_believes_to_be_alone() -> None:
     """All heartbeats are old then, one's own as well: the division stays until the others had time to beat."""
-    clock = Clock()
-    fleet = Fleet(FakeStore(), "me", range(10), clock=clock)
-    fleet.learn({"me", "other"}, set())
-    mine = fleet.shards
-    clock.seconds += 60
-    assert not fleet.learn(set(), set())
-    assert not fleet.learn({"me"}, set())
-    assert fleet.shards == mine
-    clock.seconds += HEARTBEAT_SECONDS
-    assert fleet.learn({"me"}, set())
-    assert fleet.shards == tuple(range(10))
-
-
-def test_its_own_row_is_never_deleted_as_one_that_is_gone() -> None:
-    """Heartbeats that were refused for an hour, and are allowed again."""
-    store, clock = FakeStore(), Clock()
-    fleet = Fleet(store, "me", range(10), clock=clock)
-    fleet.learn(set(), {"me", "dead"})
-    store.workers["dead"] = store.now
-    fleet.beat()
-    assert set(store.workers) == {"me"}
-
-
-def test_a_division_is_told_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
-    """One line for each change, none for each look; a heartbeat that works again is not complained of."""
-    store, clock = FakeStore(), Clock()
-    fleet = Fleet(store, "me", range(10), clock=clock)
-    store.away = True
-    fleet.beat()
-    store.away = False
-    clock.seconds += HEARTBEAT_SECONDS
-    fleet.beat()
-    with caplog.at_level(logging.INFO, "publishworker"):
-        for _ in range(3):
-            fleet.learn({"me", "other"}, set())
-    assert [record.__dict__["action"] for record in caplog.records] == ["assigned"]
-    assert caplog.records[0].getMessage().startswith("2 workers live; this one polls shards ")
-
-
-def test_shared_a_worker_has_all_shards_and_still_says_that_it_lives() -> None:
-    """For comparison, and for single workers."""
-    store = FakeStore()
-    fleet = Fleet(store, "me", range(10), shared=True)
-    fleet.beat()
-    assert not fleet.learn({"other", "me"}, set())
-    assert fleet.shards == tuple(range(10))
-    assert set(store.workers) == {"me"}
+    watch = Watch()
+    watch.learn({"me", "other"}, set())
+    mine = watch.shards
+    watch.seconds += 60
+    assert not watch.learn(set(), set())
+    assert not watch.learn({"me"}, set())
+    assert watch.shards == mine
+    watch.seconds += HEARTBEAT_SECONDS
+    assert watch.learn({"me"}, set())
+    assert watch.shards == ALL
 
 
 def test_the_heartbeat_is_written_every_five_seconds() -> None:
-    """At once at the start, then when it is time; long gone rows go with it."""
-    store, clock = FakeStore(), Clock()
-    fleet = Fleet(store, "me", range(10), clock=clock)
-    assert fleet.seconds_to_beat == 0
-    fleet.beat()
-    assert set(store.workers) == {"me"}
-    assert fleet.seconds_to_beat == HEARTBEAT_SECONDS
-    store.workers["dead"] = store.workers.pop("me")
-    fleet.learn({"me"}, {"dead"})
-    clock.seconds += HEARTBEAT_SECONDS - 0.1
-    fleet.beat()
-    assert set(store.workers) == {"dead"}
-    clock.seconds += 0.1
-    fleet.beat()
-    assert set(store.workers) == {"me"}
-    fleet.leave()
-    assert not store.workers
+    """At once at the start, then when it is time; long gone rows go with it, but never the worker's own."""
+    watch = Watch()
+    assert watch.seconds_to_beat == 0
+    watch.beat()
+    assert set(watch.store.workers) == {"me"}
+    assert watch.seconds_to_beat == HEARTBEAT_SECONDS
+    watch.store.workers["dead"] = watch.store.workers.pop("me")
+    watch.learn({"me"}, {"dead", "me"})  # as after an hour in which heartbeats were refused
+    watch.seconds += HEARTBEAT_SECONDS - 0.1
+    watch.beat()
+    assert set(watch.store.workers) == {"dead"}
+    watch.seconds += 0.1
+    watch.beat()
+    assert set(watch.store.workers) == {"me"}
+    watch.leave()
+    assert not watch.store.workers
 
 
 def test_a_heartbeat_that_fails_stops_nothing_and_is_said_when_polls_succeed(caplog: pytest.LogCaptureFixture) -> None:
     """While Spanner is away there is one line for all; a table that refuses the heartbeat has one of its own."""
-    store = FakeStore()
-    fleet = Fleet(store, "me", range(10))
-    store.away = True
+    watch = Watch()
+    watch.store.away = True
     with caplog.at_level(logging.WARNING, "publishworker"):
-        fleet.beat()
+        watch.beat()
         assert caplog.records == []
-        fleet.learn({"other"}, set())
-        fleet.leave()
+        watch.learn({"other"}, set())
+        watch.leave()
     assert [record.__dict__["action"] for record in caplog.records] == ["fleet"]
     assert "the fake store is away" in caplog.records[0].getMessage()
+
+
+def test_a_division_is_told_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    """One line for each change, none for each poll; a heartbeat that works again has none."""
+    watch = Watch()
+    watch.store.away = True
+    watch.beat()
+    watch.store.away = False
+    watch.seconds += HEARTBEAT_SECONDS
+    watch.beat()
+    with caplog.at_level(logging.INFO, "publishworker"):
+        for _ in range(3):
+            watch.learn({"me", "other"}, set())
+    assert [record.__dict__["action"] for record in caplog.records] == ["assigned"]
+    assert caplog.records[0].getMessage().startswith("2 workers live; this one polls shards ")
+
+
+def test_a_worker_takes_tasks_of_its_own_shards_only(bench: Bench) -> None:
+    """From the poll that tells of another worker on, also of what that poll itself found.
+
+    If the other falls silent its shards are polled again at once when its liveness timeout is over.
+    """
+    bench.store.workers["worker"] = bench.store.now
+    bench.insert("known")
+    bench.turns()
+    bench.publisher.published.clear()
+    bench.store.workers["other"] = bench.store.now
+    bench.insert(*[str(n) for n in range(200)])
+    mine = set(divide({"worker", "other"}, ALL)["worker"])
+    bench.turns(50)
+    assert {bench.store.rows[id].shard for id in bench.publisher.ids()} == set(bench.store.looks[-1].shards) == mine
+    assert bench.unsent()
+    bench.store.now += timedelta(seconds=sql.SILENT_SECONDS)
+    bench.store.workers["worker"] = bench.store.now
+    assert bench.relay.turn().discovered
+    bench.turns(50)
+    assert bench.unsent() == []
+    assert sorted(["known", *bench.publisher.ids()]) == sorted(bench.store.rows)
+
+
+def test_a_wrong_division_costs_collisions_and_loses_nothing() -> None:
+    """Two workers that both believe to be alone, with the same seed: each task is sent once."""
+    bench = Bench(groups=1)
+    bench.insert(*[str(n) for n in range(200)])
+    others = bench.another(groups=1)
+    run_at_once([lambda relay=relay: [relay.turn() for _ in range(60)] for relay in (bench.relay, others)])
+    assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
+    assert bench.unsent() == []

@@ -4,7 +4,6 @@ The model behind it is tests/support/order_model.py. `--long` plays many more hi
 """
 
 import contextlib
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.support.order_ledger import Task, is_dead
 from tests.support.order_model import Worker, World
-from tests.support.stepwise import Fate, Point, Stepper, patched
+from tests.support.stepwise import Point, Stepper, patched
 
 SECONDS = st.sampled_from([0.5, 1.0, 3.0, 11.0, 61.0, 600.0, 3600.0, 7200.0])
 
@@ -184,22 +183,6 @@ def test_order(long: bool, histories: int) -> None:
     )
 
 
-@pytest.fixture
-def world() -> Iterator[World]:
-    """Two workers that know the topic, and three tasks of a key whose ids sort the other way round."""
-    with patched():
-        world = World()
-        world.register(Task(id="c"), Task(id="b"))
-        world.register(Task(id="a"))
-        for worker in world.workers:
-            world.rush(worker)
-        yield world
-        world.settle()
-        for worker in world.workers:
-            world.kill(worker)
-        assert not world.ledger.broken
-
-
 def until(world: World, worker: Worker, point: Point) -> Stepper:
     """Let a worker go until one of its threads stands there; return that thread."""
     for _ in range(50):
@@ -207,102 +190,6 @@ def until(world: World, worker: Worker, point: Point) -> Stepper:
             return found[0]
         world.advance(worker, 0)
     pytest.fail(f"{worker.name} does not come to {point}")
-
-
-def test_nobody_waits_for_a_worker_that_holds_the_head(world: World) -> None:
-    """Registering more of the key commits at once; what is new goes out behind the run."""
-    first, _ = world.workers
-    until(world, first, Point.ANSWER)
-    world.register(Task(id="0"))
-    world.quiet()
-    assert world.ledger.published == ["c", "b", "a", "0"]
-
-
-def test_a_worker_that_lost_its_locks_only_repeats(world: World) -> None:
-    """Another one sends the key while the first still believes that it holds it; its commit is aborted."""
-    first, second = world.workers
-    late = until(world, first, Point.ANSWER)
-    world.store.lose(world.store.claims[late])
-    world.rush(second)
-    world.register(Task(id="0"))
-    world.rush(second)
-    assert world.ledger.published == ["c", "b", "a", "0"]
-    world.finish()
-    assert world.ledger.published == ["c", "b", "a", "0", "c", "b", "a"]
-
-
-def test_who_waited_for_the_lock_sees_that_the_head_has_failed(world: World) -> None:
-    """Both have read the same front; the first charges the head, the second takes nothing of what stands behind it."""
-    first, second = world.workers
-    waits = until(world, second, Point.LOCK)
-    asks = until(world, first, Point.ANSWER)
-    assert not world.ready(waits)
-    world.step(asks, Fate.ODD)
-    world.step(asks)
-    world.rush(second)
-    assert world.ledger.published == []
-    assert world.store.rows["c"].attempts == 1
-
-
-def test_a_run_that_is_run_again_goes_on_with_its_failure(world: World) -> None:
-    """The head fails, the commit is aborted: its tail is not tried in its place, nor the head again."""
-    first, _ = world.workers
-    asks = until(world, first, Point.ANSWER)
-    world.step(asks, Fate.LATE)
-    world.step(asks, Fate.ABORT)
-    world.finish()
-    assert world.ledger.published == []
-    world.execute(world.late.pop())
-    world.settle()
-    assert world.ledger.published[:3] == ["c", "b", "a"]
-    assert not set("cba") - set(world.ledger.published)
-
-
-@pytest.mark.parametrize("point", [Point.ANSWER, Point.COMMIT, Point.COMMITTED])
-def test_a_worker_that_is_killed_loses_nothing(world: World, point: Point) -> None:
-    """Before its request is executed, before its commit and after it; the request may be executed late."""
-    first, second = world.workers
-    until(world, first, point)
-    world.kill(first)
-    world.rush(second)
-    for request in world.late:
-        world.execute(request)
-    world.settle()
-    assert world.ledger.published[:3] == ["c", "b", "a"]
-
-
-def test_a_tail_follows_its_head_at_once() -> None:
-    """The head is dead and its tail is parked for an hour; once the head is sent the rest waits no longer."""
-    with patched():
-        world = World(size=1)
-        world.register(Task(id="d", bad=True), Task(id="c"), Task(id="b"), Task(id="a"))
-        world.quiet()
-        assert world.ledger.published == []
-        world.retry("d")
-        world.quiet()
-        assert world.ledger.published == ["d", "c", "b", "a"]
-        assert not world.ledger.broken
-
-
-def test_a_head_that_goes_alone_and_fails_again_holds_its_tail(world: World) -> None:
-    """It has failed before, so it has a request of its own; the next one of its key waits for the answer."""
-    first, _ = world.workers
-    for _ in range(2):
-        world.step(until(world, first, Point.ANSWER), Fate.ODD)
-        world.finish()
-        world.wait(5)
-    assert world.ledger.published == []
-    assert world.store.rows["c"].attempts == 2
-
-
-@pytest.mark.parametrize("fate", [Fate.FAIL, Fate.LANDED])
-def test_a_commit_that_has_failed_costs_no_repeat_while_the_worker_lives(world: World, fate: Fate) -> None:
-    """What was published is only marked, in a later turn."""
-    first, _ = world.workers
-    world.step(until(world, first, Point.COMMIT), fate)
-    world.rush(first)
-    world.quiet()
-    assert world.ledger.published == ["c", "b", "a"]
 
 
 def test_what_an_operator_asks_for_is_sent_again_though_a_worker_is_late() -> None:
@@ -318,20 +205,4 @@ def test_what_an_operator_asks_for_is_sent_again_though_a_worker_is_late() -> No
         world.retry("a", plainly=False)
         world.settle()
         assert world.ledger.published == ["a", "a", "a"]
-        assert not world.ledger.broken
-
-
-@pytest.mark.parametrize("fate", [Fate.ODD, Fate.LATE, Fate.LANDED])
-def test_an_answer_that_is_lost_has_nothing_sent_twice_that_goes_out_at_most_once(fate: Fate) -> None:
-    """The request is executed, at once or late, and nobody knows."""
-    with patched():
-        world = World(1)
-        world.register(Task(id="a", key=None, once=True))
-        [worker] = world.workers
-        world.step(until(world, worker, Point.ANSWER), fate)
-        world.finish()
-        for request in world.late:
-            world.execute(request)
-        world.settle()
-        assert world.ledger.published == ["a"]
         assert not world.ledger.broken

@@ -1,248 +1,145 @@
-"""The order of a key from the poll to the mark, between fakes: who goes, and what a run is."""
+"""The order of a key, between fakes: how far the first tasks of keys are read, and which of them go in one request."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from random import Random
+from unittest import mock
 
 import pytest
 
-from publishworker.task import Key, Outcome, Row, Sent, TopicLimit
-from publishworker.turn.ordering import MAX_FRONT_ROWS, Fronts, Ordering
+from outbox.states import NEVER
+from publishworker.task import Key, Waiting
+from publishworker.turn import ordering
+from publishworker.turn.ordering import MAX_FRONT_ROWS, Fronts, Ordering, cut
 from publishworker.turn.polling import Found
 from publishworker.turn.sampling import Limits
-from tests.support.fakes import FakePublisher, serialized
+from tests.support.fakes import FakeStore, serialized
 from tests.support.parts import look
 from tests.support.relay_bench import Bench, SlowPublisher, overtake
 
 
-@pytest.fixture
-def bench() -> Bench:
-    """A relay between fakes, two groups of ten."""
-    return Bench()
+class Recording(FakeStore):
+    """A store that keeps what it was asked for."""
+
+    def __init__(self, lines: Mapping[str, str]) -> None:
+        """Insert the tasks of each key: `r` is ready, `x` is dead and has expired, so that it blocks no other."""
+        super().__init__()
+        self.asked: list[tuple[set[str], int]] = []
+        self.random = Random(1)
+        for key, states in lines.items():
+            for n, state in enumerate(states):
+                passed = {"available_at": NEVER, "expires_at": self.now - timedelta(hours=1)} if state == "x" else {}
+                self.insert(f"{key}{n:02}", "orders", ordering_key=key or None, sequence=n, **passed)
+
+    def fronts(self, keys: Collection[Key], per_key: int, *, pass_dead: bool) -> Mapping[Key, Sequence[Waiting]]:
+        """See Store."""
+        self.asked.append(({key.ordering_key for key in keys}, per_key))
+        return super().fronts(keys, per_key, pass_dead=pass_dead)
+
+    def sendable(self, size: int) -> dict[str, tuple[str, ...]]:
+        """Return what may be sent of each key, in batches of `size` tasks."""
+        found = Found(self.poll(look("orders")).candidates)
+        parts = Ordering(self, Limits(size, 10_000_000, 2), self.random, pass_dead=False)
+        candidates = parts.fronts(found, frozenset(), frozenset()).candidates
+        return {each.ordering_key or "": (each.id, *each.behind) for each in candidates}
 
 
-def test_a_key_goes_out_in_its_order_in_one_request(bench: Bench) -> None:
-    """Not in the order of ids or of priorities, and not one by one."""
-    bench.line("e", "c", "a", "d", "b")
-    bench.store.rows["b"].priority = 100
-    bench.turns()
-    assert bench.publisher.requests == [["e", "c", "a", "d", "b"]]
-    assert bench.unsent() == []
+def places(key: str, *numbers: int) -> tuple[str, ...]:
+    """Return the tasks of a key at these places."""
+    return tuple(f"{key}{n:02}" for n in numbers)
 
 
-def test_a_later_commit_goes_after_an_earlier_one(bench: Bench) -> None:
-    """CreatedAt comes before Sequence, which counts inside one transaction only."""
-    at = bench.store.now - timedelta(minutes=1)
-    bench.insert("later", ordering_key="k", sequence=1, created_at=at + timedelta(microseconds=1))
-    bench.insert("earlier", ordering_key="k", sequence=9, created_at=at)
-    bench.turns()
-    assert bench.publisher.ids() == ["earlier", "later"]
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_fronts_are_read_as_far_as_there_is_something_to_take(size: int) -> None:
+    """One row more than can be sent shows whether a deferred one follows; a key that has enough is not read again.
 
-
-def test_a_key_longer_than_a_group_goes_in_runs(bench: Bench) -> None:
-    """Each run after the one before it was marked, and as long as a group may be."""
-    ids = [f"{n:02}" for n in Random(7).sample(range(100), 25)]
-    bench.line(*ids)
-    bench.turns()
-    assert bench.publisher.ids() == ids
-    assert [len(request) for request in bench.publisher.requests] == [10, 10, 5]
-
-
-def test_a_run_is_cut_by_bytes(bench: Bench) -> None:
-    """As a group is; a task that is too large for any group goes alone."""
-    for sequence, size in enumerate((4_000, 5_000, 4_000, 20_000, 10)):
-        bench.store.insert(str(sequence), "orders", serialized(bytes(size)), ordering_key="k", sequence=sequence)
-    bench.turns()
-    assert bench.publisher.requests == [["0", "1"], ["2"], ["3"], ["4"]]
-
-
-def test_keys_share_a_group_with_each_other_and_with_tasks_without_a_key() -> None:
-    """A transaction for each key would be slow; the runs in it stay whole, each in a request of its own."""
-    bench = Bench(size=20)
-    bench.line("a1", "a2", key="a")
-    bench.line("b1", "b2", "b3", key="b")
-    bench.insert("x", "y")
-    bench.turns()
-    assert bench.store.claimed.total() == 7
-    assert sorted(map(tuple, bench.publisher.requests)) in (
-        [("a1", "a2"), ("b1", "b2", "b3"), each] for each in (("x", "y"), ("y", "x"))
-    )
-
-
-def test_a_task_in_the_middle_that_is_not_due_ends_the_run(bench: Bench) -> None:
-    """What stands before it goes; what stands behind waits for it, and goes with it."""
-    bench.line("a", "b")
-    bench.line("later", available_at=bench.store.now + timedelta(seconds=60))
-    bench.line("c")
-    bench.turns()
-    assert bench.publisher.ids() == ["a", "b"]
-    bench.wait(60)
-    bench.turns()
-    assert bench.publisher.requests == [["a", "b"], ["later", "c"]]
-
-
-def test_what_another_worker_put_off_meanwhile_ends_the_run_under_the_lock(bench: Bench) -> None:
-    """The snapshot showed it as ready; the row under the lock is the truth."""
-    bench.line("a", "b", "c")
-    later = bench.store.now + timedelta(seconds=30)
-    bench.relay.turn()
-    bench.line("d", "e", "f")
-    overtake(bench, lambda: setattr(bench.store.rows["e"], "available_at", later))
-    bench.relay.turn()
-    assert bench.published(*"abcdef") == ["a", "b", "c", "d"]
-    bench.turns()
-    assert bench.waits("f") == pytest.approx(30, abs=1)
-
-
-def test_what_another_worker_sent_or_somebody_deleted_is_passed_over(bench: Bench) -> None:
-    """Under the lock, between the snapshot and now."""
-    bench.line("a", "b", "c", "d")
-    bench.turns()
-    bench.publisher.published.clear()
-    bench.line("e", "f", "g", "h")
-
-    def act() -> None:
-        bench.store.rows["e"].sent_at = bench.store.now
-        del bench.store.rows["g"]
-
-    overtake(bench, act)
-    bench.relay.turn()
-    assert bench.publisher.ids() == ["f", "h"]
-
-
-def test_a_task_that_was_moved_to_another_key_is_not_sent_with_its_old_one(bench: Bench) -> None:
-    """It goes with the next poll, in its new place."""
-    bench.line("a", "b")
-    bench.turns()
-    bench.publisher.published.clear()
-    bench.line("c", "d", "e")
-    overtake(bench, lambda: setattr(bench.store.rows["d"], "ordering_key", "other"))
-    bench.relay.turn()
-    assert bench.publisher.ids() == ["c", "e"]
-    bench.turns()
-    assert bench.publisher.ids() == ["c", "e", "d"]
-
-
-def test_a_key_in_flight_waits_for_its_answer() -> None:
-    """One request of a key at a time; the other topic's tasks do not wait for it."""
-    publisher = SlowPublisher("orders", "invoices")
-    bench = Bench(publisher=publisher, groups=4)
-    bench.publisher = publisher
-    publisher.hanging = {"orders"}
-    bench.line(*(f"{n:02}" for n in range(25)))
-    bench.relay.turn()
-    for _ in range(3):
-        bench.relay.turn()
-    assert bench.store.claimed.total() == 10
-    bench.insert("i", topic="invoices")
-    while "i" not in publisher.ids():
-        bench.relay.turn()
-    publisher.release.set()
-    bench.turns()
-    assert bench.published(*(f"{n:02}" for n in range(25))) == [f"{n:02}" for n in range(25)]
-
-
-def test_a_limited_topic_sends_the_beginning_of_a_run(bench: Bench) -> None:
-    """Three at once are allowed: the first three of the key."""
-    bench.store.limits["orders"] = TopicLimit(rate=0.001, burst=3)
-    bench.line("e", "d", "c", "b", "a")
-    bench.turns()
-    assert bench.publisher.requests == [["e", "d", "c"]]
-
-
-def test_an_urgent_task_makes_its_key_urgent(bench: Bench) -> None:
-    """What stands before it goes first, ahead of other keys."""
-    bench = Bench(size=2, groups=1)
-    bench.line("x1", "x2", key="x", priority=50)
-    bench.line("a", priority=0)
-    bench.line("b", priority=100)
-    bench.turns()
-    assert bench.publisher.requests == [["a", "b"], ["x1", "x2"]]
-
-
-class CountedFronts(Bench):
-    """Keeps what the fronts were asked for."""
-
-    def __init__(self) -> None:
-        """Count."""
-        super().__init__(size=100, groups=8)
-        self.asked: list[tuple[int, int]] = []
-        fronts = self.store.fronts
-
-        def counted(keys: Collection[Key], per_key: int, *, pass_dead: bool) -> object:
-            self.asked.append((len(keys), per_key))
-            return fronts(keys, per_key, pass_dead=pass_dead)
-
-        self.store.fronts = counted
-
-
-def test_fronts_are_read_as_far_as_there_is_something_to_take() -> None:
-    """A run, and one row more; never more than a bound over all keys."""
-    bench = CountedFronts()
-    for n in range(5):
-        bench.line(f"k{n}", key=str(n))
-    bench.line("a", "b", "c", key="long")
-    bench.turns()
-    assert bench.asked == [(6, 101)]
-    many = MAX_FRONT_ROWS // 10
-    bench = CountedFronts()
-    for n in range(many):
-        bench.line(f"k{n}", key=str(n))
-    bench.line(*(f"l{n}" for n in range(100)), key="long")
-    bench.turns(30)
-    assert all(keys * (rows - 1) <= MAX_FRONT_ROWS for keys, rows in bench.asked)
+    Over very many keys about as many rows are read in all.
+    """
+    store = Recording({"k": "r" * (size + 3)})
+    assert store.sendable(size) == {"k": places("k", *range(size))}
+    assert store.asked == [({"k"}, size + 1)]
+    store = Recording({f"{n:02}/": "r" for n in range(100)})
+    store.sendable(1000)
+    assert [rows for _, rows in store.asked] == [MAX_FRONT_ROWS // 100 + 1]
 
 
 def test_without_ordered_tasks_no_front_is_read() -> None:
-    """Who needs no order pays nothing for it."""
-    bench = CountedFronts()
-    bench.insert("a", "b")
-    bench.turns()
-    assert bench.asked == []
+    """Tasks that need no order cost no further read."""
+    store = Recording({"": "r"})
+    assert store.sendable(4) == {"": ("00",)}
+    assert store.asked == []
 
 
-class OneByOne(FakePublisher):
-    """Fails if a key is published while another request of it is on its way."""
-
-    def __init__(self, *topics: str) -> None:
-        """Nothing is on its way."""
-        super().__init__(*topics)
-        self.flying: set[str | None] = set()
-
-    def publish(
-        self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
-    ) -> dict[str, Outcome]:
-        """Note the keys, and publish."""
-        keys = {row.ordering_key for row in rows} - {None}
-        assert not keys & self.flying
-        self.flying |= keys
-        outcomes = super().publish(topic, rows, seconds, singly)
-        assert all(isinstance(each, Sent) for each in outcomes.values())
-        self.flying -= keys
-        return outcomes
+@pytest.fixture
+def bounded() -> Iterator[None]:
+    """A bound of tasks that are passed over, which a test can reach."""
+    with mock.patch.object(ordering, "MAX_PASSED_OVER", 40):
+        yield
 
 
-def test_many_keys_over_many_turns_each_in_its_order() -> None:
-    """Interleaved registrations, groups in parallel: the order of each key is that of its registration."""
-    publisher = OneByOne("orders", "invoices")
-    bench = Bench(publisher=publisher, size=7, groups=4)
-    bench.publisher = publisher
-    random = Random(3)
-    expected: dict[str, list[str]] = {}
-    for n, id in enumerate(random.sample(range(10_000), 400)):
-        key = f"key {random.randrange(12)}"
-        bench.insert(str(id), ordering_key=key, sequence=n, priority=random.choice((0, 50, 100)))
-        expected.setdefault(key, []).append(str(id))
-        if n % 40 == 0:
-            bench.relay.turn()
-    bench.turns(200)
-    assert bench.unsent() == []
-    for ids in expected.values():
-        assert bench.published(*ids) == ids
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize(
+    ("lines", "sendable", "reads"),
+    [
+        (
+            {"all": "x" * 12 + "rr", "few": "rr", "full": "r" * 5},
+            {"all": (12, 13), "few": (0, 1), "full": (0, 1, 2, 3)},
+            [("all few full", 5), ("all", 10), ("all", 20)],
+        ),
+        # By what was passed over, not by what it has found.
+        ({"k": "r" + "x" * 5 + "rrrr"}, {"k": (0, 6, 7, 8)}, [("k", 5), ("k", 9), ("k", 14)]),
+        # What was found before the bound goes.
+        ({"k": "x" * 10 + "r" + "x" * 40 + "r"}, {"k": (10,)}, [("k", 5), ("k", 10), ("k", 20), ("k", 39)]),
+    ],
+)
+def test_behind_what_is_passed_over_it_reads_further_of_such_keys_only(
+    caplog: pytest.LogCaptureFixture,
+    lines: dict[str, str],
+    sendable: dict[str, tuple[int, ...]],
+    reads: list[tuple[str, int]],
+) -> None:
+    """By as many rows as were passed over, until a batch is full or the key has no more."""
+    store = Recording(lines)
+    assert store.sendable(4) == {key: places(key, *numbers) for key, numbers in sendable.items()}
+    assert store.asked == [(set(keys.split()), rows) for keys, rows in reads]
+    assert not caplog.records
 
 
-def test_a_run_is_one_candidate_as_urgent_as_the_most_urgent_that_was_seen(bench: Bench) -> None:
+@pytest.mark.usefixtures("bounded")
+def test_a_key_of_which_very_much_is_passed_over_waits(caplog: pytest.LogCaptureFixture) -> None:
+    """Its rows are not read without end, it keeps no other from being sent, and a warning names the first."""
+    store = Recording({"endless": "x" * 40 + "r", "other": "r"})
+    assert store.sendable(4) == {"other": ("other00",)}
+    assert store.asked == [({"endless", "other"}, 5), *(({"endless"}, rows) for rows in (10, 20, 40))]
+    [line] = caplog.records
+    assert line.message == (
+        "at least 40 expired tasks stand in front of an ordering key of topic orders, beginning with endless00: "
+        "the key waits until they are deleted, by outbox discard"
+    )
+    assert vars(line)["action"] == "crowded_key"
+
+
+@pytest.mark.usefixtures("bounded")
+def test_of_many_such_keys_few_are_read_in_a_turn(caplog: pytest.LogCaptureFixture) -> None:
+    """Any of them, so that each has its turn; there is no warning, as none of them waits for good."""
+    keys = [f"{n}/" for n in range(9)]
+    store = Recording(dict.fromkeys(keys, "x" * 19 + "r"))
+    sendable = [store.sendable(4) for _ in range(60)]
+    assert {key for each in sendable for key in each} == set(keys)
+    assert max(len(each) for each in sendable) == 2
+    assert max(len(asked) * rows for asked, rows in store.asked if rows > 5) == 40
+    assert not caplog.records
+
+
+def test_tasks_are_cut_where_a_batch_is_full_to_the_byte() -> None:
+    """By the limit that comes first; each piece begins anew."""
+    tasks = [Waiting(str(n), size, may_go=True) for n, size in enumerate((5, 5, 5, 5, 1, 1, 1, 11, 2))]
+    pieces = [[each.bytes for each in piece] for piece in cut(tasks, Limits(2, 10, 1))]
+    assert pieces == [[5, 5], [5, 5], [1, 1], [1], [11], [2]]
+
+
+def test_a_key_is_one_candidate_as_urgent_as_the_most_urgent_that_was_seen(bench: Bench) -> None:
     """It has the size of all its tasks; of equally urgent ones the oldest says how long it has waited."""
     at = bench.store.now
     bench.line("a", priority=0, created_at=at)
@@ -255,6 +152,96 @@ def test_a_run_is_one_candidate_as_urgent_as_the_most_urgent_that_was_seen(bench
     assert not fronts.busy
     assert (run.id, run.behind, run.priority, run.created_at) == ("a", ("b", "c"), 100, at + timedelta(seconds=1))
     assert (run.tasks, run.bytes, run.wakes) == (3, 3 * len(serialized()), None)
-    assert ordering.fronts(Found(seen), frozenset({Key("orders", "k")}), frozenset()) == Fronts([], busy=True)
-    other = [replace(seen[0], id="other", ordering_key="other")]
-    assert ordering.fronts(Found([*seen, *other]), frozenset({Key("orders", "k")}), frozenset()).busy
+    flying = frozenset({Key("orders", "k")})
+    assert ordering.fronts(Found(seen), flying, frozenset()) == Fronts([], busy=True)
+    other = replace(seen[0], id="other", ordering_key="other")
+    assert ordering.fronts(Found([*seen, other]), flying, frozenset()).busy
+
+
+def test_a_key_goes_out_in_its_order_in_requests_as_large_as_a_batch(bench: Bench) -> None:
+    """Not in the order of IDs or of priorities. A task that is too large for any batch goes alone."""
+    ids = [f"{n:02}" for n in Random(7).sample(range(100), 25)]
+    bench.line(*ids)
+    bench.store.rows[ids[3]].priority = 100
+    bench.turns()
+    assert bench.publisher.requests == [ids[:10], ids[10:20], ids[20:]]
+    for sequence, size in enumerate((4_000, 5_000, 4_000, 20_000, 10)):
+        bench.store.insert(str(sequence), "orders", serialized(bytes(size)), ordering_key="l", sequence=sequence)
+    bench.turns()
+    assert bench.publisher.requests[3:] == [["0", "1"], ["2"], ["3"], ["4"]]
+    assert bench.unsent() == []
+
+
+def test_keys_share_a_group_with_each_other_and_with_tasks_without_a_key() -> None:
+    """A transaction for each key would be slow; each key stays whole, in a request of its own."""
+    bench = Bench(size=20)
+    bench.line("a1", "a2", key="a")
+    bench.line("b1", "b2", "b3", key="b")
+    bench.insert("x")
+    bench.turns()
+    assert bench.store.claimed.total() == 6
+    assert sorted(bench.publisher.requests) == [["a1", "a2"], ["b1", "b2", "b3"], ["x"]]
+
+
+def test_an_urgent_task_makes_its_key_urgent() -> None:
+    """What stands before it goes first, ahead of other keys."""
+    bench = Bench(size=2, groups=1)
+    bench.line("x1", "x2", key="x", priority=50)
+    bench.line("a", priority=0)
+    bench.line("b", priority=100)
+    bench.turns()
+    assert bench.publisher.requests == [["a", "b"], ["x1", "x2"]]
+
+
+def test_a_task_in_the_middle_that_is_not_due_blocks_what_follows(bench: Bench) -> None:
+    """What stands before it goes; what stands behind waits for it, and goes with it."""
+    bench.line("a", "b")
+    bench.line("later", available_at=bench.store.now + timedelta(seconds=60))
+    bench.line("c")
+    bench.turns()
+    assert bench.publisher.ids() == ["a", "b"]
+    bench.wait(60)
+    bench.turns()
+    assert bench.publisher.requests == [["a", "b"], ["later", "c"]]
+
+
+@pytest.mark.parametrize(
+    ("act", "sent", "after"),
+    [
+        (lambda bench: bench.change("d", available_at=bench.store.now + timedelta(seconds=30)), "c", ""),
+        (lambda bench: (bench.change("c", sent_at=bench.store.now), bench.store.rows.pop("e")), "df", ""),
+        (lambda bench: bench.change("d", ordering_key="other"), "cef", "d"),
+    ],
+    ids=["put off", "sent and deleted", "moved to another key"],
+)
+def test_the_rows_under_the_lock_decide(bench: Bench, act: Callable[[Bench], object], sent: str, after: str) -> None:
+    """Another worker or an operator wrote them after they were read: only what is put off blocks the key."""
+    bench.line("a")
+    bench.turns()
+    bench.line(*"cdef")
+    overtake(bench, lambda: act(bench))
+    bench.relay.turn()
+    assert bench.publisher.ids() == ["a", *sent]
+    bench.turns()
+    assert bench.publisher.ids() == ["a", *sent, *after]
+    if sent == "c":
+        assert bench.waits("f") == pytest.approx(30, abs=1)
+
+
+def test_a_key_in_flight_waits_for_its_answer() -> None:
+    """One request of a key at a time; the other topic's tasks do not wait for it."""
+    publisher = SlowPublisher("orders", "invoices")
+    bench = Bench(publisher=publisher, groups=4)
+    bench.publisher = publisher
+    publisher.hanging = {"orders"}
+    ids = [f"{n:02}" for n in range(25)]
+    bench.line(*ids)
+    for _ in range(3):
+        bench.relay.turn()
+    assert bench.store.claimed.total() == 10
+    bench.insert("i", topic="invoices")
+    while "i" not in publisher.ids():
+        bench.relay.turn()
+    publisher.release.set()
+    bench.turns()
+    assert bench.published(*ids) == ids

@@ -14,17 +14,19 @@ from tests.support.fakes import FakeStore
 
 
 class Watch:
-    """A poller of a fake store, with a clock that stands still until told."""
+    """A poller of a fake store, with a clock that only a test moves."""
 
     def __init__(self) -> None:
-        """Look further every second."""
+        """Ask for news every second."""
         self.store = FakeStore()
         self.seconds = 100.0
-        fleet = Fleet(self.store, "me", self.store.shards, clock=lambda: self.seconds)
-        window = Window(target=100, shards=10)
-        self.throttle = Throttle(lambda: self.seconds)
         self.poller = Poller(
-            self.store, fleet, window, self.throttle, look_further_seconds=1.0, clock=lambda: self.seconds
+            self.store,
+            Fleet(self.store, "me", self.store.shards, clock=lambda: self.seconds),
+            Window(target=100, shards=10),
+            Throttle(lambda: self.seconds),
+            look_further_seconds=1.0,
+            clock=lambda: self.seconds,
         )
 
     def poll(self, below: int | None = None) -> Look:
@@ -32,38 +34,34 @@ class Watch:
         self.poller.poll(below, ())
         return self.store.looks[-1]
 
+    def find(self, **columns: object) -> None:
+        """Add a task of `orders`, and let it be time for news."""
+        self.store.insert("a", "orders", **columns)
+        self.seconds += 1
+
 
 @pytest.fixture
 def watch() -> Watch:
-    """A fresh one, which has looked for news."""
+    """A fresh one, which has asked for news."""
     made = Watch()
     made.poll()
     return made
 
 
 def test_news_are_looked_for_once_in_a_while_and_again_at_once_after_a_discovery(watch: Watch) -> None:
-    """The first poll does; then none for a second; a new topic is a reason to look again for others."""
+    """The first poll does; then none for a second; a new topic is a reason to ask again for others.
+
+    A topic that is known is no discovery, even if news name it again: the worker would poll without a pause for ever.
+    """
     assert watch.store.looks[0].known is not None
     assert watch.poll().known is None
-    watch.store.insert("a", "orders")
-    watch.seconds += 1
-    found = watch.poller.poll(None, ())
-    assert found.discovered
+    watch.find()
+    assert watch.poller.poll(None, ()).discovered
     assert watch.poll().known == {"orders"}
     assert watch.poll().known is None
-
-
-def test_a_topic_that_is_known_is_no_discovery(watch: Watch) -> None:
-    """Even if a probe tells of it again: else the worker would poll without a pause for ever."""
-    watch.store.insert("a", "orders")
-    watch.seconds += 1
-    watch.poll()
     news = watch.store._news
-
-    def strange(topics: set[str]) -> object:
-        return news(topics | {"orders"})
-
-    watch.store._news = strange
+    watch.store._news = lambda topics: news(topics | {"orders"})
+    watch.seconds += 1
     assert not watch.poller.poll(None, ()).discovered
     assert watch.poll().known is None
 
@@ -71,8 +69,7 @@ def test_a_topic_that_is_known_is_no_discovery(watch: Watch) -> None:
 def test_due_tasks_are_read_with_the_news_and_as_long_as_there_are_any(watch: Watch) -> None:
     """Half of each turn is theirs only if each poll sees them."""
     assert not watch.poll().due
-    watch.store.insert("a", "orders", available_at=watch.store.now - timedelta(hours=1))
-    watch.seconds += 1
+    watch.find(available_at=watch.store.now - timedelta(hours=1))
     watch.poll(), watch.poll()
     assert [watch.poll().due, watch.poll().due] == [True, True]
     del watch.store.rows["a"]
@@ -82,8 +79,7 @@ def test_due_tasks_are_read_with_the_news_and_as_long_as_there_are_any(watch: Wa
 
 def test_lower_priorities_are_asked_for_as_told(watch: Watch) -> None:
     """And the window goes on adapting: what they bring is not taken for a wider range."""
-    watch.store.insert("low", "orders", priority=0)
-    watch.seconds += 1
+    watch.find(priority=0)
     watch.poll(), watch.poll()
     assert watch.poll().below is None
     assert watch.poll(below=50).below == 50
@@ -91,8 +87,7 @@ def test_lower_priorities_are_asked_for_as_told(watch: Watch) -> None:
 
 def test_a_topic_that_always_has_tasks_is_never_forgotten(watch: Watch) -> None:
     """What counts is when it was last seen with one, not when it was found."""
-    watch.store.insert("a", "orders")
-    watch.seconds += 1
+    watch.find()
     watch.poll()
     for _ in range(5):
         watch.seconds += FORGET_TOPIC_SECONDS / 2
@@ -104,9 +99,22 @@ def test_a_topic_that_always_has_tasks_is_never_forgotten(watch: Watch) -> None:
     assert watch.poll().topics == frozenset()
 
 
-def test_the_window_does_not_count_what_another_part_of_the_poll_brought() -> None:
-    """A range that gave twice its rows, ready ones and lower ones, is full and no more."""
+@pytest.mark.parametrize("ranges", [1, 3, 10, 100, 1000])
+def test_a_poll_stays_near_its_target_however_the_backlog_is_spread(ranges: int) -> None:
+    """One hot range or a thousand: a poll brings enough to work on, and never much more than twice that."""
+    window = Window(target=400, shards=10)
+    totals = []
+    for _ in range(20):
+        totals.append(ranges * window.per_range)
+        window.adapt(dict.fromkeys(map(str, range(ranges)), window.per_range))
+    assert all(200 <= total <= max(800, 2 * ranges) for total in totals[-5:])
+
+
+def test_only_ranges_that_are_cut_off_widen_the_window() -> None:
+    """One that gave twice its rows, ready ones and lower ones, is full and no more; a small backlog says nothing."""
     window = Window(target=100, shards=10)
+    window.adapt({str(n): 3 for n in range(10)})
+    assert (window.per_range, window.cut_off) == (10, frozenset())
     window.adapt(dict.fromkeys([("orders", shard, True) for shard in range(10)], 2 * window.per_range))
     assert (window.per_range, window.cut_off) == (10, {"orders"})
     one = ("orders", 0, True)

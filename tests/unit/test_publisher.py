@@ -2,9 +2,10 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
@@ -16,6 +17,7 @@ from publishworker.pubsub import messages
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.task import Failed, Outcome, Row, Sent
 from tests.support.fakes import FakePublisher, serialized
+from tests.support.outages import hang
 from tests.support.pubsub_server import PubSubServer, accept, pubsub_server, refuse
 
 TOPIC = "projects/project/topics/orders"
@@ -23,26 +25,36 @@ TOPIC = "projects/project/topics/orders"
 
 @pytest.fixture
 def server() -> Iterator[PubSubServer]:
-    """A server that takes everything until told otherwise."""
+    """A server that accepts everything until a test changes that."""
     with pubsub_server() as running:
         yield running
 
 
+def publisher_to(address: str, *arguments: Any, **options: Any) -> PubSubPublisher:
+    """Return a publisher to a server."""
+    transport = PublisherGrpcTransport(channel=grpc.insecure_channel(address))
+    return PubSubPublisher(transport, "project", *arguments, **options)
+
+
 @pytest.fixture
 def publisher(server: PubSubServer) -> PubSubPublisher:
-    """A publisher to it."""
-    return PubSubPublisher(PublisherGrpcTransport(channel=grpc.insecure_channel(server.address)), "project")
+    """A publisher to the server."""
+    return publisher_to(server.address)
 
 
-def row(id: str, data: bytes = b"data", **fields: Any) -> Row:
-    """Return a row under the lock."""
-    ordering_key = fields.pop("ordering_key", None)
-    return Row(id, "orders", serialized(data, **fields), ordering_key, datetime.now(UTC), None, None)
+def row(id: str, data: bytes = b"data", key: str | None = None) -> Row:
+    """Return a row under the lock; `broken` is no message."""
+    return Row(id, "orders", b"\xff" if data == b"broken" else serialized(data), key, datetime.now(UTC), None, None)
 
 
-def broken(id: str) -> Row:
-    """Return a row whose bytes are no message."""
-    return Row(id, "orders", b"\xff\xff\xff", None, datetime.now(UTC), None, None)
+def rows(ids: str, key: str | None = None) -> list[Row]:
+    """Return a row for each letter."""
+    return [row(id, key=key) for id in ids]
+
+
+#: Bad in each way that needs no request to be found.
+BAD = [row("large", bytes(10_400_000)), row("broken", b"broken")]
+BAD_REASONS = {"large": "too_large", "broken": "undecodable"}
 
 
 def refuse_poison(request: Any, context: grpc.ServicerContext) -> Any:
@@ -52,9 +64,9 @@ def refuse_poison(request: Any, context: grpc.ServicerContext) -> Any:
     return accept(request, context)
 
 
-def ids_of(request: Any) -> list[str]:
-    """Return the tasks of a request."""
-    return [message.attributes[TASK_ID_ATTRIBUTE] for message in request.messages]
+def requests(server: PubSubServer) -> list[list[str]]:
+    """Return the tasks of each request, sorted."""
+    return sorted([message.attributes[TASK_ID_ATTRIBUTE] for message in each.messages] for each in server.requests)
 
 
 def reasons(outcomes: Mapping[str, Outcome]) -> dict[str, str]:
@@ -62,174 +74,167 @@ def reasons(outcomes: Mapping[str, Outcome]) -> dict[str, str]:
     return {id: outcome.reason for id, outcome in outcomes.items() if isinstance(outcome, Failed)}
 
 
+def sent(outcomes: Mapping[str, Outcome]) -> set[str]:
+    """Return the tasks that were sent."""
+    return {id for id, outcome in outcomes.items() if isinstance(outcome, Sent)}
+
+
 def test_a_group_is_one_request(publisher: PubSubPublisher, server: PubSubServer) -> None:
-    """A thousand tasks cost one round trip; a bare topic id is one of the worker's project."""
-    outcomes = publisher.publish("orders", [row(str(n)) for n in range(1000)], 5)
-    assert [len(request.messages) for request in server.requests] == [1000]
-    assert server.requests[0].topic == TOPIC
-    assert all(isinstance(each, Sent) for each in outcomes.values())
+    """A thousand tasks cost one round trip; a bare topic ID belongs to the worker's project."""
+    assert len(sent(publisher.publish("orders", [row(str(n)) for n in range(1000)], 5))) == 1000
+    assert [(request.topic, len(request.messages)) for request in server.requests] == [(TOPIC, 1000)]
 
 
 def test_a_request_refused_as_invalid_goes_out_singly(publisher: PubSubPublisher, server: PubSubServer) -> None:
-    """Nothing of it was published, and one message may be the culprit for all: only that one fails."""
+    """Nothing of it was published, and one message may be the culprit: only that one fails.
+
+    A request of one message is not repeated.
+    """
     server.publish = refuse_poison
     outcomes = publisher.publish("orders", [row("a"), row("bad", b"poison"), row("b")], 5)
-    assert isinstance(outcomes["a"], Sent)
-    assert isinstance(outcomes["b"], Sent)
+    assert sent(outcomes) == {"a", "b"}
     assert outcomes["bad"] == Failed("invalid_argument", f"{TOPIC}: poison")
-    assert sorted(len(request.messages) for request in server.requests) == [1, 1, 1, 3]
+    assert requests(server) == [["a"], ["a", "bad", "b"], ["b"], ["bad"]]
+    server.requests.clear()
+    server.publish = refuse(grpc.StatusCode.INVALID_ARGUMENT)
+    assert reasons(publisher.publish("orders", rows("abc"), 5, {"a"})) == dict.fromkeys("abc", "invalid_argument")
+    assert requests(server) == [["a"], ["b"], ["b", "c"], ["c"]]
 
 
-@pytest.mark.parametrize(
-    ("code", "reason", "says"),
-    [
-        (grpc.StatusCode.PERMISSION_DENIED, "permission_denied", "roles/pubsub.publisher"),
-        (grpc.StatusCode.NOT_FOUND, "not_found", "topics create"),
-        (grpc.StatusCode.UNAVAILABLE, "unavailable", "refused"),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, "resource_exhausted", "refused"),
-        (grpc.StatusCode.UNAUTHENTICATED, "unauthenticated", "refused"),
-    ],
-)
+ADVICE = {"PERMISSION_DENIED": "roles/pubsub.publisher", "NOT_FOUND": "topics create"}
+
+
+@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
 def test_a_failure_says_why_and_what_to_do(
-    publisher: PubSubPublisher, server: PubSubServer, code: grpc.StatusCode, reason: str, says: str
+    publisher: PubSubPublisher, server: PubSubServer, code: grpc.StatusCode
 ) -> None:
-    """The reason is bounded (a metric's tag), the sentence is for a person; no retry, no exception."""
-    server.publish = refuse(code)
-    [outcome] = publisher.publish("orders", [row("a")], 5).values()
-    assert isinstance(outcome, Failed)
-    assert outcome.reason == reason
-    assert says in outcome.error
-    assert TOPIC in outcome.error
-    assert len(server.requests) == 1
+    """The reason is a metric's tag, the sentence is for a person; no status is retried here or raised."""
+    for details in ("refused", ""):
+        server.publish = refuse(code, details)
+        outcomes = publisher.publish("orders", rows("ab"), 5, ["b"])
+        assert reasons(outcomes) == dict.fromkeys("ab", code.name.lower())
+        errors = [outcome.error for outcome in outcomes.values() if isinstance(outcome, Failed)]
+        assert all(each.startswith(f"{TOPIC}: ") for each in errors)
+        assert all(ADVICE.get(code.name, details or "no details") in each for each in errors)
+    assert len(server.requests) == 4
+    server.publish = accept
+    assert sent(publisher.publish("orders", rows("a"), 5)) == {"a"}
 
 
 def test_an_answer_that_does_not_come_is_given_up_in_time(publisher: PubSubPublisher, server: PubSubServer) -> None:
-    """The group's limit holds over all its requests; in doubt the tasks count as not sent."""
-    release = threading.Event()
+    """All requests of a batch have one deadline; those without an answer fail, and no other."""
+    seconds_left: list[float] = []
 
-    def hang(request: Any, context: grpc.ServicerContext) -> Any:
-        release.wait(20)
-        return accept(request, context)
+    def hang_on_poison(request: Any, context: grpc.ServicerContext) -> Any:
+        seconds_left.append(context.time_remaining())
+        return (hang if any(each.data == b"poison" for each in request.messages) else accept)(request, context)
 
-    server.publish = hang
+    server.publish = hang_on_poison
+    hanging = [row("bad", b"poison"), row("worse", b"poison"), row("keyed", b"poison", key="k")]
     begin = time.monotonic()
-    outcomes = publisher.publish("orders", [row("a"), row("b", ordering_key="k")], 0.5)
+    outcomes = publisher.publish("orders", [*hanging, *rows("abc")], 0.5, ["bad", "worse", "a"])
     took = time.monotonic() - begin
-    release.set()
-    assert {type(each) for each in outcomes.values()} == {Failed}
-    assert {each.reason for each in outcomes.values() if isinstance(each, Failed)} == {"deadline_exceeded"}
-    assert took < 5
+    assert sent(outcomes) == set("abc")
+    assert reasons(outcomes) == dict.fromkeys(["bad", "worse", "keyed"], "deadline_exceeded")
+    assert 0.5 <= took < 5
+    assert len(seconds_left) == 5
+    assert max(seconds_left) < 0.55  # gRPC rounds it up
 
 
-def test_what_is_not_tried_in_time_has_no_outcome(server: PubSubServer) -> None:
-    """The time ran out before the singles: they stay as they were, not failed."""
-    seconds = iter([0.0, 1.0, 99.0, 99.0])
-    transport = PublisherGrpcTransport(channel=grpc.insecure_channel(server.address))
-    publisher = PubSubPublisher(transport, "project", clock=lambda: next(seconds))
-    server.publish = refuse(grpc.StatusCode.INVALID_ARGUMENT)
-    assert publisher.publish("orders", [row("a"), row("b")], 5) == {}
-    assert len(server.requests) == 1
+Publish = Callable[[Sequence[Row]], dict[str, str]]
 
 
-class Slowly:
-    """A publisher, and a server that takes seconds over each request of several messages; so says the clock."""
+def slow_publish(server: PubSubServer, *seconds: float) -> Publish:
+    """Return a `publish` to the server, which takes that long for its first requests of several messages."""
+    now, left = [0.0], [*seconds]
 
-    def __init__(self, server: PubSubServer, *seconds: float) -> None:
-        """Let the requests of several messages take so long, one after the other."""
-        self.seconds, left = 0.0, [*seconds]
+    def answer(request: Any, context: grpc.ServicerContext) -> Any:
+        if len(request.messages) > 1 and left:
+            now[0] += left.pop(0)
+        return refuse_poison(request, context)
 
-        def answer(request: Any, context: grpc.ServicerContext) -> Any:
-            if len(request.messages) > 1 and left:
-                self.seconds += left.pop(0)
-            return refuse_poison(request, context)
+    server.publish = answer
+    publisher = publisher_to(server.address, clock=lambda: now[0])
 
-        server.publish = answer
-        transport = PublisherGrpcTransport(channel=grpc.insecure_channel(server.address))
-        self.publisher = PubSubPublisher(transport, "project", clock=lambda: self.seconds)
-
-    def publish(self, rows: Sequence[Row]) -> dict[str, str]:
-        """Publish, and return what came of it."""
-        outcomes = self.publisher.publish("orders", rows, 5)
+    def publish(rows: Sequence[Row]) -> dict[str, str]:
+        outcomes = publisher.publish("orders", rows, 5)
         return {id: getattr(outcome, "reason", "sent") for id, outcome in outcomes.items()}
+
+    return publish
 
 
 @pytest.mark.parametrize("key", [None, "k"])
 def test_what_was_refused_together_and_not_told_apart_in_time_goes_singly_next(
     server: PubSubServer, key: str | None
 ) -> None:
-    """Else it would be refused together for ever. Once its outcome is known it is a task as any."""
-    slowly = Slowly(server, 3)
-    rows = [row("a", ordering_key=key), row("bad", b"poison", ordering_key=key), row("c", ordering_key=key)]
-    assert slowly.publish(rows) == {}
-    assert slowly.publish(rows) == {"a": "sent", "bad": "invalid_argument"} | ({} if key else {"c": "sent"})
-    assert slowly.publish([row("a", ordering_key=key), row("d", ordering_key=key)]) == {"a": "sent", "d": "sent"}
-    sizes = [len(request.messages) for request in server.requests]
-    assert sizes == [3, 1, 1, *([] if key else [1]), 2]
+    """Else it would be refused together for ever. Without an outcome it stays as it was; later it is as any task."""
+    publish = slow_publish(server, 3)
+    mixed = [row("a", key=key), row("bad", b"poison", key=key), row("c", key=key)]
+    assert publish(mixed) == {}
+    assert len(server.requests) == 1
+    assert publish(mixed) == {"a": "sent", "bad": "invalid_argument"} | ({} if key else {"c": "sent"})
+    assert publish(rows("ad", key)) == {"a": "sent", "d": "sent"}
+    assert [len(request.messages) for request in server.requests] == [3, 1, 1, *([] if key else [1]), 2]
 
 
-def test_of_a_key_only_those_go_singly_that_were_refused_last(server: PubSubServer) -> None:
-    """The half in which the culprit is; the other one goes as a request."""
-    slowly = Slowly(server, 1, 3)
-    rows = [row(id, b"poison" if id == "b" else b"data", ordering_key="k") for id in "abcd"]
-    assert slowly.publish(rows) == {}
-    mended = [row(id, ordering_key="k") for id in "abcd"]
-    assert slowly.publish(mended) == dict.fromkeys("abcd", "sent")
-    assert [len(request.messages) for request in server.requests] == [4, 2, 1, 1, 2]
-
-
-def test_the_memory_of_what_was_refused_is_bounded(server: PubSubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest are forgotten, and refused together once more."""
-    monkeypatch.setattr("publishworker.pubsub.publisher.MAX_REFUSED", 2)
-    slowly = Slowly(server, 3)
-    rows = [row(id, b"poison" if id == "b" else b"data") for id in "abcd"]
-    assert slowly.publish(rows) == {}
-    assert slowly.publish([row(id) for id in "abcd"]) == dict.fromkeys("abcd", "sent")
-    assert sorted(len(request.messages) for request in server.requests[1:]) == [1, 1, 2]
+@pytest.mark.parametrize(
+    ("key", "seconds", "bound", "sizes"),
+    [
+        ("k", (1, 3), 10_000, [1, 1, 2, 2, 4]),  # of a key, the half in which the culprit is
+        (None, (3,), 2, [1, 1, 2, 4]),  # the oldest are forgotten, and share a request again
+    ],
+)
+def test_only_what_was_refused_together_last_goes_singly(
+    server: PubSubServer, key: str | None, seconds: tuple[float, ...], bound: int, sizes: list[int]
+) -> None:
+    """The memory is bounded."""
+    publish = slow_publish(server, *seconds)
+    with mock.patch("publishworker.pubsub.publisher.MAX_REFUSED", bound):
+        assert publish([row(id, b"poison" if id == "b" else b"data", key) for id in "abcd"]) == {}
+    assert publish(rows("abcd", key)) == dict.fromkeys("abcd", "sent")
+    assert sorted(len(request.messages) for request in server.requests) == sizes
 
 
 def test_a_later_request_has_half_of_the_time_or_is_not_tried(server: PubSubServer) -> None:
     """A healthy message must not fail because those before it in its key took long."""
-    transport = PublisherGrpcTransport(channel=grpc.insecure_channel(server.address))
-    keyed = [row(id, ordering_key="k") for id in "abc"]
-    for third, sent in ((2.4, "abc"), (2.6, "ab")):
+    for third, in_time in ((2.4, "abc"), (2.6, "ab")):
         seconds = iter([0.0, 0.0, 1.0, third])
-        publisher = PubSubPublisher(transport, "project", clock=lambda seconds=seconds: next(seconds))
-        assert set(publisher.publish("orders", keyed, 5, set("abc"))) == set(sent)
+        publisher = publisher_to(server.address, clock=lambda seconds=seconds: next(seconds))
+        assert set(publisher.publish("orders", rows("abc", "k"), 5, set("abc"))) == set(in_time)
 
 
-def test_a_body_that_no_request_can_hold_fails_alone(publisher: PubSubPublisher, server: PubSubServer) -> None:
-    """Another writer's row of 10 MiB is not sent to the service, and costs its neighbours nothing."""
-    outcomes = publisher.publish("orders", [row("large", bytes(10_400_000)), row("small")], 5)
-    assert isinstance(outcomes["small"], Sent)
-    assert isinstance(outcomes["large"], Failed)
-    assert outcomes["large"].reason == "too_large"
-    assert [len(request.messages) for request in server.requests] == [1]
-
-
-@pytest.mark.parametrize("topic", ["projects/nope", "", "ümlaut", "new\nline", "projects/p/topics/go"])
-def test_a_name_that_no_topic_can_have_is_not_sent(
-    publisher: PubSubPublisher, server: PubSubServer, topic: str
+@pytest.mark.parametrize("singly", [(), ("large", "broken", "good")])
+def test_a_body_that_no_request_can_hold_fails_alone(
+    publisher: PubSubPublisher, server: PubSubServer, singly: Sequence[str]
 ) -> None:
-    """Another writer's row: refused here with a reason, not once for each task at the service."""
-    outcomes = publisher.publish(topic, [row("a"), row("b")], 5)
-    assert {outcome.reason for outcome in outcomes.values() if isinstance(outcome, Failed)} == {"invalid_topic"}
-    assert server.requests == []
+    """Another writer's row of 10 MiB, or of no message, is not sent to the service, and costs its neighbors nothing."""
+    outcomes = publisher.publish("orders", [*BAD, row("good")], 5, singly)
+    assert reasons(outcomes) == BAD_REASONS
+    assert sent(outcomes) == {"good"}
+    assert requests(server) == [["good"]]
 
 
-def test_a_server_that_is_not_there_is_a_failure_like_others() -> None:
-    """Connection refused: unavailable, within the limit."""
-    channel = grpc.insecure_channel("127.0.0.1:1")
+def test_a_server_that_is_not_there_is_told_from_credentials_without_a_token(server: PubSubServer) -> None:
+    """The status of gRPC is the same, but a call without a token never leaves."""
+    assert reasons(publisher_to("127.0.0.1:1").publish("orders", rows("a"), 2)) == {"a": "unavailable"}
+
+    def no_token(_context: Any, callback: Any) -> None:
+        callback((), RuntimeError("no token today"))
+
+    credentials = grpc.composite_channel_credentials(
+        grpc.local_channel_credentials(), grpc.metadata_call_credentials(no_token)
+    )
+    channel = grpc.secure_channel(server.address, credentials)
     publisher = PubSubPublisher(PublisherGrpcTransport(channel=channel), "project")
-    [outcome] = publisher.publish("orders", [row("a")], 2).values()
-    assert isinstance(outcome, Failed)
-    assert outcome.reason == "unavailable"
+    assert reasons(publisher.publish("orders", rows("a"), 5)) == {"a": "credentials"}
+    assert server.requests == []
 
 
 def test_requests_are_cut_by_count_and_bytes_and_lanes_by_key() -> None:
     """At most 1,000 messages, 10,000,000 bytes; one ordering key; order kept."""
 
     def pairs(count: int, size: int = 1, key: str | None = None) -> list[tuple[str, Any]]:
-        return [(f"{key}{n}", messages.decode(row(f"{key}{n}", bytes(size), ordering_key=key))) for n in range(count)]
+        return [(f"{key}{n}", messages.decode(row(f"{key}{n}", bytes(size), key))) for n in range(count)]
 
     assert [len(ids) for ids, _ in messages.requests(TOPIC, pairs(2001))] == [1000, 1000, 1]
     assert [len(ids) for ids, _ in messages.requests(TOPIC, pairs(5, 3_000_000))] == [3, 2]
@@ -254,82 +259,36 @@ def test_tasks_of_their_own_go_out_beside_the_rest_at_the_same_time(
         return accept(request, context)
 
     server.publish = wait_for_the_others
-    outcomes = publisher.publish("orders", [row(id) for id in "abcdef"], 8, {"b", "d", "e", "not there"})
-    assert {id for id, outcome in outcomes.items() if isinstance(outcome, Sent)} == set("abcdef")
-    assert sorted(ids_of(request) for request in server.requests) == [["a", "c", "f"], ["b"], ["d"], ["e"]]
     fake = FakePublisher("orders", project="project")
-    fake.publish("orders", [row(id) for id in "abcdef"], 8, {"b", "d", "e", "not there"})
-    assert sorted(fake.requests) == [["a", "c", "f"], ["b"], ["d"], ["e"]]
+    for each in (publisher, fake):
+        assert sent(each.publish("orders", rows("abcdef"), 8, {"b", "d", "e", "not there"})) == set("abcdef")
+    assert requests(server) == sorted(fake.requests) == [["a", "c", "f"], ["b"], ["d"], ["e"]]
 
 
-def test_one_of_them_that_hangs_fails_alone(publisher: PubSubPublisher, server: PubSubServer) -> None:
-    """At the deadline of the group, under which all requests are, and takes none along."""
-    release = threading.Event()
-    seconds_left: list[float] = []
-
-    def hang_on_poison(request: Any, context: grpc.ServicerContext) -> Any:
-        seconds_left.append(context.time_remaining())
-        if any(message.data == b"poison" for message in request.messages):
-            release.wait(20)
-        return accept(request, context)
-
-    server.publish = hang_on_poison
-    rows = [row("bad", b"poison"), row("worse", b"poison"), row("a"), row("b"), row("c")]
-    begin = time.monotonic()
-    outcomes = publisher.publish("orders", rows, 0.7, ["bad", "worse", "a"])
-    took = time.monotonic() - begin
-    release.set()
-    assert {id for id, outcome in outcomes.items() if isinstance(outcome, Sent)} == {"a", "b", "c"}
-    assert {outcome.reason for outcome in outcomes.values() if isinstance(outcome, Failed)} == {"deadline_exceeded"}
-    assert 0.7 <= took < 5
-    assert len(seconds_left) == 4
-    assert max(seconds_left) < 0.75  # gRPC rounds it up
-
-
-def test_tasks_of_their_own_that_are_refused_cost_no_second_request(
-    publisher: PubSubPublisher, server: PubSubServer
-) -> None:
-    """A request of one message needs no singling out; the rest is tried again singly."""
-    server.publish = refuse(grpc.StatusCode.INVALID_ARGUMENT)
-    outcomes = publisher.publish("orders", [row(id) for id in "abc"], 5, {"a"})
-    assert {outcome.reason for outcome in outcomes.values() if isinstance(outcome, Failed)} == {"invalid_argument"}
-    assert sorted(ids_of(request) for request in server.requests) == [["a"], ["b"], ["b", "c"], ["c"]]
-
-
-def test_tasks_of_their_own_may_be_bad_in_every_way(publisher: PubSubPublisher, server: PubSubServer) -> None:
-    """What cannot be sent is found before a request, as without `singly`."""
-    bad = [row("large", bytes(10_400_000)), broken("broken"), row("good")]
-    outcomes = publisher.publish("orders", bad, 5, ["large", "broken", "good"])
-    assert reasons(outcomes) == {"large": "too_large", "broken": "undecodable"}
-    assert isinstance(outcomes["good"], Sent)
-    assert [ids_of(request) for request in server.requests] == [["good"]]
-
-
-def test_refusals_ask_nobody(server: PubSubServer) -> None:
-    """What can be known without the service: bytes, size and name; what remains may be sent."""
-    transport = PublisherGrpcTransport(channel=grpc.insecure_channel(server.address))
-    publisher = PubSubPublisher(transport, "project", lambda name: name != "projects/project/topics/secret")
-    rows = [row("large", bytes(10_400_000)), broken("broken"), row("a"), row("keyed", ordering_key="k")]
-    refusals = publisher.refusals("orders", rows)
-    assert reasons(refusals) == {"large": "too_large", "broken": "undecodable"}
+def test_what_cannot_be_sent_is_known_without_a_request(server: PubSubServer) -> None:
+    """By its bytes, its size and its topic's name; `refusals` says the same before a publish."""
+    publisher = publisher_to(server.address, lambda name: name != "projects/project/topics/secret")
+    mixed = [*BAD, row("a"), row("keyed", key="k")]
+    refusals = publisher.refusals("orders", mixed)
+    assert reasons(refusals) == BAD_REASONS
     assert "bytes" in refusals["large"].error
-    assert set(reasons(publisher.refusals("no topic", rows)).items()) == {(each.id, "invalid_topic") for each in rows}
-    assert set(reasons(publisher.refusals("secret", rows)).items()) == {(each.id, "topic_not_allowed") for each in rows}
-    assert publisher.refusals("orders", [row("a")]) == {}
+    assert publisher.refusals("orders", rows("a")) == {}
+    names = dict.fromkeys(["projects/nope", "", "ümlaut", "new\nline", "projects/p/topics/go"], "invalid_topic")
+    for topic, reason in {**names, "secret": "topic_not_allowed"}.items():
+        for outcomes in (publisher.refusals(topic, mixed), publisher.publish(topic, mixed, 5)):
+            assert reasons(outcomes) == dict.fromkeys(["large", "broken", "a", "keyed"], reason)
     assert server.requests == []
 
 
 def test_a_topic_that_is_not_allowed_gets_nothing(server: PubSubServer) -> None:
-    """Whoever can write to the table cannot reach every topic that the worker can; the failure names the setting."""
-    transport = PublisherGrpcTransport(channel=grpc.insecure_channel(server.address))
-    publisher = PubSubPublisher(transport, "project", messages.topic_filter("orders", "project"))
+    """A writer of the table cannot reach every topic that the worker can; the failure names the setting."""
+    publisher = publisher_to(server.address, messages.topic_filter("orders", "project"))
     failure = Failed("topic_not_allowed", "projects/other/topics/orders matches no pattern of --allowed-topics")
-    outcomes = publisher.publish("projects/other/topics/orders", [row("a"), row("b"), broken("c")], 5, ["b"])
-    assert outcomes == {"a": failure, "b": failure, "c": failure}
-    assert publisher.publish("projects/other/topics/orders", [row("a")], 5) == {"a": failure}
+    outcomes = publisher.publish("projects/other/topics/orders", [*rows("ab"), BAD[1]], 5, ["b"])
+    assert outcomes == {"a": failure, "b": failure, "broken": failure}
     assert server.requests == []
     for topic in ("orders", TOPIC):
-        assert isinstance(publisher.publish(topic, [row("a")], 5)["a"], Sent)
+        assert sent(publisher.publish(topic, rows("a"), 5)) == {"a"}
 
 
 @pytest.mark.parametrize(
@@ -356,67 +315,21 @@ def test_patterns_of_topics(patterns: str, yes: list[str], no: list[str]) -> Non
     assert {each for each, name in names.items() if allowed(name)} == set(yes)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "projects/own/topics/a/b",
-        "projects/own/x/topics/b",
-        "projects/own/topics/",
-        "projects/own/topics",
-        "orders",
-        "x/projects/own/topics/orders",
-        "projects/own/topics/orders/subscriptions/x",
-    ],
-)
-def test_a_pattern_never_matches_across_a_slash(name: str) -> None:
-    """The star ends where the name of a project or of a topic ends."""
-    for patterns in ("orders*", "projects/*/topics/orders*", "a*b", "projects/o*n/topics/b", "*s/x"):
-        assert not messages.topic_filter(patterns, "own")(name)
-    assert not messages.topic_filter("*", "ow")(name)
-
-
-def test_the_workers_own_project_is_no_pattern() -> None:
-    """A project id may hold a dot, which is itself; and a colon."""
+def test_a_pattern_never_matches_across_a_slash() -> None:
+    """The star ends where the name of a project or of a topic ends; a project may hold a dot, which is itself."""
+    paths = ["topics/a/b", "x/topics/b", "topics/", "topics", "topics/orders/subscriptions/x"]
+    for name in ["orders", "x/projects/own/topics/orders", *(f"projects/own/{path}" for path in paths)]:
+        for patterns in ("orders*", "projects/*/topics/orders*", "a*b", "projects/o*n/topics/b", "*s/x"):
+            assert not messages.topic_filter(patterns, "own")(name)
+        assert not messages.topic_filter("*", "ow")(name)
     allowed = messages.topic_filter("*", "example.com:shop")
     assert allowed("projects/example.com:shop/topics/orders")
     assert not allowed("projects/exampleXcom:shop/topics/orders")
 
 
-@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
-def test_no_status_leaves_the_publisher_as_an_exception(
-    publisher: PubSubPublisher, server: PubSubServer, code: grpc.StatusCode
-) -> None:
-    """Each is an outcome, with the reason of its row in the table and what the service said or what to do."""
-    server.publish = refuse(code, "")
-    outcomes = publisher.publish("orders", [row("a"), row("b")], 5, ["b"])
-    assert reasons(outcomes) == {"a": code.name.lower(), "b": code.name.lower()}
-    assert all(outcome.error.startswith(f"{TOPIC}: ") for outcome in outcomes.values() if isinstance(outcome, Failed))
-    server.publish = accept
-    assert isinstance(publisher.publish("orders", [row("a")], 5)["a"], Sent)
-
-
-def test_credentials_without_a_token_are_told_from_an_outage(server: PubSubServer) -> None:
-    """The call never leaves: gRPC's status is that of a service that is away."""
-
-    def no_token(_context: Any, callback: Any) -> None:
-        callback((), RuntimeError("no token today"))
-
-    credentials = grpc.composite_channel_credentials(
-        grpc.local_channel_credentials(), grpc.metadata_call_credentials(no_token)
-    )
-    channel = grpc.secure_channel(server.address, credentials)
-    publisher = PubSubPublisher(PublisherGrpcTransport(channel=channel), "project")
-    [outcome] = publisher.publish("orders", [row("a")], 5).values()
-    assert isinstance(outcome, Failed)
-    assert outcome.reason == "credentials"
-    assert server.requests == []
-
-
 def test_an_answer_with_too_few_message_ids_is_a_failure(publisher: PubSubPublisher, server: PubSubServer) -> None:
-    """Which of the messages it is about nobody knows, so none counts as sent."""
+    """It does not say which messages it is about, so none counts as sent, and nothing of its key follows."""
     server.publish = lambda _request, _context: PublishResponse.pb()(message_ids=["1"])
     failure = Failed("unknown", f"{TOPIC}: the answer has 1 message ids for 2 messages")
-    assert publisher.publish("orders", [row("a"), row("b")], 5) == {"a": failure, "b": failure}
-    # Nor does anything of its key go out after it.
-    keyed = [row(id, ordering_key="k") for id in "abc"]
-    assert publisher.publish("orders", keyed, 5, {"c"}) == {"a": failure, "b": failure}
+    assert publisher.publish("orders", rows("ab"), 5) == {"a": failure, "b": failure}
+    assert publisher.publish("orders", rows("abc", "k"), 5, {"c"}) == {"a": failure, "b": failure}

@@ -15,14 +15,11 @@ import pytest
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
 from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE
-from outbox.states import NEVER
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.task import Failed, Outcome, Row, Sent
-from tests.support.fakes import FakeStore, serialized
+from tests.support.fakes import serialized
 from tests.support.outages import hang
-from tests.support.parts import relay_of
 from tests.support.pubsub_server import Answer, accept, pubsub_server, refuse
-from tests.support.waiting import eventually
 
 #: Seconds for which an answer is kept back, so that a request that should have waited for it is seen.
 KEPT_BACK = 0.05
@@ -79,7 +76,7 @@ def record() -> Iterator[Recorder]:
 
 @pytest.fixture
 def publisher(record: Recorder) -> PubSubPublisher:
-    """A publisher to it."""
+    """A publisher to the server that keeps a record."""
     return PubSubPublisher(PublisherGrpcTransport(channel=grpc.insecure_channel(record.address)), "project")
 
 
@@ -90,17 +87,17 @@ def row(id: str, key: str | None = "k", data: bytes = b"data") -> Row:
 
 
 def run(count: int, key: str = "k", size: int = 4) -> list[Row]:
-    """Return the run of a key, ids k0, k1, and so on."""
+    """Return tasks of a key in their order, with the IDs k0, k1, and so on."""
     return [row(f"{key}{n}", key, bytes(size)) for n in range(count)]
 
 
 def ids(rows: Sequence[Row]) -> list[str]:
-    """Return their ids."""
+    """Return their IDs."""
     return [each.id for each in rows]
 
 
 def sent(outcomes: dict[str, Outcome]) -> set[str]:
-    """Return the ids that were sent."""
+    """Return the IDs that were sent."""
     return {id for id, outcome in outcomes.items() if isinstance(outcome, Sent)}
 
 
@@ -109,19 +106,28 @@ def reasons(outcomes: dict[str, Outcome]) -> dict[str, str]:
     return {id: outcome.reason for id, outcome in outcomes.items() if isinstance(outcome, Failed)}
 
 
-def refuse_poison(request: Any, context: grpc.ServicerContext) -> Any:
-    """Refuse requests that hold a poisonous message, as Pub/Sub does: nothing of them is published."""
-    if any(message.data == b"poison" for message in request.messages):
-        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "poison")
-    return accept(request, context)
+def to_message(data: bytes, answer: Answer) -> Answer:
+    """Return an answer that other requests than those with such a message do not get."""
+    return lambda request, context: (answer if any(message.data == data for message in request.messages) else accept)(
+        request, context
+    )
+
+
+refuse_poison = to_message(b"poison", refuse(grpc.StatusCode.INVALID_ARGUMENT, "poison"))
 
 
 def test_the_run_of_a_key_is_one_request_in_its_order(publisher: PubSubPublisher, record: Recorder) -> None:
-    """However keys are mixed in a group; the ordering key is that of the column."""
+    """However keys are mixed in a batch; the ordering key is that of the column, and one key waits for no other."""
     x, y = run(30, "x"), run(30, "y")
     mixed = [each for pair in zip(x, y, [row(f"{n}", None) for n in range(30)], strict=True) for each in pair]
-    outcomes = publisher.publish("orders", mixed, 5)
-    assert sent(outcomes) == set(ids(mixed))
+    all_here = threading.Barrier(3, timeout=10)
+
+    def wait_for_the_others(request: Any, context: grpc.ServicerContext) -> Any:
+        all_here.wait()  # breaks, and fails the request, unless three are in flight
+        return accept(request, context)
+
+    record.answer = wait_for_the_others
+    assert sent(publisher.publish("orders", mixed, 8)) == set(ids(mixed))
     assert (record.of("x"), record.of("y")) == ([ids(x)], [ids(y)])
     assert len(record.of("")) == 1
 
@@ -133,71 +139,34 @@ def test_a_run_that_no_request_can_hold_goes_out_in_several_one_after_the_other(
     """Each after the answer to the one before, in order; another key's go out beside them."""
     assert 3 * 3_000_000 < MAX_REQUEST_BYTES < 4 * 3_000_000
     large, small = run(count, "large", size), run(3, "small")
-    outcomes = publisher.publish("orders", [*large, *small], 8)
-    assert sent(outcomes) == set(ids([*large, *small]))
+    assert sent(publisher.publish("orders", [*large, *small], 8)) == set(ids([*large, *small]))
     assert [len(each) for each in record.of("large")] == requests
     assert [id for each in record.of("large") for id in each] == ids(large)
     assert record.most == {"large": 1, "small": 1}
     assert record.requests.index(("small", ids(small))) < len(requests)
 
 
-def test_a_key_does_not_wait_for_another(publisher: PubSubPublisher, record: Recorder) -> None:
-    """The requests of three keys are in flight at once."""
-    all_here = threading.Barrier(3, timeout=10)
-
-    def wait_for_the_others(request: Any, context: grpc.ServicerContext) -> Any:
-        all_here.wait()  # breaks, and fails the request, unless three are in flight
-        return accept(request, context)
-
-    record.answer = wait_for_the_others
-    rows = run(2, "x") + run(2, "y") + run(2, "z")
-    assert sent(publisher.publish("orders", rows, 8)) == set(ids(rows))
+CODES = {code.name.lower(): code for code in grpc.StatusCode if code.name not in ("OK", "INVALID_ARGUMENT")}
 
 
-@pytest.mark.parametrize("hanging", [0, 2])
-def test_a_request_that_hangs_ends_at_the_publish_timeout_and_is_the_last_of_its_key(
-    publisher: PubSubPublisher, record: Recorder, hanging: int
-) -> None:
-    """Its tasks have failed, what follows was not tried, another key was sent; the next publish is as any other."""
-
-    def answer(request: Any, context: grpc.ServicerContext) -> Any:
-        first = request.messages[0].attributes[TASK_ID_ATTRIBUTE]
-        return (hang if first == ids(rows)[hanging] else accept)(request, context)
-
-    record.answer = answer
-    rows = run(6)
-    begin = time.monotonic()
-    outcomes = publisher.publish("orders", [*rows, *run(2, "other")], 1.0, ids(rows))
-    took = time.monotonic() - begin
-    assert sent(outcomes) == {*ids(rows)[:hanging], "other0", "other1"}
-    assert reasons(outcomes) == {ids(rows)[hanging]: "deadline_exceeded"}
-    assert 0.9 <= took < 5
-    assert len(record.of("k")) == hanging + 1
-    record.answer = accept
-    assert sent(publisher.publish("orders", rows[hanging:], 5)) == set(ids(rows)[hanging:])
-    assert len(record.of("k")) == hanging + 2
-
-
-@pytest.mark.parametrize(
-    "code",
-    [code for code in grpc.StatusCode if code not in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)],
-)
+@pytest.mark.parametrize(("reason", "failing"), [("deadline_exceeded", 0), *((reason, 2) for reason in CODES)])
 def test_a_failure_of_any_kind_is_tried_once_and_ends_its_key(
-    publisher: PubSubPublisher, record: Recorder, code: grpc.StatusCode
+    publisher: PubSubPublisher, record: Recorder, reason: str, failing: int
 ) -> None:
-    """No retry that never ends, and no memory of it: the key goes out when it is given again."""
-
-    def answer(request: Any, context: grpc.ServicerContext) -> Any:
-        return (refuse(code) if request.messages[0].ordering_key == "k" else accept)(request, context)
-
-    record.answer = answer
-    rows = run(4)
-    outcomes = publisher.publish("orders", [*rows, *run(2, "other")], 5, {"k2"})
-    assert reasons(outcomes) == dict.fromkeys(["k0", "k1"], code.name.lower())
-    assert sent(outcomes) == {"other0", "other1"}
-    assert record.of("k") == [["k0", "k1"]]
+    """What follows has no outcome, another key goes on. It is not remembered: the key goes out when given again."""
+    hangs = reason == "deadline_exceeded"
+    rows = run(6)
+    rows[failing] = row(f"k{failing}", data=b"failing")
+    record.answer = to_message(b"failing", hang if hangs else refuse(CODES[reason]))
+    begin = time.monotonic()
+    outcomes = publisher.publish("orders", [*rows, *run(2, "other")], 0.4 if hangs else 5, ids(rows))
+    assert time.monotonic() - begin < 4
+    assert sent(outcomes) == {*ids(rows)[:failing], "other0", "other1"}
+    assert reasons(outcomes) == {f"k{failing}": reason}
+    assert len(record.of("k")) == failing + 1
     record.answer = accept
-    assert sent(publisher.publish("orders", rows, 5)) == set(ids(rows))
+    assert sent(publisher.publish("orders", rows[failing:], 5)) == set(ids(rows)[failing:])
+    assert len(record.of("k")) == failing + 2
 
 
 @pytest.mark.parametrize("place", range(8))
@@ -216,43 +185,22 @@ def test_a_poisonous_message_fails_alone_and_nothing_of_its_key_follows(
     assert len(record.of("k")) <= 1 + 2 * 3
 
 
-@pytest.mark.parametrize(("data", "reason"), [(b"broken", "undecodable"), (bytes(10_400_000), "too_large")])
+@pytest.mark.parametrize(("size", "reason"), [(None, "undecodable"), (10_400_000, "too_large")])
 def test_what_cannot_be_sent_ends_its_key(
-    publisher: PubSubPublisher, record: Recorder, data: bytes, reason: str
+    publisher: PubSubPublisher, record: Recorder, size: int | None, reason: str
 ) -> None:
-    """What stands before it goes out; nobody is asked for it, and nothing that follows is sent."""
-    rows = [*run(3), row("bad", data=data), *run(3, "after")]
-    rows = [Row(each.id, each.topic, each.data, "k", each.created_at, None, None) for each in rows]
-    outcomes = publisher.publish("orders", [*rows, row("loose", None)], 5)
+    """What stands before it goes out; it makes no request, and nothing that follows is sent."""
+    bad = row("bad", data=b"broken" if size is None else bytes(size))
+    outcomes = publisher.publish("orders", [*run(3), bad, row("after"), row("loose", None)], 5)
     assert reasons(outcomes) == {"bad": reason}
     assert sent(outcomes) == {"k0", "k1", "k2", "loose"}
     assert record.of("k") == [["k0", "k1", "k2"]]
 
 
 def test_tasks_that_go_singly_keep_their_place(publisher: PubSubPublisher, record: Recorder) -> None:
-    """In a request of its own between those of what stands before it and after it."""
-    outcomes = publisher.publish("orders", run(5), 5, {"k2"})
-    assert len(sent(outcomes)) == 5
+    """In a request between those of its neighbors; the tasks of one request share its failure."""
+    assert len(sent(publisher.publish("orders", run(5), 5, {"k2"}))) == 5
     assert record.of("k") == [["k0", "k1"], ["k2"], ["k3", "k4"]]
     assert record.most["k"] == 1
-
-
-def test_what_follows_a_poisonous_message_is_parked(publisher: PubSubPublisher, record: Recorder) -> None:
-    """From the request to the rows: sent before it, dead itself, parked behind it; nothing of it goes out later."""
-    store = FakeStore()
-    for n in range(8):
-        data = serialized(b"poison" if n == 3 else b"data")
-        store.insert(f"k{n}", "orders", data, ordering_key="k", sequence=n)
-    record.answer = refuse_poison
-    relay = relay_of(store, publisher)
-    eventually(lambda: relay.turn() and store.rows["k7"].available_at)
-    requests = len(record.requests)
-    assert [relay.turn().polled for _ in range(3)] == [0, 0, 0]
-    assert len(record.requests) == requests
-    assert record.accepted == ["k0", "k1", "k2"]
-    states = [(bool(each.sent_at), each.attempts, each.available_at == NEVER) for each in store.rows.values()]
-    assert states == [(True, 0, False)] * 3 + [(False, 1, True)] + [(False, 0, False)] * 4
-    assert {store.rows[f"k{n}"].last_error for n in range(4, 8)} == {
-        "parked: waits for the task k3 of its ordering key"
-    }
-    assert all((store.rows[f"k{n}"].available_at or NEVER) < NEVER for n in range(4, 8))
+    record.answer = refuse(grpc.StatusCode.UNAVAILABLE)
+    assert reasons(publisher.publish("orders", run(5), 5, {"k2"})) == dict.fromkeys(["k0", "k1"], "unavailable")

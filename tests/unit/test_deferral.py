@@ -1,0 +1,284 @@
+"""Tasks behind a head that is not due, between fakes: deferred, and ready again when the head has gone."""
+
+import contextlib
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+
+from outbox.states import NEVER
+from publishworker.spanner.store import StoreError
+from publishworker.task import Failed, TopicLimit
+from publishworker.telemetry import metrics as m
+from tests.support.relay_bench import Bench, overtake
+
+UNKNOWN = Failed("data_loss", "no")
+REFUSED = Failed("invalid_argument", "no")
+HOUR = timedelta(hours=1)
+
+
+def block(bench: Bench, tasks: int) -> list[str]:
+    """Add a dead task, and so many behind it in its key; return these."""
+    ids = [f"t{n:02}" for n in range(tasks)]
+    bench.line("head", available_at=NEVER, attempts=1)
+    bench.line(*ids)
+    return ids
+
+
+def released(bench: Bench, tasks: int) -> list[str]:
+    """Defer so many tasks behind a dead one that is then retried by hand; return all in their order."""
+    ids = block(bench, tasks)
+    bench.turns()
+    bench.change("head", available_at=None, attempts=0)
+    return ["head", *ids]
+
+
+@pytest.mark.parametrize("state", ["scheduled", "retrying", "dead"])
+def test_a_head_that_is_not_due_holds_back_its_key_and_nothing_else(bench: Bench, state: str) -> None:
+    """The tasks behind it wait for its time, at most an hour, and look neither failed nor dead.
+
+    One that is scheduled for later than that keeps its own time.
+    """
+    at = NEVER if state == "dead" else bench.store.now + timedelta(seconds=90)
+    bench.line("head", available_at=at, attempts=0 if state == "scheduled" else 3)
+    bench.line("a", "b")
+    bench.line("later", available_at=bench.store.now + 9 * HOUR)
+    bench.line("other", key="l")
+    bench.insert("x")
+    bench.turns()
+    assert sorted(bench.publisher.ids()) == ["other", "x"]
+    for id in ("a", "b"):
+        row = bench.store.rows[id]
+        assert bench.waits(id) == pytest.approx(3600 if state == "dead" else 90, abs=1)
+        assert (row.attempts, row.last_error) == (0, "parked: waits for the task head of its ordering key")
+    assert bench.waits("later") == pytest.approx(9 * 3600, abs=1)
+    assert bench.count(m.PARKED) == 2
+    assert bench.relay.turn().polled == 0
+
+
+def test_a_dead_head_blocks_until_an_operator_acts_then_all_goes_at_once(bench: Bench) -> None:
+    """The deferred tasks do not wait for their time, also if there are more of them than a batch holds."""
+    tail = [f"t{n:02}" for n in range(35)]
+    bench.line("head", *tail)
+    bench.publisher.failing = {"head": REFUSED}
+    bench.turns()
+    for _ in range(3):
+        bench.wait(3600)
+        bench.turns()
+    assert bench.publisher.ids() == []
+    assert bench.store.rows["head"].available_at == NEVER
+    assert {bench.store.rows[id].attempts for id in tail} == {0}
+    bench.publisher.failing = {}
+    bench.change("head", available_at=None, attempts=0)
+    bench.turns()
+    assert bench.publisher.ids() == ["head", *tail]
+
+
+def test_any_worker_goes_on_with_deferred_tasks_whose_head_has_gone(bench: Bench) -> None:
+    """The commit that marks a batch makes the next deferred task ready, so each poll finds the key by it.
+
+    Only its time and its error are written: attempts and expiry are its own.
+    """
+    ids = released(bench, 35)
+    expiry = bench.store.now + timedelta(days=1)
+    bench.change("t09", attempts=3, expires_at=expiry)
+    bench.relay.turn()
+    assert bench.publisher.ids() == ids[:10]
+    [row] = [row for row in bench.store.rows.values() if row.sent_at is None and row.available_at is None]
+    assert (row.id, row.last_error, row.attempts, row.expires_at) == ("t09", None, 3, expiry)
+    bench.relay = bench.another()
+    bench.turns()
+    assert bench.publisher.ids() == ids
+
+
+def test_deferred_tasks_that_are_not_released_go_when_their_time_comes(bench: Bench) -> None:
+    """Or with the next task of their key."""
+    first, second = released(bench, 25)[1:], ["u1", "u2"]
+    del bench.store.rows["head"]
+    bench.turns()
+    assert bench.publisher.ids() == []
+    bench.wait(3600)
+    bench.turns()
+    assert bench.publisher.ids() == first
+    bench.line("head", *second, key="l")
+    bench.change("head", available_at=NEVER)
+    bench.turns()
+    del bench.store.rows["head"]
+    bench.line("u3", key="l")
+    bench.turns()
+    assert bench.publisher.ids() == [*first, "u1", "u2", "u3"]
+
+
+def test_what_there_was_no_time_for_is_ready_again(bench: Bench) -> None:
+    """Deferred tasks of the batch that were not tried are in no poll, so the first of them is made ready."""
+    ids = released(bench, 5)
+    bench.change("t02", attempts=1)  # in a request of its own
+    bench.publisher.out_of_time = {"t02"}
+    bench.relay.turn()
+    assert bench.publisher.ids() == ids[:3]
+    assert [bench.waits(id) is None for id in ids[3:]] == [True, False, False]
+    bench.publisher.out_of_time = set()
+    bench.turns()
+    assert bench.publisher.ids() == ids
+
+
+def test_a_limited_topic_sends_the_beginning_of_a_key(bench: Bench) -> None:
+    """The topic's rate lets three go at a time: the fourth must be in the next poll."""
+    bench.store.limits["orders"] = TopicLimit(rate=0.5, burst=3)
+    ids = released(bench, 9)
+    bench.run_for(30, step=6)
+    assert [len(request) for request in bench.publisher.requests[:3]] == [3, 3, 3]
+    assert bench.publisher.ids() == ids
+
+
+@pytest.mark.parametrize("failure", [UNKNOWN, Failed("unavailable", "no")])
+def test_a_deferred_task_that_fails_brings_its_key_back_to_the_poll(bench: Bench, failure: Failed) -> None:
+    """The task before it has gone. After a failure it has a time of its own, after an outage it is ready."""
+    ids = released(bench, 5)
+    bench.change("head", attempts=1)  # so it goes alone
+    bench.publisher.failing = {"t00": failure}
+    bench.turns()
+    assert bench.publisher.ids() == ["head"]
+    bench.publisher.failing = {}
+    bench.run_for(25, step=5)
+    assert bench.publisher.ids() == ids
+
+
+@pytest.mark.parametrize("pass_dead", [False, True])
+def test_a_head_that_is_passed_over_releases_the_next(pass_dead: bool) -> None:
+    """It expired, or died under `skip`, alone in its batch: the deferred task behind it is the head now."""
+    bench = Bench(size=1, pass_dead=pass_dead)
+    ids = released(bench, 3)
+    if pass_dead:
+        bench.change("head", available_at=NEVER)
+        bench.turns()
+        bench.change("head", available_at=None)
+        bench.publisher.failing = {"head": REFUSED}
+    else:
+        bench.change("head", expires_at=bench.store.now)
+    bench.turns()
+    assert bench.publisher.ids() == ids[1:]
+
+
+def test_deferred_tasks_go_when_their_head_expires(bench: Bench) -> None:
+    """They do not wait out their hour then, nor the head's backoff beyond its expiry."""
+    in_a_minute = bench.store.now + timedelta(seconds=60)
+    bench.line("dead", "a", key="k")
+    bench.line("failing", "b", key="l")
+    bench.line("seen later", key="m", expires_at=in_a_minute, available_at=NEVER, attempts=1)
+    bench.line("c", key="m")
+    for id in ("dead", "failing"):
+        bench.change(id, expires_at=in_a_minute)
+    bench.publisher.failing = {"dead": REFUSED, "failing": UNKNOWN}
+    bench.relay = bench.another(retries={"initial": 900})
+    bench.turns()
+    assert bench.publisher.ids() == []
+    bench.wait(61)
+    bench.turns()
+    assert sorted(bench.publisher.ids()) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("act", "wait", "sent"),
+    [
+        (lambda bench: bench.change("head", available_at=None), None, ["head", "a"]),  # retried
+        (lambda bench: bench.store.rows.pop("head"), None, ["a"]),
+        (lambda bench: bench.change("head", available_at=NEVER), None, ["a"]),  # and dead tasks are passed over
+        (lambda bench: bench.change("a", available_at=bench.store.now + 9 * HOUR), 9 * 3600, []),
+    ],
+)
+def test_nothing_is_deferred_behind_a_head_that_has_changed(
+    act: Callable[[Bench], object], wait: float | None, sent: list[str]
+) -> None:
+    """The rows under the lock decide: behind a head that may go or is gone, and on a later task, nothing is written."""
+    bench = Bench(pass_dead=True)
+    bench.line("head", "a")
+    bench.change("head", available_at=bench.store.now + HOUR)
+    bench.relay.turn()
+    overtake(bench, lambda: act(bench))
+    bench.relay.turn()
+    assert bench.count(m.PARKED) == 0
+    assert bench.waits("a") == (wait and pytest.approx(wait, abs=1))
+    bench.turns()
+    assert bench.publisher.ids() == sent
+
+
+def test_a_deferral_that_fails_is_reported_and_tried_again(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing was deferred, and nothing was sent out of order."""
+    block(bench, 2)
+    bench.commits(StoreError("not now"))
+    bench.turns()
+    assert "was not committed (0 were published): not now" in caplog.text
+    bench.turns()
+    assert bench.publisher.ids() == []
+    assert bench.count(m.PARKED) == 2
+
+
+@pytest.mark.parametrize(("groups", "most"), [(1, 40), (2, 20), (8, 5)])
+def test_a_blocked_key_without_end_keeps_nobody_waiting(groups: int, most: int) -> None:
+    """Deferring has a part of the places only, also where there is one place, and where its key gets new tasks."""
+    bench = Bench(groups=groups)
+    block(bench, 300)
+    bench.insert("x", topic="invoices")
+    turns = 0
+    while "x" not in bench.publisher.ids():
+        bench.relay.turn()
+        bench.line(*(f"u{turns}-{n}" for n in range(10)))
+        turns += 1
+        assert turns < most
+
+
+def test_deferring_has_half_of_the_places_while_nothing_can_be_sent() -> None:
+    """A long tail is out of the way soon. Locked heads leave the other half to tasks that come meanwhile."""
+    bench = Bench(groups=8)
+    block(bench, 200)
+    assert max(turn.parked for turn in bench.turns(30)) > 20
+    bench = Bench(groups=8)
+    heads = [f"head{n}" for n in range(10)]
+    for n, head in enumerate(heads):
+        bench.line(head, key=f"k{n}", available_at=NEVER, attempts=1)
+        bench.line(f"t{n}", key=f"k{n}")
+    bench.relay.turn()
+    with contextlib.ExitStack() as transactions:
+        for head in heads:
+            transactions.enter_context(bench.store.locked(head))
+        assert max(bench.relay.turn().in_flight for _ in range(6)) == 4
+        bench.insert("x", topic="invoices")
+        while "x" not in bench.publisher.ids():
+            bench.relay.turn()
+    bench.turns(100)
+    assert bench.publisher.ids() == ["x"]
+    assert bench.count(m.PARKED) == 10
+
+
+@pytest.mark.parametrize("first", ["deferring", "sending", "both"])
+def test_deferring_takes_nothing_of_a_topics_rate(first: str) -> None:
+    """Nor does it give back what it did not take."""
+    bench = Bench(groups=8)
+    bench.store.limits["orders"] = TopicLimit(rate=0.001, burst=5)
+    if first == "sending":
+        bench.insert("x")
+        bench.turns()
+    block(bench, 9)
+    if first == "deferring":
+        bench.turns()
+        assert bench.count(m.PARKED) == 9
+    bench.insert(*(f"x{n}" for n in range(9)), priority=100)
+    bench.turns()
+    assert len(bench.publisher.ids()) == 5
+
+
+def test_deferring_does_not_count_as_in_flight_for_a_topics_limit() -> None:
+    """It waits for a lock; the one task that may be in flight is another one."""
+    bench = Bench(groups=8)
+    bench.store.limits["orders"] = TopicLimit(in_flight=1)
+    block(bench, 1)
+    bench.relay.turn()
+    with bench.store.locked("head"):
+        bench.relay.turn()
+        bench.insert("x")
+        for _ in range(3):
+            bench.relay.turn()
+        assert bench.publisher.ids() == ["x"]
+    bench.relay.finish()
+    assert bench.count(m.PARKED) == 1

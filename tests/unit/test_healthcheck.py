@@ -1,0 +1,37 @@
+"""The heartbeat file: what a probe says of it, and a worker that cannot write it."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from publishworker import healthcheck
+from publishworker.heartbeat import Heartbeat
+
+
+def test_the_health_check_tells_young_old_and_missing_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit 0, 1, 1, with a sentence; 2 for a wrong option."""
+    file = tmp_path / "heartbeat"
+    monkeypatch.setenv("OUTBOX_HEARTBEAT_FILE", str(file))
+    assert healthcheck.main([]) == 1
+    assert "no heartbeat" in capsys.readouterr().err
+    Heartbeat(file)()
+    assert healthcheck.main([]) == 0
+    os.utime(file, (0, 0))
+    assert healthcheck.main([]) == 1
+    assert "old, 45 s are allowed" in capsys.readouterr().err
+    for wrong in ("nan", "inf", "0", "-1", "soon"):
+        with pytest.raises(SystemExit, match="2"):
+            healthcheck.main(["--max-age", wrong])
+        assert f"{wrong!r} is not allowed" in capsys.readouterr().err
+
+
+def test_a_heartbeat_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The relay goes on."""
+    with caplog.at_level(logging.WARNING, "publishworker"):
+        heartbeat = Heartbeat(tmp_path / "missing" / "heartbeat")
+        heartbeat(), heartbeat(), heartbeat()
+    assert [record.__dict__["action"] for record in caplog.records] == ["heartbeat"]

@@ -1,0 +1,60 @@
+"""Lines of the log: how they are formatted, and how few there are of what goes wrong again and again."""
+
+import json
+import logging
+import sys
+
+import pytest
+
+from outbox.logs import JsonFormatter, TextFormatter
+from publishworker.telemetry.complaints import Complaints
+
+
+def test_a_log_line_is_one_json_object_with_the_fields_that_mean_something() -> None:
+    """One line, whatever is in the message; an exception is in fields of its own."""
+    record = logging.LogRecord("publishworker", logging.WARNING, __file__, 1, "%d tasks\nfailed", (3,), None)
+    record.action = "publish_failed"
+    line = JsonFormatter().format(record)
+    entry = json.loads(line)
+    assert "\n" not in line
+    assert (entry["status"], entry["message"], entry["action"]) == ("warning", "3 tasks\nfailed", "publish_failed")
+    assert entry["logger.name"] == "publishworker"
+    try:
+        1 // 0  # noqa: B018 - raises
+    except ZeroDivisionError:
+        record.exc_info = sys.exc_info()
+    entry = json.loads(JsonFormatter().format(record))
+    assert entry["error.kind"] == "ZeroDivisionError"
+    assert "1 // 0" in entry["error.stack"]
+
+
+def test_a_text_line_is_one_line() -> None:
+    """IDs and topics are other people's text."""
+    record = logging.LogRecord("publishworker", logging.INFO, "", 0, "task %s", ("a\n12:00:00 CRITICAL \x1b[2J",), None)
+    line = TextFormatter().format(record)
+    assert line.endswith("task a\\n12:00:00 CRITICAL \\u001b[2J")
+    assert line.isprintable()
+
+
+def test_the_same_complaint_is_logged_once_a_minute_with_the_count(caplog: pytest.LogCaptureFixture) -> None:
+    """Another topic or reason is another complaint. What was counted is logged, even if it has not occurred since."""
+    seconds = [0.0]
+    complaints = Complaints(lambda: seconds[0])
+    for _ in range(5):
+        complaints.say("publish_failed", "orders", "orders fail")
+    complaints.say("publish_failed", "invoices", "invoices fail")
+    seconds[0] = 61
+    complaints.say("publish_failed", "orders", "orders fail")
+    for _ in range(5000):
+        complaints.say("dead", "orders", "a task is dead", most=100)
+    seconds[0] = 122
+    complaints.say("dead", "invoices", "another one")
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if line != "a task is dead"] == [
+        "orders fail",
+        "invoices fail",
+        "orders fail [and 4 times more since the last such line]",
+        "dead: orders, 4900 times more than was logged",
+        "another one",
+    ]
+    assert lines.count("a task is dead") == 100
