@@ -60,7 +60,7 @@ coverage: $(STAMP) ## branch coverage of outbox and publishworker, also in proce
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --cov --cov-report term:skip-covered --cov-report html:build/coverage \
 		--ignore tests/pipeline --ignore tests/manifests --ignore tests/faults --ignore tests/model \
 		--ignore tests/acceptance/test_demo_pipeline.py --ignore tests/acceptance/test_as_in_kubernetes_confined.py \
-		--deselect tests/integration/test_healthcheck.py::test_the_health_check_imports_the_standard_library_only
+		--deselect tests/integration/test_imports.py::test_the_health_check_imports_the_standard_library_only
 
 mutants: $(STAMP) ## mutants of the core, by mutmut; writes mutants (docs/architecture/mutants.md)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group mutants

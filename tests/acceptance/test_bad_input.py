@@ -1,14 +1,15 @@
-"""What a person meets who gets it wrong: one sentence that says what to do, and the right exit code."""
+"""`publishworker` with wrong settings or a wrong set-up: one sentence that says what to do, and the right exit code."""
 
-from collections.abc import Iterator
-
+import grpc
 import pytest
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
 from outbox import schema
 from outbox.emulators import Emulators
+from tests.support.commands import TRACE
 from tests.support.processes import Finished, run
+from tests.support.pubsub_server import pubsub_server, refuse
 from tests.support.relays import register
 from tests.support.spanner import INSTANCE, PROJECT, fresh_database
 
@@ -16,8 +17,10 @@ COMMANDS = ("run", "drain", "check")
 
 
 def publishworker(emulators: Emulators, *arguments: str, **environment: str) -> Finished:
-    """Run a command to its end, on the emulators."""
-    return run("publishworker", *arguments, environment=emulators.environment() | environment, seconds=30)
+    """Run a command to its end, on the emulators; it writes no stack trace."""
+    done = run("publishworker", *arguments, environment=emulators.environment() | environment)
+    assert TRACE not in done.stderr
+    return done
 
 
 def on(database: Database | str) -> dict[str, str]:
@@ -26,43 +29,38 @@ def on(database: Database | str) -> dict[str, str]:
     return {"OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE, "OUTBOX_DATABASE": name}
 
 
-def sentence(done: Finished) -> str:
-    """Return the last line of stderr; there is no stack trace before it."""
-    assert "Traceback" not in done.stderr
-    return done.stderr.splitlines()[-1]
+MISSING = "publishworker: --instance is missing: give it, or set OUTBOX_INSTANCE"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_missing_setting_is_named(emulators: Emulators, command: str) -> None:
-    """Exit 2, with the flag and its twin."""
-    done = publishworker(emulators, command, "--project", PROJECT)
+@pytest.mark.parametrize(
+    ("words", "environment", "sentence"),
+    [
+        *((f"{command} --project {PROJECT}", {"OUTBOX_INSTANCE": None}, MISSING) for command in COMMANDS),
+        ("run --group-size 0", {}, "--group-size: '0' is not allowed: it must be a whole number from 1 to 1,000"),
+        (
+            "run", {"OUTBOX_PUBLISH_TIMEOUT": "60"},
+            "publishworker: OUTBOX_PUBLISH_TIMEOUT: '60' is not allowed: it must be seconds from 0.1 to 8",
+        ),
+        ("drain --deadline soon", {}, "--deadline: 'soon'"), ("run --no-such-flag", {}, "--no-such-flag"),
+        ("fly", {}, "'fly'"), ("", {}, "COMMAND"),
+    ],
+)  # fmt: skip
+def test_a_wrong_or_missing_setting_is_exit_code_2(
+    emulators: Emulators, words: str, environment: dict[str, str | None], sentence: str
+) -> None:
+    """The last line names the flag or the variable, the value and what is allowed."""
+    settings = on("any-database") | environment
+    done = publishworker(emulators, *words.split(), **{name: value for name, value in settings.items() if value})
     assert done.code == 2
-    assert sentence(done).startswith("publishworker: --instance is missing: give it, or set OUTBOX_INSTANCE")
+    assert sentence in done.stderr.splitlines()[-1]
 
 
-def test_a_wrong_value_is_named_with_what_is_allowed(emulators: Emulators) -> None:
-    """Exit 2: the flag or the variable, the value, the range."""
-    done = publishworker(emulators, "run", "--group-size", "0", **on("any-database"))
-    assert (done.code, sentence(done)) == (
-        2,
-        "publishworker: --group-size: '0' is not allowed: it must be a whole number from 1 to 1,000",
-    )
-    done = publishworker(emulators, "run", **on("any-database"), OUTBOX_PUBLISH_TIMEOUT="60")
-    assert (done.code, sentence(done)) == (
-        2,
-        "publishworker: OUTBOX_PUBLISH_TIMEOUT: '60' is not allowed: it must be seconds from 0.1 to 8",
-    )
-    done = publishworker(emulators, "drain", "--deadline", "soon", **on("any-database"))
-    assert done.code == 2
-    assert "--deadline" in sentence(done)
-    assert "'soon'" in sentence(done)
-
-
-def test_an_unknown_flag_and_an_unknown_command_are_usage(emulators: Emulators) -> None:
-    """Exit 2, argparse's own words."""
-    assert publishworker(emulators, "run", "--no-such-flag").code == 2
-    assert publishworker(emulators, "fly").code == 2
-    assert publishworker(emulators).code == 2
+def test_help_shows_examples_and_every_command(emulators: Emulators) -> None:
+    """It is enough to use the command."""
+    done = publishworker(emulators, "--help")
+    assert done.code == 0
+    for word in ("examples:", "run", "drain", "check", "healthcheck"):
+        assert word in done.stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -72,52 +70,37 @@ def test_a_wrong_database_is_named(emulators: Emulators, command: str) -> None:
     done = publishworker(emulators, command, **on("no-such-database"))
     assert done.code == 3
     assert f"projects/{PROJECT}/instances/{INSTANCE}/databases/no-such-database" in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
 
 
-@pytest.fixture(scope="module")
-def without_table(spanner_instance: Instance) -> Iterator[Database]:
-    """A database without the outbox."""
-    with fresh_database(spanner_instance) as database:
-        yield database
-
-
-@pytest.fixture(scope="module")
-def with_another_shape(spanner_instance: Instance) -> Iterator[Database]:
-    """A database whose table has another column type and lacks one."""
-    statements = schema.statements()
-    other = [
-        each.replace("Priority    INT64  ", "Priority    STRING(9)").replace("Sequence    INT64,", "")
-        for each in statements
-    ]
-    other = [each.replace(", Sequence)", ")") for each in other]
-    assert other != statements
-    with fresh_database(spanner_instance, other) as database:
-        yield database
-
-
-@pytest.mark.parametrize("command", ["run", "drain"])
-def test_a_missing_table_says_how_to_make_it(emulators: Emulators, without_table: Database, command: str) -> None:
+def test_a_missing_table_says_how_to_make_it(emulators: Emulators, empty_database: Database) -> None:
     """Exit 3, and the command to run."""
-    done = publishworker(emulators, command, **on(without_table))
-    assert done.code == 3
-    assert "AsynchronousTasks" in sentence(done)
-    assert "outbox schema apply" in sentence(done)
+    for command in ("run", "drain"):
+        done = publishworker(emulators, command, **on(empty_database))
+        assert done.code == 3
+        assert "AsynchronousTasks" in done.stderr.splitlines()[-1]
+        assert "outbox schema apply" in done.stderr.splitlines()[-1]
 
 
-def test_a_table_with_another_shape_names_the_column(emulators: Emulators, with_another_shape: Database) -> None:
-    """Exit 3 from run, 1 from check, and both shapes."""
-    done = publishworker(emulators, "run", **on(with_another_shape))
-    assert done.code == 3
-    assert "Priority" in sentence(done)
-    assert "Sequence" in sentence(done)
-    checked = publishworker(emulators, "check", **on(with_another_shape))
-    assert checked.code == 1
-    assert "Priority" in checked.stdout
+def test_a_table_with_another_shape_names_the_column(emulators: Emulators, spanner_instance: Instance) -> None:
+    """Exit 3 from run, 1 from check, and each column that has another type or is missing."""
+    changes = (("Priority    INT64  ", "Priority    STRING(9)"), ("Sequence    INT64,", ""), (", Sequence)", ")"))
+    statements = schema.statements()
+    for old, new in changes:
+        assert any(old in each for each in statements)
+        statements = [each.replace(old, new) for each in statements]
+    with fresh_database(spanner_instance, statements) as other:
+        done, checked = (publishworker(emulators, command, **on(other)) for command in ("run", "check"))
+    assert (done.code, checked.code) == (3, 1)
+    for text in (done.stderr.splitlines()[-1], checked.stdout):
+        assert "Priority" in text
+        assert "Sequence" in text
 
 
 def test_check_of_a_good_set_up_is_all_ok(emulators: Emulators, database: Database, topic: str) -> None:
-    """Exit 0: settings, table and the topics of pending rows and of the arguments, a line each."""
+    """Exit 0: settings, table and the topics of pending rows and of the arguments, a line each.
+
+    With --allowed-topics it names those that the worker may not publish to: they would be dead at the first attempt.
+    """
     register(database, topic, 1)
     done = publishworker(emulators, "check", **on(database))
     assert done.code == 0
@@ -126,43 +109,33 @@ def test_check_of_a_good_set_up_is_all_ok(emulators: Emulators, database: Databa
     assert "group_size=100" in lines[0]
     assert "10 shards" in lines[1]
     assert lines[2].endswith(topic)
-
-
-def test_check_finds_missing_topics_and_says_how_to_make_them(emulators: Emulators, database: Database) -> None:
-    """Exit 1: of a pending row and of an argument; a name that no topic can have is said, too."""
-    register(database, "pending-and-missing", 1)
-    done = publishworker(emulators, "check", "named-and-missing", "no", **on(database))
-    assert done.code == 1
-    wrong = [line for line in done.stdout.splitlines() if line.startswith("wrong")]
-    assert len(wrong) == 3
-    for name in ("named-and-missing", "pending-and-missing"):
-        assert any(f"gcloud pubsub topics create projects/{PROJECT}/topics/{name}" in line for line in wrong)
-
-
-def test_check_looks_at_the_topics_that_are_paused_and_limited(emulators: Emulators, database: Database) -> None:
-    """Exit 1: a topic that is nowhere, a rate without burst; a pause is said, and is no fault."""
-    with database.batch() as batch:
-        columns = ("Topic", "Paused", "RatePerSecond", "Burst")
-        rows = [("held", True, None, None), ("ordrs", False, 5.0, 5), ("half", False, 5.0, None)]
-        batch.insert("AsynchronousTaskTopics", columns, rows)
-    done = publishworker(emulators, "check", **on(database))
-    assert done.code == 1
-    lines = done.stdout.splitlines()
-    assert any(line.startswith("ok") and "held is paused" in line and "outbox resume held" in line for line in lines)
-    assert any(line.startswith("wrong") and "half" in line and "Burst" in line for line in lines)
-    assert any(line.startswith("wrong") and "topics/ordrs does not exist" in line for line in lines)
-
-
-def test_check_names_the_topics_that_the_worker_may_not_publish_to(
-    emulators: Emulators, database: Database, topic: str
-) -> None:
-    """They would be dead at the first attempt."""
-    register(database, topic, 1)
     done = publishworker(emulators, "check", "--allowed-topics", "orders,projects/other/topics/*", **on(database))
     assert done.code == 1
     [line] = [line for line in done.stdout.splitlines() if line.startswith("wrong")]
     assert topic in line
     assert "--allowed-topics" in line
+
+
+def test_check_finds_missing_topics_and_names_pauses_and_limits(emulators: Emulators, database: Database) -> None:
+    """Exit 1: a topic of a row or an argument that is missing, a name that is not allowed, a rate without burst.
+
+    It says how to create the topic. A paused topic is named, and is no error.
+    """
+    register(database, "pending-and-missing", 1)
+    with database.batch() as batch:
+        columns = ("Topic", "Paused", "RatePerSecond", "Burst")
+        rows = [("held", True, None, None), ("ordrs", False, 5.0, 5), ("half", False, 5.0, None)]
+        batch.insert("AsynchronousTaskTopics", columns, rows)
+    done = publishworker(emulators, "check", "named-and-missing", "no", **on(database))
+    assert done.code == 1
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("ok") and "held is paused" in line and "outbox resume held" in line for line in lines)
+    wrong = [line for line in lines if line.startswith("wrong")]
+    for name in ("named-and-missing", "pending-and-missing", "ordrs"):
+        assert any(f"gcloud pubsub topics create projects/{PROJECT}/topics/{name}" in line for line in wrong)
+    assert any("topics/ordrs does not exist" in line for line in wrong)
+    assert any("half" in line and "Burst" in line for line in wrong)
+    assert len(wrong) == 7, wrong
 
 
 @pytest.mark.parametrize(
@@ -171,11 +144,7 @@ def test_check_names_the_topics_that_the_worker_may_not_publish_to(
 def test_check_without_the_permission_to_look_says_so_and_does_not_fail(
     emulators: Emulators, database: Database, status: str, code: int, verdict: str
 ) -> None:
-    """Publishing needs less than looking; a service that is away is another matter."""
-    import grpc
-
-    from tests.support.pubsub_server import pubsub_server, refuse
-
+    """Publishing needs fewer permissions than reading a topic; a service that is away is an error."""
     with pubsub_server() as server:
         server.get_topic = refuse(grpc.StatusCode[status])
         done = publishworker(emulators, "check", "orders", **on(database), PUBSUB_EMULATOR_HOST=server.address)
@@ -186,19 +155,8 @@ def test_check_without_the_permission_to_look_says_so_and_does_not_fail(
 
 def test_the_service_without_credentials_says_how_to_get_them() -> None:
     """No emulator, no credentials: exit 3 and the ways out."""
-    environment = on("any-database") | {
-        "GOOGLE_APPLICATION_CREDENTIALS": "",
-        "NO_GCE_CHECK": "true",
-        "HOME": "/nonexistent",
-    }
-    done = run("publishworker", "run", environment=environment, seconds=30)
+    nothing = {"GOOGLE_APPLICATION_CREDENTIALS": "", "NO_GCE_CHECK": "true", "HOME": "/nonexistent"}
+    done = run("publishworker", "run", environment=on("any-database") | nothing)
     assert done.code == 3
-    assert "gcloud auth application-default login" in sentence(done)
-
-
-def test_help_shows_examples() -> None:
-    """And every command."""
-    done = run("publishworker", "--help")
-    assert done.code == 0
-    for word in ("examples:", "run", "drain", "check", "healthcheck"):
-        assert word in done.stdout
+    assert "gcloud auth application-default login" in done.stderr.splitlines()[-1]
+    assert TRACE not in done.stderr

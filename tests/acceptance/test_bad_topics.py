@@ -32,7 +32,7 @@ from tests.support.relays import account, register, unsent, wait_until_all_sent,
 from tests.support.spanner import PROJECT
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 
 POISON = b"poison"
 

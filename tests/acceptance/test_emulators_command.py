@@ -15,6 +15,7 @@ import pytest
 from outbox.emulators import PUBSUB, SPANNER, Emulators, check_installed
 from outbox.errors import NotReached
 from tests.support import processes
+from tests.support.commands import TRACE, here
 from tests.support.processes import Process, children, gone, started
 from tests.support.proxy import silent_port
 from tests.support.waiting import eventually
@@ -30,25 +31,20 @@ print(len(list(client.list_instances())), len(list(pubsub_v1.PublisherClient().l
 
 
 @contextlib.contextmanager
-def _running(*arguments: str) -> Iterator[Process]:
+def _running(*arguments: str) -> Iterator[tuple[Process, list[tuple[str, int]]]]:
     with started("outbox", "emulators", *arguments) as process:
         process.wait_for_text("MULTIPLEXED_SESSIONS_FOR_RW=false")
-        yield process
+        found = re.findall(r"^export (?:SPANNER|PUBSUB)_EMULATOR_HOST=(\S+):(\d+)$", process.stdout, re.MULTILINE)
+        assert len(found) == 2
+        yield process, [(host, int(port)) for host, port in found]
 
 
-def _hosts(process: Process) -> list[tuple[str, int]]:
-    found = re.findall(r"^export (?:SPANNER|PUBSUB)_EMULATOR_HOST=(\S+):(\d+)$", process.stdout, re.MULTILINE)
-    assert len(found) == 2
-    return [(host, int(port)) for host, port in found]
-
-
-def _answers(host: tuple[str, int]) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(host) == 0
-
-
-def _none_answers(hosts: list[tuple[str, int]]) -> bool:
-    return not any(_answers(host) for host in hosts)
+def _answering(hosts: list[tuple[str, int]]) -> int:
+    answers = 0
+    for host in hosts:
+        with socket.socket() as client:
+            answers += client.connect_ex(host) == 0
+    return answers
 
 
 @pytest.fixture
@@ -65,9 +61,14 @@ def _installed() -> None:
 class TestWhereTheyAreInstalled:
     """These start emulators of their own, so those that a variable names are not enough."""
 
+    @linux
     def test_a_second_shell_can_use_what_is_printed(self) -> None:
-        """The lines on stdout are all that a client needs, and they say why sessions must not be multiplexed."""
-        with _running() as process:
+        """The lines on stdout are all that a client needs; Ctrl-C ends the command with 0, and both emulators with it.
+
+        Two developers, or two test runs, on one machine get emulators of their own.
+        """
+        with _running() as (one, hosts), _running() as (process, others):
+            assert len({*hosts, *others}) == 4
             assert "1.5.38" in process.stdout
             assert "404 Transaction not found" in process.stdout
             script = 'eval "$1"; exec "$2" -W ignore -c "$3"'
@@ -76,33 +77,25 @@ class TestWhereTheyAreInstalled:
                 command, env=processes.clean_environment(), capture_output=True, text=True, check=False, timeout=60
             )
             assert done.stdout == "0 0\n", done.stderr
-
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-    @linux
-    def test_a_signal_stops_both(self, number: signal.Signals) -> None:
-        """Ctrl-C, `kill` and a closed terminal end the command with 0, and both emulators with it."""
-        with _running() as process:
-            hosts, pids = _hosts(process), children(process.pid)
-            assert len(pids) == 2
-            assert all(_answers(host) for host in hosts)
-            process.stop(number)
-            assert process.wait(10) == 0
-            assert all(gone(pid) for pid in pids)
-            assert _none_answers(hosts)
+            for each, its, number in ((one, hosts, signal.SIGINT), (process, others, signal.SIGHUP)):
+                _stop_both(each, its, number)
 
     @linux
-    def test_a_killed_command_leaves_no_emulator(self) -> None:
-        """Even SIGKILL leaves nothing that holds a port or memory."""
-        with _running() as process:
-            hosts = _hosts(process)
-            process.stop(signal.SIGKILL)
-            assert process.wait(10) == -signal.SIGKILL
-            eventually(lambda: _none_answers(hosts), seconds=10, message="both emulators are gone")
+    def test_given_ports_are_used(self) -> None:
+        """Scripts can rely on fixed ports; `kill` ends the command with 0, and both emulators."""
+        with silent_port() as spanner, silent_port() as pubsub:
+            ports = [int(host.rpartition(":")[2]) for host in (spanner, pubsub)]
+        with _running("--spanner-port", str(ports[0]), "--pubsub-port", str(ports[1])) as (process, hosts):
+            assert hosts == [("127.0.0.1", port) for port in ports]
+            _stop_both(process, hosts, signal.SIGTERM)
 
+    @pytest.mark.parametrize("whole", [True, False], ids=["running", "starting"])
     @linux
-    def test_a_command_killed_while_it_starts_leaves_no_emulator(self) -> None:
-        """The moment of the kill does not matter."""
+    def test_a_killed_command_leaves_no_emulator(self, whole: bool) -> None:
+        """Even SIGKILL, at any moment, leaves no process that holds a port or memory."""
         with started("outbox", "emulators") as process:
+            if whole:
+                process.wait_for_text("MULTIPLEXED_SESSIONS_FOR_RW=false")
             pids = eventually(lambda: children(process.pid), seconds=30)
             process.stop(signal.SIGKILL)
             assert process.wait(10) == -signal.SIGKILL
@@ -111,19 +104,11 @@ class TestWhereTheyAreInstalled:
     @linux
     def test_an_emulator_that_ends_ends_the_command(self) -> None:
         """A crashed emulator is a message and exit code 1, and the other one does not stay alone."""
-        with _running() as process:
-            hosts = _hosts(process)
+        with _running() as (process, hosts):
             os.kill(children(process.pid)[0], signal.SIGKILL)
             assert process.wait(10) == 1
             assert re.search(r"outbox: the \S+ emulator was killed by SIGKILL", process.stderr)
-            assert _none_answers(hosts)
-
-    def test_given_ports_are_used(self) -> None:
-        """Scripts and configuration files can rely on fixed ports."""
-        with silent_port() as spanner, silent_port() as pubsub:
-            ports = [int(host.rpartition(":")[2]) for host in (spanner, pubsub)]
-        with _running("--spanner-port", str(ports[0]), "--pubsub-port", str(ports[1])) as process:
-            assert _hosts(process) == [("127.0.0.1", port) for port in ports]
+            assert _answering(hosts) == 0
 
     @pytest.mark.parametrize("flag", ["--spanner-port", "--pubsub-port"])
     def test_a_taken_port_is_refused(self, flag: str) -> None:
@@ -131,21 +116,24 @@ class TestWhereTheyAreInstalled:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             done = processes.run("outbox", "emulators", flag, str(port))
-        assert done.code == 3
+        assert (done.code, done.stdout) == (3, "")
         assert re.fullmatch(
             rf"outbox: the \S+ emulator cannot have port {port} of 127.0.0.1: Address already in use\n", done.stderr
         )
-        assert done.stdout == ""
 
-    def test_two_commands_do_not_meet(self) -> None:
-        """Two developers, or two test runs, on one machine get emulators of their own."""
-        with _running() as one, _running() as two:
-            assert len({*_hosts(one), *_hosts(two)}) == 4
+
+def _stop_both(process: Process, hosts: list[tuple[str, int]], number: signal.Signals) -> None:
+    pids = children(process.pid)
+    assert (len(pids), _answering(hosts)) == (2, 2)
+    process.stop(number)
+    assert process.wait(10) == 0
+    assert all(gone(pid) for pid in pids)
+    assert _answering(hosts) == 0
 
 
 def test_running_emulators_are_reported(emulators: Emulators) -> None:
     """With both variables set there is nothing to start: the command says so, prints them, and ends."""
-    done = processes.run("outbox", "emulators", environment=emulators.environment())
+    done = here("emulators", environment=emulators.environment())
     assert done.code == 0
     assert f"export SPANNER_EMULATOR_HOST={emulators.spanner_host}\n" in done.stdout
     assert "nothing to start" in done.stderr
@@ -153,18 +141,16 @@ def test_running_emulators_are_reported(emulators: Emulators) -> None:
 
 def test_nothing_installed_is_told_with_what_to_do(tmp_path: Path) -> None:
     """Without a Cloud SDK the reader gets commands to copy, and exit code 3."""
-    nothing = {"PATH": "", "CLOUDSDK_ROOT_DIR": str(tmp_path)}
-    done = processes.run("outbox", "emulators", environment=nothing)
+    done = processes.run("outbox", "emulators", environment={"PATH": "", "CLOUDSDK_ROOT_DIR": str(tmp_path)})
     assert done.code == 3
     assert done.stderr.startswith("outbox: the Spanner emulator and the Pub/Sub emulator not found: ")
     assert "gcloud components install" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert TRACE not in done.stderr
 
 
 @pytest.mark.parametrize("value", ["65536", "-1", "http", ""])
 def test_a_wrong_port_is_refused_with_what_is_allowed(value: str) -> None:
     """A wrong port names the flag, the value and what is allowed, with exit code 2."""
-    done = processes.run("outbox", "emulators", f"--pubsub-port={value}")
-    assert done.code == 2
+    done = here("emulators", f"--pubsub-port={value}")
     wanted = f"outbox: --pubsub-port: {value!r} is not allowed: it must be a whole number from 0 to 65,535\n"
-    assert done.stderr == wanted
+    assert (done.code, done.stderr) == (2, wanted)

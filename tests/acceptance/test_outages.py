@@ -29,7 +29,7 @@ from tests.support.pubsub import PubSub, Subscription
 from tests.support.relays import account, register, unsent, wait_until_all_sent, worker
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 
 GROUP_SIZE = 10
 GROUPS = 4
@@ -134,7 +134,7 @@ def test_pubsub_that_goes_away_under_load_charges_no_task(
 
 
 @pytest.mark.parametrize(
-    "go_away", [pytest.param(refuse, marks=pytest.mark.long("tests/faults/test_service_faults.py has spanner_refuses in short")), hang]
+    "go_away", [pytest.param(refuse, marks=pytest.mark.long("test_service_faults.py has a short one")), hang]
 )
 def test_spanner_that_goes_away_under_load_is_waited_for(
     emulators: Emulators,

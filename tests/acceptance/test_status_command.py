@@ -1,4 +1,4 @@
-"""`outbox status` and `outbox topics` as processes: what waits, as of when, and the exit code for a pager."""
+"""`outbox status` and `outbox topics` as processes: the counts and their time, and the exit code for a pager."""
 
 import json
 import signal
@@ -43,31 +43,23 @@ def old_database(spanner_instance: Instance) -> Iterator[Database]:
         yield made
 
 
-def beat(database: Database, **seen: object) -> None:
-    """Write the rows of workers."""
-    started = datetime.now(UTC) - HOUR
+def pause(database: Database, *topics: str) -> None:
+    """Pause topics as the command does."""
     with database.batch() as batch:
-        batch.insert(
-            "AsynchronousTaskWorkers",
-            ("WorkerId", "StartedAt", "SeenAt"),
-            [(id, started, at) for id, at in seen.items()],
-        )
+        rows = [(topic, True, 5) for topic in topics]
+        batch.insert("AsynchronousTaskTopics", ("Topic", "Paused", "MaxInFlight"), rows)
 
 
-def pause(database: Database, topic: str) -> None:
-    """Pause a topic as the command does."""
-    with database.batch() as batch:
-        batch.insert("AsynchronousTaskTopics", ("Topic", "Paused", "MaxInFlight"), [(topic, True, 5)])
+def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Database):
+    """Pending, retrying, scheduled, dead, sent in the last minute, the oldest age and the live workers are right.
 
-
-def fill_with_all_states(database: Database) -> None:
-    """Have tasks of each state, topic and priority in numbers that are not alike."""
-    due = {"AvailableAt": datetime.now(UTC) - MINUTE}
+    People get a line for each topic and priority below one head, a total, and a first line with the time.
+    """
     fill(
         database,
         [
             *[row(f"ready-{n}", age=(n + 1) * HOUR) for n in range(3)],
-            row("due", age=9 * HOUR, **due, Priority=100),
+            row("due", age=9 * HOUR, AvailableAt=datetime.now(UTC) - MINUTE, Priority=100),
             *[row(f"retrying-{n}", "retrying") for n in range(4)],
             *[row(f"scheduled-{n}", "scheduled") for n in range(5)],
             row("parked", "scheduled", OrderingKey="key", Attempts=2, LastError="parked: behind another"),
@@ -76,44 +68,30 @@ def fill_with_all_states(database: Database) -> None:
             *[row(f"long-sent-{n}", "sent", age=2 * MINUTE) for n in range(9)],
         ],
     )
-
-
-def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Database):
-    """Pending, retrying, scheduled, dead, sent in the last minute, the oldest age and the live workers are right."""
-    fill_with_all_states(database)
-    beat(database, alive=COMMIT_TIMESTAMP, lately=datetime.now(UTC) - SECOND, gone=datetime.now(UTC) - MINUTE)
+    now = datetime.now(UTC)
+    seen = {"alive": COMMIT_TIMESTAMP, "lately": now - SECOND, "gone": now - MINUTE}
+    with database.batch() as batch:
+        rows = [(id, now - HOUR, at) for id, at in seen.items()]
+        batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt"), rows)
     [whole] = outbox.objects("status", "--exact", "--json")
+    table = outbox.run("status", "--exact")
     names = ("topic", "priority", "pending", "retrying", "scheduled", "dead", "sent_last_minute")
-    assert [tuple(line[name] for name in names) for line in whole["topics"]] == [
-        ("invoices", 50, 0, 0, 0, 0, 8),
-        ("orders", 100, 1, 0, 0, 0, 0),
-        ("orders", 50, 3, 4, 6, 7, 0),
-    ]
+    counts = [("invoices", 50, 0, 0, 0, 0, 8), ("orders", 100, 1, 0, 0, 0, 0), ("orders", 50, 3, 4, 6, 7, 0)]
+    assert [tuple(line[name] for name in names) for line in whole["topics"]] == counts
     assert [whole[name] for name in (*names[2:], "workers")] == [4, 4, 6, 7, 8, 2]
     ages = [line["oldest_age"] for line in whole["topics"]]
     assert ages == [None, pytest.approx(60, abs=30), pytest.approx(3 * 3600, abs=30)]
-
-
-def test_the_table_says_the_same_for_people(outbox: Commands, database: Database):
-    """A line for each topic and priority below one head, a total, and a first line with the time and the workers."""
-    fill_with_all_states(database)
-    beat(database, alive=COMMIT_TIMESTAMP)
-    told = outbox.run("status", "--exact")
-    first, head, *lines = told.stdout.splitlines()
-    assert (told.code, told.stderr) == (0, "")
+    first, head, *lines = table.stdout.splitlines()
+    assert (table.code, table.stderr) == (0, "")
     assert first.startswith("as of 2")
-    assert first.endswith("Z, 1 live worker")
+    assert first.endswith("Z, 2 live workers")
     assert head.split() == ["TOPIC", "PRIORITY", "PENDING", "RETRYING", "SCHEDULED", "DEAD", "SENT/MIN", "OLDEST"]
-    assert [line.split()[:7] for line in lines] == [
-        ["invoices", "50", "0", "0", "0", "0", "8"],
-        ["orders", "100", "1", "0", "0", "0", "0"],
-        ["orders", "50", "3", "4", "6", "7", "0"],
-        ["all", "4", "4", "6", "7", "8", "3h"],
-    ]
+    assert [line.split()[:7] for line in lines[:3]] == [[str(each) for each in line] for line in counts]
+    assert [line.split() for line in lines[3:]] == [["all", "4", "4", "6", "7", "8", "3h"]]
 
 
 def test_it_is_ten_seconds_old_unless_exact(emulators: Emulators, old_database: Database):
-    """What was just registered is not there yet without --exact, and the answer says of which time it is."""
+    """A task that was just registered is missing without --exact; the answer says of which time it is."""
     outbox = Commands(emulators, old_database)
     before = datetime.now(UTC)
     fill(old_database, [row("new", age=timedelta(0), topic="new-topic")])
@@ -125,54 +103,51 @@ def test_it_is_ten_seconds_old_unless_exact(emulators: Emulators, old_database: 
 
 
 def test_an_age_or_a_number_that_is_exceeded_is_exit_code_1(outbox: Commands, database: Database):
-    """A sentence says which and by how much; what is not exceeded is 0, and paused topics count for neither."""
-    fill(database, [row("a"), row("b", age=2 * HOUR), *[row(f"p{n}", topic="paused", age=9 * HOUR) for n in range(5)]])
+    """A sentence says which limit and by how much; without it the code is 0. Paused topics count for neither."""
+    fill(database, [row("a"), row("b", age=2 * HOUR), row("p", topic="paused", age=9 * HOUR)])
     pause(database, "paused")
-    expected = {
-        (
-            "--max-age",
-            "90m",
-        ): "the oldest pending task has waited 2h (topic orders, priority 50), more than --max-age 1h 30m",
+    oldest = "the oldest pending task has waited 2h (topic orders, priority 50), more than --max-age 1h 30m"
+    for words, sentence in {
+        ("--max-age", "90m"): oldest,
         ("--max-age", "3h"): "",
         ("--max-pending", "1"): "2 tasks are pending, more than --max-pending 1",
         ("--max-pending", "2"): "",
-    }
-    for words, sentence in expected.items():
-        told = outbox.run("status", "--exact", *words)
-        assert (told.code, sentence in told.stderr) == (1 if sentence else 0, True), (words, told)
-        assert bool(told.stderr) == bool(sentence)
-        assert "paused (paused)" in told.stdout
+    }.items():
+        done = outbox.run("status", "--exact", *words)
+        assert (done.code, sentence in done.stderr) == (1 if sentence else 0, True), (words, done)
+        assert bool(done.stderr) == bool(sentence)
+        assert "paused (paused)" in done.stdout
 
 
-def test_watch_looks_again_and_ctrl_c_ends_it(emulators: Emulators, old_database: Database):
-    """Each look is a later one, one whole JSON object a line, and nothing but these is written at the end."""
+def test_watch_reads_again_until_ctrl_c(emulators: Emulators, old_database: Database):
+    """Each time is later, one whole JSON object a line, and nothing but these is written at the end.
 
-    def looks(process: Process) -> list[str]:
+    At a terminal the screen is cleared each time, and Ctrl-C leaves no stack trace on it.
+    """
+
+    def times(process: Process) -> list[str]:
         return [json.loads(line)["as_of"] for line in process.stdout.splitlines() if line.endswith("}")]
 
-    with Commands(emulators, old_database).started("status", "--watch", "--json") as process:
-        eventually(lambda: len(looks(process)) >= 2, seconds=30)
-        process.stop(signal.SIGINT)
-        assert process.wait() == 0
-        assert looks(process) == sorted(set(looks(process)))
-        assert process.stderr == ""
-
-
-def test_watch_at_a_terminal_draws_over_itself(emulators: Emulators, old_database: Database):
-    """The screen is cleared before each look, and Ctrl-C leaves no stack trace on it."""
-    with Commands(emulators, old_database).terminal("status", "--watch") as terminal:
+    outbox = Commands(emulators, old_database)
+    with outbox.started("status", "--watch", "--json") as process, outbox.terminal("status", "--watch") as terminal:
         terminal.wait_for_text("live workers")
         assert terminal.seen.startswith("\x1b[H\x1b[2Jas of ")
         terminal.child.send_signal(signal.SIGINT)
         assert terminal.wait() == 0
         assert TRACE not in terminal.seen
+        eventually(lambda: len(times(process)) >= 2, seconds=30)
+        process.stop(signal.SIGINT)
+        assert process.wait() == 0
+        assert times(process) == sorted(set(times(process)))
+        assert process.stderr == ""
 
 
 def test_topics_shows_controls_beside_the_backlog(outbox: Commands, database: Database):
-    """A topic with a row only, one with tasks only and one with both have a line each."""
+    """A topic with a row only, one with tasks only and one with both have a line each; no topic is a sentence."""
+    assert "no task waits, and none was sent in the last minute\n" in outbox.here("status").stdout
+    assert "no topic has a row, or a task\n" in outbox.here("topics").stdout
     fill(database, [row("a", topic="tasks-only"), row("b", topic="both"), row("c", "dead", topic="both")])
-    pause(database, "both")
-    pause(database, "row-only")
+    pause(database, "both", "row-only")
     first, head, *lines = outbox.run("topics", "--exact").stdout.splitlines()
     [whole] = outbox.objects("topics", "--exact", "--json")
     assert first.startswith("as of ")
@@ -188,9 +163,3 @@ def test_topics_shows_controls_beside_the_backlog(outbox: Commands, database: Da
         ["row-only", True, 5, None, 0, 0],
         ["tasks-only", False, None, None, 1, 0],
     ]
-
-
-def test_nothing_is_said_in_words(outbox: Commands):
-    """An empty table is a sentence, not an empty table."""
-    assert "no task waits, and none was sent in the last minute\n" in outbox.run("status").stdout
-    assert "no topic has a row, or a task\n" in outbox.run("topics").stdout

@@ -1,30 +1,88 @@
-"""Pauses and limits that running workers follow, by the commands; two workers, audited by what subscribers receive."""
+"""Pauses and limits by the commands: running workers follow them, and the page about them shows what they do."""
 
+import re
+import shlex
 from contextlib import ExitStack
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
+import pytest
+from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 
 from outbox.emulators import Emulators
-from tests.support import processes
+from tests.support.commands import Commands, fill, row
+from tests.support.processes import ROOT
 from tests.support.pubsub import Subscription
-from tests.support.relays import divided, register, unsent, wait_until_all_sent, worker
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.relays import divided, execute, register, unsent, wait_until_all_sent, worker
 from tests.support.waiting import eventually
 
+PAGE = Path("docs/operations/topics.md")
 
-def outbox(emulators: Emulators, database: Database, *arguments: str) -> str:
-    """Run a command, which must succeed, and return what it says."""
-    where = ("--project", PROJECT, "--instance", INSTANCE, "--database", database.database_id)
-    done = processes.run("outbox", *arguments, *where, environment=emulators.environment())
-    assert done.code == 0, done.stderr
-    return done.stdout
+
+@pytest.fixture
+def outbox(emulators: Emulators, database: Database) -> Commands:
+    """The commands on a database of the test's own."""
+    return Commands(emulators, database)
+
+
+def blocks(language: str) -> str:
+    """Return the only block of code of that language in the page."""
+    [block] = re.findall(rf"^```{language}\n(.*?)^```", (ROOT / PAGE).read_text(), re.MULTILINE | re.DOTALL)
+    return str(block)
+
+
+def test_the_commands_of_the_page_do_and_say_what_it_shows(outbox: Commands, database: Database):
+    """One after the other on the same database; the flags that name it are the test's.
+
+    An unknown topic is exit code 1, a wrong value 2; each is one sentence.
+    """
+    fill(database, [row(topic, topic=topic) for topic in ("orders", "invoices")])
+    unknown, wrong = outbox.run("pause", "ordres"), outbox.run("limit", "orders", "--rate", "0", "--burst", "1")
+    assert (unknown.code, wrong.code) == (1, 2)
+    assert "Tasks wait or rows exist for: invoices, orders\n" in unknown.stderr
+    assert {(each.stdout, each.stderr.count("\n")) for each in (unknown, wrong)} == {("", 1)}
+    shown = re.findall(r"^\$ outbox (.*?) --project .*\n((?:[^$].*\n)*)", blocks("console"), re.MULTILINE)
+    assert [words.split()[0] for words, _ in shown] == ["pause", "resume", "limit", "limit", "limit"]
+    for words, says in shown:
+        done = outbox.run(*shlex.split(words))
+        assert (done.code, done.stdout) == (0, says)
+        assert "the workers follow within 10 seconds" in done.stderr
+    columns = ("Topic", "Paused", "RatePerSecond", "Burst", "MaxInFlight")
+    with database.snapshot() as snapshot:
+        rows = list(snapshot.read("AsynchronousTaskTopics", columns, KeySet(all_=True)))
+    assert rows == [["invoices", False, None, None, None], ["orders", False, None, None, None]]
+
+
+def test_the_sql_of_the_page_does_the_same(database: Database):
+    """Each statement of the page leaves the row that the command would leave."""
+    *statements, query = [re.sub(r"--.*", "", each).strip() for each in blocks("sql").split(";")]
+    left: list[Any] = []
+    for statement in statements:
+        execute(database, statement)
+        with database.snapshot() as snapshot:
+            left += list(snapshot.execute_sql(query))
+    assert left == [
+        ["orders", False, None, None, None],
+        ["orders", True, None, None, None],
+        ["orders", False, None, None, None],
+        ["orders", False, 10.0, 20, None],
+        ["orders", False, 10.0, 20, 5],
+        ["orders", False, None, None, None],
+    ]
 
 
 def test_workers_follow_pauses_and_limits_within_ten_seconds(
-    emulators: Emulators, database: Database, topic: str, subscription: Subscription
+    outbox: Commands, emulators: Emulators, database: Database, topic: str, subscription: Subscription
 ) -> None:
-    """Without a restart: nothing of a paused topic, no more than the fleet's rate of a limited one, all at the end."""
+    """Without a restart: no task of a paused topic, no more than the shared rate of a limited one, all at the end."""
+
+    def run(*words: str) -> str:
+        done = outbox.run(*words)
+        assert done.code == 0, done.stderr
+        return done.stdout
+
     with ExitStack() as stack:
         workers = [stack.enter_context(worker(emulators, database)) for _ in range(2)]
         eventually(lambda: divided(workers), seconds=30)
@@ -32,29 +90,29 @@ def test_workers_follow_pauses_and_limits_within_ten_seconds(
         wait_until_all_sent(database)
         subscription.pull_until(20)
 
-        assert outbox(emulators, database, "pause", topic) == f"{topic}: paused\n"
+        assert run("pause", topic) == f"{topic}: paused\n"
         for each in workers:
             each.wait_for_text('"action": "paused"', seconds=10)
-        ids = register(database, topic, 100, priority=100)
+        ids = register(database, topic, 60, priority=100)
         # Tried by both, which have polled since.
         register(database, "missing-topic", 20, priority=0)
         for each in workers:
             each.wait_for_text("missing-topic rests")
         assert subscription.drain() == []
 
-        outbox(emulators, database, "limit", topic, "--rate", "10", "--burst", "10")
+        run("limit", topic, "--rate", "10", "--burst", "10")
         begin = datetime.now(UTC)
-        assert "resumed" in outbox(emulators, database, "resume", topic)
+        assert "resumed" in run("resume", topic)
         for each in workers:
             each.wait_for_text("10 tasks a second, 10 at once, of which this worker has 1/2", seconds=10)
-        received = subscription.pull_until(40, seconds=30)
+        received = subscription.pull_until(30, seconds=30)
         seconds = (max(message.publish_time for message in received) - begin).total_seconds()
         assert len(received) <= 10 + 10 * seconds
         print(f"{len(received)} tasks in {seconds:.1f} s at 10 a second with a burst of 10")
 
-        outbox(emulators, database, "limit", topic, "--off")
+        run("limit", topic, "--off")
         eventually(lambda: not set(unsent(database)) & set(ids), seconds=10)
         for each in workers:
             each.stop()
         assert [each.wait() for each in workers] == [0, 0]
-    assert len(received) + len(subscription.drain()) >= 100
+    assert len(received) + len(subscription.drain()) >= len(ids)

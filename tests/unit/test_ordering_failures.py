@@ -5,7 +5,6 @@ from datetime import timedelta
 import pytest
 
 from outbox.states import NEVER
-from publishworker.spanner.store import StoreError
 from publishworker.task import Failed
 from publishworker.telemetry import metrics as m
 from tests.support.relay_bench import Bench
@@ -75,20 +74,6 @@ def test_an_outage_defers_nothing(bench: Bench) -> None:
     bench.publisher.down = {}
     bench.run_for(30, step=10)
     assert bench.publisher.ids() == ["c", "b", "a"]
-
-
-def test_a_missing_topic_is_charged_to_the_heads_that_probe_it(bench: Bench) -> None:
-    """Not to what stands behind them, which goes in order once the topic is there."""
-    bench.line("a1", "a2", key="a", topic="missing")
-    bench.line("b1", "b2", key="b", topic="missing")
-    bench.run_for(20, step=5)
-    paid = attempts(bench)
-    assert min(paid["a1"], paid["b1"]) >= 1
-    assert (paid["a2"], paid["b2"]) == (0, 0)
-    bench.publisher.topics.add("projects/test-project/topics/missing")
-    bench.run_for(3000, step=300)
-    assert bench.published("a1", "a2") == ["a1", "a2"]
-    assert bench.published("b1", "b2") == ["b1", "b2"]
 
 
 def test_a_dead_head_is_passed_over_if_so_wished() -> None:
@@ -167,18 +152,6 @@ def test_many_tasks_that_hold_back_nothing_hide_no_other(pass_dead: bool) -> Non
     assert bench.publisher.ids() == ["a"]
 
 
-def test_a_task_in_doubt_makes_its_key_wait(bench: Bench) -> None:
-    """It is marked first, and only then is the next one sent."""
-    bench.line("a", "b")
-    bench.commits(StoreError("no"))
-    bench.relay.turn(), bench.relay.turn()
-    assert bench.publisher.ids() == ["a", "b"]
-    bench.line("c")
-    bench.turns()
-    assert bench.publisher.ids() == ["a", "b", "c"]
-    assert bench.unsent() == []
-
-
 @pytest.mark.parametrize("failing", [False, True])
 def test_at_most_once_with_a_key_keeps_its_place(bench: Bench, failing: bool) -> None:
     """`register` refuses the two together, but another writer may not.
@@ -198,28 +171,6 @@ def test_at_most_once_with_a_key_keeps_its_place(bench: Bench, failing: bool) ->
         bench.turns()
     assert bench.publisher.requests[-3:] == [["a"], ["once"], ["b"]]
     assert bench.unsent() == []
-
-
-def test_the_same_key_in_two_topics_is_two_keys(bench: Bench) -> None:
-    """A topic that fails blocks its own half."""
-    bench.line("o1", "o2")
-    bench.line("i1", "i2", topic="invoices")
-    bench.publisher.failing = {"o1": UNKNOWN}
-    bench.turns()
-    assert bench.publisher.ids() == ["i1", "i2"]
-
-
-def test_what_there_was_no_time_for_stays_as_it_was(bench: Bench) -> None:
-    """Neither failed nor deferred: the next turn goes on there."""
-    bench.line("a", "b", "c")
-    bench.store.rows["b"].attempts = 1  # in a request of its own
-    bench.publisher.out_of_time = {"b"}
-    bench.relay.turn(), bench.relay.turn()
-    assert bench.publisher.ids() == ["a"]
-    assert [bench.store.rows[id].available_at for id in "bc"] == [None, None]
-    bench.publisher.out_of_time = set()
-    bench.turns()
-    assert bench.publisher.ids() == ["a", "b", "c"]
 
 
 def test_a_head_that_always_meets_an_outage_stops_no_other_task_of_its_shard(bench: Bench) -> None:
