@@ -1,11 +1,10 @@
-"""Ordering keys from outside: real workers on the emulators, whoever dies, whatever fails, and a subscriber."""
+"""Ordering keys with real workers: their order while workers are killed and publishes fail, and tasks that block it."""
 
 import contextlib
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
@@ -18,7 +17,7 @@ from google.pubsub_v1.types import PubsubMessage
 import outbox
 from outbox.emulators import Emulators
 from outbox.states import NEVER
-from tests.support.outages import count, dead, hang, seconds_until
+from tests.support.outages import hang
 from tests.support.processes import Process
 from tests.support.pubsub import PubSub
 from tests.support.pubsub_server import accept, pubsub_server
@@ -27,76 +26,27 @@ from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
 
-KEYS = [f"key-{n:02}" for n in range(20)]
-#: Tasks of one transaction.
-TOGETHER = 6
-#: Transactions of one round, in which one worker is killed.
-COMMITS = 8
-ROUNDS = 8
+KEYS = [f"key-{n}" for n in range(8)]
+#: In each round the application commits transactions of several tasks, and one worker is killed.
+ROUNDS, COMMITS, TOGETHER = 6, 8, 6
 #: What Pub/Sub does in place of accepting a request.
 FAULTS = ("unavailable", "unknown", "late", "in doubt")
+#: Two workers poll the same shards.
 ASSIGNMENTS = ("divided", "shared", "shared")
 
 
-def register_some(database: Database, topic: str, random: Random, keys: Sequence[str] = KEYS) -> list[str]:
+def register_some(database: Database, random: Random) -> list[str]:
     """Register tasks of one to three keys in one transaction, one after the other in turn."""
-    some = random.choices(keys, k=random.randint(1, 3))
+    keys = random.choices(KEYS, k=random.randint(1, 3))
     with database.batch(default_retry_delay=0.02) as batch:  # the emulator aborts us, or the worker
-        return [outbox.register(batch, topic, b"x" * 100, ordering_key=random.choice(some)) for _ in range(TOGETHER)]
-
-
-def test_workers_that_are_killed_keep_the_order_of_every_key(
-    emulators: Emulators, database: Database, topic: str, pubsub: PubSub
-) -> None:
-    """Three processes, two of which meet in every shard; twenty keys; killed while messages arrive: all in order."""
-    random = Random(7)
-    subscription = pubsub.new_subscription(topic, ordered=True)
-    ids: list[str] = []
-    received: list[PubsubMessage] = []
-    options = ("--group-size", "20", "--concurrency", "4", "--poll-interval", "0.2")
-    begin = time.monotonic()
-    with contextlib.ExitStack() as stack:
-
-        def start(assignment: str) -> Process:
-            return stack.enter_context(worker(emulators, database, *options, "--assignment", assignment))
-
-        workers = [start(assignment) for assignment in ASSIGNMENTS]
-        for _ in range(ROUNDS):
-            for each in workers:
-                each.wait_for_text("relaying")
-            moment = len(received) + random.randint(1, COMMITS * TOGETHER)
-            registered = 0
-            while registered < COMMITS and len(received) < moment:
-                ids += register_some(database, topic, random)
-                registered += 1
-                received += subscription.pull_until(0)
-            received += subscription.pull_until(moment - len(received), seconds=30)
-            # What has just arrived is not marked yet, or only just.
-            victim = random.randrange(len(workers))
-            workers[victim].stop(signal.SIGKILL)
-            workers[victim].wait()
-            workers[victim] = start(ASSIGNMENTS[victim])
-            for _ in range(COMMITS - registered):
-                ids += register_some(database, topic, random)
-        eventually(lambda: not unsent(database), seconds=60, message="all tasks marked")
-        seconds = time.monotonic() - begin
-        for each in workers:
-            each.wait_for_text("relaying")
-            each.stop()
-        assert [each.wait() for each in workers] == [0] * 3
-    received += subscription.drain(0.5)
-    duplicates = len(received) - len(ids)
-    print(f"{len(ids)} tasks, {len(KEYS)} keys, {ROUNDS} workers killed: {duplicates} duplicates, {seconds:.1f} s")
-    orders = key_orders(database, topic)
-    assert first_deliveries(received) == orders
-    assert {id for order in orders.values() for id in order} == set(ids)
+        return [outbox.register(batch, "orders", b"x" * 100, ordering_key=random.choice(keys)) for _ in range(TOGETHER)]
 
 
 class FaultyPubSub:
-    """Answers at random: it accepts, refuses, accepts and says that it has not, or accepts too late."""
+    """Accepts a request, refuses it, accepts it and answers with an error, or accepts it too late, at random."""
 
     def __init__(self, random: Random) -> None:
-        """Begin faulty; `calm` ends it."""
+        """Begin with faults; `calm` ends them."""
         self._random = random
         self._next: list[str] = []
         self._lock = threading.Lock()
@@ -123,26 +73,27 @@ class FaultyPubSub:
         return accept(request, context)
 
 
-def test_failing_publishes_and_kills_keep_the_order_of_every_key(emulators: Emulators, database: Database) -> None:
-    """Refused, answered too late, in doubt, charged or not, while workers that share all shards die: all in order."""
-    random = Random(3)
-    pubsub = FaultyPubSub(Random(4))
+@pytest.mark.extended
+def test_workers_that_are_killed_keep_the_order_of_every_key(emulators: Emulators, database: Database) -> None:
+    """Three workers, two of which share all shards, are killed while publishes are refused, late or in doubt."""
+    random, pubsub = Random(3), FaultyPubSub(Random(4))
     options = ("--group-size", "20", "--concurrency", "4", "--poll-interval", "0.2", "--publish-timeout", "0.4")
-    options += ("--backoff-initial", "2", "--backoff-max", "2", "--max-attempts", "1000", "--assignment", "shared")
+    options += ("--backoff-initial", "2", "--backoff-max", "2", "--max-attempts", "1000")
     ids: list[str] = []
     begin = time.monotonic()
     with pubsub_server() as server, contextlib.ExitStack() as stack:
         server.publish = pubsub.publish
 
-        def start() -> Process:
-            return stack.enter_context(worker(emulators, database, *options, PUBSUB_EMULATOR_HOST=server.address))
+        def start(assignment: str) -> Process:
+            words = (*options, "--assignment", assignment)
+            return stack.enter_context(worker(emulators, database, *words, PUBSUB_EMULATOR_HOST=server.address))
 
-        workers = [start() for _ in range(3)]
-        for _ in range(5):
+        workers = [start(assignment) for assignment in ASSIGNMENTS]
+        for _ in range(ROUNDS):
             for each in workers:
                 each.wait_for_text("relaying")
             for _ in range(COMMITS // 2):
-                ids += register_some(database, "orders", random, KEYS[:5])
+                ids += register_some(database, random)
             moment = len(server.requests) + random.randint(1, 10)
             eventually(
                 lambda at=moment: len(server.requests) >= at or not unsent(database),
@@ -152,12 +103,16 @@ def test_failing_publishes_and_kills_keep_the_order_of_every_key(emulators: Emul
             victim = random.randrange(len(workers))
             workers[victim].stop(signal.SIGKILL)
             workers[victim].wait()
-            workers[victim] = start()
+            workers[victim] = start(ASSIGNMENTS[victim])
             for _ in range(COMMITS // 2):
-                ids += register_some(database, "orders", random, KEYS[:5])
+                ids += register_some(database, random)
         pubsub.calm.set()
         eventually(lambda: not unsent(database), seconds=60, message="all tasks marked")
         seconds = time.monotonic() - begin
+        for each in workers:
+            each.wait_for_text("relaying")
+            each.stop()
+        assert [each.wait() for each in workers] == [0] * 3
     duplicates, faults = len(pubsub.received) - len(ids), {name: pubsub.faults[name] for name in FAULTS}
     print(f"{len(ids)} tasks, {len(server.requests)} requests, {faults}: {duplicates} duplicates, {seconds:.1f} s")
     orders = key_orders(database, "orders")
@@ -175,101 +130,43 @@ def register_keys(database: Database, topic: str, keys: str, **options: Any) -> 
         ]
 
 
-def sent_at(database: Database) -> dict[str, datetime]:
-    """Return when each task was marked."""
-    with database.snapshot() as snapshot:
-        return dict(snapshot.execute_sql("SELECT Id, SentAt FROM AsynchronousTasks WHERE SentAt IS NOT NULL"))
-
-
 @pytest.mark.parametrize("mode", ["block", "skip"])
-def test_a_dead_head_holds_back_its_key_or_is_passed_over(
+def test_a_dead_head_blocks_its_key_or_is_skipped(
     emulators: Emulators, database: Database, topic: str, pubsub: PubSub, mode: str
 ) -> None:
-    """No other key, and nothing that has none; once an operator has retried it, all goes out in order."""
+    """It blocks no other key, and no task without one; once an operator has retried it, all goes out in order.
+
+    Key s: a scheduled task blocks the tasks behind it. Key x: an expired task blocks nothing, at the head or in the
+    middle, whether it was dead before or not.
+    """
     subscription = pubsub.new_subscription(topic, ordered=True)
+    past, future = datetime.now(UTC) - timedelta(minutes=1), datetime(2090, 1, 1, tzinfo=UTC)
     insert_undecodable(database, "head", topic, "a")
-    a1, b1, loose, a2, b2, a3 = register_keys(database, topic, "ab.aba")
+    insert_undecodable(database, "dead", topic, "x", AvailableAt=NEVER, ExpiresAt=past, Attempts=1)
+    expired = register_keys(database, topic, "x", expires_at=past)
+    a1, b1, loose, a2, b2, a3, x1, s1 = register_keys(database, topic, "ab.abaxs")
+    expired += register_keys(database, topic, "x", expires_at=past)
+    [scheduled] = register_keys(database, topic, "s", available_at=future)
+    x2, s2 = register_keys(database, topic, "xs")
+    stay = {"dead", *expired, scheduled, s2}
+    sent = {"b": [b1, b2], "s": [s1], "x": [x1, x2]}
     options = ("--on-ordering-failure", mode, "--poll-interval", "0.2")
     with worker(emulators, database, *options, command="drain") as process:
         assert process.wait(60) == 0
         left = process.stdout.splitlines()
-    if mode == "skip":
-        assert left == [f"1 dead of {topic}", "drained"]
-        assert unsent(database) == ["head"]
-        assert first_deliveries(subscription.drain()) == {"a": [a1, a2, a3], "b": [b1, b2]}
-        return
-    assert left == [f"1 dead of {topic}", f"3 scheduled of {topic}", "drained"]
-    assert set(unsent(database)) == {"head", a1, a2, a3}
     received = subscription.drain()
-    assert first_deliveries(received) == {"b": [b1, b2]}
     assert loose in {message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in received}
+    if mode == "skip":
+        assert left == [f"4 dead of {topic}", f"2 scheduled of {topic}", "drained"]
+        assert set(unsent(database)) == {"head", *stay}
+        assert first_deliveries(received) == sent | {"a": [a1, a2, a3]}
+        return
+    assert left == [f"4 dead of {topic}", f"5 scheduled of {topic}", "drained"]
+    assert set(unsent(database)) == {"head", a1, a2, a3, *stay}
+    assert first_deliveries(received) == sent
     retry = "SET Data = b'', AvailableAt = NULL, Attempts = 0, ExpiresAt = NULL WHERE Id = 'head'"
     assert execute(database, f"UPDATE AsynchronousTasks {retry}") == 1
     with worker(emulators, database, *options, command="drain") as process:
         assert process.wait(60) == 0
-        assert process.stdout.splitlines() == ["drained"]
+    assert set(unsent(database)) == stay
     assert first_deliveries(subscription.drain()) == {"a": ["head", a1, a2, a3]}
-
-
-@pytest.mark.parametrize("mode", ["block", "skip"])
-def test_what_has_expired_holds_back_nothing(
-    emulators: Emulators, database: Database, topic: str, pubsub: PubSub, mode: str
-) -> None:
-    """Neither at the head nor in the middle, whether it is found by its time or was dead before."""
-    subscription = pubsub.new_subscription(topic, ordered=True)
-    past = datetime.now(UTC) - timedelta(minutes=1)
-    insert_undecodable(database, "dead", topic, "a", AvailableAt=NEVER, ExpiresAt=past, Attempts=1)
-    dead = ["dead", *register_keys(database, topic, "a", expires_at=past)]
-    ids = register_keys(database, topic, "aa")
-    dead += register_keys(database, topic, "a", expires_at=past)
-    ids += register_keys(database, topic, "aa")
-    options = ("--on-ordering-failure", mode, "--poll-interval", "0.2")
-    with worker(emulators, database, *options, command="drain") as process:
-        assert process.wait(60) == 0
-        assert process.stdout.splitlines() == [f"3 dead of {topic}", "drained"]
-    assert set(unsent(database)) == set(dead)
-    assert first_deliveries(subscription.drain()) == {"a": ids}
-
-
-def test_a_scheduled_task_holds_back_what_follows_in_its_key(
-    emulators: Emulators, database: Database, topic: str, pubsub: PubSub
-) -> None:
-    """Until its time; what stands before it, other keys and tasks without one are sent at once."""
-    subscription = pubsub.new_subscription(topic, ordered=True)
-    with worker(emulators, database, "--poll-interval", "0.2") as process:
-        process.wait_for_text("relaying")
-        at = datetime.now(UTC) + timedelta(seconds=4)
-        at_once = register_keys(database, topic, "a")
-        held = register_keys(database, topic, "a", available_at=at)
-        held += register_keys(database, topic, "aaa")
-        at_once += register_keys(database, topic, "bb..")
-        eventually(lambda: not unsent(database), seconds=30, message="all tasks marked")
-    times = sent_at(database)
-    print(f"held tasks marked {(max(times[id] for id in held) - at).total_seconds():.2f} s after their time")
-    assert all(times[id] < at for id in at_once)
-    assert all(times[id] >= at for id in held)
-    assert first_deliveries(subscription.drain()) == key_orders(database, topic)
-
-
-def test_a_missing_topic_holds_its_own_keys_until_it_is_made(
-    emulators: Emulators, database: Database, topic: str, pubsub: PubSub
-) -> None:
-    """The same keys in another topic are other keys; when the topic is there all arrives in the order of each key."""
-    subscription = pubsub.new_subscription(topic, ordered=True)
-    late = f"{topic}-late"
-    with worker(emulators, database, "--poll-interval", "0.2", "--backoff-initial", "0.1") as process:
-        process.wait_for_text("relaying")
-        for _ in range(5):
-            register_keys(database, late, "abcabcabc.")
-            register_keys(database, topic, "abab")
-        eventually(lambda: count(database, "SentAt IS NULL") == 50, seconds=30, message="the other topic is done")
-        eventually(lambda: count(database, "Attempts > 1"), seconds=30, message="tasks were charged more than once")
-        charged = count(database, "Attempts > 0")
-        process.stop(signal.SIGSTOP)  # what it publishes to a topic without a subscription is gone
-        late_subscription = pubsub.new_subscription(pubsub.new_topic(late.rpartition("/")[2]), ordered=True)
-        process.stop(signal.SIGCONT)
-        recovered = seconds_until(lambda: not unsent(database), 60, "all tasks marked")
-    print(f"{charged} of 50 tasks charged; all sent {recovered:.1f} s after the topic was made")
-    assert first_deliveries(subscription.drain()) == key_orders(database, topic)
-    assert first_deliveries(late_subscription.drain()) == key_orders(database, late)
-    assert dead(database) == 0

@@ -118,6 +118,7 @@ def test_ids_come_from_arguments_files_and_pipes(outbox: Commands, database: Dat
     assert table(database, "Id = 'ready'")["ready"] == (None, None, 0)
 
 
+@pytest.mark.extended
 def test_ctrl_c_in_the_middle_and_the_printed_command_send_each_task_once(emulators: Emulators, own_database: Database):
     """Exit 1, whole rows, the number and a command that does the rest, even if a worker has sent the first part."""
     outbox = Commands(emulators, own_database)
@@ -140,6 +141,7 @@ def test_ctrl_c_in_the_middle_and_the_printed_command_send_each_task_once(emulat
     assert count(own_database, RETRIED) == 600 - changed
 
 
+@pytest.mark.extended
 def test_an_outage_with_ids_prints_a_command_that_goes_on(
     outbox: Commands, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
