@@ -1,4 +1,4 @@
-"""What an outage of Pub/Sub or Spanner costs: time, and nothing else. Real workers on the emulators.
+"""An outage of Pub/Sub or Spanner costs time, and no task or attempt. Real workers on the emulators.
 
 An outage lasts 10 s, and 60 s with `--long` (`make test-long`).
 """
@@ -13,17 +13,8 @@ from google.cloud.spanner_v1.database import Database
 from outbox.emulators import Emulators
 from publishworker.spanner.store import POLL_SECONDS
 from publishworker.turn.breakers import LONGEST_OUTAGE_REST
-from tests.support.outages import (
-    charged,
-    cpu_seconds,
-    dead,
-    is_sent,
-    lasting,
-    log_lines,
-    register_beside,
-    seconds_until,
-    told,
-)
+from tests.support import outages
+from tests.support.outages import charged, dead, lasting, log_lines, register_beside, seconds_until, told
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub, Subscription
 from tests.support.relays import account, register, unsent, wait_until_all_sent, worker
@@ -31,13 +22,14 @@ from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 
-GROUP_SIZE = 10
-GROUPS = 4
+GROUP_SIZE, GROUPS = 10, 4
 #: Tasks of each topic that wait when Pub/Sub goes away.
 BACKLOG = 150
-#: Seconds to publish a group: short, because the emulator runs one group at a time and each one waits for Pub/Sub.
+#: Seconds to publish a batch: short, because the emulator runs one transaction at a time and each waits for Pub/Sub.
 PUBLISH_SECONDS = 2
 OPTIONS = ("--group-size", f"{GROUP_SIZE}", "--concurrency", f"{GROUPS}", "--publish-timeout", f"{PUBLISH_SECONDS}")
+#: Makes a service go away, and returns what keeps it away.
+GoAway = Callable[[Proxy], Callable[[], None]]
 
 
 def mute_then_cut(proxy: Proxy) -> Callable[[], None]:
@@ -53,39 +45,34 @@ def mute_then_cut(proxy: Proxy) -> Callable[[], None]:
 
 
 def refuse(proxy: Proxy) -> Callable[[], None]:
-    """Be gone."""
+    """Refuse connections."""
     proxy.refuse()
     return lambda: None
 
 
 def hang(proxy: Proxy) -> Callable[[], None]:
-    """Be silent."""
+    """Never answer."""
     proxy.hang()
     return lambda: None
 
 
-@pytest.mark.parametrize(
-    "go_away",
-    [
-        pytest.param(refuse, marks=pytest.mark.long("tests/faults/test_service_faults.py has pubsub_refuses in short")),
-        pytest.param(hang, marks=pytest.mark.long("tests/faults/test_service_faults.py has pubsub_hangs in short")),
-        mute_then_cut,
-    ],
-)
-def test_pubsub_that_goes_away_under_load_charges_no_task(
-    emulators: Emulators,
-    database: Database,
-    pubsub: PubSub,
-    outage_seconds: float,
-    go_away: Callable[[Proxy], Callable[[], None]],
-) -> None:
-    """Nothing is lost, charged or written while it lasts; one line a topic at its begin and one at its end.
+def in_short(go_away: GoAway, scenario: str) -> object:
+    """Return a case of the long form, of which a trial is run in the short one."""
+    return pytest.param(go_away, marks=pytest.mark.long(f"tests/faults/test_service_faults.py has {scenario} in short"))
 
-    What was on its way may come twice: the groups in flight when it began, and the probes.
+
+@pytest.mark.parametrize("go_away", [in_short(refuse, "pubsub_refuses"), in_short(hang, "pubsub_hangs"), mute_then_cut])
+def test_pubsub_that_goes_away_under_load_charges_no_task(
+    emulators: Emulators, database: Database, pubsub: PubSub, outage_seconds: float, go_away: GoAway
+) -> None:
+    """No task is lost or gets a failed attempt; a topic has one log line at the begin and one at the end.
+
+    Only the in-flight batches at its begin, and the probes, may come twice.
     """
     topics = [pubsub.new_topic(), pubsub.new_topic()]
     subscriptions = {topic: pubsub.new_subscription(topic) for topic in topics}
     ids: dict[str, list[str]] = {topic: register(database, topic, 5) for topic in topics}
+    late: list[str] = []
     with (
         Proxy(emulators.pubsub_host) as proxy,
         worker(emulators, database, *OPTIONS, PUBSUB_EMULATOR_HOST=proxy.address) as process,
@@ -95,8 +82,6 @@ def test_pubsub_that_goes_away_under_load_charges_no_task(
             ids[topic] += register(database, topic, BACKLOG)
         eventually(lambda: len(unsent(database)) < 2 * BACKLOG - 20, message="it works on the backlog")
         keep_away = go_away(proxy)
-
-        late: list[str] = []
 
         def look() -> None:
             keep_away()
@@ -109,16 +94,15 @@ def test_pubsub_that_goes_away_under_load_charges_no_task(
         waiting = unsent(database)
         assert set(late) <= set(waiting)
         proxy.forward()
-        first = seconds_until(
-            lambda: len(unsent(database)) < len(waiting), LONGEST_OUTAGE_REST + PUBLISH_SECONDS + 5, "one task sent"
-        )
+        limit = LONGEST_OUTAGE_REST + PUBLISH_SECONDS + 5
+        first = seconds_until(lambda: len(unsent(database)) < len(waiting), limit, "one task sent")
         rest = seconds_until(lambda: not unsent(database), 120, "all tasks sent")
         assert charged(database) == 0
         process.stop()
         assert process.wait() == 0
         rests = [told(process, "topic_rests", topic) for topic in topics]
         assert [told(process, "topic_back", topic) for topic in topics] == rests
-        # Groups that hang one after another on the emulator may all be of one topic, until the outage is over.
+        # Batches that hang one after another on the emulator may all be of one topic, until the outage is over.
         assert rests == [1, 1] or (go_away is hang and sum(rests) == 1)
         lines = log_lines(process)
     assert not [line for line in lines if line["action"] in ("publish_failed", "dead") or "error.stack" in line]
@@ -133,38 +117,31 @@ def test_pubsub_that_goes_away_under_load_charges_no_task(
     assert duplicates <= GROUP_SIZE * GROUPS + outage_seconds  # a topic is probed less than once in two seconds
 
 
-@pytest.mark.parametrize(
-    "go_away", [pytest.param(refuse, marks=pytest.mark.long("test_service_faults.py has a short one")), hang]
-)
+@pytest.mark.parametrize("go_away", [in_short(refuse, "spanner_refuses"), hang])
 def test_spanner_that_goes_away_under_load_is_waited_for(
-    emulators: Emulators,
-    database: Database,
-    subscription: Subscription,
-    outage_seconds: float,
-    go_away: Callable[[Proxy], Callable[[], None]],
+    emulators: Emulators, database: Database, subscription: Subscription, outage_seconds: float, go_away: GoAway
 ) -> None:
-    """Said once, below 5 % of a core, the first task sent within 10 s of its return, none lost, none charged.
+    """One log line, below 5 % of a core, the first task sent within 10 s of its return, none lost or charged.
 
-    Silence is taken for an outage when a poll got no answer within its limit of 30 s; before that nothing is said.
+    Silence is taken for an outage when a poll got no answer within its limit of 30 s; before that nothing is logged.
     """
-    topic = subscription.topic
     with (
         Proxy(emulators.spanner_host) as proxy,
         worker(emulators, database, *OPTIONS, SPANNER_EMULATOR_HOST=proxy.address) as process,
     ):
-        ids = register(database, topic, 5)
+        ids = register(database, subscription.topic, 5)
         wait_until_all_sent(database)
-        ids += register(database, topic, BACKLOG)
+        ids += register(database, subscription.topic, BACKLOG)
         eventually(lambda: len(unsent(database)) < BACKLOG - 10, message="it works on the backlog")
         go_away(proxy)
-        before, begin = cpu_seconds(process.pid), time.monotonic()
-        late = register_beside(database, topic, 20)
+        before, begin = outages.cpu_seconds(process.pid), time.monotonic()
+        late = register_beside(database, subscription.topic, 20)
         lasting(outage_seconds - (time.monotonic() - begin))
-        if go_away is refuse:  # all groups may be in flight for as long as a commit may take: then nothing polls
-            eventually(lambda: told(process, "spanner_away"), seconds=30, message="the outage is told")
+        if go_away is refuse:  # all batches may be in flight for as long as a commit may take: then no thread polls
+            eventually(lambda: told(process, "spanner_away"), seconds=30, message="the outage is logged")
         outage = time.monotonic() - begin
-        share = (cpu_seconds(process.pid) - before) / outage
-        assert not is_sent(database, late)
+        share = (outages.cpu_seconds(process.pid) - before) / outage
+        assert not outages.is_sent(database, late)
         waiting = len(unsent(database))
         proxy.forward()
         first = seconds_until(lambda: len(unsent(database)) < waiting, 10, "one task sent")

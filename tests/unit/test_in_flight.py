@@ -112,7 +112,7 @@ def test_a_defect_is_raised_after_the_others_have_ended(
 
 def test_a_group_that_does_not_end_is_stuck_after_two_minutes(groups: Groups) -> None:
     """It is named, and given up: what it returns later is dropped."""
-    groups.start("slow", "a")
+    slow, _ = groups.start("slow", "a")
     for _ in range(12):
         groups.seconds += 10
         groups.flights.check()
@@ -123,8 +123,10 @@ def test_a_group_that_does_not_end_is_stuck_after_two_minutes(groups: Groups) ->
         groups.flights.check()
     groups.flights.check()
     assert len(groups.flights) == 0
+    groups.end("slow")
+    slow.join(10)
     groups.start("b")
-    groups.end("slow", "b")
+    groups.end("b")
     assert groups.landed() == ["b"]
 
 
