@@ -29,6 +29,9 @@ from tests.support.pubsub import PubSub
 from tests.support.spanner import ADMIN_SECONDS
 from tests.support.waiting import eventually
 
+#: The database that the pages name is also that of the pipeline's pages, on the same emulator.
+pytestmark = pytest.mark.xdist_group("spark")
+
 PROJECT = "my-project"
 PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.cli._parser}
 #: Tables of the application and of the subscribers, which the pages take for granted.
