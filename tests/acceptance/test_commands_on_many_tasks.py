@@ -65,16 +65,6 @@ def test_a_reader_that_has_enough_is_no_stack_trace(outbox: Commands, command: s
     assert "BrokenPipe" not in done.stderr
 
 
-def test_many_ids_that_are_not_there_are_one_line(outbox: Commands, tmp_path: Path):
-    """Exit 1, ten of them by name."""
-    file = tmp_path / "ids"
-    file.write_text("\n".join(f"x-{n}" for n in range(2_500)))
-    done = outbox.run("retry", "--ids-file", str(file))
-    assert (done.code, done.stdout) == (1, "will be sent again: 0 tasks\n")
-    assert "2,500 tasks not in the table: x-0, x-1, x-2, " in done.stderr
-    assert done.stderr.count("x-") == 10
-
-
 def test_more_than_a_thousand_are_changed_after_a_question(outbox: Commands, large: Database, tmp_path: Path):
     """A dry run counts those that exist; without a terminal it refuses; `n` changes nothing, `y` draws a bar."""
     file = tmp_path / "ids"

@@ -5,7 +5,6 @@ An outage lasts 10 s, and 60 s with `--long` (`make test-long`).
 
 import time
 from collections.abc import Callable
-from itertools import count as counter
 
 import pytest
 from google.cloud.spanner_v1.database import Database
@@ -28,46 +27,15 @@ BACKLOG = 150
 #: Seconds to publish a batch: short, because the emulator runs one transaction at a time and each waits for Pub/Sub.
 PUBLISH_SECONDS = 2
 OPTIONS = ("--group-size", f"{GROUP_SIZE}", "--concurrency", f"{GROUPS}", "--publish-timeout", f"{PUBLISH_SECONDS}")
-#: Makes a service go away, and returns what keeps it away.
-GoAway = Callable[[Proxy], Callable[[], None]]
 
 
-def mute_then_cut(proxy: Proxy) -> Callable[[], None]:
-    """Let requests through and no answer, then cut every connection again and again."""
-    looks = counter()
-    proxy.mute()
-
-    def cut() -> None:
-        if next(looks):  # at the first, requests are still on their way
-            proxy.cut()
-
-    return cut
-
-
-def refuse(proxy: Proxy) -> Callable[[], None]:
-    """Refuse connections."""
-    proxy.refuse()
-    return lambda: None
-
-
-def hang(proxy: Proxy) -> Callable[[], None]:
-    """Never answer."""
-    proxy.hang()
-    return lambda: None
-
-
-def in_short(go_away: GoAway, scenario: str) -> object:
-    """Return a case of the long form, of which a trial is run in the short one."""
-    return pytest.param(go_away, marks=pytest.mark.long(f"tests/faults/test_service_faults.py has {scenario} in short"))
-
-
-@pytest.mark.parametrize("go_away", [in_short(refuse, "pubsub_refuses"), in_short(hang, "pubsub_hangs"), mute_then_cut])
 def test_pubsub_that_goes_away_under_load_charges_no_task(
-    emulators: Emulators, database: Database, pubsub: PubSub, outage_seconds: float, go_away: GoAway
+    emulators: Emulators, database: Database, pubsub: PubSub, outage_seconds: float
 ) -> None:
     """No task is lost or gets a failed attempt; a topic has one log line at the begin and one at the end.
 
-    Only the in-flight batches at its begin, and the probes, may come twice.
+    Requests arrive and get no answer, and every connection is cut again and again. Only the in-flight batches at its
+    begin, and the probes, may come twice. tests/faults has a Pub/Sub that refuses connections, or hangs.
     """
     topics = [pubsub.new_topic(), pubsub.new_topic()]
     subscriptions = {topic: pubsub.new_subscription(topic) for topic in topics}
@@ -81,10 +49,11 @@ def test_pubsub_that_goes_away_under_load_charges_no_task(
         for topic in topics:
             ids[topic] += register(database, topic, BACKLOG)
         eventually(lambda: len(unsent(database)) < 2 * BACKLOG - 20, message="it works on the backlog")
-        keep_away = go_away(proxy)
+        proxy.mute()
 
         def look() -> None:
-            keep_away()
+            if late:  # at first, requests are still on their way
+                proxy.cut()
             for topic in topics:
                 late.extend(one := register_beside(database, topic, 1))
                 ids[topic] += one
@@ -100,26 +69,34 @@ def test_pubsub_that_goes_away_under_load_charges_no_task(
         assert charged(database) == 0
         process.stop()
         assert process.wait() == 0
-        rests = [told(process, "topic_rests", topic) for topic in topics]
-        assert [told(process, "topic_back", topic) for topic in topics] == rests
-        # Batches that hang one after another on the emulator may all be of one topic, until the outage is over.
-        assert rests == [1, 1] or (go_away is hang and sum(rests) == 1)
+        for action in ("topic_rests", "topic_back"):
+            assert [told(process, action, topic) for topic in topics] == [1, 1]
         lines = log_lines(process)
     assert not [line for line in lines if line["action"] in ("publish_failed", "dead") or "error.stack" in line]
     assert len(lines) < 20
     results = [account(ids[topic], subscriptions[topic]) for topic in topics]
     duplicates = sum(result.duplicates for result in results)
     print(
-        f"{go_away.__name__}: {len(waiting)} of {sum(map(len, ids.values()))} tasks waited for {outage_seconds:g} s; "
+        f"{len(waiting)} of {sum(map(len, ids.values()))} tasks waited for {outage_seconds:g} s; "
         f"first sent after {first:.1f} s, the last {rest:.1f} s later, {duplicates} duplicates"
     )
     assert not any(result.lost or result.unexpected for result in results)
     assert duplicates <= GROUP_SIZE * GROUPS + outage_seconds  # a topic is probed less than once in two seconds
 
 
-@pytest.mark.parametrize("go_away", [in_short(refuse, "spanner_refuses"), hang])
+@pytest.mark.parametrize(
+    "go_away",
+    [
+        pytest.param(Proxy.refuse, marks=pytest.mark.long("tests/faults/test_service_faults.py has spanner_refuses")),
+        Proxy.hang,
+    ],
+)
 def test_spanner_that_goes_away_under_load_is_waited_for(
-    emulators: Emulators, database: Database, subscription: Subscription, outage_seconds: float, go_away: GoAway
+    emulators: Emulators,
+    database: Database,
+    subscription: Subscription,
+    outage_seconds: float,
+    go_away: Callable[[Proxy], None],
 ) -> None:
     """One log line, below 5 % of a core, the first task sent within 10 s of its return, none lost or charged.
 
@@ -137,7 +114,7 @@ def test_spanner_that_goes_away_under_load_is_waited_for(
         before, begin = outages.cpu_seconds(process.pid), time.monotonic()
         late = register_beside(database, subscription.topic, 20)
         lasting(outage_seconds - (time.monotonic() - begin))
-        if go_away is refuse:  # all batches may be in flight for as long as a commit may take: then no thread polls
+        if go_away is Proxy.refuse:  # no thread polls while all batches wait for their commits
             eventually(lambda: told(process, "spanner_away"), seconds=30, message="the outage is logged")
         outage = time.monotonic() - begin
         share = (outages.cpu_seconds(process.pid) - before) / outage
@@ -156,6 +133,6 @@ def test_spanner_that_goes_away_under_load_is_waited_for(
         f"{go_away.__name__}: {waiting} tasks waited for {outage:.1f} s at {share:.1%} of a core; first sent "
         f"after {first:.1f} s, the last {rest:.1f} s later, {result.duplicates} duplicates"
     )
-    assert away == back == (1 if go_away is refuse or outage_seconds > POLL_SECONDS + 10 else 0)
+    assert away == back == (1 if go_away is Proxy.refuse or outage_seconds > POLL_SECONDS + 10 else 0)
     assert share < 0.05
     assert (result.lost, result.unexpected) == (frozenset(), frozenset())

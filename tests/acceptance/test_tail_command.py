@@ -85,19 +85,6 @@ def test_it_begins_at_since_and_keeps_to_its_topic(emulators: Emulators, databas
         assert " people task-1 priority 50, 0 bytes, 0.0s after its commit, key key\n" in process.stdout
 
 
-def test_tasks_of_one_commit_and_of_many_are_all_there(emulators: Emulators, database: Database):
-    """100 with the same SentAt, and single ones while it reads: none missed, none twice."""
-    many, single = [f"many-{n:03}" for n in range(100)], [f"single-{n}" for n in range(10)]
-    fill(database, [row(id) for id in (*many, *single)])
-    with Commands(emulators, database).started("tail", "--json") as process:
-        process.wait_for_text("following from")
-        mark(database, *single[:1])
-        mark(database, *many)
-        for id in single[1:]:
-            mark(database, id)
-        wait_for(process, [*many, *single])
-
-
 @pytest.mark.parametrize("away", [Proxy.refuse, Proxy.hang])
 def test_spanner_that_goes_away_costs_no_line(emulators: Emulators, database: Database, away: Callable[[Proxy], None]):
     """Tasks that were sent meanwhile come when Spanner is back; one note says that it was away."""

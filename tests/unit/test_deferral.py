@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 
 from outbox.states import NEVER
+from publishworker.spanner.store import StoreError
 from publishworker.task import Failed, TopicLimit
 from publishworker.telemetry import metrics as m
 from tests.support.relay_bench import Bench, overtake
@@ -200,6 +201,17 @@ def test_nothing_is_deferred_behind_a_head_that_has_changed(
     assert bench.waits("a") == (wait and pytest.approx(wait, abs=1))
     bench.turns()
     assert bench.publisher.ids() == sent
+
+
+def test_a_deferral_that_fails_is_reported_and_tried_again(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing was deferred, and nothing was sent out of order."""
+    block(bench, 2)
+    bench.commits(StoreError("not now"))
+    bench.turns()
+    assert "was not committed (0 were published): not now" in caplog.text
+    bench.turns()
+    assert bench.publisher.ids() == []
+    assert bench.count(m.PARKED) == 2
 
 
 @pytest.mark.parametrize(("groups", "most"), [(1, 40), (2, 20), (8, 5)])

@@ -16,7 +16,7 @@ from publishworker.turn.polling import Found
 from publishworker.turn.sampling import Limits
 from tests.support.fakes import FakeStore, serialized
 from tests.support.parts import look
-from tests.support.relay_bench import Bench, overtake
+from tests.support.relay_bench import Bench, SlowPublisher, overtake
 
 
 class Recording(FakeStore):
@@ -214,3 +214,22 @@ def test_the_rows_under_the_lock_decide(bench: Bench, act: Callable[[Bench], obj
     assert bench.publisher.ids() == ["a", *sent, *after]
     if sent == "c":
         assert bench.waits("f") == pytest.approx(30, abs=1)
+
+
+def test_a_key_in_flight_waits_for_its_answer() -> None:
+    """One request of a key at a time; the other topic's tasks do not wait for it."""
+    publisher = SlowPublisher("orders", "invoices")
+    bench = Bench(publisher=publisher, groups=4)
+    bench.publisher = publisher
+    publisher.hanging = {"orders"}
+    ids = [f"{n:02}" for n in range(25)]
+    bench.line(*ids)
+    for _ in range(3):
+        bench.relay.turn()
+    assert bench.store.claimed.total() == 10
+    bench.insert("i", topic="invoices")
+    while "i" not in publisher.ids():
+        bench.relay.turn()
+    publisher.release.set()
+    bench.turns()
+    assert bench.published(*ids) == ids
