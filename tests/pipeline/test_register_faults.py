@@ -17,6 +17,7 @@ from tests.support.processes import kill_family, started
 from tests.support.waiting import eventually
 
 
+@pytest.mark.usefixtures("many_partitions")
 def test_a_task_that_fails_after_its_writes_adds_nothing_twice(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

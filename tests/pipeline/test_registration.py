@@ -21,9 +21,19 @@ from tests.support.pipeline import FakeTable, FakeTime, row
 TAG = "outbox-pipeline-register"
 
 
-def writer(table: FakeTable, **keywords: Any) -> Writer:
-    """Return a writer of a job that begins now."""
-    return Writer(table, table.now(), **keywords)
+def writer(table: Any, *rows: dict[str, Any], **keywords: Any) -> Writer:
+    """Return a writer of a job that begins now, which has written the rows, if there are any."""
+    made = Writer(table, table.now(), **keywords)
+    if rows:
+        add(made, *rows)
+    return made
+
+
+def add(made: Writer, *rows: dict[str, Any]) -> None:
+    """Add the rows, and write what is left in the last batch."""
+    for each in rows:
+        made.add(each)
+    made.flush()
 
 
 def answered(made: Writer) -> tuple[tuple[int, int, int], list[str]]:
@@ -38,6 +48,11 @@ def answered(made: Writer) -> tuple[tuple[int, int, int], list[str]]:
 def ids(count: int, start: int = 0) -> list[str]:
     """Return ids in their order."""
     return [f"{number:04}" for number in range(start, start + count)]
+
+
+def plain(*ids: str) -> list[dict[str, Any]]:
+    """Return a row for each ID."""
+    return [row(task_id=id) for id in ids]
 
 
 def test_the_table_in_memory_is_as_the_real_one(target: DatabaseSettings, database: Database):
@@ -68,19 +83,15 @@ def test_every_request_is_of_low_priority_and_tagged(database: Database):
     """Looks and commits alike; the rows are there, with all their columns."""
     watch = Watch(database)
     table = Table(watch.database)
-    made = Writer(table, table.now())
     at = datetime(2090, 1, 1, 0, 0, 0, 123456, UTC)
-    made.add(row(task_id="a", data=b"xxxx", attributes=[("b", "c")], priority=-3, ordering_key="k", sequence=9))
-    made.add(row(task_id="b", available_at=at, expires_at=at + timedelta(seconds=1), at_most_once=True))
-    made.flush()
-    made.add(row(task_id="b", topic="others"))
-    made.add(row(task_id="c", priority=0))
-    made.flush()
+    made = writer(
+        table,
+        row(task_id="a", data=b"xxxx", attributes=[("b", "c")], priority=-3, ordering_key="k", sequence=9),
+        row(task_id="b", available_at=at, expires_at=at + timedelta(seconds=1), at_most_once=True),
+    )
+    add(made, row(task_id="b", topic="others"), row(task_id="c", priority=0))
     assert answered(made) == ((3, 0, 0), ["'b' comes twice, with another message, topic or ordering key"])
-    again = Writer(table, table.now())
-    again.add(row(task_id="c"))
-    again.flush()
-    assert answered(again) == ((0, 1, 0), [])
+    assert answered(writer(table, row(task_id="c"))) == ((0, 1, 0), [])
     watch.check()
     assert TAG in watch.tags()
     commits = [request for name, request in watch.requests if name == "commit"]
@@ -96,12 +107,12 @@ def test_every_request_is_of_low_priority_and_tagged(database: Database):
     assert (stored["b"]["AvailableAt"], stored["b"]["ExpiresAt"]) == (at, at + timedelta(seconds=1))
 
 
-def test_it_looks_first_and_goes_on_without_when_nothing_is_there():
-    """The second of two groups costs a commit and nothing else."""
+def test_it_reads_only_as_long_as_tasks_exist():
+    """The first batch is read before it is written, the next one only if a task of the last one existed."""
     table = FakeTable()
     made = writer(table)
-    for id in ids(2 * GROUP_ROWS):
-        made.add(row(task_id=id))
+    for each in plain(*ids(2 * GROUP_ROWS)):
+        made.add(each)
     assert table.kinds() == ["look", "insert", "insert"]
     assert [tag for _, _, tag in table.calls] == [TAG] * 3
     assert table.calls[0][1] == table.calls[1][1] == ids(GROUP_ROWS)
@@ -110,72 +121,48 @@ def test_it_looks_first_and_goes_on_without_when_nothing_is_there():
     assert answered(made) == ((2 * GROUP_ROWS, 0, 0), [])
     assert answered(made) == ((0, 0, 0), []), "answers are given once"
 
-
-def test_it_goes_on_looking_as_long_as_tasks_are_there():
-    """All there: a look a group and no commit; the first group in which nothing is there is the last with a look."""
-    table = FakeTable()
-    first = writer(table)
-    for id in ids(2 * GROUP_ROWS + 10):
-        first.add(row(task_id=id))
-    first.flush()
+    writer(table, *plain(*ids(10, 2 * GROUP_ROWS)))
     table.calls.clear()
-    second = writer(table)
-    for id in ids(5 * GROUP_ROWS):
-        second.add(row(task_id=id))
+    second = writer(table, *plain(*ids(5 * GROUP_ROWS)))
     assert table.kinds() == ["look", "look", "look", "insert", "look", "insert", "insert"]
     assert answered(second) == ((5 * GROUP_ROWS - 2 * GROUP_ROWS - 10, 2 * GROUP_ROWS + 10, 0), [])
     assert sorted(table.rows) == ids(5 * GROUP_ROWS)
 
 
-def test_it_looks_again_after_a_collision():
-    """What was there already is told by its time: of this job, or older."""
+@pytest.mark.parametrize("older", [True, False])
+def test_it_reads_again_after_a_collision(older: bool):
+    """The time of an existing task tells whether this job registered it."""
     table = FakeTable()
-    for older in (True, False):
-        table.rows.clear()
-        old = writer(table)
-        made = writer(table)
-        for id in ids(GROUP_ROWS):
-            made.add(row(task_id=id))
-        table.calls.clear()
-        other = Writer(table, table.now())
-        for id in ids(3, GROUP_ROWS + 5):
-            other.add(row(task_id=id))
-        if older:
-            table.time = old.began - timedelta(days=1)
-        other.flush()
-        table.time += timedelta(days=2)
-        table.calls.clear()
-        for id in ids(GROUP_ROWS, GROUP_ROWS):
-            made.add(row(task_id=id))
-        assert table.kinds() == ["insert", "look", "insert"]
-        assert len(table.calls[0][1]) == len(table.calls[1][1]) == len(table.calls[2][1]) + 3
-        there = (2 * GROUP_ROWS - 3, 3, 0) if older else (2 * GROUP_ROWS, 0, 0)
-        assert answered(made) == (there, [])
+    made = writer(table, *plain(*ids(GROUP_ROWS)))
+    began = made.began
+    other = writer(table)
+    if older:
+        table.time = began - timedelta(days=1)
+    add(other, *plain(*ids(3, GROUP_ROWS + 5)))
+    table.time += timedelta(days=2)
+    table.calls.clear()
+    for each in plain(*ids(GROUP_ROWS, GROUP_ROWS)):
+        made.add(each)
+    assert table.kinds() == ["insert", "look", "insert"]
+    assert len(table.calls[0][1]) == len(table.calls[1][1]) == len(table.calls[2][1]) + 3
+    assert answered(made) == ((2 * GROUP_ROWS - 3, 3, 0) if older else (2 * GROUP_ROWS, 0, 0), [])
 
 
 def test_a_task_is_of_this_job_from_the_moment_at_which_that_began():
     """A commit may have the very time that was asked for before it."""
     table = FakeTable()
-    made = writer(table)
-    made.add(row(task_id="same"))
-    made.add(row(task_id="before"))
-    made.flush()
+    writer(table, *plain("same", "before"))
     began = table.rows["same"]["CreatedAt"]
     table.rows["before"]["CreatedAt"] = began - timedelta(microseconds=1)
     again = Writer(table, began)
-    again.add(row(task_id="same"))
-    again.add(row(task_id="before"))
-    again.flush()
+    add(again, *plain("same", "before"))
     assert answered(again) == ((1, 1, 0), [])
 
 
-def test_ids_that_come_and_go_end_in_an_error():
-    """Another writer, which deletes what it has inserted before it can be seen: never an endless loop."""
-    table = FakeTable()
-    others = FakeTable()
-    foreign = writer(others)
-    foreign.add(row(task_id="b"))
-    foreign.flush()
+def test_another_writer_that_deletes_its_rows_ends_the_job():
+    """A row that is inserted and deleted before it can be read never causes an endless loop."""
+    table, others = FakeTable(), FakeTable()
+    writer(others, row(task_id="b"))
     table.before_insert = lambda _ids: table.rows.update(others.rows)
     table.before_look = lambda _ids: table.rows.clear()
     made = writer(table)
@@ -186,13 +173,10 @@ def test_ids_that_come_and_go_end_in_an_error():
     assert answered(made) == ((0, 0, 0), [])
 
 
-def test_a_task_that_comes_between_the_look_and_the_insert_is_found():
-    """By the next look, which leaves out only that one."""
-    table = FakeTable()
-    others = FakeTable()
-    foreign = writer(others)
-    foreign.add(row(task_id="b", data=b"other"))
-    foreign.flush()
+def test_a_task_that_comes_between_the_read_and_the_insert_is_found():
+    """The next read finds it, and the next insert leaves out only that task."""
+    table, others = FakeTable(), FakeTable()
+    writer(others, row(task_id="b", data=b"other"))
     came = []
 
     def come(_ids: list[str]) -> None:
@@ -200,10 +184,7 @@ def test_a_task_that_comes_between_the_look_and_the_insert_is_found():
             came.append(table.rows.update(others.rows))
 
     table.before_insert = come
-    made = writer(table)
-    for id in "abc":
-        made.add(row(task_id=id))
-    made.flush()
+    made = writer(table, *plain(*"abc"))
     assert answered(made) == ((2, 0, 0), ["a task 'b' is there with another message, topic or ordering key"])
     assert sorted(table.rows) == ["a", "b", "c"]
     assert [given for _, given, _ in table.calls] == [["a", "b", "c"]] * 3 + [["a", "c"]]
@@ -235,8 +216,7 @@ def test_another_task_of_the_same_id_is_refused_and_the_same_one_is_not(where: s
             made.flush()
         if where == "in the table":
             made = writer(table)
-        made.add(row(**(base | other)))
-        made.flush()
+        add(made, row(**(base | other)))
         counted, reasons = answered(made)
         first = 0 if where == "in the table" else 1
         assert counted == (first, int(not refused and not first), int(not refused and bool(first))), other
@@ -248,9 +228,7 @@ def test_another_task_of_the_same_id_is_refused_and_the_same_one_is_not(where: s
 def test_one_message_may_be_serialized_in_two_ways():
     """Attributes have no order in a message; a Data that is no message is another one."""
     table = FakeTable()
-    made = writer(table)
-    made.add(row(attributes={"a": "1", "b": "2"}))
-    made.flush()
+    writer(table, row(attributes={"a": "1", "b": "2"}))
     [stored] = table.rows.values()
     message = RawPubsubMessage.FromString(base64.b64decode(stored["Data"]))
     parts = [RawPubsubMessage(data=message.data)]
@@ -259,21 +237,15 @@ def test_one_message_may_be_serialized_in_two_ways():
     assert len(spellings) == 2
     for data, there in [*((each, 1) for each in spellings), (b"\xff", 0)]:
         stored["Data"] = base64.b64encode(data)
-        again = writer(table)
-        again.add(row(attributes={"b": "2", "a": "1"}))
-        again.flush()
+        again = writer(table, row(attributes={"b": "2", "a": "1"}))
         assert answered(again)[0] == (0, there, 0), data
 
 
 def test_repeated_rows_are_counted_wherever_they_are_in_a_group():
     """Side by side, with others between them, and where a group ends; a row that was refused is none to repeat."""
     table = FakeTable()
-    made = writer(table)
-    made.add(row(task_id="z", topic="goog"))
-    made.add(row(task_id="z"))
-    for id in [*ids(GROUP_ROWS - 1), "0098", "0098", *ids(60, GROUP_ROWS), "0150", *ids(40, 160)]:
-        made.add(row(task_id=id))
-    made.flush()
+    several = [*ids(GROUP_ROWS - 1), "0098", "0098", *ids(60, GROUP_ROWS), "0150", *ids(40, 160)]
+    made = writer(table, row(task_id="z", topic="goog"), *plain("z", *several))
     counted, reasons = answered(made)
     assert counted == (2 * GROUP_ROWS, 0, 3)
     assert len(reasons) == 1
@@ -282,36 +254,29 @@ def test_repeated_rows_are_counted_wherever_they_are_in_a_group():
 
 def test_groups_have_so_many_rows_and_so_many_bytes():
     """A message of nine megabytes goes with those before it, and the next one in another commit."""
-    table = FakeTable()
-    made = writer(table)
     sizes = [9_000_000, 10, 10, 9_000_000, GROUP_BYTES // 4, GROUP_BYTES // 4, GROUP_BYTES // 4, 10, 10]
-    for number, size in enumerate(sizes):
-        made.add(row(task_id=str(number), data=b"x" * size))
-    made.flush()
-    assert [given for kind, given, _ in table.calls if kind == "insert"] == [
-        ["0"],
-        ["1", "2", "3"],
-        ["4", "5", "6"],
-        ["7", "8"],
-    ]
+    table = FakeTable()
+    made = writer(table, *(row(task_id=str(number), data=b"x" * size) for number, size in enumerate(sizes)))
+    inserts = [given for kind, given, _ in table.calls if kind == "insert"]
+    assert inserts == [["0"], ["1", "2", "3"], ["4", "5", "6"], ["7", "8"]]
     assert answered(made) == ((9, 0, 0), [])
     table = FakeTable()
     made = writer(table)
-    for id in ids(GROUP_ROWS + 1):
-        made.add(row(task_id=id))
+    for each in plain(*ids(GROUP_ROWS + 1)):
+        made.add(each)
     assert [len(given) for kind, given, _ in table.calls if kind == "insert"] == [GROUP_ROWS]
     made.flush()
     assert [len(given) for kind, given, _ in table.calls if kind == "insert"] == [GROUP_ROWS, 1]
 
 
 def test_a_rate_is_kept_over_the_whole_time():
-    """The first group goes at once; whoever was slower than the rate need not wait, and may catch up."""
-    table, time = FakeTable(), FakeTime()
-    made = writer(table, pace=Pace(50.0, time.clock, time.sleep))
+    """The first batch goes at once; a job that was slower than the rate need not wait, and may catch up."""
+    time = FakeTime()
+    made = writer(FakeTable(), pace=Pace(50.0, time.clock, time.sleep))
 
     def group(start: int) -> None:
-        for id in ids(GROUP_ROWS, start):
-            made.add(row(task_id=id))
+        for each in plain(*ids(GROUP_ROWS, start)):
+            made.add(each)
 
     group(0)
     assert time.slept == []
@@ -324,22 +289,15 @@ def test_a_rate_is_kept_over_the_whole_time():
     group(300)
     group(400)
     assert time.slept == [2.0, 1.5]
-    made.add(row(task_id="last"))
-    made.flush()
+    add(made, row(task_id="last"))
     assert len(time.slept) == 2, "14 s for 501 rows is slower than the rate"
     for start in range(600, 1000, 100):
         group(start)
     assert time.now == pytest.approx(100.0 + 801 / 50.0)
     assert answered(made)[0] == (901, 0, 0)
-
-
-def test_without_a_rate_nothing_waits():
-    """Nor looks at the clock."""
+    # Without a rate the writer neither waits nor reads the clock.
     pace = Pace(clock=lambda: pytest.fail("asked"), sleep=lambda _seconds: pytest.fail("slept"))
-    made = writer(FakeTable(), pace=pace)
-    for id in ids(2 * GROUP_ROWS):
-        made.add(row(task_id=id))
-    assert answered(made) == ((2 * GROUP_ROWS, 0, 0), [])
+    assert answered(writer(FakeTable(), *plain(*ids(2 * GROUP_ROWS)), pace=pace)) == ((2 * GROUP_ROWS, 0, 0), [])
 
 
 AT = datetime(2026, 11, 21, 13, tzinfo=UTC)
@@ -380,30 +338,24 @@ TAKEN = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("columns", "reason"), REFUSED, ids=[f"{index:02}" for index in range(len(REFUSED))])
-def test_what_register_refuses_is_a_reject(columns: dict[str, Any], reason: str):
+def test_what_register_refuses_is_a_reject():
     """With its reason and all its values; the rows around it are registered."""
-    table = FakeTable()
-    made = writer(table)
-    given = row(**columns)
-    for each in (row(task_id="before"), given, row(task_id="after")):
-        made.add(each)
-    made.flush()
-    counted, *rejects = made.answers()
-    assert sorted(table.rows) == ["after", "before"]
-    assert counted["registered"] == 2
-    [reject] = rejects
-    assert reason in reject["reason"]
-    assert {**reject, "reason": None} == {**given, **dict.fromkeys(COUNTS, 0), "reason": None}
+    for columns, reason in REFUSED:
+        table = FakeTable()
+        given = row(**columns)
+        made = writer(table, row(task_id="before"), given, row(task_id="after"))
+        counted, *rejects = made.answers()
+        assert sorted(table.rows) == ["after", "before"], columns.keys()
+        assert counted["registered"] == 2
+        [reject] = rejects
+        assert reason in reject["reason"]
+        assert {**reject, "reason": None} == {**given, **dict.fromkeys(COUNTS, 0), "reason": None}
 
 
 def test_what_is_just_allowed_is_taken():
     """The other side of each limit."""
     table = FakeTable()
-    made = writer(table)
-    for number, columns in enumerate(TAKEN):
-        made.add(row(**({"task_id": str(number)} | columns)))
-    made.flush()
+    made = writer(table, *(row(**({"task_id": str(number)} | columns)) for number, columns in enumerate(TAKEN)))
     assert answered(made) == ((len(TAKEN), 0, 0), [])
     assert len(table.rows) == len(TAKEN)
 
@@ -411,10 +363,7 @@ def test_what_is_just_allowed_is_taken():
 def test_rows_of_a_group_rise_in_sequence_in_the_order_in_which_they_came():
     """All of a commit have one CreatedAt; the relay orders them by their Sequence."""
     table = FakeTable()
-    made = writer(table)
     given = [f"{(number * 37) % 150:03}" for number in range(150)]
-    for id in given:
-        made.add(row(task_id=id, ordering_key="k"))
-    made.flush()
+    writer(table, *(row(task_id=id, ordering_key="k") for id in given))
     stored = sorted(table.rows.values(), key=lambda each: (each["CreatedAt"], each["Sequence"]))
     assert [each["Id"] for each in stored] == given

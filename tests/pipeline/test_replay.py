@@ -1,8 +1,10 @@
 """The job `replay` on Spark and the emulators: what is selected, what is written, what is noted."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from datetime import timedelta
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,8 @@ from typing import Any
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1.database import Database
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
 
 from outbox import schema
 from outbox.emulators import Emulators
@@ -20,11 +23,13 @@ from outbox.operations.table import TaskTable, Transaction
 from outbox.settings import DatabaseSettings
 from outbox.states import NEVER
 from outbox.times import shown
+from outbox_pipeline import decoded, read_archive
 from outbox_pipeline.jobs import archive
 from outbox_pipeline.jobs import replay as job
 from outbox_pipeline.jobs.replay import Replayed, run
 from outbox_pipeline.replaying import GROUP_ROWS, Replay, replay
 from outbox_pipeline.spanner import Table, table_of
+from outbox_pipeline.transforms.replay import selected
 from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, rewrite, sent, settings_of, window_folders
 from tests.support.fakes import serialized
 from tests.support.operations import PAST, Watch, insert, opened, row, rows_of, update
@@ -61,36 +66,44 @@ def test_what_is_selected_from_the_table_and_from_the_archive(
     archive.run(spark, settings_of(target, tmp_path), late=True)
     before = rows_of(database)
     hour, three = shown(DAY + HOUR), shown(DAY + 3 * HOUR)
-    expected: list[tuple[dict[str, str], set[str]]] = [
-        ({"until": "0s"}, set(tasks)),
-        ({"topic": "orders"}, {"first", "third", "odd"}),
-        ({"since": hour, "until": three}, {"second", "third"}),
-        ({"since": shown(DAY + HOUR + MICROSECOND), "topic": "orders"}, {"third", "odd"}),
-        ({"until": hour}, {"first"}),
-        ({"attribute": "kind"}, {"first", "third"}),
-        ({"attribute": "kind=a=b"}, {"third"}),
+    table: dict[str, str] = {}
+    files = {"archive": str(tmp_path)}
+    expected: list[tuple[dict[str, str], dict[str, str], set[str]]] = [
+        (table, {"until": "0s"}, set(tasks)),
+        (files, {"until": "0s"}, set(tasks)),
+        (table, {"since": hour, "until": three}, {"second", "third"}),
+        (files, {"since": shown(DAY + HOUR + MICROSECOND), "until": three}, {"third"}),
+        (files, {"until": hour, "topic": "orders"}, {"first"}),
+        (table, {"topic": "orders", "attribute": "kind"}, {"first", "third"}),
+        (files, {"attribute": "kind=a=b"}, {"third"}),
+        (files, {"where": "Payload IS NULL", "topic": "orders", "until": shown(NEXT_DAY)}, {"odd"}),
+        (table, {"where": "State = 'sent' AND Attributes['kind'] = 'paid' OR Priority = 9"}, {"first", "second"}),
+        (table, {"topic": "nothing"}, set()),
+    ]
+    for source, flags, ids in expected:
+        done = run(spark, replay_settings(target, **flags, **source), dry_run=True)
+        assert done.sample is not None
+        assert {each["id"] for each in done.sample} == ids, (flags, source)
+        assert done.selected == len(ids)
+        assert all(each["sent_at"] == tasks[each["id"]]["SentAt"] for each in done.sample)
+        topics = [tasks[id]["Topic"] for id in ids]
+        assert done.topics == {name: topics.count(name) for name in topics}
+        assert counts(done)[1:] == (0, 0, 0, 0, 0)
+        assert done.replay_id is None
+    assert rows_of(database) == before
+    assert noted(database) == []
+
+    # The predicates alone, all at once.
+    stored = decoded(read_archive(spark, str(tmp_path)))
+    predicates: list[tuple[dict[str, str], set[str]]] = [
         ({"attribute": "none="}, {"first"}),
         ({"attribute": "asynchronous_task_id=second"}, {"second"}),
         ({"where": "get_json_object(cast(Payload AS string), '$.cents') > 7"}, {"third"}),
-        ({"where": "State = 'sent' AND Attributes['kind'] = 'paid' OR Priority = 9"}, {"first", "second"}),
-        ({"where": "Payload IS NULL", "topic": "orders", "until": shown(NEXT_DAY)}, {"odd"}),
-        ({"topic": "nothing"}, set()),
+        ({"attribute": "kind", "where": "Priority > 9 AND Attributes['kind'] <> 'paid'"}, {"third"}),
     ]
-    sources: tuple[dict[str, str], ...] = ({}, {"archive": str(tmp_path)})
-    for place, (flags, ids) in enumerate(expected):
-        # Both have the same selection behind them; each case of one of them, and the first of both.
-        for source in sources if place == 0 else sources[place % 2 :][:1]:
-            done = run(spark, replay_settings(target, **flags, **source), dry_run=True)
-            assert done.sample is not None
-            assert {each["id"] for each in done.sample} == ids, (flags, source)
-            assert done.selected == len(ids)
-            assert all(each["sent_at"] == tasks[each["id"]]["SentAt"] for each in done.sample)
-            topics = [tasks[id]["Topic"] for id in ids]
-            assert done.topics == {name: topics.count(name) for name in topics}
-            assert counts(done)[1:] == (0, 0, 0, 0, 0)
-            assert done.replay_id is None
-    assert rows_of(database) == before
-    assert noted(database) == []
+    found = [selected(stored, **each).select("Id", f.lit(n)) for n, (each, _) in enumerate(predicates)]
+    ids_of = [(row[0], row[1]) for row in reduce(DataFrame.union, found).collect()]
+    assert sorted(ids_of) == sorted((id, n) for n, (_, ids) in enumerate(predicates) for id in ids)
 
 
 def test_a_dry_run_shows_few_of_many(spark: SparkSession, target: DatabaseSettings, database: Database) -> None:
@@ -100,12 +113,8 @@ def test_a_dry_run_shows_few_of_many(spark: SparkSession, target: DatabaseSettin
     done = run(spark, replay_settings(target, where="true"), dry_run=True)
     assert done.selected == sum(1 + place % 3 for place in range(len(topics)))
     assert done.topics is not None
-    assert (
-        list(done.topics.items())
-        == sorted(((t, 1 + place % 3) for place, t in enumerate(topics)), key=lambda each: (-each[1], each[0]))[
-            : job.TOPICS
-        ]
-    )
+    by_number = sorted(((t, 1 + place % 3) for place, t in enumerate(topics)), key=lambda each: (-each[1], each[0]))
+    assert list(done.topics.items()) == by_number[: job.TOPICS]
     assert done.sample is not None
     assert len({each["id"] for each in done.sample}) == job.SAMPLE
 
@@ -209,6 +218,7 @@ def test_what_was_purged_comes_back_from_the_archive_as_it_was(
     assert counts(again) == (5, 0, 0, 5, 0, 0), "all of them are to be sent"
 
 
+@pytest.mark.usefixtures("many_partitions")
 def test_spark_tasks_that_fail_after_their_writes_send_nothing_twice(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,33 +335,32 @@ def test_what_cannot_be_replayed_is_refused_before_anything_is_noted(
     assert rows_of(database) == before
 
 
-@pytest.mark.parametrize(
-    ("credentials", "principal"),
-    [
+def test_whose_replay_it_was_is_noted_if_credentials_say_it(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service account or a user; an account of a machine that has no name yet is none."""
+    cases: list[tuple[dict[str, Any], str | None]] = [
         ({"service_account_email": "job@shop"}, "job@shop"),
         ({"service_account_email": "default", "signer_email": "default"}, None),
         ({"service_account_email": None, "account": "me@shop"}, "me@shop"),
         ({"account": ""}, None),
-    ],
-)
-def test_whose_replay_it_was_is_noted_if_credentials_say_it(
-    database: Database, monkeypatch: pytest.MonkeyPatch, credentials: dict[str, Any], principal: str | None
-) -> None:
-    """A service account or a user; an account of a machine that has no name yet is none."""
+    ]
     table = Table(opened(database))
-    monkeypatch.setattr(type(table._database._instance._client), "credentials", SimpleNamespace(**credentials))
-    began = table.begin_replay("id", "table", "{}")
-    assert table.replay("id") == (began, None, "{}")
-    table.end_replay("id", 7)
-    [note] = noted(database)
-    assert (note["Principal"], note["Tasks"], note["StartedAt"]) == (principal, 7, began)
-    assert note["FinishedAt"] > began
+    for number, (credentials, principal) in enumerate(cases):
+        monkeypatch.setattr(type(table._database._instance._client), "credentials", SimpleNamespace(**credentials))
+        began = table.begin_replay(f"id {number}", "table", "{}")
+        assert table.replay(f"id {number}") == (began, None, "{}")
+        table.end_replay(f"id {number}", 7)
+        note = noted(database)[-1]
+        assert (note["Principal"], note["Tasks"], note["StartedAt"]) == (principal, 7, began)
+        assert note["FinishedAt"] > began
 
 
 def test_without_the_table_of_replays_only_a_replay_is_refused(
-    spark: SparkSession, target: DatabaseSettings, database: Database
+    spark: SparkSession, target: DatabaseSettings, own_database: Database
 ) -> None:
     """It says what to do; a dry run needs no table, nor does anything else."""
+    database, target = own_database, dataclasses.replace(target, database=str(own_database.database_id))
     insert(database, [sent("a", DAY)])
     database.update_ddl([f"DROP TABLE {schema.REPLAYS}"]).result()
     with pytest.raises(NotReached, match=r"table AsynchronousTaskReplays is missing. Run `outbox schema apply`"):

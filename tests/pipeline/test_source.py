@@ -97,16 +97,14 @@ def test_every_column_is_as_in_the_table(
         assert dict(task["Attributes"]) == {**message.attributes, "asynchronous_task_id": id}
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 100])
-@pytest.mark.parametrize("boost", ["false", "true"])
-def test_every_task_is_read_once_whatever_its_id(
-    target: DatabaseSettings, database: Database, count: int, boost: str
-) -> None:
+def test_every_task_is_read_once_whatever_its_id(target: DatabaseSettings, database: Database) -> None:
     """Ranges meet without a gap and without an overlap, from the first id to the last one."""
-    chance = random.Random(count)
+    chance = random.Random(7)
     made = [*ODD_IDS, *(f"{chance.getrandbits(128):032x}" for _ in range(60))]
     insert(database, [row(id) for id in made])
-    assert ids(read(options(target, columns="Id", partitions=str(count), dataBoost=boost))) == sorted(made)
+    for count, boost in itertools.product((1, 2, 7, 100), ("false", "true")):
+        found = ids(read(options(target, columns="Id", partitions=str(count), dataBoost=boost)))
+        assert found == sorted(made), (count, boost)
 
 
 def test_an_empty_table_has_parts_and_no_rows(target: DatabaseSettings) -> None:
@@ -115,26 +113,19 @@ def test_an_empty_table_has_parts_and_no_rows(target: DatabaseSettings) -> None:
     assert read(options(target, state="sent", since="1h")).num_rows == 0
 
 
-@pytest.mark.parametrize("boost", ["false", "true"])
-@pytest.mark.parametrize(
-    "narrowed",
-    [
-        *({"state": state} for state in STATES),
-        {"topic": "topic1"},
-        {"topic": "none"},
-        {"state": "sent", "topic": "topic2"},
-    ],
-)
-def test_what_is_asked_for_is_read(
-    every_state: dict[str, str], target: DatabaseSettings, database: Database, narrowed: dict[str, str], boost: str
-) -> None:
+def test_what_is_asked_for_is_read(every_state: dict[str, str], target: DatabaseSettings, database: Database) -> None:
     """By state, by topic, by both; with columns that say nothing of them."""
-    expected = [
-        id
-        for id, each in rows_of(database).items()
-        if narrowed.get("state") in (None, every_state[id]) and narrowed.get("topic") in (None, each["Topic"])
-    ]
-    assert ids(read(options(target, columns="Id", dataBoost=boost, **narrowed))) == sorted(expected)
+    stored = rows_of(database)
+    cases: list[dict[str, str]] = [{"state": state} for state in STATES]
+    cases += [{"topic": "topic1"}, {"topic": "none"}, {"state": "sent", "topic": "topic2"}]
+    for narrowed, boost in itertools.product(cases, ("false", "true")):
+        expected = [
+            id
+            for id, each in stored.items()
+            if narrowed.get("state") in (None, every_state[id]) and narrowed.get("topic") in (None, each["Topic"])
+        ]
+        found = ids(read(options(target, columns="Id", dataBoost=boost, **narrowed)))
+        assert found == sorted(expected), (narrowed, boost)
 
 
 @pytest.mark.parametrize("few", [True, False])
@@ -180,16 +171,12 @@ def test_all_parts_show_the_table_as_of_one_time(target: DatabaseSettings, datab
 
 
 def test_a_time_that_cannot_be_read_is_said_to_be_one(target: DatabaseSettings) -> None:
-    """Older than what Spanner keeps, or to come."""
+    """Older than what Spanner keeps, in the future, or of a part of a job that took too long: Spanner's own refusal."""
     for boost in ("false", "true"):
         with pytest.raises(OutboxError, match="version_retention_period"):
             read(options(target, readTimestamp="2h", dataBoost=boost))
     with pytest.raises(SettingError, match="is to come"):
         read(options(target, readTimestamp=shown(datetime.now(UTC) + timedelta(hours=1))))
-
-
-def test_a_part_that_became_too_old_says_so(target: DatabaseSettings) -> None:
-    """Of a job that took longer than what Spanner keeps: Spanner's own refusal."""
     source = OutboxDataSource(options(target))
     reader = source.reader(source.schema())
     [part, *_] = reader.partitions()
@@ -228,9 +215,9 @@ def test_a_body_that_is_no_message_is_null(target: DatabaseSettings, database: D
             assert got["empty"][name] == {"Payload": b"", "Attributes": [("asynchronous_task_id", "empty")]}[name]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
+def test_options_that_are_wrong_are_named(target: DatabaseSettings) -> None:
+    """Which one, with which value, what is allowed; options know no case; a missing database at the planning."""
+    cases = (
         ({"stat": "sent"}, "option stat is not known"),
         ({"state": "gone"}, "option state: 'gone' is not allowed: it must be pending or"),
         ({"columns": "Id,Nope"}, "option columns: 'Id,Nope' is not allowed"),
@@ -240,17 +227,11 @@ def test_a_body_that_is_no_message_is_null(target: DatabaseSettings, database: D
         ({"dataBoost": "yes"}, "option databoost: 'yes'"),
         ({"since": "1h", "until": "2h"}, "is not before until"),
         ({"project": "-"}, "--project: '-' is not allowed"),
-    ],
-)
-def test_options_that_are_wrong_are_named(target: DatabaseSettings, wrong: dict[str, str], said: str) -> None:
-    """Which one, with which value, what is allowed; Spark's options know no case."""
-    with pytest.raises(SettingError, match=said):
-        read(options(target) | wrong)
+    )
+    for wrong, sentence in cases:
+        with pytest.raises(SettingError, match=sentence):
+            read(options(target) | wrong)
     assert parse({name.upper(): value for name, value in options(target).items()}) == parse(options(target))
-
-
-def test_a_database_that_is_missing_is_named(target: DatabaseSettings) -> None:
-    """At the planning, not in tasks that are tried again."""
     with pytest.raises(NotReached, match="not-there"):
         read(options(target, database="not-there"))
 
@@ -265,14 +246,10 @@ def test_a_process_has_one_client_for_a_database(target: DatabaseSettings, monke
     assert spanner.table_of(target) is one
 
 
-@pytest.mark.parametrize(
-    ("rows", "hours"), [([], 1), ([["1h"]], 1), ([["7d"]], 168), ([["5400s"]], 1.5), ([["90m"]], 1.5)]
-)
-def test_the_retention_of_the_database_counts(
-    target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch, rows: list[list[str]], hours: float
-) -> None:
+def test_the_retention_of_the_database_counts(target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     """An hour, unless the database says otherwise. The emulator takes the option, and does not show it."""
     table = spanner.table_of(target)
     assert table.retention() == timedelta(hours=1)
-    monkeypatch.setattr(table, "query", lambda *_arguments: rows)
-    assert table.retention() == timedelta(hours=hours)
+    for rows, hours in (([], 1), ([["1h"]], 1), ([["7d"]], 168), ([["5400s"]], 1.5), ([["90m"]], 1.5)):
+        monkeypatch.setattr(table, "query", lambda *_arguments, rows=rows: rows)
+        assert table.retention() == timedelta(hours=hours), rows

@@ -20,7 +20,7 @@ def tasks(spark: SparkSession, target: DatabaseSettings, schema: str | None = No
 
 
 def test_the_table_is_a_dataframe(spark: SparkSession, target: DatabaseSettings, database: Database) -> None:
-    """Its columns without an option, all columns, and those of a schema of one's own; NULL is NULL."""
+    """Its columns without an option, all columns, and those of a given schema; NULL is NULL; also as a view in SQL."""
     insert(database, [row("a", OrderingKey="k", Priority=7), row("b", Topic="other")])
     plain = tasks(spark, target)
     assertSchemaEqual(plain.schema, schemas.TABLE)
@@ -34,6 +34,12 @@ def test_the_table_is_a_dataframe(spark: SparkSession, target: DatabaseSettings,
     assert whole.where("State = 'pending' AND Attributes['asynchronous_task_id'] = Id").count() == 2
     own = tasks(spark, target, "Topic STRING, Id STRING, Attributes MAP<STRING, STRING>")
     assert min(own.collect())[:2] == ("orders", "a")
+    spark.sql("DROP VIEW IF EXISTS outbox_tasks")
+    spark.sql(
+        f"CREATE TEMPORARY VIEW outbox_tasks USING outbox OPTIONS (project '{target.project}', "
+        f"instance '{target.instance}', database '{target.database}', columns 'Id,State')"
+    )
+    assert spark.sql("SELECT COUNT(*) FROM outbox_tasks").collect()[0][0] == 2
 
 
 def test_it_can_be_joined_grouped_and_filtered(
@@ -48,52 +54,27 @@ def test_it_can_be_joined_grouped_and_filtered(
     assert read.rdd.getNumPartitions() == 3
 
 
-@pytest.mark.parametrize(
-    ("more", "kind", "said"),
-    [
+def test_what_is_wrong_is_one_sentence(spark: SparkSession, target: DatabaseSettings) -> None:
+    """Spark wraps an error of the planner or of an executor into two stack traces; jobs print it as one sentence."""
+    cases: list[tuple[dict[str, str], type[OutboxError], str]] = [
         ({"stat": "sent"}, SettingError, "option stat is not known"),
         ({"schema": "Id STRING, Nope STRING"}, SettingError, "column 'Nope' is not known"),
         ({"schema": "Id STRING, Priority STRING"}, SettingError, "column Priority is bigint, not string"),
         ({"database": "not-there"}, NotReached, "not-there is not there"),
         ({"readTimestamp": "2h"}, OutboxError, "version_retention_period"),
-    ],
-)
-def test_what_is_wrong_is_one_sentence(
-    spark: SparkSession,
-    target: DatabaseSettings,
-    more: dict[str, str],
-    kind: type[OutboxError],
-    said: str,
-) -> None:
-    """What Spark wraps into two stack traces, jobs print as ours."""
-    with pytest.raises(kind, match=said) as raised, spark_errors():
-        tasks(spark, target, **more).count()
-    assert type(raised.value) is kind
-    assert "\n" not in str(raised.value)
-
-
-def test_what_a_task_raises_is_one_sentence_too(spark: SparkSession) -> None:
-    """On an executor, after its tries."""
+    ]
+    for more, kind, sentence in cases:
+        with pytest.raises(kind, match=sentence) as raised, spark_errors():
+            tasks(spark, target, **more).count()
+        assert type(raised.value) is kind
+        assert "\n" not in str(raised.value)
     with pytest.raises(NotReached, match=r"there is no database$"), spark_errors():
         spark.range(1).mapInArrow(_failing, "id LONG").count()
-
-
-def _failing(_batches: object) -> object:
-    raise NotReached("there is no database")
-
-
-def test_saving_is_refused(spark: SparkSession, target: DatabaseSettings) -> None:
-    """The source reads; `register` writes."""
+    # The source reads; `register` writes.
     frame = spark.createDataFrame([("a",)], "Id STRING")
     with pytest.raises(OutboxError, match=r"(?i)writ"), spark_errors():
         frame.write.format("outbox").mode("append").options(database=target.database).save()
 
 
-def test_the_source_is_known_by_one_call(spark: SparkSession, target: DatabaseSettings) -> None:
-    """Also in SQL."""
-    spark.sql("DROP VIEW IF EXISTS outbox_tasks")
-    spark.sql(
-        f"CREATE TEMPORARY VIEW outbox_tasks USING outbox OPTIONS (project '{target.project}', "
-        f"instance '{target.instance}', database '{target.database}', columns 'Id,State')"
-    )
-    assert spark.sql("SELECT COUNT(*) FROM outbox_tasks").collect()[0][0] == 0
+def _failing(_batches: object) -> object:
+    raise NotReached("there is no database")
