@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--long",
         action="store_true",
-        help="outages of 60 s instead of 10 s, 5,000 random histories of ordering keys instead of 120",
+        help="outages of 60 s instead of 10 s, 5,000 random histories of ordering keys instead of 120 and 200",
     )
     parser.addoption("--seed", type=int, default=0, help="other random choices in the trials of tests/faults")
     parser.addoption("--figures", metavar="FILE", help="append what came of each trial, a line of JSON each")

@@ -166,7 +166,7 @@ class OrderMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("histories", [60, pytest.param(200, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("histories", [120, pytest.param(200, marks=pytest.mark.extended)])
 def test_order(long: bool, histories: int) -> None:
     """Keys keep the order of first publishes, no task is lost, none is sent after a rollback, and no caller waits."""
     run_state_machine_as_test(
