@@ -65,7 +65,7 @@ def test_the_fronts_of_many_keys_are_those_of_each(harness: Harness, monkeypatch
             dead = {"available_at": NEVER, "attempts": 1} if n == 0 and number % 2 else {}
             id = f"{9 - n}{key.topic}{key.ordering_key}"
             harness.insert(id, key.topic, ordering_key=key.ordering_key, created_at=FIRST, sequence=n, **dead)
-    harness.store._emulator = True  # type: ignore[attr-defined]
+    harness.store._emulator = True  # type: ignore[attr-defined]  # the fake has no such part
     for whole in (0, 20, 2_000):
         monkeypatch.setattr(store, "WHOLE_KEYS_ROWS", whole)
         fronts = harness.store.fronts(keys, 2, pass_dead=True)

@@ -118,7 +118,7 @@ def test_lost_credentials_charge_no_task(publisher: PubSubPublisher, server: Pub
     assert 0 < failed < 30  # two batches at first, then single probes, in the end every ten seconds
     assert all((each.attempts, each.available_at, each.last_error) == (0, None, None) for each in store.rows.values())
     account.lost = False
-    for now in range(1060, 1075):  # noqa: B007
+    for now in range(1060, 1075):  # noqa: B007 - the clock reads it
         relay.turn()
     assert all(each.sent_at and not each.attempts for each in store.rows.values())
     assert len(server.requests[0].messages) == 1

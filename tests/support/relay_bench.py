@@ -139,17 +139,6 @@ def overtake(bench: Bench, act: Callable[[], object]) -> None:
     bench.store.claim = claim_too_late  # type: ignore[method-assign,assignment]  # a fault on purpose
 
 
-def times(count: int, make: Callable[[], Exception]) -> Callable[[], None]:
-    """Return a function that raises `count` times."""
-    left = iter(range(count))
-
-    def act() -> None:
-        for _ in left:
-            raise make()
-
-    return act
-
-
 def run_at_once(functions: Sequence[Callable[[], None]]) -> None:
     """Run each on a thread and wait for all."""
     threads = [threading.Thread(target=function) for function in functions]
