@@ -1,4 +1,4 @@
-"""Which tests that need a Spark session `make test` runs: each job once, on small data. The others are extended."""
+"""Which tests that need a Spark session `make test` runs: each job once, on small data, and the bounds of the archive."""
 
 SPARK = frozenset({
     "test_files_of_every_format_become_tasks",
@@ -8,4 +8,5 @@ SPARK = frozenset({
     "test_what_was_purged_comes_back_from_the_archive_as_it_was",
     "test_the_table_is_a_dataframe",
     "test_what_is_available_now_is_read_though_a_batch_was_left_unfinished",
+    "test_readers_choose_times_and_get_windows_in_order",
 })  # fmt: skip
