@@ -1,4 +1,4 @@
-"""Which tests that need a Spark session `make test` runs: each job once, on small data, and the bounds of the archive."""
+"""The Spark tests of `make test`: each job once, on small data, and the bounds of the archive. Others are extended."""
 
 SPARK = frozenset({
     "test_files_of_every_format_become_tasks",
