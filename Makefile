@@ -49,7 +49,7 @@ test: $(STAMP) ## every promise, command and Spark job at least once, on the rea
 test-all: $(STAMP) ## everything that `make test` leaves out, in fifteen minutes
 	@$(PYTEST) $(TESTS) -m "extended and not long" --durations 30 --durations-min 5
 
-test-long: $(STAMP) ## faults and outages of a minute each, load, 5,000 random histories, 146,000 random inputs; hours
+test-long: $(STAMP) ## faults and outages of a minute each, load, 5,000 random histories, 121,000 random inputs; hours
 	@$(PYTEST) --long $(TESTS) -rP -m long_form
 
 soak: $(STAMP) ## mixed load with all faults at random, memory watched; writes build/soak (MINUTES=30)

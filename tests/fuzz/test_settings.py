@@ -17,7 +17,6 @@ from outbox.settings import Field, fields_of
 from outbox_pipeline import cli as pipeline
 from publishworker import cli as worker
 from publishworker.settings import WorkerSettings
-from publishworker.spanner import rows, sql
 from publishworker.task import TopicLimit
 from publishworker.turn.throttle import Throttle
 from tests.fuzz.conftest import Fuzz
@@ -138,18 +137,3 @@ def _limited(learned: list[dict[str, TopicLimit]], workers: int, steps: list[flo
 def test_a_limit_that_makes_no_sense_limits_nothing(fuzz: Fuzz) -> None:
     """Whatever numbers stand in AsynchronousTaskTopics."""
     fuzz(_limited, 150, 20_000)
-
-
-@given(st.text(max_size=9), st.sampled_from([sql.PAUSED, sql.LIMITED]), st.floats(), st.integers(-(2**63), 2**63 - 1))
-def _read_news(topic: str, kind: int, rate: float, number: int) -> None:
-    from google.protobuf.struct_pb2 import Value
-
-    texts = ["", topic, str(kind), str(number), "", "", str(rate), str(number)]
-    found = rows.news([[Value(string_value=text) for text in texts]])
-    assert (topic in found.paused) == (kind == sql.PAUSED)
-    assert found.limits[topic].burst == number
-
-
-def test_a_row_of_the_control_table_is_read_as_it_is(fuzz: Fuzz) -> None:
-    """NaN and infinity, which a FLOAT64 may hold, included."""
-    fuzz(_read_news, 100, 10_000)

@@ -68,15 +68,6 @@ def test_counts_and_gauges_arrive_with_their_tags(kind: str, request: pytest.Fix
     assert lines[2].startswith("outbox.oldest_task_age:1.5|g")
 
 
-def test_service_tags_come_from_the_environment(udp: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DD_ENV, DD_SERVICE and DD_VERSION tag everything."""
-    for name in ("ENV", "SERVICE", "VERSION"):
-        monkeypatch.setenv(f"DD_{name}", name.lower())
-    datadog.from_environment().count(m.PUBLISHED, 1, topic="orders")
-    [line] = received(udp, 1)
-    assert {"env:env", "service:service", "version:version"} <= set(line.split("#")[1].split("|")[0].split(","))
-
-
 def test_applications_count_registered_tasks_through_the_same_client(udp: socket.socket) -> None:
     """`outbox.set_metrics` takes a DogStatsd as it is."""
 

@@ -67,32 +67,6 @@ def test_each_task_is_of_one_state(database: Database, table: TaskTable):
     assert line.at_least == set()
 
 
-def test_lines_are_topics_and_priorities(database: Database, table: TaskTable):
-    """By topic, the most urgent first; sent tasks have a line, too; a pause is shown and changes no count."""
-    insert(
-        database,
-        [
-            row("a", Topic="orders", Priority=0),
-            row("b", Topic="orders", Priority=2**63 - 1),
-            row("c", Topic="orders", Priority=-(2**63)),
-            row("d", Topic="invoices", Priority=7, AvailableAt=NEVER),
-            row("e", Topic="invoices", Priority=7),
-            row("f", Topic="only sent", Priority=3, SentAt=datetime.now(UTC)),
-            row("g", Topic="sent long ago", SentAt=PAST),
-        ],
-    )
-    pause(database, "invoices", "no task")
-    found = backlog.read(table, exact=True)
-    assert [(line.topic, line.priority, line.paused, numbers(line)) for line in found.lines] == [
-        ("invoices", 7, True, {"pending": 1, "dead": 1}),
-        ("only sent", 3, False, {"sent_last_minute": 1}),
-        ("orders", 2**63 - 1, False, {"pending": 1}),
-        ("orders", 0, False, {"pending": 1}),
-        ("orders", -(2**63), False, {"pending": 1}),
-    ]
-    assert numbers(found.total) == {"pending": 3, "dead": 1, "sent_last_minute": 1}
-
-
 def test_the_oldest_is_of_ready_and_due_tasks(database: Database, watch: Watch):
     """Of any priority; a due task counts from when it became due; sent, scheduled, dead and paused ones have no age."""
     now = datetime.now(UTC)

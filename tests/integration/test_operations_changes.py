@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from outbox.errors import OutboxError
 from outbox.operations import changes, sql
@@ -267,22 +265,6 @@ def test_the_dml_of_a_dry_run_does_the_same(database: Database, table: TaskTable
         total += number
     assert plain(rows_of(database)) == plain(rows_of(own_database))
     assert total > len(rows) / 2
-
-
-def test_a_text_in_dml_is_the_text(database: Database):
-    """Spanner reads each literal as what it was, of all of Unicode, and it is printable."""
-
-    @settings(max_examples=30, deadline=None)
-    @given(st.lists(st.text(st.characters(exclude_categories=("Cs",))), min_size=1))
-    @example(list(AWKWARD))
-    def check(texts: list[str]) -> None:
-        written = sql.written_out("SELECT 1", "Id IN @ids", {"ids": texts})
-        assert all(each.isprintable() for each in written.replace("\n", "", 1))
-        with database.snapshot() as snapshot:
-            [[read]] = snapshot.execute_sql(f"SELECT [{written.partition('(')[2][:-1]}]")
-        assert read == texts
-
-    check()
 
 
 def test_a_count_is_exact_or_stops_early(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):

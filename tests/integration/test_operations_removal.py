@@ -208,16 +208,6 @@ def test_discard_wakes_the_first_parked_task_of_a_key_and_only_it(
     assert {"outbox-discard", "outbox-wake"} == watch.tags() - {"outbox-now"}
 
 
-def test_nothing_dead_wakes_nothing(database: Database, watch: Watch):
-    """No transaction more than that of the chunk, which writes nothing."""
-    insert(database, line("a", {"SentAt": PAST}, PARKED))
-    before = rows_of(database)
-    assert [outcome.changed for outcome in changes.discard(watch.table, ["orders a 0", "orders a 1", "gone"])] == [()]
-    assert rows_of(database) == before
-    assert watch.tags() == {"outbox-discard"}
-    assert not any(request.mutations for name, request in watch.requests if name == "commit")
-
-
 def test_a_wake_that_fails_is_a_warning(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
     """The dead task is deleted all the same; the deferred ones become due when their time ends.
 

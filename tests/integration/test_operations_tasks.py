@@ -10,14 +10,13 @@ import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
-from outbox.message import parsed
 from outbox.operations import tasks
 from outbox.operations.changes import Selection
 from outbox.operations.table import TaskTable
 from outbox.operations.tasks import Position
 from outbox.states import NEVER, STATES, UNSENT
 from tests.support.fakes import serialized
-from tests.support.operations import CREATED, FUTURE, PAST, Watch, insert, opened, pause, row
+from tests.support.operations import CREATED, FUTURE, PAST, Watch, insert, opened, row
 
 SECOND, MICROSECOND = timedelta(seconds=1), timedelta(microseconds=1)
 
@@ -146,52 +145,6 @@ def test_an_error_is_found_by_a_part_of_it(database: Database, table: TaskTable)
         assert sorted(ids(table, state="dead", error=part)) == found, part
     assert sorted(ids(table, error="%")) == ["percent"]
     assert sorted(ids(table, error="not")) == ["quotes", "under"]
-
-
-def test_a_topic_is_its_exact_name(database: Database, table: TaskTable):
-    """A name of any characters is a parameter; an unknown one has no tasks. A pause changes no state of a task."""
-    names = ["orders", "Orders", "orders'", 'orders"', "orders\\", "orders%", "größe 🎉"]
-    for state in STATES:
-        insert(database, [row(f"{state} {n}", Topic=name, **OF_STATES[state][0]) for n, name in enumerate(names)])
-    pause(database, "orders", "empty")
-    for n, name in enumerate(names):
-        assert ids(table, topic=name) == [f"{state} {n}" for state in UNSENT]
-        assert ids(table, state="sent", topic=name) == [f"sent {n}"]
-    for state in STATES:
-        assert ids(table, state=state, topic=names[2]) == [f"{state} 2"]
-        assert ids(table, state=state, topic="order") == []
-    assert ids(table, topic="empty") == []
-
-
-def test_a_task_is_shown_with_every_column(database: Database, table: TaskTable):
-    """As they are in the row, the data as bytes, whether they are a message or not; None if there is no such task."""
-    every = {
-        "Topic": "orders", "Priority": -5, "OrderingKey": "k'", "Sequence": 7, "CreatedAt": CREATED,
-        "AvailableAt": FUTURE, "ExpiresAt": FUTURE + SECOND, "AtMostOnce": True, "Attempts": 3, "LastError": "x\n",
-        "SentAt": PAST,
-    }  # fmt: skip
-    data = serialized(b"\x00\xff", attributes={"a": "b"})
-    no_messages = {f"bad {n}": each for n, each in enumerate([b"\xff", b"{}", b"\x0a\x05abc", b"\x12\x00\xff"])}
-    bad = [row(id, Data=each) for id, each in no_messages.items()]
-    insert(database, [row("it's", Data=data, **every), row("plain"), *bad])
-    task, plain = tasks.task(table, "it's"), tasks.task(table, "plain")
-    assert task is not None
-    shard = task.columns["Shard"]
-    assert shard in table.shards
-    assert task == tasks.Task("sent", {**every, "Id": "it's", "Data": data, "Bytes": len(data), "Shard": shard})
-    message = parsed(task.columns["Data"])
-    assert message is not None
-    assert (message.data, dict(message.attributes)) == (b"\x00\xff", {"a": "b"})
-    assert plain is not None
-    nulls = [name for name, value in plain.columns.items() if value is None]
-    assert sorted(nulls) == ["AvailableAt", "ExpiresAt", "LastError", "OrderingKey", "SentAt", "Sequence"]
-    for missing in ("its", "IT'S", "", "' OR '' = '"):
-        assert tasks.task(table, missing) is None
-    for id, each in no_messages.items():
-        shown = tasks.task(table, id)
-        assert shown is not None
-        assert (shown.columns["Data"], parsed(each)) == (each, None)
-    assert parsed(b"") is not None
 
 
 def followed(table: TaskTable, position: Position, limit: int, topic: str | None = None) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """The relay in this process on the real emulators: what it polls, publishes and marks."""
 
 import base64
-import contextlib
 import threading
 import time
 import uuid
@@ -25,7 +24,7 @@ from publishworker.telemetry import metrics as m
 from publishworker.turn import relay as relay_module
 from publishworker.turn.relay import Relay
 from tests.support.counting import Counting
-from tests.support.fakes import Counted, FakePublisher, FakeStore, serialized
+from tests.support.fakes import Counted, FakePublisher, serialized
 from tests.support.outages import count
 from tests.support.parts import look, relay_of
 from tests.support.pubsub import PubSub, Subscription
@@ -264,18 +263,6 @@ def test_a_backlog_costs_few_requests_and_few_rows(
         assert proxy.rows["ExecuteStreamingSql", "outbox-claim"] == 2000
 
 
-def test_urgent_tasks_go_before_older_ones_that_are_not(database: Database, topic: str) -> None:
-    """Ten urgent tasks are all in the first turn that sends anything, ninety at most of the others (A16)."""
-    ordinary = register(database, topic, 150)
-    urgent = register(database, topic, 10, priority=outbox.Priority.HIGH)
-    relay = make_relay(database)
-    while not relay.turn().published:
-        assert len(unsent(database)) == 160
-    left = set(unsent(database))
-    assert not left & set(urgent)
-    assert len(left & set(ordinary)) >= 60
-
-
 @pytest.mark.parametrize("one_shard", [False, True])
 def test_the_spread_over_the_shards_does_not_matter(database: Database, topic: str, one_shard: bool) -> None:
     """Forty tasks in ten shards or all in one: all are sent, each once, in as few turns as they need (A17)."""
@@ -295,25 +282,6 @@ def in_shard(database: Database, names: list[str], key: str) -> list[str]:
     shard = "ABS(MOD(FARM_FINGERPRINT({}), 10))"
     statement = f"SELECT each FROM UNNEST(@names) AS each, UNNEST(@key) AS k WHERE {shard} = {shard}"
     return [name for [name] in query(database, statement.format("each", "k"), names=names, key=[key])]
-
-
-def test_a_slow_publish_holds_no_other_group_of_its_turn() -> None:
-    """The fast topic is published and marked while the slow one still waits for its answer (A26)."""
-    store = FakeStore()
-    store._lock = contextlib.nullcontext()  # transactions at once, as on the real service
-    for topic in ("slow", "fast"):
-        store.insert(topic, topic, serialized())
-
-    class Slow(FakePublisher):
-        def publish(
-            self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
-        ) -> dict[str, Outcome]:
-            if topic == "slow":
-                eventually(lambda: store.rows["fast"].sent_at, message="the fast task marked")
-            return super().publish(topic, rows, seconds, singly)
-
-    relay = make_relay(store, Slow("slow", "fast"))
-    assert 2 in [relay.turn().published for _ in range(5)]
 
 
 def test_two_relays_and_one_task_are_one_publish(database: Database, topic: str, subscription: Subscription) -> None:

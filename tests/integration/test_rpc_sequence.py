@@ -195,24 +195,6 @@ def test_aborted_at_commit_publishes_once_and_marks_once(mock: SpannerServicer, 
     assert names(mock)[1:] == ["ExecuteSql", *["ExecuteSql", "Commit"] * 3]
 
 
-def test_a_commit_that_fails_for_good_is_given_up_and_remembered(
-    mock: SpannerServicer, database: LimitedDatabase
-) -> None:
-    """Counted as uncommitted; the next turn marks it under the lock and publishes nothing."""
-    prepare(mock, 10)
-    publisher = FakePublisher("orders", project="p")
-    relay = make_relay(database, publisher=publisher)
-    mock.mock_spanner.add_error("Commit", error(code_pb2.INTERNAL))
-    assert relay.turn().uncommitted == 10
-    mock.mock_spanner.add_result(POLL_ALL, result(CANDIDATE, []))
-    mock.mock_spanner.add_result(POLL_READY, result(CANDIDATE, []))
-    mock.clear_requests()
-    relay.turn()
-    assert len(publisher.published) == 10
-    assert names(mock) == ["ExecuteSql", "ExecuteSql", "Commit"]
-    assert len(mock.requests[-1].mutations[0].update.values) == 10
-
-
 def test_what_is_surely_not_written_is_said(
     mock: SpannerServicer, database: LimitedDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,19 +211,6 @@ def test_what_is_surely_not_written_is_said(
         with pytest.raises(StoreError) as caught:
             store.claim(["task-000"], lambda _rows, _now: {})
         assert caught.type is kind
-
-
-@pytest.mark.parametrize(("group_size", "per_thousand"), [(1, 3000), (10, 300), (100, 30)])
-def test_requests_per_thousand_tasks(
-    mock: SpannerServicer, database: LimitedDatabase, group_size: int, per_thousand: int
-) -> None:
-    """Two for each group and one for each poll; here each turn is one group, the dearest case."""
-    prepare(mock, group_size)
-    relay = make_relay(database, group_size)
-    relay.turn()
-    mock.clear_requests()
-    published = sum(relay.turn().published for _ in range(3))
-    assert len(mock.requests) / published * 1000 == pytest.approx(per_thousand)
 
 
 def test_the_commit_has_a_limit_of_ours(mock: SpannerServicer, database: LimitedDatabase) -> None:

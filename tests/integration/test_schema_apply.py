@@ -121,18 +121,6 @@ def test_only_what_is_missing_is_made_in_one_update(own_database: Database) -> N
     assert schema.differences(own_database, schema.statements()) == []
 
 
-def test_another_shard_count_is_refused_unless_it_is_free(empty_database: Database) -> None:
-    """An explicit shard count must be the table's; the relay's own check accepts any and reads the number."""
-    schema.apply(empty_database, schema.statements(shards=4, retention_days=None))
-    with pytest.raises(SchemaDiffers) as caught:
-        schema.apply(empty_database, schema.statements(shards=10, retention_days=7))
-    assert "table AsynchronousTasks, shard count: the database has 4, expected 10" in str(caught.value)
-    assert "retention of sent tasks: the database has for ever, expected 7 days" in str(caught.value)
-    assert schema.differences(empty_database, schema.statements()) == []
-    assert schema.apply(empty_database, schema.statements(), free=schema.OWN_CHOICES)[0] == (ALL[0], "exists")
-    assert schema.shard_count(empty_database) == 4
-
-
 TABLE, TO_SEND = "table AsynchronousTasks", "index AsynchronousTasksToSend"
 STREAM = "change stream AsynchronousTasksInserts, watches"
 #: A piece of our DDL, another one; the part, what the database has, what was expected.

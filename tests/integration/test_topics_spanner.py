@@ -193,13 +193,3 @@ def test_a_pubsub_that_refuses_to_answer_stops_nothing(
         code, _, err = command("pause unknown")
     assert code == 0
     assert "Pub/Sub could not be asked" in err
-
-
-def test_a_table_that_is_missing_is_exit_code_3(
-    empty_database: Database, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the command that creates it."""
-    monkeypatch.setenv("OUTBOX_DATABASE", empty_database.database_id)
-    code, _, err = command("pause orders")
-    assert code == 3
-    assert "table AsynchronousTasks is missing; run `outbox schema apply`" in err

@@ -238,85 +238,19 @@ def test_the_page_switches_on_the_percentiles_that_are_queried() -> None:
     }
 
 
-def changed(document: Document, old: str, new: str) -> Document:
-    """Return the document with a text replaced everywhere; the text must occur."""
-    text = json.dumps(document)
-    assert old in text
-    return dict(json.loads(text.replace(old, new)))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "complaint"),
-    [
-        ("outbox.pending_task_count", "outbox.pending_tasks_count", "is in no table"),
-        ("kubernetes_state.hpa.", "kubernetes_state.autoscaler.", "is in no table"),
-        ("max:outbox.pending_task_count", "sum:outbox.pending_task_count", "sum of"),
-        ("p99:outbox.task_latency", "p98:outbox.task_latency", "p98 of"),
-        ("max:outbox.topic_task_count", "p95:outbox.topic_task_count", "p95 of"),
-        ("by {topic,reason}", "by {topic,cause}", "has no tag cause"),
-        ("outbox.oldest_task_age{$env,$service}", "outbox.oldest_task_age{$env,$service,$topic}", "has no tag topic"),
-        ("{$env,$topic}", "{$env,$service,$topic}", "has no tag service"),
-        ("outbox.oldest_task_age{$env,$service}", "outbox.oldest_task_age{$env}", "of every service"),
-        ("{$env,$service,$topic}", "{$env,$service,$queue}", "$queue of"),
-        ("state:pending", "state:waiting", "never waiting"),
-        (".as_count()", "", "is a count with []"),
-        ("outbox.task_latency{$env,$service,$topic}", "outbox.task_latency{$env}.as_count()", "is a distribution with"),
-        ("outbox.owned_shard_count{$env,$service}", "outbox.owned_shard_count{$env,$service", "no metric in"),
-        (" + published", " + sent", "'sent']"),
-        ("default_zero(late)", "1", "formulas of ['published']"),
-        ('packet"', 'shard"', "is shown in"),
-        ('packet"', 'parcel"', "has no unit"),
-        ('"x": 0', '"x": 1', "outside of the 12 columns"),
-    ],
-)
-def test_a_wrong_query_of_the_dashboard_is_noticed(old: str, new: str, complaint: str) -> None:
-    """The check of the dashboard finds each kind of mistake."""
-    assert complaint in " ".join(of_dashboard(changed(DASHBOARD, old, new)))
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "new", "complaint"),
-    [
-        ("oldest-age", "> 300", "> 600", "the options have others"),
-        ("oldest-age", '"critical": 300', '"critical": 300, "warning": 400', "after the alarm"),
-        ("oldest-age", "last_5m", "5m", "no query of a monitor"),
-        ("backlog-stalled", "as_rate", "as_count", "min of a count"),
-        ("topic-rests", '_data": "default"', '_data": "resolve"', "default_zero with resolve"),
-        ("dead-tasks", "by {topic,reason}", "by {reason}", "not by topic"),
-        ("dead-tasks", "#a-poison-message", "#a-poisonous-message", "is no heading"),
-        ("dead-tasks", "list --state dead", "list --state died", "is not allowed"),
-        ("dead-tasks", "outbox list", "outbox lists", "invalid choice"),
-        ("no-heartbeat", "publishworker check", "publishworker run", "the runbook does not use"),
-        ("no-heartbeat", "publishworker check", "kubectl get pods", "KeyError"),
-        ("no-heartbeat", "**Do first:**", "**Then:**", "lacks a part"),
-        ("no-heartbeat", "severity:page", "severity:warn", "the tags are not"),
-        ("no-heartbeat", "env:production,", "env:staging,", "the tags are not"),
-    ],
-)
-def test_a_wrong_monitor_is_noticed(name: str, old: str, new: str, complaint: str) -> None:
-    """The check of the monitors finds each kind of mistake."""
-    assert complaint in " ".join(of_monitor(changed(MONITORS[name], old, new)))
-
-
 @pytest.mark.parametrize(
     ("document", "model", "old", "new"),
     [
         (SMALL, Dashboard, '"timeseries"', '"time_series"'),
-        (SMALL, Dashboard, '"display_type": "line"', '"display_type": "curve"'),
-        (SMALL, Dashboard, '"data_source": "metrics"', '"data_source": "metric"'),
-        (SMALL, Dashboard, '"alias"', '"alais"'),
-        (SMALL, Dashboard, '"formula":', '"formulae":'),
         (SMALL, Dashboard, '"canonical_unit"', '"unit"'),
-        (MONITORS["oldest-age"], Monitor, '"query alert"', '"metric alarm"'),
-        (MONITORS["oldest-age"], Monitor, '"show_no_data"', '"ignore"'),
-        (MONITORS["oldest-age"], Monitor, '"include_tags"', '"include_tag"'),
         (MONITORS["oldest-age"], Monitor, '"critical": 300', '"critical": "many"'),
-        (MONITORS["oldest-age"], Monitor, '"critical"', '"fatal"'),
         (MONITORS["oldest-age"], Monitor, '"priority"', '"team"'),
     ],
 )
 def test_what_the_api_does_not_know_is_noticed(
     document: Document, model: type[OpenApiModel], old: str, new: str
 ) -> None:
-    """Datadog's model is applied strictly: a widget, a value, a field, and a missing field, deep in a group."""
-    assert list(of_api(changed(document, old, new), model))
+    """Datadog's model is applied strictly, which its client does not do: a value and a field, deep in a group."""
+    text = json.dumps(document)
+    assert old in text
+    assert list(of_api(json.loads(text.replace(old, new)), model))

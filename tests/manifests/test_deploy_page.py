@@ -127,25 +127,6 @@ def test_gcloud_and_kubectl_take_every_command_line(tmp_path: Path, long: bool) 
     compare(file.name, "".join(f"{line}\n" for line in sorted(every)))
 
 
-@pytest.mark.long("asks gcloud, a second each; the golden file has what it takes")
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "gcloud spanner databases create shop",
-        "gcloud pubsub topics create orders --retention=1d",
-        "gcloud container clusters create-automatic outbox",
-        "gcloud dataproc batches submit pyspark x.py --image=y",
-        "kubectl get pods --lable x",
-        "kubectl rollout statuz deployment/x",
-        "kubectl apply -k k8s/overlays/staging",
-    ],
-)
-def test_gcloud_and_kubectl_refuse_a_wrong_command_line(wrong: str, tmp_path: Path) -> None:
-    """A missing flag, an unknown flag or command, and a kustomization that does not exist."""
-    programs("gcloud")
-    assert refusal(wrong, tmp_path)
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_kubectl_names_folders_and_deployments_that_exist(page: str) -> None:
     """Each kustomization has a golden file, and each namespace the Deployment that a command is about."""

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from google.cloud.spanner_v1.database import Database
 
 from outbox._child import LOOPBACK
 from outbox.emulators import PUBSUB, SPANNER, Emulators, running_spanner
 from tests.manifests.rendering import OVERLAYS, ROOT, Objects, container, environment, rendered, the, worker
 from tests.support.processes import Process, run, started
-from tests.support.spanner import INSTANCE, PROJECT
 from tests.support.waiting import eventually
 
 #: Tasks that must be received: those of one order.
@@ -74,17 +72,6 @@ def test_development_sends_orders(emulators: Emulators, tmp_path: Path) -> None:
         assert relay.wait() == 0
         lines = [json.loads(line) for line in relay.stderr.splitlines()]  # OUTBOX_LOG_FORMAT
     assert {"start", "stopped"} <= {line["action"] for line in lines}
-
-
-def test_productions_settings_pass_the_check(database: Database, emulators: Emulators, tmp_path: Path) -> None:
-    """`publishworker check` finds settings and table, with a database on the emulator in place of the placeholders."""
-    given = variables(rendered(OVERLAYS["production"]), "publishworker", "publishworker", emulators, tmp_path)
-    here = {"OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE, "OUTBOX_DATABASE": database.database_id}
-    assert here.keys() <= given.keys()
-    done = run("publishworker", "check", environment=given | here | emulators.environment(), seconds=60)
-    assert done.code == 0, done.stdout + done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok", "ok"]
-    assert f"heartbeat_file={tmp_path}/publishworker.heartbeat" in done.stdout
 
 
 def test_the_emulators_are_started_as_outbox_emulators_does() -> None:
