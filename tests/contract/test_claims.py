@@ -73,10 +73,7 @@ def test_an_exception_under_the_lock_writes_nothing(harness: Harness) -> None:
 
 
 def test_a_sent_task_is_clean_whatever_was_left(harness: Harness) -> None:
-    """Traces of earlier attempts, each of them alone, are removed, so that setting SentAt to NULL sends a task again.
-
-    SentAt is the time of the commit that the claim returns, and the next claim reads it, but no body.
-    """
+    """Each trace of earlier attempts is removed, so that setting SentAt to NULL sends a task again."""
     traces: list[dict[str, Any]] = [{name: value} for name, value in FAILED.items()]
     left = {"clean": {}, "all": FAILED} | {f"trace {n}": each for n, each in enumerate([*traces, {"last_error": ""}])}
     for id, each in left.items():

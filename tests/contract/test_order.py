@@ -76,10 +76,7 @@ def test_the_fronts_of_many_keys_are_those_of_each(harness: Harness, monkeypatch
 
 
 def test_a_front_shows_what_is_not_due(harness: Harness) -> None:
-    """A task that is not due holds back the following ones, unless it expired before it was due.
-
-    A deferred task is held back by other tasks only. Dead tasks are left out if they are passed over.
-    """
+    """It holds back the following tasks, unless it expired before; a deferred task is held back by others only."""
     tasks: dict[str, tuple[dict[str, Any], tuple[bool, bool, bool]]] = {  # may_go, parked, passed_over
         "ready": ({}, (True, False, False)),
         "due": ({"available_at": PAST, "attempts": 2, "last_error": "internal: no"}, (True, False, False)),

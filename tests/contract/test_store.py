@@ -61,11 +61,7 @@ def test_due_tasks_come_when_they_are_asked_for(harness: Harness) -> None:
 
 
 def test_poll_limits_each_range_and_prefers_priority(harness: Harness) -> None:
-    """Of one shard and topic the most urgent rows are read first, and no more than asked for.
-
-    A range full of urgent tasks shows nothing else; the range of lower priorities begins below theirs. A task that
-    both ranges hold comes once.
-    """
+    """A range full of urgent tasks shows nothing else; the range of lower priorities begins below theirs."""
     for priority in (9, 5, 9, 1):
         harness.insert(f"p{priority}-{uuid.uuid4()}", priority=priority, ordering_key="same-shard")
     for found, options in (
@@ -116,10 +112,7 @@ def test_empty_names_are_names(harness: Harness) -> None:
 
 
 def test_limits_and_pauses_are_told(harness: Harness) -> None:
-    """As they stand in the table, to the last digit: a value that is not set is None, a row without values is no news.
-
-    A paused topic keeps its limits until it is resumed. Rows of controls are not taken for candidates.
-    """
+    """To the last digit; a value that is not set is None. A paused topic keeps its limits until it is resumed."""
     limits = {
         "all": TopicLimit(0.5, 20, 3),
         "third": TopicLimit(1 / 3, 1),
@@ -166,10 +159,7 @@ def test_a_heartbeat_makes_a_worker_live_until_it_leaves_or_falls_silent(harness
 
 
 def test_unsent_counts_by_topic_and_state(harness: Harness) -> None:
-    """Pending is ready or due; retrying and scheduled differ by attempts; dead begins at NEVER and not before.
-
-    Unsent tasks of a paused topic are paused, whatever else they wait for, but its dead tasks stay dead.
-    """
+    """Unsent tasks of a paused topic are paused, whatever else they wait for, but its dead tasks stay dead."""
     late = NEVER - timedelta(microseconds=1)
     for id, available_at, attempts in (
         ("ready", None, 0), ("due", PAST, 2), ("scheduled", FUTURE, 0), ("late", late, 0), ("retrying", FUTURE, 1),

@@ -17,25 +17,16 @@ from outbox import logs
 from publishworker.failures import Kind, kind_of
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.task import Failed, Row
-from tests.support.fakes import FakeStore, serialized
-from tests.support.parts import relay_of
+from tests.support.fakes import serialized
 from tests.support.pubsub_server import PubSubServer
 
 
 class Account(Credentials):
-    """A service account whose key may be `lost`. A token of it is good for one call, so that each call wants one."""
-
-    def __init__(self) -> None:
-        """Begin with a key."""
-        super().__init__()
-        self.lost = False
+    """A service account whose key was deleted."""
 
     def refresh(self, request: Any) -> None:
-        """Get a token."""
-        if self.lost:
-            raise RefreshError("the key was deleted")
-        self.token = "token"
-        self.expiry = datetime(2000, 1, 1)  # noqa: DTZ001 - google.auth's times are naive
+        """Get no token."""
+        raise RefreshError("the key was deleted")
 
 
 @pytest.fixture
@@ -53,22 +44,6 @@ def server() -> Iterator[PubSubServer]:
 
 
 @pytest.fixture
-def account() -> Account:
-    """Whose calls they are."""
-    return Account()
-
-
-@pytest.fixture
-def publisher(server: PubSubServer, account: Account) -> Iterator[PubSubPublisher]:
-    """A publisher on a channel made as google.auth makes it, but to a server of ours."""
-    credentials = grpc.composite_channel_credentials(
-        grpc.local_channel_credentials(), grpc.metadata_call_credentials(AuthMetadataPlugin(account, None))
-    )
-    with grpc.secure_channel(server.address, credentials) as channel:
-        yield PubSubPublisher(PublisherGrpcTransport(channel=channel), "project")
-
-
-@pytest.fixture
 def own_logging() -> Iterator[None]:
     """Give back to pytest what `logs.configure` takes."""
     root = logging.getLogger()
@@ -81,44 +56,23 @@ def own_logging() -> Iterator[None]:
         logging.getLogger(name).setLevel(logging.NOTSET)
 
 
-def row(id: str) -> Row:
-    """Return a row under the lock."""
-    return Row(id, "orders", serialized(), None, datetime.now(UTC), None, None)
-
-
 @pytest.mark.usefixtures("own_logging")
 def test_a_call_without_a_token_is_told_from_a_service_that_is_away(
-    publisher: PubSubPublisher, server: PubSubServer, account: Account, capfd: pytest.CaptureFixture[str]
+    server: PubSubServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its reason is `credentials`, an outage, and the sentence is that of google.auth.
-
-    The logger of gRPC writes a stack trace for each such call; the worker does not, because it reports the topic.
-    """
+    """Its reason is `credentials`, an outage; gRPC's stack trace for each such call is not written."""
     logs.configure("json", "info")
-    account.lost = True
-    failure = publisher.publish("orders", [row("a")], 5)["a"]
+    # As google.auth makes a channel, but to a server of ours.
+    credentials = grpc.composite_channel_credentials(
+        grpc.local_channel_credentials(), grpc.metadata_call_credentials(AuthMetadataPlugin(Account(), None))
+    )
+    row = Row("a", "orders", serialized(), None, datetime.now(UTC), None, None)
+    with grpc.secure_channel(server.address, credentials) as channel:
+        publisher = PubSubPublisher(PublisherGrpcTransport(channel=channel), "project")
+        failure = publisher.publish("orders", [row], 5)["a"]
     assert isinstance(failure, Failed)
     assert failure.reason == "credentials"
     assert kind_of(failure.reason) is Kind.OUTAGE
     assert "the key was deleted" in failure.error
     assert not server.requests
     assert capfd.readouterr().err == ""
-
-
-def test_lost_credentials_charge_no_task(publisher: PubSubPublisher, server: PubSubServer, account: Account) -> None:
-    """The circuit of the topic opens; when the credentials are back one probe goes out, then the others."""
-    store, now = FakeStore(), 1000.0
-    for n in range(30):
-        store.insert(str(n), "orders", serialized())
-    relay = relay_of(store, publisher, clock=lambda: now)
-    account.lost = True
-    failed = 0
-    for now in range(1000, 1060):  # noqa: B007 - the clock reads it
-        failed += relay.turn().failed
-    assert 0 < failed < 30  # two batches at first, then single probes, in the end every ten seconds
-    assert all((each.attempts, each.available_at, each.last_error) == (0, None, None) for each in store.rows.values())
-    account.lost = False
-    for now in range(1060, 1075):  # noqa: B007 - the clock reads it
-        relay.turn()
-    assert all(each.sent_at and not each.attempts for each in store.rows.values())
-    assert len(server.requests[0].messages) == 1

@@ -39,10 +39,7 @@ def _nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def sdk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Sdk:
-    """Make a Cloud SDK whose emulators run the given Python texts; None leaves one out.
-
-    CLOUDSDK_ROOT_DIR names it, unless it has a name of its own.
-    """
+    """Make a Cloud SDK, by name or by CLOUDSDK_ROOT_DIR, whose emulators run these texts; None leaves one out."""
 
     def make(spanner: str | None = LISTEN, pubsub: str | None = LISTEN, name: str = "") -> Path:
         root = tmp_path / (name or "sdk")
@@ -99,10 +96,7 @@ def test_a_variable_that_points_nowhere_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_sdk_is_found_by_the_real_path_of_gcloud(monkeypatch: pytest.MonkeyPatch, sdk: Sdk, tmp_path: Path) -> None:
-    """A package manager's link to `gcloud` leads to the emulators of its Cloud SDK.
-
-    The usual directories are searched, also if each has one emulator. CLOUDSDK_ROOT_DIR excludes other installations.
-    """
+    """Or in the usual directories, also if each has one emulator; CLOUDSDK_ROOT_DIR excludes other installations."""
     root = sdk(name="linked")
     _script(root / "bin/gcloud", "")
     (tmp_path / "path/gcloud").symlink_to(root / "bin/gcloud")
@@ -188,10 +182,7 @@ def test_an_emulator_that_does_not_start_is_given_up(
 
 
 def test_flags_and_addresses_reach_the_binaries(sdk: Sdk) -> None:
-    """The emulators listen on the loopback interface only, and the Spanner one gets the flags that are given.
-
-    `ended` names an emulator that has ended, with the reason.
-    """
+    """On the loopback interface only; `ended` names an emulator that has ended, with the reason."""
     sdk(spanner=LISTEN.replace("sys.argv[-1]", "sys.argv[2]"))
     with emulators.running(spanner_flags=["--enable_fault_injection"]) as running:
         spanner, pubsub = running.children

@@ -3,7 +3,6 @@
 import base64
 import re
 import time
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,14 @@ from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.store import SpannerStore
 from publishworker.turn.relay import Relay
 from tests.support.parts import relay_of
-from tests.support.pubsub import PubSub, Subscription
+from tests.support.pubsub import Subscription
 from tests.support.pubsub_server import accept, pubsub_server, refuse
-from tests.support.relays import UNDECODABLE, account, execute, register, unsent
-from tests.support.spanner import PROJECT
+from tests.support.relays import UNDECODABLE, execute, register, unsent
+from tests.support.spanner import PROJECT, query
 from tests.support.waiting import eventually
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "delivery.md"
+#: Attempts, error, availability and mark of each task.
 STATE = "SELECT Attempts, LastError, AvailableAt, SentAt FROM AsynchronousTasks ORDER BY CreatedAt, Sequence"
 
 
@@ -42,34 +42,6 @@ def make_relay(database: Database, **options: Any) -> Relay:
     )
 
 
-def states(database: Database) -> list[list[Any]]:
-    """Return attempts, error, availability and mark of each task."""
-    with database.snapshot() as snapshot:
-        return list(snapshot.execute_sql(STATE))
-
-
-def test_a_topic_that_is_missing_and_comes_back_loses_nothing(
-    database: Database, pubsub: PubSub, subscription: Subscription
-) -> None:
-    """Only the attempts of probed tasks are recorded; once the topic exists, all are sent, and their rows are clean."""
-    topic_id = f"late-{subscription.topic.rpartition('-')[2]}"
-    ids = register(database, topic_id, 30)
-    relay = make_relay(database)
-
-    def charged() -> int:
-        relay.turn()
-        return sum(attempts for attempts, *_ in states(database))
-
-    eventually(lambda: charged() >= 10, seconds=30)
-    assert all(error is None or error.startswith("not_found: ") for _, error, *_ in states(database))
-    late = pubsub.new_subscription(pubsub.new_topic(topic_id))
-    eventually(lambda: relay.turn() and not unsent(database), seconds=60)
-    assert {(attempts, error, available_at) for attempts, error, available_at, _ in states(database)} == {
-        (0, None, None)
-    }
-    assert account(ids, late).lost == frozenset()
-
-
 def test_a_dead_task_is_listed_stays_and_is_sent_when_an_operator_says_so(
     database: Database, topic: str, subscription: Subscription
 ) -> None:
@@ -80,36 +52,18 @@ def test_a_dead_task_is_listed_stays_and_is_sent_when_an_operator_says_so(
         batch.insert("AsynchronousTasks", columns, [("bad", topic, UNDECODABLE, 1, COMMIT_TIMESTAMP)])
     relay = make_relay(database)
     eventually(lambda: relay.turn().charged, seconds=20)
-    [[attempts, error, available_at, sent_at]] = states(database)
+    [[attempts, error, available_at, sent_at]] = query(database, STATE)
     assert (attempts, available_at, sent_at) == (1, NEVER, None)
     assert error == "undecodable: Data is not a serialized google.pubsub.v1.PubsubMessage"
     assert relay.turn().polled == 0
     good = base64.b64encode(b"\x0a\x05hello").decode()
     assert execute(database, f"UPDATE AsynchronousTasks SET Data = FROM_BASE64('{good}') WHERE TRUE") == 1
-    with database.snapshot() as snapshot:
-        assert list(snapshot.execute_sql(listing)) == [["bad", topic, 1, error]]
+    assert query(database, listing) == [["bad", topic, 1, error]]
     assert execute(database, retry.replace("the-id", "bad")) == 1
     eventually(lambda: relay.turn() and not unsent(database), seconds=20)
     [message] = subscription.pull_until(1)
     assert message.data == b"hello"
-    assert states(database)[0][:3] == [0, None, None]
-
-
-def test_an_expired_task_is_dead_and_a_sent_one_is_sent_again_after_its_time(
-    database: Database, topic: str, subscription: Subscription
-) -> None:
-    """ExpiresAt is read under the lock, and a mark removes it."""
-    now = datetime.now(UTC)
-    [late] = register(database, topic, 1, expires_at=now - timedelta(seconds=1))
-    [good] = register(database, topic, 1, expires_at=now + timedelta(hours=1))
-    relay = make_relay(database)
-    eventually(lambda: relay.turn() and len(unsent(database)) == 1, seconds=20)
-    assert unsent(database) == [late]
-    assert states(database)[0][1].startswith("expired: ExpiresAt was ")
-    execute(database, f"UPDATE AsynchronousTasks SET SentAt = NULL WHERE Id = '{good}'")
-    eventually(lambda: relay.turn() and len(unsent(database)) == 1, seconds=20)
-    received = [message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in subscription.pull_until(2)]
-    assert received == [good, good]
+    assert query(database, STATE)[0][:3] == [0, None, None]
 
 
 def test_an_at_most_once_task_is_marked_when_pubsub_sees_it(database: Database) -> None:
@@ -118,7 +72,7 @@ def test_an_at_most_once_task_is_marked_when_pubsub_sees_it(database: Database) 
     seen: list[list[Any]] = []
 
     def look_and_refuse(request: Any, context: grpc.ServicerContext) -> Any:
-        seen.extend(states(database))
+        seen.extend(query(database, STATE))
         return refuse(grpc.StatusCode.NOT_FOUND)(request, context)
 
     with pubsub_server() as server:
@@ -126,7 +80,7 @@ def test_an_at_most_once_task_is_marked_when_pubsub_sees_it(database: Database) 
         transport = PublisherGrpcTransport(channel=grpc.insecure_channel(server.address))
         relay = make_relay(database, publisher=PubSubPublisher(transport, PROJECT))
         eventually(lambda: relay.turn().charged, seconds=20)
-        [[attempts, error, available_at, sent_at]] = states(database)
+        [[attempts, error, available_at, sent_at]] = query(database, STATE)
         assert (attempts, error.partition(":")[0], sent_at) == (1, "not_found", None)
         assert available_at < NEVER
         server.publish, refused = accept, len(server.requests)
@@ -135,19 +89,6 @@ def test_an_at_most_once_task_is_marked_when_pubsub_sees_it(database: Database) 
         assert len(server.requests) == refused + 1
         assert {each.attributes[outbox.TASK_ID_ATTRIBUTE] for r in server.requests for each in r.messages} == {id}
     assert all(sent_at for *_, sent_at in seen)
-
-
-def test_a_topic_outside_the_allowed_ones_is_never_published_to(
-    database: Database, topic: str, subscription: Subscription
-) -> None:
-    """Dead at once, with the reason, also if the topic exists."""
-    register(database, topic, 3)
-    publisher = PubSubPublisher(open_pubsub(), PROJECT, lambda _name: False)
-    relay = make_relay(database, publisher=publisher)
-    eventually(lambda: relay.turn().charged, seconds=20)
-    assert {error.partition(":")[0] for _, error, *_ in states(database)} == {"topic_not_allowed"}
-    assert {available_at for _, _, available_at, _ in states(database)} == {NEVER}
-    assert subscription.drain() == []
 
 
 def test_names_that_only_another_writer_can_give_are_dead_or_sent(
@@ -166,7 +107,9 @@ def test_names_that_only_another_writer_can_give_are_dead_or_sent(
 
     def dead() -> list[str]:
         relay.turn()
-        return [error.partition(":")[0] for _, error, available_at, _ in states(database) if available_at == NEVER]
+        return [
+            error.partition(":")[0] for _, error, available_at, _ in query(database, STATE) if available_at == NEVER
+        ]
 
     eventually(lambda: len(dead()) == len(topics), seconds=20)
     assert set(dead()) == {"invalid_topic"}

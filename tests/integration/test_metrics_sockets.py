@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from datadog.dogstatsd.base import DogStatsd
@@ -98,18 +99,8 @@ def test_no_agent_means_silence(url: str, monkeypatch: pytest.MonkeyPatch, caplo
 
 def test_a_client_that_raises_is_reported_once_and_outlived(caplog: pytest.LogCaptureFixture) -> None:
     """A broken metrics path is no reason to stop sending."""
-
-    class Broken:
-        def increment(self, metric: str, value: float, tags: list[str]) -> None:
-            raise OSError("no")
-
-        def gauge(self, metric: str, value: float, tags: list[str]) -> None:
-            raise OSError("no")
-
-        def stop(self, timeout: float) -> None:
-            raise OSError("no")
-
-    metrics = Metrics(Broken())
+    broken = mock.Mock(side_effect=OSError("no"))
+    metrics = Metrics(mock.Mock(increment=broken, gauge=broken, stop=broken))
     with caplog.at_level(logging.WARNING):
         metrics.count(m.PUBLISHED, 1, topic="orders")
         metrics.gauge(m.OLDEST_AGE, 1)

@@ -18,9 +18,19 @@ from outbox.operations import table as operations_table
 from outbox.operations.backlog import COUNTS, Line
 from outbox.operations.table import TaskTable
 from outbox.states import NEVER
-from tests.support.operations import CREATED, FUTURE, PAST, Watch, insert, pause, row, update
-
-MICROSECOND, DAY = timedelta(microseconds=1), timedelta(days=1)
+from tests.support.operations import (
+    CREATED,
+    DAY,
+    FUTURE,
+    MICROSECOND,
+    OF_STATES,
+    PAST,
+    Watch,
+    insert,
+    pause,
+    row,
+    update,
+)
 
 
 class Later(TaskTable):
@@ -43,26 +53,9 @@ def numbers(line: Line) -> dict[str, int]:
 
 def test_each_task_is_of_one_state(database: Database, table: TaskTable):
     """A deferred task is scheduled whatever its attempts, because nothing is wrong with it; dead begins at NEVER."""
-    parked = {"AvailableAt": FUTURE, "OrderingKey": "k", "LastError": "parked: behind another task"}
-    late = NEVER - MICROSECOND
-    states: dict[str, list[dict[str, Any]]] = {
-        "pending": [{}, {"AvailableAt": PAST}, {"AvailableAt": PAST, "Attempts": 3}],
-        "retrying": [
-            {"AvailableAt": FUTURE, "Attempts": 1},
-            {"AvailableAt": FUTURE, "Attempts": 1, "OrderingKey": "k"},
-            {"AvailableAt": FUTURE, "Attempts": 1, "OrderingKey": "k", "LastError": "unavailable: parked: no"},
-            {"AvailableAt": late, "Attempts": 9, "LastError": "x"},
-        ],
-        "scheduled": [
-            {"AvailableAt": FUTURE}, parked, {**parked, "Attempts": 3}, {"AvailableAt": late},
-            {"AvailableAt": FUTURE, "LastError": "x"},
-        ],
-        "dead": [{"AvailableAt": NEVER, "Attempts": 9}, {"AvailableAt": NEVER + timedelta(hours=23)}],
-        "none": [{"SentAt": PAST}, {"SentAt": PAST, "AvailableAt": NEVER}],
-    }  # fmt: skip
-    insert(database, [row(f"{state} {n}", **each) for state, of in states.items() for n, each in enumerate(of)])
+    insert(database, [row(f"{state} {n}", **each) for state, of in OF_STATES.items() for n, each in enumerate(of)])
     [line] = backlog.read(table, exact=True).lines
-    expected = {state: len(rows) for state, rows in states.items() if state != "none"}
+    expected = {state: len(rows) for state, rows in OF_STATES.items() if state != "sent"}
     assert (line.topic, line.priority, line.paused, numbers(line)) == ("orders", 50, False, expected)
     assert line.at_least == set()
 
@@ -248,10 +241,7 @@ def test_a_count_is_exact_or_named_as_a_lower_bound(database: Database, table: T
 
 @pytest.mark.extended
 def test_every_topic_is_found_in_its_order(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
-    """Whether a read reaches one topic or many, and whether a topic has tasks, a row of its own, or both.
-
-    A name of any characters is no part of a statement.
-    """
+    """Whether it has tasks, a row of its own, or both; a name of any characters is no part of a statement."""
     random = Random(1)
     strange = ["Z", "a'b", 'a"b', "a\\b", "a\nb", "ä", "🎉", "%", "@topics"]
     tasks = [row(str(n), Topic=f"topic-{random.randrange(9)}", OrderingKey=random.choice("abc")) for n in range(60)]
@@ -269,10 +259,7 @@ def test_every_topic_is_found_in_its_order(database: Database, table: TaskTable,
 def test_many_topics_share_the_rows_that_a_look_may_read(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
-    """Two topics and ten shards: 40 rows of a state in all are two in each place, but never fewer than the minimum.
-
-    If there are more topics than are counted, the first by name are, and every sum is a lower bound.
-    """
+    """At least the minimum in each place; of too many topics the first by name are counted, and sums are bounds."""
     insert(database, [row(f"{topic} {n}", Topic=topic, OrderingKey="k") for topic in "ab" for n in range(9)])
     monkeypatch.setattr(backlog, "IN_ALL", 40)
     for least, counted in ((1, 2), (5, 5), (100, 9)):

@@ -1,8 +1,7 @@
 """`retry` and what all changes share: which columns are written, the chunks, the same as DML."""
 
 import itertools
-from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -14,9 +13,20 @@ from outbox.operations import changes, sql
 from outbox.operations.changes import Count, Outcome, Selection
 from outbox.operations.table import TaskTable
 from outbox.states import NEVER
-from tests.support.operations import CREATED, FUTURE, PAST, Watch, insert, row, rows_of, update
+from tests.support.operations import (
+    CREATED,
+    FUTURE,
+    MICROSECOND,
+    PAST,
+    SECOND,
+    Watch,
+    changed,
+    insert,
+    row,
+    rows_of,
+    update,
+)
 
-SECOND, MICROSECOND = timedelta(seconds=1), timedelta(microseconds=1)
 STATES: dict[str, dict[str, Any]] = {
     "dead": {"AvailableAt": NEVER, "Attempts": 10, "LastError": "not_found: 404"},
     "retrying": {"AvailableAt": FUTURE, "Attempts": 2, "LastError": "unavailable"},
@@ -32,11 +42,6 @@ RETRIED = ("dead", "retrying", "sent")
 def selected(state: str, **more: Any) -> Selection:
     """Return a selection of a state; of sent ones up to now, as the command does it."""
     return Selection(state=state, **({"until": datetime.now(UTC)} if state == "sent" else {}) | more)
-
-
-def changed(outcomes: Iterator[Outcome]) -> list[str]:
-    """Run a change to its end and return all ids that it changed, sorted."""
-    return sorted(id for outcome in outcomes for id in outcome.changed)
 
 
 def touched(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> set[str]:
@@ -67,10 +72,7 @@ def test_retry_writes_four_columns_and_no_more(database: Database, table: TaskTa
 
 
 def test_retry_of_ids_leaves_pending_ones_and_names_what_is_missing(database: Database, table: TaskTable):
-    """A state, an error and times narrow ids, too, and each left task is named with its state.
-
-    A ready or due task needs no retry; a scheduled one is sent early if it is named.
-    """
+    """A state, an error and times narrow ids, too; a scheduled task is sent early if it is named."""
     insert(database, [row(state, **columns) for state, columns in STATES.items()])
     before = rows_of(database)
     [outcome] = changes.retry(table, Selection(state="dead", ids=tuple(STATES)))
@@ -107,10 +109,7 @@ def test_a_selection_is_narrowed_by_everything_at_once(database: Database, table
 
 
 def test_a_selection_goes_on_where_it_stopped(database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch):
-    """Between two chunks nothing is half done; the same selection then does the rest, and no task twice.
-
-    Also where a page ends between tasks that were sent in one commit, and in shards with less than a page.
-    """
+    """Also where a page ends between tasks that were sent in one commit, and in shards with less than a page."""
     monkeypatch.setattr(changes, "CHUNK", 3)
     monkeypatch.setattr(changes, "PAGE", 4)
     names = [f"{n:02}" for n in range(24)]
@@ -132,10 +131,7 @@ def test_a_selection_goes_on_where_it_stopped(database: Database, watch: Watch, 
 
 
 def test_a_task_that_comes_back_is_not_met_twice(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
-    """It dies again, or is sent again, at once: the command ends all the same, each task changed once.
-
-    A task that is sent while the command runs is not selected, because the selection of sent tasks has an end.
-    """
+    """It dies or is sent again at once; a selection of sent tasks has an end, so new ones are not in it."""
     monkeypatch.setattr(changes, "CHUNK", 3)
     for state in RETRIED:
         names = [f"{state} {n:02}" for n in range(12)]

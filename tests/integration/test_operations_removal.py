@@ -1,7 +1,6 @@
 """`purge` and `discard` on Spanner: what they delete, and that it is nothing else, whatever happens meanwhile."""
 
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,9 +14,20 @@ from outbox.operations import changes, sql
 from outbox.operations.changes import Outcome, Selection
 from outbox.operations.table import TaskTable
 from outbox.states import NEVER
-from tests.support.operations import CREATED, FUTURE, PAST, Watch, insert, row, rows_of, update
+from tests.support.operations import (
+    CREATED,
+    FUTURE,
+    MICROSECOND,
+    PAST,
+    SECOND,
+    Watch,
+    changed,
+    insert,
+    row,
+    rows_of,
+    update,
+)
 
-SECOND, MICROSECOND = timedelta(seconds=1), timedelta(microseconds=1)
 UNTIL = PAST + 10 * SECOND
 PARKED = {"AvailableAt": FUTURE, "LastError": "parked: behind another task"}
 DEAD = {"AvailableAt": NEVER, "Attempts": 9}
@@ -25,11 +35,6 @@ UNSENT: list[dict[str, Any]] = [
     {}, {"AvailableAt": PAST}, {"AvailableAt": FUTURE}, {"AvailableAt": FUTURE, "Attempts": 2},
     {"OrderingKey": "k", **PARKED}, DEAD,
 ]  # fmt: skip
-
-
-def changed(outcomes: Iterator[Outcome]) -> list[str]:
-    """Run a change to its end and return all ids that it changed, sorted."""
-    return sorted(id for outcome in outcomes for id in outcome.changed)
 
 
 def before_each_transaction(patch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
@@ -167,10 +172,7 @@ def line(key: str, *columns: dict[str, Any], topic: str = "orders") -> list[dict
 def test_discard_wakes_the_first_parked_task_of_a_key_and_only_it(
     database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch, closed: bool
 ):
-    """Due now, all else as it was; the relay releases the others. Also if the next chunk is never asked for.
-
-    If the head is not deferred, nothing is released; a deferred head has nothing to wait for any more.
-    """
+    """The relay releases the others; a deferred head has nothing to wait for any more."""
     monkeypatch.setattr(changes, "CHUNK", 2 if closed else 500)
     insert(
         database,
@@ -209,10 +211,7 @@ def test_discard_wakes_the_first_parked_task_of_a_key_and_only_it(
 
 
 def test_a_wake_that_fails_is_a_warning(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
-    """The dead task is deleted all the same; the deferred ones become due when their time ends.
-
-    A head that was sent meanwhile is read again under the lock, and not made due.
-    """
+    """The dead task is deleted all the same; a head that was sent meanwhile is not made due."""
     insert(database, [*line("a", DEAD, PARKED), *line("b", DEAD, PARKED, PARKED)])
     query = TaskTable.query
 

@@ -10,24 +10,19 @@ from typing import Any
 
 import pytest
 from google.api_core.exceptions import Aborted, AlreadyExists, GoogleAPICallError
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, param_types
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1.database import Database
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import outbox
 from outbox.message import RawPubsubMessage
+from tests.support.spanner import query
 
 ORDERS = """
 CREATE TABLE Orders (
   Id STRING(36) NOT NULL, WrittenAt TIMESTAMP OPTIONS (allow_commit_timestamp=true)
 ) PRIMARY KEY (Id)"""
-
-
-def query(database: Database, sql: str) -> list[list[Any]]:
-    """Return the rows of a strong read."""
-    with database.snapshot() as snapshot:
-        return [list(row) for row in snapshot.execute_sql(sql)]
 
 
 def ids(database: Database) -> list[str]:
@@ -52,10 +47,7 @@ def once(transaction: Any, task_id: str = "t") -> bool:
 
 
 def test_business_row_and_task_have_one_commit(own_database: Database) -> None:
-    """CreatedAt is the commit timestamp of the caller's own transaction (A03); before it nothing is readable (A01).
-
-    Each argument reaches its column, times to the microsecond.
-    """
+    """CreatedAt is the time of the caller's own commit (A03); before it nothing is readable (A01)."""
     own_database.update_ddl([ORDERS]).result(30)
     available, expires = datetime(2040, 1, 2, 3, 4, 5, 678901, tzinfo=UTC), datetime(2041, 1, 1, tzinfo=UTC)
 
@@ -151,10 +143,7 @@ def test_a_given_id_makes_the_registration_idempotent(database: Database) -> Non
 
 
 def test_ids_spread_evenly_over_the_shards(database: Database) -> None:
-    """Chi-square over ten shards: of 10,000 random ids by the table's own expression, and of 500 stored rows (A09).
-
-    `ABS` stands outside of `MOD`: the other way round overflows for the smallest of the 2^64 hashes (G6).
-    """
+    """Chi-square (A09). `MOD(ABS(..))` would overflow for the smallest of the 2^64 hashes (G6)."""
     [[expression]] = query(
         database,
         "SELECT GENERATION_EXPRESSION FROM INFORMATION_SCHEMA.COLUMNS "
@@ -163,14 +152,10 @@ def test_ids_spread_evenly_over_the_shards(database: Database) -> None:
     hashed = "FARM_FINGERPRINT(COALESCE(OrderingKey, Id))"
     assert hashed in expression
     assert query(database, f"SELECT {expression.replace(hashed, str(-(2**63)))}") == [[8]]
-    with database.snapshot() as snapshot:
-        rows = snapshot.execute_sql(
-            f"SELECT {expression}, COUNT(*) "
-            "FROM (SELECT Id, CAST(NULL AS STRING) AS OrderingKey FROM UNNEST(@ids) AS Id) GROUP BY 1",
-            params={"ids": [str(uuid.uuid4()) for _ in range(10_000)]},
-            param_types={"ids": param_types.Array(param_types.STRING)},
-        )
-        assert is_even(dict(rows), 10_000)
+    each_id = "(SELECT Id, CAST(NULL AS STRING) AS OrderingKey FROM UNNEST(@ids) AS Id)"
+    drawn = [str(uuid.uuid4()) for _ in range(10_000)]
+    rows = query(database, f"SELECT {expression}, COUNT(*) FROM {each_id} GROUP BY 1", ids=drawn)
+    assert is_even(dict(rows), 10_000)
     for _ in range(5):
         with database.batch() as batch:
             for _ in range(100):
@@ -216,10 +201,7 @@ def test_the_first_transaction_registers_once_and_later_ones_do_not(database: Da
 
 
 def test_once_and_again_in_one_transaction(database: Database) -> None:
-    """A read does not see what is buffered, yet the second call says False, also after plain `register`.
-
-    The result of its read is read to the end, so another statement may follow at once.
-    """
+    """A read does not see what is buffered, yet the second call says False, also after plain `register`."""
 
     def work(transaction: Any) -> list[Any]:
         outbox.register(transaction, "orders", b"", task_id="plain")
@@ -232,10 +214,7 @@ def test_once_and_again_in_one_transaction(database: Database) -> None:
 
 
 def test_of_two_transactions_at_once_one_registers(database: Database) -> None:
-    """Another one commits the same id after our read: ours is aborted, runs again and sees it.
-
-    Of two threads that register the same five ids, one registers each, whatever the interleaving.
-    """
+    """Another one commits the same id after our read: ours is aborted, runs again and sees it."""
     ours: list[bool] = []
     others: list[bool] = []
 

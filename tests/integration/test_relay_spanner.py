@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, param_types
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet
 from google.cloud.spanner_v1.database import Database
 
 import outbox
@@ -38,7 +38,7 @@ from tests.support.relays import (
     register,
     unsent,
 )
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import INSTANCE, PROJECT, query
 from tests.support.waiting import eventually
 
 COMPLETE = Account(lost=frozenset(), unexpected=frozenset(), duplicates=0)
@@ -68,20 +68,10 @@ def turn_until_all_sent(relay: Relay, database: Database, most: int = 60) -> int
     pytest.fail(f"{len(unsent(database))} unsent after {most} turns")
 
 
-def query(database: Database, sql: str, **ids: list[str]) -> list[list[Any]]:
-    """Return the rows of a strong read; parameters are lists of texts."""
-    with database.snapshot() as snapshot:
-        types = {name: param_types.Array(param_types.STRING) for name in ids}
-        return [list(row) for row in snapshot.execute_sql(sql, params=ids or None, param_types=types or None)]
-
-
 def test_the_subscriber_receives_what_was_registered(
     database: Database, topic: str, subscription: Subscription
 ) -> None:
-    """Id, data, attributes and ordering key, byte for byte (A05, A06); nothing of a rolled back transaction (A02).
-
-    Another service may write rows itself, without sequence, bytes and shard.
-    """
+    """Byte for byte (A05, A06); nothing of a rolled back transaction (A02). Another service may write rows itself."""
 
     def roll_back(transaction: Any) -> None:
         outbox.register(transaction, topic, b"rolled back")
@@ -119,10 +109,7 @@ def test_one_table_serves_several_topics(database: Database, pubsub: PubSub) -> 
 
 
 def test_everything_registered_is_received_once(database: Database, topic: str, subscription: Subscription) -> None:
-    """One transaction for each task, or for all; eight batches of one process that abort each other, again and again.
-
-    SentAt is Spanner's time, later than the registration, and the row is kept (A34, A35).
-    """
+    """Also of eight batches that abort each other; SentAt is Spanner's time, and the row is kept (A34, A35)."""
     ids: list[str] = []
     for size, options in ((1, {}), (7, {}), (100, {}), (5, {"groups": 8, "emulator": False})):
         ids += register(database, topic, 20)
@@ -144,10 +131,7 @@ def test_faults_at_the_commit_publish_nothing_twice(
 
 
 def test_a_task_is_sent_again_by_plain_dml(database: Database, topic: str, subscription: Subscription) -> None:
-    """`SentAt = NULL` alone, by topic and time, with the count of rows as its answer (A41, by hand).
-
-    Also for a task that had failed before: the same id, the same bytes.
-    """
+    """`SentAt = NULL` alone, with the count of rows as its answer (A41, by hand), also for one that had failed."""
     ids = register(database, topic, 3, data=b"\x00\xffbody")
     with database.batch() as batch:
         batch.update("AsynchronousTasks", ("Id", "Attempts", "LastError"), [(ids[0], 3, "once")])
@@ -350,10 +334,7 @@ def test_the_clock_of_the_worker_decides_nothing_about_a_task(database: Database
 def test_a_long_blocked_tail_is_parked_and_hides_no_other_task(
     own_database: Database, topic: str, pubsub: PubSub, long: bool
 ) -> None:
-    """Deferred tasks hide no other of their shard, cost the poll nothing, and go out, in order, when the head has.
-
-    The tail has more tasks than a poll may find; with `--long` it is long, and the sizes are the worker's own.
-    """
+    """The tail has more tasks than a poll may find; with `--long` it is long, and the sizes are the worker's own."""
     tail, size, groups = (2_000, 100, 8) if long else (150, 20, 2)
     key, hour = "blocked", timedelta(hours=1)  # the default of --backoff-max
     subscription = pubsub.new_subscription(topic, ordered=True)

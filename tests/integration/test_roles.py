@@ -19,8 +19,9 @@ from outbox.settings import DatabaseSettings
 from outbox.states import NEVER
 from publishworker.connection import open_database
 from publishworker.spanner.store import SpannerStore
-from publishworker.task import Charged, Key, Look, Parked, Sent
+from publishworker.task import Charged, Key, Parked, Sent
 from tests.support.operations import FUTURE, PAST, insert, row
+from tests.support.parts import look
 from tests.support.roles import ALL, Heard, grants, refused, statements
 from tests.support.spanner import INSTANCE, PROJECT
 
@@ -50,10 +51,7 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     heard = Heard(ours)
     schema.differences(ours, schema.statements())
     store = SpannerStore(ours, schema.shard_count(ours), emulator=True)
-    look = Look(
-        shards=tuple(range(10)), topics=frozenset({"orders"}), per_range=9, due=True, below=0, known=frozenset()
-    )
-    store.poll(look)
+    store.poll(look("orders", per_range=9, due=True, below=0, known=()))
     store.fronts([Key("orders", "k")], 9, pass_dead=True)
 
     charged = Charged(1, NEVER, None, "error")
@@ -95,15 +93,15 @@ def test_operators_stay_within_their_role(database: Database) -> None:
     backlog.read(table)
     backlog.oldest_age(table)
     tasks.task(table, "sent")
-    looks: Sequence[Callable[[], object]] = [
+    works: Sequence[Callable[[], object]] = [
         lambda: list(changes.retry(table, Selection(ids=("dead",)))),
         lambda: list(changes.discard(table, ["dead too"])),
         lambda: list(changes.purge(table, Selection(state="sent", until=datetime.now(UTC)))),
         lambda: TopicTable(table).change(["orders"], {"Paused": True}),
     ]
-    for look in looks:
+    for work in works:
         before = len(heard.commits)
-        look()
+        work()
         assert len(heard.commits) > before
     allowed = grants(role)
     assert list(refused(allowed, heard.commits)) == []

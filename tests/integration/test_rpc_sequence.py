@@ -68,10 +68,7 @@ def result(types: Sequence[TypeCode], rows: Sequence[Sequence[Any]]) -> ResultSe
 
 
 def prepare(mock: SpannerServicer, count: int, key: str | None = None) -> list[str]:
-    """Have `count` tasks of one topic pending, of an ordering key perhaps; return their ids in the order of the key.
-
-    The poll and the lock give the tasks of a key in another order.
-    """
+    """Have tasks of one topic pending; return their ids in the order of the key, which poll and lock do not keep."""
     ids = [f"task-{n:03}" for n in range(count)]
     body = base64.b64encode(serialized()).decode()
     found = [(id, "orders", 3 if key else n % 10, 50, NOW, None, key, 10) for n, id in enumerate(ids)]
@@ -99,10 +96,7 @@ def names(mock: SpannerServicer) -> list[str]:
 
 
 def test_registering_in_a_batch_is_one_commit(mock: SpannerServicer, database: LimitedDatabase) -> None:
-    """No read, no extra request: the insert travels with the caller's commit, or with its BatchWrite.
-
-    The emulator does not have BatchWrite.
-    """
+    """The insert travels with the caller's commit, or with its BatchWrite, which the emulator does not have."""
     with database.batch() as batch:
         outbox.register(batch, "orders", b"data")
     assert names(mock) == ["CreateSession", "Commit"]
@@ -143,10 +137,7 @@ def test_a_group_is_two_requests(mock: SpannerServicer, database: LimitedDatabas
 
 
 def test_an_ordered_group_is_three_requests(mock: SpannerServicer, database: LimitedDatabase) -> None:
-    """The head of its keys is one more, in a snapshot of its own, however many tasks and turns.
-
-    The lock is of ids, by primary key, and of no range: a caller that inserts into the key meets no lock of the relay.
-    """
+    """One more for the heads of its keys; the lock is of no range, so a caller's insert meets no lock of the relay."""
     ids = prepare(mock, 100, "key")
     publisher = FakePublisher("orders", project="p")
     relay = make_relay(database, publisher=publisher)
@@ -159,7 +150,6 @@ def test_an_ordered_group_is_three_requests(mock: SpannerServicer, database: Lim
     assert front.transaction.single_use.read_only.strong
     assert front.request_options.priority == RequestOptions.Priority.PRIORITY_MEDIUM
     assert (list(front.params["topics"]), list(front.params["keys"])) == (["orders"], ["key"])
-    assert lock.transaction.begin.read_write.read_lock_mode == TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC
     assert lock.sql == sql.LOCK
     assert set(lock.params) == {"ids"}
     assert list(lock.params["ids"]) == sorted(ids)
@@ -239,10 +229,7 @@ def test_a_lost_session_is_replaced(mock: SpannerServicer, database: LimitedData
 def test_a_session_of_the_pool_is_used_without_asking_for_it(
     mock: SpannerServicer, database: LimitedDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against emulators, where sessions are not shared: two requests for a batch there as well.
-
-    If its session was lost, the batch is tried again by the next turn, with a session of its own.
-    """
+    """Against emulators, where sessions are not shared; a lost one is replaced by the next turn."""
     monkeypatch.setenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "false")
     prepare(mock, 1)
     relay = make_relay(database)

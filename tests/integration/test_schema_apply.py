@@ -16,6 +16,7 @@ from outbox import _ddl, schema
 from outbox.errors import SchemaDiffers
 from publishworker import check
 from publishworker.process import verified_shards
+from tests.support.spanner import query
 from tests.support.waiting import eventually
 
 SCHEMA = Path(__file__).parents[2] / "schema"
@@ -53,12 +54,6 @@ def change(database: Database, *statements: str) -> None:
     database.update_ddl(statements).result()
 
 
-def query(database: Database, sql: str) -> list[list[Any]]:
-    """Return all rows."""
-    with database.snapshot() as snapshot:
-        return list(snapshot.execute_sql(sql))
-
-
 def tables(database: Database) -> set[str]:
     """Return the names of all tables."""
     rows = query(database, "SELECT TABLE_NAME FROM INFORMATION_SCHEMA.TABLES WHERE TABLE_SCHEMA = ''")
@@ -81,10 +76,7 @@ def ddl_of(database: Database) -> set[str]:
     ],
 )
 def test_an_empty_database_gets_everything_once(empty_database: Database, options: dict[str, Any]) -> None:
-    """The first apply creates all objects, the second one finds them.
-
-    The shapes parsed from the DDL are those that INFORMATION_SCHEMA shows, so a comparison means something.
-    """
+    """The shapes parsed from the DDL are those that INFORMATION_SCHEMA shows, so a comparison means something."""
     wanted = schema.statements(**options)
     names = [*ALL, *(["change stream AsynchronousTasksInserts"] if "change_stream" in options else [])]
     assert schema.apply(empty_database, wanted) == [(name, "created") for name in names]
@@ -101,10 +93,7 @@ def test_an_empty_database_gets_everything_once(empty_database: Database, option
 
 
 def test_only_what_is_missing_is_made_in_one_update(own_database: Database) -> None:
-    """Applying again at every deployment costs no schema update.
-
-    Workers do not miss the table of replays: an update may bring them before a migration that only the pipeline needs.
-    """
+    """Workers do not miss the table of replays, which only the pipeline needs: its migration may come later."""
     with mock.patch.object(own_database, "update_ddl") as update:
         schema.apply(own_database, schema.statements())
     update.assert_not_called()
@@ -214,10 +203,7 @@ def test_further_columns_indexes_and_tables_are_the_users_own(own_database: Data
 
 
 def test_the_change_stream_has_one_record_for_each_registered_task(empty_database: Database) -> None:
-    """Marks and deletions make no records: the stream is a notification, not a second copy of the relay's writes.
-
-    Its user may alter its options, such as its retention.
-    """
+    """Marks and deletions make none. Its user may alter its options, such as its retention."""
     wanted = schema.statements(change_stream=True)
     schema.apply(empty_database, wanted)
     change(empty_database, "ALTER CHANGE STREAM AsynchronousTasksInserts SET OPTIONS (retention_period = '2d')")
@@ -240,10 +226,7 @@ def test_the_change_stream_has_one_record_for_each_registered_task(empty_databas
 
 
 def changes(database: Database, start: datetime, end: datetime) -> Iterator[tuple[str, list[str]]]:
-    """Yield kind and ids of each data change record of AsynchronousTasksInserts.
-
-    The emulator ends a partition after some 20 s and names its children: they are read as well.
-    """
+    """Yield kind and ids of each data change record; the emulator ends a partition after some 20 s and names others."""
     types = {"start": param_types.TIMESTAMP, "end": param_types.TIMESTAMP, "token": param_types.STRING}
     statement = "SELECT ChangeRecord FROM READ_AsynchronousTasksInserts(@start, @end, @token, 1000)"
     tokens: list[str | None] = [None]
@@ -286,10 +269,7 @@ def test_the_migrations_lead_to_the_schema(empty_database: Database, database: D
     ],
 )
 def test_the_documented_path_from_the_article(empty_database: Database, article: dict[str, Any]) -> None:
-    """The guide's statements turn an article's table with rows into ours, rows intact, and old writers still work.
-
-    Applying to the article's table by mistake creates nothing and lists what the guide would change.
-    """
+    """Rows stay intact, and old writers still work. Applying by mistake lists what the guide would change."""
     change(empty_database, *_ddl.cut(ARTICLE_TABLE.format(**article)))
     with pytest.raises(SchemaDiffers, match="column OrderingKey is missing") as caught:
         schema.apply(empty_database, schema.statements())

@@ -58,10 +58,7 @@ def test_an_update_that_spanner_refuses_is_one_sentence(database: Database) -> N
 def test_a_spanner_that_is_away_is_told_within_the_limits(
     emulators: Emulators, empty_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host that refuses connections, or hangs before or after the first call, ends in NotReached after our limit.
-
-    The client alone would give up after half a minute or never.
-    """
+    """It refuses connections, or hangs before or after the first call: the client alone would give up late or never."""
     monkeypatch.setattr(schema, "REACH_SECONDS", 0.5)
 
     def told_in_time(look: Callable[[], object]) -> None:

@@ -58,10 +58,7 @@ def control(database: Database, topic: str, paused: bool = False, *limits: Any) 
 
 
 def test_pause_and_resume_leave_the_limits_alone(database: Database, command: Command) -> None:
-    """Of the topics that are named, each once; others stay as they are. A repeated command changes and prints the same.
-
-    A transaction that is aborted runs again: here another one has locks, on the emulator those of the whole database.
-    """
+    """Again and again; a transaction that is aborted runs again: here another one has the emulator's locks."""
     control(database, "limited", False, 10.0, 20, 5)
     control(database, "other", True)
     have(database, "orders")

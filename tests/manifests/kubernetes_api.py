@@ -1,11 +1,4 @@
-"""An API server of Kubernetes that keeps every object that it receives.
-
-with api() as server:
-    subprocess.run(["spark-submit", "--master", f"k8s://{server.url}", ...])
-    pod = server.made["Pod"][0]
-
-It schedules nothing, checks nothing and reports no events; every pod has the phase Running.
-"""
+"""An API server of Kubernetes that keeps every object that it receives: it schedules and checks nothing."""
 
 import contextlib
 import json

@@ -89,10 +89,7 @@ def compare(name: str, text: str) -> None:
 
 
 def validate(each: Object) -> None:
-    """Raise for an object that Kubernetes or an operator would not take as it is, and for a pod that is not restricted.
-
-    Strictly: Kubernetes drops an unknown field silently; here it is an error.
-    """
+    """Raise for an object that Kubernetes or an operator does not take, strictly, and for a pod not restricted."""
     if each["kind"] in SCHEMAS:
         jsonschema.validate(each, SCHEMAS[each["kind"]])
     else:

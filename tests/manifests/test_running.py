@@ -33,10 +33,7 @@ def variables(objects: Objects, pod: str, name: str, emulators: Emulators, scrat
 
 @pytest.mark.timeout(300)
 def test_development_sends_orders(emulators: Emulators, tmp_path: Path) -> None:
-    """Init containers, worker and order service as they are rendered: orders are placed, their tasks are received.
-
-    The init containers run twice, as they do when a worker starts again. The probe finds the worker's heartbeat file.
-    """
+    """The init containers run twice, as they do when a worker starts again. The probe finds the heartbeat file."""
     objects = rendered(OVERLAYS["development"])
 
     @contextlib.contextmanager

@@ -112,10 +112,7 @@ def spark(folder: Path) -> dict[str, str]:
 
 
 def test_pips_spark_submit_runs_what_a_driver_is_given(folder: Path, spark: dict[str, str]) -> None:
-    """The words that Spark gives a driver, with a local master: the job has its arguments, the pod has its exit code.
-
-    PYTHONSAFEPATH, which the image sets, keeps the job's folder out of the search for modules.
-    """
+    """PYTHONSAFEPATH, which the image sets, keeps the job's folder out of the search for modules."""
     job = folder / "job" / "__main__.py"
     job.parent.mkdir()
     (job.parent / "settings.py").write_text("")

@@ -107,10 +107,7 @@ def test_a_job_that_does_not_exist_is_named(tmp_path: Path) -> None:
 def test_the_driver_asks_for_executors_that_do_the_work(
     submitted: Submitted, database: Database, emulators: Emulators
 ) -> None:
-    """With the properties that were submitted: executors' pods are admitted, and what they run registers tasks.
-
-    The job is `register`, with the settings of its pods but for where the database and the files are.
-    """
+    """With the submitted properties and the job `register`, but for where the database and the files are."""
     server, folder = submitted.server, submitted.folder
     register = the(rendered(SPARK), "ScheduledSparkApplication", "outbox-register")["spec"]["template"]
     here = {

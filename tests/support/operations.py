@@ -3,15 +3,17 @@
 import base64
 import functools
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from google.cloud.spanner_v1 import RequestOptions, TransactionOptions
 from google.cloud.spanner_v1.database import Database
 
+from outbox.operations.changes import Outcome
 from outbox.operations.database import open_database
 from outbox.operations.table import TaskTable
 from outbox.settings import DatabaseSettings
+from outbox.states import NEVER
 from tests.support.fakes import serialized
 from tests.support.spanner import INSTANCE, PROJECT
 
@@ -22,6 +24,23 @@ COLUMNS = (
 )  # fmt: skip
 CREATED = datetime(2026, 1, 1, tzinfo=UTC)
 PAST, FUTURE = datetime(2026, 2, 1, tzinfo=UTC), datetime(2090, 1, 1, tzinfo=UTC)
+MICROSECOND, SECOND, DAY = timedelta(microseconds=1), timedelta(seconds=1), timedelta(days=1)
+PARKED = {"AvailableAt": FUTURE, "OrderingKey": "k", "LastError": "parked: behind another"}
+#: Columns of tasks, with the edges of each state; a deferred task is scheduled whatever its attempts.
+OF_STATES: dict[str, list[dict[str, Any]]] = {
+    "pending": [{}, {"AvailableAt": PAST}, {"AvailableAt": PAST, "Attempts": 3, "LastError": "x"}],
+    "retrying": [
+        {"AvailableAt": FUTURE, "Attempts": 1},
+        {"AvailableAt": FUTURE, "Attempts": 1, "OrderingKey": "k", "LastError": "unavailable: parked: no"},
+        {"AvailableAt": NEVER - MICROSECOND, "Attempts": 9, "LastError": "is parked: no"},
+    ],
+    "scheduled": [
+        {"AvailableAt": FUTURE}, PARKED, PARKED | {"Attempts": 2}, {"AvailableAt": NEVER - MICROSECOND},
+        {"AvailableAt": FUTURE, "LastError": "x"},
+    ],
+    "dead": [{"AvailableAt": NEVER}, {"AvailableAt": NEVER + timedelta(hours=23), "Attempts": 1}],
+    "sent": [{"SentAt": PAST}, {"SentAt": PAST, "AvailableAt": NEVER, "LastError": "x"}],
+}  # fmt: skip
 #: The emulator does not like more in one commit.
 BATCH = 100
 #: What a request about rows is: a query, a read, or the end of a transaction.
@@ -53,6 +72,11 @@ def pause(database: Database, *topics: str) -> None:
     """Pause topics that have no row yet."""
     with database.batch() as batch:
         batch.insert("AsynchronousTaskTopics", ("Topic", "Paused"), [(topic, True) for topic in topics])
+
+
+def changed(outcomes: Iterable[Outcome]) -> list[str]:
+    """Run a change to its end and return all ids that it changed, sorted."""
+    return sorted(id for outcome in outcomes for id in outcome.changed)
 
 
 def rows_of(database: Database) -> dict[str, dict[str, Any]]:

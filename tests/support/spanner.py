@@ -15,7 +15,7 @@ from unittest import mock
 from google.api_core.exceptions import AlreadyExists, GoogleAPICallError
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import spanner
-from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1 import KeySet, param_types
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
@@ -75,6 +75,13 @@ def outbox_database(of: Instance) -> Iterator[Database]:
 
     with fresh_database(of, schema.statements()) as database:
         yield database
+
+
+def query(database: Database, sql: str, **ids: list[str]) -> list[list[Any]]:
+    """Return the rows of a strong read; parameters are lists of texts."""
+    types = {name: param_types.Array(param_types.STRING) for name in ids}
+    with database.snapshot() as snapshot:
+        return [list(row) for row in snapshot.execute_sql(sql, params=ids or None, param_types=types or None)]
 
 
 class Pool:
