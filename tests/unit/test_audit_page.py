@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from outbox.cli.output import escaped
-from outbox_pipeline import audit_page, audit_plots
+from outbox_pipeline import audit_page
 from outbox_pipeline.audit_page import page
 from outbox_pipeline.transforms import audit
 
@@ -169,16 +169,6 @@ def test_it_needs_nothing_and_can_do_nothing(rich_page: str) -> None:
     assert policy.startswith("default-src 'none'")
 
 
-def test_the_same_summary_makes_the_same_page() -> None:
-    """To the byte; and the settings of matplotlib are left as they are."""
-    import matplotlib as mpl
-
-    before = dict(mpl.rcParams)
-    made = summary(row("orders", 9_000, hour(0), lost=2_000, pending=1))
-    assert page(made) == page(made)
-    assert dict(mpl.rcParams) == before
-
-
 def test_hostile_texts_stay_texts(rich_page: str) -> None:
     """Of topics, ids, the database and the path; unprintable text is written as Python writes it.
 
@@ -225,12 +215,3 @@ def test_any_plot_can_be_drawn(lines: list[dict[str, Any]]) -> None:
     """Also where a scale has nothing to go by."""
     root = parsed(page(summary(*lines)))
     assert len(list(root.iter(f"{SVG}svg"))) == (1 if lines[0]["p50"] is None else 2)
-
-
-def test_it_knows_the_classes_of_the_audit() -> None:
-    """The same states in the same order, and advice for each class that has samples."""
-    assert tuple(audit_plots.STATES) == audit.STATES
-    assert {*audit.STATES[1:], *audit.FLAWS, audit.OUT_OF_ORDER, "unknown"} == set(audit_page._ADVICE)
-    assert [name for group in audit_page._GROUPS.values() for name in group] == [
-        *audit.STATES, "messages", *audit.FLAWS, "out_of_order", "unknown", "foreign", "unreadable",
-    ]  # fmt: skip

@@ -233,22 +233,6 @@ def test_the_lowest_priority_of_all_ends_the_looks():
     ]
 
 
-def test_what_no_shard_reached_is_not_added():
-    """One shard is full of urgent tasks: the others' tasks of lower priority are of the next look."""
-    counter = Counter(limit=3)
-    rows = [
-        [0, "a", 9, "pending", 3, NOW],
-        [1, "a", 9, "pending", 1, NOW - timedelta(1)],
-        [1, "a", 5, "pending", 1, NOW],
-        [1, "b", 5, "pending", 1, NOW],
-    ]
-    assert counter.add_ready(rows) == {"a": 8}
-    assert counter.lines({"b"}) == [
-        Line("a", 9, pending=4, oldest=NOW - timedelta(1), at_least={"pending"}),
-        Line("b", 5, paused=True, pending=1, oldest=NOW),
-    ]
-
-
 def test_an_empty_backlog_has_no_age():
     """Nothing waits, and nothing is oldest; a task of the future is no negative age."""
     empty = Backlog(NOW, 0, [])

@@ -1,9 +1,7 @@
 """The report of a command that changes many tasks: how many, which not, and where to go on when it ends early."""
 
-import importlib.util
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,12 +22,6 @@ def outcomes(*changed: int, then: Any = None) -> Iterator[Outcome]:
             raise then
         if then and number == 0:
             then()
-
-
-def test_all_chunks_make_one_report(capsys: pytest.CaptureFixture[str]):
-    """Their numbers are added; nothing is written on stderr where it is no terminal."""
-    chunks.carry_out(outcomes(500, 500, 1), Count(1001), GO_ON).tell("will be sent again:")
-    assert capsys.readouterr() == ("will be sent again: 1,001 tasks\n", "")
 
 
 @pytest.mark.parametrize(
@@ -76,23 +68,3 @@ def test_an_error_says_what_was_done_and_how_to_go_on():
         "Spanner did not answer. 500 tasks changed so far, beside the chunk in work, which is changed wholly or not at "
         f"all; go on with: {GO_ON}"
     )
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_without_tqdm_a_number_shows_the_progress(
-    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    """On a terminal; elsewhere nothing does."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    chunks.carry_out(outcomes(500, 300), Count(800), GO_ON)
-    shown = "\r500 of 800 tasks\r800 of 800 tasks" if terminal else ""
-    assert capsys.readouterr().err == shown
-
-
-def test_dml_beyond_one_statement_is_said_to_be_so(capsys: pytest.CaptureFixture[str]):
-    """Spanner would refuse it."""
-    chunks.note_size(Count(1000))
-    assert capsys.readouterr().err == ""
-    chunks.note_size(Count(1001))
-    assert "80,000 mutations" in capsys.readouterr().err

@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 from outbox import cli
 from outbox.cli.flags import again, ids, selection
 from outbox.cli.output import as_json
-from outbox.errors import OutboxError, SettingError
+from outbox.errors import SettingError
 from outbox.settings import DatabaseSettings
 from outbox.times import shown
 
 NOW = datetime(2026, 11, 21, 13, tzinfo=UTC)
 PLACE = ["--project", "my-project", "--instance", "main", "--database", "shop"]
-
+BURST = "a whole number from 1 to 1,000,000,000"
+RATE = "a finite number of tasks a second, 1e-09 or more"
+NO_TOPIC = "is not a name that Pub/Sub allows"
 
 PARSER = cli._parser()
 
@@ -94,21 +96,6 @@ def test_a_line_that_is_no_id_is_a_wrong_value(ids_of: Any):
         assert len(str(raised.value)) < 400
 
 
-def test_a_file_without_ids_changes_nothing(ids_of: Any, tmp_path: Path):
-    """A filter that found nothing is no selection of everything; a missing file, or a folder, is named."""
-    for data in (b"", b"\n", b" \r\n\t\n"):
-        for words in ((), ("--state", "dead")):
-            with pytest.raises(OutboxError, match="holds no id: nothing was changed"):
-                ids_of(data, *words)
-    for file, sentence in (
-        (tmp_path / "missing", "missing' cannot be read: No such file or directory"),
-        (tmp_path, "cannot be read: Is a directory"),
-        ("", "cannot be read: Is a directory"),
-    ):
-        with pytest.raises(SettingError, match=sentence):
-            ids(parsed("discard", "--reason", "x", "--ids-file", str(file)))
-
-
 def test_no_ids_are_none():
     """None asks for a state; ids of the command line are checked as those of a file."""
     assert ids(parsed("retry")) is None
@@ -145,23 +132,57 @@ def test_a_selection_is_of_the_databases_now():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["retry", "--state", "pending"], "--state: 'pending' is not allowed: it must be dead or sent or retrying"),
-        (["list", "--state", "gone"], "it must be pending or retrying or scheduled or dead or sent"),
-        (["list", "--topic", ""], "--topic: '' is not allowed: it must be 1 to 400 characters of valid Unicode"),
-        (["list", "--topic", "x" * 401], "is not allowed"),
-        (["list", "--error", "x" * 1_001], "is not allowed"),
-        (["list", "--error", "\udc80"], "is not allowed"),
-        (["list", "--since", "9" * 15 + "d"], "--since: '999999999999999d' is not allowed: it must be how long ago"),
-        (["list", "--until", "yesterday"], "--until: 'yesterday' is not allowed"),
-        (["list", "--limit", "0"], "--limit: '0' is not allowed: it must be a whole number from 1 to 100,000"),
+        ("retry --state pending", "--state: 'pending' is not allowed: it must be dead or sent or retrying"),
+        ("list --state gone", "it must be pending or retrying or scheduled or dead or sent"),
+        ("list --topic=", "--topic: '' is not allowed: it must be 1 to 400 characters of valid Unicode"),
+        (f"list --topic {'x' * 401}", "is not allowed"),
+        (f"list --error {'x' * 1_001}", "is not allowed"),
+        ("list --error \udc80", "is not allowed"),
+        (f"list --since {'9' * 15}d", "--since: '999999999999999d' is not allowed: it must be how long ago"),
+        ("list --until yesterday", "--until: 'yesterday' is not allowed"),
+        ("list --limit 0", "--limit: '0' is not allowed: it must be a whole number from 1 to 100,000"),
+        *(
+            (f"limit orders --rate={rate} --burst 1", f"--rate: '{rate}' is not allowed: it must be {RATE}")
+            for rate in ("0", "-1", "nan", "inf", "-inf", "1e999", "ten")
+        ),
+        ("limit orders --rate 1 --burst 0", f"--burst: '0' is not allowed: it must be {BURST}"),
+        ("limit orders --rate 1 --burst 1.5", f"--burst: '1.5' is not allowed: it must be {BURST}"),
+        ("limit orders --max-in-flight 0", f"--max-in-flight: '0' is not allowed: it must be {BURST}"),
+        ("limit orders --max-in-flight -3", f"--max-in-flight: '-3' is not allowed: it must be {BURST}"),
+        ("limit orders --rate 2.5", f"--rate 2.5 is given without --burst: give both; --burst must be {BURST}"),
+        ("limit orders --burst 20", f"--burst 20 is given without --rate: give both; --rate must be {RATE}"),
+        ("limit orders --burst 20 --max-in-flight 5", "--burst 20 is given without --rate: give both"),
+        ("limit orders", "no limit is given: give --rate with --burst, --max-in-flight, or --off"),
+        ("limit orders --off --rate 1 --burst 2", "--off is given with --rate and --burst: it takes all limits away"),
+        ("limit orders --off --max-in-flight 1", "--off is given with --max-in-flight"),
+        ("limit ab --off", f"topic 'ab' {NO_TOPIC}: 3 to 255 of letters"),
+        ("pause orders google-orders", f"topic 'google-orders' {NO_TOPIC}"),
+        ("resume projects/p/orders", f"topic 'projects/p/orders' {NO_TOPIC}"),
     ],
 )
-def test_a_wrong_value_is_one_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]):
+def test_a_wrong_value_is_one_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]):
     """With the flag, what was given and what is allowed; exit code 2."""
-    assert cli.main([*words, *PLACE]) == 2
+    assert cli.main([*words.split(), *PLACE]) == 2
     captured = capsys.readouterr()
+    assert captured.err.startswith("outbox: ")
     assert sentence in captured.err
     assert (captured.out, captured.err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize("command", ["pause", "resume", "limit"])
+def test_what_is_missing_is_named_and_help_is_enough(command: str, capsys: pytest.CaptureFixture[str]):
+    """A missing database and a missing topic are usage errors; the help has an example."""
+    off = ["--off"] if command == "limit" else []
+    assert cli.main([command, "orders", *off, *PLACE[:4]]) == 2
+    assert "--database is missing: give it, or set OUTBOX_DATABASE" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([command, *PLACE])
+    assert "TOPIC" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert f"\n    outbox {command} orders --" in shown
+    assert "OUTBOX_DATABASE" in shown
 
 
 PRINTABLE = st.text(st.characters(exclude_categories=("C", "Z"), include_characters=" "), min_size=1, max_size=30)

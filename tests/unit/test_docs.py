@@ -4,11 +4,16 @@ import ast
 import functools
 import importlib
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.benchmarks import page as benchmarks
+from tests.benchmarks import results
+from tests.faults import page as faults
 
 ROOT = Path(__file__).parents[2]
 #: Every page but those of installed packages and caches, whose folders begin with a dot.
@@ -67,6 +72,16 @@ def test_generated_pages_are_what_the_code_says() -> None:
     assert {page.name for page in pages} == {"settings.md", "metrics.md", "errors.md", "metadata.csv"}
     for page, text in pages.items():
         assert page.read_text(encoding="utf-8") == text, "run `make docs`"
+
+
+def test_pages_of_results_are_written_from_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their figures are not edited by hand, and each fault scenario has its promise."""
+    monkeypatch.setattr(benchmarks, "draw", lambda _name, _section, file: file)
+    benchmarks.write(results.load(), tmp_path / "benchmarks.md")
+    assert benchmarks.PAGE.read_text(encoding="utf-8") == (tmp_path / "benchmarks.md").read_text(encoding="utf-8")
+    kept = json.loads(faults.KEPT.read_text(encoding="utf-8"))
+    assert faults.PAGE.read_text(encoding="utf-8") == faults.text(kept)
+    assert all("No task is lost" in each.promise for each in faults.scenarios().values())
 
 
 @each_page

@@ -95,20 +95,6 @@ def test_what_no_repetition_can_mend_is_dead_at_once(bench: Bench) -> None:
     assert (attempts(bench), bench.count(m.DEAD)) == (5, 5)
 
 
-def test_a_dead_task_is_sent_when_an_operator_says_so(bench: Bench) -> None:
-    """By the DML of the design. Once it is sent, SentAt alone is enough, and the message is the same."""
-    bench.insert("a")
-    bench.publisher.failing["a"] = REFUSED
-    bench.turns()
-    bench.publisher.failing.clear()
-    bench.change("a", available_at=None, attempts=0, expires_at=None)
-    bench.turns()
-    bench.change("a", sent_at=None)
-    bench.turns()
-    assert bench.publisher.ids() == ["a", "a"]
-    assert bench.publisher.published[0] == bench.publisher.published[1]
-
-
 def test_an_outage_costs_no_attempt_and_no_write_and_no_other_topic(bench: Bench) -> None:
     """Tasks stay as they were; other topics go on; after the outage every task is sent once."""
     bench.insert(*[f"o{n}" for n in range(50)])

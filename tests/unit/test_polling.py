@@ -77,14 +77,6 @@ def test_due_tasks_are_read_with_the_news_and_as_long_as_there_are_any(watch: Wa
     assert not watch.poll().due
 
 
-def test_lower_priorities_are_asked_for_as_told(watch: Watch) -> None:
-    """And the window goes on adapting: what they bring is not taken for a wider range."""
-    watch.find(priority=0)
-    watch.poll(), watch.poll()
-    assert watch.poll().below is None
-    assert watch.poll(below=50).below == 50
-
-
 def test_a_topic_that_always_has_tasks_is_never_forgotten(watch: Watch) -> None:
     """What counts is when it was last seen with one, not when it was found."""
     watch.find()

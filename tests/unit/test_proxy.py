@@ -1,17 +1,13 @@
 """The proxy of the fault tests: a fault that does not happen makes every test with this proxy pass."""
 
 import contextlib
-import signal
 import socket
 import socketserver
-import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.support import proxy as proxies
 from tests.support.proxy import Proxy
 from tests.support.waiting import eventually
 
@@ -115,39 +111,6 @@ def test_muted_the_server_hears_and_the_client_does_not(proxy: Proxy, client: so
     assert _is_silent(client)
     proxy.cut()
     assert client.recv(100) == b""
-
-
-def test_a_delay_is_a_distance(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
-    """It holds in both directions. No chunk waits for the chunks before it, and the end does not overtake them."""
-    proxy.delay(0.1)
-    began = time.monotonic()
-    for number in range(20):
-        client.sendall(bytes([number]))
-        time.sleep(0.005)  # so that each is a chunk of its own
-    received = b""
-    while len(received) < 20:
-        received += client.recv(100)
-    assert received == bytes(range(20))
-    assert 0.2 <= time.monotonic() - began < 20 * 0.1
-    client.sendall(b"last")
-    client.shutdown(socket.SHUT_WR)
-    eventually(lambda: echo.received.endswith(b"last"))
-
-
-def test_the_command_delays(echo: Echo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A benchmark runs it as a process of its own, so that it takes nothing from the process that is measured."""
-    round_trips = []
-
-    def ask() -> None:
-        with _dial(capsys.readouterr().out.strip()) as client:
-            began = time.monotonic()
-            assert _ask(client, b"a") == b"a"
-            round_trips.append(time.monotonic() - began)
-
-    monkeypatch.setattr(sys, "argv", ["proxy", f"{echo.address}=0.05"])
-    monkeypatch.setattr(signal, "pause", ask)
-    proxies.main()
-    assert [seconds >= 0.1 for seconds in round_trips] == [True]
 
 
 def test_a_truncated_connection_ends_in_the_middle(proxy: Proxy, client: socket.socket, echo: Echo) -> None:

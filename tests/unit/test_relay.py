@@ -45,15 +45,6 @@ def test_every_pending_task_is_published_once_and_marked(bench: Bench) -> None:
     assert bench.count(m.ALREADY_PUBLISHED) == bench.count(m.UNCOMMITTED) == bench.count(m.FAILED) == 0
 
 
-def test_what_there_was_no_time_for_is_left_as_it_was(bench: Bench) -> None:
-    """No outcome, no mark, no failure: the next turn takes it."""
-    bench.insert("late", "early")
-    bench.publisher.out_of_time.add("late")
-    bench.turns()
-    assert bench.unsent() == ["late"]
-    assert bench.count(m.FAILED) == 0
-
-
 def test_a_run_again_after_an_abort_publishes_nothing_twice(bench: Bench) -> None:
     """ABORTED at the commit, three times: published once, failed once, marked once; each abort is counted."""
     bench.insert("first")

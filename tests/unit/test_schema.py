@@ -78,31 +78,6 @@ def test_numbers_out_of_range_are_refused():
                 schema.statements(**{name: number})
 
 
-def test_the_shapes_are_those_of_the_design():
-    """The parser loses nothing: each object is there with the parts that the relay relies on."""
-    parsed = shapes()
-
-    assert [(title, len(parts)) for title, parts in parsed.items()] == [
-        ("table AsynchronousTasks", 20),  # 15 columns, key, constraint, shard count, retention, deletion
-        ("index AsynchronousTasksToSend", 6),
-        ("index AsynchronousTasksInOrder", 5),  # a filtered index: null filtering is not compared
-        ("table AsynchronousTaskTopics", 6),
-        ("table AsynchronousTaskWorkers", 4),
-        ("table AsynchronousTaskReplays", 8),
-    ]
-    assert parsed["table AsynchronousTasks"]["column Shard"] == (
-        "INT64 NOT NULL AS (ABS(MOD(FARM_FINGERPRINT(COALESCE(OrderingKey, Id)), N))) STORED"
-    )
-    assert parsed["index AsynchronousTasksToSend"] == {
-        "table": "AsynchronousTasks",
-        "key": "Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt",
-        "stored columns": "Attempts, Bytes, OrderingKey",
-        "unique": "no",
-        "null filtered": "no",
-        "state": "READ_WRITE",
-    }
-
-
 @pytest.mark.parametrize(
     "statement",
     [
@@ -158,19 +133,6 @@ def test_an_index_that_is_being_filled_exists_but_is_not_ready():
             "index AsynchronousTasksInOrder, state: the database has WRITE_ONLY, expected READ_WRITE",
         ]
     database.update_ddl.assert_not_called()
-
-
-def test_an_installed_package_reads_its_own_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A wheel carries the DDL, so the command works without a checkout; the options must fit it."""
-    (tmp_path / "ddl").mkdir()
-    copy = tmp_path / "ddl" / "schema.sql"
-    monkeypatch.setattr(_ddl.importlib.resources, "files", lambda _package: tmp_path)
-
-    copy.write_text(SCHEMA_SQL.replace("STRING(64)", "STRING(63)"))
-    assert "Id          STRING(63)" in schema.statements()[0]
-    copy.write_text("CREATE TABLE T (A INT64) PRIMARY KEY (A)")
-    with pytest.raises(ValueError, match="0 times, it must be there once"):
-        schema.statements()
 
 
 def test_the_guide_shows_the_file_that_the_test_runs():

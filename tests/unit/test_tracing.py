@@ -59,11 +59,6 @@ def test_register_notes_the_current_trace() -> None:
     }
 
 
-def test_without_a_span_nothing_is_noted() -> None:
-    """The task ID is the only attribute."""
-    assert set(registered().attributes) == {"asynchronous_task_id"}
-
-
 @pytest.mark.usefixtures("current")
 def test_a_context_that_the_message_brings_along_is_kept() -> None:
     """A forwarded message may belong to another trace."""
