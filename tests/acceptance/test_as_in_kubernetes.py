@@ -1,4 +1,4 @@
-"""Workers as Kubernetes treats them: probes, a group that does not end, a stop under load, a start without Spanner.
+"""Workers as Kubernetes treats them: probes, and a group that does not end.
 
 With `--long` ages and limits are those of production.
 """
@@ -11,17 +11,16 @@ from pathlib import Path
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.emulators import Emulators, running_spanner
+from outbox.emulators import Emulators
 from publishworker.healthcheck import MAX_AGE
 from publishworker.telemetry import metrics as m
 from tests.support.agent import listening
-from tests.support.container import GRACE_SECONDS, NOTICE_SECONDS, Probe, altered, settings
-from tests.support.outages import lasting, log_lines, seconds_until, told
+from tests.support.container import NOTICE_SECONDS, Probe, altered, settings
+from tests.support.outages import log_lines, seconds_until, told
 from tests.support.processes import Process
-from tests.support.proxy import Proxy, hanging, refusing
-from tests.support.pubsub import PubSub, Subscription
-from tests.support.relays import account, divided, register, unsent, wait_until_all_sent, worker
-from tests.support.spanner import instance, outbox_database
+from tests.support.proxy import Proxy
+from tests.support.pubsub import PubSub
+from tests.support.relays import EACH_ONCE, account, register, unsent, wait_until_all_sent, worker
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
@@ -44,16 +43,8 @@ from publishworker import worker
 from publishworker.spanner import store
 store.POLL_SECONDS, store.HEARTBEAT_SECONDS, worker.LONGEST_OUTAGE_WAIT = 3.0, 0.5, 0.5
 """
-#: Of a group in an outage the lock, the commit and the aborts have their limits, 15 s together where connections are
-#: refused; but not on the emulator, where a worker's groups wait for one another as well.
-SHORT_STUCK = """
-from publishworker import process
-from publishworker.turn import flights
-flights.STUCK_SECONDS = 16.0
-store = process.SpannerStore
-process.SpannerStore = lambda database, shards, *, emulator: store(database, shards)
-"""
-OUTAGE_SECONDS = 30.0
+
+
 #: Groups of one topic never end, and stuck is what lasts for more than 3 s.
 STUCK = """
 import threading
@@ -127,31 +118,10 @@ def test_a_probe_stays_good_while_a_service_is_silent(
             gap = probe.longest_gap(60 if long else 12, lambda: check(probe))
             proxy.forward()
             wait_until_all_sent(database)
-            process.stop()
-            assert process.wait() == 0
+            process.end()
             if silent == "Spanner":
                 assert told(process, "spanner_away") == told(process, "spanner_back") == 1
     print(f"{silent} silent: the longest time between two beats is {gap:.1f} s")
-
-
-def test_an_outage_longer_than_a_group_may_last_makes_none_stuck(
-    emulators: Emulators, database: Database, topic: str, heartbeat: Path, *, long: bool
-) -> None:
-    """Spanner is gone, with groups in flight, for longer than stuck is: no worker ends for that."""
-    if not long:
-        pytest.skip("--long; the short form is tests/unit/test_relay.py::test_what_landed_is_told_though_polls_fail")
-    with Proxy(emulators.spanner_host) as proxy:
-        environment = settings(emulators, database.database_id, heartbeat, SPANNER_EMULATOR_HOST=proxy.address)
-        with altered(SHORT_STUCK, environment, "--group-size", "10") as process:
-            process.wait_for_text('"start"')
-            register(database, topic, 300)
-            eventually(lambda: len(unsent(database)) < 300, seconds=30)
-            proxy.refuse()
-            lasting(OUTAGE_SECONDS)
-            proxy.forward()
-            eventually(lambda: process.child.poll() is not None or not unsent(database), seconds=60)
-            assert told(process, "stuck") == 0
-            assert process.child.poll() is None
 
 
 def check(probe: Probe) -> None:
@@ -180,54 +150,4 @@ def test_a_stuck_group_is_counted_and_said_and_ends_the_worker(
     with worker(emulators, database, command="drain") as other:
         assert other.wait(60) == 0
     for registered, subscription in zip(ids, subscriptions, strict=True):
-        result = account(registered, subscription)
-        assert (result.lost, result.unexpected, result.duplicates) == (frozenset(), frozenset(), 0)
-
-
-@pytest.fixture
-def patient_database() -> Iterator[tuple[str, Database]]:
-    """The host of an emulator on which, as on Spanner, nobody who holds a lock is aborted; and a database on it."""
-    flags = ["--abort_current_transaction_probability=0"]
-    with running_spanner(flags=flags) as host, outbox_database(instance(host)) as made:
-        yield host, made
-
-
-def test_sigterm_under_full_load_loses_and_repeats_nothing(
-    emulators: Emulators, patient_database: tuple[str, Database], topic: str, subscription: Subscription
-) -> None:
-    """One of two workers is stopped in the middle: exit 0 within the grace period, the other one sends the rest."""
-    host, database = patient_database
-    ids = register(database, topic, 600)
-    arguments, environment = ("--group-size", "10"), {"SPANNER_EMULATOR_HOST": host}
-    with (
-        worker(emulators, database, *arguments, **environment) as first,
-        worker(emulators, database, *arguments, **environment) as second,
-    ):
-        eventually(lambda: len(unsent(database)) < 500 and divided([first, second]), seconds=60)
-        first.stop()
-        took = seconds_until(lambda: first.child.poll() is not None, GRACE_SECONDS, "a stop within the grace period")
-        assert first.wait() == 0
-        left = len(unsent(database))
-        wait_until_all_sent(database)
-        second.stop()
-        assert second.wait() == 0
-        sent = [sum(line.get("published", 0) for line in log_lines(each)) for each in (first, second)]
-    print(f"stopped within {took:.1f} s with {left} of {len(ids)} tasks left; the workers sent {sent}")
-    assert left
-    assert all(sent)
-    result = account(ids, subscription)
-    assert (result.lost, result.unexpected, result.duplicates) == (frozenset(), frozenset(), 0)
-
-
-@pytest.mark.parametrize("absent", [refusing, hanging])
-def test_a_start_without_spanner_ends_within_the_startup_probe(
-    emulators: Emulators, database: Database, heartbeat: Path, absent: object
-) -> None:
-    """Exit 3 and one sentence before the 60 s of the startup probe are over, and no heartbeat that would satisfy it."""
-    with absent(emulators.spanner_host) as host:
-        environment = settings(emulators, database.database_id, heartbeat, SPANNER_EMULATOR_HOST=host)
-        with altered("", environment) as process:
-            assert process.wait(55) == 3
-            [line] = process.stderr.splitlines()
-    assert line.startswith("publishworker: ")
-    assert not heartbeat.exists()
+        assert account(registered, subscription) == EACH_ONCE

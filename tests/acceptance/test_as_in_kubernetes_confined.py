@@ -15,7 +15,7 @@ from outbox.emulators import Emulators
 from tests.support.container import GRACE_SECONDS, Probe, container, need_namespaces, settings
 from tests.support.processes import children
 from tests.support.pubsub import Subscription
-from tests.support.relays import account, register, wait_until_all_sent
+from tests.support.relays import EACH_ONCE, account, register, wait_until_all_sent
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.extended
@@ -72,8 +72,7 @@ def test_it_works_as_process_1_without_rights_on_a_read_only_file_system(
         warnings = [line for line in process.stderr.splitlines() if json.loads(line)["status"] != "info"]
     assert warnings == []
     assert not any(directory.iterdir())  # what was written was in the namespace
-    result = account(ids, subscription)
-    assert (result.lost, result.unexpected, result.duplicates) == (frozenset(), frozenset(), 0)
+    assert account(ids, subscription) == EACH_ONCE
 
 
 def test_a_heartbeat_that_cannot_be_written_is_said_once_and_stops_nothing(

@@ -9,8 +9,6 @@ import base64
 import itertools
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from tests.support.container import MEMORY_LIMIT, altered, peak_memory, settings
 from tests.support.outages import count
 from tests.support.pubsub import Subscription
 from tests.support.relays import register, unsent, worker
+from tests.support.rpc import Forwarding
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
@@ -37,7 +36,6 @@ BACKLOG = 10_000
 #: Characters of one piece of a row on its way.
 PIECE = 1_000_000
 ANY_SIZE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-SERVICE = "/google.spanner.v1.Spanner/"
 OURS = b"large-"
 #: The types of what the lock query returns.
 LOCKED = (
@@ -52,12 +50,12 @@ process.SpannerStore = lambda database, shards, *, emulator: store(database, sha
 """
 
 
-class Gateway(grpc.GenericRpcHandler):
-    """Passes calls on, but makes all tasks large: in the poll their size, in the locks their data."""
+class Gateway(Forwarding):
+    """Forwards, but makes all tasks large: in the poll their size, in the locks their data."""
 
     def __init__(self, target: str, topic: str) -> None:
-        """Pass on to `target`."""
-        self._channel = grpc.insecure_channel(target, options=ANY_SIZE)
+        """Forward to `target`."""
+        super().__init__(target)
         self._topic = topic
         data = PubsubMessage.pb()(data=bytes(TASK_BYTES)).SerializeToString()
         self._data, self._size = base64.b64encode(data).decode(), str(len(data))
@@ -65,25 +63,21 @@ class Gateway(grpc.GenericRpcHandler):
         self._guard = threading.Lock()
         self._open = 0
         self.most_open = 0
-        self.address = ""
 
-    def service(self, details: Any) -> Any:
-        """Return what answers to a call."""
-        method = details.method
-        if method in (SERVICE + "ExecuteStreamingSql", SERVICE + "StreamingRead"):
-            return grpc.unary_stream_rpc_method_handler(lambda request, _: self._stream(method, request))
-        return grpc.unary_unary_rpc_method_handler(lambda request, context: self._call(method, request, context))
-
-    def _stream(self, method: str, request: bytes) -> Iterator[bytes]:
-        query = ExecuteSqlRequest.pb().FromString(request)
-        tag = query.request_options.request_tag
+    def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Answer the locks, enlarge the polls, commit what was locked here in a transaction of its own."""
+        name = method.rpartition("/")[2]
+        query = ExecuteSqlRequest.pb().FromString(request) if name == "ExecuteStreamingSql" else None
+        tag = query.request_options.request_tag if query else ""
         if tag == "outbox-claim":
-            yield from self._locked(query)
-            return
-        parts = self._channel.unary_stream(method)(request, timeout=30)
-        yield from self._enlarged(parts) if tag == "outbox-poll" else parts
+            return self._locked(query)
+        if tag == "outbox-poll":
+            return self._enlarged(super().forward(method, request, context))
+        if name == "Commit":
+            return self._committed(method, request, context)
+        return super().forward(method, request, context)
 
-    def _enlarged(self, parts: Any) -> Iterator[bytes]:
+    def _enlarged(self, parts: Iterator[bytes]) -> Iterator[bytes]:
         column, is_task = itertools.cycle(range(8)), False
         for part in parts:
             answer = PartialResultSet.pb().FromString(part)
@@ -115,23 +109,21 @@ class Gateway(grpc.GenericRpcHandler):
             _add(part, None, now, None, None, True, "0", None, False, False, now)
         yield part.SerializeToString()
 
-    def _call(self, method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
-        if method == SERVICE + "Commit":
-            commit = CommitRequest.pb().FromString(request)
-            if commit.transaction_id.startswith(OURS):
-                with self._guard:
-                    self._open -= 1
-                commit.single_use_transaction.read_write.SetInParent()
-                request = commit.SerializeToString()
+    def _committed(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        commit = CommitRequest.pb().FromString(request)
+        if commit.transaction_id.startswith(OURS):
+            with self._guard:
+                self._open -= 1
+            commit.single_use_transaction.read_write.SetInParent()
         while True:
             try:
-                answer: bytes = self._channel.unary_unary(method)(request, timeout=30)
+                yield self._channel.unary_unary(method)(commit.SerializeToString(), timeout=30)
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.ABORTED:
                     context.abort(error.code(), error.details())
                 threading.Event().wait(0.02)  # its turn will come: the emulator commits one at a time
             else:
-                return answer
+                return
 
 
 def _add(part: Any, *values: object) -> None:
@@ -143,21 +135,6 @@ def _add(part: Any, *values: object) -> None:
             value.bool_value = each
         else:
             value.string_value = each
-
-
-@contextmanager
-def gateway(target: str, topic: str) -> Iterator[Gateway]:
-    """Serve on a loopback port."""
-    with ThreadPoolExecutor(32) as pool:
-        made = Gateway(target, topic)
-        server = grpc.server(pool, options=ANY_SIZE)
-        server.add_generic_rpc_handlers((made,))
-        made.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        server.start()
-        try:
-            yield made
-        finally:
-            server.stop(0).wait(5)
 
 
 def received(host: str, subscription: Subscription, ids: list[str]) -> None:
@@ -184,15 +161,14 @@ def received(host: str, subscription: Subscription, ids: list[str]) -> None:
 def test_tasks_of_9_mb(emulators: Emulators, database: Database, subscription: Subscription, tmp_path: Path) -> None:
     """60 of them, three at a time, as more would be too many bytes: all arrive, within the limit."""
     ids = register(database, subscription.topic, TASKS, b"")
-    with gateway(emulators.spanner_host, subscription.topic) as spanner:
+    with Gateway(emulators.spanner_host, subscription.topic) as spanner:
         environment = settings(
             emulators, database.database_id, tmp_path / "heartbeat", SPANNER_EMULATOR_HOST=spanner.address
         )
         with altered(NO_EMULATOR, environment) as process:
             eventually(lambda: not unsent(database), seconds=200)
             peak = peak_memory(process)
-            process.stop()
-            assert process.wait() == 0
+            process.end()
     received(emulators.pubsub_host, subscription, ids)
     print(f"{TASKS} tasks of {TASK_BYTES / 1e6:g} MB, {spanner.most_open} at a time: {peak / 2**20:.0f} MiB")
     assert spanner.most_open > 1
@@ -208,7 +184,6 @@ def test_a_backlog_of_10_000_tasks(
     with worker(emulators, database, OUTBOX_HEARTBEAT_FILE=str(tmp_path / "heartbeat")) as process:
         eventually(lambda: count(database, "SentAt IS NULL") <= left, seconds=200)
         peak = peak_memory(process)
-        process.stop()
-        assert process.wait() == 0
+        process.end()
     print(f"a backlog of {BACKLOG:,} tasks: {peak / 2**20:.0f} MiB")
     assert peak < MEMORY_LIMIT

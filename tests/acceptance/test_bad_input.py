@@ -55,14 +55,6 @@ def test_a_wrong_or_missing_setting_is_exit_code_2(
     assert sentence in done.stderr.splitlines()[-1]
 
 
-def test_help_shows_examples_and_every_command(emulators: Emulators) -> None:
-    """It is enough to use the command."""
-    done = publishworker(emulators, "--help")
-    assert done.code == 0
-    for word in ("examples:", "run", "drain", "check", "healthcheck"):
-        assert word in done.stdout
-
-
 def test_a_wrong_database_or_a_missing_table_is_named(emulators: Emulators, empty_database: Database) -> None:
     """Exit 3, with the full name of the database, or the command that creates the table."""
     for command in COMMANDS:

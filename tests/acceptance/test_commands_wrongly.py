@@ -31,12 +31,6 @@ HOSTILE = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def outbox(emulators: Emulators, database: Database) -> Commands:
-    """The commands on a database of the test's own."""
-    return Commands(emulators, database)
-
-
 def all_at_once(outbox: Commands, commands: Sequence[str]) -> dict[str, Finished]:
     """Run commands side by side; each must end in time."""
     deadline = time.monotonic() + ENDED_WITHIN
@@ -67,6 +61,7 @@ def test_help_has_an_example_and_needs_no_database(name: str):
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
+        (("emulators", "--pubsub-port=65536"), 2, "--pubsub-port: '65536' is not allowed: it must be a whole number"),
         (("show", "x" * 65), 2, "1 to 64 characters"),
         (("show", ""), 2, "1 to 64 characters"),
         (("list", "--state", "lost"), 2, "it must be pending or retrying or scheduled or dead or sent"),
@@ -133,17 +128,6 @@ def test_a_missing_database_or_instance_is_exit_code_3(
     outbox = Commands(emulators, database, more={variable: "not-there"})
     found = all_at_once(outbox, [*commands, "schema apply"])
     assert_refused(found, 3, "s/not-there", "is not there: make it, or look at the names")
-
-
-def test_a_dropped_index_is_exit_code_3(emulators: Emulators, own_database: Database):
-    """Whatever reads it names it and ends; `show` and `retry ID`, which do not need it, still work."""
-    outbox = Commands(emulators, own_database)
-    fill(own_database, [row("x", "dead")])
-    own_database.update_ddl(["DROP INDEX AsynchronousTasksToSend"]).result(30)
-    needing = ["status --exact", "status --exact --watch", "tail", "list", "topics --exact", "purge --sent-before 30d"]
-    found = all_at_once(outbox, [*needing, "retry --state dead"])
-    assert_refused(found, 3, "index AsynchronousTasksToSend is missing", "outbox schema apply")
-    assert [outbox.run(*words).code for words in (("show", "x"), ("retry", "x"))] == [0, 0]
 
 
 @pytest.mark.parametrize(("away", "commands"), [(refusing, ALL), (hanging, SOME)])

@@ -65,14 +65,6 @@ def test_interrupted(emulators: Emulators, tmp_path: Path, number: signal.Signal
         assert "Traceback" not in process.stderr
 
 
-@pytest.mark.parametrize("tasks", ["0", "many"])
-def test_a_number_that_is_none(tasks: str) -> None:
-    """One sentence that names the flag, the value and what is allowed; nothing is started."""
-    done = run("payments.demo", "--tasks", tasks, environment=ENVIRONMENT)
-    assert done.code == 2
-    assert done.stderr == f"demo: --tasks: {tasks!r} is not allowed: it must be a whole number from 1 to 1,000,000\n"
-
-
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     """One sentence with its path; nothing is started."""
     (tmp_path / "file").touch()

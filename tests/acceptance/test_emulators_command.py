@@ -17,7 +17,6 @@ from outbox.errors import NotReached
 from tests.support import processes
 from tests.support.commands import TRACE, here
 from tests.support.processes import Process, children, gone, started
-from tests.support.proxy import silent_port
 from tests.support.waiting import eventually
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the processes are read from /proc")
@@ -77,17 +76,8 @@ class TestWhereTheyAreInstalled:
                 command, env=processes.clean_environment(), capture_output=True, text=True, check=False, timeout=60
             )
             assert done.stdout == "0 0\n", done.stderr
-            for each, its, number in ((one, hosts, signal.SIGINT), (process, others, signal.SIGHUP)):
+            for each, its, number in ((one, hosts, signal.SIGINT), (process, others, signal.SIGTERM)):
                 _stop_both(each, its, number)
-
-    @linux
-    def test_given_ports_are_used(self) -> None:
-        """Scripts can rely on fixed ports; `kill` ends the command with 0, and both emulators."""
-        with silent_port() as spanner, silent_port() as pubsub:
-            ports = [int(host.rpartition(":")[2]) for host in (spanner, pubsub)]
-        with _running("--spanner-port", str(ports[0]), "--pubsub-port", str(ports[1])) as (process, hosts):
-            assert hosts == [("127.0.0.1", port) for port in ports]
-            _stop_both(process, hosts, signal.SIGTERM)
 
     @pytest.mark.parametrize("whole", [True, False], ids=["running", "starting"])
     @linux
@@ -146,11 +136,3 @@ def test_nothing_installed_is_told_with_what_to_do(tmp_path: Path) -> None:
     assert done.stderr.startswith("outbox: the Spanner emulator and the Pub/Sub emulator not found: ")
     assert "gcloud components install" in done.stderr
     assert TRACE not in done.stderr
-
-
-@pytest.mark.parametrize("value", ["65536", "-1", "http", ""])
-def test_a_wrong_port_is_refused_with_what_is_allowed(value: str) -> None:
-    """A wrong port names the flag, the value and what is allowed, with exit code 2."""
-    done = here("emulators", f"--pubsub-port={value}")
-    wanted = f"outbox: --pubsub-port: {value!r} is not allowed: it must be a whole number from 0 to 65,535\n"
-    assert (done.code, done.stderr) == (2, wanted)

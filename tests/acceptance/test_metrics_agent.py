@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,7 @@ from publishworker import reporting
 from publishworker.telemetry import metrics as m
 from tests.support.container import altered, settings
 from tests.support.dogstatsd import UnixAgent
-from tests.support.outages import told
-from tests.support.processes import Process, run
-from tests.support.proxy import silent_port
+from tests.support.processes import Process
 from tests.support.pubsub import Subscription
 from tests.support.relays import account, insert_undecodable, register, wait_until_all_sent, worker
 from tests.support.waiting import eventually
@@ -40,8 +37,7 @@ def agent() -> Iterator[UnixAgent]:
 
 def stop(process: Process) -> None:
     """End a worker that works."""
-    process.stop()
-    assert process.wait() == 0
+    process.end()
     assert "Traceback" not in process.stderr
 
 
@@ -84,62 +80,3 @@ def test_counts_are_complete_after_a_stop(
         result = account(ids, subscription)
         eventually(lambda: agent.total(m.PUBLISHED.name) == 130 + result.duplicates, seconds=5)
     assert (result.lost, result.unexpected) == (frozenset(), frozenset())
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("there_at_the_start", [True, False])
-def test_an_agent_that_comes_and_goes_is_said_once(
-    emulators: Emulators,
-    database: Database,
-    subscription: Subscription,
-    agent: UnixAgent,
-    there_at_the_start: bool,
-) -> None:
-    """A socket that is missing or vanishes, and a new one at its path: tasks go on, counts come again, one line."""
-    topic = subscription.topic
-    with worker(emulators, database, **agent.environment) as process, ExitStack() as listens:
-        ids = []
-        if there_at_the_start:
-            listens.enter_context(agent.listening())
-            ids += register(database, topic, 30)
-            eventually(lambda: agent.total(m.PUBLISHED.name) == 30, seconds=30)
-        listens.close()
-        for _ in range(3):  # again and again without anybody who listens
-            ids += register(database, topic, 10)
-            wait_until_all_sent(database)
-        eventually(lambda: told(process, "metrics") == 1)
-        heard = agent.total(m.PUBLISHED.name)
-        with agent.listening():
-            ids += register(database, topic, 20)
-            eventually(lambda: agent.total(m.PUBLISHED.name) >= heard + 20, seconds=30)
-            stop(process)
-        assert told(process, "metrics") == 1
-    result = account(ids, subscription)
-    assert (result.lost, result.unexpected) == (frozenset(), frozenset())
-
-
-@pytest.mark.extended
-def test_nobody_listens_on_udp(emulators: Emulators, database: Database, subscription: Subscription) -> None:
-    """Datagrams to a port that refuses them: tasks go on, and at most one line says so."""
-    ids = register(database, subscription.topic, 60)
-    # Nothing of UDP is bound there either.
-    with (
-        silent_port() as address,
-        worker(emulators, database, "--group-size", "10", DD_DOGSTATSD_URL=f"udp://{address}") as process,
-    ):
-        wait_until_all_sent(database)
-        stop(process)
-        assert told(process, "metrics") <= 1
-    result = account(ids, subscription)
-    assert (result.lost, result.unexpected) == (frozenset(), frozenset())
-
-
-@pytest.mark.parametrize(("variable", "value"), [("OUTBOX_ASSIGNMENT", "divine"), ("OUTBOX_DRAIN_TIMEOUT", "soon")])
-def test_an_unknown_value_in_the_environment_is_a_sentence(variable: str, value: str) -> None:
-    """Exit 2 before anything is connected, and one line that names the variable and its value."""
-    required = {"OUTBOX_PROJECT": "my-project", "OUTBOX_INSTANCE": "main", "OUTBOX_DATABASE": "shop"}
-    done = run("publishworker", "run", environment=required | {variable: value})
-    assert done.code == 2
-    [line] = done.stderr.splitlines()
-    assert variable in line
-    assert repr(value) in line

@@ -4,7 +4,6 @@ import json
 import re
 from datetime import UTC, datetime, timedelta
 
-import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.emulators import Emulators
@@ -13,12 +12,6 @@ from tests.support.waiting import eventually
 
 DAY = timedelta(days=1)
 UNSENT = ("pending", "retrying", "scheduled", "dead")
-
-
-@pytest.fixture
-def outbox(emulators: Emulators, database: Database) -> Commands:
-    """The commands on a database of the test's own."""
-    return Commands(emulators, database)
 
 
 def test_purge_deletes_old_sent_tasks_only(outbox: Commands, database: Database):

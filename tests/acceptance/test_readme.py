@@ -137,8 +137,7 @@ def relaying(emulators: Emulators, words: list[str], heartbeat: Path) -> Iterato
     environment = emulators.environment() | {"OUTBOX_HEARTBEAT_FILE": str(heartbeat)}
     with started(words[0], *words[1:], environment=environment) as worker:
         yield worker
-        worker.stop()
-        assert worker.wait() == 0
+        worker.end()
 
 
 @pytest.mark.usefixtures("topics")

@@ -89,8 +89,7 @@ def test_a_worker_opens_no_port_and_tells_no_secret(emulators: Emulators, databa
 
         eventually(failed, seconds=30)
         assert listening(process.pid) == set()
-        process.stop()
-        assert process.wait() == 0
+        process.end()
         told = process.stdout + process.stderr
     assert "s3cr3t" not in told
     assert not [each for each in rows_of(database).values() if "s3cr3t" in str(each["LastError"])]

@@ -21,12 +21,6 @@ STALENESS = timedelta(seconds=10)
 SECOND, MINUTE = timedelta(seconds=1), timedelta(minutes=1)
 
 
-@pytest.fixture
-def outbox(emulators: Emulators, database: Database) -> Commands:
-    """The commands on a database of the test's own."""
-    return Commands(emulators, database)
-
-
 @pytest.fixture(scope="module")
 def old_database(spanner_instance: Instance) -> Iterator[Database]:
     """A database that had its tables ten seconds ago already."""
@@ -136,8 +130,7 @@ def test_watch_reads_again_until_ctrl_c(emulators: Emulators, old_database: Data
         assert terminal.wait() == 0
         assert TRACE not in terminal.seen
         eventually(lambda: len(times(process)) >= 2, seconds=30)
-        process.stop(signal.SIGINT)
-        assert process.wait() == 0
+        process.end(signal.SIGINT)
         assert times(process) == sorted(set(times(process)))
         assert process.stderr == ""
 

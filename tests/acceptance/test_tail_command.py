@@ -54,8 +54,7 @@ def test_two_see_each_task_of_a_real_worker_once(emulators: Emulators, database:
             wait_for(each, sent)
         assert ids(tails[0]) == ids(tails[1])
         for each, number in zip(tails, (signal.SIGINT, signal.SIGTERM), strict=True):
-            each.stop(number)
-            assert each.wait() == 0
+            each.end(number)
             assert each.stderr.count("\n") == 1
 
 
@@ -105,7 +104,6 @@ def test_spanner_that_goes_away_costs_no_line(emulators: Emulators, database: Da
             mark(database, "after")
             wait_for(process, ["before", "meanwhile", "after"])
             assert proxy.accepted > accepted
-            process.stop()
-            assert process.wait() == 0
+            process.end()
             assert process.stderr.count("trying again") <= 1
             assert TRACE not in process.stderr

@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import pytest
 from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 
@@ -19,12 +18,6 @@ from tests.support.relays import divided, execute, register, unsent, wait_until_
 from tests.support.waiting import eventually
 
 PAGE = Path("docs/operations/topics.md")
-
-
-@pytest.fixture
-def outbox(emulators: Emulators, database: Database) -> Commands:
-    """The commands on a database of the test's own."""
-    return Commands(emulators, database)
 
 
 def blocks(language: str) -> str:
@@ -113,6 +106,5 @@ def test_workers_follow_pauses_and_limits_within_ten_seconds(
         run("limit", topic, "--off")
         eventually(lambda: not set(unsent(database)) & set(ids), seconds=10)
         for each in workers:
-            each.stop()
-        assert [each.wait() for each in workers] == [0, 0]
+            each.end()
     assert len(received) + len(subscription.drain()) >= len(ids)

@@ -14,7 +14,7 @@ import outbox
 from outbox.emulators import Emulators
 from tests.support.processes import ROOT
 from tests.support.pubsub import Subscription
-from tests.support.relays import account, divided, first_deliveries, register, wait_until_all_sent, worker
+from tests.support.relays import EACH_ONCE, account, divided, first_deliveries, register, wait_until_all_sent, worker
 from tests.support.spanner import ADMIN_SECONDS
 from tests.support.waiting import eventually
 
@@ -80,8 +80,7 @@ def test_older_and_newer_workers_share_a_table(
         work()
         wait_until_all_sent(database)
         for each in (new, back):
-            each.stop()
-            assert each.wait() == 0
+            each.end()
     messages = subscription.pull_until(len(ids) + len(ordered))
     assert first_deliveries(messages)["key"] == ordered
     received = [message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in messages]
@@ -105,10 +104,8 @@ def test_a_worker_on_a_table_of_a_later_version_relays(
         batch.update("AsynchronousTasks", ("Id", "Region"), [(ids[0], "north")])
     with worker(emulators, own_database) as running:
         wait_until_all_sent(own_database)
-        running.stop()
-        assert running.wait() == 0
-    result = account(ids, subscription)
-    assert (result.lost, result.unexpected, result.duplicates) == (frozenset(), frozenset(), 0)
+        running.end()
+    assert account(ids, subscription) == EACH_ONCE
     with own_database.snapshot() as snapshot:
         [[region]] = snapshot.execute_sql("SELECT Region FROM AsynchronousTasks WHERE Region IS NOT NULL")
     assert region == "north"

@@ -29,8 +29,7 @@ def test_a_scheduled_task_is_sent_when_it_is_due_and_not_before(
         register(database, topic, 20, available_at=due)
         register(database, topic, 1)
         early, *rest = subscription.pull_until(21, seconds=30)
-        process.stop()
-        assert process.wait() == 0
+        process.end()
     assert early.publish_time < due
     late = [(message.publish_time - due).total_seconds() for message in rest]
     assert min(late) >= 0
@@ -58,8 +57,7 @@ def test_urgent_tasks_that_fail_keep_no_good_one_waiting(
             waits.append(time.monotonic() - begin)
         if not missing:
             eventually(lambda: dead(own_database) == MANY, seconds=60)
-        process.stop()
-        assert process.wait() == 0
+        process.end()
     print(f"good tasks arrived after {', '.join(f'{wait:.2f}' for wait in waits)} s")
     assert count(own_database, "SentAt IS NOT NULL") == 5
     assert count(own_database, "SentAt IS NULL") == MANY

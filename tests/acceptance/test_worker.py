@@ -15,7 +15,7 @@ from publishworker.telemetry import metrics as m
 from tests.support.agent import listening
 from tests.support.proxy import Proxy, silent_port
 from tests.support.pubsub import Subscription
-from tests.support.relays import account, register, unsent, wait_until_all_sent, worker
+from tests.support.relays import EACH_ONCE, account, register, unsent, wait_until_all_sent, worker
 from tests.support.waiting import eventually
 
 
@@ -26,11 +26,9 @@ def test_it_needs_no_variable_beside_the_hosts(
     ids = register(database, topic, 120)
     with worker(emulators, database, "--group-size", "10") as process:
         wait_until_all_sent(database)
-        process.stop()
-        assert process.wait() == 0
+        process.end()
         assert "Transaction not found" not in process.stderr
-    result = account(ids, subscription)
-    assert (result.lost, result.unexpected, result.duplicates) == (frozenset(), frozenset(), 0)
+    assert account(ids, subscription) == EACH_ONCE
 
 
 @pytest.mark.extended
@@ -52,8 +50,7 @@ def test_workers_on_one_table_lose_nothing_and_count_their_duplicates(
             ]
             wait_until_all_sent(database)
             for each in workers:
-                each.stop()
-            assert [each.wait() for each in workers] == [0] * count
+                each.end()
         result = account(ids, subscription)
         assert (result.lost, result.unexpected) == (frozenset(), frozenset())
         published = agent.counts[m.PUBLISHED.name]
@@ -73,8 +70,7 @@ def test_a_worker_that_is_killed_loses_nothing(
     assert unsent(database)
     with worker(emulators, database) as second:
         wait_until_all_sent(database)
-        second.stop()
-        assert second.wait() == 0
+        second.end()
     result = account(ids, subscription)
     assert (result.lost, result.unexpected) == (frozenset(), frozenset())
     assert result.duplicates <= 20
@@ -87,13 +83,11 @@ def test_sigterm_in_the_middle_of_the_work_finishes_what_is_in_flight(
     ids = register(database, topic, 300)
     with worker(emulators, database, "--group-size", "10", "--concurrency", "2") as first:
         eventually(lambda: len(unsent(database)) < 280, seconds=30)
-        first.stop()
-        assert first.wait() == 0
+        first.end()
     assert unsent(database)
     with worker(emulators, database, command="drain") as second:
         assert second.wait(60) == 0
-    result = account(ids, subscription)
-    assert (result.lost, result.unexpected, result.duplicates) == (frozenset(), frozenset(), 0)
+    assert account(ids, subscription) == EACH_ONCE
 
 
 def test_drain_ends_when_nothing_is_left_and_says_what_stays(
@@ -158,8 +152,7 @@ def test_a_bad_task_holds_nobody_up(
         eventually(lambda: not set(unsent(database)) & set(ids), seconds=30)
         process.wait_for_text("undecodable")
         process.wait_for_text("not_found")
-        process.stop()
-        assert process.wait() == 0
+        process.end()
         lines = [json.loads(line) for line in process.stderr.splitlines()]
     failures = [line["message"] for line in lines if line["action"] in ("dead", "topic_rests")]
     assert any("garbage" in message and "undecodable" in message for message in failures)

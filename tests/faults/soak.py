@@ -143,8 +143,7 @@ def _soak(trial: Trial, seconds: float, samples: Samples, events: list[Event]) -
                 lasting(trial.random.uniform(*CALM_SECONDS))
         trial.settle(RECOVERY_SECONDS)
         for each in workers:
-            each.stop()
-        assert [each.wait() for each in workers] == [0] * WORKERS
+            each.end()
 
 
 def _draw(samples: Samples, events: Sequence[Event], file: Path) -> None:

@@ -79,8 +79,7 @@ def test_worker_sleeps(trial: Trial, long: bool) -> None:
             trial.register(30)
             trial.settle()
         for each in workers:
-            each.stop()
-        assert [each.wait() for each in workers] == [0, 0]
+            each.end()
     assert trial.audit(duplicates=sleeps * IN_FLIGHT).kept()
 
 
@@ -143,8 +142,7 @@ def test_clocks_off(trial: Trial, fault_seconds: float) -> None:
             lasting(fault_seconds)
         trial.settle()
         for each in (ahead, behind):
-            each.stop()
-        assert [each.wait() for each in (ahead, behind)] == [0, 0]
+            each.end()
     assert trial.audit(duplicates=0).kept()
     times = [each.publish_time for each in trial.received if id_of(each) in scheduled]
     assert len(times) == SCHEDULED
@@ -161,8 +159,7 @@ def test_logs_on_a_full_disk(trial: Trial, fault_seconds: float) -> None:
         with trial.load():
             lasting(fault_seconds)
         trial.settle()
-        worker.stop()
-        assert worker.wait() == 0
+        worker.end()
     assert trial.audit(duplicates=0).kept()
 
 
@@ -183,6 +180,5 @@ def test_agent_gone(trial: Trial, fault_seconds: float, tmp_path: Path) -> None:
             lasting(fault_seconds)
         trial.settle()
         for each in workers:
-            each.stop()
-        assert [each.wait() for each in workers] == [0, 0]
+            each.end()
     assert trial.audit(duplicates=0).kept()

@@ -75,6 +75,11 @@ class Process:
         """Send a signal."""
         self.child.send_signal(number)
 
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send a signal, and expect that it ends with 0."""
+        self.stop(number)
+        assert self.wait() == 0
+
     def wait(self, seconds: float = 30.0) -> int:
         """Return its exit code, negative for a signal. Raises AssertionError after `seconds`."""
         try:

@@ -54,6 +54,10 @@ class Account:
     duplicates: int
 
 
+#: What an account should be.
+EACH_ONCE = Account(frozenset(), frozenset(), 0)
+
+
 def account(registered: Sequence[str], subscription: Subscription) -> Account:
     """Pull everything that is there and compare. Emulator and workers share a machine: what is sent is there."""
     expected = set(registered)

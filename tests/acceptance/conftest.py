@@ -1,0 +1,13 @@
+"""The commands of operators, for the tests of this directory."""
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+
+from outbox.emulators import Emulators
+from tests.support.commands import Commands
+
+
+@pytest.fixture
+def outbox(emulators: Emulators, database: Database) -> Commands:
+    """The commands on a database of the test's own."""
+    return Commands(emulators, database)
