@@ -62,7 +62,7 @@ def test_due_tasks_come_when_they_are_asked_for(harness: Harness) -> None:
 
 def test_poll_limits_each_range_and_prefers_priority(harness: Harness) -> None:
     """A range full of urgent tasks shows nothing else; the range of lower priorities begins below theirs."""
-    for priority in (9, 5, 9, 1):
+    for priority in (1, 9, 5, 9):  # the least urgent is the oldest
         harness.insert(f"p{priority}-{uuid.uuid4()}", priority=priority, ordering_key="same-shard")
     for found, options in (
         (["p9"], {"per_range": 1}),

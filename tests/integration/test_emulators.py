@@ -203,12 +203,3 @@ def test_both_are_stopped_when_the_block_fails(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(KeyboardInterrupt), emulators.running() as running:
         raise KeyboardInterrupt
     assert [child.process.poll() for child in running.children] == [-signal.SIGKILL, -signal.SIGTERM]
-
-
-def test_a_spanner_emulator_of_its_own_ignores_the_variable(monkeypatch: pytest.MonkeyPatch, sdk: Sdk) -> None:
-    """Tests can have a second Spanner emulator with other flags beside the one that a variable names."""
-    sdk(pubsub=None)
-    monkeypatch.setenv("SPANNER_EMULATOR_HOST", "127.0.0.1:1")
-    with emulators.running_spanner() as host:
-        assert _answers(host)
-    assert not _answers(host)

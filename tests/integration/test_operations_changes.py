@@ -160,8 +160,8 @@ def test_what_has_left_the_selection_meanwhile_is_left_alone(
     """The rows are read again under the lock: after they were found, one was sent or retried, another one deleted."""
     transact, found = TaskTable.transact, changes._found
     monkeypatch.setattr(changes, "_found", lambda *all: iter([list(itertools.chain.from_iterable(found(*all)))]))
-    for state in RETRIED:
-        stays, leaves, goes = names = [f"{state} {name}" for name in ("stays", "leaves", "goes")]
+    for state, change in [*((state, changes.retry) for state in RETRIED), ("sent", changes.purge)]:
+        stays, leaves, goes = names = [f"{change.__name__} {state} {name}" for name in ("stays", "leaves", "goes")]
         insert(database, [row(name, **STATES[state], Topic="t") for name in names])
 
         def meanwhile(self: TaskTable, *arguments: Any, leaves: str = leaves, goes: str = goes) -> Any:
@@ -171,7 +171,7 @@ def test_what_has_left_the_selection_meanwhile_is_left_alone(
             return transact(self, *arguments)
 
         monkeypatch.setattr(TaskTable, "transact", meanwhile)
-        [outcome] = changes.retry(table, selected(state))
+        [outcome] = change(table, selected(state))
         assert outcome == Outcome((stays,), {leaves: "pending"}, (goes,))
         assert rows_of(database)[leaves]["AvailableAt"] is None
 

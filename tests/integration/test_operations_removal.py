@@ -106,23 +106,6 @@ def test_purge_deletes_nothing_that_is_not_sent(
     assert changed(changes.purge(table, Selection(state="sent", until=CREATED))) == []
 
 
-def test_a_task_that_is_no_longer_selected_is_not_deleted(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
-):
-    """It was found, and changed before the transaction: the rows are read again under the lock."""
-    insert(database, [row(str(n), SentAt=PAST, OrderingKey="one shard") for n in range(9)])
-    columns = {"2": {"SentAt": None}, "5": {"SentAt": UNTIL}, "8": {"Topic": "invoices"}}
-
-    def act() -> None:
-        for id, each in columns.items():
-            update(database, id, **each)
-
-    before_each_transaction(monkeypatch, act)
-    [outcome] = changes.purge(table, Selection(state="sent", until=UNTIL, topic="orders"))
-    assert sorted(outcome.changed) == list("013467")
-    assert set(outcome.left) == set("258") == set(rows_of(database))
-
-
 def test_purge_goes_on_where_it_stopped(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
     """Chunk by chunk, of many tasks of one SentAt, too; younger tasks stay. Only sent tasks can be selected."""
     for state in (None, "dead", "pending", "retrying", "scheduled"):

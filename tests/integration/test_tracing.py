@@ -2,7 +2,7 @@
 
 import contextlib
 import queue
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 
 import pytest
@@ -13,7 +13,6 @@ from google.cloud.spanner_v1.database import Database
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import outbox
 from publishworker.connection import open_pubsub
@@ -95,29 +94,6 @@ def test_one_trace_leads_from_the_transaction_to_googles_subscriber(
     [link] = sent.links
     assert is_within(link.context, order, spans)
     assert sent.context.trace_id != order.context.trace_id
-
-
-def context_of(attributes: Mapping[str, str]) -> trace.Context:
-    """Return the context of a message, as docs/guide/tracing.md has it."""
-    carrier = {name: attributes.get(f"googclient_{name}", "") for name in ("traceparent", "tracestate")}
-    return TraceContextTextMapPropagator().extract(carrier)
-
-
-def test_any_subscriber_can_go_on_with_the_trace(
-    database: Database, topic: str, subscription: Subscription, spans: InMemorySpanExporter
-) -> None:
-    """By two attributes; also if the task is sent again."""
-    order = place_order(database, topic)
-    for _ in range(2):
-        relay_all(database)
-        [message] = subscription.pull_until(1)
-        context = context_of(message.attributes)
-        with trace.get_tracer("billing").start_as_current_span("write invoice", context=context):
-            pass
-        database.execute_partitioned_dml("UPDATE AsynchronousTasks SET SentAt = NULL WHERE TRUE")
-    invoices = [each for each in spans.get_finished_spans() if each.name == "write invoice"]
-    assert [each.context.trace_id for each in invoices] == [order.context.trace_id] * 2
-    assert all(is_within(each.parent, order, spans) for each in invoices)
 
 
 def test_without_a_provider_nothing_is_traced(database: Database, topic: str, subscription: Subscription) -> None:

@@ -57,13 +57,6 @@ def test_a_job_takes_its_arguments_and_variables(name: str) -> None:
         assert container["envFrom"] == [{"configMapRef": {"name": "outbox-pipeline"}}]
 
 
-def test_purge_may_be_added() -> None:
-    """The switches that the manifest's comment names are arguments of `archive` only."""
-    assert list(refusals(["archive", "--purge", "--read-late"], settings())) == []
-    [refusal] = refusals(["register", "--purge"], settings())
-    assert "unrecognized arguments: --purge" in refusal
-
-
 @each_job
 def test_a_job_fits_its_image(name: str) -> None:
     """Spark's version, Python, the main file, the user and the writable working directory are those of the image."""

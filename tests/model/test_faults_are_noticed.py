@@ -1,19 +1,17 @@
-"""Faults that mutation testing does not make: random histories notice those of the relay, queries those of SQL."""
+"""Faults that mutation testing does not make: random histories notice them."""
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from random import Random
 from typing import Any
 from unittest import mock
 
 import pytest
-from google.cloud.spanner_v1.database import Database
 
 from publishworker.pubsub import messages, publisher
 from publishworker.pubsub.messages import Lane
-from publishworker.spanner import sql
 from publishworker.task import GroupResult, Key, Parked, Sent
 from publishworker.turn import claims, delivery
 from publishworker.turn.breakers import Breakers
@@ -24,9 +22,7 @@ from publishworker.turn.relay import Relay
 from publishworker.turn.retries import Retries
 from tests.support.order_ledger import Task
 from tests.support.order_model import World
-from tests.support.parts import look
 from tests.support.stepwise import patched
-from tests.support.store_harness import SpannerHarness, poll_ids
 
 #: Enough for each fault, and which fault a thread meets at its next step: most often none (tests/support/stepwise.py).
 HISTORIES, FATES = 8, [0] * 6 + [*range(1, 8), 3, 3]
@@ -74,15 +70,6 @@ FAULTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "deferred tasks cost no attempt": (Delivery, "_behind", lambda _: lambda _self, _head, charged, _now: charged),
     "they wait for an hour at most": (Retries, "park", lambda _: lambda _self, head, at, _now: Parked(at, head.id)),
 }  # fmt: skip
-#: What is replaced in the text of the poll.
-SQL_FAULTS = {
-    "AND SentAt IS NULL AND Topic =": "AND Topic =",
-    "AND SentAt IS NULL AND Topic >=": "AND Topic >=",
-    "AvailableAt <= CURRENT_TIMESTAMP()": "AvailableAt IS NOT NULL",
-    " LIMIT @per_range": "",
-    "Priority DESC, CreatedAt": "CreatedAt",
-    f"< {sql.SILENT_SECONDS}": f"< 100 * {sql.SILENT_SECONDS}",
-}
 
 
 def history(seed: int) -> list[str]:
@@ -133,28 +120,3 @@ def test_a_history_notices_a_fault_of_the_relay(rule: str) -> None:
     owner, name, make = FAULTS[rule]
     with mock.patch.object(owner, name, make(getattr(owner, name))):
         assert any(history(seed) for seed in range(HISTORIES))
-
-
-def answers(harness: SpannerHarness) -> list[list[str]]:
-    """Return the candidates, those with one task of each range, the topics and the live workers."""
-    news: Any = harness.store.poll(look(known=())).news
-    found = [sorted(poll_ids(harness.store, "orders", due=True, per_range=limit)) for limit in (10, 1)]
-    return [*found, sorted(news.topics), sorted(news.living)]
-
-
-def test_the_poll_notices_a_fault_in_sql_text(database: Database) -> None:
-    """The emulator shows no lock hints: tests/integration/test_rpc_sequence.py compares them."""
-    harness, poll, now, day = SpannerHarness(database), sql.poll, datetime.now(UTC), timedelta(days=1)
-    for id, topic, columns in (
-        ("sent", "orders", {"sent_at": now}), ("past", "invoices", {"sent_at": now}),
-        ("due", "orders", {"available_at": now - day}), ("later", "orders", {"available_at": now + day}),
-        ("head", "orders", {"ordering_key": "k"}), ("tail", "orders", {"ordering_key": "k", "priority": 100}),
-    ):  # fmt: skip
-        harness.insert(id, topic, **columns)
-    harness.seen("live", 1)
-    harness.seen("silent", 2 * sql.SILENT_SECONDS)
-    right = [["due", "head", "tail"], ["due", "tail"], ["orders"], ["live"]]
-    assert answers(harness) == right
-    for pair in SQL_FAULTS.items():
-        with mock.patch.object(sql, "poll", lambda pair=pair, **asked: poll(**asked).replace(*pair)):
-            assert answers(harness) != right, pair
