@@ -18,9 +18,9 @@ from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.store import SpannerStore
 from publishworker.turn.relay import Relay
 from tests.support.parts import relay_of
-from tests.support.pubsub import Subscription
+from tests.support.pubsub import PubSub, Subscription
 from tests.support.pubsub_server import accept, pubsub_server, refuse
-from tests.support.relays import UNDECODABLE, execute, register, unsent
+from tests.support.relays import UNDECODABLE, account, execute, register, unsent
 from tests.support.spanner import PROJECT, query
 from tests.support.waiting import eventually
 
@@ -40,6 +40,26 @@ def make_relay(database: Database, **options: Any) -> Relay:
         groups=4,
         **{"retries": {"initial": 0.1}, "clock": lambda: 10 * time.monotonic(), **options},
     )
+
+
+def test_a_topic_that_is_missing_and_comes_back_loses_nothing(
+    database: Database, pubsub: PubSub, subscription: Subscription
+) -> None:
+    """Only the attempts of probed tasks are recorded; once the topic exists, all are sent, and their rows are clean."""
+    topic_id = f"late-{subscription.topic.rpartition('-')[2]}"
+    ids = register(database, topic_id, 30)
+    relay = make_relay(database)
+
+    def charged() -> int:
+        relay.turn()
+        return sum(attempts for attempts, *_ in query(database, STATE))
+
+    eventually(lambda: charged() >= 10, seconds=30)
+    assert all(error is None or error.startswith("not_found: ") for _, error, *_ in query(database, STATE))
+    late = pubsub.new_subscription(pubsub.new_topic(topic_id))
+    eventually(lambda: relay.turn() and not unsent(database), seconds=60)
+    assert {tuple(state[:3]) for state in query(database, STATE)} == {(0, None, None)}
+    assert account(ids, late).lost == frozenset()
 
 
 def test_a_dead_task_is_listed_stays_and_is_sent_when_an_operator_says_so(

@@ -118,7 +118,7 @@ def test_nothing_waits_for_a_spanner_that_goes_away(  # noqa: PLR0917 - pytest n
 
 @pytest.mark.extended
 def test_a_missing_index_is_named(own_database: Database):
-    """And a missing column; a transaction that meets it holds no locks and has changed nothing."""
+    """A missing column as well; a transaction that meets it holds no locks and has changed nothing."""
     fill(own_database)
     table = TaskTable(opened(own_database))
     own_database.update_ddl(["ALTER TABLE AsynchronousTasks DROP COLUMN LastError"]).result()
@@ -127,10 +127,12 @@ def test_a_missing_index_is_named(own_database: Database):
             WORK[work](table)
     with own_database.batch() as batch:
         batch.update("AsynchronousTasks", ("Id", "Attempts"), [("1", 5)])
-    own_database.update_ddl(["DROP INDEX AsynchronousTasksToSend"]).result()
-    for work in ("tail", "count", "purge"):
+    column = "ALTER TABLE AsynchronousTasks ADD COLUMN LastError STRING(MAX)"
+    own_database.update_ddl([column, "DROP INDEX AsynchronousTasksToSend"]).result()
+    for work in ("status --exact", "list", "tail", "count", "retry", "purge"):
         with pytest.raises(NotReached, match=r"index AsynchronousTasksToSend is missing.*See `outbox schema apply`"):
             WORK[work](table)
+    assert all(WORK[work](table) for work in ("show", "retry ids"))  # by the primary key
 
 
 def test_a_refusal_that_is_of_no_schema_is_told_as_it_is(database: Database):

@@ -1,7 +1,6 @@
 """Exactly which requests go to Spanner, on the mock server that its Python client ships.
 
-The only test file that imports that module: it carries no promise of stability. The sessions are the client's default
-(multiplexed), not those of the emulator.
+No other test imports that module: it carries no promise of stability. Sessions are the client's default, multiplexed.
 """
 
 import base64
@@ -110,11 +109,7 @@ def test_registering_in_a_batch_is_one_commit(mock: SpannerServicer, database: L
 
 
 def test_a_group_is_two_requests(mock: SpannerServicer, database: LimitedDatabase) -> None:
-    """Begin and lock in one, mark and commit in one; the poll is one more.
-
-    The transaction is serializable and pessimistic, whatever the client's defaults are: under any other mode the hint
-    would keep no other worker waiting. The poll reads the index: task bodies are read only for tasks that are claimed.
-    """
+    """One more for the poll. Unless the transaction is pessimistic, the lock's hint keeps no other worker waiting."""
     prepare(mock, 100)
     turn = make_relay(database).turn()
     assert turn.published == 100

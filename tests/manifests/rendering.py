@@ -1,8 +1,5 @@
 """Render with `kubectl kustomize`, which needs no cluster, and compare with the files in golden/.
 
-objects = rendered(OVERLAYS["production"])
-deployment = the(objects, "Deployment", "publishworker")
-
 A golden file pins every value of a manifest, so each change of a manifest is a change of such a file, which a reviewer
 reads. This command writes the golden files again:
 

@@ -1,7 +1,4 @@
-"""A shell carries out the pages that deploy; its tools only record their arguments, which their parsers then accept.
-
-golden/command-lines.txt has the command lines that gcloud and kubectl have accepted; a test asks about others.
-"""
+"""A shell carries out the pages that deploy; its tools only record their arguments, which their parsers then accept."""
 
 import functools
 import itertools

@@ -71,8 +71,9 @@ def test_development_sends_orders(emulators: Emulators, tmp_path: Path) -> None:
     assert {"start", "stopped"} <= {line["action"] for line in lines}
 
 
+@pytest.mark.usefixtures("emulators")  # skips where there are none
 def test_the_emulators_are_started_as_outbox_emulators_does() -> None:
-    """The same programs below the SDK's root, but for the address: pods call them from outside."""
+    """The same programs below the SDK's root, but for the address: pods call them from outside; flags are known."""
     deployment = the(rendered(OVERLAYS["development"]), "Deployment", "emulators")
     for name, program in (("spanner", SPANNER), ("pubsub", PUBSUB)):
         found = container(deployment, name)
@@ -80,12 +81,5 @@ def test_the_emulators_are_started_as_outbox_emulators_does() -> None:
         port = found["ports"][0]["containerPort"]
         wanted = " ".join([f"/google-cloud-sdk/{program.path}", *program.arguments])
         assert command.startswith(wanted.replace(LOOPBACK, "0.0.0.0").replace("{port}", str(port)))
-
-
-@pytest.mark.usefixtures("emulators")  # skips where there are none
-def test_an_emulator_takes_the_flags_of_its_pod() -> None:
-    """Spanner's flags are not in any list of ours: it is started with them."""
-    deployment = the(rendered(OVERLAYS["development"]), "Deployment", "emulators")
-    flags = container(deployment, "spanner")["command"][3:]
-    with running_spanner(flags=flags) as host:
+    with running_spanner(flags=container(deployment, "spanner")["command"][3:]) as host:
         assert host
