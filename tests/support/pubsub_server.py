@@ -4,12 +4,16 @@ The emulator knows no permissions, no outages and few limits.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
+from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 from google.pubsub_v1.types import GetTopicRequest, PublishRequest, PublishResponse, Topic
+
+from publishworker.pubsub.publisher import PubSubPublisher
+from publishworker.task import Failed, Outcome, Sent
 
 Answer = Callable[[Any, grpc.ServicerContext], Any]
 
@@ -62,6 +66,32 @@ def refuse(code: grpc.StatusCode, details: str = "refused") -> Answer:
         context.abort(code, details)
 
     return answer
+
+
+def to_message(data: bytes, answer: Answer) -> Answer:
+    """Return an answer that other requests than those with such a message do not get."""
+    return lambda request, context: (answer if any(message.data == data for message in request.messages) else accept)(
+        request, context
+    )
+
+
+refuse_poison = to_message(b"poison", refuse(grpc.StatusCode.INVALID_ARGUMENT, "poison"))
+
+
+def publisher_to(address: str, *arguments: Any, **options: Any) -> PubSubPublisher:
+    """Return a publisher to a server."""
+    transport = PublisherGrpcTransport(channel=grpc.insecure_channel(address))
+    return PubSubPublisher(transport, "project", *arguments, **options)
+
+
+def reasons(outcomes: Mapping[str, Outcome]) -> dict[str, str]:
+    """Return why each failed that did."""
+    return {id: outcome.reason for id, outcome in outcomes.items() if isinstance(outcome, Failed)}
+
+
+def sent(outcomes: Mapping[str, Outcome]) -> set[str]:
+    """Return the tasks that were sent."""
+    return {id for id, outcome in outcomes.items() if isinstance(outcome, Sent)}
 
 
 @contextlib.contextmanager

@@ -170,10 +170,7 @@ def test_it_needs_nothing_and_can_do_nothing(rich_page: str) -> None:
 
 
 def test_hostile_texts_stay_texts(rich_page: str) -> None:
-    """Of topics, ids, the database and the path; unprintable text is written as Python writes it.
-
-    A plot has each state, and a scale of its own for small numbers; no name becomes a formula or a colour.
-    """
+    """Of topics, ids, the database and the path; unprintable text is written as Python writes it."""
     root = parsed(rich_page)
     assert root.findtext("head/title") == f"Audit of {HOSTILE[0]}"
     cells = {"".join(each.itertext()) for each in root.iter("td")}

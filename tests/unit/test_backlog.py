@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outbox.operations import backlog, sql
-from outbox.operations.backlog import COUNTS, Backlog, Counter, Line
+from outbox.operations.backlog import COUNTS, Backlog, Line
 from outbox.operations.table import TaskTable
 
 NOW = datetime(2026, 11, 21, 13, tzinfo=UTC)
@@ -171,28 +171,6 @@ def test_without_a_limit_everything_is_counted(tasks: list[Task]):
     assert found.lines == sorted(found.lines, key=lambda line: (line.topic, -line.priority))
 
 
-@given(TASKS, st.integers(1, 6))
-def test_every_priority_and_its_oldest_task_are_found(tasks: list[Task], limit: int):
-    """A poll that is cut goes on below the priority that it reached, so ready tasks of all priorities show.
-
-    Ready tasks of a priority are cut at the youngest, so the oldest one is read, unless due tasks are cut.
-    """
-    table = FakeTable(tasks)
-    lines = {(line.topic, line.priority): line for line in read(table, limit).lines}
-    ready = {(task.topic, task.priority) for task in tasks if task.kind == "ready"}
-    assert ready <= set(lines)
-    assert all(lines[place].pending for place in ready)
-    most = max(Numbers(topic for topic, _ in ready).values(), default=0)
-    assert table.asked.count(sql.COUNT_READY) <= most + 1
-    due = Numbers((task.shard, task.topic) for task in tasks if task.kind == "due")
-    for line in lines.values():
-        times = pending_since(tasks, line)
-        if all(due[shard, line.topic] <= limit for shard in range(SHARDS)):
-            assert line.oldest == min(times, default=None)
-        elif line.oldest:
-            assert line.oldest in times
-
-
 @given(TASKS, st.integers(1, 6), st.sets(st.sampled_from(["a", "b", "row only"])))
 def test_totals_and_topics_are_the_sums_of_lines(tasks: list[Task], limit: int, paused: set[str]):
     """Pending tasks of a paused topic are in no total: neither their number, nor their age, nor an early stop."""
@@ -220,17 +198,6 @@ def test_totals_and_topics_are_the_sums_of_lines(tasks: list[Task], limit: int, 
         assert merged.at_least == set().union(*(line.at_least for line in own))
         assert all(getattr(merged, name) == sum(getattr(line, name) for line in own) for name in COUNTS)
     assert found.lines == before
-
-
-def test_the_lowest_priority_of_all_ends_the_looks():
-    """There is nothing below it to ask for."""
-    counter = Counter(limit=2)
-    assert counter.add_ready([[0, "a", LOWEST, "pending", 2, NOW]]) == {}
-    assert counter.add_ready([[0, "a", LOWEST + 1, "pending", 2, NOW]]) == {"a": LOWEST}
-    assert [(line.priority, line.at_least) for line in counter.lines(())] == [
-        (LOWEST + 1, {"pending"}),
-        (LOWEST, {"pending"}),
-    ]
 
 
 def test_an_empty_backlog_has_no_age():

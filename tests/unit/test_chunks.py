@@ -36,10 +36,7 @@ def outcomes(*changed: int, then: Any = None) -> Iterator[Outcome]:
     ],
 )
 def test_what_was_not_changed_is_explained(outcome: Outcome, code: int, said: str, capsys: pytest.CaptureFixture[str]):
-    """A task that is rightly left, or a warning, is no failure; a task that does not fit, or is missing, is.
-
-    No ID brings a control code along.
-    """
+    """A task that is rightly left, or a warning, is no failure; a task that does not fit, or is missing, is."""
     report = chunks.carry_out(iter([outcome]), Count(1), GO_ON)
     assert report.explain({"pending": "they go"}, "are {state}") == code
     assert report.changed == len(outcome.changed)

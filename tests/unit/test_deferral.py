@@ -35,10 +35,7 @@ def released(bench: Bench, tasks: int) -> list[str]:
 
 @pytest.mark.parametrize("state", ["scheduled", "retrying", "dead"])
 def test_a_head_that_is_not_due_holds_back_its_key_and_nothing_else(bench: Bench, state: str) -> None:
-    """The tasks behind it wait for its time, at most an hour, and look neither failed nor dead.
-
-    One that is scheduled for later than that keeps its own time.
-    """
+    """The tasks behind it wait for its time, at most an hour, and look neither failed nor dead."""
     at = NEVER if state == "dead" else bench.store.now + timedelta(seconds=90)
     bench.line("head", available_at=at, attempts=0 if state == "scheduled" else 3)
     bench.line("a", "b")
@@ -75,10 +72,7 @@ def test_a_dead_head_blocks_until_an_operator_acts_then_all_goes_at_once(bench: 
 
 
 def test_any_worker_goes_on_with_deferred_tasks_whose_head_has_gone(bench: Bench) -> None:
-    """The commit that marks a batch makes the next deferred task ready, so each poll finds the key by it.
-
-    Only its time and its error are written: attempts and expiry are its own.
-    """
+    """The commit that marks a batch makes the next deferred task ready, so each poll finds the key by it."""
     ids = released(bench, 35)
     expiry = bench.store.now + timedelta(days=1)
     bench.change("t09", attempts=3, expires_at=expiry)

@@ -48,17 +48,11 @@ def test_a_task_is_in_doubt_for_a_minute() -> None:
 @pytest.mark.parametrize(
     "columns",
     [
-        {"id": "b"},
-        {"created_at": NOON + timedelta(seconds=1)},
-        {"available_at": NOON},
-        {"available_at": NOON + timedelta(days=1)},
-        {"attempts": 1},
-        {"parked": True},
-        {"topic": "invoices"},
-        {"ordering_key": "k"},
+        {"id": "b"}, {"created_at": NOON + timedelta(seconds=1)}, {"available_at": NOON}, {"attempts": 1},
+        {"available_at": NOON + timedelta(days=1)}, {"parked": True}, {"topic": "invoices"}, {"ordering_key": "k"},
         {"expires_at": NOON},
     ],
-)
+)  # fmt: skip
 def test_a_doubt_is_about_one_row_as_it_was(columns: dict[str, Any]) -> None:
     """A task that was registered again under its ID has not been sent; one that was written since perhaps not."""
     doubts = Doubts(lambda: 0.0)

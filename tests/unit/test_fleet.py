@@ -117,26 +117,8 @@ def test_a_heartbeat_that_fails_stops_nothing_and_is_said_when_polls_succeed(cap
     assert "the fake store is away" in caplog.records[0].getMessage()
 
 
-def test_a_division_is_told_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
-    """One line for each change, none for each poll; a heartbeat that works again has none."""
-    watch = Watch()
-    watch.store.away = True
-    watch.beat()
-    watch.store.away = False
-    watch.seconds += HEARTBEAT_SECONDS
-    watch.beat()
-    with caplog.at_level(logging.INFO, "publishworker"):
-        for _ in range(3):
-            watch.learn({"me", "other"}, set())
-    assert [record.__dict__["action"] for record in caplog.records] == ["assigned"]
-    assert caplog.records[0].getMessage().startswith("2 workers live; this one polls shards ")
-
-
 def test_a_worker_takes_tasks_of_its_own_shards_only(bench: Bench) -> None:
-    """From the poll that tells of another worker on, also of what that poll itself found.
-
-    If the other falls silent its shards are polled again at once when its liveness timeout is over.
-    """
+    """From the poll that tells of another worker on, also of what that poll itself found."""
     bench.store.workers["worker"] = bench.store.now
     bench.insert("known")
     bench.turns()

@@ -52,10 +52,7 @@ def places(key: str, *numbers: int) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("size", [1, 2, 7])
 def test_fronts_are_read_as_far_as_there_is_something_to_take(size: int) -> None:
-    """One row more than can be sent shows whether a deferred one follows; a key that has enough is not read again.
-
-    Over very many keys about as many rows are read in all.
-    """
+    """One row more than can be sent shows whether a deferred one follows; a key that has enough is not read again."""
     store = Recording({"k": "r" * (size + 3)})
     assert store.sendable(size) == {"k": places("k", *range(size))}
     assert store.asked == [({"k"}, size + 1)]

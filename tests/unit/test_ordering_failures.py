@@ -154,10 +154,7 @@ def test_many_tasks_that_hold_back_nothing_hide_no_other(pass_dead: bool) -> Non
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_at_most_once_with_a_key_keeps_its_place(bench: Bench, failing: bool) -> None:
-    """`register` refuses the two together, but another writer may not.
-
-    The task goes alone, and the next one after it. While the task before it fails, it is not marked.
-    """
+    """`register` refuses the two together, another writer may not. While the task before it fails, it is unmarked."""
     bench.line("a")
     bench.line("once", at_most_once=True)
     bench.line("b")

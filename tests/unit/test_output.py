@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outbox.cli import tasks
-from outbox.cli.output import as_json, cell, escaped, table
+from outbox.cli.output import as_json, cell, table
 
 TIME = datetime(2026, 11, 21, 13, 0, 0, 5, tzinfo=UTC)
 #: Control codes of both sets, format characters, separators, unassigned and lone surrogates among all others.
@@ -24,28 +24,18 @@ def harmless(text: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("", ""), ("Grüße, 東京 🎉", "Grüße, 東京 🎉"), ("a\nb\r\tc", r"a\nb\r\tc"), ("\x1b[2J", r"\x1b[2J"),
-        ("\x9b2J", r"\x9b2J"), ("a\xa0b", r"a\xa0b"), ("txt\u202egpj", r"txt\u202egpj"),
-        ("\U000e0001", r"\U000e0001"), ("\ud800", r"\ud800"), ("\\", "\\"),
-    ],
-)  # fmt: skip
-def test_what_is_not_printable_is_written_as_python_writes_it(text: str, shown: str):
-    """So it can be read as that."""
-    assert escaped(text) == shown
-
-
-@pytest.mark.parametrize(
     ("value", "shown"),
     [
         (None, ""), (0, "0"), (-1_234_567, "-1,234,567"), (2**63 - 1, "9,223,372,036,854,775,807"), (True, "True"),
         (1.5, "1.5"), (TIME, "2026-11-21T13:00:00.000005Z"), ("\x1b", r"\x1b"),
-        (TIME.astimezone(timezone(timedelta(hours=2))), "2026-11-21T13:00:00.000005Z"),
+        (TIME.astimezone(timezone(timedelta(hours=2))), "2026-11-21T13:00:00.000005Z"), ("\\", "\\"),
+        ("Grüße, 東京 🎉", "Grüße, 東京 🎉"), ("a\nb\r\tc", r"a\nb\r\tc"), ("\x1b[2J", r"\x1b[2J"), ("", ""),
+        ("\x9b2J", r"\x9b2J"),
+        ("a\xa0b", r"a\xa0b"), ("txt\u202egpj", r"txt\u202egpj"), ("\U000e0001", r"\U000e0001"), ("\ud800", r"\ud800"),
     ],
 )  # fmt: skip
 def test_a_cell_is_readable(value: object, shown: str):
-    """NULL is empty, numbers have their thousands, times are in UTC."""
+    """NULL is empty, numbers have their thousands, times are in UTC; what is not printable is written as in Python."""
     assert cell(value) == shown
 
 
@@ -91,31 +81,20 @@ PRICES = b'{"price": 1.10, "big": 12345678901234567890.123456789, "far": 1e400, 
     ("data", "kind", "shown"),
     [
         (b'{"b": [1, "x"], "a": null}', "JSON", '{\n  "b": [\n    1,\n    "x"\n  ],\n  "a": null\n}'),
-        (b"7", "JSON", "7"),
-        (b' "a"\n', "JSON", '"a"'),
-        ('"Grüße"'.encode(), "JSON", '"Grüße"'),
-        (rb'"\u001b[2J\u009b"', "JSON", r'"\u001b[2J\x9b"'),
-        (rb'"\ud800"', "JSON", r'"\ud800"'),
+        (b"7", "JSON", "7"), (b' "a"\n', "JSON", '"a"'), ('"Grüße"'.encode(), "JSON", '"Grüße"'),
+        (rb'"\u001b[2J\u009b"', "JSON", r'"\u001b[2J\x9b"'), (rb'"\ud800"', "JSON", r'"\ud800"'),
         (b"9" * 5_000, "JSON", "9" * 5_000),
         (PRICES, "JSON", PRICES.decode().replace("{", "{\n  ").replace(", ", ",\n  ").replace("}", "\n}")),
-        (b"{not JSON}", "text", "{not JSON}"),
-        (b"a\r\nb\n\n\tc", "text", "a\nb\n\n        c"),
-        ("Grüße 🎉".encode(), "text", "Grüße 🎉"),
-        ("👨\u200d👩".encode(), "text", r"👨\u200d👩"),
-        ("a\xa0b\u202ec".encode(), "text", r"a\xa0b\u202ec"),
-        (b"[" * 100_000, "text", "[" * 100_000),
-        (b'{"a": 1, "a": 2}', "text", '{"a": 1, "a": 2}'),
-        (b"[NaN]", "text", "[NaN]"),
+        (b"{not JSON}", "text", "{not JSON}"), (b"a\r\nb\n\n\tc", "text", "a\nb\n\n        c"),
+        ("Grüße 🎉".encode(), "text", "Grüße 🎉"), ("👨\u200d👩".encode(), "text", r"👨\u200d👩"),
+        ("a\xa0b\u202ec".encode(), "text", r"a\xa0b\u202ec"), (b"[" * 100_000, "text", "[" * 100_000),
+        (b'{"a": 1, "a": 2}', "text", '{"a": 1, "a": 2}'), (b"[NaN]", "text", "[NaN]"),
         ('["\ue0000\ue000", 7]'.encode(), "text", r'["\ue0000\ue000", 7]'),
-        (b"a\x00b", "hex", "61 00 62"),
-        (b"\x1b[2J", "hex", "1b 5b 32 4a"),
-        ("\x9b2J".encode(), "hex", "c2 9b 32 4a"),
-        (b"\xff\xfe", "hex", "ff fe"),
-        (b"a\xc3", "hex", "61 c3"),
-        (b"\xed\xa0\x80", "hex", "ed a0 80"),
+        (b"a\x00b", "hex", "61 00 62"), (b"\x1b[2J", "hex", "1b 5b 32 4a"), ("\x9b2J".encode(), "hex", "c2 9b 32 4a"),
+        (b"\xff\xfe", "hex", "ff fe"), (b"a\xc3", "hex", "61 c3"), (b"\xed\xa0\x80", "hex", "ed a0 80"),
         (bytes(33), "hex", " ".join(["00"] * 32) + "\n00"),
     ],
-)
+)  # fmt: skip
 def test_data_is_shown_as_what_it_is(data: bytes, kind: str, shown: str):
     """JSON with its indents, other text by its lines, and hex for bytes that are no text or hold control codes."""
     assert tasks._readable(data, whole=True) == (kind, shown.split("\n"))

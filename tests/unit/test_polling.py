@@ -49,10 +49,7 @@ def watch() -> Watch:
 
 
 def test_news_are_looked_for_once_in_a_while_and_again_at_once_after_a_discovery(watch: Watch) -> None:
-    """The first poll does; then none for a second; a new topic is a reason to ask again for others.
-
-    A topic that is known is no discovery, even if news name it again: the worker would poll without a pause for ever.
-    """
+    """The first poll does; then none for a second. Only a new topic is a discovery: it asks again for others."""
     assert watch.store.looks[0].known is not None
     assert watch.poll().known is None
     watch.find()

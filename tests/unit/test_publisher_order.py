@@ -12,14 +12,13 @@ from typing import Any
 
 import grpc
 import pytest
-from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
 from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.task import Failed, Outcome, Row, Sent
+from publishworker.task import Row
 from tests.support.fakes import serialized
 from tests.support.outages import hang
-from tests.support.pubsub_server import Answer, accept, pubsub_server, refuse
+from tests.support.pubsub_server import Answer, accept, publisher_to, pubsub_server, reasons, refuse, sent, to_message
 
 #: Seconds for which an answer is kept back, so that a request that should have waited for it is seen.
 KEPT_BACK = 0.05
@@ -77,7 +76,7 @@ def record() -> Iterator[Recorder]:
 @pytest.fixture
 def publisher(record: Recorder) -> PubSubPublisher:
     """A publisher to the server that keeps a record."""
-    return PubSubPublisher(PublisherGrpcTransport(channel=grpc.insecure_channel(record.address)), "project")
+    return publisher_to(record.address)
 
 
 def row(id: str, key: str | None = "k", data: bytes = b"data") -> Row:
@@ -94,26 +93,6 @@ def run(count: int, key: str = "k", size: int = 4) -> list[Row]:
 def ids(rows: Sequence[Row]) -> list[str]:
     """Return their IDs."""
     return [each.id for each in rows]
-
-
-def sent(outcomes: dict[str, Outcome]) -> set[str]:
-    """Return the IDs that were sent."""
-    return {id for id, outcome in outcomes.items() if isinstance(outcome, Sent)}
-
-
-def reasons(outcomes: dict[str, Outcome]) -> dict[str, str]:
-    """Return why each failed that did."""
-    return {id: outcome.reason for id, outcome in outcomes.items() if isinstance(outcome, Failed)}
-
-
-def to_message(data: bytes, answer: Answer) -> Answer:
-    """Return an answer that other requests than those with such a message do not get."""
-    return lambda request, context: (answer if any(message.data == data for message in request.messages) else accept)(
-        request, context
-    )
-
-
-refuse_poison = to_message(b"poison", refuse(grpc.StatusCode.INVALID_ARGUMENT, "poison"))
 
 
 def test_the_run_of_a_key_is_one_request_in_its_order(publisher: PubSubPublisher, record: Recorder) -> None:
@@ -176,7 +155,7 @@ def test_a_poisonous_message_fails_alone_and_nothing_of_its_key_follows(
     """What stands before it is published, once and in order; it is found by halves, one request at a time."""
     rows = run(8)
     rows[place] = row(f"k{place}", data=b"poison")
-    record.answer = refuse_poison
+    record.answer = to_message(b"poison", refuse(grpc.StatusCode.INVALID_ARGUMENT))
     outcomes = publisher.publish("orders", [*rows, *run(2, "other")], 5)
     assert [id for id in record.accepted if id.startswith("k")] == ids(rows)[:place]
     assert reasons(outcomes) == {f"k{place}": "invalid_argument"}

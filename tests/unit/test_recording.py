@@ -105,15 +105,6 @@ def test_a_topic_that_flaps_is_told_of_once_a_minute_and_in_pairs(watch: Watch) 
     assert watch.told() == [REST]
 
 
-def test_two_topics_are_told_of_each(watch: Watch) -> None:
-    """With the failure, and with the probes that go on meanwhile."""
-    watch.change(AWAY)
-    watch.change(MISSING, topic="invoices")
-    first, second = watch.caplog.messages
-    assert all(part in first for part in ("orders", "one task", "connection refused"))
-    assert all(part in second for part in ("invoices", "ten tasks", "no such topic"))
-
-
 def failing(ids: Sequence[str], *, dead: int = 0) -> GroupResult:
     """Return a group whose tasks have failed; the first `dead` of them are dead."""
     result = GroupResult(Group("orders", tuple(ids)), tried=dict.fromkeys(ids, MISSING))
@@ -182,10 +173,7 @@ def test_what_was_done_is_told_once_a_minute(watch: Watch) -> None:
 
 
 def test_durations_and_latencies_are_sampled(watch: Watch) -> None:
-    """One for each phase of a group, one for each task that was published, none for a group that only parks.
-
-    A large group sends few latencies, each at the rate that says for how many it stands.
-    """
+    """One for each phase of a group, one for each task that was published, none for a group that only parks."""
     result = GroupResult(Group("orders", ("a", "b")), tried={"a": Sent("1"), "b": Sent("2")})
     result.phases = {m.CLAIM: 0.1, m.PUBLISH: 0.2, m.COMMIT: 0.3}
     result.waited = {"a": 1.5, "b": 2.5}

@@ -31,9 +31,7 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         ("orders\n", f"topic 'orders\\n' {NO_NAME}"),
         (7, "topic is int, it must be a str"),
     ],
-    "message": [
-        (bytes(10_000_000), "the message makes a publish request of 10000377 bytes, 10000000 are allowed"),
-    ],
+    "message": [(bytes(10_000_000), "the message makes a publish request of 10000377 bytes, 10000000 are allowed")],
     "attributes": [
         (
             {str(n): "" for n in range(100)},

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from outbox.message import TASK_ID_ATTRIBUTE
 from publishworker.spanner.store import StoreError
 from publishworker.task import Failed
 from publishworker.telemetry import metrics as m
@@ -30,19 +29,6 @@ def slow() -> Iterator[SlowPublisher]:
     publisher.hanging = {"invoices"}
     yield publisher
     publisher.release.set()
-
-
-def test_every_pending_task_is_published_once_and_marked(bench: Bench) -> None:
-    """Over several groups and unknown topics: each task goes to its own topic, with its id as an attribute."""
-    bench.insert(*[f"o{n}" for n in range(35)])
-    bench.insert(*[f"i{n}" for n in range(5)], topic=INVOICES)
-    bench.turns()
-    sent = {id: (topic, message.attributes[TASK_ID_ATTRIBUTE]) for topic, id, message in bench.publisher.published}
-    assert sent == {id: (ORDERS if id.startswith("o") else INVOICES, id) for id in bench.store.rows}
-    assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
-    assert bench.unsent() == []
-    assert bench.count(m.PUBLISHED) == 40
-    assert bench.count(m.ALREADY_PUBLISHED) == bench.count(m.UNCOMMITTED) == bench.count(m.FAILED) == 0
 
 
 def test_a_run_again_after_an_abort_publishes_nothing_twice(bench: Bench) -> None:

@@ -82,13 +82,9 @@ def test_breakers_are_told_while_they_rest_and_for_ten_minutes_after() -> None:
     """Otherwise the last value would stay in the graph; and topics that work cost nothing."""
     relay = Relay()
     for wait, rests, state in (
-        (0, {}, None),
-        (0, {"orders": True}, m.OPEN),
-        (0, {"orders": False}, m.HALF_OPEN),
-        (0, {}, m.CLOSED),
-        (550, {}, m.CLOSED),
-        (600, {}, None),
-    ):
+        (0, {}, None), (0, {"orders": True}, m.OPEN), (0, {"orders": False}, m.HALF_OPEN), (0, {}, m.CLOSED),
+        (550, {}, m.CLOSED), (600, {}, None),
+    ):  # fmt: skip
         relay.client.values.clear()
         relay.rests = rests
         relay.seconds += wait + 15

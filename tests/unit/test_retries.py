@@ -90,16 +90,9 @@ def test_a_tasks_own_error_is_dead_exactly_at_the_last_attempt(failure: Failed, 
 def test_a_missing_topic_makes_no_task_dead_that_is_young(reason: str) -> None:
     """Both must be: the attempts used up, and the age by the database's clock. Until then the wait is the longest."""
     for before, age, dead in (
-        (0, OLD, False),
-        (8, OLD, False),
-        (9, OLD, True),
-        (9, HOUR, True),
-        (9, HOUR - MICROSECOND, False),
-        (8, HOUR, False),
-        (500, HOUR - MICROSECOND, False),
-        (500, HOUR, True),
-        (500, -HOUR, False),
-    ):
+        (0, OLD, False), (8, OLD, False), (9, OLD, True), (9, HOUR, True), (9, HOUR - MICROSECOND, False),
+        (8, HOUR, False), (500, HOUR - MICROSECOND, False), (500, HOUR, True), (500, -HOUR, False),
+    ):  # fmt: skip
         charged = charge(Failed(reason, "no"), before, age, dead_after=3600)
         assert charged.dead is dead
         assert dead or 0 < wait(charged) <= 3600

@@ -8,7 +8,7 @@ import pytest
 from google.protobuf.struct_pb2 import ListValue, Value
 
 from publishworker.spanner import rows, sql
-from publishworker.task import Candidate, News, Row, TopicLimit
+from publishworker.task import News, Row, TopicLimit
 
 AT = "2026-01-01T12:00:00.123456Z"
 NOON = datetime(2026, 1, 1, 12, 0, 0, 123456, tzinfo=UTC)
@@ -19,15 +19,6 @@ def values(*row: Any) -> list[Value]:
     made = ListValue()
     made.extend([each if each is None or isinstance(each, bool) else str(each) for each in row])
     return list(made.values)
-
-
-def test_a_candidate_has_its_columns_and_none_for_null() -> None:
-    """Priorities may be negative and as small as INT64 goes."""
-    task = ("a", "orders", 7, -(2**63)), ("b", "orders", 0, 50)
-    assert rows.candidates([values(*task[0], AT, None, None, 0), values(*task[1], AT, AT, "key", 10_485_760)]) == (
-        Candidate(*task[0], NOON, None, None, 0),
-        Candidate(*task[1], NOON, NOON, "key", 10_485_760),
-    )
 
 
 @pytest.mark.parametrize(
@@ -65,27 +56,8 @@ def test_a_task_of_two_ranges_comes_once_and_rows_without_id_are_news() -> None:
     assert news.limits["slow"] == TopicLimit(rate=0.5, burst=2, in_flight=5)
     assert (str(news.limits["wrong"].rate), news.limits["wrong"].burst) == ("nan", None)
     assert replace(news, limits={}) == News(
-        topics=frozenset({"found"}),
-        paused=frozenset({"paused"}),
-        living=frozenset({"alive"}),
-        gone=frozenset({"dead"}),
+        topics=frozenset({"found"}), paused=frozenset({"paused"}), living=frozenset({"alive"}), gone=frozenset({"dead"})
     )
-
-
-def test_a_locked_row_has_its_body_and_the_databases_time() -> None:
-    """Bytes are base64; a row that was sent has none."""
-    locked = [
-        values("a", "orders", "EgIA/w==", "key", AT, AT, None, True, 0, None, False, False, AT),
-        values("b", "orders", None, None, AT, None, AT, False, 7, AT, False, True, AT),
-        values("c", "orders", "", None, AT, None, None, False, 0, None, True, False, AT),
-    ]
-    found = [
-        Row("a", "orders", b"\x12\x02\x00\xff", "key", NOON, NOON, None, clean=True),
-        Row("b", "orders", b"", None, NOON, None, NOON, clean=False, attempts=7, expires_at=NOON, parked=True),
-        Row("c", "orders", b"", None, NOON, None, None, clean=False, at_most_once=True),
-    ]
-    assert rows.locked(locked) == (found, NOON)
-    assert rows.locked([]) == ([], datetime.min.replace(tzinfo=UTC))  # nothing is due by that time
 
 
 def test_a_task_is_due_and_expired_at_the_moment_that_its_row_names() -> None:

@@ -68,10 +68,7 @@ candidates = st.lists(
 
 @given(candidates, st.integers(1, 12), st.integers(1000, 9000), st.integers(1, 6), st.integers())
 def test_groups_keep_every_limit(found: list[Candidate], size: int, most_bytes: int, most: int, seed: int) -> None:
-    """One topic a group, no task twice, no more tasks, bytes or groups than allowed; a large task goes alone.
-
-    The first group holds one of the most urgent tasks. The same seed gives the same groups.
-    """
+    """One topic a group, no task twice, no more tasks, bytes or groups than allowed; a large task goes alone."""
     by_id = {each.id: each for each in found}
     groups = sample(found, Limits(size, most_bytes, most), Random(seed))
     assert len(groups) <= most
@@ -142,10 +139,7 @@ def test_groups_are_filled_up() -> None:
 
 
 def test_slices_stay_whole_where_they_fit() -> None:
-    """Workers that share shards meet in few slices, each of one shard, whatever the ages of its tasks.
-
-    A slice has half of a group while ready and due tasks wait, else a whole one.
-    """
+    """Workers that share shards meet in few slices, each of one shard, whatever the ages of its tasks."""
     mixed = [candidate(f"{shard}-{n}", shard=shard, age=n) for n in range(20) for shard in range(10)]
     assert all(len(kinds([group])) == 1 for group in sample(mixed, Limits(20, BYTES, 10), Random(1)))
     ready = [candidate(f"{shard}-{n}", shard=shard) for shard in (1, 2) for n in range(3)]
@@ -212,12 +206,7 @@ def test_workers_rarely_meet(workers: int, expected: float) -> None:
     assert doubles / (rounds * workers * 10) == pytest.approx(expected, abs=0.015)
 
 
-@given(
-    candidates,
-    st.dictionaries(st.sampled_from(["a", "b", "x"]), st.integers(0, 8)),
-    st.integers(1, 12),
-    randoms,
-)
+@given(candidates, st.dictionaries(st.sampled_from(["a", "b", "x"]), st.integers(0, 8)), st.integers(1, 12), randoms)
 def test_a_topic_gets_no_more_tasks_than_allowed_and_no_fewer_if_there_is_room(
     found: list[Candidate], allowed: dict[str, int], size: int, random: Random
 ) -> None:

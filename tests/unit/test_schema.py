@@ -54,10 +54,7 @@ def test_the_retention_is_of_sent_tasks_only(days: int | None, kept: str):
 
 
 def test_further_objects_are_optional():
-    """A change stream costs storage, so it must be asked for; it has inserts only.
-
-    Workers and commands compare a database without the pipeline's table, so they run with one that lacks it.
-    """
+    """A change stream costs storage, so it must be asked for; it has inserts only. Workers need no pipeline's table."""
     *others, stream = schema.statements(change_stream=True)
 
     assert others == schema.statements()

@@ -48,18 +48,6 @@ def registered(message: object = b"", **options: object) -> PubsubMessage:
 
 
 @pytest.mark.usefixtures("current")
-def test_register_notes_the_current_trace() -> None:
-    """In the attributes where Google's subscriber client looks for it."""
-    attributes = dict(registered(attributes={"kind": "placed"}).attributes)
-    del attributes["asynchronous_task_id"]
-    assert attributes == {
-        "kind": "placed",
-        "googclient_traceparent": TRACEPARENT,
-        "googclient_tracestate": "vendor=value",
-    }
-
-
-@pytest.mark.usefixtures("current")
 def test_a_context_that_the_message_brings_along_is_kept() -> None:
     """A forwarded message may belong to another trace."""
     brought = {"googclient_traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-00"}

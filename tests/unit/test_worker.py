@@ -128,11 +128,7 @@ ROUND = ["beat", "report"]
 
 
 def test_the_heart_beats_while_idle_and_while_spanner_is_away() -> None:
-    """Liveness is that the loop turns. A turn that failed may have taken long, so it beats after that, too.
-
-    It reports as well, at each turn and in each part of a wait: otherwise a worker that waits could not be told from
-    one that is gone. A signal ends a wait at once.
-    """
+    """A turn that failed may have taken long, so it beats after that, too. A worker that waits beats and reports."""
     script = Script(AWAY, AWAY)
     script.run()
     assert script.events == [*[*ROUND, "turn", "beat"] * 2, "finish"]
