@@ -12,6 +12,7 @@ import pytest
 from datadog.dogstatsd.base import DogStatsd
 
 import outbox
+from outbox.testing import RecordingTransaction
 from publishworker.task import Group, GroupResult, Sent
 from publishworker.telemetry import datadog
 from publishworker.telemetry import metrics as m
@@ -71,14 +72,9 @@ def test_counts_and_gauges_arrive_with_their_tags(kind: str, request: pytest.Fix
 
 def test_applications_count_registered_tasks_through_the_same_client(udp: socket.socket) -> None:
     """`outbox.set_metrics` takes a DogStatsd as it is."""
-
-    class Batch:
-        def insert(self, table: str, columns: object, values: object) -> None:
-            """Accept it."""
-
     outbox.set_metrics(DogStatsd())
     try:
-        outbox.register(Batch(), "orders", b"")
+        outbox.register(RecordingTransaction(), "orders", b"")
     finally:
         outbox.set_metrics(None)
     assert received(udp, 1)[0].startswith("outbox.registered_task_count:1|c|#topic:orders")

@@ -14,19 +14,7 @@ from outbox.operations import changes, sql
 from outbox.operations.changes import Outcome, Selection
 from outbox.operations.table import TaskTable
 from outbox.states import NEVER
-from tests.support.operations import (
-    CREATED,
-    FUTURE,
-    MICROSECOND,
-    PAST,
-    SECOND,
-    Watch,
-    changed,
-    insert,
-    row,
-    rows_of,
-    update,
-)
+from tests.support.operations import FUTURE, MICROSECOND, PAST, SECOND, Watch, changed, insert, row, rows_of, update
 
 UNTIL = PAST + 10 * SECOND
 PARKED = {"AvailableAt": FUTURE, "LastError": "parked: behind another task"}
@@ -103,7 +91,7 @@ def test_purge_deletes_nothing_that_is_not_sent(
             assert str(n) in after or each["meanwhile"] == "deleted"
         elif topic in (None, each["topic"]):
             assert str(n) not in after or each["meanwhile"]
-    assert changed(changes.purge(table, Selection(state="sent", until=CREATED))) == []
+    assert changed(changes.purge(table, Selection(state="sent", until=PAST))) == []
 
 
 def test_purge_goes_on_where_it_stopped(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
@@ -146,7 +134,7 @@ def test_discard_deletes_dead_tasks_only(database: Database, table: TaskTable, m
 def line(key: str, *columns: dict[str, Any], topic: str = "orders") -> list[dict[str, Any]]:
     """Return tasks of a key, in their order."""
     return [
-        row(f"{topic} {key} {n}", OrderingKey=key, Topic=topic, CreatedAt=CREATED + n * SECOND, **each)
+        row(f"{topic} {key} {n}", OrderingKey=key, Topic=topic, CreatedAt=PAST + n * SECOND, **each)
         for n, each in enumerate(columns)
     ]
 

@@ -63,25 +63,21 @@ def test_pause_and_resume_leave_the_limits_alone(database: Database, command: Co
     control(database, "other", True)
     have(database, "orders")
     limits = "at most 10 tasks a second, 20 at once, 5 in flight"
+
+    def left(paused: bool) -> list[list[Any]]:
+        nothing = [None, None, None]
+        return [["limited", paused, 10.0, 20, 5], ["orders", paused, *nothing], ["other", True, *nothing]]
+
     session = database.session()
     session.create()
     list(session.transaction().execute_sql("SELECT Id FROM AsynchronousTasks"))
     for _ in range(2):
-        paused = command("pause orders limited orders")
-        assert paused == (0, f"orders: paused\nlimited: paused; {limits}\n", FOLLOW)
-        assert rows(database) == [
-            ["limited", True, 10.0, 20, 5],
-            ["orders", True, None, None, None],
-            ["other", True, None, None, None],
-        ]
+        assert command("pause orders limited orders") == (0, f"orders: paused\nlimited: paused; {limits}\n", FOLLOW)
+        assert rows(database) == left(paused=True)
     session.delete()
     for _ in range(2):
         assert command("resume orders limited") == (0, f"orders: resumed\nlimited: resumed; {limits}\n", FOLLOW)
-        assert rows(database) == [
-            ["limited", False, 10.0, 20, 5],
-            ["orders", False, None, None, None],
-            ["other", True, None, None, None],
-        ]
+        assert rows(database) == left(paused=False)
 
 
 def test_a_limit_that_is_not_named_keeps_its_value(database: Database, command: Command) -> None:
@@ -123,16 +119,13 @@ def test_a_topic_that_nobody_knows_is_refused_with_those_that_are_known(database
     assert command("pause ordres")[2].endswith("Tasks wait or rows exist for: no topic\n")
     have(database, "orders", "orders", "invoices")
     control(database, "reminders")
+    refusal = (
+        "outbox: nobody knows ordres: no task waits for it, AsynchronousTaskTopics has no row of it, and "
+        f"Pub/Sub has no projects/{PROJECT}/topics/ordres; nothing was written. "
+        "Tasks wait or rows exist for: invoices, orders, reminders\n"
+    )
     for words in ("pause orders ordres", "limit ordres --max-in-flight 1"):
-        assert command(words) == (
-            1,
-            "",
-            (
-                "outbox: nobody knows ordres: no task waits for it, AsynchronousTaskTopics has no row of it, and "
-                f"Pub/Sub has no projects/{PROJECT}/topics/ordres; nothing was written. "
-                "Tasks wait or rows exist for: invoices, orders, reminders\n"
-            ),
-        )
+        assert command(words) == (1, "", refusal)
         assert [row[0] for row in rows(database)] == ["reminders"]
     names = [f"a-{n:02}" for n in range(10)]
     have(database, *names)
@@ -145,14 +138,8 @@ def test_a_topic_without_a_row_cannot_be_resumed(database: Database, command: Co
     assert command("resume orders")[2].endswith("nothing was written. Paused: no topic\n")
     control(database, "invoices", True)
     control(database, "reminders")
-    assert command("resume orders invoices") == (
-        1,
-        "",
-        (
-            "outbox: AsynchronousTaskTopics has no row of orders, so there is no pause to end; nothing was written. "
-            "Paused: invoices\n"
-        ),
-    )
+    sentence = "outbox: AsynchronousTaskTopics has no row of orders, so there is no pause to end; nothing was written. "
+    assert command("resume orders invoices") == (1, "", f"{sentence}Paused: invoices\n")
     assert rows(database)[0][:2] == ["invoices", True]
 
 

@@ -1,7 +1,6 @@
 """The pods that pip's Spark makes of k8s/spark, against an API server that only keeps them; with --long they also run.
 
-They run as processes, by the image's entry point: a driver that asks for executors, and the executors, which register
-tasks on the emulator. There is no container, no kubelet and no operator.
+They run as processes, by the image's entry point. There is no container, no kubelet and no operator.
 """
 
 import dataclasses
