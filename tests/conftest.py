@@ -67,12 +67,6 @@ def long(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--long"))
 
 
-@pytest.fixture(scope="session")
-def outage_seconds(long: bool) -> float:
-    """How long an outage lasts."""
-    return 60.0 if long else 10.0
-
-
 def _needed(stack: contextlib.ExitStack, emulator: AbstractContextManager[Started]) -> Started:
     try:
         return stack.enter_context(emulator)

@@ -73,19 +73,3 @@ def test_it_works_as_process_1_without_rights_on_a_read_only_file_system(
     assert warnings == []
     assert not any(directory.iterdir())  # what was written was in the namespace
     assert account(ids, subscription) == EACH_ONCE
-
-
-def test_a_heartbeat_that_cannot_be_written_is_said_once_and_stops_nothing(
-    emulators: Emulators, database: Database, subscription: Subscription, directory: Path
-) -> None:
-    """A read-only directory: tasks are sent, the probe fails, one line says why."""
-    nowhere = directory.parent / "heartbeat"
-    ids = register(database, subscription.topic, 20)
-    with container(directory, settings(emulators, database.database_id, nowhere)) as (process, worker):
-        wait_until_all_sent(database)
-        assert Probe(Path(f"/proc/{worker}/root{nowhere}")).is_bad()
-        os.kill(worker, signal.SIGINT)
-        assert process.wait(GRACE_SECONDS) == 0
-        actions = [json.loads(line)["action"] for line in process.stderr.splitlines()]
-    assert actions.count("heartbeat") == 1
-    assert account(ids, subscription).lost == frozenset()

@@ -104,10 +104,7 @@ def test_check_of_a_good_set_up_is_all_ok(emulators: Emulators, database: Databa
 
 
 def test_check_finds_missing_topics_and_names_pauses_and_limits(emulators: Emulators, database: Database) -> None:
-    """Exit 1: a topic of a row or an argument that is missing, a name that is not allowed, a rate without burst.
-
-    It says how to create the topic. A paused topic is named, and is no error.
-    """
+    """Exit 1: a topic of a row or an argument that is missing, a name that is not allowed, a rate without burst."""
     register(database, "pending-and-missing", 1)
     with database.batch() as batch:
         columns = ("Topic", "Paused", "RatePerSecond", "Burst")
@@ -140,10 +137,11 @@ def test_check_without_the_permission_to_look_says_so_and_does_not_fail(
     assert line.startswith(verdict)
 
 
-def test_the_service_without_credentials_says_how_to_get_them() -> None:
+@pytest.mark.parametrize("words", ["publishworker run", "outbox schema apply"])
+def test_the_service_without_credentials_says_how_to_get_them(words: str) -> None:
     """No emulator, no credentials: exit 3 and the ways out."""
     nothing = {"GOOGLE_APPLICATION_CREDENTIALS": "", "NO_GCE_CHECK": "true", "HOME": "/nonexistent"}
-    done = run("publishworker", "run", environment=on("any-database") | nothing)
+    done = run(*words.split(), environment=on("any-database") | nothing)
     assert done.code == 3
     assert "gcloud auth application-default login" in done.stderr.splitlines()[-1]
     assert TRACE not in done.stderr

@@ -50,10 +50,12 @@ def assert_refused(found: dict[str, Finished], code: int, *sentences: str) -> No
         assert all(sentence in lines[0] for sentence in sentences), (words, done)
 
 
-@pytest.mark.parametrize("name", ["status", "list", "show", "tail", "retry", "purge", "discard", "topics"])
+@pytest.mark.parametrize(
+    "name", ["status", "list", "show", "tail", "retry", "purge", "discard", "topics", "schema print", "schema apply"]
+)
 def test_help_has_an_example_and_needs_no_database(name: str):
     """The help of each command, without any variable, has a line to copy."""
-    done = here(name, "--help")
+    done = here(*name.split(), "--help")
     assert (done.code, done.stderr) == (0, "")
     assert f"\n    outbox {name}" in done.stdout
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from outbox import TASK_ID_ATTRIBUTE
 from outbox.emulators import Emulators
 from tests.support.processes import ROOT, Finished, children, gone, run, started
 from tests.support.waiting import eventually
@@ -113,40 +112,6 @@ def test_a_number_that_is_none(demo: str, tasks: str):
     assert finished.stderr == (
         f"demo: --tasks: {tasks!r} is not allowed: it must be a whole number from 1 to 1,000,000\n"
     )
-
-
-class _Message:
-    """What the subscriber's client gives to a callback."""
-
-    def __init__(self, task_id: str) -> None:
-        self.attributes, self.message_id, self.answer = {TASK_ID_ATTRIBUTE: task_id}, "1", ""
-
-    def ack(self) -> None:
-        self.answer = "ack"
-
-    def nack(self) -> None:
-        self.answer = "nack"
-
-
-@pytest.mark.usefixtures("_examples")
-def test_the_subscriber():
-    """A task takes effect once; what could not be handled is asked for again and not taken for done."""
-    from orders.subscriber import Inbox
-
-    handled: list[str] = []
-
-    def handle(message: _Message) -> None:
-        if message.attributes[TASK_ID_ATTRIBUTE] == "bad" and not handled:
-            raise RuntimeError
-        handled.append(message.attributes[TASK_ID_ATTRIBUTE])
-
-    inbox = Inbox(handle)
-    messages = [_Message(task_id) for task_id in ("bad", "a", "a", "bad")]
-    for message in messages:
-        inbox.receive(message)
-    assert [message.answer for message in messages] == ["nack", "ack", "ack", "ack"]
-    assert handled == ["a", "bad"]
-    assert (inbox.handled(), len(inbox.deliveries())) == (2, 4)
 
 
 NOON = datetime(2024, 2, 29, 12, tzinfo=UTC)

@@ -62,10 +62,7 @@ class TestWhereTheyAreInstalled:
 
     @linux
     def test_a_second_shell_can_use_what_is_printed(self) -> None:
-        """The lines on stdout are all that a client needs; Ctrl-C ends the command with 0, and both emulators with it.
-
-        Two developers, or two test runs, on one machine get emulators of their own.
-        """
+        """What is printed is all that a client needs; a signal ends the command with 0, and both emulators with it."""
         with _running() as (one, hosts), _running() as (process, others):
             assert len({*hosts, *others}) == 4
             assert "1.5.38" in process.stdout

@@ -42,10 +42,7 @@ def ids(filled: Commands, *words: str) -> list[str]:
 
 
 def test_each_state_has_its_tasks_in_its_order(filled: Commands):
-    """Pending by priority, then age, dead by age, the last sent first; all unsent tasks without a state.
-
-    Each line for programs is an object of the same names, so that jq needs no exceptions.
-    """
+    """Pending by priority, then age, dead by age, the last sent first; all unsent tasks without a state."""
     found = {state: ids(filled, "--state", state) for state in ("pending", "retrying", "scheduled", "dead", "sent")}
     assert found == {
         "pending": ["high", "old", "young", "low"],
@@ -98,10 +95,7 @@ def test_show_has_every_column_and_the_message(outbox: Commands, database: Datab
 
 
 def test_data_is_shown_as_text_as_hex_or_raw(outbox: Commands, database: Database):
-    """All 256 byte values as hex, and as base64 in JSON; --raw writes each byte and nothing else, not even a line end.
-
-    A row that holds no message of Pub/Sub, and an id that is not there, have a sentence.
-    """
+    """All byte values as hex, and as base64 in JSON; --raw writes each byte and nothing else, not even a line end."""
     with database.batch() as batch:
         binary, text = (api.register(batch, "orders", data) for data in (ALL_BYTES, "first\nzweite — 三".encode()))
     insert_undecodable(database, "garbage", "orders", "key")

@@ -13,8 +13,7 @@ from publishworker.telemetry import metrics as m
 from tests.support.container import altered, settings
 from tests.support.dogstatsd import UnixAgent
 from tests.support.processes import Process
-from tests.support.pubsub import Subscription
-from tests.support.relays import account, insert_undecodable, register, wait_until_all_sent, worker
+from tests.support.relays import insert_undecodable, register
 from tests.support.waiting import eventually
 
 #: Reports come every 15 s; here every second.
@@ -66,17 +65,3 @@ def test_all_that_is_sent_is_in_the_table_with_its_tags(
     assert len(agent.named(m.LATENCY.name)) == 40
     [build] = {each.tags for each in agent.named(m.BUILD.name)}
     assert {f"{key}:{value}" for key, value in reporting.BUILD_TAGS.items()} <= build
-
-
-def test_counts_are_complete_after_a_stop(
-    emulators: Emulators, database: Database, subscription: Subscription, agent: UnixAgent
-) -> None:
-    """SIGTERM as soon as the last task is marked: what was buffered is sent, and nothing is counted twice."""
-    ids = register(database, subscription.topic, 130)
-    with agent.listening():
-        with worker(emulators, database, "--group-size", "10", **agent.environment) as process:
-            wait_until_all_sent(database)
-            stop(process)
-        result = account(ids, subscription)
-        eventually(lambda: agent.total(m.PUBLISHED.name) == 130 + result.duplicates, seconds=5)
-    assert (result.lost, result.unexpected) == (frozenset(), frozenset())

@@ -72,10 +72,7 @@ def test_a_purge_goes_on_after_sigterm(emulators: Emulators, own_database: Datab
 
 
 def test_discard_asks_and_deletes_dead_tasks_only(outbox: Commands, database: Database):
-    """Without a terminal it refuses; at one, Enter deletes nothing and y deletes. Each task is logged with the reason.
-
-    It names the tasks that are not dead and leaves them; exit 1 if there is one.
-    """
+    """Without a terminal it refuses; at one, Enter deletes nothing and y deletes. Each is logged with the reason."""
     fill(database, [*[row(state, state) for state in (*UNSENT, "sent")], row("dead-2", "dead"), row("dead-3", "dead")])
     before = table(database)
     refused = outbox.here("discard", "pending", "retrying", "scheduled", "sent", "--yes", "--reason", "none")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.auth.credentials import AnonymousCredentials
 from google.cloud import spanner
 from google.cloud.spanner_v1.database import Database
 
@@ -26,7 +25,7 @@ from tests.support.fakes import FakePublisher
 from tests.support.parts import relay_of
 from tests.support.processes import ROOT, Finished, Process, run, started
 from tests.support.pubsub import PubSub
-from tests.support.spanner import ADMIN_SECONDS
+from tests.support.spanner import ADMIN_SECONDS, instance
 from tests.support.waiting import eventually
 
 #: The database that the pages name is also that of the pipeline's pages, on the same emulator.
@@ -69,14 +68,12 @@ def shop(emulators: Emulators, monkeypatch: pytest.MonkeyPatch) -> Iterator[Data
     """The database of the pages: `shop` of the instance `main` of `my-project`, without the outbox's tables."""
     monkeypatch.setenv("SPANNER_EMULATOR_HOST", emulators.spanner_host)
     monkeypatch.setenv("SPANNER_DISABLE_BUILTIN_METRICS", "true")  # an example's client would want Cloud Monitoring
-    client = spanner.Client(project=PROJECT, credentials=AnonymousCredentials())
-    instance = client.instance("main", configuration_name=f"projects/{PROJECT}/instanceConfigs/emulator-config")
-    instance.create().result(timeout=ADMIN_SECONDS)
-    database = instance.database("shop", ddl_statements=TABLES)
+    main = instance(emulators.spanner_host, "main", PROJECT)
+    database = main.database("shop", ddl_statements=TABLES)
     database.create().result(timeout=ADMIN_SECONDS)
     yield database
     database.drop()
-    instance.delete()
+    main.delete()
 
 
 @pytest.fixture

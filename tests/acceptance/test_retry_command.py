@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 from google.cloud.spanner_v1.database import Database
 
@@ -78,19 +77,3 @@ def test_a_selection_is_these_tasks_only_and_its_dml_does_the_same(outbox: Comma
         dry = outbox.here("retry", "--state", "sent", *until, "--dry-run")
         [end] = re.findall(r"SentAt < TIMESTAMP '(.+)'", dry.stdout)
         assert abs(datetime.fromisoformat(end) - datetime.now(UTC)) < HOUR
-
-
-def test_ids_come_from_arguments_files_and_pipes(outbox: Commands, database: Database, tmp_path: Path):
-    """A plain line, a JSON string and an object in one file; `list --json` into stdin; pending ones are left alone."""
-    fill(database, [row(id, "dead") for id in "abcdefg"] + [row("ready")])
-    file = tmp_path / "ids"
-    file.write_text('a\n\n"b"\r\n{"id": "c", "state": "dead"}\na\nmissing\n')
-    done = outbox.run("retry", "d", "ready", "--ids-file", str(file))
-    assert (done.code, done.stdout) == (1, "will be sent again: 4 tasks\n")
-    assert re.search("because they are pending.*: ready\n", done.stderr)
-    assert "not in the table: missing\n" in done.stderr
-    assert sorted(table(database, RETRIED)) == ["a", "b", "c", "d"]
-    piped = outbox.shell("outbox list --state dead --json | outbox retry --ids-file -")
-    assert (piped.code, piped.stdout, piped.stderr) == (0, "will be sent again: 3 tasks\n", "")
-    assert sorted(table(database, RETRIED)) == list("abcdefg")
-    assert table(database, "Id = 'ready'")["ready"] == (None, None, 0)

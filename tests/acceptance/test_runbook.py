@@ -11,9 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from google.auth.credentials import AnonymousCredentials
-from google.cloud import spanner
-from google.cloud.spanner_v1.database import Database
 
 from outbox import schema
 from outbox.emulators import Emulators
@@ -23,7 +20,7 @@ from tests.support.gateway import Gateway, running_gateway
 from tests.support.processes import ROOT, clean_environment
 from tests.support.pubsub import PubSub
 from tests.support.situations import SITUATIONS, Place
-from tests.support.spanner import ADMIN_SECONDS
+from tests.support.spanner import ADMIN_SECONDS, instance
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.extended
@@ -103,24 +100,14 @@ def places(
             "OUTBOX_HEARTBEAT_FILE": str(directory / "heartbeat"),
             "PYTHONUNBUFFERED": "1",  # both streams in the order in which they were written
         }
-        database = _database(gateway.spanner_host, project)
+        database = instance(gateway.spanner_host, "main", project).database("shop", ddl_statements=schema.statements())
+        database.create().result(timeout=ADMIN_SECONDS)
         found[page, title] = place = Place(project, database, pubsub, directory, environment)
         SITUATIONS[page][title](place)
     arranged = time.monotonic()
     with _hearts(found.values()):
         eventually(lambda: time.monotonic() - arranged > STALE_SECONDS, seconds=60, message="ten seconds of age")
         yield found
-
-
-def _database(host: str, project: str) -> Database:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPANNER_EMULATOR_HOST", host)
-        client = spanner.Client(project=project, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
-    instance = client.instance("main", configuration_name=f"projects/{project}/instanceConfigs/emulator-config")
-    instance.create().result(timeout=ADMIN_SECONDS)
-    database = instance.database("shop", ddl_statements=schema.statements())
-    database.create().result(timeout=ADMIN_SECONDS)
-    return database
 
 
 @contextlib.contextmanager

@@ -54,16 +54,6 @@ def test_a_wrong_value_is_a_usage_error(words: str, sentence: str):
     assert sentence in refused.stderr
 
 
-@pytest.mark.parametrize("action", ["print", "apply"])
-def test_help_has_an_example_and_the_defaults(action: str):
-    """Help alone is enough to use the command."""
-    shown = here("schema", action, "--help")
-    assert shown.code == 0
-    assert f"\n    outbox schema {action} --" in shown.stdout
-    for text in ("1 to 1,000", "default 30"):
-        assert text in " ".join(shown.stdout.split())
-
-
 def test_apply_makes_the_tables_once(outbox: Commands, empty_database: Database):
     """The first run makes all, the second finds all; a deployment may run it every time."""
     first, again = outbox.run("schema", "apply"), outbox.run("schema", "apply")
@@ -84,13 +74,3 @@ def test_apply_keeps_the_choices_of_a_table_unless_they_are_given(outbox: Comman
     assert f"databases/{empty_database.database_id}: nothing was made" in other.stderr
     assert "table AsynchronousTasks, shard count: the database has 4, expected 10\n" in other.stderr
     assert "retention of sent tasks: the database has for ever, expected 30 days\n" in other.stderr
-
-
-def test_no_credentials_are_exit_code_3():
-    """Without an emulator and without credentials, the sentence says how to get either."""
-    # The metadata server of a cloud machine would give credentials.
-    environment = PLACE | {"OUTBOX_DATABASE": "shop", "NO_GCE_CHECK": "true", "CLOUDSDK_CONFIG": "/gone"}
-    missed = run("outbox", "schema", "apply", environment=environment)
-    assert missed.code == 3
-    assert "gcloud auth application-default login" in missed.stderr
-    assert TRACE not in missed.stderr

@@ -2,39 +2,17 @@
 
 import json
 import signal
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from google.api_core.exceptions import GoogleAPIError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
-from google.cloud.spanner_v1.instance import Instance
 
-from outbox.emulators import Emulators
 from tests.support.commands import HOUR, TRACE, Commands, fill, row
 from tests.support.processes import Process
-from tests.support.spanner import outbox_database
 from tests.support.waiting import eventually
 
-STALENESS = timedelta(seconds=10)
 SECOND, MINUTE = timedelta(seconds=1), timedelta(minutes=1)
-
-
-@pytest.fixture(scope="module")
-def old_database(spanner_instance: Instance) -> Iterator[Database]:
-    """A database that had its tables ten seconds ago already."""
-
-    def was_there(made: Database) -> bool:
-        try:
-            with made.snapshot(exact_staleness=STALENESS + SECOND) as snapshot:
-                return bool(list(snapshot.execute_sql("SELECT COUNT(*) FROM AsynchronousTaskTopics")))
-        except GoogleAPIError:
-            return False
-
-    with outbox_database(spanner_instance) as made:
-        eventually(lambda: was_there(made), seconds=30)
-        yield made
 
 
 def pause(database: Database, *topics: str) -> None:
@@ -45,10 +23,7 @@ def pause(database: Database, *topics: str) -> None:
 
 
 def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Database):
-    """Pending, retrying, scheduled, dead, sent in the last minute, the oldest age and the live workers are right.
-
-    People get a line for each topic and priority below one head, a total, and a first line with the time.
-    """
+    """Pending, retrying, scheduled, dead, sent in the last minute, the oldest age and the live workers are right."""
     fill(
         database,
         [
@@ -84,18 +59,6 @@ def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Data
     assert [line.split() for line in lines[3:]] == [["all", "4", "4", "6", "7", "8", "3h"]]
 
 
-def test_it_is_ten_seconds_old_unless_exact(emulators: Emulators, old_database: Database):
-    """A task that was just registered is missing without --exact; the answer says of which time it is."""
-    outbox = Commands(emulators, old_database)
-    before = datetime.now(UTC)
-    fill(old_database, [row("new", age=timedelta(0), topic="new-topic")])
-    [stale] = outbox.objects("status", "--json")
-    [exact] = outbox.objects("status", "--json", "--exact")
-    assert (stale["pending"], exact["pending"]) == (0, 1)
-    assert before - STALENESS <= datetime.fromisoformat(stale["as_of"]) < datetime.now(UTC) - STALENESS + SECOND
-    assert datetime.fromisoformat(exact["as_of"]) > before
-
-
 def test_an_age_or_a_number_that_is_exceeded_is_exit_code_1(outbox: Commands, database: Database):
     """A sentence says which limit and by how much; without it the code is 0. Paused topics count for neither."""
     fill(database, [row("a"), row("b", age=2 * HOUR), row("p", topic="paused", age=9 * HOUR)])
@@ -113,17 +76,14 @@ def test_an_age_or_a_number_that_is_exceeded_is_exit_code_1(outbox: Commands, da
         assert "paused (paused)" in done.stdout
 
 
-def test_watch_reads_again_until_ctrl_c(emulators: Emulators, old_database: Database):
-    """Each time is later, one whole JSON object a line, and nothing but these is written at the end.
-
-    At a terminal the screen is cleared each time, and Ctrl-C leaves no stack trace on it.
-    """
+def test_watch_reads_again_until_ctrl_c(outbox: Commands):
+    """Each time is later, one whole JSON object a line, and nothing but these is written at the end."""
 
     def times(process: Process) -> list[str]:
         return [json.loads(line)["as_of"] for line in process.stdout.splitlines() if line.endswith("}")]
 
-    outbox = Commands(emulators, old_database)
-    with outbox.started("status", "--watch", "--json") as process, outbox.terminal("status", "--watch") as terminal:
+    words = ("status", "--watch", "--exact")
+    with outbox.started(*words, "--json") as process, outbox.terminal(*words) as terminal:
         terminal.wait_for_text("live workers")
         assert terminal.seen.startswith("\x1b[H\x1b[2Jas of ")
         terminal.child.send_signal(signal.SIGINT)

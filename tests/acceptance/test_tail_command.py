@@ -59,10 +59,7 @@ def test_two_see_each_task_of_a_real_worker_once(emulators: Emulators, database:
 
 
 def test_it_begins_at_since_and_keeps_to_its_topic(emulators: Emulators, database: Database):
-    """In the order in which they were sent, from that time on, then those sent meanwhile; of no other topic.
-
-    A line for people has the time, the topic, the id, and the delay since its commit.
-    """
+    """In the order in which they were sent, from that time on, then those sent meanwhile; of no other topic."""
     fill(
         database,
         [

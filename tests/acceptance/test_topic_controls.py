@@ -27,10 +27,7 @@ def blocks(language: str) -> str:
 
 
 def test_the_commands_of_the_page_do_and_say_what_it_shows(outbox: Commands, database: Database):
-    """One after the other on the same database; the flags that name it are the test's.
-
-    An unknown topic is exit code 1, a wrong value 2; each is one sentence.
-    """
+    """One after the other on the same database; the flags that name it are the test's."""
     fill(database, [row(topic, topic=topic) for topic in ("orders", "invoices")])
     unknown, wrong = outbox.run("pause", "ordres"), outbox.run("limit", "orders", "--rate", "0", "--burst", "1")
     assert (unknown.code, wrong.code) == (1, 2)

@@ -4,7 +4,6 @@ import contextlib
 import io
 import subprocess
 import tarfile
-import uuid
 from pathlib import Path
 
 import pytest
@@ -38,16 +37,6 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def register_in_order(database: Database, topic: str, count: int) -> list[str]:
-    """Register tasks of one ordering key, ten in each transaction; return their ids in their order."""
-    ids = [str(uuid.uuid4()) for _ in range(count)]
-    for start in range(0, count, 10):
-        with database.batch() as batch:
-            for id in ids[start : start + 10]:
-                outbox.register(batch, topic, b"", ordering_key="key", task_id=id)
-    return ids
-
-
 @pytest.mark.extended
 def test_older_and_newer_workers_share_a_table(
     emulators: Emulators, database: Database, topic: str, subscription: Subscription, older: Path
@@ -57,7 +46,7 @@ def test_older_and_newer_workers_share_a_table(
 
     def work() -> None:
         ids.extend(register(database, topic, 60))
-        ordered.extend(register_in_order(database, topic, 30))
+        ordered.extend(register(database, topic, 30, ordering_key="key"))
 
     with contextlib.ExitStack() as stack:
         old = [stack.enter_context(worker(emulators, database, directory=older)) for _ in range(2)]

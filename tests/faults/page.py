@@ -19,8 +19,8 @@ from tests.faults import test_load, test_service_faults, test_worker_faults
 
 PAGE = ROOT / "docs" / "reliability.md"
 KEPT = PAGE.with_suffix("") / "results.json"
-#: Scenarios about load, which have figures of their own.
-LOAD = ("arrivals_above_capacity", "backlog_over_databases")
+#: The scenario about load, which has figures of its own.
+LOAD = "arrivals_above_capacity"
 
 HEAD = """\
 # Reliability
@@ -62,7 +62,7 @@ this: smaller ones mean fewer duplicates of each fault, and more commits.
 
 
 LOAD_SAYS = """\
-The same run, of the two scenarios that are about load. Seconds and rates are the emulators'; what transfers is that
+The same run, of the scenario that is about load. Seconds and rates are the emulators'; what transfers is that
 neither what a poll reads nor what a worker holds follows the backlog.
 """
 
@@ -168,7 +168,7 @@ def _load(lines: Iterable[dict[str, Any]]) -> str:
     known = scenarios()
     rows = []
     for line in lines:
-        if line["scenario"] in LOAD:
+        if line["scenario"] == LOAD:
             own = [name for name in list(line) if name in _NOTES]
             rows += [[known[line["scenario"]].title, _NOTES[name], f"{line[name]:,}"] for name in own]
     return markdown(["what", "figure", ""], rows)
@@ -182,9 +182,6 @@ _NOTES = {
     "rows_a_poll_longest": "rows that a poll read, the largest mean of half a second",
     "memory_mb_first_half": "memory of the worker in the first half, MiB at most",
     "memory_mb_second_half": "the same in the second half",
-    "tasks": "tasks",
-    "seconds": "seconds until all were marked",
-    "tasks_per_second": "tasks a second, all workers together",
 }
 
 

@@ -42,30 +42,8 @@ SAMPLE_SECONDS = 2.0
 MAY_GROW = {"rss_mb": 1.2, "descriptors": 1.2, "threads": 1.2}
 
 
-@dataclasses.dataclass(slots=True)
-class Samples:
-    """What the first worker uses, and how much waits, by the seconds since the begin."""
-
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    rss_mb: list[float] = dataclasses.field(default_factory=list)
-    descriptors: list[float] = dataclasses.field(default_factory=list)
-    threads: list[float] = dataclasses.field(default_factory=list)
-    backlog: list[float] = dataclasses.field(default_factory=list)
-
-    def take(self, at: float, worker: Process, backlog: int) -> None:
-        """Look at the process."""
-        process = Path("/proc") / str(worker.pid)
-        self.seconds.append(round(at, 1))
-        self.rss_mb.append(rss_mb(worker.pid))
-        self.threads.append(len(list((process / "task").iterdir())))
-        self.descriptors.append(len(list((process / "fd").iterdir())))
-        self.backlog.append(backlog)
-
-    def growth(self, name: str) -> float:
-        """Return the median of the last quarter over that of the second."""
-        values: list[float] = getattr(self, name)
-        quarter = len(values) // 4
-        return statistics.median(values[-quarter:]) / statistics.median(values[quarter : 2 * quarter])
+#: What the first worker uses, and how much waits, by the seconds since the begin.
+Sample = dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,14 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("build/soak"))
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
-    samples, events = Samples(), list[Event]()
+    samples, events = list[Sample](), list[Event]()
     with emulators.running() as made:
         os.environ |= made.environment()
         with spanner.outbox_database(spanner.instance(made.spanner_host)) as database:
             trial = Trial(made, database, PubSub.on(made.pubsub_host), options.seed)
             _soak(trial, options.minutes * 60, samples, events)
             figures = trial.audit(duplicates=sum(each.duplicates for each in events))
-    grown = {name: round(samples.growth(name), 3) for name in MAY_GROW}
+    grown = {name: round(_growth([each[name] for each in samples]), 3) for name in MAY_GROW}
     summary = {
         "minutes": options.minutes, "seed": options.seed, **dataclasses.asdict(figures), "grown": grown,
         "faults": dict(Counter(each.name for each in events)),
@@ -107,6 +85,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if figures.kept() and all(grown[name] <= most for name, most in MAY_GROW.items()) else 1
 
 
+def _sample(at: float, worker: Process, backlog: int) -> Sample:
+    process = Path("/proc") / str(worker.pid)
+    threads, descriptors = (len(list((process / name).iterdir())) for name in ("task", "fd"))
+    used = {"rss_mb": rss_mb(worker.pid), "threads": threads, "descriptors": descriptors}
+    return {"seconds": round(at, 1), "backlog": backlog, **used}
+
+
+def _growth(values: Sequence[float]) -> float:
+    """Return the median of the last quarter over that of the second."""
+    quarter = len(values) // 4
+    return statistics.median(values[-quarter:]) / statistics.median(values[quarter : 2 * quarter])
+
+
 def _minutes(text: str) -> float:
     try:
         minutes = float(text)
@@ -117,14 +108,14 @@ def _minutes(text: str) -> float:
     return minutes
 
 
-def _soak(trial: Trial, seconds: float, samples: Samples, events: list[Event]) -> None:
+def _soak(trial: Trial, seconds: float, samples: list[Sample], events: list[Event]) -> None:
     begin = time.monotonic()
     with contextlib.ExitStack() as stack:
         field = stack.enter_context(field_of(trial, WORKERS, BOTH))
         workers = field.workers
 
         def look() -> None:
-            samples.take(time.monotonic() - begin, workers[0], trial.backlog())
+            samples.append(_sample(time.monotonic() - begin, workers[0], trial.backlog()))
             trial.delete_sent()
 
         with beside(look, every=SAMPLE_SECONDS), trial.load(PER_SECOND):
@@ -146,7 +137,7 @@ def _soak(trial: Trial, seconds: float, samples: Samples, events: list[Event]) -
             each.end()
 
 
-def _draw(samples: Samples, events: Sequence[Event], file: Path) -> None:
+def _draw(samples: Sequence[Sample], events: Sequence[Event], file: Path) -> None:
     labels = {
         "backlog": "tasks that wait", "rss_mb": "memory, MiB", "descriptors": "file descriptors", "threads": "threads"
     }  # fmt: skip
@@ -154,9 +145,10 @@ def _draw(samples: Samples, events: Sequence[Event], file: Path) -> None:
     for axes, (name, label) in zip(rows, labels.items(), strict=True):
         for each in events:
             axes.axvspan(each.begin / 60, each.end / 60, color="tab:red", alpha=0.12, linewidth=0)
-        axes.plot([at / 60 for at in samples.seconds], getattr(samples, name), linewidth=1)
+        values = [each[name] for each in samples]
+        axes.plot([each["seconds"] / 60 for each in samples], values, linewidth=1)
         axes.set_ylabel(label)
-        axes.set_ylim(0, 1.1 * max(getattr(samples, name)) + 1)
+        axes.set_ylim(0, 1.1 * max(values) + 1)
     rows[0].set_title(f"{len(events)} faults (red); the worker that lives throughout")
     rows[-1].set_xlabel("minutes")
     figure.savefig(file, dpi=110)

@@ -1,7 +1,6 @@
 """Load: more than one worker can send, many databases, operators and another service at work."""
 
 import base64
-import contextlib
 import statistics
 import time
 import uuid
@@ -9,17 +8,13 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from google.cloud.spanner_v1.instance import Instance
 from google.cloud.spanner_v1.param_types import BYTES, STRING
 
 import outbox
-from outbox.emulators import Emulators
 from outbox.message import RawPubsubMessage
 from tests.support.counting import Counting
 from tests.support.outages import LOOK_SECONDS, lasting
-from tests.support.pubsub import PubSub
-from tests.support.spanner import outbox_database
-from tests.support.trial import IN_FLIGHT, Trial, beside, id_of, rss_mb, total
+from tests.support.trial import IN_FLIGHT, Trial, beside, id_of, rss_mb
 from tests.support.waiting import eventually
 
 INSERT = """
@@ -27,7 +22,6 @@ INSERT INTO AsynchronousTasks (Id, Topic, Data, Priority, CreatedAt)
 VALUES (@id, @topic, @data, 50, PENDING_COMMIT_TIMESTAMP())"""
 
 
-DATABASES = 4
 #: One batch at a time, and each takes 0.3 s.
 BATCH = 10
 LIMITS = ("--concurrency", "1", "--group-size", f"{BATCH}")
@@ -99,37 +93,6 @@ def test_arrivals_above_capacity(trial: Trial, long: bool) -> None:
     print(trial.notes)
     assert max(backlogs) > 100  # it was above the capacity
     assert statistics.median(waits) < statistics.median(others)
-
-
-@pytest.mark.extended
-def test_backlog_over_databases(
-    trial: Trial, emulators: Emulators, spanner_instance: Instance, pubsub: PubSub, long: bool
-) -> None:
-    """A backlog over four databases with a worker each: 20,000 tasks in the long form.
-
-    Promised: No task is lost or published twice.
-    """
-    tasks = (20_000 if long else 240) // DATABASES
-    with contextlib.ExitStack() as stack:
-        trials = [trial]
-        for number in range(1, DATABASES):
-            database = stack.enter_context(outbox_database(spanner_instance))
-            trials.append(Trial(emulators, database, pubsub, trial.seed + number))
-        for each in trials:
-            each.register(tasks)
-        begin = time.monotonic()
-        workers = [stack.enter_context(each.worker("--group-size", "100")) for each in trials]
-        for each in trials:
-            each.settle(900)
-        seconds = time.monotonic() - begin
-        for worker in workers:
-            worker.stop()
-        assert [worker.wait() for worker in workers] == [0] * DATABASES
-        trial.figures = total([each.audit(duplicates=0) for each in trials])
-    assert trial.figures.kept()
-    tasks = trial.figures.registered
-    trial.notes = {"tasks": tasks, "seconds": round(seconds, 1), "tasks_per_second": round(tasks / seconds)}
-    print(trial.notes)
 
 
 def test_operators_at_work(trial: Trial, fault_seconds: float) -> None:

@@ -41,25 +41,6 @@ def test_workers_killed(trial: Trial, long: bool) -> None:
 
 
 @pytest.mark.extended
-def test_all_workers_killed(trial: Trial, long: bool) -> None:
-    """SIGKILL of all workers at once in the middle of a backlog, as when a node dies.
-
-    Promised: No task is lost. At most the in-flight batches of the killed workers are published again.
-    """
-    times = 5 if long else 1
-    for _ in range(times):
-        with trial.workers(2) as workers:
-            trial.register(120)
-            trial.wait_for_backlog(80)
-            for each in workers:
-                each.stop(signal.SIGKILL)
-        execute(trial.database, FREEZE)  # as after the liveness timeout
-    with trial.workers(1):
-        trial.settle()
-    assert trial.audit(duplicates=times * 2 * IN_FLIGHT).kept()
-
-
-@pytest.mark.extended
 def test_worker_sleeps(trial: Trial, long: bool) -> None:
     """SIGSTOP, and SIGCONT after Spanner's 10 s for an idle transaction and the 15 s of the liveness timeout.
 

@@ -36,21 +36,21 @@ POOL_SIZE = 25
 TABLES = ("AsynchronousTasks", "AsynchronousTaskTopics", "AsynchronousTaskWorkers", "AsynchronousTaskReplays")
 
 
-def client(host: str) -> spanner.Client:
+def client(host: str, project: str = PROJECT) -> spanner.Client:
     """Return a client of the emulator at `host`, whatever SPANNER_EMULATOR_HOST says."""
     # The client reads the variable, and only while it is made.
     with mock.patch.dict(os.environ, {"SPANNER_EMULATOR_HOST": host}):
         return spanner.Client(
-            project=PROJECT,
+            project=project,
             credentials=AnonymousCredentials(),
             disable_builtin_metrics=True,  # they want Cloud Monitoring
         )
 
 
-def instance(host: str, instance_id: str = INSTANCE) -> Instance:
+def instance(host: str, instance_id: str = INSTANCE, project: str = PROJECT) -> Instance:
     """Return the instance of that id on the emulator at `host`, made if it is not there."""
-    made: Instance = client(host).instance(
-        instance_id, configuration_name=f"projects/{PROJECT}/instanceConfigs/emulator-config"
+    made: Instance = client(host, project).instance(
+        instance_id, configuration_name=f"projects/{project}/instanceConfigs/emulator-config"
     )
     with contextlib.suppress(AlreadyExists):  # another process of this test run was first
         made.create().result(timeout=ADMIN_SECONDS)
