@@ -9,7 +9,7 @@ from pyspark.sql import SparkSession
 
 from outbox.emulators import Emulators
 from outbox.settings import DatabaseSettings
-from outbox_pipeline.session import session
+from outbox_pipeline import session as jobs_session
 from outbox_pipeline.source.datasource import register_source
 from tests.support import quick, spanner
 
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def spark(emulators: Emulators) -> Iterator[SparkSession]:  # noqa: ARG001 - whose environment the workers inherit
     """Spark inside this process, whose workers use the emulators."""
-    made = session("tests", "local[2,3]")
+    made = jobs_session.session("tests", "local[2,3]")
     for name, value in SMALL_DATA.items():
         made.conf.set(name, value)
     register_source(made)
@@ -51,6 +51,13 @@ def many_partitions(spark: SparkSession) -> Iterator[None]:
     yield
     for name, value in SMALL_DATA.items():
         spark.conf.set(name, value)
+
+
+@pytest.fixture
+def in_process(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands run in this process use the Spark of the tests, and leave logging as it is."""
+    monkeypatch.setattr(jobs_session, "session", lambda _name: spark)
+    monkeypatch.setattr("outbox.logs.configure", lambda *_arguments: None)
 
 
 @pytest.fixture

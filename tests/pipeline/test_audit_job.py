@@ -16,11 +16,12 @@ from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.settings import DatabaseSettings
 from outbox.states import NEVER
 from outbox.times import shown
-from outbox_pipeline import cli, session
+from outbox_pipeline import cli
 from outbox_pipeline.jobs import archive, audit
 from outbox_pipeline.settings import AuditSettings
-from tests.support.archives import DAY, settings_of
+from tests.support.archives import DAY, NEXT_DAY, settings_of
 from tests.support.operations import insert, row
+from tests.support.pipeline import options
 
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
 AT = DAY + HOUR  # in the middle of the window
@@ -28,12 +29,8 @@ AT = DAY + HOUR  # in the middle of the window
 
 def settings(target: DatabaseSettings, folder: Path, **given: str) -> AuditSettings:
     """Return what the job takes: tasks of the day of the archive tests, messages in `folder`."""
-    usual = {
-        "project": target.project, "instance": target.instance, "database": target.database,
-        "received": f"{folder}/received.jsonl", "output": f"{folder}/report", "since": shown(DAY),
-        "until": shown(DAY + 24 * HOUR),
-    }  # fmt: skip
-    return AuditSettings.read(usual | given, {})
+    usual = {"received": f"{folder}/received.jsonl", "output": f"{folder}/report"}
+    return AuditSettings.read(options(target, since=shown(DAY), until=shown(NEXT_DAY), **usual) | given, {})
 
 
 def message(id: str, at: datetime, data: bytes = b"data", **columns: Any) -> dict[str, Any]:
@@ -55,10 +52,20 @@ def receive(folder: Path, messages: Sequence[dict[str, Any]]) -> None:
 
 def test_table_and_archive_against_files(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-) -> None:
+):
     """Tasks that are purged, sent again, unsent and dead; numbers, samples, full findings and a page."""
     tasks_here_and_there(spark, target, database, tmp_path / "archive")
-    receive(tmp_path, messages_of_them())
+    # Of a sent task nothing, of another one altered data, and what is nobody's.
+    messages = [
+        *(message(id, AT + 2 * SECOND) for id in ("purged", "again")),
+        message("again", AT + 2 * HOUR - SECOND),
+        message("in the table", AT + 2 * SECOND, b"tada"),
+        message("yesterday", AT - SECOND),
+        message("nobody's", AT),
+        message("foreign", AT, attributes='{"x": "y"}'),
+        message("broken", AT, attributes="{"),
+    ]
+    receive(tmp_path, messages)
     given = settings(target, tmp_path, tasks="both", archive=str(tmp_path / "archive"))
     found = audit.run(spark, given)
     assert {name: getattr(found, name) for name in ("tasks", "delivered", "lost", "pending", "dead", "messages")} == {
@@ -70,13 +77,8 @@ def test_table_and_archive_against_files(
     with pytest.raises(OutboxError, match="is there already"):
         audit.run(spark, given)
     # Of the archive alone, of which nothing is known after its last window.
-    alone = audit.run(
-        spark,
-        settings(
-            target, tmp_path, tasks="archive", archive=str(tmp_path / "archive"), output=f"{tmp_path}/alone",
-            until=shown(DAY + 20 * HOUR),
-        ),
-    )  # fmt: skip
+    of_archive = {"tasks": "archive", "archive": f"{tmp_path}/archive", "output": f"{tmp_path}/alone"}
+    alone = audit.run(spark, settings(target, tmp_path, until=shown(DAY + 20 * HOUR), **of_archive))
     assert (alone.tasks, alone.delivered, alone.lost, alone.pending, alone.republished) == (3, 2, 1, 0, 1)
 
 
@@ -89,50 +91,22 @@ def tasks_here_and_there(spark: SparkSession, target: DatabaseSettings, database
     insert(database, [task(id, SentAt=AT + 5 * SECOND) for id in ("purged", "lost <b>", "again")])
     done = archive.run(spark, settings_of(target, folder), purge=True, late=True)
     assert done.deleted == 3
-    insert(
-        database,
-        [
-            task("again", SentAt=AT + 2 * HOUR),
-            task("in the table", SentAt=AT + 5 * SECOND),
-            task("waits"),
-            task("dead", AvailableAt=NEVER, LastError="too large"),
-            row("yesterday", Data=b"\x0a\x04data", CreatedAt=DAY - HOUR, SentAt=AT),
-        ],
-    )
-
-
-def messages_of_them() -> list[dict[str, Any]]:
-    """Return what was received: of a sent task nothing, of another one altered data, and what is nobody's."""
-    return [
-        message("purged", AT + 2 * SECOND),
-        message("again", AT + 2 * SECOND),
-        message("again", AT + 2 * HOUR - SECOND),
-        message("in the table", AT + 2 * SECOND, b"tada"),
-        message("yesterday", AT - SECOND),
-        message("nobody's", AT),
-        message("foreign", AT, attributes='{"x": "y"}'),
-        message("broken", AT, attributes="{"),
-    ]
+    more = [task("again", SentAt=AT + 2 * HOUR), task("in the table", SentAt=AT + 5 * SECOND), task("waits")]
+    more.append(task("dead", AvailableAt=NEVER, LastError="too large"))
+    more.append(row("yesterday", Data=b"\x0a\x04data", CreatedAt=DAY - HOUR, SentAt=AT))
+    insert(database, more)
 
 
 def shows_what_is_lost(report: Path) -> None:
     """Assert that the summary, the findings and the page name the lost task, and the page as text."""
     summary = json.loads((report / "summary.json").read_text(encoding="utf-8"))
     assert summary["lost"] == 1
-    assert summary["samples"]["lost"] == [
-        {
-            "task_id": "lost <b>",
-            "topic": "orders",
-            "created_at": shown(AT),
-            "sent_at": shown(AT + 5 * SECOND),
-            "messages": 0,
-        }
-    ]
+    times = {"created_at": shown(AT), "sent_at": shown(AT + 5 * SECOND)}
+    assert summary["samples"]["lost"] == [{"task_id": "lost <b>", "topic": "orders", **times, "messages": 0}]
     assert [each["task_id"] for each in summary["samples"]["unknown"]] == ["nobody's"]
-    assert [(line["hour"], line["topic"], line["tasks"]) for line in summary["by_hour_and_topic"]] == [
-        (shown(AT), "orders", 7)
-    ]
-    assert [(line["hour"], line["tasks"]) for line in summary["by_hour"]] == [(shown(AT), 7)]
+    [of_topic], [of_hour] = summary["by_hour_and_topic"], summary["by_hour"]
+    assert (of_topic["hour"], of_topic["topic"], of_topic["tasks"]) == (shown(AT), "orders", 7)
+    assert (of_hour["hour"], of_hour["tasks"]) == (shown(AT), 7)
     [file] = (report / "findings" / "class=lost").glob("*.json")
     assert json.loads(file.read_text(encoding="utf-8"))["task_id"] == "lost <b>"
     assert not (report / "findings" / "class=pending").exists()
@@ -142,6 +116,7 @@ def shows_what_is_lost(report: Path) -> None:
     assert "lost &lt;b&gt;" in page
 
 
+@pytest.mark.usefixtures("in_process")
 def test_the_exit_code_says_whether_anything_is_lost(  # noqa: PLR0917 - six fixtures
     spark: SparkSession,
     target: DatabaseSettings,
@@ -149,10 +124,8 @@ def test_the_exit_code_says_whether_anything_is_lost(  # noqa: PLR0917 - six fix
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     """1 then, else 0; messages from Parquet without a data column; a table without tasks is fine."""
-    monkeypatch.setattr(session, "session", lambda _name: spark)
-    monkeypatch.setattr("outbox.logs.configure", lambda *_arguments: None)
     for name in ("project", "instance", "database"):
         monkeypatch.setenv(f"OUTBOX_{name.upper()}", getattr(target, name))
     received = str(tmp_path / "received.parquet")
@@ -174,7 +147,7 @@ def test_the_exit_code_says_whether_anything_is_lost(  # noqa: PLR0917 - six fix
     assert "tasks are judged when the grace, 600 s, has passed" in capsys.readouterr().err
 
 
-def test_what_cannot_be_judged_is_refused(spark: SparkSession, target: DatabaseSettings, tmp_path: Path) -> None:
+def test_what_cannot_be_judged_is_refused(spark: SparkSession, target: DatabaseSettings, tmp_path: Path):
     """Contradicting settings, a window that is empty, an archive that is not there."""
     receive(tmp_path, [])
     with pytest.raises(SettingError, match="--archive: 'nothing' is not allowed with --tasks both"):

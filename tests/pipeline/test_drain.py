@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +23,7 @@ from outbox.emulators import Emulators
 from outbox.errors import OutboxError
 from outbox.settings import DatabaseSettings
 from outbox.states import NEVER
-from outbox_pipeline import cli, session
+from outbox_pipeline import cli
 from outbox_pipeline.draining import Tally
 from outbox_pipeline.jobs import audit
 from outbox_pipeline.jobs import drain as job
@@ -32,7 +32,9 @@ from outbox_pipeline.settings import AuditSettings, DrainSettings
 from publishworker.process import open_store
 from publishworker.spanner.store import StoreError
 from publishworker.telemetry import metrics as m
+from tests.support.fakes import Counted
 from tests.support.operations import FUTURE, insert, pause, row
+from tests.support.pipeline import options
 from tests.support.processes import Process, children
 from tests.support.pubsub import PubSub
 from tests.support.relays import first_deliveries, key_orders, register, unsent, worker
@@ -44,10 +46,17 @@ pytestmark = pytest.mark.timeout(180)
 SMALL = {"group_size": "10", "concurrency": "2", "poll_interval": "0.2"}
 
 
+Drain = Callable[..., tuple[int, dict[str, Any]]]
+
+
+def flags(given: Mapping[str, str]) -> list[str]:
+    """Return settings as flags."""
+    return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+
+
 def settings_of(target: DatabaseSettings, **given: str) -> DrainSettings:
     """Return what the job takes, for a database of a test."""
-    where = {"project": target.project, "instance": target.instance, "database": target.database}
-    return DrainSettings.read({**where, "log_level": "error", **SMALL, **given}, {})
+    return DrainSettings.read(options(target, log_level="error", **SMALL | given), {})
 
 
 @contextlib.contextmanager
@@ -75,17 +84,11 @@ def living(settings: DrainSettings, id: str) -> Iterator[None]:
 
 
 @pytest.fixture
-def drain(
-    spark: SparkSession, target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, dict[str, Any]]]:
+def drain(in_process: None, target: DatabaseSettings, capsys: pytest.CaptureFixture[str]) -> Drain:  # noqa: ARG001
     """Run the command in this process, on the Spark that is there; return its exit code and its summary."""
-    monkeypatch.setattr(session, "session", lambda _name: spark)
-    monkeypatch.setattr("outbox.logs.configure", lambda *_arguments: None)
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-    where = ("--project", target.project, "--instance", target.instance, "--database", target.database)
 
     def command(*arguments: str) -> tuple[int, dict[str, Any]]:
-        code = cli.main(["drain", "--json", *where, *flags, *arguments])
+        code = cli.main(["drain", "--json", *flags(options(target)), *flags(SMALL), *arguments])
         return code, json.loads(capsys.readouterr().out)
 
     return command
@@ -112,9 +115,7 @@ def register_keys(database: Database, topic: str, keys: int, commits: int) -> li
     return ids
 
 
-def test_all_that_can_be_sent_is_sent_and_what_stays_is_told(
-    drain: Callable[..., tuple[int, dict[str, Any]]], database: Database, pubsub: PubSub
-) -> None:
+def test_all_that_can_be_sent_is_sent_and_what_stays_is_told(drain: Drain, database: Database, pubsub: PubSub):
     """Two topics, three priorities, keys in their order; scheduled, dead and paused tasks stay; done again, nothing."""
     topics = [pubsub.new_topic() for _ in range(2)]
     subscriptions = [pubsub.new_subscription(topic, ordered=True) for topic in topics]
@@ -140,9 +141,7 @@ def test_all_that_can_be_sent_is_sent_and_what_stays_is_told(
     assert (code, again["published"], again["rounds"], again["scheduled"]) == (0, 0, 0, 2)
 
 
-def test_at_its_deadline_it_stops_with_the_work_that_is_left(
-    drain: Callable[..., tuple[int, dict[str, Any]]], database: Database
-) -> None:
+def test_at_its_deadline_it_stops_with_the_work_that_is_left(drain: Drain, database: Database):
     """A topic that is not there: exit code 4, and how much waits."""
     register(database, "missing-topic", 3)
     code, done = drain("--deadline", "2", "--workers", "2")
@@ -155,7 +154,7 @@ def test_at_its_deadline_it_stops_with_the_work_that_is_left(
 
 def test_shards_of_a_worker_that_lives_are_left_to_it(
     spark: SparkSession, target: DatabaseSettings, database: Database, topic: str
-) -> None:
+):
     """Of a worker that says that it lives no task is taken; when it has left, another round has its shards."""
     settings = settings_of(target)
     register(database, topic, 100)
@@ -177,7 +176,7 @@ def test_shards_of_a_worker_that_lives_are_left_to_it(
 
 def test_a_round_that_fails_takes_its_members_leave(
     spark: SparkSession, target: DatabaseSettings, database: Database, topic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Their rows are there before the first of them begins, and none stays: workers have the shards at once."""
     register(database, topic, 1)
     there = []
@@ -222,20 +221,19 @@ def audit_settings(target: DatabaseSettings, folder: Path, received: list[Pubsub
     ]
     file = folder / "received.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    where = {"project": target.project, "instance": target.instance, "database": target.database}
-    moment = {"until": "1s", "grace": "1"}
-    return AuditSettings.read({**where, **moment, "received": str(file), "output": str(folder / "audit")}, {})
+    given = options(target, until="1s", grace="1", received=str(file), output=str(folder / "audit"))
+    return AuditSettings.read(given, {})
 
 
 @contextlib.contextmanager
 def two_workers(emulators: Emulators, database: Database) -> Iterator[list[Process]]:
     """Workers as processes, one of which polls every shard, whoever else lives; they end well."""
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-    with contextlib.ExitStack() as stack:
-        both = [
-            stack.enter_context(worker(emulators, database, *flags, "--assignment", assignment))
-            for assignment in ("divided", "shared")
-        ]
+    small = flags(SMALL)
+    with (
+        worker(emulators, database, *small, "--assignment", "divided") as one,
+        worker(emulators, database, *small, "--assignment", "shared") as other,
+    ):
+        both = [one, other]
         for each in both:
             each.wait_for_text("relaying")
         yield both
@@ -251,7 +249,7 @@ def test_nothing_is_lost_when_executors_are_killed_beside_workers(  # noqa: PLR0
     emulators: Emulators,
     pubsub: PubSub,
     tmp_path: Path,
-) -> None:
+):
     """SIGKILL to every Python of Spark while its members relay beside two workers: all is received, keys in order.
 
     One worker divides the shards with the members, the other meets them in all. What this test counts, the audit finds.
@@ -301,20 +299,14 @@ def test_nothing_is_lost_when_executors_are_killed_beside_workers(  # noqa: PLR0
     assert {name: getattr(audited, name) for name in wrong} == dict.fromkeys(wrong, 0)
 
 
-def test_a_tally_adds_up_and_sends_on() -> None:
+def test_a_tally_adds_up_and_sends_on():
     """By metric, over topics and reasons; a client gets all of it as from any other metrics."""
-    sent: list[tuple[str, float]] = []
-
-    class Client:
-        def increment(self, metric: str, value: float, tags: list[str]) -> None:
-            sent.append((metric, value))
-
-    tally = Tally(Client())
+    tally = Tally(client := Counted())
     tally.count(m.PUBLISHED, 3, topic="a")
     tally.count(m.PUBLISHED, 4, topic="b")
     tally.count(m.DEAD, 0, topic="b", reason="not_found")
     assert (tally.sums[m.PUBLISHED], tally.sums[m.DEAD], tally.sums[m.ABORTED]) == (7, 0, 0)
-    assert sent == [(m.PUBLISHED.name, 3), (m.PUBLISHED.name, 4)]
+    assert client.counts == {m.PUBLISHED.name: 7}
     alone = Tally()
     alone.count(m.PUBLISHED, 1, topic="a")
     assert (alone.sums[m.PUBLISHED], alone.wanted) == (1, False)

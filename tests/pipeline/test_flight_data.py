@@ -41,7 +41,7 @@ def flights(spark: SparkSession, tmp_path: Path) -> DataFrame:
 @pytest.mark.timeout(3600)
 def test_flights_are_registered_archived_and_purged(
     flights: DataFrame, spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-) -> None:
+):
     """Every flight is in the table once and in the archive once, as it was in the file; then the table is empty."""
     count = flights.count()
     rows = flights.select(

@@ -55,7 +55,7 @@ def _body(random: Random) -> str | None:
 
 
 @pytest.mark.parametrize("base64_", [True, False], ids=["base64", "text"])
-def test_what_was_received_is_read_or_counted_as_unreadable(spark: SparkSession, long: bool, base64_: bool) -> None:
+def test_what_was_received_is_read_or_counted_as_unreadable(spark: SparkSession, long: bool, base64_: bool):
     """One row for each message, whatever its texts are; those that are good are read as they are."""
     random = Random(1)
     rows: list[Any] = [
@@ -97,7 +97,7 @@ def _task_id(text: str | None) -> str | None:
     return read.get(TASK_ID_ATTRIBUTE) if isinstance(read, dict) else None
 
 
-def test_what_is_no_message_is_null_and_what_is_one_is_not_altered(spark: SparkSession, long: bool) -> None:
+def test_what_is_no_message_is_null_and_what_is_one_is_not_altered(spark: SparkSession, long: bool):
     """Bytes of any kind in `Data`: random ones, messages, and messages of which a byte is another."""
     random = Random(2)
     rows: list[Any] = []
@@ -120,7 +120,7 @@ def test_what_is_no_message_is_null_and_what_is_one_is_not_altered(spark: SparkS
             assert found[id]["Attributes"] == {**message.attributes, TASK_ID_ATTRIBUTE: id}
 
 
-def test_times_are_those_that_they_say(spark: SparkSession) -> None:
+def test_times_are_those_that_they_say(spark: SparkSession):
     """What is none, or of a year that no message is from, makes the message unreadable."""
     messages = spark.createDataFrame(
         [(str(n), time, "{}", "") for n, time in enumerate(TIMES)],

@@ -16,12 +16,11 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud.spanner import Client
 from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
-from pyspark.sql import SparkSession
 
 from outbox import schema
 from outbox.emulators import Emulators
 from outbox.states import NEVER
-from outbox_pipeline import cli, session, task_id
+from outbox_pipeline import cli, task_id
 from outbox_pipeline.jobs.drain import Drained
 from outbox_pipeline.transforms.audit import FLAWS, OUT_OF_ORDER, STATES
 from tests.support import spanner
@@ -80,14 +79,12 @@ def execute(page: str, folder: Path, names: dict[str, object]) -> dict[str, obje
 
 
 @pytest.fixture
-def here(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for what the pages write, and commands that use the Spark of the tests."""
-    monkeypatch.setattr(session, "session", lambda _name: spark)
-    monkeypatch.setattr("outbox.logs.configure", lambda *_arguments: None)
+def here(in_process: None, tmp_path: Path) -> Path:  # noqa: ARG001 - the commands use the Spark of the tests
+    """A folder for what the pages write."""
     return tmp_path
 
 
-def test_the_page_of_the_source(shop: Database, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_the_source(shop: Database, here: Path, capsys: pytest.CaptureFixture[str]):
     """Dead tasks are counted by topic; what was sent is followed into files."""
     insert(shop, [row("a", AvailableAt=NEVER), row("b")])
     names = execute("source.md", here, {})
@@ -96,7 +93,7 @@ def test_the_page_of_the_source(shop: Database, here: Path, capsys: pytest.Captu
     assert (here / "checkpoint" / "commits").exists()
 
 
-def test_the_page_of_register(shop: Database, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_register(shop: Database, here: Path, capsys: pytest.CaptureFixture[str]):
     """The command and the Python register the same two invoices, once."""
     lines = [{"customer": f"c-{n}", "month": "2026-12", "data": {"cents": n}} for n in (3, 4)]
     (here / "invoices.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
@@ -109,7 +106,7 @@ def test_the_page_of_register(shop: Database, here: Path, capsys: pytest.Capture
     assert rows_of(shop).keys() == ids
 
 
-def test_the_page_of_the_drain(shop: Database, here: Path, pubsub: PubSub) -> None:
+def test_the_page_of_the_drain(shop: Database, here: Path, pubsub: PubSub):
     """The command sends what is there; the summary has what the page counts."""
     topic = f"invoices-{uuid.uuid4().hex}"
     pubsub.publisher.create_topic(name=f"projects/my-project/topics/{topic}")
@@ -122,9 +119,7 @@ def test_the_page_of_the_drain(shop: Database, here: Path, pubsub: PubSub) -> No
     assert {*named, "seconds"} >= {field.name for field in dataclasses.fields(Drained)}
 
 
-def test_the_pages_of_the_archive_and_of_replaying(
-    shop: Database, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_pages_of_the_archive_and_of_replaying(shop: Database, here: Path, capsys: pytest.CaptureFixture[str]):
     """Tasks are archived, purged, read back and unsent again; folders and the record are as the pages show them."""
     now = datetime.now(UTC)
     message = {"data": b'{"cents": 1200}', "attributes": {"kind": "paid"}}
@@ -161,7 +156,7 @@ def test_the_pages_of_the_archive_and_of_replaying(
     assert [(each[3], each[6]) for each in found] == [(str(here / "archive"), 1), ("table", 1)]
 
 
-def test_the_page_of_the_audit(shop: Database, here: Path) -> None:
+def test_the_page_of_the_audit(shop: Database, here: Path):
     """The command writes its folder; what is lost is found as the page says, and each class is explained."""
     at = datetime.now(UTC) - timedelta(hours=2)
     insert(shop, [row("a", CreatedAt=at, SentAt=at), row("b", CreatedAt=at, SentAt=at)])

@@ -1,19 +1,23 @@
-"""What a purge deletes, group by group; the job that runs it is in test_archive_job.py."""
+"""What a purge deletes, and the job that ends while it deletes and is run again; others are in test_archive_job.py."""
 
-from collections.abc import Callable
 from datetime import datetime, timedelta
-from typing import Any
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from google.cloud.spanner_v1.database import Database
+from pyspark.errors import PythonException
+from pyspark.sql import SparkSession
 
-from outbox.operations.table import Transaction
 from outbox.settings import DatabaseSettings
+from outbox.states import NEVER
+from outbox_pipeline.jobs import archive as job
+from outbox_pipeline.jobs.archive import run
 from outbox_pipeline.purging import GROUP_ROWS, Purge, purge
 from outbox_pipeline.spanner import Table
-from tests.support.archives import DAY, MICROSECOND, Sent, sent
+from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, Sent, archived, purges, sent, settings_of
 from tests.support.operations import FUTURE, Watch, insert, row, rows_of, update
+from tests.support.pipeline import PurgeFails, meddle
 
 
 def batch(tasks: list[Sent], zone: str = "UTC") -> pa.RecordBatch:
@@ -22,7 +26,7 @@ def batch(tasks: list[Sent], zone: str = "UTC") -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.array([id for id, _ in tasks], pa.string()), times], names=["Id", "SentAt"])
 
 
-def test_only_what_is_as_it_was_archived_is_deleted(database: Database) -> None:
+def test_only_what_is_as_it_was_archived_is_deleted(database: Database):
     """Sent again a microsecond later, to be sent again, dead: these stay. Requests are of LOW priority and tagged."""
     names = ("same", "again", "reset", "dead", "other")
     insert(database, [sent(id, DAY) for id in names])
@@ -45,29 +49,16 @@ def test_only_what_is_as_it_was_archived_is_deleted(database: Database) -> None:
     assert sorted(rows_of(database)) == ["again", "dead", "other", "reset"]
 
 
-def test_a_task_that_was_reset_since_the_look_stays(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_was_reset_since_the_look_stays(database: Database, monkeypatch: pytest.MonkeyPatch):
     """SentAt is read in the transaction that deletes."""
     insert(database, [sent("a", DAY), sent("b", DAY)])
     table = Table(Watch(database).database)
-    tries = 0
-    transact = table.transact
-
-    def meddled(tag: str, work: Callable[[Transaction], Any]) -> Any:
-        def after_another(transaction: Transaction) -> Any:
-            nonlocal tries
-            tries += 1
-            if tries == 1:
-                update(database, "a", SentAt=None)
-            return work(transaction)
-
-        return transact(tag, after_another)
-
-    monkeypatch.setattr(table, "transact", meddled)
+    meddle(monkeypatch, table, lambda: update(database, "a", SentAt=None))
     assert purge(table, [("a", DAY), ("b", DAY)]) == {"deleted": 1, "changed": 1, "missing": 0}
     assert list(rows_of(database)) == ["a"]
 
 
-def test_tasks_are_deleted_in_groups(database: Database, target: DatabaseSettings) -> None:
+def test_tasks_are_deleted_in_groups(database: Database, target: DatabaseSettings):
     """One answer a group, none for nothing; the last one may be of a single task."""
     tasks = [(f"{number:04d}", DAY + MICROSECOND * number) for number in range(2 * GROUP_ROWS + 1)]
     insert(database, [sent(id, at) for id, at in tasks])
@@ -78,7 +69,7 @@ def test_tasks_are_deleted_in_groups(database: Database, target: DatabaseSetting
     assert sorted(rows_of(database)) == ["scheduled", "unsent"]
 
 
-def test_the_time_zone_of_the_session_changes_nothing(database: Database, target: DatabaseSettings) -> None:
+def test_the_time_zone_of_the_session_changes_nothing(database: Database, target: DatabaseSettings):
     """Not even in the hour that a zone has twice, in which Python takes no time to be equal to one of another zone."""
     first = datetime.fromisoformat("2026-10-25T00:30:00Z")
     tasks = [("first", first), ("second", first + timedelta(hours=1)), ("before", first - timedelta(days=1))]
@@ -86,3 +77,27 @@ def test_the_time_zone_of_the_session_changes_nothing(database: Database, target
     [answer] = Purge(target)(iter([batch(tasks, "Europe/Berlin")]))
     assert answer.to_pylist() == [{"deleted": 3, "changed": 0, "missing": 0}]
     assert rows_of(database) == {}
+
+
+def test_a_purge_whose_spark_tasks_fail_is_ended_by_the_next_run(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Half is deleted, as after a kill, and nothing is noted; the next run writes nothing and deletes the rest."""
+    tasks = [sent(f"{number:03d}", DAY + MICROSECOND * number) for number in range(300)]
+    everything = [(each["Id"], each["SentAt"]) for each in tasks]
+    left = [row("waits"), row("dead", AvailableAt=NEVER), sent("next", NEXT_DAY + timedelta(hours=1))]
+    insert(database, [*tasks, *left])
+    monkeypatch.setattr(job, "Purge", PurgeFails)
+    with pytest.raises(PythonException, match="when it has deleted half of its rows"):
+        run(spark, settings_of(target, tmp_path), purge=True, late=True)
+    monkeypatch.undo()
+    assert len(left) < len(rows_of(database)) < len(tasks)
+    assert purges(tmp_path) == [None]
+    assert archived(spark, tmp_path) == everything, "nothing is deleted before all of it can be read"
+    done = run(spark, settings_of(target, tmp_path), purge=True)
+    assert (done.windows, done.written, done.until) == (0, 0, NEXT_DAY)
+    assert archived(spark, tmp_path) == everything
+    [note] = purges(tmp_path)
+    assert note is not None
+    assert (note["deleted"] + note["missing"], note["changed"]) == (len(everything), 0)
+    assert sorted(rows_of(database)) == ["dead", "next", "waits"]

@@ -1,4 +1,4 @@
-"""`register`, on Spark and the emulator."""
+"""`register`, on Spark and the emulator: what becomes of rows, also when Spark tasks fail or the job is killed."""
 
 import base64
 import json
@@ -6,21 +6,24 @@ import random
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as f
 
+from outbox.emulators import Emulators
 from outbox.errors import SettingError
 from outbox.message import RawPubsubMessage
 from outbox.settings import DatabaseSettings
 from outbox_pipeline.ids import task_id
 from outbox_pipeline.jobs import register as job
-from outbox_pipeline.registration import Registration
 from tests.support.operations import rows_of
-from tests.support.pipeline import counts, registered, rows
+from tests.support.pipeline import RegistrationFails, counts, registered, rows
 from tests.support.pipeline_job import settings
+from tests.support.processes import kill_family, started
+from tests.support.waiting import eventually
 
 AT = datetime(2026, 11, 21, 13, 0, 0, 123456, UTC)
 
@@ -39,7 +42,7 @@ def message_of(stored: dict[str, Any]) -> Any:
 @pytest.mark.usefixtures("many_partitions")
 def test_rows_become_tasks_and_a_second_run_adds_none(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-) -> None:
+):
     """All columns are stored as they were; then the same rows are there, with others, which alone are registered."""
     full = {
         "topic": "orders", "data": b"xxxx", "attributes": {"a": "é"}, "priority": 7, "ordering_key": "k",
@@ -73,7 +76,7 @@ def test_rows_become_tasks_and_a_second_run_adds_none(
 @pytest.mark.usefixtures("many_partitions")
 def test_repeated_rows_and_other_tasks_of_an_id_are_told_apart(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-) -> None:
+):
     """Also far from each other in an ordering key, in another partition, and in another run."""
     keyed = [
         {"task_id": f"k{number:03}", "data": b"k", "ordering_key": "k", "sequence": number} for number in range(250)
@@ -86,6 +89,10 @@ def test_repeated_rows_and_other_tasks_of_an_id_are_told_apart(
     assert done.repeated == 3 + (done.rejected == 2)
     stored = rows_of(database)
     assert len(stored) == 251
+    of_key = sorted(
+        (each["CreatedAt"], each["Sequence"], id) for id, each in stored.items() if each["OrderingKey"] == "k"
+    )
+    assert [id for *_, id in of_key] == [each["task_id"] for each in keyed]
     assert {each["reason"].partition(",")[0] for each in refused(done.rejects)} <= {
         "'one' comes twice", "a task 'one' is there with another message"
     }  # fmt: skip
@@ -103,7 +110,7 @@ def test_repeated_rows_and_other_tasks_of_an_id_are_told_apart(
 
 def test_refused_rows_are_kept_and_can_be_registered_when_they_are_mended(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-) -> None:
+):
     """As lines of JSON: with all that they had, if they could be read, else with the line; times as they were."""
     path = tmp_path / "rows.jsonl"
     bad = {
@@ -145,7 +152,7 @@ def test_refused_rows_are_kept_and_can_be_registered_when_they_are_mended(
 
 def test_files_of_every_format_become_tasks(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-) -> None:
+):
     """CSV and Parquet; the same rows in both are there already the second time."""
     (tmp_path / "rows.csv").write_text('data,topic,ordering_key,n\n"a,\n",orders,,1\n"",orders,k,2\n')
     spark.sql(
@@ -162,7 +169,7 @@ def test_files_of_every_format_become_tasks(
     }  # fmt: skip
 
 
-def test_no_row_and_one_row(spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path) -> None:
+def test_no_row_and_one_row(spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path):
     """Also where Spark knows beforehand that there is none; an unknown column ends the job before it writes."""
     unknown = spark.createDataFrame([("d", "orders", 1)], "data string, topic string, colour int")
     with pytest.raises(SettingError, match="column 'colour' is not known"):
@@ -174,37 +181,9 @@ def test_no_row_and_one_row(spark: SparkSession, target: DatabaseSettings, datab
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("many_partitions")
-def test_thousands_of_rows_of_a_few_topics_and_keys(
-    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-) -> None:
-    """Most of one topic, many of one ordering key: each once, and those of a key in the order of their sequence."""
-    number = f.col("id").cast("string")
-    key = f.when(f.col("id") % 4 == 0, "hot").when(f.col("id") % 40 == 1, f.concat(f.lit("k"), f.col("id") % 3))
-    given = spark.range(0, 4_000, 1, 3).select(
-        number.alias("data"),
-        f.when(f.col("id") % 10 == 0, "rare").otherwise("orders").alias("topic"),
-        key.alias("ordering_key"),
-        ((f.col("id") * 7919) % 10_007).alias("sequence"),
-    )
-    done = registered(given, target, tmp_path)
-    assert counts(done) == (4_000, 4_000, 0, 0, 0)
-    stored = [(each, int(message_of(each).data)) for each in rows_of(database).values()]
-    assert sorted(number for _, number in stored) == list(range(4_000))
-    commits = {each["CreatedAt"] for each, _ in stored if each["OrderingKey"] == "hot"}
-    assert len(commits) >= 10
-    for key_ in ("hot", "k0", "k1", "k2"):
-        of_key = [
-            (each["CreatedAt"], each["Sequence"], number) for each, number in stored if each["OrderingKey"] == key_
-        ]
-        sequences = [(number * 7919) % 10_007 for _, _, number in sorted(of_key)]
-        assert len(sequences) > 30
-        assert sequences == sorted(sequences), key_
-
-
 def test_times_at_the_ends_of_the_calendar_in_any_zone(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-) -> None:
+):
     """The zone of the session changes no time, and a time that Python has not refuses its row, not the job."""
     east = spark.newSession()
     east.conf.set("spark.sql.session.timeZone", "Asia/Kathmandu")
@@ -230,28 +209,62 @@ def test_times_at_the_ends_of_the_calendar_in_any_zone(
         assert stored[topic, b"c"]["AvailableAt"] == AT
 
 
-def test_a_rate_is_that_of_all_tasks_together(
-    spark: SparkSession, target: DatabaseSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rate_is_that_of_all_tasks_together(spark: SparkSession, target: DatabaseSettings, tmp_path: Path):
     """There are as many tasks as may run at once, and each gets its part; without a rate none has one."""
-    made: list[Registration] = []
-
-    def noted(*arguments: Any) -> Registration:
-        made.append(Registration(*arguments))
-        return made[-1]
-
-    ordered: list[int] = []
-
-    def parted(tasks: Any, partitions: int) -> Any:
-        ordered.append(partitions)
-        return in_order(tasks, partitions)
-
-    in_order = job.in_order
-    monkeypatch.setattr(job, "Registration", noted)
-    monkeypatch.setattr(job, "in_order", parted)
     given = spark.createDataFrame([("d", "orders")], "data string, topic string")
-    assert registered(given, target, tmp_path, max_rows_per_second=1000).registered == 1
-    assert registered(given, target, tmp_path).existing == 1
+    with (
+        mock.patch.object(job, "Registration", wraps=job.Registration) as made,
+        mock.patch.object(job, "in_order", wraps=job.in_order) as ordered,
+    ):
+        assert registered(given, target, tmp_path, max_rows_per_second=1000).registered == 1
+        assert registered(given, target, tmp_path).existing == 1
     tasks = spark.sparkContext.defaultParallelism
-    assert [each.rate for each in made] == [1000 / tasks, 0.0]
-    assert ordered == [tasks, 0]
+    assert [call.args[2] for call in made.call_args_list] == [1000 / tasks, 0.0]
+    assert [call.args[1] for call in ordered.call_args_list] == [tasks, 0]
+
+
+@pytest.mark.usefixtures("many_partitions")
+def test_a_task_that_fails_after_its_writes_adds_nothing_twice(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Every Spark task fails twice, when it has written a part and when it has written all; counts are of the rows."""
+    there = [{"data": f"there {number}".encode()} for number in range(150)]
+    assert registered(rows(spark, there), target, tmp_path, topic="orders").registered == 150
+    keyed = [
+        {"data": str(number).encode(), "ordering_key": f"k{number % 3}", "sequence": number} for number in range(450)
+    ]
+    plain = [{"data": f"plain {number}".encode()} for number in range(300)]
+    bad = [{"data": b"bad", "topic": "goog"}, {"data": b"bad", "at_most_once": True, "ordering_key": "k1"}]
+    given = [*keyed, *plain, *there, *bad, *plain[:20], *keyed[:10], *there[:5]]
+    monkeypatch.setattr(job, "Registration", RegistrationFails)
+    done = registered(rows(spark, given, 3), target, tmp_path, topic="orders")
+    assert counts(done) == (len(given), 750, 150, 35, 2)
+    stored = rows_of(database)
+    assert len(stored) == 900
+    for key in ("k0", "k1", "k2"):
+        of_key = [each for each in stored.values() if each["OrderingKey"] == key]
+        assert len(of_key) == 150
+    assert len(list(Path(str(done.rejects)).glob("*.json"))) >= 1
+    monkeypatch.undo()
+    assert counts(registered(rows(spark, given), target, tmp_path, topic="orders"))[1:3] == (0, 900)
+
+
+@pytest.mark.long("test_a_task_that_fails_after_its_writes_adds_nothing_twice leaves what a kill leaves")
+def test_a_job_that_was_killed_is_run_again_and_finishes(
+    spark: SparkSession, target: DatabaseSettings, database: Database, emulators: Emulators, tmp_path: Path
+):
+    """SIGKILL to the whole of it, when it has written a part: the next run registers the rest, and nothing twice."""
+    path = str(tmp_path / "rows.parquet")
+    given = spark.range(3000).select(f.concat(f.lit("row "), f.col("id")).alias("data"), f.lit("orders").alias("topic"))
+    given.write.parquet(path)
+    arguments = (path, str(tmp_path / "no"), target.database, "200")
+    with started("tests.support.pipeline_job", *arguments, environment=emulators.environment()) as process:
+        eventually(lambda: len(rows_of(database)) >= 200, seconds=120, message="rows are there")
+        kill_family(process.pid)
+    half = rows_of(database)
+    assert 200 <= len(half) < 3000, "the kill was to come in the middle"
+    done = job.run(spark, settings(path, str(tmp_path / "no"), target.database))
+    assert counts(done) == (3000, 3000 - len(half), len(half), 0, 0)
+    stored = rows_of(database)
+    assert len(stored) == 3000
+    assert stored.items() >= half.items()

@@ -29,11 +29,12 @@ def writer(table: Any, *rows: dict[str, Any], **keywords: Any) -> Writer:
     return made
 
 
-def add(made: Writer, *rows: dict[str, Any]) -> None:
+def add(made: Writer, *rows: dict[str, Any], flush: bool = True) -> None:
     """Add the rows, and write what is left in the last batch."""
     for each in rows:
         made.add(each)
-    made.flush()
+    if flush:
+        made.flush()
 
 
 def answered(made: Writer) -> tuple[tuple[int, int, int], list[str]]:
@@ -111,8 +112,7 @@ def test_it_reads_only_as_long_as_tasks_exist():
     """The first batch is read before it is written, the next one only if a task of the last one existed."""
     table = FakeTable()
     made = writer(table)
-    for each in plain(*ids(2 * GROUP_ROWS)):
-        made.add(each)
+    add(made, *plain(*ids(2 * GROUP_ROWS)), flush=False)
     assert table.kinds() == ["look", "insert", "insert"]
     assert [tag for _, _, tag in table.calls] == [TAG] * 3
     assert table.calls[0][1] == table.calls[1][1] == ids(GROUP_ROWS)
@@ -141,8 +141,7 @@ def test_it_reads_again_after_a_collision(older: bool):
     add(other, *plain(*ids(3, GROUP_ROWS + 5)))
     table.time += timedelta(days=2)
     table.calls.clear()
-    for each in plain(*ids(GROUP_ROWS, GROUP_ROWS)):
-        made.add(each)
+    add(made, *plain(*ids(GROUP_ROWS, GROUP_ROWS)), flush=False)
     assert table.kinds() == ["insert", "look", "insert"]
     assert len(table.calls[0][1]) == len(table.calls[1][1]) == len(table.calls[2][1]) + 3
     assert answered(made) == ((2 * GROUP_ROWS - 3, 3, 0) if older else (2 * GROUP_ROWS, 0, 0), [])
@@ -166,9 +165,8 @@ def test_another_writer_that_deletes_its_rows_ends_the_job():
     table.before_insert = lambda _ids: table.rows.update(others.rows)
     table.before_look = lambda _ids: table.rows.clear()
     made = writer(table)
-    made.add(row(task_id="b"))
     with pytest.raises(OutboxError, match="ids come and go while they are registered, such as 'b': are two jobs at"):
-        made.flush()
+        add(made, row(task_id="b"))
     assert table.kinds() == ["look", "insert"] * TRIES
     assert answered(made) == ((0, 0, 0), [])
 
@@ -260,39 +258,21 @@ def test_groups_have_so_many_rows_and_so_many_bytes():
     inserts = [given for kind, given, _ in table.calls if kind == "insert"]
     assert inserts == [["0"], ["1", "2", "3"], ["4", "5", "6"], ["7", "8"]]
     assert answered(made) == ((9, 0, 0), [])
-    table = FakeTable()
-    made = writer(table)
-    for each in plain(*ids(GROUP_ROWS + 1)):
-        made.add(each)
-    assert [len(given) for kind, given, _ in table.calls if kind == "insert"] == [GROUP_ROWS]
-    made.flush()
-    assert [len(given) for kind, given, _ in table.calls if kind == "insert"] == [GROUP_ROWS, 1]
 
 
 def test_a_rate_is_kept_over_the_whole_time():
     """The first batch goes at once; a job that was slower than the rate need not wait, and may catch up."""
     time = FakeTime()
     made = writer(FakeTable(), pace=Pace(50.0, time.clock, time.sleep))
-
-    def group(start: int) -> None:
-        for each in plain(*ids(GROUP_ROWS, start)):
-            made.add(each)
-
-    group(0)
-    assert time.slept == []
-    group(100)
-    assert time.slept == [2.0]
-    time.now += 0.5
-    group(200)
-    assert time.slept == [2.0, 1.5]
-    time.now += 10.0
-    group(300)
-    group(400)
+    for start, passes, slept in ((0, 0, []), (100, 0, [2.0]), (200, 0.5, [2.0, 1.5]), (300, 10, [2.0, 1.5])):
+        time.now += passes
+        add(made, *plain(*ids(GROUP_ROWS, start)), flush=False)
+        assert time.slept == slept
+    add(made, *plain(*ids(GROUP_ROWS, 400)), flush=False)
     assert time.slept == [2.0, 1.5]
     add(made, row(task_id="last"))
     assert len(time.slept) == 2, "14 s for 501 rows is slower than the rate"
-    for start in range(600, 1000, 100):
-        group(start)
+    add(made, *plain(*ids(4 * GROUP_ROWS, 600)), flush=False)
     assert time.now == pytest.approx(100.0 + 801 / 50.0)
     assert answered(made)[0] == (901, 0, 0)
     # Without a rate the writer neither waits nor reads the clock.
@@ -301,26 +281,16 @@ def test_a_rate_is_kept_over_the_whole_time():
 
 
 AT = datetime(2026, 11, 21, 13, tzinfo=UTC)
-#: All that `outbox.register` refuses and a row can hold, and what is said of it.
+#: What is refused of a row; `outbox.register` refuses most of it, tests/unit/test_register_refusals.py has all that.
 REFUSED = [
     ({"task_id": None}, "task_id is NULL"),
     ({"data": None}, "data is NULL: an empty message has empty data"),
     ({"task_id": ""}, "task_id has 0 characters, 1 to 64 are allowed"),
-    ({"task_id": "x" * 65}, "task_id has 65 characters, 1 to 64 are allowed"),
     ({"topic": None}, "topic is NoneType, it must be a str"),
-    ({"topic": ""}, "topic '' is not a name that Pub/Sub allows"),
     ({"topic": "goog-orders"}, "topic 'goog-orders' is not a name that Pub/Sub allows"),
-    ({"topic": "orders/x"}, "topic 'orders/x' is not a name"),
-    ({"topic": "projects/p/topics/orders"}, "topic 'projects/p/topics/orders' is not a name"),
-    ({"topic": "x" * 256}, "is not a name that Pub/Sub allows"),
     ({"available_at": datetime(9999, 12, 31, tzinfo=UTC)}, "is not before 9999-12-31"),
     ({"available_at": AT, "expires_at": AT}, "expires_at 2026-11-21 13:00:00+00:00 is not after available_at"),
     ({"attributes": {"a": None}}, "attribute 'a' is str to NoneType, both must be str"),
-    ({"attributes": {str(number): "" for number in range(100)}}, "the message has 101 attributes with"),
-    ({"attributes": {"": "x"}}, "an attribute has an empty key"),
-    ({"attributes": {"googx": "x"}}, "attribute 'googx' begins with 'goog'"),
-    ({"attributes": {"k" * 257: "x"}}, "... has 257 bytes, 256 are allowed"),
-    ({"attributes": {"k": "é" * 513}}, "the value of attribute 'k' has 1026 bytes, 1024 are allowed"),
     ({"ordering_key": "é" * 513}, "ordering_key has 1026 bytes, 1024 are allowed"),
     ({"data": b"x" * 10_000_000}, "10000000 are allowed"),
     ({"at_most_once": True, "ordering_key": "k"}, "at_most_once and an ordering key exclude each other"),
@@ -329,10 +299,8 @@ REFUSED = [
 ]  # fmt: skip
 #: The same at its limit: taken.
 TAKEN = (
-    {"task_id": "x" * 64}, {"topic": "x" * 255}, {"topic": "projects/project-1/topics/orders"},
-    {"available_at": datetime(9999, 12, 30, tzinfo=UTC)}, {"available_at": AT, "expires_at": AT + timedelta.resolution},
-    {"attributes": {str(number): "" for number in range(99)}}, {"attributes": {"googclient_x": "x"}},
-    {"attributes": {"k" * 256: "é" * 512}}, {"ordering_key": "é" * 512}, {"data": b"x" * 9_990_000}, {"data": b""},
+    {"topic": "projects/project-1/topics/orders"}, {"available_at": AT, "expires_at": AT + timedelta.resolution},
+    {"attributes": {str(number): "" for number in range(99)}}, {"data": b"x" * 9_990_000}, {"data": b""},
     {"at_most_once": False, "ordering_key": "k"}, {"at_most_once": True, "ordering_key": ""}, {"attributes": None},
     {"priority": 2**63 - 1}, {"priority": -(2**63)}, {"attributes": [("a", "b")]},
 )  # fmt: skip
@@ -350,10 +318,6 @@ def test_what_register_refuses_is_a_reject():
         [reject] = rejects
         assert reason in reject["reason"]
         assert {**reject, "reason": None} == {**given, **dict.fromkeys(COUNTS, 0), "reason": None}
-
-
-def test_what_is_just_allowed_is_taken():
-    """The other side of each limit."""
     table = FakeTable()
     made = writer(table, *(row(**({"task_id": str(number)} | columns)) for number, columns in enumerate(TAKEN)))
     assert answered(made) == ((len(TAKEN), 0, 0), [])

@@ -1,42 +1,42 @@
-"""The job `replay` on Spark and the emulators: what is selected, what is written, what is noted."""
+"""The job `replay`: what is selected, written and noted, also when it is killed and resumed."""
 
 import dataclasses
 import json
 from collections.abc import Callable
 from datetime import timedelta
-from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
-from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as f
+from pyspark.sql import SparkSession
 
+import outbox
 from outbox import schema
 from outbox.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.operations import changes
-from outbox.operations.table import TaskTable, Transaction
+from outbox.operations.table import TaskTable
 from outbox.settings import DatabaseSettings
 from outbox.states import NEVER
 from outbox.times import shown
-from outbox_pipeline import decoded, read_archive
 from outbox_pipeline.jobs import archive
 from outbox_pipeline.jobs import replay as job
 from outbox_pipeline.jobs.replay import Replayed, run
-from outbox_pipeline.replaying import GROUP_ROWS, Replay, replay
+from outbox_pipeline.replaying import GROUP_ROWS, replay
 from outbox_pipeline.spanner import Table, table_of
-from outbox_pipeline.transforms.replay import selected
-from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, rewrite, sent, settings_of, window_folders
+from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, delete, rewrite, sent, settings_of, window_folders
 from tests.support.fakes import serialized
 from tests.support.operations import PAST, Watch, insert, opened, row, rows_of, update
-from tests.support.pipeline import ReplayFails
+from tests.support.pipeline import ReplayFails, meddle
+from tests.support.processes import kill_family, started
 from tests.support.pubsub import Subscription
-from tests.support.relays import first_deliveries, worker
+from tests.support.relays import first_deliveries, unsent, worker
 from tests.support.replays import noted, replay_settings
+from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.waiting import eventually
 
 HOUR = timedelta(hours=1)
 
@@ -46,15 +46,9 @@ def counts(done: Replayed) -> tuple[int, int, int, int, int, int]:
     return (done.selected, done.replayed, done.registered, done.waiting, done.changed, done.missing)
 
 
-def delete(database: Database, *ids: str) -> None:
-    """Delete tasks, as retention does."""
-    with database.batch() as batch:
-        batch.delete("AsynchronousTasks", KeySet(keys=[[id] for id in ids]))
-
-
 def test_what_is_selected_from_the_table_and_from_the_archive(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-) -> None:
+):
     """By topic, by time with its edges, by attribute, by a predicate, by several; a dry run writes nothing."""
     tasks = {
         "first": sent("first", DAY, Data=serialized(b'{"cents": 7}', attributes={"kind": "paid", "none": ""})),
@@ -79,6 +73,10 @@ def test_what_is_selected_from_the_table_and_from_the_archive(
         (files, {"where": "Payload IS NULL", "topic": "orders", "until": shown(NEXT_DAY)}, {"odd"}),
         (table, {"where": "State = 'sent' AND Attributes['kind'] = 'paid' OR Priority = 9"}, {"first", "second"}),
         (table, {"topic": "nothing"}, set()),
+        (files, {"attribute": "none="}, {"first"}),
+        (table, {"attribute": "asynchronous_task_id=second"}, {"second"}),
+        (files, {"where": "get_json_object(cast(Payload AS string), '$.cents') > 7"}, {"third"}),
+        (table, {"attribute": "kind", "where": "Priority > 9 AND Attributes['kind'] <> 'paid'"}, {"third"}),
     ]
     for source, flags, ids in expected:
         done = run(spark, replay_settings(target, **flags, **source), dry_run=True)
@@ -93,20 +91,8 @@ def test_what_is_selected_from_the_table_and_from_the_archive(
     assert rows_of(database) == before
     assert noted(database) == []
 
-    # The predicates alone, all at once.
-    stored = decoded(read_archive(spark, str(tmp_path)))
-    predicates: list[tuple[dict[str, str], set[str]]] = [
-        ({"attribute": "none="}, {"first"}),
-        ({"attribute": "asynchronous_task_id=second"}, {"second"}),
-        ({"where": "get_json_object(cast(Payload AS string), '$.cents') > 7"}, {"third"}),
-        ({"attribute": "kind", "where": "Priority > 9 AND Attributes['kind'] <> 'paid'"}, {"third"}),
-    ]
-    found = [selected(stored, **each).select("Id", f.lit(n)) for n, (each, _) in enumerate(predicates)]
-    ids_of = [(row[0], row[1]) for row in reduce(DataFrame.union, found).collect()]
-    assert sorted(ids_of) == sorted((id, n) for n, (_, ids) in enumerate(predicates) for id in ids)
 
-
-def test_a_dry_run_shows_few_of_many(spark: SparkSession, target: DatabaseSettings, database: Database) -> None:
+def test_a_dry_run_shows_few_of_many(spark: SparkSession, target: DatabaseSettings, database: Database):
     """The topics with the most tasks, the number of all, some tasks."""
     topics = [f"topic-{number:02d}" for number in range(job.TOPICS + 5)]
     insert(database, [sent(f"{t}-{n}", DAY, Topic=t) for place, t in enumerate(topics) for n in range(1 + place % 3)])
@@ -126,7 +112,7 @@ def test_the_table_is_left_as_by_retry_and_workers_send_it_once(  # noqa: PLR091
     emulators: Emulators,
     topic: str,
     new_subscription: Callable[..., Subscription],
-) -> None:
+):
     """Every column as `outbox retry` writes it; keys keep the order of their commits; the replay is noted."""
     odd = {"Attempts": 4, "ExpiresAt": PAST, "AvailableAt": PAST, "Sequence": 7, "Priority": -1, "AtMostOnce": True}
     twins = [sent(f"{by}{number}", DAY, **odd) for by in ("retry", "replay") for number in (1, 2)]
@@ -175,7 +161,7 @@ def test_the_table_is_left_as_by_retry_and_workers_send_it_once(  # noqa: PLR091
 
 def test_what_was_purged_comes_back_from_the_archive_as_it_was(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-) -> None:
+):
     """Column by column, unsent and due; of what is there, what was sent is made unsent; the rest is left."""
     full = {
         "OrderingKey": "k", "Sequence": -(2**63), "Priority": 2**63 - 1, "AtMostOnce": True,
@@ -221,7 +207,7 @@ def test_what_was_purged_comes_back_from_the_archive_as_it_was(
 @pytest.mark.usefixtures("many_partitions")
 def test_spark_tasks_that_fail_after_their_writes_send_nothing_twice(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """A worker that sends between two tries included; the number that is noted is right all the same."""
     tasks = [sent(f"{number:04d}", DAY) for number in range(900)]
     insert(database, tasks)
@@ -239,29 +225,20 @@ def test_spark_tasks_that_fail_after_their_writes_send_nothing_twice(
     assert note["Tasks"] == 900
 
 
-def test_each_group_is_looked_at_under_its_lock(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_group_is_looked_at_under_its_lock(database: Database, monkeypatch: pytest.MonkeyPatch):
     """Sent, deleted or made unsent since: nothing of it is changed. Requests are of LOW priority and tagged."""
     began = DAY + HOUR
     insert(database, [sent(id, DAY) for id in ("sent", "unsent", "gone", "again", "other")])
     insert(database, [sent("at once", began), sent("just before", began - MICROSECOND)])
     watch = Watch(database)
     table = Table(watch.database)
-    transact = table.transact
-    tries = 0
 
-    def meddled(tag: str, work: Callable[[Transaction], Any]) -> Any:
-        def after_another(transaction: Transaction) -> Any:
-            nonlocal tries
-            tries += 1
-            if tries == 1:
-                update(database, "unsent", SentAt=None)
-                update(database, "again", SentAt=COMMIT_TIMESTAMP)
-                delete(database, "gone")
-            return work(transaction)
+    def change() -> None:
+        update(database, "unsent", SentAt=None)
+        update(database, "again", SentAt=COMMIT_TIMESTAMP)
+        delete(database, "gone")
 
-        return transact(tag, after_another)
-
-    monkeypatch.setattr(table, "transact", meddled)
+    meddle(monkeypatch, table, change)
     watch.requests.clear()
     rows = [{"Id": id} for id in ("sent", "unsent", "gone", "again", "at once", "just before")]
     found = replay(table, rows, began)
@@ -275,31 +252,9 @@ def test_each_group_is_looked_at_under_its_lock(database: Database, monkeypatch:
         assert name == "commit" or options.request_tag == "outbox-pipeline-replay"
 
 
-def test_a_rate_is_that_of_all_tasks_together(
-    spark: SparkSession, target: DatabaseSettings, database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many Spark tasks as may run at once, and each has its part; a group that comes too early waits."""
-    insert(database, [sent(f"{number:04d}", DAY) for number in range(2 * GROUP_ROWS + 50)])
-    made: list[Replay] = []
-
-    def of(*arguments: Any) -> Replay:
-        made.append(Replay(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(job, "Replay", of)
-    began = table_of(target).now()
-    done = run(spark, replay_settings(target, where="true", max_rows_per_second="250"))
-    assert done.replayed == 2 * GROUP_ROWS + 50
-    [each] = made
-    assert each.rate == 250 / spark.sparkContext.defaultParallelism
-    due = [stored["AvailableAt"] for stored in rows_of(database).values()]
-    assert min(due) > began
-    assert max(due) - min(due) > timedelta(seconds=1), "the second group of a task waits for 1.6 s"
-
-
 def test_what_cannot_be_replayed_is_refused_before_anything_is_noted(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-) -> None:
+):
     """Each with a sentence that says what to do."""
     insert(database, [sent("a", DAY)])
     before = rows_of(database)
@@ -335,9 +290,7 @@ def test_what_cannot_be_replayed_is_refused_before_anything_is_noted(
     assert rows_of(database) == before
 
 
-def test_whose_replay_it_was_is_noted_if_credentials_say_it(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whose_replay_it_was_is_noted_if_credentials_say_it(database: Database, monkeypatch: pytest.MonkeyPatch):
     """A service account or a user; an account of a machine that has no name yet is none."""
     cases: list[tuple[dict[str, Any], str | None]] = [
         ({"service_account_email": "job@shop"}, "job@shop"),
@@ -358,7 +311,7 @@ def test_whose_replay_it_was_is_noted_if_credentials_say_it(
 
 def test_without_the_table_of_replays_only_a_replay_is_refused(
     spark: SparkSession, target: DatabaseSettings, own_database: Database
-) -> None:
+):
     """It says what to do; a dry run needs no table, nor does anything else."""
     database, target = own_database, dataclasses.replace(target, database=str(own_database.database_id))
     insert(database, [sent("a", DAY)])
@@ -368,3 +321,64 @@ def test_without_the_table_of_replays_only_a_replay_is_refused(
     assert run(spark, replay_settings(target, where="true"), dry_run=True).selected == 1
     [outcome] = changes.retry(TaskTable(opened(database)), changes.Selection(ids=("a",)))
     assert outcome.changed == ("a",)
+
+
+def test_a_rate_is_that_of_all_tasks_together(spark: SparkSession, target: DatabaseSettings, database: Database):
+    """As many Spark tasks as may run at once, and each has its part; a group that comes too early waits."""
+    insert(database, [sent(f"{number:04d}", DAY) for number in range(2 * GROUP_ROWS + 50)])
+    began = table_of(target).now()
+    done = run(spark, replay_settings(target, where="true", max_rows_per_second="250"))
+    assert done.replayed == 2 * GROUP_ROWS + 50
+    due = [stored["AvailableAt"] for stored in rows_of(database).values()]
+    assert min(due) > began
+    assert max(due) - min(due) > timedelta(seconds=1), "the second group of a task waits for 1.6 s"
+
+
+#: Seconds in which Spark starts, and does the work; a machine may be slow.
+SECONDS = 200.0
+TASKS = 600
+
+
+def send(emulators: Emulators, database: Database) -> None:
+    """Let a worker send all that is unsent."""
+    with worker(emulators, database, command="drain") as process:
+        assert process.wait(SECONDS) == 0
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_a_replay_that_was_killed_is_resumed_and_sends_each_task_once(  # noqa: PLR0917 - fixtures
+    spark: SparkSession,
+    emulators: Emulators,
+    target: DatabaseSettings,
+    database: Database,
+    topic: str,
+    subscription: Subscription,
+):
+    """Though a worker has sent a part of them in between, and others were sent by themselves."""
+    insert(database, [sent(f"{number:05d}", DAY + MICROSECOND * number, Topic=topic) for number in range(TASKS)])
+    command = (
+        "outbox_pipeline", "replay", "--project", PROJECT, "--instance", INSTANCE, "--database", database.database_id,
+        "--topic", topic, "--max-rows-per-second", "200",
+    )  # fmt: skip
+    with started(*command, environment=emulators.environment()) as process:
+        eventually(lambda: len(unsent(database)) > 0, seconds=SECONDS, message="some tasks are unsent")
+        kill_family(process.pid)
+        said = process.stderr
+    [note] = noted(database)
+    assert (note["FinishedAt"], note["Tasks"]) == (None, None)
+    assert f"--resume {note['ReplayId']} goes on with it" in said
+    send(emulators, database)
+    insert(database, [sent("new", table_of(target).now(), Topic=topic)])
+
+    done = run(spark, replay_settings(target), resume=note["ReplayId"])
+    assert done.replay_id == note["ReplayId"]
+    assert (done.selected, done.waiting, done.missing) == (TASKS, 0, 0)
+    assert 0 < done.changed < TASKS, "the kill was to come in the middle"
+    assert done.replayed == TASKS - done.changed
+    send(emulators, database)
+    received = [message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in subscription.pull_until(TASKS, SECONDS)]
+    received += [message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in subscription.drain(0.5)]
+    assert sorted(received) == [f"{number:05d}" for number in range(TASKS)]
+    [ended] = noted(database)
+    assert ended == note | {"FinishedAt": ended["FinishedAt"], "Tasks": TASKS}
+    assert ended["FinishedAt"] is not None

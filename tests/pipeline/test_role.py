@@ -19,7 +19,7 @@ from tests.support.roles import Heard, grants, refused
 SENT = datetime(2026, 6, 1, tzinfo=UTC)
 
 
-def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Database) -> None:
+def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Database):
     """Reading each way, registering, also what was there before, purging and replaying, in sessions of that role."""
     insert(database, [row("sent", SentAt=SENT), *(row(f"unsent{number}") for number in range(9))])
     settings = replace(target, database_role="outbox_pipeline")
@@ -27,9 +27,8 @@ def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Dat
     heard = Heard(table._database)
     assert table.first_sent() == SENT
     table.retention()
-    of = {"project": target.project, "instance": target.instance, "database": target.database}
     for more in ({}, {"state": "sent", "since": "3650d"}, {"dataBoost": "true"}):
-        source = OutboxDataSource({**of, "databaseRole": "outbox_pipeline", **more})
+        source = OutboxDataSource(pipeline.options(target, databaseRole="outbox_pipeline", **more))
         reader = source.reader(source.schema())
         assert sum(batch.num_rows for part in reader.partitions() for batch in reader.read(part)) in (1, 10)
     writer = Writer(table, table.now())

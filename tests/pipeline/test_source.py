@@ -1,16 +1,16 @@
-"""The data source `outbox`: what it reads, by its planner and parts themselves, which need no Spark."""
+"""The data source `outbox`: what its planner and parts read, without Spark, and what Spark makes of that."""
 
 import dataclasses
 import itertools
 import random
-from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 
 import pyarrow as pa
 import pytest
 from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.types import PubsubMessage
-from pyspark.sql.types import StructType
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.testing import assertSchemaEqual
 
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.operations import sql
@@ -19,10 +19,12 @@ from outbox.settings import DatabaseSettings
 from outbox.states import NEVER, STATES
 from outbox.times import shown
 from outbox_pipeline import schemas, spanner
+from outbox_pipeline.faults import spark_errors
 from outbox_pipeline.source import parts
-from outbox_pipeline.source.datasource import OutboxDataSource
+from outbox_pipeline.source.datasource import OutboxDataSource, OutboxReader
 from outbox_pipeline.source.options import parse
 from tests.support.operations import COLUMNS, FUTURE, PAST, insert, opened, row, rows_of, update
+from tests.support.pipeline import options
 
 #: Where a day of sent tasks begins.
 DAY = datetime(2026, 6, 1, tzinfo=UTC)
@@ -30,16 +32,15 @@ DAY = datetime(2026, 6, 1, tzinfo=UTC)
 ODD_IDS = ("0", "00000000", "7fffffff", "80000000", "ffffffff", "ffffffff-z", "Zebra", "zebra", "ä", "😀", " ", "\x01")
 
 
-def options(target: DatabaseSettings, **more: str) -> dict[str, str]:
-    """Return options for a database."""
-    return {"project": target.project, "instance": target.instance, "database": target.database, **more}
+def reader_of(given: dict[str, str]) -> OutboxReader:
+    """Return the planner of a reading."""
+    source = OutboxDataSource(given)
+    return source.reader(source.schema())
 
 
-def read(given: Mapping[str, str], schema: StructType | None = None) -> pa.Table:
+def read(given: dict[str, str]) -> pa.Table:
     """Return all that these options read, one part after the other."""
-    source = OutboxDataSource(dict(given))
-    schema = schema or source.schema()
-    reader = source.reader(schema)
+    reader = reader_of(given)
     batches = [batch for part in reader.partitions() for batch in reader.read(part)]
     return pa.Table.from_batches(batches, batches[0].schema) if batches else pa.table({})
 
@@ -53,43 +54,30 @@ def ids(table: pa.Table) -> list[str]:
 def every_state(database: Database) -> dict[str, str]:
     """A table with tasks of every state and edge, in several topics; returns the states by id, as SQL has them."""
     chance = random.Random(8)
+    names = ("AvailableAt", "Attempts", "OrderingKey", "LastError")
+    of_each = itertools.product((None, PAST, FUTURE, NEVER), (0, 2), (None, "k"), (None, "", "parked: x"), (None, DAY))
     made = []
-    for number, (available, attempts, key, error, sent) in enumerate(
-        itertools.product((None, PAST, FUTURE, NEVER), (0, 2), (None, "k"), (None, "", "parked: x"), (None, DAY))
-    ):
-        made.append(
-            row(
-                f"{chance.getrandbits(64):016x}",
-                Topic=f"topic{number % 3}",
-                AvailableAt=available,
-                Attempts=attempts,
-                OrderingKey=key,
-                LastError=error,
-                SentAt=sent and sent + timedelta(microseconds=number),
-                Sequence=number if number % 2 else None,
-                AtMostOnce=key is None and number % 5 == 0,
-                ExpiresAt=FUTURE if number % 7 == 0 else None,
-                Priority=-number,
-            )
-        )
+    for number, (*values, sent) in enumerate(of_each):
+        columns = dict(zip(names, values, strict=True)) | {
+            "Topic": f"topic{number % 3}", "SentAt": sent and sent + timedelta(microseconds=number),
+            "Sequence": number if number % 2 else None, "ExpiresAt": FUTURE if number % 7 == 0 else None,
+            "AtMostOnce": values[2] is None and number % 5 == 0, "Priority": -number,
+        }  # fmt: skip
+        made.append(row(f"{chance.getrandbits(64):016x}", **columns))
     insert(database, made)
     statement = sql.task("Id").replace("WHERE Id = @id", "")
     return dict(TaskTable(opened(database)).query(statement, "outbox-show"))
 
 
-def test_every_column_is_as_in_the_table(
-    every_state: dict[str, str], target: DatabaseSettings, database: Database
-) -> None:
+def test_every_column_is_as_in_the_table(every_state: dict[str, str], target: DatabaseSettings, database: Database):
     """All columns, whatever is NULL; times with microseconds; bytes decoded; the state as the commands have it."""
     got = {each["Id"]: each for each in read(options(target, columns=",".join(schemas.TASK.fieldNames()))).to_pylist()}
     assert {id: each["State"] for id, each in got.items()} == every_state
     assert set(every_state.values()) == set(STATES)
     for id, expected in rows_of(database).items():
         task = got[id]
-        data = task.pop("Data")
-        assert {name: task[name] for name in COLUMNS if name != "Data"} == {
-            name: value for name, value in expected.items() if name != "Data"
-        }
+        data, _ = task.pop("Data"), expected.pop("Data")
+        assert {name: task[name] for name in expected} == expected
         assert task["Bytes"] == len(data)
         assert task["Shard"] in range(10)
         message = PubsubMessage.deserialize(data)
@@ -97,9 +85,11 @@ def test_every_column_is_as_in_the_table(
         assert dict(task["Attributes"]) == {**message.attributes, "asynchronous_task_id": id}
 
 
-def test_every_task_is_read_once_whatever_its_id(target: DatabaseSettings, database: Database) -> None:
+def test_every_task_is_read_once_whatever_its_id(target: DatabaseSettings, database: Database):
     """Ranges meet without a gap and without an overlap, from the first id to the last one."""
     chance = random.Random(7)
+    for empty in ({}, {"state": "sent", "since": "1h"}):
+        assert read(options(target, **empty)).num_rows == 0
     made = [*ODD_IDS, *(f"{chance.getrandbits(128):032x}" for _ in range(60))]
     insert(database, [row(id) for id in made])
     for count, boost in itertools.product((1, 2, 7, 100), ("false", "true")):
@@ -107,13 +97,7 @@ def test_every_task_is_read_once_whatever_its_id(target: DatabaseSettings, datab
         assert found == sorted(made), (count, boost)
 
 
-def test_an_empty_table_has_parts_and_no_rows(target: DatabaseSettings) -> None:
-    """Nothing is read, and nothing fails."""
-    assert read(options(target)).num_rows == 0
-    assert read(options(target, state="sent", since="1h")).num_rows == 0
-
-
-def test_what_is_asked_for_is_read(every_state: dict[str, str], target: DatabaseSettings, database: Database) -> None:
+def test_what_is_asked_for_is_read(every_state: dict[str, str], target: DatabaseSettings, database: Database):
     """By state, by topic, by both; with columns that say nothing of them."""
     stored = rows_of(database)
     cases: list[dict[str, str]] = [{"state": state} for state in STATES]
@@ -129,24 +113,20 @@ def test_what_is_asked_for_is_read(every_state: dict[str, str], target: Database
 
 
 @pytest.mark.parametrize("few", [True, False])
-def test_a_time_is_met_to_the_microsecond(target: DatabaseSettings, database: Database, few: bool) -> None:
+def test_a_time_is_met_to_the_microsecond(target: DatabaseSettings, database: Database, few: bool):
     """Since is inclusive, until is not, whether the index is read or the table: that depends on how many were sent."""
     times = [DAY + timedelta(microseconds=number) for number in range(6)]
     insert(database, [row(f"sent{number}", SentAt=time) for number, time in enumerate(times)])
     insert(database, [row(f"unsent{number}") for number in range(60 if few else 0)])
-    given = options(
-        target, columns="Id,Payload", state="sent", since=shown(times[1]), until=shown(times[4]), partitions="3"
-    )
-    source = OutboxDataSource(given)
-    planned = source.reader(source.schema()).partitions()
-    kinds = {type(each.part) for each in planned}
+    given = options(target, columns="Id", state="sent", since=shown(times[1]), until=shown(times[4]), partitions="3")
+    kinds = {type(each.part) for each in reader_of(given).partitions()}
     assert kinds == ({parts.SentPart} if few else {parts.KeyPart})
     assert ids(read(given)) == ["sent1", "sent2", "sent3"]
     assert ids(read({**given, "topic": "other"})) == []
     assert ids(read(options(target, columns="Id", since=shown(times[5]), state="sent"))) == ["sent5"]
 
 
-def test_times_of_unsent_tasks_are_those_of_their_commits(target: DatabaseSettings, database: Database) -> None:
+def test_times_of_unsent_tasks_are_those_of_their_commits(target: DatabaseSettings, database: Database):
     """As with the commands of operators."""
     insert(database, [row("old", CreatedAt=PAST), row("new", CreatedAt=DAY), row("sent", CreatedAt=PAST, SentAt=DAY)])
     for boost in ("false", "true"):
@@ -155,11 +135,10 @@ def test_times_of_unsent_tasks_are_those_of_their_commits(target: DatabaseSettin
         assert ids(read({**given, "until": shown(DAY)})) == ["old"]
 
 
-def test_all_parts_show_the_table_as_of_one_time(target: DatabaseSettings, database: Database) -> None:
+def test_all_parts_show_the_table_as_of_one_time(target: DatabaseSettings, database: Database):
     """What is committed after the planning is in none of them; an earlier time shows what was there then."""
     insert(database, [row(id) for id in ("1", "9")])
-    source = OutboxDataSource(options(target, columns="Id,SentAt"))
-    reader = source.reader(source.schema())
+    reader = reader_of(options(target, columns="Id,SentAt"))
     planned = reader.partitions()
     then = planned[0].at
     insert(database, [row(id) for id in ("0", "5", "f")])
@@ -170,15 +149,14 @@ def test_all_parts_show_the_table_as_of_one_time(target: DatabaseSettings, datab
     assert len(ids(read(options(target, columns="Id")))) == 5
 
 
-def test_a_time_that_cannot_be_read_is_said_to_be_one(target: DatabaseSettings) -> None:
+def test_a_time_that_cannot_be_read_is_said_to_be_one(target: DatabaseSettings):
     """Older than what Spanner keeps, in the future, or of a part of a job that took too long: Spanner's own refusal."""
     for boost in ("false", "true"):
         with pytest.raises(OutboxError, match="version_retention_period"):
             read(options(target, readTimestamp="2h", dataBoost=boost))
     with pytest.raises(SettingError, match="is to come"):
         read(options(target, readTimestamp=shown(datetime.now(UTC) + timedelta(hours=1))))
-    source = OutboxDataSource(options(target))
-    reader = source.reader(source.schema())
+    reader = reader_of(options(target))
     [part, *_] = reader.partitions()
     part.at -= timedelta(hours=2)
     with pytest.raises(OutboxError, match=r"cannot be read any more.*version_retention_period"):
@@ -187,7 +165,7 @@ def test_a_time_that_cannot_be_read_is_said_to_be_one(target: DatabaseSettings) 
 
 def test_a_part_holds_a_batch_and_no_more(
     target: DatabaseSettings, database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Neither more tasks nor many more bytes than a batch may have, in the table and by the index."""
     big = PubsubMessage(data=b"x" * 1_000)
     insert(database, [row(f"{n:02}", SentAt=DAY, Data=PubsubMessage.serialize(big)) for n in range(20)])
@@ -196,8 +174,7 @@ def test_a_part_holds_a_batch_and_no_more(
         with monkeypatch.context() as patch:
             patch.setattr(parts, name, limit)
             for narrowed, number in (({}, 80), ({"state": "sent", "since": shown(DAY)}, 20)):
-                source = OutboxDataSource(options(target, columns="Id,Payload", partitions="1", **narrowed))
-                reader = source.reader(source.schema())
+                reader = reader_of(options(target, columns="Id,Payload", partitions="1", **narrowed))
                 batches = [batch for part in reader.partitions() for batch in reader.read(part)]
                 assert sum(batch.num_rows for batch in batches) == number
                 assert len(batches) >= 20 * weight(b"x" * 1_000) / limit
@@ -205,7 +182,7 @@ def test_a_part_holds_a_batch_and_no_more(
                     assert sum(map(weight, batch["Payload"].to_pylist()[:-1])) < limit
 
 
-def test_a_body_that_is_no_message_is_null(target: DatabaseSettings, database: Database) -> None:
+def test_a_body_that_is_no_message_is_null(target: DatabaseSettings, database: Database):
     """Rows of hostile or broken writers do not end a job; messages without data and attributes are messages."""
     insert(database, [row("bad", Data=b"\xff\xff"), row("empty", Data=b"")])
     for columns in ("Id,Payload", "Id,Attributes", "Id,Attributes,Payload"):
@@ -215,7 +192,7 @@ def test_a_body_that_is_no_message_is_null(target: DatabaseSettings, database: D
             assert got["empty"][name] == {"Payload": b"", "Attributes": [("asynchronous_task_id", "empty")]}[name]
 
 
-def test_options_that_are_wrong_are_named(target: DatabaseSettings) -> None:
+def test_options_that_are_wrong_are_named(target: DatabaseSettings):
     """Which one, with which value, what is allowed; options know no case; a missing database at the planning."""
     cases = (
         ({"stat": "sent"}, "option stat is not known"),
@@ -236,7 +213,7 @@ def test_options_that_are_wrong_are_named(target: DatabaseSettings) -> None:
         read(options(target, database="not-there"))
 
 
-def test_a_process_has_one_client_for_a_database(target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_has_one_client_for_a_database(target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch):
     """And another one for another database, another emulator, and in a process that was forked."""
     one = spanner.table_of(target)
     assert spanner.table_of(dataclasses.replace(target)) is one
@@ -246,10 +223,75 @@ def test_a_process_has_one_client_for_a_database(target: DatabaseSettings, monke
     assert spanner.table_of(target) is one
 
 
-def test_the_retention_of_the_database_counts(target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_retention_of_the_database_counts(target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch):
     """An hour, unless the database says otherwise. The emulator takes the option, and does not show it."""
     table = spanner.table_of(target)
     assert table.retention() == timedelta(hours=1)
     for rows, hours in (([], 1), ([["1h"]], 1), ([["7d"]], 168), ([["5400s"]], 1.5), ([["90m"]], 1.5)):
         monkeypatch.setattr(table, "query", lambda *_arguments, rows=rows: rows)
         assert table.retention() == timedelta(hours=hours), rows
+
+
+def tasks(spark: SparkSession, target: DatabaseSettings, schema: str | None = None, **more: str) -> DataFrame:
+    """Return the table as a DataFrame."""
+    reader = spark.read.format("outbox").options(**options(target) | more)
+    return (reader.schema(schema) if schema else reader).load()
+
+
+def test_the_table_is_a_dataframe(spark: SparkSession, target: DatabaseSettings, database: Database):
+    """Its columns without an option, all columns, and those of a given schema; NULL is NULL; also as a view in SQL."""
+    insert(database, [row("a", OrderingKey="k", Priority=7), row("b", Topic="other")])
+    plain = tasks(spark, target)
+    assertSchemaEqual(plain.schema, schemas.TABLE)
+    got = {each.Id: each.asDict() for each in plain.collect()}
+    assert got["a"]["Priority"] == 7
+    assert got["a"]["OrderingKey"] == "k"
+    for name in COLUMNS:
+        assert (got["b"][name] is None) == (rows_of(database)["b"][name] is None), name
+    whole = tasks(spark, target, columns=",".join(schemas.TASK.fieldNames()))
+    assertSchemaEqual(whole.schema, schemas.TASK)
+    assert whole.where("State = 'pending' AND Attributes['asynchronous_task_id'] = Id").count() == 2
+    own = tasks(spark, target, "Topic STRING, Id STRING, Attributes MAP<STRING, STRING>")
+    assert min(own.collect())[:2] == ("orders", "a")
+    spark.sql("DROP VIEW IF EXISTS outbox_tasks")
+    spark.sql(
+        f"CREATE TEMPORARY VIEW outbox_tasks USING outbox OPTIONS (project '{target.project}', "
+        f"instance '{target.instance}', database '{target.database}', columns 'Id,State')"
+    )
+    assert spark.sql("SELECT COUNT(*) FROM outbox_tasks").collect()[0][0] == 2
+
+
+def test_it_can_be_joined_grouped_and_filtered(spark: SparkSession, target: DatabaseSettings, database: Database):
+    """As any other table; a filter of Spark is applied to what was read."""
+    insert(database, [row(f"{number:03}", Topic=f"topic{number % 3}") for number in range(100)])
+    read = tasks(spark, target, columns="Id,Topic", partitions="3")
+    assert dict(read.groupBy("Topic").count().collect()) == {"topic0": 34, "topic1": 33, "topic2": 33}
+    assert read.where("Topic = 'topic1' AND Id < '010'").count() == 3
+    assert read.join(tasks(spark, target, columns="Id,Bytes", topic="topic2"), "Id").count() == 33
+    assert read.rdd.getNumPartitions() == 3
+
+
+def test_what_is_wrong_is_one_sentence(spark: SparkSession, target: DatabaseSettings):
+    """Spark wraps an error of the planner or of an executor into two stack traces; jobs print it as one sentence."""
+    cases: list[tuple[dict[str, str], type[OutboxError], str]] = [
+        ({"stat": "sent"}, SettingError, "option stat is not known"),
+        ({"schema": "Id STRING, Nope STRING"}, SettingError, "column 'Nope' is not known"),
+        ({"schema": "Id STRING, Priority STRING"}, SettingError, "column Priority is bigint, not string"),
+        ({"database": "not-there"}, NotReached, "not-there is not there"),
+        ({"readTimestamp": "2h"}, OutboxError, "version_retention_period"),
+    ]
+    for more, kind, sentence in cases:
+        with pytest.raises(kind, match=sentence) as raised, spark_errors():
+            tasks(spark, target, **more).count()
+        assert type(raised.value) is kind
+        assert "\n" not in str(raised.value)
+    with pytest.raises(NotReached, match=r"there is no database$"), spark_errors():
+        spark.range(1).mapInArrow(_failing, "id LONG").count()
+    # The source reads; `register` writes.
+    frame = spark.createDataFrame([("a",)], "Id STRING")
+    with pytest.raises(OutboxError, match=r"(?i)writ"), spark_errors():
+        frame.write.format("outbox").mode("append").options(database=target.database).save()
+
+
+def _failing(_batches: object) -> object:
+    raise NotReached("there is no database")

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
 
@@ -19,17 +19,14 @@ from outbox.settings import DatabaseSettings
 from outbox.times import shown
 from outbox_pipeline.source.datasource import OutboxDataSource, OutboxStreamReader
 from outbox_pipeline.spanner import table_of
+from tests.support.archives import delete
 from tests.support.following import COLUMNS
 from tests.support.operations import insert, row, rows_of, update
+from tests.support.pipeline import options
 from tests.support.processes import started
 from tests.support.waiting import eventually
 
 Sent = Counter[tuple[str, str]]
-
-
-def options(target: DatabaseSettings, **more: str) -> dict[str, str]:
-    """Return options for a database."""
-    return {"project": target.project, "instance": target.instance, "database": target.database, **more}
 
 
 def reader(target: DatabaseSettings, **more: str) -> OutboxStreamReader:
@@ -70,7 +67,7 @@ def streamed(spark: SparkSession, sink: Path) -> Sent:
     return Counter((id, time) for id, time in times)
 
 
-def test_batches_meet_without_a_gap(target: DatabaseSettings, database: Database) -> None:
+def test_batches_meet_without_a_gap(target: DatabaseSettings, database: Database):
     """A task that was sent at the end of a batch belongs to that batch only; unsent tasks belong to none."""
     of, of_topic = reader(target), reader(target, topic="other")
     start = begun(of)
@@ -86,22 +83,21 @@ def test_batches_meet_without_a_gap(target: DatabaseSettings, database: Database
     assert batch(of_topic, start, of_topic.latestOffset(start)) == ["b"], "a topic is followed alone"
 
 
-def test_a_batch_that_is_read_again_is_the_same(target: DatabaseSettings, database: Database) -> None:
+def test_a_batch_that_is_read_again_is_the_same(target: DatabaseSettings, database: Database):
     """Whatever happened to its tasks meanwhile: sent again, deleted, or more of them."""
     of = reader(target)
     start = begun(of)
     send(database, "again", "deleted")
     end = of.latestOffset(start)
     update(database, "again", SentAt=None)
-    with database.batch() as changes:
-        changes.delete("AsynchronousTasks", KeySet(keys=[["deleted"]]))
+    delete(database, "deleted")
     send(database, "later")
     assert batch(of, start, end) == ["again", "deleted"]
     update(database, "again", SentAt=COMMIT_TIMESTAMP)
     assert batch(of, end, of.latestOffset(end)) == ["again", "later"]
 
 
-def test_nothing_is_run_while_nothing_is_sent(target: DatabaseSettings, database: Database) -> None:
+def test_nothing_is_run_while_nothing_is_sent(target: DatabaseSettings, database: Database):
     """The offset stays where it is, whether Spark tells the start (from 4.2 on) or not."""
     of = reader(target)
     start = begun(of)
@@ -115,7 +111,7 @@ def test_nothing_is_run_while_nothing_is_sent(target: DatabaseSettings, database
     assert of.latestOffset(start) != start
 
 
-def test_a_query_begins_where_it_is_told(target: DatabaseSettings, database: Database) -> None:
+def test_a_query_begins_where_it_is_told(target: DatabaseSettings, database: Database):
     """Now, or at a time, which is inclusive as everywhere."""
     send(database, "before")
     now = reader(target)
@@ -132,7 +128,7 @@ def test_a_query_begins_where_it_is_told(target: DatabaseSettings, database: Dat
     assert batch(after, after.initialOffset(), after.latestOffset()) == ["later"]
 
 
-def test_a_batch_that_is_too_old_to_be_read_says_what_to_do(target: DatabaseSettings) -> None:
+def test_a_batch_that_is_too_old_to_be_read_says_what_to_do(target: DatabaseSettings):
     """A query that was away for longer than Spanner keeps versions, with a batch planned and not finished."""
     of = reader(target)
     now = table_of(target).now()
@@ -143,7 +139,7 @@ def test_a_batch_that_is_too_old_to_be_read_says_what_to_do(target: DatabaseSett
     assert batch(of, start, {"sent_at": shown(now)}) == []
 
 
-def test_what_a_stream_cannot_do_is_refused(target: DatabaseSettings) -> None:
+def test_what_a_stream_cannot_do_is_refused(target: DatabaseSettings):
     """Each option by its name."""
     for name, value in (
         ("state", "pending"), ("until", "1h"), ("readTimestamp", "1m"), ("dataBoost", "true"), ("since", "1h")
@@ -168,7 +164,7 @@ def query(spark: SparkSession, target: DatabaseSettings, checkpoint: Path, sink:
 
 def test_what_is_available_now_is_read_though_a_batch_was_left_unfinished(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-) -> None:
+):
     """The query finishes that batch, and then reads what was sent since."""
     sink, checkpoint = tmp_path / "sink", tmp_path / "checkpoint"
     send(database, "a")
@@ -218,7 +214,7 @@ def test_nothing_is_lost_or_doubled_when_the_query_is_killed_stopped_and_started
     target: DatabaseSettings,
     database: Database,
     tmp_path: Path,
-) -> None:
+):
     """A live writer; SIGKILL in the first batch, of which Spark has kept the end only, and in the middle of the work.
 
     Then it is stopped, and another run reads the rest: each (Id, SentAt) once.

@@ -1,8 +1,10 @@
 """Rows of users become rows to be registered: values, reasons, ids, and columns that cannot be taken."""
 
 import json
+import random
 from datetime import UTC, datetime
 from itertools import combinations
+from uuid import UUID, uuid5
 
 import pytest
 from pyspark.sql import DataFrame, SparkSession
@@ -11,9 +13,9 @@ from pyspark.testing import assertDataFrameEqual, assertSchemaEqual
 
 from outbox.errors import SettingError
 from outbox_pipeline import schemas
-from outbox_pipeline.ids import task_id
+from outbox_pipeline.ids import NAMESPACE, as_uuid5, named, task_id
 from outbox_pipeline.transforms.tasks import COLUMNS, prepared
-from tests.support.pipeline import ROWS, row, rows
+from tests.support.pipeline import row, rows
 
 TIME = datetime(2026, 11, 21, 13, 0, 0, 123456, UTC)
 LATER = datetime(2026, 11, 21, 14, 0, 0, 1, UTC)
@@ -63,33 +65,21 @@ def test_texts_become_the_same_values(spark: SparkSession):
     given = [
         full,
         {"task_id": "id-2", "topic": "orders", "data": "é😀\x00"},
-        {
-            "task_id": "id-3",
-            "topic": "orders",
-            "data": "",
-            "at_most_once": "True",
-            "available_at": "2026-11-21T13:00:00+0000",
-        },
+        {"task_id": "id-3", "data": "", "at_most_once": "True", "available_at": "2026-11-21T13:00:00+0000"},
         {"task_id": "id-4", "topic": "", "data_base64": "eHh4\r\neHh4", "ordering_key": "", "attributes": "{}"},
         {"task_id": "id-5", "data": "5", "attributes": '{"n":1,"none":null,"o":{"p":[true]}}'},
+        {"task_id": "id-6", "data": "", "priority": str(2**63 - 1), "sequence": str(-(2**63))},
     ]
     moment = datetime(2026, 11, 21, 13, tzinfo=UTC)
     wanted = [
         FULL,
         row(task_id="id-2", data="é😀\x00".encode()),
-        row(task_id="id-3", data=b"", at_most_once=True, available_at=moment),
+        row(task_id="id-3", topic="usual", data=b"", at_most_once=True, available_at=moment),
         row(task_id="id-4", topic="", data=b"xxxxxx", attributes={}),
         row(task_id="id-5", topic="usual", data=b"5", attributes={"n": "1", "none": None, "o": '{"p":[true]}'}),
+        row(task_id="id-6", topic="usual", data=b"", priority=2**63 - 1, sequence=-(2**63)),
     ]
     assertDataFrameEqual(prepared(texts(spark, given), topic="usual"), frame(spark, wanted))
-
-
-def test_numbers_of_64_bits_are_taken(spark: SparkSession):
-    """Of either sign; a topic that is NULL stays NULL if the caller gives no topic."""
-    ends = {"one": str(2**63 - 1), "two": str(-(2**63))}
-    given = [{"task_id": id, "data": "d", "priority": end, "sequence": end} for id, end in ends.items()]
-    wanted = [row(task_id=id, topic=None, data=b"d", priority=int(end), sequence=int(end)) for id, end in ends.items()]
-    assertDataFrameEqual(prepared(texts(spark, given, "topic")), frame(spark, wanted))
 
 
 NO_MOMENTS = (
@@ -247,7 +237,6 @@ def test_a_key_may_be_one_of_the_columns(spark: SparkSession):
         ("data string, topic string, task_id bigint", {}, "column task_id is bigint, it must be a text"),
         ("data string, topic string, ordering_key int", {}, "column ordering_key is int, it must be a text"),
         ("data string, topic string, priority double", {}, "column priority is double, it must be a whole number"),
-        ("data string, topic string, priority boolean", {}, "column priority is boolean, it must be a whole number"),
         ("data string, topic string, sequence decimal(9,0)", {}, "column sequence is decimal(9,0), it must be"),
         ("data string, topic string, at_most_once int", {}, "column at_most_once is int, it must be true or false"),
         ("data string, topic string, available_at date", {}, "column available_at is date, it must be a time with"),
@@ -255,7 +244,6 @@ def test_a_key_may_be_one_of_the_columns(spark: SparkSession):
         ("data string, topic string, attributes array<string>", {}, "column attributes is array<string>, it must be"),
         ("data string, topic string", {"key": ["n"]}, "column 'n' of the key is missing: there are data, topic"),
         ("data string, topic string, n double", {"key": ["n"]}, "column n of the key is double: cast it to a text"),
-        ("data string, topic string, n decimal(9,2)", {"key": ["n"]}, "column n of the key is decimal(9,2): cast it"),
         ("data binary, topic string", {"key": ["data"]}, "column data of the key is binary: cast it to a text"),
         ("data string, topic string, n timestamp", {"key": ["n"]}, "column n of the key is timestamp: cast it"),
     ],
@@ -269,9 +257,64 @@ def test_columns_that_cannot_be_taken_are_named(
     assert str(raised.value).startswith(said)
 
 
-def test_every_column_of_rejects_is_known(spark: SparkSession):
-    """So that they can be registered again; what was said of them counts for nothing."""
-    names = [*(name for name in ROWS.fieldNames() if name != "data"), "data_base64", "reason", "line"]
-    given = texts(spark, [{"topic": "orders", "data_base64": "", "reason": "because", "line": "x"}], *names)
-    [made] = prepared(given).collect()
-    assert (made.reason, made.line, made.data) == (None, None, b"")
+#: Texts of which one more way of counting or of encoding goes wrong.
+TEXTS = (
+    "", " ", "a", "1", "-", "0:", "1:a", "order-4711", "äöüß", "日本語", "😀", "👩‍👩‍👧", "e\u0301", "\u00e9",
+    "\x00", "\x00\x01\x1f\x7f", "\t\r\n", "\ufeff", "\uffff", "\U0010ffff", '"\\/', "'`$", "x" * 5000, "é" * 300,
+)  # fmt: skip
+
+
+def test_the_id_of_a_key_never_changes():
+    """Whoever has registered with an older version of this package gets the same ids again."""
+    assert task_id("orders", "4711") == str(uuid5(UUID("3b0c7e0e-9b50-5d3c-8f43-6d6e2a6d1c55"), "6:orders4:4711"))
+    assert task_id("orders", "4711") == "46618fde-581f-5fd8-ad68-d583d85b0fd5"
+    assert task_id("orders") != task_id("orders", "")
+
+
+def test_keys_that_look_alike_have_ids_of_their_own():
+    """Where one value ends and the next begins is part of the name, and so is their order."""
+    keys = [("a", "bc"), ("ab", "c"), ("abc",), ("abc", ""), ("", "abc"), ("c", "ab"), ("1:a", "bc"), ("a", "b", "c")]
+    keys += [("e\u0301",), ("\u00e9",), ("a:bc",), ("-",), ()]
+    assert len({task_id("orders", *key) for key in keys} | {task_id("other", "a", "bc")}) == len(keys) + 1
+
+
+def test_spark_makes_the_same_ids_as_python(spark: SparkSession):
+    """For keys of one and of two texts, and for whole numbers, dates and truth values as Spark writes them."""
+    dice = random.Random(4711)
+    letters = "".join(map(chr, [*range(256), *range(0x2000, 0x2070), *range(0x1F600, 0x1F640)]))
+    texts = [*TEXTS, *("".join(dice.choices(letters, k=dice.randrange(40))) for _ in range(300))]
+    given = [(text, texts[-number]) for number, text in enumerate(texts)]
+    names = [f.col("one"), f.col("two")]
+    made = spark.createDataFrame(given, "one string, two string").select(
+        "one", "two", as_uuid5(named(names)).alias("both"), as_uuid5(named(names[:1])).alias("first")
+    )
+    found = made.collect()
+    assert len(found) == len(texts)
+    for each in found:
+        assert each.both == task_id(each.one, each.two), (each.one, each.two)
+        assert each.first == task_id(each.one), each.one
+        assert UUID(each.both).version == 5
+
+
+def test_the_key_of_a_row_makes_its_id(spark: SparkSession):
+    """With the topic of the row, or the one for all; columns of keys may have any names and several types."""
+    given = spark.sql(
+        "SELECT 'x' AS data, topic, `a.b`, `c``d`, _topic, whole, day, yes FROM VALUES "
+        "('orders', 'é', 'q', 't', 7, DATE'2026-11-21', true), "
+        "(NULL, '', '\\n', 'u', -7L, DATE'0001-01-01', false) "
+        "AS t(topic, `a.b`, `c``d`, _topic, whole, day, yes)"
+    )
+    key = ["a.b", "c`d", "_topic", "whole", "day", "yes"]
+    found = prepared(given, topic="usual", key=key).select("topic", "task_id").collect()
+    assert {tuple(each) for each in found} == {
+        ("orders", task_id("orders", "é", "q", "t", "7", "2026-11-21", "true")),
+        ("usual", task_id("usual", "", "\n", "u", "-7", "0001-01-01", "false")),
+    }
+
+
+def test_null_is_a_name_of_its_own(spark: SparkSession):
+    """Neither the empty text nor the one that stands for NULL in the name."""
+    given = spark.createDataFrame([(None, "a"), ("", "a"), ("-", "a"), ("a", None)], "one string, two string")
+    found = given.select(named([f.col("one"), f.col("two")]).alias("name")).collect()
+    assert [each.name for each in found] == ["-1:a", "0:1:a", "1:-1:a", "1:a-"]
+    assert str(uuid5(NAMESPACE, "1:a")) == task_id("a")

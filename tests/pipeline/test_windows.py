@@ -23,7 +23,6 @@ from tests.support.archives import (
     NEXT_DAY,
     Sent,
     archived,
-    data_folders,
     ids,
     purges,
     rewrite,
@@ -50,9 +49,14 @@ MANIFEST = Manifest(
 def frame(spark: SparkSession, tasks: list[Sent]) -> DataFrame:
     """Return tasks as the table has them."""
     rows = [
-        (id, "orders", b"\0 data", 6, 50, None, None, 3, at - HOUR, None, None, False, 0, None, at) for id, at in tasks
+        (id, "007", b"\0 data", 6, 50, None, None, 3, at - HOUR, None, None, False, 0, None, at) for id, at in tasks
     ]
     return spark.createDataFrame(rows, schemas.TABLE)
+
+
+def write(spark: SparkSession, folder: Path, tasks: list[Sent]) -> None:
+    """Write tasks as the data of a window."""
+    archivable(frame(spark, tasks)).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(folder))
 
 
 def finish(spark: SparkSession, to: Path, since: datetime, until: datetime, tasks: list[Sent]) -> None:
@@ -61,14 +65,14 @@ def finish(spark: SparkSession, to: Path, since: datetime, until: datetime, task
     data = archive.new_run()
     folder = archive.folder_of(since, until)
     if tasks:
-        archivable(frame(spark, tasks)).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(folder / data))
+        write(spark, Path(str(folder / data)), tasks)
     manifest = dataclasses.replace(
         MANIFEST, since=since, until=until, rows=len(tasks), data=data, written_at=datetime.now(UTC)
     )
     archive.finish(folder, manifest)
 
 
-def test_a_day_is_from_midnight_to_midnight() -> None:
+def test_a_day_is_from_midnight_to_midnight():
     """The first window ends at the next multiple, the last one is the last that has ended."""
     found = list(bounds(DAY, DAY + HOUR * 47, 86_400))
     assert found == [(DAY, NEXT_DAY)]
@@ -78,19 +82,11 @@ def test_a_day_is_from_midnight_to_midnight() -> None:
         (DAY + HOUR * 22, NEXT_DAY),
         (NEXT_DAY, NEXT_DAY + HOUR * 12),
     ]
-
-
-def test_multiples_are_counted_in_utc_from_1970() -> None:
-    """Before 1970, too, and whatever the offset of a time."""
-    berlin = datetime.fromisoformat("2026-10-21T01:30:00+02:00")
-    assert floor(berlin, timedelta(days=1)) == DAY
-    assert floor(DAY, timedelta(days=1)) == DAY
-    assert floor(DAY - MICROSECOND, timedelta(days=1)) == DAY - timedelta(days=1)
-    assert floor(datetime(1969, 12, 31, 23, tzinfo=UTC), timedelta(days=1)) == datetime(1969, 12, 31, tzinfo=UTC)
+    assert floor(datetime.fromisoformat("2026-10-21T01:30:00+02:00"), timedelta(days=1)) == DAY
 
 
 @given(TIMES, LENGTHS, st.floats(0, 20))
-def test_windows_are_contiguous_and_end_at_multiples(begin: datetime, seconds: float, windows: float) -> None:
+def test_windows_are_contiguous_and_end_at_multiples(begin: datetime, seconds: float, windows: float):
     """None is empty, longer than asked or unfinished, and no further one has ended."""
     length = timedelta(seconds=seconds)
     end = begin + length * windows
@@ -108,7 +104,7 @@ def test_windows_are_contiguous_and_end_at_multiples(begin: datetime, seconds: f
 
 
 @given(TIMES, LENGTHS, st.lists(st.floats(0, 5), min_size=1, max_size=5))
-def test_windows_are_the_same_however_often_the_job_runs(begin: datetime, seconds: float, steps: list[float]) -> None:
+def test_windows_are_the_same_however_often_the_job_runs(begin: datetime, seconds: float, steps: list[float]):
     """Each run goes on where the last one ended: together they have the windows of one run."""
     length, end, reached = timedelta(seconds=seconds), begin, begin
     together: list[tuple[datetime, datetime]] = []
@@ -119,19 +115,16 @@ def test_windows_are_the_same_however_often_the_job_runs(begin: datetime, second
     assert together == list(bounds(begin, end, seconds))
 
 
-def test_a_manifest_is_read_as_it_was_written() -> None:
+def test_a_manifest_is_read_as_it_was_written():
     """Each field, with its microseconds; of an empty window, too."""
-    for manifest in (
-        MANIFEST,
-        dataclasses.replace(MANIFEST, rows=0, checksum=None, since=DAY + MICROSECOND),
-    ):
+    for manifest in (MANIFEST, dataclasses.replace(MANIFEST, rows=0, checksum=None, since=DAY + MICROSECOND)):
         assert parsed(manifest.text(), "here") == manifest
     values = json.loads(MANIFEST.text())
     assert values["since"] == "2026-10-20T00:00:00.000000Z"
     assert values["version"] == 1
 
 
-def test_a_file_that_is_no_manifest_is_named() -> None:
+def test_a_file_that_is_no_manifest_is_named():
     """Whatever is wrong with it; a manifest of another version may have other fields, and is not broken."""
     for text in ("", "{", "[]", "null", "{}", '{"since": 1}', MANIFEST.text().replace("rows", "lines"), "\udcff"):
         with pytest.raises(OutboxError, match=r"^gs://shop/window=x/_manifest\.json is no manifest: "):
@@ -142,15 +135,15 @@ def test_a_file_that_is_no_manifest_is_named() -> None:
             parsed(text, "here")
 
 
-def test_a_window_is_there_as_soon_as_it_has_a_manifest(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_window_is_there_as_soon_as_it_has_a_manifest(spark: SparkSession, tmp_path: Path):
     """Readers see no data folder that no manifest names, and the manifest removes it; what is not ours stays."""
     archive = Archive(spark, str(tmp_path))
     folder = archive.folder_of(DAY, NEXT_DAY)
     assert folder.name == "window=20261020T000000Z_20261021T000000Z"
+    assert archive.folder_of(datetime.fromisoformat("2026-10-20T02:00:00+02:00"), NEXT_DAY).name == folder.name
+    assert len({archive.folder_of(DAY + MICROSECOND * number, NEXT_DAY).name for number in range(3)}) == 3
     path = tmp_path / folder.name
-    archivable(frame(spark, [("left", DAY)])).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(
-        str(path / "run=left")
-    )
+    write(spark, path / "run=left", [("left", DAY)])
     (path / "notes").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "_manifest.json").write_text("of somebody else")
@@ -158,32 +151,13 @@ def test_a_window_is_there_as_soon_as_it_has_a_manifest(spark: SparkSession, tmp
     assert archived(spark, tmp_path) == []
 
     tasks = ids("ab", DAY)
-    archivable(frame(spark, tasks)).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(path / "run=0123"))
+    write(spark, path / "run=0123", tasks)
     archive.finish(folder, MANIFEST)
     assert archived(spark, tmp_path) == tasks
     assert sorted(each.name for each in path.iterdir() if each.is_dir()) == ["notes", "run=0123"]
 
 
-def test_of_two_runs_of_a_window_one_wins(spark: SparkSession, tmp_path: Path) -> None:
-    """The other one is refused, and leaves neither its files nor its manifest."""
-    tasks = ids("ab", DAY)
-    finish(spark, tmp_path, DAY, NEXT_DAY, tasks)
-    with pytest.raises(OutboxError, match=r"window=\S+ was finished by another run meanwhile: do two jobs archive"):
-        finish(spark, tmp_path, DAY, NEXT_DAY, ids("abc", DAY))
-    assert archived(spark, tmp_path) == tasks
-    assert len(data_folders(tmp_path)) == 1
-
-
-def test_bounds_of_microseconds_have_folders_of_their_own(spark: SparkSession) -> None:
-    """Names are in UTC."""
-    archive = Archive(spark, "/archive")
-    names = {archive.folder_of(DAY + MICROSECOND * number, NEXT_DAY).name for number in range(3)}
-    assert len(names) == 3
-    berlin = datetime.fromisoformat("2026-10-20T02:00:00+02:00")
-    assert str(archive.folder_of(berlin, NEXT_DAY)) == "/archive/window=20261020T000000Z_20261021T000000Z"
-
-
-def test_readers_choose_times_and_get_windows_in_order(spark: SparkSession, tmp_path: Path) -> None:
+def test_readers_choose_times_and_get_windows_in_order(spark: SparkSession, tmp_path: Path):
     """`since` is inclusive and `until` exclusive, at the microsecond; windows without tasks are no trouble."""
     tasks = [(f"{number}", DAY + HOUR * (number + 0.5)) for number in range(4)]
     at = tasks[2][1]
@@ -198,6 +172,7 @@ def test_readers_choose_times_and_get_windows_in_order(spark: SparkSession, tmp_
         return [id for id, _ in sent_of(read_archive(spark, str(tmp_path), **bounds))]
 
     assert read() == ["0", "2", "3"]
+    assert read_archive(spark, str(tmp_path)).where("Topic = '007'").count() == 3, "a topic stays a text"
     assert read(since=at) == ["2", "3"]
     assert read(since=at + MICROSECOND) == ["3"]
     assert read(until=at) == ["0"]
@@ -212,17 +187,7 @@ def test_readers_choose_times_and_get_windows_in_order(spark: SparkSession, tmp_
     assert read(since=DAY + HOUR * 2, until=DAY + HOUR * 3) == ["2"]
 
 
-def test_a_topic_stays_a_text(spark: SparkSession, tmp_path: Path) -> None:
-    """Also where all topics of an archive look like numbers."""
-    archive = Archive(spark, str(tmp_path))
-    folder = archive.folder_of(DAY, NEXT_DAY)
-    tasks = archivable(frame(spark, ids("ab", DAY)).withColumn("Topic", f.lit("007")))
-    tasks.write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(folder / MANIFEST.data))
-    archive.finish(folder, MANIFEST)
-    assert [row.Topic for row in read_archive(spark, str(tmp_path)).collect()] == ["007"] * 2
-
-
-def test_a_damaged_manifest_is_named_and_nothing_is_read(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_named_and_nothing_is_read(spark: SparkSession, tmp_path: Path):
     """A text that is none, and bytes that are not those that were written."""
     finish(spark, tmp_path, DAY, NEXT_DAY, [])
     [folder] = window_folders(tmp_path)
@@ -230,13 +195,12 @@ def test_a_damaged_manifest_is_named_and_nothing_is_read(spark: SparkSession, tm
     file.write_text(file.read_text().replace('"rows": 0', '"rows": 1'))
     with pytest.raises(OutboxError, match=r"_manifest\.json cannot be read: .*[Cc]hecksum"):
         read_archive(spark, str(tmp_path))
-    for text in ("{", ""):
-        rewrite(file, text)
-        with pytest.raises(OutboxError, match=r"_manifest\.json is no manifest"):
-            read_archive(spark, str(tmp_path))
+    rewrite(file, "{")
+    with pytest.raises(OutboxError, match=r"_manifest\.json is no manifest"):
+        read_archive(spark, str(tmp_path))
 
 
-def test_windows_that_overlap_or_are_gone_are_named(spark: SparkSession, tmp_path: Path) -> None:
+def test_windows_that_overlap_or_are_gone_are_named(spark: SparkSession, tmp_path: Path):
     """A task would be twice in windows that overlap; tasks of a window that is gone would be missing unnoticed."""
     for hour in range(3):
         finish(spark, tmp_path, DAY + HOUR * hour, DAY + HOUR * (hour + 1), [])
@@ -252,7 +216,7 @@ def test_windows_that_overlap_or_are_gone_are_named(spark: SparkSession, tmp_pat
         Archive(spark, str(tmp_path)).windows()
 
 
-def test_a_purge_is_noted_once(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_purge_is_noted_once(spark: SparkSession, tmp_path: Path):
     """The first note stays."""
     finish(spark, tmp_path, DAY, NEXT_DAY, [])
     [window] = Archive(spark, str(tmp_path)).windows()
@@ -263,19 +227,7 @@ def test_a_purge_is_noted_once(spark: SparkSession, tmp_path: Path) -> None:
     assert purges(tmp_path) == [{"deleted": 3, "changed": 2, "missing": 1, "purged_at": shown(NEXT_DAY)}]
 
 
-def test_days_are_those_of_utc(spark: SparkSession) -> None:
-    """Whatever the time zone of the session is, at both ends of a day, and before 1970."""
-    times = [DAY, DAY + HOUR * 12, NEXT_DAY - MICROSECOND, datetime(1969, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC)]
-    for zone in ("UTC", "Pacific/Kiritimati", "America/Los_Angeles"):
-        spark.conf.set("spark.sql.session.timeZone", zone)
-        try:
-            rows = archivable(frame(spark, [(shown(time), time) for time in times])).select("Id", "SentDate").collect()
-        finally:
-            spark.conf.set("spark.sql.session.timeZone", "UTC")
-        assert {row.Id: str(row.SentDate) for row in rows} == {shown(time): shown(time)[:10] for time in times}, zone
-
-
-def test_the_proof_tells_tasks_apart(spark: SparkSession) -> None:
+def test_the_proof_tells_tasks_apart(spark: SparkSession):
     """It depends on each column and on how often a task is there, not on the order nor on how they are divided."""
     one, two = frame(spark, [("a", DAY)]), frame(spark, [("b", DAY)])
     same = {

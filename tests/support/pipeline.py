@@ -6,17 +6,20 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pyarrow as pa
+import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from pyspark import TaskContext
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StructType
 
+from outbox.operations.table import Transaction
 from outbox.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register import Registered, register
 from outbox_pipeline.purging import Purge
 from outbox_pipeline.registration import Registration
 from outbox_pipeline.replaying import Replay
+from outbox_pipeline.spanner import Table
 
 #: What a user may give, in the types that Spark reads from Parquet.
 ROWS = StructType([field for field in schemas.INPUT if field.name not in ("line", "reason")])
@@ -35,16 +38,14 @@ def rows(spark: SparkSession, given: Iterable[dict[str, Any]], partitions: int =
     return spark.createDataFrame(spark.sparkContext.parallelize(values, partitions), ROWS)
 
 
-def registered(dataframe: Any, target: DatabaseSettings, rejects: object, **options: Any) -> Registered:
+def options(target: DatabaseSettings, **more: str) -> dict[str, Any]:
+    """Return options for the database of a test."""
+    return {"project": target.project, "instance": target.instance, "database": target.database, **more}
+
+
+def registered(dataframe: Any, target: DatabaseSettings, rejects: object, **more: Any) -> Registered:
     """Register a DataFrame in the database of a test."""
-    return register(
-        dataframe,
-        rejects=str(rejects),
-        project=target.project,
-        instance=target.instance,
-        database=target.database,
-        **options,
-    )
+    return register(dataframe, rejects=str(rejects), **options(target), **more)
 
 
 def counts(done: Registered) -> tuple[int, int, int, int, int]:
@@ -95,6 +96,21 @@ class FakeTable:
     def kinds(self) -> list[str]:
         """Return what was asked, in a word each."""
         return [kind for kind, _, _ in self.calls]
+
+
+def meddle(monkeypatch: pytest.MonkeyPatch, table: Table, change: Callable[[], None]) -> None:
+    """Let another writer change the table once, when the next transaction on it has begun."""
+    transact, changes = table.transact, [change]
+
+    def meddled(tag: str, work: Callable[[Transaction], Any]) -> Any:
+        def after_another(transaction: Transaction) -> Any:
+            while changes:
+                changes.pop()()
+            return work(transaction)
+
+        return transact(tag, after_another)
+
+    monkeypatch.setattr(table, "transact", meddled)
 
 
 class _FailsAfterItsWrites:
