@@ -1,10 +1,7 @@
-"""Workers and their DogStatsD agent: what it hears, and that its absence costs nothing but figures."""
+"""What a DogStatsD agent hears of a worker."""
 
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.emulators import Emulators
@@ -12,7 +9,6 @@ from publishworker import reporting
 from publishworker.telemetry import metrics as m
 from tests.support.container import altered, settings
 from tests.support.dogstatsd import UnixAgent
-from tests.support.processes import Process
 from tests.support.relays import insert_undecodable, register
 from tests.support.waiting import eventually
 
@@ -27,23 +23,11 @@ USUAL = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def agent() -> Iterator[UnixAgent]:
-    """An agent that does not listen yet."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # the path of a socket must be short
-        yield UnixAgent(Path(directory) / "dsd.socket")
-
-
-def stop(process: Process) -> None:
-    """End a worker that works."""
-    process.end()
-    assert "Traceback" not in process.stderr
-
-
 def test_all_that_is_sent_is_in_the_table_with_its_tags(
-    emulators: Emulators, database: Database, topic: str, agent: UnixAgent, tmp_path: Path
+    emulators: Emulators, database: Database, topic: str, tmp_path: Path
 ) -> None:
     """Names, types and tags of a run with failures are those of the table, and all that every worker sends is there."""
+    agent = UnixAgent(tmp_path / "dsd.socket")
     environment = settings(emulators, database.database_id, tmp_path / "heartbeat", **agent.environment, **SERVICE)
     with agent.listening(), altered(OFTEN, environment, "--group-size", "10") as process:
         insert_undecodable(database, "garbage", topic, "key")
@@ -52,7 +36,8 @@ def test_all_that_is_sent_is_in_the_table_with_its_tags(
         wanted = {metric.name for metric in USUAL} | {m.FAILED.name, m.DEAD.name, m.BREAKER_STATE.name}
         eventually(lambda: wanted <= {each.name for each in list(agent.heard)}, seconds=40)
         eventually(lambda: agent.total(m.PUBLISHED.name) == 40, seconds=30)
-        stop(process)
+        process.end()
+        assert "Traceback" not in process.stderr
     for each in agent.heard:
         metric = TABLE[each.name]
         assert each.type == metric.type, each

@@ -5,7 +5,6 @@ Prints a table, and writes it to `--output` as JSON.
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import signal
@@ -22,26 +21,13 @@ from tests.support.pubsub import PubSub
 from tests.support.rpc import Fault
 from tests.support.trial import GROUP_SIZE, Trial
 
-#: Two would abort each other on the emulator, which is no fault of a protocol.
-WORKERS = 1
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Relay:
-    """What sends tasks: a worker's module, and flags."""
-
-    module: str
-    flags: tuple[str, ...] = ()
-
-    def working(self, trial: Trial) -> AbstractContextManager[list[Process]]:
-        """Run it for the time of the block."""
-        return trial.workers(WORKERS, *self.flags, module=self.module)
-
-
+#: Runs what sends tasks, for the time of a block.
+Relay = Callable[[Trial], AbstractContextManager[list[Process]]]
+#: One worker each: two would abort each other on the emulator, which is no fault of a protocol.
 RELAYS: dict[str, Relay] = {
-    f"groups of {GROUP_SIZE}": Relay("publishworker"),
-    "groups of 1": Relay("publishworker", ("--group-size", "1")),
-    "the article's protocol": Relay("tests.support.article"),
+    f"groups of {GROUP_SIZE}": lambda trial: trial.workers(1),
+    "groups of 1": lambda trial: trial.workers(1, "--group-size", "1"),
+    "the article's protocol": lambda trial: trial.workers(1, module="tests.support.article"),
 }
 #: Of the calls that fail at random.
 SHARE = 0.1
@@ -57,7 +43,7 @@ Way = Callable[[Trial, Relay], int]
 
 def undisturbed(trial: Trial, relay: Relay) -> int:
     """Do nothing."""
-    with relay.working(trial):
+    with relay(trial):
         trial.settle(SECONDS)
     return 0
 
@@ -66,13 +52,13 @@ def killed(trial: Trial, relay: Relay) -> int:
     """SIGKILL the worker again and again; another one takes its place."""
     tasks = trial.backlog()
     with contextlib.ExitStack() as stack:
-        workers = stack.enter_context(relay.working(trial))
+        workers = stack.enter_context(relay(trial))
         for kill in range(KILLS):
             trial.wait_for_backlog(tasks * (KILLS - kill) // (KILLS + 1), SECONDS)
             [worker] = workers
             worker.stop(signal.SIGKILL)
             worker.wait()
-            workers = stack.enter_context(relay.working(trial))
+            workers = stack.enter_context(relay(trial))
         trial.settle(SECONDS)
     return KILLS
 
@@ -81,7 +67,7 @@ def at_random(service: str, fault: Fault, method: str) -> Way:
     """Return a way in which a share of the calls of a method fails."""
 
     def way(trial: Trial, relay: Relay) -> int:
-        with trial.faulty(service) as faulty, relay.working(trial):
+        with trial.faulty(service) as faulty, relay(trial):
             with faulty.failing(trial.chance(SHARE, fault, method)):
                 trial.settle(SECONDS)
             return faulty.seen[method, fault]
@@ -94,7 +80,7 @@ def away(service: str) -> Way:
 
     def way(trial: Trial, relay: Relay) -> int:
         half = trial.backlog() // 2
-        with trial.proxy(service) as proxy, relay.working(trial):
+        with trial.proxy(service) as proxy, relay(trial):
             trial.wait_for_backlog(half, SECONDS)
             proxy.refuse()
             lasting(OUTAGE_SECONDS)

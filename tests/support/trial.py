@@ -12,7 +12,7 @@ import dataclasses
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from random import Random
@@ -300,12 +300,6 @@ def beside(work: Callable[[], object], *, every: float) -> Iterator[None]:
     assert not thread.is_alive(), "it hangs"
     if failures:
         raise failures[0]
-
-
-def total(figures: Sequence[Figures]) -> Figures:
-    """Return the figures of trials as those of one; the longest recovery is its."""
-    sums = {name.name: sum(getattr(each, name.name) for each in figures) for name in dataclasses.fields(Figures)}
-    return Figures(**sums | {"recovery": max(each.recovery for each in figures)})
 
 
 def id_of(message: PubsubMessage) -> str:
