@@ -75,9 +75,6 @@ def to_message(data: bytes, answer: Answer) -> Answer:
     )
 
 
-refuse_poison = to_message(b"poison", refuse(grpc.StatusCode.INVALID_ARGUMENT, "poison"))
-
-
 def publisher_to(address: str, *arguments: Any, **options: Any) -> PubSubPublisher:
     """Return a publisher to a server."""
     transport = PublisherGrpcTransport(channel=grpc.insecure_channel(address))

@@ -6,13 +6,36 @@ from typing import Any
 import pytest
 
 import outbox
-from tests.support.relay_bench import Bench
+from publishworker.pubsub.publisher import PubSubPublisher
+from tests.support.pubsub_server import PubSubServer, publisher_to, pubsub_server
+from tests.support.relay_bench import Bench, SlowPublisher
 
 
 @pytest.fixture
 def bench() -> Bench:
     """A fresh bench."""
     return Bench()
+
+
+@pytest.fixture
+def slow() -> Iterator[SlowPublisher]:
+    """A publisher for which some topics hang until the end of the test."""
+    publisher = SlowPublisher("orders", "invoices")
+    yield publisher
+    publisher.release.set()
+
+
+@pytest.fixture
+def server() -> Iterator[PubSubServer]:
+    """A server in Pub/Sub's place that accepts everything until a test changes that."""
+    with pubsub_server() as running:
+        yield running
+
+
+@pytest.fixture
+def publisher(server: PubSubServer) -> PubSubPublisher:
+    """A publisher to the server."""
+    return publisher_to(server.address)
 
 
 @pytest.fixture

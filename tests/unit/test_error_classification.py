@@ -43,14 +43,6 @@ def test_the_kinds_are_those_of_the_design() -> None:
     assert {kind_of(name) for name in ("", "new_in_grpc", "NOT_FOUND")} == {Kind.UNKNOWN}
 
 
-def test_credentials_that_give_no_token_are_told_from_a_service_that_is_away() -> None:
-    """The status is the same; only the details differ."""
-    no_token = "Getting metadata from plugin failed with error: ('invalid_grant: Bad Request', {})"
-    assert reason(grpc.StatusCode.UNAVAILABLE, no_token) == "credentials"
-    assert reason(grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses") == "unavailable"
-    assert reason(grpc.StatusCode.UNAUTHENTICATED, "Request had invalid credentials.") == "unauthenticated"
-
-
 def test_what_pubsub_has_surely_not_taken() -> None:
     """A refusal, or a call that never left the worker; not a message that Pub/Sub may have published."""
     content_and_target = f"{KINDS[Kind.CONTENT]} {KINDS[Kind.TARGET]}".split()

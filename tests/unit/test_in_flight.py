@@ -161,14 +161,6 @@ def test_who_waits_for_all_shows_signs_of_life_and_gives_up_a_stuck_group(
     assert groups.beats > STUCK_SECONDS
 
 
-@pytest.fixture
-def slow() -> Iterator[SlowPublisher]:
-    """A publisher for which some topics hang until the end of the test."""
-    publisher = SlowPublisher("orders", "invoices")
-    yield publisher
-    publisher.release.set()
-
-
 def bench_of(publisher: SlowPublisher, orders: int, invoices: int = 0, **options: Any) -> Bench:
     """Return a bench with so many tasks."""
     bench = Bench(publisher=publisher, **options)

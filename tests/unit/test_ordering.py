@@ -213,20 +213,19 @@ def test_the_rows_under_the_lock_decide(bench: Bench, act: Callable[[Bench], obj
         assert bench.waits("f") == pytest.approx(30, abs=1)
 
 
-def test_a_key_in_flight_waits_for_its_answer() -> None:
+def test_a_key_in_flight_waits_for_its_answer(slow: SlowPublisher) -> None:
     """One request of a key at a time; the other topic's tasks do not wait for it."""
-    publisher = SlowPublisher("orders", "invoices")
-    bench = Bench(publisher=publisher, groups=4)
-    bench.publisher = publisher
-    publisher.hanging = {"orders"}
+    bench = Bench(publisher=slow, groups=4)
+    bench.publisher = slow
+    slow.hanging = {"orders"}
     ids = [f"{n:02}" for n in range(25)]
     bench.line(*ids)
     for _ in range(3):
         bench.relay.turn()
     assert bench.store.claimed.total() == 10
     bench.insert("i", topic="invoices")
-    while "i" not in publisher.ids():
+    while "i" not in slow.ids():
         bench.relay.turn()
-    publisher.release.set()
+    slow.release.set()
     bench.turns()
     assert bench.published(*ids) == ids

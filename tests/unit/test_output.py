@@ -119,10 +119,7 @@ def test_a_character_that_is_cut_makes_no_hex_of_a_text(before: int, monkeypatch
         f"  ... {len(data) - 8} more bytes: --raw writes all",
     ]
     assert list(tasks._data_lines(b"ab\xffd" * 3))[:2] == ["Data         12 bytes, hex", "  61 62 ff 64 61 62 ff 64"]
-
-
-def test_data_is_shown_to_its_limit(monkeypatch: pytest.MonkeyPatch):
-    """A message of the limit is shown whole; JSON that is cut is text, and a message without data has no lines."""
+    # A message of the limit is shown whole; JSON that is cut is text, and a message without data has no lines.
     monkeypatch.setattr(tasks, "SHOWN_BYTES", 4)
     assert list(tasks._data_lines(b"[12]")) == ["Data         4 bytes, JSON", "  [", "    12", "  ]"]
     cut = ["Data         5 bytes, text", "  [12 ", "  ... 1 more bytes: --raw writes all"]

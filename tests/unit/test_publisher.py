@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 from unittest import mock
@@ -18,32 +18,11 @@ from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.task import Failed, Row
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.outages import hang
-from tests.support.pubsub_server import (
-    PubSubServer,
-    accept,
-    publisher_to,
-    pubsub_server,
-    reasons,
-    refuse,
-    refuse_poison,
-    sent,
-    to_message,
-)
+from tests.support.pubsub_server import PubSubServer, accept, publisher_to, reasons, refuse, sent, to_message
 
 TOPIC = "projects/project/topics/orders"
-
-
-@pytest.fixture
-def server() -> Iterator[PubSubServer]:
-    """A server that accepts everything until a test changes that."""
-    with pubsub_server() as running:
-        yield running
-
-
-@pytest.fixture
-def publisher(server: PubSubServer) -> PubSubPublisher:
-    """A publisher to the server."""
-    return publisher_to(server.address)
+#: Refuses a request because of one of its messages.
+refuse_poison = to_message(b"poison", refuse(grpc.StatusCode.INVALID_ARGUMENT, "poison"))
 
 
 def row(id: str, data: bytes = b"data", key: str | None = None) -> Row:

@@ -6,7 +6,7 @@ A failure ends what is sent of its key and of no other; what was not tried has n
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,7 +18,7 @@ from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.task import Row
 from tests.support.fakes import serialized
 from tests.support.outages import hang
-from tests.support.pubsub_server import Answer, accept, publisher_to, pubsub_server, reasons, refuse, sent, to_message
+from tests.support.pubsub_server import Answer, PubSubServer, accept, reasons, refuse, sent, to_message
 
 #: Seconds for which an answer is kept back, so that a request that should have waited for it is seen.
 KEPT_BACK = 0.05
@@ -33,7 +33,6 @@ class Recorder:
         self.requests: list[tuple[str, list[str]]] = []  # the key and the ids of each, as they came
         self.accepted: list[str] = []
         self.most: Counter[str] = Counter()  # requests at once, by key
-        self.address = ""
         self._now: Counter[str] = Counter()
         self._met = threading.Event()
         self._lock = threading.Lock()
@@ -64,19 +63,11 @@ class Recorder:
 
 
 @pytest.fixture
-def record() -> Iterator[Recorder]:
-    """A server that keeps a record."""
+def record(server: PubSubServer) -> Recorder:
+    """Let the server keep a record."""
     recorder = Recorder()
-    with pubsub_server() as server:
-        server.publish = recorder.publish
-        recorder.address = server.address
-        yield recorder
-
-
-@pytest.fixture
-def publisher(record: Recorder) -> PubSubPublisher:
-    """A publisher to the server that keeps a record."""
-    return publisher_to(record.address)
+    server.publish = recorder.publish
+    return recorder
 
 
 def row(id: str, key: str | None = "k", data: bytes = b"data") -> Row:

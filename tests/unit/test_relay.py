@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,15 +20,6 @@ from tests.support.waiting import eventually
 ORDERS, INVOICES = "projects/test-project/topics/orders", "projects/test-project/topics/invoices"
 NO_ANSWER = StoreError("deadline exceeded")
 LATER = datetime(2026, 1, 1, 13, tzinfo=UTC)
-
-
-@pytest.fixture
-def slow() -> Iterator[SlowPublisher]:
-    """A publisher for which invoices hang until the end of the test."""
-    publisher = SlowPublisher("orders", "invoices")
-    publisher.hanging = {"invoices"}
-    yield publisher
-    publisher.release.set()
 
 
 def test_a_run_again_after_an_abort_publishes_nothing_twice(bench: Bench) -> None:
@@ -208,6 +199,7 @@ def test_a_group_that_does_not_end_ends_the_worker(
 ) -> None:
     """A turn or a stop raises an error about it; the other groups of the process still end, and are counted."""
     monkeypatch.setattr(flights, "WATCH_SECONDS", 0.001)
+    slow.hanging = {"invoices"}
     bench = Bench(publisher=slow, stragglers=1, patience=0, beat=lambda: bench.wait(10))
     bench.insert("stuck", topic="invoices")
     bench.insert("good")
@@ -238,6 +230,7 @@ def test_a_relay_says_what_it_is_busy_with(bench: Bench) -> None:
 def test_groups_that_have_ended_are_counted_though_polls_fail(bench: Bench, slow: SlowPublisher) -> None:
     """Otherwise an outage of minutes would lose the outcome, and the group would seem stuck."""
     bench.insert("a", "b", topic="invoices")
+    slow.hanging = {"invoices"}
     relay = bench.another(publisher=slow, patience=0)
     eventually(lambda: (relay.turn(), relay.in_flight)[1])
     slow.release.set()

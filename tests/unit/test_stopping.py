@@ -1,11 +1,10 @@
 """Signals become an event, work on a thread ends in time or not."""
 
-import signal
 import threading
 
 import pytest
 
-from publishworker.stopping import run_on_thread, stop_on_signals
+from publishworker.stopping import run_on_thread
 
 
 def test_a_loop_on_a_thread_ends_in_time_or_not_and_raises_its_defect() -> None:
@@ -20,14 +19,3 @@ def test_a_loop_on_a_thread_ends_in_time_or_not_and_raises_its_defect() -> None:
 
     with pytest.raises(ZeroDivisionError):
         run_on_thread(work, threading.Event(), 5)
-
-
-def test_the_first_signal_asks_to_stop_and_the_handlers_are_given_back() -> None:
-    """Both signals that a supervisor or a terminal sends."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        before = signal.getsignal(number)
-        with stop_on_signals() as stop:
-            assert not stop.is_set()
-            signal.raise_signal(number)
-            assert stop.is_set()
-        assert signal.getsignal(number) == before
