@@ -55,6 +55,7 @@ def test_claim_gives_the_rows_under_the_lock(harness: Harness) -> None:
     }
     assert rows["b"].data == serialized()
     assert (rows["b"].ordering_key, rows["b"].available_at, rows["b"].sent_at) == ("key", PAST, None)
+    assert rows["b"].created_at == harness.column("b", "created_at")
     assert locked(harness, "deleted") == {}
 
 
