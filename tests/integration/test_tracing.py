@@ -83,7 +83,9 @@ def test_one_trace_leads_from_the_transaction_to_googles_subscriber(
     """Its span is a child of the application's; the relay's own span is linked to it."""
     order = place_order(database, topic)
     relay_all(database)
-    received.get(timeout=30)
+    message = received.get(timeout=30)
+    # By this attribute any other subscriber can go on with the trace, too.
+    assert message.attributes["googclient_traceparent"].split("-")[1] == f"{order.context.trace_id:032x}"
     subscribe = eventually(
         lambda: next((each for each in spans.get_finished_spans() if each.name.endswith(" subscribe")), None),
         seconds=30,
