@@ -64,6 +64,8 @@ def test_help_has_an_example_and_needs_no_database(name: str):
     ("words", "code", "sentence"),
     [
         (("emulators", "--pubsub-port=65536"), 2, "--pubsub-port: '65536' is not allowed: it must be a whole number"),
+        (("schema", "print", "--shards", "0"), 2, "--shards: '0' is not allowed: it must be a whole number from 1 to"),
+        (("schema", "apply", "--retention", "0"), 2, "--retention: '0' is not allowed: it must be none, or days"),
         (("show", "x" * 65), 2, "1 to 64 characters"),
         (("show", ""), 2, "1 to 64 characters"),
         (("list", "--state", "lost"), 2, "it must be pending or retrying or scheduled or dead or sent"),

@@ -16,7 +16,6 @@ created  table AsynchronousTaskTopics
 created  table AsynchronousTaskWorkers
 created  table AsynchronousTaskReplays
 """
-PLACE = {"OUTBOX_PROJECT": "my-project", "OUTBOX_INSTANCE": "main"}
 
 
 @pytest.fixture
@@ -35,23 +34,6 @@ def test_print_needs_no_spanner():
     assert "COALESCE(OrderingKey, Id)), 32)" in chosen.stdout
     assert "ROW DELETION POLICY" not in chosen.stdout
     assert "CREATE CHANGE STREAM AsynchronousTasksInserts" in chosen.stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("print --shards 0", "argument --shards: '0' is not allowed: it must be a whole number from 1 to 1,000"),
-        ("apply --shards ten", "argument --shards: 'ten' is not allowed"),
-        ("apply --retention 0", "argument --retention: '0' is not allowed: it must be none, or days, a whole number"),
-        ("print --retention 30d", "argument --retention: '30d' is not allowed"),
-        ("apply", "--database is missing: give it, or set OUTBOX_DATABASE"),
-    ],
-)
-def test_a_wrong_value_is_a_usage_error(words: str, sentence: str):
-    """Exit code 2; the message names the flag, the value and what is allowed."""
-    refused = here("schema", *words.split(), environment=PLACE)
-    assert (refused.code, refused.stdout) == (2, "")
-    assert sentence in refused.stderr
 
 
 def test_apply_makes_the_tables_once(outbox: Commands, empty_database: Database):

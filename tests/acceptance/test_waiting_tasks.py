@@ -4,13 +4,15 @@ import base64
 import time
 from datetime import UTC, datetime, timedelta
 
+import grpc
 import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.emulators import Emulators
 from tests.support.commands import count, fill, row
-from tests.support.outages import dead
+from tests.support.outages import charged, dead, hang, is_sent, register_beside
 from tests.support.pubsub import Subscription
+from tests.support.pubsub_server import accept, pubsub_server, refuse
 from tests.support.relays import UNDECODABLE, register, worker
 from tests.support.waiting import eventually
 
@@ -64,3 +66,25 @@ def test_urgent_tasks_that_fail_keep_no_good_one_waiting(
     if missing:
         assert dead(own_database) == 0
         assert count(own_database, "Attempts > 0") <= 200
+
+
+@pytest.mark.extended
+def test_topics_that_do_not_work_hold_up_no_other(emulators: Emulators, database: Database) -> None:
+    """One topic is silent, one fails: their tasks wait, without failed attempts. A third one's are sent in seconds."""
+    answers = {"silent": hang, "failing": refuse(grpc.StatusCode.UNAVAILABLE)}
+    options = ("--group-size", "20", "--publish-timeout", "0.5")
+    with (
+        pubsub_server() as server,
+        worker(emulators, database, *options, PUBSUB_EMULATOR_HOST=server.address) as process,
+    ):
+        server.publish = lambda request, context: answers.get(request.topic.rpartition("/")[2], accept)(
+            request, context
+        )
+        for topic in answers:
+            register(database, topic, 60)
+        for topic in answers:
+            process.wait_for_text(f"{topic} rests")
+        for _ in range(5):
+            one = register_beside(database, "good", 1)
+            eventually(lambda one=one: is_sent(database, one), seconds=10, message="a task of the good topic is sent")
+        assert charged(database) == 0
