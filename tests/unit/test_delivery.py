@@ -81,6 +81,19 @@ def test_a_group_tells_how_long_its_phases_took_and_how_long_its_tasks_waited(be
     assert result.phases.keys() == {m.CLAIM}
 
 
+def test_what_stands_behind_a_failed_task_is_parked_in_the_same_commit(bench: Bench) -> None:
+    """It has the time of the failed one, and no attempt."""
+    bench.failing = {"a": Failed("data_loss", "no")}
+    for number, id in enumerate("abc"):
+        bench.insert(id, ordering_key="k", sequence=number)
+    result = bench.deliver("a", "b", "c", keys=("k", "k", "k"))
+    assert result.parked.keys() == {"b", "c"}
+    rows = bench.store.rows.values()
+    assert [row.attempts for row in rows] == [1, 0, 0]
+    [available_at] = {row.available_at for row in rows}
+    assert available_at is not None
+
+
 def test_what_a_group_has_sent_itself_shows_that_its_topic_works(bench: Bench) -> None:
     """A suspect that meets an outage beside a sent task is charged; alone it is not, as nothing shows its fault."""
     bench.failing = {"a": Failed("deadline_exceeded", "no answer")}

@@ -9,6 +9,7 @@ import pytest
 
 from publishworker.task import Group, GroupResult, Outcome, Turn
 from publishworker.turn import flights, sampling
+from publishworker.turn import relay as relay_module
 from publishworker.turn.flights import LONGEST_STEP, STUCK_SECONDS, Flights, StuckGroup
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.relay_bench import Bench, SlowPublisher
@@ -202,6 +203,22 @@ def test_a_poll_that_left_nothing_behind_waits_for_its_groups(slow: SlowPublishe
     bench.store.rows = {row.id: row for row in by_shard.values()}  # one of each: no range of the window is full
     bench.relay.turn()
     assert len(by_shard) == bench.relay.turn().published == 10
+
+
+@pytest.mark.parametrize(("stragglers", "patience"), [(3, None), (0, 0.0)])
+def test_stragglers_are_left_behind_while_tasks_wait(
+    slow: SlowPublisher, monkeypatch: pytest.MonkeyPatch, stragglers: int, patience: float | None
+) -> None:
+    """The turn ends when the wanted number has ended, or when patience has: the rest is reported later."""
+    monkeypatch.setattr(relay_module, "LONGEST_TURN_WAIT", 25.0)
+    begin = time.monotonic()
+    slow.hanging = {"invoices"}
+    bench = bench_of(slow, 200, 200, groups=4, stragglers=stragglers, patience=patience)
+    bench.relay.turn()
+    turn = bench.relay.turn()
+    assert 2 <= turn.in_flight <= 3
+    assert turn.published + turn.in_flight * 10 == 40
+    assert time.monotonic() - begin < 20
 
 
 def test_while_every_place_is_taken_the_relay_waits_without_polls(slow: SlowPublisher) -> None:
