@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 
-from publishworker.task import TopicLimit
+from publishworker.task import Failed, TopicLimit
 from tests.support.fakes import serialized
 from tests.support.relay_bench import Bench, overtake
 
@@ -167,3 +167,21 @@ def test_the_share_of_lower_priorities_counts_for_the_limit() -> None:
         bench.publisher.requests.clear()
         bench.relay.turn()
         assert sum(map(len, bench.publisher.requests)) <= 6
+
+
+def test_hanging_topics_leave_places_for_others() -> None:
+    """However many there are: their probes have a quarter of the places, and a good task goes at once."""
+    bench = Bench(groups=8)
+    for n in range(30):
+        topic = f"projects/test-project/topics/silent{n}"
+        bench.publisher.topics.add(topic)
+        bench.publisher.down[topic] = Failed("deadline_exceeded", "no answer")
+        bench.insert(f"task{n}", topic=f"silent{n}", priority=100)
+    bench.run_for(20)
+    bench.wait(11)  # all may be probed now
+    before = bench.store.claimed.total()
+    bench.relay.turn()
+    assert bench.store.claimed.total() - before == 2
+    bench.insert("good")
+    bench.turns()
+    assert "good" in bench.publisher.ids()
