@@ -9,5 +9,4 @@ from tests.support.commands import Commands
 
 @pytest.fixture
 def outbox(emulators: Emulators, database: Database) -> Commands:
-    """The commands on a database of the test's own."""
     return Commands(emulators, database)

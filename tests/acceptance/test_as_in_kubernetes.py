@@ -136,7 +136,6 @@ def test_a_probe_stays_good_while_a_service_is_silent(
 
 
 def check(probe: Probe) -> None:
-    """Say what a probe that is not good has said."""
     assert probe.is_good(), probe.said
 
 

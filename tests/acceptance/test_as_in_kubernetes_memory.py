@@ -54,7 +54,6 @@ class Gateway(Forwarding):
     """Forwards, but makes all tasks large: in the poll their size, in the locks their data."""
 
     def __init__(self, target: str, topic: str) -> None:
-        """Forward to `target`."""
         super().__init__(target)
         self._topic = topic
         data = PubsubMessage.pb()(data=bytes(TASK_BYTES)).SerializeToString()

@@ -24,7 +24,6 @@ def publishworker(emulators: Emulators, *arguments: str, **environment: str) -> 
 
 
 def on(database: Database | str) -> dict[str, str]:
-    """Return the variables that name a database."""
     name = database if isinstance(database, str) else database.database_id
     return {"OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE, "OUTBOX_DATABASE": name}
 

@@ -32,7 +32,6 @@ def large(spanner_instance: Instance) -> Iterator[Database]:
 
 @pytest.fixture
 def outbox(emulators: Emulators, large: Database) -> Commands:
-    """The commands on the large table."""
     return Commands(emulators, large)
 
 

@@ -120,7 +120,6 @@ UNEXPECTED = "tasks that were received although no transaction committed them: 1
 
 
 def _run(summary: ModuleType, arrivals: list[tuple[str, str, float]], faults: list[str]) -> Any:
-    """A run in which `a`, `b` and `c` were committed at noon and `x` rolled back."""
     from orders.subscriber import Delivery
 
     return summary.Run(

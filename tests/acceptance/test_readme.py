@@ -46,7 +46,6 @@ TABLES = (
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """Return the blocks of code of one language in a page."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
@@ -97,7 +96,6 @@ def rows(database: Database, sql: str) -> list[list[Any]]:
 
 
 def one(database: Database, sql: str) -> Any:
-    """Return the only value of the only row."""
     [[value]] = rows(database, sql)
     return value
 

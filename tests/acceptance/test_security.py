@@ -32,13 +32,11 @@ class Reading(Forwarding):
     """Keeps the statements that go to Spanner, and counts the requests whose parameters hold the secret."""
 
     def __init__(self, target: str) -> None:
-        """Nothing read."""
         super().__init__(target)
         self.statements: set[str] = set()
         self.with_secret = 0
 
     def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Forward a call."""
         name = method.rpartition("/")[2]
         if name in _STATEMENTS:
             message: Any = _STATEMENTS[name].pb().FromString(request)

@@ -16,7 +16,6 @@ SECOND, MINUTE = timedelta(seconds=1), timedelta(minutes=1)
 
 
 def pause(database: Database, *topics: str) -> None:
-    """Pause topics as the command does."""
     with database.batch() as batch:
         rows = [(topic, True, 5) for topic in topics]
         batch.insert("AsynchronousTaskTopics", ("Topic", "Paused", "MaxInFlight"), rows)

@@ -21,7 +21,6 @@ PAGE = Path("docs/operations/topics.md")
 
 
 def blocks(language: str) -> str:
-    """Return the only block of code of that language in the page."""
     [block] = re.findall(rf"^```{language}\n(.*?)^```", (ROOT / PAGE).read_text(), re.MULTILINE | re.DOTALL)
     return str(block)
 

@@ -54,7 +54,6 @@ class Table:
 
     @property
     def id(self) -> str:
-        """Return the database's id."""
         return str(self.database.database_id)
 
     def fill(self, count: int = ROWS) -> list[str]:

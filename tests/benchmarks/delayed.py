@@ -57,7 +57,6 @@ def _lines(text: str, count: int) -> list[str]:
 
 
 def at_once(bench: Bench, hosts: Emulators) -> Speed:
-    """Relay several tables at once."""
     with contextlib.ExitStack() as stack:
         tables = [stack.enter_context(fresh_table(bench)) for _ in range(RELAYS)]
         workers = [relaying.open_worker(hosts, table.id) for table in tables]

@@ -22,7 +22,6 @@ CONDITIONS = """\
 
 
 def run(bench: Bench) -> Section:
-    """Count for a minute."""
     seconds = bench.choose(60, 5)
     counts = count(bench, seconds)
     per_minute = {key: number * 60 / seconds for key, number in counts.items()}

@@ -60,7 +60,6 @@ def percentile(values: list[float], share: int) -> float:
 
 
 def latencies(bench: Bench, table: Table, rate: int, seconds: int) -> list[float]:
-    """Return the seconds of each task that arrives within `seconds`."""
     committed: dict[str, float] = {}
 
     def register() -> None:

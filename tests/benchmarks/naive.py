@@ -28,7 +28,6 @@ class Naive:
     """One thread's clients."""
 
     def __init__(self, hosts: Emulators, database_id: str) -> None:
-        """Connect."""
         with connecting_to(hosts):
             client = spanner.Client(
                 PROJECT, credentials=AnonymousCredentials(), disable_builtin_metrics=True

@@ -111,7 +111,6 @@ def counted(bench: Bench, load: Load) -> Iterator[tuple[str, str, float]]:
 
 
 def conditions(loads: list[Load]) -> str:
-    """Return the conditions, as a list."""
     sizes = " or ".join(sorted({f"{load.count:,}" for load in loads}, key=lambda text: (len(text), text)))
     return f"""\
 - Fresh tables of {sizes} rows, messages of 300 bytes, one topic, one worker with default settings; one task

@@ -26,7 +26,6 @@ over the rounds, with the smallest and the largest in brackets.
 
 
 def write(sections: dict[str, Section], page: Path = PAGE) -> None:
-    """Write the page and its plots."""
     parts = [HEAD, summary(sections)]
     for name, section in sections.items():
         image = draw(name, section, page.with_suffix("") / f"{name}.png") if section.plot else None
@@ -35,7 +34,6 @@ def write(sections: dict[str, Section], page: Path = PAGE) -> None:
 
 
 def summary(sections: dict[str, Section]) -> str:
-    """Return the bars of all sections as one table."""
     rows = [
         [f"[{section.title}](#{section.title.lower().replace(' ', '-')})", *_bar(bar)]
         for section in sections.values()
@@ -57,7 +55,6 @@ def text(section: Section) -> str:
 
 
 def grid(figures: list[Figure]) -> tuple[list[str], list[list[str]]]:
-    """Arrange figures by row and column."""
     columns = list(dict.fromkeys(figure.column for figure in figures))
     rows = list(dict.fromkeys(figure.row for figure in figures))
     cells = {(figure.row, figure.column): _cell(figure) for figure in figures}
@@ -65,13 +62,11 @@ def grid(figures: list[Figure]) -> tuple[list[str], list[list[str]]]:
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """Return a table."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def draw(name: str, section: Section, file: Path) -> Path:
-    """Draw the columns that the section names, one beside the other, and return the file."""
     assert section.plot is not None
     columns = section.plot.columns
     rows = list(dict.fromkeys(figure.row for figure in section.figures if figure.column in columns))

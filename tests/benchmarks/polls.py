@@ -56,7 +56,6 @@ def beside_sent(bench: Bench) -> Section:
 
 
 def ranges(table: Table) -> list[str]:
-    """Return the ids in the poll's ranges."""
     database: Any = table.database
     ids: list[str] = []
     with database.snapshot(multi_use=True) as snapshot:
@@ -68,7 +67,6 @@ def ranges(table: Table) -> list[str]:
 
 
 def timed(table: Table, row: str, rounds: int) -> Samples:
-    """Return the milliseconds and the rows of all ranges."""
     samples: Samples = []
     for _ in tqdm(range(rounds), desc=row, disable=None):
         begin = time.perf_counter()

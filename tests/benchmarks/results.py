@@ -30,7 +30,6 @@ class Figure:
 
     @property
     def median(self) -> float:
-        """Return the median."""
         return statistics.median(self.values)
 
 
@@ -70,7 +69,6 @@ class Section:
     ran: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def value(self, row: str, column: str) -> float:
-        """Return a median."""
         return next(figure.median for figure in self.figures if (figure.row, figure.column) == (row, column))
 
 
@@ -83,13 +81,11 @@ def figures(samples: Iterable[tuple[str, str, float]]) -> list[Figure]:
 
 
 def load(file: Path = FILE) -> dict[str, Section]:
-    """Return the sections that were kept, by name."""
     kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return {name: _section(data) for name, data in kept.items()}
 
 
 def save(sections: dict[str, Section], file: Path = FILE) -> None:
-    """Keep the sections."""
     file.parent.mkdir(parents=True, exist_ok=True)
     data = {name: dataclasses.asdict(section) for name, section in sections.items()}
     file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -76,7 +76,6 @@ def fill(database: Database, count: int, begin: int = 0) -> None:
 
 
 def read(bench: Bench) -> Section:
-    """Read a table, in two sizes."""
     sizes = (bench.choose(100_000, 2_000), bench.choose(300_000, 4_000))
     samples: list[Sample] = []
     with here(bench) as engine, fresh_table(bench) as table:

@@ -27,7 +27,6 @@ RETRIED = ("Id", "SentAt", "ExpiresAt", "Attempts", "AvailableAt")
 
 
 def replaying(bench: Bench) -> Section:
-    """Make all tasks of a table unsent."""
     size = bench.choose(5_000, 1_000)
     with here(bench) as engine, fresh_table(bench) as table:
         fill(table.database, size)
@@ -49,7 +48,6 @@ def replaying(bench: Bench) -> Section:
 
 
 def purging(bench: Bench) -> Section:
-    """Delete all tasks of a table that are in a window of an archive."""
     size = bench.choose(5_000, 1_000)
     with here(bench) as engine, fresh_table(bench) as table, tempfile.TemporaryDirectory() as folder:
         fill(table.database, size)

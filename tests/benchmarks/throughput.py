@@ -67,7 +67,6 @@ def ratios(section: Section, least_over_a: float, least_of_ceiling: float | None
 
 
 def run(bench: Bench) -> Section:
-    """Measure on the emulators directly."""
     section = Section(
         "Throughput",
         figures(measure(bench, bench.emulators, WAYS, "throughput")),

@@ -21,12 +21,10 @@ UNTOUCHED = (None, PAST, FUTURE, "internal: no", 2)
 
 
 def send_all(rows: Sequence[Row], _now: datetime) -> Mapping[str, Mark]:
-    """Mark each row as sent."""
     return {row.id: Sent("1") for row in rows}
 
 
 def locked(harness: Harness, *ids: str) -> dict[str, Row]:
-    """Return the rows as a claim reads them."""
     calls: list[list[Row]] = []
     harness.store.claim(ids, lambda rows, _now: (calls.append(list(rows)), {})[1])
     return {row.id: row for row in calls[-1]}

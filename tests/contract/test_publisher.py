@@ -21,7 +21,6 @@ class FakeHarness:
     """The fake, and the one topic that exists."""
 
     def __init__(self) -> None:
-        """Know one topic."""
         self.topic = "projects/test-project/topics/orders"
         self.publisher: Publisher = FakePublisher("orders")
 
@@ -36,7 +35,6 @@ class PubSubHarness:
     """The same on the emulator."""
 
     def __init__(self, topic: str, subscription: Subscription) -> None:
-        """Subscribe to one topic."""
         self.topic = topic
         self.publisher: Publisher = PubSubPublisher(open_pubsub(), "test-project")
         self._subscription = subscription

@@ -76,8 +76,6 @@ def at_random(service: str, fault: Fault, method: str) -> Way:
 
 
 def away(service: str) -> Way:
-    """Return a way in which a service is away for a while."""
-
     def way(trial: Trial, relay: Relay) -> int:
         half = trial.backlog() // 2
         with trial.proxy(service) as proxy, relay(trial):

@@ -47,7 +47,6 @@ class Field:
         return self.trial.backlog() > STALLED
 
     def any_of(self, services: Collection[str]) -> Faulty:
-        """Choose a service."""
         return self.services[self.trial.random.choice(sorted(services))]
 
     @property
@@ -148,7 +147,6 @@ def broken(how: str) -> Harm:
 
 @contextlib.contextmanager
 def worker_killed(field: Field, _seconds: float) -> Iterator[Effect]:
-    """SIGKILL."""
     place = field.one()
     field.workers[place].stop(signal.SIGKILL)
     field.workers[place].wait()
@@ -158,7 +156,6 @@ def worker_killed(field: Field, _seconds: float) -> Iterator[Effect]:
 
 @contextlib.contextmanager
 def worker_sleeps(field: Field, _seconds: float) -> Iterator[Effect]:
-    """SIGSTOP, SIGCONT."""
     sleeper = field.workers[field.one()]
     sleeper.stop(signal.SIGSTOP)
     yield Effect(lambda: IN_FLIGHT)
@@ -167,7 +164,6 @@ def worker_sleeps(field: Field, _seconds: float) -> Iterator[Effect]:
 
 @contextlib.contextmanager
 def worker_restarted(field: Field, _seconds: float) -> Iterator[Effect]:
-    """SIGTERM."""
     place = field.one()
     field.workers[place].stop()
     assert field.workers[place].wait() == 0

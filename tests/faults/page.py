@@ -103,7 +103,6 @@ def _circumstances() -> dict[str, str]:
 
 
 def text(results: dict[str, Any]) -> str:
-    """Return the page."""
     parts = [HEAD]
     if lines := results.get("scenarios"):
         command = f"python -m pytest --long --seed {lines[0]['seed']} --numprocesses 3 tests/faults"

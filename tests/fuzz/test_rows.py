@@ -69,12 +69,10 @@ class Service:
     """Pub/Sub, as strict as the real one: a transport, and its channel."""
 
     def __init__(self) -> None:
-        """Publish nothing yet."""
         self.published: list[tuple[str, Any]] = []
         self.grpc_channel = mock.Mock(**{"unary_unary.return_value.future.side_effect": self.future})
 
     def future(self, request: Any, **_more: Any) -> Any:
-        """Answer at once."""
         assert request.ByteSize() <= MAX_REQUEST_BYTES
         keys = {message.ordering_key for message in request.messages}
         answer = mock.Mock()

@@ -19,5 +19,4 @@ def watch(database: Database) -> Iterator[Watch]:
 
 @pytest.fixture
 def table(watch: Watch) -> TaskTable:
-    """The same."""
     return watch.table

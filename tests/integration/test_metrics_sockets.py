@@ -22,7 +22,6 @@ from publishworker.turn.recording import Recorder
 
 @pytest.fixture
 def udp(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """An agent that listens on UDP."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as agent:
         agent.bind(("127.0.0.1", 0))
         agent.settimeout(5)
@@ -40,7 +39,6 @@ def path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def unix(path: Path) -> Iterator[socket.socket]:
-    """An agent that listens on a Unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
         agent.bind(str(path))
         agent.settimeout(5)
@@ -146,7 +144,6 @@ def test_what_is_buffered_is_sent_at_the_end(udp: socket.socket) -> None:
 
 
 def counted(lines: list[str]) -> int:
-    """Return the sum of the counter of published tasks."""
     return sum(int(line.split(":")[1].split("|")[0]) for line in lines if line.startswith(m.PUBLISHED.name))
 
 

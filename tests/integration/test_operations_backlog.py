@@ -47,7 +47,6 @@ def oldest(watch: Watch, at: datetime) -> datetime:
 
 
 def numbers(line: Line) -> dict[str, int]:
-    """Return the counts of a line that are not 0."""
     return {name: getattr(line, name) for name in COUNTS if getattr(line, name)}
 
 
@@ -276,7 +275,6 @@ def test_a_due_task_counts_from_when_it_became_due(database: Database, watch: Wa
 
 
 def ready_since(task: dict[str, Any]) -> datetime:
-    """Return since when a task is ready or due."""
     since: datetime = max(task["CreatedAt"], task["AvailableAt"] or task["CreatedAt"])
     return since
 

@@ -33,7 +33,6 @@ def fill(database: Database) -> None:
 
 
 def selected(state: str) -> Selection:
-    """Return a selection of a state."""
     return Selection(state=state, until=FUTURE)
 
 

@@ -132,7 +132,6 @@ def test_discard_deletes_dead_tasks_only(database: Database, table: TaskTable, m
 
 
 def line(key: str, *columns: dict[str, Any], topic: str = "orders") -> list[dict[str, Any]]:
-    """Return tasks of a key, in their order."""
     return [
         row(f"{topic} {key} {n}", OrderingKey=key, Topic=topic, CreatedAt=PAST + n * SECOND, **each)
         for n, each in enumerate(columns)

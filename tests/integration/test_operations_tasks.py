@@ -18,7 +18,6 @@ from tests.support.operations import CREATED, FUTURE, MICROSECOND, OF_STATES, PA
 
 
 def ids(table: TaskTable, limit: int = 1_000, **selection: Any) -> list[str]:
-    """Return the ids of a list."""
     return [task.columns["Id"] for task in tasks.listed(table, Selection(**selection), limit)]
 
 

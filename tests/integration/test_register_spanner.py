@@ -42,7 +42,6 @@ def in_batch(database: Database, work: Callable[[Any], Any]) -> Any:
 
 
 def once(transaction: Any, task_id: str = "t") -> bool:
-    """Register a task of the topic `orders` once."""
     return outbox.register_once(transaction, "orders", b"data", task_id=task_id)
 
 

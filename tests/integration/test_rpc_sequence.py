@@ -83,7 +83,6 @@ def prepare(mock: SpannerServicer, count: int, key: str | None = None) -> list[s
 def make_relay(
     database: LimitedDatabase, group_size: int = 100, groups: int = 1, publisher: FakePublisher | None = None
 ) -> Relay:
-    """Return a relay to a fake publisher."""
     store = SpannerStore(database, 10)
     publisher = publisher or FakePublisher("orders", project="p")
     return relay_of(store, publisher, size=group_size, groups=groups, look_further_seconds=1)

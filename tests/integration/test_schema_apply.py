@@ -50,12 +50,10 @@ ALL = [
 
 
 def change(database: Database, *statements: str) -> None:
-    """Run DDL of a test."""
     database.update_ddl(statements).result()
 
 
 def tables(database: Database) -> set[str]:
-    """Return the names of all tables."""
     rows = query(database, "SELECT TABLE_NAME FROM INFORMATION_SCHEMA.TABLES WHERE TABLE_SCHEMA = ''")
     return {name for (name,) in rows}
 

@@ -45,7 +45,6 @@ def rows(database: Database) -> list[list[Any]]:
 
 
 def have(database: Database, *topics: str) -> None:
-    """Register a task for each of `topics`."""
     with database.batch() as batch:
         for topic in topics:
             outbox.register(batch, topic, b"")

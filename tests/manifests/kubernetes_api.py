@@ -46,7 +46,6 @@ def api() -> Iterator[Api]:
         protocol_version = "HTTP/1.1"
 
         def handle_one(self) -> None:
-            """Answer one request."""
             body, path = self.rfile.read(int(self.headers.get("Content-Length") or 0)), urlsplit(self.path).path
             if self.command == "GET":
                 code, answer = state.get(path)

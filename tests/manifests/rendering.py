@@ -38,7 +38,6 @@ Objects = list[Object]
 
 
 def programs(*names: str) -> None:
-    """Skip the test where one of the programs is not in PATH, and fail it where CI is set."""
     if missing := [name for name in names if shutil.which(name) is None]:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(f"not in PATH: {', '.join(missing)}")
 
@@ -69,7 +68,6 @@ def _parsed(text: str) -> Objects:
 
 
 def rendered(directory: Path) -> Objects:
-    """Return the objects of a kustomization."""
     return copy.deepcopy(_parsed(rendered_text(directory)))
 
 
@@ -98,7 +96,6 @@ def validate(each: Object) -> None:
 
 
 def templates(each: Object) -> Iterator[Object]:
-    """Yield the templates of the pods that an object makes."""
     if each["kind"] == "Deployment":
         yield each["spec"]["template"]
     elif each["kind"] == "ScheduledSparkApplication":
@@ -108,23 +105,19 @@ def templates(each: Object) -> Iterator[Object]:
 
 
 def of_kind(objects: Objects, kind: str) -> Objects:
-    """Return the objects of a kind."""
     return [each for each in objects if each["kind"] == kind]
 
 
 def the(objects: Objects, kind: str, name: str | None = None) -> Object:
-    """Return the only object of that kind, and of that name."""
     [found] = [each for each in of_kind(objects, kind) if name in (None, each["metadata"]["name"])]
     return found
 
 
 def worker(objects: Objects) -> Object:
-    """Return the Deployment of the worker."""
     return the(objects, "Deployment", "publishworker")
 
 
 def container(deployment: Object, name: str) -> Object:
-    """Return one container by its name."""
     pod = deployment["spec"]["template"]["spec"]
     [found] = [each for each in [*pod.get("initContainers", []), *pod["containers"]] if each["name"] == name]
     return dict(found)

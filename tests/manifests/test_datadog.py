@@ -72,7 +72,6 @@ def of_api(document: Document, model: type[OpenApiModel]) -> Iterator[str]:
 
 
 def leaves(widgets: list[Document]) -> Iterator[Document]:
-    """Yield the definitions of the widgets that are no groups."""
     for definition in (widget["definition"] for widget in widgets):
         yield from leaves(definition["widgets"]) if definition["type"] == "group" else [definition]
 

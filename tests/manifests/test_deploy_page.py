@@ -67,7 +67,6 @@ def carried_out(text: str, folder: Path) -> list[Words]:
 
 @functools.cache
 def calls(page: str, *start: str) -> list[Words]:
-    """Return the calls of a page that start with these words."""
     if start:
         return [words for words in calls(page) if words[: len(start)] == start]
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +74,6 @@ def calls(page: str, *start: str) -> list[Words]:
 
 
 def values(words: Words, name: str) -> list[str]:
-    """Return the values of a flag, `--name value` or `--name=value`."""
     after = [value for word, value in itertools.pairwise(words) if word == name]
     return after + [word.removeprefix(f"{name}=") for word in words if word.startswith(f"{name}=")]
 

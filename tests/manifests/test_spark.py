@@ -21,12 +21,10 @@ each_job = pytest.mark.parametrize("name", ["archive", "register"])
 
 
 def spec(name: str) -> Object:
-    """Return the spec of a job."""
     return dict(the(rendered(SPARK), "ScheduledSparkApplication", f"outbox-{name}")["spec"])
 
 
 def settings() -> dict[str, str]:
-    """Return the variables of the ConfigMap."""
     return dict(the(rendered(SPARK), "ConfigMap")["data"])
 
 

@@ -38,7 +38,6 @@ class Submitted:
     variables: dict[str, str]
 
     def mounted(self, key: str) -> str:
-        """Return the text of a file that is mounted from one of the ConfigMaps."""
         [text] = {each["data"][key] for each in self.server.made["ConfigMap"] if key in each["data"]}
         return str(text)
 
@@ -61,7 +60,6 @@ def submitted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submitted]:
 
 
 def submit(*arguments: str, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run submit.py with the rendered manifests."""
     command = [sys.executable, str(SPARK / "submit.py"), *arguments]
     text = rendered_text(SPARK)
     return subprocess.run(command, input=text, env=variables, capture_output=True, text=True, check=False, timeout=120)

@@ -44,7 +44,6 @@ def explore(config: Config) -> Found:
 
 
 def _ending(calm: Mapping[State, list[State]], ends: list[State]) -> set[State]:
-    """Return all states from which one of the ends can be reached."""
     reached, new = set(ends), list(ends)
     while new:
         for before in calm.get(new.pop(), ()):

@@ -45,7 +45,6 @@ def message(id: str, at: datetime, data: bytes = b"data", **columns: Any) -> dic
 
 
 def receive(folder: Path, messages: Sequence[dict[str, Any]]) -> None:
-    """Write the messages as JSON lines."""
     text = "".join(json.dumps(each) + "\n" for each in messages)
     (folder / "received.jsonl").write_text(text, encoding="utf-8")
 

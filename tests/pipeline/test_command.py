@@ -49,7 +49,6 @@ def as_process(target: DatabaseSettings, emulators: Emulators, *arguments: str, 
 
 
 def lines(path: Path, *rows: object) -> Path:
-    """Write rows as JSON lines."""
     path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8")
     return path
 

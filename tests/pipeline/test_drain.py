@@ -50,7 +50,6 @@ Drain = Callable[..., tuple[int, dict[str, Any]]]
 
 
 def flags(given: Mapping[str, str]) -> list[str]:
-    """Return settings as flags."""
     return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
 
 

@@ -59,7 +59,6 @@ def shop(of_the_pages: Database) -> Database:
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """Return the blocks of code of one language in a page."""
     text = (PAGES / page).read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 

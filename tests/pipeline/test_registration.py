@@ -47,12 +47,10 @@ def answered(made: Writer) -> tuple[tuple[int, int, int], list[str]]:
 
 
 def ids(count: int, start: int = 0) -> list[str]:
-    """Return ids in their order."""
     return [f"{number:04}" for number in range(start, start + count)]
 
 
 def plain(*ids: str) -> list[dict[str, Any]]:
-    """Return a row for each ID."""
     return [row(task_id=id) for id in ids]
 
 

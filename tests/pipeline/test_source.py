@@ -233,7 +233,6 @@ def test_the_retention_of_the_database_counts(target: DatabaseSettings, monkeypa
 
 
 def tasks(spark: SparkSession, target: DatabaseSettings, schema: str | None = None, **more: str) -> DataFrame:
-    """Return the table as a DataFrame."""
     reader = spark.read.format("outbox").options(**options(target) | more)
     return (reader.schema(schema) if schema else reader).load()
 

@@ -36,7 +36,6 @@ def reader(target: DatabaseSettings, **more: str) -> OutboxStreamReader:
 
 
 def batch(of: OutboxStreamReader, start: dict[str, str], end: dict[str, str]) -> list[str]:
-    """Return the ids of a batch."""
     found = [each for part in of.partitions(start, end) for each in of.read(part)]
     return sorted(id for each in found for id in each["Id"].to_pylist())
 

@@ -48,12 +48,10 @@ JSON_MESSAGES = "message_id STRING, publish_time TIMESTAMP, attributes STRING, d
 
 
 def data_of(text: str) -> bytes:
-    """Return a task's Data."""
     return bytes(RawPubsubMessage(data=text.encode(), attributes={"order": text}).SerializeToString())
 
 
 def task(id: str, created: datetime, sent: datetime | None, **others: Any) -> tuple[Any, ...]:
-    """Return a task as it is read, whose data is its id."""
     data = data_of(others.get("text", id))
     return (
         id, others.get("topic", "orders"), data, others.get("key"), others.get("sequence"), created,

@@ -135,7 +135,6 @@ def tasks(spark: SparkSession, *given: dict[str, object]) -> DataFrame:
 
 
 def parts(ordered: DataFrame) -> list[list[dict[str, object]]]:
-    """Return the rows of each partition that has some, in their order."""
     found: dict[int, list[dict[str, object]]] = {}
     for each in ordered.withColumn("part", f.spark_partition_id()).collect():
         found.setdefault(each.part, []).append(each.asDict(recursive=True))

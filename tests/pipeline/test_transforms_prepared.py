@@ -32,7 +32,6 @@ def frame(spark: SparkSession, given: list[dict[str, object]]) -> DataFrame:
 
 
 def texts(spark: SparkSession, given: list[dict[str, str]], *names: str) -> DataFrame:
-    """Return a DataFrame of texts, with those columns that the rows have, and `names`."""
     columns = sorted({*names}.union(*given))
     schema = ", ".join(f"`{name}` string" for name in columns)
     return spark.createDataFrame([tuple(each.get(name) for name in columns) for each in given], schema)

@@ -47,7 +47,6 @@ MANIFEST = Manifest(
 
 
 def frame(spark: SparkSession, tasks: list[Sent]) -> DataFrame:
-    """Return tasks as the table has them."""
     rows = [
         (id, "007", b"\0 data", 6, 50, None, None, 3, at - HOUR, None, None, False, 0, None, at) for id, at in tasks
     ]

@@ -11,7 +11,6 @@ class Agent:
     """`counts` are the sums of the counters by metric name."""
 
     def __init__(self, port: int) -> None:
-        """Nothing heard."""
         self.environment = {"DD_DOGSTATSD_URL": f"udp://127.0.0.1:{port}"}
         self.counts: Counter[str] = Counter()
 

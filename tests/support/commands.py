@@ -155,7 +155,6 @@ class Terminal:
         return self._seen.decode(errors="replace")
 
     def wait_for_text(self, text: str) -> None:
-        """Return when it has written `text`."""
         eventually(lambda: text in self.seen, seconds=SECONDS, message=f"{text!r} at the terminal")
 
     def type(self, text: str) -> None:

@@ -43,7 +43,6 @@ class Counting(Forwarding):
     """
 
     def __init__(self, target: str) -> None:
-        """Nothing counted."""
         super().__init__(target)
         self._lock = threading.Lock()
         self.counts: Counter[Key] = Counter()

@@ -22,7 +22,6 @@ class Sample:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Return the keys of its tags."""
         return frozenset(tag.partition(":")[0] for tag in self.tags)
 
 
@@ -51,11 +50,9 @@ class UnixAgent:
         return {"DD_DOGSTATSD_URL": f"unix://{self.path}"}
 
     def total(self, name: str) -> int:
-        """Return the sum of a counter."""
         return int(sum(each.value for each in list(self.heard) if each.name == name))
 
     def named(self, name: str) -> list[Sample]:
-        """Return the samples of one metric."""
         return [each for each in list(self.heard) if each.name == name]
 
     @contextlib.contextmanager

@@ -58,7 +58,6 @@ class FakeStore:
     """Rows in a dictionary, locked row by row, and faults on request."""
 
     def __init__(self, shards: int = 10) -> None:
-        """Begin empty, at noon."""
         self.shards: Sequence[int] = range(shards)
         self.rows: dict[str, StoredTask] = {}
         self.paused: set[str] = set()
@@ -152,7 +151,6 @@ class FakeStore:
         return is_expired or (pass_dead and row.available_at >= NEVER)
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
-        """See Store."""
         with self._lock:
             self.claimed.update(ids)
         with contextlib.ExitStack() as locks:
@@ -285,7 +283,6 @@ class FakePublisher:
     def publish(
         self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
     ) -> dict[str, Outcome]:
-        """See Publisher."""
         name = messages.topic_name(topic, self.project)
         outcomes: dict[str, Outcome] = {}
         stopped: set[str | None] = set()
@@ -347,7 +344,6 @@ class Counted:
     """A metrics client that adds up by name; tags are tested with the real client."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self.counts: dict[str, float] = {}
 
     def increment(self, metric: str, value: float, tags: list[str]) -> None:
@@ -359,7 +355,6 @@ class Counted:
         self.counts[metric] = value
 
     def distribution(self, metric: str, value: float, tags: list[str], sample_rate: float = 1) -> None:
-        """Count the samples."""
         self.counts[metric] = self.counts.get(metric, 0) + 1
 
     def stop(self, timeout: float) -> None:

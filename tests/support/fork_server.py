@@ -68,7 +68,6 @@ class Child:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def __del__(self) -> None:
@@ -263,7 +262,6 @@ def _preload(packages: Sequence[str]) -> None:
 
 
 def _measure() -> None:
-    """Measure coverage in this process, if the test run does."""
     if "COVERAGE_PROCESS_CONFIG" in os.environ or "COVERAGE_PROCESS_START" in os.environ:
         import coverage
 

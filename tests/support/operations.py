@@ -101,7 +101,6 @@ class Watch:
     """A table, and every request that it has sent."""
 
     def __init__(self, database: Database) -> None:
-        """Listen, then open the table."""
         self.database = opened(database)
         self.requests: list[tuple[str, Any]] = []
         api = self.database.spanner_api

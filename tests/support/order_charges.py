@@ -31,7 +31,6 @@ class Charges:
     troubles: Counter[tuple[object, str]] = field(default_factory=Counter)
 
     def told(self, request: Request, code: grpc.StatusCode) -> None:
-        """Take in what a process is told of its request."""
         kind = kind_of(code.name.lower())
         if kind is Kind.OUTAGE:
             self.outages.update((request.process, id) for id in request.ids)

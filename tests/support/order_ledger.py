@@ -39,7 +39,6 @@ class Task:
 
     @property
     def place(self) -> tuple[datetime | None, int, str]:
-        """Return its place in its key."""
         return self.created_at, _NO_SEQUENCE if self.sequence is None else self.sequence, self.id
 
 
@@ -52,7 +51,6 @@ class Ledger:
     """All tasks and what was published; `broken` says what should not have happened."""
 
     def __init__(self, store: FakeStore, *, pass_dead: bool) -> None:
-        """Begin without tasks."""
         self._rows_of = store
         self.pass_dead = pass_dead
         self.tasks: dict[str, Task] = {}

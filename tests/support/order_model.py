@@ -29,7 +29,6 @@ class Worker(Crew):
     """A worker: a relay of its own, a clock of its own."""
 
     def __init__(self, world: "World", name: str) -> None:
-        """Begin with a new process."""
         super().__init__(name)
         self.world = world
         self.ahead = 0.0
@@ -59,7 +58,6 @@ class World:
     """All of it: tasks and what became of them, the store, the service, the workers, time."""
 
     def __init__(self, workers: int = 2, *, size: int = 10, groups: int = 2, pass_dead: bool = False) -> None:
-        """Begin without tasks."""
         self.size, self.groups, self.pass_dead = size, groups, pass_dead
         self.seconds = 0.0
         self.store = ModelStore(self)
@@ -119,7 +117,6 @@ class World:
             its.sort(key=lambda task: task.place)
 
     def register(self, *tasks: Task) -> None:
-        """Register tasks in one transaction."""
         self.commit(self.draw(*tasks))
 
     def retry(self, id: str, *, plainly: bool = True) -> None:
@@ -145,7 +142,6 @@ class World:
             task.expires_at, task.owed = None, task.published + 1
 
     def delete(self, id: str) -> None:
-        """Delete a task that is dead."""
         if (row := self.store.rows.get(id)) is not None and is_dead(row):
             self.store.write(id)
             self.ledger.tasks[id].deleted = True
@@ -299,7 +295,6 @@ class World:
         return True
 
     def execute(self, request: Request) -> grpc.StatusCode:
-        """Publish a request, all of it or nothing; once."""
         if any(self.ledger.tasks[id].bad for id in request.ids if id in self.ledger.tasks) and not request.executed:
             return grpc.StatusCode.INVALID_ARGUMENT
         if not request.executed:

@@ -52,7 +52,6 @@ class Refused(grpc.RpcError):
     """An answer that is none."""
 
     def __init__(self, code: grpc.StatusCode) -> None:
-        """Say why."""
         super().__init__(code)
         self._code = code
 
@@ -69,7 +68,6 @@ class Channel:
     """The channel to Pub/Sub, and the transport that holds it."""
 
     def __init__(self, send: Callable[[Request], None]) -> None:
-        """Hand each request to `send`."""
         self._send = send
         self.grpc_channel = self
 

@@ -29,7 +29,6 @@ class Repeats:
     """The causes of each task that are not used up."""
 
     def __init__(self) -> None:
-        """Begin without causes: nothing may be repeated."""
         self._causes: dict[str, list[Cause]] = {}
 
     def allow(self, ids: Iterable[str], cause: Cause = ANYBODY) -> None:

@@ -39,12 +39,10 @@ def rows(spark: SparkSession, given: Iterable[dict[str, Any]], partitions: int =
 
 
 def options(target: DatabaseSettings, **more: str) -> dict[str, Any]:
-    """Return options for the database of a test."""
     return {"project": target.project, "instance": target.instance, "database": target.database, **more}
 
 
 def registered(dataframe: Any, target: DatabaseSettings, rejects: object, **more: Any) -> Registered:
-    """Register a DataFrame in the database of a test."""
     return register(dataframe, rejects=str(rejects), **options(target), **more)
 
 
@@ -57,7 +55,6 @@ class FakeTable:
     """The rows of a table as `Writer` meets them; the contract tests hold it to the emulator."""
 
     def __init__(self) -> None:
-        """Begin empty."""
         self.rows: dict[str, dict[str, Any]] = {}
         #: What was asked: ("look" or "insert", the ids, the tag).
         self.calls: list[tuple[str, list[str], str]] = []

@@ -72,7 +72,6 @@ class Process:
             raise AssertionError(f"ended with {self.child.returncode} without {text!r}")
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Send a signal."""
         self.child.send_signal(number)
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:

@@ -41,7 +41,6 @@ class Proxy:
         self._accepted = 0
 
     def __enter__(self) -> Self:
-        """Listen."""
         # Bound for the whole time: while we refuse, the port can become nobody else's, nor the source port of a client
         # that dials it (which would then be connected to itself).
         self._reservation = _bound(0)

@@ -82,7 +82,6 @@ class PubSub:
         )
 
     def new_topic(self, topic_id: str = "") -> str:
-        """Make a topic, of a random id if none is given, and return its full name."""
         name = f"projects/{PROJECT}/topics/{topic_id or _random('topic')}"
         self.publisher.create_topic(name=name, timeout=CALL_SECONDS)
         return name

@@ -22,7 +22,6 @@ class PubSubServer:
     """`publish` and `get_topic` are the answers; assign to them. `requests` are the publish requests seen."""
 
     def __init__(self) -> None:
-        """Accept everything."""
         self.requests: list[Any] = []
         self.address = ""
         self.publish: Answer = accept
@@ -60,8 +59,6 @@ def accept(request: Any, _context: grpc.ServicerContext) -> Any:
 
 
 def refuse(code: grpc.StatusCode, details: str = "refused") -> Answer:
-    """Return an answer that fails."""
-
     def answer(_request: Any, context: grpc.ServicerContext) -> Any:
         context.abort(code, details)
 
@@ -76,7 +73,6 @@ def to_message(data: bytes, answer: Answer) -> Answer:
 
 
 def publisher_to(address: str, *arguments: Any, **options: Any) -> PubSubPublisher:
-    """Return a publisher to a server."""
     transport = PublisherGrpcTransport(channel=grpc.insecure_channel(address))
     return PubSubPublisher(transport, "project", *arguments, **options)
 

@@ -19,7 +19,6 @@ class Bench:
     """A relay between fakes, with a clock that moves only when a test moves it."""
 
     def __init__(self, **options: Any) -> None:
-        """Use small groups."""
         self.store = FakeStore()
         self.publisher = FakePublisher("orders", "invoices")
         self.counted = Counted()
@@ -105,7 +104,6 @@ class Bench:
         return [row.id for row in self.store.rows.values() if row.sent_at is None]
 
     def count(self, metric: m.Metric) -> float:
-        """Return a counter."""
         return self.counted.counts.get(metric.name, 0)
 
 
@@ -113,7 +111,6 @@ class SlowPublisher(FakePublisher):
     """Some topics hang until they are released."""
 
     def __init__(self, *topics: str) -> None:
-        """Nothing hangs yet."""
         super().__init__(*topics)
         self.hanging: set[str] = set()
         self.release = threading.Event()
@@ -122,7 +119,6 @@ class SlowPublisher(FakePublisher):
     def publish(
         self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
     ) -> dict[str, Outcome]:
-        """Hang, or publish."""
         self.release.wait(30 if topic in self.hanging else self.seconds)
         return super().publish(topic, rows, seconds, singly)
 
@@ -140,7 +136,6 @@ def overtake(bench: Bench, act: Callable[[], object]) -> None:
 
 
 def run_at_once(functions: Sequence[Callable[[], None]]) -> None:
-    """Run each on a thread and wait for all."""
     threads = [threading.Thread(target=function) for function in functions]
     for thread in threads:
         thread.start()

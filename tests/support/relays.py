@@ -41,7 +41,6 @@ def unsent(database: Database) -> list[str]:
 
 
 def wait_until_all_sent(database: Database, seconds: float = 60) -> None:
-    """Return when every task is marked."""
     eventually(lambda: not unsent(database), seconds=seconds, message="all tasks marked as sent")
 
 

@@ -19,7 +19,6 @@ Grants = dict[tuple[str, str], frozenset[str]]
 
 
 def statements() -> list[str]:
-    """Return the statements, each on one line."""
     text = re.sub(r"--.*", "", ROLES.read_text(encoding="utf-8"))
     return [" ".join(each.split()) for each in text.split(";") if each.strip()]
 
@@ -62,7 +61,6 @@ class Heard:
     """What a database was asked through its client: commits, sessions, the tables of queries and reads."""
 
     def __init__(self, database: Database) -> None:
-        """Listen."""
         self.commits: list[CommitRequest] = []
         self.roles: set[str] = set()
         self.tables: set[str] = set()

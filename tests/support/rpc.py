@@ -42,7 +42,6 @@ class Forwarding:
         self.address = ""
 
     def __enter__(self) -> Self:
-        """Serve."""
         self._channel = grpc.insecure_channel(self._target, options=_UNLIMITED)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="forwarding")
         self._server = grpc.server(self._pool, options=_UNLIMITED)
@@ -98,7 +97,6 @@ class Faulty(Forwarding):
     """
 
     def __init__(self, target: str, network: Proxy) -> None:
-        """Forward everything at first."""
         super().__init__(target)
         self.network = network
         self.fault: Callable[[str], Fault | None] = lambda _method: None

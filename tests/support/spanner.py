@@ -48,7 +48,6 @@ def client(host: str, project: str = PROJECT) -> spanner.Client:
 
 
 def instance(host: str, instance_id: str = INSTANCE, project: str = PROJECT) -> Instance:
-    """Return the instance of that id on the emulator at `host`, made if it is not there."""
     made: Instance = client(host, project).instance(
         instance_id, configuration_name=f"projects/{project}/instanceConfigs/emulator-config"
     )
@@ -88,7 +87,6 @@ class Pool:
     """Databases with the outbox's tables that tests use in turn: emptying one is cheaper than creating one."""
 
     def __init__(self, of: Instance) -> None:
-        """Start without databases."""
         self._instance = of
         self._ddl: list[str] = []
         self._emptied: collections.deque[tuple[float, str]] = collections.deque()
@@ -102,7 +100,6 @@ class Pool:
         self._give_back(database.database_id)
 
     def drop(self) -> None:
-        """Drop all databases."""
         for _, each in self._emptied:
             self._instance.database(each).drop()
 

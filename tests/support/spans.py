@@ -8,7 +8,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 
 def provided(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    """Make a provider the one of this process until the end of the test; return what it exports."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)  # the API lets it be set once only

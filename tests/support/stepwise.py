@@ -67,7 +67,6 @@ class Crew:
     """The threads of one worker."""
 
     def __init__(self, name: str) -> None:
-        """Begin with none."""
         self.name = name
         self.threads: list[Stepper] = []
 
@@ -82,7 +81,6 @@ class Stepper:
     """A thread, and what it waits for."""
 
     def __init__(self, crew: Crew, run: Callable[[], Any]) -> None:
-        """Stand at the start of `run`."""
         self.crew = crew
         self.point = Point.START
         self.wanted: Sequence[str] = ()  # the rows, at LOCK
@@ -156,14 +154,12 @@ class Mailbox:
     """A queue of one reader."""
 
     def __init__(self) -> None:
-        """Begin empty."""
         self._items: deque[Any] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._items)
 
     def put(self, item: Any) -> None:
-        """Add an item."""
         self._items.append(item)
 
     def get(self, timeout: float | None = None) -> Any:

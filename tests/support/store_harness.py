@@ -20,20 +20,16 @@ class FakeHarness:
     """The fake store; columns have their Python names."""
 
     def __init__(self) -> None:
-        """Start with an empty store."""
         self._fake = FakeStore()
         self.store: Store = self._fake
 
     def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
-        """Insert a row."""
         self._fake.insert(id, topic, serialized(), **columns)
 
     def column(self, id: str, name: str) -> Any:
-        """Return one column of a row."""
         return getattr(self._fake.rows[id], name)
 
     def pause(self, topic: str) -> None:
-        """Pause a topic."""
         self._fake.paused.add(topic)
 
     def limit(self, topic: str, limit: TopicLimit) -> None:
@@ -42,7 +38,6 @@ class FakeHarness:
             self._fake.limits[topic] = limit
 
     def delete(self, id: str) -> None:
-        """Delete a row."""
         del self._fake.rows[id]
 
     def seen(self, worker: str, seconds: float) -> None:
@@ -54,25 +49,21 @@ class SpannerHarness:
     """The same on a database of the emulator that has no rows yet."""
 
     def __init__(self, database: Database) -> None:
-        """Open a store as a worker does."""
         self._database = database
         self.store: Store = SpannerStore(open_database(PROJECT, INSTANCE, database.database_id), shards=10)
 
     def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
-        """Insert a row."""
         row = {"priority": 50, "created_at": COMMIT_TIMESTAMP, **columns}
         named = {name.title().replace("_", ""): value for name, value in row.items()}
         self._insert("AsynchronousTasks", Id=id, Topic=topic, Data=base64.b64encode(serialized()), **named)
 
     def column(self, id: str, name: str) -> Any:
-        """Return one column of a row."""
         statement = f"SELECT {name.title().replace('_', '')} FROM AsynchronousTasks WHERE Id = @id"
         with self._database.snapshot() as snapshot:
             [[value]] = snapshot.execute_sql(statement, params={"id": id}, param_types={"id": STRING})
         return value
 
     def pause(self, topic: str) -> None:
-        """Pause a topic."""
         with self._database.batch() as batch:
             batch.insert_or_update("AsynchronousTaskTopics", ("Topic", "Paused"), [(topic, True)])
 
@@ -82,7 +73,6 @@ class SpannerHarness:
         self._insert("AsynchronousTaskTopics", Topic=topic, **values)
 
     def delete(self, id: str) -> None:
-        """Delete a row."""
         with self._database.batch() as batch:
             batch.delete("AsynchronousTasks", KeySet(keys=[[id]]))
 
@@ -100,5 +90,4 @@ Harness = FakeHarness | SpannerHarness
 
 
 def poll_ids(store: Store, *topics: str, **options: Any) -> list[str]:
-    """Return the candidates' ids."""
     return [each.id for each in store.poll(look(*topics, **options)).candidates]

@@ -108,7 +108,6 @@ class Trial:
     def __init__(
         self, emulators: Emulators, database: Database, pubsub: PubSub, seed: int, *, ordered: bool = True
     ) -> None:
-        """Make the topics and their subscriptions."""
         self._keys = ordered
         self.emulators, self.database, self.pubsub, self.seed = emulators, database, pubsub, seed
         self.spanner_host, self.pubsub_host = emulators.spanner_host, emulators.pubsub_host
@@ -303,7 +302,6 @@ def beside(work: Callable[[], object], *, every: float) -> Iterator[None]:
 
 
 def id_of(message: PubsubMessage) -> str:
-    """Return the id of a message's task."""
     id: str = message.attributes[outbox.TASK_ID_ATTRIBUTE]
     return id
 

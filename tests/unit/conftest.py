@@ -13,7 +13,6 @@ from tests.support.relay_bench import Bench, SlowPublisher
 
 @pytest.fixture
 def bench() -> Bench:
-    """A fresh bench."""
     return Bench()
 
 
@@ -34,12 +33,10 @@ def server() -> Iterator[PubSubServer]:
 
 @pytest.fixture
 def publisher(server: PubSubServer) -> PubSubPublisher:
-    """A publisher to the server."""
     return publisher_to(server.address)
 
 
 @pytest.fixture
 def set_metrics() -> Iterator[Callable[[Any], None]]:
-    """`outbox.set_metrics`, for this test only."""
     yield outbox.set_metrics
     outbox.set_metrics(None)

@@ -42,7 +42,6 @@ class Task:
 
     @property
     def time(self) -> datetime | None:
-        """Since when it is pending."""
         return NOW - timedelta(seconds=self.since) if self.count == "pending" else None
 
 
@@ -59,7 +58,6 @@ class FakeTable:
     """Answers the statements of a backlog from a list of tasks, as their text says."""
 
     def __init__(self, tasks: Sequence[Task], paused: Iterable[str] = ()) -> None:
-        """Hold `tasks`."""
         self._tasks, self._paused = tasks, sorted(paused)
         self.shards = range(SHARDS)
         self.asked: list[str] = []
@@ -69,7 +67,6 @@ class FakeTable:
         return sorted({task.topic for task in self._tasks if task.kind != "sent"} | set(self._paused))
 
     def query(self, statement: str, _tag: str, values: Mapping[str, Any], **_: object) -> list[list[Any]]:
-        """Answer one of them."""
         self.asked.append(statement)
         if statement == sql.LIVE_WORKERS:
             return [[2]]
@@ -102,7 +99,6 @@ def _grouped(
 
 
 def read(table: FakeTable, limit: int, looks: int = backlog.MAX_LOOKS) -> Backlog:
-    """Return the backlog at NOW."""
     with mock.patch.object(backlog, "MAX_LOOKS", looks):
         return backlog._read_at(cast("TaskTable", table), NOW, limit)
 
@@ -116,7 +112,6 @@ def truth(tasks: Iterable[Task]) -> dict[tuple[str, int], Numbers[str]]:
 
 
 def pending_since(tasks: Iterable[Task], line: Line) -> list[datetime]:
-    """Return since when the tasks of a line are pending."""
     return [task.time for task in tasks if (task.topic, task.priority) == (line.topic, line.priority) and task.time]
 
 

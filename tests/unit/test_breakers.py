@@ -21,7 +21,6 @@ class Watch(Breakers):
     """Breakers with a clock that moves only when a test moves it."""
 
     def __init__(self) -> None:
-        """Begin with all closed."""
         self.seconds = 1000.0
         super().__init__(Random(3), lambda: self.seconds)
 
@@ -43,13 +42,11 @@ class Watch(Breakers):
         self.ended(group, probe=outcome)
 
     def next(self, *ids: str) -> Group:
-        """Start a group."""
         return self.start(Group("orders", ids))
 
 
 @pytest.fixture
 def watch() -> Watch:
-    """A fresh one."""
     return Watch()
 
 

@@ -35,7 +35,6 @@ ROWS: dict[str, tuple[dict[str, Any], str, bool]] = {
 
 
 def row(id: str, **columns: Any) -> Row:
-    """Return a row of a key."""
     values = {"topic": "orders", "ordering_key": "k", "available_at": None, "sent_at": None, **columns}
     return Row(id=id, data=b"", created_at=BEFORE, **values)
 

@@ -22,7 +22,6 @@ class Bench(FakePublisher):
     """A delivery between a store and this publisher, which takes two seconds for each call."""
 
     def __init__(self) -> None:
-        """Begin without tasks."""
         super().__init__("orders")
         self.store = FakeStore()
         self.seconds = 100.0
@@ -49,7 +48,6 @@ class Bench(FakePublisher):
             self.store.insert(id, "orders", **{"data": serialized(), **columns})
 
     def deliver(self, *ids: str, pass_dead: bool = False, **group: Any) -> GroupResult:
-        """Deliver one group."""
         retries = Retries(initial=1, longest=9, max_attempts=9, dead_after=9, random=Random(1))
         delivery = Delivery(self.store, self, retries, 5, clock=lambda: self.seconds, pass_dead=pass_dead)
         return delivery.deliver(Group("orders", ids, **group))
@@ -57,7 +55,6 @@ class Bench(FakePublisher):
 
 @pytest.fixture
 def bench() -> Bench:
-    """A fresh one."""
     return Bench()
 
 

@@ -23,7 +23,6 @@ LATER = NOON + timedelta(hours=1)
 
 
 def states(bench: Bench) -> dict[str, str]:
-    """Return the state of each task."""
     found = {}
     for row in bench.store.rows.values():
         if row.sent_at is not None:

@@ -20,7 +20,6 @@ def tasks(*priorities: int) -> list[Candidate]:
 
 
 def priorities(found: list[Candidate]) -> list[int]:
-    """Return their priorities."""
     return [each.priority for each in found]
 
 

@@ -50,7 +50,6 @@ class Watch(Fleet):
     """The worker `me`, its store, and a clock that a test moves."""
 
     def __init__(self, **options: bool) -> None:
-        """Begin alone."""
         self.store, self.seconds = FakeStore(), 100.0
         super().__init__(self.store, "me", ALL, clock=lambda: self.seconds, **options)
 

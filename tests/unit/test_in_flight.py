@@ -20,7 +20,6 @@ class Groups:
     """Groups that stay in flight until a test ends them."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self.ends: dict[str, threading.Event] = {}
         self.seconds = 0.0
         self.beats = 0
@@ -32,14 +31,12 @@ class Groups:
         self.seconds += 1
 
     def start(self, *topics: str) -> list[threading.Thread]:
-        """Start a group of one task for each topic; return the threads of all groups in flight."""
         for topic in topics:
             self.ends.setdefault(topic, threading.Event())
             self.flights.start(Group(topic, (f"task-of-{topic}",)))
         return [*self.flights._threads.values()]
 
     def deliver(self, group: Group) -> GroupResult:
-        """Wait for the end."""
         self.ends[group.topic].wait(30)
         if group.topic == "defect":
             raise ZeroDivisionError
@@ -51,7 +48,6 @@ class Groups:
             self.ends[topic].set()
 
     def landed(self, *arguments: Any, **options: Any) -> list[str]:
-        """Return the topics of the groups that have ended, sorted."""
         return sorted(result.group.topic for result in self.flights.landed(*arguments, **options))
 
 

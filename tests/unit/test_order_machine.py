@@ -41,7 +41,6 @@ class OrderMachine(RuleBasedStateMachine):
     """Callers, operators, time, and workers that stop at every point where something may come between."""
 
     def __init__(self) -> None:
-        """Begin without a world: its size is drawn."""
         super().__init__()
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(patched())
@@ -70,7 +69,6 @@ class OrderMachine(RuleBasedStateMachine):
         first=st.lists(registrations, min_size=1, max_size=4),
     )
     def begin(self, workers: int, size: int, groups: int, pass_dead: bool, first: list[list[dict[str, Any]]]) -> None:
-        """Begin with some tasks."""
         self.world = World(workers, size=size, groups=groups, pass_dead=pass_dead)
         for each in first:
             self.world.commit(self.drawn(each))
@@ -145,7 +143,6 @@ class OrderMachine(RuleBasedStateMachine):
             self.worker(which).ahead += seconds
 
     def worker(self, which: int) -> Worker:
-        """Return one of the workers."""
         return self.world.workers[which % len(self.world.workers)]
 
     @invariant()

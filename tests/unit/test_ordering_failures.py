@@ -16,12 +16,10 @@ DEFERRED = "parked: waits for the task {} of its ordering key"
 
 
 def attempts(bench: Bench) -> dict[str, int]:
-    """Return the attempts of each task."""
     return {id: row.attempts for id, row in bench.store.rows.items()}
 
 
 def dead(bench: Bench) -> list[str]:
-    """Return the dead tasks."""
     return [id for id, row in bench.store.rows.items() if row.available_at == NEVER]
 
 

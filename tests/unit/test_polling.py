@@ -17,7 +17,6 @@ class Watch:
     """A poller of a fake store, with a clock that only a test moves."""
 
     def __init__(self) -> None:
-        """Ask for news every second."""
         self.store = FakeStore()
         self.seconds = 100.0
         self.poller = Poller(

@@ -31,7 +31,6 @@ def row(id: str, data: bytes = b"data", key: str | None = None) -> Row:
 
 
 def rows(ids: str, key: str | None = None) -> list[Row]:
-    """Return a row for each letter."""
     return [row(id, key=key) for id in ids]
 
 
@@ -41,7 +40,6 @@ BAD_REASONS = {"large": "too_large", "broken": "undecodable"}
 
 
 def requests(server: PubSubServer) -> list[list[str]]:
-    """Return the tasks of each request, sorted."""
     return sorted([message.attributes[TASK_ID_ATTRIBUTE] for message in each.messages] for each in server.requests)
 
 

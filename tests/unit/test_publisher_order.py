@@ -28,7 +28,6 @@ class Recorder:
     """Answers as `answer` says, a little late, and keeps what was accepted and how many requests of a key met."""
 
     def __init__(self) -> None:
-        """Accept everything."""
         self.answer: Answer = accept
         self.requests: list[tuple[str, list[str]]] = []  # the key and the ids of each, as they came
         self.accepted: list[str] = []
@@ -38,7 +37,6 @@ class Recorder:
         self._lock = threading.Lock()
 
     def publish(self, request: Any, context: grpc.ServicerContext) -> Any:
-        """Answer a request, whose messages are all of one key."""
         [key] = {message.ordering_key for message in request.messages}
         ids = [message.attributes[TASK_ID_ATTRIBUTE] for message in request.messages]
         with self._lock:
@@ -58,7 +56,6 @@ class Recorder:
                 self._now[key] -= 1
 
     def of(self, key: str) -> list[list[str]]:
-        """Return the ids of each request of a key."""
         return [ids for each, ids in self.requests if each == key]
 
 
@@ -82,7 +79,6 @@ def run(count: int, key: str = "k", size: int = 4) -> list[Row]:
 
 
 def ids(rows: Sequence[Row]) -> list[str]:
-    """Return their IDs."""
     return [each.id for each in rows]
 
 

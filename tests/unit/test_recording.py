@@ -23,7 +23,6 @@ class Watch(Counted):
     """A recorder with a clock that moves only when a test moves it, and what it logs and counts."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Listen to the log."""
         super().__init__()
         caplog.set_level(logging.INFO, "publishworker")
         self.caplog = caplog
@@ -33,12 +32,10 @@ class Watch(Counted):
         self.recorder = Recorder(Metrics(self), lambda: self.seconds)
 
     def increment(self, metric: str, value: float, tags: list[str]) -> None:
-        """Keep the tags."""
         super().increment(metric, value, tags)
         self.tags.update(tags)
 
     def distribution(self, metric: str, value: float, tags: list[str], sample_rate: float = 1) -> None:
-        """Keep the sample."""
         super().distribution(metric, value, tags, sample_rate)
         self.samples.append((metric, value, tags, sample_rate))
 
@@ -53,7 +50,6 @@ class Watch(Counted):
         return [(record.getMessage(), record.__dict__["fields"]) for record in self.caplog.records]
 
     def change(self, failure: Failed | None, seconds: float = 0, topic: str = "orders") -> None:
-        """Tell of a topic."""
         self.recorder.change(Change(topic, failure, seconds))
 
     def keep_failing(self, seconds: int) -> None:
@@ -63,7 +59,6 @@ class Watch(Counted):
             self.change(AWAY, second)
 
     def turns(self, count: int, turn: Turn, *, worked: bool) -> None:
-        """Tell of a turn every second."""
         for _ in range(count):
             self.recorder.turn(turn, worked=worked)
             self.seconds += 1
@@ -71,7 +66,6 @@ class Watch(Counted):
 
 @pytest.fixture
 def watch(caplog: pytest.LogCaptureFixture) -> Watch:
-    """A fresh one."""
     return Watch(caplog)
 
 

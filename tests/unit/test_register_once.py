@@ -25,18 +25,15 @@ class Recorded(RecordingTransaction):
     """A transaction that also keeps the keys and the options of its reads."""
 
     def __init__(self, *task_ids: str) -> None:
-        """Have tasks of these ids in the table."""
         super().__init__(task_ids)
         self.reads: list[Any] = []
 
     def read(self, table: str, columns: Any, keyset: KeySet, **options: object) -> list[list[str]]:
-        """Keep the keys and the options."""
         self.reads.append((keyset.keys, options))
         return super().read(table, columns, keyset, **options)
 
 
 def once(transaction: Any, task_id: str = "t", message: bytes = b"", **options: Any) -> bool:
-    """Register a task of the topic `orders`."""
     return outbox.register_once(transaction, "orders", message, task_id=task_id, **options)
 
 

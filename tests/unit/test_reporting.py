@@ -24,7 +24,6 @@ class Tagged(Counted):
     """A metrics client that keeps gauges and counts by name and tags."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         super().__init__()
         self.values: dict[tuple[str, ...], float] = {}
 
@@ -40,7 +39,6 @@ class Relay:
     topics = ("invoices", "orders")
 
     def __init__(self) -> None:
-        """All topics work."""
         self.rests: dict[str, bool] = {}
         self.asked = 0
         self.seconds = 1000.0
@@ -48,13 +46,11 @@ class Relay:
         self.report = Reporter(Metrics(self.client), fleet(), self, lambda: self.seconds)
 
     def resting(self) -> Mapping[str, bool]:
-        """Return what the test says."""
         self.asked += 1
         return self.rests
 
 
 def fleet(shards: Sequence[int] = range(10)) -> Fleet:
-    """Return the fleet of one worker."""
     made = Fleet(FakeStore(), "me", range(10))
     made.shards = tuple(shards)
     return made
@@ -93,7 +89,6 @@ def test_breakers_are_told_while_they_rest_and_for_ten_minutes_after() -> None:
 
 
 def found(*lines: Line) -> Backlog:
-    """Return a backlog of these lines."""
     return Backlog(datetime.now(UTC), 1, lines)
 
 
@@ -144,12 +139,10 @@ class Look(Lookout):
         super().__init__(self.look, self.open, fleet(shards), lambda: self.seconds)
 
     def open(self) -> Any:
-        """Open a table."""
         self.opened += 1
         return self.opened
 
     def look(self, table: Any) -> None:
-        """Look at it."""
         self.tables.append(table)
         self.seconds += self.takes
         if self.error is not None:

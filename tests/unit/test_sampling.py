@@ -38,7 +38,6 @@ def run(key: str, tasks: int, **columns: Any) -> Candidate:
 
 
 def ids(groups: list[Group]) -> list[str]:
-    """Return all IDs in the order of the groups."""
     return [id for group in groups for id in group.ids]
 
 
@@ -48,7 +47,6 @@ def kinds(groups: list[Group]) -> Counter[str]:
 
 
 def topics(groups: list[Group]) -> Counter[str]:
-    """Count the groups by topic."""
     return Counter(group.topic for group in groups)
 
 

@@ -17,7 +17,6 @@ SCHEMA_SQL = (ROOT / "schema" / "schema.sql").read_text()
 
 
 def shapes(**options: Any) -> dict[str, dict[str, str]]:
-    """Return the parts of all objects by title."""
     return {shape.title: dict(shape.parts) for shape in map(_ddl.parse, schema.statements(**options))}
 
 

@@ -13,7 +13,6 @@ NEEDED = {"project": "shop", "instance": "main", "database": "orders"}
 
 
 def read(environment: dict[str, str] | None = None, **flags: str) -> WorkerSettings:
-    """Read settings that have all that is needed."""
     return WorkerSettings.read({**NEEDED, **flags}, environment or {})
 
 

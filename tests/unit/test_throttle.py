@@ -17,12 +17,10 @@ class Timed(Throttle):
     """A throttle with a clock that moves only when a test moves it."""
 
     def __init__(self) -> None:
-        """Limit nothing."""
         self.now = BEGIN
         super().__init__(lambda: self.now)
 
     def limit(self, per_second: float, burst: int, in_flight: int | None = None, workers: int = 1) -> None:
-        """Learn a limit of the topic."""
         self.learn({"orders": TopicLimit(per_second, burst, in_flight)}, workers)
 
     def allowed(self, flying: int = 0) -> int | None:

@@ -14,7 +14,6 @@ SLOWER = re.compile(r"pytest\.mark\.(extended|long)\b")
 
 
 def promises() -> Iterator[tuple[str, list[str]]]:
-    """Yield each promise of the README's table with the tests that hold it."""
     _, _, table = (ROOT / "README.md").read_text(encoding="utf-8").partition("| promise |")
     for line in re.findall(r"^\| (.+) \|$", table, re.MULTILINE):
         promise, _, tests = line.rpartition(" | ")

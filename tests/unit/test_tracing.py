@@ -41,7 +41,6 @@ def current() -> Iterator[None]:
 
 
 def registered(message: object = b"", **options: object) -> PubsubMessage:
-    """Return the message of a task."""
     transaction = RecordingTransaction()
     outbox.register(transaction, "orders", message, **options)
     return transaction.tasks[0].message

@@ -24,7 +24,6 @@ class Stop(threading.Event):
     """A stop event that records waits instead of waiting, and the clock that they move."""
 
     def __init__(self) -> None:
-        """Begin without waits."""
         super().__init__()
         self.waits: list[float] = []
         self.seconds, self.at = 0.0, inf
