@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from outbox.cli.emulators import EmulatorSettings
-from outbox.settings import DatabaseSettings, Field, fields_of
+from outbox.shared.settings import DatabaseSettings, Field, fields_of
 from outbox_pipeline.settings import (
     ArchiveSettings,
     AuditSettings,
@@ -15,8 +15,8 @@ from outbox_pipeline.settings import (
     RegisterSettings,
     ReplaySettings,
 )
-from publishworker.failures import REASONS, Kind, Reason
 from publishworker.healthcheck import MAX_AGE
+from publishworker.pubsub.errors import REASONS, Kind, Reason
 from publishworker.settings import RelaySettings, WorkerSettings
 from publishworker.telemetry.metrics import METRICS, PIPELINE, REGISTERED, Metric
 
@@ -100,7 +100,7 @@ METRICS_OUTRO = """\
 ERRORS_INTRO = """\
 # Errors
 
-<!-- Written by `make docs` from publishworker/failures.py: change that, not this page. -->
+<!-- Written by `make docs` from publishworker/pubsub/errors.py: change that, not this page. -->
 
 What a failed attempt to publish a task costs, and whom. The reason is the tag of `outbox.failed_task_count` and
 `outbox.dead_task_count`, and the beginning of `LastError`. The whole story: [what happens to a

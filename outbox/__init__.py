@@ -6,11 +6,11 @@ adds one insert to the caller's Spanner transaction. The message is sent by `pub
 if and only if that transaction commits: at least once, always with the same id.
 """
 
-from outbox._metrics import Recorder, set_metrics
-from outbox._register import Priority, register, register_once
 from outbox._version import __version__
 from outbox.errors import InvalidMessage, OutboxError
 from outbox.message import TASK_ID_ATTRIBUTE
+from outbox.registration import Priority, register, register_once
+from outbox.shared.metric_recorder import Recorder, set_metrics
 
 __all__ = [
     "TASK_ID_ATTRIBUTE",

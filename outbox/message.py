@@ -12,7 +12,7 @@ from google.protobuf.message import Message as ProtobufMessage
 from google.pubsub_v1.types import PublishRequest, PubsubMessage
 from proto import Message as ProtoPlusMessage
 
-from outbox import _tracing
+from outbox import tracing
 from outbox.errors import InvalidMessage
 
 #: The attribute that carries the task's id to the subscriber.
@@ -197,7 +197,7 @@ def _trace(built: Any, topic: str) -> None:
 
     Where there is no room for it, it is left out: a message must not be refused because somebody traces.
     """
-    noted = _tracing.current()
+    noted = tracing.current()
     if not noted or noted.keys() & built.attributes.keys():
         return
     noted = {key: value for key, value in noted.items() if len(value) <= MAX_ATTRIBUTE_VALUE_BYTES}

@@ -9,22 +9,22 @@ Needs the extra `spanner-outbox[spark]` and Java 17 or newer.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outbox_pipeline.ids import task_id
-    from outbox_pipeline.jobs.register import Registered, register
+    from outbox_pipeline.jobs.archive.windows import read_archive
+    from outbox_pipeline.jobs.register.ids import task_id
+    from outbox_pipeline.jobs.register.job import Registered, register
     from outbox_pipeline.source.datasource import register_source
-    from outbox_pipeline.transforms.messages import decoded
-    from outbox_pipeline.windows import read_archive
+    from outbox_pipeline.spark.messages import decoded
 
 __all__ = ["Registered", "decoded", "read_archive", "register", "register_source", "task_id"]
 
 #: Where each name is; PySpark is imported with the first of them, so that a command can say what is missing.
 _MODULES = {
-    "Registered": "jobs.register",
-    "decoded": "transforms.messages",
-    "read_archive": "windows",
-    "register": "jobs.register",
+    "Registered": "jobs.register.job",
+    "decoded": "spark.messages",
+    "read_archive": "jobs.archive.windows",
+    "register": "jobs.register.job",
     "register_source": "source.datasource",
-    "task_id": "ids",
+    "task_id": "jobs.register.ids",
 }
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from outbox import logs
 from outbox._version import __version__
 from outbox.errors import NotReached, OutboxError, SettingError
+from outbox.shared import logs
 from outbox_pipeline.settings import (
     ArchiveSettings,
     AuditSettings,
@@ -79,12 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, settings: _Settings, options: argparse.Namespace) -> int:
-    from outbox_pipeline.session import check_packages  # noqa: PLC0415 - what follows needs the packages
+    from outbox_pipeline.spark.session import check_packages  # noqa: PLC0415 - what follows needs the packages
 
     check_packages()
 
-    from outbox_pipeline import report  # noqa: PLC0415 - see above
-    from outbox_pipeline.faults import spark_errors  # noqa: PLC0415 - see above
+    from outbox_pipeline import summary as report  # noqa: PLC0415 - see above
+    from outbox_pipeline.spark.errors import spark_errors  # noqa: PLC0415 - see above
     from publishworker.telemetry import datadog  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
 
     logs.configure(settings.log_format, settings.log_level)
@@ -101,7 +101,7 @@ def _run(name: str, settings: _Settings, options: argparse.Namespace) -> int:
 
 
 def _register(settings: RegisterSettings, _options: argparse.Namespace) -> tuple[Any, int]:
-    from outbox_pipeline.jobs import register  # noqa: PLC0415 - see _run
+    from outbox_pipeline.jobs.register import job as register  # noqa: PLC0415 - see _run
 
     result = register.run(_session("register"), settings)
     if result.rejected:
@@ -111,7 +111,7 @@ def _register(settings: RegisterSettings, _options: argparse.Namespace) -> tuple
 
 
 def _archive(settings: ArchiveSettings, options: argparse.Namespace) -> tuple[Any, int]:
-    from outbox_pipeline.jobs import archive  # noqa: PLC0415 - see _run
+    from outbox_pipeline.jobs.archive import job as archive  # noqa: PLC0415 - see _run
 
     note = partial(_log.info, extra={"action": "archive"})
     result = archive.run(_session("archive"), settings, purge=options.purge, late=options.read_late, note=note)
@@ -119,7 +119,7 @@ def _archive(settings: ArchiveSettings, options: argparse.Namespace) -> tuple[An
 
 
 def _audit(settings: AuditSettings, _options: argparse.Namespace) -> tuple[Any, int]:
-    from outbox_pipeline.jobs import audit  # noqa: PLC0415 - see _run
+    from outbox_pipeline.jobs.audit import job as audit  # noqa: PLC0415 - see _run
 
     result = audit.run(_session("audit"), settings)
     if result.lost:
@@ -129,7 +129,7 @@ def _audit(settings: AuditSettings, _options: argparse.Namespace) -> tuple[Any, 
 
 
 def _drain(settings: DrainSettings, options: argparse.Namespace) -> tuple[Any, int]:
-    from outbox_pipeline.jobs import drain  # noqa: PLC0415 - see _run
+    from outbox_pipeline.jobs.drain import job as drain  # noqa: PLC0415 - see _run
 
     note = partial(_log.info, extra={"action": "drain"})
     result = drain.run(_session("drain"), settings, deadline=options.deadline, note=note)
@@ -140,14 +140,14 @@ def _drain(settings: DrainSettings, options: argparse.Namespace) -> tuple[Any, i
 
 
 def _replay(settings: ReplaySettings, options: argparse.Namespace) -> tuple[Any, int]:
-    from outbox_pipeline.jobs import replay  # noqa: PLC0415 - see _run
+    from outbox_pipeline.jobs.replay import job as replay  # noqa: PLC0415 - see _run
 
     note = partial(_log.info, extra={"action": "replay"})
     return replay.run(_session("replay"), settings, dry_run=options.dry_run, resume=options.resume, note=note), DONE
 
 
 def _session(name: str) -> Any:
-    from outbox_pipeline.session import session  # noqa: PLC0415 - see _run
+    from outbox_pipeline.spark.session import session  # noqa: PLC0415 - see _run
 
     return session(name)
 

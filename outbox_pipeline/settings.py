@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from outbox.errors import SettingError
-from outbox.settings import DatabaseSettings, Kind, matching, one_of, setting, whole_number
-from outbox.times import MOMENT, SECONDS
+from outbox.shared.settings import DatabaseSettings, Kind, matching, one_of, setting, whole_number
+from outbox.shared.times import MOMENT, SECONDS
 from publishworker.settings import RelaySettings
 
 FORMATS = ("parquet", "json", "csv")

@@ -17,14 +17,14 @@ from google.api_core.exceptions import AlreadyExists, FailedPrecondition
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, RequestOptions
 from google.cloud.spanner_v1.database import BatchSnapshot
 
-from outbox import schema
-from outbox._register import TABLE
+from outbox.admin import statements
+from outbox.admin.database import open_database
+from outbox.admin.table import SCHEMA_OPTIONS, TaskTable
 from outbox.errors import NotReached, OutboxError
-from outbox.operations import sql
-from outbox.operations.database import open_database
-from outbox.operations.table import SCHEMA_OPTIONS, TaskTable
-from outbox.settings import DatabaseSettings
-from outbox.times import SECONDS, shown
+from outbox.registration import TABLE
+from outbox.shared.settings import DatabaseSettings
+from outbox.shared.times import SECONDS, shown
+from outbox.storage import schema
 
 TO_SEND = "AsynchronousTasksToSend"
 
@@ -104,7 +104,7 @@ class Table(TaskTable):
             partitions = snapshot.generate_query_batches(
                 f"SELECT {', '.join(columns)} FROM {TABLE}{where}",  # noqa: S608 - names of our own columns
                 params=values,
-                param_types={name: sql.TYPES[name] for name in values},
+                param_types={name: statements.TYPES[name] for name in values},
                 max_partitions=count,
                 data_boost_enabled=True,
                 **schema.limits(CALL_SECONDS),

@@ -10,16 +10,16 @@ from google.api_core.exceptions import GoogleAPICallError, NotFound, PermissionD
 from google.auth.exceptions import GoogleAuthError
 from google.pubsub_v1 import PublisherClient
 
-from outbox import schema
 from outbox.errors import InvalidMessage, NotReached
 from outbox.message import check_topic
+from outbox.storage import schema
 from publishworker import exits
-from publishworker.connection import LimitedDatabase, open_database, open_pubsub
 from publishworker.pubsub.messages import topic_filter, topic_name
 from publishworker.settings import WorkerSettings
+from publishworker.spanner.connection import LimitedDatabase, open_database, open_pubsub
 from publishworker.spanner.store import SpannerStore, Unsent, describe
-from publishworker.task import Look, News
-from publishworker.turn.throttle import problem
+from publishworker.topics.rate_limit import problem
+from publishworker.types import Look, News
 
 #: Seconds for one look at a topic.
 _TOPIC_SECONDS = 5.0

@@ -9,11 +9,11 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from outbox import logs
+from outbox.shared import logs
 from publishworker import exits
+from publishworker.app import Worker, is_work, until_drained
 from publishworker.check import check
 from publishworker.heartbeat import Heartbeat
-from publishworker.process import Worker, is_work, until_drained
 from publishworker.settings import WorkerSettings
 from publishworker.stopping import stop_on_signals
 from publishworker.telemetry import datadog

@@ -4,7 +4,16 @@ import argparse
 from dataclasses import dataclass
 
 from outbox.errors import SettingError
-from outbox.settings import DatabaseSettings, flag_of, fraction, matching, one_of, seconds, setting, whole_number
+from outbox.shared.settings import (
+    DatabaseSettings,
+    flag_of,
+    fraction,
+    matching,
+    one_of,
+    seconds,
+    setting,
+    whole_number,
+)
 from publishworker.healthcheck import HEARTBEAT_FILE
 
 _PATTERN = r"(?:projects/[A-Za-z0-9.:_*-]+/topics/)?[A-Za-z0-9._~+%*-]+"

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from random import Random
 from typing import Protocol
 
+from publishworker.in_flight import StuckGroup
+from publishworker.membership import Fleet
 from publishworker.spanner.store import StoreError
-from publishworker.task import Turn
-from publishworker.turn.fleet import Fleet
-from publishworker.turn.flights import StuckGroup
+from publishworker.types import Turn
 
 _log = logging.getLogger("publishworker")
 

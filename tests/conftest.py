@@ -5,7 +5,7 @@ A test that needs an emulator is skipped where there is none, and fails where CI
 
 import os
 
-# Before any Google client is made. Not multiplexed: outbox/emulators.py says why.
+# Before any Google client is made. Not multiplexed: outbox/devtools/emulators.py says why.
 os.environ["GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW"] = "false"
 # gRPC may end a process that is forked here before it becomes another program, as PySpark does it with Java:
 # https://github.com/grpc/grpc/issues/43055
@@ -25,7 +25,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
-from outbox.emulators import Emulators, running, running_spanner
+from outbox.devtools.emulators import Emulators, running, running_spanner
 from outbox.errors import NotReached
 from tests.support import spanner
 from tests.support.pubsub import PubSub, Subscription

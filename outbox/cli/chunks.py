@@ -13,7 +13,7 @@ from outbox.cli.output import named, note
 from outbox.errors import OutboxError, SettingError
 
 if TYPE_CHECKING:
-    from outbox.operations.changes import Count, Outcome
+    from outbox.admin.changes import Count, Outcome
 
 #: More tasks than this are changed only after a question.
 UNASKED = 1_000

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from outbox.errors import OutboxError
-from outbox.settings import fields_of, setting, whole_number
+from outbox.shared.settings import fields_of, setting, whole_number
 
 PORT = whole_number(0, 65_535)
 
@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run both until a signal, then return 0. Raises OutboxError: a wrong port, no emulator, one that ended."""
-    from outbox.emulators import running  # noqa: PLC0415 - starts processes: nothing for the other commands
+    from outbox.devtools.emulators import running  # noqa: PLC0415 - starts processes: nothing for the other commands
 
     flags = vars(options)
     values = {field.name: field.value(flags[field.name], os.environ) for field in fields_of(EmulatorSettings)}

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import OutboxError, SettingError
-from outbox.settings import DatabaseSettings, Kind, fields_of, flag_of, one_of
-from outbox.times import MOMENT, resolved, shown
+from outbox.shared.settings import DatabaseSettings, Kind, fields_of, flag_of, one_of
+from outbox.shared.times import MOMENT, resolved, shown
 
 if TYPE_CHECKING:
-    from outbox.operations.changes import Selection
+    from outbox.admin.changes import Selection
 
 MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400
 
@@ -64,7 +64,7 @@ def add_selection(parser: argparse.ArgumentParser, *states: str) -> None:
 
 def selection(options: argparse.Namespace, now: datetime, ids: tuple[str, ...] | None = None) -> "Selection":
     """Return the selection that the flags of `add_selection` make at `now`, of tasks of `ids` if given."""
-    from outbox.operations.changes import Selection  # noqa: PLC0415 - the Spanner client: half a second
+    from outbox.admin.changes import Selection  # noqa: PLC0415 - the Spanner client: half a second
 
     since, until = (None if each is None else resolved(each, now) for each in (options.since, options.until))
     check_window(since, until or now)

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
-from outbox.logs import as_line
-from outbox.times import shown
+from outbox.shared.logs import as_line
+from outbox.shared.times import shown
 
 #: Names in a sentence.
 NAMES = 10

@@ -6,14 +6,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from outbox import logs
 from outbox.cli import chunks
 from outbox.cli.flags import TEXT, add_ids, add_topic, again, command, ids
 from outbox.cli.output import escaped
 from outbox.errors import OutboxError, SettingError
-from outbox.settings import DatabaseSettings, flag_of
-from outbox.states import LEAST_AGE
-from outbox.times import MOMENT, resolved, shown
+from outbox.shared import logs
+from outbox.shared.settings import DatabaseSettings, flag_of
+from outbox.shared.times import MOMENT, resolved, shown
+from outbox.storage.task_states import LEAST_AGE
 
 PURGE_DESCRIPTION = """\
 Delete tasks that were sent before a time, and no others. Retention does the same by
@@ -55,8 +55,8 @@ def run_purge(options: argparse.Namespace) -> int:
     """Delete sent tasks; returns 0. Raises SettingError, NotReached, OutboxError."""
     settings = DatabaseSettings.read(vars(options))
 
-    from outbox.operations import changes, sql  # noqa: PLC0415 - the same
-    from outbox.operations.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.admin import changes, statements  # noqa: PLC0415 - the same
+    from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
 
     table = open_table(settings)
     now = table.now()
@@ -69,7 +69,7 @@ def run_purge(options: argparse.Namespace) -> int:
     chosen = changes.Selection(state="sent", topic=options.topic, until=before)
     count = changes.count(table, chosen, exact=options.dry_run)
     if options.dry_run:
-        print(f"{count} would be deleted, as by:\n{chosen.dml(sql.DELETE)}")
+        print(f"{count} would be deleted, as by:\n{chosen.dml(statements.DELETE)}")
         chunks.note_size(count)
         return 0
     if count.number > chunks.UNASKED and sys.stdin.isatty():  # a nightly job has said what it wants
@@ -86,8 +86,8 @@ def run_discard(options: argparse.Namespace) -> int:
     if wanted is None:
         raise SettingError("discard: which tasks? Give ids of dead ones, or --ids-file")
 
-    from outbox.operations import changes  # noqa: PLC0415 - the same
-    from outbox.operations.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.admin import changes  # noqa: PLC0415 - the same
+    from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
 
     table = open_table(settings)
     count = changes.count(table, changes.Selection(state="dead", ids=wanted), exact=True)

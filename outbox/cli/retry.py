@@ -7,8 +7,8 @@ from typing import Any
 from outbox.cli import chunks
 from outbox.cli.flags import add_ids, add_selection, again, check_window, command, ids, selection
 from outbox.errors import SettingError
-from outbox.settings import DatabaseSettings
-from outbox.times import shown
+from outbox.shared.settings import DatabaseSettings
+from outbox.shared.times import shown
 
 DESCRIPTION = """\
 Make tasks due now: dead ones, or such as wait for their next attempt, are tried
@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> int:
     if wanted is None and options.state is None:
         raise SettingError(f"retry: which tasks? Give ids, --ids-file, or --state with {' or '.join(STATES)}")
 
-    from outbox.operations import changes, sql  # noqa: PLC0415 - the same
-    from outbox.operations.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.admin import changes, statements  # noqa: PLC0415 - the same
+    from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
 
     table = open_table(settings)
     now = table.now()
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     check_window(chosen.since, chosen.until)
     count = changes.count(table, chosen, exact=options.dry_run)
     if options.dry_run:
-        print(f"{count} would be sent again, as by:\n{chosen.dml(sql.RETRY)}")
+        print(f"{count} would be sent again, as by:\n{chosen.dml(statements.RETRY)}")
         chunks.note_size(count)
         return 0
     if count.number > chunks.UNASKED:

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from outbox import _ddl
-from outbox.settings import DatabaseSettings, Kind, whole_number
+from outbox.shared.settings import DatabaseSettings, Kind, whole_number
+from outbox.storage import ddl
 
 PRINT_DESCRIPTION = """\
 Print the DDL of the outbox's tables, to be pasted into your own migrations.
@@ -19,8 +19,8 @@ object exists with another shape, nothing is made and the exit code is 1.
 
     outbox schema apply --project my-project --instance main --database orders"""
 
-SHARDS = whole_number(1, _ddl.MAX_SHARDS)
-_DAYS = whole_number(1, _ddl.MAX_RETENTION_DAYS)
+SHARDS = whole_number(1, ddl.MAX_SHARDS)
+_DAYS = whole_number(1, ddl.MAX_RETENTION_DAYS)
 RETENTION = Kind(lambda text: None if text == "none" else _DAYS.parse(text), f"none, or days, {_DAYS.allowed}")
 
 #: What a new table gets; an existing one keeps its own unless the flag is given.
@@ -71,7 +71,7 @@ def _parsed(kind: Kind) -> Callable[[str], Any]:
 
 def _statements(options: argparse.Namespace) -> list[str]:
     flags = vars(options)
-    return _ddl.statements(
+    return ddl.statements(
         flags.get("shards", DEFAULT_SHARDS),
         flags.get("retention", DEFAULT_RETENTION),
         change_stream=options.change_stream,
@@ -88,10 +88,10 @@ def run_apply(options: argparse.Namespace) -> int:
     """Make what is missing, one line an object; returns 0. Raises SettingError, NotReached, OutboxError."""
     flags = vars(options)
     settings = DatabaseSettings.read(flags)
-    free = {part for flag, part in (("shards", _ddl.SHARD_COUNT), ("retention", _ddl.RETENTION)) if flag not in flags}
+    free = {part for flag, part in (("shards", ddl.SHARD_COUNT), ("retention", ddl.RETENTION)) if flag not in flags}
 
-    from outbox import schema  # noqa: PLC0415 - the Spanner client: half a second, for nothing if a flag is wrong
-    from outbox.operations.database import open_database  # noqa: PLC0415 - the same
+    from outbox.admin.database import open_database  # noqa: PLC0415 - the same
+    from outbox.storage import schema  # noqa: PLC0415 - the Spanner client: half a second, for nothing if a flag is wrong
 
     database = open_database(settings)
     for name, state in schema.apply(database, _statements(options), free=free):

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from outbox.cli.flags import command
 from outbox.cli.output import as_json, cell, note, table
 from outbox.errors import OutboxError, SettingError
-from outbox.settings import DatabaseSettings, flag_of, whole_number
-from outbox.times import SECONDS, shown, spoken
+from outbox.shared.settings import DatabaseSettings, flag_of, whole_number
+from outbox.shared.times import SECONDS, shown, spoken
 
 if TYPE_CHECKING:
-    from outbox.operations.backlog import Backlog, Line
-    from outbox.operations.table import TaskTable
+    from outbox.admin.backlog import Backlog, Line
+    from outbox.admin.table import TaskTable
 
 DESCRIPTION = """\
 Show how many tasks of each topic and priority wait, for how long, and how many
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         raise SettingError("--watch has no end, so no exit code: give --max-age and --max-pending without it")
     settings = DatabaseSettings.read(vars(options))
 
-    from outbox.operations.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
 
     tasks = open_table(settings)
     if options.watch:
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read(tasks: "TaskTable", options: argparse.Namespace) -> "Backlog":
-    from outbox.operations import backlog  # noqa: PLC0415 - see run
+    from outbox.admin import backlog  # noqa: PLC0415 - see run
 
     # Whether there are more than --max-pending must be decided, however much else is counted.
     limit = None if options.max_pending is None else max(backlog.COUNTED, options.max_pending + 1)
@@ -130,7 +130,7 @@ HEADS = ("PENDING", "RETRYING", "SCHEDULED", "DEAD", "SENT/MIN", "OLDEST")
 
 def cells(backlog: "Backlog", line: "Line") -> list[object]:
     """Return what stands below HEADS for a line."""
-    from outbox.operations.backlog import COUNTS  # noqa: PLC0415 - see run
+    from outbox.admin.backlog import COUNTS  # noqa: PLC0415 - see run
 
     age = spoken(backlog.age(line)) if line.oldest else "-"
     return [*(_number(name, getattr(line, name), line.at_least) for name in COUNTS), age]
@@ -138,7 +138,7 @@ def cells(backlog: "Backlog", line: "Line") -> list[object]:
 
 def fields(backlog: "Backlog", line: "Line") -> dict[str, Any]:
     """Return the same for JSON: ages in seconds, and the names of counts that stopped early."""
-    from outbox.operations.backlog import COUNTS  # noqa: PLC0415 - see run
+    from outbox.admin.backlog import COUNTS  # noqa: PLC0415 - see run
 
     age = round(backlog.age(line), 3) if line.oldest else None
     return {**{name: getattr(line, name) for name in COUNTS}, "oldest_age": age, "at_least": sorted(line.at_least)}

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 from outbox.cli.flags import ID, add_selection, add_topic, check_window, command, selection
 from outbox.cli.output import NAMES, as_json, cell, escaped, named, note, table
 from outbox.errors import OutboxError
-from outbox.settings import DatabaseSettings, flag_of, whole_number
-from outbox.states import NEVER, STATES
-from outbox.times import MOMENT, resolved, shown, spoken
+from outbox.shared.settings import DatabaseSettings, flag_of, whole_number
+from outbox.shared.times import MOMENT, resolved, shown, spoken
+from outbox.storage.task_states import NEVER, STATES
 
 if TYPE_CHECKING:
-    from outbox.operations.table import TaskTable
-    from outbox.operations.tasks import Position, Task
+    from outbox.admin.table import TaskTable
+    from outbox.admin.tasks import Position, Task
 
 LIST_DESCRIPTION = """\
 List tasks of one state, or all that are not sent. Pending ones come as a worker
@@ -87,8 +87,8 @@ def run_list(options: argparse.Namespace) -> int:
     """Print tasks; returns 0. Raises SettingError, NotReached, OutboxError."""
     settings = DatabaseSettings.read(vars(options))
 
-    from outbox.operations import tasks  # noqa: PLC0415 - the same
-    from outbox.operations.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.admin import tasks  # noqa: PLC0415 - the same
+    from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
 
     database = open_table(settings)
     found = tasks.listed(database, selection(options, database.now()), options.limit + 1)
@@ -136,9 +136,9 @@ def run_show(options: argparse.Namespace) -> int:
     """Print a task; returns 0. Raises SettingError, NotReached, OutboxError: there is none of that id."""
     settings = DatabaseSettings.read(vars(options))
 
+    from outbox.admin import tasks  # noqa: PLC0415 - the same
+    from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
     from outbox.message import parsed  # noqa: PLC0415 - the same
-    from outbox.operations import tasks  # noqa: PLC0415 - the same
-    from outbox.operations.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
 
     task = tasks.task(open_table(settings), options.id)
     if task is None:
@@ -242,7 +242,7 @@ def run_tail(options: argparse.Namespace) -> int:
     """Print tasks as they are sent, until a signal; returns 0. Raises SettingError, NotReached, OutboxError."""
     settings = DatabaseSettings.read(vars(options))
 
-    from outbox.operations.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
@@ -251,7 +251,7 @@ def run_tail(options: argparse.Namespace) -> int:
 
 
 def _follow(database: "TaskTable", options: argparse.Namespace) -> None:
-    from outbox.operations import tasks  # noqa: PLC0415 - see run_tail
+    from outbox.admin import tasks  # noqa: PLC0415 - see run_tail
 
     now = database.now()
     position = tasks.Position(now if options.since is None else resolved(options.since, now))
@@ -269,7 +269,7 @@ def _follow(database: "TaskTable", options: argparse.Namespace) -> None:
 
 def _next(database: "TaskTable", position: "Position", topic: str | None) -> list[dict[str, Any]]:
     """Return what was sent behind the position, as soon as Spanner answers."""
-    from outbox.operations import tasks  # noqa: PLC0415 - see run_tail
+    from outbox.admin import tasks  # noqa: PLC0415 - see run_tail
 
     away = False
     while True:

@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from outbox._ddl import LEAST_RATE
 from outbox.cli.flags import command
 from outbox.cli.output import as_json, named, note, table
 from outbox.cli.status import HEADS, cells, fields
 from outbox.errors import InvalidMessage, OutboxError, SettingError
 from outbox.message import check_topic
-from outbox.settings import DatabaseSettings, Kind, flag_of, whole_number
-from outbox.times import shown
+from outbox.shared.settings import DatabaseSettings, Kind, flag_of, whole_number
+from outbox.shared.times import shown
+from outbox.storage.ddl import LEAST_RATE
 
 if TYPE_CHECKING:
-    from outbox.operations.topics import Control, TopicTable
+    from outbox.admin.topics import Control, TopicTable
 
 TOPICS_DESCRIPTION = """\
 Show the pauses and limits of topics beside what waits for them: all topics that
@@ -105,9 +105,9 @@ def run_topics(options: argparse.Namespace) -> int:
     """Print the topics; returns 0. Raises SettingError, NotReached, OutboxError."""
     settings = DatabaseSettings.read(vars(options))
 
-    from outbox.operations import backlog  # noqa: PLC0415 - the same
-    from outbox.operations.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
-    from outbox.operations.topics import Control, TopicTable  # noqa: PLC0415 - the same
+    from outbox.admin import backlog  # noqa: PLC0415 - the same
+    from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.admin.topics import Control, TopicTable  # noqa: PLC0415 - the same
 
     tasks = open_table(settings)
     waiting = backlog.read(tasks, exact=options.exact)
@@ -193,8 +193,8 @@ def _open(options: argparse.Namespace) -> "tuple[TopicTable, str]":
     """Return the table and the project of topics without one. Raises SettingError, NotReached, OutboxError."""
     settings = DatabaseSettings.read(vars(options))
 
-    from outbox.operations.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
-    from outbox.operations.topics import TopicTable  # noqa: PLC0415 - the same
+    from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.admin.topics import TopicTable  # noqa: PLC0415 - the same
 
     return TopicTable(open_table(settings)), settings.project
 

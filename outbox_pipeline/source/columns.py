@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from outbox.message import TASK_ID_ATTRIBUTE, parsed
-from outbox.states import NEVER, PARKED
+from outbox.storage.task_states import NEVER, PARKED
 
 #: What a derived column is worked out of.
 NEEDS = {

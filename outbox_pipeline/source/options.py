@@ -11,9 +11,9 @@ import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
 from outbox.errors import SettingError
-from outbox.settings import DatabaseSettings, Kind, one_of, whole_number
-from outbox.states import STATES
-from outbox.times import MOMENT, resolved, shown
+from outbox.shared.settings import DatabaseSettings, Kind, one_of, whole_number
+from outbox.shared.times import MOMENT, resolved, shown
+from outbox.storage.task_states import STATES
 from outbox_pipeline import schemas
 from outbox_pipeline.source.columns import states
 

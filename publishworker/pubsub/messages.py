@@ -11,7 +11,6 @@ from typing import Any
 
 from opentelemetry.trace import format_trace_id
 
-from outbox._tracing import span_of
 from outbox.message import (
     MAX_FIELDS,
     MAX_REQUEST_BYTES,
@@ -20,7 +19,8 @@ from outbox.message import (
     has_too_many_fields,
     parsed,
 )
-from publishworker.task import Failed, Row
+from outbox.tracing import span_of
+from publishworker.types import Failed, Row
 
 #: Messages in one publish request (https://cloud.google.com/pubsub/quotas#resource_limits).
 MAX_REQUEST_MESSAGES = 1_000

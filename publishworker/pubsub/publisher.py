@@ -18,10 +18,10 @@ from google.pubsub_v1.types import PublishRequest, PublishResponse
 
 from outbox.errors import InvalidMessage
 from outbox.message import check_topic
-from publishworker.failures import reason_of
 from publishworker.pubsub import messages
-from publishworker.task import Failed, Outcome, Row, Sent
+from publishworker.pubsub.errors import reason_of
 from publishworker.telemetry import tracing
+from publishworker.types import Failed, Outcome, Row, Sent
 
 #: Tasks that a publisher remembers because they were refused together; older ones are forgotten.
 MAX_REFUSED = 10_000

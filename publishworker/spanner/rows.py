@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from publishworker.spanner import sql
-from publishworker.task import Candidate, Key, News, Row, TopicLimit, Waiting
+from publishworker.spanner import statements
+from publishworker.types import Candidate, Key, News, Row, TopicLimit, Waiting
 
 _N = TypeVar("_N", int, float)
 
@@ -37,25 +37,25 @@ def candidates(values: Iterable[Sequence[Any]]) -> tuple[Candidate, ...]:
 
 def news(values: Iterable[Sequence[Any]]) -> News:
     """Return the poll's rows that are no tasks."""
-    named: dict[int, set[str]] = {sql.PAUSED: set(), sql.LIVING: set(), sql.GONE: set()}
+    named: dict[int, set[str]] = {statements.PAUSED: set(), statements.LIVING: set(), statements.GONE: set()}
     topics: set[str] = set()
     limits: dict[str, TopicLimit] = {}
     for _, name, kind, in_flight, created_at, _, rate, burst in values:
         if created_at.string_value:
             continue
         number = int(kind.string_value)
-        if number != sql.LIMITED:
+        if number != statements.LIMITED:
             named.get(number, topics).add(name.string_value)
         limit = TopicLimit(
             _number(float, rate.string_value), _number(int, burst.string_value), _number(int, in_flight.string_value)
         )
-        if number in (sql.PAUSED, sql.LIMITED) and limit != TopicLimit():
+        if number in (statements.PAUSED, statements.LIMITED) and limit != TopicLimit():
             limits[name.string_value] = limit
     return News(
         topics=frozenset(topics),
-        paused=frozenset(named[sql.PAUSED]),
-        living=frozenset(named[sql.LIVING]),
-        gone=frozenset(named[sql.GONE]),
+        paused=frozenset(named[statements.PAUSED]),
+        living=frozenset(named[statements.LIVING]),
+        gone=frozenset(named[statements.GONE]),
         limits=limits,
     )
 

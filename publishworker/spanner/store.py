@@ -13,10 +13,10 @@ from google.auth.exceptions import GoogleAuthError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, RequestOptions, TransactionOptions, param_types
 
 from outbox.errors import NotReached
-from outbox.states import PARKED
-from publishworker.connection import STREAM_RETRY, Deadline, LimitedDatabase
-from publishworker.spanner import rows, sql
-from publishworker.task import Charged, Key, Look, Mark, Parked, Poll, Row, Sent, Waiting
+from outbox.storage.task_states import PARKED
+from publishworker.spanner import rows, statements
+from publishworker.spanner.connection import STREAM_RETRY, Deadline, LimitedDatabase
+from publishworker.types import Charged, Key, Look, Mark, Parked, Poll, Row, Sent, Waiting
 
 #: Seconds for a poll; a large backlog on the emulator, which scans whole tables, takes several.
 POLL_SECONDS = 30.0
@@ -129,9 +129,9 @@ class SpannerStore:
             parameters["below"] = look.below
         if look.known is not None:
             known = sorted(look.known)
-            lows = ["", *(topic + sql.NEXT for topic in known)]
-            parameters |= {"lows": lows, "highs": [*known, sql.AFTER_ALL_TOPICS]}
-        statement = sql.poll(due=look.due, lower=look.below is not None, news=look.known is not None)
+            lows = ["", *(topic + statements.NEXT for topic in known)]
+            parameters |= {"lows": lows, "highs": [*known, statements.AFTER_ALL_TOPICS]}
+        statement = statements.poll(due=look.due, lower=look.below is not None, news=look.known is not None)
         medium = RequestOptions.Priority.PRIORITY_MEDIUM
         found = self._query(statement, "outbox-poll", medium, parameters, POLL_SECONDS, lazy_decode=True)
         return Poll(rows.candidates(found), None if look.known is None else rows.news(found))
@@ -149,10 +149,10 @@ class SpannerStore:
             return self._query(statement, "outbox-order", medium, parameters | limit, POLL_SECONDS, lazy_decode=True)
 
         if self._emulator and len(keys) > FEW_KEYS:
-            found = ask(sql.WHOLE_KEYS, most=WHOLE_KEYS_ROWS)
+            found = ask(statements.WHOLE_KEYS, most=WHOLE_KEYS_ROWS)
             if len(found) < WHOLE_KEYS_ROWS:
                 return {key: tasks[:per_key] for key, tasks in rows.fronts(found).items()}
-        return rows.fronts(ask(sql.FRONTS, per_key=per_key))
+        return rows.fronts(ask(statements.FRONTS, per_key=per_key))
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """See Store. Serializable and pessimistic, whatever the client's defaults say: else the hint locks nothing."""
@@ -178,7 +178,7 @@ class SpannerStore:
         """See Store. One request: a commit without reads."""
         with self._failures(), self._our_turn(HEARTBEAT_SECONDS), self._batch() as batch:
             batch.insert_or_update(
-                "AsynchronousTaskWorkers", sql.HEARTBEAT_COLUMNS, [(worker, started_at, COMMIT_TIMESTAMP)]
+                "AsynchronousTaskWorkers", statements.HEARTBEAT_COLUMNS, [(worker, started_at, COMMIT_TIMESTAMP)]
             )
             if remove:
                 batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[id] for id in remove]))
@@ -192,7 +192,7 @@ class SpannerStore:
         """See Store."""
         low = RequestOptions.Priority.PRIORITY_LOW
         parameters = {"shards": list(self.shards if shards is None else shards)}
-        found = self._query(sql.UNSENT, "outbox-unsent", low, parameters, POLL_SECONDS)
+        found = self._query(statements.UNSENT, "outbox-unsent", low, parameters, POLL_SECONDS)
         return [Unsent(*row) for row in found]
 
     def _query(
@@ -258,7 +258,7 @@ def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[Row], datetime]:
     try:
         found = list(
             transaction.execute_sql(
-                sql.LOCK,
+                statements.LOCK,
                 params={"ids": sorted(ids)},
                 param_types=_IDS,
                 request_options={"request_tag": "outbox-claim"},
@@ -291,7 +291,11 @@ def _mark(transaction: Any, locked: Sequence[Row], marks: Mapping[str, Mark]) ->
             case Parked() as put_off:
                 error = f"{PARKED}waits for the task {put_off.head} of its ordering key"
                 parked.append((row.id, put_off.available_at, error))
-    marked = ((sql.MARK_CLEAN_COLUMNS, clean), (sql.MARK_COLUMNS, others), (sql.PARK_COLUMNS, parked))
+    marked = (
+        (statements.MARK_CLEAN_COLUMNS, clean),
+        (statements.MARK_COLUMNS, others),
+        (statements.PARK_COLUMNS, parked),
+    )
     for columns, values in marked:
         if values:  # an update without rows is an error
             transaction.update("AsynchronousTasks", columns, values)

@@ -14,8 +14,8 @@ from opentelemetry import trace
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode
 
 from outbox import __version__
-from outbox._tracing import span_of
-from publishworker.task import Failed, Outcome
+from outbox.tracing import span_of
+from publishworker.types import Failed, Outcome
 
 _log = logging.getLogger("publishworker")
 T = TypeVar("T")

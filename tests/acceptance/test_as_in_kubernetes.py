@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from publishworker.healthcheck import MAX_AGE
 from publishworker.telemetry import metrics as m
-from publishworker.turn.breakers import LONGEST_OUTAGE_REST
+from publishworker.topics.circuit_breaker import LONGEST_OUTAGE_REST
 from tests.support.agent import listening
 from tests.support.container import NOTICE_SECONDS, Probe, altered, settings
 from tests.support.outages import charged, cpu_seconds, log_lines, seconds_until, told
@@ -31,7 +31,7 @@ SHORT_AGE = 6.0
 
 BLOCKED_LOOP = """
 import threading
-from publishworker.turn.relay import Relay
+from publishworker.relay import Relay
 turn, turns = Relay.turn, []
 def blocked(self, stopping):
     turns.append(turn(self, stopping))
@@ -49,8 +49,8 @@ store.POLL_SECONDS, store.HEARTBEAT_SECONDS, worker.LONGEST_OUTAGE_WAIT = 3.0, 0
 #: Groups of one topic never end, and stuck is what lasts for more than 3 s.
 STUCK = """
 import threading
-from publishworker.turn import delivery, flights
-flights.STUCK_SECONDS = 3.0
+from publishworker import delivery, in_flight
+in_flight.STUCK_SECONDS = 3.0
 deliver = delivery.Delivery.deliver
 def hang(self, group):
     return threading.Event().wait() if group.topic.endswith("never-ends") else deliver(self, group)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.support.container import GRACE_SECONDS, Probe, container, need_namespaces, settings
 from tests.support.processes import children
 from tests.support.pubsub import Subscription

@@ -21,7 +21,7 @@ from google.pubsub_v1 import PubsubMessage, SubscriberClient
 from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
 
 import outbox
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.support.container import MEMORY_LIMIT, altered, peak_memory, settings
 from tests.support.outages import count
 from tests.support.pubsub import Subscription

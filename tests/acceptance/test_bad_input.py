@@ -5,8 +5,8 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
-from outbox import schema
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
+from outbox.storage import schema
 from tests.support.commands import TRACE
 from tests.support.processes import Finished, run
 from tests.support.pubsub_server import pubsub_server, refuse

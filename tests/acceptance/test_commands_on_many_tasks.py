@@ -10,8 +10,8 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
-from outbox.emulators import Emulators
-from outbox.operations import backlog
+from outbox.admin import backlog
+from outbox.devtools.emulators import Emulators
 from tests.support.commands import TRACE, Commands, count, fill, row
 from tests.support.spanner import outbox_database
 

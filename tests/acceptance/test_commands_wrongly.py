@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.support.commands import TRACE, Commands, control_codes, fill, here, row, table
 from tests.support.processes import Finished
 from tests.support.proxy import hanging, refusing

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.support.processes import ROOT, Finished, children, gone, run, started
 from tests.support.waiting import eventually
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.support.processes import ROOT, children, gone, run, started
 from tests.support.waiting import eventually
 

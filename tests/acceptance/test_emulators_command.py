@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from outbox.emulators import PUBSUB, SPANNER, Emulators, check_installed
+from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, check_installed
 from outbox.errors import NotReached
 from tests.support import processes
 from tests.support.commands import TRACE, here

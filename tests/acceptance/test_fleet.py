@@ -6,7 +6,7 @@ import signal
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.support.pubsub import PubSub
 from tests.support.relays import account, divided, register, shards_of, wait_until_all_sent, worker
 from tests.support.waiting import eventually

@@ -10,7 +10,7 @@ from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
 import outbox as api
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.support.commands import HOUR, Commands, fill, row
 from tests.support.relays import insert_undecodable
 from tests.support.spanner import outbox_database

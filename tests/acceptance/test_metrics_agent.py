@@ -4,8 +4,8 @@ from pathlib import Path
 
 from google.cloud.spanner_v1.database import Database
 
-from outbox.emulators import Emulators
-from publishworker import reporting
+from outbox.devtools.emulators import Emulators
+from publishworker.telemetry import gauges
 from publishworker.telemetry import metrics as m
 from tests.support.container import altered, settings
 from tests.support.dogstatsd import UnixAgent
@@ -13,7 +13,7 @@ from tests.support.relays import insert_undecodable, register
 from tests.support.waiting import eventually
 
 #: Reports come every 15 s; here every second.
-OFTEN = "from publishworker import reporting; reporting.INTERVAL = 1.0"
+OFTEN = "from publishworker import reporting; gauges.INTERVAL = 1.0"
 SERVICE = {"DD_ENV": "test", "DD_SERVICE": "publishworker", "DD_VERSION": "1.2.3"}
 TABLE = {metric.name: metric for metric in m.METRICS}
 #: What every worker sends that sends tasks, and owns shard 0.
@@ -49,4 +49,4 @@ def test_all_that_is_sent_is_in_the_table_with_its_tags(
     assert states <= {f"state:{state}" for state in m.TASK_STATES}
     assert len(agent.named(m.LATENCY.name)) == 40
     [build] = {each.tags for each in agent.named(m.BUILD.name)}
-    assert {f"{key}:{value}" for key, value in reporting.BUILD_TAGS.items()} <= build
+    assert {f"{key}:{value}" for key, value in gauges.BUILD_TAGS.items()} <= build

@@ -7,8 +7,8 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 import outbox
-from outbox.emulators import Emulators
-from outbox.states import NEVER
+from outbox.devtools.emulators import Emulators
+from outbox.storage.task_states import NEVER
 from tests.support.pubsub import PubSub
 from tests.support.relays import execute, first_deliveries, insert_undecodable, unsent, worker
 

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 from google.cloud.spanner_v1.database import Database
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.support.commands import HOUR, SECONDS, Commands, count, fill, row, table
 from tests.support.waiting import eventually
 

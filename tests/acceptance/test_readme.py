@@ -17,10 +17,10 @@ from google.cloud.spanner_v1.database import Database
 import outbox
 import outbox.cli
 import publishworker.cli
-from outbox.emulators import Emulators
-from publishworker.connection import open_database
+from outbox.devtools.emulators import Emulators
+from publishworker.spanner.connection import open_database
 from publishworker.spanner.store import SpannerStore
-from publishworker.task import Failed
+from publishworker.types import Failed
 from tests.support.fakes import FakePublisher
 from tests.support.parts import relay_of
 from tests.support.processes import ROOT, Finished, Process, run, started

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from google.cloud.spanner_v1.database import Database
 
 import outbox as api
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.support.commands import HOUR, SECONDS, Commands, fill, row, table
 from tests.support.pubsub import Subscription
 from tests.support.relays import execute, register, wait_until_all_sent, worker

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from outbox import schema
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached
+from outbox.storage import schema
 from tests.support import fork_server
 from tests.support.gateway import Gateway, running_gateway
 from tests.support.processes import ROOT, clean_environment

@@ -3,8 +3,8 @@
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox import schema
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
+from outbox.storage import schema
 from tests.support.commands import TRACE, Commands, here
 from tests.support.processes import run
 

@@ -11,7 +11,7 @@ from google.cloud.spanner_v1 import ExecuteBatchDmlRequest, ExecuteSqlRequest, P
 from google.cloud.spanner_v1.database import Database
 
 import outbox
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from outbox.message import MAX_REQUEST_BYTES, RawPubsubMessage
 from tests.support.commands import Commands
 from tests.support.operations import insert, row, rows_of

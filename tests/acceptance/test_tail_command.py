@@ -11,7 +11,7 @@ import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.support.commands import HOUR, TRACE, Commands, fill, row
 from tests.support.processes import Process
 from tests.support.proxy import Proxy

@@ -10,7 +10,7 @@ from typing import Any
 from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.support.commands import Commands, fill, row
 from tests.support.processes import ROOT
 from tests.support.pubsub import Subscription

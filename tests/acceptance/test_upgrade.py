@@ -10,7 +10,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 import outbox
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.support.processes import ROOT
 from tests.support.pubsub import Subscription
 from tests.support.relays import EACH_ONCE, account, divided, first_deliveries, register, wait_until_all_sent, worker

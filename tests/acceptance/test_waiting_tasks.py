@@ -8,7 +8,7 @@ import grpc
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.support.commands import count, fill, row
 from tests.support.outages import charged, dead, hang, is_sent, register_beside
 from tests.support.pubsub import Subscription

@@ -10,7 +10,7 @@ import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from publishworker.telemetry import metrics as m
 from tests.support.agent import listening
 from tests.support.proxy import Proxy, silent_port

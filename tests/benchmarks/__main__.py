@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
-from outbox import emulators
+from outbox.devtools import emulators
 from tests.benchmarks import (
     costs,
     decoding,

@@ -11,7 +11,7 @@ from unittest import mock
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.support import spanner
 from tests.support.pubsub import PubSub
 from tests.support.relays import register

@@ -9,12 +9,12 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.pubsub_v1.types import PublishRequest, PublishResponse
 
 import outbox
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from outbox.message import RawPublishRequest, RawPubsubMessage
-from publishworker.connection import LimitedDatabase, open_database, open_pubsub
-from publishworker.spanner import sql
+from publishworker.spanner import statements
+from publishworker.spanner.connection import LimitedDatabase, open_database, open_pubsub
 from publishworker.spanner.store import SpannerStore
-from publishworker.task import Outcome, Row, Sent
+from publishworker.types import Outcome, Row, Sent
 from tests.benchmarks.bench import MESSAGE, ROWS, Bench, Speed, connecting_to, fresh_table, stopwatch
 from tests.support.spanner import INSTANCE, PROJECT
 
@@ -74,7 +74,9 @@ def read_and_mark_only(bench: Bench, hosts: Emulators) -> Speed:
             keys = KeySet(keys=[[id] for id in ids])
             found = [row[0] for row in transaction.read("AsynchronousTasks", READ_COLUMNS, keys)]
             transaction.update(
-                "AsynchronousTasks", sql.MARK_COLUMNS, [(id, COMMIT_TIMESTAMP, None, None, None, 0) for id in found]
+                "AsynchronousTasks",
+                statements.MARK_COLUMNS,
+                [(id, COMMIT_TIMESTAMP, None, None, None, 0) for id in found],
             )
 
         database.run_in_transaction(work)

@@ -13,7 +13,7 @@ import resource
 import tracemalloc
 from pathlib import Path
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.benchmarks.bench import stopwatch
 from tests.benchmarks.relaying import drive, open_worker
 

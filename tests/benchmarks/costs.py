@@ -7,7 +7,7 @@ from unittest import mock
 
 from tqdm import tqdm
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.benchmarks.bench import Bench, Table, fresh_table
 from tests.benchmarks.relaying import drive, open_worker
 from tests.benchmarks.results import Bar, Plot, Section, figures

@@ -11,7 +11,7 @@ from google.cloud.spanner_v1 import PartialResultSet, TypeCode
 from google.cloud.spanner_v1.streamed import StreamedResultSet
 
 from publishworker.spanner import rows
-from publishworker.task import Candidate, Row
+from publishworker.types import Candidate, Row
 from tests.benchmarks.bench import MESSAGE, Bench
 from tests.benchmarks.results import Plot, Section, figures
 from tests.support.fakes import serialized

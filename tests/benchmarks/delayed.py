@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.benchmarks import relaying, throughput
 from tests.benchmarks.bench import ROWS, Bench, Speed, fresh_table, stopwatch
 from tests.benchmarks.results import Plot, Section, figures

@@ -7,21 +7,21 @@ from typing import Any
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, param_types
 from tqdm import tqdm
 
-from publishworker.connection import open_database
-from publishworker.spanner import sql
+from publishworker.spanner import statements
+from publishworker.spanner.connection import open_database
 from tests.benchmarks.bench import ROWS, Bench, Table, connecting_to, fresh_table
 from tests.benchmarks.results import Section, figures
 from tests.support.spanner import INSTANCE, PROJECT
 
 GROUP = 100
 #: What design and documentation have: the planner finds the seeks.
-BY_LIST = sql.LOCK[: sql.LOCK.index("FROM UNNEST")] + "FROM AsynchronousTasks WHERE Id IN UNNEST(@ids)"
+BY_LIST = statements.LOCK[: statements.LOCK.index("FROM UNNEST")] + "FROM AsynchronousTasks WHERE Id IN UNNEST(@ids)"
 
 WAYS = {
-    "Id IN UNNEST(@ids), six columns": (BY_LIST, sql.MARK_COLUMNS),
-    "Id IN UNNEST(@ids), SentAt alone": (BY_LIST, sql.MARK_CLEAN_COLUMNS),
-    "join with a fixed plan, six columns": (sql.LOCK, sql.MARK_COLUMNS),
-    "join with a fixed plan, SentAt alone (as it ships)": (sql.LOCK, sql.MARK_CLEAN_COLUMNS),
+    "Id IN UNNEST(@ids), six columns": (BY_LIST, statements.MARK_COLUMNS),
+    "Id IN UNNEST(@ids), SentAt alone": (BY_LIST, statements.MARK_CLEAN_COLUMNS),
+    "join with a fixed plan, six columns": (statements.LOCK, statements.MARK_COLUMNS),
+    "join with a fixed plan, SentAt alone (as it ships)": (statements.LOCK, statements.MARK_CLEAN_COLUMNS),
 }
 
 CONDITIONS = f"""\

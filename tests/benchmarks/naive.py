@@ -11,7 +11,7 @@ from google.cloud import pubsub_v1, spanner
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, param_types
 
 import outbox
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from outbox.message import RawPubsubMessage
 from tests.benchmarks.bench import ROWS, Bench, Speed, Table, connecting_to, fresh_table, stopwatch
 from tests.support.spanner import INSTANCE, PROJECT

@@ -14,7 +14,7 @@ from random import Random
 from tqdm import tqdm
 
 from publishworker.spanner.store import Decide
-from publishworker.task import Candidate, Failed, Look, News, Outcome, Poll, Row, Sent
+from publishworker.types import Candidate, Failed, Look, News, Outcome, Poll, Row, Sent
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.results import Section, figures
 from tests.support.parts import relay_of

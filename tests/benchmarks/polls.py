@@ -7,9 +7,9 @@ from typing import Any
 from google.cloud.spanner_v1 import KeyRange, KeySet
 from tqdm import tqdm
 
-from publishworker.connection import open_database
+from publishworker.spanner.connection import open_database
 from publishworker.spanner.store import SpannerStore
-from publishworker.task import Look
+from publishworker.types import Look
 from tests.benchmarks.backlogs import insert
 from tests.benchmarks.bench import Bench, Table, connecting_to, fresh_table, stopwatch
 from tests.benchmarks.results import Bar, Section, figures

@@ -4,9 +4,9 @@ import gc
 import time
 from typing import Any
 
-from outbox import logs
-from outbox.emulators import Emulators
-from publishworker.process import Worker
+from outbox.devtools.emulators import Emulators
+from outbox.shared import logs
+from publishworker.app import Worker
 from publishworker.settings import RelaySettings
 from publishworker.telemetry.metrics import Metrics
 from tests.benchmarks.bench import ROWS, Bench, Speed, connecting_to, fresh_table, stopwatch

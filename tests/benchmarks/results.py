@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from outbox import emulators
+from outbox.devtools import emulators
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "benchmarks" / "results.json"

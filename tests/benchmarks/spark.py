@@ -24,13 +24,15 @@ from tqdm import tqdm
 import outbox
 from outbox.message import RawPubsubMessage
 from outbox_pipeline import schemas
-from outbox_pipeline.ids import task_id
-from outbox_pipeline.jobs import archive, drain, register
-from outbox_pipeline.session import session
+from outbox_pipeline.jobs.archive import job as archive
+from outbox_pipeline.jobs.drain import job as drain
+from outbox_pipeline.jobs.register import job as register
+from outbox_pipeline.jobs.register.ids import task_id
 from outbox_pipeline.settings import ArchiveSettings, DrainSettings
 from outbox_pipeline.source.datasource import register_source
+from outbox_pipeline.spark.session import session
+from publishworker.app import until_drained
 from publishworker.exits import WORK_LEFT
-from publishworker.process import until_drained
 from tests.benchmarks import relaying
 from tests.benchmarks.bench import Bench, Table, fresh_table, stopwatch
 from tests.benchmarks.results import Bar, Plot, Section, figures

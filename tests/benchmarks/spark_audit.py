@@ -15,13 +15,13 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from outbox.message import TASK_ID_ATTRIBUTE, parsed
-from outbox.times import shown
+from outbox.shared.times import shown
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs import audit
+from outbox_pipeline.jobs.archive.transforms import archivable, proof, together
+from outbox_pipeline.jobs.archive.windows import Archive, Manifest
+from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.settings import AuditSettings
 from outbox_pipeline.spanner import table_of
-from outbox_pipeline.transforms.archive import archivable, proof, together
-from outbox_pipeline.windows import Archive, Manifest
 from tests.benchmarks.bench import Bench, fresh_table
 from tests.benchmarks.results import Bar, Plot, Section, figures
 from tests.benchmarks.spark import DAY, LOOP, SPARK, TOPICS, Sample, here, in_turns, timed

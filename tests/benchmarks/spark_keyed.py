@@ -12,10 +12,11 @@ from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
 
-from outbox_pipeline.jobs import archive, replay
-from outbox_pipeline.purging import GROUP_ROWS
+from outbox_pipeline.jobs.archive import job as archive
+from outbox_pipeline.jobs.archive.executor import GROUP_ROWS
+from outbox_pipeline.jobs.archive.windows import PURGED
+from outbox_pipeline.jobs.replay import job as replay
 from outbox_pipeline.settings import ArchiveSettings, ReplaySettings
-from outbox_pipeline.windows import PURGED
 from tests.benchmarks.bench import Bench, fresh_table, stopwatch
 from tests.benchmarks.results import Bar, Plot, Section, figures
 from tests.benchmarks.spark import BODY, DAY, LOOP, SPARK, TICK, Sample, Way, fill, here, in_turns

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from tqdm import tqdm
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.benchmarks import ceilings, naive, relaying
 from tests.benchmarks.bench import ROWS, Bench, Speed
 from tests.benchmarks.results import Bar, Plot, Section, figures

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from outbox.states import NEVER
+from outbox.storage.task_states import NEVER
 from publishworker.spanner.store import Unsent
-from publishworker.task import Charged, Mark, Row, Sent
+from publishworker.types import Charged, Mark, Row, Sent
 from tests.support.fakes import serialized
 from tests.support.store_harness import Harness, poll_ids
 

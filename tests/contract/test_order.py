@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from outbox.states import NEVER
+from outbox.storage.task_states import NEVER
 from publishworker.spanner import store
-from publishworker.task import Key, Parked, Row, Waiting
+from publishworker.types import Key, Parked, Row, Waiting
 from tests.support.fakes import serialized
 from tests.support.store_harness import Harness, poll_ids
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from outbox.message import TASK_ID_ATTRIBUTE
-from publishworker.connection import open_pubsub
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
-from publishworker.task import Failed, Row, Sent
+from publishworker.spanner.connection import open_pubsub
+from publishworker.types import Failed, Row, Sent
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.pubsub import Subscription
 

@@ -10,9 +10,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from outbox.states import NEVER
+from outbox.storage.task_states import NEVER
 from publishworker.spanner.store import Store, Unsent
-from publishworker.task import News, TopicLimit
+from publishworker.types import News, TopicLimit
 from tests.support.fakes import serialized
 from tests.support.parts import look
 from tests.support.store_harness import Harness, poll_ids

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from outbox import emulators
+from outbox.devtools import emulators
 from tests.support import spanner
 from tests.support.outages import lasting
 from tests.support.processes import Process

@@ -9,7 +9,7 @@ from zlib import crc32
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.support.pubsub import PubSub
 from tests.support.trial import Trial
 

@@ -21,7 +21,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-from outbox import emulators
+from outbox.devtools import emulators
 from tests.faults.faults import BOTH, FAULTS, field_of
 from tests.support import spanner
 from tests.support.outages import lasting

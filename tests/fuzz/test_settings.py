@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from outbox import cli
 from outbox.errors import NotReached, SettingError
-from outbox.settings import Field, fields_of
+from outbox.shared.settings import Field, fields_of
 from outbox_pipeline import cli as pipeline
 from publishworker import cli as worker
 from publishworker.settings import WorkerSettings
-from publishworker.task import TopicLimit
-from publishworker.turn.throttle import Throttle
+from publishworker.topics.rate_limit import Throttle
+from publishworker.types import TopicLimit
 from tests.fuzz.conftest import Fuzz
 
 FIELDS = {field.name: field for field in fields_of(WorkerSettings)}
@@ -90,8 +90,8 @@ def _nothing_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """No command reaches a database, starts an emulator or Spark, or finds a file."""
     monkeypatch.chdir(tmp_path)
     for place in (
-        "google.cloud.spanner.Client", "outbox.emulators.running", "outbox_pipeline.session.check_packages",
-        "publishworker.connection.open_database", "publishworker.connection.open_pubsub",
+        "google.cloud.spanner.Client", "outbox.devtools.emulators.running", "outbox_pipeline.spark.session.check_packages",
+        "publishworker.spanner.connection.open_database", "publishworker.spanner.connection.open_pubsub",
     ):  # fmt: skip
         monkeypatch.setattr(place, mock.Mock(side_effect=NotReached("nothing is there")))
     for main in (cli, worker, pipeline):  # most of the time is spent on making parsers, which are the same each time

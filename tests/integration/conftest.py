@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.operations.table import TaskTable
+from outbox.admin.table import TaskTable
 from tests.support.operations import Watch
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.support.processes import run
 
 

@@ -13,10 +13,10 @@ from google.auth.exceptions import RefreshError
 from google.auth.transport.grpc import AuthMetadataPlugin
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
-from outbox import logs
-from publishworker.failures import Kind, kind_of
+from outbox.shared import logs
+from publishworker.pubsub.errors import Kind, kind_of
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.task import Failed, Row
+from publishworker.types import Failed, Row
 from tests.support.fakes import serialized
 from tests.support.pubsub_server import PubSubServer
 

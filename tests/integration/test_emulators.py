@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outbox import _child, emulators
+from outbox.devtools import child_process, emulators
 from outbox.errors import NotReached
 from tests.support.proxy import silent_port
 from tests.support.waiting import eventually
@@ -149,7 +149,7 @@ if not pathlib.Path({str(lost)!r}).exists():
 
 
 #: Those of an emulator that writes a hundred numbers and an error.
-LAST_LINES = rf"(\n  \d+){{{_child.TAIL_LINES - 1}}}\n  libz.so.1: cannot open it"
+LAST_LINES = rf"(\n  \d+){{{child_process.TAIL_LINES - 1}}}\n  libz.so.1: cannot open it"
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_an_emulator_that_does_not_start_is_given_up(
 ) -> None:
     """The error has the emulator's own last lines, so there is no log file to look for; the wait has an end."""
     if "0.2 s" in sentence:
-        monkeypatch.setattr(_child, "START_SECONDS", 0.2)
+        monkeypatch.setattr(child_process, "START_SECONDS", 0.2)
     sdk(**texts)
     _not_reached(sentence)
 
@@ -195,7 +195,7 @@ def test_flags_and_addresses_reach_the_binaries(sdk: Sdk) -> None:
 
 def test_both_are_stopped_when_the_block_fails(monkeypatch: pytest.MonkeyPatch, sdk: Sdk) -> None:
     """No emulator outlives an exception; one that ignores SIGTERM is killed."""
-    monkeypatch.setattr(_child, "STOP_SECONDS", 0.5)
+    monkeypatch.setattr(child_process, "STOP_SECONDS", 0.5)
     sdk(spanner=DEAF)
     with pytest.raises(KeyboardInterrupt), emulators.running() as running:
         raise KeyboardInterrupt

@@ -12,11 +12,11 @@ from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
 import outbox
-from outbox.states import NEVER
-from publishworker.connection import open_pubsub
+from outbox.storage.task_states import NEVER
 from publishworker.pubsub.publisher import PubSubPublisher
+from publishworker.relay import Relay
+from publishworker.spanner.connection import open_pubsub
 from publishworker.spanner.store import SpannerStore
-from publishworker.turn.relay import Relay
 from tests.support.parts import relay_of
 from tests.support.pubsub import PubSub, Subscription
 from tests.support.pubsub_server import accept, pubsub_server, refuse

@@ -13,11 +13,11 @@ from datadog.dogstatsd.base import DogStatsd
 
 import outbox
 from outbox.testing import RecordingTransaction
-from publishworker.task import Group, GroupResult, Sent
 from publishworker.telemetry import datadog
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
-from publishworker.turn.recording import Recorder
+from publishworker.telemetry.reporter import Recorder
+from publishworker.types import Group, GroupResult, Sent
 
 
 @pytest.fixture

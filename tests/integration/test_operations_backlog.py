@@ -12,12 +12,12 @@ from google.api_core.exceptions import DeadlineExceeded, InvalidArgument
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
+from outbox.admin import backlog
+from outbox.admin import table as operations_table
+from outbox.admin.backlog import COUNTS, Line
+from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
-from outbox.operations import backlog
-from outbox.operations import table as operations_table
-from outbox.operations.backlog import COUNTS, Line
-from outbox.operations.table import TaskTable
-from outbox.states import NEVER
+from outbox.storage.task_states import NEVER
 from tests.support.operations import (
     CREATED,
     DAY,

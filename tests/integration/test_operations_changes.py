@@ -8,11 +8,11 @@ import pytest
 from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 
+from outbox.admin import changes, statements
+from outbox.admin.changes import Count, Outcome, Selection
+from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
-from outbox.operations import changes, sql
-from outbox.operations.changes import Count, Outcome, Selection
-from outbox.operations.table import TaskTable
-from outbox.states import NEVER
+from outbox.storage.task_states import NEVER
 from tests.support.operations import (
     CREATED,
     FUTURE,
@@ -235,21 +235,21 @@ def test_the_dml_of_a_dry_run_does_the_same(database: Database, table: TaskTable
     every = tuple(each["Id"] for each in rows)
     time = {"since": CREATED + 20 * SECOND, "until": CREATED + 120 * SECOND}
     cases: list[tuple[Selection, str]] = [
-        (Selection(ids=(every[0],)), sql.RETRY),
-        (Selection(ids=every[:60], state="dead"), sql.RETRY),
-        *((Selection(state="dead", topic=topic, **time), sql.RETRY) for topic in TOPICS),
-        *((Selection(state="retrying", topic=TOPICS[0], error=text), sql.RETRY) for text in AWKWARD[::3]),
-        (Selection(state="retrying", error="It'S"), sql.RETRY),
-        (Selection(state="sent", topic=TOPICS[1], until=PAST + MICROSECOND), sql.DELETE),
-        (Selection(state="sent", until=PAST), sql.DELETE),
-        (Selection(ids=every), sql.RETRY),
-        (Selection(state="sent", until=FUTURE), sql.DELETE),
+        (Selection(ids=(every[0],)), statements.RETRY),
+        (Selection(ids=every[:60], state="dead"), statements.RETRY),
+        *((Selection(state="dead", topic=topic, **time), statements.RETRY) for topic in TOPICS),
+        *((Selection(state="retrying", topic=TOPICS[0], error=text), statements.RETRY) for text in AWKWARD[::3]),
+        (Selection(state="retrying", error="It'S"), statements.RETRY),
+        (Selection(state="sent", topic=TOPICS[1], until=PAST + MICROSECOND), statements.DELETE),
+        (Selection(state="sent", until=PAST), statements.DELETE),
+        (Selection(ids=every), statements.RETRY),
+        (Selection(state="sent", until=FUTURE), statements.DELETE),
     ]
     for each in (database, own_database):
         insert(each, rows)
     total = 0
     for selection, statement in cases:
-        change = changes.purge if statement == sql.DELETE else changes.retry
+        change = changes.purge if statement == statements.DELETE else changes.retry
         number = changes.count(table, selection, exact=True).number
         assert len(changed(change(table, selection))) == number == by_dml(own_database, selection, statement)
         total += number

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.emulators import Emulators
+from outbox.admin import backlog, changes, tasks
+from outbox.admin.changes import Selection
+from outbox.admin.database import UNLIMITED
+from outbox.admin.table import TaskTable
+from outbox.admin.tasks import Position
+from outbox.admin.topics import TopicTable
+from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError
-from outbox.operations import backlog, changes, tasks
-from outbox.operations.changes import Selection
-from outbox.operations.database import UNLIMITED
-from outbox.operations.table import TaskTable
-from outbox.operations.tasks import Position
-from outbox.operations.topics import TopicTable
-from outbox.schema import limits
-from outbox.states import NEVER
+from outbox.storage.schema import limits
+from outbox.storage.task_states import NEVER
 from tests.support.operations import FUTURE, PAST, Watch, insert, opened, row, rows_of
 from tests.support.proxy import Proxy
 

@@ -9,11 +9,11 @@ from google.cloud.spanner_v1.database import Database
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from outbox.admin import changes, statements
+from outbox.admin.changes import Outcome, Selection
+from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
-from outbox.operations import changes, sql
-from outbox.operations.changes import Outcome, Selection
-from outbox.operations.table import TaskTable
-from outbox.states import NEVER
+from outbox.storage.task_states import NEVER
 from tests.support.operations import FUTURE, MICROSECOND, PAST, SECOND, Watch, changed, insert, row, rows_of, update
 
 UNTIL = PAST + 10 * SECOND
@@ -189,7 +189,7 @@ def test_a_wake_that_fails_is_a_warning(database: Database, table: TaskTable, mo
         found = query(self, statement, *arguments, **keywords)
         if found == [["orders a 1"]]:
             raise NotReached("no answer")
-        if statement == sql.FRONTS:
+        if statement == statements.FRONTS:
             update(database, "orders b 1", SentAt=PAST)
         return found
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.operations import tasks
-from outbox.operations.changes import Selection
-from outbox.operations.table import TaskTable
-from outbox.operations.tasks import Position
-from outbox.states import NEVER, STATES, UNSENT
+from outbox.admin import tasks
+from outbox.admin.changes import Selection
+from outbox.admin.table import TaskTable
+from outbox.admin.tasks import Position
+from outbox.storage.task_states import NEVER, STATES, UNSENT
 from tests.support.fakes import serialized
 from tests.support.operations import CREATED, FUTURE, MICROSECOND, OF_STATES, PAST, SECOND, Watch, insert, row
 

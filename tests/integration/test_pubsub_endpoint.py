@@ -15,12 +15,12 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from outbox.errors import SettingError
-from publishworker.connection import open_pubsub
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.settings import WorkerSettings
-from publishworker.task import Row, Sent
+from publishworker.spanner.connection import open_pubsub
+from publishworker.types import Row, Sent
 from tests.support.fakes import serialized
 from tests.support.processes import run
 from tests.support.proxy import Proxy

@@ -14,15 +14,15 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet
 from google.cloud.spanner_v1.database import Database
 
 import outbox
-from outbox.emulators import Emulators
-from outbox.states import NEVER
-from publishworker.connection import open_database, open_pubsub
+from outbox.devtools.emulators import Emulators
+from outbox.storage.task_states import NEVER
+from publishworker import relay as relay_module
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
+from publishworker.relay import Relay
+from publishworker.spanner.connection import open_database, open_pubsub
 from publishworker.spanner.store import SpannerStore, Store
-from publishworker.task import Failed, Outcome, Row, Sent
 from publishworker.telemetry import metrics as m
-from publishworker.turn import relay as relay_module
-from publishworker.turn.relay import Relay
+from publishworker.types import Failed, Outcome, Row, Sent
 from tests.support.counting import Counting
 from tests.support.fakes import Counted, FakePublisher, serialized
 from tests.support.outages import count

@@ -9,17 +9,17 @@ from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
 import outbox
-from outbox import schema
-from outbox.operations import backlog, changes, tasks
-from outbox.operations.changes import Selection
-from outbox.operations.database import open_database as open_for_operators
-from outbox.operations.database import open_table
-from outbox.operations.topics import TopicTable
-from outbox.settings import DatabaseSettings
-from outbox.states import NEVER
-from publishworker.connection import open_database
+from outbox.admin import backlog, changes, tasks
+from outbox.admin.changes import Selection
+from outbox.admin.database import open_database as open_for_operators
+from outbox.admin.database import open_table
+from outbox.admin.topics import TopicTable
+from outbox.shared.settings import DatabaseSettings
+from outbox.storage import schema
+from outbox.storage.task_states import NEVER
+from publishworker.spanner.connection import open_database
 from publishworker.spanner.store import SpannerStore
-from publishworker.task import Charged, Key, Parked, Sent
+from publishworker.types import Charged, Key, Parked, Sent
 from tests.support.operations import FUTURE, PAST, insert, row
 from tests.support.parts import look
 from tests.support.roles import ALL, Heard, grants, refused, statements

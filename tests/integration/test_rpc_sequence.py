@@ -23,10 +23,10 @@ from google.rpc import code_pb2, status_pb2
 from grpc_status.rpc_status import to_status
 
 import outbox
-from publishworker.connection import COMMIT_SECONDS, LimitedDatabase, open_database
-from publishworker.spanner import sql
+from publishworker.relay import Relay
+from publishworker.spanner import statements
+from publishworker.spanner.connection import COMMIT_SECONDS, LimitedDatabase, open_database
 from publishworker.spanner.store import NotWritten, SpannerStore, StoreError
-from publishworker.turn.relay import Relay
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import relay_of
 
@@ -37,8 +37,8 @@ STRING, INT64, BYTES, TIMESTAMP, BOOL = (
 CANDIDATE = (STRING, STRING, INT64, INT64, TIMESTAMP, TIMESTAMP, STRING, INT64)
 FRONT = (STRING, STRING, STRING, INT64, BOOL, BOOL, BOOL)
 LOCKED = (STRING, STRING, BYTES, STRING, TIMESTAMP, TIMESTAMP, TIMESTAMP, BOOL, INT64, TIMESTAMP, BOOL, BOOL, TIMESTAMP)
-POLL_READY = sql.poll(due=False, lower=False, news=False)
-POLL_ALL = sql.poll(due=True, lower=False, news=True)
+POLL_READY = statements.poll(due=False, lower=False, news=False)
+POLL_ALL = statements.poll(due=True, lower=False, news=True)
 
 
 @pytest.fixture
@@ -74,9 +74,9 @@ def prepare(mock: SpannerServicer, count: int, key: str | None = None) -> list[s
     mock.mock_spanner.add_result(POLL_ALL, result(CANDIDATE, found))
     mock.mock_spanner.add_result(POLL_READY, result(CANDIDATE, found))
     locked = [(id, "orders", body, key, NOW, None, None, True, 0, None, False, False, NOW) for id in ids]
-    mock.mock_spanner.add_result(sql.LOCK, result(LOCKED, locked))
+    mock.mock_spanner.add_result(statements.LOCK, result(LOCKED, locked))
     fronts = [("orders", key, id, 10, True, False, False) for id in reversed(ids)]
-    mock.mock_spanner.add_result(sql.FRONTS, result(FRONT, fronts))
+    mock.mock_spanner.add_result(statements.FRONTS, result(FRONT, fronts))
     return ids[::-1]
 
 
@@ -119,7 +119,7 @@ def test_a_group_is_two_requests(mock: SpannerServicer, database: LimitedDatabas
     assert poll.request_options.request_tag == "outbox-poll"
     assert poll.sql.count("AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}") == 3
     assert "Data" not in poll.sql
-    assert lock.sql == sql.LOCK
+    assert lock.sql == statements.LOCK
     assert "LOCK_SCANNED_RANGES=exclusive" in lock.sql
     ids = list(lock.params["ids"])
     assert ids == sorted(ids)
@@ -127,7 +127,7 @@ def test_a_group_is_two_requests(mock: SpannerServicer, database: LimitedDatabas
     assert begin.isolation_level == TransactionOptions.IsolationLevel.SERIALIZABLE
     assert begin.read_write.read_lock_mode == TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC
     assert len(commit.mutations[0].update.values) == 100
-    assert list(commit.mutations[0].update.columns) == list(sql.MARK_CLEAN_COLUMNS)
+    assert list(commit.mutations[0].update.columns) == list(statements.MARK_CLEAN_COLUMNS)
 
 
 def test_an_ordered_group_is_three_requests(mock: SpannerServicer, database: LimitedDatabase) -> None:
@@ -140,11 +140,11 @@ def test_an_ordered_group_is_three_requests(mock: SpannerServicer, database: Lim
     poll, front, lock, commit = mock.requests[1:]
     tags = [each.request_options.request_tag for each in (poll, front, lock)]
     assert tags == ["outbox-poll", "outbox-order", "outbox-claim"]
-    assert front.sql == sql.FRONTS
+    assert front.sql == statements.FRONTS
     assert front.transaction.single_use.read_only.strong
     assert front.request_options.priority == RequestOptions.Priority.PRIORITY_MEDIUM
     assert (list(front.params["topics"]), list(front.params["keys"])) == (["orders"], ["key"])
-    assert lock.sql == sql.LOCK
+    assert lock.sql == statements.LOCK
     assert set(lock.params) == {"ids"}
     assert list(lock.params["ids"]) == sorted(ids)
     tables = lock.sql.partition("FROM")[2]

@@ -12,10 +12,10 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, param_types
 from google.cloud.spanner_v1.database import Database
 
 import outbox
-from outbox import _ddl, schema
 from outbox.errors import SchemaDiffers
+from outbox.storage import ddl, schema
 from publishworker import check
-from publishworker.process import verified_shards
+from publishworker.app import verified_shards
 from tests.support.spanner import query
 from tests.support.waiting import eventually
 
@@ -80,12 +80,12 @@ def test_an_empty_database_gets_everything_once(empty_database: Database, option
     assert schema.apply(empty_database, wanted) == [(name, "created") for name in names]
     assert schema.apply(empty_database, wanted) == [(name, "exists") for name in names]
     assert schema.differences(empty_database, wanted, free=()) == []
-    shapes = [_ddl.parse(statement) for statement in wanted]
+    shapes = [ddl.parse(statement) for statement in wanted]
     found = schema._read(empty_database, shapes, {})
     for shape in shapes:
-        parts = found[_ddl.normal(shape.title)]
-        assert {name: parts.get(_ddl.normal(name)) for name in shape.parts} == shape.parts
-        further = set(parts) - {_ddl.normal(name) for name in shape.parts}
+        parts = found[ddl.normal(shape.title)]
+        assert {name: parts.get(ddl.normal(name)) for name in shape.parts} == shape.parts
+        further = set(parts) - {ddl.normal(name) for name in shape.parts}
         assert [name for name in further if not re.match(NOT_COMPARED, name)] == []
     assert schema.shard_count(empty_database) == options.get("shards", 10)
 
@@ -254,7 +254,7 @@ def test_no_key_begins_with_a_time(database: Database) -> None:
 def test_the_migrations_lead_to_the_schema(empty_database: Database, database: Database) -> None:
     """A database that ran all numbered migrations is the same as one made by schema.sql."""
     for path in sorted((SCHEMA / "migrations").glob("[0-9]*.sql")):
-        change(empty_database, *_ddl.cut(path.read_text()))
+        change(empty_database, *ddl.cut(path.read_text()))
     assert ddl_of(empty_database) == ddl_of(database)
     assert schema.differences(empty_database, schema.statements(), free=()) == []
 
@@ -268,7 +268,7 @@ def test_the_migrations_lead_to_the_schema(empty_database: Database, database: D
 )
 def test_the_documented_path_from_the_article(empty_database: Database, article: dict[str, Any]) -> None:
     """Rows stay intact, and old writers still work. Applying by mistake lists what the guide would change."""
-    change(empty_database, *_ddl.cut(ARTICLE_TABLE.format(**article)))
+    change(empty_database, *ddl.cut(ARTICLE_TABLE.format(**article)))
     with pytest.raises(SchemaDiffers, match="column OrderingKey is missing") as caught:
         schema.apply(empty_database, schema.statements())
     assert "column Topic: the database has STRING(255) NOT NULL" in str(caught.value)
@@ -278,7 +278,7 @@ def test_the_documented_path_from_the_article(empty_database: Database, article:
     with empty_database.batch() as batch:
         batch.insert("AsynchronousTasks", OLD_COLUMNS, rows)
 
-    change(empty_database, *_ddl.cut((SCHEMA / "migrations" / "from-article.sql").read_text()))
+    change(empty_database, *ddl.cut((SCHEMA / "migrations" / "from-article.sql").read_text()))
     assert schema.apply(empty_database, schema.statements()) == [(name, "exists") for name in ALL]
     assert query(empty_database, f"SELECT {', '.join(OLD_COLUMNS)} FROM AsynchronousTasks ORDER BY Id") == rows
     assert query(empty_database, "SELECT Bytes, AtMostOnce, Attempts FROM AsynchronousTasks ORDER BY Id") == [

@@ -10,9 +10,9 @@ from google.cloud.spanner_admin_database_v1 import DatabaseDialect
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
-from outbox import schema
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
+from outbox.storage import schema
 from tests.support.proxy import Proxy, silent_port
 from tests.support.spanner import client
 

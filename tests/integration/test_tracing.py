@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import outbox
-from publishworker.connection import open_pubsub
 from publishworker.pubsub.publisher import PubSubPublisher
+from publishworker.spanner.connection import open_pubsub
 from publishworker.spanner.store import SpannerStore
 from tests.support.parts import relay_of
 from tests.support.pubsub import Subscription

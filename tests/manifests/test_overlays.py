@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 import yaml
 
-from outbox.settings import fields_of
+from outbox.shared.settings import fields_of
 from publishworker.settings import WorkerSettings
 from publishworker.telemetry import metrics
 from tests.manifests.rendering import (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from outbox._child import LOOPBACK
-from outbox.emulators import PUBSUB, SPANNER, Emulators, running_spanner
+from outbox.devtools.child_process import LOOPBACK
+from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, running_spanner
 from tests.manifests.rendering import OVERLAYS, ROOT, Objects, container, environment, rendered, the, worker
 from tests.support.processes import Process, run, started
 from tests.support.waiting import eventually

@@ -2,9 +2,9 @@
 
 import re
 
+from outbox.admin.backlog import COUNTED, STALENESS
 from outbox.cli.schema import DEFAULT_SHARDS
-from outbox.operations.backlog import COUNTED, STALENESS
-from publishworker.reporting import INTERVAL
+from publishworker.telemetry.gauges import INTERVAL
 from tests.manifests.rendering import OVERLAYS, ROOT, rendered, the
 
 TEXT = (ROOT / "docs/operations/scaling.md").read_text(encoding="utf-8")

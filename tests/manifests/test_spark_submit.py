@@ -17,7 +17,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 from pyarrow import parquet
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.manifests.kubernetes_api import Api, api
 from tests.manifests.rendering import ROOT, SPARK, Object, environment, programs, rendered, rendered_text, the, validate
 from tests.manifests.test_spark_entrypoint import ENTRY, JAVA, TINI

@@ -10,16 +10,16 @@ from unittest import mock
 
 import pytest
 
+from publishworker import delivery, eligibility
+from publishworker.delivery import Delivery
+from publishworker.in_doubt import Doubts
+from publishworker.ordering import Fronts, Ordering
 from publishworker.pubsub import messages, publisher
 from publishworker.pubsub.messages import Lane
-from publishworker.task import GroupResult, Key, Parked, Sent
-from publishworker.turn import claims, delivery
-from publishworker.turn.breakers import Breakers
-from publishworker.turn.delivery import Delivery
-from publishworker.turn.doubts import Doubts
-from publishworker.turn.ordering import Fronts, Ordering
-from publishworker.turn.relay import Relay
-from publishworker.turn.retries import Retries
+from publishworker.relay import Relay
+from publishworker.retry_policy import Retries
+from publishworker.topics.circuit_breaker import Breakers
+from publishworker.types import GroupResult, Key, Parked, Sent
 from tests.support.order_ledger import Task
 from tests.support.order_model import World
 from tests.support.stepwise import patched
@@ -60,7 +60,7 @@ FAULTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         publisher, "_answered", lambda real: lambda lane, *a: real(lane, *a) or [lane][: len(lane.requests)]
     ),
     "no answer is no success": (publisher, "failure_of", always(Sent(""))),
-    "at-most-once tasks are marked first": (claims, "_reason_to_leave", always(None)),
+    "at-most-once tasks are marked first": (eligibility, "_reason_to_leave", always(None)),
     "only a probe fails for its topic": (
         Breakers, "start", lambda real: lambda self, group: replace(real(self, group), probe=True)
     ),

@@ -7,10 +7,10 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
 
-from outbox.emulators import Emulators
-from outbox.settings import DatabaseSettings
-from outbox_pipeline import session as jobs_session
+from outbox.devtools.emulators import Emulators
+from outbox.shared.settings import DatabaseSettings
 from outbox_pipeline.source.datasource import register_source
+from outbox_pipeline.spark import session as jobs_session
 from tests.support import quick, spanner
 
 # Processes of minutes: the second compiler and its threads cost more than they gain.
@@ -57,7 +57,7 @@ def many_partitions(spark: SparkSession) -> Iterator[None]:
 def in_process(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let commands run in this process use the Spark of the tests, and leave logging as it is."""
     monkeypatch.setattr(jobs_session, "session", lambda _name: spark)
-    monkeypatch.setattr("outbox.logs.configure", lambda *_arguments: None)
+    monkeypatch.setattr("outbox.shared.logs.configure", lambda *_arguments: None)
 
 
 @pytest.fixture

@@ -18,14 +18,14 @@ from pyspark.sql import functions as f
 from pyspark.testing import assertDataFrameEqual, assertSchemaEqual
 
 from outbox.errors import OutboxError, SettingError
-from outbox.settings import DatabaseSettings
-from outbox.states import NEVER
-from outbox.times import shown
+from outbox.shared.settings import DatabaseSettings
+from outbox.shared.times import shown
+from outbox.storage.task_states import NEVER
 from outbox_pipeline import read_archive, schemas
-from outbox_pipeline.jobs import archive as job
-from outbox_pipeline.jobs.archive import run
+from outbox_pipeline.jobs.archive import job
+from outbox_pipeline.jobs.archive.job import run
+from outbox_pipeline.jobs.archive.windows import Archive, Manifest, floor
 from outbox_pipeline.spanner import table_of
-from outbox_pipeline.windows import Archive, Manifest, floor
 from tests.support.archives import (
     DAY,
     MICROSECOND,

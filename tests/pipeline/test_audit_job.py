@@ -13,11 +13,12 @@ from pyspark.sql import SparkSession
 
 from outbox.errors import OutboxError, SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
-from outbox.settings import DatabaseSettings
-from outbox.states import NEVER
-from outbox.times import shown
+from outbox.shared.settings import DatabaseSettings
+from outbox.shared.times import shown
+from outbox.storage.task_states import NEVER
 from outbox_pipeline import cli
-from outbox_pipeline.jobs import archive, audit
+from outbox_pipeline.jobs.archive import job as archive
+from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.settings import AuditSettings
 from tests.support.archives import DAY, NEXT_DAY, settings_of
 from tests.support.operations import insert, row

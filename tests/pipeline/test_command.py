@@ -17,13 +17,15 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 from pyspark.errors import PySparkException
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
-from outbox.settings import DatabaseSettings
-from outbox_pipeline import cli, report, session
-from outbox_pipeline.faults import of_text, spark_errors
-from outbox_pipeline.jobs.archive import Archived
-from outbox_pipeline.jobs.register import Registered
+from outbox.shared.settings import DatabaseSettings
+from outbox_pipeline import cli
+from outbox_pipeline import summary as report
+from outbox_pipeline.jobs.archive.job import Archived
+from outbox_pipeline.jobs.register.job import Registered
+from outbox_pipeline.spark import session
+from outbox_pipeline.spark.errors import of_text, spark_errors
 from publishworker.telemetry import datadog
 from publishworker.telemetry.metrics import Metrics
 from tests.support.operations import rows_of

@@ -19,17 +19,17 @@ from google.pubsub_v1.types import PubsubMessage
 from pyspark.sql import SparkSession
 
 import outbox
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError
-from outbox.settings import DatabaseSettings
-from outbox.states import NEVER
+from outbox.shared.settings import DatabaseSettings
+from outbox.storage.task_states import NEVER
 from outbox_pipeline import cli
-from outbox_pipeline.draining import Tally
-from outbox_pipeline.jobs import audit
-from outbox_pipeline.jobs import drain as job
-from outbox_pipeline.jobs.drain import Drained
+from outbox_pipeline.jobs.audit import job as audit
+from outbox_pipeline.jobs.drain import job
+from outbox_pipeline.jobs.drain.executor import Tally
+from outbox_pipeline.jobs.drain.job import Drained
 from outbox_pipeline.settings import AuditSettings, DrainSettings
-from publishworker.process import open_store
+from publishworker.app import open_store
 from publishworker.spanner.store import StoreError
 from publishworker.telemetry import metrics as m
 from tests.support.fakes import Counted

@@ -17,12 +17,12 @@ from google.cloud.spanner import Client
 from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 
-from outbox import schema
-from outbox.emulators import Emulators
-from outbox.states import NEVER
+from outbox.devtools.emulators import Emulators
+from outbox.storage import schema
+from outbox.storage.task_states import NEVER
 from outbox_pipeline import cli, task_id
-from outbox_pipeline.jobs.drain import Drained
-from outbox_pipeline.transforms.audit import FLAWS, OUT_OF_ORDER, STATES
+from outbox_pipeline.jobs.audit.transforms import FLAWS, OUT_OF_ORDER, STATES
+from outbox_pipeline.jobs.drain.job import Drained
 from tests.support import spanner
 from tests.support.fakes import serialized
 from tests.support.operations import insert, row, rows_of

@@ -9,11 +9,11 @@ from google.cloud.spanner_v1.database import Database
 from pyspark.errors import PythonException
 from pyspark.sql import SparkSession
 
-from outbox.settings import DatabaseSettings
-from outbox.states import NEVER
-from outbox_pipeline.jobs import archive as job
-from outbox_pipeline.jobs.archive import run
-from outbox_pipeline.purging import GROUP_ROWS, Purge, purge
+from outbox.shared.settings import DatabaseSettings
+from outbox.storage.task_states import NEVER
+from outbox_pipeline.jobs.archive import job
+from outbox_pipeline.jobs.archive.executor import GROUP_ROWS, Purge, purge
+from outbox_pipeline.jobs.archive.job import run
 from outbox_pipeline.spanner import Table
 from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, Sent, archived, purges, sent, settings_of
 from tests.support.operations import FUTURE, Watch, insert, row, rows_of, update

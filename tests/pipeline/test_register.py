@@ -13,12 +13,12 @@ from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as f
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from outbox.errors import SettingError
 from outbox.message import RawPubsubMessage
-from outbox.settings import DatabaseSettings
-from outbox_pipeline.ids import task_id
-from outbox_pipeline.jobs import register as job
+from outbox.shared.settings import DatabaseSettings
+from outbox_pipeline.jobs.register import job
+from outbox_pipeline.jobs.register.ids import task_id
 from tests.support.operations import rows_of
 from tests.support.pipeline import RegistrationFails, counts, registered, rows
 from tests.support.pipeline_job import settings

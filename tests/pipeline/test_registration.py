@@ -9,12 +9,12 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
 from outbox import OutboxError
-from outbox._register import COLUMNS
 from outbox.message import RawPubsubMessage
-from outbox.settings import DatabaseSettings
-from outbox_pipeline.pacing import Pace
-from outbox_pipeline.registration import ANSWER, COUNTS, GROUP_BYTES, GROUP_ROWS, TRIES, Writer
+from outbox.registration import COLUMNS
+from outbox.shared.settings import DatabaseSettings
+from outbox_pipeline.jobs.register.executor import ANSWER, COUNTS, GROUP_BYTES, GROUP_ROWS, TRIES, Writer
 from outbox_pipeline.spanner import Table, table_of
+from outbox_pipeline.spark.pacing import Pace
 from tests.support.operations import Watch, rows_of
 from tests.support.pipeline import FakeTable, FakeTime, row
 

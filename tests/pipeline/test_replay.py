@@ -14,18 +14,18 @@ from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
 
 import outbox
-from outbox import schema
-from outbox.emulators import Emulators
+from outbox.admin import changes
+from outbox.admin.table import TaskTable
+from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
-from outbox.operations import changes
-from outbox.operations.table import TaskTable
-from outbox.settings import DatabaseSettings
-from outbox.states import NEVER
-from outbox.times import shown
-from outbox_pipeline.jobs import archive
-from outbox_pipeline.jobs import replay as job
-from outbox_pipeline.jobs.replay import Replayed, run
-from outbox_pipeline.replaying import GROUP_ROWS, replay
+from outbox.shared.settings import DatabaseSettings
+from outbox.shared.times import shown
+from outbox.storage import schema
+from outbox.storage.task_states import NEVER
+from outbox_pipeline.jobs.archive import job as archive
+from outbox_pipeline.jobs.replay import job
+from outbox_pipeline.jobs.replay.executor import GROUP_ROWS, replay
+from outbox_pipeline.jobs.replay.job import Replayed, run
 from outbox_pipeline.spanner import Table, table_of
 from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, delete, rewrite, sent, settings_of, window_folders
 from tests.support.fakes import serialized

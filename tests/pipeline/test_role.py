@@ -5,11 +5,11 @@ from datetime import UTC, datetime
 
 from google.cloud.spanner_v1.database import Database
 
-from outbox.settings import DatabaseSettings
+from outbox.shared.settings import DatabaseSettings
 from outbox_pipeline import schemas
-from outbox_pipeline.purging import purge
-from outbox_pipeline.registration import Writer
-from outbox_pipeline.replaying import replay
+from outbox_pipeline.jobs.archive.executor import purge
+from outbox_pipeline.jobs.register.executor import Writer
+from outbox_pipeline.jobs.replay.executor import replay
 from outbox_pipeline.source.datasource import OutboxDataSource
 from outbox_pipeline.spanner import table_of
 from tests.support import pipeline

@@ -12,17 +12,17 @@ from google.pubsub_v1.types import PubsubMessage
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.testing import assertSchemaEqual
 
+from outbox.admin import statements
+from outbox.admin.table import TaskTable
 from outbox.errors import NotReached, OutboxError, SettingError
-from outbox.operations import sql
-from outbox.operations.table import TaskTable
-from outbox.settings import DatabaseSettings
-from outbox.states import NEVER, STATES
-from outbox.times import shown
+from outbox.shared.settings import DatabaseSettings
+from outbox.shared.times import shown
+from outbox.storage.task_states import NEVER, STATES
 from outbox_pipeline import schemas, spanner
-from outbox_pipeline.faults import spark_errors
 from outbox_pipeline.source import parts
 from outbox_pipeline.source.datasource import OutboxDataSource, OutboxReader
 from outbox_pipeline.source.options import parse
+from outbox_pipeline.spark.errors import spark_errors
 from tests.support.operations import COLUMNS, FUTURE, PAST, insert, opened, row, rows_of, update
 from tests.support.pipeline import options
 
@@ -65,7 +65,7 @@ def every_state(database: Database) -> dict[str, str]:
         }  # fmt: skip
         made.append(row(f"{chance.getrandbits(64):016x}", **columns))
     insert(database, made)
-    statement = sql.task("Id").replace("WHERE Id = @id", "")
+    statement = statements.task("Id").replace("WHERE Id = @id", "")
     return dict(TaskTable(opened(database)).query(statement, "outbox-show"))
 
 

@@ -13,10 +13,10 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError, SettingError
-from outbox.settings import DatabaseSettings
-from outbox.times import shown
+from outbox.shared.settings import DatabaseSettings
+from outbox.shared.times import shown
 from outbox_pipeline.source.datasource import OutboxDataSource, OutboxStreamReader
 from outbox_pipeline.spanner import table_of
 from tests.support.archives import delete

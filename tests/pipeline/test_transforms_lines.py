@@ -11,8 +11,8 @@ from pyspark.sql import functions as f
 
 from outbox.errors import SettingError
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.register import read
-from outbox_pipeline.transforms.tasks import in_order, prepared
+from outbox_pipeline.jobs.register.job import read
+from outbox_pipeline.jobs.register.transforms import in_order, prepared
 from tests.support.pipeline import row
 
 NO_OBJECT = "the line is no JSON object, or has a name twice"

@@ -13,8 +13,8 @@ from pyspark.testing import assertDataFrameEqual, assertSchemaEqual
 
 from outbox.errors import SettingError
 from outbox_pipeline import schemas
-from outbox_pipeline.ids import NAMESPACE, as_uuid5, named, task_id
-from outbox_pipeline.transforms.tasks import COLUMNS, prepared
+from outbox_pipeline.jobs.register.ids import NAMESPACE, as_uuid5, named, task_id
+from outbox_pipeline.jobs.register.transforms import COLUMNS, prepared
 from tests.support.pipeline import row, rows
 
 TIME = datetime(2026, 11, 21, 13, 0, 0, 123456, UTC)

@@ -13,10 +13,10 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from outbox.errors import OutboxError
-from outbox.times import shown
+from outbox.shared.times import shown
 from outbox_pipeline import read_archive, schemas
-from outbox_pipeline.transforms.archive import archivable, proof, together
-from outbox_pipeline.windows import Archive, Manifest, bounds, floor, parsed
+from outbox_pipeline.jobs.archive.transforms import archivable, proof, together
+from outbox_pipeline.jobs.archive.windows import Archive, Manifest, bounds, floor, parsed
 from tests.support.archives import (
     DAY,
     MICROSECOND,

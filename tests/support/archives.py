@@ -12,10 +12,10 @@ from pyspark import TaskContext
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
-from outbox.settings import DatabaseSettings
-from outbox.times import shown
+from outbox.shared.settings import DatabaseSettings
+from outbox.shared.times import shown
+from outbox_pipeline.jobs.archive.windows import read_archive
 from outbox_pipeline.settings import ArchiveSettings
-from outbox_pipeline.windows import read_archive
 from tests.support.operations import row
 
 #: The day of most tests. It is older than what Spanner keeps, so that its windows are read late.

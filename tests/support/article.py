@@ -13,7 +13,7 @@ from typing import Any
 
 from google.api_core.exceptions import GoogleAPICallError, RetryError
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.benchmarks.naive import Naive
 from tests.support.spanner import INSTANCE, client
 

@@ -26,9 +26,9 @@ from unittest import mock
 from google.cloud.spanner_v1.database import Database
 
 from outbox import cli
-from outbox._child import tied
-from outbox.emulators import Emulators
-from outbox.states import NEVER
+from outbox.devtools.child_process import tied
+from outbox.devtools.emulators import Emulators
+from outbox.storage.task_states import NEVER
 from tests.support import fork_server
 from tests.support.processes import ROOT, Finished, Process, clean_environment, run, started
 from tests.support.spanner import INSTANCE, PROJECT

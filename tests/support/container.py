@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.support.processes import ROOT, Process, children, started
 from tests.support.spanner import INSTANCE, PROJECT
 from tests.support.waiting import eventually

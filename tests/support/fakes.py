@@ -11,12 +11,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from outbox.message import RawPubsubMessage
-from outbox.states import NEVER, PARKED
-from publishworker.failures import Kind, kind_of
+from outbox.storage.task_states import NEVER, PARKED
 from publishworker.pubsub import messages
-from publishworker.spanner import sql
+from publishworker.pubsub.errors import Kind, kind_of
+from publishworker.spanner import statements
 from publishworker.spanner.store import Decide, NotWritten, StoreError, Unsent
-from publishworker.task import (
+from publishworker.types import (
     Candidate,
     Charged,
     Failed,
@@ -110,8 +110,8 @@ class FakeStore:
             topics=frozenset(topics),
             paused=frozenset(self.paused),
             limits={topic: limit for topic, limit in self.limits.items() if limit != TopicLimit()},
-            living=frozenset(worker for worker, age in ages.items() if age < sql.SILENT_SECONDS),
-            gone=frozenset(worker for worker, age in ages.items() if age > sql.GONE_SECONDS),
+            living=frozenset(worker for worker, age in ages.items() if age < statements.SILENT_SECONDS),
+            gone=frozenset(worker for worker, age in ages.items() if age > statements.GONE_SECONDS),
         )
 
     def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:

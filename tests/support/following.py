@@ -9,7 +9,7 @@ import sys
 import threading
 
 from outbox_pipeline import register_source
-from outbox_pipeline.session import session
+from outbox_pipeline.spark.session import session
 from tests.support.spanner import INSTANCE, PROJECT
 
 COLUMNS = "Id,Topic,SentAt,Payload"

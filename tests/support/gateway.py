@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from outbox import _child
-from outbox._child import tied
+from outbox.devtools import child_process
+from outbox.devtools.child_process import tied
 from outbox.errors import NotReached
 from tests.support.waiting import eventually
 
@@ -45,7 +45,7 @@ def running_gateway() -> Iterator[Gateway]:
         raise NotReached("no gcloud with the Spanner emulator in PATH")
     grpc_port, http_port = _free_ports(2)
     command = [
-        str(programs / "gateway_main"), f"--hostname={_child.LOOPBACK}", f"--grpc_port={grpc_port}",
+        str(programs / "gateway_main"), f"--hostname={child_process.LOOPBACK}", f"--grpc_port={grpc_port}",
         f"--http_port={http_port}", f"--grpc_binary={programs / 'emulator_main'}",
     ]  # fmt: skip
     # A group of its own: the gateway starts the emulator and leaves it behind.
@@ -53,8 +53,8 @@ def running_gateway() -> Iterator[Gateway]:
         tied(command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
     try:
-        hosts = [f"{_child.LOOPBACK}:{port}" for port in (grpc_port, http_port)]
-        eventually(lambda: all(map(_child.answers, hosts)), seconds=30, message="the gateway to answer")
+        hosts = [f"{child_process.LOOPBACK}:{port}" for port in (grpc_port, http_port)]
+        eventually(lambda: all(map(child_process.answers, hosts)), seconds=30, message="the gateway to answer")
         yield Gateway(*hosts)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -66,5 +66,5 @@ def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
-            each.bind((_child.LOOPBACK, 0))
+            each.bind((child_process.LOOPBACK, 0))
         return [each.getsockname()[1] for each in sockets]

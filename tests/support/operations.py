@@ -9,11 +9,11 @@ from typing import Any
 from google.cloud.spanner_v1 import RequestOptions, TransactionOptions
 from google.cloud.spanner_v1.database import Database
 
-from outbox.operations.changes import Outcome
-from outbox.operations.database import open_database
-from outbox.operations.table import TaskTable
-from outbox.settings import DatabaseSettings
-from outbox.states import NEVER
+from outbox.admin.changes import Outcome
+from outbox.admin.database import open_database
+from outbox.admin.table import TaskTable
+from outbox.shared.settings import DatabaseSettings
+from outbox.storage.task_states import NEVER
 from tests.support.fakes import serialized
 from tests.support.spanner import INSTANCE, PROJECT
 

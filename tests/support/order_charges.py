@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from publishworker.failures import Kind, kind_of
-from publishworker.task import Charged
+from publishworker.pubsub.errors import Kind, kind_of
+from publishworker.types import Charged
 from tests.support.fakes import StoredTask
 from tests.support.order_pubsub import Request
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from outbox.states import NEVER
-from publishworker.failures import Kind, kind_of
-from publishworker.task import Charged, Mark, Parked, Sent
+from outbox.storage.task_states import NEVER
+from publishworker.pubsub.errors import Kind, kind_of
+from publishworker.types import Charged, Mark, Parked, Sent
 from tests.support.fakes import FakeStore, StoredTask
 from tests.support.order_charges import LONGEST_BACKOFF
 from tests.support.order_pubsub import Request

@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 
 from publishworker.pubsub.publisher import PubSubPublisher
+from publishworker.relay import Relay
 from publishworker.spanner.store import StoreError
-from publishworker.task import Key
-from publishworker.turn.relay import Relay
+from publishworker.types import Key
 from tests.support.fakes import serialized
 from tests.support.order_charges import INITIAL_BACKOFF, LONGEST_BACKOFF, MAX_ATTEMPTS, Charges
 from tests.support.order_ledger import Ledger, Task, is_dead

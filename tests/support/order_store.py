@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from publishworker.spanner.store import Decide, NotWritten, StoreError
-from publishworker.task import Charged, Key, Look, Mark, Poll, Sent, Waiting
+from publishworker.types import Charged, Key, Look, Mark, Poll, Sent, Waiting
 from tests.support.fakes import FakeStore, StoredTask
 from tests.support.order_pubsub import Request
 from tests.support.order_repeats import REMEMBERED, Cause

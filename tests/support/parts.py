@@ -4,15 +4,15 @@ from collections.abc import Iterable, Mapping
 from random import Random
 from typing import Any
 
+from publishworker.batching import Limits
+from publishworker.delivery import Delivery
+from publishworker.membership import Fleet
 from publishworker.pubsub.publisher import Publisher
+from publishworker.relay import Relay
+from publishworker.retry_policy import Retries
 from publishworker.spanner.store import Store
-from publishworker.task import Look
 from publishworker.telemetry.metrics import Client, Metrics
-from publishworker.turn.delivery import Delivery
-from publishworker.turn.fleet import Fleet
-from publishworker.turn.relay import Relay
-from publishworker.turn.retries import Retries
-from publishworker.turn.sampling import Limits
+from publishworker.types import Look
 
 
 def relay_of(

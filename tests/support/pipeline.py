@@ -12,13 +12,13 @@ from pyspark import TaskContext
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StructType
 
-from outbox.operations.table import Transaction
-from outbox.settings import DatabaseSettings
+from outbox.admin.table import Transaction
+from outbox.shared.settings import DatabaseSettings
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.register import Registered, register
-from outbox_pipeline.purging import Purge
-from outbox_pipeline.registration import Registration
-from outbox_pipeline.replaying import Replay
+from outbox_pipeline.jobs.archive.executor import Purge
+from outbox_pipeline.jobs.register.executor import Registration
+from outbox_pipeline.jobs.register.job import Registered, register
+from outbox_pipeline.jobs.replay.executor import Replay
 from outbox_pipeline.spanner import Table
 
 #: What a user may give, in the types that Spark reads from Parquet.

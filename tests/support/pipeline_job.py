@@ -2,9 +2,9 @@
 
 import sys
 
-from outbox_pipeline.jobs.register import run
-from outbox_pipeline.session import session
+from outbox_pipeline.jobs.register.job import run
 from outbox_pipeline.settings import RegisterSettings
+from outbox_pipeline.spark.session import session
 from tests.support import spanner
 
 

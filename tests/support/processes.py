@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from outbox._child import tied
+from outbox.devtools.child_process import tied
 from tests.support import fork_server
 from tests.support.waiting import eventually
 

@@ -13,7 +13,7 @@ from google.pubsub_v1.services.publisher.transports import PublisherGrpcTranspor
 from google.pubsub_v1.types import GetTopicRequest, PublishRequest, PublishResponse, Topic
 
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.task import Failed, Outcome, Sent
+from publishworker.types import Failed, Outcome, Sent
 
 Answer = Callable[[Any, grpc.ServicerContext], Any]
 

@@ -15,7 +15,7 @@ from google.cloud.spanner_v1.param_types import STRING
 from google.pubsub_v1.types import PubsubMessage
 
 import outbox
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.support.processes import ROOT, Process, started
 from tests.support.pubsub import Subscription
 from tests.support.spanner import INSTANCE, PROJECT

@@ -70,7 +70,7 @@ def fresh_database(of: Instance, statements: Sequence[str] = ()) -> Iterator[Dat
 @contextlib.contextmanager
 def outbox_database(of: Instance) -> Iterator[Database]:
     """Make a database with the outbox's tables for the time of the block."""
-    from outbox import schema
+    from outbox.storage import schema
 
     with fresh_database(of, schema.statements()) as database:
         yield database
@@ -104,7 +104,7 @@ class Pool:
             self._instance.database(each).drop()
 
     def _take(self) -> str:
-        from outbox import schema
+        from outbox.storage import schema
 
         if self._emptied and self._emptied[0][0] + STALE_SECONDS < time.monotonic():
             return self._emptied.popleft()[1]

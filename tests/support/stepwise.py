@@ -1,6 +1,6 @@
 """Threads that go one step at a time: each stands at a point until it is told how it goes on, and one runs at a time.
 
-`patched` puts them in place of the threads and the queue of `publishworker.turn.flights`.
+`patched` puts them in place of the threads and the queue of `publishworker.in_flight`.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from publishworker.turn import flights
+from publishworker import in_flight
 
 #: Seconds in which a thread comes to its next point; it never waits for anything real.
 STEP_SECONDS = 10.0
@@ -190,10 +190,10 @@ def patched() -> Iterator[None]:
     threads = mock.Mock(Thread=_Thread)
     landings = mock.Mock(SimpleQueue=Mailbox, Empty=queue.Empty)
     with (
-        mock.patch.object(flights, "threading", threads),
-        mock.patch.object(flights, "queue", landings),
-        mock.patch.object(flights, "WATCH_SECONDS", None),
-        mock.patch.object(flights, "STUCK_SECONDS", float("inf")),  # here groups stand for as long as a history likes
+        mock.patch.object(in_flight, "threading", threads),
+        mock.patch.object(in_flight, "queue", landings),
+        mock.patch.object(in_flight, "WATCH_SECONDS", None),
+        mock.patch.object(in_flight, "STUCK_SECONDS", float("inf")),  # here groups stand for as long as a history likes
         mock.patch.object(logging.getLogger("publishworker"), "disabled", True),
     ):
         yield

@@ -8,9 +8,9 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.param_types import STRING
 
-from publishworker.connection import open_database
+from publishworker.spanner.connection import open_database
 from publishworker.spanner.store import SpannerStore, Store
-from publishworker.task import TopicLimit
+from publishworker.types import TopicLimit
 from tests.support.fakes import FakeStore, serialized
 from tests.support.parts import look
 from tests.support.spanner import INSTANCE, PROJECT

@@ -25,7 +25,7 @@ from google.cloud.spanner_v1.param_types import TIMESTAMP
 from google.pubsub_v1.types import PubsubMessage
 
 import outbox
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from tests.support.processes import Process
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub, Subscription

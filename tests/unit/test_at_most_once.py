@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from outbox.states import NEVER
+from outbox.storage.task_states import NEVER
 from publishworker.spanner.store import Decide, StoreError
-from publishworker.task import Failed, Group, GroupResult, Outcome, Row, Sent, Taken
 from publishworker.telemetry import metrics as m
+from publishworker.types import Failed, Group, GroupResult, Outcome, Row, Sent, Taken
 from tests.support.relay_bench import Bench
 from tests.support.waiting import eventually
 

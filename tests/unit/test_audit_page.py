@@ -8,9 +8,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from outbox.cli.output import escaped
-from outbox_pipeline import audit_page
-from outbox_pipeline.audit_page import page
-from outbox_pipeline.transforms import audit
+from outbox_pipeline.jobs.audit import page as audit_page
+from outbox_pipeline.jobs.audit import transforms as audit
+from outbox_pipeline.jobs.audit.page import page
 
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,9 +11,9 @@ from unittest import mock
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from outbox.operations import backlog, sql
-from outbox.operations.backlog import COUNTS, Backlog, Line
-from outbox.operations.table import TaskTable
+from outbox.admin import backlog, statements
+from outbox.admin.backlog import COUNTS, Backlog, Line
+from outbox.admin.table import TaskTable
 
 NOW = datetime(2026, 11, 21, 13, tzinfo=UTC)
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
@@ -47,10 +47,10 @@ class Task:
 
 #: Which tasks a statement counts, and in which order, if in any.
 PARTS: dict[str, tuple[tuple[str, ...], Callable[[Task], Any] | None]] = {
-    sql.COUNT_READY: (("ready",), lambda task: (-task.priority, -task.since)),
-    sql.COUNT_DUE: (("due",), lambda task: -task.since),
-    sql.COUNT_WAITING: (("retrying", "scheduled"), None),
-    sql.COUNT_DEAD: (("dead",), None),
+    statements.COUNT_READY: (("ready",), lambda task: (-task.priority, -task.since)),
+    statements.COUNT_DUE: (("due",), lambda task: -task.since),
+    statements.COUNT_WAITING: (("retrying", "scheduled"), None),
+    statements.COUNT_DEAD: (("dead",), None),
 }
 
 
@@ -68,12 +68,12 @@ class FakeTable:
 
     def query(self, statement: str, _tag: str, values: Mapping[str, Any], **_: object) -> list[list[Any]]:
         self.asked.append(statement)
-        if statement == sql.LIVE_WORKERS:
+        if statement == statements.LIVE_WORKERS:
             return [[2]]
-        if statement == sql.CONTROLS:
+        if statement == statements.CONTROLS:
             return [[topic, True, None, None, None] for topic in self._paused]
         limit, topics = values["limit"], values.get("topics", [])
-        if statement == sql.COUNT_SENT:
+        if statement == statements.COUNT_SENT:
             return _grouped([task for task in self._tasks if task.kind == "sent"], limit, by_topic=False)
         below = dict(zip(topics, values.get("belows", [HIGHEST] * len(topics)), strict=True))
         kinds, order = PARTS[statement]
@@ -161,7 +161,7 @@ def test_without_a_limit_everything_is_counted(tasks: list[Task]):
         place: {name: numbers[name] for name in COUNTS} for place, numbers in true.items()
     }
     assert not any(line.at_least for line in found.lines)
-    assert table.asked.count(sql.COUNT_READY) <= 1
+    assert table.asked.count(statements.COUNT_READY) <= 1
     assert all(line.oldest == min(pending_since(tasks, line), default=None) for line in found.lines)
     assert found.lines == sorted(found.lines, key=lambda line: (line.topic, -line.priority))
 

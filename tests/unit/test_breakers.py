@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from publishworker.task import Candidate, Charged, Failed, Group, GroupResult, Outcome, Sent, Taken
-from publishworker.turn import breakers
-from publishworker.turn.breakers import LONGEST_OUTAGE_REST, LONGEST_TARGET_REST, MAX_DEPTH, Breakers
+from publishworker.topics import circuit_breaker
+from publishworker.topics.circuit_breaker import LONGEST_OUTAGE_REST, LONGEST_TARGET_REST, MAX_DEPTH, Breakers
+from publishworker.types import Candidate, Charged, Failed, Group, GroupResult, Outcome, Sent, Taken
 
 AWAY = Failed("unavailable", "away")
 MISSING = Failed("not_found", "missing")
@@ -219,12 +219,12 @@ def test_a_suspect_that_was_charged_rests_no_topic_and_stays_one(watch: Watch) -
 
 def test_the_memory_of_suspects_is_bounded_and_the_oldest_go_first(watch: Watch) -> None:
     """An outage of a large topic does not grow the worker. A topic without tasks to probe is forgotten with them."""
-    ids = [str(n) for n in range(breakers.MAX_SUSPECTS + 10)]
+    ids = [str(n) for n in range(circuit_breaker.MAX_SUSPECTS + 10)]
     watch.fail(AWAY, *ids)
     watch.probe(Sent("1"))
     assert watch.next(*ids).suspects == set(ids[10:])
     watch.fail(AWAY, "a")
-    watch.seconds += breakers.FORGET_SECONDS + 2
+    watch.seconds += circuit_breaker.FORGET_SECONDS + 2
     assert watch.resting() == frozenset()
     assert watch.next("a", "20") == Group("orders", ("a", "20"))
 

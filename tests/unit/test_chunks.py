@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from outbox.admin.changes import Count, Outcome
 from outbox.cli import chunks
 from outbox.errors import NotReached, OutboxError
-from outbox.operations.changes import Count, Outcome
 
 GO_ON = "outbox retry --state dead --until 2026-11-21T13:00:00.000000Z --yes"
 

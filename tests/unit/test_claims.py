@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from outbox.states import NEVER
-from publishworker.task import Charged, Failed, Group, Mark, Outcome, Parked, Row, Sent, Version
-from publishworker.turn.claims import in_order, taken, untried, woken
+from outbox.storage.task_states import NEVER
+from publishworker.eligibility import in_order, taken, untried, woken
+from publishworker.types import Charged, Failed, Group, Mark, Outcome, Parked, Row, Sent, Version
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LATER = NOW + timedelta(seconds=1)

@@ -16,8 +16,8 @@ from outbox import cli
 from outbox.cli.flags import again, ids, selection
 from outbox.cli.output import as_json
 from outbox.errors import SettingError
-from outbox.settings import DatabaseSettings
-from outbox.times import shown
+from outbox.shared.settings import DatabaseSettings
+from outbox.shared.times import shown
 
 NOW = datetime(2026, 11, 21, 13, tzinfo=UTC)
 PLACE = ["--project", "my-project", "--instance", "main", "--database", "shop"]

@@ -3,7 +3,7 @@
 import pytest
 from google.api_core.exceptions import DeadlineExceeded
 
-from publishworker.connection import Deadline
+from publishworker.spanner.connection import Deadline
 
 
 def test_a_deadline_holds_over_all_restarts_of_a_stream() -> None:

@@ -6,10 +6,10 @@ from datetime import timedelta
 
 import pytest
 
-from outbox.states import NEVER
+from outbox.storage.task_states import NEVER
 from publishworker.spanner.store import StoreError
-from publishworker.task import Failed, TopicLimit
 from publishworker.telemetry import metrics as m
+from publishworker.types import Failed, TopicLimit
 from tests.support.relay_bench import Bench, overtake
 
 UNKNOWN = Failed("data_loss", "no")

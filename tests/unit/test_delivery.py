@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from outbox.message import RawPubsubMessage
-from outbox.states import NEVER
+from outbox.storage.task_states import NEVER
+from publishworker.delivery import Delivery
+from publishworker.retry_policy import Retries
 from publishworker.spanner.store import StoreError
-from publishworker.task import Failed, Group, GroupResult, Outcome
 from publishworker.telemetry import metrics as m
-from publishworker.turn.delivery import Delivery
-from publishworker.turn.retries import Retries
+from publishworker.types import Failed, Group, GroupResult, Outcome
 from tests.support.fakes import Abort, FakePublisher, FakeStore, serialized
 
 HOUR = timedelta(hours=1)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from publishworker.task import Group, Row, Version
-from publishworker.turn.doubts import MAX_TASKS, Doubts
-from publishworker.turn.sampling import Limits
+from publishworker.batching import Limits
+from publishworker.in_doubt import MAX_TASKS, Doubts
+from publishworker.types import Group, Row, Version
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 ROW = Row("a", "orders", b"", None, NOON, None, None)

@@ -1,10 +1,10 @@
-"""The table of failures (publishworker/failures.py): every status has a row, and the kinds are those written here."""
+"""The table of failures (publishworker/pubsub/errors.py): every status has a row, and the kinds are those written here."""
 
 from types import SimpleNamespace
 
 import grpc
 
-from publishworker.failures import REASONS, Kind, is_refused, kind_of, reason_of
+from publishworker.pubsub.errors import REASONS, Kind, is_refused, kind_of, reason_of
 
 STATUSES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
 KINDS = {

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from outbox.states import NEVER
+from outbox.storage.task_states import NEVER
 from publishworker.spanner.store import StoreError
-from publishworker.task import Failed
 from publishworker.telemetry import metrics as m
+from publishworker.types import Failed
 from tests.support.relay_bench import Bench
 
 TOPIC = "projects/test-project/topics/orders"

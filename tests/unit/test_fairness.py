@@ -5,10 +5,10 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from publishworker.task import Candidate
-from publishworker.turn import relay
-from publishworker.turn.fairness import FairShare
-from publishworker.turn.relay import Relay
+from publishworker import relay
+from publishworker.fair_share import FairShare
+from publishworker.relay import Relay
+from publishworker.types import Candidate
 from tests.support.relay_bench import Bench, SlowPublisher
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publishworker.spanner import sql
-from publishworker.turn.fleet import HEARTBEAT_SECONDS, Fleet, divide
+from publishworker.membership import HEARTBEAT_SECONDS, Fleet, divide
+from publishworker.spanner import statements
 from tests.support.fakes import FakeStore
 from tests.support.relay_bench import Bench, run_at_once
 
@@ -128,7 +128,7 @@ def test_a_worker_takes_tasks_of_its_own_shards_only(bench: Bench) -> None:
     bench.turns(50)
     assert {bench.store.rows[id].shard for id in bench.publisher.ids()} == set(bench.store.looks[-1].shards) == mine
     assert bench.unsent()
-    bench.store.now += timedelta(seconds=sql.SILENT_SECONDS)
+    bench.store.now += timedelta(seconds=statements.SILENT_SECONDS)
     bench.store.workers["worker"] = bench.store.now
     assert bench.relay.turn().discovered
     bench.turns(50)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from publishworker.task import Group, GroupResult, Outcome, Turn
-from publishworker.turn import flights, sampling
-from publishworker.turn import relay as relay_module
-from publishworker.turn.flights import LONGEST_STEP, STUCK_SECONDS, Flights, StuckGroup
+from publishworker import batching, in_flight
+from publishworker import relay as relay_module
+from publishworker.in_flight import LONGEST_STEP, STUCK_SECONDS, Flights, StuckGroup
+from publishworker.types import Group, GroupResult, Outcome, Turn
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.relay_bench import Bench, SlowPublisher
 from tests.support.waiting import eventually
@@ -96,7 +96,7 @@ def test_a_defect_is_raised_after_the_others_have_ended(
     groups: Groups, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     """Nothing is swallowed. One that hangs has some time to end, and then the process does."""
-    monkeypatch.setattr(flights, "JOIN_SECONDS", 0.1 if hangs else 30)
+    monkeypatch.setattr(in_flight, "JOIN_SECONDS", 0.1 if hangs else 30)
     *others, _ = groups.start("a", "b", "defect")
     if not hangs:
         threading.Timer(0.05, lambda: groups.end("a", "b")).start()
@@ -146,7 +146,7 @@ def test_who_waits_for_all_shows_signs_of_life_and_gives_up_a_stuck_group(
     groups: Groups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wait without a limit is not without an end. Those that have ended can be collected before, one by one."""
-    monkeypatch.setattr(flights, "WATCH_SECONDS", 0.001)
+    monkeypatch.setattr(in_flight, "WATCH_SECONDS", 0.001)
     [thread] = groups.start("a")
     groups.end("a")
     thread.join(10)
@@ -233,7 +233,7 @@ def test_while_every_place_is_taken_the_relay_waits_without_polls(slow: SlowPubl
 
 def test_large_messages_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three at once where there is room for three; a turn that can start none waits for one to end."""
-    monkeypatch.setattr(sampling, "LEAST_BYTES", 0)
+    monkeypatch.setattr(batching, "LEAST_BYTES", 0)
     most = [0]
     publishing: list[str] = []
 

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 
-from publishworker.task import Failed, TopicLimit
+from publishworker.types import Failed, TopicLimit
 from tests.support.fakes import serialized
 from tests.support.relay_bench import Bench, overtake
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from outbox.logs import JsonFormatter, TextFormatter
-from publishworker.telemetry.complaints import Complaints
+from outbox.shared.logs import JsonFormatter, TextFormatter
+from outbox.shared.throttled_log import Complaints
 
 
 def test_a_log_line_is_one_json_object_with_the_fields_that_mean_something() -> None:

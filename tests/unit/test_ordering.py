@@ -8,12 +8,12 @@ from unittest import mock
 
 import pytest
 
-from outbox.states import NEVER
-from publishworker.task import Key, Waiting
-from publishworker.turn import ordering
-from publishworker.turn.ordering import MAX_FRONT_ROWS, Fronts, Ordering, cut
-from publishworker.turn.polling import Found
-from publishworker.turn.sampling import Limits
+from outbox.storage.task_states import NEVER
+from publishworker import ordering
+from publishworker.batching import Limits
+from publishworker.ordering import MAX_FRONT_ROWS, Fronts, Ordering, cut
+from publishworker.poller import Found
+from publishworker.types import Key, Waiting
 from tests.support.fakes import FakeStore, serialized
 from tests.support.parts import look
 from tests.support.relay_bench import Bench, SlowPublisher, overtake

@@ -4,9 +4,9 @@ from datetime import timedelta
 
 import pytest
 
-from outbox.states import NEVER
-from publishworker.task import Failed
+from outbox.storage.task_states import NEVER
 from publishworker.telemetry import metrics as m
+from publishworker.types import Failed
 from tests.support.relay_bench import Bench
 
 UNKNOWN = Failed("data_loss", "no")

@@ -4,12 +4,12 @@ from datetime import timedelta
 
 import pytest
 
-from publishworker.task import Look
-from publishworker.turn.fleet import Fleet
-from publishworker.turn.polling import Poller
-from publishworker.turn.throttle import Throttle
-from publishworker.turn.topics import FORGET_TOPIC_SECONDS
-from publishworker.turn.window import Window
+from publishworker.membership import Fleet
+from publishworker.poll_size import Window
+from publishworker.poller import Poller
+from publishworker.topics.discovery import FORGET_TOPIC_SECONDS
+from publishworker.topics.rate_limit import Throttle
+from publishworker.types import Look
 from tests.support.fakes import FakeStore
 
 

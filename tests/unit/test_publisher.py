@@ -15,7 +15,7 @@ from google.pubsub_v1.types import PublishResponse
 from outbox.message import TASK_ID_ATTRIBUTE
 from publishworker.pubsub import messages
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.task import Failed, Row
+from publishworker.types import Failed, Row
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.outages import hang
 from tests.support.pubsub_server import PubSubServer, accept, publisher_to, reasons, refuse, sent, to_message

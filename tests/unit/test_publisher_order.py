@@ -15,7 +15,7 @@ import pytest
 
 from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.task import Row
+from publishworker.types import Row
 from tests.support.fakes import serialized
 from tests.support.outages import hang
 from tests.support.pubsub_server import Answer, PubSubServer, accept, reasons, refuse, sent, to_message

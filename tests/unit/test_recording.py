@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from outbox.states import NEVER
-from publishworker.task import Charged, Failed, Group, GroupResult, Sent, Turn
+from outbox.storage.task_states import NEVER
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
-from publishworker.turn.breakers import Change
-from publishworker.turn.recording import Recorder
+from publishworker.telemetry.reporter import Recorder
+from publishworker.topics.circuit_breaker import Change
+from publishworker.types import Charged, Failed, Group, GroupResult, Sent, Turn
 from tests.support.fakes import Counted
 
 AWAY = Failed("unavailable", "connection refused")

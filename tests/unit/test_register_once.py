@@ -15,7 +15,7 @@ from google.cloud.spanner_v1.snapshot import Snapshot
 from google.cloud.spanner_v1.transaction import Transaction
 
 import outbox
-from outbox import _register
+from outbox import registration
 from outbox.testing import RecordingTransaction
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -49,7 +49,7 @@ def test_a_new_task_is_one_read_by_key_and_one_insert() -> None:
     tag = {"request_options": {"request_tag": "outbox-register-once"}}
     assert (transaction.reads, plain.reads) == ([([["t"]], tag)], [])
     assert transaction.tasks == plain.tasks
-    assert [each[:2] for each in transaction.inserts] == [("AsynchronousTasks", _register.COLUMNS)]
+    assert [each[:2] for each in transaction.inserts] == [("AsynchronousTasks", registration.COLUMNS)]
 
 
 def test_it_takes_what_register_takes() -> None:
@@ -120,15 +120,15 @@ def test_what_was_registered_in_the_same_transaction_is_there() -> None:
 
 def test_given_ids_are_forgotten_with_their_transaction() -> None:
     """An application that runs for years keeps nothing; random ids are not kept at all."""
-    before = len(_register._given)
+    before = len(registration._given)
     transaction = Transaction(mock.Mock())
     outbox.register(transaction, "orders", b"")
-    assert len(_register._given) == before
+    assert len(registration._given) == before
     outbox.register(transaction, "orders", b"", task_id="t")
-    assert _register._given[transaction] == {"t"}
+    assert registration._given[transaction] == {"t"}
     del transaction
     gc.collect()
-    assert len(_register._given) == before
+    assert len(registration._given) == before
 
 
 def test_an_application_sees_in_its_own_tests_what_it_registered_once() -> None:

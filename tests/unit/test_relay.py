@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from publishworker import in_flight
+from publishworker.in_flight import StuckGroup
 from publishworker.spanner.store import StoreError
-from publishworker.task import Failed
 from publishworker.telemetry import metrics as m
-from publishworker.turn import flights
-from publishworker.turn.flights import StuckGroup
+from publishworker.types import Failed
 from tests.support.fakes import Abort
 from tests.support.relay_bench import Bench, SlowPublisher, overtake
 from tests.support.waiting import eventually
@@ -115,7 +115,7 @@ def test_commits_that_are_refused_for_good_make_no_duplicates(bench: Bench) -> N
 
 def test_tasks_in_doubt_that_cannot_be_marked_in_time_end_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """One is marked, the other hangs: only that one stays in doubt, and the loop does not wait for ever."""
-    monkeypatch.setattr(flights, "WATCH_SECONDS", 0.001)
+    monkeypatch.setattr(in_flight, "WATCH_SECONDS", 0.001)
     bench = Bench(size=1, groups=2, beat=lambda: bench.wait(5))
     bench.insert("a", "b")
     bench.commits(StoreError("lost"), StoreError("lost"))
@@ -198,7 +198,7 @@ def test_a_group_that_does_not_end_ends_the_worker(
     slow: SlowPublisher, monkeypatch: pytest.MonkeyPatch, stop: bool
 ) -> None:
     """A turn or a stop raises an error about it; the other groups of the process still end, and are counted."""
-    monkeypatch.setattr(flights, "WATCH_SECONDS", 0.001)
+    monkeypatch.setattr(in_flight, "WATCH_SECONDS", 0.001)
     slow.hanging = {"invoices"}
     bench = Bench(publisher=slow, stragglers=1, patience=0, beat=lambda: bench.wait(10))
     bench.insert("stuck", topic="invoices")

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from outbox.admin import backlog
+from outbox.admin.backlog import Backlog, Line
 from outbox.errors import NotReached
-from outbox.operations import backlog
-from outbox.operations.backlog import Backlog, Line
-from publishworker import reporting
-from publishworker.reporting import Counts, Lookout, Reporter, by_topic_and_state
+from publishworker.membership import Fleet
+from publishworker.telemetry import gauges
 from publishworker.telemetry import metrics as m
+from publishworker.telemetry.gauges import Counts, Lookout, Reporter, by_topic_and_state
 from publishworker.telemetry.metrics import Metrics
-from publishworker.turn.fleet import Fleet
 from tests.support.fakes import Counted, FakeStore
 from tests.support.waiting import eventually
 
@@ -180,9 +180,9 @@ def test_a_look_that_fails_is_told_once_a_minute_and_holds_nothing_up(caplog: py
 
 def test_a_lookout_looks_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """On a thread of its own, which outlives a defect of a figure."""
-    monkeypatch.setattr(reporting, "INTERVAL", 0.01)
-    monkeypatch.setattr(reporting, "FIRST_WAIT", 0)
-    monkeypatch.setattr(reporting, "RESTS", 0)
+    monkeypatch.setattr(gauges, "INTERVAL", 0.01)
+    monkeypatch.setattr(gauges, "FIRST_WAIT", 0)
+    monkeypatch.setattr(gauges, "RESTS", 0)
     looks = [0]
 
     def look_at(_table: Any) -> None:

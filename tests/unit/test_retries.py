@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.states import NEVER
-from publishworker.task import Charged, Failed, Group, Row
-from publishworker.turn.retries import Retries, is_charged, last_error
+from outbox.storage.task_states import NEVER
+from publishworker.retry_policy import Retries, is_charged, last_error
+from publishworker.types import Charged, Failed, Group, Row
 
 #: Far from the machine's clock.
 NOW = datetime(2055, 5, 5, 5, 5, 5, 123456, tzinfo=UTC)

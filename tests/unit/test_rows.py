@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from google.protobuf.struct_pb2 import ListValue, Value
 
-from publishworker.spanner import rows, sql
-from publishworker.task import News, Row, TopicLimit
+from publishworker.spanner import rows, statements
+from publishworker.types import News, Row, TopicLimit
 
 AT = "2026-01-01T12:00:00.123456Z"
 NOON = datetime(2026, 1, 1, 12, 0, 0, 123456, tzinfo=UTC)
@@ -45,11 +45,11 @@ def test_a_task_of_two_ranges_comes_once_and_rows_without_id_are_news() -> None:
         task,
         values(None, "found", 0, 0, None, None, None, 0),
         values(None, "found", 9, 0, None, None, None, 0),
-        values(None, "paused", sql.PAUSED, 0, None, None, None, 0),
-        values(None, "alive", sql.LIVING, 0, None, None, None, 0),
-        values(None, "dead", sql.GONE, 0, None, None, None, 0),
-        values(None, "slow", sql.LIMITED, 5, None, None, "0.5", 2),
-        values(None, "wrong", sql.LIMITED, None, None, None, "nan", None),
+        values(None, "paused", statements.PAUSED, 0, None, None, None, 0),
+        values(None, "alive", statements.LIVING, 0, None, None, None, 0),
+        values(None, "dead", statements.GONE, 0, None, None, None, 0),
+        values(None, "slow", statements.LIMITED, 5, None, None, "0.5", 2),
+        values(None, "wrong", statements.LIMITED, None, None, None, "nan", None),
     ]
     assert [each.id for each in rows.candidates(found)] == ["a"]
     news = rows.news(found)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publishworker.task import Candidate, Group
-from publishworker.turn.sampling import Limits, fitting, sample
+from publishworker.batching import Limits, fitting, sample
+from publishworker.types import Candidate, Group
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 #: More than any test needs.

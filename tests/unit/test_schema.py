@@ -9,15 +9,15 @@ import pytest
 from google.api_core import exceptions as google
 from google.auth.exceptions import DefaultCredentialsError, RefreshError
 
-from outbox import _ddl, schema
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
+from outbox.storage import ddl, schema
 
 ROOT = Path(__file__).parents[2]
 SCHEMA_SQL = (ROOT / "schema" / "schema.sql").read_text()
 
 
 def shapes(**options: Any) -> dict[str, dict[str, str]]:
-    return {shape.title: dict(shape.parts) for shape in map(_ddl.parse, schema.statements(**options))}
+    return {shape.title: dict(shape.parts) for shape in map(ddl.parse, schema.statements(**options))}
 
 
 def test_the_default_is_schema_sql_without_comments():
@@ -57,13 +57,13 @@ def test_further_objects_are_optional():
     *others, stream = schema.statements(change_stream=True)
 
     assert others == schema.statements()
-    assert _ddl.parse(stream) == _ddl.Shape(
+    assert ddl.parse(stream) == ddl.Shape(
         "change stream AsynchronousTasksInserts", {"watches": "AsynchronousTasks(SentAt)"}
     )
     for option in ("exclude_update = true", "exclude_delete = true", "exclude_ttl_deletes = true"):
         assert option in stream
     left_out = [each for each in schema.statements() if each not in schema.statements(pipeline=False)]
-    assert [_ddl.parse(each).title for each in left_out] == ["table AsynchronousTaskReplays"]
+    assert [ddl.parse(each).title for each in left_out] == ["table AsynchronousTaskReplays"]
 
 
 def test_numbers_out_of_range_are_refused():
@@ -94,7 +94,7 @@ def test_numbers_out_of_range_are_refused():
 def test_unknown_ddl_is_refused(statement: str):
     """DDL that the parser does not know is an error, never a part that is silently not compared."""
     with pytest.raises(ValueError, match=r"not a statement|not a column|parentheses"):
-        _ddl.parse(statement)
+        ddl.parse(statement)
 
 
 @pytest.mark.parametrize(
@@ -106,18 +106,18 @@ def test_unknown_ddl_is_refused(statement: str):
 )
 def test_an_expression_may_be_written_in_another_way(written: str):
     """The service may give an expression back with other case, spaces and parentheses."""
-    shape = _ddl.Shape("table T", {"column Shard": shapes()["table AsynchronousTasks"]["column Shard"]})
+    shape = ddl.Shape("table T", {"column Shard": shapes()["table AsynchronousTasks"]["column Shard"]})
     other = re.sub("finger", "x", written, flags=re.IGNORECASE)
 
-    assert list(_ddl.compare(shape, {"columnshard": written}, ())) == []
-    assert len(list(_ddl.compare(shape, {"columnshard": other}, ()))) == 1
+    assert list(ddl.compare(shape, {"columnshard": written}, ())) == []
+    assert len(list(ddl.compare(shape, {"columnshard": other}, ()))) == 1
 
 
 def test_an_index_that_is_being_filled_exists_but_is_not_ready():
     """Apply again during a long backfill is no error, while the relay's check says why it cannot start."""
     wanted = schema.statements()
     found = {
-        _ddl.normal(title): {_ddl.normal(name): text for name, text in (parts | {"state": "WRITE_ONLY"}).items()}
+        ddl.normal(title): {ddl.normal(name): text for name, text in (parts | {"state": "WRITE_ONLY"}).items()}
         for title, parts in shapes().items()
     }
     database = mock.Mock()

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from outbox.errors import SettingError
-from outbox.settings import DatabaseSettings, fields_of, setting, whole_number
+from outbox.shared.settings import DatabaseSettings, fields_of, setting, whole_number
 from publishworker.settings import WorkerSettings, add_deadline
 
 NEEDED = {"project": "shop", "instance": "main", "database": "orders"}

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publishworker.task import TopicLimit
-from publishworker.turn.throttle import Throttle, problem
+from publishworker.topics.rate_limit import Throttle, problem
+from publishworker.types import TopicLimit
 
 BEGIN = 1000.0
 

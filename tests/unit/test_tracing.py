@@ -13,13 +13,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusCode, TraceFlags, TraceState
 
 import outbox
-from outbox import logs
-from outbox._tracing import span_of
 from outbox.message import LONGEST_TOPIC_NAME, RawPublishRequest, RawPubsubMessage
+from outbox.shared import logs
 from outbox.testing import RecordingTransaction
+from outbox.tracing import span_of
 from publishworker.pubsub.messages import trace_id
-from publishworker.task import Failed, Sent
 from publishworker.telemetry import tracing
+from publishworker.types import Failed, Sent
 from tests.support.spans import provided
 
 TRACE, SPAN = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331

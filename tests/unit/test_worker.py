@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from publishworker.in_flight import StuckGroup
+from publishworker.membership import HEARTBEAT_SECONDS, Fleet
 from publishworker.spanner.store import StoreError
-from publishworker.task import Group, Turn
-from publishworker.turn.fleet import HEARTBEAT_SECONDS, Fleet
-from publishworker.turn.flights import StuckGroup
+from publishworker.types import Group, Turn
 from publishworker.worker import Loop, Pause
 from tests.support.fakes import FakeStore
 

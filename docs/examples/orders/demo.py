@@ -17,9 +17,9 @@ from orders.shop import CREDIT_CENTS, CUSTOMERS, TASKS_PER_ORDER, Shop, draw_ord
 from orders.stage import Stage
 from orders.subscriber import Inbox, Subscriber
 from orders.summary import Run, exit_code, summarize, text, verdict
-from outbox import schema
-from outbox.emulators import Emulators
+from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError
+from outbox.storage import schema
 
 #: The emulator scans the whole table for each shard and topic that a poll asks for, where Spanner reads a short range.
 SHARDS = 2

@@ -16,8 +16,8 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud import pubsub_v1, spanner
 from google.cloud.spanner_v1.database import Database
 
-from outbox._child import tied
-from outbox.emulators import Emulators, running
+from outbox.devtools.child_process import tied
+from outbox.devtools.emulators import Emulators, running
 from outbox.errors import OutboxError
 
 #: Where two transactions meet, Spanner lets one wait and the emulator aborts one: in a fifth of the cases the one that

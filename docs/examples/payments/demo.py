@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 from orders import command, stage
 from orders.stage import Stage
 
-from outbox import schema
 from outbox.errors import OutboxError
+from outbox.storage import schema
 from payments.collector import Collector, collecting
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from outbox_pipeline.jobs.audit import Audited
+    from outbox_pipeline.jobs.audit.job import Audited
 
 #: Debits have the account as ordering key; of ten payments one is a debit.
 TOPICS = ("debits", "credits", "statements")
@@ -79,8 +79,8 @@ def demonstrate(tasks: int, output: Path) -> int:
 @contextlib.contextmanager
 def _spark() -> "Iterator[SparkSession]":
     """Run Spark in this process. First of all: gRPC and the start of Java do not go together in one process."""
-    from outbox_pipeline.faults import spark_errors  # noqa: PLC0415 - the packages may be missing
-    from outbox_pipeline.session import session  # noqa: PLC0415 - the same
+    from outbox_pipeline.spark.errors import spark_errors  # noqa: PLC0415 - the packages may be missing
+    from outbox_pipeline.spark.session import session  # noqa: PLC0415 - the same
 
     spark = session("payments demo")
     try:
@@ -156,7 +156,7 @@ class Demo:
 
     def drain(self, tasks: int) -> None:
         """Send them by Spark, beside the workers."""
-        from outbox_pipeline.jobs import drain  # noqa: PLC0415 - see above
+        from outbox_pipeline.jobs.drain import job as drain  # noqa: PLC0415 - see above
         from outbox_pipeline.settings import DrainSettings  # noqa: PLC0415 - see above
 
         given = {"workers": str(MEMBERS), "log_level": "error"}
@@ -168,7 +168,7 @@ class Demo:
 
     def archive(self) -> None:
         """Archive what was sent, and delete it from the table."""
-        from outbox_pipeline.jobs import archive  # noqa: PLC0415 - see above
+        from outbox_pipeline.jobs.archive import job as archive  # noqa: PLC0415 - see above
         from outbox_pipeline.settings import ArchiveSettings  # noqa: PLC0415 - see above
 
         seconds = WINDOW - datetime.now(UTC).timestamp() % WINDOW + ARCHIVED_AFTER
@@ -180,7 +180,7 @@ class Demo:
 
     def replay(self) -> int:
         """Send one topic again: what was deleted, out of the archive. Return how many."""
-        from outbox_pipeline.jobs import replay  # noqa: PLC0415 - see above
+        from outbox_pipeline.jobs.replay import job as replay  # noqa: PLC0415 - see above
         from outbox_pipeline.settings import ReplaySettings  # noqa: PLC0415 - see above
 
         given = {"archive": str(self.output / "archive"), "topic": AGAIN}
@@ -190,7 +190,7 @@ class Demo:
 
     def audit(self, name: str) -> "Audited":
         """Hold table and archive against what was received."""
-        from outbox_pipeline.jobs import audit  # noqa: PLC0415 - see above
+        from outbox_pipeline.jobs.audit import job as audit  # noqa: PLC0415 - see above
         from outbox_pipeline.settings import AuditSettings  # noqa: PLC0415 - see above
 
         given = {

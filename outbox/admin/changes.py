@@ -1,0 +1,263 @@
+"""What operators change: retry, purge, discard. In chunks, each one transaction.
+
+Every chunk is looked at again under the lock, so nothing is changed that has left the selection meanwhile, and the work
+can be stopped between two of them. What is done is no longer selected, so the same selection goes on where it stopped.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from google.cloud.spanner_v1 import KeySet
+
+from outbox.admin import statements
+from outbox.admin.backlog import COUNTED, NO_LIMIT
+from outbox.admin.table import COUNT_SECONDS, LOOK_SECONDS, TaskTable, Transaction
+from outbox.errors import OutboxError
+from outbox.storage.task_states import STATES
+
+_TABLE = "AsynchronousTasks"
+#: Tasks in one transaction: some ten thousand of the 80,000 mutations that a commit may have.
+CHUNK = 500
+#: Tasks whose ids are read at once.
+PAGE = 20 * CHUNK
+#: Ordering keys whose first task is looked for at once.
+WOKEN = 20
+_LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
+#: What is written of a task that is to be sent again; `retried` has the values.
+RETRIED = ("Id", "SentAt", "ExpiresAt", "Attempts", "AvailableAt")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which tasks: those of a state, or those of `ids`, and of these the ones that fit everything else.
+
+    `since` is inclusive, `until` exclusive; they are compared with SentAt of a sent task and CreatedAt of another one.
+    `error` is a part of LastError, in any case. With `ids` and no state all are meant that a retry helps: not pending
+    ones, which go by themselves, and not parked ones, which go when the head of their key does.
+    """
+
+    state: str | None = None
+    ids: tuple[str, ...] | None = None
+    topic: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+    error: str | None = None
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return what narrows it, by the names of the parameters."""
+        named = {"topic": self.topic, "since": self.since, "until": self.until, "error": self.error}
+        return {name: value for name, value in named.items() if value is not None}
+
+    @property
+    def condition(self) -> str:
+        """Return it as a condition of a row, but for the ids."""
+        pending, parked = statements.CONDITIONS["pending"], statements.IS_PARKED
+        state = statements.CONDITIONS[self.state] if self.state else f"NOT ({pending}) AND NOT ({parked})"
+        return state + statements.narrowed(self.state, self.values)
+
+    def dml(self, statement: str) -> str:
+        """Return `statement` with all of the selection written out."""
+        condition, values = self.condition, self.values
+        if self.ids is not None:
+            condition, values = f"Id IN @ids AND {condition}", values | {"ids": self.ids}
+        return statements.written_out(statement, condition, values)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Count:
+    """How many tasks; `at_least` if the count stopped early."""
+
+    number: int
+    at_least: bool = False
+
+    def __str__(self) -> str:
+        """Return it for people: `1 task`, `at least 100,000 tasks`."""
+        return f"{'at least ' if self.at_least else ''}{self.number:,} task{'' if self.number == 1 else 's'}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one chunk did: the ids that were changed, the states of those that were left, the ids that are not there.
+
+    The state of a parked task is `parked` here.
+    """
+
+    changed: tuple[str, ...]
+    left: Mapping[str, str]
+    missing: tuple[str, ...]
+    warning: str | None = None
+
+
+class _Row(NamedTuple):
+    """What `statements.looked` and `statements.locked` give of one task; `now` is the database's time."""
+
+    id: str
+    topic: str
+    ordering_key: str | None
+    state: str
+    matches: bool
+    now: datetime
+
+
+#: Given the rows that match, one at least, buffers the writes of one transaction.
+_Write = Callable[[Transaction, Sequence[_Row]], None]
+
+
+def count(table: TaskTable, selection: Selection, *, exact: bool) -> Count:
+    """Return how many tasks are selected; at most COUNTED of each shard and topic are counted unless `exact`."""
+    if selection.ids is not None:
+        statement = statements.looked(selection.condition)
+        chunks = _cut(selection.ids)
+        rows = (table.query(statement, "outbox-count", selection.values | {"ids": ids}) for ids in chunks)
+        return Count(sum(_Row(*row).matches for found in rows for row in found))
+    limit = NO_LIMIT if exact else COUNTED
+    statement = statements.counted(_state(selection), selection.values)
+    values = selection.values | _places(table, selection) | {"limit": limit}
+    seconds = COUNT_SECONDS if exact else LOOK_SECONDS
+    numbers = [number for (number,) in table.query(statement, "outbox-count", values, seconds=seconds)]
+    return Count(sum(numbers), limit in numbers)
+
+
+def retry(table: TaskTable, selection: Selection) -> Iterator[Outcome]:
+    """Make the selected tasks due now, chunk by chunk: they share with live tasks, and all their attempts are new.
+
+    A selection of sent tasks needs an end (`until`), or it would follow what it sends again.
+    """
+    if selection.state == "pending" or (selection.state == "sent" and selection.until is None):
+        raise ValueError("a selection of sent tasks needs `until`; pending ones need no retry")
+
+    def write(transaction: Transaction, rows: Sequence[_Row]) -> None:
+        transaction.update(_TABLE, RETRIED, [retried(row.id, row.now) for row in rows])
+
+    return _change(table, selection, "outbox-retry", write)
+
+
+def retried(id: str, now: datetime) -> tuple[object, ...]:
+    """Return the values of RETRIED: due `now`, with all attempts, and without an end."""
+    return (id, None, None, 0, now)
+
+
+def purge(table: TaskTable, selection: Selection) -> Iterator[Outcome]:
+    """Delete the selected tasks, chunk by chunk; the selection is of sent tasks."""
+    if selection.state != "sent":
+        raise ValueError(f"purge is for sent tasks, not for {selection.state}")
+    return _change(table, selection, "outbox-purge", _delete)
+
+
+def discard(
+    table: TaskTable,
+    ids: Sequence[str],
+    log: Callable[[Sequence[str], bool], None] = lambda _ids, _surely: None,
+) -> Iterator[Outcome]:
+    """Delete those of `ids` that are dead, and wake the tasks that they held back.
+
+    `log` is called after each commit with the ids that are deleted and True, and with False for those of a commit whose
+    outcome is not known.
+    """
+    deleting: list[_Row] = []
+
+    def write(transaction: Transaction, rows: Sequence[_Row]) -> None:
+        deleting[:] = rows  # the function may run again
+        _delete(transaction, rows)
+
+    try:
+        for outcome in _change(table, Selection(state="dead", ids=tuple(ids)), "outbox-discard", write):
+            log(outcome.changed, True)
+            keys = {(row.topic, row.ordering_key) for row in deleting if row.ordering_key}
+            deleting.clear()
+            yield dataclasses.replace(outcome, warning=_wake(table, sorted(keys)))
+    finally:
+        if deleting:
+            log([row.id for row in deleting], False)
+
+
+def _delete(transaction: Transaction, rows: Sequence[_Row]) -> None:
+    transaction.delete(_TABLE, KeySet(keys=[[row.id] for row in rows]))
+
+
+def _wake(table: TaskTable, keys: Sequence[tuple[str, str]]) -> str | None:
+    """Make the first task of each key due if it is parked: the relay wakes the others behind it.
+
+    Returns what hindered it, or None. Parking ends by itself, so nothing is lost then.
+    """
+    try:
+        for start in range(0, len(keys), WOKEN):
+            some = keys[start : start + WOKEN]
+            values = {"topics": [topic for topic, _ in some], "keys": [key for _, key in some]}
+            fronts = [id for (id,) in table.query(statements.FRONTS, "outbox-wake", values, seconds=LOOK_SECONDS)]
+            if fronts:
+                table.transact("outbox-wake", functools.partial(_unpark, sorted(fronts)))
+    except OutboxError as error:
+        return f"tasks behind the deleted ones go when their parked time ends, not at once: {error}"
+    return None
+
+
+def _unpark(ids: Sequence[str], transaction: Transaction) -> None:
+    rows = [_Row(*row) for row in transaction.query(statements.locked(statements.IS_PARKED), {"ids": ids})]
+    transaction.update(_TABLE, ("Id", "AvailableAt"), [(row.id, row.now) for row in rows if row.matches])
+
+
+def _change(table: TaskTable, selection: Selection, tag: str, write: _Write) -> Iterator[Outcome]:
+    chunks = _found(table, selection, tag) if selection.ids is None else _cut(selection.ids)
+    statement = statements.locked(selection.condition)
+    for ids in chunks:
+        # Sorted, so that two commands lock in one order.
+        values = selection.values | {"ids": sorted(ids)}
+
+        def work(transaction: Transaction, values: Mapping[str, Any] = values) -> list[_Row]:
+            rows = [_Row(*row) for row in transaction.query(statement, values)]
+            if matching := [row for row in rows if row.matches]:
+                write(transaction, matching)
+            return rows
+
+        yield _outcome(ids, table.transact(tag, work))
+
+
+def _outcome(ids: Sequence[str], rows: Sequence[_Row]) -> Outcome:
+    found = {row.id for row in rows}
+    return Outcome(
+        changed=tuple(row.id for row in rows if row.matches),
+        left={row.id: row.state for row in rows if not row.matches},
+        missing=tuple(id for id in ids if id not in found),
+    )
+
+
+def _found(table: TaskTable, selection: Selection, tag: str) -> Iterator[list[str]]:
+    """Yield the ids of the selection, a chunk at a time, shard by shard."""
+    state = _state(selection)
+    statement = statements.next_ids(state, selection.values)
+    topics = {name: value for name, value in _places(table, selection).items() if name == "topics"}
+    for shard in table.shards:
+        values = selection.values | topics | {"shard": shard, "limit": PAGE}
+        values |= {"after": selection.since or _LONG_AGO} if state == "sent" else {"after_id": ""}
+        first, more = "", True
+        while more and (rows := table.query(statement, tag, values, seconds=LOOK_SECONDS)):
+            more = len(rows) == PAGE
+            if rows[0][0] == first:
+                raise OutboxError(f"tasks come back into the selection as fast as they are changed, such as {first!r}")
+            first = rows[0][0]
+            yield from _cut([id for id, _ in rows])
+            values |= {"after": rows[-1][1]} if state == "sent" else {"after_id": rows[-1][0]}
+
+
+def _places(table: TaskTable, selection: Selection) -> dict[str, Any]:
+    """Return where the index is read: sent tasks of a time lie beside each other whatever their topic."""
+    if selection.state == "sent":
+        return {"shards": list(table.shards)}
+    topics = [selection.topic] if selection.topic is not None else table.topics()
+    return {"shards": list(table.shards), "topics": topics}
+
+
+def _state(selection: Selection) -> str:
+    if selection.state not in STATES:
+        raise ValueError(f"a selection without ids needs a state, not {selection.state}")
+    return selection.state
+
+
+def _cut(ids: Sequence[str]) -> Iterator[list[str]]:
+    for start in range(0, len(ids), CHUNK):
+        yield list(ids[start : start + CHUNK])

@@ -1,0 +1,1 @@
+"""The emulators, for development. Applications do not need it."""

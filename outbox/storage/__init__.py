@@ -1,0 +1,1 @@
+"""The tables: their DDL, what a database has of them, and the states of a task."""

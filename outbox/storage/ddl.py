@@ -1,0 +1,222 @@
+"""The DDL of the outbox, and its objects cut into named parts that can be compared.
+
+`schema/schema.sql` is the truth. A statement of it, like an object that a database has, is a `Shape`: the text of each
+part by name, such as "column Shard". So neither spaces nor the order of columns matter, nor what else is there.
+Standard library only.
+"""
+
+import dataclasses
+import importlib.resources
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+#: Tasks a second, one in thirty years: less in RatePerSecond is a mistake, and no number that a fleet can divide.
+LEAST_RATE = 1e-9
+MAX_SHARDS = 1000
+#: Ten years; a policy counts in days.
+MAX_RETENTION_DAYS = 3650
+#: Two parts that are the choice of whoever made the table.
+SHARD_COUNT, RETENTION = "shard count", "retention of sent tasks"
+OWN_CHOICES = (SHARD_COUNT, RETENTION)
+
+#: What the replays of the pipeline note, and nobody else reads.
+REPLAYS = "AsynchronousTaskReplays"
+
+#: For a wake-up, or a copy elsewhere: one record for each registered task, none for marks, purges and retention.
+_CHANGE_STREAM = """CREATE CHANGE STREAM AsynchronousTasksInserts
+  FOR AsynchronousTasks(SentAt)
+  OPTIONS (
+    retention_period = '7d', exclude_update = true, exclude_delete = true, exclude_ttl_deletes = true
+  )"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """One object of the schema, such as "table AsynchronousTasks", and the text of each of its parts by name."""
+
+    title: str
+    parts: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        """Return the name without the kind."""
+        return self.title.rpartition(" ")[2]
+
+
+def statements(
+    shards: int = 10, retention_days: int | None = 30, *, change_stream: bool = False, pipeline: bool = True
+) -> list[str]:
+    """Return the DDL, one statement each, without comments and semicolons.
+
+    Args:
+        shards: 1 to 1,000.
+        retention_days: sent tasks are deleted when they are older, 1 to 3,650; None keeps them.
+        change_stream: add the change stream AsynchronousTasksInserts.
+        pipeline: False leaves out what only the pipeline needs: what workers and commands compare a database with.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    if not 1 <= shards <= MAX_SHARDS:
+        raise ValueError(f"shards is {shards}, it must be 1 to {MAX_SHARDS}")
+    if retention_days is not None and not 1 <= retention_days <= MAX_RETENTION_DAYS:
+        raise ValueError(f"retention_days is {retention_days}, it must be None or 1 to {MAX_RETENTION_DAYS}")
+    table, *others = cut(_schema_sql())
+    if not pipeline:
+        others = [each for each in others if f"TABLE {REPLAYS} " not in each]
+    table = _replace(r"(FARM_FINGERPRINT\(.+\), )\d+(?=\)\))", rf"\g<1>{shards}", table)
+    if retention_days is None:
+        table = _replace(r",\s*ROW DELETION POLICY \(.+\)$", "", table)
+    else:
+        table = _replace(r"INTERVAL \d+ DAY", f"INTERVAL {retention_days} DAY", table)
+    return [table, *others, *([_CHANGE_STREAM] if change_stream else [])]
+
+
+def cut(sql: str) -> list[str]:
+    """Return the statements of a file of schema/ without semicolons and comments, which the emulator refuses."""
+    return [statement.strip() for statement in re.sub(r"\s*--.*", "", sql).split(";") if statement.strip()]
+
+
+def _schema_sql() -> str:
+    # pyproject.toml puts schema/ into the wheel as outbox/ddl; in a checkout it is beside the package.
+    installed = importlib.resources.files("outbox") / "ddl" / "schema.sql"
+    source = installed if installed.is_file() else Path(__file__).parents[2] / "schema" / "schema.sql"
+    return source.read_text(encoding="utf-8")
+
+
+def _replace(pattern: str, replacement: str, text: str) -> str:
+    changed, count = re.subn(pattern, replacement, text)
+    if count != 1:
+        raise ValueError(f"schema.sql has {pattern} {count} times, it must be there once")
+    return changed
+
+
+_TABLE = re.compile(
+    r"CREATE TABLE (\w+) \((.+)\) PRIMARY KEY \(([\w ,]+)\)(?:, ROW DELETION POLICY \((\w+\([\w ,]+\))\))?"
+)
+_COLUMN = re.compile(
+    r"(\w+) (\w+(?:\(\w+\))?)( NOT NULL)?(?: AS \((.+)\) STORED)?(?: DEFAULT \((.+)\))?"
+    r"( OPTIONS \(allow_commit_timestamp = true\))?"
+)
+_CHECK = re.compile(r"CONSTRAINT (\w+) CHECK \((.+)\)")
+_INDEX = re.compile(r"CREATE INDEX (\w+) ON (\w+) \(([\w ,]+)\)(?: STORING \(([\w ,]+)\))?( WHERE \w+ IS NOT NULL)?")
+_STREAM = re.compile(r"CREATE CHANGE STREAM (\w+) FOR (\w+\(\w+\)) OPTIONS \([^()]+\)")
+
+
+def parse(statement: str) -> Shape:
+    """Return the shape that a statement of schema.sql makes. Raises ValueError for DDL that is not used there."""
+    text = " ".join(statement.split())
+    if match := _TABLE.fullmatch(text):
+        name, elements, key, policy = match.groups()
+        parts = {"primary key": key}
+        for element in _split(elements):
+            parts |= _element(element)
+        if "column SentAt" in parts:
+            parts |= retention(policy)
+        return Shape(f"table {name}", parts)
+    if match := _INDEX.fullmatch(text):
+        name, table, key, stored, filtered = match.groups()
+        parts = index(table, key, _split(stored or ""))
+        if filtered:
+            # A filter is not in INFORMATION_SCHEMA, and whether it shows as null filtering is not documented.
+            del parts["null filtered"]
+        return Shape(f"index {name}", parts)
+    if match := _STREAM.fullmatch(text):
+        # Its options are not compared: a longer retention is the user's business, and not all are shown.
+        return Shape(f"change stream {match[1]}", {"watches": match[2]})
+    raise ValueError(f"not a statement that schema.sql uses: {text}")
+
+
+def _split(text: str) -> list[str]:
+    """Cut at the commas outside of parentheses."""
+    pieces, depth = [""], 0
+    for character in text:
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if depth < 0:
+            break
+        if character == "," and depth == 0:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    if depth != 0:
+        raise ValueError(f"parentheses do not match: {text}")
+    return [piece.strip() for piece in pieces if piece.strip()]
+
+
+def _element(text: str) -> dict[str, str]:
+    if match := _CHECK.fullmatch(text):
+        return {f"constraint {match[1]}": f"CHECK ({match[2]})"}
+    if match := _COLUMN.fullmatch(text):
+        name, type_, required, generated, default, commit_timestamp = match.groups()
+        for expression in (generated, default):
+            _split(expression or "")  # refuses what only looks like one expression
+        return column(
+            name, type_, required=required, generated=generated, default=default, commit_timestamp=commit_timestamp
+        )
+    raise ValueError(f"not a column or constraint that schema.sql uses: {text}")
+
+
+def column(
+    name: str, type: str, *, required: object, generated: str | None, default: str | None, commit_timestamp: object,
+    stored: object = True,
+) -> dict[str, str]:  # fmt: skip
+    """Return the parts that a column makes: its text, and for Shard the number of shards."""
+    parts = {}
+    if normal(name) == "shard" and generated and (count := re.search(r"\b(\d+)\W*$", generated)):
+        # A part of its own, so that any number can be accepted.
+        parts[SHARD_COUNT] = count[1]
+        generated = f"{generated[: count.start()]}N{generated[count.end(1) :]}"
+    text = type + (" NOT NULL" if required else "")
+    text += f" AS ({generated})" + (" STORED" if stored else "") if generated else ""
+    text += f" DEFAULT ({default})" if default else ""
+    text += " OPTIONS (allow_commit_timestamp = true)" if commit_timestamp else ""
+    return parts | {f"column {name}": text}
+
+
+def retention(policy: str | None) -> dict[str, str]:
+    """Return the parts that the row deletion policy of AsynchronousTasks makes."""
+    days = re.fullmatch(r"older_thansentat,interval(\d+)day", normal(policy or ""))
+    return {
+        RETENTION: f"{days[1]} days" if days else "for ever",
+        # Any other policy loses tasks: a SentAt of NULL is never old, another column may be.
+        "deletion of unsent tasks": policy if policy and not days else "never",
+    }
+
+
+def index(
+    table: str, key: str, stored: Collection[str], *, unique: bool = False, null_filtered: bool = False,
+    state: str | None = "READ_WRITE",
+) -> dict[str, str]:  # fmt: skip
+    """Return the parts of an index; what it stores has no order."""
+    return {
+        "table": table,
+        "key": key,
+        "stored columns": ", ".join(sorted(stored)) or "none",
+        "unique": "yes" if unique else "no",
+        "null filtered": "yes" if null_filtered else "no",
+        "state": state or "none",
+    }
+
+
+def compare(shape: Shape, found: Mapping[str, str] | None, free: Collection[str]) -> Iterator[str]:
+    """Yield a sentence for each part of `shape` that is not in `found` (parts by `normal` name) or is different there.
+
+    `found` is None if the object is missing; the parts named in `free` may be anything.
+    """
+    if found is None:
+        yield f"{shape.title} is missing"
+        return
+    for part, text in shape.parts.items():
+        other = found.get(normal(part))
+        if part in free:
+            continue
+        if other is None:
+            yield f"{shape.title}, {part} is missing: expected {text}"
+        elif normal(other) != normal(text):
+            yield f"{shape.title}, {part}: the database has {other}, expected {text}"
+
+
+def normal(text: str) -> str:
+    """Return what two texts share that mean the same: names have no case, expressions any spaces and parentheses."""
+    return re.sub(r"[\s()]", "", text).casefold()

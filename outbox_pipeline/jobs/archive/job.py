@@ -1,0 +1,184 @@
+"""`archive`: what was sent goes to Parquet, window by window; `--purge` then deletes it from the table."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from pyspark.sql import Observation, SparkSession
+
+from outbox.errors import OutboxError, SettingError
+from outbox.shared.settings import DatabaseSettings
+from outbox.shared.times import resolved, shown, spoken
+from outbox.storage.task_states import LEAST_AGE
+from outbox_pipeline import schemas
+from outbox_pipeline.jobs.archive.executor import Purge
+from outbox_pipeline.jobs.archive.transforms import archivable, proof, together
+from outbox_pipeline.jobs.archive.windows import Archive, Manifest, Window, bounds, floor
+from outbox_pipeline.settings import ArchiveSettings
+from outbox_pipeline.source.datasource import register_source
+from outbox_pipeline.source.options import of_database
+from outbox_pipeline.spanner import READING, Table, table_of
+from outbox_pipeline.spark.counts import totals
+
+
+@dataclass(slots=True)
+class Archived:
+    """What was done: windows finished, tasks written, and of a purge what became of the tasks."""
+
+    windows: int = 0
+    written: int = 0
+    until: datetime | None = None
+    purged_windows: int = 0
+    deleted: int = 0
+    changed: int = 0
+    missing: int = 0
+    seconds: float = 0.0
+
+
+def run(
+    spark: SparkSession,
+    settings: ArchiveSettings,
+    *,
+    purge: bool = False,
+    late: bool = False,
+    note: Callable[[str], None] = lambda _text: None,
+) -> Archived:
+    """Archive all windows that have ended, from where the last run stopped; `note` is told of each.
+
+    Raises:
+        SettingError: `until` is less than a minute ago.
+        NotReached: Spanner, the database, the table or a permission.
+        OutboxError: the archive is of another database, or a window is too old to be read as of its end.
+    """
+    begin = time.monotonic()
+    register_source(spark)
+    target = settings.database_settings
+    job = _Job(spark, Archive(spark, settings.archive), target, table_of(target), note)
+    done = Archived()
+    windows = job.to.windows_of(job.table.name)
+    for since, until in job.due(settings, windows):
+        window = job.archive(since, until, late=late)
+        windows.append(window)
+        done.windows += 1
+        done.written += window.manifest.rows
+    done.until = windows[-1].manifest.until if windows else None
+    if purge:
+        job.purge_all([window for window in windows if not window.purged], done)
+    done.seconds = time.monotonic() - begin
+    return done
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What all steps need."""
+
+    spark: SparkSession
+    to: Archive
+    target: DatabaseSettings
+    table: Table
+    note: Callable[[str], None]
+
+    def due(self, settings: ArchiveSettings, windows: list[Window]) -> list[tuple[datetime, datetime]]:
+        """Return the bounds of the windows to be archived now."""
+        now = self.table.now()
+        end = resolved(settings.until, now)
+        if end > now - LEAST_AGE:
+            raise SettingError(
+                f"--until {shown(end)} is less than a minute ago (the database has {shown(now)}): a task to be sent at "
+                "most once is marked as sent before it is published"
+            )
+        if windows:
+            return list(bounds(windows[-1].manifest.until, end, settings.window))
+        first = resolved(settings.since, now) if settings.since else self.table.first_sent()
+        if first is None:
+            return []
+        return list(bounds(floor(first, timedelta(seconds=settings.window)), end, settings.window))
+
+    def archive(self, since: datetime, until: datetime, *, late: bool) -> Window:
+        """Write one window and its manifest."""
+        at = self._read_timestamp(since, until, late=late)
+        folder = self.to.folder_of(since, until)
+        data = self.to.new_run()
+        observed = Observation(f"archive {data}")
+        options = of_database(self.target) | {
+            "state": "sent", "since": shown(since), "until": shown(until), "readTimestamp": shown(at),
+            "partitions": str(max(8, 4 * self.spark.sparkContext.defaultParallelism)),
+        }  # fmt: skip
+        tasks = archivable(self.spark.read.format("outbox").options(**options).load())
+        # Behind the shuffle: what is before it may be calculated, and counted, more than once.
+        together(tasks).observe(observed, *proof()).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(
+            str(folder / data)
+        )
+        found = observed.get
+        manifest = Manifest(
+            database=self.table.name,
+            since=since,
+            until=until,
+            read_timestamp=at,
+            rows=found["rows"],
+            checksum=found["checksum"],
+            data=data,
+            written_at=self.table.now(),
+        )
+        self._prove(Window(folder, manifest))
+        self.to.finish(folder, manifest)
+        self.note(f"archived {manifest.rows:,} tasks sent from {shown(since)} to {shown(until)}")
+        return Window(folder, manifest)
+
+    def purge_all(self, windows: list[Window], done: Archived) -> None:
+        """Delete the tasks of finished windows from the table; a window that is damaged keeps no other from it."""
+        damaged = []
+        for window in windows:
+            try:
+                self._prove(window)
+            except OutboxError as error:
+                damaged.append(str(error))
+            else:
+                self.purge(window, done)
+        if damaged:
+            raise OutboxError(
+                f"{'; '.join(damaged)}. Nothing of {'it' if len(damaged) == 1 else 'them'} was deleted from the table, "
+                "where retention may delete it: bring the files back, or register and archive it elsewhere"
+            )
+
+    def _prove(self, window: Window) -> None:
+        """Return if the files of a window hold what its manifest says. Raises OutboxError."""
+        manifest = window.manifest
+        [(rows, checksum)] = self.to.read([window]).select(*proof()).collect()
+        if (rows, checksum) != (manifest.rows, manifest.checksum):
+            raise OutboxError(
+                f"{window.folder} holds {rows:,} tasks with the checksum {checksum}, its manifest says "
+                f"{manifest.rows:,} with {manifest.checksum}"
+            )
+
+    def purge(self, window: Window, done: Archived) -> None:
+        """Delete the tasks of a finished window from the table."""
+        manifest = window.manifest
+        window.note_purging(self.table.now())
+        tasks = self.to.read([window])
+        answers = tasks.select("Id", "SentAt").repartition("Id").sortWithinPartitions("Id")
+        [row] = totals(answers.mapInArrow(Purge(self.target), schemas.PURGED)).collect()
+        window.note_purged(row.asDict(), self.table.now())
+        done.purged_windows += 1
+        done.deleted += row.deleted
+        done.changed += row.changed
+        done.missing += row.missing
+        self.note(f"purged {row.deleted:,} tasks sent from {shown(manifest.since)} to {shown(manifest.until)}")
+
+    def _read_timestamp(self, since: datetime, until: datetime, *, late: bool) -> datetime:
+        """Return the time as of which a window is read: after its end, when no task of it can be taken back."""
+        now = self.table.now()
+        retention = self.table.retention()
+        at = until + LEAST_AGE
+        if at > now - retention + READING:
+            return at
+        if late:
+            return now
+        kept = spoken(retention.total_seconds())
+        raise OutboxError(
+            f"the window from {shown(since)} to {shown(until)} ended {spoken((now - until).total_seconds())} ago, and "
+            f"Spanner keeps old versions for {kept} (version_retention_period): as of its end it cannot be read any "
+            "more. Archive more often, or raise the retention to seven days at most. With --read-late it is read as of "
+            "now, without what was sent again or deleted since"
+        )

@@ -1,0 +1,1 @@
+"""`audit`: tasks are compared with the messages that subscribers received."""

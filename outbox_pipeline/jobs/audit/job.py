@@ -1,0 +1,214 @@
+"""`audit`: the tasks of a time against the messages that subscribers received."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import partial, reduce
+from typing import Any
+
+from pyspark import StorageLevel
+from pyspark.sql import DataFrame, Observation, SparkSession
+from pyspark.sql import functions as f
+from pyspark.sql.types import TimestampType
+
+from outbox.cli.output import as_json
+from outbox.errors import OutboxError, SettingError
+from outbox.shared.times import resolved, shown
+from outbox_pipeline.jobs.archive.windows import Archive
+from outbox_pipeline.jobs.audit import received
+from outbox_pipeline.jobs.audit import transforms as audit
+from outbox_pipeline.jobs.audit.page import page
+from outbox_pipeline.settings import AuditSettings
+from outbox_pipeline.source.datasource import register_source
+from outbox_pipeline.source.options import of_database
+from outbox_pipeline.spanner import Table, table_of
+from outbox_pipeline.spark.files import Folder, format_of
+
+SUMMARY, REPORT, FINDINGS = "summary.json", "report.html", "findings"
+#: Tasks that are not to have come yet are not written in full: the table has them.
+UNSENT = ("pending", "dead", "arriving")
+_RFC_3339 = "yyyy-MM-dd'T'HH:mm:ss.SSSSSS'Z'"
+#: Lines of hours, of topics, and of both in the summary: of the largest topics, where that is not all.
+MOST_LINES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """What was found. Tasks are those of the window; the other numbers are in docs/pipeline/audit.md."""
+
+    since: datetime | None
+    until: datetime
+    tasks: int
+    delivered: int
+    late: int
+    lost: int
+    arriving: int
+    pending: int
+    dead: int
+    messages: int
+    unknown: int
+    republished: int
+    redelivered: int
+    mismatched: int
+    out_of_order: int
+    foreign: int
+    unreadable: int
+    report: str
+    seconds: float
+
+
+def run(spark: SparkSession, settings: AuditSettings) -> Audited:
+    """Audit, and write the report to a folder of its own.
+
+    Raises:
+        SettingError: the window is too young to be judged, or columns of the messages are missing.
+        NotReached: Spanner, the database, the table or a permission.
+        OutboxError: the output is there already, or the archive does not reach to the window.
+    """
+    output = Folder(spark, settings.output)
+    if output.exists():
+        raise OutboxError(f"{output} is there already: an audit keeps its folder, give another one")
+    register_source(spark)
+    job = _Job(spark, settings, table_of(settings.database_settings))
+    rules, tasks = job.rules_and_tasks()
+    bodies, deliveries = job.deliveries()
+    rows = audit.judged(audit.sends(tasks, bodies=bodies), deliveries, rules).persist(StorageLevel.DISK_ONLY)
+    try:
+        return job.report(rows, rules, output, bodies=bodies)
+    finally:
+        rows.unpersist()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What all steps need."""
+
+    spark: SparkSession
+    settings: AuditSettings
+    table: Table
+    #: Numbers of messages that are of no task.
+    counted: Observation = dataclasses.field(default_factory=partial(Observation, "audit"))
+    begin: float = dataclasses.field(default_factory=time.monotonic)
+
+    def rules_and_tasks(self) -> tuple[audit.Rules, DataFrame]:
+        """Return what is judged, and the tasks with the columns of `audit.OF_TASKS`.
+
+        Raises SettingError, OutboxError.
+        """
+        settings, now = self.settings, self.table.now()
+        archive = Archive(self.spark, settings.archive) if settings.tasks != "table" else None
+        windows = archive.windows() if archive else []
+        if settings.tasks == "archive" and not windows:
+            raise OutboxError(f"{archive} has no finished window")
+        read_at = windows[-1].manifest.until if settings.tasks == "archive" else now
+        horizon = min(read_at, resolved(settings.received_until, now))
+        grace, skew = timedelta(seconds=settings.grace), timedelta(seconds=settings.clock_skew)
+        until = resolved(settings.until, now)
+        since = resolved(settings.since, now) if settings.since else None
+        if until > horizon - grace:
+            raise SettingError(
+                f"--until {shown(until)} is later than {shown(horizon - grace)}: tasks are judged when the grace, "
+                f"{settings.grace:g} s, has passed by {shown(horizon)}, until when tasks and messages are known"
+            )
+        if since is not None and since >= until:
+            raise SettingError(f"--since {shown(since)} is not before --until, {shown(until)}")
+        # What is published may be marked later: the archive has it a grace later, the table has it unsent meanwhile.
+        known_until = read_at - (grace if settings.tasks == "archive" else skew)
+        sources = [] if settings.tasks == "archive" else [self._of_table(now, since)]
+        if archive:
+            wanted = [each for each in windows if since is None or each.manifest.until > since]
+            sources.append(archive.read(wanted).select(*audit.OF_TASKS))
+        tasks = reduce(DataFrame.unionByName, sources)
+        if len(sources) > 1:  # a task that is archived and not purged yet
+            tasks = tasks.dropDuplicates(["Id", "CreatedAt", "SentAt"])
+        return audit.Rules(since, until, horizon, known_until, grace, skew), tasks
+
+    def _of_table(self, at: datetime, since: datetime | None) -> DataFrame:
+        """Return the tasks that messages since `since` may be of: those sent since then, and all that are not sent."""
+        options = of_database(self.settings.database_settings) | {
+            "columns": ",".join(audit.OF_TASKS),
+            "readTimestamp": shown(at),
+            "partitions": str(max(8, 4 * self.spark.sparkContext.defaultParallelism)),
+        }
+        tasks = self.spark.read.format("outbox").options(**options).load()
+        return tasks if since is None else tasks.where(f.col("SentAt").isNull() | (f.col("SentAt") >= f.lit(since)))
+
+    def deliveries(self) -> tuple[bool, DataFrame]:
+        """Return whether the messages have their data, and the deliveries. Raises SettingError."""
+        settings = self.settings
+        form = settings.received_format
+        if (format_of(settings.received) or "parquet" if form == "auto" else form) == "json":
+            messages = self.spark.read.schema(received.LINES).json(settings.received)
+        else:
+            messages = self.spark.read.parquet(settings.received)
+        deliveries = received.received(messages, base64=settings.received_data == "base64")
+        numbers = deliveries.observe(
+            self.counted,
+            f.count_if(~f.col("readable")).alias("unreadable"),
+            f.count_if(f.col("readable") & f.col("task_id").isNull()).alias("foreign"),
+        )
+        return "data" in messages.columns, numbers
+
+    def report(self, rows: DataFrame, rules: audit.Rules, output: Folder, *, bodies: bool) -> Audited:
+        """Write what was found, and return the numbers."""
+        counts = audit.counted(rows).persist()
+        [total] = audit.numbers(counts).collect()
+        hours = _told(audit.numbers(counts, "hour").orderBy("hour").limit(MOST_LINES))
+        topics = _told(audit.numbers(counts, "topic").orderBy(f.desc("tasks"), "topic").limit(MOST_LINES))
+        largest = [each["topic"] for each in topics[: max(1, MOST_LINES // max(1, len(hours)))]]
+        of_largest = counts.where(f.col("topic").isin(largest))
+        lines = _told(audit.numbers(of_largest, "hour", "topic").orderBy("hour", "topic").limit(MOST_LINES))
+        [(unknown,)] = counts.select(f.coalesce(f.sum("unknown"), f.lit(0))).collect()
+        overtaken = audit.out_of_order(rows).persist()
+        found = audit.findings(rows, overtaken)
+        found.where(~f.col("class").isin(*UNSENT)).write.partitionBy("class").json(str(output / FINDINGS))
+        samples = _told(audit.samples(found, self.settings.samples).orderBy("class", "task_id"))
+        done = Audited(
+            since=rules.since,
+            until=rules.until,
+            **{name: total[name] for name in ("tasks", *audit.STATES, "messages", *audit.FLAWS)},
+            out_of_order=overtaken.count(),
+            unknown=unknown,
+            **self.counted.get,
+            report=str(output / REPORT),
+            seconds=time.monotonic() - self.begin,
+        )
+        overtaken.unpersist()
+        counts.unpersist()
+        summary = {
+            "job": "audit",
+            "database": self.table.name,
+            "tasks_from": self.settings.tasks,
+            "received_from": self.settings.received,
+            "data_compared": bodies,
+            "known_until": shown(rules.known_until),
+            "horizon": shown(rules.horizon),
+            "grace_seconds": rules.grace.total_seconds(),
+            "clock_skew_seconds": rules.skew.total_seconds(),
+            **dataclasses.asdict(done),
+            "latency": {name: total[name] for name in (*audit.PERCENTILES, "max")},
+            "by_topic": topics,
+            "by_hour": hours,
+            "by_hour_and_topic": lines,
+            "samples": _by_class(samples),
+        }
+        output.create(SUMMARY, as_json(summary) + "\n")
+        output.create(REPORT, page(summary))
+        return done
+
+
+def _told(rows: DataFrame) -> list[dict[str, Any]]:
+    """Return a few rows, times as texts: the driver may be in another zone than Spark."""
+    times = [field.name for field in rows.schema if isinstance(field.dataType, TimestampType)]
+    texts = rows.withColumns({name: f.date_format(name, _RFC_3339) for name in times})
+    return [row.asDict() for row in texts.collect()]
+
+
+def _by_class(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        values = {name: value for name, value in row.items() if value is not None}
+        found.setdefault(values.pop("class"), []).append(values)
+    return found

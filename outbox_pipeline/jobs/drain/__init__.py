@@ -1,0 +1,1 @@
+"""`drain`: Spark tasks relay a backlog beside the workers."""

@@ -1,0 +1,1 @@
+"""`register`: rows of files or DataFrames become tasks."""

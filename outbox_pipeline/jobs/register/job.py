@@ -1,0 +1,145 @@
+"""`register`: rows of a DataFrame or of files become tasks."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from uuid import uuid4
+
+from pyspark.sql import DataFrame, Observation, SparkSession
+from pyspark.sql import functions as f
+from pyspark.sql.types import StringType, StructField, StructType
+
+from outbox.errors import SettingError
+from outbox.shared.settings import DatabaseSettings
+from outbox_pipeline import schemas
+from outbox_pipeline.jobs.register.executor import ANSWER, COUNTS, Registration
+from outbox_pipeline.jobs.register.transforms import TIMES, UNREAD, WHY, in_order, of_json_lines, prepared
+from outbox_pipeline.settings import FORMATS, RegisterSettings
+from outbox_pipeline.spanner import table_of
+from outbox_pipeline.spark.errors import spark_errors
+from outbox_pipeline.spark.files import Folder, format_of
+from outbox_pipeline.spark.pacing import shared
+
+#: What an empty text in quotes is read as, to tell it from nothing at all, which is NULL.
+_EMPTY = "\ue000an empty text\ue000"
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """What became of the rows: each is counted once.
+
+    `registered` were inserted by this job, `existing` were there before it began, `repeated` are equal to another row,
+    `rejected` are in the folder `rejects`.
+    """
+
+    read: int
+    registered: int
+    existing: int
+    repeated: int
+    rejected: int
+    seconds: float
+    rejects: str | None
+
+
+def register(
+    dataframe: DataFrame,
+    *,
+    rejects: str,
+    project: str | None = None,
+    instance: str | None = None,
+    database: str | None = None,
+    database_role: str | None = None,
+    topic: str = "",
+    key: Sequence[str] = (),
+    max_rows_per_second: int = 0,
+) -> Registered:
+    """Register each row as a task, at LOW priority; what is there already is not registered again.
+
+    Args:
+        dataframe: columns as in docs/pipeline/register.md; at least `data`, and `topic` unless one is given.
+        rejects: folder for refused rows, with their reasons, as JSON lines; each run makes a folder of its own in it.
+        project: of the database; without it OUTBOX_PROJECT or GOOGLE_CLOUD_PROJECT.
+        instance: without it OUTBOX_INSTANCE.
+        database: without it OUTBOX_DATABASE.
+        database_role: without it OUTBOX_DATABASE_ROLE, or none.
+        topic: of rows that name none.
+        key: columns whose values, with the topic, make the id (`outbox_pipeline.task_id`) of a row that has no
+            `task_id`. Without it the whole row makes it: two equal rows are one task.
+        max_rows_per_second: of all executors together; 0 is no limit.
+
+    Raises:
+        SettingError: a column is unknown, missing or of a wrong type, or a setting is not allowed.
+        NotReached: Spanner, the database, the table or a permission.
+    """
+    target = DatabaseSettings.read(
+        {"project": project, "instance": instance, "database": database, "database_role": database_role}
+    )
+    with spark_errors():
+        return _register(prepared(dataframe, topic=topic, key=key), target, rejects, max_rows_per_second)
+
+
+def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
+    """Register the rows of files. Raises as `register`."""
+    key = tuple(name.strip() for name in settings.key.split(",")) if settings.key else ()
+    rows = read(spark, settings.input, settings.input_format, key)
+    tasks = prepared(rows, topic=settings.topic, key=key)
+    return _register(tasks, settings.database_settings, settings.rejects, settings.max_rows_per_second)
+
+
+def read(spark: SparkSession, path: str, format: str, key: Sequence[str] = ()) -> DataFrame:
+    """Return the rows of files. Raises SettingError: no format is given, and the ending names none."""
+    if format == "auto":
+        format = format_of(path) or ""
+        if not format:
+            raise SettingError(f"--input {path}: the ending names no format: give --input-format {', '.join(FORMATS)}")
+    if format == "parquet":
+        return spark.read.parquet(path)
+    if format == "json":
+        return of_json_lines(spark.read.text(path), key)
+    # Not detected by Spark, which then changes the ends of lines within quotes, too.
+    first = spark.read.text(path, lineSep="\n").first()
+    end = "\r\n" if first and first["value"].endswith("\r") else "\n"
+    reader = spark.read.options(header=True, quote='"', escape='"', multiLine=True, lineSep=end, emptyValue=_EMPTY)
+    head = reader.csv(path)
+    schema = StructType([*head.schema.fields, StructField(UNREAD, StringType())])
+    rows = reader.schema(schema).options(enforceSchema=False, columnNameOfCorruptRecord=UNREAD).csv(path)
+    why = f.when(f.col(UNREAD).isNotNull(), f.lit("the line has more or fewer columns than the head, or bad quotes"))
+    texts = {name: f.col(f"`{name}`") for name in head.columns}
+    texts = {name: f.when(text == _EMPTY, f.lit("")).otherwise(text) for name, text in texts.items()}
+    return rows.withColumns({**texts, WHY: why})
+
+
+def _register(tasks: DataFrame, target: DatabaseSettings, rejects: str, per_second: int) -> Registered:
+    begin = time.monotonic()
+    spark = tasks.sparkSession
+    began = table_of(target).now()
+    parts, rate = shared(spark, per_second)
+    registration = Registration(target, began, rate)
+    observed = Observation("register")
+    answers = (
+        in_order(tasks, parts)
+        .mapInArrow(registration, ANSWER)
+        .observe(
+            observed,
+            *(f.sum(name).alias(name) for name in COUNTS),
+            f.count_if(f.col("reason").isNotNull()).alias("rejected"),
+        )
+    )
+    folder = Folder(spark, rejects) / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid4().hex[:8]}"
+    refused = answers.where("reason IS NOT NULL").select(
+        "reason",
+        "line",
+        *(name for name in schemas.INPUT.fieldNames() if name not in ("data", "line", "reason")),
+        f.base64("data").alias("data_base64"),
+    )
+    refused.write.option("timestampFormat", TIMES).json(str(folder))
+    counts = {name: int(value or 0) for name, value in observed.get.items()}
+    if not counts["rejected"]:
+        folder.delete()
+    return Registered(
+        read=sum(counts.values()),
+        **counts,
+        seconds=time.monotonic() - begin,
+        rejects=str(folder) if counts["rejected"] else None,
+    )

@@ -1,0 +1,1 @@
+"""`replay`: sent tasks are sent again, from the table or the archive."""

@@ -1,0 +1,1 @@
+"""What the jobs share of Spark: the session, files, pacing, errors."""

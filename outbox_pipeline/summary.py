@@ -1,0 +1,53 @@
+"""What a job says at its end, to people, programs and Datadog."""
+
+import dataclasses
+from typing import Any
+
+from outbox.cli.output import as_json, cell
+from outbox.shared.times import spoken
+from publishworker.telemetry.metrics import PIPELINE_DURATION, PIPELINE_ROWS, PIPELINE_RUNS, Metrics
+
+#: What counts rows, in the results of the jobs.
+_ROWS = (
+    "registered", "existing", "repeated", "rejected", "written", "deleted", "replayed", "waiting", "changed", "missing",
+    "delivered", "late", "lost", "unknown", "republished", "redelivered", "mismatched", "out_of_order",
+    "published", "already_published", "uncommitted", "became_dead",
+)  # fmt: skip
+
+
+def summary(job: str, result: Any, *, json: bool) -> str:
+    """Return the fields of a result: as one line of JSON, or a line each."""
+    values = dataclasses.asdict(result)
+    if json:
+        return as_json({"job": job, **values, "seconds": round(values["seconds"], 3)})
+    lines = {"job": job, **values, "seconds": spoken(values["seconds"])}
+    width = max(15, *map(len, lines))
+    return "\n".join(
+        f"{name.replace('_', ' '):<{width}} {_shown(value)}" for name, value in lines.items() if value is not None
+    )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        value = [{"tasks": number, "topic": topic} for topic, number in value.items()]
+    if isinstance(value, list):
+        # Below each other, behind the names.
+        return f"\n{'':<15} ".join("  ".join(cell(each) for each in row.values()) for row in value)
+    return cell(value)
+
+
+def _ended(result: Any) -> str:
+    if getattr(result, "rejected", 0):
+        return "rejected"
+    return "work_left" if getattr(result, "work_left", False) else "done"
+
+
+def record(metrics: Metrics, job: str, result: Any | None) -> None:
+    """Send what became of the rows, and how long it took; of a job that failed only that it did."""
+    metrics.count(PIPELINE_RUNS, 1, job=job, result="failed" if result is None else _ended(result))
+    if result is None:
+        return
+    for name in _ROWS:
+        if number := getattr(result, name, 0):
+            metrics.count(PIPELINE_ROWS, number, job=job, outcome=name)
+    metrics.sample(PIPELINE_DURATION, result.seconds, job=job)

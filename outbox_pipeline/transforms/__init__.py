@@ -1,1 +1,0 @@
-"""From DataFrame to DataFrame: pure, no Spanner, no files."""

@@ -1,0 +1,174 @@
+"""The relay of one process: its parts put together, the table verified, the loop run until it is told to stop.
+
+Nothing here takes signals, configures logs or names the process: that is up to whoever runs it, a command or Spark.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from random import Random
+
+from outbox.admin.table import TaskTable
+from outbox.errors import NotReached
+from outbox.shared.settings import DatabaseSettings
+from outbox.storage import schema
+from publishworker import exits
+from publishworker.batching import Limits
+from publishworker.delivery import Delivery
+from publishworker.in_flight import StuckGroup
+from publishworker.membership import Fleet
+from publishworker.pubsub.messages import topic_filter
+from publishworker.pubsub.publisher import PubSubPublisher
+from publishworker.relay import Relay
+from publishworker.retry_policy import Retries
+from publishworker.settings import RelaySettings
+from publishworker.spanner.connection import LimitedDatabase, open_database, open_pubsub
+from publishworker.spanner.store import SpannerStore, Unsent
+from publishworker.stopping import run_on_thread
+from publishworker.telemetry import metrics as m
+from publishworker.telemetry.gauges import Counts, Lookout, Reporter, oldest_age
+from publishworker.telemetry.metrics import Metrics
+from publishworker.types import Turn
+from publishworker.worker import Loop
+
+_log = logging.getLogger("publishworker")
+
+#: Seconds that a free place waits for others before the next poll, so that one poll serves several groups.
+PATIENCE_SECONDS = 0.1
+
+
+class Worker:
+    """The parts of one process."""
+
+    def __init__(
+        self,
+        settings: RelaySettings,
+        *,
+        id: str,
+        metrics: Metrics,
+        beat: Callable[[], None] = lambda: None,
+        shared: bool = False,
+    ) -> None:
+        """Connect and verify the table. Raises NotReached.
+
+        `id` is of this process alone, of 64 characters at most. `beat` is called while the loop turns. With `shared` it
+        polls all shards, whoever else lives. Whoever made `metrics` stops them.
+        """
+        self._settings = settings
+        self._metrics = metrics
+        self.store = open_store(settings)
+        random = Random()  # noqa: S311 - it spreads load, and guards nothing
+        self.fleet = Fleet(self.store, id, self.store.shards, shared=shared)
+        allowed = topic_filter(settings.allowed_topics, settings.project)
+        pass_dead = settings.on_ordering_failure == "skip"
+        publisher = PubSubPublisher(open_pubsub(settings.pubsub_endpoint), settings.project, allowed)
+        retries = Retries(
+            initial=settings.backoff_initial,
+            longest=settings.backoff_max,
+            max_attempts=settings.max_attempts,
+            dead_after=settings.dead_after,
+            random=random,
+        )
+        self.relay = Relay(
+            self.store,
+            Delivery(self.store, publisher, retries, settings.publish_timeout, pass_dead=pass_dead),
+            self._metrics,
+            self.fleet,
+            limits=Limits(settings.group_size, settings.group_bytes, settings.concurrency),
+            look_further_seconds=min(settings.poll_interval / 2, 1.0),  # each idle poll does, whatever its jitter
+            random=random,
+            fair_share=settings.fair_share,
+            pass_dead=pass_dead,
+            stragglers=settings.concurrency // 4,
+            patience=PATIENCE_SECONDS,
+            beat=beat,
+        )
+        self._loop = Loop(
+            self.relay,
+            self.fleet,
+            poll_interval=settings.poll_interval,
+            beat=beat,
+            report=Reporter(self._metrics, self.fleet, self.relay),
+            random=random,
+        )
+        counts = Counts(self._metrics, lambda: self.relay.topics)
+        looks = (oldest_age(self._metrics), counts) if self._metrics.wanted else ()
+        self._lookouts = [Lookout(look, lambda: TaskTable(self.store.database), self.fleet) for look in looks]
+
+    def until_stopped(self, stop: threading.Event, until: Callable[[Turn], bool], *, late: int) -> int:
+        """Run the loop until `stop` is set or `until` says so of a turn; return the exit code.
+
+        It is `late` if what is in flight after `stop` does not end within --drain-timeout.
+        """
+        where = (self._settings.project, self._settings.instance, self._settings.database)
+        _log.info("relaying %s/%s/%s, %d shards", *where, len(self.store.shards), extra={"action": "start"})
+        for lookout in self._lookouts:
+            lookout.start()
+        try:
+            in_time = run_on_thread(lambda: self._loop.run(stop, until), stop, self._settings.drain_timeout)
+        except StuckGroup as error:
+            for group in error.groups:
+                self._metrics.count(m.STUCK, 1, topic=group.topic)
+            _log.critical(
+                "%s, which no time limit explains; the worker ends, so that another one takes its tasks", error,
+                extra={"action": "stuck"},
+            )  # fmt: skip
+            return exits.FAILED
+        except Exception:
+            _log.critical("the loop died; this is a defect", exc_info=True, extra={"action": "died"})
+            return exits.FAILED
+        else:
+            if in_time:
+                _log.info("stopped", extra={"action": "stopped"})
+                return exits.DONE
+            self._metrics.count(m.DRAIN_TIMEOUT, 1)
+            _log.error(
+                "stopped with tasks in flight after --drain-timeout; they stay unsent for other workers, or may be "
+                "published twice", extra={"action": "drain_timeout"},
+            )  # fmt: skip
+            return late
+        finally:
+            for lookout in self._lookouts:
+                lookout.stop()
+
+
+def open_store(settings: DatabaseSettings) -> SpannerStore:
+    """Connect and verify the table. Raises NotReached."""
+    emulator = bool(os.environ.get("SPANNER_EMULATOR_HOST"))
+    if emulator:
+        # Emulators before 1.5.38 end a session's transaction when another begins, so threads must not share one.
+        os.environ.setdefault("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "false")
+    database = open_database(settings.project, settings.instance, settings.database, settings.database_role)
+    return SpannerStore(database, verified_shards(database), emulator=emulator)
+
+
+def verified_shards(database: LimitedDatabase) -> int:
+    """Return the table's shard count. Raises NotReached if the table is missing or has another shape."""
+    wrong = schema.differences(database, schema.statements(pipeline=False))
+    if wrong:
+        raise NotReached(f"database {database.name}: " + "; ".join(wrong) + ". See `outbox schema apply`.")
+    return schema.shard_count(database)
+
+
+def is_work(unsent: Unsent) -> bool:
+    """Tell whether tasks in this state are sent sooner or later if nobody acts, and not only at a time of their own."""
+    return unsent.state in ("pending", "retrying")
+
+
+def until_drained(store: SpannerStore, shards: Callable[[], Sequence[int]], interval: float) -> Callable[[Turn], bool]:
+    """Return what tells after a turn whether `shards` are drained: no progress, nothing in flight, no work in them.
+
+    The table is looked at every `interval` seconds at most: that counts the whole backlog, and turns may be frequent.
+    """
+    looked_at = float("-inf")
+
+    def drained(turn: Turn) -> bool:
+        nonlocal looked_at
+        if turn.made_progress or turn.in_flight or time.monotonic() - looked_at < interval:
+            return False
+        looked_at = time.monotonic()
+        return not any(map(is_work, store.unsent(shards())))
+
+    return drained

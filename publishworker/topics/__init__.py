@@ -1,0 +1,1 @@
+"""May a topic be published to now? Discovery, circuit breakers, rate limits."""

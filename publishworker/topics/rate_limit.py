@@ -1,0 +1,132 @@
+"""How fast this worker may publish to a topic: its part of the limits in AsynchronousTaskTopics.
+
+A limit is the fleet's. Each living worker has the same part of it, at least a burst of one task and one in flight.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from outbox.shared.throttled_log import Complaints
+from outbox.storage.ddl import LEAST_RATE
+from publishworker.types import TopicLimit
+
+_log = logging.getLogger("publishworker")
+
+#: Seconds for which a topic saves up, as far as its burst allows, before it is asked for: fewer, larger groups.
+SAVE_SECONDS = 0.2
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Tokens, a task each: `burst` at most, `rate` more in a second."""
+
+    rate: float
+    burst: float
+    tokens: float
+    at: float
+
+    def fill(self, now: float) -> None:
+        self.tokens = min(self.burst, self.tokens + (now - self.at) * self.rate)
+        self.at = now
+
+    @property
+    def missing(self) -> float:
+        """Return how many tokens are to be saved up before the topic is worth a look."""
+        return min(self.burst, max(1.0, self.rate * SAVE_SECONDS)) - self.tokens
+
+
+class Throttle:
+    """The limits of all topics, as last read. It belongs to the thread of the relay."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Limit nothing."""
+        self._clock = clock
+        self._complaints = Complaints(clock)
+        self._buckets: dict[str, _Bucket] = {}
+        self._in_flight: dict[str, int] = {}
+        self._told: Mapping[str, str] = {}
+
+    def learn(self, limits: Mapping[str, TopicLimit], workers: int) -> None:
+        """Take in the limits, of which this worker has one part in `workers`.
+
+        A row that makes no sense limits nothing, and is complained about once a minute.
+        """
+        now = self._clock()
+        good = {topic: limit for topic, limit in limits.items() if self._makes_sense(topic, limit)}
+        self._tell({topic: f"{_written(limit)}, of which this worker has 1/{workers}" for topic, limit in good.items()})
+        buckets: dict[str, _Bucket] = {}
+        for topic, limit in good.items():
+            if limit.rate is not None and limit.burst is not None:
+                burst = max(1.0, limit.burst / workers)
+                bucket = self._buckets.get(topic) or _Bucket(0.0, burst, burst, now)
+                bucket.fill(now)
+                bucket.rate, bucket.burst = limit.rate / workers, burst
+                bucket.tokens = min(bucket.tokens, burst)
+                buckets[topic] = bucket
+        self._buckets = buckets
+        self._in_flight = {
+            topic: max(1, limit.in_flight // workers) for topic, limit in good.items() if limit.in_flight is not None
+        }
+
+    def allowances(self, flying: Mapping[str, int]) -> dict[str, int]:
+        """Return how many tasks of each limited topic may be taken now, beside the `flying` ones."""
+        now = self._clock()
+        allowed: dict[str, int] = {}
+        for topic, bucket in self._buckets.items():
+            bucket.fill(now)
+            allowed[topic] = int(bucket.tokens) if bucket.missing <= 0 else 0
+        for topic, most in self._in_flight.items():
+            left = max(0, most - flying.get(topic, 0))
+            allowed[topic] = min(left, allowed.get(topic, left))
+        return allowed
+
+    def take(self, topic: str, tasks: int) -> None:
+        """Note that tasks were taken; a negative number gives back what was not sent."""
+        if (bucket := self._buckets.get(topic)) is not None:
+            bucket.tokens = min(bucket.burst, bucket.tokens - tasks)
+
+    def seconds_to_next(self) -> float | None:
+        """Return after how many seconds a topic that waits for its rate may be asked for, or None if none waits."""
+        now = self._clock()
+        waits = []
+        for bucket in self._buckets.values():
+            bucket.fill(now)
+            if bucket.missing > 0:
+                waits.append(bucket.missing / bucket.rate)
+        return min(waits, default=None)
+
+    def _tell(self, limits: Mapping[str, str]) -> None:
+        """Log what has changed."""
+        for topic in sorted(self._told.keys() | limits.keys()):
+            if (limit := limits.get(topic)) != self._told.get(topic):
+                what = f"is limited to {limit}" if limit else "has no limits any more"
+                _log.info("%s %s", topic, what, extra={"action": "limited"})
+        self._told = limits
+
+    def _makes_sense(self, topic: str, limit: TopicLimit) -> bool:
+        wrong = problem(limit)
+        if wrong:
+            self._complaints.say(
+                "limits", topic, f"the limits of {topic} in AsynchronousTaskTopics are not followed: {wrong}"
+            )
+        return not wrong
+
+
+def _written(limit: TopicLimit) -> str:
+    parts = ((limit.rate, "tasks a second"), (limit.burst, "at once"), (limit.in_flight, "in flight"))
+    return ", ".join(f"{value:g} {unit}" for value, unit in parts if value is not None)
+
+
+def problem(limit: TopicLimit) -> str:
+    """Return what is wrong with a limit, a sentence for a person, or ""."""
+    if (limit.rate is None) != (limit.burst is None):
+        return "RatePerSecond and Burst come together: set both, or both to NULL"
+    if limit.rate is not None and not (math.isfinite(limit.rate) and limit.rate >= LEAST_RATE):
+        return f"RatePerSecond is {limit.rate:g}, it must be {LEAST_RATE:g} or more; to send nothing, pause the topic"
+    for name, value in (("Burst", limit.burst), ("MaxInFlight", limit.in_flight)):
+        if value is not None and value < 1:
+            return f"{name} is {value}, it must be 1 or more"
+    return ""

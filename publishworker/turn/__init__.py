@@ -1,1 +1,0 @@
-"""One turn of the relay and its parts: poll, sample, claim, publish, mark, record."""
