@@ -16,7 +16,7 @@ from outbox_pipeline.settings import (
     ReplaySettings,
 )
 from publishworker.healthcheck import MAX_AGE
-from publishworker.pubsub.errors import REASONS, Kind, Reason
+from publishworker.pubsub.errors import REASONS, FailureKind, Reason
 from publishworker.settings import RelaySettings, WorkerSettings
 from publishworker.telemetry.metrics import METRICS, PIPELINE, REGISTERED, Metric
 
@@ -80,7 +80,7 @@ extra `spanner-outbox[worker]`. Without an agent it sends nothing and warns of n
 has returned, so a transaction that is run again counts once. Tags are bounded: a topic, a reason, never an id.
 
 Units, types and descriptions for Datadog are in [metadata.csv](../../k8s/datadog/metadata.csv); what to draw and when
-to be woken is in [k8s/datadog](../../k8s/datadog/)."""
+to be released is in [k8s/datadog](../../k8s/datadog/)."""
 
 METRICS_OUTRO = """\
 ## Reading them
@@ -108,19 +108,19 @@ task](../guide/delivery.md). What Pub/Sub has surely not taken cannot come twice
 back."""
 
 ERRORS = {
-    Kind.CONTENT: """\
+    FailureKind.CONTENT: """\
 The task itself cannot be published, now or later: it is dead at once. Its neighbours are published.""",
-    Kind.TARGET: """\
+    FailureKind.TARGET: """\
 Nothing can be published to the topic until somebody mends it: the topic rests. It is probed with at most ten tasks,
-after 1 s, then twice as long each time, up to 5 min. Only probed tasks are charged an attempt. They are dead after
+after 1 s, then twice as long each time, up to 5 min. Only probed tasks are recorded an attempt. They are dead after
 `--max-attempts`, but not before they are `--dead-after` old.""",
-    Kind.OUTAGE: """\
-The topic rests, and no task is charged an attempt. It is probed with a single task, drawn at random, after 1 s, then
+    FailureKind.OUTAGE: """\
+The topic rests, and no task is recorded an attempt. It is probed with a single task, drawn at random, after 1 s, then
 twice as long each time, up to 10 s. A task that met the topic's last outage goes out in a request of its own. If it
-meets an outage again while the topic publishes others, it is charged for it: backoff, then dead after `--max-attempts`.
-What no message can cause, the errors that are surely refusals, is charged to none.""",
-    Kind.UNKNOWN: """\
-Nobody knows: the task is charged an attempt. Backoff, then dead after `--max-attempts`. A gRPC status that is in none
+meets an outage again while the topic publishes others, it is recorded for it: backoff, then dead after `--max-attempts`.
+What no message can cause, the errors that are surely refusals, is recorded to none.""",
+    FailureKind.UNKNOWN: """\
+Nobody knows: the task is recorded an attempt. Backoff, then dead after `--max-attempts`. A gRPC status that is in none
 of these tables counts as this.""",
 }
 

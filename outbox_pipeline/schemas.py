@@ -92,7 +92,7 @@ DRAINED = StructType(
         StructField("uncommitted", _NUMBER, nullable=False),
         StructField("failed", _NUMBER, nullable=False),
         StructField("became_dead", _NUMBER, nullable=False),
-        StructField("in_doubt", _NUMBER, nullable=False),
+        StructField("unconfirmed", _NUMBER, nullable=False),
         StructField("aborted", _NUMBER, nullable=False),
     ]
 )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from outbox.errors import SettingError
-from outbox.shared.settings import DatabaseSettings, Kind, matching, one_of, setting, whole_number
+from outbox.shared.settings import DatabaseSettings, SettingType, matching, one_of, setting, whole_number
 from outbox.shared.times import MOMENT, SECONDS
 from publishworker.settings import RelaySettings
 
@@ -17,8 +17,8 @@ _FOLDER = matching(_NO_PATTERN, "a path or URL, without any of *?[]{}")
 _ANY_FOLDER = matching(f"(?:{_NO_PATTERN})?", f"{_FOLDER.allowed}; or nothing")
 
 
-def _or_nothing(kind: Kind) -> Kind:
-    return Kind(lambda text: kind.parse(text) if text else None, f"{kind.allowed}; or nothing")
+def _or_nothing(kind: SettingType) -> SettingType:
+    return SettingType(lambda text: kind.parse(text) if text else None, f"{kind.allowed}; or nothing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class ArchiveSettings(JobSettings):
     archive: str = setting(None, _FOLDER, "Folder of the archive.")
     window: float = setting(
         "1d",
-        Kind(lambda text: _window(SECONDS.parse(text)), "a duration from 1s to 31d, such as 15m, 1h or 1d"),
+        SettingType(lambda text: _window(SECONDS.parse(text)), "a duration from 1s to 31d, such as 15m, 1h or 1d"),
         "Length of a window; its bounds are multiples of it in UTC.",
     )
     since: timedelta | datetime | None = setting(
@@ -80,7 +80,7 @@ class ArchiveSettings(JobSettings):
     )
 
 
-_DURATION = Kind(SECONDS.parse, SECONDS.allowed)
+_DURATION = SettingType(SECONDS.parse, SECONDS.allowed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class ReplaySettings(JobSettings):
     )
     where: str = setting(
         "",
-        Kind(str, "an expression of Spark's SQL, or nothing"),
+        SettingType(str, "an expression of Spark's SQL, or nothing"),
         "Only tasks that meet a predicate over their columns.",
     )
     max_rows_per_second: int = setting(

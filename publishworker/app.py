@@ -17,29 +17,29 @@ from outbox.storage import schema
 from publishworker import exits
 from publishworker.batching import Limits
 from publishworker.delivery import Delivery
-from publishworker.in_flight import StuckGroup
-from publishworker.membership import Fleet
+from publishworker.in_flight import StuckBatch
+from publishworker.membership import Membership
 from publishworker.pubsub.messages import topic_filter
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.relay import Relay
-from publishworker.retry_policy import Retries
+from publishworker.retry_policy import RetryPolicy
 from publishworker.settings import RelaySettings
-from publishworker.spanner.connection import LimitedDatabase, open_database, open_pubsub
+from publishworker.spanner.connection import LimitedDatabase, open_pubsub, open_relay_database
 from publishworker.spanner.store import SpannerStore, Unsent
 from publishworker.stopping import run_on_thread
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.gauges import Counts, Lookout, Reporter, oldest_age
+from publishworker.telemetry.gauges import BacklogCounts, BacklogSampler, WorkerGauges, oldest_age
 from publishworker.telemetry.metrics import Metrics
 from publishworker.types import Turn
-from publishworker.worker import Loop
+from publishworker.worker import Worker
 
 _log = logging.getLogger("publishworker")
 
-#: Seconds that a free place waits for others before the next poll, so that one poll serves several groups.
+#: Seconds that a free place waits for others before the next poll, so that one poll serves several batches.
 PATIENCE_SECONDS = 0.1
 
 
-class Worker:
+class App:
     """The parts of one process."""
 
     def __init__(
@@ -60,11 +60,11 @@ class Worker:
         self._metrics = metrics
         self.store = open_store(settings)
         random = Random()  # noqa: S311 - it spreads load, and guards nothing
-        self.fleet = Fleet(self.store, id, self.store.shards, shared=shared)
+        self.membership = Membership(self.store, id, self.store.shards, shared=shared)
         allowed = topic_filter(settings.allowed_topics, settings.project)
-        pass_dead = settings.on_ordering_failure == "skip"
+        skip_dead = settings.on_ordering_failure == "skip"
         publisher = PubSubPublisher(open_pubsub(settings.pubsub_endpoint), settings.project, allowed)
-        retries = Retries(
+        retries = RetryPolicy(
             initial=settings.backoff_initial,
             longest=settings.backoff_max,
             max_attempts=settings.max_attempts,
@@ -73,44 +73,46 @@ class Worker:
         )
         self.relay = Relay(
             self.store,
-            Delivery(self.store, publisher, retries, settings.publish_timeout, pass_dead=pass_dead),
+            Delivery(self.store, publisher, retries, settings.publish_timeout, skip_dead=skip_dead),
             self._metrics,
-            self.fleet,
-            limits=Limits(settings.group_size, settings.group_bytes, settings.concurrency),
-            look_further_seconds=min(settings.poll_interval / 2, 1.0),  # each idle poll does, whatever its jitter
+            self.membership,
+            limits=Limits(settings.batch_size, settings.batch_bytes, settings.concurrency),
+            discovery_seconds=min(settings.poll_interval / 2, 1.0),  # each idle poll does, whatever its jitter
             random=random,
             fair_share=settings.fair_share,
-            pass_dead=pass_dead,
+            skip_dead=skip_dead,
             stragglers=settings.concurrency // 4,
             patience=PATIENCE_SECONDS,
             beat=beat,
         )
-        self._loop = Loop(
+        self._loop = Worker(
             self.relay,
-            self.fleet,
+            self.membership,
             poll_interval=settings.poll_interval,
             beat=beat,
-            report=Reporter(self._metrics, self.fleet, self.relay),
+            report=WorkerGauges(self._metrics, self.membership, self.relay),
             random=random,
         )
-        counts = Counts(self._metrics, lambda: self.relay.topics)
+        counts = BacklogCounts(self._metrics, lambda: self.relay.topics)
         looks = (oldest_age(self._metrics), counts) if self._metrics.wanted else ()
-        self._lookouts = [Lookout(look, lambda: TaskTable(self.store.database), self.fleet) for look in looks]
+        self._lookouts = [
+            BacklogSampler(look, lambda: TaskTable(self.store.database), self.membership) for look in looks
+        ]
 
     def until_stopped(self, stop: threading.Event, until: Callable[[Turn], bool], *, late: int) -> int:
         """Run the loop until `stop` is set or `until` says so of a turn; return the exit code.
 
-        It is `late` if what is in flight after `stop` does not end within --drain-timeout.
+        It is `late` if what is in flight after `stop` does not end within --shutdown-timeout.
         """
         where = (self._settings.project, self._settings.instance, self._settings.database)
         _log.info("relaying %s/%s/%s, %d shards", *where, len(self.store.shards), extra={"action": "start"})
         for lookout in self._lookouts:
             lookout.start()
         try:
-            in_time = run_on_thread(lambda: self._loop.run(stop, until), stop, self._settings.drain_timeout)
-        except StuckGroup as error:
-            for group in error.groups:
-                self._metrics.count(m.STUCK, 1, topic=group.topic)
+            in_time = run_on_thread(lambda: self._loop.run(stop, until), stop, self._settings.shutdown_timeout)
+        except StuckBatch as error:
+            for batch in error.batches:
+                self._metrics.count(m.STUCK, 1, topic=batch.topic)
             _log.critical(
                 "%s, which no time limit explains; the worker ends, so that another one takes its tasks", error,
                 extra={"action": "stuck"},
@@ -123,10 +125,10 @@ class Worker:
             if in_time:
                 _log.info("stopped", extra={"action": "stopped"})
                 return exits.DONE
-            self._metrics.count(m.DRAIN_TIMEOUT, 1)
+            self._metrics.count(m.SHUTDOWN_TIMEOUT, 1)
             _log.error(
-                "stopped with tasks in flight after --drain-timeout; they stay unsent for other workers, or may be "
-                "published twice", extra={"action": "drain_timeout"},
+                "stopped with tasks in flight after --shutdown-timeout; they stay unsent for other workers, or may be "
+                "published twice", extra={"action": "shutdown_timeout"},
             )  # fmt: skip
             return late
         finally:
@@ -140,7 +142,7 @@ def open_store(settings: DatabaseSettings) -> SpannerStore:
     if emulator:
         # Emulators before 1.5.38 end a session's transaction when another begins, so threads must not share one.
         os.environ.setdefault("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "false")
-    database = open_database(settings.project, settings.instance, settings.database, settings.database_role)
+    database = open_relay_database(settings.project, settings.instance, settings.database, settings.database_role)
     return SpannerStore(database, verified_shards(database), emulator=emulator)
 
 

@@ -16,10 +16,10 @@ from outbox.storage import schema
 from publishworker import exits
 from publishworker.pubsub.messages import topic_filter, topic_name
 from publishworker.settings import WorkerSettings
-from publishworker.spanner.connection import LimitedDatabase, open_database, open_pubsub
+from publishworker.spanner.connection import LimitedDatabase, open_pubsub, open_relay_database
 from publishworker.spanner.store import SpannerStore, Unsent, describe
 from publishworker.topics.rate_limit import problem
-from publishworker.types import Look, News
+from publishworker.types import News, PollRequest
 
 #: Seconds for one look at a topic.
 _TOPIC_SECONDS = 5.0
@@ -49,7 +49,7 @@ def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Findi
     values = dataclasses.asdict(settings)
     yield Finding("ok", "settings: " + ", ".join(f"{name}={value}" for name, value in values.items()))
     try:
-        database = open_database(settings.project, settings.instance, settings.database, settings.database_role)
+        database = open_relay_database(settings.project, settings.instance, settings.database, settings.database_role)
         table = _table(database)
         yield table
         named = set(topics)
@@ -59,7 +59,7 @@ def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Findi
             named |= {each.topic for each in unsent if each.state in ("pending", "retrying")}
             if not settings.pubsub_endpoint:
                 yield from _one_region(unsent)
-            news = store.poll(Look(shards=(), topics=frozenset(), per_range=1, known=frozenset())).news
+            news = store.poll(PollRequest(shards=(), topics=frozenset(), per_range=1, known=frozenset())).news
             if news is not None:
                 named |= news.paused | news.limits.keys()
                 yield from _controls(news)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from outbox.shared import logs
 from publishworker import exits
-from publishworker.app import Worker, is_work, until_drained
+from publishworker.app import App, is_work, until_drained
 from publishworker.check import check
 from publishworker.heartbeat import Heartbeat
 from publishworker.settings import WorkerSettings
@@ -51,12 +51,12 @@ def drain(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _worker(settings: WorkerSettings) -> Iterator[Worker]:
+def _worker(settings: WorkerSettings) -> Iterator[App]:
     """Configure this process for a worker, and make it. Raises NotReached."""
     logs.configure(settings.log_format, settings.log_level)
     metrics = datadog.from_environment()
     try:
-        worker = Worker(
+        worker = App(
             settings,
             id=worker_id(),
             metrics=metrics,

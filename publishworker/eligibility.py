@@ -11,18 +11,18 @@ from itertools import zip_longest
 
 from outbox.shared.times import shown
 from outbox.storage.task_states import NEVER
-from publishworker.types import Charged, Failed, Group, Mark, Outcome, Row, Sent, Taken, Version
+from publishworker.types import Batch, Failed, FailedAttempt, LockedRow, Mark, Outcome, Sent, Skipped, Version
 
 
 def taken(
-    group: Group,
-    rows: Sequence[Row],
+    batch: Batch,
+    rows: Sequence[LockedRow],
     now: datetime,
     published: Mapping[str, Version],
     *,
-    pass_dead: bool,
+    skip_dead: bool,
 ) -> dict[str, Outcome]:
-    """Return those of the group's tasks that are not to be sent here, each with the reason.
+    """Return those of the batch's tasks that are not to be sent here, each with the reason.
 
     Those that an earlier run of the transaction has `published` need their mark, unless their rows are gone or sent, or
     somebody has written them since: in doubt they are published again. A task that is not due holds back what follows
@@ -31,41 +31,41 @@ def taken(
     by_id = {row.id: row for row in rows}
     outcomes: dict[str, Outcome] = {}
     stopped: set[str] = set()
-    for id, key in zip_longest(group.ids, group.keys):
+    for id, key in zip_longest(batch.ids, batch.keys):
         row, version = by_id.get(id), published.get(id)
         if row is None:
-            outcomes[id] = Taken("gone")
+            outcomes[id] = Skipped("gone")
         elif row.sent_at is not None or (version is not None and version != Version.of(row)):
-            outcomes[id] = Taken("sent")
+            outcomes[id] = Skipped("sent")
         elif version is not None:
             continue
-        elif (row.topic, row.ordering_key) != (group.topic, key):
-            outcomes[id] = Taken("moved")
+        elif (row.topic, row.ordering_key) != (batch.topic, key):
+            outcomes[id] = Skipped("moved")
         elif key in stopped:
-            outcomes[id] = Taken("held")
-        elif reason := _reason_to_leave(row, group, now):
+            outcomes[id] = Skipped("held")
+        elif reason := _reason_to_leave(row, batch, now):
             outcomes[id] = reason
-            if key is not None and not _is_passed_over(row, now, pass_dead=pass_dead):
+            if key is not None and not _is_passed_over(row, now, skip_dead=skip_dead):
                 stopped.add(key)
     return outcomes
 
 
-def _reason_to_leave(row: Row, group: Group, now: datetime) -> Taken | None:
-    if not (row.is_due(now) or (row.ordering_key is not None and row.parked)):
-        return Taken("not_due")
-    # In a group of its own, and before what follows in its key.
-    return Taken("at_most_once") if row.at_most_once and not group.at_most_once else None
+def _reason_to_leave(row: LockedRow, batch: Batch, now: datetime) -> Skipped | None:
+    if not (row.is_due(now) or (row.ordering_key is not None and row.deferred)):
+        return Skipped("not_due")
+    # In a batch of its own, and before what follows in its key.
+    return Skipped("at_most_once") if row.at_most_once and not batch.at_most_once else None
 
 
-def in_order(group: Group, rows: Sequence[Row]) -> list[Row]:
-    """Return a group's rows as it names them, the tasks of a key in their order; those that it wakes at the end."""
-    if not group.keys:
+def in_order(batch: Batch, rows: Sequence[LockedRow]) -> list[LockedRow]:
+    """Return a batch's rows as it names them, the tasks of a key in their order; those that it releases at the end."""
+    if not batch.keys:
         return list(rows)
-    places = {id: place for place, id in enumerate((*group.ids, *group.wakes))}
+    places = {id: place for place, id in enumerate((*batch.ids, *batch.releases))}
     return sorted(rows, key=lambda row: places[row.id])
 
 
-def untried(rows: Sequence[Row], tried: Mapping[str, Outcome]) -> list[Row]:
+def untried(rows: Sequence[LockedRow], tried: Mapping[str, Outcome]) -> list[LockedRow]:
     """Return the rows that may be published now: not tried yet, and before them nothing of their key has failed."""
     failed: set[str] = set()
     found = []
@@ -78,23 +78,25 @@ def untried(rows: Sequence[Row], tried: Mapping[str, Outcome]) -> list[Row]:
     return found
 
 
-def woken(group: Group, rows: Sequence[Row], marks: Mapping[str, Mark], now: datetime, *, pass_dead: bool) -> list[Row]:
-    """Return the parked rows that are to be ready again, because they stand at the front of their key after the commit.
+def released(
+    batch: Batch, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime, *, skip_dead: bool
+) -> list[LockedRow]:
+    """Return the deferred rows that are to be ready again, because they stand at the front of their key after the commit.
 
-    No poll would see a key by its parked tasks. One is enough: the poll sees the key by it.
+    No poll would see a key by its deferred tasks. One is enough: the poll sees the key by it.
     """
-    fronts: dict[str, Row] = {}
-    keys = set(group.keys)
-    for row in in_order(group, rows):
+    key_heads: dict[str, LockedRow] = {}
+    keys = set(batch.keys)
+    for row in in_order(batch, rows):
         key, mark = row.ordering_key, marks.get(row.id)
-        if key is None or key not in keys or row.topic != group.topic:
+        if key is None or key not in keys or row.topic != batch.topic:
             continue
         if row.sent_at is not None or isinstance(mark, Sent):
             continue
-        dead = isinstance(mark, Charged) and mark.dead
-        if not (_is_passed_over(row, now, pass_dead=pass_dead) or (dead and (pass_dead or row.is_expired(now)))):
-            fronts.setdefault(key, row)
-    return [row for row in fronts.values() if row.parked and row.id not in marks]
+        dead = isinstance(mark, FailedAttempt) and mark.dead
+        if not (_is_passed_over(row, now, skip_dead=skip_dead) or (dead and (skip_dead or row.is_expired(now)))):
+            key_heads.setdefault(key, row)
+    return [row for row in key_heads.values() if row.deferred and row.id not in marks]
 
 
 def stops(outcome: Outcome | None) -> bool:
@@ -102,12 +104,12 @@ def stops(outcome: Outcome | None) -> bool:
     return isinstance(outcome, Failed) and outcome.reason != "expired"
 
 
-def expired(row: Row) -> Failed:
+def expired(row: LockedRow) -> Failed:
     """Return the failure of a task whose ExpiresAt has passed."""
     return Failed("expired", f"ExpiresAt was {shown(row.expires_at or NEVER)}")
 
 
-def _is_passed_over(row: Row, now: datetime, *, pass_dead: bool) -> bool:
+def _is_passed_over(row: LockedRow, now: datetime, *, skip_dead: bool) -> bool:
     """Tell whether what is not sent holds back nothing: it has expired, or is dead and these are passed over."""
     is_dead = row.available_at is not None and row.available_at >= NEVER
-    return row.is_expired(now) or (pass_dead and is_dead)
+    return row.is_expired(now) or (skip_dead and is_dead)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from publishworker.batching import Limits
-from publishworker.types import Group, Row, Version
+from publishworker.types import Batch, LockedRow, Version
 
 #: Older doubts are forgotten and their tasks published again: a duplicate, never a loss.
 MAX_SECONDS = 60.0
@@ -21,7 +21,7 @@ class Doubt:
     since: float
 
 
-class Doubts:
+class InDoubt:
     """A bounded memory of tasks that must be marked without publishing them again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,7 +42,7 @@ class Doubts:
         for id in ids:
             self._entries.pop(id, None)
 
-    def is_about(self, row: Row) -> bool:
+    def is_about(self, row: LockedRow) -> bool:
         """Tell whether this very row is remembered, as it was when it was published."""
         doubt = self._entries.get(row.id)
         return doubt is not None and doubt.version == Version.of(row)
@@ -53,14 +53,14 @@ class Doubts:
         self._entries = {id: doubt for id, doubt in self._entries.items() if doubt.since >= oldest}
         return frozenset(self._entries)
 
-    def groups(self, limits: Limits) -> list[Group]:
-        """Return groups of one topic, as many as a turn may have in flight, the oldest doubts first."""
+    def batches(self, limits: Limits) -> list[Batch]:
+        """Return batches of one topic, as many as a turn may have in flight, the oldest doubts first."""
         by_topic: dict[str, list[str]] = {}
         for id, doubt in self._entries.items():
             by_topic.setdefault(doubt.topic, []).append(id)
-        size = limits.group_size
+        size = limits.batch_size
         return [
-            Group(topic, tuple(ids[start : start + size]))
+            Batch(topic, tuple(ids[start : start + size]))
             for topic, ids in by_topic.items()
             for start in range(0, len(ids), size)
-        ][: limits.groups]
+        ][: limits.batches]

@@ -12,16 +12,16 @@ from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from itertools import product
 
-from outbox.shared.throttled_log import Complaints
+from outbox.shared.throttled_log import ThrottledLog
 from publishworker.spanner.store import Store, StoreError
 
 _log = logging.getLogger("publishworker")
 
 #: Seconds between two heartbeats of a worker.
-HEARTBEAT_SECONDS = 5.0
+HEARTBEAT_INTERVAL_SECONDS = 5.0
 
 
-class Fleet:
+class Membership:
     """This worker among the others. It belongs to the thread of the loop."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Fleet:
         self._all = tuple(shards)
         self._shared = shared
         self._clock = clock
-        self._complaints = Complaints(clock)
+        self._throttled_log = ThrottledLog(clock)
         self._failure: StoreError | None = None
         self._was_seen = True
         self._known_until = float("-inf")
@@ -57,7 +57,7 @@ class Fleet:
     @property
     def seconds_to_beat(self) -> float:
         """Return how long the next heartbeat can wait."""
-        return max(0.0, self._beat_at + HEARTBEAT_SECONDS - self._clock())
+        return max(0.0, self._beat_at + HEARTBEAT_INTERVAL_SECONDS - self._clock())
 
     def beat(self) -> None:
         """Write the heartbeat if it is time.
@@ -79,13 +79,13 @@ class Fleet:
         Returns whether this worker has other shards now.
         """
         if self._failure is not None:  # said here, where the store serves polls: else there is an outage to tell of
-            self._complaints.say("fleet", "", f"no heartbeat is written, other workers take over: {self._failure}")
+            self._throttled_log.say("fleet", "", f"no heartbeat is written, other workers take over: {self._failure}")
         before = self.shards
         self._gone = frozenset(gone) - {self._worker}
         seen = self._worker in living
         if self._was_seen and not seen:
             # After an outage all are silent; who is alive is known when they have had the time to say so.
-            self._known_until = self._clock() + HEARTBEAT_SECONDS
+            self._known_until = self._clock() + HEARTBEAT_INTERVAL_SECONDS
         self._was_seen = seen
         living = frozenset(living) | {self._worker}  # whoever looks is alive
         if self._clock() < self._known_until:
@@ -102,7 +102,7 @@ class Fleet:
         try:
             self._store.leave(self._worker)
         except StoreError as error:
-            self._complaints.say("fleet", "", f"no leave was taken, the others wait for the lease to end: {error}")
+            self._throttled_log.say("fleet", "", f"no leave was taken, the others wait for the lease to end: {error}")
 
 
 def divide(workers: Collection[str], shards: Sequence[int]) -> dict[str, tuple[int, ...]]:

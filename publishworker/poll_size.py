@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 
-class Window:
+class PollSize:
     """Keeps a poll near `target` rows, whether one range holds the backlog or hundreds do.
 
     Doubles while ranges are cut off and the poll is short of the target, halves when it brought twice the target.

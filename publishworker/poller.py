@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from publishworker.membership import Fleet
-from publishworker.poll_size import Window
+from publishworker.membership import Membership
+from publishworker.poll_size import PollSize
 from publishworker.spanner.store import Store
 from publishworker.topics.discovery import Topics
-from publishworker.topics.rate_limit import Throttle
-from publishworker.types import Candidate, Look, News
+from publishworker.topics.rate_limit import RateLimits
+from publishworker.types import Candidate, News, PollRequest
 
 _log = logging.getLogger("publishworker")
 
@@ -30,25 +30,25 @@ class Poller:
     def __init__(
         self,
         store: Store,
-        fleet: Fleet,
-        window: Window,
-        throttle: Throttle,
+        membership: Membership,
+        window: PollSize,
+        throttle: RateLimits,
         *,
-        look_further_seconds: float,
+        discovery_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Poll the fleet's shards for `window` rows, and for news every `look_further_seconds`.
+        """Poll the fleet's shards for `window` rows, and for news every `discovery_seconds`.
 
         What the news say of limits is told to `throttle`.
         """
         self._store = store
-        self._fleet = fleet
+        self._membership = membership
         self._window = window
-        self._throttle = throttle
-        self._look_further_seconds = look_further_seconds
+        self._rate_limits = throttle
+        self._discovery_seconds = discovery_seconds
         self._clock = clock
         self._topics = Topics(clock)
-        self._looked_further_at = float("-inf")
+        self._discovered_at = float("-inf")
         self._due_tasks_wait = False  # then every poll reads them
 
     @property
@@ -68,9 +68,9 @@ class Poller:
 
         The topics in `held` are not asked for. Of each range at least `depth` rows are read. Raises StoreError.
         """
-        further = self._clock() - self._looked_further_at >= self._look_further_seconds
-        look = Look(
-            shards=self._fleet.shards,
+        further = self._clock() - self._discovered_at >= self._discovery_seconds
+        look = PollRequest(
+            shards=self._membership.shards,
             topics=self._topics.open.difference(held),
             per_range=max(self._window.per_range, depth),
             due=further or self._due_tasks_wait,
@@ -83,7 +83,7 @@ class Poller:
             self._due_tasks_wait = any(each.available_at is not None for each in poll.candidates)
         self._topics.see({each.topic for each in poll.candidates})
         discovered = poll.news is not None and self._learn(poll.news)
-        topics, shards = self._topics.open, frozenset(self._fleet.shards)  # as the news left them
+        topics, shards = self._topics.open, frozenset(self._membership.shards)  # as the news left them
         mine = (each for each in poll.candidates if each.topic in topics and each.shard in shards)
         return Found([each for each in mine if each.id not in without], discovered)
 
@@ -98,10 +98,10 @@ class Poller:
             for topic in sorted(topics):
                 _log.info("%s is %s", topic, what, extra={"action": what})
         self._topics.paused = news.paused
-        reassigned = self._fleet.learn(news.living, news.gone)
-        self._throttle.learn(news.limits, self._fleet.size)
+        reassigned = self._membership.learn(news.living, news.gone)
+        self._rate_limits.learn(news.limits, self._membership.size)
         if reassigned or unknown:  # a probe finds one topic in each gap
             return True
-        self._looked_further_at = self._clock()
+        self._discovered_at = self._clock()
         self._topics.forget()
         return False

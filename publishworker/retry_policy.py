@@ -8,8 +8,8 @@ from datetime import datetime, timedelta
 from random import Random
 
 from outbox.storage.task_states import NEVER
-from publishworker.pubsub.errors import Kind, is_refused, kind_of
-from publishworker.types import Charged, Failed, Group, Parked, Row
+from publishworker.pubsub.errors import FailureKind, is_refused, kind_of
+from publishworker.types import Batch, Deferred, Failed, FailedAttempt, LockedRow
 
 #: What INT64 holds; another writer may have put anything into the column.
 MAX_ATTEMPTS = 2**63 - 1
@@ -18,7 +18,7 @@ MAX_ERROR_CHARACTERS = 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Retries:
+class RetryPolicy:
     """How often and after how long a failed task is tried again; times in seconds.
 
     The wait begins with about `initial` and doubles up to `longest`, each between half and full. After `max_attempts`
@@ -31,26 +31,26 @@ class Retries:
     dead_after: float
     random: Random
 
-    def charge(self, row: Row, failure: Failed, now: datetime) -> Charged:
+    def record(self, row: LockedRow, failure: Failed, now: datetime) -> FailedAttempt:
         """Return what a failure at `now`, the database's time, writes to its row."""
         attempts = min(row.attempts + 1, MAX_ATTEMPTS)
         dead = self._is_last(row, attempts, kind_of(failure.reason), now)
         available_at = NEVER if dead else now + timedelta(seconds=self._wait(attempts))
-        return Charged(attempts, available_at, row.expires_at, last_error(failure))
+        return FailedAttempt(attempts, available_at, row.expires_at, last_error(failure))
 
-    def park(self, head: Row, available_at: datetime, now: datetime) -> Parked:
+    def defer(self, head: LockedRow, available_at: datetime, now: datetime) -> Deferred:
         """Return what is written to a task behind `head`, which is not due before `available_at`.
 
         No later than the longest wait, so that a dead head does not make the tasks behind it look dead; and no later
         than the head expires, as it holds them no longer then.
         """
         until = min(available_at, now + timedelta(seconds=self.longest))
-        return Parked(until if head.expires_at is None else min(until, max(head.expires_at, now)), head.id)
+        return Deferred(until if head.expires_at is None else min(until, max(head.expires_at, now)), head.id)
 
-    def _is_last(self, row: Row, attempts: int, kind: Kind, now: datetime) -> bool:
-        if kind is Kind.CONTENT:
+    def _is_last(self, row: LockedRow, attempts: int, kind: FailureKind, now: datetime) -> bool:
+        if kind is FailureKind.CONTENT:
             return True
-        if kind is Kind.TARGET and now - row.created_at < timedelta(seconds=self.dead_after):
+        if kind is FailureKind.TARGET and now - row.created_at < timedelta(seconds=self.dead_after):
             return False
         return attempts >= self.max_attempts
 
@@ -59,17 +59,17 @@ class Retries:
         return min(self.initial * 2.0**doublings, self.longest) * self.random.uniform(0.5, 1)
 
 
-def is_charged(group: Group, id: str, failure: Failed, *, works: bool) -> bool:
+def is_recorded(batch: Batch, id: str, failure: Failed, *, works: bool) -> bool:
     """Tell whether a failure is its task's own, or its topic's, which then rests and costs the task nothing.
 
-    A missing or closed topic is charged to the tasks that probe it. An outage is charged to a suspect, who has met one
+    A missing or closed topic is recorded to the tasks that probe it. An outage is recorded to a suspect, who has met one
     before, if the topic `works` beside it; but not one that no message can cause, as a used-up quota.
     """
     match kind_of(failure.reason):
-        case Kind.TARGET:
-            return group.probe
-        case Kind.OUTAGE:
-            return id in group.suspects and works and not group.probe and not is_refused(failure.reason)
+        case FailureKind.TARGET:
+            return batch.probe
+        case FailureKind.OUTAGE:
+            return id in batch.suspects and works and not batch.probe and not is_refused(failure.reason)
     return True
 
 

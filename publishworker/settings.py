@@ -23,19 +23,19 @@ _PATTERN = r"(?:projects/[A-Za-z0-9.:_*-]+/topics/)?[A-Za-z0-9._~+%*-]+"
 class RelaySettings(DatabaseSettings):
     """What the relay takes wherever it runs: in a worker, and in the tasks of a drain by Spark."""
 
-    group_size: int = setting(
+    batch_size: int = setting(
         "100",
         whole_number(1, 1000),
         "Tasks that share a transaction at most; 1 is one transaction for each task.",
     )
-    group_bytes: int = setting(
+    batch_bytes: int = setting(
         "8000000", whole_number(1, 100_000_000), "Bytes of messages that share a transaction at most."
     )
-    concurrency: int = setting("8", whole_number(1, 100), "Groups in flight at once.")
+    concurrency: int = setting("8", whole_number(1, 100), "Batches in flight at once.")
     publish_timeout: float = setting(
         "5",
         seconds(0.1, 8),
-        "Time to publish a group; Spanner may abort a transaction that is idle for 10 s.",
+        "Time to publish a batch; Spanner may abort a transaction that is idle for 10 s.",
     )
     allowed_topics: str = setting(
         "*",
@@ -66,10 +66,10 @@ class RelaySettings(DatabaseSettings):
         "Age of a task before which a missing or closed topic does not make it dead.",
     )
     fair_share: float = setting(
-        "0.1", fraction(0, 0.5), "Share of the groups that lower priorities get while higher ones never end."
+        "0.1", fraction(0, 0.5), "Share of the batches that lower priorities get while higher ones never end."
     )
     poll_interval: float = setting("1", seconds(0.05, 30), "Time between polls while there is nothing to do.")
-    drain_timeout: float = setting(
+    shutdown_timeout: float = setting(
         "30", seconds(0, 3600), "Time to finish what is in flight after SIGTERM; less than the pod's grace period."
     )
     log_format: str = setting(

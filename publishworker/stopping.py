@@ -37,8 +37,8 @@ def stop_on_signals() -> Iterator[threading.Event]:
             signal.signal(each, handler)
 
 
-def run_on_thread(work: Callable[[], None], stop: threading.Event, drain_timeout: float) -> bool:
-    """Call `work` on a thread of its own; return whether it ended within `drain_timeout` seconds after `stop`.
+def run_on_thread(work: Callable[[], None], stop: threading.Event, shutdown_timeout: float) -> bool:
+    """Call `work` on a thread of its own; return whether it ended within `shutdown_timeout` seconds after `stop`.
 
     What `work` raises is raised here.
     """
@@ -54,7 +54,7 @@ def run_on_thread(work: Callable[[], None], stop: threading.Event, drain_timeout
     thread.start()
     while thread.is_alive() and not stop.is_set():
         thread.join(_LOOK)
-    thread.join(drain_timeout)
+    thread.join(shutdown_timeout)
     if errors:
         raise errors[0]
     return not thread.is_alive()

@@ -23,8 +23,8 @@ class Candidate:
     bytes: int
     #: Of a run of an ordering key: the ids that go behind this one, in their order. `bytes` is then the size of all.
     behind: tuple[str, ...] = ()
-    #: The task after the run, if it is parked: no poll would see it.
-    wakes: str | None = None
+    #: The task after the run, if it is deferred: no poll would see it.
+    releases: str | None = None
 
     @property
     def tasks(self) -> int:
@@ -41,18 +41,18 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueuedTask:
     """One of the first unsent tasks of a key."""
 
     id: str
     bytes: int
-    may_go: bool  # it is ready, due, or parked: nothing holds it but what stands before it
-    parked: bool = False
-    passed_over: bool = False  # it has expired before it was due: it holds back nothing
+    sendable: bool  # it is ready, due, or deferred: nothing holds it but what stands before it
+    deferred: bool = False
+    expired_early: bool = False  # it has expired before it was due: it holds back nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class PollRequest:
     """What one poll reads: the ready tasks of these shards and topics, and what else is asked for."""
 
     shards: tuple[int, ...]
@@ -69,7 +69,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class TopicLimit:
-    """How fast the whole fleet may publish to a topic, in tasks; None is no limit. Rate and burst come together."""
+    """How fast the whole membership may publish to a topic, in tasks; None is no limit. Rate and burst come together."""
 
     rate: float | None = None
     burst: int | None = None
@@ -89,7 +89,7 @@ class News:
 
 
 @dataclass(frozen=True, slots=True)
-class Poll:
+class PollResult:
     """What one poll found: candidates, each once, and news if it looked for them."""
 
     candidates: tuple[Candidate, ...]
@@ -97,7 +97,7 @@ class Poll:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Batch:
     """Tasks of one topic that share a transaction."""
 
     topic: str
@@ -112,16 +112,16 @@ class Group:
     at_most_once: bool = False
     #: The ordering key of each task, if any has one; the tasks of a key stand in its order.
     keys: tuple[str | None, ...] = ()
-    #: Parked tasks that follow what is sent of their keys: they are to be ready again when it has gone.
-    wakes: tuple[str, ...] = ()
+    #: Deferred tasks that follow what is sent of their keys: they are to be ready again when it has gone.
+    releases: tuple[str, ...] = ()
     #: Nothing is sent: the first is the head of a key, and not due, and the others are to be put off behind it.
-    parks: bool = False
+    defers: bool = False
     #: Of all messages together.
     bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LockedRow:
     """A task as it stands under the lock."""
 
     id: str
@@ -135,7 +135,7 @@ class Row:
     attempts: int = 0
     expires_at: datetime | None = None
     at_most_once: bool = False
-    parked: bool = False
+    deferred: bool = False
 
     def is_due(self, now: datetime) -> bool:
         """Tell whether the task may be sent at `now`, the database's time."""
@@ -160,13 +160,13 @@ class Version:
     available_at: datetime | None
     expires_at: datetime | None
     attempts: int
-    parked: bool
+    deferred: bool
 
     @classmethod
-    def of(cls, row: Row) -> "Version":
+    def of(cls, row: LockedRow) -> "Version":
         """Return a row's version."""
         when = row.created_at, row.available_at, row.expires_at
-        return cls(row.topic, row.ordering_key, *when, row.attempts, row.parked)
+        return cls(row.topic, row.ordering_key, *when, row.attempts, row.deferred)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +177,11 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class Skipped:
     """Not to be sent here and now.
 
     Another worker has sent it (or somebody has changed its row since we did), its row is gone, it is not due, its topic
-    was changed, or it must be marked first, in a group of its own, or one that stands before it in its ordering key is
+    was changed, or it must be marked first, in a batch of its own, or one that stands before it in its ordering key is
     not due.
     """
 
@@ -196,11 +196,11 @@ class Failed:
     error: str
 
 
-Outcome = Sent | Taken | Failed
+Outcome = Sent | Skipped | Failed
 
 
 @dataclass(frozen=True, slots=True)
-class Charged:
+class FailedAttempt:
     """What is written to a row that was not sent: after a failure, or to take back a mark that came before it."""
 
     attempts: int
@@ -215,7 +215,7 @@ class Charged:
 
 
 @dataclass(frozen=True, slots=True)
-class Parked:
+class Deferred:
     """What is written to a row that waits behind the head of its ordering key, which is not due."""
 
     available_at: datetime
@@ -223,34 +223,34 @@ class Parked:
 
 
 #: What is written to a locked row; a row without a mark stays as it is.
-Mark = Sent | Charged | Parked
+Mark = Sent | FailedAttempt | Deferred
 
 
 @dataclass(slots=True)
-class GroupResult:
-    """What became of one group. Without `error` the commit landed, and with it every mark; else `unsure` says perhaps.
+class BatchResult:
+    """What became of one batch. Without `error` the commit landed, and with it every mark; else `unsure` says perhaps.
 
     `tried` is what came of each attempt, kept over re-runs of the transaction, and `versions` of which rows;
     `locked_at` is when they were last locked, by the database's clock; `outcomes` is what the last run decided. They
-    differ where another worker sent a task while ours was published: tried says Sent, outcomes says Taken. `charged`
-    are the failures that were written down, `traces` the trace ids of their messages if they have any, `parked` tasks
-    that were put off behind the head of their key, `in_doubt` those that are marked, at most once, and not known to be
+    differ where another worker sent a task while ours was published: tried says Sent, outcomes says Skipped. `recorded`
+    are the failures that were written down, `traces` the trace ids of their messages if they have any, `deferred` tasks
+    that were put off behind the head of their key, `unconfirmed` those that are marked, at most once, and not known to be
     published. `runs` counts the transaction's runs: each but the last was aborted. `waited` is for how many seconds
     those that Pub/Sub has had been due when it answered, and `phases` how many seconds the claim, the publishing and
     the commit took, over all runs.
     """
 
-    group: Group
+    batch: Batch
     tried: dict[str, Outcome] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     versions: dict[str, Version] = field(default_factory=dict)
     locked_at: datetime | None = None
     waited: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
-    charged: dict[str, Charged] = field(default_factory=dict)
+    recorded: dict[str, FailedAttempt] = field(default_factory=dict)
     traces: dict[str, str] = field(default_factory=dict)
-    parked: dict[str, Parked] = field(default_factory=dict)
-    in_doubt: list[str] = field(default_factory=list)
+    deferred: dict[str, Deferred] = field(default_factory=dict)
+    unconfirmed: list[str] = field(default_factory=list)
     runs: int = 0
     error: str | None = None
     unsure: bool = False
@@ -265,22 +265,24 @@ class GroupResult:
 
     def taken_by_others(self) -> list[str]:
         """Return the ids that another worker had sent."""
-        return [id for id, outcome in self.outcomes.items() if outcome == Taken("sent")]
+        return [id for id, outcome in self.outcomes.items() if outcome == Skipped("sent")]
 
     def failed(self) -> dict[str, Failed]:
         """Return the failures by id."""
         return {id: outcome for id, outcome in self.tried.items() if isinstance(outcome, Failed)}
 
-    def at_most_once(self) -> Group | None:
-        """Return the tasks that wait for a group of their own, or None: not behind one of their key that failed."""
-        pairs = list(zip_longest(self.group.ids, self.group.keys))
+    def at_most_once(self) -> Batch | None:
+        """Return the tasks that wait for a batch of their own, or None: not behind one of their key that failed."""
+        pairs = list(zip_longest(self.batch.ids, self.batch.keys))
         failed = {key for id, key in pairs if key is not None and isinstance(self.tried.get(id), Failed)}
-        once = [(id, key) for id, key in pairs if self.outcomes.get(id) == Taken("at_most_once") and key not in failed]
+        once = [
+            (id, key) for id, key in pairs if self.outcomes.get(id) == Skipped("at_most_once") and key not in failed
+        ]
         if not once:
             return None
         ids, keys = zip(*once, strict=True)
         keys = keys if any(keys) else ()
-        return Group(self.group.topic, ids, at_most_once=True, keys=keys, bytes=self.group.bytes)
+        return Batch(self.batch.topic, ids, at_most_once=True, keys=keys, bytes=self.batch.bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,15 +293,15 @@ class Turn:
     published: int = 0
     taken: int = 0
     failed: int = 0
-    charged: int = 0  # failures that were written to their rows
-    parked: int = 0  # tasks that were put behind the head of their ordering key, which is not due
+    recorded: int = 0  # failures that were written to their rows
+    deferred: int = 0  # tasks that were put behind the head of their ordering key, which is not due
     uncommitted: int = 0  # published, but the commit failed
-    in_flight: int = 0  # groups that a later turn will report
-    waits: bool = False  # groups that were waited for have not ended yet
+    in_flight: int = 0  # batches that a later turn will report
+    waits: bool = False  # batches that were waited for have not ended yet
     discovered: bool = False  # a topic, shards that are this worker's now, a topic that rests or works again
     again_in: float | None = None  # seconds until a topic that is held back may be tried again
 
     @property
     def made_progress(self) -> bool:
         """Tell whether there may be more at once: a task was sent or put off, or there is something else to look at."""
-        return self.published > self.uncommitted or self.charged + self.parked > 0 or self.discovered
+        return self.published > self.uncommitted or self.recorded + self.deferred > 0 or self.discovered

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Protocol
 
-from publishworker.in_flight import StuckGroup
-from publishworker.membership import Fleet
+from publishworker.in_flight import StuckBatch
+from publishworker.membership import Membership
 from publishworker.spanner.store import StoreError
 from publishworker.types import Turn
 
@@ -17,7 +17,7 @@ _log = logging.getLogger("publishworker")
 #: Seconds of the first wait after work; each further wait is twice as long, up to the poll interval.
 FIRST_WAIT = 0.05
 #: Seconds of the longest wait while Spanner is away.
-LONGEST_OUTAGE_WAIT = 5.0
+MAX_OUTAGE_WAIT_SECONDS = 5.0
 
 
 class HasTurn(Protocol):
@@ -26,7 +26,7 @@ class HasTurn(Protocol):
     def turn(self, stopping: Callable[[], bool]) -> Turn:
         """Do one turn, and once `stopping` says so take nothing.
 
-        Raises StoreError if the store does not answer, StuckGroup if a group does not end.
+        Raises StoreError if the store does not answer, StuckBatch if a batch does not end.
         """
 
     def finish(self) -> Turn:
@@ -54,13 +54,13 @@ class Pause:
         return nominal * self._random.uniform(0.85, 1)
 
 
-class Loop:
+class Worker:
     """Turn after turn until told to stop. Everything mutable here belongs to the thread that calls `run`."""
 
     def __init__(
         self,
         relay: HasTurn,
-        fleet: Fleet,
+        membership: Membership,
         *,
         poll_interval: float,
         beat: Callable[[], None],
@@ -73,36 +73,36 @@ class Loop:
         `beat` and `report` are called at each turn, also while Spanner is away.
         """
         self._relay = relay
-        self._fleet = fleet
+        self._membership = membership
         self._beat = beat
         self._report = report
         self._clock = clock
         self._idle = Pause(FIRST_WAIT, poll_interval, random)
-        self._outage = Pause(FIRST_WAIT * 4, LONGEST_OUTAGE_WAIT, random)
+        self._outage = Pause(FIRST_WAIT * 4, MAX_OUTAGE_WAIT_SECONDS, random)
         self._away = False
 
     def run(self, stop: threading.Event, until: Callable[[Turn], bool] = lambda _turn: False) -> None:
         """Turn until `stop` is set or `until` says so of a turn; then finish what is in flight.
 
-        Raises StuckGroup, after the others have ended.
+        Raises StuckBatch, after the others have ended.
         """
         try:
             self._turn_until(stop, until)
-        except StuckGroup as stuck:
+        except StuckBatch as stuck:
             try:
                 self._end()
-            except StuckGroup as others:
-                raise StuckGroup((*stuck.groups, *others.groups), stuck.seconds) from None
+            except StuckBatch as others:
+                raise StuckBatch((*stuck.batches, *others.batches), stuck.seconds) from None
             raise
         self._end()
 
     def _end(self) -> None:
         # First, so that others have the shards at once. What is in flight is locked.
-        self._fleet.leave()
+        self._membership.leave()
         self._relay.finish()
 
     def _turn_until(self, stop: threading.Event, until: Callable[[Turn], bool]) -> None:
-        self._fleet.beat()
+        self._membership.beat()
         while not stop.is_set():
             self._beat()
             self._report()
@@ -117,7 +117,7 @@ class Loop:
             self._say_back()
             if finished or stop.is_set():
                 return
-            self._fleet.beat()  # only here: a worker whose turns fail must lose its shards
+            self._membership.beat()  # only here: a worker whose turns fail must lose its shards
             if turn.made_progress:
                 self._idle.reset()
             elif not turn.waits:
@@ -127,18 +127,20 @@ class Loop:
     def _rest(self, stop: threading.Event, seconds: float) -> None:
         """Wait, and keep up the heartbeat meanwhile."""
         end = self._clock() + seconds
-        while (left := end - self._clock()) > 0 and not stop.wait(min(left, self._fleet.seconds_to_beat)):
+        while (left := end - self._clock()) > 0 and not stop.wait(min(left, self._membership.seconds_to_beat)):
             self._beat()
             self._report()
-            self._fleet.beat()
+            self._membership.beat()
 
     def _say_away(self, error: StoreError) -> None:
         if not self._away:
             self._away = True
-            _log.error("Spanner does not serve the relay, trying on: %s", error, extra={"action": "spanner_away"})
+            _log.error(
+                "Spanner does not serve the relay, trying on: %s", error, extra={"action": "spanner_unavailable"}
+            )
 
     def _say_back(self) -> None:
         if self._away:
             self._away = False
             self._outage.reset()
-            _log.info("Spanner serves the relay again", extra={"action": "spanner_back"})
+            _log.info("Spanner serves the relay again", extra={"action": "spanner_available"})

@@ -101,7 +101,7 @@ class Backlog:
         return max(0.0, (self.as_of - line.oldest).total_seconds()) if line and line.oldest else 0.0
 
 
-class Counter:
+class BacklogCounter:
     """Adds up what shards have counted. Pure; rows are (shard, topic, priority, state, number, oldest)."""
 
     def __init__(self, limit: int) -> None:
@@ -239,7 +239,7 @@ def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool
     def ask(statement: str, **values: Any) -> list[list[Any]]:
         return table.query(statement, "outbox-status", values, at=at, seconds=seconds)
 
-    counter = Counter(limit)
+    counter = BacklogCounter(limit)
     belows = dict.fromkeys(topics, _HIGHEST)
     for _ in range(MAX_LOOKS):
         if belows:

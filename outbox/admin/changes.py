@@ -24,19 +24,19 @@ CHUNK = 500
 #: Tasks whose ids are read at once.
 PAGE = 20 * CHUNK
 #: Ordering keys whose first task is looked for at once.
-WOKEN = 20
+RELEASED_AT_ONCE = 20
 _LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 #: What is written of a task that is to be sent again; `retried` has the values.
 RETRIED = ("Id", "SentAt", "ExpiresAt", "Attempts", "AvailableAt")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class TaskSelection:
     """Which tasks: those of a state, or those of `ids`, and of these the ones that fit everything else.
 
     `since` is inclusive, `until` exclusive; they are compared with SentAt of a sent task and CreatedAt of another one.
     `error` is a part of LastError, in any case. With `ids` and no state all are meant that a retry helps: not pending
-    ones, which go by themselves, and not parked ones, which go when the head of their key does.
+    ones, which go by themselves, and not deferred ones, which go when the head of their key does.
     """
 
     state: str | None = None
@@ -55,8 +55,8 @@ class Selection:
     @property
     def condition(self) -> str:
         """Return it as a condition of a row, but for the ids."""
-        pending, parked = statements.CONDITIONS["pending"], statements.IS_PARKED
-        state = statements.CONDITIONS[self.state] if self.state else f"NOT ({pending}) AND NOT ({parked})"
+        pending, deferred = statements.CONDITIONS["pending"], statements.IS_DEFERRED
+        state = statements.CONDITIONS[self.state] if self.state else f"NOT ({pending}) AND NOT ({deferred})"
         return state + statements.narrowed(self.state, self.values)
 
     def dml(self, statement: str) -> str:
@@ -83,7 +83,7 @@ class Count:
 class Outcome:
     """What one chunk did: the ids that were changed, the states of those that were left, the ids that are not there.
 
-    The state of a parked task is `parked` here.
+    The state of a deferred task is `deferred` here.
     """
 
     changed: tuple[str, ...]
@@ -107,7 +107,7 @@ class _Row(NamedTuple):
 _Write = Callable[[Transaction, Sequence[_Row]], None]
 
 
-def count(table: TaskTable, selection: Selection, *, exact: bool) -> Count:
+def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> Count:
     """Return how many tasks are selected; at most COUNTED of each shard and topic are counted unless `exact`."""
     if selection.ids is not None:
         statement = statements.looked(selection.condition)
@@ -122,7 +122,7 @@ def count(table: TaskTable, selection: Selection, *, exact: bool) -> Count:
     return Count(sum(numbers), limit in numbers)
 
 
-def retry(table: TaskTable, selection: Selection) -> Iterator[Outcome]:
+def retry(table: TaskTable, selection: TaskSelection) -> Iterator[Outcome]:
     """Make the selected tasks due now, chunk by chunk: they share with live tasks, and all their attempts are new.
 
     A selection of sent tasks needs an end (`until`), or it would follow what it sends again.
@@ -141,7 +141,7 @@ def retried(id: str, now: datetime) -> tuple[object, ...]:
     return (id, None, None, 0, now)
 
 
-def purge(table: TaskTable, selection: Selection) -> Iterator[Outcome]:
+def purge(table: TaskTable, selection: TaskSelection) -> Iterator[Outcome]:
     """Delete the selected tasks, chunk by chunk; the selection is of sent tasks."""
     if selection.state != "sent":
         raise ValueError(f"purge is for sent tasks, not for {selection.state}")
@@ -153,7 +153,7 @@ def discard(
     ids: Sequence[str],
     log: Callable[[Sequence[str], bool], None] = lambda _ids, _surely: None,
 ) -> Iterator[Outcome]:
-    """Delete those of `ids` that are dead, and wake the tasks that they held back.
+    """Delete those of `ids` that are dead, and release the tasks that they held back.
 
     `log` is called after each commit with the ids that are deleted and True, and with False for those of a commit whose
     outcome is not known.
@@ -165,11 +165,11 @@ def discard(
         _delete(transaction, rows)
 
     try:
-        for outcome in _change(table, Selection(state="dead", ids=tuple(ids)), "outbox-discard", write):
+        for outcome in _change(table, TaskSelection(state="dead", ids=tuple(ids)), "outbox-discard", write):
             log(outcome.changed, True)
             keys = {(row.topic, row.ordering_key) for row in deleting if row.ordering_key}
             deleting.clear()
-            yield dataclasses.replace(outcome, warning=_wake(table, sorted(keys)))
+            yield dataclasses.replace(outcome, warning=_release_heads(table, sorted(keys)))
     finally:
         if deleting:
             log([row.id for row in deleting], False)
@@ -179,29 +179,29 @@ def _delete(transaction: Transaction, rows: Sequence[_Row]) -> None:
     transaction.delete(_TABLE, KeySet(keys=[[row.id] for row in rows]))
 
 
-def _wake(table: TaskTable, keys: Sequence[tuple[str, str]]) -> str | None:
-    """Make the first task of each key due if it is parked: the relay wakes the others behind it.
+def _release_heads(table: TaskTable, keys: Sequence[tuple[str, str]]) -> str | None:
+    """Make the first task of each key due if it is deferred: the relay releases the others behind it.
 
     Returns what hindered it, or None. Parking ends by itself, so nothing is lost then.
     """
     try:
-        for start in range(0, len(keys), WOKEN):
-            some = keys[start : start + WOKEN]
+        for start in range(0, len(keys), RELEASED_AT_ONCE):
+            some = keys[start : start + RELEASED_AT_ONCE]
             values = {"topics": [topic for topic, _ in some], "keys": [key for _, key in some]}
-            fronts = [id for (id,) in table.query(statements.FRONTS, "outbox-wake", values, seconds=LOOK_SECONDS)]
-            if fronts:
-                table.transact("outbox-wake", functools.partial(_unpark, sorted(fronts)))
+            key_heads = [id for (id,) in table.query(statements.KEY_HEADS, "outbox-wake", values, seconds=LOOK_SECONDS)]
+            if key_heads:
+                table.transact("outbox-wake", functools.partial(_release, sorted(key_heads)))
     except OutboxError as error:
-        return f"tasks behind the deleted ones go when their parked time ends, not at once: {error}"
+        return f"tasks behind the deleted ones go when their deferred time ends, not at once: {error}"
     return None
 
 
-def _unpark(ids: Sequence[str], transaction: Transaction) -> None:
-    rows = [_Row(*row) for row in transaction.query(statements.locked(statements.IS_PARKED), {"ids": ids})]
+def _release(ids: Sequence[str], transaction: Transaction) -> None:
+    rows = [_Row(*row) for row in transaction.query(statements.locked(statements.IS_DEFERRED), {"ids": ids})]
     transaction.update(_TABLE, ("Id", "AvailableAt"), [(row.id, row.now) for row in rows if row.matches])
 
 
-def _change(table: TaskTable, selection: Selection, tag: str, write: _Write) -> Iterator[Outcome]:
+def _change(table: TaskTable, selection: TaskSelection, tag: str, write: _Write) -> Iterator[Outcome]:
     chunks = _found(table, selection, tag) if selection.ids is None else _cut(selection.ids)
     statement = statements.locked(selection.condition)
     for ids in chunks:
@@ -226,7 +226,7 @@ def _outcome(ids: Sequence[str], rows: Sequence[_Row]) -> Outcome:
     )
 
 
-def _found(table: TaskTable, selection: Selection, tag: str) -> Iterator[list[str]]:
+def _found(table: TaskTable, selection: TaskSelection, tag: str) -> Iterator[list[str]]:
     """Yield the ids of the selection, a chunk at a time, shard by shard."""
     state = _state(selection)
     statement = statements.next_ids(state, selection.values)
@@ -244,7 +244,7 @@ def _found(table: TaskTable, selection: Selection, tag: str) -> Iterator[list[st
             values |= {"after": rows[-1][1]} if state == "sent" else {"after_id": rows[-1][0]}
 
 
-def _places(table: TaskTable, selection: Selection) -> dict[str, Any]:
+def _places(table: TaskTable, selection: TaskSelection) -> dict[str, Any]:
     """Return where the index is read: sent tasks of a time lie beside each other whatever their topic."""
     if selection.state == "sent":
         return {"shards": list(table.shards)}
@@ -252,7 +252,7 @@ def _places(table: TaskTable, selection: Selection) -> dict[str, Any]:
     return {"shards": list(table.shards), "topics": topics}
 
 
-def _state(selection: Selection) -> str:
+def _state(selection: TaskSelection) -> str:
     if selection.state not in STATES:
         raise ValueError(f"a selection without ids needs a state, not {selection.state}")
     return selection.state

@@ -14,14 +14,14 @@ from typing import Any
 from google.cloud.spanner_v1 import param_types
 
 from outbox.shared.times import shown
-from outbox.storage.task_states import PARKED, STATES
+from outbox.storage.task_states import DEFERRED, STATES
 
 _INDEX = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}"
 _NEVER = "TIMESTAMP '9999-12-31T00:00:00Z'"
-_IS_PARKED = f"(OrderingKey IS NOT NULL AND COALESCE(STARTS_WITH(LastError, '{PARKED}'), FALSE))"
+_IS_DEFERRED = f"(OrderingKey IS NOT NULL AND COALESCE(STARTS_WITH(LastError, '{DEFERRED}'), FALSE))"
 _WAITS = f"AvailableAt > CURRENT_TIMESTAMP() AND AvailableAt < {_NEVER}"
-_RETRIES = f"{_WAITS} AND Attempts > 0 AND NOT {_IS_PARKED}"
-_SCHEDULED = f"{_WAITS} AND (Attempts = 0 OR {_IS_PARKED})"
+_RETRIES = f"{_WAITS} AND Attempts > 0 AND NOT {_IS_DEFERRED}"
+_SCHEDULED = f"{_WAITS} AND (Attempts = 0 OR {_IS_DEFERRED})"
 _DEAD = f"AvailableAt >= {_NEVER}"
 
 #: The rows of each state, as DML would name them.
@@ -32,7 +32,7 @@ CONDITIONS = {
     "dead": f"SentAt IS NULL AND {_DEAD}",
     "sent": "SentAt IS NOT NULL",
 }
-IS_PARKED = f"{CONDITIONS['scheduled']} AND {_IS_PARKED}"
+IS_DEFERRED = f"{CONDITIONS['scheduled']} AND {_IS_DEFERRED}"
 _STATE = "CASE {} END".format(" ".join(f"WHEN {CONDITIONS[state]} THEN '{state}'" for state in STATES))
 
 # In the index a state is one range for each shard and topic, pending ones are two.
@@ -140,13 +140,13 @@ COUNT_DUE = _counted(
     FROM {_INDEX} WHERE {_OF_TOPIC} AND AvailableAt <= @now
     ORDER BY AvailableAt""",
 )
-# A parked task waits for its head, whatever its own attempts: only the table tells it from one that is tried again. It
+# A deferred task waits for its head, whatever its own attempts: only the table tells it from one that is tried again. It
 # is asked for those few only that may be either.
 COUNT_WAITING = _counted(
     ", UNNEST(@topics) AS of_topic",
     f"""
     SELECT task.Topic AS topic, task.Priority AS priority,
-      IF(task.Attempts = 0 OR COALESCE(STARTS_WITH(whole.LastError, '{PARKED}'), FALSE), 'scheduled', 'retrying')
+      IF(task.Attempts = 0 OR COALESCE(STARTS_WITH(whole.LastError, '{DEFERRED}'), FALSE), 'scheduled', 'retrying')
         AS state,
       CAST(NULL AS TIMESTAMP) AS ready_since
     FROM {_INDEX} AS task
@@ -264,10 +264,10 @@ ORDER BY SentAt, Id LIMIT @limit"""
 def looked(condition: str) -> str:
     """Return the statement that reads tasks by @ids: one seek for each, in a plan that can lock nothing else.
 
-    A parked task has a state of its own here.
+    A deferred task has a state of its own here.
     """
     return f"""
-SELECT Id, Topic, OrderingKey, IF({IS_PARKED}, 'parked', {_STATE}), COALESCE({condition}, FALSE), CURRENT_TIMESTAMP()
+SELECT Id, Topic, OrderingKey, IF({IS_DEFERRED}, 'deferred', {_STATE}), COALESCE({condition}, FALSE), CURRENT_TIMESTAMP()
 FROM UNNEST(@ids) AS wanted
 JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} ON Id = wanted"""
 
@@ -283,7 +283,7 @@ def task(columns: str) -> str:
 
 
 # The n-th key is the n-th of @topics and of @keys.
-FRONTS = """
+KEY_HEADS = """
 SELECT first.Id FROM (
   SELECT of_key, @topics[OFFSET(place)] AS of_topic FROM UNNEST(@keys) AS of_key WITH OFFSET AS place), UNNEST(ARRAY(
   SELECT AS STRUCT Id FROM AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksInOrder}

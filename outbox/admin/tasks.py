@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from outbox.admin import statements
-from outbox.admin.changes import Selection
+from outbox.admin.changes import TaskSelection
 from outbox.admin.table import LOOK_SECONDS, TaskTable
 from outbox.storage.task_states import UNSENT
 
@@ -37,7 +37,7 @@ class Position:
     id: str = ""
 
 
-def listed(table: TaskTable, selection: Selection, limit: int) -> list[Task]:
+def listed(table: TaskTable, selection: TaskSelection, limit: int) -> list[Task]:
     """Return the first `limit` tasks of a state, or of all states of unsent tasks, as they are now.
 
     Pending ones by priority, then age; sent ones the newest first; others by AvailableAt, then priority and age.
@@ -53,7 +53,7 @@ def listed(table: TaskTable, selection: Selection, limit: int) -> list[Task]:
     return found
 
 
-def _newest(table: TaskTable, selection: Selection, limit: int, now: datetime) -> list[Task]:
+def _newest(table: TaskTable, selection: TaskSelection, limit: int, now: datetime) -> list[Task]:
     """Look back ever further: of a long time there may be millions, and the index has the oldest first."""
     until = selection.until or now + timedelta(seconds=1)
     for window in LOOKS_BACK:
@@ -65,7 +65,7 @@ def _newest(table: TaskTable, selection: Selection, limit: int, now: datetime) -
 
 
 def _of_state(
-    table: TaskTable, state: str, selection: Selection, limit: int, now: datetime, **places: Any
+    table: TaskTable, state: str, selection: TaskSelection, limit: int, now: datetime, **places: Any
 ) -> list[Task]:
     values = selection.values | places | {"shards": list(table.shards), "limit": limit}
     statement = statements.listed(state, ", ".join(_COLUMNS), values)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import OutboxError, SettingError
-from outbox.shared.settings import DatabaseSettings, Kind, fields_of, flag_of, one_of
+from outbox.shared.settings import DatabaseSettings, SettingType, fields_of, flag_of, one_of
 from outbox.shared.times import MOMENT, resolved, shown
 
 if TYPE_CHECKING:
-    from outbox.admin.changes import Selection
+    from outbox.admin.changes import TaskSelection
 
 MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400
 
@@ -34,14 +34,14 @@ def command(commands: Any, name: str, text: str, description: str) -> argparse.A
     return parser
 
 
-def _text(longest: int) -> Kind:
+def _text(longest: int) -> SettingType:
     def parse(text: str) -> str:
         text.encode()  # a byte of the command line that is no UTF-8
         if not 0 < len(text) <= longest:
             raise ValueError(text)
         return text
 
-    return Kind(parse, f"1 to {longest} characters of valid Unicode")
+    return SettingType(parse, f"1 to {longest} characters of valid Unicode")
 
 
 TOPIC, ID, TEXT = _text(MAX_TOPIC_CHARACTERS), _text(MAX_ID_CHARACTERS), _text(1_000)
@@ -62,13 +62,15 @@ def add_selection(parser: argparse.ArgumentParser, *states: str) -> None:
         parser.add_argument(flag, type=flag_of(flag, value), metavar=metavar, help=NARROWING[flag] + allowed)
 
 
-def selection(options: argparse.Namespace, now: datetime, ids: tuple[str, ...] | None = None) -> "Selection":
+def selection(options: argparse.Namespace, now: datetime, ids: tuple[str, ...] | None = None) -> "TaskSelection":
     """Return the selection that the flags of `add_selection` make at `now`, of tasks of `ids` if given."""
-    from outbox.admin.changes import Selection  # noqa: PLC0415 - the Spanner client: half a second
+    from outbox.admin.changes import TaskSelection  # noqa: PLC0415 - the Spanner client: half a second
 
     since, until = (None if each is None else resolved(each, now) for each in (options.since, options.until))
     check_window(since, until or now)
-    return Selection(state=options.state, ids=ids, topic=options.topic, since=since, until=until, error=options.error)
+    return TaskSelection(
+        state=options.state, ids=ids, topic=options.topic, since=since, until=until, error=options.error
+    )
 
 
 def check_window(since: datetime | None, until: datetime | None) -> None:

@@ -13,7 +13,7 @@ from outbox.errors import OutboxError, SettingError
 from outbox.shared import logs
 from outbox.shared.settings import DatabaseSettings, flag_of
 from outbox.shared.times import MOMENT, resolved, shown
-from outbox.storage.task_states import LEAST_AGE
+from outbox.storage.task_states import MIN_AGE
 
 PURGE_DESCRIPTION = """\
 Delete tasks that were sent before a time, and no others. Retention does the same by
@@ -61,12 +61,12 @@ def run_purge(options: argparse.Namespace) -> int:
     table = open_table(settings)
     now = table.now()
     before = resolved(options.sent_before, now)
-    if before > now - LEAST_AGE:
+    if before > now - MIN_AGE:
         raise SettingError(
             f"--sent-before {shown(before)} is less than a minute ago (the database has {shown(now)}): a task to be "
             "sent at most once is marked as sent before it is published"
         )
-    chosen = changes.Selection(state="sent", topic=options.topic, until=before)
+    chosen = changes.TaskSelection(state="sent", topic=options.topic, until=before)
     count = changes.count(table, chosen, exact=options.dry_run)
     if options.dry_run:
         print(f"{count} would be deleted, as by:\n{chosen.dml(statements.DELETE)}")
@@ -90,7 +90,7 @@ def run_discard(options: argparse.Namespace) -> int:
     from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
 
     table = open_table(settings)
-    count = changes.count(table, changes.Selection(state="dead", ids=wanted), exact=True)
+    count = changes.count(table, changes.TaskSelection(state="dead", ids=wanted), exact=True)
     if not count.number:
         raise OutboxError(f"none of the {len(wanted):,} ids is of a dead task: nothing was deleted")
     chunks.confirm(f"{count}, dead, will be deleted for good and never sent.", yes=options.yes)

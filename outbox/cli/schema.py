@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from outbox.shared.settings import DatabaseSettings, Kind, whole_number
+from outbox.shared.settings import DatabaseSettings, SettingType, whole_number
 from outbox.storage import ddl
 
 PRINT_DESCRIPTION = """\
@@ -21,7 +21,7 @@ object exists with another shape, nothing is made and the exit code is 1.
 
 SHARDS = whole_number(1, ddl.MAX_SHARDS)
 _DAYS = whole_number(1, ddl.MAX_RETENTION_DAYS)
-RETENTION = Kind(lambda text: None if text == "none" else _DAYS.parse(text), f"none, or days, {_DAYS.allowed}")
+RETENTION = SettingType(lambda text: None if text == "none" else _DAYS.parse(text), f"none, or days, {_DAYS.allowed}")
 
 #: What a new table gets; an existing one keeps its own unless the flag is given.
 DEFAULT_SHARDS, DEFAULT_RETENTION = 10, 30
@@ -59,7 +59,7 @@ def _add_choices(parser: argparse.ArgumentParser, otherwise: str) -> None:
     )  # fmt: skip
 
 
-def _parsed(kind: Kind) -> Callable[[str], Any]:
+def _parsed(kind: SettingType) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
             return kind.parse(text)

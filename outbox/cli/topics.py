@@ -11,9 +11,9 @@ from outbox.cli.output import as_json, named, note, table
 from outbox.cli.status import HEADS, cells, fields
 from outbox.errors import InvalidMessage, OutboxError, SettingError
 from outbox.message import check_topic
-from outbox.shared.settings import DatabaseSettings, Kind, flag_of, whole_number
+from outbox.shared.settings import DatabaseSettings, SettingType, flag_of, whole_number
 from outbox.shared.times import shown
-from outbox.storage.ddl import LEAST_RATE
+from outbox.storage.ddl import MIN_RATE
 
 if TYPE_CHECKING:
     from outbox.admin.topics import Control, TopicTable
@@ -51,12 +51,12 @@ PUBSUB_SECONDS = 5.0
 
 def _rate(text: str) -> float:
     value = float(text)
-    if not (value >= LEAST_RATE and math.isfinite(value)):
+    if not (value >= MIN_RATE and math.isfinite(value)):
         raise ValueError(text)
     return value
 
 
-RATE = Kind(_rate, f"a finite number of tasks a second, {LEAST_RATE:g} or more")
+RATE = SettingType(_rate, f"a finite number of tasks a second, {MIN_RATE:g} or more")
 COUNT = whole_number(1, 1_000_000_000)
 
 #: The flags of `limit`: column, kind, help.

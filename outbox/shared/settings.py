@@ -18,34 +18,34 @@ PREFIX = "OUTBOX_"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kind:
+class SettingType:
     """How a text becomes a value: `parse` raises ValueError, `allowed` is the sentence that follows then."""
 
     parse: Callable[[str], Any]
     allowed: str
 
 
-def whole_number(low: int, high: int) -> Kind:
+def whole_number(low: int, high: int) -> SettingType:
     """Return the kind of integers from `low` to `high`."""
-    return Kind(lambda text: _between(int(text), low, high), f"a whole number from {low:,} to {high:,}")
+    return SettingType(lambda text: _between(int(text), low, high), f"a whole number from {low:,} to {high:,}")
 
 
-def seconds(low: float, high: float) -> Kind:
+def seconds(low: float, high: float) -> SettingType:
     """Return the kind of durations in seconds from `low` to `high`."""
-    return Kind(lambda text: _between(float(text), low, high), f"seconds from {low:,.12g} to {high:,.12g}")
+    return SettingType(lambda text: _between(float(text), low, high), f"seconds from {low:,.12g} to {high:,.12g}")
 
 
-def fraction(low: float, high: float) -> Kind:
+def fraction(low: float, high: float) -> SettingType:
     """Return the kind of shares from `low` to `high`."""
-    return Kind(lambda text: _between(float(text), low, high), f"a number from {low:g} to {high:g}")
+    return SettingType(lambda text: _between(float(text), low, high), f"a number from {low:g} to {high:g}")
 
 
-def one_of(*choices: str) -> Kind:
+def one_of(*choices: str) -> SettingType:
     """Return the kind of texts that are one of `choices`."""
-    return Kind(lambda text: choices[choices.index(text)], " or ".join(choices))
+    return SettingType(lambda text: choices[choices.index(text)], " or ".join(choices))
 
 
-def matching(pattern: str, allowed: str) -> Kind:
+def matching(pattern: str, allowed: str) -> SettingType:
     """Return the kind of texts that match all of `pattern`."""
 
     def parse(text: str) -> str:
@@ -53,7 +53,7 @@ def matching(pattern: str, allowed: str) -> Kind:
             raise ValueError(text)
         return text
 
-    return Kind(parse, allowed)
+    return SettingType(parse, allowed)
 
 
 def _between(value: float, low: float, high: float) -> Any:
@@ -62,7 +62,7 @@ def _between(value: float, low: float, high: float) -> Any:
     return value
 
 
-def setting(default: str | None, kind: Kind, help: str, *, variable: str = "") -> Any:
+def setting(default: str | None, kind: SettingType, help: str, *, variable: str = "") -> Any:
     """Declare one field. `default` is written as a user would write it; None means that a value is required.
 
     `variable` names a second environment variable to fall back to, one that is not ours.
@@ -70,7 +70,7 @@ def setting(default: str | None, kind: Kind, help: str, *, variable: str = "") -
     return dataclasses.field(metadata={"default": default, "kind": kind, "help": help, "variable": variable})
 
 
-def flag_of(name: str, kind: Kind) -> Callable[[str], Any]:
+def flag_of(name: str, kind: SettingType) -> Callable[[str], Any]:
     """Return argparse's `type` for a flag that is no setting, with the same sentence for a wrong value."""
 
     def parse(text: str) -> Any:
@@ -123,18 +123,18 @@ class Field:
 
     name: str
     default: str | None
-    kind: Kind
+    kind: SettingType
     help: str
     variable: str
 
     @property
     def flag(self) -> str:
-        """Return `--group-size` for `group_size`."""
+        """Return `--batch-size` for `batch_size`."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def twin(self) -> str:
-        """Return `OUTBOX_GROUP_SIZE` for `group_size`."""
+        """Return `OUTBOX_BATCH_SIZE` for `batch_size`."""
         return PREFIX + self.name.upper()
 
     @property

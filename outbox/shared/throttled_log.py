@@ -10,7 +10,7 @@ _log = logging.getLogger("publishworker")
 INTERVAL = 60.0
 
 
-class Complaints:
+class ThrottledLog:
     """Remembers what was said when; what is quiet for an interval is forgotten, once its count is told."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

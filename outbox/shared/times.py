@@ -3,7 +3,7 @@
 import re
 from datetime import UTC, datetime, timedelta
 
-from outbox.shared.settings import Kind
+from outbox.shared.settings import SettingType
 
 _UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 #: A hundred years in seconds: no table is older, and no time before it can be out of range.
@@ -32,9 +32,11 @@ def _moment(text: str) -> timedelta | datetime:
 
 
 #: 90 or 90s, 15m, 2h, 7d: becomes seconds.
-SECONDS = Kind(_seconds, "seconds, or a duration such as 90s, 15m, 2h or 7d")
+SECONDS = SettingType(_seconds, "seconds, or a duration such as 90s, 15m, 2h or 7d")
 #: A time, or how long ago it is.
-MOMENT = Kind(_moment, "how long ago, such as 90s, 15m, 2h or 7d, or a time with its offset: 2026-11-21T13:00:00Z")
+MOMENT = SettingType(
+    _moment, "how long ago, such as 90s, 15m, 2h or 7d, or a time with its offset: 2026-11-21T13:00:00Z"
+)
 
 
 def resolved(moment: timedelta | datetime, now: datetime) -> datetime:

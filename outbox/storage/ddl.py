@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 #: Tasks a second, one in thirty years: less in RatePerSecond is a mistake, and no number that a fleet can divide.
-LEAST_RATE = 1e-9
+MIN_RATE = 1e-9
 MAX_SHARDS = 1000
 #: Ten years; a policy counts in days.
 MAX_RETENTION_DAYS = 3650
@@ -23,7 +23,7 @@ OWN_CHOICES = (SHARD_COUNT, RETENTION)
 #: What the replays of the pipeline note, and nobody else reads.
 REPLAYS = "AsynchronousTaskReplays"
 
-#: For a wake-up, or a copy elsewhere: one record for each registered task, none for marks, purges and retention.
+#: For a release-up, or a copy elsewhere: one record for each registered task, none for marks, purges and retention.
 _CHANGE_STREAM = """CREATE CHANGE STREAM AsynchronousTasksInserts
   FOR AsynchronousTasks(SentAt)
   OPTIONS (

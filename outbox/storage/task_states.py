@@ -7,11 +7,11 @@ from datetime import UTC, datetime, timedelta
 
 #: An AvailableAt from here on means that the task is dead.
 NEVER = datetime(9999, 12, 31, tzinfo=UTC)
-#: How LastError begins in a task that is parked: held by nothing but the head of its ordering key. It is *scheduled*.
-PARKED = "parked: "
+#: How LastError begins in a task that is deferred: held by nothing but the head of its ordering key. It is *scheduled*.
+DEFERRED = "deferred: "
 
 #: At most this long a task that is sent at most once may be marked and not yet published.
-LEAST_AGE = timedelta(minutes=1)
+MIN_AGE = timedelta(minutes=1)
 
 UNSENT = ("pending", "retrying", "scheduled", "dead")
 STATES = (*UNSENT, "sent")

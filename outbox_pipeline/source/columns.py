@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from outbox.message import TASK_ID_ATTRIBUTE, parsed
-from outbox.storage.task_states import NEVER, PARKED
+from outbox.storage.task_states import DEFERRED, NEVER
 
 #: What a derived column is worked out of.
 NEEDS = {
@@ -57,15 +57,15 @@ def times(texts: pa.Array) -> pa.Array:
 def states(columns: Mapping[str, pa.Array], at: datetime) -> pa.Array:
     """Return the state of each task `at` that time: docs/guide/schema.md says how each looks."""
     available = columns["AvailableAt"]
-    parked = pc.and_(
-        pc.is_valid(columns["OrderingKey"]), pc.fill_null(pc.starts_with(columns["LastError"], PARKED), False)
+    deferred = pc.and_(
+        pc.is_valid(columns["OrderingKey"]), pc.fill_null(pc.starts_with(columns["LastError"], DEFERRED), False)
     )
     return pc.case_when(
         pc.make_struct(
             pc.is_valid(columns["SentAt"]),
             pc.fill_null(pc.greater_equal(available, pa.scalar(NEVER, _TIME)), False),
             pc.fill_null(pc.less_equal(available, pa.scalar(at, _TIME)), True),
-            pc.and_not(pc.greater(columns["Attempts"], 0), parked),
+            pc.and_not(pc.greater(columns["Attempts"], 0), deferred),
         ),
         "sent",
         "dead",

@@ -18,7 +18,7 @@ from outbox.errors import OutboxError, SettingError
 from outbox.shared.times import resolved, shown
 from outbox_pipeline import schemas
 from outbox_pipeline.source import columns, parts
-from outbox_pipeline.source.options import Options, Selection, parse
+from outbox_pipeline.source.options import Options, RowFilter, parse
 from outbox_pipeline.spanner import TO_SEND, Table, table_of, too_old
 
 try:
@@ -74,10 +74,10 @@ class _Part(InputPartition):
     """A part with what its reader must know."""
 
     part: parts.Part
-    selection: Selection
+    selection: RowFilter
     at: datetime
 
-    def __init__(self, part: parts.Part, selection: Selection, at: datetime) -> None:
+    def __init__(self, part: parts.Part, selection: RowFilter, at: datetime) -> None:
         """Keep them; the base class keeps nothing that is needed."""
         super().__init__(None)
         self.part, self.selection, self.at = part, selection, at
@@ -102,7 +102,7 @@ class _Reading:
         for each in partition.part.read(self._table, needs, partition.selection, partition.at):
             yield columns.batch(each, wanted, partition.at)
 
-    def _planned(self, found: Sequence[parts.Part], selection: Selection, at: datetime) -> list[_Part]:
+    def _planned(self, found: Sequence[parts.Part], selection: RowFilter, at: datetime) -> list[_Part]:
         return [_Part(part, selection, at) for part in found]
 
 
@@ -195,7 +195,7 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
                 "what was sent from then on comes again"
             )
         found = parts.of_sent(table.shards, since, until, self._options.partitions, after=True)
-        return self._planned(found, Selection(topic=self._options.topic), until)
+        return self._planned(found, RowFilter(topic=self._options.topic), until)
 
     def _any_sent(self, since: datetime, until: datetime) -> bool:
         [part] = parts.of_sent(self._table.shards, since, until, 1, after=True)

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
 from outbox.errors import SettingError
-from outbox.shared.settings import DatabaseSettings, Kind, one_of, whole_number
+from outbox.shared.settings import DatabaseSettings, SettingType, one_of, whole_number
 from outbox.shared.times import MOMENT, resolved, shown
 from outbox.storage.task_states import STATES
 from outbox_pipeline import schemas
@@ -31,10 +31,10 @@ def _columns(text: str) -> tuple[str, ...]:
 
 _KINDS = {
     "state": one_of(*STATES),
-    "topic": Kind(str, "a topic as rows have it"),
+    "topic": SettingType(str, "a topic as rows have it"),
     "since": MOMENT,
     "until": MOMENT,
-    "columns": Kind(_columns, f"names out of {', '.join(_COLUMNS)}, separated by commas, each once"),
+    "columns": SettingType(_columns, f"names out of {', '.join(_COLUMNS)}, separated by commas, each once"),
     "readtimestamp": MOMENT,
     "partitions": whole_number(1, 100_000),
     "databoost": one_of("true", "false"),
@@ -67,16 +67,16 @@ class Options:
         """Return the columns asked for."""
         return StructType([schemas.TASK[name] for name in self.columns])
 
-    def at(self, time: datetime) -> "Selection":
+    def at(self, time: datetime) -> "RowFilter":
         """Return what is selected at `time`. Raises SettingError: nothing can be between since and until."""
         since, until = (None if each is None else resolved(each, time) for each in (self.since, self.until))
         if since and until and since >= until:
             raise SettingError(f"option since: {shown(since)} is not before until, {shown(until)}")
-        return Selection(self.state, self.topic, since, until)
+        return RowFilter(self.state, self.topic, since, until)
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class RowFilter:
     """Which tasks. `since` is inclusive, `until` exclusive: of SentAt of sent tasks, of CreatedAt of others."""
 
     state: str | None = None

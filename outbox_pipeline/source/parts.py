@@ -14,7 +14,7 @@ import pyarrow as pa
 from google.cloud.spanner_v1 import KeyRange, KeySet
 
 from outbox_pipeline.source import columns as arrow
-from outbox_pipeline.source.options import Selection
+from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import TO_SEND, Table
 
 #: Most tasks and bytes of messages in a batch, which is all that a part ever holds. A single task may be 10 MB.
@@ -32,7 +32,7 @@ Columns = Mapping[str, pa.Array]
 class Part(Protocol):
     """A part of a reading."""
 
-    def read(self, table: Table, names: Sequence[str], selection: Selection, at: datetime) -> Iterator[Columns]:
+    def read(self, table: Table, names: Sequence[str], selection: RowFilter, at: datetime) -> Iterator[Columns]:
         """Yield batches of the columns `names` of the table, of selected tasks."""
 
 
@@ -43,7 +43,7 @@ class KeyPart:
     first: str
     last: str
 
-    def read(self, table: Table, names: Sequence[str], selection: Selection, at: datetime) -> Iterator[Columns]:
+    def read(self, table: Table, names: Sequence[str], selection: RowFilter, at: datetime) -> Iterator[Columns]:
         """Read the range of the table."""
         end = {"end_open": [self.last]} if self.last else {"end_closed": []}
         rows = table.rows(names, KeySet(ranges=[KeyRange(start_closed=[self.first], **end)]), at)
@@ -71,11 +71,11 @@ class SentPart:
             bounds = [{"start_closed": [shard, self.since], "end_open": [shard, self.until]} for shard in self.shards]
         return KeySet(ranges=[KeyRange(**each) for each in bounds])
 
-    def read(self, table: Table, names: Sequence[str], selection: Selection, at: datetime) -> Iterator[Columns]:
+    def read(self, table: Table, names: Sequence[str], selection: RowFilter, at: datetime) -> Iterator[Columns]:
         """Read the ranges of the index, and the tasks that it names."""
         found = tuple(name for name in INDEXED if name in {*names, "Id", "Bytes", "Topic"})
         rows = table.rows(found, self.keys, at, index=TO_SEND)
-        narrowed = Selection(topic=selection.topic)
+        narrowed = RowFilter(topic=selection.topic)
         for columns in _selected(_batches(rows, found), narrowed, at):
             if set(names) <= set(found):
                 yield columns
@@ -92,7 +92,7 @@ class QueryPart:
     snapshot: Mapping[str, Any]
     partition: Mapping[str, Any]
 
-    def read(self, table: Table, names: Sequence[str], selection: Selection, at: datetime) -> Iterator[Columns]:
+    def read(self, table: Table, names: Sequence[str], selection: RowFilter, at: datetime) -> Iterator[Columns]:
         """Run the query on its partition."""
         return _selected(_batches(table.partition_rows(self.snapshot, self.partition), names), selection, at)
 
@@ -127,12 +127,12 @@ def share_of_sent(table: Table, since: datetime, until: datetime, at: datetime) 
         rows = list(table.rows(("SentAt",), keys, at, limit=LOOKED_AT))
         if rows:
             sent = arrow.column("SentAt", [value for (value,) in rows])
-            inside = Selection("sent", since=since, until=until).between(sent)
+            inside = RowFilter("sent", since=since, until=until).between(sent)
             return float(inside.true_count / len(rows))
     return 1.0
 
 
-def of_query(table: Table, names: Sequence[str], selection: Selection, at: datetime, count: int) -> list[QueryPart]:
+def of_query(table: Table, names: Sequence[str], selection: RowFilter, at: datetime, count: int) -> list[QueryPart]:
     """Return the partitions that Spanner makes of the selection, to be read with Data Boost.
 
     Spanner reads with machines of its own then, and answers what is selected only:
@@ -169,7 +169,7 @@ def _columns(rows: Sequence[Sequence[Any]], names: Sequence[str]) -> Columns:
     return {name: arrow.column(name, each) for name, each in zip(names, values, strict=True)}
 
 
-def _selected(batches: Iterable[Columns], selection: Selection, at: datetime) -> Iterator[Columns]:
+def _selected(batches: Iterable[Columns], selection: RowFilter, at: datetime) -> Iterator[Columns]:
     for columns in batches:
         mask = selection.mask(columns, at)
         if mask is None:

@@ -12,7 +12,7 @@ from typing import Any
 _NO_CREDENTIALS = "Getting metadata from plugin failed"
 
 
-class Kind(enum.Enum):
+class FailureKind(enum.Enum):
     """What a failure is about, which decides who pays for it."""
 
     CONTENT = "content"
@@ -30,43 +30,81 @@ class Reason:
     """
 
     name: str
-    kind: Kind
+    kind: FailureKind
     source: str
     meaning: str
     refused: bool
 
 
 REASONS = (
-    Reason("undecodable", Kind.CONTENT, "`DecodeError`", "Data is no PubsubMessage, or has over 200 fields.", True),
-    Reason("too_large", Kind.CONTENT, "size", "The publish request would exceed Pub/Sub's 10,000,000 bytes.", True),
-    Reason("invalid_topic", Kind.CONTENT, "`InvalidMessage`", "No topic can have the name in the column Topic.", True),
-    Reason("topic_not_allowed", Kind.CONTENT, "`--allowed-topics`", "The worker may not publish to this topic.", True),
-    Reason("expired", Kind.CONTENT, "`ExpiresAt`", "Its time has passed before it was sent.", True),
-    Reason("invalid_argument", Kind.CONTENT, "INVALID_ARGUMENT", "Pub/Sub refuses this message on its own.", True),
-    Reason("not_found", Kind.TARGET, "NOT_FOUND", "The topic does not exist.", True),
-    Reason("permission_denied", Kind.TARGET, "PERMISSION_DENIED", "The worker may not publish to the topic.", True),
-    Reason("failed_precondition", Kind.TARGET, "FAILED_PRECONDITION", "Its state forbids it, as a disabled key.", True),
-    Reason("unimplemented", Kind.TARGET, "UNIMPLEMENTED", "Whatever answers there is not Pub/Sub.", True),
-    Reason("unavailable", Kind.OUTAGE, "UNAVAILABLE", "Pub/Sub cannot be reached.", False),
-    Reason("deadline_exceeded", Kind.OUTAGE, "DEADLINE_EXCEEDED", "No answer in time; perhaps published.", False),
-    Reason("resource_exhausted", Kind.OUTAGE, "RESOURCE_EXHAUSTED", "A quota is used up.", True),
-    Reason("internal", Kind.OUTAGE, "INTERNAL", "Pub/Sub failed.", False),
-    Reason("aborted", Kind.OUTAGE, "ABORTED", "Pub/Sub gave up the request.", False),
-    Reason("cancelled", Kind.OUTAGE, "CANCELLED", "The request was cancelled on its way.", False),
-    Reason("unknown", Kind.OUTAGE, "UNKNOWN", "Something failed without saying how.", False),
-    Reason("unauthenticated", Kind.OUTAGE, "UNAUTHENTICATED", "The worker's credentials are not accepted.", True),
-    Reason("credentials", Kind.OUTAGE, "`google.auth` errors", "The worker's credentials give no token.", True),
-    Reason("already_exists", Kind.UNKNOWN, "ALREADY_EXISTS", "Pub/Sub does not answer so to a publish request.", False),
-    Reason("out_of_range", Kind.UNKNOWN, "OUT_OF_RANGE", "Pub/Sub does not answer so to a publish request.", False),
-    Reason("data_loss", Kind.UNKNOWN, "DATA_LOSS", "Pub/Sub does not answer so to a publish request.", False),
+    Reason(
+        "undecodable", FailureKind.CONTENT, "`DecodeError`", "Data is no PubsubMessage, or has over 200 fields.", True
+    ),
+    Reason(
+        "too_large", FailureKind.CONTENT, "size", "The publish request would exceed Pub/Sub's 10,000,000 bytes.", True
+    ),
+    Reason(
+        "invalid_topic",
+        FailureKind.CONTENT,
+        "`InvalidMessage`",
+        "No topic can have the name in the column Topic.",
+        True,
+    ),
+    Reason(
+        "topic_not_allowed",
+        FailureKind.CONTENT,
+        "`--allowed-topics`",
+        "The worker may not publish to this topic.",
+        True,
+    ),
+    Reason("expired", FailureKind.CONTENT, "`ExpiresAt`", "Its time has passed before it was sent.", True),
+    Reason(
+        "invalid_argument", FailureKind.CONTENT, "INVALID_ARGUMENT", "Pub/Sub refuses this message on its own.", True
+    ),
+    Reason("not_found", FailureKind.TARGET, "NOT_FOUND", "The topic does not exist.", True),
+    Reason(
+        "permission_denied", FailureKind.TARGET, "PERMISSION_DENIED", "The worker may not publish to the topic.", True
+    ),
+    Reason(
+        "failed_precondition",
+        FailureKind.TARGET,
+        "FAILED_PRECONDITION",
+        "Its state forbids it, as a disabled key.",
+        True,
+    ),
+    Reason("unimplemented", FailureKind.TARGET, "UNIMPLEMENTED", "Whatever answers there is not Pub/Sub.", True),
+    Reason("unavailable", FailureKind.OUTAGE, "UNAVAILABLE", "Pub/Sub cannot be reached.", False),
+    Reason(
+        "deadline_exceeded", FailureKind.OUTAGE, "DEADLINE_EXCEEDED", "No answer in time; perhaps published.", False
+    ),
+    Reason("resource_exhausted", FailureKind.OUTAGE, "RESOURCE_EXHAUSTED", "A quota is used up.", True),
+    Reason("internal", FailureKind.OUTAGE, "INTERNAL", "Pub/Sub failed.", False),
+    Reason("aborted", FailureKind.OUTAGE, "ABORTED", "Pub/Sub gave up the request.", False),
+    Reason("cancelled", FailureKind.OUTAGE, "CANCELLED", "The request was cancelled on its way.", False),
+    Reason("unknown", FailureKind.OUTAGE, "UNKNOWN", "Something failed without saying how.", False),
+    Reason(
+        "unauthenticated", FailureKind.OUTAGE, "UNAUTHENTICATED", "The worker's credentials are not accepted.", True
+    ),
+    Reason("credentials", FailureKind.OUTAGE, "`google.auth` errors", "The worker's credentials give no token.", True),
+    Reason(
+        "already_exists",
+        FailureKind.UNKNOWN,
+        "ALREADY_EXISTS",
+        "Pub/Sub does not answer so to a publish request.",
+        False,
+    ),
+    Reason(
+        "out_of_range", FailureKind.UNKNOWN, "OUT_OF_RANGE", "Pub/Sub does not answer so to a publish request.", False
+    ),
+    Reason("data_loss", FailureKind.UNKNOWN, "DATA_LOSS", "Pub/Sub does not answer so to a publish request.", False),
 )
 
 _BY_NAME = {each.name: each for each in REASONS}
 
 
-def kind_of(reason: str) -> Kind:
+def kind_of(reason: str) -> FailureKind:
     """Return the kind of a reason; of one that is not in the table: unknown."""
-    return _BY_NAME[reason].kind if reason in _BY_NAME else Kind.UNKNOWN
+    return _BY_NAME[reason].kind if reason in _BY_NAME else FailureKind.UNKNOWN
 
 
 def is_refused(reason: str) -> bool:

@@ -20,7 +20,7 @@ from outbox.message import (
     parsed,
 )
 from outbox.tracing import span_of
-from publishworker.types import Failed, Row
+from publishworker.types import Failed, LockedRow
 
 #: Messages in one publish request (https://cloud.google.com/pubsub/quotas#resource_limits).
 MAX_REQUEST_MESSAGES = 1_000
@@ -42,7 +42,7 @@ def topic_filter(patterns: str, project: str) -> Callable[[str], bool]:
     return lambda name: matches(name) is not None
 
 
-def decode(row: Row) -> Any | Failed:
+def decode(row: LockedRow) -> Any | Failed:
     """Return the row's PubsubMessage, with the id attribute and the ordering key that the columns say."""
     message = parsed(row.data)
     if message is None:

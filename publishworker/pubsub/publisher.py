@@ -21,7 +21,7 @@ from outbox.message import check_topic
 from publishworker.pubsub import messages
 from publishworker.pubsub.errors import reason_of
 from publishworker.telemetry import tracing
-from publishworker.types import Failed, Outcome, Row, Sent
+from publishworker.types import Failed, LockedRow, Outcome, Sent
 
 #: Tasks that a publisher remembers because they were refused together; older ones are forgotten.
 MAX_REFUSED = 10_000
@@ -31,7 +31,7 @@ class Publisher(Protocol):
     """What the relay needs of a publisher."""
 
     def publish(
-        self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
+        self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
     ) -> dict[str, Outcome]:
         """Return Sent or Failed for each row that was tried within `seconds`; raises nothing.
 
@@ -40,7 +40,7 @@ class Publisher(Protocol):
         others, so that they take none along.
         """
 
-    def refusals(self, topic: str, rows: Sequence[Row]) -> dict[str, Failed]:
+    def refusals(self, topic: str, rows: Sequence[LockedRow]) -> dict[str, Failed]:
         """Return the failures of rows that cannot be published at all, without asking the service."""
 
 
@@ -67,7 +67,7 @@ class PubSubPublisher:
         )
 
     def publish(
-        self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
+        self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
     ) -> dict[str, Outcome]:
         """See Publisher. All share one deadline; what needs no order goes out at once.
 
@@ -79,16 +79,16 @@ class PubSubPublisher:
         good, failed = self._prepared(name, rows)
         singly = {row.id for row in rows if row.id in self._refused} | {*singly}
         with tracing.sending(name, [message for _, message in good], call.outcomes):
-            flying = sum(self._start(lane, call) for lane in messages.lanes(name, good, singly))
-            while flying:
+            in_flight = sum(self._start(lane, call) for lane in messages.lanes(name, good, singly))
+            while in_flight:
                 lane, future = call.answers.get()  # each is answered by the deadline
-                flying -= 1
+                in_flight -= 1
                 for each in _answered(lane, future, call):
-                    flying += self._start(each, call, least=seconds / 2)
+                    in_flight += self._start(each, call, least=seconds / 2)
         self._remember(call)
         return failed | call.outcomes
 
-    def refusals(self, topic: str, rows: Sequence[Row]) -> dict[str, Failed]:
+    def refusals(self, topic: str, rows: Sequence[LockedRow]) -> dict[str, Failed]:
         """See Publisher."""
         name = messages.topic_name(topic, self._project)
         good, failed = self._prepared(name, rows)
@@ -98,7 +98,7 @@ class PubSubPublisher:
                 failed[id] = failure
         return failed
 
-    def _prepared(self, name: str, rows: Sequence[Row]) -> tuple[list[tuple[str, Any]], dict[str, Failed]]:
+    def _prepared(self, name: str, rows: Sequence[LockedRow]) -> tuple[list[tuple[str, Any]], dict[str, Failed]]:
         """Return the ids and messages of what may be sent to the topic of that full name, and the failures.
 
         What follows a failure in its ordering key is in neither.

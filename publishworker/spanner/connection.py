@@ -82,7 +82,7 @@ _CHANNEL_OPTIONS = (
 )
 
 
-#: Sessions that are kept, where they are not multiplexed: one for each group in flight, and for what runs beside them.
+#: Sessions that are kept, where they are not multiplexed: one for each batch in flight, and for what runs beside them.
 SESSIONS = 110
 
 
@@ -124,7 +124,7 @@ class LimitedDatabase(Database):
         return self._limited_api
 
 
-def open_database(project: str, instance: str, database: str, role: str = "") -> LimitedDatabase:
+def open_relay_database(project: str, instance: str, database: str, role: str = "") -> LimitedDatabase:
     """Return the database, to act in `role` if there is one; nothing is sent yet. Raises NotReached.
 
     SPANNER_EMULATOR_HOST is respected.

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from publishworker.spanner import statements
-from publishworker.types import Candidate, Key, News, Row, TopicLimit, Waiting
+from publishworker.types import Candidate, Key, LockedRow, News, QueuedTask, TopicLimit
 
 _N = TypeVar("_N", int, float)
 
@@ -60,30 +60,30 @@ def news(values: Iterable[Sequence[Any]]) -> News:
     )
 
 
-def fronts(values: Iterable[Sequence[Any]]) -> dict[Key, list[Waiting]]:
+def key_heads(values: Iterable[Sequence[Any]]) -> dict[Key, list[QueuedTask]]:
     """Return the first unsent tasks of each key, in their order."""
-    found: dict[Key, list[Waiting]] = {}
-    for topic, key, id, size, is_due, parked, expired in values:
+    found: dict[Key, list[QueuedTask]] = {}
+    for topic, key, id, size, is_due, deferred, expired in values:
         due = is_due.bool_value
-        waiting = Waiting(
+        waiting = QueuedTask(
             id.string_value,
             int(size.string_value),
-            may_go=due or (parked.bool_value and not expired.bool_value),
-            parked=parked.bool_value,
-            passed_over=expired.bool_value and not due,
+            sendable=due or (deferred.bool_value and not expired.bool_value),
+            deferred=deferred.bool_value,
+            expired_early=expired.bool_value and not due,
         )
         found.setdefault(Key(topic.string_value, key.string_value), []).append(waiting)
     return found
 
 
-def locked(values: Iterable[Sequence[Any]]) -> tuple[list[Row], datetime]:
+def locked(values: Iterable[Sequence[Any]]) -> tuple[list[LockedRow], datetime]:
     """Return the rows of the lock query, and the database's time; without a row there is nothing to compare it with."""
     now = None
     rows = []
-    for id, topic, data, key, created, available, sent, clean, attempts, expires, once, parked, current in values:
+    for id, topic, data, key, created, available, sent, clean, attempts, expires, once, deferred, current in values:
         now = now or _time(current)
         rows.append(
-            Row(
+            LockedRow(
                 id.string_value,
                 topic.string_value,
                 b64decode(data.string_value),
@@ -95,7 +95,7 @@ def locked(values: Iterable[Sequence[Any]]) -> tuple[list[Row], datetime]:
                 int(attempts.string_value),
                 _time(expires),
                 once.bool_value,
-                parked.bool_value,
+                deferred.bool_value,
             )
         )
     return rows, now or datetime.min.replace(tzinfo=UTC)

@@ -8,13 +8,13 @@ names are compared without case, and `Shard = shard` would be true for every row
 
 from functools import cache
 
-from outbox.storage.task_states import PARKED
+from outbox.storage.task_states import DEFERRED
 
 #: Seconds after its last heartbeat at which a worker is passed over. With the time in which the others look again, its
 #: shards have new owners within a lease of 15 s.
-SILENT_SECONDS = 13
+LIVENESS_TIMEOUT_SECONDS = 13
 #: Seconds after which the row of a silent worker may be deleted.
-GONE_SECONDS = 3600
+FORGET_WORKER_SECONDS = 3600
 
 _INDEX = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}"
 _NEVER = "TIMESTAMP '9999-12-31T00:00:00Z'"
@@ -56,9 +56,9 @@ SELECT NULL, Topic, IF(Paused, {PAUSED}, {LIMITED}), MaxInFlight, NULL, NULL, CA
 FROM AsynchronousTaskTopics
 WHERE Paused OR RatePerSecond IS NOT NULL OR Burst IS NOT NULL OR MaxInFlight IS NOT NULL"""
 _WORKERS = f"""
-SELECT NULL, WorkerId, IF(Age < {SILENT_SECONDS}, {LIVING}, {GONE}), 0, NULL, NULL, NULL, 0
+SELECT NULL, WorkerId, IF(Age < {LIVENESS_TIMEOUT_SECONDS}, {LIVING}, {GONE}), 0, NULL, NULL, NULL, 0
 FROM (SELECT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) AS Age FROM AsynchronousTaskWorkers)
-WHERE Age < {SILENT_SECONDS} OR Age > {GONE_SECONDS}"""
+WHERE Age < {LIVENESS_TIMEOUT_SECONDS} OR Age > {FORGET_WORKER_SECONDS}"""
 
 
 @cache
@@ -73,7 +73,7 @@ _KEYS = "(SELECT of_key, @topics[OFFSET(place)] AS of_topic FROM UNNEST(@keys) A
 _IN_ORDER = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksInOrder}"
 # What holds its key back or may go: only columns of the index, so that the limit needs no look into the table.
 _STANDS = (
-    f"OrderingKey IS NOT NULL AND SentAt IS NULL AND NOT (@pass_dead AND COALESCE(AvailableAt >= {_NEVER}, FALSE))"
+    f"OrderingKey IS NOT NULL AND SentAt IS NULL AND NOT (@skip_dead AND COALESCE(AvailableAt >= {_NEVER}, FALSE))"
 )
 
 
@@ -82,7 +82,7 @@ def _waiting(ids: str) -> str:
     return f"""
 SELECT task.Topic, task.OrderingKey, task.Id, task.Bytes,
   task.AvailableAt IS NULL OR task.AvailableAt <= CURRENT_TIMESTAMP(),
-  COALESCE(STARTS_WITH(task.LastError, '{PARKED}'), FALSE), COALESCE(task.ExpiresAt <= CURRENT_TIMESTAMP(), FALSE)
+  COALESCE(STARTS_WITH(task.LastError, '{DEFERRED}'), FALSE), COALESCE(task.ExpiresAt <= CURRENT_TIMESTAMP(), FALSE)
 FROM ({ids}) AS front
 JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} AS task
 ON task.Id = front.Id
@@ -90,7 +90,7 @@ ORDER BY task.CreatedAt, task.Sequence, task.Id"""
 
 
 #: The first unsent tasks of each key, due or not, in their order: a short range for each.
-FRONTS = _waiting(f"""
+KEY_HEADS = _waiting(f"""
   SELECT first.Id FROM {_KEYS}, UNNEST(ARRAY(
     SELECT AS STRUCT Id FROM {_IN_ORDER}
     WHERE OrderingKey = of_key AND Topic = of_topic AND {_STANDS}
@@ -116,7 +116,7 @@ LOCK = f"""
 @{{LOCK_SCANNED_RANGES=exclusive}}
 SELECT Id, Topic, IF(SentAt IS NULL, Data, NULL), OrderingKey, CreatedAt, AvailableAt, SentAt,
   AvailableAt IS NULL AND ExpiresAt IS NULL AND LastError IS NULL AND Attempts = 0, Attempts, ExpiresAt, AtMostOnce,
-  COALESCE(STARTS_WITH(LastError, '{PARKED}'), FALSE), CURRENT_TIMESTAMP()
+  COALESCE(STARTS_WITH(LastError, '{DEFERRED}'), FALSE), CURRENT_TIMESTAMP()
 FROM UNNEST(@ids) AS wanted
 JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} ON Id = wanted"""
 
@@ -126,25 +126,25 @@ MARK_COLUMNS = ("Id", "SentAt", "AvailableAt", "ExpiresAt", "LastError", "Attemp
 #: What is written of a task that was clean before: fewer cells to lock and to write.
 MARK_CLEAN_COLUMNS = ("Id", "SentAt")
 #: What is written of a task that is put behind the head of its key.
-PARK_COLUMNS = ("Id", "AvailableAt", "LastError")
+DEFER_COLUMNS = ("Id", "AvailableAt", "LastError")
 
 HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt")
 
 # Shard by shard, so that sent rows are not read: SentAt is the second column of the index.
 _UNSENT_ROWS = f"UNNEST(@shards) AS in_shard JOIN {_INDEX} AS task ON task.Shard = in_shard AND task.SentAt IS NULL"
 
-# A parked task waits for its head, whatever its own attempts: only the table tells it from one that is tried again. It
+# A deferred task waits for its head, whatever its own attempts: only the table tells it from one that is tried again. It
 # is asked for those few only that may be either.
 UNSENT = f"""
 SELECT Topic, CASE
   WHEN AvailableAt >= {_NEVER} THEN 'dead'
   WHEN Topic IN (SELECT Topic FROM AsynchronousTaskTopics WHERE Paused) THEN 'paused'
   WHEN AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP() THEN 'pending'
-  WHEN Attempts > 0 AND NOT Parked THEN 'retrying'
+  WHEN Attempts > 0 AND NOT Deferred THEN 'retrying'
   ELSE 'scheduled' END AS State, COUNT(*), COUNT(OrderingKey)
 FROM (
   SELECT task.Topic, task.AvailableAt, task.Attempts, task.OrderingKey,
-    COALESCE(STARTS_WITH(whole.LastError, '{PARKED}'), FALSE) AS Parked
+    COALESCE(STARTS_WITH(whole.LastError, '{DEFERRED}'), FALSE) AS Deferred
   FROM {_UNSENT_ROWS}
   LEFT JOIN@{{JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} AS whole
   ON whole.Id = task.Id AND task.OrderingKey IS NOT NULL AND task.Attempts > 0

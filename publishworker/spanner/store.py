@@ -13,10 +13,10 @@ from google.auth.exceptions import GoogleAuthError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, RequestOptions, TransactionOptions, param_types
 
 from outbox.errors import NotReached
-from outbox.storage.task_states import PARKED
+from outbox.storage.task_states import DEFERRED
 from publishworker.spanner import rows, statements
 from publishworker.spanner.connection import STREAM_RETRY, Deadline, LimitedDatabase
-from publishworker.types import Charged, Key, Look, Mark, Parked, Poll, Row, Sent, Waiting
+from publishworker.types import Deferred, FailedAttempt, Key, LockedRow, Mark, PollRequest, PollResult, QueuedTask, Sent
 
 #: Seconds for a poll; a large backlog on the emulator, which scans whole tables, takes several.
 POLL_SECONDS = 30.0
@@ -27,7 +27,7 @@ WHOLE_KEYS_ROWS = 2_000
 #: Seconds for the lock query: other workers' transactions end within their own limits.
 LOCK_SECONDS = 10.0
 #: Seconds for a heartbeat, over all its aborts.
-HEARTBEAT_SECONDS = 5.0
+HEARTBEAT_TIMEOUT_SECONDS = 5.0
 #: Seconds in which an aborted transaction is run again.
 ABORTED_SECONDS = 20.0
 #: Seconds to wait after ABORTED where the service names no delay; the client's own default is 2 s and more.
@@ -44,12 +44,12 @@ _POLL_TYPES = {
     "keys": param_types.Array(param_types.STRING),
     "per_key": param_types.INT64,
     "most": param_types.INT64,
-    "pass_dead": param_types.BOOL,
+    "skip_dead": param_types.BOOL,
 }
 _SERVICE_ERRORS = (GoogleAPICallError, RetryError, GoogleAuthError)
 
 #: Called under the lock with the rows found and the database's time; perhaps again after an abort.
-Decide = Callable[[Sequence[Row], datetime], Mapping[str, Mark]]
+Decide = Callable[[Sequence[LockedRow], datetime], Mapping[str, Mark]]
 
 
 class StoreError(NotReached):
@@ -78,10 +78,10 @@ class Store(Protocol):
 
     shards: Sequence[int]
 
-    def poll(self, look: Look) -> Poll:
+    def poll(self, look: PollRequest) -> PollResult:
         """Return the unsent tasks that `look` asks for, and its news. Takes no locks."""
 
-    def fronts(self, keys: Collection[Key], per_key: int, *, pass_dead: bool) -> Mapping[Key, Sequence[Waiting]]:
+    def key_heads(self, keys: Collection[Key], per_key: int, *, skip_dead: bool) -> Mapping[Key, Sequence[QueuedTask]]:
         """Return the first unsent tasks of each key in their order, `per_key` at most. Takes no locks.
 
         Dead tasks are left out if they are to be passed over.
@@ -107,7 +107,7 @@ class SpannerStore:
     """The store of production."""
 
     def __init__(self, database: LimitedDatabase, shards: int, *, emulator: bool = False) -> None:
-        """Poll all `shards` of the table in `database`.
+        """PollResult all `shards` of the table in `database`.
 
         The `emulator` runs one read-write transaction at a time in a database and aborts the others, at random also the
         one that has published: waiting for our own turn here is cheaper. And it reads the whole table for each range.
@@ -122,7 +122,7 @@ class SpannerStore:
         """Return the database; another one when its session was lost."""
         return self._database
 
-    def poll(self, look: Look) -> Poll:
+    def poll(self, look: PollRequest) -> PollResult:
         """See Store. A strong single-use read at MEDIUM priority, one request."""
         parameters = {"shards": look.shards, "topics": sorted(look.topics), "per_range": look.per_range}
         if look.below is not None:
@@ -134,14 +134,14 @@ class SpannerStore:
         statement = statements.poll(due=look.due, lower=look.below is not None, news=look.known is not None)
         medium = RequestOptions.Priority.PRIORITY_MEDIUM
         found = self._query(statement, "outbox-poll", medium, parameters, POLL_SECONDS, lazy_decode=True)
-        return Poll(rows.candidates(found), None if look.known is None else rows.news(found))
+        return PollResult(rows.candidates(found), None if look.known is None else rows.news(found))
 
-    def fronts(self, keys: Collection[Key], per_key: int, *, pass_dead: bool) -> Mapping[Key, Sequence[Waiting]]:
+    def key_heads(self, keys: Collection[Key], per_key: int, *, skip_dead: bool) -> Mapping[Key, Sequence[QueuedTask]]:
         """See Store. A strong single-use read at MEDIUM priority, one request: never a range under a lock."""
         parameters = {
             "topics": [key.topic for key in keys],
             "keys": [key.ordering_key for key in keys],
-            "pass_dead": pass_dead,
+            "skip_dead": skip_dead,
         }
         medium = RequestOptions.Priority.PRIORITY_MEDIUM
 
@@ -151,8 +151,8 @@ class SpannerStore:
         if self._emulator and len(keys) > FEW_KEYS:
             found = ask(statements.WHOLE_KEYS, most=WHOLE_KEYS_ROWS)
             if len(found) < WHOLE_KEYS_ROWS:
-                return {key: tasks[:per_key] for key, tasks in rows.fronts(found).items()}
-        return rows.fronts(ask(statements.FRONTS, per_key=per_key))
+                return {key: tasks[:per_key] for key, tasks in rows.key_heads(found).items()}
+        return rows.key_heads(ask(statements.KEY_HEADS, per_key=per_key))
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """See Store. Serializable and pessimistic, whatever the client's defaults say: else the hint locks nothing."""
@@ -176,7 +176,7 @@ class SpannerStore:
 
     def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
         """See Store. One request: a commit without reads."""
-        with self._failures(), self._our_turn(HEARTBEAT_SECONDS), self._batch() as batch:
+        with self._failures(), self._our_turn(HEARTBEAT_TIMEOUT_SECONDS), self._batch() as batch:
             batch.insert_or_update(
                 "AsynchronousTaskWorkers", statements.HEARTBEAT_COLUMNS, [(worker, started_at, COMMIT_TIMESTAMP)]
             )
@@ -185,7 +185,7 @@ class SpannerStore:
 
     def leave(self, worker: str) -> None:
         """See Store."""
-        with self._failures(), self._our_turn(HEARTBEAT_SECONDS), self._batch() as batch:
+        with self._failures(), self._our_turn(HEARTBEAT_TIMEOUT_SECONDS), self._batch() as batch:
             batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[worker]]))
 
     def unsent(self, shards: Sequence[int] | None = None) -> list[Unsent]:
@@ -234,7 +234,7 @@ class SpannerStore:
     def _batch(self) -> Any:
         return self._database.batch(
             RequestOptions(transaction_tag="outbox-heartbeat"),
-            timeout_secs=HEARTBEAT_SECONDS,
+            timeout_secs=HEARTBEAT_TIMEOUT_SECONDS,
             default_retry_delay=ABORTED_DELAY_SECONDS,
         )
 
@@ -253,7 +253,7 @@ class SpannerStore:
             raise (NotWritten if isinstance(error, Aborted) else StoreError)(describe(error)) from error
 
 
-def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[Row], datetime]:
+def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[LockedRow], datetime]:
     """Return the rows under an exclusive lock and the database's time; sorted ids make workers lock in one order."""
     try:
         found = list(
@@ -276,25 +276,25 @@ def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[Row], datetime]:
     return rows.locked(found)
 
 
-def _mark(transaction: Any, locked: Sequence[Row], marks: Mapping[str, Mark]) -> None:
+def _mark(transaction: Any, locked: Sequence[LockedRow], marks: Mapping[str, Mark]) -> None:
     clean: list[tuple[Any, ...]] = []
     others: list[tuple[Any, ...]] = []
-    parked: list[tuple[Any, ...]] = []
+    deferred: list[tuple[Any, ...]] = []
     for row in locked:
         match marks.get(row.id):
             case Sent() if row.clean:
                 clean.append((row.id, COMMIT_TIMESTAMP))
             case Sent():
                 others.append((row.id, COMMIT_TIMESTAMP, None, None, None, 0))
-            case Charged() as failure:
+            case FailedAttempt() as failure:
                 others.append((row.id, None, failure.available_at, failure.expires_at, failure.error, failure.attempts))
-            case Parked() as put_off:
-                error = f"{PARKED}waits for the task {put_off.head} of its ordering key"
-                parked.append((row.id, put_off.available_at, error))
+            case Deferred() as put_off:
+                error = f"{DEFERRED}waits for the task {put_off.head} of its ordering key"
+                deferred.append((row.id, put_off.available_at, error))
     marked = (
         (statements.MARK_CLEAN_COLUMNS, clean),
         (statements.MARK_COLUMNS, others),
-        (statements.PARK_COLUMNS, parked),
+        (statements.DEFER_COLUMNS, deferred),
     )
     for columns, values in marked:
         if values:  # an update without rows is an error

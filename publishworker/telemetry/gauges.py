@@ -14,8 +14,8 @@ from outbox.admin import backlog
 from outbox.admin.backlog import Backlog
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
-from outbox.shared.throttled_log import Complaints
-from publishworker.membership import Fleet
+from outbox.shared.throttled_log import ThrottledLog
+from publishworker.membership import Membership
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 
@@ -27,7 +27,7 @@ INTERVAL = 15.0
 #: A look that takes long is followed by a wait of so many times as long, so that it never is most of the load; but of
 #: no longer than LONGEST_REST, as the autoscaler takes what is five minutes old for unknown.
 RESTS, LONGEST_REST = 4, 120.0
-#: Seconds before the first look: until then the fleet has told which worker it is to look.
+#: Seconds before the first look: until then the membership has told which worker it is to look.
 FIRST_WAIT = 5.0
 #: Seconds for which what has become 0 is sent as 0: a gauge that is no longer sent keeps its last value in a graph.
 REMEMBER_SECONDS = 600.0
@@ -45,7 +45,7 @@ class HasState(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Return how many groups are in flight."""
+        """Return how many batches are in flight."""
 
     @property
     def topics(self) -> Collection[str]:
@@ -71,19 +71,19 @@ class Fading(Generic[K]):
         return {key: values.get(key, 0) for key in self._seen}
 
 
-class Reporter:
+class WorkerGauges:
     """Tells of this worker. It belongs to the thread of the loop: no report, no life."""
 
     def __init__(
-        self, metrics: Metrics, fleet: Fleet, relay: HasState, clock: Callable[[], float] = time.monotonic
+        self, metrics: Metrics, membership: Membership, relay: HasState, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Tell `metrics`."""
         self._metrics = metrics
-        self._fleet = fleet
+        self._membership = membership
         self._relay = relay
         self._clock = clock
         self._at = float("-inf")
-        self._breakers = Fading[str](clock)
+        self._circuits = Fading[str](clock)
 
     def __call__(self) -> None:
         """Send what is to be sent, if it is time."""
@@ -92,17 +92,17 @@ class Reporter:
         self._at = self._clock()
         self._metrics.count(m.HEARTBEAT, 1)
         self._metrics.gauge(m.BUILD, 1, **BUILD_TAGS)
-        self._metrics.gauge(m.SHARDS, len(self._fleet.shards))
-        self._metrics.gauge(m.WORKERS, self._fleet.size)
+        self._metrics.gauge(m.SHARDS, len(self._membership.shards))
+        self._metrics.gauge(m.WORKERS, self._membership.size)
         self._metrics.sample(m.IN_FLIGHT, self._relay.in_flight)
         for topic in self._relay.topics:  # else "nothing is published" could not be seen
             self._metrics.zero(m.PUBLISHED, topic=topic)
         states = {topic: m.OPEN if rests else m.HALF_OPEN for topic, rests in self._relay.resting().items()}
-        for topic, state in self._breakers(states).items():
-            self._metrics.gauge(m.BREAKER_STATE, state, topic=topic)
+        for topic, state in self._circuits(states).items():
+            self._metrics.gauge(m.CIRCUIT_STATE, state, topic=topic)
 
 
-class Counts:
+class BacklogCounts:
     """Tells how many tasks wait, in all and by topic and state."""
 
     def __init__(
@@ -137,23 +137,23 @@ def oldest_age(metrics: Metrics) -> Callable[[TaskTable], None]:
     return lambda table: metrics.gauge(m.OLDEST_AGE, backlog.oldest_age(table))
 
 
-class Lookout:
+class BacklogSampler:
     """Looks at the table now and then, on a thread of its own: a slow count must not hold up the relay."""
 
     def __init__(
         self,
         look: Callable[[TaskTable], None],
         open_table: Callable[[], TaskTable],
-        fleet: Fleet,
+        membership: Membership,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Call `look` while the `fleet` has given shard 0 to this worker."""
         self._look = look
         self._open_table = open_table
         self._table: TaskTable | None = None
-        self._fleet = fleet
+        self._membership = membership
         self._clock = clock
-        self._complaints = Complaints(clock)
+        self._throttled_log = ThrottledLog(clock)
         self._stop = threading.Event()
 
     def start(self) -> None:
@@ -166,7 +166,7 @@ class Lookout:
 
     def once(self) -> float:
         """Look, if this worker is the one to do it; return for how many seconds to wait then."""
-        if 0 not in self._fleet.shards:
+        if 0 not in self._membership.shards:
             return INTERVAL
         began = self._clock()
         try:
@@ -174,7 +174,7 @@ class Lookout:
             self._look(self._table)
         except OutboxError as error:  # a figure is missing, the relay goes on
             self._table = None  # the store may have another database by now: a session was lost
-            self._complaints.say("backlog", "", f"how much waits is not known: {error}")
+            self._throttled_log.say("backlog", "", f"how much waits is not known: {error}")
             return INTERVAL
         return max(INTERVAL, min(LONGEST_REST, RESTS * (self._clock() - began)))
 

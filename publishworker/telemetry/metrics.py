@@ -21,7 +21,7 @@ POLL, CLAIM, PUBLISH, COMMIT = "poll", "claim", "publish", "commit"
 STOP_SECONDS = 5.0
 #: The tag of all topics whose name none can have.
 INVALID_TOPIC = "invalid"
-#: Values of `BREAKER_STATE`.
+#: Values of `CIRCUIT_STATE`.
 CLOSED, HALF_OPEN, OPEN = 0, 1, 2
 
 
@@ -87,16 +87,16 @@ DEAD = Metric(
     "Tasks that became dead, by the reason of their last failure: nothing sends them but an operator.",
     -1,
 )
-IN_DOUBT = Metric(
-    "outbox.at_most_once_in_doubt_count",
+UNCONFIRMED = Metric(
+    "outbox.at_most_once_unconfirmed_count",
     "count",
     "task",
     ("topic",),
     "Tasks registered with `at_most_once` that are marked as sent, or may be, and are not known to be published.",
     -1,
 )
-PARKED = Metric(
-    "outbox.parked_task_count",
+DEFERRED = Metric(
+    "outbox.deferred_task_count",
     "count",
     "task",
     ("topic",),
@@ -107,7 +107,7 @@ ABORTED = Metric(
     "count",
     "transaction",
     ("topic",),
-    "Transactions of groups that Spanner aborted after their rows were locked; each was run again.",
+    "Transactions of batches that Spanner aborted after their rows were locked; each was run again.",
     -1,
 )
 PENDING = Metric(
@@ -143,7 +143,7 @@ LATENCY = Metric(
     "second",
     ("topic",),
     "From when a task became due (the later of CreatedAt and AvailableAt) to Pub/Sub's answer, by Spanner's clock. One "
-    "that is sent again by plain DML counts from when it first was. Of a group about 20 samples are sent.",
+    "that is sent again by plain DML counts from when it first was. Of a batch about 20 samples are sent.",
     -1,
 )
 PHASE_DURATION = Metric(
@@ -151,22 +151,22 @@ PHASE_DURATION = Metric(
     "distribution",
     "second",
     ("phase",),
-    "How long a poll took, and for each group how long the claim (until its rows were locked, aborted tries "
+    "How long a poll took, and for each batch how long the claim (until its rows were locked, aborted tries "
     "included), the publishing and the commit took: `poll`, `claim`, `publish`, `commit`.",
     -1,
 )
-GROUP_SIZE = Metric(
-    "outbox.group_size", "distribution", "task", ("topic",), "Tasks of a group that was to be sent in one transaction."
+BATCH_SIZE = Metric(
+    "outbox.batch_size", "distribution", "task", ("topic",), "Tasks of a batch that was to be sent in one transaction."
 )
 IN_FLIGHT = Metric(
-    "outbox.in_flight_group_count",
+    "outbox.in_flight_batch_count",
     "distribution",
     "unit",
     (),
-    "Groups that a worker has in flight, looked at every 15 s: at --concurrency it is busy.",
+    "Batches that a worker has in flight, looked at every 15 s: at --concurrency it is busy.",
 )
-BREAKER_STATE = Metric(
-    "outbox.breaker_state",
+CIRCUIT_STATE = Metric(
+    "outbox.circuit_state",
     "gauge",
     "unit",
     ("topic",),
@@ -191,20 +191,20 @@ BUILD = Metric(
     ("outbox_version", "python_version", "spanner_version", "pubsub_version"),
     "1; the tags say what runs: this package, Python, and Google's two clients.",
 )
-DRAIN_TIMEOUT = Metric(
-    "outbox.drain_timeout_count",
+SHUTDOWN_TIMEOUT = Metric(
+    "outbox.shutdown_timeout_count",
     "count",
     "event",
     (),
-    "Stops that ended with tasks in flight, after --drain-timeout.",
+    "Stops that ended with tasks in flight, after --shutdown-timeout.",
     -1,
 )
 STUCK = Metric(
-    "outbox.stuck_group_count",
+    "outbox.stuck_batch_count",
     "count",
     "event",
     ("topic",),
-    "Groups that were in flight for over 120 s, which no time limit explains: the worker ended with exit code 1.",
+    "Batches that were in flight for over 120 s, which no time limit explains: the worker ended with exit code 1.",
     -1,
 )
 
@@ -241,22 +241,22 @@ METRICS = (
     UNCOMMITTED,
     FAILED,
     DEAD,
-    IN_DOUBT,
-    PARKED,
+    UNCONFIRMED,
+    DEFERRED,
     ABORTED,
     PENDING,
     TOPIC_TASKS,
     OLDEST_AGE,
     LATENCY,
     PHASE_DURATION,
-    GROUP_SIZE,
+    BATCH_SIZE,
     IN_FLIGHT,
-    BREAKER_STATE,
+    CIRCUIT_STATE,
     SHARDS,
     WORKERS,
     HEARTBEAT,
     BUILD,
-    DRAIN_TIMEOUT,
+    SHUTDOWN_TIMEOUT,
     STUCK,
 )
 

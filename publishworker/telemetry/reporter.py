@@ -1,49 +1,49 @@
-"""What is told of a group: counts for the metrics, lines for the log. After its commit, and nowhere else."""
+"""What is told of a batch: counts for the metrics, lines for the log. After its commit, and nowhere else."""
 
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from outbox.shared.throttled_log import Complaints
-from publishworker.pubsub.errors import Kind, kind_of
+from outbox.shared.throttled_log import ThrottledLog
+from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
-from publishworker.topics.circuit_breaker import FORGET_SECONDS, LONGEST_TARGET_REST, Change
-from publishworker.types import GroupResult, Turn
+from publishworker.topics.circuit_breaker import FORGET_SECONDS, MAX_TARGET_PROBE_SECONDS, Change
+from publishworker.types import BatchResult, Turn
 
 _log = logging.getLogger("publishworker")
 
 #: Seconds between two lines that say what was done.
 SUMMARY_SECONDS = 60.0
-#: Samples of latency that a group sends, about: more would crowd the counts out of the agent's socket. Each stands for
+#: Samples of latency that a batch sends, about: more would crowd the counts out of the agent's socket. Each stands for
 #: as many tasks as were left out.
 LATENCY_SAMPLES = 20
 #: Lines a minute about tasks of one topic that failed for one reason, each with its task; the others are counted.
 FAILURE_LINES = 100
 
 
-class Recorder:
+class Reporter:
     """Counts and tells; what goes wrong again and again is told once a minute."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         """Count in `metrics`."""
         self._metrics = metrics
-        self._complaints = Complaints(clock)
+        self._throttled_log = ThrottledLog(clock)
         self._clock = clock
         self._work: Counter[str] = Counter()
         self._work_since = 0.0
         self._resting: dict[str, float] = {}  # topics of which it was told, and when a failing probe was last seen
 
-    def group(self, result: GroupResult) -> None:
-        """Count what became of a group, and tell what went wrong."""
-        topic = result.group.topic
+    def batch(self, result: BatchResult) -> None:
+        """Count what became of a batch, and tell what went wrong."""
+        topic = result.batch.topic
         published = result.published()
         self._metrics.count(m.PUBLISHED, len(published), topic=topic)
         self._metrics.count(m.ALREADY_PUBLISHED, len(result.taken_by_others()), topic=topic)
         self._metrics.count(m.ABORTED, max(0, result.runs - 1), topic=topic)
-        if not result.group.parks:
-            self._metrics.sample(m.GROUP_SIZE, len(result.group.ids), topic=topic)
+        if not result.batch.defers:
+            self._metrics.sample(m.BATCH_SIZE, len(result.batch.ids), topic=topic)
             for phase, seconds in result.phases.items():
                 self._metrics.sample(m.PHASE_DURATION, seconds, phase=phase)
             for seconds in result.waited.values():
@@ -52,22 +52,22 @@ class Recorder:
             self._metrics.count(m.FAILED, count, topic=topic, reason=reason)
         self._failures(result)
         if result.error is None:
-            self._metrics.count(m.PARKED, len(result.parked), topic=topic)
+            self._metrics.count(m.DEFERRED, len(result.deferred), topic=topic)
         else:
             self._metrics.count(m.UNCOMMITTED, len(published), topic=topic)
-            self._complaints.say(
+            self._throttled_log.say(
                 "commit_failed",
                 topic,
-                f"a group of {_tasks(result.group.ids)} of {topic} was not committed "
+                f"a batch of {_tasks(result.batch.ids)} of {topic} was not committed "
                 f"({len(published)} were published): {result.error}",
             )
-        if result.in_doubt:
-            self._metrics.count(m.IN_DOUBT, len(result.in_doubt), topic=topic)
-            self._complaints.say(
-                "in_doubt",
+        if result.unconfirmed:
+            self._metrics.count(m.UNCONFIRMED, len(result.unconfirmed), topic=topic)
+            self._throttled_log.say(
+                "unconfirmed",
                 topic,
-                f"{_tasks(result.in_doubt)} of {topic}, to be sent at most once, marked as sent or perhaps so, and "
-                f"perhaps not published; what is marked nobody tries again ({_some(result.in_doubt)})",
+                f"{_tasks(result.unconfirmed)} of {topic}, to be sent at most once, marked as sent or perhaps so, and "
+                f"perhaps not published; what is marked nobody tries again ({_some(result.unconfirmed)})",
             )
 
     def change(self, change: Change) -> None:
@@ -75,17 +75,17 @@ class Recorder:
         topic, failure, now = change.topic, change.failure, self._clock()
         if failure is None:
             if self._resting.pop(topic, None) is not None:
-                _log.info("%s works again, after %.1f s", topic, change.seconds, extra={"action": "topic_back"})
+                _log.info("%s works again, after %.1f s", topic, change.seconds, extra={"action": "circuit_closed"})
             return
         # A rest ends unseen where no task is left to probe the topic with.
         self._resting = {
-            each: at for each, at in self._resting.items() if now - at < FORGET_SECONDS + LONGEST_TARGET_REST
+            each: at for each, at in self._resting.items() if now - at < FORGET_SECONDS + MAX_TARGET_PROBE_SECONDS
         }
         if not change.seconds:
             self._resting.pop(topic, None)
-        few = "ten tasks" if kind_of(failure.reason) is Kind.TARGET else "one task"
-        if topic in self._resting or self._complaints.say(
-            "topic_rests",
+        few = "ten tasks" if kind_of(failure.reason) is FailureKind.TARGET else "one task"
+        if topic in self._resting or self._throttled_log.say(
+            "circuit_open",
             topic,
             f"{topic} rests, and is tried with {few} now and then until it works again; the others wait: "
             f"{failure.reason}: {failure.error}",
@@ -97,7 +97,7 @@ class Recorder:
         self._metrics.sample(m.PHASE_DURATION, seconds, phase=m.POLL)
 
     def turn(self, turn: Turn, *, worked: bool) -> None:
-        """Tell of a turn: in full at DEBUG if it reports groups, and once a minute with all that was done since."""
+        """Tell of a turn: in full at DEBUG if it reports batches, and once a minute with all that was done since."""
         if worked:
             _log.debug("one turn: %s", turn, extra={"action": "turn", "fields": _numbers(turn)})
         done = {name: number for name, number in _numbers(turn).items() if number}
@@ -116,31 +116,31 @@ class Recorder:
             _log.info("tasks in %.0f s: %s", seconds, what, extra={"action": "summary", "fields": fields})
             self._work.clear()
 
-    def _failures(self, result: GroupResult) -> None:
+    def _failures(self, result: BatchResult) -> None:
         """Tell of each failure that was written down; of the others the topic's rest tells."""
-        topic, written = result.group.topic, result.charged if result.error is None else {}
+        topic, written = result.batch.topic, result.recorded if result.error is None else {}
         dead: Counter[str] = Counter()
         for id, failure in result.failed().items():
-            charged = written.get(id)
+            recorded = written.get(id)
             about = {"task_id": id, "topic": topic, "reason": failure.reason, "trace_id": result.traces.get(id)}
             fields = {name: value for name, value in about.items() if value is not None}
-            if charged is None:
+            if recorded is None:
                 _log.debug("task %s of %s was not sent: %s", id, topic, failure.error, extra={"fields": fields})
                 continue
-            attempt = f"attempt {charged.attempts}"
-            if charged.dead:
+            attempt = f"attempt {recorded.attempts}"
+            if recorded.dead:
                 dead[failure.reason] += 1
                 action, what = "dead", f"task {id} of {topic} is dead ({attempt}), an operator has to act"
             else:
                 action, what = "publish_failed", f"task {id} of {topic} was not sent ({attempt}) and is tried again"
-                if charged.available_at is not None:
-                    what += f" from {charged.available_at:%Y-%m-%dT%H:%M:%SZ} on"
-            self._complaints.say(
+                if recorded.available_at is not None:
+                    what += f" from {recorded.available_at:%Y-%m-%dT%H:%M:%SZ} on"
+            self._throttled_log.say(
                 action,
                 f"{topic} {failure.reason}",
-                f"{what}: {charged.error}",
+                f"{what}: {recorded.error}",
                 most=FAILURE_LINES,
-                fields={**fields, "attempt": charged.attempts},
+                fields={**fields, "attempt": recorded.attempts},
             )
         for reason, count in dead.items():
             self._metrics.count(m.DEAD, count, topic=topic, reason=reason)
@@ -151,7 +151,7 @@ def _numbers(turn: Turn) -> dict[str, int]:
         "published": turn.published,
         "failed": turn.failed,
         "sent by others": turn.taken,
-        "parked": turn.parked,
+        "deferred": turn.deferred,
         "not committed": turn.uncommitted,
     }
 

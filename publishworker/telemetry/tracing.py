@@ -1,4 +1,4 @@
-"""A span for each group that is published, linked to the transactions that registered its tasks.
+"""A span for each batch that is published, linked to the transactions that registered its tasks.
 
 By the OpenTelemetry API alone: whoever wants spans starts the worker with a tracer provider (docs/guide/tracing.md).
 One that fails costs its spans and nothing else. Attributes: https://opentelemetry.io/docs/specs/semconv/messaging/.

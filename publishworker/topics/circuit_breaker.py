@@ -1,7 +1,7 @@
 """A circuit breaker for each topic: while the topic does not work, few tasks try it and the others wait.
 
 Closed, the topic's tasks go out. Open, the topic rests: it is not asked for, so its tasks cost nothing, however many.
-Half-open, one small group probes it: up to ten tasks where the topic is missing or closed, a single one, drawn at
+Half-open, one small batch probes it: up to ten tasks where the topic is missing or closed, a single one, drawn at
 random, in an outage. What was published closes it; a probe that fails makes the next rest twice as long.
 """
 
@@ -11,14 +11,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from publishworker.pubsub.errors import Kind, kind_of
-from publishworker.types import Candidate, Failed, Group, GroupResult, Sent
+from publishworker.pubsub.errors import FailureKind, kind_of
+from publishworker.types import Batch, BatchResult, Candidate, Failed, Sent
 
 #: Seconds of the first rest; each further one is twice as long.
-FIRST_REST = 1.0
+FIRST_PROBE_SECONDS = 1.0
 #: Seconds of the longest rest: a missing topic has to be made by somebody, an outage ends by itself.
-LONGEST_TARGET_REST = 300.0
-LONGEST_OUTAGE_REST = 10.0
+MAX_TARGET_PROBE_SECONDS = 300.0
+MAX_OUTAGE_PROBE_SECONDS = 10.0
 #: Tasks of one probe.
 TARGET_PROBE_TASKS = 10
 OUTAGE_PROBE_TASKS = 1
@@ -40,7 +40,7 @@ class Rest:
 
     failure: Failed
     since: float
-    seconds: float = FIRST_REST
+    seconds: float = FIRST_PROBE_SECONDS
     until: float = 0.0
     probing: bool = False
     #: Ids of single probes: others go first.
@@ -51,7 +51,7 @@ class Rest:
     spared: int = 0
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> FailureKind:
         """Return what the failure is about."""
         return kind_of(self.failure.reason)
 
@@ -65,11 +65,11 @@ class Change:
     seconds: float = 0.0
 
 
-class Breakers:
+class CircuitBreakers:
     """The breakers of all topics, by what this worker has seen. They belong to the thread of the relay."""
 
     def __init__(self, random: Random, clock: Callable[[], float] = time.monotonic, *, places: int = 8) -> None:
-        """Begin with all closed; probes of outages, which may hang, have a quarter of the `places` of groups."""
+        """Begin with all closed; probes of outages, which may hang, have a quarter of the `places` of batches."""
         self._random = random
         self._clock = clock
         self._most_probes = max(1, places // 4)
@@ -84,7 +84,7 @@ class Breakers:
         for topic in [topic for topic, rest in self._rests.items() if now > rest.until + FORGET_SECONDS]:
             self._forget(topic)
         held = {topic for topic, rest in self._rests.items() if rest.probing or now < rest.until}
-        outages = {topic: rest for topic, rest in self._rests.items() if rest.kind is Kind.OUTAGE}
+        outages = {topic: rest for topic, rest in self._rests.items() if rest.kind is FailureKind.OUTAGE}
         free = self._most_probes - sum(rest.probing for rest in outages.values())
         due = sorted(outages.keys() - held, key=lambda topic: outages[topic].until)
         return frozenset(held).union(due[max(0, free) :])
@@ -97,7 +97,7 @@ class Breakers:
     def depth(self) -> int:
         """Return how many rows of each range the poll has to read, so that it meets a task that was no probe yet."""
         now = self._clock()
-        due = (rest for rest in self._rests.values() if rest.kind is Kind.OUTAGE and rest.until <= now)
+        due = (rest for rest in self._rests.values() if rest.kind is FailureKind.OUTAGE and rest.until <= now)
         return max((max(len(rest.probed) + 1, rest.deep) for rest in due), default=0)
 
     def seconds_to_probe(self) -> float | None:
@@ -121,7 +121,7 @@ class Breakers:
         of_outage: dict[str, list[Candidate]] = {}
         for each in candidates:
             rest = self._rests.get(each.topic)
-            if rest is not None and rest.kind is Kind.OUTAGE:
+            if rest is not None and rest.kind is FailureKind.OUTAGE:
                 of_outage.setdefault(each.topic, []).append(each)
             else:
                 kept.append(each)
@@ -133,61 +133,61 @@ class Breakers:
             ready = [each for each in fresh if each.available_at is None]
             kept.append(self._random.choice(ready or fresh or its))
         return kept, {
-            topic: TARGET_PROBE_TASKS if rest.kind is Kind.TARGET else OUTAGE_PROBE_TASKS
+            topic: TARGET_PROBE_TASKS if rest.kind is FailureKind.TARGET else OUTAGE_PROBE_TASKS
             for topic, rest in self._rests.items()
         }
 
-    def start(self, group: Group) -> Group:
-        """Return the group as it is to be sent: as a probe, or with its suspects.
+    def start(self, batch: Batch) -> Batch:
+        """Return the batch as it is to be sent: as a probe, or with its suspects.
 
         Suspect is who met the topic's last outage. Where others have met one since, as when a quota is used up, it was
         nobody's fault.
         """
-        if (rest := self._rests.get(group.topic)) is not None:
+        if (rest := self._rests.get(batch.topic)) is not None:
             rest.probing = True
-            return replace(group, probe=True)
-        last = (group.topic, self._outages[group.topic])
-        suspects = frozenset(id for id in group.ids if self._suspects.get(id) == last)
-        return replace(group, suspects=suspects, works=group.topic not in self._failing)
+            return replace(batch, probe=True)
+        last = (batch.topic, self._outages[batch.topic])
+        suspects = frozenset(id for id in batch.ids if self._suspects.get(id) == last)
+        return replace(batch, suspects=suspects, works=batch.topic not in self._failing)
 
-    def may_be_risked(self, result: GroupResult) -> bool:
-        """Tell whether the at-most-once tasks that a group came upon may be sent now.
+    def may_be_risked(self, result: BatchResult) -> bool:
+        """Tell whether the at-most-once tasks that a batch came upon may be sent now.
 
         In an outage they would be lost: they wait until the topic works, and are the probe only where it is hard to
         find another task.
         """
-        rest = self._rests.get(result.group.topic)
-        if rest is None or not result.group.probe:
+        rest = self._rests.get(result.batch.topic)
+        if rest is None or not result.batch.probe:
             return rest is None
-        if rest.kind is Kind.OUTAGE and rest.spared < SPARED_PROBES:
+        if rest.kind is FailureKind.OUTAGE and rest.spared < SPARED_PROBES:
             rest.spared += 1
             return False
         rest.spared = 0
         return True
 
-    def learn(self, result: GroupResult) -> Change | None:
-        """Take in what became of a group; return what is new about its topic."""
-        topic = result.group.topic
+    def learn(self, result: BatchResult) -> Change | None:
+        """Take in what became of a batch; return what is new about its topic."""
+        topic = result.batch.topic
         rest = self._rests.get(topic)
-        if rest is not None and result.group.probe:
+        if rest is not None and result.batch.probe:
             rest.probing = False
-            rest.probed.update(result.group.ids)
+            rest.probed.update(result.batch.ids)
         failed = {id: kind_of(failure.reason) for id, failure in result.failed().items()}
         sent = [id for id, outcome in result.tried.items() if isinstance(outcome, Sent)]
         for id in sent:
             self._suspects.pop(id, None)
         if sent:
             self._failing.discard(topic)
-        elif Kind.OUTAGE in failed.values():
+        elif FailureKind.OUTAGE in failed.values():
             self._failing.add(topic)
-        of_topic = [id for id, kind in failed.items() if _is_about_topic(kind, charged=id in result.charged)]
+        of_topic = [id for id, kind in failed.items() if _is_about_topic(kind, recorded=id in result.recorded)]
         change = self._change(result, of_topic, rest, works=bool(sent))
-        if not result.group.probe:
-            self._suspect(topic, [id for id in of_topic if failed[id] is Kind.OUTAGE], new=rest is None)
+        if not result.batch.probe:
+            self._suspect(topic, [id for id in of_topic if failed[id] is FailureKind.OUTAGE], new=rest is None)
         return change
 
-    def _change(self, result: GroupResult, of_topic: Sequence[str], rest: Rest | None, *, works: bool) -> Change | None:
-        topic = result.group.topic
+    def _change(self, result: BatchResult, of_topic: Sequence[str], rest: Rest | None, *, works: bool) -> Change | None:
+        topic = result.batch.topic
         if works:
             self._rests.pop(topic, None)
             return None if rest is None else Change(topic, None, self._clock() - rest.since)
@@ -197,7 +197,7 @@ class Breakers:
         if rest is None:
             self._rests[topic] = self._lie_down(Rest(failure, self._clock()))
             return Change(topic, failure)
-        if result.group.probe and self._clock() >= rest.until:  # the first to tell, if several groups are the probe
+        if result.batch.probe and self._clock() >= rest.until:  # the first to tell, if several batches are the probe
             rest.failure = failure
             rest.seconds *= 2
             self._lie_down(rest)
@@ -205,7 +205,7 @@ class Breakers:
         return None
 
     def _lie_down(self, rest: Rest) -> Rest:
-        longest = LONGEST_TARGET_REST if rest.kind is Kind.TARGET else LONGEST_OUTAGE_REST
+        longest = MAX_TARGET_PROBE_SECONDS if rest.kind is FailureKind.TARGET else MAX_OUTAGE_PROBE_SECONDS
         rest.seconds = min(rest.seconds, longest)
         rest.until = self._clock() + rest.seconds * self._random.uniform(0.85, 1)
         if len(rest.probed) > MAX_PROBED:
@@ -215,7 +215,7 @@ class Breakers:
     def _suspect(self, topic: str, ids: Collection[str], *, new: bool) -> None:
         if not ids:
             return
-        self._outages[topic] += new  # groups that fail while their topic rests met the same one
+        self._outages[topic] += new  # batches that fail while their topic rests met the same one
         for id in ids:
             self._suspects.pop(id, None)  # it goes to the end
             self._suspects[id] = (topic, self._outages[topic])
@@ -230,6 +230,6 @@ class Breakers:
         self._failing.discard(topic)
 
 
-def _is_about_topic(kind: Kind, *, charged: bool) -> bool:
-    """Tell whether a failure is the topic's: also one that was charged to a task which probed it."""
-    return kind is Kind.TARGET or (kind is Kind.OUTAGE and not charged)
+def _is_about_topic(kind: FailureKind, *, recorded: bool) -> bool:
+    """Tell whether a failure is the topic's: also one that was recorded to a task which probed it."""
+    return kind is FailureKind.TARGET or (kind is FailureKind.OUTAGE and not recorded)

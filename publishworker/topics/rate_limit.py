@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from outbox.shared.throttled_log import Complaints
-from outbox.storage.ddl import LEAST_RATE
+from outbox.shared.throttled_log import ThrottledLog
+from outbox.storage.ddl import MIN_RATE
 from publishworker.types import TopicLimit
 
 _log = logging.getLogger("publishworker")
 
-#: Seconds for which a topic saves up, as far as its burst allows, before it is asked for: fewer, larger groups.
+#: Seconds for which a topic saves up, as far as its burst allows, before it is asked for: fewer, larger batches.
 SAVE_SECONDS = 0.2
 
 
@@ -38,13 +38,13 @@ class _Bucket:
         return min(self.burst, max(1.0, self.rate * SAVE_SECONDS)) - self.tokens
 
 
-class Throttle:
+class RateLimits:
     """The limits of all topics, as last read. It belongs to the thread of the relay."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Limit nothing."""
         self._clock = clock
-        self._complaints = Complaints(clock)
+        self._throttled_log = ThrottledLog(clock)
         self._buckets: dict[str, _Bucket] = {}
         self._in_flight: dict[str, int] = {}
         self._told: Mapping[str, str] = {}
@@ -71,15 +71,15 @@ class Throttle:
             topic: max(1, limit.in_flight // workers) for topic, limit in good.items() if limit.in_flight is not None
         }
 
-    def allowances(self, flying: Mapping[str, int]) -> dict[str, int]:
-        """Return how many tasks of each limited topic may be taken now, beside the `flying` ones."""
+    def allowances(self, in_flight: Mapping[str, int]) -> dict[str, int]:
+        """Return how many tasks of each limited topic may be taken now, beside the `in_flight` ones."""
         now = self._clock()
         allowed: dict[str, int] = {}
         for topic, bucket in self._buckets.items():
             bucket.fill(now)
             allowed[topic] = int(bucket.tokens) if bucket.missing <= 0 else 0
         for topic, most in self._in_flight.items():
-            left = max(0, most - flying.get(topic, 0))
+            left = max(0, most - in_flight.get(topic, 0))
             allowed[topic] = min(left, allowed.get(topic, left))
         return allowed
 
@@ -109,7 +109,7 @@ class Throttle:
     def _makes_sense(self, topic: str, limit: TopicLimit) -> bool:
         wrong = problem(limit)
         if wrong:
-            self._complaints.say(
+            self._throttled_log.say(
                 "limits", topic, f"the limits of {topic} in AsynchronousTaskTopics are not followed: {wrong}"
             )
         return not wrong
@@ -124,8 +124,8 @@ def problem(limit: TopicLimit) -> str:
     """Return what is wrong with a limit, a sentence for a person, or ""."""
     if (limit.rate is None) != (limit.burst is None):
         return "RatePerSecond and Burst come together: set both, or both to NULL"
-    if limit.rate is not None and not (math.isfinite(limit.rate) and limit.rate >= LEAST_RATE):
-        return f"RatePerSecond is {limit.rate:g}, it must be {LEAST_RATE:g} or more; to send nothing, pause the topic"
+    if limit.rate is not None and not (math.isfinite(limit.rate) and limit.rate >= MIN_RATE):
+        return f"RatePerSecond is {limit.rate:g}, it must be {MIN_RATE:g} or more; to send nothing, pause the topic"
     for name, value in (("Burst", limit.burst), ("MaxInFlight", limit.in_flight)):
         if value is not None and value < 1:
             return f"{name} is {value}, it must be 1 or more"

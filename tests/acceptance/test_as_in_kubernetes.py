@@ -1,4 +1,4 @@
-"""Workers as Kubernetes treats them: probes, and a group that does not end.
+"""Workers as Kubernetes treats them: probes, and a batch that does not end.
 
 With `--long` ages and limits are those of production.
 """
@@ -14,10 +14,10 @@ from google.cloud.spanner_v1.database import Database
 from outbox.devtools.emulators import Emulators
 from publishworker.healthcheck import MAX_AGE
 from publishworker.telemetry import metrics as m
-from publishworker.topics.circuit_breaker import LONGEST_OUTAGE_REST
+from publishworker.topics.circuit_breaker import MAX_OUTAGE_PROBE_SECONDS
 from tests.support.agent import listening
 from tests.support.container import NOTICE_SECONDS, Probe, altered, settings
-from tests.support.outages import charged, cpu_seconds, log_lines, seconds_until, told
+from tests.support.outages import cpu_seconds, log_lines, recorded, seconds_until, told
 from tests.support.processes import Process
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub
@@ -42,18 +42,18 @@ Relay.turn = blocked
 SHORT_LIMITS = """
 from publishworker import worker
 from publishworker.spanner import store
-store.POLL_SECONDS, store.HEARTBEAT_SECONDS, worker.LONGEST_OUTAGE_WAIT = 3.0, 0.5, 0.5
+store.POLL_SECONDS, store.HEARTBEAT_TIMEOUT_SECONDS, worker.MAX_OUTAGE_WAIT_SECONDS = 3.0, 0.5, 0.5
 """
 
 
-#: Groups of one topic never end, and stuck is what lasts for more than 3 s.
+#: Batches of one topic never end, and stuck is what lasts for more than 3 s.
 STUCK = """
 import threading
 from publishworker import delivery, in_flight
 in_flight.STUCK_SECONDS = 3.0
 deliver = delivery.Delivery.deliver
-def hang(self, group):
-    return threading.Event().wait() if group.topic.endswith("never-ends") else deliver(self, group)
+def hang(self, batch):
+    return threading.Event().wait() if batch.topic.endswith("never-ends") else deliver(self, batch)
 delivery.Delivery.deliver = hang
 """
 
@@ -106,15 +106,15 @@ def test_a_probe_stays_good_while_a_service_is_silent(
 ) -> None:
     """A service that accepts and never answers, under load: an outage must not restart the fleet, or busy a core.
 
-    It is told once, charges no task, and the first task is sent within 10 s of its end, or of a topic's rest.
+    It is told once, records no task, and the first task is sent within 10 s of its end, or of a topic's rest.
     """
-    seconds, most = 60 if long else 12, 10.0 if silent == "Spanner" else LONGEST_OUTAGE_REST + 10
+    seconds, most = 60 if long else 12, 10.0 if silent == "Spanner" else MAX_OUTAGE_PROBE_SECONDS + 10
     probe = Probe(heartbeat, None if long else SHORT_AGE)
     host = emulators.spanner_host if silent == "Spanner" else emulators.pubsub_host
     variable = "SPANNER_EMULATOR_HOST" if silent == "Spanner" else "PUBSUB_EMULATOR_HOST"
     with Proxy(host) as proxy:
         environment = settings(emulators, database.database_id, heartbeat, **{variable: proxy.address})
-        arguments = ("--group-size", "10", *(() if long else ("--publish-timeout", "0.4")))
+        arguments = ("--batch-size", "10", *(() if long else ("--publish-timeout", "0.4")))
         with altered("" if long else SHORT_LIMITS, environment, *arguments) as process:
             eventually(probe.is_good, seconds=30)
             register(database, topic, 120)
@@ -123,13 +123,13 @@ def test_a_probe_stays_good_while_a_service_is_silent(
             before = cpu_seconds(process.pid)
             gap = probe.longest_gap(seconds, lambda: check(probe))
             share = (cpu_seconds(process.pid) - before) / seconds
-            assert charged(database) == 0
+            assert recorded(database) == 0
             waiting = len(unsent(database))
             proxy.forward()
             first = seconds_until(lambda: len(unsent(database)) < waiting, most, "a task is sent")
             wait_until_all_sent(database)
             if silent == "Spanner":
-                eventually(lambda: told(process, "spanner_away") == told(process, "spanner_back") == 1)
+                eventually(lambda: told(process, "spanner_unavailable") == told(process, "spanner_available") == 1)
             process.end()
     print(f"{silent} silent: {gap:.1f} s between two beats, {share:.1%} of a core, first sent after {first:.1f} s")
     assert share < 0.05
@@ -139,15 +139,15 @@ def check(probe: Probe) -> None:
     assert probe.is_good(), probe.said
 
 
-def test_a_stuck_group_is_counted_and_said_and_ends_the_worker(
+def test_a_stuck_batch_is_counted_and_said_and_ends_the_worker(
     emulators: Emulators, database: Database, pubsub: PubSub, heartbeat: Path
 ) -> None:
-    """Exit 1, `outbox.stuck_group_count`, a line; other tasks go on meanwhile, another worker sends the stuck ones."""
+    """Exit 1, `outbox.stuck_batch_count`, a line; other tasks go on meanwhile, another worker sends the stuck ones."""
     topics = pubsub.new_topic("never-ends"), pubsub.new_topic()
     subscriptions = [pubsub.new_subscription(topic) for topic in topics]
     with listening() as agent:
         environment = settings(emulators, database.database_id, heartbeat, **agent.environment)
-        with altered(STUCK, environment, "--group-size", "10") as process:
+        with altered(STUCK, environment, "--batch-size", "10") as process:
             process.wait_for_text('"start"')
             ids = [register(database, topic, 20) for topic in topics]
             assert process.wait(60) == 1

@@ -42,7 +42,7 @@ LOCKED = (
     ("STRING",) * 2 + ("BYTES", "STRING") + ("TIMESTAMP",) * 3 + ("BOOL", "INT64", "TIMESTAMP", "BOOL", "BOOL")
     + ("TIMESTAMP",)
 )  # fmt: skip
-#: A worker that knows nothing of the emulator, and so locks several groups at once.
+#: A worker that knows nothing of the emulator, and so locks several batches at once.
 NO_EMULATOR = """
 from publishworker import process
 store = process.SpannerStore

@@ -35,7 +35,7 @@ MISSING = "publishworker: --instance is missing: give it, or set OUTBOX_INSTANCE
     ("words", "environment", "sentence"),
     [
         *((f"{command} --project {PROJECT}", {"OUTBOX_INSTANCE": None}, MISSING) for command in COMMANDS),
-        ("run --group-size 0", {}, "--group-size: '0' is not allowed: it must be a whole number from 1 to 1,000"),
+        ("run --batch-size 0", {}, "--batch-size: '0' is not allowed: it must be a whole number from 1 to 1,000"),
         (
             "run", {"OUTBOX_PUBLISH_TIMEOUT": "60"},
             "publishworker: OUTBOX_PUBLISH_TIMEOUT: '60' is not allowed: it must be seconds from 0.1 to 8",
@@ -92,7 +92,7 @@ def test_check_of_a_good_set_up_is_all_ok(emulators: Emulators, database: Databa
     assert done.code == 0
     lines = done.stdout.splitlines()
     assert [line.split()[:2] for line in lines] == [["ok", "settings:"], ["ok", "table:"], ["ok", "topic"]]
-    assert "group_size=100" in lines[0]
+    assert "batch_size=100" in lines[0]
     assert "10 shards" in lines[1]
     assert lines[2].endswith(topic)
     done = publishworker(emulators, "check", "--allowed-topics", "orders,projects/other/topics/*", **on(database))

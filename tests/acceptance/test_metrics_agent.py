@@ -19,7 +19,7 @@ TABLE = {metric.name: metric for metric in m.METRICS}
 #: What every worker sends that sends tasks, and owns shard 0.
 USUAL = {
     m.HEARTBEAT, m.BUILD, m.SHARDS, m.WORKERS, m.PENDING, m.TOPIC_TASKS, m.OLDEST_AGE, m.PHASE_DURATION, m.LATENCY,
-    m.GROUP_SIZE, m.IN_FLIGHT, m.PUBLISHED,
+    m.BATCH_SIZE, m.IN_FLIGHT, m.PUBLISHED,
 }  # fmt: skip
 
 
@@ -29,11 +29,11 @@ def test_all_that_is_sent_is_in_the_table_with_its_tags(
     """Names, types and tags of a run with failures are those of the table, and all that every worker sends is there."""
     agent = UnixAgent(tmp_path / "dsd.socket")
     environment = settings(emulators, database.database_id, tmp_path / "heartbeat", **agent.environment, **SERVICE)
-    with agent.listening(), altered(OFTEN, environment, "--group-size", "10") as process:
+    with agent.listening(), altered(OFTEN, environment, "--batch-size", "10") as process:
         insert_undecodable(database, "garbage", topic, "key")
         register(database, "missing-topic", 2)
         register(database, topic, 40)
-        wanted = {metric.name for metric in USUAL} | {m.FAILED.name, m.DEAD.name, m.BREAKER_STATE.name}
+        wanted = {metric.name for metric in USUAL} | {m.FAILED.name, m.DEAD.name, m.CIRCUIT_STATE.name}
         eventually(lambda: wanted <= {each.name for each in list(agent.heard)}, seconds=40)
         eventually(lambda: agent.total(m.PUBLISHED.name) == 40, seconds=30)
         process.end()

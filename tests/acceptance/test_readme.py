@@ -18,7 +18,7 @@ import outbox
 import outbox.cli
 import publishworker.cli
 from outbox.devtools.emulators import Emulators
-from publishworker.spanner.connection import open_database
+from publishworker.spanner.connection import open_relay_database
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import Failed
 from tests.support.fakes import FakePublisher
@@ -229,7 +229,7 @@ def test_the_guide_to_ordering(emulators: Emulators, shop: Database) -> None:
     [pay] = blocks("docs/guide/ordering.md", "python")
     blocked, again, let_pass, at_once = blocks("docs/guide/ordering.md", "sql")
     publisher = FakePublisher("payments", project=PROJECT)
-    relay = relay_of(SpannerStore(open_database(PROJECT, "main", "shop"), 10), publisher)
+    relay = relay_of(SpannerStore(open_relay_database(PROJECT, "main", "shop"), 10), publisher)
 
     def turns() -> None:
         while relay.turn().made_progress:

@@ -48,7 +48,7 @@ def test_two_see_each_task_of_a_real_worker_once(emulators: Emulators, database:
         for each in tails:
             each.wait_for_text("following from")
         sent = register(database, topic, 30)
-        with worker(emulators, database, "--group-size", "7", command="drain") as draining:
+        with worker(emulators, database, "--batch-size", "7", command="drain") as draining:
             assert draining.wait(SECONDS) == 0
         for each in tails:
             wait_for(each, sent)

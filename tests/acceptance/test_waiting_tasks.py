@@ -10,7 +10,7 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
 from tests.support.commands import count, fill, row
-from tests.support.outages import charged, dead, hang, is_sent, register_beside
+from tests.support.outages import dead, hang, is_sent, recorded, register_beside
 from tests.support.pubsub import Subscription
 from tests.support.pubsub_server import accept, pubsub_server, refuse
 from tests.support.relays import UNDECODABLE, register, worker
@@ -51,7 +51,7 @@ def test_urgent_tasks_that_fail_keep_no_good_one_waiting(
     fill(own_database, [row(f"bad-{n}", topic=bad_topic, Data=data, Priority=100) for n in range(MANY)])
     waits = []
     with worker(emulators, own_database) as process:
-        process.wait_for_text("topic_rests" if missing else '"dead"')
+        process.wait_for_text("circuit_open" if missing else '"dead"')
         for _ in range(5):
             begin = time.monotonic()
             register(own_database, topic, 1, priority=0)
@@ -72,7 +72,7 @@ def test_urgent_tasks_that_fail_keep_no_good_one_waiting(
 def test_topics_that_do_not_work_hold_up_no_other(emulators: Emulators, database: Database) -> None:
     """One topic is silent, one fails: their tasks wait, without failed attempts. A third one's are sent in seconds."""
     answers = {"silent": hang, "failing": refuse(grpc.StatusCode.UNAVAILABLE)}
-    options = ("--group-size", "20", "--publish-timeout", "0.5")
+    options = ("--batch-size", "20", "--publish-timeout", "0.5")
     with (
         pubsub_server() as server,
         worker(emulators, database, *options, PUBSUB_EMULATOR_HOST=server.address) as process,
@@ -87,4 +87,4 @@ def test_topics_that_do_not_work_hold_up_no_other(emulators: Emulators, database
         for _ in range(5):
             one = register_beside(database, "good", 1)
             eventually(lambda one=one: is_sent(database, one), seconds=10, message="a task of the good topic is sent")
-        assert charged(database) == 0
+        assert recorded(database) == 0

@@ -33,7 +33,7 @@ def test_workers_on_one_table_lose_nothing_and_count_their_duplicates(
     with listening() as agent:
         with ExitStack() as stack:
             workers = [
-                stack.enter_context(worker(emulators, database, "--group-size", "20", **agent.environment))
+                stack.enter_context(worker(emulators, database, "--batch-size", "20", **agent.environment))
                 for _ in range(count)
             ]
             wait_until_all_sent(database)
@@ -49,9 +49,9 @@ def test_workers_on_one_table_lose_nothing_and_count_their_duplicates(
 def test_a_worker_that_is_killed_loses_nothing(
     emulators: Emulators, database: Database, topic: str, subscription: Subscription
 ) -> None:
-    """SIGKILL in the middle of a group: the next worker sends the rest; at most what was in flight comes twice."""
+    """SIGKILL in the middle of a batch: the next worker sends the rest; at most what was in flight comes twice."""
     ids = register(database, topic, 300)
-    with worker(emulators, database, "--group-size", "10", "--concurrency", "2") as first:
+    with worker(emulators, database, "--batch-size", "10", "--concurrency", "2") as first:
         eventually(lambda: len(unsent(database)) < 280, seconds=30)
         first.stop(signal.SIGKILL)
         first.wait()
@@ -69,7 +69,7 @@ def test_sigterm_in_the_middle_of_the_work_finishes_what_is_in_flight(
 ) -> None:
     """Exit 0, and every task is either sent and marked, or neither: no duplicate when the next worker goes on."""
     ids = register(database, topic, 300)
-    with worker(emulators, database, "--group-size", "10") as first:
+    with worker(emulators, database, "--batch-size", "10") as first:
         eventually(lambda: len(unsent(database)) < 280, seconds=30)
         first.end()
         assert "Transaction not found" not in first.stderr  # the emulator's word for a transaction that it ended
@@ -99,7 +99,7 @@ def test_drain_gives_up_at_its_deadline(emulators: Emulators, database: Database
     register(database, "missing-topic", 1)
     with worker(emulators, database, "--deadline", "1", command="drain") as process:
         assert process.wait(30) == 4
-        # Retrying if a probe was charged within the second.
+        # Retrying if a probe was recorded within the second.
         assert re.search(r"^1 (pending|retrying) of missing-topic$", process.stdout, re.MULTILINE)
         assert "not drained" in process.stdout
         assert "topics create projects/test-project/topics/missing-topic" in process.stderr
@@ -143,7 +143,7 @@ def test_a_bad_task_holds_nobody_up(
         process.wait_for_text("not_found")
         process.end()
         lines = [json.loads(line) for line in process.stderr.splitlines()]
-    failures = [line["message"] for line in lines if line["action"] in ("dead", "topic_rests")]
+    failures = [line["message"] for line in lines if line["action"] in ("dead", "circuit_open")]
     assert any("garbage" in message and "undecodable" in message for message in failures)
     assert any("missing-topic" in message and "not_found" in message for message in failures)
     assert not any("error.stack" in line for line in lines)
@@ -166,7 +166,7 @@ def test_spanner_that_is_not_there_at_the_start_ends_it_with_3(
 
 
 def test_a_second_signal_kills(emulators: Emulators, database: Database, topic: str) -> None:
-    """For whoever cannot wait: a worker whose group hangs ends at once."""
+    """For whoever cannot wait: a worker whose batch hangs ends at once."""
     register(database, topic, 5)
     with Proxy(emulators.pubsub_host) as proxy:
         proxy.hang()
@@ -183,13 +183,13 @@ def test_a_second_signal_kills(emulators: Emulators, database: Database, topic: 
 def test_a_stop_that_takes_too_long_is_seen(
     emulators: Emulators, database: Database, topic: str, command: str, code: int
 ) -> None:
-    """Work in flight after --drain-timeout: a line that says so, and the exit code of work that is left."""
+    """Work in flight after --shutdown-timeout: a line that says so, and the exit code of work that is left."""
     register(database, topic, 5)
     with Proxy(emulators.pubsub_host) as proxy:
         proxy.hang()
-        words = ("--drain-timeout", "0.2", "--publish-timeout", "8")
+        words = ("--shutdown-timeout", "0.2", "--publish-timeout", "8")
         with worker(emulators, database, *words, command=command, PUBSUB_EMULATOR_HOST=proxy.address) as process:
             eventually(lambda: proxy.accepted, seconds=20)
             process.stop()
             assert process.wait(7) == code
-            assert "drain_timeout" in process.stderr
+            assert "shutdown_timeout" in process.stderr

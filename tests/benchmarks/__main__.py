@@ -10,11 +10,11 @@ from datetime import UTC, datetime
 
 from outbox.devtools import emulators
 from tests.benchmarks import (
+    batch_sizes,
     costs,
     decoding,
     delayed,
     fleets,
-    group_sizes,
     idle,
     latency,
     marks,
@@ -34,7 +34,7 @@ from tests.benchmarks.bench import Bench
 SECTIONS: dict[str, Callable[[Bench], results.Section]] = {
     "throughput": throughput.run,
     "delayed": delayed.run,
-    "group-sizes": group_sizes.run,
+    "batch-sizes": batch_sizes.run,
     "ordering": ordering.run,
     "costs": costs.run,
     "latency": latency.run,

@@ -12,14 +12,14 @@ import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.message import RawPublishRequest, RawPubsubMessage
 from publishworker.spanner import statements
-from publishworker.spanner.connection import LimitedDatabase, open_database, open_pubsub
+from publishworker.spanner.connection import LimitedDatabase, open_pubsub, open_relay_database
 from publishworker.spanner.store import SpannerStore
-from publishworker.types import Outcome, Row, Sent
+from publishworker.types import LockedRow, Outcome, Sent
 from tests.benchmarks.bench import MESSAGE, ROWS, Bench, Speed, connecting_to, fresh_table, stopwatch
 from tests.support.spanner import INSTANCE, PROJECT
 
 #: Messages in a request, rows in a transaction: the worker's default.
-GROUP_SIZE = 100
+BATCH_SIZE = 100
 #: Requests in flight: the worker's default.
 IN_FLIGHT = 4
 
@@ -37,27 +37,27 @@ def publish_only(bench: Bench, hosts: Emulators) -> Speed:
     )
     topic = bench.pubsub.new_topic()
     request = RawPublishRequest(topic=topic)
-    for number in range(GROUP_SIZE):
+    for number in range(BATCH_SIZE):
         attributes = {outbox.TASK_ID_ATTRIBUTE: f"00000000-0000-4000-8000-{number:012}"}
         request.messages.append(RawPubsubMessage(data=MESSAGE, attributes=attributes))
     publish(request, timeout=5)
     requests = bench.choose(50, 10)
-    flights: deque[Any] = deque()
+    in_flight_batches: deque[Any] = deque()
     with stopwatch() as watch:
         for _ in range(requests):
-            if len(flights) == IN_FLIGHT:
-                flights.popleft().result()
-            flights.append(publish.future(request, timeout=5))
-        for flight in flights:
-            flight.result()
+            if len(in_flight_batches) == IN_FLIGHT:
+                in_flight_batches.popleft().result()
+            in_flight_batches.append(publish.future(request, timeout=5))
+        for entry in in_flight_batches:
+            entry.result()
     transport.close()
-    return Speed(requests * GROUP_SIZE, watch)
+    return Speed(requests * BATCH_SIZE, watch)
 
 
 def mark_only(bench: Bench, hosts: Emulators) -> Speed:
     """Ceiling M: lock and mark as the relay does, and publish nothing."""
 
-    def sent(rows: Sequence[Row], _now: datetime) -> Mapping[str, Outcome]:
+    def sent(rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, Outcome]:
         return {row.id: Sent("") for row in rows}
 
     def claim(database: LimitedDatabase, ids: Sequence[str]) -> None:
@@ -87,10 +87,10 @@ def read_and_mark_only(bench: Bench, hosts: Emulators) -> Speed:
 def _claim_all(bench: Bench, hosts: Emulators, claim: Any) -> Speed:
     with fresh_table(bench) as table:
         with connecting_to(hosts):
-            database = open_database(PROJECT, INSTANCE, table.id)
+            database = open_relay_database(PROJECT, INSTANCE, table.id)
         claim(database, table.fill(1))
         ids = table.fill(ROWS)
         with stopwatch() as watch:
-            for begin in range(0, ROWS, GROUP_SIZE):
-                claim(database, ids[begin : begin + GROUP_SIZE])
+            for begin in range(0, ROWS, BATCH_SIZE):
+                claim(database, ids[begin : begin + BATCH_SIZE])
         return Speed(ROWS, watch)

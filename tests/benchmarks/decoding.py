@@ -11,7 +11,7 @@ from google.cloud.spanner_v1 import PartialResultSet, TypeCode
 from google.cloud.spanner_v1.streamed import StreamedResultSet
 
 from publishworker.spanner import rows
-from publishworker.types import Candidate, Row
+from publishworker.types import Candidate, LockedRow
 from tests.benchmarks.bench import MESSAGE, Bench
 from tests.benchmarks.results import Plot, Section, figures
 from tests.support.fakes import serialized
@@ -87,7 +87,7 @@ def run(bench: Bench) -> Section:
     for _ in range(bench.rounds):
         for row, columns, kind, decode in (
             ("candidate", CANDIDATE, Candidate, rows.candidates),
-            ("locked row", LOCKED, Row, rows.locked),
+            ("locked row", LOCKED, LockedRow, rows.locked),
         ):
             made_of = len(fields(kind))  # the first columns
             by_client = microseconds(

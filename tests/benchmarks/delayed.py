@@ -22,8 +22,8 @@ CONDITIONS = f"""\
 - As under [throughput](#throughput), but each service is behind a proxy, in a process of its own, that delivers every
   byte {SPANNER * 1000:g} ms (Spanner) and {PUBSUB * 1000:g} ms (Pub/Sub) after it was sent: round trips of
   {SPANNER * 2000:g} and {PUBSUB * 2000:g} ms.
-- A database of the emulator runs one read-write transaction at a time, so one relay waits for its own groups there.
-  {RELAYS} relays with a table each, in threads of one process, show what groups in flight at once are worth."""
+- A database of the emulator runs one read-write transaction at a time, so one relay waits for its own batches there.
+  {RELAYS} relays with a table each, in threads of one process, show what batches in flight at once are worth."""
 
 
 def run(bench: Bench) -> Section:

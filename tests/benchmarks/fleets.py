@@ -37,11 +37,11 @@ CONDITIONS = f"""\
   it, whatever the rows: it cannot show how rarely the rows of two workers are the same.
 - Polls are the requests, and grow with the workers: each polls once a second when idle, so that a task waits no longer
   in a large fleet than in a small one ([workers](architecture/workers.md#what-it-costs)).
-- Taken over: from SIGKILL of one worker until the others have said that they poll its shards."""
+- Skipped over: from SIGKILL of one worker until the others have said that they poll its shards."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class Membership:
     """Workers that have settled."""
 
     table: Table
@@ -51,7 +51,7 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def fleet(bench: Bench, size: int, assignment: str) -> Iterator[Fleet]:
+def fleet(bench: Bench, size: int, assignment: str) -> Iterator[Membership]:
     """Run `size` workers for the time of the block."""
     with contextlib.ExitStack() as stack:
         table = stack.enter_context(fresh_table(bench))
@@ -68,10 +68,10 @@ def fleet(bench: Bench, size: int, assignment: str) -> Iterator[Fleet]:
         }
         eventually(settled[assignment], seconds=60, message=f"{size} workers know of each other")
         time.sleep(SETTLE)
-        yield Fleet(table, proxy, agent, workers)
+        yield Membership(table, proxy, agent, workers)
 
 
-def idle(fleet: Fleet, seconds: int) -> dict[str, float]:
+def idle(fleet: Membership, seconds: int) -> dict[str, float]:
     """Count polls while there is nothing to do."""
     fleet.proxy.clear()
     time.sleep(seconds)
@@ -79,7 +79,7 @@ def idle(fleet: Fleet, seconds: int) -> dict[str, float]:
     return {REQUESTS: fleet.proxy.counts[POLL] * per_minute, SHARDS: fleet.proxy.shards[POLL] * per_minute}
 
 
-def busy(fleet: Fleet, seconds: int) -> dict[str, float]:
+def busy(fleet: Membership, seconds: int) -> dict[str, float]:
     """Count collisions while tasks arrive steadily."""
     before = fleet.agent.counts.copy()
     fleet.proxy.clear()
@@ -98,7 +98,7 @@ def busy(fleet: Fleet, seconds: int) -> dict[str, float]:
     return {MET: 100 * heard[m.ALREADY_PUBLISHED] / claimed, ABORTED: 100 * heard[m.ABORTED] / max(1, runs)}
 
 
-def take_over(fleet: Fleet) -> dict[str, float]:
+def take_over(fleet: Membership) -> dict[str, float]:
     """Kill one of several workers and wait for the others."""
     killed, *others = fleet.workers
     parts = [shards_of(each) for each in others]

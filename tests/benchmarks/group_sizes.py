@@ -1,4 +1,4 @@
-"""Tasks a second and CPU by group size: why tasks are grouped."""
+"""Tasks a second and CPU by batch size: why tasks are grouped."""
 
 from functools import partial
 
@@ -15,12 +15,12 @@ CONDITIONS = f"""\
 def run(bench: Bench) -> Section:
     """Measure one worker at each size, up to 100 tasks a turn."""
     ways = {
-        f"groups of {size}": partial(relaying.relay, group_size=str(size), concurrency=str(max(1, 100 // size)))
+        f"batches of {size}": partial(relaying.relay, batch_size=str(size), concurrency=str(max(1, 100 // size)))
         for size in SIZES
     }
     return Section(
-        "Group size",
-        figures(throughput.measure(bench, bench.emulators, ways, "group sizes")),
+        "Batch size",
+        figures(throughput.measure(bench, bench.emulators, ways, "batch sizes")),
         [],
         CONDITIONS,
         "The ratios, and the CPU of the client.",

@@ -1,4 +1,4 @@
-"""Ways to lock and to mark a group: what the relay's statement and its columns give on the emulator."""
+"""Ways to lock and to mark a batch: what the relay's statement and its columns give on the emulator."""
 
 import time
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, param_types
 from tqdm import tqdm
 
 from publishworker.spanner import statements
-from publishworker.spanner.connection import open_database
+from publishworker.spanner.connection import open_relay_database
 from tests.benchmarks.bench import ROWS, Bench, Table, connecting_to, fresh_table
 from tests.benchmarks.results import Section, figures
 from tests.support.spanner import INSTANCE, PROJECT
@@ -25,12 +25,12 @@ WAYS = {
 }
 
 CONDITIONS = f"""\
-- A group of {GROUP} of so many rows, nothing published: the lock query with its rows, and the commit. The first
+- A batch of {GROUP} of so many rows, nothing published: the lock query with its rows, and the commit. The first
   transaction of each connection is not counted."""
 
 
 def mark(database: Any, ids: Sequence[str], statement: str, columns: Sequence[str]) -> tuple[float, float]:
-    """Lock and mark a group in one transaction; return the milliseconds of both steps."""
+    """Lock and mark a batch in one transaction; return the milliseconds of both steps."""
     times = []
 
     def work(transaction: Any) -> None:
@@ -48,10 +48,10 @@ def mark(database: Any, ids: Sequence[str], statement: str, columns: Sequence[st
 
 
 def measure(bench: Bench, table: Table, rows: int, statement: str, columns: Sequence[str]) -> tuple[float, float]:
-    """Mark one group of a table with so many rows, after another one."""
+    """Mark one batch of a table with so many rows, after another one."""
     ids = table.fill(rows)
     with connecting_to(bench.emulators):
-        database = open_database(PROJECT, INSTANCE, table.id)
+        database = open_relay_database(PROJECT, INSTANCE, table.id)
     mark(database, ids[:1], statement, columns)
     return mark(database, ids[1 : GROUP + 1], statement, columns)
 

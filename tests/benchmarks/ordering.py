@@ -12,7 +12,7 @@ from tests.benchmarks.relaying import drive, open_worker
 from tests.benchmarks.results import Bar, Plot, Section, figures
 from tests.support.counting import Counting
 
-#: The tag of the query for the fronts of keys.
+#: The tag of the query for the key_heads of keys.
 ORDER = "outbox-order"
 #: Tasks of a registering commit.
 COMMIT = 50
@@ -21,7 +21,7 @@ SPEED, PUBLISHED, RUN = "tasks/s", "publish requests", "tasks/publish request"
 #: Which requests to Spanner are counted under which name, by method and tag.
 REQUESTS = {
     "polls": ("ExecuteStreamingSql", POLL),
-    "fronts": ("ExecuteStreamingSql", ORDER),
+    "key_heads": ("ExecuteStreamingSql", ORDER),
     "locks": ("ExecuteStreamingSql", CLAIM),
     "commits": ("Commit", "outbox-relay"),
 }
@@ -115,8 +115,8 @@ def conditions(loads: list[Load]) -> str:
     return f"""\
 - Fresh tables of {sizes} rows, messages of 300 bytes, one topic, one worker with default settings; one task
   before the clock starts. The tasks of different keys are registered by turns, {COMMIT} in a commit.
-- Polls, fronts (the query for what stands at the front of each key), locks, commits and publish requests: for 1,000
+- Polls, key_heads (the query for what stands at the front of each key), locks, commits and publish requests: for 1,000
   tasks, counted by proxies that forward every call to the emulators, on a table of their own. The poll brings tasks of
-  many keys at once, and one query the fronts of all of them.
-- Tasks/publish request: without keys as many as a group has, with keys the length of the runs. A request holds the
+  many keys at once, and one query the key_heads of all of them.
+- Tasks/publish request: without keys as many as a batch has, with keys the length of the runs. A request holds the
   tasks of one key, since Pub/Sub refuses others, and the next one of a key waits for its answer and its commit."""

@@ -14,7 +14,7 @@ from random import Random
 from tqdm import tqdm
 
 from publishworker.spanner.store import Decide
-from publishworker.types import Candidate, Failed, Look, News, Outcome, Poll, Row, Sent
+from publishworker.types import Candidate, Failed, LockedRow, News, Outcome, PollRequest, PollResult, Sent
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.results import Section, figures
 from tests.support.parts import relay_of
@@ -75,7 +75,7 @@ class DistantStore:
             factor = self._random.lognormvariate(0, 0.35) * (SLOW if self._random.random() < self._slow else 1)
         time.sleep(milliseconds / 1000 * factor)
 
-    def poll(self, look: Look) -> Poll:
+    def poll(self, look: PollRequest) -> PollResult:
         """See Store."""
         self.travel(self._poll)
         most = look.per_range if look.topics else 0
@@ -85,16 +85,16 @@ class DistantStore:
         self.polls += 1
         self.rows += len(candidates)
         if look.known is None:
-            return Poll(candidates)
+            return PollResult(candidates)
         nobody: frozenset[str] = frozenset()
-        return Poll(
+        return PollResult(
             candidates, News(topics=frozenset({"topic"}) - look.known, paused=nobody, living=nobody, gone=nobody)
         )
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """See Store."""
         self.travel(LOCK)
-        decide([Row(id, "topic", b"", None, NOON, None, None, clean=True) for id in ids], NOON)
+        decide([LockedRow(id, "topic", b"", None, NOON, None, None, clean=True) for id in ids], NOON)
         self.travel(COMMIT)
         with self._lock:
             for id in ids:
@@ -115,12 +115,12 @@ class DistantPublisher:
         self._store = store
 
     def publish(
-        self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
+        self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
     ) -> dict[str, Outcome]:
         self._store.travel(PUBLISH)
         return {row.id: Sent("1") for row in rows}
 
-    def refusals(self, topic: str, rows: Sequence[Row]) -> dict[str, Failed]:
+    def refusals(self, topic: str, rows: Sequence[LockedRow]) -> dict[str, Failed]:
         """See Publisher: none."""
         return {}
 
@@ -135,7 +135,7 @@ def relay(way: Way, tasks: int, seed: int, slow: float) -> tuple[float, float, f
         groups=way.groups,
         stragglers=way.left,
         patience=way.patience,
-        look_further_seconds=0.5,
+        discovery_seconds=0.5,
     )
     made.turn()  # learns the topic
     store.polls = store.rows = 0

@@ -7,9 +7,9 @@ from typing import Any
 from google.cloud.spanner_v1 import KeyRange, KeySet
 from tqdm import tqdm
 
-from publishworker.spanner.connection import open_database
+from publishworker.spanner.connection import open_relay_database
 from publishworker.spanner.store import SpannerStore
-from publishworker.types import Look
+from publishworker.types import PollRequest
 from tests.benchmarks.backlogs import insert
 from tests.benchmarks.bench import Bench, Table, connecting_to, fresh_table, stopwatch
 from tests.benchmarks.results import Bar, Section, figures
@@ -103,9 +103,9 @@ def with_topics(bench: Bench) -> Section:
 def polled(bench: Bench, table: Table, topics: list[str]) -> Samples:
     """Return what polls of these topics cost."""
     with connecting_to(bench.emulators):
-        store = SpannerStore(open_database(PROJECT, INSTANCE, table.id), SHARDS)
+        store = SpannerStore(open_relay_database(PROJECT, INSTANCE, table.id), SHARDS)
     per_range = max(1, WINDOW // SHARDS // len(topics))
-    ready = Look(shards=tuple(range(SHARDS)), topics=frozenset(topics), per_range=per_range)
+    ready = PollRequest(shards=tuple(range(SHARDS)), topics=frozenset(topics), per_range=per_range)
     everything = dataclasses.replace(ready, due=True, known=ready.topics)
     row = f"{len(topics)} topics" if len(topics) > 1 else "1 topic"
     store.poll(ready)

@@ -6,7 +6,7 @@ from typing import Any
 
 from outbox.devtools.emulators import Emulators
 from outbox.shared import logs
-from publishworker.app import Worker
+from publishworker.app import App
 from publishworker.settings import RelaySettings
 from publishworker.telemetry.metrics import Metrics
 from tests.benchmarks.bench import ROWS, Bench, Speed, connecting_to, fresh_table, stopwatch
@@ -16,12 +16,12 @@ from tests.support.spanner import INSTANCE, PROJECT
 LIMIT = 120.0
 
 
-def open_worker(hosts: Emulators, database_id: str, **settings: str) -> Worker:
+def open_worker(hosts: Emulators, database_id: str, **settings: str) -> App:
     """Return a worker with its default settings but for those given."""
     fixed = {"project": PROJECT, "instance": INSTANCE, "database": database_id}
     logs.configure(level="error")
     with connecting_to(hosts):
-        worker = Worker(RelaySettings.read({**fixed, **settings}, {}), id="benchmark", metrics=Metrics())
+        worker = App(RelaySettings.read({**fixed, **settings}, {}), id="benchmark", metrics=Metrics())
     gc.freeze()  # as the command does
     return worker
 

@@ -13,12 +13,12 @@ Way = Callable[[Bench, Emulators], Speed]
 
 A, B, B_OWN = "A: a transaction a task", "B: A in 4 threads", "B: the same, a table each"
 P, M, M_READ = "P: publish only", "M: lock and mark only", "M by key, no exclusive lock"
-RELAY, TUNED = "relay, defaults", "relay, groups of 200"
+RELAY, TUNED = "relay, defaults", "relay, batches of 200"
 
 
 def tuned(bench: Bench, hosts: Emulators) -> Speed:
-    """Relay with what is best for a table of this size: one group."""
-    return relaying.relay(bench, hosts, group_size="200")
+    """Relay with what is best for a table of this size: one batch."""
+    return relaying.relay(bench, hosts, batch_size="200")
 
 
 WAYS: dict[str, Way] = {
@@ -33,7 +33,7 @@ WAYS: dict[str, Way] = {
 }
 
 CONDITIONS = f"""\
-- Fresh tables of {ROWS} rows, messages of 300 bytes, groups of 100, one worker; one task before the clock starts, so
+- Fresh tables of {ROWS} rows, messages of 300 bytes, batches of 100, one worker; one task before the clock starts, so
   that all are connected and the topic is known.
 - A and B: plain `spanner.Database` and high-level `PublisherClient` with default settings; lock by id with the
   exclusive hint, publish, wait, mark, commit. They relay 60 of the {ROWS} rows, for time. In B each thread has its own

@@ -8,7 +8,7 @@ import pytest
 
 from outbox.storage.task_states import NEVER
 from publishworker.spanner.store import Unsent
-from publishworker.types import Charged, Mark, Row, Sent
+from publishworker.types import FailedAttempt, LockedRow, Mark, Sent
 from tests.support.fakes import serialized
 from tests.support.store_harness import Harness, poll_ids
 
@@ -20,12 +20,12 @@ FAILED = {"available_at": PAST, "expires_at": FUTURE, "last_error": "internal: n
 UNTOUCHED = (None, PAST, FUTURE, "internal: no", 2)
 
 
-def send_all(rows: Sequence[Row], _now: datetime) -> Mapping[str, Mark]:
+def send_all(rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, Mark]:
     return {row.id: Sent("1") for row in rows}
 
 
-def locked(harness: Harness, *ids: str) -> dict[str, Row]:
-    calls: list[list[Row]] = []
+def locked(harness: Harness, *ids: str) -> dict[str, LockedRow]:
+    calls: list[list[LockedRow]] = []
     harness.store.claim(ids, lambda rows, _now: (calls.append(list(rows)), {})[1])
     return {row.id: row for row in calls[-1]}
 
@@ -61,7 +61,7 @@ def test_an_exception_under_the_lock_writes_nothing(harness: Harness) -> None:
     """A defect in the relay rolls the transaction back and is not hidden; the store goes on."""
     harness.insert("a")
 
-    def break_down(_rows: Sequence[Row], _now: datetime) -> Mapping[str, Mark]:
+    def break_down(_rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, Mark]:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -81,7 +81,7 @@ def test_a_sent_task_is_clean_whatever_was_left(harness: Harness) -> None:
     assert {id: row.clean for id, row in locked(harness, *left).items()} == {id: not each for id, each in left.items()}
     times: list[datetime] = []
 
-    def send(rows: Sequence[Row], now: datetime) -> Mapping[str, Mark]:
+    def send(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
         times.append(now)
         return send_all(rows, now)
 
@@ -111,8 +111,8 @@ def test_a_failure_is_written_beside_what_was_sent_in_one_commit(harness: Harnes
     marks: dict[str, Mark] = {
         "sent": Sent("1"),
         "sent-again": Sent("2"),
-        "failed": Charged(1, LATER, None, text),
-        "failed-again": Charged(2**62, LATER, FUTURE, "data_loss: no"),
+        "failed": FailedAttempt(1, LATER, None, text),
+        "failed-again": FailedAttempt(2**62, LATER, FUTURE, "data_loss: no"),
     }
     committed = harness.store.claim([*marks, "untried"], lambda _rows, _now: marks)
     assert columns(harness, "sent") == columns(harness, "sent-again") == (committed, None, None, None, 0)
@@ -133,7 +133,7 @@ def test_a_failed_task_is_due_when_its_time_has_come(harness: Harness) -> None:
     times = {"now": PAST, "later": FUTURE, "dead": NEVER}
     for id in (*times, "alive"):
         harness.insert(id, expires_at=FUTURE)
-    marks = {id: Charged(10, at, FUTURE, "expired: long ago") for id, at in times.items()}
+    marks = {id: FailedAttempt(10, at, FUTURE, "expired: long ago") for id, at in times.items()}
     harness.store.claim([*marks], lambda _rows, _now: marks)
     assert poll_ids(harness.store, "orders") == ["alive"]
     assert sorted(poll_ids(harness.store, "orders", due=True, below=1000)) == ["alive", "now"]
@@ -150,7 +150,7 @@ def test_a_failure_takes_back_a_mark(harness: Harness) -> None:
     harness.insert("a", expires_at=FUTURE, attempts=2, at_most_once=True)
     committed = harness.store.claim(["a"], send_all)
     assert columns(harness, "a") == (committed, None, None, None, 0)
-    harness.store.claim(["a"], lambda _rows, _now: {"a": Charged(3, PAST, FUTURE, "not_found: no")})
+    harness.store.claim(["a"], lambda _rows, _now: {"a": FailedAttempt(3, PAST, FUTURE, "not_found: no")})
     assert columns(harness, "a") == (None, PAST, FUTURE, "not_found: no", 3)
     assert poll_ids(harness.store, "orders", due=True) == ["a"]
     row = locked(harness, "a")["a"]

@@ -8,7 +8,7 @@ import pytest
 
 from outbox.storage.task_states import NEVER
 from publishworker.spanner import store
-from publishworker.types import Key, Parked, Row, Waiting
+from publishworker.types import Deferred, Key, LockedRow, QueuedTask
 from tests.support.fakes import serialized
 from tests.support.store_harness import Harness, poll_ids
 
@@ -16,7 +16,7 @@ PAST = datetime(2020, 1, 1, tzinfo=UTC)
 FUTURE = datetime(2090, 1, 1, tzinfo=UTC)
 FIRST = datetime(2025, 1, 1, tzinfo=UTC)
 KEY = Key("orders", "k")
-DEFERRED = {"last_error": "parked: waits for the task x of its ordering key"}
+DEFERRED = {"last_error": "deferred: waits for the task x of its ordering key"}
 
 
 def insert_in_order(harness: Harness, tasks: Mapping[str, Mapping[str, Any]]) -> None:
@@ -25,10 +25,10 @@ def insert_in_order(harness: Harness, tasks: Mapping[str, Mapping[str, Any]]) ->
         harness.insert(id, ordering_key="k", created_at=FIRST, sequence=sequence, **columns)
 
 
-def front(harness: Harness, per_key: int = 10, *, pass_dead: bool = False) -> list[str]:
+def front(harness: Harness, per_key: int = 10, *, skip_dead: bool = False) -> list[str]:
     """Return the first ids of the key."""
-    fronts = harness.store.fronts([KEY], per_key, pass_dead=pass_dead)
-    return [each.id for each in fronts.get(KEY, ())]
+    key_heads = harness.store.key_heads([KEY], per_key, skip_dead=skip_dead)
+    return [each.id for each in key_heads.get(KEY, ())]
 
 
 def test_a_front_is_in_the_order_of_the_key(harness: Harness) -> None:
@@ -50,10 +50,10 @@ def test_fronts_are_those_of_the_keys_that_were_asked_for(harness: Harness) -> N
     harness.insert("loose", created_at=FIRST)
     size = len(serialized())
     invoices = Key("invoices", "k")
-    fronts = harness.store.fronts([KEY, invoices, Key("orders", "none")], 10, pass_dead=False)
-    assert {key: list(front) for key, front in fronts.items() if front} == {
-        KEY: [Waiting("a", size, may_go=True)],
-        invoices: [Waiting("other-topic", size, may_go=True)],
+    key_heads = harness.store.key_heads([KEY, invoices, Key("orders", "none")], 10, skip_dead=False)
+    assert {key: list(front) for key, front in key_heads.items() if front} == {
+        KEY: [QueuedTask("a", size, sendable=True)],
+        invoices: [QueuedTask("other-topic", size, sendable=True)],
     }
 
 
@@ -68,8 +68,8 @@ def test_the_fronts_of_many_keys_are_those_of_each(harness: Harness, monkeypatch
     harness.store._emulator = True  # type: ignore[attr-defined]  # the fake has no such part
     for whole in (0, 20, 2_000):
         monkeypatch.setattr(store, "WHOLE_KEYS_ROWS", whole)
-        fronts = harness.store.fronts(keys, 2, pass_dead=True)
-        assert {key: [each.id for each in fronts[key]] for key in keys} == {
+        key_heads = harness.store.key_heads(keys, 2, skip_dead=True)
+        assert {key: [each.id for each in key_heads[key]] for key in keys} == {
             key: [f"{place}{key.topic}{key.ordering_key}" for place in ("87" if number % 2 else "98")]
             for number, key in enumerate(keys)
         }
@@ -77,56 +77,56 @@ def test_the_fronts_of_many_keys_are_those_of_each(harness: Harness, monkeypatch
 
 def test_a_front_shows_what_is_not_due(harness: Harness) -> None:
     """It holds back the following tasks, unless it expired before; a deferred task is held back by others only."""
-    tasks: dict[str, tuple[dict[str, Any], tuple[bool, bool, bool]]] = {  # may_go, parked, passed_over
+    tasks: dict[str, tuple[dict[str, Any], tuple[bool, bool, bool]]] = {  # sendable, deferred, expired_early
         "ready": ({}, (True, False, False)),
         "due": ({"available_at": PAST, "attempts": 2, "last_error": "internal: no"}, (True, False, False)),
-        "parked": ({"available_at": FUTURE, **DEFERRED}, (True, True, False)),
-        "parked-due": ({"available_at": PAST, **DEFERRED}, (True, True, False)),
+        "deferred": ({"available_at": FUTURE, **DEFERRED}, (True, True, False)),
+        "deferred-due": ({"available_at": PAST, **DEFERRED}, (True, True, False)),
         "scheduled": ({"available_at": FUTURE}, (False, False, False)),
         "retrying": ({"available_at": FUTURE, "attempts": 1, "last_error": "internal: no"}, (False, False, False)),
         "dead": ({"available_at": NEVER, "attempts": 1, "last_error": "undecodable: no"}, (False, False, False)),
         "expiring": ({"available_at": PAST, "expires_at": PAST}, (True, False, False)),
         "dead-expired": ({"available_at": NEVER, "expires_at": PAST, "attempts": 1}, (False, False, True)),
         "retrying-expired": ({"available_at": FUTURE, "expires_at": PAST, "attempts": 1}, (False, False, True)),
-        "parked-expired": ({"available_at": FUTURE, "expires_at": PAST, **DEFERRED}, (False, True, True)),
+        "deferred-expired": ({"available_at": FUTURE, "expires_at": PAST, **DEFERRED}, (False, True, True)),
         "ready-expired": ({"expires_at": PAST}, (True, False, False)),
         "dead-in-time": ({"available_at": NEVER, "expires_at": FUTURE, "attempts": 1}, (False, False, False)),
         "in-time": ({"expires_at": FUTURE}, (True, False, False)),
     }
     insert_in_order(harness, {id: columns for id, (columns, _) in tasks.items()})
-    waiting = harness.store.fronts([KEY], 20, pass_dead=False)[KEY]
-    assert {each.id: (each.may_go, each.parked, each.passed_over) for each in waiting} == {
+    waiting = harness.store.key_heads([KEY], 20, skip_dead=False)[KEY]
+    assert {each.id: (each.sendable, each.deferred, each.expired_early) for each in waiting} == {
         id: shown for id, (_, shown) in tasks.items()
     }
     living = [id for id in tasks if not id.startswith("dead")]
-    assert front(harness, 20, pass_dead=True) == living
-    assert front(harness, 7, pass_dead=True) == living[:7]
+    assert front(harness, 20, skip_dead=True) == living
+    assert front(harness, 7, skip_dead=True) == living[:7]
 
 
-def test_a_parked_task_waits_for_its_time_and_says_why(harness: Harness) -> None:
-    """Its attempts and its expiry stay, the poll does not see it, and under the lock it is known as parked."""
+def test_a_deferred_task_waits_for_its_time_and_says_why(harness: Harness) -> None:
+    """Its attempts and its expiry stay, the poll does not see it, and under the lock it is known as deferred."""
     harness.insert("head", ordering_key="k", available_at=FUTURE)
     harness.insert("a", ordering_key="k", expires_at=FUTURE, attempts=2)
     assert poll_ids(harness.store, "orders", known=()) == ["a"]
-    harness.store.claim(["a"], lambda _rows, _now: {"a": Parked(FUTURE, "head")})
+    harness.store.claim(["a"], lambda _rows, _now: {"a": Deferred(FUTURE, "head")})
     assert poll_ids(harness.store, "orders", due=True) == []
     names = ("available_at", "expires_at", "attempts", "last_error")
-    error = "parked: waits for the task head of its ordering key"
+    error = "deferred: waits for the task head of its ordering key"
     assert [harness.column("a", name) for name in names] == [FUTURE, FUTURE, 2, error]
-    rows: list[Row] = []
+    rows: list[LockedRow] = []
     harness.store.claim(["a", "head"], lambda found, _now: (rows.extend(found), {})[1])
-    assert {row.id: row.parked for row in rows} == {"a": True, "head": False}
+    assert {row.id: row.deferred for row in rows} == {"a": True, "head": False}
 
 
-def test_a_parked_task_is_scheduled_whatever_its_attempts(harness: Harness) -> None:
+def test_a_deferred_task_is_scheduled_whatever_its_attempts(harness: Harness) -> None:
     """Its head may be dead, so `drain` must not wait for it. Tasks with an ordering key are counted: `check` warns."""
-    parked = {"available_at": FUTURE, "attempts": 2, **DEFERRED}
-    harness.insert("a", ordering_key="k", **parked)
-    harness.insert("b", ordering_key="k", **{**parked, "last_error": "internal: no"})
-    harness.insert("c", ordering_key="k", **{**parked, "last_error": None})
-    harness.insert("d", **parked)
-    harness.insert("e", ordering_key="k", **{**parked, "available_at": PAST})
-    harness.insert("f", ordering_key="k", **{**parked, "available_at": NEVER})
+    deferred = {"available_at": FUTURE, "attempts": 2, **DEFERRED}
+    harness.insert("a", ordering_key="k", **deferred)
+    harness.insert("b", ordering_key="k", **{**deferred, "last_error": "internal: no"})
+    harness.insert("c", ordering_key="k", **{**deferred, "last_error": None})
+    harness.insert("d", **deferred)
+    harness.insert("e", ordering_key="k", **{**deferred, "available_at": PAST})
+    harness.insert("f", ordering_key="k", **{**deferred, "available_at": NEVER})
     harness.insert("g")
     assert {(each.state, each.count, each.ordered) for each in harness.store.unsent()} == {
         ("scheduled", 1, 1),

@@ -8,7 +8,7 @@ import pytest
 from outbox.message import TASK_ID_ATTRIBUTE
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
 from publishworker.spanner.connection import open_pubsub
-from publishworker.types import Failed, Row, Sent
+from publishworker.types import Failed, LockedRow, Sent
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.pubsub import Subscription
 
@@ -55,9 +55,9 @@ def harness(request: pytest.FixtureRequest) -> Harness:
     return PubSubHarness(request.getfixturevalue("topic"), request.getfixturevalue("subscription"))
 
 
-def row(id: str, data: bytes | None = None, ordering_key: str | None = None) -> Row:
+def row(id: str, data: bytes | None = None, ordering_key: str | None = None) -> LockedRow:
     """Return a row under the lock."""
-    return Row(id, "orders", serialized() if data is None else data, ordering_key, datetime.now(UTC), None, None)
+    return LockedRow(id, "orders", serialized() if data is None else data, ordering_key, datetime.now(UTC), None, None)
 
 
 def test_published_tasks_are_sent_with_message_ids(harness: Harness) -> None:

@@ -118,7 +118,7 @@ def test_limits_and_pauses_are_told(harness: Harness) -> None:
         "third": TopicLimit(1 / 3, 1),
         "tiny": TopicLimit(1e-6, 1),
         "large": TopicLimit(1e15, 2**63 - 1, 2**63 - 1),
-        "flying": TopicLimit(None, None, 7),
+        "in_flight": TopicLimit(None, None, 7),
         "rate alone": TopicLimit(2.0, None),
         "burst alone": TopicLimit(None, 4),
         "wrong": TopicLimit(-1.0, 0, -5),

@@ -19,14 +19,14 @@ from tests.support.outages import lasting
 from tests.support.processes import Process
 from tests.support.pubsub import PubSub
 from tests.support.rpc import Fault
-from tests.support.trial import GROUP_SIZE, Trial
+from tests.support.trial import BATCH_SIZE, Trial
 
 #: Runs what sends tasks, for the time of a block.
 Relay = Callable[[Trial], AbstractContextManager[list[Process]]]
 #: One worker each: two would abort each other on the emulator, which is no fault of a protocol.
 RELAYS: dict[str, Relay] = {
-    f"groups of {GROUP_SIZE}": lambda trial: trial.workers(1),
-    "groups of 1": lambda trial: trial.workers(1, "--group-size", "1"),
+    f"batches of {BATCH_SIZE}": lambda trial: trial.workers(1),
+    "batches of 1": lambda trial: trial.workers(1, "--batch-size", "1"),
     "the article's protocol": lambda trial: trial.workers(1, module="tests.support.article"),
 }
 #: Of the calls that fail at random.

@@ -52,11 +52,11 @@ published is remembered, over aborts and over commits that fail or only seem to,
 
 Why the rest must be: Pub/Sub and Spanner have no common commit. What a worker has published when it dies, and not
 marked, is published again by the next one; so is what Pub/Sub has accepted when its answer is lost, since nobody can
-tell this from a request that never arrived, and to mark it as sent could lose it. A group repeats as a whole: SIGKILL
-costs a group where it meets one between publish and commit. Where one answer is lost, a task is repeated as often in
-groups as alone, because the groups are fewer. Where a connection breaks, everything that is on its way on it is
-repeated: four groups here, one task there. After the first of such failures the topic rests and is tried with single
-tasks, so an outage costs no more than what was in flight when it began. `--group-size` and `--concurrency` bound all of
+tell this from a request that never arrived, and to mark it as sent could lose it. A batch repeats as a whole: SIGKILL
+costs a batch where it meets one between publish and commit. Where one answer is lost, a task is repeated as often in
+batches as alone, because the batches are fewer. Where a connection breaks, everything that is on its way on it is
+repeated: four batches here, one task there. After the first of such failures the topic rests and is tried with single
+tasks, so an outage costs no more than what was in flight when it began. `--batch-size` and `--concurrency` bound all of
 this: smaller ones mean fewer duplicates of each fault, and more commits.
 """
 

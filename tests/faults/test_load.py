@@ -24,7 +24,7 @@ VALUES (@id, @topic, @data, 50, PENDING_COMMIT_TIMESTAMP())"""
 
 #: One batch at a time, and each takes 0.3 s.
 BATCH = 10
-LIMITS = ("--concurrency", "1", "--group-size", f"{BATCH}")
+LIMITS = ("--concurrency", "1", "--batch-size", f"{BATCH}")
 DELAY = 0.15
 #: Seconds, and how many tasks more than can be sent arrive in each. The emulator reads the whole table for each poll,
 #: which bounds the backlog of ten minutes.

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.faults.faults import Harm, away, broken, calls, field_of, slow
-from tests.support.outages import charged, count, dead, lasting
+from tests.support.outages import count, dead, lasting, recorded
 from tests.support.pubsub import CALL_SECONDS
 from tests.support.rpc import Fault
 from tests.support.trial import IN_FLIGHT, Trial
@@ -95,7 +95,7 @@ def test_a_service_fails(trial: Trial, fault_seconds: float, scenario: str) -> N
                 lasting(fault_seconds, effect.again)
                 eventually(effect.met, seconds=40, message=f"a worker meets {scenario}")
                 if scenario in {"pubsub_refuses", "pubsub_hangs"}:
-                    assert charged(trial.database) == 0
+                    assert recorded(trial.database) == 0
         trial.settle()
     assert trial.audit(duplicates=effect.duplicates()).kept()
 

@@ -98,7 +98,7 @@ def _relayed(given: list[dict[str, Any]]) -> None:
     store, service = FakeStore(), Service()
     transport: Any = service
     publisher = PubSubPublisher(transport, "test-project", topic_filter(ALLOWED, "test-project"))
-    relay = relay_of(store, publisher, group_bytes=8_000_000, retries={"max_attempts": 3, "dead_after": 0})
+    relay = relay_of(store, publisher, batch_bytes=8_000_000, retries={"max_attempts": 3, "dead_after": 0})
     for number, columns in enumerate(given):
         store.insert(f"{number}", **columns)
     for _ in range(60):

@@ -17,7 +17,7 @@ from outbox.shared.settings import Field, fields_of
 from outbox_pipeline import cli as pipeline
 from publishworker import cli as worker
 from publishworker.settings import WorkerSettings
-from publishworker.topics.rate_limit import Throttle
+from publishworker.topics.rate_limit import RateLimits
 from publishworker.types import TopicLimit
 from tests.fuzz.conftest import Fuzz
 
@@ -63,7 +63,7 @@ words = st.sampled_from(
         "discard", "topics", "pause", "resume", "limit", "emulators", "register", "archive", "audit", "replay",
         "--project", "my-project", "--instance", "main", "--database", "shop", "--state", "dead", "--topic", "orders",
         "--since", "1h", "--until", "2026-01-01T00:00:00Z", "--limit", "5", "--json", "--ids-file", "--reason", "--yes",
-        "--rate", "--in-flight", "--deadline", "--group-size", "--version", "-h", "--help", "--", "-",
+        "--rate", "--in-flight", "--deadline", "--batch-size", "--version", "-h", "--help", "--", "-",
         "--where", "true", "--attribute", "a=b", "--received", "--archive", "--window", "1d", "--purge", "--dry-run",
         "--resume", "--key",
     ]
@@ -119,7 +119,7 @@ limits = st.builds(
 )
 def _limited(learned: list[dict[str, TopicLimit]], workers: int, steps: list[float]) -> None:
     now = 0.0
-    throttle = Throttle(lambda: now)
+    throttle = RateLimits(lambda: now)
     for step, limits_now in zip(steps, learned, strict=False):
         throttle.learn(limits_now, workers)
         allowed = throttle.allowances({})

@@ -14,9 +14,9 @@ from google.auth.transport.grpc import AuthMetadataPlugin
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
 from outbox.shared import logs
-from publishworker.pubsub.errors import Kind, kind_of
+from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.types import Failed, Row
+from publishworker.types import Failed, LockedRow
 from tests.support.fakes import serialized
 from tests.support.pubsub_server import PubSubServer
 
@@ -66,13 +66,13 @@ def test_a_call_without_a_token_is_told_from_a_service_that_is_away(
     credentials = grpc.composite_channel_credentials(
         grpc.local_channel_credentials(), grpc.metadata_call_credentials(AuthMetadataPlugin(Account(), None))
     )
-    row = Row("a", "orders", serialized(), None, datetime.now(UTC), None, None)
+    row = LockedRow("a", "orders", serialized(), None, datetime.now(UTC), None, None)
     with grpc.secure_channel(server.address, credentials) as channel:
         publisher = PubSubPublisher(PublisherGrpcTransport(channel=channel), "project")
         failure = publisher.publish("orders", [row], 5)["a"]
     assert isinstance(failure, Failed)
     assert failure.reason == "credentials"
-    assert kind_of(failure.reason) is Kind.OUTAGE
+    assert kind_of(failure.reason) is FailureKind.OUTAGE
     assert "the key was deleted" in failure.error
     assert not server.requests
     assert capfd.readouterr().err == ""

@@ -37,7 +37,7 @@ def make_relay(database: Database, **options: Any) -> Relay:
         store,
         publisher,
         size=100,
-        groups=4,
+        batches=4,
         **{"retries": {"initial": 0.1}, "clock": lambda: 10 * time.monotonic(), **options},
     )
 
@@ -50,11 +50,11 @@ def test_a_topic_that_is_missing_and_comes_back_loses_nothing(
     ids = register(database, topic_id, 30)
     relay = make_relay(database)
 
-    def charged() -> int:
+    def recorded() -> int:
         relay.turn()
         return sum(attempts for attempts, *_ in query(database, STATE))
 
-    eventually(lambda: charged() >= 10, seconds=30)
+    eventually(lambda: recorded() >= 10, seconds=30)
     assert all(error is None or error.startswith("not_found: ") for _, error, *_ in query(database, STATE))
     late = pubsub.new_subscription(pubsub.new_topic(topic_id))
     eventually(lambda: relay.turn() and not unsent(database), seconds=60)
@@ -71,7 +71,7 @@ def test_a_dead_task_is_listed_stays_and_is_sent_when_an_operator_says_so(
         columns = ("Id", "Topic", "Data", "Priority", "CreatedAt")
         batch.insert("AsynchronousTasks", columns, [("bad", topic, UNDECODABLE, 1, COMMIT_TIMESTAMP)])
     relay = make_relay(database)
-    eventually(lambda: relay.turn().charged, seconds=20)
+    eventually(lambda: relay.turn().recorded, seconds=20)
     [[attempts, error, available_at, sent_at]] = query(database, STATE)
     assert (attempts, available_at, sent_at) == (1, NEVER, None)
     assert error == "undecodable: Data is not a serialized google.pubsub.v1.PubsubMessage"
@@ -99,7 +99,7 @@ def test_an_at_most_once_task_is_marked_when_pubsub_sees_it(database: Database) 
         server.publish = look_and_refuse
         transport = PublisherGrpcTransport(channel=grpc.insecure_channel(server.address))
         relay = make_relay(database, publisher=PubSubPublisher(transport, PROJECT))
-        eventually(lambda: relay.turn().charged, seconds=20)
+        eventually(lambda: relay.turn().recorded, seconds=20)
         [[attempts, error, available_at, sent_at]] = query(database, STATE)
         assert (attempts, error.partition(":")[0], sent_at) == (1, "not_found", None)
         assert available_at < NEVER

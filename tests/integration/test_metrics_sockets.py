@@ -16,8 +16,8 @@ from outbox.testing import RecordingTransaction
 from publishworker.telemetry import datadog
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
-from publishworker.telemetry.reporter import Recorder
-from publishworker.types import Group, GroupResult, Sent
+from publishworker.telemetry.reporter import Reporter
+from publishworker.types import Batch, BatchResult, Sent
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def counted(lines: list[str]) -> int:
 def test_a_slow_agent_gets_every_count(unix: socket.socket) -> None:
     """Its socket holds ten packets: other packets wait, and latencies do not crowd them out."""
     metrics = datadog.from_environment()
-    recorder = Recorder(metrics)
+    reporter = Reporter(metrics)
     lines: list[str] = []
 
     def listen() -> None:
@@ -160,10 +160,10 @@ def test_a_slow_agent_gets_every_count(unix: socket.socket) -> None:
 
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
-    for group in range(25):
-        ids = tuple(f"{group}-{number}" for number in range(1000))
-        sent = GroupResult(Group("orders", ids), tried=dict.fromkeys(ids, Sent("1")), waited=dict.fromkeys(ids, 0.1))
-        recorder.group(sent)
+    for batch in range(25):
+        ids = tuple(f"{batch}-{number}" for number in range(1000))
+        sent = BatchResult(Batch("orders", ids), tried=dict.fromkeys(ids, Sent("1")), waited=dict.fromkeys(ids, 0.1))
+        reporter.batch(sent)
     metrics.stop()
     listener.join(30)
     assert counted(lines) == 25_000

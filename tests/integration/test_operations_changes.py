@@ -9,7 +9,7 @@ from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import changes, statements
-from outbox.admin.changes import Count, Outcome, Selection
+from outbox.admin.changes import Count, Outcome, TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.storage.task_states import NEVER
@@ -39,9 +39,9 @@ STATES: dict[str, dict[str, Any]] = {
 RETRIED = ("dead", "retrying", "sent")
 
 
-def selected(state: str, **more: Any) -> Selection:
+def selected(state: str, **more: Any) -> TaskSelection:
     """Return a selection of a state; of sent ones up to now, as the command does it."""
-    return Selection(state=state, **({"until": datetime.now(UTC)} if state == "sent" else {}) | more)
+    return TaskSelection(state=state, **({"until": datetime.now(UTC)} if state == "sent" else {}) | more)
 
 
 def touched(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> set[str]:
@@ -63,7 +63,7 @@ def test_retry_writes_four_columns_and_no_more(database: Database, table: TaskTa
     insert(database, [row(f"other {state}", **STATES[state]) for state in ("scheduled", "ready", "due")])
     for state, by in names:
         id, before, begun = f"{state} {by}", rows_of(database), table.now()
-        selection = Selection(ids=(id,)) if by == "ids" else selected(state)
+        selection = TaskSelection(ids=(id,)) if by == "ids" else selected(state)
         assert list(changes.retry(table, selection)) == [Outcome((id,), {}, ())]
         after = rows_of(database)
         assert touched(before, after) == {id}
@@ -75,14 +75,14 @@ def test_retry_of_ids_leaves_pending_ones_and_names_what_is_missing(database: Da
     """A state, an error and times narrow ids, too; a scheduled task is sent early if it is named."""
     insert(database, [row(state, **columns) for state, columns in STATES.items()])
     before = rows_of(database)
-    [outcome] = changes.retry(table, Selection(state="dead", ids=tuple(STATES)))
+    [outcome] = changes.retry(table, TaskSelection(state="dead", ids=tuple(STATES)))
     assert outcome.changed == ("dead",)
     assert outcome.left == {
         "retrying": "retrying", "sent": "sent", "scheduled": "scheduled", "ready": "pending", "due": "pending",
     }  # fmt: skip
-    [outcome] = changes.retry(table, Selection(ids=("sent", "retrying"), error="UNAVAIL", until=CREATED + SECOND))
+    [outcome] = changes.retry(table, TaskSelection(ids=("sent", "retrying"), error="UNAVAIL", until=CREATED + SECOND))
     assert (outcome.changed, outcome.left) == (("retrying",), {"sent": "sent"})
-    [outcome] = changes.retry(table, Selection(ids=("ready", "gone", "sent", "due", "it's", "scheduled")))
+    [outcome] = changes.retry(table, TaskSelection(ids=("ready", "gone", "sent", "due", "it's", "scheduled")))
     assert sorted(outcome.changed) == ["scheduled", "sent"]
     assert outcome.left == {"ready": "pending", "due": "pending"}
     assert outcome.missing == ("gone", "it's")
@@ -102,7 +102,7 @@ def test_a_selection_is_narrowed_by_everything_at_once(database: Database, table
         insert(database, [row(f"{state} {name}", **right | columns) for name, columns in others.items()])
     for state in RETRIED:
         before = rows_of(database)
-        selection = Selection(state=state, topic="it's", since=PAST, until=PAST + SECOND, error="not_found")
+        selection = TaskSelection(state=state, topic="it's", since=PAST, until=PAST + SECOND, error="not_found")
         assert changes.count(table, selection, exact=False) == Count(2)
         assert changed(changes.retry(table, selection)) == [f"{state} last", f"{state} right"]
         assert touched(before, rows_of(database)) == {f"{state} last", f"{state} right"}
@@ -149,9 +149,9 @@ def test_a_task_that_comes_back_is_not_met_twice(database: Database, table: Task
                 insert(database, [row(f"new {len(done)}", SentAt=table.now(), OrderingKey="one shard")])
         assert sorted(done) == names
     with pytest.raises(ValueError, match="a selection of sent tasks needs `until`"):
-        changes.retry(table, Selection(state="sent"))
+        changes.retry(table, TaskSelection(state="sent"))
     with pytest.raises(ValueError, match="a selection without ids needs a state, not None"):
-        changed(changes.retry(table, Selection()))
+        changed(changes.retry(table, TaskSelection()))
     # If another client marks them as sent before the end as fast as they are unset, it would go on without end.
     monkeypatch.setattr(changes, "PAGE", 1)
     monkeypatch.setattr(TaskTable, "transact", lambda *_: [])
@@ -181,20 +181,22 @@ def test_what_has_left_the_selection_meanwhile_is_left_alone(
         assert rows_of(database)[leaves]["AvailableAt"] is None
 
 
-def test_a_parked_task_is_left_to_the_head_of_its_key(database: Database, table: TaskTable):
+def test_a_deferred_task_is_left_to_the_head_of_its_key(database: Database, table: TaskTable):
     """Made due it would be deferred again, unsent; a scheduled task of a key, and one with attempts, go."""
-    parked = {"AvailableAt": FUTURE, "LastError": "parked: waits for the task head of its ordering key"}
+    deferred = {"AvailableAt": FUTURE, "LastError": "deferred: waits for the task head of its ordering key"}
     insert(
         database,
         [
-            row("parked", OrderingKey="k", **parked), row("parked again", OrderingKey="k", Attempts=3, **parked),
-            row("scheduled", OrderingKey="k", AvailableAt=FUTURE), row("no key", **parked),
-            row("retrying", OrderingKey="k", **parked | {"LastError": "internal: 500"}, Attempts=3),
+            row("deferred", OrderingKey="k", **deferred), row("deferred again", OrderingKey="k", Attempts=3, **deferred),
+            row("scheduled", OrderingKey="k", AvailableAt=FUTURE), row("no key", **deferred),
+            row("retrying", OrderingKey="k", **deferred | {"LastError": "internal: 500"}, Attempts=3),
         ],
     )  # fmt: skip
-    [outcome] = changes.retry(table, Selection(ids=("parked", "parked again", "scheduled", "no key", "retrying")))
+    [outcome] = changes.retry(
+        table, TaskSelection(ids=("deferred", "deferred again", "scheduled", "no key", "retrying"))
+    )
     assert sorted(outcome.changed) == ["no key", "retrying", "scheduled"]
-    assert outcome.left == {"parked": "parked", "parked again": "parked"}
+    assert outcome.left == {"deferred": "deferred", "deferred again": "deferred"}
 
 
 AWKWARD = (
@@ -214,7 +216,7 @@ def awkward_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def by_dml(database: Database, selection: Selection, statement: str) -> int:
+def by_dml(database: Database, selection: TaskSelection, statement: str) -> int:
     """Run what a dry run prints, and return how many rows it changed."""
     text = selection.dml(statement)
     assert all(each.isprintable() for line in text.split("\n") for each in line)
@@ -234,16 +236,16 @@ def test_the_dml_of_a_dry_run_does_the_same(database: Database, table: TaskTable
     rows = awkward_rows()
     every = tuple(each["Id"] for each in rows)
     time = {"since": CREATED + 20 * SECOND, "until": CREATED + 120 * SECOND}
-    cases: list[tuple[Selection, str]] = [
-        (Selection(ids=(every[0],)), statements.RETRY),
-        (Selection(ids=every[:60], state="dead"), statements.RETRY),
-        *((Selection(state="dead", topic=topic, **time), statements.RETRY) for topic in TOPICS),
-        *((Selection(state="retrying", topic=TOPICS[0], error=text), statements.RETRY) for text in AWKWARD[::3]),
-        (Selection(state="retrying", error="It'S"), statements.RETRY),
-        (Selection(state="sent", topic=TOPICS[1], until=PAST + MICROSECOND), statements.DELETE),
-        (Selection(state="sent", until=PAST), statements.DELETE),
-        (Selection(ids=every), statements.RETRY),
-        (Selection(state="sent", until=FUTURE), statements.DELETE),
+    cases: list[tuple[TaskSelection, str]] = [
+        (TaskSelection(ids=(every[0],)), statements.RETRY),
+        (TaskSelection(ids=every[:60], state="dead"), statements.RETRY),
+        *((TaskSelection(state="dead", topic=topic, **time), statements.RETRY) for topic in TOPICS),
+        *((TaskSelection(state="retrying", topic=TOPICS[0], error=text), statements.RETRY) for text in AWKWARD[::3]),
+        (TaskSelection(state="retrying", error="It'S"), statements.RETRY),
+        (TaskSelection(state="sent", topic=TOPICS[1], until=PAST + MICROSECOND), statements.DELETE),
+        (TaskSelection(state="sent", until=PAST), statements.DELETE),
+        (TaskSelection(ids=every), statements.RETRY),
+        (TaskSelection(state="sent", until=FUTURE), statements.DELETE),
     ]
     for each in (database, own_database):
         insert(each, rows)
@@ -265,14 +267,14 @@ def test_a_count_is_exact_or_stops_early(database: Database, table: TaskTable, m
         insert(database, [row(f"{state} {n}", **STATES[state], OrderingKey="one shard") for n in range(15)])
     insert(database, [row(f"pending {n}", AvailableAt=(None, PAST)[n % 2]) for n in range(15)])
     for state in (*limited, "pending"):
-        assert changes.count(table, Selection(state=state), exact=False) == Count(15)
-        assert changes.count(table, Selection(state=state, topic="other"), exact=True) == Count(0)
+        assert changes.count(table, TaskSelection(state=state), exact=False) == Count(15)
+        assert changes.count(table, TaskSelection(state=state, topic="other"), exact=True) == Count(0)
     ids = tuple(f"{state} {n}" for state in (*limited, "pending") for n in range(15))
-    assert changes.count(table, Selection(ids=(*ids, "missing")), exact=False) == Count(60)
-    assert changes.count(table, Selection(ids=ids, state="dead"), exact=False) == Count(15)
+    assert changes.count(table, TaskSelection(ids=(*ids, "missing")), exact=False) == Count(60)
+    assert changes.count(table, TaskSelection(ids=ids, state="dead"), exact=False) == Count(15)
     monkeypatch.setattr(changes, "COUNTED", 10)
     for state in limited:
-        assert changes.count(table, Selection(state=state), exact=False) == Count(10, at_least=True)
-        assert changes.count(table, Selection(state=state), exact=True) == Count(15)
+        assert changes.count(table, TaskSelection(state=state), exact=False) == Count(10, at_least=True)
+        assert changes.count(table, TaskSelection(state=state), exact=True) == Count(15)
     assert str(Count(1)) == "1 task"
     assert str(Count(100_000, at_least=True)) == "at least 100,000 tasks"

@@ -9,7 +9,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import backlog, changes, tasks
-from outbox.admin.changes import Selection
+from outbox.admin.changes import TaskSelection
 from outbox.admin.database import UNLIMITED
 from outbox.admin.table import TaskTable
 from outbox.admin.tasks import Position
@@ -32,19 +32,19 @@ def fill(database: Database) -> None:
     insert(database, [row(str(n), **each) for n, each in enumerate(every)])
 
 
-def selected(state: str) -> Selection:
-    return Selection(state=state, until=FUTURE)
+def selected(state: str) -> TaskSelection:
+    return TaskSelection(state=state, until=FUTURE)
 
 
 WORK: dict[str, Callable[[TaskTable], Any]] = {
     "status": backlog.read,
     "status --exact": lambda table: backlog.read(table, exact=True),
-    "list": lambda table: tasks.listed(table, Selection(), 10),
+    "list": lambda table: tasks.listed(table, TaskSelection(), 10),
     "show": lambda table: tasks.task(table, "0"),
     "tail": lambda table: tasks.sent_after(table, Position(PAST), None, 10),
     "count": lambda table: changes.count(table, selected("dead"), exact=True),
     "retry": lambda table: list(changes.retry(table, selected("dead"))),
-    "retry ids": lambda table: list(changes.retry(table, Selection(ids=("1",)))),
+    "retry ids": lambda table: list(changes.retry(table, TaskSelection(ids=("1",)))),
     "purge": lambda table: list(changes.purge(table, selected("sent"))),
     "discard": lambda table: list(changes.discard(table, ["1"])),
     "rows of topics": lambda table: TopicTable(table).rows(["orders"]),

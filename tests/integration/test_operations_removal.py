@@ -10,18 +10,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from outbox.admin import changes, statements
-from outbox.admin.changes import Outcome, Selection
+from outbox.admin.changes import Outcome, TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
 from outbox.storage.task_states import NEVER
 from tests.support.operations import FUTURE, MICROSECOND, PAST, SECOND, Watch, changed, insert, row, rows_of, update
 
 UNTIL = PAST + 10 * SECOND
-PARKED = {"AvailableAt": FUTURE, "LastError": "parked: behind another task"}
+DEFERRED = {"AvailableAt": FUTURE, "LastError": "deferred: behind another task"}
 DEAD = {"AvailableAt": NEVER, "Attempts": 9}
 UNSENT: list[dict[str, Any]] = [
     {}, {"AvailableAt": PAST}, {"AvailableAt": FUTURE}, {"AvailableAt": FUTURE, "Attempts": 2},
-    {"OrderingKey": "k", **PARKED}, DEAD,
+    {"OrderingKey": "k", **DEFERRED}, DEAD,
 ]  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def test_purge_deletes_nothing_that_is_not_sent(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(changes, "CHUNK", 4)
         before_each_transaction(patch, act)
-        deleted = changed(changes.purge(table, Selection(state="sent", until=UNTIL, topic=topic)))
+        deleted = changed(changes.purge(table, TaskSelection(state="sent", until=UNTIL, topic=topic)))
     after = rows_of(database)
     assert not set(deleted) & set(after)
     for id in deleted:
@@ -91,18 +91,18 @@ def test_purge_deletes_nothing_that_is_not_sent(
             assert str(n) in after or each["meanwhile"] == "deleted"
         elif topic in (None, each["topic"]):
             assert str(n) not in after or each["meanwhile"]
-    assert changed(changes.purge(table, Selection(state="sent", until=PAST))) == []
+    assert changed(changes.purge(table, TaskSelection(state="sent", until=PAST))) == []
 
 
 def test_purge_goes_on_where_it_stopped(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
     """Chunk by chunk, of many tasks of one SentAt, too; younger tasks stay. Only sent tasks can be selected."""
     for state in (None, "dead", "pending", "retrying", "scheduled"):
         with pytest.raises(ValueError, match=f"purge is for sent tasks, not for {state}"):
-            changes.purge(table, Selection(state=state, ids=("a",)))
+            changes.purge(table, TaskSelection(state=state, ids=("a",)))
     monkeypatch.setattr(changes, "CHUNK", 3)
     old = [row(f"old {n}", SentAt=PAST + (n % 2) * SECOND, AvailableAt=NEVER) for n in range(30)]
     insert(database, [*old, row("new", SentAt=UNTIL), *(row(str(n), **each) for n, each in enumerate(UNSENT))])
-    selection = Selection(state="sent", until=UNTIL)
+    selection = TaskSelection(state="sent", until=UNTIL)
     outcomes = changes.purge(table, selection)
     first = next(outcomes).changed
     outcomes.close()
@@ -122,7 +122,7 @@ def test_discard_deletes_dead_tasks_only(database: Database, table: TaskTable, m
     assert outcome == Outcome(
         ("5",),
         {
-            "0": "pending", "1": "pending", "2": "scheduled", "3": "retrying", "4": "parked", "sent": "sent",
+            "0": "pending", "1": "pending", "2": "scheduled", "3": "retrying", "4": "deferred", "sent": "sent",
             "almost": "scheduled", "retried": "pending",
         },
         ("missing",),
@@ -139,7 +139,7 @@ def line(key: str, *columns: dict[str, Any], topic: str = "orders") -> list[dict
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_discard_wakes_the_first_parked_task_of_a_key_and_only_it(
+def test_discard_wakes_the_first_deferred_task_of_a_key_and_only_it(
     database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch, closed: bool
 ):
     """The relay releases the others; a deferred head has nothing to wait for any more."""
@@ -147,17 +147,17 @@ def test_discard_wakes_the_first_parked_task_of_a_key_and_only_it(
     insert(
         database,
         [
-            *line("a", {"SentAt": PAST}, DEAD, {**PARKED, "Attempts": 2, "ExpiresAt": FUTURE}, PARKED),
-            *line("b'", DEAD, PARKED, PARKED),
-            *line("waits", DEAD, {"AvailableAt": FUTURE}, PARKED),
-            *line("dies", DEAD, DEAD, PARKED),
+            *line("a", {"SentAt": PAST}, DEAD, {**DEFERRED, "Attempts": 2, "ExpiresAt": FUTURE}, DEFERRED),
+            *line("b'", DEAD, DEFERRED, DEFERRED),
+            *line("waits", DEAD, {"AvailableAt": FUTURE}, DEFERRED),
+            *line("dies", DEAD, DEAD, DEFERRED),
             *line("alone", DEAD),
-            *line("behind", PARKED, DEAD, PARKED),
-            *line("behind a scheduled one", {"AvailableAt": FUTURE}, DEAD, PARKED),
-            *line("untouched", PARKED, PARKED),
-            *line("a", PARKED, topic="invoices"),
+            *line("behind", DEFERRED, DEAD, DEFERRED),
+            *line("behind a scheduled one", {"AvailableAt": FUTURE}, DEAD, DEFERRED),
+            *line("untouched", DEFERRED, DEFERRED),
+            *line("a", DEFERRED, topic="invoices"),
             row("no key", **DEAD),
-            row("no key parked", **PARKED),
+            row("no key deferred", **DEFERRED),
         ],
     )
     before, begun = rows_of(database), watch.table.now()
@@ -182,21 +182,21 @@ def test_discard_wakes_the_first_parked_task_of_a_key_and_only_it(
 
 def test_a_wake_that_fails_is_a_warning(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
     """The dead task is deleted all the same; a head that was sent meanwhile is not made due."""
-    insert(database, [*line("a", DEAD, PARKED), *line("b", DEAD, PARKED, PARKED)])
+    insert(database, [*line("a", DEAD, DEFERRED), *line("b", DEAD, DEFERRED, DEFERRED)])
     query = TaskTable.query
 
-    def fronts(self: TaskTable, statement: str, *arguments: Any, **keywords: Any) -> list[list[Any]]:
+    def key_heads(self: TaskTable, statement: str, *arguments: Any, **keywords: Any) -> list[list[Any]]:
         found = query(self, statement, *arguments, **keywords)
         if found == [["orders a 1"]]:
             raise NotReached("no answer")
-        if statement == statements.FRONTS:
+        if statement == statements.KEY_HEADS:
             update(database, "orders b 1", SentAt=PAST)
         return found
 
-    monkeypatch.setattr(TaskTable, "query", fronts)
+    monkeypatch.setattr(TaskTable, "query", key_heads)
     [outcome] = changes.discard(table, ["orders a 0"])
     assert outcome.changed == ("orders a 0",)
-    assert outcome.warning == "tasks behind the deleted ones go when their parked time ends, not at once: no answer"
+    assert outcome.warning == "tasks behind the deleted ones go when their deferred time ends, not at once: no answer"
     assert changed(changes.discard(table, ["orders b 0"])) == ["orders b 0"]
     after = rows_of(database)
     assert after["orders b 1"]["SentAt"] == PAST

@@ -9,7 +9,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import tasks
-from outbox.admin.changes import Selection
+from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.admin.tasks import Position
 from outbox.storage.task_states import NEVER, STATES, UNSENT
@@ -18,7 +18,7 @@ from tests.support.operations import CREATED, FUTURE, MICROSECOND, OF_STATES, PA
 
 
 def ids(table: TaskTable, limit: int = 1_000, **selection: Any) -> list[str]:
-    return [task.columns["Id"] for task in tasks.listed(table, Selection(**selection), limit)]
+    return [task.columns["Id"] for task in tasks.listed(table, TaskSelection(**selection), limit)]
 
 
 def test_each_task_is_listed_in_its_state_and_no_other(database: Database, watch: Watch):
@@ -26,11 +26,11 @@ def test_each_task_is_listed_in_its_state_and_no_other(database: Database, watch
     insert(database, [row(f"{state} {n}", **each) for state, of in OF_STATES.items() for n, each in enumerate(of)])
     every = {state: {f"{state} {n}" for n in range(len(of))} for state, of in OF_STATES.items()}
     for state, names in every.items():
-        found = tasks.listed(watch.table, Selection(state=state), 100)
+        found = tasks.listed(watch.table, TaskSelection(state=state), 100)
         assert ({task.columns["Id"] for task in found}, {task.state for task in found}) == (names, {state})
         assert {getattr(tasks.task(watch.table, name), "state", None) for name in names} == {state}
     watch.requests.clear()
-    unsent = tasks.listed(watch.table, Selection(), 100)
+    unsent = tasks.listed(watch.table, TaskSelection(), 100)
     lists = [request for _, request in watch.requests if request.request_options.request_tag == "outbox-list"]
     assert len(lists) == 4
     assert len({str(request.transaction.single_use.read_only.read_timestamp) for request in lists}) == 1

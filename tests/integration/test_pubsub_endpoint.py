@@ -20,7 +20,7 @@ from outbox.errors import SettingError
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.settings import WorkerSettings
 from publishworker.spanner.connection import open_pubsub
-from publishworker.types import Row, Sent
+from publishworker.types import LockedRow, Sent
 from tests.support.fakes import serialized
 from tests.support.processes import run
 from tests.support.proxy import Proxy
@@ -104,7 +104,7 @@ def test_the_endpoint_is_where_the_channel_leads(
     with pubsub_server() as server:
         monkeypatch.setenv("PUBSUB_EMULATOR_HOST", server.address)
         publisher = PubSubPublisher(open_pubsub(ENDPOINT), PROJECT)
-        row = Row("a", "orders", serialized(), "key", datetime.now(UTC), None, None)
+        row = LockedRow("a", "orders", serialized(), "key", datetime.now(UTC), None, None)
         assert isinstance(publisher.publish("orders", [row], 5)["a"], Sent)
         assert len(server.requests) == 1
     assert channels == []

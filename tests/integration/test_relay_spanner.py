@@ -19,10 +19,10 @@ from outbox.storage.task_states import NEVER
 from publishworker import relay as relay_module
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
 from publishworker.relay import Relay
-from publishworker.spanner.connection import open_database, open_pubsub
+from publishworker.spanner.connection import open_pubsub, open_relay_database
 from publishworker.spanner.store import SpannerStore, Store
 from publishworker.telemetry import metrics as m
-from publishworker.types import Failed, Outcome, Row, Sent
+from publishworker.types import Failed, LockedRow, Outcome, Sent
 from tests.support.counting import Counting
 from tests.support.fakes import Counted, FakePublisher, serialized
 from tests.support.outages import count
@@ -111,9 +111,9 @@ def test_one_table_serves_several_topics(database: Database, pubsub: PubSub) -> 
 def test_everything_registered_is_received_once(database: Database, topic: str, subscription: Subscription) -> None:
     """Also of eight batches that abort each other; SentAt is Spanner's time, and the row is kept (A34, A35)."""
     ids: list[str] = []
-    for size, options in ((1, {}), (7, {}), (100, {}), (5, {"groups": 8, "emulator": False})):
+    for size, options in ((1, {}), (7, {}), (100, {}), (5, {"batches": 8, "emulator": False})):
         ids += register(database, topic, 20)
-        published = turn_until_all_sent(make_relay(database, size=size, **{"groups": 4, **options}), database)
+        published = turn_until_all_sent(make_relay(database, size=size, **{"batches": 4, **options}), database)
         assert published == 20 or "emulator" in options
     rows = query(database, "SELECT CreatedAt, SentAt FROM AsynchronousTasks")
     assert len(rows) == 80
@@ -126,7 +126,7 @@ def test_faults_at_the_commit_publish_nothing_twice(
 ) -> None:
     """An emulator that aborts commits at random, one worker: all sent, each published once."""
     ids = register(faulty_database, topic, 100)
-    assert turn_until_all_sent(make_relay(faulty_database, size=2, groups=4), faulty_database) == 100
+    assert turn_until_all_sent(make_relay(faulty_database, size=2, batches=4), faulty_database) == 100
     assert account(ids, subscription) == COMPLETE
 
 
@@ -230,13 +230,13 @@ def test_a_backlog_costs_few_requests_and_few_rows(
 ) -> None:
     """With the client's default sessions: at most 25 requests for 1,000 tasks, 3 rows for each, its body once."""
     monkeypatch.delenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW")
-    monkeypatch.setattr(relay_module, "LONGEST_TURN_WAIT", 60.0)  # the numbers must not depend on a busy machine
+    monkeypatch.setattr(relay_module, "MAX_TURN_WAIT_SECONDS", 60.0)  # the numbers must not depend on a busy machine
     register(own_database, topic, 2000, data=b"")
     with Counting(emulators.spanner_host) as proxy:
         monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
-        ours = open_database(PROJECT, INSTANCE, own_database.database_id)
+        ours = open_relay_database(PROJECT, INSTANCE, own_database.database_id)
         store = SpannerStore(ours, shards=10, emulator=True)
-        relay = make_relay(store, size=100, groups=8, stragglers=2, look_further_seconds=1000)
+        relay = make_relay(store, size=100, batches=8, stragglers=2, discovery_seconds=1000)
         relay.turn()
         proxy.clear()
         published = 0
@@ -295,7 +295,7 @@ def test_sent_at_is_written_only_after_the_answer(database: Database, topic: str
 
     class Observed(FakePublisher):
         def publish(
-            self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
+            self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
         ) -> dict[str, Outcome]:
             """Answer for two of the three."""
             seen.append(set(unsent(database)))
@@ -317,7 +317,7 @@ def test_the_clock_of_the_worker_decides_nothing_about_a_task(database: Database
     [failing] = register(database, "missing", 1)
     relay = make_relay(database, clock=lambda: 10 * time.time() + off, retries={"initial": 1000})
     before = datetime.now(UTC)
-    charged = eventually(lambda: relay.turn().charged, seconds=20)
+    recorded = eventually(lambda: relay.turn().recorded, seconds=20)
     eventually(lambda: relay.turn() and ready not in unsent(database), seconds=20)
     after = datetime.now(UTC)
     columns = "Id, Attempts, AvailableAt, SentAt IS NULL, CreatedAt < SentAt AND SentAt <= CURRENT_TIMESTAMP()"
@@ -325,17 +325,17 @@ def test_the_clock_of_the_worker_decides_nothing_about_a_task(database: Database
     assert rows[early] == [0, later, True, None]
     assert rows[ready] == [0, None, False, True]
     attempts, available_at, *_ = rows[failing]
-    assert attempts == charged == 1
+    assert attempts == recorded == 1
     assert before + timedelta(seconds=500) <= available_at <= after + timedelta(seconds=1000)
 
 
 @pytest.mark.extended
 @pytest.mark.timeout(240)
-def test_a_long_blocked_tail_is_parked_and_hides_no_other_task(
+def test_a_long_blocked_tail_is_deferred_and_hides_no_other_task(
     own_database: Database, topic: str, pubsub: PubSub, long: bool
 ) -> None:
     """The tail has more tasks than a poll may find; with `--long` it is long, and the sizes are the worker's own."""
-    tail, size, groups = (2_000, 100, 8) if long else (150, 20, 2)
+    tail, size, batches = (2_000, 100, 8) if long else (150, 20, 2)
     key, hour = "blocked", timedelta(hours=1)  # the default of --backoff-max
     subscription = pubsub.new_subscription(topic, ordered=True)
     insert_undecodable(own_database, "head", topic, key)
@@ -346,15 +346,15 @@ def test_a_long_blocked_tail_is_parked_and_hides_no_other_task(
         others += [outbox.register(batch, topic, b"", task_id=id, priority=-100) for id in loose[:5]]
     assert len(others) == 10
     assert count(own_database, "Shard = (SELECT Shard FROM AsynchronousTasks WHERE Id = 'head')") == 1 + tail + 10
-    relay = make_relay(own_database, size=size, groups=groups)
+    relay = make_relay(own_database, size=size, batches=batches)
 
     before = datetime.now(UTC)
     eventually(lambda: relay.turn() and not count(own_database, "SentAt IS NULL AND AvailableAt IS NULL"), seconds=200)
     relay.finish()
     assert {message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in subscription.pull_until(10)} == set(others)
-    parked = "Attempts = 0 AND LastError = 'parked: waits for the task head of its ordering key'"
+    deferred = "Attempts = 0 AND LastError = 'deferred: waits for the task head of its ordering key'"
     statement = "SELECT COUNT(*), MIN(AvailableAt), MAX(AvailableAt) FROM AsynchronousTasks"
-    [[deferred, first, last]] = query(own_database, f"{statement} WHERE SentAt IS NULL AND {parked}")
+    [[deferred, first, last]] = query(own_database, f"{statement} WHERE SentAt IS NULL AND {deferred}")
     assert deferred == tail
     assert before + hour <= first <= last <= datetime.now(UTC) + hour
     assert [relay.turn().polled for _ in range(3)] == [0, 0, 0]

@@ -10,7 +10,7 @@ from google.cloud.spanner_v1.instance import Instance
 
 import outbox
 from outbox.admin import backlog, changes, tasks
-from outbox.admin.changes import Selection
+from outbox.admin.changes import TaskSelection
 from outbox.admin.database import open_database as open_for_operators
 from outbox.admin.database import open_table
 from outbox.admin.topics import TopicTable
@@ -19,7 +19,7 @@ from outbox.storage import schema
 from outbox.storage.task_states import NEVER
 from publishworker.spanner.connection import open_database
 from publishworker.spanner.store import SpannerStore
-from publishworker.types import Charged, Key, Parked, Sent
+from publishworker.types import Deferred, FailedAttempt, Key, Sent
 from tests.support.operations import FUTURE, PAST, insert, row
 from tests.support.parts import look
 from tests.support.roles import ALL, Heard, grants, refused, statements
@@ -46,18 +46,18 @@ def test_every_statement_is_a_role_or_a_grant_of_what_is_there() -> None:
 @pytest.mark.parametrize("role", ["publishworker", "outbox_pipeline"])
 def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     """All that a store does, in sessions of that role: the worker's, and that of a drain by Spark."""
-    insert(database, [row(id, OrderingKey="k") for id in ("clean", "charged", "parked", "old")])
+    insert(database, [row(id, OrderingKey="k") for id in ("clean", "recorded", "deferred", "old")])
     ours = open_database(PROJECT, INSTANCE, database.database_id, role)
     heard = Heard(ours)
     schema.differences(ours, schema.statements())
     store = SpannerStore(ours, schema.shard_count(ours), emulator=True)
     store.poll(look("orders", per_range=9, due=True, below=0, known=()))
-    store.fronts([Key("orders", "k")], 9, pass_dead=True)
+    store.key_heads([Key("orders", "k")], 9, skip_dead=True)
 
-    charged = Charged(1, NEVER, None, "error")
-    marks = {"clean": Sent("1"), "charged": charged, "parked": Parked(FUTURE, "charged"), "old": Sent("2")}
+    recorded = FailedAttempt(1, NEVER, None, "error")
+    marks = {"clean": Sent("1"), "recorded": recorded, "deferred": Deferred(FUTURE, "recorded"), "old": Sent("2")}
     store.claim(list(marks), lambda _rows, _now: marks)
-    store.claim(["charged"], lambda _rows, _now: {"charged": Sent("3")})
+    store.claim(["recorded"], lambda _rows, _now: {"recorded": Sent("3")})
     store.heartbeat("me", datetime.now(UTC), ["gone"])
     store.leave("me")
     store.unsent()
@@ -81,7 +81,7 @@ def test_operators_stay_within_their_role(database: Database) -> None:
         [
             row("dead", AvailableAt=NEVER, OrderingKey="k"),
             row("dead too", AvailableAt=NEVER, OrderingKey="k"),
-            row("behind", AvailableAt=FUTURE, OrderingKey="k", LastError="parked: waits for the task dead"),
+            row("behind", AvailableAt=FUTURE, OrderingKey="k", LastError="deferred: waits for the task dead"),
             row("sent", SentAt=PAST),
         ],
     )
@@ -94,9 +94,9 @@ def test_operators_stay_within_their_role(database: Database) -> None:
     backlog.oldest_age(table)
     tasks.task(table, "sent")
     works: Sequence[Callable[[], object]] = [
-        lambda: list(changes.retry(table, Selection(ids=("dead",)))),
+        lambda: list(changes.retry(table, TaskSelection(ids=("dead",)))),
         lambda: list(changes.discard(table, ["dead too"])),
-        lambda: list(changes.purge(table, Selection(state="sent", until=datetime.now(UTC)))),
+        lambda: list(changes.purge(table, TaskSelection(state="sent", until=datetime.now(UTC)))),
         lambda: TopicTable(table).change(["orders"], {"Paused": True}),
     ]
     for work in works:

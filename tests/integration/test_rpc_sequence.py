@@ -25,7 +25,7 @@ from grpc_status.rpc_status import to_status
 import outbox
 from publishworker.relay import Relay
 from publishworker.spanner import statements
-from publishworker.spanner.connection import COMMIT_SECONDS, LimitedDatabase, open_database
+from publishworker.spanner.connection import COMMIT_SECONDS, LimitedDatabase, open_relay_database
 from publishworker.spanner.store import NotWritten, SpannerStore, StoreError
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import relay_of
@@ -54,7 +54,7 @@ def mock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpannerServicer]:
 @pytest.fixture
 def database(mock: SpannerServicer) -> LimitedDatabase:  # noqa: ARG001 - sets the address
     """The worker's own client of it."""
-    return open_database("p", "inst", "db")
+    return open_relay_database("p", "inst", "db")
 
 
 def result(types: Sequence[TypeCode], rows: Sequence[Sequence[Any]]) -> ResultSet:
@@ -75,17 +75,17 @@ def prepare(mock: SpannerServicer, count: int, key: str | None = None) -> list[s
     mock.mock_spanner.add_result(POLL_READY, result(CANDIDATE, found))
     locked = [(id, "orders", body, key, NOW, None, None, True, 0, None, False, False, NOW) for id in ids]
     mock.mock_spanner.add_result(statements.LOCK, result(LOCKED, locked))
-    fronts = [("orders", key, id, 10, True, False, False) for id in reversed(ids)]
-    mock.mock_spanner.add_result(statements.FRONTS, result(FRONT, fronts))
+    key_heads = [("orders", key, id, 10, True, False, False) for id in reversed(ids)]
+    mock.mock_spanner.add_result(statements.KEY_HEADS, result(FRONT, key_heads))
     return ids[::-1]
 
 
 def make_relay(
-    database: LimitedDatabase, group_size: int = 100, groups: int = 1, publisher: FakePublisher | None = None
+    database: LimitedDatabase, batch_size: int = 100, batches: int = 1, publisher: FakePublisher | None = None
 ) -> Relay:
     store = SpannerStore(database, 10)
     publisher = publisher or FakePublisher("orders", project="p")
-    return relay_of(store, publisher, size=group_size, groups=groups, look_further_seconds=1)
+    return relay_of(store, publisher, size=batch_size, batches=batches, discovery_seconds=1)
 
 
 def names(mock: SpannerServicer) -> list[str]:
@@ -103,11 +103,11 @@ def test_registering_in_a_batch_is_one_commit(mock: SpannerServicer, database: L
         outbox.register(groups.group(), "orders", b"data")
         list(groups.batch_write())
     assert names(mock) == ["BatchWrite"]
-    [group] = mock.requests[0].mutation_groups
-    assert [mutation.insert.table for mutation in group.mutations] == ["AsynchronousTasks"]
+    [batch] = mock.requests[0].mutation_groups
+    assert [mutation.insert.table for mutation in batch.mutations] == ["AsynchronousTasks"]
 
 
-def test_a_group_is_two_requests(mock: SpannerServicer, database: LimitedDatabase) -> None:
+def test_a_batch_is_two_requests(mock: SpannerServicer, database: LimitedDatabase) -> None:
     """One more for the poll. Unless the transaction is pessimistic, the lock's hint keeps no other worker waiting."""
     prepare(mock, 100)
     turn = make_relay(database).turn()
@@ -130,7 +130,7 @@ def test_a_group_is_two_requests(mock: SpannerServicer, database: LimitedDatabas
     assert list(commit.mutations[0].update.columns) == list(statements.MARK_CLEAN_COLUMNS)
 
 
-def test_an_ordered_group_is_three_requests(mock: SpannerServicer, database: LimitedDatabase) -> None:
+def test_an_ordered_batch_is_three_requests(mock: SpannerServicer, database: LimitedDatabase) -> None:
     """One more for the heads of its keys; the lock is of no range, so a caller's insert meets no lock of the relay."""
     ids = prepare(mock, 100, "key")
     publisher = FakePublisher("orders", project="p")
@@ -140,7 +140,7 @@ def test_an_ordered_group_is_three_requests(mock: SpannerServicer, database: Lim
     poll, front, lock, commit = mock.requests[1:]
     tags = [each.request_options.request_tag for each in (poll, front, lock)]
     assert tags == ["outbox-poll", "outbox-order", "outbox-claim"]
-    assert front.sql == statements.FRONTS
+    assert front.sql == statements.KEY_HEADS
     assert front.transaction.single_use.read_only.strong
     assert front.request_options.priority == RequestOptions.Priority.PRIORITY_MEDIUM
     assert (list(front.params["topics"]), list(front.params["keys"])) == (["orders"], ["key"])

@@ -43,7 +43,7 @@ PARSERS = {"outbox": outbox_cli._parser(), "publishworker": publishworker_cli._p
 #: What each message has, in this order.
 PARTS = r"\*\*What it means:\*\*.*\*\*What users feel:\*\*.*\*\*Do first:\*\*.*\*\*Runbook:\*\*"
 PAGE = (ROOT / "docs/operations/datadog.md").read_text(encoding="utf-8")
-#: One group of the dashboard, because the whole one takes long.
+#: One batch of the dashboard, because the whole one takes long.
 SMALL = DASHBOARD | {"widgets": DASHBOARD["widgets"][1:2]}
 
 
@@ -139,9 +139,9 @@ def of_monitor(monitor: Document) -> Iterator[str]:
         yield "the tags are not those of the query and the priority"
     if not re.search(PARTS, message, re.DOTALL):
         yield "the message lacks a part"
-    groups = {tag for query in METRIC.finditer(monitor["query"]) for tag in split(query["by"])}
+    batches = {tag for query in METRIC.finditer(monitor["query"]) for tag in split(query["by"])}
     named = set(re.findall(r"\{\{(\w+)\.name\}\}", message + monitor["name"]))
-    yield from (f"the alarm is not by {tag}" for tag in named - groups)
+    yield from (f"the alarm is not by {tag}" for tag in named - batches)
     links = re.findall(r"(docs/[\w/-]+\.md)#([\w-]+)", message)
     yield from (f"{page}#{heading} is no heading" for page, heading in links if heading not in headings(page))
     lines = [line for block in re.findall(r"```\n(.*?)```", message, re.DOTALL) for line in block.splitlines()]
@@ -249,7 +249,7 @@ def test_the_page_switches_on_the_percentiles_that_are_queried() -> None:
 def test_what_the_api_does_not_know_is_noticed(
     document: Document, model: type[OpenApiModel], old: str, new: str
 ) -> None:
-    """Datadog's model is applied strictly, which its client does not do: a value and a field, deep in a group."""
+    """Datadog's model is applied strictly, which its client does not do: a value and a field, deep in a batch."""
     text = json.dumps(document)
     assert old in text
     assert list(of_api(json.loads(text.replace(old, new)), model))

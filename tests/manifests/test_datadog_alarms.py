@@ -77,7 +77,7 @@ SITUATIONS: dict[str, dict[str, tuple[bool, *tuple[Series, ...]]]] = {
         "some commits fail all the time": (False, [500], [100_000]),
         "most commits fail": (True, [3_000], [4_000]),
     },
-    "topic-rests": {
+    "circuit-open": {
         "the circuit is open and is probed": (True, [2, 1, 2, 2, 1] * 3),
         "worked in between": (False, [2] * 7 + [0] + [2] * 7),
         "the circuit has just opened": (False, [None] * 12 + [2] * 3),
@@ -87,7 +87,7 @@ SITUATIONS: dict[str, dict[str, tuple[bool, *tuple[Series, ...]]]] = {
     "no-heartbeat": {"just stopped": (False, [4, 4, 0, 0, 0]), "none": (True, [0] * 5)},
     **{
         name: {"one": (True, [None] * 9 + [1]), "none": (False, [0] * 10)}
-        for name in ("dead-tasks", "at-most-once-in-doubt", "drain-timeout", "stuck-group", "lost-metrics")
+        for name in ("dead-tasks", "at-most-once-unconfirmed", "shutdown-timeout", "stuck-batch", "lost-metrics")
     },
 }
 

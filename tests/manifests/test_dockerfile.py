@@ -90,7 +90,7 @@ def test_an_image_runs_as_a_user_without_root_and_without_tools(
 
 
 def test_the_pods_have_the_user_of_the_image() -> None:
-    """User and group of the manifests are numbers of the Dockerfile."""
+    """User and batch of the manifests are numbers of the Dockerfile."""
     for overlay in OVERLAYS.values():
         context = worker(rendered(overlay))["spec"]["template"]["spec"]["securityContext"]
         assert said("worker", "USER") == [f"{context['runAsUser']}:{context['runAsGroup']}"]

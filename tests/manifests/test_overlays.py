@@ -73,7 +73,7 @@ def test_the_settings_fit_the_worker_and_its_pod(overlay: str) -> None:
     known = {field.twin for field in fields_of(WorkerSettings)} | FOREIGN
     assert {name for name in values if not name.startswith("DD_")} <= known
     settings = WorkerSettings.read({}, values)
-    assert template["spec"]["terminationGracePeriodSeconds"] >= settings.drain_timeout + GRACE_MARGIN
+    assert template["spec"]["terminationGracePeriodSeconds"] >= settings.shutdown_timeout + GRACE_MARGIN
     file = PurePosixPath(settings.heartbeat_file)
     [mount] = [each for each in found["volumeMounts"] if file.is_relative_to(each["mountPath"])]
     assert not mount.get("readOnly")

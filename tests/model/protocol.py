@@ -46,17 +46,17 @@ RULES = {
 
 
 class Worker(NamedTuple):
-    """A worker: `seen` by its poll, its `group` as `read`, what it `tried`, the request it `asks`, its `doubts`."""
+    """A worker: `seen` by its poll, its `batch` as `read`, what it `tried`, the request it `asks`, its `doubts`."""
 
     at: At = At.IDLE
     seen: tuple[int, ...] = ()
-    group: tuple[int, ...] = ()
-    read: tuple[Row, ...] = ()  # what the lock query said of the group
+    batch: tuple[int, ...] = ()
+    read: tuple[Row, ...] = ()  # what the lock query said of the batch
     holds: bool = False
     tried: tuple[tuple[int, Outcome], ...] = ()
     asks: tuple[int, ...] = ()
     doubts: tuple[int, ...] = ()
-    marks: bool = False  # the group is of doubts, to be marked only
+    marks: bool = False  # the batch is of doubts, to be marked only
 
 
 class State(NamedTuple):
@@ -144,7 +144,7 @@ def _worker(config: Config, state: State, number: int, worker: Worker) -> Iterat
 def _idle(config: Config, state: State, number: int, worker: Worker) -> Iterator[tuple[bool, str, State]]:
     """Mark what is in doubt, or poll: of much it sees a part only."""
     if worker.doubts:
-        marks = worker._replace(at=At.LOCKS, group=worker.doubts, marks=True)
+        marks = worker._replace(at=At.LOCKS, batch=worker.doubts, marks=True)
         yield False, "marks", _put(state, number, marks)
         yield True, "forgets", _allow(_put(state, number, worker._replace(doubts=())), worker.doubts)
         return
@@ -156,12 +156,12 @@ def _idle(config: Config, state: State, number: int, worker: Worker) -> Iterator
 
 
 def _polled(config: Config, state: State, number: int, worker: Worker) -> Iterator[tuple[bool, str, State]]:
-    for group in _groups(config, state, worker.seen):
-        yield False, f"takes {group}", _put(state, number, worker._replace(at=At.LOCKS, seen=(), group=group))
+    for batch in _batches(config, state, worker.seen):
+        yield False, f"takes {batch}", _put(state, number, worker._replace(at=At.LOCKS, seen=(), batch=batch))
     yield False, "finds nothing", _put(state, number, worker._replace(at=At.IDLE, seen=()))
 
 
-def _groups(config: Config, state: State, seen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def _batches(config: Config, state: State, seen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Yield what may be cut of what was seen: each task without a key, the run of each key, and all together."""
     parts = [(task,) for task in seen if config.keys[task] is None]
     for key in sorted({key for task in seen if (key := config.keys[task]) is not None}):
@@ -183,24 +183,24 @@ def _groups(config: Config, state: State, seen: tuple[int, ...]) -> Iterator[tup
 
 def _locks(config: Config, state: State, number: int, worker: Worker) -> Iterator[tuple[bool, str, State]]:
     """Lock the rows, or wait for who has them."""
-    others = {task for each in state.workers if each.holds for task in each.group}
-    if others & set(worker.group) and config.keeps("exclusive"):
+    others = {task for each in state.workers if each.holds for task in each.batch}
+    if others & set(worker.batch) and config.keeps("exclusive"):
         yield True, "gets no lock", _failed(config, state, number, worker)
         return
     at = At.COMMITS if worker.marks else At.PUBLISHES
-    read = tuple(state.rows[task] for task in worker.group)
-    yield False, f"locks {worker.group}", _put(state, number, worker._replace(at=at, read=read, holds=True))
+    read = tuple(state.rows[task] for task in worker.batch)
+    yield False, f"locks {worker.batch}", _put(state, number, worker._replace(at=at, read=read, holds=True))
     yield True, "gets no lock", _failed(config, state, number, worker)
 
 
 def _open(config: Config, worker: Worker) -> list[int]:
-    """Return what is to be published of a group, as its rows said under the lock, the tasks of a key in their order."""
+    """Return what is to be published of a batch, as its rows said under the lock, the tasks of a key in their order."""
     sendable = {Row.DUE, *([] if config.keeps("look again") else [Row.SENT])}
     sendable |= set() if config.keeps("committed") else {Row.ABSENT}
     tried = dict(worker.tried)
     stopped: set[str | None] = set()
     found = []
-    for task, row in zip(worker.group, worker.read, strict=True):
+    for task, row in zip(worker.batch, worker.read, strict=True):
         key, outcome = config.keys[task], tried.get(task)
         if key in stopped:
             continue
@@ -214,7 +214,7 @@ def _open(config: Config, worker: Worker) -> list[int]:
 
 
 def _publishes(config: Config, state: State, number: int, worker: Worker) -> Iterator[tuple[bool, str, State]]:
-    """Ask for the next request of the group: a task without a key, or what is open of one key."""
+    """Ask for the next request of the batch: a task without a key, or what is open of one key."""
     left = _open(config, worker)
     if not left:
         yield False, "has no more", _put(state, number, worker._replace(at=At.COMMITS))
@@ -260,9 +260,9 @@ def _commits(config: Config, state: State, number: int, worker: Worker) -> Itera
         return
     done = _written(config, state, worker)
     if not config.keeps("exclusive"):  # the first one to commit wins
-        lost = [each._replace(holds=each.holds and not set(each.group) & set(worker.group)) for each in done.workers]
+        lost = [each._replace(holds=each.holds and not set(each.batch) & set(worker.batch)) for each in done.workers]
         done = done._replace(workers=tuple(lost))
-    doubts = tuple(each for each in worker.doubts if each not in worker.group) if worker.marks else worker.doubts
+    doubts = tuple(each for each in worker.doubts if each not in worker.batch) if worker.marks else worker.doubts
     yield False, "commits", _put(done, number, Worker(doubts=doubts))
     aborted = _put(state, number, again)
     repeats = _sent(worker) if len(state.workers) > 1 else set()  # another one may be faster
@@ -272,17 +272,17 @@ def _commits(config: Config, state: State, number: int, worker: Worker) -> Itera
 
 
 def _failed(config: Config, state: State, number: int, worker: Worker) -> State:
-    """Give a group up, and remember what was published of it."""
+    """Give a batch up, and remember what was published of it."""
     doubts = {*worker.doubts, *_sent(worker)} if config.keeps("doubts") else set()
     return _put(state, number, Worker(doubts=tuple(sorted(doubts))))
 
 
 def _written(config: Config, state: State, worker: Worker) -> State:
-    """Return the state with the marks of a group; what was not published must not be marked as sent."""
+    """Return the state with the marks of a batch; what was not published must not be marked as sent."""
     rows, broken = list(state.rows), state.broken
-    tried = dict.fromkeys(worker.group, Outcome.SENT) if worker.marks else dict(worker.tried)
+    tried = dict.fromkeys(worker.batch, Outcome.SENT) if worker.marks else dict(worker.tried)
     stopped: set[str | None] = set()
-    for task in worker.group:
+    for task in worker.batch:
         key, outcome = config.keys[task], tried.get(task)
         if outcome is None or rows[task] in (Row.SENT, Row.ABSENT):
             continue

@@ -12,14 +12,14 @@ import pytest
 
 from publishworker import delivery, eligibility
 from publishworker.delivery import Delivery
-from publishworker.in_doubt import Doubts
-from publishworker.ordering import Fronts, Ordering
+from publishworker.in_doubt import InDoubt
+from publishworker.ordering import Ordering, ResolvedKeys
 from publishworker.pubsub import messages, publisher
 from publishworker.pubsub.messages import Lane
 from publishworker.relay import Relay
-from publishworker.retry_policy import Retries
-from publishworker.topics.circuit_breaker import Breakers
-from publishworker.types import GroupResult, Key, Parked, Sent
+from publishworker.retry_policy import RetryPolicy
+from publishworker.topics.circuit_breaker import CircuitBreakers
+from publishworker.types import BatchResult, Deferred, Key, Sent
 from tests.support.order_ledger import Task
 from tests.support.order_model import World
 from tests.support.stepwise import patched
@@ -37,7 +37,9 @@ def reads_a_range(real: Any) -> Any:
     """Return `Delivery._ours` that also reads the heads of the keys, in the transaction that has the locks."""
 
     def ours(self: Any, result: Any, rows: Any, now: Any) -> Any:
-        self._store.fronts({Key(row.topic, row.ordering_key) for row in rows if row.ordering_key}, 1, pass_dead=False)
+        self._store.key_heads(
+            {Key(row.topic, row.ordering_key) for row in rows if row.ordering_key}, 1, skip_dead=False
+        )
         return real(self, result, rows, now)
 
     return ours
@@ -48,10 +50,10 @@ FAULTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "SentAt is read again under the lock": (delivery, "taken", always({})),
     "no range is read under the lock": (Delivery, "_ours", reads_a_range),
     "a transaction attempt remembers outcomes": (delivery, "untried", lambda _: lambda rows, _tried: rows),
-    "it marks what an earlier attempt published": (GroupResult, "published_versions", always({})),
-    "a failed commit is remembered": (Doubts, "remember", always(None)),
+    "it marks what an earlier attempt published": (BatchResult, "published_versions", always({})),
+    "a failed commit is remembered": (InDoubt, "remember", always(None)),
     "tasks in doubt are marked": (Relay, "_mark_doubtful", always(frozenset())),
-    "a key is sent from its head on": (Ordering, "fronts", lambda _: lambda _self, found, *_: Fronts(found.candidates)),
+    "a key is sent from its head on": (Ordering, "key_heads", lambda _: lambda _self, found, *_: ResolvedKeys(found.candidates)),
     "each request of a key waits for the answer to the last": (
         messages, "lanes",
         lambda real: lambda *a: [Lane(deque([each]), lane.ordered) for lane in real(*a) for each in lane.requests],
@@ -62,13 +64,13 @@ FAULTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "no answer is no success": (publisher, "failure_of", always(Sent(""))),
     "at-most-once tasks are marked first": (eligibility, "_reason_to_leave", always(None)),
     "only a probe fails for its topic": (
-        Breakers, "start", lambda real: lambda self, group: replace(real(self, group), probe=True)
+        CircuitBreakers, "start", lambda real: lambda self, batch: replace(real(self, batch), probe=True)
     ),
     "the first outage costs no attempt": (
-        Breakers, "start", lambda real: lambda self, group: replace(real(self, group), suspects=frozenset(group.ids))
+        CircuitBreakers, "start", lambda real: lambda self, batch: replace(real(self, batch), suspects=frozenset(batch.ids))
     ),
-    "deferred tasks cost no attempt": (Delivery, "_behind", lambda _: lambda _self, _head, charged, _now: charged),
-    "they wait for an hour at most": (Retries, "park", lambda _: lambda _self, head, at, _now: Parked(at, head.id)),
+    "deferred tasks cost no attempt": (Delivery, "_behind", lambda _: lambda _self, _head, recorded, _now: recorded),
+    "they wait for an hour at most": (RetryPolicy, "defer", lambda _: lambda _self, head, at, _now: Deferred(at, head.id)),
 }  # fmt: skip
 
 
@@ -76,7 +78,7 @@ def history(seed: int) -> list[str]:
     """Let two workers, callers, an operator and faults act at random; return the broken promises."""
     random = Random(seed)
     with patched():
-        world = World(size=random.choice([10, 3, 1]), groups=random.choice([1, 2]))
+        world = World(size=random.choice([10, 3, 1]), batches=random.choice([1, 2]))
         for step in range(60):
             worker = random.choice(world.workers)
             match random.randrange(16) if step % 12 else -1:

@@ -43,7 +43,7 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.timeout(180)
 
 #: Groups of few tasks, so that more of them are in flight when something happens.
-SMALL = {"group_size": "10", "concurrency": "2", "poll_interval": "0.2"}
+SMALL = {"batch_size": "10", "concurrency": "2", "poll_interval": "0.2"}
 
 
 Drain = Callable[..., tuple[int, dict[str, Any]]]

@@ -12,7 +12,7 @@ from outbox import OutboxError
 from outbox.message import RawPubsubMessage
 from outbox.registration import COLUMNS
 from outbox.shared.settings import DatabaseSettings
-from outbox_pipeline.jobs.register.executor import ANSWER, COUNTS, GROUP_BYTES, GROUP_ROWS, TRIES, Writer
+from outbox_pipeline.jobs.register.executor import ANSWER, BATCH_BYTES, COUNTS, GROUP_ROWS, TRIES, Writer
 from outbox_pipeline.spanner import Table, table_of
 from outbox_pipeline.spark.pacing import Pace
 from tests.support.operations import Watch, rows_of
@@ -250,7 +250,7 @@ def test_repeated_rows_are_counted_wherever_they_are_in_a_group():
 
 def test_groups_have_so_many_rows_and_so_many_bytes():
     """A message of nine megabytes goes with those before it, and the next one in another commit."""
-    sizes = [9_000_000, 10, 10, 9_000_000, GROUP_BYTES // 4, GROUP_BYTES // 4, GROUP_BYTES // 4, 10, 10]
+    sizes = [9_000_000, 10, 10, 9_000_000, BATCH_BYTES // 4, BATCH_BYTES // 4, BATCH_BYTES // 4, 10, 10]
     table = FakeTable()
     made = writer(table, *(row(task_id=str(number), data=b"x" * size) for number, size in enumerate(sizes)))
     inserts = [given for kind, given, _ in table.calls if kind == "insert"]

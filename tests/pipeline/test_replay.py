@@ -124,7 +124,7 @@ def test_the_table_is_left_as_by_retry_and_workers_send_it_once(  # noqa: PLR091
     insert(database, [*twins, *of_key, *stay])
     before = rows_of(database)
     watch = Watch(database)
-    [_] = changes.retry(watch.table, changes.Selection(ids=("retry1", "retry2")))
+    [_] = changes.retry(watch.table, changes.TaskSelection(ids=("retry1", "retry2")))
     notes: list[str] = []
     where = f"Id LIKE 'replay%' OR Topic = '{topic}'"
     done = run(spark, replay_settings(target, where=where, until="0s"), note=notes.append)
@@ -319,7 +319,7 @@ def test_without_the_table_of_replays_only_a_replay_is_refused(
     with pytest.raises(NotReached, match=r"table AsynchronousTaskReplays is missing. Run `outbox schema apply`"):
         run(spark, replay_settings(target, where="true"))
     assert run(spark, replay_settings(target, where="true"), dry_run=True).selected == 1
-    [outcome] = changes.retry(TaskTable(opened(database)), changes.Selection(ids=("a",)))
+    [outcome] = changes.retry(TaskTable(opened(database)), changes.TaskSelection(ids=("a",)))
     assert outcome.changed == ("a",)
 
 

@@ -11,26 +11,26 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from outbox.message import RawPubsubMessage
-from outbox.storage.task_states import NEVER, PARKED
+from outbox.storage.task_states import DEFERRED, NEVER
 from publishworker.pubsub import messages
-from publishworker.pubsub.errors import Kind, kind_of
+from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.spanner import statements
 from publishworker.spanner.store import Decide, NotWritten, StoreError, Unsent
 from publishworker.types import (
     Candidate,
-    Charged,
+    Deferred,
     Failed,
+    FailedAttempt,
     Key,
-    Look,
+    LockedRow,
     Mark,
     News,
     Outcome,
-    Parked,
-    Poll,
-    Row,
+    PollRequest,
+    PollResult,
+    QueuedTask,
     Sent,
     TopicLimit,
-    Waiting,
 )
 
 
@@ -74,7 +74,7 @@ class FakeStore:
         #: How often each task has been claimed.
         self.claimed: Counter[str] = Counter()
         #: What the polls asked for.
-        self.looks: list[Look] = []
+        self.looks: list[PollRequest] = []
         self._lock = threading.Lock()
         self._row_locks: dict[str, threading.Lock] = {}
 
@@ -83,7 +83,7 @@ class FakeStore:
         shard = zlib.crc32((columns.get("ordering_key") or id).encode()) % len(self.shards)
         self.rows[id] = StoredTask(id, topic, data, shard, **columns)
 
-    def poll(self, look: Look) -> Poll:
+    def poll(self, look: PollRequest) -> PollResult:
         """See Store."""
         self._answer()
         self.looks.append(look)
@@ -102,7 +102,7 @@ class FakeStore:
                 ranges.append(sorted(due, key=lambda row: (row.available_at or NEVER, -row.priority, row.created_at)))
             found |= {row.id: row for rows in ranges for row in rows[: look.per_range]}
         news = None if look.known is None else self._news({row.topic for row in unsent} - look.known)
-        return Poll(tuple(_candidate(row) for row in found.values()), news)
+        return PollResult(tuple(_candidate(row) for row in found.values()), news)
 
     def _news(self, topics: set[str]) -> News:
         ages = {worker: (self.now - seen_at).total_seconds() for worker, seen_at in self.workers.items()}
@@ -110,8 +110,8 @@ class FakeStore:
             topics=frozenset(topics),
             paused=frozenset(self.paused),
             limits={topic: limit for topic, limit in self.limits.items() if limit != TopicLimit()},
-            living=frozenset(worker for worker, age in ages.items() if age < statements.SILENT_SECONDS),
-            gone=frozenset(worker for worker, age in ages.items() if age > statements.GONE_SECONDS),
+            living=frozenset(worker for worker, age in ages.items() if age < statements.LIVENESS_TIMEOUT_SECONDS),
+            gone=frozenset(worker for worker, age in ages.items() if age > statements.FORGET_WORKER_SECONDS),
         )
 
     def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
@@ -127,28 +127,28 @@ class FakeStore:
         self._answer()
         self.workers.pop(worker, None)
 
-    def fronts(self, keys: Collection[Key], per_key: int, *, pass_dead: bool) -> Mapping[Key, Sequence[Waiting]]:
+    def key_heads(self, keys: Collection[Key], per_key: int, *, skip_dead: bool) -> Mapping[Key, Sequence[QueuedTask]]:
         """See Store. NULL stands before all numbers, as in Spanner's indexes."""
         self._answer()
-        found: dict[Key, list[Waiting]] = {}
+        found: dict[Key, list[QueuedTask]] = {}
         for row in sorted(self.rows.values(), key=_place):
             key = Key(row.topic, row.ordering_key or "")
             is_dead = row.available_at is not None and row.available_at >= NEVER
-            if key in keys and row.sent_at is None and not (pass_dead and is_dead):
+            if key in keys and row.sent_at is None and not (skip_dead and is_dead):
                 found.setdefault(key, []).append(self._waiting(row))
         return {key: waiting[:per_key] for key, waiting in found.items()}
 
-    def _waiting(self, row: StoredTask) -> Waiting:
+    def _waiting(self, row: StoredTask) -> QueuedTask:
         is_due = row.available_at is None or row.available_at <= self.now
-        parked = (row.last_error or "").startswith(PARKED)
-        passed_over = self._is_passed_over(row, pass_dead=False)
-        return Waiting(row.id, len(row.data), is_due or (parked and not passed_over), parked, passed_over)
+        deferred = (row.last_error or "").startswith(DEFERRED)
+        expired_early = self._is_passed_over(row, skip_dead=False)
+        return QueuedTask(row.id, len(row.data), is_due or (deferred and not expired_early), deferred, expired_early)
 
-    def _is_passed_over(self, row: StoredTask, pass_dead: bool) -> bool:
+    def _is_passed_over(self, row: StoredTask, skip_dead: bool) -> bool:
         if row.available_at is None or row.available_at <= self.now:
             return False
         is_expired = row.expires_at is not None and row.expires_at <= self.now
-        return is_expired or (pass_dead and row.available_at >= NEVER)
+        return is_expired or (skip_dead and row.available_at >= NEVER)
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         with self._lock:
@@ -197,8 +197,8 @@ class FakeStore:
             return "paused"
         if row.available_at is None or row.available_at <= self.now:
             return "pending"
-        parked = row.ordering_key is not None and (row.last_error or "").startswith(PARKED)
-        return "retrying" if row.attempts and not parked else "scheduled"
+        deferred = row.ordering_key is not None and (row.last_error or "").startswith(DEFERRED)
+        return "retrying" if row.attempts and not deferred else "scheduled"
 
     def _answer(self) -> None:
         if self.away:
@@ -213,19 +213,19 @@ class FakeStore:
             if isinstance(mark, Sent):
                 row.sent_at, row.available_at, row.expires_at = committed, None, None
                 row.last_error, row.attempts = None, 0
-            elif isinstance(mark, Charged):
+            elif isinstance(mark, FailedAttempt):
                 row.sent_at, row.available_at, row.expires_at = None, mark.available_at, mark.expires_at
                 row.last_error, row.attempts = mark.error, mark.attempts
-            elif isinstance(mark, Parked):
+            elif isinstance(mark, Deferred):
                 row.available_at = mark.available_at
-                row.last_error = f"{PARKED}waits for the task {mark.head} of its ordering key"
+                row.last_error = f"{DEFERRED}waits for the task {mark.head} of its ordering key"
         return committed
 
     @staticmethod
-    def _locked(row: StoredTask) -> Row:
+    def _locked(row: StoredTask) -> LockedRow:
         data = row.data if row.sent_at is None else b""
         clean = (row.available_at, row.expires_at, row.last_error, row.attempts) == (None, None, None, 0)
-        return Row(
+        return LockedRow(
             row.id,
             row.topic,
             data,
@@ -237,7 +237,7 @@ class FakeStore:
             row.attempts,
             row.expires_at,
             row.at_most_once,
-            (row.last_error or "").startswith(PARKED),
+            (row.last_error or "").startswith(DEFERRED),
         )
 
 
@@ -281,7 +281,7 @@ class FakePublisher:
         return [id for _, id, _ in self.published]
 
     def publish(
-        self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
+        self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
     ) -> dict[str, Outcome]:
         name = messages.topic_name(topic, self.project)
         outcomes: dict[str, Outcome] = {}
@@ -297,16 +297,16 @@ class FakePublisher:
                     stopped.add(key)
         return outcomes
 
-    def refusals(self, topic: str, rows: Sequence[Row]) -> dict[str, Failed]:
+    def refusals(self, topic: str, rows: Sequence[LockedRow]) -> dict[str, Failed]:
         """See Publisher."""
         decoded = {row.id: messages.decode(row) for row in rows}
         return {id: message for id, message in decoded.items() if isinstance(message, Failed)}
 
-    def _request(self, name: str, rows: Sequence[Row]) -> dict[str, Outcome]:
+    def _request(self, name: str, rows: Sequence[LockedRow]) -> dict[str, Outcome]:
         decoded = {row.id: messages.decode(row) for row in rows}
         outcomes: dict[str, Outcome] = {id: each for id, each in decoded.items() if isinstance(each, Failed)}
         ordered = any(row.ordering_key for row in rows)
-        refused = {id for id, failure in self.failing.items() if kind_of(failure.reason) is Kind.CONTENT}
+        refused = {id for id, failure in self.failing.items() if kind_of(failure.reason) is FailureKind.CONTENT}
         if ordered and (culprit := next((id for id in decoded if id in refused | outcomes.keys()), None)):
             # What stands before it goes out, it fails alone, what follows is not tried.
             decoded = dict(itertools.takewhile(lambda pair: pair[0] != culprit, decoded.items()))
@@ -317,7 +317,9 @@ class FakePublisher:
         self.requests.append([*sent])
         missing = None if name in self.topics else Failed("not_found", f"{name}: the topic does not exist")
         outages = (
-            each for id, each in self.failing.items() if id in sent and (ordered or kind_of(each.reason) is Kind.OUTAGE)
+            each
+            for id, each in self.failing.items()
+            if id in sent and (ordered or kind_of(each.reason) is FailureKind.OUTAGE)
         )
         if failure := self.down.get(name) or missing or next(outages, None):
             return outcomes | dict.fromkeys(sent, failure)
@@ -328,9 +330,9 @@ class FakePublisher:
         return outcomes
 
 
-def _requests(rows: Sequence[Row], singly: Collection[str]) -> list[list[Row]]:
+def _requests(rows: Sequence[LockedRow], singly: Collection[str]) -> list[list[LockedRow]]:
     """Cut rows into requests: what needs no order together, each key by itself, and some rows alone."""
-    requests: dict[str | None, list[list[Row]]] = {}
+    requests: dict[str | None, list[list[LockedRow]]] = {}
     for row in rows:
         pieces = requests.setdefault(row.ordering_key, [[]])
         if row.id not in singly:

@@ -25,17 +25,17 @@ COLUMNS = (
 CREATED = datetime(2026, 1, 1, tzinfo=UTC)
 PAST, FUTURE = datetime(2026, 2, 1, tzinfo=UTC), datetime(2090, 1, 1, tzinfo=UTC)
 MICROSECOND, SECOND, DAY = timedelta(microseconds=1), timedelta(seconds=1), timedelta(days=1)
-PARKED = {"AvailableAt": FUTURE, "OrderingKey": "k", "LastError": "parked: behind another"}
+DEFERRED = {"AvailableAt": FUTURE, "OrderingKey": "k", "LastError": "deferred: behind another"}
 #: Columns of tasks, with the edges of each state; a deferred task is scheduled whatever its attempts.
 OF_STATES: dict[str, list[dict[str, Any]]] = {
     "pending": [{}, {"AvailableAt": PAST}, {"AvailableAt": PAST, "Attempts": 3, "LastError": "x"}],
     "retrying": [
         {"AvailableAt": FUTURE, "Attempts": 1},
-        {"AvailableAt": FUTURE, "Attempts": 1, "OrderingKey": "k", "LastError": "unavailable: parked: no"},
-        {"AvailableAt": NEVER - MICROSECOND, "Attempts": 9, "LastError": "is parked: no"},
+        {"AvailableAt": FUTURE, "Attempts": 1, "OrderingKey": "k", "LastError": "unavailable: deferred: no"},
+        {"AvailableAt": NEVER - MICROSECOND, "Attempts": 9, "LastError": "is deferred: no"},
     ],
     "scheduled": [
-        {"AvailableAt": FUTURE}, PARKED, PARKED | {"Attempts": 2}, {"AvailableAt": NEVER - MICROSECOND},
+        {"AvailableAt": FUTURE}, DEFERRED, DEFERRED | {"Attempts": 2}, {"AvailableAt": NEVER - MICROSECOND},
         {"AvailableAt": FUTURE, "LastError": "x"},
     ],
     "dead": [{"AvailableAt": NEVER}, {"AvailableAt": NEVER + timedelta(hours=23), "Attempts": 1}],

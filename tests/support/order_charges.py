@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from publishworker.pubsub.errors import Kind, kind_of
-from publishworker.types import Charged
+from publishworker.pubsub.errors import FailureKind, kind_of
+from publishworker.types import FailedAttempt
 from tests.support.fakes import StoredTask
 from tests.support.order_pubsub import Request
 
@@ -32,13 +32,13 @@ class Charges:
 
     def told(self, request: Request, code: grpc.StatusCode) -> None:
         kind = kind_of(code.name.lower())
-        if kind is Kind.OUTAGE:
+        if kind is FailureKind.OUTAGE:
             self.outages.update((request.process, id) for id in request.ids)
-        if kind in {Kind.OUTAGE, Kind.TARGET}:
+        if kind in {FailureKind.OUTAGE, FailureKind.TARGET}:
             self.troubles[request.process, request.topic.rpartition("/")[2]] += 1
 
-    def wrong(self, row: StoredTask, mark: Charged, claim: "Claim", locked_at: datetime) -> Iterator[str]:
-        """Give what is wrong with a charge that a claim is about to commit."""
+    def wrong(self, row: StoredTask, mark: FailedAttempt, claim: "Claim", locked_at: datetime) -> Iterator[str]:
+        """Give what is wrong with a record that a claim is about to commit."""
         if row.sent_at is not None:
             return  # it was marked before it was sent, and is given back
         if mark.error is not None:
@@ -50,20 +50,20 @@ class Charges:
     def _not_to_be_paid(self, row: StoredTask, reason: str, claim: "Claim") -> Iterator[str]:
         if reason != "expired" and row.id not in claim.answered:
             yield f"pays for {reason}, and was not tried"
-        if kind_of(reason) is Kind.OUTAGE and self.outages[claim.process, row.id] < 2:
+        if kind_of(reason) is FailureKind.OUTAGE and self.outages[claim.process, row.id] < 2:
             yield "pays for the first outage that it met"
-        if kind_of(reason) is Kind.TARGET and self.troubles[claim.process, row.topic] < 2:
+        if kind_of(reason) is FailureKind.TARGET and self.troubles[claim.process, row.topic] < 2:
             yield "pays for its topic, which did not rest before"
 
 
-def _wrong_price(row: StoredTask, mark: Charged, error: str, locked_at: datetime) -> Iterator[str]:
+def _wrong_price(row: StoredTask, mark: FailedAttempt, error: str, locked_at: datetime) -> Iterator[str]:
     reason = error.partition(":")[0]
     if mark.attempts != row.attempts + 1:
         yield f"pays {mark.attempts - row.attempts} attempts"
     if len(error) > MAX_ERROR:
         yield f"gets a LastError of {len(error)} characters"
-    young = kind_of(reason) is Kind.TARGET and locked_at - row.created_at < DEAD_AFTER
-    if mark.dead != (kind_of(reason) is Kind.CONTENT or (mark.attempts >= MAX_ATTEMPTS and not young)):
+    young = kind_of(reason) is FailureKind.TARGET and locked_at - row.created_at < DEAD_AFTER
+    if mark.dead != (kind_of(reason) is FailureKind.CONTENT or (mark.attempts >= MAX_ATTEMPTS and not young)):
         yield f"is {'' if mark.dead else 'not '}dead after {mark.attempts} times {reason}"
     elif not mark.dead and mark.available_at is not None:
         full = timedelta(seconds=min(INITIAL_BACKOFF * 2 ** (mark.attempts - 1), LONGEST_BACKOFF))

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from outbox.storage.task_states import NEVER
-from publishworker.pubsub.errors import Kind, kind_of
-from publishworker.types import Charged, Mark, Parked, Sent
+from publishworker.pubsub.errors import FailureKind, kind_of
+from publishworker.types import Deferred, FailedAttempt, Mark, Sent
 from tests.support.fakes import FakeStore, StoredTask
 from tests.support.order_charges import LONGEST_BACKOFF
 from tests.support.order_pubsub import Request
@@ -50,9 +50,9 @@ def is_dead(row: StoredTask | None) -> bool:
 class Ledger:
     """All tasks and what was published; `broken` says what should not have happened."""
 
-    def __init__(self, store: FakeStore, *, pass_dead: bool) -> None:
+    def __init__(self, store: FakeStore, *, skip_dead: bool) -> None:
         self._rows_of = store
-        self.pass_dead = pass_dead
+        self.skip_dead = skip_dead
         self.tasks: dict[str, Task] = {}
         self.keys: dict[tuple[str, str | None], list[Task]] = {}
         self.touched: dict[str, datetime] = {}  # when each row was last written
@@ -84,7 +84,7 @@ class Ledger:
                 self.broken.append(f"{id} goes out and was marked as sent before")
             for each in self._before(self.tasks[id]) if id in self.tasks and request.keys != {""} else ():
                 row = self._rows_of.rows.get(each.id)
-                if row is None or row.sent_at is not None or (row.last_error or "").startswith("parked"):
+                if row is None or row.sent_at is not None or (row.last_error or "").startswith("deferred"):
                     continue
                 waits = row.available_at is not None and row.available_at > self._rows_of.now
                 since = self.touched[each.id] <= fronts_at
@@ -93,7 +93,7 @@ class Ledger:
 
     def _is_passed_over(self, row: StoredTask) -> bool:
         expired = row.expires_at is not None and row.expires_at <= self._rows_of.now
-        return expired or (self.pass_dead and is_dead(row))
+        return expired or (self.skip_dead and is_dead(row))
 
     def _before(self, task: Task) -> list[Task]:
         its = self.keys[task.topic, task.key]
@@ -102,23 +102,23 @@ class Ledger:
     def check_marks(self, marks: Mapping[str, Mark]) -> None:
         """Check what a relay is about to commit."""
         latest = self._rows_of.now + timedelta(seconds=LONGEST_BACKOFF)
-        charged: set[tuple[str, str | None]] = set()
+        recorded: set[tuple[str, str | None]] = set()
         for id, mark in marks.items():
             task = self.tasks[id]
             if isinstance(mark, Sent) and not task.published and not task.once:
                 self.broken.append(f"{id} is marked as sent and was not")
-            if isinstance(mark, Parked) and not mark.available_at <= latest:
-                self.broken.append(f"{id} is parked until {mark.available_at}")
-            if isinstance(mark, Charged) and (mark.error or "").startswith("invalid_argument") and not task.bad:
+            if isinstance(mark, Deferred) and not mark.available_at <= latest:
+                self.broken.append(f"{id} is deferred until {mark.available_at}")
+            if isinstance(mark, FailedAttempt) and (mark.error or "").startswith("invalid_argument") and not task.bad:
                 self.broken.append(f"{id} pays for another task, which is bad")
-            if isinstance(mark, Charged) and mark.error is not None:  # else it is awake, no more
-                task.excused = task.excused or self.is_excused(task) or (mark.dead and self.pass_dead)
+            if isinstance(mark, FailedAttempt) and mark.error is not None:  # else it is awake, no more
+                task.excused = task.excused or self.is_excused(task) or (mark.dead and self.skip_dead)
                 # Where dead tasks hold back none, each may have a verdict of its own.
-                own = self.pass_dead and kind_of(mark.error.partition(":")[0]) is Kind.CONTENT
+                own = self.skip_dead and kind_of(mark.error.partition(":")[0]) is FailureKind.CONTENT
                 if task.key is not None and not own and not mark.error.startswith("expired"):
-                    if (task.topic, task.key) in charged:
-                        self.broken.append(f"{id} is charged behind another task of its key")
-                    charged.add((task.topic, task.key))
+                    if (task.topic, task.key) in recorded:
+                        self.broken.append(f"{id} is recorded behind another task of its key")
+                    recorded.add((task.topic, task.key))
 
     def check_all_sent(self, *, but_held: bool) -> None:
         """Check that every task is sent: but those that have expired, and perhaps those that a dead one holds."""
@@ -128,7 +128,7 @@ class Ledger:
                 if row is None:
                     continue
                 if row.sent_at is None and but_held and is_dead(row):
-                    if key is None or self.pass_dead or self.is_excused(task):
+                    if key is None or self.skip_dead or self.is_excused(task):
                         continue
                     break
                 if row.sent_at is None or not (task.published >= task.owed or (task.once and task.risked)):

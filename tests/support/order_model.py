@@ -57,13 +57,13 @@ class Worker(Crew):
 class World:
     """All of it: tasks and what became of them, the store, the service, the workers, time."""
 
-    def __init__(self, workers: int = 2, *, size: int = 10, groups: int = 2, pass_dead: bool = False) -> None:
-        self.size, self.groups, self.pass_dead = size, groups, pass_dead
+    def __init__(self, workers: int = 2, *, size: int = 10, batches: int = 2, skip_dead: bool = False) -> None:
+        self.size, self.batches, self.skip_dead = size, batches, skip_dead
         self.seconds = 0.0
         self.store = ModelStore(self)
-        self.ledger = Ledger(self.store, pass_dead=pass_dead)
+        self.ledger = Ledger(self.store, skip_dead=skip_dead)
         self.repeats = Repeats()
-        self.charges = Charges()
+        self.records = Charges()
         self.late: list[Request] = []  # nobody waits for them, and they may still be executed
         self._sequence = itertools.count(1)
         self._seed = itertools.count(1)
@@ -76,11 +76,11 @@ class World:
             self.store,
             PubSubPublisher(channel, "test-project", clock=worker.clock),
             size=self.size,
-            groups=self.groups,
+            batches=self.batches,
             retries={"longest": LONGEST_BACKOFF, "initial": INITIAL_BACKOFF, "max_attempts": MAX_ATTEMPTS},
             random=Random(next(self._seed)),
             clock=worker.clock,
-            pass_dead=self.pass_dead,
+            skip_dead=self.skip_dead,
         )
 
     def draw(self, *tasks: Task) -> list[Task]:
@@ -211,9 +211,9 @@ class World:
         for stepper in list(worker.threads):
             self._risk(stepper)
             if (claim := self.store.claims.get(stepper)) is not None:
-                self.repeats.allow(claim.answered.union(*(request.ids for request in claim.flying)))
+                self.repeats.allow(claim.answered.union(*(request.ids for request in claim.in_flight)))
             elif (past := self.store.past.get(stepper)) is not None:
-                self.late += past.flying
+                self.late += past.in_flight
             stepper.kill()
         worker.turning = None
         worker.relay = self.relay(worker)
@@ -244,7 +244,7 @@ class World:
         claim = self.store.claim_of(here())
         worker: Any = here().crew
         request.sender, request.process = worker, worker.relay
-        claim.flying.append(request)
+        claim.in_flight.append(request)
         # A failure says nothing of a row that somebody else has written since it was locked: it is tried afresh.
         touched = self.ledger.touched
         fresh = {id for id, locked_at in claim.in_vain.items() if id in touched and touched[id] > locked_at}
@@ -269,7 +269,7 @@ class World:
         if fate is Fate.ABORT:
             self.store.lose(claim)
             return False
-        request = claim.flying[0]
+        request = claim.in_flight[0]
         if fate in (Fate.LATE, Fate.ODD):
             self.late.append(request)
             code = grpc.StatusCode.DEADLINE_EXCEEDED if fate is Fate.LATE else grpc.StatusCode.DATA_LOSS
@@ -283,14 +283,14 @@ class World:
                 return False
             if fate is Fate.LANDED:
                 code = grpc.StatusCode.DEADLINE_EXCEEDED
-        claim.flying.remove(request)
+        claim.in_flight.remove(request)
         if code is not grpc.StatusCode.OK and (request.executed or request in self.late):
             self.repeats.allow(request.ids)
         if code is not grpc.StatusCode.INVALID_ARGUMENT or len(request.ids) == 1:  # else it goes out again, in parts
             claim.answered.update(request.ids)
             if code is not grpc.StatusCode.OK and claim.locked_at is not None:
                 claim.in_vain |= dict.fromkeys(request.ids, claim.locked_at)
-        self.charges.told(request, code)
+        self.records.told(request, code)
         request.answer(code)
         return True
 

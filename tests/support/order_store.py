@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from publishworker.spanner.store import Decide, NotWritten, StoreError
-from publishworker.types import Charged, Key, Look, Mark, Poll, Sent, Waiting
+from publishworker.types import FailedAttempt, Key, Mark, PollRequest, PollResult, QueuedTask, Sent
 from tests.support.fakes import FakeStore, StoredTask
 from tests.support.order_pubsub import Request
 from tests.support.order_repeats import REMEMBERED, Cause
@@ -24,7 +24,7 @@ class Claim:
     process: object
     fronts_at: datetime  # the snapshot that it goes back to
     holds: bool = False  # the locks, whatever the worker believes
-    flying: list[Request] = field(default_factory=list)
+    in_flight: list[Request] = field(default_factory=list)
     answered: set[str] = field(default_factory=set)
     locked_at: datetime | None = None  # by the run that is or was the last
     in_vain: dict[str, datetime] = field(default_factory=dict)  # when a task was locked that was tried and failed
@@ -47,7 +47,7 @@ class ModelStore(FakeStore):
         self.now += timedelta(microseconds=1)
         return self.now
 
-    def poll(self, look: Look) -> Poll:
+    def poll(self, look: PollRequest) -> PollResult:
         """See Store."""
         poll = super().poll(look)
         worker: Any = here().crew
@@ -55,15 +55,15 @@ class ModelStore(FakeStore):
         self._read(Point.POLLED)
         return poll
 
-    def fronts(self, keys: Collection[Key], per_key: int, *, pass_dead: bool) -> Mapping[Key, Sequence[Waiting]]:
+    def key_heads(self, keys: Collection[Key], per_key: int, *, skip_dead: bool) -> Mapping[Key, Sequence[QueuedTask]]:
         """See Store. Read by a transaction, it would lock the range, and callers insert there."""
         if (claim := self.claims.get(here())) is not None and claim.holds:
             self.ranges |= dict.fromkeys(keys, claim)
         worker: Any = here().crew
         worker.fronts_at = worker.fronts_at or self.now  # a turn may look several times: the first counts
-        fronts = super().fronts(keys, per_key, pass_dead=pass_dead)
-        self._read(Point.FRONTS)
-        return fronts
+        key_heads = super().key_heads(keys, per_key, skip_dead=skip_dead)
+        self._read(Point.KEY_HEADS)
+        return key_heads
 
     def _read(self, point: Point) -> None:
         if here().pause(point) is Fate.FAIL:
@@ -85,8 +85,8 @@ class ModelStore(FakeStore):
             self._release(claim)
             self.world.repeats.over(claim.ids, process)
             self.past[here()] = self.claims.pop(here())
-            self.world.late += claim.flying
-            claim.flying = []
+            self.world.late += claim.in_flight
+            claim.in_flight = []
         return committed
 
     def claim_of(self, stepper: Stepper) -> Claim:
@@ -126,8 +126,8 @@ class ModelStore(FakeStore):
         for id, mark in marks.items():
             if not isinstance(mark, Sent) and ledger.tasks[id].published:
                 self.world.repeats.allow([id])  # who has published it does not know the row any more
-            if isinstance(mark, Charged):
-                wrong = self.world.charges.wrong(self.rows[id], mark, claim, locked_at)
+            if isinstance(mark, FailedAttempt):
+                wrong = self.world.records.wrong(self.rows[id], mark, claim, locked_at)
                 ledger.broken.extend(f"{id} {each}" for each in wrong)
 
     def lose(self, claim: Claim) -> None:

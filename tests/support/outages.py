@@ -1,4 +1,4 @@
-"""What an outage costs: the tasks that were charged for it, the lines that were logged, the CPU that was used."""
+"""What an outage costs: the tasks that were recorded for it, the lines that were logged, the CPU that was used."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def count(database: Database, condition: str) -> int:
     return int(tasks)
 
 
-def charged(database: Database) -> int:
+def recorded(database: Database) -> int:
     """Return how many tasks bear anything of a failure, whether sent since or not."""
     return count(database, "Attempts > 0 OR LastError IS NOT NULL OR AvailableAt IS NOT NULL")
 

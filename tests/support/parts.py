@@ -1,4 +1,4 @@
-"""The worker's parts, put together for a test: small numbers, one seed, a turn that waits for its groups."""
+"""The worker's parts, put together for a test: small numbers, one seed, a turn that waits for its batches."""
 
 from collections.abc import Iterable, Mapping
 from random import Random
@@ -6,13 +6,13 @@ from typing import Any
 
 from publishworker.batching import Limits
 from publishworker.delivery import Delivery
-from publishworker.membership import Fleet
+from publishworker.membership import Membership
 from publishworker.pubsub.publisher import Publisher
 from publishworker.relay import Relay
-from publishworker.retry_policy import Retries
+from publishworker.retry_policy import RetryPolicy
 from publishworker.spanner.store import Store
 from publishworker.telemetry.metrics import Client, Metrics
-from publishworker.types import Look
+from publishworker.types import PollRequest
 
 
 def relay_of(
@@ -21,13 +21,13 @@ def relay_of(
     client: Client | None = None,
     *,
     size: int = 10,
-    groups: int = 2,
-    group_bytes: int = 10**6,
-    fleet: Fleet | None = None,
+    batches: int = 2,
+    batch_bytes: int = 10**6,
+    membership: Membership | None = None,
     retries: Mapping[str, float] | None = None,
     **options: Any,
 ) -> Relay:
-    """Return a relay that is alone, looks for news at each turn, and waits for all groups of a turn."""
+    """Return a relay that is alone, looks for news at each turn, and waits for all batches of a turn."""
     random = Random(1)
     defaults: dict[str, Any] = {"initial": 1, "longest": 3600, "max_attempts": 10, "dead_after": 86_400}
     return Relay(
@@ -35,14 +35,14 @@ def relay_of(
         Delivery(
             store,
             publisher,
-            Retries(random=random, **{**defaults, **(retries or {})}),
+            RetryPolicy(random=random, **{**defaults, **(retries or {})}),
             publish_seconds=5,
-            pass_dead=options.get("pass_dead", False),
+            skip_dead=options.get("skip_dead", False),
         ),
         Metrics(client),
-        fleet or Fleet(store, "worker", store.shards),
-        limits=Limits(size, group_bytes, groups),
-        **{"look_further_seconds": 0, "random": random, **options},
+        membership or Membership(store, "worker", store.shards),
+        limits=Limits(size, batch_bytes, batches),
+        **{"discovery_seconds": 0, "random": random, **options},
     )
 
 
@@ -52,9 +52,9 @@ def look(
     shards: Iterable[int] = range(10),
     per_range: int = 100,
     **more: Any,
-) -> Look:
+) -> PollRequest:
     """Return what a poll asks for: the ready tasks of `topics`, with news where `known` topics are given."""
-    return Look(
+    return PollRequest(
         shards=tuple(shards),
         topics=frozenset(topics),
         per_range=per_range,

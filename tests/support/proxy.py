@@ -221,7 +221,7 @@ def _bound(port: int) -> socket.socket:
 
 
 def _close(end: socket.socket) -> None:
-    # close() alone does not wake a thread that waits on the socket.
+    # close() alone does not release a thread that waits on the socket.
     with contextlib.suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
     end.close()

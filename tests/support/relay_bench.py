@@ -10,7 +10,7 @@ import pytest
 
 from publishworker.relay import Relay
 from publishworker.telemetry import metrics as m
-from publishworker.types import Outcome, Row, Turn
+from publishworker.types import LockedRow, Outcome, Turn
 from tests.support.fakes import Abort, Counted, FakePublisher, FakeStore, serialized
 from tests.support.parts import relay_of
 
@@ -27,7 +27,7 @@ class Bench:
 
     def another(self, **options: Any) -> Relay:
         """Return a second worker on the same store and publisher."""
-        options = {"clock": lambda: self.seconds, "group_bytes": 10_000, **options}
+        options = {"clock": lambda: self.seconds, "batch_bytes": 10_000, **options}
         return relay_of(self.store, options.pop("publisher", self.publisher), self.counted, **options)
 
     def insert(self, *ids: str, topic: str = "orders", **columns: Any) -> None:
@@ -60,7 +60,7 @@ class Bench:
                 if not turn.made_progress:
                     return done
             else:
-                time.sleep(0.001)  # a group is on its way on a thread of its own
+                time.sleep(0.001)  # a batch is on its way on a thread of its own
         pytest.fail(f"no end after {most} turns: {done}")
 
     def wait(self, seconds: float) -> None:
@@ -117,7 +117,7 @@ class SlowPublisher(FakePublisher):
         self.seconds = 0.0
 
     def publish(
-        self, topic: str, rows: Sequence[Row], seconds: float, singly: Collection[str] = frozenset()
+        self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
     ) -> dict[str, Outcome]:
         self.release.wait(30 if topic in self.hanging else self.seconds)
         return super().publish(topic, rows, seconds, singly)

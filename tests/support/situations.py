@@ -111,7 +111,7 @@ def pubsub_away(place: Place) -> None:
     place.environment["PUBSUB_EMULATOR_HOST"] = "127.0.0.1:9"
 
 
-def spanner_away(place: Place) -> None:
+def spanner_unavailable(place: Place) -> None:
     """Nothing listens where Spanner was."""
     place.environment["SPANNER_EMULATOR_HOST"] = "127.0.0.1:9"
 
@@ -210,7 +210,7 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "A subscriber acknowledged by mistake": acked_by_mistake,
         "A poison message": poison,
         "Pub/Sub is away": pubsub_away,
-        "Spanner is away": spanner_away,
+        "Spanner is away": spanner_unavailable,
         "A storm of duplicates": duplicates,
         "The table is too large": too_large,
         "A worker hangs": worker_hangs,

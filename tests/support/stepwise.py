@@ -26,12 +26,12 @@ class Point(enum.Enum):
 
     START = enum.auto()
     POLLED = enum.auto()  # the poll's snapshot is read
-    FRONTS = enum.auto()  # the snapshot of the keys is read
+    KEY_HEADS = enum.auto()  # the snapshot of the keys is read
     LOCK = enum.auto()  # it wants its rows
     ANSWER = enum.auto()  # its request is on its way to Pub/Sub
     COMMIT = enum.auto()
     COMMITTED = enum.auto()
-    LANDING = enum.auto()  # the turn waits for its groups
+    LANDING = enum.auto()  # the turn waits for its batches
 
 
 class Fate(enum.Enum):
@@ -42,7 +42,7 @@ class Fate(enum.Enum):
     FAIL = enum.auto()  # no answer, and nothing happened
     LANDED = enum.auto()  # no answer, but it happened
     LATE = enum.auto()  # DEADLINE_EXCEEDED, and the request may be executed later
-    ODD = enum.auto()  # the same with DATA_LOSS, which is charged to the task
+    ODD = enum.auto()  # the same with DATA_LOSS, which is recorded to the task
     MISSING = enum.auto()  # NOT_FOUND
     EXECUTED = enum.auto()  # the request is executed, its answer is still on its way
     IMPATIENT = enum.auto()  # the turn waits no longer
@@ -51,7 +51,7 @@ class Fate(enum.Enum):
 #: What may happen at a point beside GO.
 FAULTS = {
     Point.POLLED: (Fate.FAIL,),
-    Point.FRONTS: (Fate.FAIL,),
+    Point.KEY_HEADS: (Fate.FAIL,),
     Point.LOCK: (Fate.ABORT, Fate.FAIL),
     Point.ANSWER: (Fate.ODD, Fate.LATE, Fate.LANDED, Fate.ABORT, Fate.EXECUTED, Fate.FAIL, Fate.MISSING),
     Point.COMMIT: (Fate.ABORT, Fate.LANDED, Fate.FAIL),
@@ -181,19 +181,21 @@ class _Thread:
         here().crew.spawn(self._run)
 
     def join(self, timeout: float) -> None:
-        raise AssertionError("a group ended with an error")
+        raise AssertionError("a batch ended with an error")
 
 
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
-    """Let groups fly on such threads; the worker's log says nothing."""
+    """Let batches fly on such threads; the worker's log says nothing."""
     threads = mock.Mock(Thread=_Thread)
     landings = mock.Mock(SimpleQueue=Mailbox, Empty=queue.Empty)
     with (
         mock.patch.object(in_flight, "threading", threads),
         mock.patch.object(in_flight, "queue", landings),
         mock.patch.object(in_flight, "WATCH_SECONDS", None),
-        mock.patch.object(in_flight, "STUCK_SECONDS", float("inf")),  # here groups stand for as long as a history likes
+        mock.patch.object(
+            in_flight, "STUCK_SECONDS", float("inf")
+        ),  # here batches stand for as long as a history likes
         mock.patch.object(logging.getLogger("publishworker"), "disabled", True),
     ):
         yield

@@ -8,7 +8,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.param_types import STRING
 
-from publishworker.spanner.connection import open_database
+from publishworker.spanner.connection import open_relay_database
 from publishworker.spanner.store import SpannerStore, Store
 from publishworker.types import TopicLimit
 from tests.support.fakes import FakeStore, serialized
@@ -50,7 +50,7 @@ class SpannerHarness:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self.store: Store = SpannerStore(open_database(PROJECT, INSTANCE, database.database_id), shards=10)
+        self.store: Store = SpannerStore(open_relay_database(PROJECT, INSTANCE, database.database_id), shards=10)
 
     def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
         row = {"priority": 50, "created_at": COMMIT_TIMESTAMP, **columns}

@@ -33,12 +33,12 @@ from tests.support.relays import divided, execute, first_deliveries, unsent, wor
 from tests.support.rpc import Fault, Faulty
 from tests.support.waiting import eventually
 
-GROUP_SIZE, GROUPS = 20, 4
+BATCH_SIZE, BATCHES = 20, 4
 #: Tasks that one worker has in flight at most: what a worker that dies may have published and not marked.
-IN_FLIGHT = GROUP_SIZE * GROUPS
+IN_FLIGHT = BATCH_SIZE * BATCHES
 OPTIONS = (
-    "--group-size", f"{GROUP_SIZE}", "--concurrency", f"{GROUPS}", "--poll-interval", "0.2", "--publish-timeout", "2",
-    "--backoff-initial", "0.5", "--backoff-max", "2", "--drain-timeout", "10",
+    "--batch-size", f"{BATCH_SIZE}", "--concurrency", f"{BATCHES}", "--poll-interval", "0.2", "--publish-timeout", "2",
+    "--backoff-initial", "0.5", "--backoff-max", "2", "--shutdown-timeout", "10",
 )  # fmt: skip
 KEYS = [f"key-{number}" for number in range(5)]
 #: Tasks of a transaction: as many with an ordering key as without.
@@ -144,7 +144,7 @@ class Trial:
         """Run workers, and return when all of them poll, their parts of the shards; they are killed at the end.
 
         While shards change hands two workers may meet, and the emulator may abort the one that has published: then a
-        group comes twice.
+        batch comes twice.
         """
         with contextlib.ExitStack() as stack:
             made = [stack.enter_context(self.worker(*flags, module=module, **environment)) for _ in range(count)]

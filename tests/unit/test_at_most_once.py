@@ -10,7 +10,7 @@ import pytest
 from outbox.storage.task_states import NEVER
 from publishworker.spanner.store import Decide, StoreError
 from publishworker.telemetry import metrics as m
-from publishworker.types import Failed, Group, GroupResult, Outcome, Row, Sent, Taken
+from publishworker.types import Batch, BatchResult, Failed, LockedRow, Outcome, Sent, Skipped
 from tests.support.relay_bench import Bench
 from tests.support.waiting import eventually
 
@@ -21,11 +21,11 @@ INVALID = Failed("invalid_argument", "no")
 NO_ANSWER = StoreError("deadline exceeded")
 
 
-def test_it_is_marked_before_it_is_published_in_a_group_of_its_own(bench: Bench) -> None:
+def test_it_is_marked_before_it_is_published_in_a_batch_of_its_own(bench: Bench) -> None:
     """The other tasks of the poll are not: they are published under the lock."""
     marked, publish = dict[str, bool](), bench.publisher.publish
 
-    def watch(topic: str, rows: Sequence[Row], *arguments: Any) -> dict[str, Outcome]:
+    def watch(topic: str, rows: Sequence[LockedRow], *arguments: Any) -> dict[str, Outcome]:
         marked.update({row.id: bench.store.rows[row.id].sent_at is not None for row in rows})
         return publish(topic, rows, *arguments)
 
@@ -36,7 +36,7 @@ def test_it_is_marked_before_it_is_published_in_a_group_of_its_own(bench: Bench)
     assert marked == {"once": True, "other": False}
     assert sorted(bench.publisher.requests) == [["once"], ["other"]]
     assert bench.unsent() == []
-    assert (bench.count(m.PUBLISHED), bench.count(m.IN_DOUBT)) == (2, 0)
+    assert (bench.count(m.PUBLISHED), bench.count(m.UNCONFIRMED)) == (2, 0)
 
 
 def test_what_was_surely_not_marked_is_in_no_doubt(bench: Bench) -> None:
@@ -49,16 +49,16 @@ def test_what_was_surely_not_marked_is_in_no_doubt(bench: Bench) -> None:
     bench.store.before_commit = abort_the_mark  # after the commit that found out what kind of task it is
     with pytest.raises(StoreError):
         bench.turns()
-    assert (bench.store.rows["once"].sent_at, bench.count(m.IN_DOUBT)) == (None, 0)
+    assert (bench.store.rows["once"].sent_at, bench.count(m.UNCONFIRMED)) == (None, 0)
     bench.store.away = False
     bench.turns()
-    assert (bench.publisher.ids(), bench.count(m.IN_DOUBT)) == (["once"], 0)
+    assert (bench.publisher.ids(), bench.count(m.UNCONFIRMED)) == (["once"], 0)
 
 
-def test_a_task_that_waits_for_its_own_group_is_taken_by_no_other(bench: Bench) -> None:
-    """The group that finds it out ends between two turns, and the poll still sees the task."""
-    bench.relay = bench.another(groups=4, stragglers=3, patience=0.0)
-    flights, claims, hold = bench.relay._flights, list[Sequence[str]](), threading.Event()
+def test_a_task_that_waits_for_its_own_batch_is_taken_by_no_other(bench: Bench) -> None:
+    """The batch that finds it out ends between two turns, and the poll still sees the task."""
+    bench.relay = bench.another(batches=4, stragglers=3, patience=0.0)
+    in_flight_batches, claims, hold = bench.relay._in_flight, list[Sequence[str]](), threading.Event()
 
     def commit_slowly() -> None:
         bench.store.before_commit = lambda: None
@@ -75,7 +75,7 @@ def test_a_task_that_waits_for_its_own_group_is_taken_by_no_other(bench: Bench) 
     bench.insert("once", at_most_once=True)
     eventually(lambda: bool(bench.relay.turn() and claims))
     hold.set()
-    eventually(lambda: not flights._ended.empty())
+    eventually(lambda: not in_flight_batches._ended.empty())
     bench.turns()
     bench.relay.finish()
     assert claims == [("once",), ("once",)]
@@ -97,7 +97,7 @@ def test_a_task_that_waits_for_its_own_group_is_taken_by_no_other(bench: Bench) 
 def test_a_task_that_may_be_marked_or_published_is_in_doubt_and_not_published_again(
     bench: Bench, commits: list[Exception | None], landed: bool, failure: Failed | None, published: list[str]
 ) -> None:
-    """This is the window: what is in doubt is counted. The first commit is of the group that finds the task out."""
+    """This is the window: what is in doubt is counted. The first commit is of the batch that finds the task out."""
     bench.insert("a", at_most_once=True)
     bench.store.failed_commits_land = landed
     bench.commits(*commits)
@@ -108,7 +108,7 @@ def test_a_task_that_may_be_marked_or_published_is_in_doubt_and_not_published_ag
     bench.run_for(200, step=10)
     assert bench.publisher.ids() == published
     assert bench.unsent() == []
-    assert (bench.count(m.IN_DOUBT), bench.count(m.UNCOMMITTED)) == (1, 0)
+    assert (bench.count(m.UNCONFIRMED), bench.count(m.UNCOMMITTED)) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_what_pubsub_surely_refused_is_unsent_again(bench: Bench, reason: str, a
     assert (row.sent_at, row.attempts, row.expires_at) == (None, attempts, NEVER)
     assert row.available_at == (NEVER if attempts == 3 else due_at)
     assert row.last_error == f"{reason}: no"
-    assert bench.count(m.IN_DOUBT) == 0
+    assert bench.count(m.UNCONFIRMED) == 0
     bench.publisher.failing.clear()
     bench.change("a", available_at=due_at)
     bench.wait(2)
@@ -145,17 +145,17 @@ def test_what_there_was_no_time_for_is_unsent_again(bench: Bench) -> None:
     bench.publisher.out_of_time.clear()
     bench.turns()
     assert bench.unsent() == []
-    assert bench.count(m.IN_DOUBT) == 0
+    assert bench.count(m.UNCONFIRMED) == 0
 
 
-#: Two groups in flight, probes after 1, 2, 4, 8, 10 s; a worker without credentials loses no task.
+#: Two batches in flight, probes after 1, 2, 4, 8, 10 s; a worker without credentials loses no task.
 @pytest.mark.parametrize(("failure", "most"), [(LOST, 2 * 10 + 8), (Failed("credentials", "no token"), 0)])
 def test_an_outage_takes_few_of_them(bench: Bench, failure: Failed, most: int) -> None:
-    """The group that met it, and one for each probe; the others wait unmarked."""
+    """The batch that met it, and one for each probe; the others wait unmarked."""
     bench.insert(*[str(n) for n in range(60)], at_most_once=True)
     bench.publisher.down[TOPIC] = failure
     bench.run_for(30)
-    lost = bench.count(m.IN_DOUBT)
+    lost = bench.count(m.UNCONFIRMED)
     assert lost <= most
     bench.publisher.down.clear()
     bench.run_for(12)
@@ -163,14 +163,14 @@ def test_an_outage_takes_few_of_them(bench: Bench, failure: Failed, most: int) -
     assert len(set(bench.publisher.ids())) == len(bench.publisher.ids()) == 60 - lost
 
 
-def test_it_is_not_marked_while_its_topic_rests(bench: Bench) -> None:
-    """The other tasks of its first group found the topic down: it waits, and is sent when that works again."""
+def test_it_is_not_marked_while_its_circuit_open(bench: Bench) -> None:
+    """The other tasks of its first batch found the topic down: it waits, and is sent when that works again."""
     bench.insert("once", at_most_once=True)
     bench.insert("other")
     bench.publisher.down[TOPIC] = LOST
     bench.turns()
     assert sorted(bench.unsent()) == ["once", "other"]
-    assert bench.count(m.IN_DOUBT) == 0
+    assert bench.count(m.UNCONFIRMED) == 0
     bench.publisher.down.clear()
     bench.wait(1)
     bench.run_for(4)
@@ -178,11 +178,11 @@ def test_it_is_not_marked_while_its_topic_rests(bench: Bench) -> None:
 
 
 def test_commits_that_are_refused_make_no_busy_loop(bench: Bench) -> None:
-    """A group that could not be marked is no reason to poll at once."""
+    """A batch that could not be marked is no reason to poll at once."""
     bench.insert("a", at_most_once=True)
     bench.turns()
     bench.change("a", sent_at=None)
-    bench.commits(*[None, StoreError("no permission to update")] * 50)  # its first group is committed, the mark is not
+    bench.commits(*[None, StoreError("no permission to update")] * 50)  # its first batch is committed, the mark is not
     assert sum(bench.relay.turn().made_progress for _ in range(20)) <= 1
 
 
@@ -194,7 +194,7 @@ def test_a_refusal_leaves_alone_what_somebody_has_touched_since(bench: Bench) ->
 
     def claim_and_be_overtaken(*arguments: Any) -> object:
         claims.append(arguments)
-        if len(claims) == 3:  # after the first group and the mark: the return
+        if len(claims) == 3:  # after the first batch and the mark: the return
             bench.change("a", sent_at=bench.store.now + timedelta(seconds=1))
         return claim(*arguments)
 
@@ -231,7 +231,7 @@ def test_what_another_worker_marked_between_two_transaction_attempts_is_not_publ
     bench.store.before_commit = abort_the_mark
     bench.turns()
     assert bench.publisher.ids() == ["ours"]
-    assert bench.count(m.IN_DOUBT) == 0
+    assert bench.count(m.UNCONFIRMED) == 0
 
 
 def test_after_a_stop_nothing_is_marked_any_more(bench: Bench) -> None:
@@ -244,20 +244,20 @@ def test_after_a_stop_nothing_is_marked_any_more(bench: Bench) -> None:
     assert bench.unsent() == ["a"]
 
 
-def test_a_result_has_the_group_of_those_that_wait_for_one() -> None:
+def test_a_result_has_the_batch_of_those_that_wait_for_one() -> None:
     """With their keys, if any has one; not behind one of their key that failed, whatever happens to others."""
-    once = Taken("at_most_once")
+    once = Skipped("at_most_once")
 
-    def waits(outcomes: dict[str, Outcome], *keys: str | None) -> Group | None:
-        group = Group("orders", tuple(outcomes), keys=keys, bytes=800)
-        return GroupResult(group, tried=outcomes, outcomes=outcomes).at_most_once()
+    def waits(outcomes: dict[str, Outcome], *keys: str | None) -> Batch | None:
+        batch = Batch("orders", tuple(outcomes), keys=keys, bytes=800)
+        return BatchResult(batch, tried=outcomes, outcomes=outcomes).at_most_once()
 
     keyed = {"failed": LOST, "behind": once, "alone": LOST, "once": once, "sent": Sent("1"), "next": once}
-    assert waits(keyed | {"gone": Taken("gone")}, "bad", "bad", None, None, "good", "good", "other") == Group(
+    assert waits(keyed | {"gone": Skipped("gone")}, "bad", "bad", None, None, "good", "good", "other") == Batch(
         "orders", ("once", "next"), at_most_once=True, keys=(None, "good"), bytes=800
     )
-    # A group has keys if one of its tasks has.
+    # A batch has keys if one of its tasks has.
     for keys in ((), ("key", None, None)):
         got = waits({"sent": Sent("1"), "once": once, "other": once}, *keys)
-        assert got == Group("orders", ("once", "other"), at_most_once=True, bytes=800)
-    assert waits({"a": Sent("1"), "gone": Taken("gone")}) is None
+        assert got == Batch("orders", ("once", "other"), at_most_once=True, bytes=800)
+    assert waits({"a": Sent("1"), "gone": Skipped("gone")}) is None

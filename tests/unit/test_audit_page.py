@@ -114,7 +114,7 @@ def test_the_numbers_and_the_samples_are_there(rich_page: str) -> None:
             shown = value.isoformat().replace("+00:00", "Z") if isinstance(value, datetime) else value
             shown = f"{shown:,}" if isinstance(shown, int) else escaped(shown).replace(".000000Z", "Z")
             assert " ".join(shown.split()) in told, name
-    for meaning in [each for group in audit_page._GROUPS.values() for each in group.values()]:
+    for meaning in [each for batch in audit_page._GROUPS.values() for each in batch.values()]:
         assert meaning in told
     assert "outbox retry ID" in told
 

@@ -47,9 +47,9 @@ def test_a_head_that_is_not_due_holds_back_its_key_and_nothing_else(bench: Bench
     for id in ("a", "b"):
         row = bench.store.rows[id]
         assert bench.waits(id) == pytest.approx(3600 if state == "dead" else 90, abs=1)
-        assert (row.attempts, row.last_error) == (0, "parked: waits for the task head of its ordering key")
+        assert (row.attempts, row.last_error) == (0, "deferred: waits for the task head of its ordering key")
     assert bench.waits("later") == pytest.approx(9 * 3600, abs=1)
-    assert bench.count(m.PARKED) == 2
+    assert bench.count(m.DEFERRED) == 2
     assert bench.relay.turn().polled == 0
 
 
@@ -138,12 +138,12 @@ def test_a_deferred_task_that_fails_brings_its_key_back_to_the_poll(bench: Bench
     assert bench.publisher.ids() == ids
 
 
-@pytest.mark.parametrize("pass_dead", [False, True])
-def test_a_head_that_is_passed_over_releases_the_next(pass_dead: bool) -> None:
+@pytest.mark.parametrize("skip_dead", [False, True])
+def test_a_head_that_is_passed_over_releases_the_next(skip_dead: bool) -> None:
     """It expired, or died under `skip`, alone in its batch: the deferred task behind it is the head now."""
-    bench = Bench(size=1, pass_dead=pass_dead)
+    bench = Bench(size=1, skip_dead=skip_dead)
     ids = released(bench, 3)
-    if pass_dead:
+    if skip_dead:
         bench.change("head", available_at=NEVER)
         bench.turns()
         bench.change("head", available_at=None)
@@ -186,13 +186,13 @@ def test_nothing_is_deferred_behind_a_head_that_has_changed(
     act: Callable[[Bench], object], wait: float | None, sent: list[str]
 ) -> None:
     """The rows under the lock decide: behind a head that may go or is gone, and on a later task, nothing is written."""
-    bench = Bench(pass_dead=True)
+    bench = Bench(skip_dead=True)
     bench.line("head", "a")
     bench.change("head", available_at=bench.store.now + HOUR)
     bench.relay.turn()
     overtake(bench, lambda: act(bench))
     bench.relay.turn()
-    assert bench.count(m.PARKED) == 0
+    assert bench.count(m.DEFERRED) == 0
     assert bench.waits("a") == (wait and pytest.approx(wait, abs=1))
     bench.turns()
     assert bench.publisher.ids() == sent
@@ -206,13 +206,13 @@ def test_a_deferral_that_fails_is_reported_and_tried_again(bench: Bench, caplog:
     assert "was not committed (0 were published): not now" in caplog.text
     bench.turns()
     assert bench.publisher.ids() == []
-    assert bench.count(m.PARKED) == 2
+    assert bench.count(m.DEFERRED) == 2
 
 
-@pytest.mark.parametrize(("groups", "most"), [(1, 40), (2, 20), (8, 5)])
-def test_a_blocked_key_without_end_keeps_nobody_waiting(groups: int, most: int) -> None:
+@pytest.mark.parametrize(("batches", "most"), [(1, 40), (2, 20), (8, 5)])
+def test_a_blocked_key_without_end_keeps_nobody_waiting(batches: int, most: int) -> None:
     """Deferring has a part of the places only, also where there is one place, and where its key gets new tasks."""
-    bench = Bench(groups=groups)
+    bench = Bench(batches=batches)
     block(bench, 300)
     bench.insert("x", topic="invoices")
     turns = 0
@@ -225,10 +225,10 @@ def test_a_blocked_key_without_end_keeps_nobody_waiting(groups: int, most: int) 
 
 def test_deferring_has_half_of_the_places_while_nothing_can_be_sent() -> None:
     """A long tail is out of the way soon. Locked heads leave the other half to tasks that come meanwhile."""
-    bench = Bench(groups=8)
+    bench = Bench(batches=8)
     block(bench, 200)
-    assert max(turn.parked for turn in bench.turns(30)) > 20
-    bench = Bench(groups=8)
+    assert max(turn.deferred for turn in bench.turns(30)) > 20
+    bench = Bench(batches=8)
     heads = [f"head{n}" for n in range(10)]
     for n, head in enumerate(heads):
         bench.line(head, key=f"k{n}", available_at=NEVER, attempts=1)
@@ -243,13 +243,13 @@ def test_deferring_has_half_of_the_places_while_nothing_can_be_sent() -> None:
             bench.relay.turn()
     bench.turns(100)
     assert bench.publisher.ids() == ["x"]
-    assert bench.count(m.PARKED) == 10
+    assert bench.count(m.DEFERRED) == 10
 
 
 @pytest.mark.parametrize("first", ["deferring", "sending", "both"])
 def test_deferring_takes_nothing_of_a_topics_rate(first: str) -> None:
     """Nor does it give back what it did not take."""
-    bench = Bench(groups=8)
+    bench = Bench(batches=8)
     bench.store.limits["orders"] = TopicLimit(rate=0.001, burst=5)
     if first == "sending":
         bench.insert("x")
@@ -257,7 +257,7 @@ def test_deferring_takes_nothing_of_a_topics_rate(first: str) -> None:
     block(bench, 9)
     if first == "deferring":
         bench.turns()
-        assert bench.count(m.PARKED) == 9
+        assert bench.count(m.DEFERRED) == 9
     bench.insert(*(f"x{n}" for n in range(9)), priority=100)
     bench.turns()
     assert len(bench.publisher.ids()) == 5
@@ -265,7 +265,7 @@ def test_deferring_takes_nothing_of_a_topics_rate(first: str) -> None:
 
 def test_deferring_does_not_count_as_in_flight_for_a_topics_limit() -> None:
     """It waits for a lock; the one task that may be in flight is another one."""
-    bench = Bench(groups=8)
+    bench = Bench(batches=8)
     bench.store.limits["orders"] = TopicLimit(in_flight=1)
     block(bench, 1)
     bench.relay.turn()
@@ -276,4 +276,4 @@ def test_deferring_does_not_count_as_in_flight_for_a_topics_limit() -> None:
             bench.relay.turn()
         assert bench.publisher.ids() == ["x"]
     bench.relay.finish()
-    assert bench.count(m.PARKED) == 1
+    assert bench.count(m.DEFERRED) == 1

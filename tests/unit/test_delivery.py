@@ -1,4 +1,4 @@
-"""What one group writes and reports: its marks, how long it took, how long its tasks waited, the trace ids."""
+"""What one batch writes and reports: its marks, how long it took, how long its tasks waited, the trace ids."""
 
 from datetime import timedelta
 from random import Random
@@ -9,10 +9,10 @@ import pytest
 from outbox.message import RawPubsubMessage
 from outbox.storage.task_states import NEVER
 from publishworker.delivery import Delivery
-from publishworker.retry_policy import Retries
+from publishworker.retry_policy import RetryPolicy
 from publishworker.spanner.store import StoreError
 from publishworker.telemetry import metrics as m
-from publishworker.types import Failed, Group, GroupResult, Outcome
+from publishworker.types import Batch, BatchResult, Failed, Outcome
 from tests.support.fakes import Abort, FakePublisher, FakeStore, serialized
 
 HOUR = timedelta(hours=1)
@@ -47,10 +47,10 @@ class Bench(FakePublisher):
         for id in ids:
             self.store.insert(id, "orders", **{"data": serialized(), **columns})
 
-    def deliver(self, *ids: str, pass_dead: bool = False, **group: Any) -> GroupResult:
-        retries = Retries(initial=1, longest=9, max_attempts=9, dead_after=9, random=Random(1))
-        delivery = Delivery(self.store, self, retries, 5, clock=lambda: self.seconds, pass_dead=pass_dead)
-        return delivery.deliver(Group("orders", ids, **group))
+    def deliver(self, *ids: str, skip_dead: bool = False, **batch: Any) -> BatchResult:
+        retries = RetryPolicy(initial=1, longest=9, max_attempts=9, dead_after=9, random=Random(1))
+        delivery = Delivery(self.store, self, retries, 5, clock=lambda: self.seconds, skip_dead=skip_dead)
+        return delivery.deliver(Batch("orders", ids, **batch))
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_a_group_tells_how_long_its_phases_took_and_how_long_its_tasks_waited(bench: Bench) -> None:
+def test_a_batch_tells_how_long_its_phases_took_and_how_long_its_tasks_waited(bench: Bench) -> None:
     """By Spanner's clock up to the lock, then by the worker's; an aborted attempt counts as a part of the claim."""
     now = bench.store.now
     bench.insert("ready", created_at=now - HOUR)
@@ -78,26 +78,26 @@ def test_a_group_tells_how_long_its_phases_took_and_how_long_its_tasks_waited(be
     assert result.phases.keys() == {m.CLAIM}
 
 
-def test_what_stands_behind_a_failed_task_is_parked_in_the_same_commit(bench: Bench) -> None:
+def test_what_stands_behind_a_failed_task_is_deferred_in_the_same_commit(bench: Bench) -> None:
     """It has the time of the failed one, and no attempt."""
     bench.failing = {"a": Failed("data_loss", "no")}
     for number, id in enumerate("abc"):
         bench.insert(id, ordering_key="k", sequence=number)
     result = bench.deliver("a", "b", "c", keys=("k", "k", "k"))
-    assert result.parked.keys() == {"b", "c"}
+    assert result.deferred.keys() == {"b", "c"}
     rows = bench.store.rows.values()
     assert [row.attempts for row in rows] == [1, 0, 0]
     [available_at] = {row.available_at for row in rows}
     assert available_at is not None
 
 
-def test_what_a_group_has_sent_itself_shows_that_its_topic_works(bench: Bench) -> None:
-    """A suspect that meets an outage beside a sent task is charged; alone it is not, as nothing shows its fault."""
+def test_what_a_batch_has_sent_itself_shows_that_its_topic_works(bench: Bench) -> None:
+    """A suspect that meets an outage beside a sent task is recorded; alone it is not, as nothing shows its fault."""
     bench.failing = {"a": Failed("deadline_exceeded", "no answer")}
     bench.insert("a", "b")
     suspects = frozenset({"a"})
-    assert bench.deliver("a", suspects=suspects, works=False).charged == {}
-    assert bench.deliver("a", "b", suspects=suspects, works=False).charged.keys() == {"a"}
+    assert bench.deliver("a", suspects=suspects, works=False).recorded == {}
+    assert bench.deliver("a", "b", suspects=suspects, works=False).recorded.keys() == {"a"}
 
 
 def test_behind_a_dead_task_that_is_passed_over_the_run_goes_on(bench: Bench) -> None:
@@ -106,7 +106,7 @@ def test_behind_a_dead_task_that_is_passed_over_the_run_goes_on(bench: Bench) ->
     bench.insert("b", ordering_key="k", sequence=2)
     bench.deliver("a", "b", keys=("k", "k"))
     assert bench.ids() == []
-    bench.deliver("a", "b", keys=("k", "k"), pass_dead=True)
+    bench.deliver("a", "b", keys=("k", "k"), skip_dead=True)
     assert bench.ids() == ["b"]
 
 
@@ -126,7 +126,7 @@ def test_what_was_sent_in_an_aborted_attempt_is_reported_though_its_row_is_gone(
 
 
 def test_the_traces_of_what_is_charged_are_told_and_no_others(bench: Bench) -> None:
-    """Also of what was charged in an earlier commit of the same group."""
+    """Also of what was recorded in an earlier commit of the same batch."""
     expired = {"expires_at": bench.store.now - HOUR}
     for number, (id, columns) in enumerate({"expired": expired, "failing": {}, "good": {}}.items(), 1):
         message = RawPubsubMessage(attributes={"googclient_traceparent": f"00-{number:032x}-{1:016x}-01"})

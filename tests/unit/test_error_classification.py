@@ -4,15 +4,15 @@ from types import SimpleNamespace
 
 import grpc
 
-from publishworker.pubsub.errors import REASONS, Kind, is_refused, kind_of, reason_of
+from publishworker.pubsub.errors import REASONS, FailureKind, is_refused, kind_of, reason_of
 
 STATUSES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
 KINDS = {
-    Kind.CONTENT: "undecodable too_large invalid_topic topic_not_allowed expired invalid_argument",
-    Kind.TARGET: "not_found permission_denied failed_precondition unimplemented",
-    Kind.OUTAGE: "unavailable deadline_exceeded resource_exhausted internal aborted cancelled unknown unauthenticated "
+    FailureKind.CONTENT: "undecodable too_large invalid_topic topic_not_allowed expired invalid_argument",
+    FailureKind.TARGET: "not_found permission_denied failed_precondition unimplemented",
+    FailureKind.OUTAGE: "unavailable deadline_exceeded resource_exhausted internal aborted cancelled unknown unauthenticated "
     "credentials",
-    Kind.UNKNOWN: "already_exists out_of_range data_loss",
+    FailureKind.UNKNOWN: "already_exists out_of_range data_loss",
 }
 
 
@@ -40,12 +40,12 @@ def test_the_kinds_are_those_of_the_design() -> None:
         assert {each.name for each in REASONS if each.kind is kind} == set(names.split())
         assert {kind_of(name) for name in names.split()} == {kind}
     # Only the task pays for a reason without a row; its topic goes on.
-    assert {kind_of(name) for name in ("", "new_in_grpc", "NOT_FOUND")} == {Kind.UNKNOWN}
+    assert {kind_of(name) for name in ("", "new_in_grpc", "NOT_FOUND")} == {FailureKind.UNKNOWN}
 
 
 def test_what_pubsub_has_surely_not_taken() -> None:
     """A refusal, or a call that never left the worker; not a message that Pub/Sub may have published."""
-    content_and_target = f"{KINDS[Kind.CONTENT]} {KINDS[Kind.TARGET]}".split()
+    content_and_target = f"{KINDS[FailureKind.CONTENT]} {KINDS[FailureKind.TARGET]}".split()
     refused = {*content_and_target, "resource_exhausted", "unauthenticated", "credentials"}
     assert {each.name for each in REASONS if is_refused(each.name)} == refused
     assert not is_refused("something new")

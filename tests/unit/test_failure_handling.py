@@ -39,11 +39,11 @@ def attempts(bench: Bench) -> int:
     return sum(row.attempts for row in bench.store.rows.values())
 
 
-def test_a_failure_is_written_in_the_same_commit_as_its_groups_successes(bench: Bench) -> None:
+def test_a_failure_is_written_in_the_same_commit_as_its_batches_successes(bench: Bench) -> None:
     """Attempts, LastError, and a time between half and the whole of the first backoff, by the database's clock."""
     bench.insert("good", "bad")
     bench.publisher.failing["bad"] = ODD
-    assert [turn.charged for turn in bench.turns()] == [0, 1, 0]
+    assert [turn.recorded for turn in bench.turns()] == [0, 1, 0]
     assert bench.store.claimed == {"good": 1, "bad": 1}
     good, bad = bench.store.rows["good"], bench.store.rows["bad"]
     assert good.sent_at is not None
@@ -187,7 +187,7 @@ def test_what_no_message_can_cause_is_charged_to_none(bench: Bench, reason: str)
 
 def test_poison_messages_that_fail_together_are_found_together() -> None:
     """Twenty of them, each in a transaction of its own: the good ones wait for minutes, not for an hour."""
-    bench = Bench(size=1, groups=8)
+    bench = Bench(size=1, batches=8)
     bench.insert(*[f"poison{n}" for n in range(20)], *[f"good{n}" for n in range(50)])
     bench.publisher.failing = {f"poison{n}": LATE for n in range(20)}
     minutes = 0
@@ -197,8 +197,8 @@ def test_poison_messages_that_fail_together_are_found_together() -> None:
         assert minutes < 12
 
 
-def test_a_missing_topic_rests_and_only_probed_tasks_are_charged(bench: Bench) -> None:
-    """The first group costs nothing; each probe costs ten tasks an attempt."""
+def test_a_missing_circuit_open_and_only_probed_tasks_are_charged(bench: Bench) -> None:
+    """The first batch costs nothing; each probe costs ten tasks an attempt."""
     bench.insert(*[str(n) for n in range(100)], topic="missing")
     bench.turns()
     costs = [attempts(bench)]
@@ -273,7 +273,7 @@ def test_what_was_written_to_a_row_between_two_transaction_attempts_stands(
     assert states(bench) == {"a": "put off" if put_off else "sent"}
     assert {name: getattr(bench.store.rows["a"], name) for name in written} == written
     assert (bench.count(m.PUBLISHED), bench.count(m.ALREADY_PUBLISHED)) == counted
-    assert (bench.count(m.DEAD), sum(turn.charged for turn in turns)) == (0, 0)
+    assert (bench.count(m.DEAD), sum(turn.recorded for turn in turns)) == (0, 0)
     assert len(bench.publisher.ids()) == counted[0]
     assert len(bench.publisher.requests) == counted[0] + (failure is not None)
     bench.publisher.failing.clear()

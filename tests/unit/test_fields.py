@@ -26,7 +26,7 @@ def test_whatever_pubsub_takes_is_decoded(data: bytes, key: str, attributes: int
         "many": ATTRIBUTE * (MAX_FIELDS + 1),
         "tags that are longer than they need be": b"\x92\x80\x00\x06\x0a\x04abcd" * (MAX_FIELDS + 1),
         "behind fields that no message has": UNKNOWN + ATTRIBUTE * (MAX_FIELDS + 1),
-        "behind a group": b"\x7b\x7c" + ATTRIBUTE * MAX_FIELDS + b"\x12\x00",
+        "behind a batch": b"\x7b\x7c" + ATTRIBUTE * MAX_FIELDS + b"\x12\x00",
         "other fields": b"\x78\x12" * (MAX_FIELDS + 1),
     }.items(),
     ids=lambda item: item[0],

@@ -13,8 +13,8 @@ MANY = 1_000
 
 @pytest.fixture
 def large() -> Bench:
-    """A bench with the worker's default sizes: 100 tasks a group, 8 groups."""
-    return Bench(size=100, groups=8, group_bytes=8_000_000)
+    """A bench with the worker's default sizes: 100 tasks a batch, 8 batches."""
+    return Bench(size=100, batches=8, batch_bytes=8_000_000)
 
 
 def add_poison(bench: Bench, topics: int) -> None:
@@ -124,7 +124,7 @@ def test_what_was_taken_and_not_sent_costs_no_rate(bench: Bench) -> None:
 
 
 def test_no_more_than_the_allowed_number_is_in_flight(bench: Bench) -> None:
-    """Each group is as small as what is left of MaxInFlight, and all goes out in the end."""
+    """Each batch is as small as what is left of MaxInFlight, and all goes out in the end."""
     bench.insert(*[str(n) for n in range(20)])
     bench.store.limits = {"orders": TopicLimit(in_flight=3)}
     bench.turns()
@@ -155,7 +155,7 @@ def test_a_pause_keeps_the_limits(bench: Bench) -> None:
 
 
 def test_the_share_of_lower_priorities_counts_for_the_limit() -> None:
-    """A group of the fair share takes of the same tokens."""
+    """A batch of the fair share takes of the same tokens."""
     bench = Bench(fair_share=0.5)
     bench.insert(*[f"high{n}" for n in range(200)], priority=100)
     bench.insert(*[f"low{n}" for n in range(200)], priority=0)
@@ -171,7 +171,7 @@ def test_the_share_of_lower_priorities_counts_for_the_limit() -> None:
 
 def test_hanging_topics_leave_places_for_others() -> None:
     """However many there are: their probes have a quarter of the places, and a good task goes at once."""
-    bench = Bench(groups=8)
+    bench = Bench(batches=8)
     for n in range(30):
         topic = f"projects/test-project/topics/silent{n}"
         bench.publisher.topics.add(topic)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from outbox.shared.logs import JsonFormatter, TextFormatter
-from outbox.shared.throttled_log import Complaints
+from outbox.shared.throttled_log import ThrottledLog
 
 
 def test_a_log_line_is_one_json_object_with_the_fields_that_mean_something() -> None:
@@ -39,7 +39,7 @@ def test_a_text_line_is_one_line() -> None:
 def test_the_same_complaint_is_logged_once_a_minute_with_the_count(caplog: pytest.LogCaptureFixture) -> None:
     """Another topic or reason is another complaint. What was counted is logged, even if it has not occurred since."""
     seconds = [0.0]
-    complaints = Complaints(lambda: seconds[0])
+    complaints = ThrottledLog(lambda: seconds[0])
     for _ in range(5):
         complaints.say("publish_failed", "orders", "orders fail")
     complaints.say("publish_failed", "invoices", "invoices fail")

@@ -64,12 +64,12 @@ class OrderMachine(RuleBasedStateMachine):
     @initialize(
         workers=st.sampled_from([2, 3]),
         size=st.sampled_from([10, 3, 2, 1]),
-        groups=st.sampled_from([2, 1, 4]),
-        pass_dead=st.booleans(),
+        batches=st.sampled_from([2, 1, 4]),
+        skip_dead=st.booleans(),
         first=st.lists(registrations, min_size=1, max_size=4),
     )
-    def begin(self, workers: int, size: int, groups: int, pass_dead: bool, first: list[list[dict[str, Any]]]) -> None:
-        self.world = World(workers, size=size, groups=groups, pass_dead=pass_dead)
+    def begin(self, workers: int, size: int, batches: int, skip_dead: bool, first: list[list[dict[str, Any]]]) -> None:
+        self.world = World(workers, size=size, batches=batches, skip_dead=skip_dead)
         for each in first:
             self.world.commit(self.drawn(each))
         for worker in self.world.workers:

@@ -11,9 +11,9 @@ import pytest
 from outbox.storage.task_states import NEVER
 from publishworker import ordering
 from publishworker.batching import Limits
-from publishworker.ordering import MAX_FRONT_ROWS, Fronts, Ordering, cut
+from publishworker.ordering import MAX_KEY_HEAD_ROWS, Ordering, ResolvedKeys, cut
 from publishworker.poller import Found
-from publishworker.types import Key, Waiting
+from publishworker.types import Key, QueuedTask
 from tests.support.fakes import FakeStore, serialized
 from tests.support.parts import look
 from tests.support.relay_bench import Bench, SlowPublisher, overtake
@@ -32,16 +32,16 @@ class Recording(FakeStore):
                 passed = {"available_at": NEVER, "expires_at": self.now - timedelta(hours=1)} if state == "x" else {}
                 self.insert(f"{key}{n:02}", "orders", ordering_key=key or None, sequence=n, **passed)
 
-    def fronts(self, keys: Collection[Key], per_key: int, *, pass_dead: bool) -> Mapping[Key, Sequence[Waiting]]:
+    def key_heads(self, keys: Collection[Key], per_key: int, *, skip_dead: bool) -> Mapping[Key, Sequence[QueuedTask]]:
         """See Store."""
         self.asked.append(({key.ordering_key for key in keys}, per_key))
-        return super().fronts(keys, per_key, pass_dead=pass_dead)
+        return super().key_heads(keys, per_key, skip_dead=skip_dead)
 
     def sendable(self, size: int) -> dict[str, tuple[str, ...]]:
         """Return what may be sent of each key, in batches of `size` tasks."""
         found = Found(self.poll(look("orders")).candidates)
-        parts = Ordering(self, Limits(size, 10_000_000, 2), self.random, pass_dead=False)
-        candidates = parts.fronts(found, frozenset(), frozenset()).candidates
+        parts = Ordering(self, Limits(size, 10_000_000, 2), self.random, skip_dead=False)
+        candidates = parts.key_heads(found, frozenset(), frozenset()).candidates
         return {each.ordering_key or "": (each.id, *each.behind) for each in candidates}
 
 
@@ -58,7 +58,7 @@ def test_fronts_are_read_as_far_as_there_is_something_to_take(size: int) -> None
     assert store.asked == [({"k"}, size + 1)]
     store = Recording({f"{n:02}/": "r" for n in range(100)})
     store.sendable(1000)
-    assert [rows for _, rows in store.asked] == [MAX_FRONT_ROWS // 100 + 1]
+    assert [rows for _, rows in store.asked] == [MAX_KEY_HEAD_ROWS // 100 + 1]
 
 
 def test_without_ordered_tasks_no_front_is_read() -> None:
@@ -131,7 +131,7 @@ def test_of_many_such_keys_few_are_read_in_a_turn(caplog: pytest.LogCaptureFixtu
 
 def test_tasks_are_cut_where_a_batch_is_full_to_the_byte() -> None:
     """By the limit that comes first; each piece begins anew."""
-    tasks = [Waiting(str(n), size, may_go=True) for n, size in enumerate((5, 5, 5, 5, 1, 1, 1, 11, 2))]
+    tasks = [QueuedTask(str(n), size, sendable=True) for n, size in enumerate((5, 5, 5, 5, 1, 1, 1, 11, 2))]
     pieces = [[each.bytes for each in piece] for piece in cut(tasks, Limits(2, 10, 1))]
     assert pieces == [[5, 5], [5, 5], [1, 1], [1], [11], [2]]
 
@@ -142,17 +142,17 @@ def test_a_key_is_one_candidate_as_urgent_as_the_most_urgent_that_was_seen(bench
     bench.line("a", priority=0, created_at=at)
     bench.line("b", priority=100, created_at=at + timedelta(seconds=1))
     bench.line("c", priority=100, created_at=at + timedelta(seconds=2))
-    ordering = Ordering(bench.store, Limits(10, 10_000, 2), Random(1), pass_dead=False)
+    ordering = Ordering(bench.store, Limits(10, 10_000, 2), Random(1), skip_dead=False)
     seen = bench.store.poll(look("orders")).candidates
-    fronts = ordering.fronts(Found(seen), frozenset(), frozenset())
-    [run] = fronts.candidates
-    assert not fronts.busy
+    key_heads = ordering.key_heads(Found(seen), frozenset(), frozenset())
+    [run] = key_heads.candidates
+    assert not key_heads.busy
     assert (run.id, run.behind, run.priority, run.created_at) == ("a", ("b", "c"), 100, at + timedelta(seconds=1))
-    assert (run.tasks, run.bytes, run.wakes) == (3, 3 * len(serialized()), None)
-    flying = frozenset({Key("orders", "k")})
-    assert ordering.fronts(Found(seen), flying, frozenset()) == Fronts([], busy=True)
+    assert (run.tasks, run.bytes, run.releases) == (3, 3 * len(serialized()), None)
+    in_flight = frozenset({Key("orders", "k")})
+    assert ordering.key_heads(Found(seen), in_flight, frozenset()) == ResolvedKeys([], busy=True)
     other = replace(seen[0], id="other", ordering_key="other")
-    assert ordering.fronts(Found([*seen, other]), flying, frozenset()).busy
+    assert ordering.key_heads(Found([*seen, other]), in_flight, frozenset()).busy
 
 
 def test_a_key_goes_out_in_its_order_in_requests_as_large_as_a_batch(bench: Bench) -> None:
@@ -169,7 +169,7 @@ def test_a_key_goes_out_in_its_order_in_requests_as_large_as_a_batch(bench: Benc
     assert bench.unsent() == []
 
 
-def test_keys_share_a_group_with_each_other_and_with_tasks_without_a_key() -> None:
+def test_keys_share_a_batch_with_each_other_and_with_tasks_without_a_key() -> None:
     """A transaction for each key would be slow; each key stays whole, in a request of its own."""
     bench = Bench(size=20)
     bench.line("a1", "a2", key="a")
@@ -182,7 +182,7 @@ def test_keys_share_a_group_with_each_other_and_with_tasks_without_a_key() -> No
 
 def test_an_urgent_task_makes_its_key_urgent() -> None:
     """What stands before it goes first, ahead of other keys."""
-    bench = Bench(size=2, groups=1)
+    bench = Bench(size=2, batches=1)
     bench.line("x1", "x2", key="x", priority=50)
     bench.line("a", priority=0)
     bench.line("b", priority=100)
@@ -215,7 +215,7 @@ def test_the_rows_under_the_lock_decide(bench: Bench, act: Callable[[Bench], obj
 
 def test_a_key_in_flight_waits_for_its_answer(slow: SlowPublisher) -> None:
     """One request of a key at a time; the other topic's tasks do not wait for it."""
-    bench = Bench(publisher=slow, groups=4)
+    bench = Bench(publisher=slow, batches=4)
     bench.publisher = slow
     slow.hanging = {"orders"}
     ids = [f"{n:02}" for n in range(25)]

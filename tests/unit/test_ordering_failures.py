@@ -12,7 +12,7 @@ from tests.support.relay_bench import Bench
 UNKNOWN = Failed("data_loss", "no")
 REFUSED = Failed("invalid_argument", "no")
 OUTAGE = Failed("unavailable", "no")
-DEFERRED = "parked: waits for the task {} of its ordering key"
+DEFERRED = "deferred: waits for the task {} of its ordering key"
 
 
 def attempts(bench: Bench) -> dict[str, int]:
@@ -68,7 +68,7 @@ def test_an_outage_defers_nothing(bench: Bench) -> None:
         bench.turns()
     assert bench.publisher.requests == [["c"]] * 4
     assert {(row.available_at, row.attempts, row.last_error) for row in bench.store.rows.values()} == {(None, 0, None)}
-    assert bench.count(m.PARKED) == 0
+    assert bench.count(m.DEFERRED) == 0
     bench.publisher.down = {}
     bench.run_for(30, step=10)
     assert bench.publisher.ids() == ["c", "b", "a"]
@@ -76,18 +76,18 @@ def test_an_outage_defers_nothing(bench: Bench) -> None:
 
 def test_a_dead_head_is_passed_over_if_so_wished() -> None:
     """Those behind it go at once, also if a task in their midst dies."""
-    bench = Bench(pass_dead=True)
+    bench = Bench(skip_dead=True)
     bench.line("dead", "a", "bad", "b", "worse", "c")
     bench.store.rows["dead"].available_at = NEVER
     bench.publisher.failing = {"bad": REFUSED, "worse": REFUSED}
     bench.turns()
     assert bench.publisher.ids() == ["a", "b", "c"]
-    assert (bench.count(m.PARKED), bench.count(m.DEAD)) == (0, 2)
+    assert (bench.count(m.DEFERRED), bench.count(m.DEAD)) == (0, 2)
 
 
 def test_a_failing_head_is_not_passed_over_before_it_is_dead() -> None:
     """Its key waits as long as it may still be sent; the others in its last request do not die with it."""
-    bench = Bench(pass_dead=True, retries={"max_attempts": 2})
+    bench = Bench(skip_dead=True, retries={"max_attempts": 2})
     bench.line("a", "b", "c")
     bench.publisher.failing = {"a": UNKNOWN}
     for dead_tasks in ([], ["a"]):
@@ -97,19 +97,19 @@ def test_a_failing_head_is_not_passed_over_before_it_is_dead() -> None:
         bench.wait(2)
     bench.turns()
     assert bench.publisher.ids() == ["b", "c"]
-    bench = Bench(pass_dead=True, retries={"max_attempts": 1})
+    bench = Bench(skip_dead=True, retries={"max_attempts": 1})
     bench.line("a", "b", "c")
     bench.publisher.failing = {"a": UNKNOWN}
     bench.turns()
     assert (dead(bench), bench.publisher.ids()) == (["a"], ["b", "c"])
 
 
-@pytest.mark.parametrize(("pass_dead", "dead_tasks"), [(False, 1), (True, 4)])
+@pytest.mark.parametrize(("skip_dead", "dead_tasks"), [(False, 1), (True, 4)])
 def test_verdicts_of_their_own_are_charged_to_each_if_none_holds_back_the_others(
-    pass_dead: bool, dead_tasks: int
+    skip_dead: bool, dead_tasks: int
 ) -> None:
     """One turn for all of a key, not one for each of its tasks; in block mode the head alone is dead."""
-    bench = Bench(pass_dead=pass_dead)
+    bench = Bench(skip_dead=skip_dead)
     refusal = Failed("topic_not_allowed", "orders is not allowed")
     bench.publisher.publish = lambda _topic, rows, *_: dict.fromkeys((row.id for row in rows), refusal)
     bench.line("a", "b", "c", "d")
@@ -118,10 +118,10 @@ def test_verdicts_of_their_own_are_charged_to_each_if_none_holds_back_the_others
     assert bench.count(m.DEAD) == dead_tasks
 
 
-@pytest.mark.parametrize("pass_dead", [False, True])
-def test_an_expired_head_never_blocks(pass_dead: bool) -> None:
+@pytest.mark.parametrize("skip_dead", [False, True])
+def test_an_expired_head_never_blocks(skip_dead: bool) -> None:
     """Whether it expired when it was due, while it was retried, or long ago."""
-    bench = Bench(pass_dead=pass_dead)
+    bench = Bench(skip_dead=skip_dead)
     past = bench.store.now - timedelta(seconds=1)
     bench.line("dead", available_at=NEVER, expires_at=past, attempts=1)
     bench.line("retrying", available_at=bench.store.now + timedelta(hours=1), expires_at=past, attempts=1)
@@ -134,16 +134,16 @@ def test_an_expired_head_never_blocks(pass_dead: bool) -> None:
     assert dead(bench) == ["dead", "due", "between"]
 
 
-@pytest.mark.parametrize("pass_dead", [False, True])
-def test_many_tasks_that_hold_back_nothing_hide_no_other(pass_dead: bool) -> None:
+@pytest.mark.parametrize("skip_dead", [False, True])
+def test_many_tasks_that_hold_back_nothing_hide_no_other(skip_dead: bool) -> None:
     """The key is read as far as it takes to see a task that may go, or that blocks it."""
-    bench = Bench(pass_dead=pass_dead)
+    bench = Bench(skip_dead=skip_dead)
     past = bench.store.now - timedelta(seconds=1)
     bench.line(*(f"{n:02}" for n in range(60)), available_at=NEVER, expires_at=past, attempts=1)
     bench.line("dead", available_at=NEVER, attempts=1)
     bench.line("a")
     bench.turns()
-    assert bench.publisher.ids() == (["a"] if pass_dead else [])
+    assert bench.publisher.ids() == (["a"] if skip_dead else [])
     bench.change("dead", expires_at=past)
     bench.change("a", available_at=None)
     bench.turns()
@@ -169,7 +169,7 @@ def test_at_most_once_with_a_key_keeps_its_place(bench: Bench, failing: bool) ->
 
 
 def test_a_head_that_always_meets_an_outage_stops_no_other_task_of_its_shard(bench: Bench) -> None:
-    """Its long key is one candidate, and was a probe: the next ones read deeper, find another, and it is charged."""
+    """Its long key is one candidate, and was a probe: the next ones read deeper, find another, and it is recorded."""
     bench.line(*(f"h{n:03}" for n in range(150)))
     others = [f"o{n}" for n in range(300)]
     bench.insert(*others, created_at=bench.store.now)

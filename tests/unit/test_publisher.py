@@ -15,7 +15,7 @@ from google.pubsub_v1.types import PublishResponse
 from outbox.message import TASK_ID_ATTRIBUTE
 from publishworker.pubsub import messages
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.types import Failed, Row
+from publishworker.types import Failed, LockedRow
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.outages import hang
 from tests.support.pubsub_server import PubSubServer, accept, publisher_to, reasons, refuse, sent, to_message
@@ -25,12 +25,14 @@ TOPIC = "projects/project/topics/orders"
 refuse_poison = to_message(b"poison", refuse(grpc.StatusCode.INVALID_ARGUMENT, "poison"))
 
 
-def row(id: str, data: bytes = b"data", key: str | None = None) -> Row:
+def row(id: str, data: bytes = b"data", key: str | None = None) -> LockedRow:
     """Return a row under the lock; `broken` is no message."""
-    return Row(id, "orders", b"\xff" if data == b"broken" else serialized(data), key, datetime.now(UTC), None, None)
+    return LockedRow(
+        id, "orders", b"\xff" if data == b"broken" else serialized(data), key, datetime.now(UTC), None, None
+    )
 
 
-def rows(ids: str, key: str | None = None) -> list[Row]:
+def rows(ids: str, key: str | None = None) -> list[LockedRow]:
     return [row(id, key=key) for id in ids]
 
 
@@ -43,7 +45,7 @@ def requests(server: PubSubServer) -> list[list[str]]:
     return sorted([message.attributes[TASK_ID_ATTRIBUTE] for message in each.messages] for each in server.requests)
 
 
-def test_a_group_is_one_request(publisher: PubSubPublisher, server: PubSubServer) -> None:
+def test_a_batch_is_one_request(publisher: PubSubPublisher, server: PubSubServer) -> None:
     """A thousand tasks cost one round trip; a bare topic ID belongs to the worker's project."""
     assert len(sent(publisher.publish("orders", [row(str(n)) for n in range(1000)], 5))) == 1000
     assert [(request.topic, len(request.messages)) for request in server.requests] == [(TOPIC, 1000)]
@@ -102,7 +104,7 @@ def test_an_answer_that_does_not_come_is_given_up_in_time(publisher: PubSubPubli
     assert max(seconds_left) < 0.55  # gRPC rounds it up
 
 
-Publish = Callable[[Sequence[Row]], dict[str, str]]
+Publish = Callable[[Sequence[LockedRow]], dict[str, str]]
 
 
 def slow_publish(server: PubSubServer, *seconds: float) -> Publish:
@@ -117,7 +119,7 @@ def slow_publish(server: PubSubServer, *seconds: float) -> Publish:
     server.publish = answer
     publisher = publisher_to(server.address, clock=lambda: now[0])
 
-    def publish(rows: Sequence[Row]) -> dict[str, str]:
+    def publish(rows: Sequence[LockedRow]) -> dict[str, str]:
         outcomes = publisher.publish("orders", rows, 5)
         return {id: getattr(outcome, "reason", "sent") for id, outcome in outcomes.items()}
 

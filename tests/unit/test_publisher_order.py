@@ -15,7 +15,7 @@ import pytest
 
 from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.types import Row
+from publishworker.types import LockedRow
 from tests.support.fakes import serialized
 from tests.support.outages import hang
 from tests.support.pubsub_server import Answer, PubSubServer, accept, reasons, refuse, sent, to_message
@@ -67,18 +67,18 @@ def record(server: PubSubServer) -> Recorder:
     return recorder
 
 
-def row(id: str, key: str | None = "k", data: bytes = b"data") -> Row:
+def row(id: str, key: str | None = "k", data: bytes = b"data") -> LockedRow:
     """Return a row under the lock; its message says another key than its column, which is the truth."""
     message = serialized(data, ordering_key="another") if data != b"broken" else b"\xff\xff\xff"
-    return Row(id, "orders", message, key, datetime.now(UTC), None, None)
+    return LockedRow(id, "orders", message, key, datetime.now(UTC), None, None)
 
 
-def run(count: int, key: str = "k", size: int = 4) -> list[Row]:
+def run(count: int, key: str = "k", size: int = 4) -> list[LockedRow]:
     """Return tasks of a key in their order, with the IDs k0, k1, and so on."""
     return [row(f"{key}{n}", key, bytes(size)) for n in range(count)]
 
 
-def ids(rows: Sequence[Row]) -> list[str]:
+def ids(rows: Sequence[LockedRow]) -> list[str]:
     return [each.id for each in rows]
 
 

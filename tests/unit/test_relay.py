@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from publishworker import in_flight
-from publishworker.in_flight import StuckGroup
+from publishworker.in_flight import StuckBatch
 from publishworker.spanner.store import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed
@@ -116,7 +116,7 @@ def test_commits_that_are_refused_for_good_make_no_duplicates(bench: Bench) -> N
 def test_tasks_in_doubt_that_cannot_be_marked_in_time_end_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """One is marked, the other hangs: only that one stays in doubt, and the loop does not wait for ever."""
     monkeypatch.setattr(in_flight, "WATCH_SECONDS", 0.001)
-    bench = Bench(size=1, groups=2, beat=lambda: bench.wait(5))
+    bench = Bench(size=1, batches=2, beat=lambda: bench.wait(5))
     bench.insert("a", "b")
     bench.commits(StoreError("lost"), StoreError("lost"))
     while bench.count(m.UNCOMMITTED) < 2:
@@ -129,7 +129,7 @@ def test_tasks_in_doubt_that_cannot_be_marked_in_time_end_the_worker(monkeypatch
 
     bench.store.before_commit = hang
     try:
-        with pytest.raises(StuckGroup):
+        with pytest.raises(StuckBatch):
             bench.relay.turn()
         assert len(bench.unsent()) == 1
     finally:
@@ -194,10 +194,10 @@ def test_a_store_that_does_not_answer_and_a_defect_are_raised(bench: Bench) -> N
 
 
 @pytest.mark.parametrize("stop", [False, True])
-def test_a_group_that_does_not_end_ends_the_worker(
+def test_a_batch_that_does_not_end_ends_the_worker(
     slow: SlowPublisher, monkeypatch: pytest.MonkeyPatch, stop: bool
 ) -> None:
-    """A turn or a stop raises an error about it; the other groups of the process still end, and are counted."""
+    """A turn or a stop raises an error about it; the other batches of the process still end, and are counted."""
     monkeypatch.setattr(in_flight, "WATCH_SECONDS", 0.001)
     slow.hanging = {"invoices"}
     bench = Bench(publisher=slow, stragglers=1, patience=0, beat=lambda: bench.wait(10))
@@ -205,7 +205,7 @@ def test_a_group_that_does_not_end_ends_the_worker(
     bench.insert("good")
     while bench.relay.in_flight < 2 and not bench.count(m.PUBLISHED):
         bench.relay.turn()
-    with pytest.raises(StuckGroup, match="a group of 1 tasks of invoices is stuck"):
+    with pytest.raises(StuckBatch, match="a batch of 1 tasks of invoices is stuck"):
         bench.relay.finish() if stop else [bench.relay.turn() for _ in range(20)]
     assert bench.unsent() == ["stuck"]
     assert bench.relay.finish().in_flight == 0
@@ -213,7 +213,7 @@ def test_a_group_that_does_not_end_ends_the_worker(
 
 
 def test_a_relay_says_what_it_is_busy_with(bench: Bench) -> None:
-    """Groups in flight, topics that it asks for, those that rest, and how long its polls take."""
+    """Batches in flight, topics that it asks for, those that rest, and how long its polls take."""
     bench.insert("a")
     bench.insert("b", topic="missing")
     assert (bench.relay.in_flight, bench.relay.topics, dict(bench.relay.resting())) == (0, frozenset(), {})
@@ -227,8 +227,8 @@ def test_a_relay_says_what_it_is_busy_with(bench: Bench) -> None:
     assert bench.relay.resting() == {"missing": False}
 
 
-def test_groups_that_have_ended_are_counted_though_polls_fail(bench: Bench, slow: SlowPublisher) -> None:
-    """Otherwise an outage of minutes would lose the outcome, and the group would seem stuck."""
+def test_batches_that_have_ended_are_counted_though_polls_fail(bench: Bench, slow: SlowPublisher) -> None:
+    """Otherwise an outage of minutes would lose the outcome, and the batch would seem stuck."""
     bench.insert("a", "b", topic="invoices")
     slow.hanging = {"invoices"}
     relay = bench.another(publisher=slow, patience=0)

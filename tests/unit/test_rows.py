@@ -8,7 +8,7 @@ import pytest
 from google.protobuf.struct_pb2 import ListValue, Value
 
 from publishworker.spanner import rows, statements
-from publishworker.types import News, Row, TopicLimit
+from publishworker.types import LockedRow, News, TopicLimit
 
 AT = "2026-01-01T12:00:00.123456Z"
 NOON = datetime(2026, 1, 1, 12, 0, 0, 123456, tzinfo=UTC)
@@ -63,7 +63,7 @@ def test_a_task_of_two_ranges_comes_once_and_rows_without_id_are_news() -> None:
 def test_a_task_is_due_and_expired_at_the_moment_that_its_row_names() -> None:
     """Not a microsecond earlier."""
     before = NOON - timedelta(microseconds=1)
-    task = Row("a", "orders", b"", None, NOON, available_at=NOON, sent_at=None, expires_at=NOON)
+    task = LockedRow("a", "orders", b"", None, NOON, available_at=NOON, sent_at=None, expires_at=NOON)
     assert (task.is_due(before), task.is_due(NOON), task.is_expired(before), task.is_expired(NOON)) == (False, True) * 2
     always = replace(task, available_at=None, expires_at=None)
     assert (always.is_due(before), always.is_expired(NOON)) == (True, False)

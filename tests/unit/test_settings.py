@@ -19,15 +19,15 @@ def read(environment: dict[str, str] | None = None, **flags: str) -> WorkerSetti
 def test_defaults_are_those_of_the_documentation() -> None:
     """A worker without options."""
     settings = read()
-    assert (settings.group_size, settings.publish_timeout, settings.poll_interval) == (100, 5.0, 1.0)
+    assert (settings.batch_size, settings.publish_timeout, settings.poll_interval) == (100, 5.0, 1.0)
     assert (settings.backoff_initial, settings.backoff_max, settings.max_attempts) == (1.0, 3600.0, 10)
     assert (settings.dead_after, settings.allowed_topics) == (86_400.0, "*")
 
 
 def test_a_flag_wins_over_its_environment_twin_which_wins_over_the_default() -> None:
     """The project alone falls back to Google's variable, too; ours wins."""
-    assert read({"OUTBOX_GROUP_SIZE": "7"}).group_size == 7
-    assert read({"OUTBOX_GROUP_SIZE": "7"}, group_size="8").group_size == 8
+    assert read({"OUTBOX_BATCH_SIZE": "7"}).batch_size == 7
+    assert read({"OUTBOX_BATCH_SIZE": "7"}, batch_size="8").batch_size == 8
     needed = {"instance": "main", "database": "orders"}
     assert WorkerSettings.read(needed, {"GOOGLE_CLOUD_PROJECT": "g"}).project == "g"
     assert WorkerSettings.read(needed, {"GOOGLE_CLOUD_PROJECT": "g", "OUTBOX_PROJECT": "o"}).project == "o"
@@ -36,7 +36,7 @@ def test_a_flag_wins_over_its_environment_twin_which_wins_over_the_default() -> 
 
 #: By the flag: what is allowed, values beyond it, and the edges inside.
 VALUES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "group_size": ("a whole number from 1 to 1,000", ("0", "1001", "ten"), ("1", "1000")),
+    "batch_size": ("a whole number from 1 to 1,000", ("0", "1001", "ten"), ("1", "1000")),
     "concurrency": ("a whole number from 1 to 100", ("-1",), ("1", "100")),
     "publish_timeout": ("seconds from 0.1 to 8", ("9", "nan"), ("0.1", "8")),
     "poll_interval": ("seconds from 0.05 to 30", ("inf",), ("0.05", "30")),

@@ -90,7 +90,7 @@ def messages(*parents: str | None) -> list[RawPubsubMessage]:
     ]
 
 
-def test_a_group_is_one_span_with_links_to_where_its_tasks_come_from(spans: InMemorySpanExporter) -> None:
+def test_a_batch_is_one_span_with_links_to_where_its_tasks_come_from(spans: InMemorySpanExporter) -> None:
     """Messages without a context, or with one that is none, have no link; an error of the block ends the span, too."""
     parents = messages(TRACEPARENT, None, "00-nonsense")
     with pytest.raises(ZeroDivisionError), tracing.sending("projects/p/topics/orders", parents, {"a": Sent("1")}):

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from publishworker.in_flight import StuckGroup
-from publishworker.membership import HEARTBEAT_SECONDS, Fleet
+from publishworker.in_flight import StuckBatch
+from publishworker.membership import HEARTBEAT_INTERVAL_SECONDS, Membership
 from publishworker.spanner.store import StoreError
-from publishworker.types import Group, Turn
-from publishworker.worker import Loop, Pause
+from publishworker.types import Batch, Turn
+from publishworker.worker import Pause, Worker
 from tests.support.fakes import FakeStore
 
 WORK, IDLE, AWAY = Turn(published=1), Turn(), StoreError("connection refused")
@@ -70,9 +70,9 @@ class Script:
         self, until: Callable[[Turn], bool] = lambda _turn: False, *, interval: float = 1.0, beats: bool = False
     ) -> list[float]:
         """Run the loop and return its waits; with `beats` time passes for the heartbeat row, too."""
-        Loop(
+        Worker(
             self,
-            Fleet(self.store, "me", self.store.shards, clock=lambda: self.stop.seconds if beats else 0.0),
+            Membership(self.store, "me", self.store.shards, clock=lambda: self.stop.seconds if beats else 0.0),
             poll_interval=interval,
             beat=lambda: self.events.append("beat"),
             report=lambda: self.events.append("report"),
@@ -117,8 +117,8 @@ def test_an_outage_is_said_once_and_waited_for(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.INFO, "publishworker"):
         waits = Script(WORK, *[AWAY] * 8, WORK, AWAY, WORK).run()
     assert waits == near(0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5, 0.2)
-    away = ("ERROR", "Spanner does not serve the relay, trying on: connection refused", "spanner_away")
-    back = ("INFO", "Spanner serves the relay again", "spanner_back")
+    away = ("ERROR", "Spanner does not serve the relay, trying on: connection refused", "spanner_unavailable")
+    back = ("INFO", "Spanner serves the relay again", "spanner_available")
     lines = [(each.levelname, each.getMessage(), vars(each)["action"]) for each in caplog.records]
     assert lines == [away, back, away, back]
 
@@ -174,15 +174,15 @@ def test_at_the_end_the_worker_leaves_and_then_finishes_what_is_in_flight() -> N
     assert script.events[-2:] == ["turn", "finish"]
 
 
-@pytest.mark.parametrize("others", [(), (Group("orders", ("b",)), Group("invoices", ("c",)))])
-def test_a_stuck_group_ends_the_loop_when_the_others_have_ended(others: tuple[Group, ...]) -> None:
-    """The shards are given away first; then the caller gets an error that names all stuck groups."""
-    script = Script(StuckGroup([Group("orders", ("a",))], 121), end=StuckGroup(others, 122) if others else None)
-    with pytest.raises(StuckGroup, match="1 tasks of orders is stuck for 121 s") as caught:
+@pytest.mark.parametrize("others", [(), (Batch("orders", ("b",)), Batch("invoices", ("c",)))])
+def test_a_stuck_batch_ends_the_loop_when_the_others_have_ended(others: tuple[Batch, ...]) -> None:
+    """The shards are given away first; then the caller gets an error that names all stuck batches."""
+    script = Script(StuckBatch([Batch("orders", ("a",))], 121), end=StuckBatch(others, 122) if others else None)
+    with pytest.raises(StuckBatch, match="1 tasks of orders is stuck for 121 s") as caught:
         script.run(beats=True)
     assert script.events[-2:] == ["turn", "finish"]
     assert script.store.workers == {}
-    assert [group.ids for group in caught.value.groups] == [("a",), *(group.ids for group in others)]
+    assert [batch.ids for batch in caught.value.batches] == [("a",), *(batch.ids for batch in others)]
     assert str(caught.value).endswith(", and 2 more") == bool(others)
 
 
@@ -208,7 +208,7 @@ def test_the_heartbeat_row_is_kept_up_in_long_waits() -> None:
     script.run(interval=30, beats=True)
     assert script.stop.seconds > 60
     assert len(beats) >= 12
-    assert max(later - earlier for earlier, later in pairwise(beats)) <= HEARTBEAT_SECONDS + 0.01
+    assert max(later - earlier for earlier, later in pairwise(beats)) <= HEARTBEAT_INTERVAL_SECONDS + 0.01
 
 
 def test_a_worker_that_is_never_idle_beats_as_well() -> None:

@@ -10,11 +10,11 @@ from pyspark.sql import Observation, SparkSession
 from outbox.errors import OutboxError, SettingError
 from outbox.shared.settings import DatabaseSettings
 from outbox.shared.times import resolved, shown, spoken
-from outbox.storage.task_states import LEAST_AGE
+from outbox.storage.task_states import MIN_AGE
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.executor import Purge
 from outbox_pipeline.jobs.archive.transforms import archivable, proof, together
-from outbox_pipeline.jobs.archive.windows import Archive, Manifest, Window, bounds, floor
+from outbox_pipeline.jobs.archive.windows import Archive, ArchiveWindow, Manifest, bounds, floor
 from outbox_pipeline.settings import ArchiveSettings
 from outbox_pipeline.source.datasource import register_source
 from outbox_pipeline.source.options import of_database
@@ -79,11 +79,11 @@ class _Job:
     table: Table
     note: Callable[[str], None]
 
-    def due(self, settings: ArchiveSettings, windows: list[Window]) -> list[tuple[datetime, datetime]]:
+    def due(self, settings: ArchiveSettings, windows: list[ArchiveWindow]) -> list[tuple[datetime, datetime]]:
         """Return the bounds of the windows to be archived now."""
         now = self.table.now()
         end = resolved(settings.until, now)
-        if end > now - LEAST_AGE:
+        if end > now - MIN_AGE:
             raise SettingError(
                 f"--until {shown(end)} is less than a minute ago (the database has {shown(now)}): a task to be sent at "
                 "most once is marked as sent before it is published"
@@ -95,7 +95,7 @@ class _Job:
             return []
         return list(bounds(floor(first, timedelta(seconds=settings.window)), end, settings.window))
 
-    def archive(self, since: datetime, until: datetime, *, late: bool) -> Window:
+    def archive(self, since: datetime, until: datetime, *, late: bool) -> ArchiveWindow:
         """Write one window and its manifest."""
         at = self._read_timestamp(since, until, late=late)
         folder = self.to.folder_of(since, until)
@@ -121,12 +121,12 @@ class _Job:
             data=data,
             written_at=self.table.now(),
         )
-        self._prove(Window(folder, manifest))
+        self._prove(ArchiveWindow(folder, manifest))
         self.to.finish(folder, manifest)
         self.note(f"archived {manifest.rows:,} tasks sent from {shown(since)} to {shown(until)}")
-        return Window(folder, manifest)
+        return ArchiveWindow(folder, manifest)
 
-    def purge_all(self, windows: list[Window], done: Archived) -> None:
+    def purge_all(self, windows: list[ArchiveWindow], done: Archived) -> None:
         """Delete the tasks of finished windows from the table; a window that is damaged keeps no other from it."""
         damaged = []
         for window in windows:
@@ -142,7 +142,7 @@ class _Job:
                 "where retention may delete it: bring the files back, or register and archive it elsewhere"
             )
 
-    def _prove(self, window: Window) -> None:
+    def _prove(self, window: ArchiveWindow) -> None:
         """Return if the files of a window hold what its manifest says. Raises OutboxError."""
         manifest = window.manifest
         [(rows, checksum)] = self.to.read([window]).select(*proof()).collect()
@@ -152,7 +152,7 @@ class _Job:
                 f"{manifest.rows:,} with {manifest.checksum}"
             )
 
-    def purge(self, window: Window, done: Archived) -> None:
+    def purge(self, window: ArchiveWindow, done: Archived) -> None:
         """Delete the tasks of a finished window from the table."""
         manifest = window.manifest
         window.note_purging(self.table.now())
@@ -170,7 +170,7 @@ class _Job:
         """Return the time as of which a window is read: after its end, when no task of it can be taken back."""
         now = self.table.now()
         retention = self.table.retention()
-        at = until + LEAST_AGE
+        at = until + MIN_AGE
         if at > now - retention + READING:
             return at
         if late:

@@ -69,7 +69,7 @@ def parsed(text: str, where: str) -> Manifest:
 
 
 @dataclass(frozen=True)
-class Window:
+class ArchiveWindow:
     """A finished window."""
 
     folder: Folder
@@ -106,11 +106,11 @@ class Archive:
         """Return the path."""
         return str(self._folder)
 
-    def windows(self) -> list[Window]:
+    def windows(self) -> list[ArchiveWindow]:
         """Return the finished windows by time. Raises OutboxError for a manifest that cannot be read."""
         found = [each for each in self._folder.folders() if each.name.startswith(_PREFIX)]
         texts = ((folder, folder.read(MANIFEST)) for folder in found)
-        windows = [Window(folder, parsed(text, str(folder))) for folder, text in texts if text is not None]
+        windows = [ArchiveWindow(folder, parsed(text, str(folder))) for folder, text in texts if text is not None]
         windows.sort(key=lambda window: window.manifest.since)
         for one, next in itertools.pairwise(windows):
             if one.manifest.until > next.manifest.since:
@@ -125,7 +125,7 @@ class Archive:
                 )
         return windows
 
-    def windows_of(self, database: str) -> list[Window]:
+    def windows_of(self, database: str) -> list[ArchiveWindow]:
         """Return the same. Raises OutboxError too if they are of another database than that of the full name."""
         windows = self.windows()
         for window in windows:
@@ -154,7 +154,7 @@ class Archive:
             if other.name.startswith(_RUN) and other.name != manifest.data:
                 other.delete()
 
-    def read(self, windows: list[Window]) -> DataFrame:
+    def read(self, windows: list[ArchiveWindow]) -> DataFrame:
         """Return the tasks of windows, with the columns of `schemas.ARCHIVED`."""
         paths = [window.data for window in windows if window.manifest.rows]
         if not paths:

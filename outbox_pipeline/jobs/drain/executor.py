@@ -18,7 +18,7 @@ from outbox.errors import OutboxError
 from outbox.shared import logs
 from outbox_pipeline import schemas
 from publishworker import exits
-from publishworker.app import Worker, until_drained
+from publishworker.app import App, until_drained
 from publishworker.settings import RelaySettings
 from publishworker.telemetry import datadog
 from publishworker.telemetry import metrics as m
@@ -31,7 +31,7 @@ _COUNTED = {
     "uncommitted": m.UNCOMMITTED,
     "failed": m.FAILED,
     "became_dead": m.DEAD,
-    "in_doubt": m.IN_DOUBT,
+    "unconfirmed": m.UNCONFIRMED,
     "aborted": m.ABORTED,
 }
 
@@ -77,8 +77,8 @@ class Members:
     def _relay(self, id: str) -> dict[str, int]:
         tally = Tally(datadog.client())
         try:
-            worker = Worker(self.settings, id=id, metrics=tally)
-            drained = until_drained(worker.store, lambda: worker.fleet.shards, self.settings.poll_interval)
+            worker = App(self.settings, id=id, metrics=tally)
+            drained = until_drained(worker.store, lambda: worker.membership.shards, self.settings.poll_interval)
             with self._stop(worker) as stop:
                 code = worker.until_stopped(stop, drained, late=exits.WORK_LEFT)
         finally:
@@ -88,7 +88,7 @@ class Members:
         return {name: tally.sums[metric] for name, metric in _COUNTED.items()}
 
     @contextlib.contextmanager
-    def _stop(self, worker: Worker) -> Iterator[threading.Event]:
+    def _stop(self, worker: App) -> Iterator[threading.Event]:
         """Yield an event that is set when the time has come."""
         stop = threading.Event()
         if self.until is None:

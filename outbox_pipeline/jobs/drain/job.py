@@ -32,7 +32,7 @@ class Drained:
     """What the members did, and how many tasks there are in each state after it, of all topics.
 
     `published` went to Pub/Sub, `uncommitted` of them without a commit, so that they may go there again;
-    `already_published` were sent by others first; `failed` attempts failed, `became_dead` tasks by them; `in_doubt`
+    `already_published` were sent by others first; `failed` attempts failed, `became_dead` tasks by them; `unconfirmed`
     were to be sent at most once, and are marked or may be; `aborted` transactions were run again. What a killed
     executor had counted is in none of these. `rounds` were needed, of so many `workers`.
     """
@@ -42,7 +42,7 @@ class Drained:
     uncommitted: int
     failed: int
     became_dead: int
-    in_doubt: int
+    unconfirmed: int
     aborted: int
     rounds: int
     workers: int

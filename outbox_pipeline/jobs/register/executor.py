@@ -22,7 +22,7 @@ from outbox_pipeline.spanner import Table, table_of
 from outbox_pipeline.spark.pacing import Pace
 
 #: Tasks, and bytes of messages, in one commit: small ones share with others, and few are tried again if one is there.
-GROUP_ROWS, GROUP_BYTES = 100, 4_000_000
+GROUP_ROWS, BATCH_BYTES = 100, 4_000_000
 #: How often a group is tried whose ids come and go between a look and the insert.
 TRIES = 10
 _TAG = "outbox-pipeline-register"
@@ -90,7 +90,7 @@ class Writer:
             return
         self._group[made[_ID]] = (made, row)
         self._bytes += len(made[_DATA])
-        if len(self._group) >= GROUP_ROWS or self._bytes >= GROUP_BYTES:
+        if len(self._group) >= GROUP_ROWS or self._bytes >= BATCH_BYTES:
             self.flush()
 
     def flush(self) -> None:

@@ -24,7 +24,7 @@ from outbox_pipeline.spanner import Table, table_of
 from outbox_pipeline.spark.pacing import Pace
 
 #: Tasks, and bytes of archived messages, in one transaction.
-GROUP_ROWS, GROUP_BYTES = 200, 4_000_000
+GROUP_ROWS, BATCH_BYTES = 200, 4_000_000
 _TAG = "outbox-pipeline-replay"
 
 
@@ -99,7 +99,7 @@ def _groups(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any
     for row in rows:
         group.append(row)
         size += len(row.get("Data", b""))
-        if len(group) >= GROUP_ROWS or size >= GROUP_BYTES:
+        if len(group) >= GROUP_ROWS or size >= BATCH_BYTES:
             yield group
             group, size = [], 0
     if group:

@@ -53,7 +53,7 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class ReplaySelection:
     """Which tasks, of those that were sent. `since` is inclusive, `until` exclusive; empty is no limit."""
 
     archive: str = ""
@@ -69,7 +69,7 @@ class Selection:
         return json.dumps(given | {name: shown(given[name]) for name in _TIMES if name in given}, ensure_ascii=False)
 
     @classmethod
-    def parsed(cls, text: str) -> "Selection":
+    def parsed(cls, text: str) -> "ReplaySelection":
         """Return the selection of a text."""
         given = json.loads(text)
         return cls(**given | {name: datetime.fromisoformat(given[name]) for name in _TIMES if name in given})
@@ -116,7 +116,7 @@ def run(
 
 
 def _check_flags(settings: ReplaySettings, *, dry_run: bool, resume: str) -> None:
-    given = [field.name for field in fields(Selection) if getattr(settings, field.name) not in ("", None)]
+    given = [field.name for field in fields(ReplaySelection) if getattr(settings, field.name) not in ("", None)]
     if resume and dry_run:
         raise SettingError("--resume goes on with a replay, --dry-run writes nothing: give one of them")
     if resume and given:
@@ -131,15 +131,15 @@ def _check_flags(settings: ReplaySettings, *, dry_run: bool, resume: str) -> Non
         )
 
 
-def _of(settings: ReplaySettings, now: datetime) -> Selection:
+def _of(settings: ReplaySettings, now: datetime) -> ReplaySelection:
     """Return the selection of the settings. Raises SettingError: nothing can be in its time."""
     since, until = (None if each is None else resolved(each, now) for each in (settings.since, settings.until))
     if since and since >= (end := min(until or now, now)):
         raise SettingError(f"--since {shown(since)} is not before {'--until' if until else 'now,'} {shown(end)}")
-    return Selection(settings.archive, settings.topic, since, until, settings.attribute, settings.where)
+    return ReplaySelection(settings.archive, settings.topic, since, until, settings.attribute, settings.where)
 
 
-def _resumed(table: Table, id: str) -> tuple[Selection, datetime]:
+def _resumed(table: Table, id: str) -> tuple[ReplaySelection, datetime]:
     """Return the selection of a replay that is not finished, and when it began. Raises SettingError."""
     found = table.replay(id)
     if found is None:
@@ -147,10 +147,10 @@ def _resumed(table: Table, id: str) -> tuple[Selection, datetime]:
     started_at, finished_at, predicate = found
     if finished_at is not None:
         raise SettingError(f"--resume {id}: it was finished at {shown(finished_at)}; begin a new one without --resume")
-    return Selection.parsed(predicate), started_at
+    return ReplaySelection.parsed(predicate), started_at
 
 
-def _check(spark: SparkSession, selection: Selection) -> None:
+def _check(spark: SparkSession, selection: ReplaySelection) -> None:
     """Return if Spark can read the predicate. Raises SettingError."""
     try:
         found: Any = selected(spark.createDataFrame([], schemas.TASK), where=selection.where)
@@ -173,7 +173,7 @@ class _Job:
     spark: SparkSession
     table: Table
     target: DatabaseSettings
-    selection: Selection
+    selection: ReplaySelection
 
     def look(self, started_at: datetime) -> Replayed:
         """Count what is selected, and show some of it."""

@@ -9,40 +9,45 @@ from random import Random
 import pytest
 
 from publishworker.topics import circuit_breaker
-from publishworker.topics.circuit_breaker import LONGEST_OUTAGE_REST, LONGEST_TARGET_REST, MAX_DEPTH, Breakers
-from publishworker.types import Candidate, Charged, Failed, Group, GroupResult, Outcome, Sent, Taken
+from publishworker.topics.circuit_breaker import (
+    MAX_DEPTH,
+    MAX_OUTAGE_PROBE_SECONDS,
+    MAX_TARGET_PROBE_SECONDS,
+    CircuitBreakers,
+)
+from publishworker.types import Batch, BatchResult, Candidate, Failed, FailedAttempt, Outcome, Sent, Skipped
 
 AWAY = Failed("unavailable", "away")
 MISSING = Failed("not_found", "missing")
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
-class Watch(Breakers):
-    """Breakers with a clock that moves only when a test moves it."""
+class Watch(CircuitBreakers):
+    """CircuitBreakers with a clock that moves only when a test moves it."""
 
     def __init__(self) -> None:
         self.seconds = 1000.0
         super().__init__(Random(3), lambda: self.seconds)
 
-    def ended(self, group: Group, *charged: str, **outcomes: Outcome) -> bool:
-        """Learn of a group, of which some tasks are charged; return whether its topic's state has changed."""
-        result = GroupResult(group, tried=dict(outcomes))
-        result.charged = {id: Charged(1, NOON, None, "unavailable: away") for id in charged}
+    def ended(self, batch: Batch, *recorded: str, **outcomes: Outcome) -> bool:
+        """Learn of a batch, of which some tasks are recorded; return whether its topic's state has changed."""
+        result = BatchResult(batch, tried=dict(outcomes))
+        result.recorded = {id: FailedAttempt(1, NOON, None, "unavailable: away") for id in recorded}
         return self.learn(result) is not None
 
     def fail(self, outcome: Failed, *ids: str, topic: str = "orders") -> None:
-        """Let a group fail as a whole."""
-        self.ended(Group(topic, ids), **dict.fromkeys(ids, outcome))
+        """Let a batch fail as a whole."""
+        self.ended(Batch(topic, ids), **dict.fromkeys(ids, outcome))
 
     def probe(self, outcome: Outcome) -> None:
         """Wait until the topic may be probed, and let the probe end so."""
         self.seconds += self.seconds_to_probe() or 0
-        group = self.next("probe")
-        assert group.probe
-        self.ended(group, probe=outcome)
+        batch = self.next("probe")
+        assert batch.probe
+        self.ended(batch, probe=outcome)
 
-    def next(self, *ids: str) -> Group:
-        return self.start(Group("orders", ids))
+    def next(self, *ids: str) -> Batch:
+        return self.start(Batch("orders", ids))
 
 
 @pytest.fixture
@@ -55,7 +60,9 @@ def candidates(ids: Iterable[str], topic: str = "orders") -> list[Candidate]:
     return [Candidate(id, topic, 0, 50, NOON, None, None, 1) for id in ids]
 
 
-@pytest.mark.parametrize(("failure", "longest"), [(AWAY, LONGEST_OUTAGE_REST), (MISSING, LONGEST_TARGET_REST)])
+@pytest.mark.parametrize(
+    ("failure", "longest"), [(AWAY, MAX_OUTAGE_PROBE_SECONDS), (MISSING, MAX_TARGET_PROBE_SECONDS)]
+)
 def test_a_topic_that_fails_rests_for_a_second_and_twice_as_long_after_each_probe_that_fails(
     watch: Watch, failure: Failed, longest: float
 ) -> None:
@@ -76,15 +83,15 @@ def test_a_topic_that_fails_rests_for_a_second_and_twice_as_long_after_each_prob
 
 def test_what_is_the_tasks_own_matter_rests_no_topic(watch: Watch) -> None:
     """Poison, unknown errors, and tasks of other workers say nothing of the topic; nor does one failure of several."""
-    for outcome in (Failed("undecodable", "no message"), Taken("sent"), Failed("data_loss", "?")):
-        assert not watch.ended(Group("orders", ("a",)), a=outcome)
-    watch.ended(Group("orders", ("a", "b")), a=Sent("1"), b=AWAY)
+    for outcome in (Failed("undecodable", "no message"), Skipped("sent"), Failed("data_loss", "?")):
+        assert not watch.ended(Batch("orders", ("a",)), a=outcome)
+    watch.ended(Batch("orders", ("a", "b")), a=Sent("1"), b=AWAY)
     assert watch.resting() == frozenset()
     assert watch.next("a", "b", "c").suspects == {"b"}  # it is remembered instead
 
 
 def test_what_was_published_ends_the_rest_and_the_next_one_begins_with_a_second(watch: Watch) -> None:
-    """Also if it was published by a group that had been in flight."""
+    """Also if it was published by a batch that had been in flight."""
     watch.fail(AWAY, "a")
     watch.probe(AWAY)
     watch.probe(Sent("1"))
@@ -92,30 +99,30 @@ def test_what_was_published_ends_the_rest_and_the_next_one_begins_with_a_second(
     assert not watch.next("b").probe
     watch.fail(AWAY, "a")
     assert (watch.seconds_to_probe() or 0) <= 1
-    assert watch.ended(Group("orders", ("late",)), late=Sent("1"))
+    assert watch.ended(Batch("orders", ("late",)), late=Sent("1"))
     assert watch.resting() == frozenset()
 
 
-def test_groups_that_fail_together_are_one_failure(watch: Watch) -> None:
-    """Also ten groups of one task that are one probe of a missing topic."""
+def test_batches_that_fail_together_are_one_failure(watch: Watch) -> None:
+    """Also ten batches of one task that are one probe of a missing topic."""
     for n in range(8):
         watch.fail(MISSING, str(n))
     assert (watch.seconds_to_probe() or 0) <= 1
     watch.seconds += 1
-    groups = [watch.next(str(n)) for n in range(10)]
-    for n, group in enumerate(groups):
-        watch.ended(group, **{str(n): MISSING})
+    batches = [watch.next(str(n)) for n in range(10)]
+    for n, batch in enumerate(batches):
+        watch.ended(batch, **{str(n): MISSING})
     assert 1.7 <= (watch.seconds_to_probe() or 0) <= 2
 
 
 def test_while_a_probe_is_in_flight_there_is_no_second_one(watch: Watch) -> None:
     """Nor a reason to poll. One that says nothing, as its task was poison or sent by others, is followed by another."""
     watch.fail(AWAY, "a")
-    for outcome in (Taken("sent"), Failed("undecodable", "no message")):
+    for outcome in (Skipped("sent"), Failed("undecodable", "no message")):
         watch.seconds += 1
-        group = watch.next("probe")
+        batch = watch.next("probe")
         assert (watch.resting(), watch.seconds_to_probe()) == ({"orders"}, None)
-        watch.ended(group, probe=outcome)
+        watch.ended(batch, probe=outcome)
         assert watch.resting() == frozenset()
 
 
@@ -129,7 +136,7 @@ def test_a_missing_topic_is_probed_with_ten_tasks_an_outage_with_one(watch: Watc
     assert Counter(each.topic for each in kept) == {"orders": 30, "invoices": 1, "other": 1}
     for failure in (*[MISSING] * 8, AWAY):  # the last failure says what is wrong, and how long the next rest may be
         watch.probe(failure)
-    assert (watch.seconds_to_probe() or 0) <= LONGEST_OUTAGE_REST
+    assert (watch.seconds_to_probe() or 0) <= MAX_OUTAGE_PROBE_SECONDS
     assert watch.probes(candidates("ab"))[1]["orders"] == 1
 
 
@@ -139,7 +146,7 @@ def test_in_an_outage_every_task_is_drawn_before_one_is_drawn_again(watch: Watch
     drawn = []
     due = [replace(each, available_at=each.created_at) for each in candidates(map(str, range(50)))]
     for _ in range(5):
-        watch.seconds += LONGEST_OUTAGE_REST
+        watch.seconds += MAX_OUTAGE_PROBE_SECONDS
         [[chosen], _] = watch.probes([*due, *candidates("abcde")])
         drawn.append(chosen.id)
         watch.ended(watch.next(chosen.id), **{chosen.id: AWAY})
@@ -159,18 +166,18 @@ def test_probes_of_outages_have_a_quarter_of_the_places(watch: Watch) -> None:
     assert (len(held), "missing" in held) == (4, False)
     probed = set(topics) - held
     for topic in probed:
-        watch.start(Group(topic, ("a",)))
+        watch.start(Batch(topic, ("a",)))
     assert watch.resting() == set(topics)
-    watch.ended(Group(probed.pop(), ("a",), probe=True), a=AWAY)
+    watch.ended(Batch(probed.pop(), ("a",), probe=True), a=AWAY)
     assert len(watch.resting()) == 5
 
 
 def test_at_most_once_tasks_are_risked_in_an_outage_only_where_nothing_else_is_found(watch: Watch) -> None:
-    """Three draws are spared. A missing topic risks nothing, as it refuses; a group that is no probe waits."""
+    """Three draws are spared. A missing topic risks nothing, as it refuses; a batch that is no probe waits."""
 
     def is_risked(*, probe: bool = True) -> bool:
-        result = GroupResult(Group("orders", ("once",), probe=probe))
-        result.outcomes["once"] = Taken("at_most_once")
+        result = BatchResult(Batch("orders", ("once",), probe=probe))
+        result.outcomes["once"] = Skipped("at_most_once")
         watch.learn(result)
         return watch.may_be_risked(result)
 
@@ -188,12 +195,12 @@ def test_who_met_an_outage_is_a_suspect_until_it_is_sent(watch: Watch) -> None:
     watch.probe(AWAY)
     watch.seconds += 2
     assert watch.next("a").suspects == frozenset()
-    watch.ended(Group("orders", ("a",), probe=True), a=Sent("1"))
+    watch.ended(Batch("orders", ("a",), probe=True), a=Sent("1"))
     assert watch.next("a", "b", "c", "probe").suspects == {"b"}
 
 
 def test_who_met_an_outage_before_the_last_one_is_no_suspect(watch: Watch) -> None:
-    """Other tasks have met one since, so it was no task's fault. Groups that fail together are one outage."""
+    """Other tasks have met one since, so it was no task's fault. Batches that fail together are one outage."""
     watch.fail(AWAY, "a")
     watch.fail(AWAY, "b")
     watch.fail(AWAY, "i", topic="invoices")
@@ -206,14 +213,14 @@ def test_who_met_an_outage_before_the_last_one_is_no_suspect(watch: Watch) -> No
 
 def test_a_suspect_that_was_charged_rests_no_topic_and_stays_one(watch: Watch) -> None:
     """The outage was its own, but no proof that others would not fail: the topic works once it publishes something."""
-    watch.ended(Group("orders", ("a", "b")), a=Sent("1"), b=AWAY)
-    group = watch.next("b")
-    assert (group.suspects, group.works) == ({"b"}, True)
-    assert not watch.ended(group, "b", b=AWAY)
+    watch.ended(Batch("orders", ("a", "b")), a=Sent("1"), b=AWAY)
+    batch = watch.next("b")
+    assert (batch.suspects, batch.works) == ({"b"}, True)
+    assert not watch.ended(batch, "b", b=AWAY)
     assert watch.resting() == frozenset()
-    group = watch.next("b")
-    assert (group.suspects, group.works) == ({"b"}, False)
-    watch.ended(Group("orders", ("c",)), c=Sent("2"))
+    batch = watch.next("b")
+    assert (batch.suspects, batch.works) == ({"b"}, False)
+    watch.ended(Batch("orders", ("c",)), c=Sent("2"))
     assert watch.next("b").works
 
 
@@ -226,14 +233,14 @@ def test_the_memory_of_suspects_is_bounded_and_the_oldest_go_first(watch: Watch)
     watch.fail(AWAY, "a")
     watch.seconds += circuit_breaker.FORGET_SECONDS + 2
     assert watch.resting() == frozenset()
-    assert watch.next("a", "20") == Group("orders", ("a", "20"))
+    assert watch.next("a", "20") == Batch("orders", ("a", "20"))
 
 
 def test_the_poll_looks_deeper_while_it_sees_probes_only(watch: Watch) -> None:
     """And only where the topic has more than it showed: each time twice as deep, up to a bound."""
     watch.fail(AWAY, "a")
     watch.probe(AWAY)
-    watch.seconds += LONGEST_OUTAGE_REST
+    watch.seconds += MAX_OUTAGE_PROBE_SECONDS
     assert watch.depth() == 2
     for ids, cut_off in ((["probe", "fresh"], {"orders"}), (["probe"], {"invoices"})):
         watch.probes(candidates(ids), cut_off)

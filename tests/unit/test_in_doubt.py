@@ -7,35 +7,35 @@ from typing import Any
 import pytest
 
 from publishworker.batching import Limits
-from publishworker.in_doubt import MAX_TASKS, Doubts
-from publishworker.types import Group, Row, Version
+from publishworker.in_doubt import MAX_TASKS, InDoubt
+from publishworker.types import Batch, LockedRow, Version
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
-ROW = Row("a", "orders", b"", None, NOON, None, None)
+ROW = LockedRow("a", "orders", b"", None, NOON, None, None)
 AT_NOON = Version.of(ROW)
 
 
 def test_tasks_in_doubt_are_bounded_and_stay_until_they_are_marked() -> None:
-    """The oldest beyond 10,000 are forgotten; groups keep the limits of a turn, and are of one topic each."""
-    doubts = Doubts(lambda: 0.0)
+    """The oldest beyond 10,000 are forgotten; batches keep the limits of a turn, and are of one topic each."""
+    doubts = InDoubt(lambda: 0.0)
     doubts.remember("orders", {str(n): AT_NOON for n in range(MAX_TASKS + 5)})
     assert len(doubts.ids()) == MAX_TASKS
-    groups = doubts.groups(Limits(1000, 1, 4))
-    assert [len(group.ids) for group in groups] == [1000] * 4
-    assert groups[0].ids[0] == "5"
-    for group in groups:
-        doubts.forget(group.ids)
+    batches = doubts.batches(Limits(1000, 1, 4))
+    assert [len(batch.ids) for batch in batches] == [1000] * 4
+    assert batches[0].ids[0] == "5"
+    for batch in batches:
+        doubts.forget(batch.ids)
     assert len(doubts.ids()) == MAX_TASKS - 4000
-    doubts = Doubts(lambda: 0.0)
+    doubts = InDoubt(lambda: 0.0)
     doubts.remember("orders", {"a": AT_NOON})
     doubts.remember("invoices", {"b": AT_NOON})
-    assert doubts.groups(Limits(10, 1, 9)) == [Group("orders", ("a",)), Group("invoices", ("b",))]
+    assert doubts.batches(Limits(10, 1, 9)) == [Batch("orders", ("a",)), Batch("invoices", ("b",))]
 
 
 def test_a_task_is_in_doubt_for_a_minute() -> None:
     """To its end; after that it is published again. Marking a task that was forgotten is no error."""
     seconds = [0.0]
-    doubts = Doubts(lambda: seconds[0])
+    doubts = InDoubt(lambda: seconds[0])
     doubts.remember("orders", {"a": AT_NOON})
     seconds[0] = 60.0
     assert doubts.ids() == {"a"}
@@ -49,13 +49,13 @@ def test_a_task_is_in_doubt_for_a_minute() -> None:
     "columns",
     [
         {"id": "b"}, {"created_at": NOON + timedelta(seconds=1)}, {"available_at": NOON}, {"attempts": 1},
-        {"available_at": NOON + timedelta(days=1)}, {"parked": True}, {"topic": "invoices"}, {"ordering_key": "k"},
+        {"available_at": NOON + timedelta(days=1)}, {"deferred": True}, {"topic": "invoices"}, {"ordering_key": "k"},
         {"expires_at": NOON},
     ],
 )  # fmt: skip
 def test_a_doubt_is_about_one_row_as_it_was(columns: dict[str, Any]) -> None:
     """A task that was registered again under its ID has not been sent; one that was written since perhaps not."""
-    doubts = Doubts(lambda: 0.0)
+    doubts = InDoubt(lambda: 0.0)
     doubts.remember("orders", {"a": AT_NOON})
     assert doubts.is_about(ROW)
     assert not doubts.is_about(replace(ROW, **columns))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from outbox.storage.task_states import NEVER
-from publishworker.eligibility import in_order, taken, untried, woken
-from publishworker.types import Charged, Failed, Group, Mark, Outcome, Parked, Row, Sent, Version
+from publishworker.eligibility import in_order, released, taken, untried
+from publishworker.types import Batch, Deferred, Failed, FailedAttempt, LockedRow, Mark, Outcome, Sent, Version
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LATER = NOW + timedelta(seconds=1)
@@ -22,7 +22,7 @@ ROWS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "sent": ({"sent_at": BEFORE}, "sent", True),
     "scheduled": ({"available_at": LATER}, "not_due", False),
     "dead": ({"available_at": NEVER}, "not_due", False),
-    "parked": ({"available_at": LATER, "parked": True}, "", True),
+    "deferred": ({"available_at": LATER, "deferred": True}, "", True),
     "expired and due": ({"expires_at": NOW}, "", True),
     "expired before it was due": ({"available_at": LATER, "expires_at": NOW}, "not_due", True),
     "dead and expired": ({"available_at": NEVER, "expires_at": BEFORE}, "not_due", True),
@@ -34,16 +34,16 @@ ROWS: dict[str, tuple[dict[str, Any], str, bool]] = {
 }
 
 
-def row(id: str, **columns: Any) -> Row:
+def row(id: str, **columns: Any) -> LockedRow:
     values = {"topic": "orders", "ordering_key": "k", "available_at": None, "sent_at": None, **columns}
-    return Row(id=id, data=b"", created_at=BEFORE, **values)
+    return LockedRow(id=id, data=b"", created_at=BEFORE, **values)
 
 
 def reasons(
-    group: Group, *rows: Row, published: Mapping[str, Version] | None = None, pass_dead: bool = False
+    batch: Batch, *rows: LockedRow, published: Mapping[str, Version] | None = None, skip_dead: bool = False
 ) -> dict[str, str]:
     """Return why tasks are left."""
-    outcomes = taken(group, rows, NOW, published or {}, pass_dead=pass_dead)
+    outcomes = taken(batch, rows, NOW, published or {}, skip_dead=skip_dead)
     return {id: getattr(outcome, "reason", "?") for id, outcome in outcomes.items()}
 
 
@@ -51,44 +51,44 @@ def reasons(
 def test_what_a_row_says_of_itself_and_of_what_follows(word: str) -> None:
     """Sent, gone and expired tasks are passed over. A task that is not due blocks its key, and no other."""
     columns, reason, goes_on = ROWS[word]
-    group = Group("orders", ("first", "next", "other"), keys=("k", "k", "m"))
+    batch = Batch("orders", ("first", "next", "other"), keys=("k", "k", "m"))
     expected = {"first": reason} if reason else {}
     if not goes_on:
         expected["next"] = "held"
-    assert reasons(group, row("next"), row("other", ordering_key="m"), row("first", **columns)) == expected
+    assert reasons(batch, row("next"), row("other", ordering_key="m"), row("first", **columns)) == expected
     # If nothing is written of the first row, what follows it is made ready only if the first is passed over.
-    group = Group("orders", ("first",), keys=("k",), wakes=("next",))
-    rows = [row("first", **columns), row("next", available_at=LATER, parked=True)]
-    awake = {"parked": ["first"], "ready": [], "due": [], "expired and due": ["next"]}
+    batch = Batch("orders", ("first",), keys=("k",), releases=("next",))
+    rows = [row("first", **columns), row("next", available_at=LATER, deferred=True)]
+    awake = {"deferred": ["first"], "ready": [], "due": [], "expired and due": ["next"]}
     awake = awake.get(word, ["next"] if reason and goes_on else [])
-    assert [each.id for each in woken(group, rows, {}, NOW, pass_dead=False)] == awake
+    assert [each.id for each in released(batch, rows, {}, NOW, skip_dead=False)] == awake
 
 
 def test_dead_tasks_are_passed_over_if_so_wished_and_others_are_not() -> None:
     """Only from NEVER on is a task dead."""
-    group = Group("orders", ("a", "b"), keys=("k", "k"))
+    batch = Batch("orders", ("a", "b"), keys=("k", "k"))
     almost = NEVER - timedelta(microseconds=1)
-    assert reasons(group, row("a", available_at=NEVER), row("b"), pass_dead=True) == {"a": "not_due"}
-    assert reasons(group, row("a", available_at=almost), row("b"), pass_dead=True) == {"a": "not_due", "b": "held"}
+    assert reasons(batch, row("a", available_at=NEVER), row("b"), skip_dead=True) == {"a": "not_due"}
+    assert reasons(batch, row("a", available_at=almost), row("b"), skip_dead=True) == {"a": "not_due", "b": "held"}
 
 
-def test_without_a_key_nothing_is_held_and_nothing_counts_as_parked() -> None:
+def test_without_a_key_nothing_is_held_and_nothing_counts_as_deferred() -> None:
     """A task that was given a key after the poll is left for its new place."""
     late, ready = row("a", available_at=LATER, ordering_key=None), row("b", ordering_key=None)
-    parked = replace(late, id="parked", parked=True)
-    group = Group("orders", ("a", "b", "parked", "keyed", "gone"))
-    expected = {"a": "not_due", "parked": "not_due", "keyed": "moved", "gone": "gone"}
-    assert reasons(group, late, ready, parked, row("keyed")) == expected
+    deferred = replace(late, id="deferred", deferred=True)
+    batch = Batch("orders", ("a", "b", "deferred", "keyed", "gone"))
+    expected = {"a": "not_due", "deferred": "not_due", "keyed": "moved", "gone": "gone"}
+    assert reasons(batch, late, ready, deferred, row("keyed")) == expected
 
 
 def test_what_was_published_needs_its_mark_wherever_it_stands() -> None:
     """An earlier transaction attempt has published it; what blocks the key now came later."""
-    group = Group("orders", ("a", "b", "c"), keys=("k", "k", "k"))
-    rows = (row("a", available_at=LATER), row("b", available_at=LATER, parked=True), row("c"))
+    batch = Batch("orders", ("a", "b", "c"), keys=("k", "k", "k"))
+    rows = (row("a", available_at=LATER), row("b", available_at=LATER, deferred=True), row("c"))
     published = {each.id: Version.of(each) for each in rows[1:]}
-    assert reasons(group, *rows, published=published) == {"a": "not_due"}
-    assert reasons(group, *rows, published={"b": published["b"]}) == {"a": "not_due", "c": "held"}
-    assert reasons(group, row("b", sent_at=BEFORE), published=published) == {"a": "gone", "b": "sent", "c": "gone"}
+    assert reasons(batch, *rows, published=published) == {"a": "not_due"}
+    assert reasons(batch, *rows, published={"b": published["b"]}) == {"a": "not_due", "c": "held"}
+    assert reasons(batch, row("b", sent_at=BEFORE), published=published) == {"a": "gone", "b": "sent", "c": "gone"}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_what_was_published_needs_its_mark_wherever_it_stands() -> None:
     [
         {"available_at": NOW},  # `outbox retry`, after another worker has sent it
         {"available_at": LATER, "attempts": 1},  # and after it has failed since, or another worker failed on it
-        {"available_at": LATER, "parked": True},
+        {"available_at": LATER, "deferred": True},
         {"created_at": NOW},  # registered again under its id
         {"topic": "invoices"},
         {"ordering_key": "l"},
@@ -105,17 +105,17 @@ def test_what_was_published_needs_its_mark_wherever_it_stands() -> None:
 )
 def test_what_was_published_and_is_written_since_is_left_to_the_next_poll(columns: dict[str, Any]) -> None:
     """In doubt it is published again."""
-    group = Group("orders", ("a", "b"), keys=("k", "k"))
+    batch = Batch("orders", ("a", "b"), keys=("k", "k"))
     published = {"a": Version.of(row("a"))}
-    assert reasons(group, replace(row("a"), **columns), row("b"), published=published) == {"a": "sent"}
+    assert reasons(batch, replace(row("a"), **columns), row("b"), published=published) == {"a": "sent"}
 
 
-def test_rows_are_put_in_the_order_of_the_group() -> None:
+def test_rows_are_put_in_the_order_of_the_batch() -> None:
     """The store gives them in the order of their ids."""
-    group = Group("orders", ("c", "a", "b"), keys=("k", "k", None))
+    batch = Batch("orders", ("c", "a", "b"), keys=("k", "k", None))
     rows = [row("a"), row("b"), row("c")]
-    assert [each.id for each in in_order(group, rows)] == ["c", "a", "b"]
-    assert in_order(replace(group, keys=()), rows) == rows
+    assert [each.id for each in in_order(batch, rows)] == ["c", "a", "b"]
+    assert in_order(replace(batch, keys=()), rows) == rows
 
 
 def test_nothing_is_tried_behind_a_failure_of_its_key() -> None:
@@ -128,23 +128,23 @@ def test_nothing_is_tried_behind_a_failure_of_its_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("marks", "pass_dead", "woken_ids"),
+    ("marks", "skip_dead", "woken_ids"),
     [
         ({"a": Sent("1"), "b": Sent("2")}, False, ["c"]),
         ({"a": Sent("1")}, False, ["b"]),
         ({}, False, []),  # the head is ready: the poll sees the key by it
-        ({"a": Charged(1, LATER, None, "no"), "b": Parked(LATER, "a")}, False, []),
-        ({"a": Charged(1, NEVER, None, "no")}, False, []),
-        ({"a": Charged(1, NEVER, None, "no")}, True, ["b"]),
-        ({"a": Sent("1"), "b": Charged(1, NEVER, None, "no")}, True, ["c"]),
-        ({"a": Sent("1"), "b": Charged(1, LATER, None, "no")}, False, []),
+        ({"a": FailedAttempt(1, LATER, None, "no"), "b": Deferred(LATER, "a")}, False, []),
+        ({"a": FailedAttempt(1, NEVER, None, "no")}, False, []),
+        ({"a": FailedAttempt(1, NEVER, None, "no")}, True, ["b"]),
+        ({"a": Sent("1"), "b": FailedAttempt(1, NEVER, None, "no")}, True, ["c"]),
+        ({"a": Sent("1"), "b": FailedAttempt(1, LATER, None, "no")}, False, []),
     ],
 )
-def test_the_parked_task_that_stands_at_the_front_after_the_commit_is_woken(
-    marks: dict[str, Mark], pass_dead: bool, woken_ids: list[str]
+def test_the_deferred_task_that_stands_at_the_front_after_the_commit_is_woken(
+    marks: dict[str, Mark], skip_dead: bool, woken_ids: list[str]
 ) -> None:
     """And no other: by one task the poll sees the key."""
-    parked = {"available_at": LATER, "parked": True}
-    rows = [row("a"), row("b", **parked), row("c", **parked), row("d", ordering_key="l", **parked)]
-    group = Group("orders", ("a", "b"), keys=("k", "k"), wakes=("c", "d"))
-    assert [each.id for each in woken(group, rows, marks, NOW, pass_dead=pass_dead)] == woken_ids
+    deferred = {"available_at": LATER, "deferred": True}
+    rows = [row("a"), row("b", **deferred), row("c", **deferred), row("d", ordering_key="l", **deferred)]
+    batch = Batch("orders", ("a", "b"), keys=("k", "k"), releases=("c", "d"))
+    assert [each.id for each in released(batch, rows, marks, NOW, skip_dead=skip_dead)] == woken_ids

@@ -4,12 +4,12 @@ from datetime import timedelta
 
 import pytest
 
-from publishworker.membership import Fleet
-from publishworker.poll_size import Window
+from publishworker.membership import Membership
+from publishworker.poll_size import PollSize
 from publishworker.poller import Poller
 from publishworker.topics.discovery import FORGET_TOPIC_SECONDS
-from publishworker.topics.rate_limit import Throttle
-from publishworker.types import Look
+from publishworker.topics.rate_limit import RateLimits
+from publishworker.types import PollRequest
 from tests.support.fakes import FakeStore
 
 
@@ -21,14 +21,14 @@ class Watch:
         self.seconds = 100.0
         self.poller = Poller(
             self.store,
-            Fleet(self.store, "me", self.store.shards, clock=lambda: self.seconds),
-            Window(target=100, shards=10),
-            Throttle(lambda: self.seconds),
-            look_further_seconds=1.0,
+            Membership(self.store, "me", self.store.shards, clock=lambda: self.seconds),
+            PollSize(target=100, shards=10),
+            RateLimits(lambda: self.seconds),
+            discovery_seconds=1.0,
             clock=lambda: self.seconds,
         )
 
-    def poll(self, below: int | None = None) -> Look:
+    def poll(self, below: int | None = None) -> PollRequest:
         """Poll, and return what was asked for."""
         self.poller.poll(below, ())
         return self.store.looks[-1]
@@ -90,7 +90,7 @@ def test_a_topic_that_always_has_tasks_is_never_forgotten(watch: Watch) -> None:
 @pytest.mark.parametrize("ranges", [1, 3, 10, 100, 1000])
 def test_a_poll_stays_near_its_target_however_the_backlog_is_spread(ranges: int) -> None:
     """One hot range or a thousand: a poll brings enough to work on, and never much more than twice that."""
-    window = Window(target=400, shards=10)
+    window = PollSize(target=400, shards=10)
     totals = []
     for _ in range(20):
         totals.append(ranges * window.per_range)
@@ -100,7 +100,7 @@ def test_a_poll_stays_near_its_target_however_the_backlog_is_spread(ranges: int)
 
 def test_only_ranges_that_are_cut_off_widen_the_window() -> None:
     """One that gave twice its rows, ready ones and lower ones, is full and no more; a small backlog says nothing."""
-    window = Window(target=100, shards=10)
+    window = PollSize(target=100, shards=10)
     window.adapt({str(n): 3 for n in range(10)})
     assert (window.per_range, window.cut_off) == (10, frozenset())
     window.adapt(dict.fromkeys([("orders", shard, True) for shard in range(10)], 2 * window.per_range))

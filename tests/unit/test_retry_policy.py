@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.storage.task_states import NEVER
-from publishworker.retry_policy import Retries, is_charged, last_error
-from publishworker.types import Charged, Failed, Group, Row
+from publishworker.retry_policy import RetryPolicy, is_recorded, last_error
+from publishworker.types import Batch, Failed, FailedAttempt, LockedRow
 
 #: Far from the machine's clock.
 NOW = datetime(2055, 5, 5, 5, 5, 5, 123456, tzinfo=UTC)
@@ -25,7 +25,7 @@ OUTAGE = Failed("unavailable", "no")
 UNKNOWN = Failed("data_loss", "no")
 
 
-def charge(
+def record(
     failure: Failed,
     attempts: int = 0,
     age: timedelta = timedelta(0),
@@ -33,16 +33,16 @@ def charge(
     now: datetime = NOW,
     expires_at: datetime | None = None,
     **changes: Any,
-) -> Charged:
+) -> FailedAttempt:
     """Return what a failure writes to a row of this age, with the worker's defaults but for `changes`."""
-    row = Row("a", "orders", b"", None, now - age, None, None, attempts=attempts, expires_at=expires_at)
+    row = LockedRow("a", "orders", b"", None, now - age, None, None, attempts=attempts, expires_at=expires_at)
     values = {"initial": 1.0, "longest": 3600.0, "max_attempts": 10, "dead_after": 86_400.0, "random": Random(1)}
-    return Retries(**{**values, **changes}).charge(row, failure, now)
+    return RetryPolicy(**{**values, **changes}).record(row, failure, now)
 
 
-def wait(charged: Charged) -> float:
+def wait(recorded: FailedAttempt) -> float:
     """Return the seconds until the next attempt."""
-    return (charged.available_at - NOW).total_seconds()
+    return (recorded.available_at - NOW).total_seconds()
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def wait(charged: Charged) -> float:
 def test_waits_double_up_to_the_longest_each_between_half_and_full(attempts: int, full: float) -> None:
     """Over many seeds: never outside, and spread over all of it; no number of attempts overflows."""
     options: dict[str, Any] = {"initial": 2, "longest": 100, "max_attempts": 2**63}
-    waits = [wait(charge(UNKNOWN, attempts, random=Random(seed), **options)) for seed in range(300)]
+    waits = [wait(record(UNKNOWN, attempts, random=Random(seed), **options)) for seed in range(300)]
     assert full / 2 <= min(waits) < full * 0.52
     assert full * 0.98 < max(waits) <= full
     assert sum(waits) / 300 == pytest.approx(full * 0.75, rel=0.05)
@@ -62,18 +62,18 @@ def test_the_wait_is_the_drawn_part_of_the_full_wait_from_the_given_time() -> No
     """A first wait longer than the longest is cut; tasks that failed together do not come back together."""
     for part, seconds in ((0.5, 4), (0.75, 6), (1.0, 8)):
         drawn = Mock(uniform=Mock(return_value=part))
-        assert charge(UNKNOWN, 2, initial=2, random=drawn).available_at == NOW + timedelta(seconds=seconds)
+        assert record(UNKNOWN, 2, initial=2, random=drawn).available_at == NOW + timedelta(seconds=seconds)
         drawn.uniform.assert_called_once_with(0.5, 1)
-    assert 1.5 <= wait(charge(UNKNOWN, initial=500, longest=3)) <= 3
+    assert 1.5 <= wait(record(UNKNOWN, initial=500, longest=3)) <= 3
     random = Random(1)
-    assert len({wait(charge(UNKNOWN, 5, random=random)) for _ in range(20)}) == 20
+    assert len({wait(record(UNKNOWN, 5, random=random)) for _ in range(20)}) == 20
 
 
 def test_a_content_error_is_dead_at_once() -> None:
     """No attempt will change the message."""
     for attempts, age in ((0, 0 * HOUR), (5, OLD), (500, 0 * HOUR), (0, OLD)):
-        charged = charge(CONTENT, attempts, age)
-        assert (charged.available_at, charged.dead, charged.attempts) == (NEVER, True, attempts + 1)
+        recorded = record(CONTENT, attempts, age)
+        assert (recorded.available_at, recorded.dead, recorded.attempts) == (NEVER, True, attempts + 1)
 
 
 @pytest.mark.parametrize("failure", [OUTAGE, UNKNOWN, Failed("not in the table", "no")])
@@ -81,9 +81,9 @@ def test_a_content_error_is_dead_at_once() -> None:
 def test_a_tasks_own_error_is_dead_exactly_at_the_last_attempt(failure: Failed, most: int) -> None:
     """Its age says nothing; attempts of all workers count, as they are read under the lock."""
     for age in (timedelta(0), OLD):
-        charged = [charge(failure, before, age, max_attempts=most) for before in range(most + 1)]
-        assert [each.dead for each in charged] == [False] * (most - 1) + [True, True]
-        assert [each.attempts for each in charged] == [*range(1, most + 2)]
+        recorded = [record(failure, before, age, max_attempts=most) for before in range(most + 1)]
+        assert [each.dead for each in recorded] == [False] * (most - 1) + [True, True]
+        assert [each.attempts for each in recorded] == [*range(1, most + 2)]
 
 
 @pytest.mark.parametrize("reason", ["not_found", "permission_denied", "failed_precondition"])
@@ -93,10 +93,10 @@ def test_a_missing_topic_makes_no_task_dead_that_is_young(reason: str) -> None:
         (0, OLD, False), (8, OLD, False), (9, OLD, True), (9, HOUR, True), (9, HOUR - MICROSECOND, False),
         (8, HOUR, False), (500, HOUR - MICROSECOND, False), (500, HOUR, True), (500, -HOUR, False),
     ):  # fmt: skip
-        charged = charge(Failed(reason, "no"), before, age, dead_after=3600)
-        assert charged.dead is dead
-        assert dead or 0 < wait(charged) <= 3600
-    assert 1800 <= wait(charge(Failed(reason, "no"), 500)) <= 3600
+        recorded = record(Failed(reason, "no"), before, age, dead_after=3600)
+        assert recorded.dead is dead
+        assert dead or 0 < wait(recorded) <= 3600
+    assert 1800 <= wait(record(Failed(reason, "no"), 500)) <= 3600
 
 
 @pytest.mark.parametrize("now", [datetime(1, 1, 2, tzinfo=UTC), NOW, datetime(9990, 1, 1, tzinfo=UTC)])
@@ -105,23 +105,23 @@ def test_times_follow_the_databases_clock_alone(now: datetime, failure: Failed) 
     """A worker with a wrong clock delays nothing and hurries nothing."""
     young, old = timedelta(seconds=59), timedelta(seconds=60)
     fixed: dict[str, Any] = {"now": now, "initial": 8, "longest": 8, "dead_after": 60}
-    assert charge(failure, 1, old, max_attempts=3, **fixed).available_at - now <= timedelta(seconds=8)
-    assert charge(failure, 1, young, max_attempts=2, **fixed).dead is (failure is not TARGET)
-    assert charge(failure, 1, old, max_attempts=2, **fixed).dead
+    assert record(failure, 1, old, max_attempts=3, **fixed).available_at - now <= timedelta(seconds=8)
+    assert record(failure, 1, young, max_attempts=2, **fixed).dead is (failure is not TARGET)
+    assert record(failure, 1, old, max_attempts=2, **fixed).dead
 
 
 @pytest.mark.parametrize("failure", [CONTENT, TARGET, OUTAGE, UNKNOWN])
 def test_the_expiry_is_carried_over(failure: Failed) -> None:
     """A mark before publishing has taken it from the row; a failure gives it back."""
     for expires_at in (None, NOW + HOUR, NOW - HOUR):
-        assert charge(failure, expires_at=expires_at).expires_at == expires_at
+        assert record(failure, expires_at=expires_at).expires_at == expires_at
 
 
 @pytest.mark.parametrize("character", ["x", "ü", "\U0001f600", "\ud800"])
 @pytest.mark.parametrize(("length", "expected"), [(988, 999), (989, 1000), (990, 1000), (100_000, 1000)])
 def test_the_text_has_a_thousand_characters_at_most(character: str, length: int, expected: int) -> None:
     """Cut by characters of any width, and halves of one. It begins with the reason, for which people search."""
-    text = charge(Failed("not_found", character * length)).error or ""
+    text = record(Failed("not_found", character * length)).error or ""
     assert len(text) == expected
     assert text.startswith("not_found: ")
     assert len(text.encode()) <= 4 * expected
@@ -141,11 +141,11 @@ def test_the_text_is_what_a_column_can_hold(error: str, copies: int) -> None:
 @pytest.mark.parametrize("works", [False, True])
 def test_who_pays(probe: bool, suspect: bool, works: bool) -> None:
     """The task, or its topic, which rests then; another task that is suspect changes nothing."""
-    group = Group("orders", ("a", "b"), frozenset({"b", *(["a"] if suspect else [])}), probe=probe)
+    batch = Batch("orders", ("a", "b"), frozenset({"b", *(["a"] if suspect else [])}), probe=probe)
     # A missing or closed topic costs its probes. An outage costs a task that has met one, while its topic works; a
     # probe does not know that it does. What no message can cause costs no task.
     met_again = suspect and works and not probe
     expected = {"invalid_argument": True, "data_loss": True, "not_found": probe}
     expected |= dict.fromkeys(("unavailable", "deadline_exceeded", "internal"), met_again)
     expected |= dict.fromkeys(("resource_exhausted", "unauthenticated", "credentials"), False)
-    assert {reason: is_charged(group, "a", Failed(reason, "?"), works=works) for reason in expected} == expected
+    assert {reason: is_recorded(batch, "a", Failed(reason, "?"), works=works) for reason in expected} == expected

@@ -1,4 +1,4 @@
-"""What the relay logs and counts of groups, turns and topics: enough, in pairs, and not again and again."""
+"""What the relay logs and counts of batches, turns and topics: enough, in pairs, and not again and again."""
 
 import logging
 from collections.abc import Sequence
@@ -9,18 +9,18 @@ import pytest
 from outbox.storage.task_states import NEVER
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
-from publishworker.telemetry.reporter import Recorder
+from publishworker.telemetry.reporter import Reporter
 from publishworker.topics.circuit_breaker import Change
-from publishworker.types import Charged, Failed, Group, GroupResult, Sent, Turn
+from publishworker.types import Batch, BatchResult, Failed, FailedAttempt, Sent, Turn
 from tests.support.fakes import Counted
 
 AWAY = Failed("unavailable", "connection refused")
 MISSING = Failed("not_found", "no such topic")
-REST, BACK = "topic_rests", "topic_back"
+REST, BACK = "circuit_open", "circuit_closed"
 
 
 class Watch(Counted):
-    """A recorder with a clock that moves only when a test moves it, and what it logs and counts."""
+    """A reporter with a clock that moves only when a test moves it, and what it logs and counts."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Watch(Counted):
         self.seconds = 100.0
         self.samples: list[tuple[str, float, list[str], float]] = []
         self.tags: set[str] = set()
-        self.recorder = Recorder(Metrics(self), lambda: self.seconds)
+        self.reporter = Reporter(Metrics(self), lambda: self.seconds)
 
     def increment(self, metric: str, value: float, tags: list[str]) -> None:
         super().increment(metric, value, tags)
@@ -50,7 +50,7 @@ class Watch(Counted):
         return [(record.getMessage(), record.__dict__["fields"]) for record in self.caplog.records]
 
     def change(self, failure: Failed | None, seconds: float = 0, topic: str = "orders") -> None:
-        self.recorder.change(Change(topic, failure, seconds))
+        self.reporter.change(Change(topic, failure, seconds))
 
     def keep_failing(self, seconds: int) -> None:
         """Let a probe fail every second."""
@@ -60,7 +60,7 @@ class Watch(Counted):
 
     def turns(self, count: int, turn: Turn, *, worked: bool) -> None:
         for _ in range(count):
-            self.recorder.turn(turn, worked=worked)
+            self.reporter.turn(turn, worked=worked)
             self.seconds += 1
 
 
@@ -99,12 +99,12 @@ def test_a_topic_that_flaps_is_told_of_once_a_minute_and_in_pairs(watch: Watch) 
     assert watch.told() == [REST]
 
 
-def failing(ids: Sequence[str], *, dead: int = 0) -> GroupResult:
-    """Return a group whose tasks have failed; the first `dead` of them are dead."""
-    result = GroupResult(Group("orders", tuple(ids)), tried=dict.fromkeys(ids, MISSING))
+def failing(ids: Sequence[str], *, dead: int = 0) -> BatchResult:
+    """Return a batch whose tasks have failed; the first `dead` of them are dead."""
+    result = BatchResult(Batch("orders", tuple(ids)), tried=dict.fromkeys(ids, MISSING))
     for place, id in enumerate(ids):
         attempts, available_at = (3, NEVER) if place < dead else (2, NEVER.replace(year=2026))
-        result.charged[id] = Charged(attempts, available_at, None, "not_found: no such topic")
+        result.recorded[id] = FailedAttempt(attempts, available_at, None, "not_found: no such topic")
     return result
 
 
@@ -112,7 +112,7 @@ def test_each_failure_has_a_line(watch: Watch) -> None:
     """With its task, topic, reason and attempt, and the trace that the task belongs to."""
     result = failing("abc", dead=1)
     result.traces = {"a": "1" * 32}
-    watch.recorder.group(result)
+    watch.reporter.batch(result)
     about = {"topic": "orders", "reason": "not_found"}
     again = "task {} of orders was not sent (attempt 2) and is tried again from 2026-12-31T00:00:00Z on: "
     again += "not_found: no such topic"
@@ -124,15 +124,15 @@ def test_each_failure_has_a_line(watch: Watch) -> None:
         *((again.format(id), {**about, "task_id": id, "attempt": 2}) for id in ("b", "c")),
     ]
     assert watch.told() == ["dead", "publish_failed", "publish_failed"]
-    assert watch.counts == {m.FAILED.name: 3, m.DEAD.name: 1, m.GROUP_SIZE.name: 1}
+    assert watch.counts == {m.FAILED.name: 3, m.DEAD.name: 1, m.BATCH_SIZE.name: 1}
 
 
 def test_ten_thousand_failures_are_a_hundred_lines_a_minute(watch: Watch) -> None:
     """For each topic and reason; the others are counted in the first line of the next minute."""
-    watch.recorder.group(failing([f"task-{n}" for n in range(10_000)]))
+    watch.reporter.batch(failing([f"task-{n}" for n in range(10_000)]))
     assert watch.told() == ["publish_failed"] * 100
     watch.seconds += 60
-    watch.recorder.group(failing(["late"]))
+    watch.reporter.batch(failing(["late"]))
     assert watch.caplog.messages[0].endswith("[and 9900 times more since the last such line]")
     assert watch.told() == ["publish_failed"]
 
@@ -140,12 +140,12 @@ def test_ten_thousand_failures_are_a_hundred_lines_a_minute(watch: Watch) -> Non
 def test_an_outage_has_a_line_for_each_task_only_at_debug(watch: Watch) -> None:
     """No task pays for it; the rest of the topic is logged. Each turn with work is such a line, with its numbers."""
     watch.caplog.set_level(logging.DEBUG, "publishworker")
-    watch.recorder.group(GroupResult(Group("orders", ("a", "b")), tried=dict.fromkeys("ab", AWAY)))
+    watch.reporter.batch(BatchResult(Batch("orders", ("a", "b")), tried=dict.fromkeys("ab", AWAY)))
     assert [record.levelname for record in watch.caplog.records] == ["DEBUG"] * 2
     assert [fields["task_id"] for _, fields in watch.lines()] == ["a", "b"]
     watch.caplog.clear()
-    watch.recorder.turn(Turn(), worked=False)
-    watch.recorder.turn(Turn(published=3, failed=1), worked=True)
+    watch.reporter.turn(Turn(), worked=False)
+    watch.reporter.turn(Turn(published=3, failed=1), worked=True)
     [(_, fields)] = watch.lines()
     assert fields["published"] == 3
 
@@ -154,12 +154,12 @@ def test_what_was_done_is_told_once_a_minute(watch: Watch) -> None:
     """And at the end, and in a lull after some work; nothing is logged where nothing was done."""
     watch.turns(150, Turn(published=10, taken=1), worked=True)
     assert watch.told() == ["summary"] * 2
-    watch.recorder.end()
+    watch.reporter.end()
     fields = {"published": 280, "sent by others": 28, "seconds": 28.0}
     assert watch.lines() == [("tasks in 28 s: 280 published, 28 sent by others", fields)]
     watch.caplog.clear()
     watch.turns(150, Turn(), worked=False)
-    watch.recorder.end()
+    watch.reporter.end()
     assert watch.told() == []
     watch.turns(1, Turn(published=1), worked=True)
     watch.turns(61, Turn(), worked=False)
@@ -167,27 +167,27 @@ def test_what_was_done_is_told_once_a_minute(watch: Watch) -> None:
 
 
 def test_durations_and_latencies_are_sampled(watch: Watch) -> None:
-    """One for each phase of a group, one for each task that was published, none for a group that only parks."""
-    result = GroupResult(Group("orders", ("a", "b")), tried={"a": Sent("1"), "b": Sent("2")})
+    """One for each phase of a batch, one for each task that was published, none for a batch that only defers."""
+    result = BatchResult(Batch("orders", ("a", "b")), tried={"a": Sent("1"), "b": Sent("2")})
     result.phases = {m.CLAIM: 0.1, m.PUBLISH: 0.2, m.COMMIT: 0.3}
     result.waited = {"a": 1.5, "b": 2.5}
-    watch.recorder.group(result)
-    watch.recorder.poll(0.4)
-    watch.recorder.group(GroupResult(Group("orders", ("a", "b"), parks=True), phases={m.CLAIM: 1}))
+    watch.reporter.batch(result)
+    watch.reporter.poll(0.4)
+    watch.reporter.batch(BatchResult(Batch("orders", ("a", "b"), defers=True), phases={m.CLAIM: 1}))
     assert watch.samples == [
-        (m.GROUP_SIZE.name, 2, ["topic:orders"], 1),
+        (m.BATCH_SIZE.name, 2, ["topic:orders"], 1),
         *((m.PHASE_DURATION.name, seconds, [f"phase:{phase}"], 1) for phase, seconds in result.phases.items()),
         (m.LATENCY.name, 1.5, ["topic:orders"], 1),
         (m.LATENCY.name, 2.5, ["topic:orders"], 1),
         (m.PHASE_DURATION.name, 0.4, ["phase:poll"], 1),
     ]
     ids = [str(number) for number in range(1000)]
-    watch.recorder.group(GroupResult(Group("orders", tuple(ids)), waited=dict.fromkeys(ids, 1.0)))
+    watch.reporter.batch(BatchResult(Batch("orders", tuple(ids)), waited=dict.fromkeys(ids, 1.0)))
     assert [rate for metric, _, _, rate in watch.samples if metric == m.LATENCY.name] == [1, 1, *[0.02] * 1000]
 
 
 def test_topics_that_can_be_none_share_a_tag(watch: Watch) -> None:
     """A program that writes rows by hand must not create a thousand time series."""
     for topic in ("orders", "projects/p-1/topics/orders", "no topic", "x" * 400, "goog-like"):
-        watch.recorder.group(GroupResult(Group(topic, ("a",)), tried={"a": Sent("1")}))
+        watch.reporter.batch(BatchResult(Batch(topic, ("a",)), tried={"a": Sent("1")}))
     assert watch.tags == {"topic:orders", "topic:projects/p-1/topics/orders", "topic:invalid"}

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publishworker.topics.rate_limit import Throttle, problem
+from publishworker.topics.rate_limit import RateLimits, problem
 from publishworker.types import TopicLimit
 
 BEGIN = 1000.0
 
 
-class Timed(Throttle):
+class Timed(RateLimits):
     """A throttle with a clock that moves only when a test moves it."""
 
     def __init__(self) -> None:
@@ -23,9 +23,9 @@ class Timed(Throttle):
     def limit(self, per_second: float, burst: int, in_flight: int | None = None, workers: int = 1) -> None:
         self.learn({"orders": TopicLimit(per_second, burst, in_flight)}, workers)
 
-    def allowed(self, flying: int = 0) -> int | None:
+    def allowed(self, in_flight: int = 0) -> int | None:
         """Return how many tasks of the topic may be taken, None being any number."""
-        return self.allowances({"orders": flying} if flying else {}).get("orders")
+        return self.allowances({"orders": in_flight} if in_flight else {}).get("orders")
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_no_asking_gets_more_than_rate_and_burst(
 def test_a_fifth_of_a_second_is_saved_before_the_topic_is_asked_for(
     throttle: Timed, per_second: float, burst: int, saved: int
 ) -> None:
-    """Or the burst, if that is less, or one: few groups of some size instead of many of one task each."""
+    """Or the burst, if that is less, or one: few batches of some size instead of many of one task each."""
     throttle.limit(per_second, burst)
     assert throttle.allowed() == burst
     throttle.take("orders", burst - saved)
@@ -148,7 +148,7 @@ def test_a_topic_without_a_limit_is_not_limited(throttle: Timed) -> None:
     assert throttle.seconds_to_next() is None
     throttle.take("orders", 5)
     throttle.limit(1, 5)
-    assert throttle.allowed(flying=100) == 5
+    assert throttle.allowed(in_flight=100) == 5
     throttle.limit(-1, 5, 2)
     assert throttle.allowed() is None
     throttle.limit(1, 5, 2)
@@ -158,13 +158,13 @@ def test_a_topic_without_a_limit_is_not_limited(throttle: Timed) -> None:
 def test_tasks_in_flight_count(throttle: Timed) -> None:
     """Up to the limit, never below zero, and each topic for itself; of two limits the smaller holds."""
     throttle.learn({"orders": TopicLimit(None, None, 5), "invoices": TopicLimit(None, None, 5)}, 1)
-    assert [throttle.allowed(flying) for flying in (0, 1, 4, 5, 6, 100)] == [5, 4, 1, 0, 0, 0]
+    assert [throttle.allowed(in_flight) for in_flight in (0, 1, 4, 5, 6, 100)] == [5, 4, 1, 0, 0, 0]
     assert throttle.allowances({"orders": 5, "others": 3}) == {"orders": 0, "invoices": 5}
     assert throttle.seconds_to_next() is None
-    for burst, in_flight, flying, allowed in ((10, 4, 0, 4), (10, 4, 1, 3), (3, 40, 0, 3), (3, 40, 39, 1)):
+    for burst, limit, in_flight, allowed in ((10, 4, 0, 4), (10, 4, 1, 3), (3, 40, 0, 3), (3, 40, 39, 1)):
         throttle.learn({}, 1)
-        throttle.limit(1, burst, in_flight)
-        assert throttle.allowed(flying) == allowed
+        throttle.limit(1, burst, limit)
+        assert throttle.allowed(in_flight) == allowed
         throttle.take("orders", burst)
         assert throttle.allowed() == 0
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publishworker.membership import HEARTBEAT_SECONDS, Fleet, divide
+from publishworker.membership import HEARTBEAT_INTERVAL_SECONDS, Membership, divide
 from publishworker.spanner import statements
 from tests.support.fakes import FakeStore
 from tests.support.relay_bench import Bench, run_at_once
@@ -46,7 +46,7 @@ def test_a_worker_that_joins_moves_few_shards() -> None:
     assert moved <= 35
 
 
-class Watch(Fleet):
+class Watch(Membership):
     """The worker `me`, its store, and a clock that a test moves."""
 
     def __init__(self, **options: bool) -> None:
@@ -79,7 +79,7 @@ def test_after_an_outage_nobody_believes_to_be_alone() -> None:
     assert not watch.learn(set(), set())
     assert not watch.learn({"me"}, set())
     assert watch.shards == mine
-    watch.seconds += HEARTBEAT_SECONDS
+    watch.seconds += HEARTBEAT_INTERVAL_SECONDS
     assert watch.learn({"me"}, set())
     assert watch.shards == ALL
 
@@ -90,10 +90,10 @@ def test_the_heartbeat_is_written_every_five_seconds() -> None:
     assert watch.seconds_to_beat == 0
     watch.beat()
     assert set(watch.store.workers) == {"me"}
-    assert watch.seconds_to_beat == HEARTBEAT_SECONDS
+    assert watch.seconds_to_beat == HEARTBEAT_INTERVAL_SECONDS
     watch.store.workers["dead"] = watch.store.workers.pop("me")
     watch.learn({"me"}, {"dead", "me"})  # as after an hour in which heartbeats were refused
-    watch.seconds += HEARTBEAT_SECONDS - 0.1
+    watch.seconds += HEARTBEAT_INTERVAL_SECONDS - 0.1
     watch.beat()
     assert set(watch.store.workers) == {"dead"}
     watch.seconds += 0.1
@@ -128,7 +128,7 @@ def test_a_worker_takes_tasks_of_its_own_shards_only(bench: Bench) -> None:
     bench.turns(50)
     assert {bench.store.rows[id].shard for id in bench.publisher.ids()} == set(bench.store.looks[-1].shards) == mine
     assert bench.unsent()
-    bench.store.now += timedelta(seconds=statements.SILENT_SECONDS)
+    bench.store.now += timedelta(seconds=statements.LIVENESS_TIMEOUT_SECONDS)
     bench.store.workers["worker"] = bench.store.now
     assert bench.relay.turn().discovered
     bench.turns(50)
@@ -138,9 +138,9 @@ def test_a_worker_takes_tasks_of_its_own_shards_only(bench: Bench) -> None:
 
 def test_a_wrong_division_costs_collisions_and_loses_nothing() -> None:
     """Two workers that both believe to be alone, with the same seed: each task is sent once."""
-    bench = Bench(groups=1)
+    bench = Bench(batches=1)
     bench.insert(*[str(n) for n in range(200)])
-    others = bench.another(groups=1)
+    others = bench.another(batches=1)
     run_at_once([lambda relay=relay: [relay.turn() for _ in range(60)] for relay in (bench.relay, others)])
     assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
     assert bench.unsent() == []

@@ -11,10 +11,10 @@ import pytest
 from outbox.admin import backlog
 from outbox.admin.backlog import Backlog, Line
 from outbox.errors import NotReached
-from publishworker.membership import Fleet
+from publishworker.membership import Membership
 from publishworker.telemetry import gauges
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.gauges import Counts, Lookout, Reporter, by_topic_and_state
+from publishworker.telemetry.gauges import BacklogCounts, BacklogSampler, WorkerGauges, by_topic_and_state
 from publishworker.telemetry.metrics import Metrics
 from tests.support.fakes import Counted, FakeStore
 from tests.support.waiting import eventually
@@ -43,15 +43,15 @@ class Relay:
         self.asked = 0
         self.seconds = 1000.0
         self.client = Tagged()
-        self.report = Reporter(Metrics(self.client), fleet(), self, lambda: self.seconds)
+        self.report = WorkerGauges(Metrics(self.client), fleet(), self, lambda: self.seconds)
 
     def resting(self) -> Mapping[str, bool]:
         self.asked += 1
         return self.rests
 
 
-def fleet(shards: Sequence[int] = range(10)) -> Fleet:
-    made = Fleet(FakeStore(), "me", range(10))
+def fleet(shards: Sequence[int] = range(10)) -> Membership:
+    made = Membership(FakeStore(), "me", range(10))
     made.shards = tuple(shards)
     return made
 
@@ -70,7 +70,7 @@ def test_a_report_is_sent_every_15_seconds() -> None:
     [build] = [tags for name, *tags in client.values if name == m.BUILD.name]
     assert [tag.partition(":")[0] for tag in build] == list(m.BUILD.tags)
     assert all(tag.partition(":")[2] for tag in build)
-    Reporter(Metrics(None), fleet(), relay)()
+    WorkerGauges(Metrics(None), fleet(), relay)()
     assert relay.asked == 4
 
 
@@ -85,7 +85,7 @@ def test_breakers_are_told_while_they_rest_and_for_ten_minutes_after() -> None:
         relay.rests = rests
         relay.seconds += wait + 15
         relay.report()
-        assert relay.client.values.get((m.BREAKER_STATE.name, "topic:orders")) == state
+        assert relay.client.values.get((m.CIRCUIT_STATE.name, "topic:orders")) == state
 
 
 def found(*lines: Line) -> Backlog:
@@ -112,7 +112,7 @@ def test_tasks_are_told_by_topic_and_state() -> None:
 def test_what_has_been_sent_is_told_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """And paused tasks do not count for the autoscaler."""
     client = Tagged()
-    counts = Counts(Metrics(client), lambda: ["known"], lambda: 0.0)
+    counts = BacklogCounts(Metrics(client), lambda: ["known"], lambda: 0.0)
     now = found(Line("orders", 50, pending=7), Line("paused", 50, paused=True, pending=5))
     monkeypatch.setattr(backlog, "read", lambda _table, **_keywords: now)
     counts(None)
@@ -127,7 +127,7 @@ def test_what_has_been_sent_is_told_as_zero(monkeypatch: pytest.MonkeyPatch) -> 
     }
 
 
-class Look(Lookout):
+class Look(BacklogSampler):
     """The lookout of a worker with these shards; a look takes its time, and fails if a test wants it."""
 
     def __init__(self, shards: Sequence[int] = range(10), takes: float = 0.1) -> None:
@@ -190,7 +190,7 @@ def test_a_lookout_looks_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch, ca
         if looks[0] == 2:
             raise ZeroDivisionError("a defect")
 
-    out = Lookout(look_at, lambda: None, fleet())
+    out = BacklogSampler(look_at, lambda: None, fleet())
     out.start()
     eventually(lambda: looks[0] > 5)
     out.stop()

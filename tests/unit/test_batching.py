@@ -1,4 +1,4 @@
-"""From candidates to groups: limits, priority, fairness, and the shuffle that keeps workers apart."""
+"""From candidates to batches: limits, priority, fairness, and the shuffle that keeps workers apart."""
 
 import dataclasses
 from collections import Counter
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from publishworker.batching import Limits, fitting, sample
-from publishworker.types import Candidate, Group
+from publishworker.types import Batch, Candidate
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 #: More than any test needs.
@@ -34,20 +34,20 @@ def run(key: str, tasks: int, **columns: Any) -> Candidate:
     """Return the tasks of an ordering key that can be sent: they are called after the key."""
     ids = tuple(f"{key}{n}" for n in range(tasks))
     head = candidate(ids[0], **columns)
-    return dataclasses.replace(head, ordering_key=key, behind=ids[1:], wakes=f"{key}{tasks}")
+    return dataclasses.replace(head, ordering_key=key, behind=ids[1:], releases=f"{key}{tasks}")
 
 
-def ids(groups: list[Group]) -> list[str]:
-    return [id for group in groups for id in group.ids]
+def ids(batches: list[Batch]) -> list[str]:
+    return [id for batch in batches for id in batch.ids]
 
 
-def kinds(groups: list[Group]) -> Counter[str]:
+def kinds(batches: list[Batch]) -> Counter[str]:
     """Count the tasks by the first part of their IDs."""
-    return Counter(id.split("-")[0] for id in ids(groups))
+    return Counter(id.split("-")[0] for id in ids(batches))
 
 
-def topics(groups: list[Group]) -> Counter[str]:
-    return Counter(group.topic for group in groups)
+def topics(batches: list[Batch]) -> Counter[str]:
+    return Counter(batch.topic for batch in batches)
 
 
 randoms = st.integers(0, 2**32).map(Random)
@@ -65,19 +65,19 @@ candidates = st.lists(
 
 
 @given(candidates, st.integers(1, 12), st.integers(1000, 9000), st.integers(1, 6), st.integers())
-def test_groups_keep_every_limit(found: list[Candidate], size: int, most_bytes: int, most: int, seed: int) -> None:
-    """One topic a group, no task twice, no more tasks, bytes or groups than allowed; a large task goes alone."""
+def test_batches_keep_every_limit(found: list[Candidate], size: int, most_bytes: int, most: int, seed: int) -> None:
+    """One topic a batch, no task twice, no more tasks, bytes or batches than allowed; a large task goes alone."""
     by_id = {each.id: each for each in found}
-    groups = sample(found, Limits(size, most_bytes, most), Random(seed))
-    assert len(groups) <= most
-    assert len(ids(groups)) == len(set(ids(groups)))
-    for group in groups:
-        assert 1 <= len(group.ids) <= size
-        assert {by_id[id].topic for id in group.ids} == {group.topic}
-        assert len(group.ids) == 1 or sum(by_id[id].bytes for id in group.ids) <= most_bytes
-    if groups:
-        assert max(by_id[id].priority for id in groups[0].ids) == max(each.priority for each in found)
-    assert sample(found, Limits(size, most_bytes, most), Random(seed)) == groups
+    batches = sample(found, Limits(size, most_bytes, most), Random(seed))
+    assert len(batches) <= most
+    assert len(ids(batches)) == len(set(ids(batches)))
+    for batch in batches:
+        assert 1 <= len(batch.ids) <= size
+        assert {by_id[id].topic for id in batch.ids} == {batch.topic}
+        assert len(batch.ids) == 1 or sum(by_id[id].bytes for id in batch.ids) <= most_bytes
+    if batches:
+        assert max(by_id[id].priority for id in batches[0].ids) == max(each.priority for each in found)
+    assert sample(found, Limits(size, most_bytes, most), Random(seed)) == batches
 
 
 @given(candidates, randoms)
@@ -106,60 +106,60 @@ def test_priority_is_global() -> None:
 def test_one_topic_takes_at_most_half_while_another_waits() -> None:
     """Half is rounded up, so a single place is no topic's loss. A topic takes all if there is nothing else."""
     flood = [candidate(f"f{n}", shard=n, priority=100) for n in range(8)]
-    groups = sample([*flood, candidate("small", topic="invoices")], Limits(1, 1000, 4), Random(1))
-    assert topics(groups) == {"orders": 3, "invoices": 1}
-    assert groups.index(Group("invoices", ("small",), bytes=100)) <= 2
+    batches = sample([*flood, candidate("small", topic="invoices")], Limits(1, 1000, 4), Random(1))
+    assert topics(batches) == {"orders": 3, "invoices": 1}
+    assert batches.index(Batch("invoices", ("small",), bytes=100)) <= 2
     assert len(sample(flood, Limits(1, 1000, 4), Random(1))) == 4
     others = [candidate(topic, topic=topic) for topic in ("invoices", "refunds")]
-    groups = sample([*flood, *others], Limits(1, 1000, 3), Random(1))
-    assert [group.topic == "orders" for group in groups] == [True, True, False]
+    batches = sample([*flood, *others], Limits(1, 1000, 3), Random(1))
+    assert [batch.topic == "orders" for batch in batches] == [True, True, False]
     equal = [candidate(f"{topic}-{n}", topic=topic, shard=n) for n in range(5) for topic in ("orders", "invoices")]
     assert sorted(topics(sample(equal, Limits(1, 1000, 3), Random(1))).values()) == [1, 2]
     assert sum(len(sample(equal, Limits(1, 1000, 1), Random(seed))) for seed in range(5)) == 5
 
 
-def test_groups_in_flight_count_for_the_places_and_for_a_topics_half() -> None:
+def test_batches_in_flight_count_for_the_places_and_for_a_topics_half() -> None:
     """Two of four places are taken, by the topic that floods: the others get the rest, or the flood if it is alone."""
     flood = [candidate(f"f{n}", shard=n, priority=100) for n in range(8)]
     others = [candidate(f"o{n}", topic="invoices") for n in range(8)]
-    groups = sample([*flood, *others], Limits(1, 1000, 4), Random(1), {"orders": 2})
-    assert topics(groups) == {"invoices": 2}
+    batches = sample([*flood, *others], Limits(1, 1000, 4), Random(1), {"orders": 2})
+    assert topics(batches) == {"invoices": 2}
     assert len(sample(flood, Limits(1, 1000, 4), Random(1), {"orders": 2})) == 2
     assert sample(flood, Limits(1, 1000, 4), Random(1), {"orders": 2, "gone": 2}) == []
 
 
-def test_groups_are_filled_up() -> None:
-    """A full group costs no more than one with a gap: a slice that does not fit whole is cut."""
+def test_batches_are_filled_up() -> None:
+    """A full batch costs no more than one with a gap: a slice that does not fit whole is cut."""
     found = [candidate(f"{shard}-{n}", shard=shard) for shard in range(7) for n in range(60)]
-    groups = sample(found, Limits(100, BYTES, 5), Random(1))
-    assert [len(group.ids) for group in groups] == [100, 100, 100, 100, 20]
-    assert all(len(kinds([group])) <= 3 for group in groups)
+    batches = sample(found, Limits(100, BYTES, 5), Random(1))
+    assert [len(batch.ids) for batch in batches] == [100, 100, 100, 100, 20]
+    assert all(len(kinds([batch])) <= 3 for batch in batches)
 
 
 def test_slices_stay_whole_where_they_fit() -> None:
     """Workers that share shards meet in few slices, each of one shard, whatever the ages of its tasks."""
     mixed = [candidate(f"{shard}-{n}", shard=shard, age=n) for n in range(20) for shard in range(10)]
-    assert all(len(kinds([group])) == 1 for group in sample(mixed, Limits(20, BYTES, 10), Random(1)))
+    assert all(len(kinds([batch])) == 1 for batch in sample(mixed, Limits(20, BYTES, 10), Random(1)))
     ready = [candidate(f"{shard}-{n}", shard=shard) for shard in (1, 2) for n in range(3)]
     waiting = [due(f"0-{n}") for n in range(6)]
     more = [candidate(f"{shard}-{n}", shard=shard) for shard in (1, 2) for n in range(12)]
     for seed in range(20):
-        for group in sample(ready + waiting, Limits(6, BYTES, 2), Random(seed)):
-            tasks = kinds([group])
+        for batch in sample(ready + waiting, Limits(6, BYTES, 2), Random(seed)):
+            tasks = kinds([batch])
             assert (tasks.pop("0"), [*tasks.values()]) == (3, [3])
-        for group in sample(more, Limits(6, BYTES, 4), Random(seed)):
-            assert len(kinds([group])) == 1
+        for batch in sample(more, Limits(6, BYTES, 4), Random(seed)):
+            assert len(kinds([batch])) == 1
 
 
-@pytest.mark.parametrize(("size", "groups"), [(100, 4), (100, 1), (10, 3), (1, 40)])
+@pytest.mark.parametrize(("size", "batches"), [(100, 4), (100, 1), (10, 3), (1, 40)])
 @pytest.mark.parametrize("urgent", ["ready", "due", "neither"])
-def test_ready_and_due_tasks_get_half_each_while_both_wait(size: int, groups: int, urgent: str) -> None:
-    """Retries and replays do not starve new tasks, nor the reverse, whatever their priorities."""
+def test_ready_and_due_tasks_get_half_each_while_both_wait(size: int, batches: int, urgent: str) -> None:
+    """RetryPolicy and replays do not starve new tasks, nor the reverse, whatever their priorities."""
     many = range(400)
     found = [candidate(f"ready-{n}", shard=n % 2, priority=100 if urgent == "ready" else 50) for n in many]
     found += [due(f"due-{n}", shard=n % 2, priority=100 if urgent == "due" else 50) for n in many]
-    taken = kinds(sample(found, Limits(size, BYTES, groups), Random(2)))
-    assert taken["ready"] + taken["due"] == size * groups
+    taken = kinds(sample(found, Limits(size, BYTES, batches), Random(2)))
+    assert taken["ready"] + taken["due"] == size * batches
     assert abs(taken["ready"] - taken["due"]) <= -(-size // 2)
 
 
@@ -208,7 +208,7 @@ def test_workers_rarely_meet(workers: int, expected: float) -> None:
 def test_a_topic_gets_no_more_tasks_than_allowed_and_no_fewer_if_there_is_room(
     found: list[Candidate], allowed: dict[str, int], size: int, random: Random
 ) -> None:
-    """Over all its groups, ready and due together; topics without a limit are untouched, and so is the mapping."""
+    """Over all its batches, ready and due together; topics without a limit are untouched, and so is the mapping."""
     found = [dataclasses.replace(each, available_at=random.choice([None, NOON])) for each in found]
     by_id = {each.id: each for each in found}
     before = dict(allowed)
@@ -221,12 +221,12 @@ def test_a_topic_gets_no_more_tasks_than_allowed_and_no_fewer_if_there_is_room(
 @pytest.mark.parametrize(
     ("allowed", "sizes"), [(0, []), (1, [1]), (4, [4]), (5, [4, 1]), (9, [4, 4, 1]), (99, [4] * 5)]
 )
-def test_what_is_allowed_of_a_topic_is_cut_inside_a_group(allowed: int, sizes: list[int]) -> None:
-    """Groups are as full as can be, and none is empty; the most urgent tasks are those that go."""
+def test_what_is_allowed_of_a_topic_is_cut_inside_a_batch(allowed: int, sizes: list[int]) -> None:
+    """Batches are as full as can be, and none is empty; the most urgent tasks are those that go."""
     found = [candidate(f"{n:02}", priority=100 - n) for n in range(20)]
-    groups = sample(found, Limits(4, BYTES, 100), Random(1), None, {"orders": allowed})
-    assert [len(group.ids) for group in groups] == sizes
-    assert ids(groups) == [f"{n:02}" for n in range(min(20, allowed))]
+    batches = sample(found, Limits(4, BYTES, 100), Random(1), None, {"orders": allowed})
+    assert [len(batch.ids) for batch in batches] == sizes
+    assert ids(batches) == [f"{n:02}" for n in range(min(20, allowed))]
 
 
 def test_what_is_allowed_of_a_topic_is_divided_between_ready_and_due_tasks() -> None:
@@ -237,8 +237,8 @@ def test_what_is_allowed_of_a_topic_is_divided_between_ready_and_due_tasks() -> 
     flood = [candidate(f"f{n}", shard=n, priority=100) for n in range(8)]
     others = [candidate(f"o{n}", topic="invoices") for n in range(8)]
     for allowed, expected in ((0, {"invoices": 4}), (1, {"invoices": 3, "orders": 1})):
-        groups = sample([*flood, *others], Limits(1, 1000, 4), Random(1), None, {"orders": allowed})
-        assert topics(groups) == expected
+        batches = sample([*flood, *others], Limits(1, 1000, 4), Random(1), None, {"orders": allowed})
+        assert topics(batches) == expected
 
 
 @given(
@@ -250,21 +250,21 @@ def test_what_is_allowed_of_a_topic_is_divided_between_ready_and_due_tasks() -> 
 def test_a_run_stays_whole_and_in_order_or_gives_its_beginning(
     lengths: list[int], loose: int, allowed: int | None, random: Random
 ) -> None:
-    """Groups hold no more tasks than they may, a topic gets no more than is allowed, and the next task is released."""
+    """Batches hold no more tasks than they may, a topic gets no more than is allowed, and the next task is released."""
     found = [run(f"key{n:02}-", length) for n, length in enumerate(lengths)]
     found += [candidate(f"loose{n}") for n in range(loose)]
-    groups = sample(found, Limits(6, 10**6, 100), random, allowed={} if allowed is None else {"orders": allowed})
+    batches = sample(found, Limits(6, 10**6, 100), random, allowed={} if allowed is None else {"orders": allowed})
     total = sum(lengths) + loose
-    assert len(ids(groups)) == (total if allowed is None else min(total, allowed))
-    for group in groups:
-        assert len(group.ids) <= 6
-        keys = group.keys or (None,) * len(group.ids)
+    assert len(ids(batches)) == (total if allowed is None else min(total, allowed))
+    for batch in batches:
+        assert len(batch.ids) <= 6
+        keys = batch.keys or (None,) * len(batch.ids)
         for key in set(keys) - {None}:
-            its = [id for id, of in zip(group.ids, keys, strict=True) if of == key]
+            its = [id for id, of in zip(batch.ids, keys, strict=True) if of == key]
             assert its == [f"{key}{n}" for n in range(len(its))]
-            assert f"{key}{len(its)}" in group.wakes
-        assert all(id.startswith("loose") for id, key in zip(group.ids, keys, strict=True) if key is None)
-    keyed = [key for group in groups for key in set(group.keys) - {None}]
+            assert f"{key}{len(its)}" in batch.releases
+        assert all(id.startswith("loose") for id, key in zip(batch.ids, keys, strict=True) if key is None)
+    keyed = [key for batch in batches for key in set(batch.keys) - {None}]
     assert len(keyed) == len(set(keyed))
 
 
@@ -282,15 +282,15 @@ def test_a_run_stays_whole_and_in_order_or_gives_its_beginning(
 )
 def test_no_more_bytes_are_started_than_fit(sizes: tuple[int, ...], free: int, alone: bool, expected: int) -> None:
     """But a message that is too large for all limits goes alone."""
-    groups = [Group("orders", (str(number),), bytes=size) for number, size in enumerate(sizes)]
-    assert fitting(groups, free, alone=alone) == groups[:expected]
+    batches = [Batch("orders", (str(number),), bytes=size) for number, size in enumerate(sizes)]
+    assert fitting(batches, free, alone=alone) == batches[:expected]
 
 
-def test_a_group_may_have_just_as_many_bytes_as_are_allowed() -> None:
+def test_a_batch_may_have_just_as_many_bytes_as_are_allowed() -> None:
     """And not one more. It says how many it has, so that those in flight can be added up."""
     found = [candidate("a", size=60), candidate("b", size=40)]
-    [group] = sample(found, Limits(5, 100, 9), Random(1))
-    assert (len(group.ids), group.bytes) == (2, 100)
-    assert [len(group.ids) for group in sample(found, Limits(5, 99, 9), Random(1))] == [1, 1]
+    [batch] = sample(found, Limits(5, 100, 9), Random(1))
+    assert (len(batch.ids), batch.bytes) == (2, 100)
+    assert [len(batch.ids) for batch in sample(found, Limits(5, 99, 9), Random(1))] == [1, 1]
     assert Limits(5, 100, 2).bytes == 32_000_000
     assert Limits(5, 10**8, 2).bytes == 4 * 10**8

@@ -58,12 +58,12 @@ def test_ready_tasks_have_a_share_and_what_is_owed_is_bounded() -> None:
     fair = FairShare(0.1)
     for _ in range(1000):
         fair.count(8, 0, top=100)
-    assert fair.groups == 3
+    assert fair.batches == 3
 
 
 def test_a_high_priority_task_goes_before_ten_thousand_low_ones() -> None:
-    """Over all shards, however old the others are; only the groups that are in flight when it comes go before it."""
-    bench = Bench(size=50, groups=2)
+    """Over all shards, however old the others are; only the batches that are in flight when it comes go before it."""
+    bench = Bench(size=50, batches=2)
     bench.insert(*[f"low{n}" for n in range(10_000)], priority=0)
     bench.insert(*[f"high{n}" for n in range(10)], priority=100)
     assert bench.relay.turn().discovered
@@ -90,11 +90,11 @@ def endless(bench: Bench, worker: Relay, sent: int, most: int) -> Counter[str]:
     return Counter(id.rstrip("0123456789") for id in bench.publisher.ids()[:sent])
 
 
-@pytest.mark.parametrize(("groups", "share"), [(1, 0.1), (2, 0.1), (4, 0.1), (8, 0.1), (32, 0.1), (8, 0.25), (8, 0.5)])
-def test_an_endless_stream_of_urgent_tasks_leaves_lower_ones_their_share(groups: int, share: float) -> None:
+@pytest.mark.parametrize(("batches", "share"), [(1, 0.1), (2, 0.1), (4, 0.1), (8, 0.1), (32, 0.1), (8, 0.25), (8, 0.5)])
+def test_an_endless_stream_of_urgent_tasks_leaves_lower_ones_their_share(batches: int, share: float) -> None:
     """For each lower priority in turn, although every range is full of urgent tasks."""
-    bench = Bench(size=5, groups=groups, fair_share=share)
-    sent = 500 if groups < 8 else 1500
+    bench = Bench(size=5, batches=batches, fair_share=share)
+    sent = 500 if batches < 8 else 1500
     kinds = endless(bench, bench.relay, sent, 1000)
     assert kinds.total() == sent
     lower = kinds["mid"] + kinds["low"]
@@ -103,19 +103,19 @@ def test_an_endless_stream_of_urgent_tasks_leaves_lower_ones_their_share(groups:
     assert set(bench.store.claimed.values()) == {1}
 
 
-def test_lower_priorities_keep_their_share_while_groups_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lower_priorities_keep_their_share_while_batches_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns in which every place is taken, and nothing was polled, say nothing about which tasks wait."""
-    monkeypatch.setattr(relay, "LONGEST_TURN_WAIT", 0.02)
+    monkeypatch.setattr(relay, "MAX_TURN_WAIT_SECONDS", 0.02)
     bench = Bench()
     publisher = bench.publisher = SlowPublisher("orders")
     publisher.seconds = 0.03  # longer than a turn waits
-    kinds = endless(bench, bench.another(size=5, groups=2, fair_share=0.25), 100, 200)
+    kinds = endless(bench, bench.another(size=5, batches=2, fair_share=0.25), 100, 200)
     assert kinds["mid"] + kinds["low"] >= 15
 
 
 def test_a_task_that_goes_by_the_share_does_not_go_with_the_others_as_well() -> None:
     """The urgent tasks are suddenly few, and the rest of the places take what there is: each task is claimed once."""
-    bench = Bench(size=10, groups=4, fair_share=0.5)
+    bench = Bench(size=10, batches=4, fair_share=0.5)
     bench.insert(*[f"high{n}" for n in range(200)], priority=100)
     bench.insert(*[f"low{n}" for n in range(5)], priority=0)
     bench.relay.turn(), bench.relay.turn()
@@ -134,7 +134,7 @@ def test_an_idle_worker_does_not_look_for_lower_priorities(bench: Bench) -> None
     for _ in range(5):
         bench.relay.turn()
     assert all(look.below is None for look in bench.store.looks)
-    bench = Bench(size=10, groups=2, fair_share=0)
+    bench = Bench(size=10, batches=2, fair_share=0)
     bench.insert(*[f"high{n}" for n in range(500)], priority=100)
     bench.insert("low", priority=0)
     for _ in range(20):
@@ -145,13 +145,13 @@ def test_an_idle_worker_does_not_look_for_lower_priorities(bench: Bench) -> None
 
 def test_a_large_replay_does_not_starve_new_tasks() -> None:
     """A thousand due tasks, and a thousand new ones: each get half of a turn until the last is sent."""
-    bench = Bench(size=10, groups=4)
+    bench = Bench(size=10, batches=4)
     past = bench.store.now - timedelta(hours=1)
     bench.insert(*[f"due{n}" for n in range(1000)], available_at=past, priority=100)
     bench.insert(*[f"new{n}" for n in range(1000)])
     bench.relay.turn(), bench.relay.turn()
     bench.publisher.published.clear()
-    bench.relay._poller._look_further_seconds = 1e9  # no more news
+    bench.relay._poller._discovery_seconds = 1e9  # no more news
     for _ in range(10):
         bench.relay.turn()
     kinds = Counter(id.rstrip("0123456789") for id in bench.publisher.ids())
