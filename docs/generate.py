@@ -117,7 +117,8 @@ after 1 s, then twice as long each time, up to 5 min. Only probed tasks are reco
     FailureKind.OUTAGE: """\
 The topic rests, and no task is recorded an attempt. It is probed with a single task, drawn at random, after 1 s, then
 twice as long each time, up to 10 s. A task that met the topic's last outage goes out in a request of its own. If it
-meets an outage again while the topic publishes others, it is recorded for it: backoff, then dead after `--max-attempts`.
+has an outage again while the topic publishes others, it is recorded on it: backoff, then dead after
+`--max-attempts`.
 What no message can cause, the errors that are surely refusals, is recorded to none.""",
     FailureKind.UNKNOWN: """\
 Nobody knows: the task is recorded an attempt. Backoff, then dead after `--max-attempts`. A gRPC status that is in none

@@ -1,9 +1,9 @@
 """From candidates to batches: pure, with an injected source of randomness.
 
-Candidates are cut into slices by topic, shard and priority. Slices go by their priority; equal ones in a shuffled
-order, so that workers that see the same backlog rarely take the same tasks. A batch holds one topic, whole slices as
-far as they fit, and is filled up with the beginning of the next one: a batch that is full costs Spanner no more than
-one that is not. The run of an ordering key stays whole, unless fewer of its topic may go.
+Candidates are cut into slices by topic, shard and priority. Slices of equal priority are shuffled, so that workers that
+read the same backlog rarely choose the same tasks. A batch holds one topic. It is filled with whole slices and with the
+beginning of the next one, because a full batch costs Spanner no more than another. The sendable prefix of an ordering
+key stays whole, unless fewer tasks of its topic may be sent.
 """
 
 from collections import Counter, defaultdict, deque
@@ -14,14 +14,14 @@ from random import Random
 
 from publishworker.types import Batch, Candidate
 
-#: Full batches whose bytes may be in flight at once, and bytes that may be in any case. In memory a message is several
-#: times its size: as Spanner sends it, decoded, as a message, in the request, and on the wire.
+#: How many full batches' bytes may be in flight, and the min of that limit. In memory a message takes several times its
+#: size: as Spanner sends it, decoded, as a message, in the request, and on the wire.
 BATCHES_OF_BYTES, MIN_BYTES = 4, 32_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much goes into one batch, and how many batches are in flight at once."""
+    """Max tasks and bytes of one batch, and max batches in flight."""
 
     batch_size: int
     batch_bytes: int
@@ -29,7 +29,7 @@ class Limits:
 
     @property
     def bytes(self) -> int:
-        """Return how many bytes of messages may be in flight at once; one message always may."""
+        """Return the max bytes of messages in flight. A single message may exceed it."""
         return max(MIN_BYTES, BATCHES_OF_BYTES * self.batch_bytes)
 
 
@@ -42,8 +42,8 @@ def sample(
 ) -> list[Batch]:
     """Return the batches to start beside those in flight (`in_flight`: how many of each topic), the most urgent first.
 
-    One topic has at most half of the batches (rounded up) while another topic waits. While ready tasks and due ones
-    wait, each get half of the places. A topic in `allowed` gets that many tasks at most.
+    One topic gets at most half of the places (rounded up) while another topic waits. Ready and due tasks get half of
+    the places each while both wait. A topic in `allowed` gets at most that many tasks.
     """
     ready = [each for each in candidates if each.available_at is None]
     due = [each for each in candidates if each.available_at is not None]
@@ -54,13 +54,13 @@ def sample(
 
 
 def fitting(batches: Sequence[Batch], free: int, *, alone: bool) -> list[Batch]:
-    """Return the first of `batches` that have room in `free` bytes together; where they are `alone`, one has anyway."""
+    """Return the first of `batches` that fit into `free` bytes together. If they are `alone`, one always fits."""
     sizes = list(accumulate(batch.bytes for batch in batches))
     return [batch for place, batch in enumerate(batches) if sizes[place] <= free or (alone and place == 0)]
 
 
 def _slices(candidates: Sequence[Candidate]) -> Iterable[list[Candidate]]:
-    """Cut by topic, shard and priority; inside a slice by age (of a due task: how long it has been due)."""
+    """Cut by topic, shard and priority. A slice is sorted by age, or by how long its tasks have been due."""
     slices: dict[tuple[str, int, int], list[Candidate]] = defaultdict(list)
     for each in candidates:
         slices[each.topic, each.shard, each.priority].append(each)
@@ -78,7 +78,7 @@ def _urgent_first(slices: Iterable[list[Candidate]], most: int, random: Random) 
 
 
 def _pieces(slice: Sequence[Candidate], most: int) -> Iterator[list[Candidate]]:
-    """Cut a slice into pieces of at most `most` tasks, but for runs that are longer."""
+    """Cut a slice into pieces of at most `most` tasks. A longer prefix makes a piece of its own."""
     piece: list[Candidate] = []
     tasks = 0
     for each in slice:
@@ -91,8 +91,8 @@ def _pieces(slice: Sequence[Candidate], most: int) -> Iterator[list[Candidate]]:
 
 
 def _in_halves(piles: list[deque[list[Candidate]]], random: Random) -> Iterator[list[Candidate]]:
-    """Merge two piles so that each gives about as many tasks as the other, as long as it has any."""
-    random.shuffle(piles)  # where there is one place only, each gets it half of the time
+    """Merge two piles so that each gives about the same number of tasks while both have some."""
+    random.shuffle(piles)  # if there is only one place, each gets it half of the time
     given = [0, 0]
     while piles[0] or piles[1]:
         which = 0 if piles[0] and (not piles[1] or given[0] <= given[1]) else 1
@@ -103,7 +103,7 @@ def _in_halves(piles: list[deque[list[Candidate]]], random: Random) -> Iterator[
 
 @dataclass(slots=True)
 class _Packing:
-    """A batch that is being filled."""
+    """A batch while it is filled."""
 
     topic: str
     ids: list[str] = field(default_factory=list)
@@ -127,7 +127,7 @@ class _Packing:
 
 
 def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, int]) -> list[_Packing]:
-    """Fill batches of one topic each, in the order of the pieces, with no more of a topic than is `allowed`."""
+    """Fill batches of one topic each, in the order of the pieces, with at most the `allowed` tasks of each topic."""
     packed: list[_Packing] = []
     open_batch: dict[str, _Packing] = {}
     for whole in (task for piece in pieces for task in piece):
@@ -146,12 +146,12 @@ def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, 
 
 
 def _beginning(run: Candidate, tasks: int) -> Candidate:
-    """Return the first tasks of a run, which are a run."""
+    """Return the first tasks of a prefix, which are a prefix too."""
     return replace(run, behind=run.behind[: tasks - 1], releases=run.behind[tasks - 1])
 
 
 def _share(batches: list[_Packing], most: int, in_flight: Counter[str]) -> list[Batch]:
-    """Take batches into the free places, but for no topic more than half of all places while another waits."""
+    """Put batches into the free places. No topic gets more than half of all places while another waits."""
     half = -(-most // 2)
     taken: list[_Packing] = []
     waiting: list[_Packing] = []

@@ -1,10 +1,10 @@
-"""One batch on its way: claim, publish, mark. What comes of it is data; nothing is counted or logged here."""
+"""How one batch is sent: claim, publish, mark. The outcome is data; nothing is counted or logged here."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 
-from publishworker.eligibility import expired, in_order, released, stops, taken, untried
+from publishworker.eligibility import expired, in_order, released, skip_reasons, stops_key, untried
 from publishworker.pubsub.errors import FailureKind, is_refused, kind_of
 from publishworker.pubsub.messages import trace_id
 from publishworker.pubsub.publisher import Publisher
@@ -27,7 +27,7 @@ from publishworker.types import (
 
 
 class Delivery:
-    """Delivers batches, several at once on threads of their own: it keeps nothing between them."""
+    """Delivers batches, several at once on threads of their own. It keeps no state between them."""
 
     def __init__(
         self,
@@ -39,9 +39,9 @@ class Delivery:
         skip_dead: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Publish each batch within `publish_seconds` of the return of its lock query.
+        """Publish each batch within `publish_seconds` after its rows are locked.
 
-        With `skip_dead` a dead task does not hold back what follows in its ordering key.
+        With `skip_dead` a dead task does not block its ordering key.
         """
         self._skip_dead = skip_dead
         self._clock = clock
@@ -50,102 +50,123 @@ class Delivery:
         self._retries = retries
         self._publish_seconds = publish_seconds
 
-    def deliver(self, batch: Batch) -> BatchResult:
-        """Claim a batch, publish what is still to be sent, mark it: one transaction, run again if it is aborted."""
-        if batch.at_most_once:
-            return self._deliver_at_most_once(batch)
+    def run(self, batch: Batch) -> BatchResult:
+        """Send a batch in the way that it needs."""
         if batch.defers:
-            return self._defer(batch)
+            return self.defer(batch)
+        if batch.at_most_once:
+            return self.deliver_at_most_once(batch)
+        return self.deliver(batch)
+
+    def deliver(self, batch: Batch) -> BatchResult:
+        """Claim a batch, publish its tasks and mark them, in one transaction.
+
+        The transaction function runs again after an abort. `result` is the only thing that survives: a later attempt
+        publishes only tasks that were never tried, and writes the outcomes of all attempts.
+        """
         result = BatchResult(batch)
 
-        def publish(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
-            locked = self._clock()
-            ours = self._ours(result, rows, now)
-            result.tried |= {row.id: expired(row) for row in ours if row.id not in result.tried and row.is_expired(now)}
-            self._publish(result, untried(ours, result.tried), locked)
-            marks = self._marks(result, ours, now)
-            awake = released(batch, rows, marks, now, skip_dead=self._skip_dead) if batch.keys else ()
-            return marks | {row.id: FailedAttempt(row.attempts, None, row.expires_at, None) for row in awake}
+        def attempt(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
+            locked_at = self._clock()
+            eligible = self._check(result, rows, now)
+            result.tried |= {row.id: expired(row) for row in untried(eligible, result.tried) if row.is_expired(now)}
+            self._publish(result, untried(eligible, result.tried), locked_at)
+            marks = self._marks(result, eligible, now)
+            return marks | self._releases(batch, rows, marks, now)
 
-        self._claim(result, publish)
+        self._claim(result, attempt)
         return result
 
-    def _defer(self, batch: Batch) -> BatchResult:
-        """Put off the tasks of a key behind its head, if that is still unsent and not due."""
+    def defer(self, batch: Batch) -> BatchResult:
+        """Defer tasks behind the head of their key, the first task of the batch, if it is still unsent and not due."""
         result = BatchResult(batch)
 
-        def put_off(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
-            reasons = taken(batch, rows, now, {}, skip_dead=self._skip_dead)
-            held = [row.id for row in rows if reasons.get(row.id) == Skipped("held") and row.is_due(now)]
+        def attempt(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
+            reasons = skip_reasons(batch, rows, now, {}, skip_dead=self._skip_dead)
+            blocked = [row.id for row in rows if reasons.get(row.id) == Skipped("blocked") and row.is_due(now)]
             head = next((row for row in rows if row.id == batch.ids[0]), None)
-            if held and head is not None and head.available_at is not None:
-                deferred = self._retries.defer(head, head.available_at, now)
-                result.deferred = dict.fromkeys(held, deferred)
-            else:
-                result.deferred = {}
+            result.deferred = {}
+            if blocked and head is not None and head.available_at is not None:
+                result.deferred = dict.fromkeys(blocked, self._retries.defer(head, head.available_at, now))
             return result.deferred
 
-        self._claim(result, put_off)
+        self._claim(result, attempt)
         return result
 
-    def mark(self, batch: Batch, published: Decide) -> BatchResult:
-        """Mark what `published` says was published before, in a transaction without publishing."""
-        result = BatchResult(batch)
-        self._claim(result, published)
-        return result
+    def deliver_at_most_once(self, batch: Batch) -> BatchResult:
+        """Mark a batch, and publish it only after that commit has succeeded: possibly a loss, never a duplicate.
 
-    def _deliver_at_most_once(self, batch: Batch) -> BatchResult:
-        """Mark a batch, and publish it once that is surely committed: if in doubt a loss, never a duplicate.
-
-        What Pub/Sub surely has not taken gets its row back.
+        If Pub/Sub has certainly not accepted a task, its mark is taken back.
         """
         result = BatchResult(batch)
         marked: dict[str, LockedRow] = {}
-        locked = 0.0
+        locked_at = 0.0
 
-        def mark_first(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
-            nonlocal locked
-            locked = self._clock()
-            ours = self._ours(result, rows, now)
-            result.tried = {row.id: expired(row) for row in ours if row.is_expired(now)}
-            result.tried |= self._publisher.refusals(batch.topic, [row for row in ours if row.id not in result.tried])
-            marked.clear()
-            marked.update({row.id: row for row in ours if row.id not in result.tried})
-            return self._marks(result, ours, now) | {id: Sent("") for id in marked}
+        def attempt(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
+            nonlocal marked, locked_at
+            locked_at = self._clock()
+            eligible = self._check(result, rows, now)
+            result.tried = {row.id: expired(row) for row in eligible if row.is_expired(now)}
+            publishable = [row for row in eligible if row.id not in result.tried]
+            result.tried |= self._publisher.refusals(batch.topic, publishable)
+            marked = {row.id: row for row in eligible if row.id not in result.tried}
+            return self._marks(result, eligible, now) | {id: Sent("") for id in marked}
 
-        committed = self._claim(result, mark_first)
+        committed = self._claim(result, attempt)
         if committed is None:
             result.unconfirmed = list(marked) if result.unsure else []
             return result
-        self._publish(result, list(marked.values()), locked)
-        back = {id: row for id, row in marked.items() if _is_surely_not_taken(result.tried.get(id))}
-        result.unconfirmed = [id for id in marked.keys() - back.keys() if not isinstance(result.tried[id], Sent)]
-        if back:
-            self._give_back(result, back, committed)
+        self._publish(result, list(marked.values()), locked_at)
+        refused = {id: row for id, row in marked.items() if _is_surely_not_published(result.tried.get(id))}
+        result.unconfirmed = [id for id in marked.keys() - refused.keys() if not isinstance(result.tried[id], Sent)]
+        if refused:
+            self._take_back(result, refused, committed)
         return result
 
-    def _give_back(self, result: BatchResult, before: Mapping[str, LockedRow], committed: datetime) -> None:
-        """Take our marks back, with the failures that are recorded; what somebody has touched since is theirs."""
-        charged_before = result.recorded
+    def mark(self, batch: Batch, decide: Decide) -> BatchResult:
+        """Write the marks that `decide` returns, in a transaction that publishes nothing."""
+        result = BatchResult(batch)
+        self._claim(result, decide)
+        return result
 
-        def give_back(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
+    def _take_back(self, result: BatchResult, before: Mapping[str, LockedRow], committed: datetime) -> None:
+        """Take back the marks of rows that still have them, and record the failed attempts."""
+        recorded_before = result.recorded
+
+        def attempt(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
             ours = [before[row.id] for row in rows if row.sent_at == committed]
             records = self._marks(result, ours, now)
-            result.recorded |= charged_before
+            result.recorded |= recorded_before
             return {row.id: records.get(row.id) or _as_it_was(row, result.tried.get(row.id)) for row in ours}
 
-        back = self.mark(Batch(result.batch.topic, tuple(before)), give_back)
-        if back.error is not None:
-            result.recorded = charged_before
+        taken_back = self.mark(Batch(result.batch.topic, tuple(before)), attempt)
+        if taken_back.error is not None:
+            result.recorded = recorded_before
             result.unconfirmed += before
 
-    def _publish(self, result: BatchResult, rows: Sequence[LockedRow], locked: float) -> None:
-        """Publish rows that were `locked` then; those that have failed before go singly, to take no others along."""
+    def _check(self, result: BatchResult, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
+        """Return the rows that may be published, the tasks of a key in order, and note why the others are skipped.
+
+        A task that failed in an earlier attempt is tried again if its row has changed since.
+        """
+        versions = {row.id: Version.of(row) for row in rows}
+        for id in result.failed():
+            if id in versions and versions[id] != result.versions[id]:
+                del result.tried[id]
+        result.outcomes = skip_reasons(result.batch, rows, now, result.published_versions(), skip_dead=self._skip_dead)
+        others = {*result.outcomes, *result.batch.releases}
+        eligible = [row for row in in_order(result.batch, rows) if row.id not in others]
+        result.versions |= {row.id: versions[row.id] for row in eligible if row.id not in result.tried}
+        result.locked_at = now
+        return eligible
+
+    def _publish(self, result: BatchResult, rows: Sequence[LockedRow], locked_at: float) -> None:
+        """Publish rows. Those that have failed before go in requests of their own, so that no other fails with them."""
         if not rows:
             return
-        singly = {row.id for row in rows if row.attempts or row.id in result.batch.suspects}
+        alone = {row.id for row in rows if row.attempts or row.id in result.batch.suspects}
         began = self._clock()
-        outcomes = self._publisher.publish(result.batch.topic, rows, self._publish_seconds, singly)
+        outcomes = self._publisher.publish(result.batch.topic, rows, self._publish_seconds, alone)
         ended = self._clock()
         result.tried |= outcomes
         result.phases[PUBLISH] = result.phases.get(PUBLISH, 0.0) + ended - began
@@ -153,15 +174,15 @@ class Delivery:
             for row in rows:
                 if isinstance(outcomes.get(row.id), Sent):
                     due = max(row.created_at, row.available_at or row.created_at)
-                    result.waited[row.id] = max(0.0, (now - due).total_seconds() + ended - locked)
+                    result.waited[row.id] = max(0.0, (now - due).total_seconds() + ended - locked_at)
 
-    def _marks(self, result: BatchResult, ours: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Return what to write of the outcomes, and note it in the result."""
+    def _marks(self, result: BatchResult, eligible: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
+        """Return the marks of all outcomes, and note failed attempts and deferrals in the result."""
         result.recorded, result.deferred = {}, {}
         works = result.batch.works or bool(result.published())
         marks: dict[str, Mark] = {}
-        failed: dict[str, Deferred | None] = {}  # ordering key to what is written of the tasks behind the failed one
-        for row in ours:
+        failed: dict[str, Deferred | None] = {}  # ordering key to what is written to the tasks behind the failed one
+        for row in eligible:
             outcome = result.tried.get(row.id)
             if outcome is not None:
                 result.outcomes[row.id] = outcome
@@ -174,48 +195,41 @@ class Delivery:
                 recorded = None
                 if is_recorded(result.batch, row.id, outcome, works=works):
                     recorded = marks[row.id] = result.recorded[row.id] = self._retries.record(row, outcome, now)
-                expired_early = recorded is not None and recorded.dead and self._skip_dead
-                if expired_early and kind_of(outcome.reason) is FailureKind.CONTENT:
-                    continue  # the next one may have a verdict of its own
-                if row.ordering_key is not None and stops(outcome):
-                    failed[row.ordering_key] = None if expired_early else self._behind(row, recorded, now)
-        result.traces |= _traces(ours, result.recorded)
+                blocks_nothing = recorded is not None and recorded.dead and self._skip_dead
+                if blocks_nothing and kind_of(outcome.reason) is FailureKind.CONTENT:
+                    continue  # the next task of the key may have an outcome of its own
+                if row.ordering_key is not None and stops_key(outcome):
+                    failed[row.ordering_key] = None if blocks_nothing else self._behind(row, recorded, now)
+        result.traces |= _traces(eligible, result.recorded)
         return marks
 
     def _behind(self, head: LockedRow, recorded: FailedAttempt | None, now: datetime) -> Deferred | None:
-        """Return what to write of the tasks behind a failed one: nothing if it was an outage."""
+        """Return what is written to the tasks behind a failed one: nothing if the failure was an outage."""
         if recorded is None or recorded.available_at is None:
             return None
         return self._retries.defer(head, recorded.available_at, now)
 
-    def _ours(self, result: BatchResult, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
-        """Note what is not to be sent here, and return the rest, the tasks of a key in their order.
-
-        What an earlier run tried in vain is tried afresh if somebody has written the row since.
-        """
-        versions = {row.id: Version.of(row) for row in rows}
-        for id in result.failed():
-            if id in versions and versions[id] != result.versions[id]:
-                del result.tried[id]
-        result.outcomes = taken(result.batch, rows, now, result.published_versions(), skip_dead=self._skip_dead)
-        left = {*result.outcomes, *result.batch.releases}
-        ours = [row for row in in_order(result.batch, rows) if row.id not in left]
-        result.versions |= {row.id: versions[row.id] for row in ours if row.id not in result.tried}
-        result.locked_at = now
-        return ours
+    def _releases(
+        self, batch: Batch, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime
+    ) -> dict[str, Mark]:
+        """Return the marks that make deferred tasks ready again which are the heads of their keys after the commit."""
+        if not batch.keys:
+            return {}
+        heads = released(batch, rows, marks, now, skip_dead=self._skip_dead)
+        return {row.id: FailedAttempt(row.attempts, None, row.expires_at, None) for row in heads}
 
     def _claim(self, result: BatchResult, decide: Decide) -> datetime | None:
-        """Let the store claim the batch, and note how often and for how long."""
+        """Let the store claim the batch and write the marks. Note attempts and seconds; return the commit timestamp."""
         since, phase = self._clock(), CLAIM
 
-        def lap() -> None:
+        def end_phase() -> None:
             result.phases[phase] = result.phases.get(phase, 0.0) + self._clock() - since
 
         def timed(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
             nonlocal since, phase
-            phase = CLAIM  # of a run after an aborted one, whose commit counts as a part of it
-            lap()
-            result.runs += 1
+            phase = CLAIM  # in a later attempt this includes the commit that was aborted
+            end_phase()
+            result.attempts += 1
             marks = decide(rows, now)
             since, phase = self._clock(), COMMIT
             return marks
@@ -226,21 +240,21 @@ class Delivery:
             result.error, result.unsure = str(error), not isinstance(error, NotWritten)
             return None
         finally:
-            lap()
+            end_phase()
 
 
 def _traces(rows: Sequence[LockedRow], ids: Collection[str]) -> dict[str, str]:
-    """Return the trace ids that the messages of some rows carry."""
+    """Return the trace IDs in the messages of the rows with these IDs."""
     found = {row.id: trace_id(row.data) for row in rows if row.id in ids}
     return {id: trace for id, trace in found.items() if trace is not None}
 
 
-def _is_surely_not_taken(outcome: Outcome | None) -> bool:
-    """Tell whether Pub/Sub has surely not got the message: it was not tried, or it was refused."""
+def _is_surely_not_published(outcome: Outcome | None) -> bool:
+    """Tell whether Pub/Sub has certainly not accepted the message: it was not tried, or it was refused."""
     return outcome is None or (isinstance(outcome, Failed) and is_refused(outcome.reason))
 
 
 def _as_it_was(row: LockedRow, outcome: Outcome | None) -> FailedAttempt:
-    """Return the row as it was before it was marked; only LastError, which is not read, says what happened since."""
+    """Return the row as it was before its mark. Only LastError, which the relay does not read, says what happened."""
     error = last_error(outcome) if isinstance(outcome, Failed) else None
     return FailedAttempt(row.attempts, row.available_at, row.expires_at, error)

@@ -1,20 +1,23 @@
-"""Tasks that Pub/Sub has and whose commit failed, or whose commit's outcome is not known."""
+"""Tasks in doubt: Pub/Sub has them, but their commit failed or its outcome is unknown."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from publishworker.batching import Limits
-from publishworker.types import Batch, LockedRow, Version
+from publishworker.in_flight import InFlight
+from publishworker.spanner.store import Decide, StoreError
+from publishworker.types import Batch, BatchResult, LockedRow, Mark, Sent, Version
 
-#: Older doubts are forgotten and their tasks published again: a duplicate, never a loss.
+#: Seconds after which a task in doubt is forgotten and published again: a duplicate rather than a loss.
 MAX_SECONDS = 60.0
 MAX_TASKS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Doubt:
-    """One published task."""
+class _Published:
+    """A task in doubt: its topic, its row when it was published, and since when it is in doubt."""
 
     topic: str
     version: Version
@@ -24,43 +27,74 @@ class Doubt:
 class InDoubt:
     """A bounded memory of tasks that must be marked without publishing them again."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Measure age by `clock`, in seconds."""
+    def __init__(
+        self,
+        mark: Callable[[Batch, Decide], BatchResult],
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Mark tasks by `mark`, in batches within `limits`; `beat` is called while they are waited for."""
+        self._mark = mark
+        self._limits = limits
         self._clock = clock
-        self._entries: dict[str, Doubt] = {}
+        self._beat = beat
+        self._tasks: dict[str, _Published] = {}
 
     def remember(self, topic: str, published: Mapping[str, Version]) -> None:
-        """Remember published tasks by their ids; beyond the limit the oldest are forgotten."""
+        """Remember published tasks by their IDs. Beyond MAX_TASKS the oldest are forgotten."""
         now = self._clock()
         for id, version in published.items():
-            self._entries.setdefault(id, Doubt(topic, version, now))
-        for id in list(self._entries)[: max(0, len(self._entries) - MAX_TASKS)]:
-            del self._entries[id]
+            self._tasks.setdefault(id, _Published(topic, version, now))
+        for id in list(self._tasks)[: max(0, len(self._tasks) - MAX_TASKS)]:
+            del self._tasks[id]
 
     def forget(self, ids: Iterable[str]) -> None:
         """Forget tasks that are marked."""
         for id in ids:
-            self._entries.pop(id, None)
-
-    def is_about(self, row: LockedRow) -> bool:
-        """Tell whether this very row is remembered, as it was when it was published."""
-        doubt = self._entries.get(row.id)
-        return doubt is not None and doubt.version == Version.of(row)
+            self._tasks.pop(id, None)
 
     def ids(self) -> frozenset[str]:
-        """Return all that is remembered; what is too old is forgotten here."""
+        """Return the IDs of the tasks in doubt, without those that are too old."""
         oldest = self._clock() - MAX_SECONDS
-        self._entries = {id: doubt for id, doubt in self._entries.items() if doubt.since >= oldest}
-        return frozenset(self._entries)
+        self._tasks = {id: task for id, task in self._tasks.items() if task.since >= oldest}
+        return frozenset(self._tasks)
 
-    def batches(self, limits: Limits) -> list[Batch]:
-        """Return batches of one topic, as many as a turn may have in flight, the oldest doubts first."""
+    def is_about(self, row: LockedRow) -> bool:
+        """Tell whether this row is in doubt, and unchanged since its task was published."""
+        task = self._tasks.get(row.id)
+        return task is not None and task.version == Version.of(row)
+
+    def batches(self) -> list[Batch]:
+        """Return batches of one topic each, as many as may be in flight, the oldest tasks first."""
         by_topic: dict[str, list[str]] = {}
-        for id, doubt in self._entries.items():
-            by_topic.setdefault(doubt.topic, []).append(id)
-        size = limits.batch_size
+        for id in self.ids() and self._tasks:
+            by_topic.setdefault(self._tasks[id].topic, []).append(id)
+        size = self._limits.batch_size
         return [
             Batch(topic, tuple(ids[start : start + size]))
             for topic, ids in by_topic.items()
             for start in range(0, len(ids), size)
-        ][: limits.batches]
+        ][: self._limits.batches]
+
+    def mark(self) -> None:
+        """Set `SentAt` of the tasks in doubt, in transactions that publish nothing.
+
+        Raises StoreError if a commit fails again: while Spanner refuses commits, publishing more would only make
+        duplicates.
+        """
+        marking = InFlight(lambda batch: self._mark(batch, self._marks), self._clock, self._beat)
+        for batch in self.batches():
+            marking.start(batch)
+        errors = []
+        while len(marking):
+            for result in marking.wait(marking.all_but_one()):
+                if result.error is None:
+                    self.forget(result.batch.ids)
+                else:
+                    errors.append(result.error)
+        if errors:
+            raise StoreError(f"Published tasks could not be marked: {errors[0]}")
+
+    def _marks(self, rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, Mark]:
+        return {row.id: Sent("") for row in rows if row.sent_at is None and self.is_about(row)}

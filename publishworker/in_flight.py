@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from publishworker.batching import Limits
 from publishworker.types import Batch, BatchResult, Key
 
 #: Seconds after which a batch in flight is stuck: all that it does has time limits, which end well before.
@@ -29,14 +30,15 @@ class StuckBatch(Exception):
         some = ", ".join(batch.ids[:5]) + (", ..." if len(batch.ids) > 5 else "")
         others = f", and {len(batches) - 1} more" if len(batches) > 1 else ""
         super().__init__(
-            f"a batch of {len(batch.ids)} tasks of {batch.topic} is stuck for {seconds:.0f} s ({some}){others}"
+            f"Batch of {len(batch.ids)} tasks of topic {batch.topic} has been in flight for {seconds:.0f} s: "
+            f"{some}{others}"
         )
         self.batches = tuple(batches)
         self.seconds = seconds
 
 
 @dataclass(eq=False, slots=True)
-class _Flight:
+class _Entry:
     """One batch on its way. Two may be of equal batches."""
 
     batch: Batch
@@ -44,28 +46,28 @@ class _Flight:
 
 
 class InFlight:
-    """Starts batches and collects their results. It belongs to one thread; only `fly` runs on others.
+    """Starts batches and collects their results. It belongs to one thread; only `run` is called on others.
 
-    Never a pool: a thread on which the Spanner client once failed to get a session can run no transaction any more
-    (google-cloud-python #18375), so no thread outlives its batch.
+    Each batch has a thread of its own, not one of a pool: a thread on which the Spanner client once failed to get a
+    session can run no transaction any more (google-cloud-python #18375).
     """
 
     def __init__(
         self,
-        fly: Callable[[Batch], BatchResult],
+        run: Callable[[Batch], BatchResult],
         clock: Callable[[], float] = time.monotonic,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Call `fly` for each batch, and `beat` while they are waited for: that may take long."""
-        self._fly = fly
+        """Call `run` for each batch, and `beat` while waiting, which may take long."""
+        self._run_batch = run
         self._clock = clock
         self._beat = beat
-        self._threads: dict[_Flight, threading.Thread] = {}
+        self._threads: dict[_Entry, threading.Thread] = {}
         self._looked_at = clock()
-        self._ended: queue.SimpleQueue[tuple[_Flight, BatchResult | BaseException]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[_Entry, BatchResult | BaseException]] = queue.SimpleQueue()
 
     def __len__(self) -> int:
-        """Return how many batches have been started and not been collected."""
+        """Return the number of batches that have been started and not been collected."""
         return len(self._threads)
 
     def _batches(self) -> list[Batch]:
@@ -86,6 +88,14 @@ class InFlight:
             tasks[batch.topic] += 0 if batch.defers else len(batch.ids)
         return tasks
 
+    def has_room(self, limits: Limits) -> bool:
+        """Tell whether another batch may start within the limits of batches and bytes."""
+        return len(self) < limits.batches and self.bytes() < limits.bytes
+
+    def all_but_one(self) -> int:
+        """Return the number of batches that are left once one more has ended: an argument for `wait`."""
+        return max(0, len(self) - 1)
+
     def bytes(self) -> int:
         """Return how many bytes of messages they have."""
         return sum(batch.bytes for batch in self._batches())
@@ -99,9 +109,9 @@ class InFlight:
         return frozenset(Key(batch.topic, key) for batch in self._batches() for key in batch.keys if key is not None)
 
     def start(self, batch: Batch) -> None:
-        """Let a batch fly."""
-        entry = _Flight(batch)
-        self._threads[entry] = threading.Thread(target=self._run, args=(entry,), name="group", daemon=True)
+        """Start a batch."""
+        entry = _Entry(batch)
+        self._threads[entry] = threading.Thread(target=self._run, args=(entry,), name="batch", daemon=True)
         self._threads[entry].start()
 
     def check(self) -> None:
@@ -116,12 +126,16 @@ class InFlight:
                 del self._threads[entry]
             raise StuckBatch([entry.batch for entry in stuck], stuck[0].seconds)
 
-    def collect(self, leave: int = 0, patience: float | None = None, longest: float | None = None) -> list[BatchResult]:
-        """Wait until at most `leave` batches fly; return the results of those that have ended.
+    def collect(self) -> list[BatchResult]:
+        """Return the results of the batches that have ended, without waiting."""
+        return self.wait(leave=len(self._threads))
 
-        It waits for `longest` seconds at most, and no longer than `patience` seconds once one has ended. What `fly`
-        raised is raised here, after the others had the time to end: nothing is swallowed. Without a limit it raises
-        StuckBatch if one does not end; whoever has to keep the results of the others takes them one by one.
+    def wait(self, leave: int = 0, patience: float | None = None, longest: float | None = None) -> list[BatchResult]:
+        """Wait until at most `leave` batches are in flight; return the results of those that have ended.
+
+        It waits at most `longest` seconds, and at most `patience` seconds after the first batch has ended. An exception
+        of `run` is raised here, after the other batches had JOIN_SECONDS to end. Without `longest` it raises StuckBatch
+        if a batch does not end. A caller that must keep the results of the other batches waits for one at a time.
         """
         results: list[BatchResult] = []
         end = None if longest is None else self._clock() + longest
@@ -146,9 +160,9 @@ class InFlight:
             results.append(result)
         return results
 
-    def _run(self, entry: _Flight) -> None:
+    def _run(self, entry: _Entry) -> None:
         try:
-            self._ended.put((entry, self._fly(entry.batch)))
+            self._ended.put((entry, self._run_batch(entry.batch)))
         except BaseException as error:
             self._ended.put((entry, error))
 

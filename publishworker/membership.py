@@ -1,7 +1,8 @@
-"""Which shards are this worker's: the living divide them among themselves, without a leader.
+"""Shard assignment: the live workers divide the shards among themselves, without a leader.
 
-Each worker writes a heartbeat row and reads those of the others with its polls. All that see the same rows come to the
-same division. A wrong one costs collisions, or a delay of at most a lease; correctness is the locks' matter.
+Each worker writes a heartbeat row and reads those of the others with its polls. Workers that read the same rows compute
+the same assignment. A wrong assignment costs collisions, or a delay of at most the liveness timeout. Correctness
+depends only on the row locks.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ HEARTBEAT_INTERVAL_SECONDS = 5.0
 
 
 class Membership:
-    """This worker among the others. It belongs to the thread of the loop."""
+    """This worker among the live workers. It belongs to the worker's thread."""
 
     def __init__(
         self,
@@ -51,18 +52,18 @@ class Membership:
 
     @property
     def size(self) -> int:
-        """Return how many workers live, this one included."""
+        """Return the number of live workers, including this one."""
         return len(self._living)
 
     @property
     def seconds_to_beat(self) -> float:
-        """Return how long the next heartbeat can wait."""
+        """Return the seconds until the next heartbeat."""
         return max(0.0, self._beat_at + HEARTBEAT_INTERVAL_SECONDS - self._clock())
 
     def beat(self) -> None:
-        """Write the heartbeat if it is time.
+        """Write the heartbeat if it is due.
 
-        One that fails stops nothing: the others take over this worker's shards, and the locks keep them apart.
+        A failure stops nothing: other workers take over this worker's shards, and the row locks keep them apart.
         """
         if self.seconds_to_beat > 0:
             return
@@ -74,42 +75,48 @@ class Membership:
             self._failure = error
 
     def learn(self, living: Collection[str], gone: Collection[str]) -> bool:
-        """Take in which workers live, and whose rows are so old that they may be deleted.
+        """Take in the live workers, and those whose rows are so old that they may be deleted.
 
-        Returns whether this worker has other shards now.
+        Returns whether this worker's shards have changed.
         """
-        if self._failure is not None:  # said here, where the store serves polls: else there is an outage to tell of
-            self._throttled_log.say("fleet", "", f"no heartbeat is written, other workers take over: {self._failure}")
+        if self._failure is not None:  # logged here, because the store answers polls; otherwise the outage is logged
+            self._throttled_log.say(
+                "fleet", "", f"Heartbeat failed; other workers take over the shards: {self._failure}"
+            )
         before = self.shards
         self._gone = frozenset(gone) - {self._worker}
         seen = self._worker in living
         if self._was_seen and not seen:
-            # After an outage all are silent; who is alive is known when they have had the time to say so.
+            # After an outage no heartbeat is fresh. Wait until the others had the time to write one.
             self._known_until = self._clock() + HEARTBEAT_INTERVAL_SECONDS
         self._was_seen = seen
-        living = frozenset(living) | {self._worker}  # whoever looks is alive
+        living = frozenset(living) | {self._worker}  # a worker that reads this is alive
         if self._clock() < self._known_until:
             living |= self._living
         if living != self._living:
             self._living = living
             self.shards = self._all if self._shared else divide(living, self._all)[self._worker]
             shards = ", ".join(map(str, self.shards))
-            _log.info("%d workers live; this one polls shards %s", len(living), shards, extra={"action": "assigned"})
+            _log.info("%d live workers; this one polls shards %s", len(living), shards, extra={"action": "assigned"})
         return self.shards != before
 
     def leave(self) -> None:
-        """Let the others have the shards at once; if it fails, they have them after the lease."""
+        """Delete the heartbeat, so that others take over at once. If that fails, they do after the liveness timeout."""
         try:
             self._store.leave(self._worker)
         except StoreError as error:
-            self._throttled_log.say("fleet", "", f"no leave was taken, the others wait for the lease to end: {error}")
+            self._throttled_log.say(
+                "fleet",
+                "",
+                f"The heartbeat row was not deleted; other workers take over after the liveness timeout: {error}",
+            )
 
 
 def divide(workers: Collection[str], shards: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return the shards of each worker: every shard has one, every worker has one, and loads differ by at most one.
+    """Return the shards of each worker: each shard has a worker, each worker a shard, and loads differ by at most one.
 
-    Rendezvous hashing with bounded loads: pairs of worker and shard, the highest hash first, as long as both have room.
-    Where workers outnumber shards they share: each has one shard, and a shard has several workers.
+    Rendezvous hashing with bounded loads: pairs of worker and shard are assigned by descending hash while both have
+    room. If there are more workers than shards, each worker has one shard, and a shard has several workers.
     """
     pairs = sorted(product(workers, shards), key=lambda pair: _score(*pair), reverse=True)
     many, few = (1, 0) if len(shards) >= len(workers) else (0, 1)  # positions in a pair

@@ -1,7 +1,8 @@
-"""From tasks of ordering keys to runs: the leading tasks of a key that may go, as one candidate.
+"""From tasks of ordering keys to sendable prefixes: the leading tasks of a key that may be sent, as one candidate.
 
-The poll gives keys, not tasks: what stands at the front of each is read in a snapshot of its own, and only that may go
-(docs/guide/ordering.md). A later commit has a later CreatedAt than any snapshot, so nothing slips in before a run.
+The poll yields keys, not tasks. A snapshot of its own then reads the first unsent tasks of each key, and only these may
+be sent (docs/guide/ordering.md). A later commit has a later CreatedAt than any snapshot, so no task can slip in before
+the prefix.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -12,96 +13,96 @@ from typing import TypeVar
 
 from outbox.shared.throttled_log import ThrottledLog
 from publishworker.batching import Limits
-from publishworker.poller import Found
 from publishworker.spanner.store import Store
 from publishworker.types import Batch, Candidate, Key, QueuedTask
 
-#: Rows of one look at the key_heads of keys, about: where very many keys have much to send, their runs become shorter.
+#: Max rows, roughly, of one read of key heads. If very many keys have many tasks, their prefixes become shorter.
 MAX_KEY_HEAD_ROWS = 5_000
-#: Rows of a further look, behind expired tasks: each takes four kilobytes of memory while it is read.
-MAX_PASSED_OVER = 20_000
+#: Max rows of a further read, behind expired tasks. Each row takes four kilobytes of memory while it is read.
+MAX_EXPIRED_ROWS = 20_000
 
 _T = TypeVar("_T", Candidate, QueuedTask)
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedKeys:
-    """What may be taken, tasks to put off behind heads that are not due, whether keys in flight have more to send."""
+    """What may be sent, deferrals behind blocked heads, and whether keys in flight have more to send."""
 
     candidates: Sequence[Candidate]
-    held: Sequence[Batch] = ()
+    blocked: Sequence[Batch] = ()
     busy: bool = False
 
 
 class Ordering:
-    """Looks at the key_heads of keys. It belongs to the thread of the relay."""
+    """Reads the heads of ordering keys. It belongs to the relay's thread."""
 
     def __init__(self, store: Store, limits: Limits, random: Random, *, skip_dead: bool) -> None:
-        """Cut runs to the `limits` of a batch; `skip_dead` is whether a dead task holds back no other."""
+        """Cut prefixes to the `limits` of a batch. With `skip_dead` a dead task does not block its key."""
         self._store = store
         self._limits = limits
         self._random = random
         self._skip_dead = skip_dead
         self._throttled_log = ThrottledLog()
 
-    def key_heads(self, found: Found, in_flight: frozenset[Key], in_doubt: frozenset[str]) -> ResolvedKeys:
-        """Return the candidates with the run of each key in place of its tasks, but for the keys in flight.
+    def resolve(self, candidates: Sequence[Candidate], in_flight: frozenset[Key]) -> ResolvedKeys:
+        """Return the candidates with the sendable prefix of each key in place of its tasks.
 
-        What is `in_doubt` is left out: it has been marked since the poll, and is in no front. Raises StoreError.
+        Keys in flight are left out, because the next request of a key waits for the answer to the last. Raises
+        StoreError.
         """
-        loose = [each for each in found.candidates if each.ordering_key is None and each.id not in in_doubt]
-        seen: dict[Key, list[Candidate]] = {}
-        for each in found.candidates:
+        unordered = [each for each in candidates if each.ordering_key is None]
+        by_key: dict[Key, list[Candidate]] = {}
+        for each in candidates:
             if each.ordering_key is not None:
-                seen.setdefault(Key(each.topic, each.ordering_key), []).append(each)
-        keys = {key: tasks for key, tasks in seen.items() if key not in in_flight}
-        busy = len(keys) < len(seen)
+                by_key.setdefault(Key(each.topic, each.ordering_key), []).append(each)
+        keys = {key: tasks for key, tasks in by_key.items() if key not in in_flight}
+        busy = len(keys) < len(by_key)
         if not keys:
-            return ResolvedKeys(loose, busy=busy)
-        waiting = self._look(keys)
-        runs: list[Candidate] = []
-        held: list[Batch] = []
+            return ResolvedKeys(unordered, busy=busy)
+        queues = self._read(keys)
+        prefixes: list[Candidate] = []
+        blocked: list[Batch] = []
         for key, tasks in keys.items():
-            front = waiting.get(key, ())
-            sendable = [*takewhile(lambda each: each.sendable, front)]
-            run = next(cut(sendable, self._limits), [])
-            if run:
-                following = next(iter(sendable[len(run) :]), None)
-                runs.append(_candidate(tasks, run, following))
-            elif front:
-                held += _held(key, front[0].id, tasks, self._limits)
-        return ResolvedKeys(loose + runs, held, busy)
+            queue = queues.get(key, ())
+            sendable = [*takewhile(lambda each: each.sendable, queue)]
+            prefix = next(cut(sendable, self._limits), [])
+            if prefix:
+                following = next(iter(sendable[len(prefix) :]), None)
+                prefixes.append(_candidate(tasks, prefix, following))
+            elif queue:
+                blocked += _deferrals(key, queue[0].id, tasks, self._limits)
+        return ResolvedKeys(unordered + prefixes, blocked, busy)
 
-    def _look(self, keys: Collection[Key]) -> dict[Key, list[QueuedTask]]:
-        """Return the key_heads of keys without what is passed over, which may be all that a first look shows.
+    def _read(self, keys: Collection[Key]) -> dict[Key, list[QueuedTask]]:
+        """Return the first unsent tasks of each key, without expired ones that are not due, which may be many.
 
-        There may be more of that than a worker can read: such a key waits, and somebody is told.
+        A key with more of those than a worker can read is blocked, and logged.
         """
-        # One row more than a run may have shows whether a deferred one follows, of which the poll saw nothing.
+        # One row more than a prefix may have shows whether a deferred task follows, which no poll reads.
         wanted = rows = 1 + max(1, min(self._limits.batch_size, MAX_KEY_HEAD_ROWS // len(keys)))
-        key_heads: dict[Key, list[QueuedTask]] = {}
+        queues: dict[Key, list[QueuedTask]] = {}
         while keys:
             found = self._store.key_heads(keys, rows, skip_dead=self._skip_dead)
-            key_heads |= {key: [each for each in tasks if not each.expired_early] for key, tasks in found.items()}
-            further = [key for key, tasks in found.items() if len(tasks) == rows and len(key_heads[key]) < wanted]
-            rows += max((len(found[key]) - len(key_heads[key]) for key in further), default=0)
-            # The others have their turn in another poll, but for a key of its own that nobody could read.
-            keys = self._random.sample(further, min(len(further), MAX_PASSED_OVER // rows))
+            queues |= {key: [each for each in tasks if not each.expired_early] for key, tasks in found.items()}
+            further = [key for key, tasks in found.items() if len(tasks) == rows and len(queues[key]) < wanted]
+            rows += max((len(found[key]) - len(queues[key]) for key in further), default=0)
+            # A later poll reads the other keys. A key that exceeds the limit alone cannot be read at all.
+            keys = self._random.sample(further, min(len(further), MAX_EXPIRED_ROWS // rows))
             for key in further:
-                if rows > MAX_PASSED_OVER and not key_heads[key]:
-                    self._complain(key.topic, [each.id for each in found[key]])
-        return key_heads
+                if rows > MAX_EXPIRED_ROWS and not queues[key]:
+                    self._log_crowded_key(key.topic, [each.id for each in found[key]])
+        return queues
 
-    def _complain(self, topic: str, ids: Sequence[str]) -> None:
+    def _log_crowded_key(self, topic: str, ids: Sequence[str]) -> None:
         sentence = (
-            f"at least {len(ids)} expired tasks stand in front of an ordering key of topic {topic}, beginning with "
-            f"{ids[0]}: the key waits until they are deleted, by outbox discard"
+            f"An ordering key of topic {topic} is blocked by at least {len(ids)} expired tasks, beginning with "
+            f"{ids[0]}. Delete them with `outbox discard`."
         )
         self._throttled_log.say("crowded_key", topic, sentence)
 
 
 def cut(tasks: Sequence[_T], limits: Limits) -> Iterator[list[_T]]:
-    """Cut tasks into pieces of at most a batch's tasks and bytes; one that is too large makes a piece of its own."""
+    """Cut tasks into pieces within a batch's tasks and bytes. A task that is too large makes a piece of its own."""
     piece: list[_T] = []
     size = 0
     for task in tasks:
@@ -114,18 +115,17 @@ def cut(tasks: Sequence[_T], limits: Limits) -> Iterator[list[_T]]:
         yield piece
 
 
-def _candidate(tasks: Sequence[Candidate], run: Sequence[QueuedTask], following: QueuedTask | None) -> Candidate:
-    """Return a run as a candidate: a key is as urgent as the most urgent of its tasks that the poll saw."""
+def _candidate(tasks: Sequence[Candidate], prefix: Sequence[QueuedTask], following: QueuedTask | None) -> Candidate:
+    """Return a prefix as a candidate. A key is as urgent as the most urgent of its tasks that the poll read."""
     most_urgent = min(tasks, key=lambda each: (-each.priority, each.available_at or each.created_at))
-    first, *behind = (each.id for each in run)
+    first, *behind = (each.id for each in prefix)
     releases = following.id if following is not None and following.deferred else None
-    return replace(
-        most_urgent, id=first, bytes=sum(each.bytes for each in run), behind=tuple(behind), releases=releases
-    )
+    size = sum(each.bytes for each in prefix)
+    return replace(most_urgent, id=first, bytes=size, behind=tuple(behind), releases=releases)
 
 
-def _held(key: Key, head: str, tasks: Sequence[Candidate], limits: Limits) -> Iterator[Batch]:
-    """Return batches of the tasks that the poll saw, each with the head that holds them."""
+def _deferrals(key: Key, head: str, tasks: Sequence[Candidate], limits: Limits) -> Iterator[Batch]:
+    """Return batches that defer the tasks of a key that the poll read behind its head."""
     for piece in cut([each for each in tasks if each.id != head], limits):
         ids = (head, *(each.id for each in piece))
         yield Batch(key.topic, ids, keys=(key.ordering_key,) * len(ids), defers=True)

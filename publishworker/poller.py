@@ -1,15 +1,14 @@
-"""What each poll reads, and what the worker learns from it."""
+"""What each poll reads: which shards, topics and ranges, how many rows, and what the worker learns from the answer."""
 
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from publishworker.membership import Membership
-from publishworker.poll_size import PollSize
 from publishworker.spanner.store import Store
-from publishworker.topics.discovery import Topics
+from publishworker.topics.discovery import KnownTopics
 from publishworker.topics.rate_limit import RateLimits
 from publishworker.types import Candidate, News, PollRequest
 
@@ -17,75 +16,79 @@ _log = logging.getLogger("publishworker")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Tasks that may be taken, and whether to look again at once: for topics or shards that the poll told of."""
+class Polled:
+    """The candidates of one poll.
+
+    `discovered` says that the next poll should follow at once: new topics were found, or other shards are assigned.
+    `cut_off` are the topics of which the poll left tasks in the table. `skipped` says that nothing was read, because
+    no further batch may start.
+    """
 
     candidates: Sequence[Candidate] = ()
     discovered: bool = False
+    cut_off: frozenset[str] = frozenset()
+    skipped: bool = False
 
 
 class Poller:
-    """Asks the store for candidates: ready tasks always, due ones and news now and then."""
+    """Reads candidates from the store: ready tasks at each poll, due tasks and topic controls at an interval."""
 
     def __init__(
         self,
         store: Store,
         membership: Membership,
-        window: PollSize,
-        throttle: RateLimits,
+        rate_limits: RateLimits,
         *,
+        target_rows: int,
         discovery_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Poll the fleet's shards for `window` rows, and for news every `discovery_seconds`.
+        """Poll this worker's shards for about `target_rows` rows.
 
-        What the news say of limits is told to `throttle`.
+        Due tasks, unknown topics, topic controls and live workers are read every `discovery_seconds`. `rate_limits` and
+        `membership` learn from them.
         """
         self._store = store
         self._membership = membership
-        self._window = window
-        self._rate_limits = throttle
+        self._size = PollSize(target_rows, len(membership.shards))
+        self._rate_limits = rate_limits
         self._discovery_seconds = discovery_seconds
         self._clock = clock
-        self._topics = Topics(clock)
+        self._topics = KnownTopics(clock)
         self._discovered_at = float("-inf")
         self._due_tasks_wait = False  # then every poll reads them
 
     @property
     def topics(self) -> frozenset[str]:
-        """Return the topics that it asks for."""
+        """Return the topics that it polls."""
         return self._topics.open
 
-    @property
-    def cut_off(self) -> frozenset[str]:
-        """Return the topics of which the last poll left tasks behind in the table."""
-        return self._window.cut_off
-
     def poll(
-        self, below: int | None, without: Collection[str], held: Collection[str] = frozenset(), depth: int = 0
-    ) -> Found:
-        """Find candidates but for the ids `without`; with ready tasks of lower priority than `below` in any case.
+        self, below: int | None, without: Collection[str], unavailable: Collection[str] = frozenset(), depth: int = 0
+    ) -> Polled:
+        """Read candidates, except the IDs in `without` and the topics in `unavailable`. Raises StoreError.
 
-        The topics in `held` are not asked for. Of each range at least `depth` rows are read. Raises StoreError.
+        With `below`, ready tasks of a lower priority than that are read as well. At least `depth` rows are read from
+        each range.
         """
-        further = self._clock() - self._discovered_at >= self._discovery_seconds
-        look = PollRequest(
+        discovers = self._clock() - self._discovered_at >= self._discovery_seconds
+        request = PollRequest(
             shards=self._membership.shards,
-            topics=self._topics.open.difference(held),
-            per_range=max(self._window.per_range, depth),
-            due=further or self._due_tasks_wait,
+            topics=self._topics.open.difference(unavailable),
+            per_range=max(self._size.per_range, depth),
+            due=discovers or self._due_tasks_wait,
             below=below,
-            known=self._topics.known if further else None,
+            known=self._topics.known if discovers else None,
         )
-        poll = self._store.poll(look)
-        self._window.adapt(Counter((each.topic, each.shard, each.available_at is None) for each in poll.candidates))
-        if look.due:
+        poll = self._store.poll(request)
+        self._size.adapt(Counter((each.topic, each.shard, each.available_at is None) for each in poll.candidates))
+        if request.due:
             self._due_tasks_wait = any(each.available_at is not None for each in poll.candidates)
         self._topics.see({each.topic for each in poll.candidates})
         discovered = poll.news is not None and self._learn(poll.news)
         topics, shards = self._topics.open, frozenset(self._membership.shards)  # as the news left them
         mine = (each for each in poll.candidates if each.topic in topics and each.shard in shards)
-        return Found([each for each in mine if each.id not in without], discovered)
+        return Polled([each for each in mine if each.id not in without], discovered, self._size.cut_off)
 
     def _learn(self, news: News) -> bool:
         """Take in the news; return whether there is more to look at."""
@@ -105,3 +108,29 @@ class Poller:
         self._discovered_at = self._clock()
         self._topics.forget()
         return False
+
+
+class PollSize:
+    """Keeps a poll near `target` rows, whether one range holds the backlog or hundreds do.
+
+    Doubles while ranges are cut off and the poll is short of the target, halves when it brought twice the target.
+    """
+
+    def __init__(self, target: int, shards: int) -> None:
+        """Aim at `target` rows; begin as if one topic had all of them, spread over the shards."""
+        self._target = target
+        self.per_range = max(1, -(-target // max(1, shards)))
+        #: The topics of which the last poll left rows in some range.
+        self.cut_off: frozenset[str] = frozenset()
+
+    def adapt(self, found: Mapping[tuple[str, int, bool], int]) -> None:
+        """Learn from the last poll: how many rows each range gave, or more if another part of the poll read it, too.
+
+        A range is a topic, a shard, and whether its tasks are ready or due.
+        """
+        total = sum(min(count, self.per_range) for count in found.values())
+        self.cut_off = frozenset(topic for (topic, *_), count in found.items() if count >= self.per_range)
+        if total > 2 * self._target:
+            self.per_range = max(1, self.per_range // 2)
+        elif self.cut_off and total < self._target:
+            self.per_range = min(self._target, self.per_range * 2)

@@ -1,29 +1,28 @@
-"""One turn of the relay: poll, sample, claim, publish, mark, record."""
+"""One turn of the relay, in the order in which data moves.
+
+Settle the batches that have ended, mark tasks in doubt, poll, resolve ordering keys, select and start batches, report.
+"""
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from random import Random
 
-from publishworker.batching import Limits, fitting, sample
+from publishworker.batching import Limits
 from publishworker.delivery import Delivery
-from publishworker.fair_share import FairShare
 from publishworker.in_doubt import InDoubt
 from publishworker.in_flight import InFlight
 from publishworker.membership import Membership
 from publishworker.ordering import Ordering, ResolvedKeys
-from publishworker.poll_size import PollSize
-from publishworker.poller import Found, Poller
+from publishworker.poller import Polled, Poller
+from publishworker.selection import Selector
 from publishworker.spanner.store import Store, StoreError
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
-from publishworker.topics.circuit_breaker import CircuitBreakers
-from publishworker.topics.rate_limit import RateLimits
-from publishworker.types import Batch, BatchResult, Candidate, Key, LockedRow, Mark, Sent, Turn
+from publishworker.topics.availability import Topics
+from publishworker.types import Batch, BatchResult, Key, Turn, turn_of
 
-#: Seconds a turn waits for batches in flight before it ends without them, so that the loop can do what else is due.
+#: Seconds that a turn waits for batches in flight. It then ends without them, so that the worker sends its heartbeat.
 MAX_TURN_WAIT_SECONDS = 0.25
 
 
@@ -47,240 +46,158 @@ class Relay:
         clock: Callable[[], float] = time.monotonic,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take batches within `limits`; read news and due tasks every `discovery_seconds`.
+        """Start batches within `limits`. Read due tasks and topic controls every `discovery_seconds`.
 
-        With `skip_dead` a dead task does not hold back what follows in its ordering key.
-
-        A turn ends when no more than `stragglers` of its batches are still in flight, or `patience` seconds after one
-        has ended; a later turn reports them. `beat` is called before everything that may take long: a turn can be slow
-        and healthy.
+        Args:
+            store: where the tasks are.
+            delivery: what publishes a batch.
+            metrics: where counts and durations go.
+            membership: which shards this worker polls.
+            limits: tasks and bytes of a batch, and how many batches may be in flight.
+            discovery_seconds: between two reads of due tasks, unknown topics, topic controls and live workers.
+            random: shuffles slices of tasks, and draws probes.
+            fair_share: part of the batches (0 to 0.5) for lower priorities while higher ones keep arriving.
+            skip_dead: a dead task does not block its ordering key.
+            stragglers: a turn ends when at most this many of its batches are still in flight.
+            patience: or this many seconds after the first of them has ended. A later turn reports the others.
+            clock: monotonic seconds.
+            beat: called before each step that may take long, because a slow turn is not a hung one.
         """
-        self._delivery = delivery
         self._limits = limits
-        self._random = random
         self._stragglers = stragglers
         self._patience = patience
         self._clock = clock
         self._beat = beat
-        window = PollSize(target=limits.batches * limits.batch_size, shards=len(membership.shards))
-        self._rate_limits = RateLimits(clock)
+        self._topics = Topics(random, clock, places=limits.batches)
         self._poller = Poller(
-            store, membership, window, self._rate_limits, discovery_seconds=discovery_seconds, clock=clock
-        )
-        self._fair_share = FairShare(fair_share)
-        self._behind = False  # whether the last sample left tasks behind
-        self._crowded = False  # whether it did so because there are too many bytes in flight
-        self._circuits = CircuitBreakers(random, clock, places=limits.batches)
-        self._in_doubt = InDoubt(clock)
-        self._reporter = Reporter(metrics, clock)
+            store, membership, self._topics.rate_limits, target_rows=limits.batches * limits.batch_size,
+            discovery_seconds=discovery_seconds, clock=clock,
+        )  # fmt: skip
         self._ordering = Ordering(store, limits, random, skip_dead=skip_dead)
-        self._in_flight = InFlight(delivery.deliver, clock, beat)
+        self._selector = Selector(limits, self._topics, random, fair_share)
+        self._in_flight = InFlight(delivery.run, clock, beat)
+        self._in_doubt = InDoubt(delivery.mark, limits, clock, beat)
+        self._reporter = Reporter(metrics, clock)
 
     def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
-        """Do one turn and return its numbers; once `stopping` says so, take nothing more.
+        """Run one turn and return its numbers. It starts no batch once `stopping()` is true.
 
-        Raises StoreError if the poll got no answer, or if tasks that were published before cannot be marked: nothing
-        is published then but what is in flight. Raises StuckBatch if a batch does not end.
+        Raises StoreError if Spanner does not answer the poll or refuses to mark tasks in doubt, and StuckBatch if a
+        batch does not end. Nothing new is published then.
         """
         self._beat()
-        results = self._in_flight.collect(self._limits.batches)  # before the poll, which may fail for a long time
-        changed = self._learn(results)
+        finished = self._in_flight.collect()  # batches whose transaction has ended
+        changed = self._settle(finished, stopping)  # circuits, limits, tasks in doubt, metrics and logs
         self._in_flight.check()
-        if not stopping():
-            self._start_at_most_once(results)  # before the sample: what is in flight is no candidate
-        full = len(self._in_flight) >= self._limits.batches or self._in_flight.bytes() >= self._limits.bytes
-        found = Found() if full else self._poll()
-        self._beat()
-        in_doubt = self._mark_doubtful()
-        self._beat()
-        waits = full
-        if not (full or stopping()):
-            key_heads = self._ordering.key_heads(found, self._in_flight.keys(), in_doubt)
-            self._beat()
-            batches = self._sample(key_heads)
-            for batch in batches:
-                self._start(batch)
-            waits = bool(batches) or key_heads.busy or self._crowded
-        later = self._wait(found) if waits else self._in_flight.collect(self._limits.batches)
-        changed |= self._learn(later)
-        results += later
-        if not stopping():
-            self._start_at_most_once(later)
-        return self._turn(found, results, waits=waits and not results, changed=changed)
+        self._in_doubt.mark()  # before anything new is published
+        polled = self._poll()  # no task while every place is taken
+        ready = self._resolve(polled)  # key heads, sendable prefixes, blocked keys
+        started = self._start(self._select(polled, ready, stopping))
+        waits = polled.skipped or started or ready.busy or self._selector.crowded
+        later = self._wait(polled) if waits else self._in_flight.collect()
+        changed |= self._settle(later, stopping)
+        return self._report(polled, finished + later, waits=waits, discovered=polled.discovered or changed)
 
     def finish(self) -> Turn:
-        """Wait for everything in flight, try once to mark what is in doubt then, and return the numbers.
+        """Wait for all batches in flight, try once to mark tasks in doubt, and return the numbers.
 
         Raises StuckBatch if a batch does not end.
         """
-        results: list[BatchResult] = []
+        finished: list[BatchResult] = []
         try:
-            while len(self._in_flight):  # one by one: what has landed is told, whatever becomes of the others
-                landed = self._in_flight.collect(len(self._in_flight) - 1)
-                self._learn(landed)
-                results += landed
-            with contextlib.suppress(StoreError):  # it was said when the commit failed
-                self._mark_doubtful()
-            return self._turn(Found(), results)
+            while len(self._in_flight):  # one by one, so that each is reported even if another one is stuck
+                ended = self._in_flight.wait(self._in_flight.all_but_one())
+                self._settle(ended, stopping=lambda: True)
+                finished += ended
+            with contextlib.suppress(StoreError):  # the failed commit was logged
+                self._in_doubt.mark()
+            return self._report(Polled(), finished)
         finally:
             self._reporter.end()
 
     @property
     def in_flight(self) -> int:
-        """Return how many batches are in flight."""
+        """Return the number of batches in flight."""
         return len(self._in_flight)
 
     @property
     def topics(self) -> frozenset[str]:
-        """Return the topics that have unsent tasks, or had some lately, but for paused ones."""
+        """Return the topics that have, or recently had, unsent tasks, except paused ones."""
         return self._poller.topics
 
-    def resting(self) -> Mapping[str, bool]:
-        """Return the topics that do not work, and whether each rests now; else it is being probed, or may be."""
-        return self._circuits.states()
+    def open_circuits(self) -> Mapping[str, bool]:
+        """Return the topics whose circuit is not closed, and whether it is open (True) or half-open (False)."""
+        return self._topics.circuits.states()
 
-    def _poll(self) -> Found:
-        """Look for tasks that are not in flight, of topics that neither rest nor are at their limit."""
-        in_flight = self._in_flight.ids()  # also those that end before the poll does: its snapshot may not show it
-        allowed = self._rate_limits.allowances(self._in_flight.tasks_by_topic())
-        held = self._circuits.resting() | {topic for topic, tasks in allowed.items() if not tasks}
-        began = self._clock()
-        found = self._poller.poll(self._fair_share.below, in_flight, held, self._circuits.depth())
-        self._reporter.poll(self._clock() - began)
-        return found
+    def _settle(self, finished: Sequence[BatchResult], stopping: Callable[[], bool]) -> bool:
+        """Take in what finished batches say: metrics and logs, tasks in doubt, circuits and limits of their topics.
 
-    def _sample(self, key_heads: ResolvedKeys) -> list[Batch]:
-        """Cut candidates into as many batches as can start now; some may be a lower priority's share.
-
-        Tasks that are held are deferred, as they hide others from the poll: in a quarter of the places, or in half of
-        them if there is nothing to send.
+        Returns whether the circuit of a topic has opened or closed.
         """
-        defers = list(key_heads.held[: self._places_to_defer(nothing_else=not key_heads.candidates)])
-        candidates, probes = self._circuits.probes(key_heads.candidates, self._poller.cut_off)
-        allowed = self._rate_limits.allowances(self._in_flight.tasks_by_topic())
-        allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
-        fair = self._batches(self._fair_share.choose(candidates), defers, allowed)[: self._fair_share.batches]
-        for batch in fair:
-            if batch.topic in allowed:
-                allowed[batch.topic] -= len(batch.ids)
-        given = {id for batch in fair for id in batch.ids}
-        rest = [each for each in candidates if each.id not in given]
-        wanted = fair + self._batches(rest, defers + fair, allowed)
-        batches = fitting(wanted, self._limits.bytes - self._in_flight.bytes(), alone=not len(self._in_flight))
-        self._crowded = len(batches) < len(wanted)
-        taken = sum(len(batch.ids) for batch in batches if batch.topic not in allowed)
-        # The others wait for more than for a place.
-        free = sum(each.tasks for each in candidates if each.topic not in allowed)
-        self._behind = bool(self._poller.cut_off - allowed.keys()) or taken < free
-        highest = max((each.priority for each in candidates if each.available_at is None), default=None)
-        self._fair_share.count(len(batches), min(len(fair), len(batches)), highest if self._behind else None)
-        return defers + batches
-
-    def _places_to_defer(self, *, nothing_else: bool) -> int:
-        most = self._limits.batches // (2 if nothing_else else 4)
-        if most == 0:  # of one, two or three places one is given now and then
-            most = int(nothing_else or self._random.random() < 1 / 4)
-        free = self._limits.batches - len(self._in_flight)
-        return max(0, min(free, most - self._in_flight.deferring()))
-
-    def _batches(
-        self, candidates: Sequence[Candidate], beside: Sequence[Batch], allowed: Mapping[str, int]
-    ) -> list[Batch]:
-        in_flight = self._in_flight.by_topic() + Counter(batch.topic for batch in beside)
-        return sample(candidates, self._limits, self._random, in_flight, allowed)
-
-    def _start(self, batch: Batch) -> None:
-        if batch.defers:
-            self._in_flight.start(batch)
-            return
-        self._rate_limits.take(batch.topic, len(batch.ids))
-        self._in_flight.start(self._circuits.start(batch))
-
-    def _wait(self, found: Found) -> list[BatchResult]:
-        """Wait for batches in flight, and return the results of those that ended.
-
-        Stragglers are left behind for the sake of tasks that wait: where none do, another poll would find nothing. If
-        all that was found is of keys in flight, it would find the same: then at least one batch has to land.
-        """
-        if not self._behind:
-            return self._in_flight.collect(longest=MAX_TURN_WAIT_SECONDS)
-        leave, in_flight = self._stragglers, self._in_flight.keys()
-        if all(each.ordering_key and Key(each.topic, each.ordering_key) in in_flight for each in found.candidates):
-            leave = min(leave, max(0, len(self._in_flight) - 1))
-        return self._in_flight.collect(leave, self._patience, MAX_TURN_WAIT_SECONDS)
-
-    def _learn(self, results: Sequence[BatchResult]) -> bool:
-        """Tell of batches that have landed, after their commits, and take in what they say of their topics.
-
-        Returns whether a topic rests from now on, or works again.
-        """
-        changes = []
-        for result in results:
-            topic = result.batch.topic
+        changed = False
+        for result in finished:
             self._reporter.batch(result)
             if result.error is not None:
-                self._in_doubt.remember(topic, result.published_versions())
-            if result.batch.defers:
-                continue
-            self._rate_limits.take(topic, len(result.tried) - len(result.batch.ids))
-            if change := self._circuits.learn(result):
-                self._reporter.change(change)
-                changes.append(change)
-        return bool(changes)
+                self._in_doubt.remember(result.batch.topic, result.published_versions())
+            if (change := self._topics.learn(result)) is not None:
+                self._reporter.circuit(change)
+                changed = True
+            # Found under the lock: they must be marked before they are published, in a batch of their own.
+            if not stopping() and (at_most_once := self._topics.at_most_once(result)) is not None:
+                self._start([at_most_once])
+        return changed
 
-    def _start_at_most_once(self, results: Sequence[BatchResult]) -> None:
-        """Start batches of the tasks that must be marked before they are published."""
-        for result in results:
-            if (batch := result.at_most_once()) and self._circuits.may_be_risked(result):
-                self._start(batch)
+    def _poll(self) -> Polled:
+        self._beat()
+        if not self._in_flight.has_room(self._limits):
+            return Polled(skipped=True)
+        # Also the IDs of batches that end before the poll does: the poll's snapshot may not show their marks.
+        in_flight, unavailable = self._in_flight.ids(), self._topics.unavailable(self._in_flight.tasks_by_topic())
+        began = self._clock()
+        polled = self._poller.poll(self._selector.below, in_flight, unavailable, self._topics.circuits.depth())
+        self._reporter.poll(self._clock() - began)
+        return polled
 
-    def _mark_doubtful(self) -> frozenset[str]:
-        """Mark what was published while its commit failed; return those ids, which are no candidates in this turn.
+    def _resolve(self, polled: Polled) -> ResolvedKeys:
+        self._beat()
+        return self._ordering.resolve(polled.candidates, self._in_flight.keys())
 
-        Raises StoreError if that fails again: where commits are refused, publishing more would only make duplicates.
+    def _select(self, polled: Polled, ready: ResolvedKeys, stopping: Callable[[], bool]) -> list[Batch]:
+        self._beat()
+        if polled.skipped or stopping():
+            return []
+        return self._selector.select(ready, self._in_flight, polled.cut_off)
+
+    def _start(self, batches: Sequence[Batch]) -> bool:
+        """Start batches; return whether there were any."""
+        for batch in batches:
+            self._in_flight.start(self._topics.start(batch))
+        return bool(batches)
+
+    def _wait(self, polled: Polled) -> list[BatchResult]:
+        """Wait for batches in flight, and return the results of those that ended.
+
+        Stragglers are left behind if tasks wait for a place: otherwise another poll would find nothing. If the poll
+        found only keys that are in flight, at least one batch has to end, because the next poll would find the same.
         """
-        in_doubt = self._in_doubt.ids()
+        if not self._selector.left_tasks:
+            return self._in_flight.wait(longest=MAX_TURN_WAIT_SECONDS)
+        leave, keys = self._stragglers, self._in_flight.keys()
+        if all(each.ordering_key and Key(each.topic, each.ordering_key) in keys for each in polled.candidates):
+            leave = min(leave, self._in_flight.all_but_one())
+        return self._in_flight.wait(leave, self._patience, MAX_TURN_WAIT_SECONDS)
 
-        def published(rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, Mark]:
-            return {row.id: Sent("") for row in rows if row.sent_at is None and self._in_doubt.is_about(row)}
-
-        in_flight_batches = InFlight(lambda batch: self._delivery.mark(batch, published), self._clock, self._beat)
-        for batch in self._in_doubt.batches(self._limits):
-            in_flight_batches.start(batch)
-        errors = []
-        while len(in_flight_batches):
-            for result in in_flight_batches.collect(len(in_flight_batches) - 1):
-                if result.error is None:
-                    self._in_doubt.forget(result.batch.ids)
-                else:
-                    errors.append(result.error)
-        if errors:
-            raise StoreError(f"published tasks could not be marked: {errors[0]}")
-        return in_doubt
-
-    def _turn(
-        self,
-        found: Found,
-        results: Sequence[BatchResult],
-        *,
-        waits: bool = False,
-        changed: bool = False,
+    def _report(
+        self, polled: Polled, finished: Sequence[BatchResult], *, waits: bool = False, discovered: bool = False
     ) -> Turn:
-        """Return the numbers of a turn, and tell of them."""
-        held = [self._circuits.seconds_to_probe(), self._rate_limits.seconds_to_next()]
-        committed = [result for result in results if result.error is None]
-        turn = Turn(
-            polled=len(found.candidates),
-            published=sum(len(result.published()) for result in results),
-            taken=sum(len(result.taken_by_others()) for result in results),
-            failed=sum(len(result.failed()) for result in results),
-            recorded=sum(len(result.recorded) for result in committed),
-            deferred=sum(len(result.deferred) for result in committed),
-            uncommitted=sum(len(result.published()) for result in results if result.error is not None),
+        """Return the numbers of a turn, and log them."""
+        turn = turn_of(
+            finished,
+            polled=len(polled.candidates),
             in_flight=len(self._in_flight),
-            waits=waits,
-            discovered=found.discovered or changed,
-            again_in=min((seconds for seconds in held if seconds is not None), default=None),
+            waits=waits and not finished,
+            discovered=discovered,
+            again_in=self._topics.seconds_until_available(),
         )
-        self._reporter.turn(turn, worked=bool(results))
+        self._reporter.turn(turn, worked=bool(finished))
         return turn

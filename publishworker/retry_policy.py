@@ -1,6 +1,6 @@
-"""What a failure costs its task: when it is tried again, and when no more. Pure, with an injected source of randomness.
+"""When a failed task is tried again, and when it is dead. Pure, with an injected source of randomness.
 
-Times are computed from the database's time, so a worker with a wrong clock delays nothing and hurries nothing.
+All times derive from the database's time, so a wrong clock of the worker has no effect.
 """
 
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from outbox.storage.task_states import NEVER
 from publishworker.pubsub.errors import FailureKind, is_refused, kind_of
 from publishworker.types import Batch, Deferred, Failed, FailedAttempt, LockedRow
 
-#: What INT64 holds; another writer may have put anything into the column.
+#: The max of INT64. Another writer may have set the column to any value.
 MAX_ATTEMPTS = 2**63 - 1
-#: Characters of LastError, reason included.
+#: Max characters of LastError, with the reason.
 MAX_ERROR_CHARACTERS = 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How often and after how long a failed task is tried again; times in seconds.
+    """How often and after how many seconds a failed task is tried again.
 
-    The wait begins with about `initial` and doubles up to `longest`, each between half and full. After `max_attempts`
-    the task is dead, but while its topic is missing or closed not before it is `dead_after` old.
+    The delay doubles from `initial` to `longest`, each with jitter between half and full. After `max_attempts` the task
+    is dead. While its topic is missing or closed, it is not dead before it is `dead_after` old.
     """
 
     initial: float
@@ -41,8 +41,8 @@ class RetryPolicy:
     def defer(self, head: LockedRow, available_at: datetime, now: datetime) -> Deferred:
         """Return what is written to a task behind `head`, which is not due before `available_at`.
 
-        No later than the longest wait, so that a dead head does not make the tasks behind it look dead; and no later
-        than the head expires, as it holds them no longer then.
+        At most `longest` from now, so that a dead head does not make the tasks behind it look dead. At most the head's
+        ExpiresAt, because an expired head blocks nothing.
         """
         until = min(available_at, now + timedelta(seconds=self.longest))
         return Deferred(until if head.expires_at is None else min(until, max(head.expires_at, now)), head.id)
@@ -55,15 +55,15 @@ class RetryPolicy:
         return attempts >= self.max_attempts
 
     def _wait(self, attempts: int) -> float:
-        doublings = max(0, min(attempts - 1, 60))  # far beyond any limit, and no overflow
+        doublings = max(0, min(attempts - 1, 60))  # no overflow, and far beyond any limit
         return min(self.initial * 2.0**doublings, self.longest) * self.random.uniform(0.5, 1)
 
 
 def is_recorded(batch: Batch, id: str, failure: Failed, *, works: bool) -> bool:
-    """Tell whether a failure is its task's own, or its topic's, which then rests and costs the task nothing.
+    """Tell whether a failure is recorded as an attempt of its task, rather than of its topic.
 
-    A missing or closed topic is recorded to the tasks that probe it. An outage is recorded to a suspect, who has met one
-    before, if the topic `works` beside it; but not one that no message can cause, as a used-up quota.
+    A missing or closed topic is recorded on the tasks that probe it. An outage is recorded on a suspect, which was in
+    an earlier one, if the topic `works` for others, but not if no message can cause it, such as a used-up quota.
     """
     match kind_of(failure.reason):
         case FailureKind.TARGET:
@@ -74,6 +74,6 @@ def is_recorded(batch: Batch, id: str, failure: Failed, *, works: bool) -> bool:
 
 
 def last_error(failure: Failed) -> str:
-    """Return the text for LastError: valid UTF-8, never a payload, as `Failed` holds none."""
+    """Return the text for LastError: valid UTF-8, without any of the message."""
     text = f"{failure.reason}: {failure.error}"[:MAX_ERROR_CHARACTERS]
     return text.encode("utf-8", "replace").decode()

@@ -1,6 +1,6 @@
-"""A task on its way through the relay, and what becomes of it. Plain data, no behaviour."""
+"""A task on its way through the relay, and its outcomes. Plain data, in the order in which it is created."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import zip_longest
@@ -11,30 +11,30 @@ from outbox.storage.task_states import NEVER
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What the poll gives: an unsent task as the index shows it, without its body."""
+    """An unsent task as the index shows it to the poll, without its message."""
 
     id: str
     topic: str
     shard: int
     priority: int
     created_at: datetime
-    available_at: datetime | None  # None: ready; else due
+    available_at: datetime | None  # None: ready; otherwise due
     ordering_key: str | None
     bytes: int
-    #: Of a run of an ordering key: the ids that go behind this one, in their order. `bytes` is then the size of all.
+    #: For the sendable prefix of an ordering key: the IDs that follow this one. `bytes` is then the size of all.
     behind: tuple[str, ...] = ()
-    #: The task after the run, if it is deferred: no poll would see it.
+    #: The deferred task after the prefix. No poll reads it, so the commit that sends the prefix releases it.
     releases: str | None = None
 
     @property
     def tasks(self) -> int:
-        """Return how many tasks go together."""
+        """Return the number of tasks."""
         return 1 + len(self.behind)
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Whose order is kept: the tasks of one topic that have the same ordering key."""
+    """A topic and an ordering key: their tasks are published in order."""
 
     topic: str
     ordering_key: str
@@ -42,34 +42,34 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class QueuedTask:
-    """One of the first unsent tasks of a key."""
+    """One of the first unsent tasks of an ordering key."""
 
     id: str
     bytes: int
-    sendable: bool  # it is ready, due, or deferred: nothing holds it but what stands before it
+    sendable: bool  # ready, due or deferred: only an earlier task of the key can block it
     deferred: bool = False
-    expired_early: bool = False  # it has expired before it was due: it holds back nothing
+    expired_early: bool = False  # expired before it was due, so it blocks no later task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PollRequest:
-    """What one poll reads: the ready tasks of these shards and topics, and what else is asked for."""
+    """What one poll reads: the ready tasks of these shards and topics, and optionally more."""
 
     shards: tuple[int, ...]
     topics: frozenset[str]
-    #: Rows at most of each range, a range being the ready or the due tasks of one shard and topic.
+    #: Max rows of each range. A range is the ready or the due tasks of one shard and topic.
     per_range: int
-    #: Due tasks as well.
+    #: Read due tasks as well.
     due: bool = False
-    #: From each range of ready tasks as many again, of a lower priority than this.
+    #: Read as many ready tasks of each range again, of a lower priority than this.
     below: int | None = None
-    #: And news: topics that are not among these, pauses, the other workers.
+    #: Read News as well: topics other than these, topic controls and workers.
     known: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TopicLimit:
-    """How fast the whole membership may publish to a topic, in tasks; None is no limit. Rate and burst come together."""
+    """How fast all live workers together may publish to a topic, in tasks. None is no limit."""
 
     rate: float | None = None
     burst: int | None = None
@@ -78,19 +78,19 @@ class TopicLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """What is found beside tasks: unknown topics, paused and limited ones, workers that live or are long gone."""
+    """What a poll reads besides tasks: unknown topics, topic controls, live workers and those that are long gone."""
 
     topics: frozenset[str]
     paused: frozenset[str]
     living: frozenset[str]
     gone: frozenset[str]
-    #: What AsynchronousTaskTopics says, also of paused topics; it may make no sense.
+    #: The limits in AsynchronousTaskTopics, also of paused topics. They may be invalid.
     limits: Mapping[str, "TopicLimit"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class PollResult:
-    """What one poll found: candidates, each once, and news if it looked for them."""
+    """The candidates of one poll, each once, and News if they were requested."""
 
     candidates: tuple[Candidate, ...]
     news: News | None = None
@@ -98,31 +98,31 @@ class PollResult:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tasks of one topic that share a transaction."""
+    """Tasks of one topic that are claimed, published and marked in one transaction."""
 
     topic: str
     ids: tuple[str, ...]
-    #: Those that met their topic's last outage: the next one is theirs, if the topic works beside them.
+    #: Tasks that were in the topic's last outage. A further outage is recorded on them, if the topic works for others.
     suspects: frozenset[str] = frozenset()
-    #: The topic has published something since an outage was last met.
+    #: The topic has published something since its last outage.
     works: bool = True
-    #: They are sent to see whether a topic that rests works again.
+    #: The batch probes a topic whose circuit is open.
     probe: bool = False
-    #: They are marked, and published when that has been committed.
+    #: The tasks are marked first, and published once that is committed.
     at_most_once: bool = False
-    #: The ordering key of each task, if any has one; the tasks of a key stand in its order.
+    #: The ordering key of each task, or empty if none has one. The tasks of a key are in its order.
     keys: tuple[str | None, ...] = ()
-    #: Deferred tasks that follow what is sent of their keys: they are to be ready again when it has gone.
+    #: Deferred tasks that follow the sendable prefixes, to be released when these are sent.
     releases: tuple[str, ...] = ()
-    #: Nothing is sent: the first is the head of a key, and not due, and the others are to be put off behind it.
+    #: Nothing is published: the first task is a key head that is not due, and the others are deferred behind it.
     defers: bool = False
-    #: Of all messages together.
+    #: Size of all messages.
     bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LockedRow:
-    """A task as it stands under the lock."""
+    """A task as the claim reads it under the lock."""
 
     id: str
     topic: str
@@ -131,7 +131,7 @@ class LockedRow:
     created_at: datetime
     available_at: datetime | None
     sent_at: datetime | None
-    clean: bool = False  # nothing is left of earlier attempts: SentAt is all there is to write
+    clean: bool = False  # no trace of earlier attempts, so a mark only writes SentAt
     attempts: int = 0
     expires_at: datetime | None = None
     at_most_once: bool = False
@@ -142,16 +142,16 @@ class LockedRow:
         return self.available_at is None or self.available_at <= now
 
     def is_expired(self, now: datetime) -> bool:
-        """Tell whether the task is not worth sending any more at `now`, the database's time."""
+        """Tell whether ExpiresAt has passed at `now`, the database's time."""
         return self.expires_at is not None and self.expires_at <= now
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A row as it was when its task was tried, but for the body.
+    """A row when its task was published, without the message.
 
-    What is known of one version says nothing of another one: the row was registered again under its id, another worker
-    failed on it, or an operator wants it sent again (`outbox retry`).
+    What is known about one version says nothing about another: the row was registered again with the same ID, another
+    worker failed to publish it, or an operator wants it sent again (`outbox retry`).
     """
 
     topic: str
@@ -165,32 +165,32 @@ class Version:
     @classmethod
     def of(cls, row: LockedRow) -> "Version":
         """Return a row's version."""
-        when = row.created_at, row.available_at, row.expires_at
-        return cls(row.topic, row.ordering_key, *when, row.attempts, row.deferred)
+        times = row.created_at, row.available_at, row.expires_at
+        return cls(row.topic, row.ordering_key, *times, row.attempts, row.deferred)
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Pub/Sub has it and answered with this message id."""
+    """Pub/Sub has accepted the message and returned this message ID."""
 
     message_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Not to be sent here and now.
+    """The task is not published in this batch.
 
-    Another worker has sent it (or somebody has changed its row since we did), its row is gone, it is not due, its topic
-    was changed, or it must be marked first, in a batch of its own, or one that stands before it in its ordering key is
-    not due.
+    The reasons: another worker has sent it or its row has changed since it was published (`sent`), the row does not
+    exist any more (`gone`), it is not due, its topic or key has changed (`moved`), it must be marked first in a batch
+    of its own (`at_most_once`), or an earlier task of its ordering key is not due (`blocked`).
     """
 
-    reason: Literal["sent", "gone", "not_due", "moved", "at_most_once", "held"]
+    reason: Literal["sent", "gone", "not_due", "moved", "at_most_once", "blocked"]
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Not sent, or in doubt. `reason` is a name of `failures.REASONS`, `error` is for a person."""
+    """The publish failed or has no answer. `reason` is a name in `pubsub.errors.REASONS`, `error` is for people."""
 
     reason: str
     error: str
@@ -201,11 +201,11 @@ Outcome = Sent | Skipped | Failed
 
 @dataclass(frozen=True, slots=True)
 class FailedAttempt:
-    """What is written to a row that was not sent: after a failure, or to take back a mark that came before it."""
+    """What is written to the row of a task that was not sent: a failed attempt, or the row as it was before a mark."""
 
     attempts: int
     available_at: datetime | None
-    expires_at: datetime | None  # as it was
+    expires_at: datetime | None  # unchanged
     error: str | None
 
     @property
@@ -216,63 +216,66 @@ class FailedAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """What is written to a row that waits behind the head of its ordering key, which is not due."""
+    """What is written to the row of a task behind a key head that is not due."""
 
     available_at: datetime
     head: str
 
 
-#: What is written to a locked row; a row without a mark stays as it is.
+#: What is written to a locked row. A row without a mark is not changed.
 Mark = Sent | FailedAttempt | Deferred
 
 
 @dataclass(slots=True)
 class BatchResult:
-    """What became of one batch. Without `error` the commit landed, and with it every mark; else `unsure` says perhaps.
+    """The outcome of one batch, and what one transaction attempt leaves to the next.
 
-    `tried` is what came of each attempt, kept over re-runs of the transaction, and `versions` of which rows;
-    `locked_at` is when they were last locked, by the database's clock; `outcomes` is what the last run decided. They
-    differ where another worker sent a task while ours was published: tried says Sent, outcomes says Skipped. `recorded`
-    are the failures that were written down, `traces` the trace ids of their messages if they have any, `deferred` tasks
-    that were put off behind the head of their key, `unconfirmed` those that are marked, at most once, and not known to be
-    published. `runs` counts the transaction's runs: each but the last was aborted. `waited` is for how many seconds
-    those that Pub/Sub has had been due when it answered, and `phases` how many seconds the claim, the publishing and
-    the commit took, over all runs.
+    If `error` is None, the commit succeeded and every mark is written. Otherwise `unsure` says that the outcome of the
+    commit is unknown.
     """
 
     batch: Batch
+    #: What survives a transaction attempt: the outcome of each publish, and the row that was published.
     tried: dict[str, Outcome] = field(default_factory=dict)
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
     versions: dict[str, Version] = field(default_factory=dict)
+    #: What the last attempt decided. If another worker sent a task while this one published it, `tried` says Sent and
+    #: `outcomes` says Skipped.
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    #: When the rows were last locked, by the database's clock.
     locked_at: datetime | None = None
+    #: Failed attempts and deferrals that the commit writes.
+    recorded: dict[str, FailedAttempt] = field(default_factory=dict)
+    deferred: dict[str, Deferred] = field(default_factory=dict)
+    #: At-most-once tasks that are, or may be, marked and were perhaps not published.
+    unconfirmed: list[str] = field(default_factory=list)
+    #: Trace IDs of the messages whose failure was recorded.
+    traces: dict[str, str] = field(default_factory=dict)
+    #: Seconds from when a task was due to Pub/Sub's answer, and seconds of each phase over all attempts.
     waited: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
-    recorded: dict[str, FailedAttempt] = field(default_factory=dict)
-    traces: dict[str, str] = field(default_factory=dict)
-    deferred: dict[str, Deferred] = field(default_factory=dict)
-    unconfirmed: list[str] = field(default_factory=list)
-    runs: int = 0
+    #: Transaction attempts; all but the last were aborted.
+    attempts: int = 0
     error: str | None = None
     unsure: bool = False
 
     def published(self) -> list[str]:
-        """Return the ids that Pub/Sub has, whether or not the commit landed."""
+        """Return the IDs that Pub/Sub has, whether or not the commit succeeded."""
         return [id for id, outcome in self.tried.items() if isinstance(outcome, Sent)]
 
     def published_versions(self) -> dict[str, Version]:
-        """Return which rows were published, by id."""
+        """Return the rows that were published, by ID."""
         return {id: self.versions[id] for id in self.published()}
 
-    def taken_by_others(self) -> list[str]:
-        """Return the ids that another worker had sent."""
+    def already_sent(self) -> list[str]:
+        """Return the IDs that another worker had sent."""
         return [id for id, outcome in self.outcomes.items() if outcome == Skipped("sent")]
 
     def failed(self) -> dict[str, Failed]:
-        """Return the failures by id."""
+        """Return the failures by ID."""
         return {id: outcome for id, outcome in self.tried.items() if isinstance(outcome, Failed)}
 
     def at_most_once(self) -> Batch | None:
-        """Return the tasks that wait for a batch of their own, or None: not behind one of their key that failed."""
+        """Return a batch of the tasks that must be marked first, or None. Those behind a failure of their key wait."""
         pairs = list(zip_longest(self.batch.ids, self.batch.keys))
         failed = {key for id, key in pairs if key is not None and isinstance(self.tried.get(id), Failed)}
         once = [
@@ -287,21 +290,42 @@ class BatchResult:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one turn did, in numbers."""
+    """The numbers of one turn, in tasks unless noted."""
 
     polled: int = 0
     published: int = 0
-    taken: int = 0
+    already_sent: int = 0  # claimed too late: another worker had sent them
     failed: int = 0
-    recorded: int = 0  # failures that were written to their rows
-    deferred: int = 0  # tasks that were put behind the head of their ordering key, which is not due
+    recorded: int = 0  # failed attempts that were written to their rows
+    deferred: int = 0  # put behind a key head that is not due
     uncommitted: int = 0  # published, but the commit failed
     in_flight: int = 0  # batches that a later turn will report
-    waits: bool = False  # batches that were waited for have not ended yet
-    discovered: bool = False  # a topic, shards that are this worker's now, a topic that rests or works again
-    again_in: float | None = None  # seconds until a topic that is held back may be tried again
+    waits: bool = False  # the turn waited for batches, and none ended
+    discovered: bool = False  # there are new topics or shards to poll, or a circuit has opened or closed
+    again_in: float | None = None  # seconds until a topic that is unavailable now may be tried again
 
     @property
     def made_progress(self) -> bool:
-        """Tell whether there may be more at once: a task was sent or put off, or there is something else to look at."""
+        """Tell whether the next turn may find more at once."""
         return self.published > self.uncommitted or self.recorded + self.deferred > 0 or self.discovered
+
+
+def turn_of(
+    finished: Sequence[BatchResult], *, polled: int, in_flight: int, waits: bool, discovered: bool,
+    again_in: float | None,
+) -> Turn:  # fmt: skip
+    """Return the numbers of a turn in which these batches have `finished`."""
+    committed = [result for result in finished if result.error is None]
+    return Turn(
+        polled=polled,
+        published=sum(len(result.published()) for result in finished),
+        already_sent=sum(len(result.already_sent()) for result in finished),
+        failed=sum(len(result.failed()) for result in finished),
+        recorded=sum(len(result.recorded) for result in committed),
+        deferred=sum(len(result.deferred) for result in committed),
+        uncommitted=sum(len(result.published()) for result in finished if result.error is not None),
+        in_flight=in_flight,
+        waits=waits,
+        discovered=discovered,
+        again_in=again_in,
+    )

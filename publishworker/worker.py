@@ -1,4 +1,4 @@
-"""The loop around the turns: when to poll again, what to do when Spanner is away, how to stop."""
+"""The worker's loop: when the next turn runs, what happens while Spanner is unavailable, how it stops."""
 
 import logging
 import threading
@@ -14,27 +14,27 @@ from publishworker.types import Turn
 
 _log = logging.getLogger("publishworker")
 
-#: Seconds of the first wait after work; each further wait is twice as long, up to the poll interval.
+#: Seconds of the first wait after work. Each further wait is twice as long, up to the poll interval.
 FIRST_WAIT = 0.05
-#: Seconds of the longest wait while Spanner is away.
+#: Max seconds between two turns while Spanner is unavailable.
 MAX_OUTAGE_WAIT_SECONDS = 5.0
 
 
 class HasTurn(Protocol):
-    """What the loop needs of a relay."""
+    """What the worker needs of a relay."""
 
     def turn(self, stopping: Callable[[], bool]) -> Turn:
-        """Do one turn, and once `stopping` says so take nothing.
+        """Run one turn. Start no batch once `stopping()` is true.
 
         Raises StoreError if the store does not answer, StuckBatch if a batch does not end.
         """
 
     def finish(self) -> Turn:
-        """Wait for what is in flight."""
+        """Wait for the batches in flight."""
 
 
 class Pause:
-    """How long to wait: doubling from `first` to `longest`, each with jitter so that workers do not keep step."""
+    """Waits that double from `first` to `longest`, with jitter, so that workers do not act in step."""
 
     def __init__(self, first: float, longest: float, random: Random) -> None:
         """Measure in seconds."""
@@ -44,18 +44,18 @@ class Pause:
         self._next = first
 
     def reset(self) -> None:
-        """Begin again with the shortest."""
+        """Begin again with the shortest wait."""
         self._next = self._first
 
     def next(self) -> float:
-        """Return the seconds of the next wait: between 0.85 and 1 of the nominal, which doubles up to the longest."""
+        """Return the seconds of the next wait, with jitter between 0.85 and 1."""
         nominal = min(self._next, self._longest)
         self._next = nominal * 2
         return nominal * self._random.uniform(0.85, 1)
 
 
 class Worker:
-    """Turn after turn until told to stop. Everything mutable here belongs to the thread that calls `run`."""
+    """Runs turns until it is told to stop. All its state belongs to the thread that calls `run`."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Worker:
     ) -> None:
         """Wait at most `poll_interval` seconds between polls.
 
-        `beat` and `report` are called at each turn, also while Spanner is away.
+        `beat` and `report` are called at each turn, even while Spanner is unavailable.
         """
         self._relay = relay
         self._membership = membership
@@ -79,12 +79,12 @@ class Worker:
         self._clock = clock
         self._idle = Pause(FIRST_WAIT, poll_interval, random)
         self._outage = Pause(FIRST_WAIT * 4, MAX_OUTAGE_WAIT_SECONDS, random)
-        self._away = False
+        self._unavailable = False
 
     def run(self, stop: threading.Event, until: Callable[[Turn], bool] = lambda _turn: False) -> None:
-        """Turn until `stop` is set or `until` says so of a turn; then finish what is in flight.
+        """Run turns until `stop` is set or `until(turn)` is true. Then finish the batches in flight.
 
-        Raises StuckBatch, after the others have ended.
+        Raises StuckBatch, after the other batches have ended.
         """
         try:
             self._turn_until(stop, until)
@@ -97,7 +97,7 @@ class Worker:
         self._end()
 
     def _end(self) -> None:
-        # First, so that others have the shards at once. What is in flight is locked.
+        # First, so that other workers take over the shards at once. The tasks in flight are locked.
         self._membership.leave()
         self._relay.finish()
 
@@ -110,37 +110,35 @@ class Worker:
                 turn = self._relay.turn(stop.is_set)
                 finished = not stop.is_set() and until(turn)
             except StoreError as error:
-                self._beat()  # the poll alone may have taken half a minute
-                self._say_away(error)
+                self._beat()  # the poll alone may have taken 30 s
+                self._log_unavailable(error)
                 stop.wait(self._outage.next())
                 continue
-            self._say_back()
+            self._log_available()
             if finished or stop.is_set():
                 return
-            self._membership.beat()  # only here: a worker whose turns fail must lose its shards
+            self._membership.beat()  # only here, because a worker whose turns fail must lose its shards
             if turn.made_progress:
                 self._idle.reset()
             elif not turn.waits:
-                rest = self._idle.next()
-                self._rest(stop, rest if turn.again_in is None else min(rest, turn.again_in))
+                pause = self._idle.next()
+                self._pause(stop, pause if turn.again_in is None else min(pause, turn.again_in))
 
-    def _rest(self, stop: threading.Event, seconds: float) -> None:
-        """Wait, and keep up the heartbeat meanwhile."""
+    def _pause(self, stop: threading.Event, seconds: float) -> None:
+        """Wait, and keep sending heartbeats."""
         end = self._clock() + seconds
         while (left := end - self._clock()) > 0 and not stop.wait(min(left, self._membership.seconds_to_beat)):
             self._beat()
             self._report()
             self._membership.beat()
 
-    def _say_away(self, error: StoreError) -> None:
-        if not self._away:
-            self._away = True
-            _log.error(
-                "Spanner does not serve the relay, trying on: %s", error, extra={"action": "spanner_unavailable"}
-            )
+    def _log_unavailable(self, error: StoreError) -> None:
+        if not self._unavailable:
+            self._unavailable = True
+            _log.error("Spanner is unavailable; retrying: %s", error, extra={"action": "spanner_unavailable"})
 
-    def _say_back(self) -> None:
-        if self._away:
-            self._away = False
+    def _log_available(self) -> None:
+        if self._unavailable:
+            self._unavailable = False
             self._outage.reset()
-            _log.info("Spanner serves the relay again", extra={"action": "spanner_available"})
+            _log.info("Spanner is available again", extra={"action": "spanner_available"})

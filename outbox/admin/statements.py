@@ -140,8 +140,8 @@ COUNT_DUE = _counted(
     FROM {_INDEX} WHERE {_OF_TOPIC} AND AvailableAt <= @now
     ORDER BY AvailableAt""",
 )
-# A deferred task waits for its head, whatever its own attempts: only the table tells it from one that is tried again. It
-# is asked for those few only that may be either.
+# A deferred task waits for the head of its key, whatever its own attempts. The index does not tell it from a retrying
+# one, so the table is read for the few tasks that may be either.
 COUNT_WAITING = _counted(
     ", UNNEST(@topics) AS of_topic",
     f"""
@@ -267,7 +267,8 @@ def looked(condition: str) -> str:
     A deferred task has a state of its own here.
     """
     return f"""
-SELECT Id, Topic, OrderingKey, IF({IS_DEFERRED}, 'deferred', {_STATE}), COALESCE({condition}, FALSE), CURRENT_TIMESTAMP()
+SELECT Id, Topic, OrderingKey, IF({IS_DEFERRED}, 'deferred', {_STATE}), COALESCE({condition}, FALSE),
+  CURRENT_TIMESTAMP()
 FROM UNNEST(@ids) AS wanted
 JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} ON Id = wanted"""
 

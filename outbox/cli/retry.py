@@ -26,7 +26,7 @@ STATES = ("dead", "sent", "retrying")
 #: Why ids are left.
 LEFT = {
     "pending": "because they are pending: they go by themselves",
-    "deferred": "because they wait for the head of their ordering key, which `outbox show` names: retry or discard that",
+    "deferred": "because they wait for the head of their ordering key; retry or discard that (`outbox show` names it)",
 }
 OUTSIDE = "{state}, but outside of --state, --topic, --since, --until or --error"
 

@@ -1,4 +1,4 @@
-"""What goes wrong again and again: the first lines at once, then a line a minute with the count of the others."""
+"""Log lines about a repeating problem: the first at once, then one a minute with the count of the others."""
 
 import logging
 import time
@@ -11,12 +11,12 @@ INTERVAL = 60.0
 
 
 class ThrottledLog:
-    """Remembers what was said when; what is quiet for an interval is forgotten, once its count is told."""
+    """Logs each problem a few times per interval, and counts the other times."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Measure by `clock`, in seconds."""
         self._clock = clock
-        # Since when, how often there was reason to, how often it was said at most.
+        # By problem: when its interval began, how often it has occurred, and how often it may be logged.
         self._said: dict[tuple[str, str], tuple[float, int, int]] = {}
 
     def say(
@@ -29,9 +29,9 @@ class ThrottledLog:
         level: int = logging.WARNING,
         fields: Mapping[str, object] | None = None,
     ) -> bool:
-        """Log `sentence`, unless the same `action` was logged `about` the same `most` times within the interval.
+        """Log `sentence`, unless this `action` was logged `most` times `about` this subject within the interval.
 
-        Returns whether it was logged. `fields` are members of the line in JSON.
+        Returns whether it was logged. `fields` are members of the JSON line.
         """
         now = self._clock()
         since, said, _ = self._said.pop((action, about), (float("-inf"), 0, 0))
@@ -43,15 +43,15 @@ class ThrottledLog:
         else:
             self._said[action, about] = (now, 1, most)
             if said > most:
-                sentence += f" [and {said - most} times more since the last such line]"
+                sentence += f" [and {said - most} more times since the last such line]"
         _log.log(level, "%s", sentence, extra={"action": action, "fields": fields or {}})
         return True
 
     def _forget(self, now: float) -> None:
-        """Forget what is quiet, and tell how often it was not told."""
+        """Forget problems that did not occur for an interval, and log how often they were not logged."""
         for (action, about), (since, said, most) in list(self._said.items()):
             if now - since >= INTERVAL:
                 del self._said[action, about]
                 if said > most:
-                    times = f"{said - most} times more than was logged"
+                    times = f"occurred {said - most} more times than it was logged"
                     _log.warning("%s: %s, %s", action, about, times, extra={"action": action})

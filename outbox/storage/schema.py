@@ -1,6 +1,6 @@
 """The outbox's tables in a database: what differs from the DDL, and making what is missing.
 
-A database is compared by its INFORMATION_SCHEMA, part by part (outbox/storage/ddl.py). Nothing here alters or drops anything.
+A database is compared by its INFORMATION_SCHEMA, part by part (see `ddl`). Nothing here alters or drops anything.
 """
 
 import contextlib

@@ -133,8 +133,8 @@ HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt")
 # Shard by shard, so that sent rows are not read: SentAt is the second column of the index.
 _UNSENT_ROWS = f"UNNEST(@shards) AS in_shard JOIN {_INDEX} AS task ON task.Shard = in_shard AND task.SentAt IS NULL"
 
-# A deferred task waits for its head, whatever its own attempts: only the table tells it from one that is tried again. It
-# is asked for those few only that may be either.
+# A deferred task waits for the head of its key, whatever its own attempts. The index does not tell it from a retrying
+# one, so the table is read for the few tasks that may be either.
 UNSENT = f"""
 SELECT Topic, CASE
   WHEN AvailableAt >= {_NEVER} THEN 'dead'

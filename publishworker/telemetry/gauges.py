@@ -51,7 +51,7 @@ class HasState(Protocol):
     def topics(self) -> Collection[str]:
         """Return the topics that have unsent tasks, or had some lately."""
 
-    def resting(self) -> Mapping[str, bool]:
+    def open_circuits(self) -> Mapping[str, bool]:
         """Return the topics that do not work, and whether each rests now."""
 
 
@@ -97,7 +97,7 @@ class WorkerGauges:
         self._metrics.sample(m.IN_FLIGHT, self._relay.in_flight)
         for topic in self._relay.topics:  # else "nothing is published" could not be seen
             self._metrics.zero(m.PUBLISHED, topic=topic)
-        states = {topic: m.OPEN if rests else m.HALF_OPEN for topic, rests in self._relay.resting().items()}
+        states = {topic: m.OPEN if rests else m.HALF_OPEN for topic, rests in self._relay.open_circuits().items()}
         for topic, state in self._circuits(states).items():
             self._metrics.gauge(m.CIRCUIT_STATE, state, topic=topic)
 

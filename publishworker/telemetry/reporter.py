@@ -1,4 +1,4 @@
-"""What is told of a batch: counts for the metrics, lines for the log. After its commit, and nowhere else."""
+"""Metrics and log lines about finished batches. Nothing else in the relay counts or logs them."""
 
 import logging
 import time
@@ -9,22 +9,22 @@ from outbox.shared.throttled_log import ThrottledLog
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
-from publishworker.topics.circuit_breaker import FORGET_SECONDS, MAX_TARGET_PROBE_SECONDS, Change
+from publishworker.topics.circuit_breaker import FORGET_SECONDS, MAX_TARGET_PROBE_SECONDS, CircuitChange
 from publishworker.types import BatchResult, Turn
 
 _log = logging.getLogger("publishworker")
 
-#: Seconds between two lines that say what was done.
+#: Seconds between two summaries.
 SUMMARY_SECONDS = 60.0
-#: Samples of latency that a batch sends, about: more would crowd the counts out of the agent's socket. Each stands for
-#: as many tasks as were left out.
+#: Latency samples of one batch, roughly. More would crowd the counts out of the agent's socket. Each sample stands for
+#: several tasks.
 LATENCY_SAMPLES = 20
-#: Lines a minute about tasks of one topic that failed for one reason, each with its task; the others are counted.
+#: Max lines a minute about failed tasks of one topic and reason. The others are counted.
 FAILURE_LINES = 100
 
 
 class Reporter:
-    """Counts and tells; what goes wrong again and again is told once a minute."""
+    """Counts and logs. A failure that repeats is logged once a minute."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         """Count in `metrics`."""
@@ -33,15 +33,15 @@ class Reporter:
         self._clock = clock
         self._work: Counter[str] = Counter()
         self._work_since = 0.0
-        self._resting: dict[str, float] = {}  # topics of which it was told, and when a failing probe was last seen
+        self._open: dict[str, float] = {}  # topics whose open circuit was logged, and when a probe last failed
 
     def batch(self, result: BatchResult) -> None:
-        """Count what became of a batch, and tell what went wrong."""
+        """Count the outcomes of a batch, and log what went wrong."""
         topic = result.batch.topic
         published = result.published()
         self._metrics.count(m.PUBLISHED, len(published), topic=topic)
-        self._metrics.count(m.ALREADY_PUBLISHED, len(result.taken_by_others()), topic=topic)
-        self._metrics.count(m.ABORTED, max(0, result.runs - 1), topic=topic)
+        self._metrics.count(m.ALREADY_PUBLISHED, len(result.already_sent()), topic=topic)
+        self._metrics.count(m.ABORTED, max(0, result.attempts - 1), topic=topic)
         if not result.batch.defers:
             self._metrics.sample(m.BATCH_SIZE, len(result.batch.ids), topic=topic)
             for phase, seconds in result.phases.items():
@@ -58,46 +58,48 @@ class Reporter:
             self._throttled_log.say(
                 "commit_failed",
                 topic,
-                f"a batch of {_tasks(result.batch.ids)} of {topic} was not committed "
-                f"({len(published)} were published): {result.error}",
+                f"Commit failed for {_tasks(result.batch.ids)} of topic {topic}; {len(published)} published tasks are in "
+                f"doubt and will be marked first: {result.error}",
             )
         if result.unconfirmed:
             self._metrics.count(m.UNCONFIRMED, len(result.unconfirmed), topic=topic)
             self._throttled_log.say(
                 "unconfirmed",
                 topic,
-                f"{_tasks(result.unconfirmed)} of {topic}, to be sent at most once, marked as sent or perhaps so, and "
-                f"perhaps not published; what is marked nobody tries again ({_some(result.unconfirmed)})",
+                f"Unconfirmed: {_tasks(result.unconfirmed)} of topic {topic} with at_most_once may be marked as sent "
+                f"without being published, and are not retried: {_some(result.unconfirmed)}",
             )
 
-    def change(self, change: Change) -> None:
-        """Tell of a topic that rests, and of its return: a pair of lines a minute at most, also if it flaps."""
+    def circuit(self, change: CircuitChange) -> None:
+        """Log that a circuit has opened or closed: at most one pair of lines a minute, even if the topic flaps."""
         topic, failure, now = change.topic, change.failure, self._clock()
         if failure is None:
-            if self._resting.pop(topic, None) is not None:
-                _log.info("%s works again, after %.1f s", topic, change.seconds, extra={"action": "circuit_closed"})
+            if self._open.pop(topic, None) is not None:
+                _log.info(
+                    "Circuit closed for topic %s after %.1f s: publishing resumes.", topic, change.seconds,
+                    extra={"action": "circuit_closed"},
+                )  # fmt: skip
             return
-        # A rest ends unseen where no task is left to probe the topic with.
-        self._resting = {
-            each: at for each, at in self._resting.items() if now - at < FORGET_SECONDS + MAX_TARGET_PROBE_SECONDS
-        }
+        # A circuit is forgotten without a change if no task is left to probe the topic with.
+        oldest = now - FORGET_SECONDS - MAX_TARGET_PROBE_SECONDS
+        self._open = {each: at for each, at in self._open.items() if at > oldest}
         if not change.seconds:
-            self._resting.pop(topic, None)
-        few = "ten tasks" if kind_of(failure.reason) is FailureKind.TARGET else "one task"
-        if topic in self._resting or self._throttled_log.say(
+            self._open.pop(topic, None)
+        tasks = "up to 10 tasks" if kind_of(failure.reason) is FailureKind.TARGET else "one task"
+        if topic in self._open or self._throttled_log.say(
             "circuit_open",
             topic,
-            f"{topic} rests, and is tried with {few} now and then until it works again; the others wait: "
+            f"Circuit open for topic {topic}: probing with {tasks}, holding the rest. "
             f"{failure.reason}: {failure.error}",
         ):
-            self._resting[topic] = now
+            self._open[topic] = now
 
     def poll(self, seconds: float) -> None:
-        """Note how long a poll took."""
+        """Record how long a poll took."""
         self._metrics.sample(m.PHASE_DURATION, seconds, phase=m.POLL)
 
     def turn(self, turn: Turn, *, worked: bool) -> None:
-        """Tell of a turn: in full at DEBUG if it reports batches, and once a minute with all that was done since."""
+        """Log a turn: in full at DEBUG if it reports batches, and once a minute as a summary."""
         if worked:
             _log.debug("one turn: %s", turn, extra={"action": "turn", "fields": _numbers(turn)})
         done = {name: number for name, number in _numbers(turn).items() if number}
@@ -108,7 +110,7 @@ class Reporter:
             self.end()
 
     def end(self) -> None:
-        """Tell what was done since it was last told."""
+        """Log the summary since the last one."""
         if self._work:
             seconds = self._clock() - self._work_since
             what = ", ".join(f"{number} {name}" for name, number in self._work.items())
@@ -117,7 +119,7 @@ class Reporter:
             self._work.clear()
 
     def _failures(self, result: BatchResult) -> None:
-        """Tell of each failure that was written down; of the others the topic's rest tells."""
+        """Log each failed attempt that was recorded. The others are covered by the line about the open circuit."""
         topic, written = result.batch.topic, result.recorded if result.error is None else {}
         dead: Counter[str] = Counter()
         for id, failure in result.failed().items():
@@ -125,16 +127,18 @@ class Reporter:
             about = {"task_id": id, "topic": topic, "reason": failure.reason, "trace_id": result.traces.get(id)}
             fields = {name: value for name, value in about.items() if value is not None}
             if recorded is None:
-                _log.debug("task %s of %s was not sent: %s", id, topic, failure.error, extra={"fields": fields})
+                _log.debug("Task %s of topic %s was not sent: %s", id, topic, failure.error, extra={"fields": fields})
                 continue
             attempt = f"attempt {recorded.attempts}"
             if recorded.dead:
                 dead[failure.reason] += 1
-                action, what = "dead", f"task {id} of {topic} is dead ({attempt}), an operator has to act"
+                action = "dead"
+                what = f"Task {id} of topic {topic} is dead after {attempt}. Fix the cause, then run `outbox retry` or "
+                what += "`outbox discard`"
             else:
-                action, what = "publish_failed", f"task {id} of {topic} was not sent ({attempt}) and is tried again"
+                action, what = "publish_failed", f"Task {id} of topic {topic} failed in {attempt} and will be retried"
                 if recorded.available_at is not None:
-                    what += f" from {recorded.available_at:%Y-%m-%dT%H:%M:%SZ} on"
+                    what += f" after {recorded.available_at:%Y-%m-%dT%H:%M:%SZ}"
             self._throttled_log.say(
                 action,
                 f"{topic} {failure.reason}",
@@ -150,7 +154,7 @@ def _numbers(turn: Turn) -> dict[str, int]:
     return {
         "published": turn.published,
         "failed": turn.failed,
-        "sent by others": turn.taken,
+        "sent by others": turn.already_sent,
         "deferred": turn.deferred,
         "not committed": turn.uncommitted,
     }

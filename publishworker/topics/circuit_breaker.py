@@ -1,8 +1,9 @@
-"""A circuit breaker for each topic: while the topic does not work, few tasks try it and the others wait.
+"""A circuit breaker for each topic.
 
-Closed, the topic's tasks go out. Open, the topic rests: it is not asked for, so its tasks cost nothing, however many.
-Half-open, one small batch probes it: up to ten tasks where the topic is missing or closed, a single one, drawn at
-random, in an outage. What was published closes it; a probe that fails makes the next rest twice as long.
+Closed: the topic's tasks are published. Open: the poll does not read the topic, so its tasks cost nothing, however many
+there are. Half-open: one small batch probes the topic. In an outage the probe is a single task, drawn at random; if the
+topic is missing or closed, it is up to ten tasks. A publish that succeeds closes the circuit. A probe that fails
+doubles the time until the next one.
 """
 
 import time
@@ -14,51 +15,51 @@ from random import Random
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.types import Batch, BatchResult, Candidate, Failed, Sent
 
-#: Seconds of the first rest; each further one is twice as long.
+#: Seconds until the first probe. Each further wait is twice as long.
 FIRST_PROBE_SECONDS = 1.0
-#: Seconds of the longest rest: a missing topic has to be made by somebody, an outage ends by itself.
+#: Max seconds between probes. Someone has to create a missing topic; an outage ends by itself.
 MAX_TARGET_PROBE_SECONDS = 300.0
 MAX_OUTAGE_PROBE_SECONDS = 10.0
-#: Tasks of one probe.
+#: Max tasks of one probe.
 TARGET_PROBE_TASKS = 10
 OUTAGE_PROBE_TASKS = 1
-#: Ids that are remembered for having met an outage.
+#: Max IDs that are remembered because they were in an outage.
 MAX_SUSPECTS = 1_000
-#: Ids of an outage's probes that are remembered; then all are drawn again.
+#: Max IDs of an outage's probes that are remembered. After that, all are drawn again.
 MAX_PROBED = 100
-#: Seconds after which a topic that nobody could probe, for want of a task, is no longer remembered.
+#: Seconds after which an open circuit is forgotten if no task was left to probe the topic with.
 FORGET_SECONDS = 600.0
-#: Rows that a poll looks deep, at most, where all that it saw of a topic have been probes.
+#: Max rows that a poll reads of a range if all the tasks it has read of a topic were probes before.
 MAX_DEPTH = 5_000
-#: At-most-once tasks that an outage's probe draws and spares, in the hope of another one, before it risks one.
+#: At-most-once tasks that a probe in an outage draws and puts back before it risks one, because a failure loses it.
 SPARED_PROBES = 3
 
 
 @dataclass(slots=True)
-class Rest:
-    """A topic that does not work: why, since when, and when it may be probed."""
+class _OpenCircuit:
+    """Why a topic's circuit is open or half-open, since when, and when the topic may be probed."""
 
     failure: Failed
     since: float
     seconds: float = FIRST_PROBE_SECONDS
     until: float = 0.0
     probing: bool = False
-    #: Ids of single probes: others go first.
+    #: IDs of earlier probes: other tasks go first.
     probed: set[str] = field(default_factory=set)
-    #: How many rows the poll has to look deep, as it saw nobody else.
-    deep: int = 0
-    #: How many of them had to be sent at most once, and were not.
+    #: How many rows the next poll has to read of each range to find a task that was no probe yet.
+    depth: int = 0
+    #: At-most-once tasks that were drawn and put back.
     spared: int = 0
 
     @property
     def kind(self) -> FailureKind:
-        """Return what the failure is about."""
+        """Return the kind of the failure."""
         return kind_of(self.failure.reason)
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What is to be told of a topic: it has rested for so many seconds, for that failure, or works again after them."""
+class CircuitChange:
+    """The circuit of a topic opened or stays open (with a failure), or closed (without); `seconds` since it opened."""
 
     topic: str
     failure: Failed | None
@@ -66,112 +67,114 @@ class Change:
 
 
 class CircuitBreakers:
-    """The breakers of all topics, by what this worker has seen. They belong to the thread of the relay."""
+    """The circuits of all topics, from what this worker has seen. It belongs to the relay's thread."""
 
     def __init__(self, random: Random, clock: Callable[[], float] = time.monotonic, *, places: int = 8) -> None:
-        """Begin with all closed; probes of outages, which may hang, have a quarter of the `places` of batches."""
+        """Begin with all closed. Probes of outages, which may hang, get at most a quarter of the `places`."""
         self._random = random
         self._clock = clock
         self._most_probes = max(1, places // 4)
-        self._rests: dict[str, Rest] = {}
-        self._failing: set[str] = set()  # topics that met an outage and have published nothing since
-        self._outages: Counter[str] = Counter()  # by topic, how many there have been
-        self._suspects: dict[str, tuple[str, int]] = {}  # id to topic, and which of its outages; the oldest first
+        self._open: dict[str, _OpenCircuit] = {}
+        self._failing: set[str] = set()  # topics that had an outage and have published nothing since
+        self._outages: Counter[str] = Counter()  # outages so far, by topic
+        self._suspects: dict[str, tuple[str, int]] = {}  # ID to topic and number of its outage, the oldest first
 
-    def resting(self) -> frozenset[str]:
-        """Return the topics that are not to be asked for now: they rest, are being probed, or wait for a probe."""
+    def suspended(self) -> frozenset[str]:
+        """Return the topics that a poll does not read now: open, being probed, or without a place for a probe."""
         now = self._clock()
-        for topic in [topic for topic, rest in self._rests.items() if now > rest.until + FORGET_SECONDS]:
+        for topic in [topic for topic, circuit in self._open.items() if now > circuit.until + FORGET_SECONDS]:
             self._forget(topic)
-        held = {topic for topic, rest in self._rests.items() if rest.probing or now < rest.until}
-        outages = {topic: rest for topic, rest in self._rests.items() if rest.kind is FailureKind.OUTAGE}
-        free = self._most_probes - sum(rest.probing for rest in outages.values())
+        held = {topic for topic, circuit in self._open.items() if circuit.probing or now < circuit.until}
+        outages = {topic: circuit for topic, circuit in self._open.items() if circuit.kind is FailureKind.OUTAGE}
+        free = self._most_probes - sum(circuit.probing for circuit in outages.values())
         due = sorted(outages.keys() - held, key=lambda topic: outages[topic].until)
         return frozenset(held).union(due[max(0, free) :])
 
     def states(self) -> dict[str, bool]:
-        """Return the topics that do not work, and whether each rests now; else it is probed, or waits for a probe."""
+        """Return the topics whose circuit is not closed: True if it is open now, False if it is half-open."""
         now = self._clock()
-        return {topic: now < rest.until for topic, rest in self._rests.items()}
+        return {topic: now < circuit.until for topic, circuit in self._open.items()}
 
     def depth(self) -> int:
-        """Return how many rows of each range the poll has to read, so that it meets a task that was no probe yet."""
+        """Return how many rows of each range the poll has to read to find a task that was no probe yet."""
         now = self._clock()
-        due = (rest for rest in self._rests.values() if rest.kind is FailureKind.OUTAGE and rest.until <= now)
-        return max((max(len(rest.probed) + 1, rest.deep) for rest in due), default=0)
+        due = (
+            circuit for circuit in self._open.values() if circuit.kind is FailureKind.OUTAGE and circuit.until <= now
+        )
+        return max((max(len(circuit.probed) + 1, circuit.depth) for circuit in due), default=0)
 
     def seconds_to_probe(self) -> float | None:
-        """Return after how many seconds the next topic may be probed, or None if none rests."""
+        """Return the seconds until the next topic may be probed, or None if no circuit is open."""
         now = self._clock()
-        left = [rest.until - now for rest in self._rests.values() if not rest.probing and rest.until > now]
+        left = [circuit.until - now for circuit in self._open.values() if not circuit.probing and circuit.until > now]
         return min(left, default=None)
 
     def probes(
         self, candidates: Sequence[Candidate], cut_off: Collection[str] = frozenset()
     ) -> tuple[list[Candidate], dict[str, int]]:
-        """Return the candidates that may be taken, and how many of which topics: a topic that does not work is probed.
+        """Return the candidates that may be sent, and the max tasks of each topic whose circuit is not closed.
 
-        In an outage the one task is drawn at random among those that have not failed as a probe, ready ones first, as
-        due ones may have failed before: messages that always time out must not hold their topic for long. If there are
-        none, and the topic is `cut_off`, the next poll looks deeper: a long ordering key is one candidate only.
+        In an outage one task is drawn at random among those that have not failed as a probe. Ready tasks go first,
+        because due ones may have failed before, and messages that always time out must not keep the circuit open. If
+        no such task is left, and the topic is `cut_off`, the next poll reads more rows.
         """
-        if not self._rests:
+        if not self._open:
             return list(candidates), {}
         kept: list[Candidate] = []
         of_outage: dict[str, list[Candidate]] = {}
         for each in candidates:
-            rest = self._rests.get(each.topic)
-            if rest is not None and rest.kind is FailureKind.OUTAGE:
+            circuit = self._open.get(each.topic)
+            if circuit is not None and circuit.kind is FailureKind.OUTAGE:
                 of_outage.setdefault(each.topic, []).append(each)
             else:
                 kept.append(each)
         for topic, its in of_outage.items():
-            fresh = [each for each in its if each.id not in self._rests[topic].probed]
+            fresh = [each for each in its if each.id not in self._open[topic].probed]
             if not fresh and topic in cut_off:
-                rest = self._rests[topic]
-                rest.deep = min(max(2 * rest.deep, 10 * len(rest.probed), 100), MAX_DEPTH)
+                circuit = self._open[topic]
+                circuit.depth = min(max(2 * circuit.depth, 10 * len(circuit.probed), 100), MAX_DEPTH)
             ready = [each for each in fresh if each.available_at is None]
             kept.append(self._random.choice(ready or fresh or its))
         return kept, {
-            topic: TARGET_PROBE_TASKS if rest.kind is FailureKind.TARGET else OUTAGE_PROBE_TASKS
-            for topic, rest in self._rests.items()
+            topic: TARGET_PROBE_TASKS if circuit.kind is FailureKind.TARGET else OUTAGE_PROBE_TASKS
+            for topic, circuit in self._open.items()
         }
 
     def start(self, batch: Batch) -> Batch:
-        """Return the batch as it is to be sent: as a probe, or with its suspects.
+        """Return the batch as it is to be published: as a probe, or with its suspects.
 
-        Suspect is who met the topic's last outage. Where others have met one since, as when a quota is used up, it was
-        nobody's fault.
+        Suspects are the tasks that were in the topic's last outage. If other tasks have been in a later one, for
+        example because a quota is used up, the earlier ones are not suspects any more.
         """
-        if (rest := self._rests.get(batch.topic)) is not None:
-            rest.probing = True
+        if (circuit := self._open.get(batch.topic)) is not None:
+            circuit.probing = True
             return replace(batch, probe=True)
         last = (batch.topic, self._outages[batch.topic])
         suspects = frozenset(id for id in batch.ids if self._suspects.get(id) == last)
         return replace(batch, suspects=suspects, works=batch.topic not in self._failing)
 
     def may_be_risked(self, result: BatchResult) -> bool:
-        """Tell whether the at-most-once tasks that a batch came upon may be sent now.
+        """Tell whether the at-most-once tasks that a batch has found may be sent now.
 
-        In an outage they would be lost: they wait until the topic works, and are the probe only where it is hard to
-        find another task.
+        In an outage they would be lost, so they wait until the circuit is closed. Only after SPARED_PROBES draws does
+        one of them become the probe.
         """
-        rest = self._rests.get(result.batch.topic)
-        if rest is None or not result.batch.probe:
-            return rest is None
-        if rest.kind is FailureKind.OUTAGE and rest.spared < SPARED_PROBES:
-            rest.spared += 1
+        circuit = self._open.get(result.batch.topic)
+        if circuit is None or not result.batch.probe:
+            return circuit is None
+        if circuit.kind is FailureKind.OUTAGE and circuit.spared < SPARED_PROBES:
+            circuit.spared += 1
             return False
-        rest.spared = 0
+        circuit.spared = 0
         return True
 
-    def learn(self, result: BatchResult) -> Change | None:
-        """Take in what became of a batch; return what is new about its topic."""
+    def learn(self, result: BatchResult) -> CircuitChange | None:
+        """Take in a finished batch; return a change if its circuit has opened, failed another probe or closed."""
         topic = result.batch.topic
-        rest = self._rests.get(topic)
-        if rest is not None and result.batch.probe:
-            rest.probing = False
-            rest.probed.update(result.batch.ids)
+        circuit = self._open.get(topic)
+        if circuit is not None and result.batch.probe:
+            circuit.probing = False
+            circuit.probed.update(result.batch.ids)
         failed = {id: kind_of(failure.reason) for id, failure in result.failed().items()}
         sent = [id for id, outcome in result.tried.items() if isinstance(outcome, Sent)]
         for id in sent:
@@ -181,55 +184,57 @@ class CircuitBreakers:
         elif FailureKind.OUTAGE in failed.values():
             self._failing.add(topic)
         of_topic = [id for id, kind in failed.items() if _is_about_topic(kind, recorded=id in result.recorded)]
-        change = self._change(result, of_topic, rest, works=bool(sent))
+        change = self._change(result, of_topic, circuit, works=bool(sent))
         if not result.batch.probe:
-            self._suspect(topic, [id for id in of_topic if failed[id] is FailureKind.OUTAGE], new=rest is None)
+            self._suspect(topic, [id for id in of_topic if failed[id] is FailureKind.OUTAGE], new=circuit is None)
         return change
 
-    def _change(self, result: BatchResult, of_topic: Sequence[str], rest: Rest | None, *, works: bool) -> Change | None:
+    def _change(
+        self, result: BatchResult, of_topic: Sequence[str], circuit: _OpenCircuit | None, *, works: bool
+    ) -> CircuitChange | None:
         topic = result.batch.topic
         if works:
-            self._rests.pop(topic, None)
-            return None if rest is None else Change(topic, None, self._clock() - rest.since)
+            self._open.pop(topic, None)
+            return None if circuit is None else CircuitChange(topic, None, self._clock() - circuit.since)
         if not of_topic:
             return None
         failure = result.failed()[of_topic[0]]
-        if rest is None:
-            self._rests[topic] = self._lie_down(Rest(failure, self._clock()))
-            return Change(topic, failure)
-        if result.batch.probe and self._clock() >= rest.until:  # the first to tell, if several batches are the probe
-            rest.failure = failure
-            rest.seconds *= 2
-            self._lie_down(rest)
-            return Change(topic, failure, self._clock() - rest.since)
+        if circuit is None:
+            self._open[topic] = self._suspend(_OpenCircuit(failure, self._clock()))
+            return CircuitChange(topic, failure)
+        if result.batch.probe and self._clock() >= circuit.until:  # the first one, if several batches are the probe
+            circuit.failure = failure
+            circuit.seconds *= 2
+            self._suspend(circuit)
+            return CircuitChange(topic, failure, self._clock() - circuit.since)
         return None
 
-    def _lie_down(self, rest: Rest) -> Rest:
-        longest = MAX_TARGET_PROBE_SECONDS if rest.kind is FailureKind.TARGET else MAX_OUTAGE_PROBE_SECONDS
-        rest.seconds = min(rest.seconds, longest)
-        rest.until = self._clock() + rest.seconds * self._random.uniform(0.85, 1)
-        if len(rest.probed) > MAX_PROBED:
-            rest.probed.clear()
-        return rest
+    def _suspend(self, circuit: _OpenCircuit) -> _OpenCircuit:
+        longest = MAX_TARGET_PROBE_SECONDS if circuit.kind is FailureKind.TARGET else MAX_OUTAGE_PROBE_SECONDS
+        circuit.seconds = min(circuit.seconds, longest)
+        circuit.until = self._clock() + circuit.seconds * self._random.uniform(0.85, 1)
+        if len(circuit.probed) > MAX_PROBED:
+            circuit.probed.clear()
+        return circuit
 
     def _suspect(self, topic: str, ids: Collection[str], *, new: bool) -> None:
         if not ids:
             return
-        self._outages[topic] += new  # batches that fail while their topic rests met the same one
+        self._outages[topic] += new  # batches that fail while the circuit is open were in the same outage
         for id in ids:
-            self._suspects.pop(id, None)  # it goes to the end
+            self._suspects.pop(id, None)  # move it to the end
             self._suspects[id] = (topic, self._outages[topic])
         for id in list(self._suspects)[: max(0, len(self._suspects) - MAX_SUSPECTS)]:
             del self._suspects[id]
 
     def _forget(self, topic: str) -> None:
-        # Nothing was published in between, so who met the outage is under no suspicion.
-        del self._rests[topic]
+        # Nothing was published since, so no task is a suspect.
+        del self._open[topic]
         self._suspects = {id: its for id, its in self._suspects.items() if its[0] != topic}
         self._outages.pop(topic, None)
         self._failing.discard(topic)
 
 
 def _is_about_topic(kind: FailureKind, *, recorded: bool) -> bool:
-    """Tell whether a failure is the topic's: also one that was recorded to a task which probed it."""
+    """Tell whether a failure is about its topic, even if it was recorded on the task that probed it."""
     return kind is FailureKind.TARGET or (kind is FailureKind.OUTAGE and not recorded)

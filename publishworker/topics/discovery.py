@@ -1,14 +1,14 @@
-"""What the worker knows of topics: their names, when each was last seen with an unsent task, which are paused."""
+"""Topic discovery: which topics have, or recently had, unsent tasks, and which are paused."""
 
 import time
 from collections.abc import Callable, Iterable
 
-#: Seconds after which a topic without unsent tasks is no longer asked for; a probe finds it again.
+#: Seconds after which a topic without unsent tasks is not polled any more. Discovery finds it again.
 FORGET_TOPIC_SECONDS = 600.0
 
 
-class Topics:
-    """A memory in the process: topics are not listed anywhere in the database."""
+class KnownTopics:
+    """A memory in the process, because the database has no list of topics."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Know none."""

@@ -1,6 +1,7 @@
 """How fast this worker may publish to a topic: its part of the limits in AsynchronousTaskTopics.
 
-A limit is the fleet's. Each living worker has the same part of it, at least a burst of one task and one in flight.
+A limit applies to all live workers together. Each worker gets an equal part, at least a burst of one task and one task
+in flight.
 """
 
 import logging
@@ -15,13 +16,13 @@ from publishworker.types import TopicLimit
 
 _log = logging.getLogger("publishworker")
 
-#: Seconds for which a topic saves up, as far as its burst allows, before it is asked for: fewer, larger batches.
+#: Seconds for which a topic saves up tokens, within its burst, before it is polled. This makes fewer, larger batches.
 SAVE_SECONDS = 0.2
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Tokens, a task each: `burst` at most, `rate` more in a second."""
+    """A token bucket: one token a task, at most `burst`, refilled by `rate` a second."""
 
     rate: float
     burst: float
@@ -34,12 +35,12 @@ class _Bucket:
 
     @property
     def missing(self) -> float:
-        """Return how many tokens are to be saved up before the topic is worth a look."""
+        """Return how many tokens are missing before the topic is polled."""
         return min(self.burst, max(1.0, self.rate * SAVE_SECONDS)) - self.tokens
 
 
 class RateLimits:
-    """The limits of all topics, as last read. It belongs to the thread of the relay."""
+    """The limits of all topics, as last read. It belongs to the relay's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Limit nothing."""
@@ -50,9 +51,9 @@ class RateLimits:
         self._told: Mapping[str, str] = {}
 
     def learn(self, limits: Mapping[str, TopicLimit], workers: int) -> None:
-        """Take in the limits, of which this worker has one part in `workers`.
+        """Take in the limits, of which this worker gets one part in `workers`.
 
-        A row that makes no sense limits nothing, and is complained about once a minute.
+        An invalid row limits nothing, and is logged once a minute.
         """
         now = self._clock()
         good = {topic: limit for topic, limit in limits.items() if self._makes_sense(topic, limit)}
@@ -72,7 +73,7 @@ class RateLimits:
         }
 
     def allowances(self, in_flight: Mapping[str, int]) -> dict[str, int]:
-        """Return how many tasks of each limited topic may be taken now, beside the `in_flight` ones."""
+        """Return how many tasks of each limited topic may start now, beside those `in_flight`."""
         now = self._clock()
         allowed: dict[str, int] = {}
         for topic, bucket in self._buckets.items():
@@ -84,12 +85,12 @@ class RateLimits:
         return allowed
 
     def take(self, topic: str, tasks: int) -> None:
-        """Note that tasks were taken; a negative number gives back what was not sent."""
+        """Use tokens for tasks that start. A negative number returns tokens of tasks that were not published."""
         if (bucket := self._buckets.get(topic)) is not None:
             bucket.tokens = min(bucket.burst, bucket.tokens - tasks)
 
     def seconds_to_next(self) -> float | None:
-        """Return after how many seconds a topic that waits for its rate may be asked for, or None if none waits."""
+        """Return the seconds until a topic that waits for its rate is polled, or None if none waits."""
         now = self._clock()
         waits = []
         for bucket in self._buckets.values():
@@ -102,15 +103,15 @@ class RateLimits:
         """Log what has changed."""
         for topic in sorted(self._told.keys() | limits.keys()):
             if (limit := limits.get(topic)) != self._told.get(topic):
-                what = f"is limited to {limit}" if limit else "has no limits any more"
-                _log.info("%s %s", topic, what, extra={"action": "limited"})
+                what = f"limited to {limit}" if limit else "limits removed"
+                _log.info("Topic %s: %s", topic, what, extra={"action": "limited"})
         self._told = limits
 
     def _makes_sense(self, topic: str, limit: TopicLimit) -> bool:
         wrong = problem(limit)
         if wrong:
             self._throttled_log.say(
-                "limits", topic, f"the limits of {topic} in AsynchronousTaskTopics are not followed: {wrong}"
+                "limits", topic, f"Invalid limits of topic {topic} in AsynchronousTaskTopics are ignored: {wrong}"
             )
         return not wrong
 
@@ -121,12 +122,12 @@ def _written(limit: TopicLimit) -> str:
 
 
 def problem(limit: TopicLimit) -> str:
-    """Return what is wrong with a limit, a sentence for a person, or ""."""
+    """Return why a limit is invalid, or ""."""
     if (limit.rate is None) != (limit.burst is None):
-        return "RatePerSecond and Burst come together: set both, or both to NULL"
+        return "RatePerSecond and Burst go together. Set both, or both to NULL"
     if limit.rate is not None and not (math.isfinite(limit.rate) and limit.rate >= MIN_RATE):
-        return f"RatePerSecond is {limit.rate:g}, it must be {MIN_RATE:g} or more; to send nothing, pause the topic"
+        return f"RatePerSecond is {limit.rate:g}, it must be at least {MIN_RATE:g}. To send nothing, pause the topic"
     for name, value in (("Burst", limit.burst), ("MaxInFlight", limit.in_flight)):
         if value is not None and value < 1:
-            return f"{name} is {value}, it must be 1 or more"
+            return f"{name} is {value}, it must be at least 1"
     return ""

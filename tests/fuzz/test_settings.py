@@ -90,7 +90,8 @@ def _nothing_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """No command reaches a database, starts an emulator or Spark, or finds a file."""
     monkeypatch.chdir(tmp_path)
     for place in (
-        "google.cloud.spanner.Client", "outbox.devtools.emulators.running", "outbox_pipeline.spark.session.check_packages",
+        "google.cloud.spanner.Client", "outbox.devtools.emulators.running",
+        "outbox_pipeline.spark.session.check_packages",
         "publishworker.spanner.connection.open_database", "publishworker.spanner.connection.open_pubsub",
     ):  # fmt: skip
         monkeypatch.setattr(place, mock.Mock(side_effect=NotReached("nothing is there")))

@@ -187,7 +187,8 @@ def test_a_deferred_task_is_left_to_the_head_of_its_key(database: Database, tabl
     insert(
         database,
         [
-            row("deferred", OrderingKey="k", **deferred), row("deferred again", OrderingKey="k", Attempts=3, **deferred),
+            row("deferred", OrderingKey="k", **deferred),
+            row("deferred again", OrderingKey="k", Attempts=3, **deferred),
             row("scheduled", OrderingKey="k", AvailableAt=FUTURE), row("no key", **deferred),
             row("retrying", OrderingKey="k", **deferred | {"LastError": "internal: 500"}, Attempts=3),
         ],

@@ -16,7 +16,6 @@ from publishworker.in_doubt import InDoubt
 from publishworker.ordering import Ordering, ResolvedKeys
 from publishworker.pubsub import messages, publisher
 from publishworker.pubsub.messages import Lane
-from publishworker.relay import Relay
 from publishworker.retry_policy import RetryPolicy
 from publishworker.topics.circuit_breaker import CircuitBreakers
 from publishworker.types import BatchResult, Deferred, Key, Sent
@@ -34,7 +33,7 @@ def always(value: object) -> Callable[[Any], Any]:
 
 
 def reads_a_range(real: Any) -> Any:
-    """Return `Delivery._ours` that also reads the heads of the keys, in the transaction that has the locks."""
+    """Return `Delivery._check` that also reads the heads of the keys, in the transaction that has the locks."""
 
     def ours(self: Any, result: Any, rows: Any, now: Any) -> Any:
         self._store.key_heads(
@@ -47,13 +46,15 @@ def reads_a_range(real: Any) -> Any:
 
 #: Each rule of the protocol, the attribute that keeps it, and what makes the wrong one of the real one.
 FAULTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
-    "SentAt is read again under the lock": (delivery, "taken", always({})),
-    "no range is read under the lock": (Delivery, "_ours", reads_a_range),
+    "SentAt is read again under the lock": (delivery, "skip_reasons", always({})),
+    "no range is read under the lock": (Delivery, "_check", reads_a_range),
     "a transaction attempt remembers outcomes": (delivery, "untried", lambda _: lambda rows, _tried: rows),
     "it marks what an earlier attempt published": (BatchResult, "published_versions", always({})),
     "a failed commit is remembered": (InDoubt, "remember", always(None)),
-    "tasks in doubt are marked": (Relay, "_mark_doubtful", always(frozenset())),
-    "a key is sent from its head on": (Ordering, "key_heads", lambda _: lambda _self, found, *_: ResolvedKeys(found.candidates)),
+    "tasks in doubt are marked": (InDoubt, "mark", always(None)),
+    "a key is sent from its head on": (
+        Ordering, "resolve", lambda _: lambda _self, candidates, *_: ResolvedKeys(candidates)
+    ),
     "each request of a key waits for the answer to the last": (
         messages, "lanes",
         lambda real: lambda *a: [Lane(deque([each]), lane.ordered) for lane in real(*a) for each in lane.requests],
@@ -62,15 +63,18 @@ FAULTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         publisher, "_answered", lambda real: lambda lane, *a: real(lane, *a) or [lane][: len(lane.requests)]
     ),
     "no answer is no success": (publisher, "failure_of", always(Sent(""))),
-    "at-most-once tasks are marked first": (eligibility, "_reason_to_leave", always(None)),
+    "at-most-once tasks are marked first": (eligibility, "_skip_reason", always(None)),
     "only a probe fails for its topic": (
         CircuitBreakers, "start", lambda real: lambda self, batch: replace(real(self, batch), probe=True)
     ),
     "the first outage costs no attempt": (
-        CircuitBreakers, "start", lambda real: lambda self, batch: replace(real(self, batch), suspects=frozenset(batch.ids))
+        CircuitBreakers, "start",
+        lambda real: lambda self, batch: replace(real(self, batch), suspects=frozenset(batch.ids))
     ),
     "deferred tasks cost no attempt": (Delivery, "_behind", lambda _: lambda _self, _head, recorded, _now: recorded),
-    "they wait for an hour at most": (RetryPolicy, "defer", lambda _: lambda _self, head, at, _now: Deferred(at, head.id)),
+    "they wait for an hour at most": (
+        RetryPolicy, "defer", lambda _: lambda _self, head, at, _now: Deferred(at, head.id)
+    ),
 }  # fmt: skip
 
 

@@ -70,12 +70,12 @@ def test_a_topic_that_fails_rests_for_a_second_and_twice_as_long_after_each_prob
     watch.fail(failure, "a", "b")
     nominal = 1.0
     for _ in range(12):
-        assert watch.resting() == {"orders"}
+        assert watch.suspended() == {"orders"}
         wait = watch.seconds_to_probe()
         assert wait is not None
         assert 0.85 * nominal <= wait <= nominal
         watch.seconds += wait
-        assert (watch.resting(), watch.seconds_to_probe()) == (frozenset(), None)
+        assert (watch.suspended(), watch.seconds_to_probe()) == (frozenset(), None)
         watch.probe(failure)
         nominal = min(nominal * 2, longest)
     assert nominal == longest
@@ -86,7 +86,7 @@ def test_what_is_the_tasks_own_matter_rests_no_topic(watch: Watch) -> None:
     for outcome in (Failed("undecodable", "no message"), Skipped("sent"), Failed("data_loss", "?")):
         assert not watch.ended(Batch("orders", ("a",)), a=outcome)
     watch.ended(Batch("orders", ("a", "b")), a=Sent("1"), b=AWAY)
-    assert watch.resting() == frozenset()
+    assert watch.suspended() == frozenset()
     assert watch.next("a", "b", "c").suspects == {"b"}  # it is remembered instead
 
 
@@ -95,12 +95,12 @@ def test_what_was_published_ends_the_rest_and_the_next_one_begins_with_a_second(
     watch.fail(AWAY, "a")
     watch.probe(AWAY)
     watch.probe(Sent("1"))
-    assert watch.resting() == frozenset()
+    assert watch.suspended() == frozenset()
     assert not watch.next("b").probe
     watch.fail(AWAY, "a")
     assert (watch.seconds_to_probe() or 0) <= 1
     assert watch.ended(Batch("orders", ("late",)), late=Sent("1"))
-    assert watch.resting() == frozenset()
+    assert watch.suspended() == frozenset()
 
 
 def test_batches_that_fail_together_are_one_failure(watch: Watch) -> None:
@@ -121,9 +121,9 @@ def test_while_a_probe_is_in_flight_there_is_no_second_one(watch: Watch) -> None
     for outcome in (Skipped("sent"), Failed("undecodable", "no message")):
         watch.seconds += 1
         batch = watch.next("probe")
-        assert (watch.resting(), watch.seconds_to_probe()) == ({"orders"}, None)
+        assert (watch.suspended(), watch.seconds_to_probe()) == ({"orders"}, None)
         watch.ended(batch, probe=outcome)
-        assert watch.resting() == frozenset()
+        assert watch.suspended() == frozenset()
 
 
 def test_a_missing_topic_is_probed_with_ten_tasks_an_outage_with_one(watch: Watch) -> None:
@@ -162,14 +162,14 @@ def test_probes_of_outages_have_a_quarter_of_the_places(watch: Watch) -> None:
         watch.seconds += 0.01
     watch.fail(MISSING, "a", topic="missing")
     watch.seconds += 2
-    held = watch.resting()
+    held = watch.suspended()
     assert (len(held), "missing" in held) == (4, False)
     probed = set(topics) - held
     for topic in probed:
         watch.start(Batch(topic, ("a",)))
-    assert watch.resting() == set(topics)
+    assert watch.suspended() == set(topics)
     watch.ended(Batch(probed.pop(), ("a",), probe=True), a=AWAY)
-    assert len(watch.resting()) == 5
+    assert len(watch.suspended()) == 5
 
 
 def test_at_most_once_tasks_are_risked_in_an_outage_only_where_nothing_else_is_found(watch: Watch) -> None:
@@ -217,7 +217,7 @@ def test_a_suspect_that_was_charged_rests_no_topic_and_stays_one(watch: Watch) -
     batch = watch.next("b")
     assert (batch.suspects, batch.works) == ({"b"}, True)
     assert not watch.ended(batch, "b", b=AWAY)
-    assert watch.resting() == frozenset()
+    assert watch.suspended() == frozenset()
     batch = watch.next("b")
     assert (batch.suspects, batch.works) == ({"b"}, False)
     watch.ended(Batch("orders", ("c",)), c=Sent("2"))
@@ -232,7 +232,7 @@ def test_the_memory_of_suspects_is_bounded_and_the_oldest_go_first(watch: Watch)
     assert watch.next(*ids).suspects == set(ids[10:])
     watch.fail(AWAY, "a")
     watch.seconds += circuit_breaker.FORGET_SECONDS + 2
-    assert watch.resting() == frozenset()
+    assert watch.suspended() == frozenset()
     assert watch.next("a", "20") == Batch("orders", ("a", "20"))
 
 

@@ -50,7 +50,7 @@ class Bench(FakePublisher):
     def deliver(self, *ids: str, skip_dead: bool = False, **batch: Any) -> BatchResult:
         retries = RetryPolicy(initial=1, longest=9, max_attempts=9, dead_after=9, random=Random(1))
         delivery = Delivery(self.store, self, retries, 5, clock=lambda: self.seconds, skip_dead=skip_dead)
-        return delivery.deliver(Batch("orders", ids, **batch))
+        return delivery.run(Batch("orders", ids, **batch))
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_batch_tells_how_long_its_phases_took_and_how_long_its_tasks_waited(be
     bench.insert("early", created_at=now + HOUR)  # no task has waited for less than no time
     bench.slow_commits(Abort())
     result = bench.deliver("ready", "due", "fresh", "early")
-    assert result.runs == 2
+    assert result.attempts == 2
     assert result.phases == {m.CLAIM: 3, m.PUBLISH: 2, m.COMMIT: 3}
     assert result.waited == {"ready": 3602, "due": 7202, "fresh": 2.25, "early": 0}
     bench.insert("once", created_at=bench.store.now - HOUR, at_most_once=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outbox.storage.task_states import NEVER
-from publishworker.eligibility import in_order, released, taken, untried
+from publishworker.eligibility import in_order, released, skip_reasons, untried
 from publishworker.types import Batch, Deferred, Failed, FailedAttempt, LockedRow, Mark, Outcome, Sent, Version
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -43,7 +43,7 @@ def reasons(
     batch: Batch, *rows: LockedRow, published: Mapping[str, Version] | None = None, skip_dead: bool = False
 ) -> dict[str, str]:
     """Return why tasks are left."""
-    outcomes = taken(batch, rows, NOW, published or {}, skip_dead=skip_dead)
+    outcomes = skip_reasons(batch, rows, NOW, published or {}, skip_dead=skip_dead)
     return {id: getattr(outcome, "reason", "?") for id, outcome in outcomes.items()}
 
 
@@ -54,7 +54,7 @@ def test_what_a_row_says_of_itself_and_of_what_follows(word: str) -> None:
     batch = Batch("orders", ("first", "next", "other"), keys=("k", "k", "m"))
     expected = {"first": reason} if reason else {}
     if not goes_on:
-        expected["next"] = "held"
+        expected["next"] = "blocked"
     assert reasons(batch, row("next"), row("other", ordering_key="m"), row("first", **columns)) == expected
     # If nothing is written of the first row, what follows it is made ready only if the first is passed over.
     batch = Batch("orders", ("first",), keys=("k",), releases=("next",))
@@ -69,7 +69,7 @@ def test_dead_tasks_are_passed_over_if_so_wished_and_others_are_not() -> None:
     batch = Batch("orders", ("a", "b"), keys=("k", "k"))
     almost = NEVER - timedelta(microseconds=1)
     assert reasons(batch, row("a", available_at=NEVER), row("b"), skip_dead=True) == {"a": "not_due"}
-    assert reasons(batch, row("a", available_at=almost), row("b"), skip_dead=True) == {"a": "not_due", "b": "held"}
+    assert reasons(batch, row("a", available_at=almost), row("b"), skip_dead=True) == {"a": "not_due", "b": "blocked"}
 
 
 def test_without_a_key_nothing_is_held_and_nothing_counts_as_deferred() -> None:
@@ -87,7 +87,7 @@ def test_what_was_published_needs_its_mark_wherever_it_stands() -> None:
     rows = (row("a", available_at=LATER), row("b", available_at=LATER, deferred=True), row("c"))
     published = {each.id: Version.of(each) for each in rows[1:]}
     assert reasons(batch, *rows, published=published) == {"a": "not_due"}
-    assert reasons(batch, *rows, published={"b": published["b"]}) == {"a": "not_due", "c": "held"}
+    assert reasons(batch, *rows, published={"b": published["b"]}) == {"a": "not_due", "c": "blocked"}
     assert reasons(batch, row("b", sent_at=BEFORE), published=published) == {"a": "gone", "b": "sent", "c": "gone"}
 
 

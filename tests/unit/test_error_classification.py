@@ -1,4 +1,4 @@
-"""The table of failures (publishworker/pubsub/errors.py): every status has a row, and the kinds are those written here."""
+"""The table of failures (publishworker/pubsub/errors.py): every status has a row with the kind written here."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,8 @@ STATUSES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
 KINDS = {
     FailureKind.CONTENT: "undecodable too_large invalid_topic topic_not_allowed expired invalid_argument",
     FailureKind.TARGET: "not_found permission_denied failed_precondition unimplemented",
-    FailureKind.OUTAGE: "unavailable deadline_exceeded resource_exhausted internal aborted cancelled unknown unauthenticated "
+    FailureKind.OUTAGE: "unavailable deadline_exceeded resource_exhausted internal aborted cancelled unknown "
+    "unauthenticated "
     "credentials",
     FailureKind.UNKNOWN: "already_exists out_of_range data_loss",
 }

@@ -45,7 +45,7 @@ class Relay:
         self.client = Tagged()
         self.report = WorkerGauges(Metrics(self.client), fleet(), self, lambda: self.seconds)
 
-    def resting(self) -> Mapping[str, bool]:
+    def open_circuits(self) -> Mapping[str, bool]:
         self.asked += 1
         return self.rests
 

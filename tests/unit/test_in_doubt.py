@@ -1,5 +1,6 @@
 """Published tasks whose commit failed: what is remembered of them, and for how long."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -8,34 +9,41 @@ import pytest
 
 from publishworker.batching import Limits
 from publishworker.in_doubt import MAX_TASKS, InDoubt
-from publishworker.types import Batch, LockedRow, Version
+from publishworker.types import Batch, BatchResult, LockedRow, Version
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def memory(limits: Limits | None = None, clock: Callable[[], float] = lambda: 0.0) -> InDoubt:
+    """Return a memory whose tasks nothing marks."""
+    return InDoubt(lambda batch, _decide: BatchResult(batch), limits or Limits(1000, 1, 4), clock)
+
+
 ROW = LockedRow("a", "orders", b"", None, NOON, None, None)
 AT_NOON = Version.of(ROW)
 
 
 def test_tasks_in_doubt_are_bounded_and_stay_until_they_are_marked() -> None:
     """The oldest beyond 10,000 are forgotten; batches keep the limits of a turn, and are of one topic each."""
-    doubts = InDoubt(lambda: 0.0)
+    doubts = memory()
     doubts.remember("orders", {str(n): AT_NOON for n in range(MAX_TASKS + 5)})
     assert len(doubts.ids()) == MAX_TASKS
-    batches = doubts.batches(Limits(1000, 1, 4))
+    batches = doubts.batches()
     assert [len(batch.ids) for batch in batches] == [1000] * 4
     assert batches[0].ids[0] == "5"
     for batch in batches:
         doubts.forget(batch.ids)
     assert len(doubts.ids()) == MAX_TASKS - 4000
-    doubts = InDoubt(lambda: 0.0)
+    doubts = memory(Limits(10, 1, 9))
     doubts.remember("orders", {"a": AT_NOON})
     doubts.remember("invoices", {"b": AT_NOON})
-    assert doubts.batches(Limits(10, 1, 9)) == [Batch("orders", ("a",)), Batch("invoices", ("b",))]
+    assert doubts.batches() == [Batch("orders", ("a",)), Batch("invoices", ("b",))]
 
 
 def test_a_task_is_in_doubt_for_a_minute() -> None:
     """To its end; after that it is published again. Marking a task that was forgotten is no error."""
     seconds = [0.0]
-    doubts = InDoubt(lambda: seconds[0])
+    doubts = memory(clock=lambda: seconds[0])
     doubts.remember("orders", {"a": AT_NOON})
     seconds[0] = 60.0
     assert doubts.ids() == {"a"}
@@ -55,7 +63,7 @@ def test_a_task_is_in_doubt_for_a_minute() -> None:
 )  # fmt: skip
 def test_a_doubt_is_about_one_row_as_it_was(columns: dict[str, Any]) -> None:
     """A task that was registered again under its ID has not been sent; one that was written since perhaps not."""
-    doubts = InDoubt(lambda: 0.0)
+    doubts = memory()
     doubts.remember("orders", {"a": AT_NOON})
     assert doubts.is_about(ROW)
     assert not doubts.is_about(replace(ROW, **columns))

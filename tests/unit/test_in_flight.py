@@ -1,4 +1,4 @@
-"""Batches in flight: a slow one holds back no other, none is lost, a defect is raised; and the turns that leave some."""
+"""Batches in flight: a slow one holds back no other, none is lost, a defect is raised, turns leave some behind."""
 
 import threading
 import time
@@ -47,8 +47,8 @@ class Batches:
         for topic in topics:
             self.ends[topic].set()
 
-    def collect(self, *arguments: Any, **options: Any) -> list[str]:
-        return sorted(result.batch.topic for result in self.in_flight_batches.collect(*arguments, **options))
+    def wait(self, *arguments: Any, **options: Any) -> list[str]:
+        return sorted(result.batch.topic for result in self.in_flight_batches.wait(*arguments, **options))
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_every_batch_has_a_thread_of_its_own(batches: Batches) -> None:
     assert batches.in_flight_batches.ids() == {"task-of-a", "task-of-b", "task-of-c"}
     assert batches.in_flight_batches.by_topic() == {"a": 1, "b": 1, "c": 2}
     batches.end("a", "b", "c")
-    assert batches.collect() == ["a", "b", "c", "c"]
+    assert batches.wait() == ["a", "b", "c", "c"]
     assert (len(batches.in_flight_batches), batches.in_flight_batches.ids()) == (0, frozenset())
     for thread in threads:
         thread.join(10)
@@ -77,16 +77,16 @@ def test_a_straggler_is_left_and_collected_later(batches: Batches) -> None:
     """It does not hold back the others, and its result is not lost. A wait ends with its patience or its limit."""
     batches.start("a", "b", "c", "slow")
     batches.end("a", "b", "c")
-    assert batches.collect(leave=1) == ["a", "b", "c"]
+    assert batches.wait(leave=1) == ["a", "b", "c"]
     assert batches.in_flight_batches.ids() == {"task-of-slow"}
-    assert batches.collect(leave=1) == []
+    assert batches.wait(leave=1) == []
     batches.end("slow")
-    assert batches.collect() == ["slow"]
+    assert batches.wait() == ["slow"]
     begin = time.monotonic()
     batches.start("quick", "hangs", "hangs-too")
-    assert batches.collect(leave=0, patience=20, longest=0.01) == []
+    assert batches.wait(leave=0, patience=20, longest=0.01) == []
     batches.end("quick")
-    assert batches.collect(leave=0, patience=0.01, longest=20) == ["quick"]
+    assert batches.wait(leave=0, patience=0.01, longest=20) == ["quick"]
     assert time.monotonic() - begin < 10
     assert len(batches.in_flight_batches) == 2
 
@@ -102,7 +102,7 @@ def test_a_defect_is_raised_after_the_others_have_ended(
         threading.Timer(0.05, lambda: batches.end("a", "b")).start()
     batches.end("defect")
     with pytest.raises(ZeroDivisionError):
-        batches.in_flight_batches.collect()
+        batches.in_flight_batches.wait()
     assert [thread.is_alive() for thread in others] == [hangs, hangs]
 
 
@@ -113,9 +113,9 @@ def test_a_batch_that_does_not_end_is_stuck_after_two_minutes(batches: Batches) 
         batches.seconds += 10
         batches.in_flight_batches.check()
     batches.end("a")
-    assert batches.collect(leave=1) == ["a"]
+    assert batches.wait(leave=1) == ["a"]
     batches.seconds += 1
-    with pytest.raises(StuckBatch, match=r"a batch of 1 tasks of slow is stuck for 121 s \(task-of-slow\)"):
+    with pytest.raises(StuckBatch, match="Batch of 1 tasks of topic slow has been in flight for 121 s: task-of-slow"):
         batches.in_flight_batches.check()
     batches.in_flight_batches.check()
     assert len(batches.in_flight_batches) == 0
@@ -123,7 +123,7 @@ def test_a_batch_that_does_not_end_is_stuck_after_two_minutes(batches: Batches) 
     slow.join(10)
     batches.start("b")
     batches.end("b")
-    assert batches.collect() == ["b"]
+    assert batches.wait() == ["b"]
 
 
 def test_a_process_that_slept_has_no_stuck_batches(batches: Batches) -> None:
@@ -139,7 +139,7 @@ def test_a_process_that_slept_has_no_stuck_batches(batches: Batches) -> None:
     for _ in range(100):  # no result is asked for in a long outage
         batches.seconds += 30
         batches.in_flight_batches.check()
-    assert batches.collect() == ["a"]
+    assert batches.wait() == ["a"]
 
 
 def test_who_waits_for_all_shows_signs_of_life_and_gives_up_a_stuck_batch(
@@ -151,9 +151,9 @@ def test_who_waits_for_all_shows_signs_of_life_and_gives_up_a_stuck_batch(
     batches.end("a")
     thread.join(10)
     batches.start("slow", "slow-too")
-    assert batches.collect(len(batches.in_flight_batches) - 1) == ["a"]
-    with pytest.raises(StuckBatch, match=r"of slow is stuck .*, and 1 more") as caught:
-        batches.in_flight_batches.collect(len(batches.in_flight_batches) - 1)
+    assert batches.wait(len(batches.in_flight_batches) - 1) == ["a"]
+    with pytest.raises(StuckBatch, match=r"of topic slow has been in flight .*, and 1 more") as caught:
+        batches.in_flight_batches.wait(len(batches.in_flight_batches) - 1)
     assert [batch.topic for batch in caught.value.batches] == ["slow", "slow-too"]
     assert batches.beats > STUCK_SECONDS
 

@@ -53,8 +53,8 @@ def test_the_same_complaint_is_logged_once_a_minute_with_the_count(caplog: pytes
     assert [line for line in lines if line != "a task is dead"] == [
         "orders fail",
         "invoices fail",
-        "orders fail [and 4 times more since the last such line]",
-        "dead: orders, 4900 times more than was logged",
+        "orders fail [and 4 more times since the last such line]",
+        "dead: orders, occurred 4900 more times than it was logged",
         "another one",
     ]
     assert lines.count("a task is dead") == 100

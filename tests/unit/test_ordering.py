@@ -12,7 +12,6 @@ from outbox.storage.task_states import NEVER
 from publishworker import ordering
 from publishworker.batching import Limits
 from publishworker.ordering import MAX_KEY_HEAD_ROWS, Ordering, ResolvedKeys, cut
-from publishworker.poller import Found
 from publishworker.types import Key, QueuedTask
 from tests.support.fakes import FakeStore, serialized
 from tests.support.parts import look
@@ -39,9 +38,9 @@ class Recording(FakeStore):
 
     def sendable(self, size: int) -> dict[str, tuple[str, ...]]:
         """Return what may be sent of each key, in batches of `size` tasks."""
-        found = Found(self.poll(look("orders")).candidates)
+        found = self.poll(look("orders")).candidates
         parts = Ordering(self, Limits(size, 10_000_000, 2), self.random, skip_dead=False)
-        candidates = parts.key_heads(found, frozenset(), frozenset()).candidates
+        candidates = parts.resolve(found, frozenset()).candidates
         return {each.ordering_key or "": (each.id, *each.behind) for each in candidates}
 
 
@@ -71,7 +70,7 @@ def test_without_ordered_tasks_no_front_is_read() -> None:
 @pytest.fixture
 def bounded() -> Iterator[None]:
     """A bound of tasks that are passed over, which a test can reach."""
-    with mock.patch.object(ordering, "MAX_PASSED_OVER", 40):
+    with mock.patch.object(ordering, "MAX_EXPIRED_ROWS", 40):
         yield
 
 
@@ -111,8 +110,8 @@ def test_a_key_of_which_very_much_is_passed_over_waits(caplog: pytest.LogCapture
     assert store.asked == [({"endless", "other"}, 5), *(({"endless"}, rows) for rows in (10, 20, 40))]
     [line] = caplog.records
     assert line.message == (
-        "at least 40 expired tasks stand in front of an ordering key of topic orders, beginning with endless00: "
-        "the key waits until they are deleted, by outbox discard"
+        "An ordering key of topic orders is blocked by at least 40 expired tasks, beginning with endless00. "
+        "Delete them with `outbox discard`."
     )
     assert vars(line)["action"] == "crowded_key"
 
@@ -144,15 +143,15 @@ def test_a_key_is_one_candidate_as_urgent_as_the_most_urgent_that_was_seen(bench
     bench.line("c", priority=100, created_at=at + timedelta(seconds=2))
     ordering = Ordering(bench.store, Limits(10, 10_000, 2), Random(1), skip_dead=False)
     seen = bench.store.poll(look("orders")).candidates
-    key_heads = ordering.key_heads(Found(seen), frozenset(), frozenset())
+    key_heads = ordering.resolve(seen, frozenset())
     [run] = key_heads.candidates
     assert not key_heads.busy
     assert (run.id, run.behind, run.priority, run.created_at) == ("a", ("b", "c"), 100, at + timedelta(seconds=1))
     assert (run.tasks, run.bytes, run.releases) == (3, 3 * len(serialized()), None)
     in_flight = frozenset({Key("orders", "k")})
-    assert ordering.key_heads(Found(seen), in_flight, frozenset()) == ResolvedKeys([], busy=True)
+    assert ordering.resolve(seen, in_flight) == ResolvedKeys([], busy=True)
     other = replace(seen[0], id="other", ordering_key="other")
-    assert ordering.key_heads(Found([*seen, other]), in_flight, frozenset()).busy
+    assert ordering.resolve([*seen, other], in_flight).busy
 
 
 def test_a_key_goes_out_in_its_order_in_requests_as_large_as_a_batch(bench: Bench) -> None:

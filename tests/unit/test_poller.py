@@ -5,8 +5,7 @@ from datetime import timedelta
 import pytest
 
 from publishworker.membership import Membership
-from publishworker.poll_size import PollSize
-from publishworker.poller import Poller
+from publishworker.poller import Poller, PollSize
 from publishworker.topics.discovery import FORGET_TOPIC_SECONDS
 from publishworker.topics.rate_limit import RateLimits
 from publishworker.types import PollRequest
@@ -22,8 +21,8 @@ class Watch:
         self.poller = Poller(
             self.store,
             Membership(self.store, "me", self.store.shards, clock=lambda: self.seconds),
-            PollSize(target=100, shards=10),
             RateLimits(lambda: self.seconds),
+            target_rows=100,
             discovery_seconds=1.0,
             clock=lambda: self.seconds,
         )

@@ -204,8 +204,8 @@ def test_the_first_of_several_topics_says_how_long_to_wait(throttle: Timed) -> N
 
 
 RATES = {0.0: "0", -2.5: "-2.5", math.nan: "nan", math.inf: "inf", -math.inf: "-inf", 5e-324: "4.94066e-324"}
-LEAST = "it must be 1e-09 or more; to send nothing, pause the topic"
-PAIR = "RatePerSecond and Burst come together: set both, or both to NULL"
+LEAST = "it must be at least 1e-09. To send nothing, pause the topic"
+PAIR = "RatePerSecond and Burst go together. Set both, or both to NULL"
 
 
 @pytest.mark.parametrize(
@@ -215,10 +215,10 @@ PAIR = "RatePerSecond and Burst come together: set both, or both to NULL"
         (TopicLimit(None, 5), PAIR),
         (TopicLimit(None, 5, 3), PAIR),
         *((TopicLimit(rate, 5), f"RatePerSecond is {shown}, {LEAST}") for rate, shown in RATES.items()),
-        (TopicLimit(5.0, 0), "Burst is 0, it must be 1 or more"),
-        (TopicLimit(5.0, -(2**63)), "Burst is -9223372036854775808, it must be 1 or more"),
-        (TopicLimit(None, None, 0), "MaxInFlight is 0, it must be 1 or more"),
-        (TopicLimit(5.0, 5, -7), "MaxInFlight is -7, it must be 1 or more"),
+        (TopicLimit(5.0, 0), "Burst is 0, it must be at least 1"),
+        (TopicLimit(5.0, -(2**63)), "Burst is -9223372036854775808, it must be at least 1"),
+        (TopicLimit(None, None, 0), "MaxInFlight is 0, it must be at least 1"),
+        (TopicLimit(5.0, 5, -7), "MaxInFlight is -7, it must be at least 1"),
     ],
 )
 def test_a_row_that_makes_no_sense_limits_nothing_and_is_complained_about(
@@ -226,7 +226,7 @@ def test_a_row_that_makes_no_sense_limits_nothing_and_is_complained_about(
 ) -> None:
     """Once a minute, with the topic, the column and the value; its neighbours are followed all the same."""
     assert problem(limit) == says
-    line = f"the limits of wrong in AsynchronousTaskTopics are not followed: {says}"
+    line = f"Invalid limits of topic wrong in AsynchronousTaskTopics are ignored: {says}"
     with caplog.at_level(logging.WARNING, "publishworker"):
         for seconds in (0.0, 1.0, 58.9):
             throttle.now += seconds
@@ -237,6 +237,6 @@ def test_a_row_that_makes_no_sense_limits_nothing_and_is_complained_about(
         throttle.now += 0.2
         throttle.learn({"wrong": limit, "also wrong": limit}, 2)
         assert caplog.messages[1:] == [
-            f"{line} [and 2 times more since the last such line]",
-            line.replace("of wrong", "of also wrong"),
+            f"{line} [and 2 more times since the last such line]",
+            line.replace("topic wrong", "topic also wrong"),
         ]

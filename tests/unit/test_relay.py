@@ -205,7 +205,7 @@ def test_a_batch_that_does_not_end_ends_the_worker(
     bench.insert("good")
     while bench.relay.in_flight < 2 and not bench.count(m.PUBLISHED):
         bench.relay.turn()
-    with pytest.raises(StuckBatch, match="a batch of 1 tasks of invoices is stuck"):
+    with pytest.raises(StuckBatch, match="Batch of 1 tasks of topic invoices has been in flight"):
         bench.relay.finish() if stop else [bench.relay.turn() for _ in range(20)]
     assert bench.unsent() == ["stuck"]
     assert bench.relay.finish().in_flight == 0
@@ -216,15 +216,15 @@ def test_a_relay_says_what_it_is_busy_with(bench: Bench) -> None:
     """Batches in flight, topics that it asks for, those that rest, and how long its polls take."""
     bench.insert("a")
     bench.insert("b", topic="missing")
-    assert (bench.relay.in_flight, bench.relay.topics, dict(bench.relay.resting())) == (0, frozenset(), {})
+    assert (bench.relay.in_flight, bench.relay.topics, dict(bench.relay.open_circuits())) == (0, frozenset(), {})
     bench.turns()
     assert bench.relay.in_flight == 0
     assert bench.relay.topics == {"orders", "missing"}
-    assert bench.relay.resting() == {"missing": True}
+    assert bench.relay.open_circuits() == {"missing": True}
     assert bench.count(m.PHASE_DURATION) >= 1 + 3
     assert bench.count(m.LATENCY) == 1
     bench.wait(2)
-    assert bench.relay.resting() == {"missing": False}
+    assert bench.relay.open_circuits() == {"missing": False}
 
 
 def test_batches_that_have_ended_are_counted_though_polls_fail(bench: Bench, slow: SlowPublisher) -> None:

@@ -10,7 +10,7 @@ from outbox.storage.task_states import NEVER
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
-from publishworker.topics.circuit_breaker import Change
+from publishworker.topics.circuit_breaker import CircuitChange
 from publishworker.types import Batch, BatchResult, Failed, FailedAttempt, Sent, Turn
 from tests.support.fakes import Counted
 
@@ -50,7 +50,7 @@ class Watch(Counted):
         return [(record.getMessage(), record.__dict__["fields"]) for record in self.caplog.records]
 
     def change(self, failure: Failed | None, seconds: float = 0, topic: str = "orders") -> None:
-        self.reporter.change(Change(topic, failure, seconds))
+        self.reporter.circuit(CircuitChange(topic, failure, seconds))
 
     def keep_failing(self, seconds: int) -> None:
         """Let a probe fail every second."""
@@ -114,11 +114,14 @@ def test_each_failure_has_a_line(watch: Watch) -> None:
     result.traces = {"a": "1" * 32}
     watch.reporter.batch(result)
     about = {"topic": "orders", "reason": "not_found"}
-    again = "task {} of orders was not sent (attempt 2) and is tried again from 2026-12-31T00:00:00Z on: "
+    again = "Task {} of topic orders failed in attempt 2 and will be retried after 2026-12-31T00:00:00Z: "
     again += "not_found: no such topic"
     assert watch.lines() == [
         (
-            "task a of orders is dead (attempt 3), an operator has to act: not_found: no such topic",
+            (
+                "Task a of topic orders is dead after attempt 3. Fix the cause, then run `outbox retry` or "
+                "`outbox discard`: not_found: no such topic"
+            ),
             {**about, "task_id": "a", "attempt": 3, "trace_id": "1" * 32},
         ),
         *((again.format(id), {**about, "task_id": id, "attempt": 2}) for id in ("b", "c")),
@@ -133,7 +136,7 @@ def test_ten_thousand_failures_are_a_hundred_lines_a_minute(watch: Watch) -> Non
     assert watch.told() == ["publish_failed"] * 100
     watch.seconds += 60
     watch.reporter.batch(failing(["late"]))
-    assert watch.caplog.messages[0].endswith("[and 9900 times more since the last such line]")
+    assert watch.caplog.messages[0].endswith("[and 9900 more times since the last such line]")
     assert watch.told() == ["publish_failed"]
 
 

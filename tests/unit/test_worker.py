@@ -117,8 +117,8 @@ def test_an_outage_is_said_once_and_waited_for(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.INFO, "publishworker"):
         waits = Script(WORK, *[AWAY] * 8, WORK, AWAY, WORK).run()
     assert waits == near(0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5, 0.2)
-    away = ("ERROR", "Spanner does not serve the relay, trying on: connection refused", "spanner_unavailable")
-    back = ("INFO", "Spanner serves the relay again", "spanner_available")
+    away = ("ERROR", "Spanner is unavailable; retrying: connection refused", "spanner_unavailable")
+    back = ("INFO", "Spanner is available again", "spanner_available")
     lines = [(each.levelname, each.getMessage(), vars(each)["action"]) for each in caplog.records]
     assert lines == [away, back, away, back]
 
@@ -178,7 +178,7 @@ def test_at_the_end_the_worker_leaves_and_then_finishes_what_is_in_flight() -> N
 def test_a_stuck_batch_ends_the_loop_when_the_others_have_ended(others: tuple[Batch, ...]) -> None:
     """The shards are given away first; then the caller gets an error that names all stuck batches."""
     script = Script(StuckBatch([Batch("orders", ("a",))], 121), end=StuckBatch(others, 122) if others else None)
-    with pytest.raises(StuckBatch, match="1 tasks of orders is stuck for 121 s") as caught:
+    with pytest.raises(StuckBatch, match="1 tasks of topic orders has been in flight for 121 s") as caught:
         script.run(beats=True)
     assert script.events[-2:] == ["turn", "finish"]
     assert script.store.workers == {}

@@ -1,0 +1,83 @@
+"""Which batches start now: the tasks that can be sent, the fair share of lower priorities, and deferrals."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from random import Random
+
+from publishworker.batching import Limits, fitting, sample
+from publishworker.fair_share import FairShare
+from publishworker.in_flight import InFlight
+from publishworker.ordering import ResolvedKeys
+from publishworker.topics.availability import Topics
+from publishworker.types import Batch, Candidate
+
+
+class Selector:
+    """Chooses batches from what a poll found. It belongs to the relay's thread."""
+
+    def __init__(self, limits: Limits, topics: Topics, random: Random, fair_share: float) -> None:
+        """Choose within `limits`, with `fair_share` (0 to 0.5) of the batches for lower priorities."""
+        self._limits = limits
+        self._topics = topics
+        self._random = random
+        self._fair_share = FairShare(fair_share)
+        #: Whether the last selection left tasks behind that could have started in a free place.
+        self.left_tasks = False
+        #: Whether it did so because too many bytes are in flight.
+        self.crowded = False
+
+    @property
+    def below(self) -> int | None:
+        """Return the priority below which the next poll has to read ready tasks as well, or None."""
+        return self._fair_share.below
+
+    def select(self, ready: ResolvedKeys, in_flight: InFlight, cut_off: Collection[str]) -> list[Batch]:
+        """Return the batches to start beside those in flight.
+
+        `cut_off` are the topics of which the poll left tasks in the table. Deferrals get a quarter of the places,
+        because a blocked task hides others from the poll, or half of them if there is nothing to send.
+        """
+        deferrals = list(ready.blocked[: self._places_to_defer(in_flight, nothing_else=not ready.candidates)])
+        candidates, probes = self._topics.circuits.probes(ready.candidates, cut_off)
+        allowed = self._topics.rate_limits.allowances(in_flight.tasks_by_topic())
+        allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
+        shared = self._batches(self._fair_share.choose(candidates), in_flight, deferrals, allowed)
+        shared = shared[: self._fair_share.batches]
+        for batch in shared:
+            if batch.topic in allowed:
+                allowed[batch.topic] -= len(batch.ids)
+        chosen = {id for batch in shared for id in batch.ids}
+        others = [each for each in candidates if each.id not in chosen]
+        wanted = shared + self._batches(others, in_flight, deferrals + shared, allowed)
+        batches = fitting(wanted, self._limits.bytes - in_flight.bytes(), alone=not len(in_flight))
+        self._account(candidates, batches, len(shared), allowed, cut_off)
+        self.crowded = len(batches) < len(wanted)
+        return deferrals + batches
+
+    def _account(
+        self,
+        candidates: Sequence[Candidate],
+        batches: Sequence[Batch],
+        shared: int,
+        allowed: Mapping[str, int],
+        cut_off: Collection[str],
+    ) -> None:
+        """Note whether tasks are left behind, and what lower priorities are owed. Limited topics wait for more."""
+        started = sum(len(batch.ids) for batch in batches if batch.topic not in allowed)
+        startable = sum(each.tasks for each in candidates if each.topic not in allowed)
+        self.left_tasks = bool(set(cut_off) - allowed.keys()) or started < startable
+        highest = max((each.priority for each in candidates if each.available_at is None), default=None)
+        self._fair_share.count(len(batches), min(shared, len(batches)), highest if self.left_tasks else None)
+
+    def _places_to_defer(self, in_flight: InFlight, *, nothing_else: bool) -> int:
+        places = self._limits.batches // (2 if nothing_else else 4)
+        if places == 0:  # of one, two or three places, deferrals get one in a quarter of the turns
+            places = int(nothing_else or self._random.random() < 1 / 4)
+        free = self._limits.batches - len(in_flight)
+        return max(0, min(free, places - in_flight.deferring()))
+
+    def _batches(
+        self, candidates: Sequence[Candidate], in_flight: InFlight, beside: Sequence[Batch], allowed: Mapping[str, int]
+    ) -> list[Batch]:
+        places = in_flight.by_topic() + Counter(batch.topic for batch in beside)
+        return sample(candidates, self._limits, self._random, places, allowed)

@@ -1,0 +1,47 @@
+"""May a topic be published to now? Circuit breakers and rate limits, asked together."""
+
+import time
+from collections.abc import Callable, Mapping
+from random import Random
+
+from publishworker.topics.circuit_breaker import CircuitBreakers, CircuitChange
+from publishworker.topics.rate_limit import RateLimits
+from publishworker.types import Batch, BatchResult
+
+
+class Topics:
+    """What this worker has seen of its topics, and what it may send to them. It belongs to the relay's thread."""
+
+    def __init__(self, random: Random, clock: Callable[[], float] = time.monotonic, *, places: int = 8) -> None:
+        """Begin with closed circuits and without limits; `places` is how many batches may be in flight."""
+        self.circuits = CircuitBreakers(random, clock, places=places)
+        self.rate_limits = RateLimits(clock)
+
+    def unavailable(self, in_flight: Mapping[str, int]) -> frozenset[str]:
+        """Return the topics that a poll does not read: circuit open, or at a limit with these tasks `in_flight`."""
+        allowed = self.rate_limits.allowances(in_flight)
+        return self.circuits.suspended() | {topic for topic, tasks in allowed.items() if not tasks}
+
+    def start(self, batch: Batch) -> Batch:
+        """Return the batch as it is to be published, a probe for instance; its tasks count for the rate."""
+        if batch.defers:
+            return batch
+        self.rate_limits.take(batch.topic, len(batch.ids))
+        return self.circuits.start(batch)
+
+    def learn(self, result: BatchResult) -> CircuitChange | None:
+        """Take in a finished batch; return a change if the circuit of its topic has opened or closed."""
+        if result.batch.defers:
+            return None
+        self.rate_limits.take(result.batch.topic, len(result.tried) - len(result.batch.ids))  # gives back the untried
+        return self.circuits.learn(result)
+
+    def at_most_once(self, result: BatchResult) -> Batch | None:
+        """Return the batch of the at-most-once tasks that a finished batch has found, or None while they must wait."""
+        batch = result.at_most_once()
+        return batch if batch is not None and self.circuits.may_be_risked(result) else None
+
+    def seconds_until_available(self) -> float | None:
+        """Return the seconds until a topic that is unavailable now may be tried again, or None."""
+        waits = (self.circuits.seconds_to_probe(), self.rate_limits.seconds_to_next())
+        return min((seconds for seconds in waits if seconds is not None), default=None)
