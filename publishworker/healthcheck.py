@@ -1,6 +1,6 @@
 """The heartbeat file: the loop touches it, a probe looks at its age. Standard library only: a probe must be cheap.
 
-"Alive" means that the loop turns, even while idle or while a service is unavailable: an outage must not restart workers.
+"Alive" means that the loop turns, even while idle or while a service is unavailable: an outage restarts no worker.
 """
 
 import argparse

@@ -98,7 +98,7 @@ class TaskTable:
     def transact(self, tag: str, work: "Callable[[Transaction], T]") -> T:
         """Run `work` in a read-write transaction, again if Spanner aborts it, and return what it returned.
 
-        Serializable and pessimistic, whatever the client's defaults are: otherwise the hint of `statements.locked` locks
+        Serializable and pessimistic, whatever the client's defaults are: else the hint of `statements.locked` locks
         nothing.
         """
         with self._errors():
