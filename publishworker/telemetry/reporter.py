@@ -58,8 +58,8 @@ class Reporter:
             self._throttled_log.say(
                 "commit_failed",
                 topic,
-                f"Commit failed for {_tasks(result.batch.ids)} of topic {topic}; {len(published)} published tasks are in "
-                f"doubt and will be marked first: {result.error}",
+                f"Commit failed for {_tasks(result.batch.ids)} of topic {topic}; {len(published)} published tasks are "
+                f"in doubt and will be marked first: {result.error}",
             )
         if result.unconfirmed:
             self._metrics.count(m.UNCONFIRMED, len(result.unconfirmed), topic=topic)

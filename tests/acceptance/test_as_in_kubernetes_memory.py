@@ -44,9 +44,9 @@ LOCKED = (
 )  # fmt: skip
 #: A worker that knows nothing of the emulator, and so locks several batches at once.
 NO_EMULATOR = """
-from publishworker import process
-store = process.SpannerStore
-process.SpannerStore = lambda database, shards, *, emulator: store(database, shards)
+from publishworker import app
+store = app.SpannerStore
+app.SpannerStore = lambda database, shards, *, emulator: store(database, shards)
 """
 
 

@@ -86,7 +86,7 @@ def test_workers_follow_pauses_and_limits_within_ten_seconds(
         # Tried by both, which have polled since.
         register(database, "missing-topic", 20, priority=0)
         for each in workers:
-            each.wait_for_text("missing-topic rests")
+            each.wait_for_text("Circuit open for topic missing-topic")
         assert subscription.drain() == []
 
         run("limit", topic, "--rate", "10", "--burst", "10")

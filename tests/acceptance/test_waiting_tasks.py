@@ -83,7 +83,7 @@ def test_topics_that_do_not_work_hold_up_no_other(emulators: Emulators, database
         for topic in answers:
             register(database, topic, 60)
         for topic in answers:
-            process.wait_for_text(f"{topic} rests")
+            process.wait_for_text(f"Circuit open for topic {topic}")
         for _ in range(5):
             one = register_beside(database, "good", 1)
             eventually(lambda one=one: is_sent(database, one), seconds=10, message="a task of the good topic is sent")

@@ -17,7 +17,7 @@ from outbox.admin.topics import TopicTable
 from outbox.shared.settings import DatabaseSettings
 from outbox.storage import schema
 from outbox.storage.task_states import NEVER
-from publishworker.spanner.connection import open_database
+from publishworker.spanner.connection import open_relay_database
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import Deferred, FailedAttempt, Key, Sent
 from tests.support.operations import FUTURE, PAST, insert, row
@@ -47,7 +47,7 @@ def test_every_statement_is_a_role_or_a_grant_of_what_is_there() -> None:
 def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     """All that a store does, in sessions of that role: the worker's, and that of a drain by Spark."""
     insert(database, [row(id, OrderingKey="k") for id in ("clean", "recorded", "deferred", "old")])
-    ours = open_database(PROJECT, INSTANCE, database.database_id, role)
+    ours = open_relay_database(PROJECT, INSTANCE, database.database_id, role)
     heard = Heard(ours)
     schema.differences(ours, schema.statements())
     store = SpannerStore(ours, schema.shard_count(ours), emulator=True)

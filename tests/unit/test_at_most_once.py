@@ -163,7 +163,7 @@ def test_an_outage_takes_few_of_them(bench: Bench, failure: Failed, most: int) -
     assert len(set(bench.publisher.ids())) == len(bench.publisher.ids()) == 60 - lost
 
 
-def test_it_is_not_marked_while_its_circuit_open(bench: Bench) -> None:
+def test_it_is_not_marked_while_its_circuit_is_open(bench: Bench) -> None:
     """The other tasks of its first batch found the topic down: it waits, and is sent when that works again."""
     bench.insert("once", at_most_once=True)
     bench.insert("other")

@@ -197,7 +197,7 @@ def test_poison_messages_that_fail_together_are_found_together() -> None:
         assert minutes < 12
 
 
-def test_a_missing_circuit_open_and_only_probed_tasks_are_charged(bench: Bench) -> None:
+def test_a_missing_topic_opens_its_circuit_and_only_probed_tasks_are_charged(bench: Bench) -> None:
     """The first batch costs nothing; each probe costs ten tasks an attempt."""
     bench.insert(*[str(n) for n in range(100)], topic="missing")
     bench.turns()
