@@ -12,7 +12,7 @@ MODULES = sorted(FOLDER.rglob("*.py"))
 #: What brings rows of a DataFrame to the driver.
 TO_DRIVER = {"collect", "toPandas", "toLocalIterator", "take", "head", "first", "tail", "show", "toArrow"}
 #: Where it is used: on rows of counts, on the first line of a file, and on a few rows that a person reads.
-OF_FEW = {"jobs/archive.py": 2, "jobs/audit.py": 3, "jobs/drain.py": 1, "jobs/register.py": 1, "jobs/replay.py": 3}
+OF_FEW = {"jobs/archive/job.py": 2, "jobs/audit/job.py": 3, "jobs/drain/job.py": 1, "jobs/register/job.py": 1, "jobs/replay/job.py": 3}
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(FOLDER)))
