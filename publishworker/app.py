@@ -49,18 +49,17 @@ class App:
         id: str,
         metrics: Metrics,
         beat: Callable[[], None] = lambda: None,
-        shared: bool = False,
     ) -> None:
         """Connect and verify the table. Raises NotReached.
 
-        `id` is of this process alone, of 64 characters at most. `beat` is called while the loop turns. With `shared` it
-        polls all shards, whoever else lives. Whoever made `metrics` stops them.
+        `id` is unique to this process, at most 64 characters. `beat` is called while the loop turns. The caller stops
+        `metrics`.
         """
         self._settings = settings
         self._metrics = metrics
         self.store = open_store(settings)
         random = Random()  # noqa: S311 - it spreads load, and guards nothing
-        self.membership = Membership(self.store, id, self.store.shards, shared=shared)
+        self.membership = Membership(self.store, id, self.store.shards)
         allowed = topic_filter(settings.allowed_topics, settings.project)
         skip_dead = settings.on_ordering_failure == "skip"
         publisher = PubSubPublisher(open_pubsub(settings.pubsub_endpoint), settings.project, allowed)

@@ -61,7 +61,6 @@ def _worker(settings: WorkerSettings) -> Iterator[App]:
             id=worker_id(),
             metrics=metrics,
             beat=Heartbeat(Path(settings.heartbeat_file)),
-            shared=settings.assignment == "shared",
         )
         # What the imports have made lives as long as the process: no collection need look at it again, which took 30 ms
         # of CPU every few thousand tasks.

@@ -31,14 +31,12 @@ class Membership:
         worker: str,
         shards: Sequence[int],
         *,
-        shared: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin as if alone; with `shared` every worker has all shards, and still says that it lives."""
+        """Begin as if no other worker were live."""
         self._store = store
         self._worker = worker
         self._all = tuple(shards)
-        self._shared = shared
         self._clock = clock
         self._throttled_log = ThrottledLog(clock)
         self._failure: StoreError | None = None
@@ -95,7 +93,7 @@ class Membership:
             living |= self._living
         if living != self._living:
             self._living = living
-            self.shards = self._all if self._shared else divide(living, self._all)[self._worker]
+            self.shards = divide(living, self._all)[self._worker]
             shards = ", ".join(map(str, self.shards))
             _log.info("%d live workers; this one polls shards %s", len(living), shards, extra={"action": "assigned"})
         return self.shards != before

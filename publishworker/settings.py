@@ -90,11 +90,6 @@ class RelaySettings(DatabaseSettings):
 class WorkerSettings(RelaySettings):
     """What `publishworker run`, `drain` and `check` take."""
 
-    assignment: str = setting(
-        "divided",
-        one_of("divided", "shared"),
-        "Which shards a worker polls: its part of them, divided with the other living workers, or all.",
-    )
     heartbeat_file: str = setting(
         HEARTBEAT_FILE,
         matching(r".+", "a path that the worker can write"),

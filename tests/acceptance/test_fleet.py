@@ -3,12 +3,11 @@
 import contextlib
 import signal
 
-import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
 from tests.support.pubsub import PubSub
-from tests.support.relays import account, divided, register, shards_of, wait_until_all_sent, worker
+from tests.support.relays import account, divided, register, wait_until_all_sent, worker
 from tests.support.waiting import eventually
 
 #: Seconds after which a silent worker's shards have others, and a little for a busy machine.
@@ -59,14 +58,3 @@ def test_workers_join_crash_freeze_come_back_and_leave(
         assert rows(database) == 2  # the first one, and the dead one for an hour
     result = account(ids, subscription)
     assert (result.lost, result.unexpected) == (frozenset(), frozenset())
-
-
-@pytest.mark.extended
-def test_assignment_shared_gives_every_worker_all_shards(emulators: Emulators, database: Database, topic: str) -> None:
-    """`--assignment shared`: they know of each other, and poll everything all the same."""
-    with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(worker(emulators, database, "--assignment", "shared")) for _ in range(2)]
-        eventually(lambda: all('"assigned"' in each.stderr for each in workers), message="both see two workers")
-        assert [shards_of(each) for each in workers] == [set(range(10))] * 2
-        register(database, topic, 20)
-        wait_until_all_sent(database)

@@ -18,7 +18,6 @@ from tests.support.waiting import eventually
 
 SIZES = (1, 2, 4, 8)
 POLL = ("ExecuteStreamingSql", "outbox-poll")
-DIVIDED, SHARED = "divided", "shared"
 REQUESTS, SHARDS = "polls/minute", "shard polls/minute"
 MET, ABORTED, TAKEN_OVER = "already published %", "aborted by the emulator %", "s until taken over"
 
@@ -28,9 +27,8 @@ SETTLE = 4
 ARRIVALS, EVERY = 10, 0.25
 
 CONDITIONS = f"""\
-- `publishworker run` processes with default settings on one table of 10 shards, once with the shards divided and once
-  with `--assignment shared`, all behind one proxy that counts. A shard poll is one shard in the poll of one worker:
-  what a poll costs Spanner.
+- `publishworker run` processes with default settings on one table of 10 shards, all behind one proxy that counts. A
+  shard poll is one shard in the poll of one worker: what a poll costs Spanner.
 - Load: {ARRIVALS} tasks in a commit every {EVERY} s. Already published: of the tasks that were claimed, those that
   another worker had sent.
 - Aborted: transactions that ran again, of all. The emulator has one lock for a whole database and aborts whoever meets
@@ -51,22 +49,17 @@ class Membership:
 
 
 @contextlib.contextmanager
-def fleet(bench: Bench, size: int, assignment: str) -> Iterator[Membership]:
+def fleet(bench: Bench, size: int) -> Iterator[Membership]:
     """Run `size` workers for the time of the block."""
     with contextlib.ExitStack() as stack:
         table = stack.enter_context(fresh_table(bench))
         proxy = stack.enter_context(Counting(bench.emulators.spanner_host))
         agent = stack.enter_context(listening())
         hosts = replace(bench.emulators, spanner_host=proxy.address)
-        flags = ("--assignment", assignment)
-        workers = [stack.enter_context(worker(hosts, table.database, *flags, **agent.environment)) for _ in range(size)]
+        workers = [stack.enter_context(worker(hosts, table.database, **agent.environment)) for _ in range(size)]
         table.fill(1)
         wait_until_all_sent(table.database)
-        settled = {
-            DIVIDED: lambda: divided(workers),
-            SHARED: lambda: size == 1 or all(f"{size} workers live" in each.stderr for each in workers),
-        }
-        eventually(settled[assignment], seconds=60, message=f"{size} workers know of each other")
+        eventually(lambda: divided(workers), seconds=60, message=f"{size} workers know of each other")
         time.sleep(SETTLE)
         yield Membership(table, proxy, agent, workers)
 
@@ -110,27 +103,26 @@ def take_over(fleet: Membership) -> dict[str, float]:
 
 
 def run(bench: Bench) -> Section:
-    """Measure every size, divided and shared."""
+    """Measure every size."""
     seconds = bench.choose(20, 3)
     samples = []
     sizes = SIZES[: bench.choose(len(SIZES), 1)]
     for size in sizes:
-        for assignment in (DIVIDED, SHARED):
-            with fleet(bench, size, assignment) as made:
-                found = idle(made, seconds) | busy(made, seconds)
-                if size > 1 and assignment == DIVIDED:
-                    found |= take_over(made)
-                samples += [(f"{size}, {assignment}", column, value) for column, value in found.items()]
+        with fleet(bench, size) as made:
+            found = idle(made, seconds) | busy(made, seconds)
+            if size > 1:
+                found |= take_over(made)
+            samples += [(f"{size}", column, value) for column, value in found.items()]
     section = Section("Fleets", figures(samples), [], CONDITIONS, "All but the aborts: they are the emulator's.")
     largest = sizes[-1]
-    alone, most = (section.value(f"{size}, {DIVIDED}", SHARDS) for size in (1, largest))
-    requests = section.value(f"{largest}, {DIVIDED}", REQUESTS) / section.value(f"{sizes[0]}, {DIVIDED}", REQUESTS)
+    alone, most = (section.value(f"{size}", SHARDS) for size in (1, largest))
+    requests = section.value(f"{largest}", REQUESTS) / section.value(f"{sizes[0]}", REQUESTS)
     section.bars.extend(
         [
             Bar(f"shard polls of {largest} workers / of one", most / alone, 1.2, at_least=False),
             Bar(f"polls of {largest} workers / of one", requests, 1.2, at_least=False),
-            Bar("already published, %", section.value(f"{largest}, {DIVIDED}", MET), 1, at_least=False),
-            Bar("aborted by the emulator, %", section.value(f"{largest}, {DIVIDED}", ABORTED), 1, at_least=False),
+            Bar("already published, %", section.value(f"{largest}", MET), 1, at_least=False),
+            Bar("aborted by the emulator, %", section.value(f"{largest}", ABORTED), 1, at_least=False),
         ]
     )
     return section

@@ -226,11 +226,11 @@ def audit_settings(target: DatabaseSettings, folder: Path, received: list[Pubsub
 
 @contextlib.contextmanager
 def two_workers(emulators: Emulators, database: Database) -> Iterator[list[Process]]:
-    """Workers as processes, one of which polls every shard, whoever else lives; they end well."""
+    """Workers as processes that end well."""
     small = flags(SMALL)
     with (
-        worker(emulators, database, *small, "--assignment", "divided") as one,
-        worker(emulators, database, *small, "--assignment", "shared") as other,
+        worker(emulators, database, *small) as one,
+        worker(emulators, database, *small) as other,
     ):
         both = [one, other]
         for each in both:

@@ -55,7 +55,7 @@ class Watch(Membership):
 
 
 def test_alone_a_worker_has_all_shards_and_with_others_its_part() -> None:
-    """It counts itself as live. If shards are shared it always has all, and still writes its heartbeat."""
+    """It counts itself as live."""
     watch = Watch()
     assert watch.shards == ALL
     assert watch.learn({"other", "me"}, set())
@@ -63,11 +63,6 @@ def test_alone_a_worker_has_all_shards_and_with_others_its_part() -> None:
     assert not watch.learn({"other", "me"}, set())
     assert watch.learn({"me"}, set())
     assert watch.shards == ALL
-    watch = Watch(shared=True)
-    watch.beat()
-    assert not watch.learn({"other", "me"}, set())
-    assert watch.shards == ALL
-    assert set(watch.store.workers) == {"me"}
 
 
 def test_after_an_outage_nobody_believes_to_be_alone() -> None:
