@@ -25,6 +25,7 @@ from publishworker.relay import Relay
 from publishworker.retry_policy import RetryPolicy
 from publishworker.settings import RelaySettings
 from publishworker.spanner.connection import LimitedDatabase, open_pubsub, open_relay_database
+from publishworker.spanner.emulator import EmulatorStore
 from publishworker.spanner.store import SpannerStore, Unsent
 from publishworker.stopping import run_on_thread
 from publishworker.telemetry import metrics as m
@@ -142,7 +143,8 @@ def open_store(settings: DatabaseSettings) -> SpannerStore:
         # Emulators before 1.5.38 end a session's transaction when another begins, so threads must not share one.
         os.environ.setdefault("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "false")
     database = open_relay_database(settings.project, settings.instance, settings.database, settings.database_role)
-    return SpannerStore(database, verified_shards(database), emulator=emulator)
+    store = EmulatorStore if emulator else SpannerStore
+    return store(database, verified_shards(database))
 
 
 def verified_shards(database: LimitedDatabase) -> int:

@@ -1,8 +1,7 @@
-"""The relay's verbs on Spanner. The only module that talks to it; the statements are in `sql`."""
+"""The relay's reads and writes on Spanner. Nothing else in the relay talks to it; the SQL is in `statements`."""
 
 import contextlib
 import re
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,19 +17,15 @@ from publishworker.spanner import rows, statements
 from publishworker.spanner.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from publishworker.types import Deferred, FailedAttempt, Key, LockedRow, Mark, PollRequest, PollResult, QueuedTask, Sent
 
-#: Seconds for a poll; a large backlog on the emulator, which scans whole tables, takes several.
+#: Seconds for a poll. With a large backlog the emulator, which scans whole tables, takes several.
 POLL_SECONDS = 30.0
-#: On the emulator more keys than this are first read whole.
-FEW_KEYS = 4
-#: Rows of that look at most; if there are more, the front of each key is read, as on Spanner.
-WHOLE_KEYS_ROWS = 2_000
-#: Seconds for the lock query: other workers' transactions end within their own limits.
+#: Seconds for the lock query. Other workers' transactions end within their own limits.
 LOCK_SECONDS = 10.0
-#: Seconds for a heartbeat, over all its aborts.
+#: Seconds for a heartbeat, including aborts.
 HEARTBEAT_TIMEOUT_SECONDS = 5.0
-#: Seconds in which an aborted transaction is run again.
+#: Seconds within which an aborted transaction is retried.
 ABORTED_SECONDS = 20.0
-#: Seconds to wait after ABORTED where the service names no delay; the client's own default is 2 s and more.
+#: Seconds to wait after ABORTED if Spanner names no delay. The client's default is at least 2 s.
 ABORTED_DELAY_SECONDS = 0.02
 
 _IDS = {"ids": param_types.Array(param_types.STRING)}
@@ -48,21 +43,21 @@ _POLL_TYPES = {
 }
 _SERVICE_ERRORS = (GoogleAPICallError, RetryError, GoogleAuthError)
 
-#: Called under the lock with the rows found and the database's time; perhaps again after an abort.
+#: Called under the lock with the rows and the database's time, and again after an abort. Returns the marks by ID.
 Decide = Callable[[Sequence[LockedRow], datetime], Mapping[str, Mark]]
 
 
 class StoreError(NotReached):
-    """Spanner did not answer, or refused. Nothing is known to be written."""
+    """Spanner did not answer, or refused. Whether something was written is unknown."""
 
 
 class NotWritten(StoreError):
-    """And surely nothing is: the rows were not locked, or the transaction was aborted for the last time."""
+    """Nothing was written: the rows were not locked, or the transaction was aborted for the last time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """How many tasks of a topic are in one of the states pending, retrying, scheduled, dead, paused.
+    """The number of tasks of a topic in one state: pending, retrying, scheduled, dead or paused.
 
     `ordered` of them have an ordering key.
     """
@@ -74,95 +69,85 @@ class Unsent:
 
 
 class Store(Protocol):
-    """What the relay needs of a store. Each verb raises StoreError if the store does not answer."""
+    """What the relay needs of a store. Each method raises StoreError if the store does not answer."""
 
     shards: Sequence[int]
 
-    def poll(self, look: PollRequest) -> PollResult:
-        """Return the unsent tasks that `look` asks for, and its news. Takes no locks."""
+    def poll(self, request: PollRequest) -> PollResult:
+        """Return the unsent tasks that are requested, and News if they are. Takes no locks."""
 
     def key_heads(self, keys: Collection[Key], per_key: int, *, skip_dead: bool) -> Mapping[Key, Sequence[QueuedTask]]:
-        """Return the first unsent tasks of each key in their order, `per_key` at most. Takes no locks.
+        """Return the first unsent tasks of each key in order, at most `per_key`. Takes no locks.
 
-        Dead tasks are left out if they are to be passed over.
+        With `skip_dead` dead tasks are left out.
         """
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
-        """Lock the rows, let `decide` act on them, write its marks, commit; all of it again on an abort.
+        """Lock the rows, call `decide`, write its marks and commit. All of it runs again after an abort.
 
-        Returns the commit timestamp, which is the SentAt of what was marked as sent.
+        Returns the commit timestamp, which is the SentAt of the tasks that are marked as sent.
         """
 
     def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
-        """Say that `worker`, which began at `started_at`, lives; delete the rows of the workers in `remove`."""
+        """Write the heartbeat of `worker`, which began at `started_at`. Delete the rows of the workers in `remove`."""
 
     def leave(self, worker: str) -> None:
         """Delete the worker's row."""
 
     def unsent(self, shards: Sequence[int] | None = None) -> list[Unsent]:
-        """Count what is not sent, by topic and state, in `shards` or in all; a strong read of the whole index range."""
+        """Count unsent tasks by topic and state, in `shards` or in all. A strong read of the whole index range."""
 
 
 class SpannerStore:
-    """The store of production."""
+    """The store on Spanner."""
 
-    def __init__(self, database: LimitedDatabase, shards: int, *, emulator: bool = False) -> None:
-        """PollResult all `shards` of the table in `database`.
-
-        The `emulator` runs one read-write transaction at a time in a database and aborts the others, at random also the
-        one that has published: waiting for our own turn here is cheaper. And it reads the whole table for each range.
-        """
+    def __init__(self, database: LimitedDatabase, shards: int) -> None:
+        """Poll all `shards` of the table in `database`."""
         self._database: Any = database  # its methods carry no types
         self.shards: Sequence[int] = range(shards)
-        self._emulator = emulator
-        self._turnstile = threading.Lock()
 
     @property
     def database(self) -> Any:
-        """Return the database; another one when its session was lost."""
+        """Return the database. It is replaced when its session is lost."""
         return self._database
 
-    def poll(self, look: PollRequest) -> PollResult:
+    def poll(self, request: PollRequest) -> PollResult:
         """See Store. A strong single-use read at MEDIUM priority, one request."""
-        parameters = {"shards": look.shards, "topics": sorted(look.topics), "per_range": look.per_range}
-        if look.below is not None:
-            parameters["below"] = look.below
-        if look.known is not None:
-            known = sorted(look.known)
+        parameters = {"shards": request.shards, "topics": sorted(request.topics), "per_range": request.per_range}
+        if request.below is not None:
+            parameters["below"] = request.below
+        if request.known is not None:
+            known = sorted(request.known)
             lows = ["", *(topic + statements.NEXT for topic in known)]
             parameters |= {"lows": lows, "highs": [*known, statements.AFTER_ALL_TOPICS]}
-        statement = statements.poll(due=look.due, lower=look.below is not None, news=look.known is not None)
+        statement = statements.poll(due=request.due, lower=request.below is not None, news=request.known is not None)
         medium = RequestOptions.Priority.PRIORITY_MEDIUM
         found = self._query(statement, "outbox-poll", medium, parameters, POLL_SECONDS, lazy_decode=True)
-        return PollResult(rows.candidates(found), None if look.known is None else rows.news(found))
+        return PollResult(rows.candidates(found), None if request.known is None else rows.news(found))
 
     def key_heads(self, keys: Collection[Key], per_key: int, *, skip_dead: bool) -> Mapping[Key, Sequence[QueuedTask]]:
-        """See Store. A strong single-use read at MEDIUM priority, one request: never a range under a lock."""
+        """See Store. A strong single-use read at MEDIUM priority, one request, and never a range under a lock."""
+        return rows.key_heads(self._read_keys(statements.KEY_HEADS, keys, skip_dead=skip_dead, per_key=per_key))
+
+    def _read_keys(self, statement: str, keys: Collection[Key], *, skip_dead: bool, **limit: int) -> list[Any]:
         parameters = {
             "topics": [key.topic for key in keys],
             "keys": [key.ordering_key for key in keys],
             "skip_dead": skip_dead,
+            **limit,
         }
         medium = RequestOptions.Priority.PRIORITY_MEDIUM
-
-        def ask(statement: str, **limit: int) -> list[Any]:
-            return self._query(statement, "outbox-order", medium, parameters | limit, POLL_SECONDS, lazy_decode=True)
-
-        if self._emulator and len(keys) > FEW_KEYS:
-            found = ask(statements.WHOLE_KEYS, most=WHOLE_KEYS_ROWS)
-            if len(found) < WHOLE_KEYS_ROWS:
-                return {key: tasks[:per_key] for key, tasks in rows.key_heads(found).items()}
-        return rows.key_heads(ask(statements.KEY_HEADS, per_key=per_key))
+        return self._query(statement, "outbox-order", medium, parameters, POLL_SECONDS, lazy_decode=True)
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
-        """See Store. Serializable and pessimistic, whatever the client's defaults say: else the hint locks nothing."""
+        """See Store. Serializable and pessimistic, whatever the client's defaults are, because the hint needs it."""
 
         def work(transaction: Any) -> Any:
             locked, now = _lock(transaction, ids)
             _mark(transaction, locked, decide(locked, now))
             return transaction
 
-        with self._failures(), self._our_turn():
+        with self._failures(), self._transaction_slot():
             transaction = self._database.run_in_transaction(
                 work,
                 timeout_secs=ABORTED_SECONDS,
@@ -175,8 +160,8 @@ class SpannerStore:
         return committed
 
     def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
-        """See Store. One request: a commit without reads."""
-        with self._failures(), self._our_turn(HEARTBEAT_TIMEOUT_SECONDS), self._batch() as batch:
+        """See Store. One request, a commit without reads."""
+        with self._failures(), self._transaction_slot(HEARTBEAT_TIMEOUT_SECONDS), self._batch() as batch:
             batch.insert_or_update(
                 "AsynchronousTaskWorkers", statements.HEARTBEAT_COLUMNS, [(worker, started_at, COMMIT_TIMESTAMP)]
             )
@@ -185,7 +170,7 @@ class SpannerStore:
 
     def leave(self, worker: str) -> None:
         """See Store."""
-        with self._failures(), self._our_turn(HEARTBEAT_TIMEOUT_SECONDS), self._batch() as batch:
+        with self._failures(), self._transaction_slot(HEARTBEAT_TIMEOUT_SECONDS), self._batch() as batch:
             batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[worker]]))
 
     def unsent(self, shards: Sequence[int] | None = None) -> list[Unsent]:
@@ -218,18 +203,9 @@ class SpannerStore:
                 )
             )
 
-    @contextlib.contextmanager
-    def _our_turn(self, seconds: float = -1) -> Iterator[None]:
-        """Wait, on the emulator, until none of our transactions runs; for `seconds` at most, unless they are -1."""
-        if not self._emulator:
-            yield
-            return
-        if not self._turnstile.acquire(timeout=seconds):
-            raise StoreError(f"the emulator runs one transaction at a time, and ours did not end in {seconds:g} s")
-        try:
-            yield
-        finally:
-            self._turnstile.release()
+    def _transaction_slot(self, _seconds: float = -1) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which one transaction runs. The emulator's store lets one in at a time."""
+        return contextlib.nullcontext()
 
     def _batch(self) -> Any:
         return self._database.batch(
@@ -240,13 +216,13 @@ class SpannerStore:
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """Turn what the client raises into StoreError."""
+        """Turn the client's errors into StoreError."""
         used = self._database
         try:
             yield
         except (*_SERVICE_ERRORS, StoreError) as error:
-            if "Session not found" in str(error) and self._database is used:  # else another thread was faster
-                # Deleted by the service, or the database was restored: the client would use it for ever.
+            if "Session not found" in str(error) and self._database is used:  # otherwise another thread has replaced it
+                # Spanner has deleted the session, or the database was restored. The client would use it forever.
                 self._database = used.renewed()
             if isinstance(error, StoreError):
                 raise
@@ -254,7 +230,7 @@ class SpannerStore:
 
 
 def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[LockedRow], datetime]:
-    """Return the rows under an exclusive lock and the database's time; sorted ids make workers lock in one order."""
+    """Return the rows under an exclusive lock, and the database's time. IDs are sorted so that workers lock in one order."""
     try:
         found = list(
             transaction.execute_sql(
@@ -270,8 +246,7 @@ def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[LockedRow], dateti
     except Aborted:
         raise
     except GoogleAPICallError as error:
-        # An error of its own kind makes the client leave the transaction open, with its locks. This one makes it roll
-        # back, if the transaction had begun.
+        # After one of its own errors the client leaves the transaction open, with its locks. After this one it rolls back.
         raise NotWritten(describe(error)) from error
     return rows.locked(found)
 
@@ -302,6 +277,6 @@ def _mark(transaction: Any, locked: Sequence[LockedRow], marks: Mapping[str, Mar
 
 
 def describe(error: Exception) -> str:
-    """Return one line for a person: the first line of what the service said, without ids of requests."""
+    """Return the first line of a service's error, without request IDs."""
     text = str(getattr(error, "cause", None) or error)
     return re.sub(r",? request_id = [0-9.]+", "", text.splitlines()[0] if text else type(error).__name__)[:500]

@@ -45,8 +45,7 @@ LOCKED = (
 #: A worker that knows nothing of the emulator, and so locks several batches at once.
 NO_EMULATOR = """
 from publishworker import app
-store = app.SpannerStore
-app.SpannerStore = lambda database, shards, *, emulator: store(database, shards)
+app.EmulatorStore = app.SpannerStore
 """
 
 

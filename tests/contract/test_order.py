@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outbox.storage.task_states import NEVER
-from publishworker.spanner import store
+from publishworker.spanner import emulator
 from publishworker.types import Deferred, Key, LockedRow, QueuedTask
 from tests.support.fakes import serialized
 from tests.support.store_harness import Harness, poll_ids
@@ -65,9 +65,8 @@ def test_the_fronts_of_many_keys_are_those_of_each(harness: Harness, monkeypatch
             dead = {"available_at": NEVER, "attempts": 1} if n == 0 and number % 2 else {}
             id = f"{9 - n}{key.topic}{key.ordering_key}"
             harness.insert(id, key.topic, ordering_key=key.ordering_key, created_at=FIRST, sequence=n, **dead)
-    harness.store._emulator = True  # type: ignore[attr-defined]  # the fake has no such part
     for whole in (0, 20, 2_000):
-        monkeypatch.setattr(store, "WHOLE_KEYS_ROWS", whole)
+        monkeypatch.setattr(emulator, "WHOLE_KEYS_ROWS", whole)
         key_heads = harness.store.key_heads(keys, 2, skip_dead=True)
         assert {key: [each.id for each in key_heads[key]] for key in keys} == {
             key: [f"{place}{key.topic}{key.ordering_key}" for place in ("87" if number % 2 else "98")]

@@ -16,7 +16,7 @@ from outbox.storage.task_states import NEVER
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.relay import Relay
 from publishworker.spanner.connection import open_pubsub
-from publishworker.spanner.store import SpannerStore
+from publishworker.spanner.emulator import EmulatorStore
 from tests.support.parts import relay_of
 from tests.support.pubsub import PubSub, Subscription
 from tests.support.pubsub_server import accept, pubsub_server, refuse
@@ -31,7 +31,7 @@ STATE = "SELECT Attempts, LastError, AvailableAt, SentAt FROM AsynchronousTasks 
 
 def make_relay(database: Database, **options: Any) -> Relay:
     """Return a relay of this process that waits little: its clock runs ten times as fast."""
-    store = SpannerStore(database, shards=10, emulator=True)
+    store = EmulatorStore(database, shards=10)
     publisher = options.pop("publisher", None) or PubSubPublisher(open_pubsub(), PROJECT)
     return relay_of(
         store,

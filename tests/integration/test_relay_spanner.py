@@ -20,6 +20,7 @@ from publishworker import relay as relay_module
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
 from publishworker.relay import Relay
 from publishworker.spanner.connection import open_pubsub, open_relay_database
+from publishworker.spanner.emulator import EmulatorStore
 from publishworker.spanner.store import SpannerStore, Store
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed, LockedRow, Outcome, Sent
@@ -54,7 +55,8 @@ def make_relay(
     **options: Any,
 ) -> Relay:
     """Return a relay of this process, to the emulator unless a publisher is given."""
-    store = SpannerStore(database, shards=10, emulator=emulator) if isinstance(database, Database) else database
+    kind = EmulatorStore if emulator else SpannerStore
+    store = kind(database, shards=10) if isinstance(database, Database) else database
     return relay_of(store, publisher or PubSubPublisher(open_pubsub(), PROJECT), counted, size=size, **options)
 
 
@@ -235,7 +237,7 @@ def test_a_backlog_costs_few_requests_and_few_rows(
     with Counting(emulators.spanner_host) as proxy:
         monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
         ours = open_relay_database(PROJECT, INSTANCE, own_database.database_id)
-        store = SpannerStore(ours, shards=10, emulator=True)
+        store = EmulatorStore(ours, shards=10)
         relay = make_relay(store, size=100, batches=8, stragglers=2, discovery_seconds=1000)
         relay.turn()
         proxy.clear()

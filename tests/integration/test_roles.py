@@ -18,7 +18,7 @@ from outbox.shared.settings import DatabaseSettings
 from outbox.storage import schema
 from outbox.storage.task_states import NEVER
 from publishworker.spanner.connection import open_relay_database
-from publishworker.spanner.store import SpannerStore
+from publishworker.spanner.emulator import EmulatorStore
 from publishworker.types import Deferred, FailedAttempt, Key, Sent
 from tests.support.operations import FUTURE, PAST, insert, row
 from tests.support.parts import look
@@ -50,7 +50,7 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     ours = open_relay_database(PROJECT, INSTANCE, database.database_id, role)
     heard = Heard(ours)
     schema.differences(ours, schema.statements())
-    store = SpannerStore(ours, schema.shard_count(ours), emulator=True)
+    store = EmulatorStore(ours, schema.shard_count(ours))
     store.poll(look("orders", per_range=9, due=True, below=0, known=()))
     store.key_heads([Key("orders", "k")], 9, skip_dead=True)
 

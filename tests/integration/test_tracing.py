@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 import outbox
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.connection import open_pubsub
-from publishworker.spanner.store import SpannerStore
+from publishworker.spanner.emulator import EmulatorStore
 from tests.support.parts import relay_of
 from tests.support.pubsub import Subscription
 from tests.support.relays import unsent
@@ -42,7 +42,7 @@ def place_order(database: Database, topic: str) -> ReadableSpan:
 
 def relay_all(database: Database) -> None:
     """Let a relay send what there is."""
-    relay = relay_of(SpannerStore(database, 10, emulator=True), PubSubPublisher(open_pubsub(), PROJECT))
+    relay = relay_of(EmulatorStore(database, 10), PubSubPublisher(open_pubsub(), PROJECT))
     eventually(lambda: (relay.turn(), not unsent(database))[1])
 
 

@@ -9,7 +9,8 @@ from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.param_types import STRING
 
 from publishworker.spanner.connection import open_relay_database
-from publishworker.spanner.store import SpannerStore, Store
+from publishworker.spanner.emulator import EmulatorStore
+from publishworker.spanner.store import Store
 from publishworker.types import TopicLimit
 from tests.support.fakes import FakeStore, serialized
 from tests.support.parts import look
@@ -50,7 +51,7 @@ class SpannerHarness:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self.store: Store = SpannerStore(open_relay_database(PROJECT, INSTANCE, database.database_id), shards=10)
+        self.store: Store = EmulatorStore(open_relay_database(PROJECT, INSTANCE, database.database_id), shards=10)
 
     def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
         row = {"priority": 50, "created_at": COMMIT_TIMESTAMP, **columns}

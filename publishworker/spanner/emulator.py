@@ -1,0 +1,46 @@
+"""Everything that exists because of the Spanner emulator. On Spanner none of it runs.
+
+The emulator runs one read-write transaction at a time in a database and aborts the others, sometimes the one that has
+already published. It reads the whole table for each range of an index.
+"""
+
+import contextlib
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from publishworker.spanner import rows, statements
+from publishworker.spanner.connection import LimitedDatabase
+from publishworker.spanner.store import SpannerStore, StoreError
+from publishworker.types import Key, QueuedTask
+
+#: With more ordering keys than this, all tasks of the keys are read at once.
+FEW_KEYS = 4
+#: Max rows of that read. If there are more, the head of each key is read, as on Spanner.
+WHOLE_KEYS_ROWS = 2_000
+
+
+class EmulatorStore(SpannerStore):
+    """A SpannerStore whose transactions wait for one another here, which is cheaper than aborts."""
+
+    def __init__(self, database: LimitedDatabase, shards: int) -> None:
+        """Poll all `shards` of the table in `database`."""
+        super().__init__(database, shards)
+        self._one_at_a_time = threading.Lock()
+
+    def key_heads(self, keys: Collection[Key], per_key: int, *, skip_dead: bool) -> Mapping[Key, Sequence[QueuedTask]]:
+        """See Store. Many keys are read at once, because a read of each would scan the table each time."""
+        if len(keys) > FEW_KEYS:
+            found = self._read_keys(statements.WHOLE_KEYS, keys, skip_dead=skip_dead, most=WHOLE_KEYS_ROWS)
+            if len(found) < WHOLE_KEYS_ROWS:
+                return {key: tasks[:per_key] for key, tasks in rows.key_heads(found).items()}
+        return super().key_heads(keys, per_key, skip_dead=skip_dead)
+
+    @contextlib.contextmanager
+    def _transaction_slot(self, seconds: float = -1) -> Iterator[None]:
+        """Wait until no other transaction of this store runs, at most `seconds` unless they are -1."""
+        if not self._one_at_a_time.acquire(timeout=seconds):
+            raise StoreError(f"The emulator runs one transaction at a time; this worker's did not end in {seconds:g} s")
+        try:
+            yield
+        finally:
+            self._one_at_a_time.release()
