@@ -1,6 +1,6 @@
-"""The relay of one process: its parts put together, the table verified, the loop run until it is told to stop.
+"""Wires the relay of one process together, verifies the table, and runs the worker until it is told to stop.
 
-Nothing here takes signals, configures logs or names the process: that is up to whoever runs it, a command or Spark.
+Its caller, a command or a Spark task, handles signals, configures logs and names the process.
 """
 
 import logging
@@ -36,7 +36,7 @@ from publishworker.worker import Worker
 
 _log = logging.getLogger("publishworker")
 
-#: Seconds that a free place waits for others before the next poll, so that one poll serves several batches.
+#: Seconds that a turn waits for further batches to end before the next poll, so that one poll serves several batches.
 PATIENCE_SECONDS = 0.1
 
 
@@ -59,7 +59,7 @@ class App:
         self._settings = settings
         self._metrics = metrics
         self.store = open_store(settings)
-        random = Random()  # noqa: S311 - it spreads load, and guards nothing
+        random = Random()  # noqa: S311 - it spreads load, and protects nothing
         self.membership = Membership(self.store, id, self.store.shards)
         allowed = topic_filter(settings.allowed_topics, settings.project)
         skip_dead = settings.on_ordering_failure == "skip"
@@ -77,7 +77,7 @@ class App:
             self._metrics,
             self.membership,
             limits=Limits(settings.batch_size, settings.batch_bytes, settings.concurrency),
-            discovery_seconds=min(settings.poll_interval / 2, 1.0),  # each idle poll does, whatever its jitter
+            discovery_seconds=min(settings.poll_interval / 2, 1.0),  # so that each idle poll does, whatever its jitter
             random=random,
             fair_share=settings.fair_share,
             skip_dead=skip_dead,
@@ -85,7 +85,7 @@ class App:
             patience=PATIENCE_SECONDS,
             beat=beat,
         )
-        self._loop = Worker(
+        self._worker = Worker(
             self.relay,
             self.membership,
             poll_interval=settings.poll_interval,
@@ -94,32 +94,34 @@ class App:
             random=random,
         )
         counts = BacklogCounts(self._metrics, lambda: self.relay.topics)
-        looks = (oldest_age(self._metrics), counts) if self._metrics.wanted else ()
-        self._lookouts = [
-            BacklogSampler(look, lambda: TaskTable(self.store.database), self.membership) for look in looks
+        samplers = (oldest_age(self._metrics), counts) if self._metrics.wanted else ()
+        self._samplers = [
+            BacklogSampler(sample, lambda: TaskTable(self.store.database), self.membership) for sample in samplers
         ]
 
     def until_stopped(self, stop: threading.Event, until: Callable[[Turn], bool], *, late: int) -> int:
-        """Run the loop until `stop` is set or `until` says so of a turn; return the exit code.
+        """Run the worker until `stop` is set or `until(turn)` is true; return the exit code.
 
-        It is `late` if what is in flight after `stop` does not end within --shutdown-timeout.
+        It is `late` if the batches in flight do not end within --shutdown-timeout after `stop`.
         """
         where = (self._settings.project, self._settings.instance, self._settings.database)
         _log.info("relaying %s/%s/%s, %d shards", *where, len(self.store.shards), extra={"action": "start"})
-        for lookout in self._lookouts:
-            lookout.start()
+        for sampler in self._samplers:
+            sampler.start()
         try:
-            in_time = run_on_thread(lambda: self._loop.run(stop, until), stop, self._settings.shutdown_timeout)
+            in_time = run_on_thread(lambda: self._worker.run(stop, until), stop, self._settings.shutdown_timeout)
         except StuckBatch as error:
             for batch in error.batches:
                 self._metrics.count(m.STUCK, 1, topic=batch.topic)
             _log.critical(
-                "%s, which no time limit explains; the worker ends, so that another one takes its tasks", error,
+                "%s. This exceeds all time limits, so the worker exits and another one takes over its tasks.", error,
                 extra={"action": "stuck"},
             )  # fmt: skip
             return exits.FAILED
         except Exception:
-            _log.critical("the loop died; this is a defect", exc_info=True, extra={"action": "died"})
+            _log.critical(
+                "The worker failed with an unexpected error. Please report it.", exc_info=True, extra={"action": "died"}
+            )
             return exits.FAILED
         else:
             if in_time:
@@ -127,13 +129,13 @@ class App:
                 return exits.DONE
             self._metrics.count(m.SHUTDOWN_TIMEOUT, 1)
             _log.error(
-                "stopped with tasks in flight after --shutdown-timeout; they stay unsent for other workers, or may be "
-                "published twice", extra={"action": "shutdown_timeout"},
+                "Stopped after --shutdown-timeout with batches in flight. Their tasks stay unsent, and may be "
+                "published twice.", extra={"action": "shutdown_timeout"},
             )  # fmt: skip
             return late
         finally:
-            for lookout in self._lookouts:
-                lookout.stop()
+            for sampler in self._samplers:
+                sampler.stop()
 
 
 def open_store(settings: DatabaseSettings) -> SpannerStore:
@@ -156,22 +158,22 @@ def verified_shards(database: LimitedDatabase) -> int:
 
 
 def is_work(unsent: Unsent) -> bool:
-    """Tell whether tasks in this state are sent sooner or later if nobody acts, and not only at a time of their own."""
+    """Tell whether tasks in this state will be sent without an operator, and not only at a scheduled time."""
     return unsent.state in ("pending", "retrying")
 
 
 def until_drained(store: SpannerStore, shards: Callable[[], Sequence[int]], interval: float) -> Callable[[Turn], bool]:
-    """Return what tells after a turn whether `shards` are drained: no progress, nothing in flight, no work in them.
+    """Return a function of a turn: are `shards` drained, with no progress, no batch in flight and no pending task?
 
-    The table is looked at every `interval` seconds at most: that counts the whole backlog, and turns may be frequent.
+    The table is counted at most every `interval` seconds, because a count reads the whole backlog.
     """
-    looked_at = float("-inf")
+    counted_at = float("-inf")
 
     def drained(turn: Turn) -> bool:
-        nonlocal looked_at
-        if turn.made_progress or turn.in_flight or time.monotonic() - looked_at < interval:
+        nonlocal counted_at
+        if turn.made_progress or turn.in_flight or time.monotonic() - counted_at < interval:
             return False
-        looked_at = time.monotonic()
+        counted_at = time.monotonic()
         return not any(map(is_work, store.unsent(shards())))
 
     return drained

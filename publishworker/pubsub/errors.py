@@ -26,7 +26,7 @@ class Reason:
     """A row of the table.
 
     `name` is a metric's tag and the beginning of LastError; `source` is what raises it. `refused` says that Pub/Sub has
-    surely not taken the message.
+    certainly not accepted the message.
     """
 
     name: str
@@ -36,84 +36,60 @@ class Reason:
     refused: bool
 
 
+_CONTENT, _TARGET, _OUTAGE, _UNKNOWN = FailureKind.CONTENT, FailureKind.TARGET, FailureKind.OUTAGE, FailureKind.UNKNOWN
+
 REASONS = (
-    Reason(
-        "undecodable", FailureKind.CONTENT, "`DecodeError`", "Data is no PubsubMessage, or has over 200 fields.", True
-    ),
-    Reason(
-        "too_large", FailureKind.CONTENT, "size", "The publish request would exceed Pub/Sub's 10,000,000 bytes.", True
-    ),
-    Reason(
-        "invalid_topic",
-        FailureKind.CONTENT,
-        "`InvalidMessage`",
-        "No topic can have the name in the column Topic.",
-        True,
-    ),
-    Reason(
-        "topic_not_allowed",
-        FailureKind.CONTENT,
-        "`--allowed-topics`",
-        "The worker may not publish to this topic.",
-        True,
-    ),
-    Reason("expired", FailureKind.CONTENT, "`ExpiresAt`", "Its time has passed before it was sent.", True),
-    Reason(
-        "invalid_argument", FailureKind.CONTENT, "INVALID_ARGUMENT", "Pub/Sub refuses this message on its own.", True
-    ),
-    Reason("not_found", FailureKind.TARGET, "NOT_FOUND", "The topic does not exist.", True),
-    Reason(
-        "permission_denied", FailureKind.TARGET, "PERMISSION_DENIED", "The worker may not publish to the topic.", True
-    ),
+    Reason("undecodable", _CONTENT, "`DecodeError`", "Data is no PubsubMessage, or has over 200 fields.", True),
+    Reason("too_large", _CONTENT, "size", "The publish request would exceed Pub/Sub's 10,000,000 bytes.", True),
+    Reason("invalid_topic", _CONTENT, "`InvalidMessage`", "No topic can have the name in the column Topic.", True),
+    Reason("topic_not_allowed", _CONTENT, "`--allowed-topics`", "The worker may not publish to this topic.", True),
+    Reason("expired", _CONTENT, "`ExpiresAt`", "ExpiresAt passed before the task was sent.", True),
+    Reason("invalid_argument", _CONTENT, "INVALID_ARGUMENT", "Pub/Sub refuses this message on its own.", True),
+    Reason("not_found", _TARGET, "NOT_FOUND", "The topic does not exist.", True),
+    Reason("permission_denied", _TARGET, "PERMISSION_DENIED", "The worker may not publish to the topic.", True),
     Reason(
         "failed_precondition",
-        FailureKind.TARGET,
+        _TARGET,
         "FAILED_PRECONDITION",
-        "Its state forbids it, as a disabled key.",
+        "The topic's state forbids it, for example a disabled key.",
         True,
     ),
-    Reason("unimplemented", FailureKind.TARGET, "UNIMPLEMENTED", "Whatever answers there is not Pub/Sub.", True),
-    Reason("unavailable", FailureKind.OUTAGE, "UNAVAILABLE", "Pub/Sub cannot be reached.", False),
-    Reason(
-        "deadline_exceeded", FailureKind.OUTAGE, "DEADLINE_EXCEEDED", "No answer in time; perhaps published.", False
-    ),
-    Reason("resource_exhausted", FailureKind.OUTAGE, "RESOURCE_EXHAUSTED", "A quota is used up.", True),
-    Reason("internal", FailureKind.OUTAGE, "INTERNAL", "Pub/Sub failed.", False),
-    Reason("aborted", FailureKind.OUTAGE, "ABORTED", "Pub/Sub gave up the request.", False),
-    Reason("cancelled", FailureKind.OUTAGE, "CANCELLED", "The request was cancelled on its way.", False),
-    Reason("unknown", FailureKind.OUTAGE, "UNKNOWN", "Something failed without saying how.", False),
-    Reason(
-        "unauthenticated", FailureKind.OUTAGE, "UNAUTHENTICATED", "The worker's credentials are not accepted.", True
-    ),
-    Reason("credentials", FailureKind.OUTAGE, "`google.auth` errors", "The worker's credentials give no token.", True),
+    Reason("unimplemented", _TARGET, "UNIMPLEMENTED", "The endpoint is not Pub/Sub.", True),
+    Reason("unavailable", _OUTAGE, "UNAVAILABLE", "Pub/Sub cannot be reached.", False),
+    Reason("deadline_exceeded", _OUTAGE, "DEADLINE_EXCEEDED", "No answer in time; perhaps published.", False),
+    Reason("resource_exhausted", _OUTAGE, "RESOURCE_EXHAUSTED", "A quota is used up.", True),
+    Reason("internal", _OUTAGE, "INTERNAL", "Pub/Sub failed.", False),
+    Reason("aborted", _OUTAGE, "ABORTED", "Pub/Sub aborted the request.", False),
+    Reason("cancelled", _OUTAGE, "CANCELLED", "The request was cancelled on its way.", False),
+    Reason("unknown", _OUTAGE, "UNKNOWN", "Something failed without details.", False),
+    Reason("unauthenticated", _OUTAGE, "UNAUTHENTICATED", "The worker's credentials are not accepted.", True),
+    Reason("credentials", _OUTAGE, "`google.auth` errors", "The worker's credentials give no token.", True),
     Reason(
         "already_exists",
-        FailureKind.UNKNOWN,
+        _UNKNOWN,
         "ALREADY_EXISTS",
-        "Pub/Sub does not answer so to a publish request.",
+        "Pub/Sub does not return this for a publish request.",
         False,
     ),
-    Reason(
-        "out_of_range", FailureKind.UNKNOWN, "OUT_OF_RANGE", "Pub/Sub does not answer so to a publish request.", False
-    ),
-    Reason("data_loss", FailureKind.UNKNOWN, "DATA_LOSS", "Pub/Sub does not answer so to a publish request.", False),
+    Reason("out_of_range", _UNKNOWN, "OUT_OF_RANGE", "Pub/Sub does not return this for a publish request.", False),
+    Reason("data_loss", _UNKNOWN, "DATA_LOSS", "Pub/Sub does not return this for a publish request.", False),
 )
 
 _BY_NAME = {each.name: each for each in REASONS}
 
 
 def kind_of(reason: str) -> FailureKind:
-    """Return the kind of a reason; of one that is not in the table: unknown."""
+    """Return the kind of a reason. A reason that is not in the table is unknown."""
     return _BY_NAME[reason].kind if reason in _BY_NAME else FailureKind.UNKNOWN
 
 
 def is_refused(reason: str) -> bool:
-    """Tell whether Pub/Sub has surely not taken the message; of a reason that is not in the table nobody knows."""
+    """Tell whether Pub/Sub has certainly not accepted the message. False if the reason is not in the table."""
     return reason in _BY_NAME and _BY_NAME[reason].refused
 
 
 def reason_of(error: Any) -> str:
-    """Return the reason of a gRPC error: its status in small letters, but for credentials that gave no token."""
+    """Return the reason of a gRPC error: its status in lower case, or `credentials` if there was no token."""
     if (error.details() or "").startswith(_NO_CREDENTIALS):
         return "credentials"
     name: str = error.code().name

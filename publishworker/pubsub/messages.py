@@ -27,14 +27,14 @@ MAX_REQUEST_MESSAGES = 1_000
 
 
 def topic_name(topic: str, project: str) -> str:
-    """Return the full name of a topic; a bare id is one of `project`."""
+    """Return the full name of a topic. A bare ID is a topic of `project`."""
     return topic if topic.startswith("projects/") else f"projects/{project}/topics/{topic}"
 
 
 def topic_filter(patterns: str, project: str) -> Callable[[str], bool]:
-    """Return whether the full name of a topic matches one of `patterns`, separated by commas, in which * is any text.
+    """Return a function that tells whether a full topic name matches one of the comma-separated `patterns`.
 
-    A pattern without a project is of `project`.
+    In a pattern * is any text. A pattern without a project is of `project`.
     """
     names = [topic_name(pattern, project) for pattern in patterns.split(",")]
     alternatives = "|".join("[^/]*".join(map(re.escape, name.split("*"))) for name in names)
@@ -43,7 +43,7 @@ def topic_filter(patterns: str, project: str) -> Callable[[str], bool]:
 
 
 def decode(row: LockedRow) -> Any | Failed:
-    """Return the row's PubsubMessage, with the id attribute and the ordering key that the columns say."""
+    """Return the row's PubsubMessage, with the ID attribute and the ordering key from the columns."""
     message = parsed(row.data)
     if message is None:
         crowded = f", or has more than {MAX_FIELDS} fields" if has_too_many_fields(row.data) else ""
@@ -56,18 +56,18 @@ def decode(row: LockedRow) -> Any | Failed:
 
 
 def trace_id(data: bytes) -> str | None:
-    """Return the trace that a message belongs to, as `register` noted it, or None. For a log, so it raises nothing."""
+    """Return the trace ID that `register` put into a message, or None. Raises nothing, because it is only for logs."""
     message = parsed(data)
     span = None if message is None else span_of(message.attributes)
     return None if span is None else format_trace_id(span.trace_id)
 
 
 def requests(topic: str, messages: Sequence[tuple[str, Any]]) -> Iterator[tuple[list[str], Any]]:
-    """Cut (id, message) pairs into publish requests and yield each with its ids, in order.
+    """Cut (ID, message) pairs into publish requests and yield each with its IDs, in order.
 
-    The messages are all of one ordering key or of none: Pub/Sub refuses a request that mixes keys. A request holds at
-    most 1,000 messages and 10,000,000 bytes. A message that is too large alone makes a request that is too large; see
-    `too_large`.
+    All messages have the same ordering key or none, because Pub/Sub refuses a request that mixes keys. A request holds
+    at most 1,000 messages and 10,000,000 bytes. A message that is too large by itself makes a request that is too
+    large; see `too_large`.
     """
     ids: list[str] = []
     request = RawPublishRequest(topic=topic)
@@ -86,15 +86,15 @@ def requests(topic: str, messages: Sequence[tuple[str, Any]]) -> Iterator[tuple[
 
 @dataclass(slots=True)
 class Lane:
-    """Requests that go out one after the other, each only after the answer to the one before."""
+    """Requests that are sent one after the other, each after the answer to the last."""
 
     requests: deque[tuple[list[str], Any]]
     ordered: bool = False
-    #: Those that were refused together last, and not told apart yet.
+    #: IDs that were refused together last.
     refused: Sequence[str] = ()
 
     def smaller(self, ids: Sequence[str], request: Any) -> list["Lane"]:
-        """Return the lanes for what was refused: single messages, or halves where their order is kept."""
+        """Return the lanes for a refused request: single messages, or halves if their order matters."""
         pairs = list(zip(ids, request.messages, strict=True))
         if not self.ordered:
             return [Lane(deque(requests(request.topic, [pair])), refused=(pair[0],)) for pair in pairs]
@@ -104,7 +104,7 @@ class Lane:
 
 
 def lanes(topic: str, good: Sequence[tuple[str, Any]], singly: Collection[str]) -> list[Lane]:
-    """Return a lane for each ordering key, and one for each request of what needs no order."""
+    """Return one lane for each ordering key, and one for each request of messages without a key."""
     loose: list[tuple[str, Any]] = []
     alone: list[list[tuple[str, Any]]] = []
     by_key: dict[str, list[list[tuple[str, Any]]]] = {}  # pieces, each for a request
@@ -126,8 +126,8 @@ def lanes(topic: str, good: Sequence[tuple[str, Any]], singly: Collection[str]) 
 
 
 def too_large(request: Any) -> Failed | None:
-    """Return the failure of a request that Pub/Sub would refuse for its size, or None."""
+    """Return the failure of a request that exceeds Pub/Sub's size limit, or None."""
     size = request.ByteSize()
     if size <= MAX_REQUEST_BYTES:
         return None
-    return Failed("too_large", f"the publish request has {size} bytes, {MAX_REQUEST_BYTES} are allowed")
+    return Failed("too_large", f"the publish request has {size} bytes; Pub/Sub allows {MAX_REQUEST_BYTES}")

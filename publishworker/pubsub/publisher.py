@@ -1,7 +1,7 @@
-"""Pub/Sub: tasks in, an outcome for each out. The only module that talks to it.
+"""Publishes tasks to Pub/Sub and returns an outcome for each. Nothing else in the relay talks to it.
 
 Plain gRPC futures on the client's own channel: one request for many messages, no thread per batch, and a time limit
-that is kept (the high-level publisher's futures can be given up, not stopped).
+that holds. A future of the high-level publisher can be given up, but not stopped.
 """
 
 import queue
@@ -23,7 +23,7 @@ from publishworker.pubsub.errors import reason_of
 from publishworker.telemetry import tracing
 from publishworker.types import Failed, LockedRow, Outcome, Sent
 
-#: Tasks that a publisher remembers because they were refused together; older ones are forgotten.
+#: Max tasks that a publisher remembers because they were refused together. The oldest are forgotten.
 MAX_REFUSED = 10_000
 
 
@@ -33,19 +33,19 @@ class Publisher(Protocol):
     def publish(
         self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
     ) -> dict[str, Outcome]:
-        """Return Sent or Failed for each row that was tried within `seconds`; raises nothing.
+        """Return Sent or Failed for each row that was tried within `seconds`. Raises nothing.
 
-        Rows of an ordering key go out in the order in which they are given, as one request where they fit, else one
-        after the other; what follows a failure is not tried. The rows with ids in `singly` share no request with
-        others, so that they take none along.
+        Rows of an ordering key are published in the given order, in one request if they fit, otherwise one request
+        after the other. Rows behind a failure are not tried. Rows with IDs in `singly` share no request, so that no
+        other row fails with them.
         """
 
     def refusals(self, topic: str, rows: Sequence[LockedRow]) -> dict[str, Failed]:
-        """Return the failures of rows that cannot be published at all, without asking the service."""
+        """Return the failures of rows that can never be published. Sends nothing."""
 
 
 class PubSubPublisher:
-    """The publisher of production."""
+    """The publisher on Pub/Sub."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class PubSubPublisher:
         allowed: Callable[[str], bool] = lambda _name: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Publish to topics of `project` where the task names none, and only to those whose full name is `allowed`."""
+        """Publish to topics of `project` if a task names no project, and only to full names that are `allowed`."""
         self._project = project
         self._allowed = allowed
         self._clock = clock
-        self._refused: dict[str, None] = {}  # together, and there was no time to tell which of them is the culprit
+        self._refused: dict[str, None] = {}  # refused together, without time to find out which of them was invalid
         self._lock = threading.Lock()
         self._publish = transport.grpc_channel.unary_unary(
             "/google.pubsub.v1.Publisher/Publish",
@@ -69,10 +69,10 @@ class PubSubPublisher:
     def publish(
         self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
     ) -> dict[str, Outcome]:
-        """See Publisher. All share one deadline; what needs no order goes out at once.
+        """See Publisher. All requests share one deadline, and those that need no order are sent at once.
 
-        What goes out later has at least half of the time: a healthy message must not fail because little was left. So
-        what was refused together may not be told apart in time; it goes singly the next time.
+        A later request starts only if at least half of the time remains, so that a healthy message never times out
+        because it started late. Tasks that were refused together and not retried in time go singly in their next batch.
         """
         name = messages.topic_name(topic, self._project)
         call = _Call(name, self._clock() + seconds)
@@ -81,7 +81,7 @@ class PubSubPublisher:
         with tracing.sending(name, [message for _, message in good], call.outcomes):
             in_flight = sum(self._start(lane, call) for lane in messages.lanes(name, good, singly))
             while in_flight:
-                lane, future = call.answers.get()  # each is answered by the deadline
+                lane, future = call.answers.get()  # each request has an answer by the deadline
                 in_flight -= 1
                 for each in _answered(lane, future, call):
                     in_flight += self._start(each, call, least=seconds / 2)
@@ -99,9 +99,9 @@ class PubSubPublisher:
         return failed
 
     def _prepared(self, name: str, rows: Sequence[LockedRow]) -> tuple[list[tuple[str, Any]], dict[str, Failed]]:
-        """Return the ids and messages of what may be sent to the topic of that full name, and the failures.
+        """Return the IDs and messages that may be published to the topic with that full name, and the failures.
 
-        What follows a failure in its ordering key is in neither.
+        Rows behind a failure of their ordering key are in neither.
         """
         try:
             check_topic(name)
@@ -126,7 +126,7 @@ class PubSubPublisher:
         return good, failed
 
     def _remember(self, call: "_Call") -> None:
-        """Keep what was refused and not tried again; whoever has an outcome is known."""
+        """Remember tasks that were refused together and not retried. Forget those with an outcome."""
         with self._lock:
             self._refused |= dict.fromkeys(call.left)
             for id in call.outcomes:
@@ -135,9 +135,9 @@ class PubSubPublisher:
                 del self._refused[id]
 
     def _start(self, lane: messages.Lane, call: "_Call", least: float = 0.0) -> bool:
-        """Send the first request of a lane, if more than `least` seconds are left; return whether an answer will come.
+        """Send the first request of a lane if more than `least` seconds remain; return whether an answer will come.
 
-        What is not tried in time has no outcome: the tasks stay as they were.
+        A task that is not tried in time has no outcome, and its row is not changed.
         """
         ids, request = lane.requests[0]
         if failure := messages.too_large(request):
@@ -155,20 +155,20 @@ class PubSubPublisher:
 
 @dataclass(slots=True)
 class _Call:
-    """One call of `publish`, to the topic of that full name."""
+    """The state of one call of `publish`, to the topic with that full name."""
 
     name: str
     deadline: float
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)  # refused with others, and not tried again in time
+    left: list[str] = field(default_factory=list)  # refused with others, and not retried in time
     answers: queue.SimpleQueue[tuple[messages.Lane, Any]] = field(default_factory=queue.SimpleQueue)
 
 
 def _answered(lane: messages.Lane, future: Any, call: _Call) -> list[messages.Lane]:
-    """Note the answer to the first request of a lane; return the lanes to go on with.
+    """Note the answer to the first request of a lane; return the lanes that go on.
 
-    A request that is refused as invalid and holds several messages has published nothing, and one of them may be the
-    culprit for all: they go out again, in smaller requests.
+    A request with several messages that is refused as invalid has published nothing, perhaps because of only one of
+    them. They are sent again in smaller requests.
     """
     ids, request = lane.requests.popleft()
     try:
@@ -184,15 +184,15 @@ def _answered(lane: messages.Lane, future: Any, call: _Call) -> list[messages.La
 def _sent(ids: Sequence[str], message_ids: Sequence[str], name: str) -> dict[str, Outcome]:
     if len(message_ids) == len(ids):
         return {id: Sent(message_id) for id, message_id in zip(ids, message_ids, strict=True)}
-    failure = Failed("unknown", f"{name}: the answer has {len(message_ids)} message ids for {len(ids)} messages")
+    failure = Failed("unknown", f"{name}: Pub/Sub returned {len(message_ids)} message IDs for {len(ids)} messages")
     return dict.fromkeys(ids, failure)
 
 
 def failure_of(error: Any, topic: str) -> Failed:
-    """Return the failure that a person and a metric can use: its reason, and what Pub/Sub said or what to do."""
+    """Return a failure with its reason, and a sentence with what to do or with Pub/Sub's details."""
     reason = reason_of(error)
     advice = {
-        "not_found": f"the topic does not exist: `gcloud pubsub topics create {topic}`, or correct the task's topic",
-        "permission_denied": "the worker may not publish there: grant it roles/pubsub.publisher on the topic",
+        "not_found": f"the topic does not exist. Create it: `gcloud pubsub topics create {topic}`",
+        "permission_denied": "the worker may not publish to the topic. Grant it roles/pubsub.publisher",
     }.get(reason, error.details() or "no details")
     return Failed(reason, f"{topic}: {advice}")

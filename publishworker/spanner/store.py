@@ -230,7 +230,7 @@ class SpannerStore:
 
 
 def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[LockedRow], datetime]:
-    """Return the rows under an exclusive lock, and the database's time. IDs are sorted so that workers lock in one order."""
+    """Return the locked rows and the database's time. IDs are sorted so that workers lock in one order."""
     try:
         found = list(
             transaction.execute_sql(
@@ -246,7 +246,8 @@ def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[LockedRow], dateti
     except Aborted:
         raise
     except GoogleAPICallError as error:
-        # After one of its own errors the client leaves the transaction open, with its locks. After this one it rolls back.
+        # After an error of its own the client leaves the transaction open, with its locks. After this one it rolls
+        # back.
         raise NotWritten(describe(error)) from error
     return rows.locked(found)
 

@@ -290,6 +290,6 @@ def test_a_pattern_never_matches_across_a_slash() -> None:
 def test_an_answer_with_too_few_message_ids_is_a_failure(publisher: PubSubPublisher, server: PubSubServer) -> None:
     """It does not say which messages it is about, so none counts as sent, and nothing of its key follows."""
     server.publish = lambda _request, _context: PublishResponse.pb()(message_ids=["1"])
-    failure = Failed("unknown", f"{TOPIC}: the answer has 1 message ids for 2 messages")
+    failure = Failed("unknown", f"{TOPIC}: Pub/Sub returned 1 message IDs for 2 messages")
     assert publisher.publish("orders", rows("ab"), 5) == {"a": failure, "b": failure}
     assert publisher.publish("orders", rows("abc", "k"), 5, {"c"}) == {"a": failure, "b": failure}

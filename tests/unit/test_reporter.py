@@ -155,7 +155,7 @@ def test_an_outage_has_a_line_for_each_task_only_at_debug(watch: Watch) -> None:
 
 def test_what_was_done_is_told_once_a_minute(watch: Watch) -> None:
     """And at the end, and in a lull after some work; nothing is logged where nothing was done."""
-    watch.turns(150, Turn(published=10, taken=1), worked=True)
+    watch.turns(150, Turn(published=10, already_sent=1), worked=True)
     assert watch.told() == ["summary"] * 2
     watch.reporter.end()
     fields = {"published": 280, "sent by others": 28, "seconds": 28.0}
