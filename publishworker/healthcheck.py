@@ -1,4 +1,4 @@
-"""The heartbeat file: the loop touches it, a probe looks at its age. Standard library only: a probe must be cheap.
+"""`publishworker healthcheck`: a probe that checks the age of the heartbeat file. Standard library only, to be cheap.
 
 "Alive" means that the loop turns, even while idle or while a service is unavailable: an outage restarts no worker.
 """
@@ -12,12 +12,12 @@ from pathlib import Path
 
 #: Default of --heartbeat-file; a directory that a read-only root file system mounts as an emptyDir.
 HEARTBEAT_FILE = "/tmp/publishworker.heartbeat"  # noqa: S108 - a time stamp, nothing secret, and the path is a setting
-#: Default of --max-age, seconds: the longest step between two beats is a poll, which is given up after 30 s.
+#: Default of --max-age, seconds. The longest step between two heartbeats is a poll, which times out after 30 s.
 MAX_AGE = 45.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return 0 if the heartbeat is young enough, else 1 with a sentence on stderr; 2 for a wrong option."""
+    """Return 0 if the heartbeat is recent, otherwise 1 with a sentence on stderr; 2 for a wrong option."""
     parser = argparse.ArgumentParser(prog="publishworker healthcheck", description="Exit 0 while the loop turns.")
     parser.add_argument("--heartbeat-file", default=os.environ.get("OUTBOX_HEARTBEAT_FILE", HEARTBEAT_FILE))
     parser.add_argument("--max-age", default=os.environ.get("OUTBOX_MAX_AGE", str(MAX_AGE)), help="seconds")
@@ -31,9 +31,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         age = time.time() - Path(options.heartbeat_file).stat().st_mtime
     except OSError as error:
-        print(f"no heartbeat: {options.heartbeat_file}: {error.strerror}", file=sys.stderr)
+        print(f"No heartbeat: {options.heartbeat_file}: {error.strerror}", file=sys.stderr)
         return 1
     if age > max_age:
-        print(f"the last heartbeat is {age:.0f} s old, {max_age:g} s are allowed", file=sys.stderr)
+        print(f"The last heartbeat is {age:.0f} s old; --max-age is {max_age:g} s", file=sys.stderr)
         return 1
     return 0

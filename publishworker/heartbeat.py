@@ -7,7 +7,7 @@ _log = logging.getLogger("publishworker")
 
 
 class Heartbeat:
-    """Touches the file; one that cannot be written is said once and stops nothing."""
+    """Touches the heartbeat file. A failure is logged once and stops nothing."""
 
     def __init__(self, path: Path) -> None:
         """Touch `path` at each call."""
@@ -15,13 +15,13 @@ class Heartbeat:
         self._unwritable = False
 
     def __call__(self) -> None:
-        """Say that the loop turns."""
+        """Touch the file."""
         try:
             self._path.touch()
         except OSError as error:
             if not self._unwritable:
                 self._unwritable = True
                 _log.warning(
-                    "the heartbeat file %s cannot be written (%s): `publishworker healthcheck` will fail",
+                    "Heartbeat file %s cannot be written (%s). `publishworker healthcheck` will fail.",
                     self._path, error.strerror, extra={"action": "heartbeat"},
                 )  # fmt: skip

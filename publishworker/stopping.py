@@ -1,4 +1,4 @@
-"""Signals become an event; work on a thread gets a limited time to end after it."""
+"""Signals set an event. Work on a thread then gets a limited time to end."""
 
 import contextlib
 import logging
@@ -10,15 +10,15 @@ from types import FrameType
 
 _log = logging.getLogger("publishworker")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-#: Seconds between looks at the thread; a signal interrupts the wait at once.
+#: Seconds between checks of the thread. A signal interrupts the wait at once.
 _LOOK = 0.2
 
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[threading.Event]:
-    """Yield an event that the first SIGTERM or SIGINT sets; a second one ends the process at once.
+    """Yield an event that the first SIGTERM or SIGINT sets. A second one ends the process with code 128 + signal.
 
-    Explicitly, not by the default handlers: a process with id 1, as in a container, has none. Exit code 128 + signal.
+    The default handlers are not enough, because a process with ID 1, as in a container, has none.
     """
     stop = threading.Event()
 
@@ -27,7 +27,7 @@ def stop_on_signals() -> Iterator[threading.Event]:
             os._exit(128 + number)
         stop.set()
         name = signal.Signals(number).name
-        _log.info("%s: stopping; a second signal kills", name, extra={"action": "stopping"})
+        _log.info("%s: stopping. A second signal ends the process at once.", name, extra={"action": "stopping"})
 
     previous = {each: signal.signal(each, on_signal) for each in _SIGNALS}
     try:
@@ -38,9 +38,9 @@ def stop_on_signals() -> Iterator[threading.Event]:
 
 
 def run_on_thread(work: Callable[[], None], stop: threading.Event, shutdown_timeout: float) -> bool:
-    """Call `work` on a thread of its own; return whether it ended within `shutdown_timeout` seconds after `stop`.
+    """Call `work` on a thread; return whether it ended within `shutdown_timeout` seconds after `stop`.
 
-    What `work` raises is raised here.
+    An exception of `work` is raised here.
     """
     errors: list[BaseException] = []
 
@@ -50,7 +50,7 @@ def run_on_thread(work: Callable[[], None], stop: threading.Event, shutdown_time
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="loop", daemon=True)
+    thread = threading.Thread(target=run, name="worker", daemon=True)
     thread.start()
     while thread.is_alive() and not stop.is_set():
         thread.join(_LOOK)

@@ -1,7 +1,7 @@
-"""Clients for Spanner and Pub/Sub with limits of our own: no call waits longer than it says here.
+"""Clients for Spanner and Pub/Sub in which every call has a time limit.
 
 The Spanner client leaves some waits open: a Commit retries for an hour, a stream from an unavailable service loops
-without end, a channel that lost its peer may look again only after minutes. One place sets them all.
+forever, and a channel that lost its peer may reconnect only after minutes. This module limits all of them.
 """
 
 import os
@@ -24,32 +24,32 @@ from google.pubsub_v1.services.publisher.transports import PublisherGrpcTranspor
 
 from outbox.errors import NotReached
 
-#: Seconds for a whole Commit with its retries; its outcome is unknown after that (design: Again).
+#: Seconds for a whole Commit with its retries. After that its outcome is unknown.
 COMMIT_SECONDS = 10.0
-#: Seconds between looks for a peer that was lost; the default grows to 120 s.
+#: Seconds between attempts to reconnect. The default grows to 120 s.
 RECONNECT_SECONDS = 2.0
 
 _TRANSIENT = if_exception_type(ServiceUnavailable, ResourceExhausted)
 
-#: Passed to every read and query: without it the client repeats an unavailable stream for ever, without a pause.
+#: For every read and query: without it the client restarts an unavailable stream forever, without a pause.
 STREAM_RETRY = Retry(predicate=_TRANSIENT, initial=0.1, maximum=1.0, timeout=3.0)
 
 
 class Deadline:
-    """A limit for a whole read or query, given to the client as its `timeout`.
+    """A limit for a whole read or query, passed to the client as its `timeout`.
 
-    The client restarts a stream that breaks, as often as it breaks, without a pause and each time with the full
-    timeout. This one counts from when it was made, and pauses before each restart. It raises DeadlineExceeded.
+    The client restarts a broken stream without a pause and each time with the full timeout. A Deadline counts from its
+    creation, and pauses before each restart. It raises DeadlineExceeded.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin to count."""
+        """Start the clock."""
         self._clock = clock
         self._end = clock() + seconds
         self._calls = 0
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` with the time that is left, as the client's own decorators do."""
+        """Return `function` with the remaining time as its timeout, like the client's own decorators."""
 
         def limited(*arguments: Any, **keywords: Any) -> Any:
             remaining = self._end - self._clock()
@@ -58,13 +58,13 @@ class Deadline:
                 remaining = self._end - self._clock()
             self._calls = min(self._calls + 1, 10)
             if remaining <= 0:
-                raise DeadlineExceeded("the answer did not come in time")
+                raise DeadlineExceeded("no answer in time")
             return function(*arguments, timeout=remaining, **keywords)
 
         return limited
 
 
-#: Seconds for each unary call that the client makes by itself, where it takes no argument from us.
+#: Seconds for each unary call that the client makes without arguments from us.
 _UNARY_SECONDS = {
     "create_session": 5.0,
     "get_session": 5.0,
@@ -82,19 +82,18 @@ _CHANNEL_OPTIONS = (
 )
 
 
-#: Sessions that are kept, where they are not multiplexed: one for each batch in flight, and for what runs beside them.
+#: Max sessions in the pool if they are not multiplexed: one for each batch in flight, and some for other requests.
 SESSIONS = 110
 
 
 class _Sessions(BurstyPool):
-    """The client's own pool, which asks the service before each transaction whether the session still lives.
+    """The client's pool without its check of the session before each transaction, which costs one request in four.
 
-    This one does not: one request in four, where sessions are not multiplexed. A lost session is noticed by its use,
-    see `LimitedDatabase.renewed`.
+    A lost session is noticed when it is used; see `LimitedDatabase.renewed`.
     """
 
     def get(self) -> Any:
-        """Return a session that nobody uses, or a new one."""
+        """Return an unused session, or a new one."""
         try:
             return self._sessions.get(block=False)
         except queue.Empty:
@@ -107,7 +106,7 @@ class LimitedDatabase(Database):
     """A Database whose every call has a time limit."""
 
     def __init__(self, database_id: str, instance: Any, api: SpannerClient, role: str = "") -> None:
-        """Use `api` for all calls, in the database role `role` if there is one."""
+        """Use `api` for all calls, with the database role `role` if it is not empty."""
         pool: Any = _Sessions(target_size=SESSIONS)  # type: ignore[no-untyped-call]  # the client has no types
         super().__init__(database_id, instance, pool=pool, database_role=role or None)  # type: ignore[no-untyped-call]  # the same
         self._role = role
@@ -115,17 +114,17 @@ class LimitedDatabase(Database):
         pool.bind(self)
 
     def renewed(self) -> "LimitedDatabase":
-        """Return the same database with sessions of its own: the client never replaces one that is lost."""
+        """Return the same database with new sessions, because the client never replaces a lost one."""
         return LimitedDatabase(self.database_id, self._instance, self._limited_api, self._role)
 
     @property
     def spanner_api(self) -> SpannerClient:
-        """Return the client with the limits."""
+        """Return the client with time limits."""
         return self._limited_api
 
 
 def open_relay_database(project: str, instance: str, database: str, role: str = "") -> LimitedDatabase:
-    """Return the database, to act in `role` if there is one; nothing is sent yet. Raises NotReached.
+    """Return the database, with the database role `role` if it is not empty. Sends nothing. Raises NotReached.
 
     SPANNER_EMULATOR_HOST is respected.
     """
@@ -140,7 +139,7 @@ def open_relay_database(project: str, instance: str, database: str, role: str = 
 
 
 class _Broken(InternalServerError):
-    """INTERNAL, of a class that the client's own retry does not know: it would wait for up to two minutes."""
+    """INTERNAL as a class that the client's own retry does not know. It would retry for up to two minutes."""
 
 
 def _limited(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
@@ -156,9 +155,9 @@ def _limited(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 
 
 def open_pubsub(endpoint: str = "") -> PublisherGrpcTransport:
-    """Return the transport of Pub/Sub's publisher, at `endpoint` if there is one. Raises NotReached.
+    """Return the transport of Pub/Sub's publisher, at `endpoint` if it is not empty. Raises NotReached.
 
-    PUBSUB_EMULATOR_HOST goes before it.
+    PUBSUB_EMULATOR_HOST has precedence.
     """
     emulator = os.environ.get("PUBSUB_EMULATOR_HOST")
     credentials = AnonymousCredentials() if emulator else _credentials("Pub/Sub")
@@ -172,14 +171,14 @@ def _credentials(service: str) -> Any:
         credentials, _ = google.auth.default()
     except google.auth.exceptions.DefaultCredentialsError as error:
         raise NotReached(
-            f"{service}: no credentials were found. Run `gcloud auth application-default login`, give the pod a "
-            f"service account, or set the emulators' variables (`outbox emulators` prints them). {error}"
+            f"{service}: no credentials found. Run `gcloud auth application-default login`, give the pod a service "
+            f"account, or set the emulators' variables (`outbox emulators` prints them). {error}"
         ) from error
     return credentials
 
 
 def _channel(emulator: str | None, transport: Any) -> grpc.Channel | Callable[..., grpc.Channel]:
-    """Return a channel to the emulator, or a function that makes the service's secure one, with our options."""
+    """Return a channel to the emulator, or a function that opens a secure channel to the service, with our options."""
     if emulator:
         return grpc.insecure_channel(emulator, options=_CHANNEL_OPTIONS)
 

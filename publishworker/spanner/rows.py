@@ -1,9 +1,9 @@
 """From Spanner's protobuf values to tasks: pure, and written for speed.
 
-The client decodes each value by a function of its type, with a datetime class of its own. This takes half the CPU: 5 us
-instead of 9 us for a candidate, 6 us instead of 12 us for a locked row, of some 80 us that a task takes in all on the
-same machine (`python -m tests.benchmarks --only decoding costs`, docs/benchmarks.md). The values are taken as they
-come, by the columns of `sql`.
+The client decodes each value with a function of its type and a datetime class of its own. This module takes half the
+CPU: 5 us instead of 9 us for a candidate, 6 us instead of 12 us for a locked row, of some 80 us in all for a task on
+the same machine (`python -m tests.benchmarks --only decoding costs`, docs/benchmarks.md). Values are in the order of
+the columns in `statements`.
 """
 
 from base64 import b64decode
@@ -18,10 +18,12 @@ _N = TypeVar("_N", int, float)
 
 
 def candidates(values: Iterable[Sequence[Any]]) -> tuple[Candidate, ...]:
-    """Return the poll's rows that are tasks, each once: two of its ranges may hold the same task."""
+    """Return the poll's rows that are tasks, each once, because two ranges may hold the same task."""
     found = {}
     for id, topic, shard, priority, created_at, available_at, ordering_key, size in values:
-        if created := created_at.string_value:  # only tasks have it; an id may be empty, whoever wrote that
+        if (
+            created := created_at.string_value
+        ):  # only tasks have it, whereas another writer may have inserted an empty ID
             found[id.string_value] = Candidate(
                 id.string_value,
                 topic.string_value,
@@ -36,7 +38,7 @@ def candidates(values: Iterable[Sequence[Any]]) -> tuple[Candidate, ...]:
 
 
 def news(values: Iterable[Sequence[Any]]) -> News:
-    """Return the poll's rows that are no tasks."""
+    """Return the poll's rows that are not tasks."""
     named: dict[int, set[str]] = {statements.PAUSED: set(), statements.LIVING: set(), statements.GONE: set()}
     topics: set[str] = set()
     limits: dict[str, TopicLimit] = {}
@@ -61,7 +63,7 @@ def news(values: Iterable[Sequence[Any]]) -> News:
 
 
 def key_heads(values: Iterable[Sequence[Any]]) -> dict[Key, list[QueuedTask]]:
-    """Return the first unsent tasks of each key, in their order."""
+    """Return the first unsent tasks of each key, in order."""
     found: dict[Key, list[QueuedTask]] = {}
     for topic, key, id, size, is_due, deferred, expired in values:
         due = is_due.bool_value
@@ -77,7 +79,7 @@ def key_heads(values: Iterable[Sequence[Any]]) -> dict[Key, list[QueuedTask]]:
 
 
 def locked(values: Iterable[Sequence[Any]]) -> tuple[list[LockedRow], datetime]:
-    """Return the rows of the lock query, and the database's time; without a row there is nothing to compare it with."""
+    """Return the rows of the lock query and the database's time, which is not used if there is no row."""
     now = None
     rows = []
     for id, topic, data, key, created, available, sent, clean, attempts, expires, once, deferred, current in values:

@@ -1,19 +1,19 @@
-"""Every statement of the relay. Parameters only, no text is ever put together from data.
+"""All SQL of the relay. Values are always parameters.
 
 The poll reads ranges of the index AsynchronousTasksToSend (Shard, SentAt, Topic, AvailableAt, Priority DESC,
-CreatedAt) and nothing of the table: per shard and topic the ready tasks are one range, the due ones another, and each
-is read with a limit. A paused topic is not asked for, so its tasks cost nothing. Aliases differ from column names:
-names are compared without case, and `Shard = shard` would be true for every row.
+CreatedAt), and never the table. For each shard and topic the ready tasks are one range and the due tasks another, each
+read with a limit. Aliases differ from column names, because names are compared without case and `Shard = shard` would
+be true for every row.
 """
 
 from functools import cache
 
 from outbox.storage.task_states import DEFERRED
 
-#: Seconds after its last heartbeat at which a worker is passed over. With the time in which the others look again, its
-#: shards have new owners within a lease of 15 s.
+#: Seconds after its last heartbeat for which a worker counts as live. With the time until the others read heartbeats
+#: again, they take over its shards within the liveness timeout of 15 s.
 LIVENESS_TIMEOUT_SECONDS = 13
-#: Seconds after which the row of a silent worker may be deleted.
+#: Seconds after its last heartbeat at which a worker's row may be deleted.
 FORGET_WORKER_SECONDS = 3600
 
 _INDEX = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}"
@@ -29,15 +29,15 @@ SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNN
   ORDER BY {order} LIMIT @per_range)) AS task"""
 
 
-# By priority, then age.
+# Ready tasks by priority, then age.
 _READY = _range("AvailableAt IS NULL", "Priority DESC, CreatedAt")
-# The same, beginning behind the higher priorities.
+# Ready tasks of lower priorities, for the fair share.
 _LOWER = _range("AvailableAt IS NULL AND Priority < @below", "Priority DESC, CreatedAt")
-# Longest due first, as the index has them.
+# Due tasks, the longest due first, which is the order of the index.
 _DUE = _range("AvailableAt <= CURRENT_TIMESTAMP()", "AvailableAt, Priority DESC, CreatedAt")
 
-# One unsent row in each gap between the known topics: the n-th gap begins with the n-th of @lows and ends before the
-# n-th of @highs. The first one holds the empty name, which another writer may have inserted.
+# Topic discovery: one unsent row in each gap between the known topics. The n-th gap begins with the n-th of @lows and
+# ends before the n-th of @highs. The first gap holds the empty name, which another writer may have inserted.
 _PROBES = f"""
 SELECT NULL, found, in_shard, 0, NULL, NULL, NULL, 0
 FROM UNNEST(@shards) AS in_shard, (
@@ -47,9 +47,9 @@ FROM UNNEST(@shards) AS in_shard, (
   WHERE Shard = in_shard AND SentAt IS NULL AND Topic >= low AND Topic < high
   LIMIT 1)) AS found"""
 
-#: A row without a CreatedAt is no task. What stands in its column Topic is told by its column Shard: a topic that has
-#: tasks (0 and more), a paused topic, a worker that lives, one that is long gone, a topic with limits. The limits, also
-#: those of a paused topic, stand in the columns Priority (MaxInFlight), OrderingKey (RatePerSecond) and Bytes (Burst).
+#: A row without CreatedAt is not a task. Its column Shard says what its column Topic is: a topic with unsent tasks (0
+#: and more), a paused topic, a live worker, a worker that is long gone, or a topic with limits. The limits, also those
+#: of a paused topic, are in the columns Priority (MaxInFlight), OrderingKey (RatePerSecond) and Bytes (Burst).
 PAUSED, LIVING, GONE, LIMITED = -1, -2, -3, -4
 _PAUSES = f"""
 SELECT NULL, Topic, IF(Paused, {PAUSED}, {LIMITED}), MaxInFlight, NULL, NULL, CAST(RatePerSecond AS STRING), Burst
@@ -63,7 +63,7 @@ WHERE Age < {LIVENESS_TIMEOUT_SECONDS} OR Age > {FORGET_WORKER_SECONDS}"""
 
 @cache
 def poll(*, due: bool, lower: bool, news: bool) -> str:
-    """Return the poll's statement: ready tasks, and what else is asked for."""
+    """Return the poll's statement: ready tasks, and optionally due ones, those of lower priority, and news."""
     parts = [(True, _READY), (lower, _LOWER), (due, _DUE), (news, _PROBES), (news, _PAUSES), (news, _WORKERS)]
     return "\nUNION ALL".join(part for wanted, part in parts if wanted)
 

@@ -1,4 +1,4 @@
-"""What a worker says every 15 s: that it lives, what it is busy with, and, if it owns shard 0, how much waits."""
+"""Metrics that a worker sends every 15 s: its heartbeat and load and, if it polls shard 0, the backlog."""
 
 import logging
 import platform
@@ -22,14 +22,14 @@ from publishworker.telemetry.metrics import Metrics
 _log = logging.getLogger("publishworker")
 K = TypeVar("K")
 
-#: Seconds between two reports, and between two looks at the table.
+#: Seconds between two reports, and between two counts of the backlog.
 INTERVAL = 15.0
-#: A look that takes long is followed by a wait of so many times as long, so that it never is most of the load; but of
-#: no longer than LONGEST_REST, as the autoscaler takes what is five minutes old for unknown.
-RESTS, LONGEST_REST = 4, 120.0
-#: Seconds before the first look: until then the membership has told which worker it is to look.
+#: After a slow count the sampler waits this many times as long, so that counting never is most of the load. It waits at
+#: most MAX_PAUSE_SECONDS, because the autoscaler treats a value that is five minutes old as unknown.
+PAUSE_FACTOR, MAX_PAUSE_SECONDS = 4, 120.0
+#: Seconds before the first count: by then the workers know which one polls shard 0.
 FIRST_WAIT = 5.0
-#: Seconds for which what has become 0 is sent as 0: a gauge that is no longer sent keeps its last value in a graph.
+#: Seconds for which a value that has become 0 is sent as 0. A gauge that is not sent keeps its last value in a graph.
 REMEMBER_SECONDS = 600.0
 
 BUILD_TAGS = {
@@ -45,26 +45,26 @@ class HasState(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Return how many batches are in flight."""
+        """Return the number of batches in flight."""
 
     @property
     def topics(self) -> Collection[str]:
-        """Return the topics that have unsent tasks, or had some lately."""
+        """Return the topics that have, or recently had, unsent tasks."""
 
     def open_circuits(self) -> Mapping[str, bool]:
-        """Return the topics that do not work, and whether each rests now."""
+        """Return the topics whose circuit is not closed, and whether it is open now."""
 
 
 class Fading(Generic[K]):
-    """Values by key; one that is gone stays as 0 for a while."""
+    """Values by key. A key that is gone stays as 0 for REMEMBER_SECONDS."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Remember nothing."""
+        """Measure by `clock`, in seconds."""
         self._clock = clock
         self._seen: dict[K, float] = {}
 
     def __call__(self, values: Mapping[K, float]) -> dict[K, float]:
-        """Return `values`, and 0 for what was there lately and is not any more."""
+        """Return `values`, and 0 for keys that were there recently."""
         now = self._clock()
         self._seen = {key: at for key, at in self._seen.items() if now - at < REMEMBER_SECONDS}
         self._seen |= dict.fromkeys(values, now)
@@ -72,12 +72,12 @@ class Fading(Generic[K]):
 
 
 class WorkerGauges:
-    """Tells of this worker. It belongs to the thread of the loop: no report, no life."""
+    """Sends the gauges of this worker. It runs on the worker's thread, so a hung worker sends none."""
 
     def __init__(
         self, metrics: Metrics, membership: Membership, relay: HasState, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Tell `metrics`."""
+        """Send to `metrics`."""
         self._metrics = metrics
         self._membership = membership
         self._relay = relay
@@ -86,7 +86,7 @@ class WorkerGauges:
         self._circuits = Fading[str](clock)
 
     def __call__(self) -> None:
-        """Send what is to be sent, if it is time."""
+        """Send the gauges if they are due."""
         if not self._metrics.wanted or self._clock() - self._at < INTERVAL:
             return
         self._at = self._clock()
@@ -95,26 +95,26 @@ class WorkerGauges:
         self._metrics.gauge(m.SHARDS, len(self._membership.shards))
         self._metrics.gauge(m.WORKERS, self._membership.size)
         self._metrics.sample(m.IN_FLIGHT, self._relay.in_flight)
-        for topic in self._relay.topics:  # else "nothing is published" could not be seen
+        for topic in self._relay.topics:  # so that "nothing is published" is visible
             self._metrics.zero(m.PUBLISHED, topic=topic)
-        states = {topic: m.OPEN if rests else m.HALF_OPEN for topic, rests in self._relay.open_circuits().items()}
+        states = {topic: m.OPEN if is_open else m.HALF_OPEN for topic, is_open in self._relay.open_circuits().items()}
         for topic, state in self._circuits(states).items():
             self._metrics.gauge(m.CIRCUIT_STATE, state, topic=topic)
 
 
 class BacklogCounts:
-    """Tells how many tasks wait, in all and by topic and state."""
+    """Counts unsent tasks, in all and by topic and state."""
 
     def __init__(
         self, metrics: Metrics, topics: Callable[[], Collection[str]], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Tell `metrics`, also that nothing is pending of `topics`."""
+        """Send to `metrics`, and 0 pending tasks for `topics` without any."""
         self._metrics = metrics
         self._topics = topics
         self._lately = Fading[tuple[str, str]](clock)
 
     def __call__(self, table: TaskTable) -> None:
-        """Count, and send. Raises OutboxError."""
+        """Count and send. Raises OutboxError."""
         found = backlog.read(table, of_sent=False)
         self._metrics.gauge(m.PENDING, found.total.pending)
         none = {(topic, m.TASK_STATES[0]): 0 for topic in self._topics()}
@@ -123,7 +123,7 @@ class BacklogCounts:
 
 
 def by_topic_and_state(found: Backlog) -> Counter[tuple[str, str]]:
-    """Return how many unsent tasks each topic has in each of `metrics.TASK_STATES`, where it has any."""
+    """Return the numbers of unsent tasks by topic and state (`metrics.TASK_STATES`), without zeros."""
     counts: Counter[tuple[str, str]] = Counter()
     for line in found.lines:
         numbers = (0, line.pending) if line.paused else (line.pending, 0)
@@ -133,22 +133,22 @@ def by_topic_and_state(found: Backlog) -> Counter[tuple[str, str]]:
 
 
 def oldest_age(metrics: Metrics) -> Callable[[TaskTable], None]:
-    """Return what tells how old the oldest pending task is."""
+    """Return a function that sends the age of the oldest pending task."""
     return lambda table: metrics.gauge(m.OLDEST_AGE, backlog.oldest_age(table))
 
 
 class BacklogSampler:
-    """Looks at the table now and then, on a thread of its own: a slow count must not hold up the relay."""
+    """Reads the table at an interval, on a thread of its own, so that a slow count does not delay the relay."""
 
     def __init__(
         self,
-        look: Callable[[TaskTable], None],
+        sample: Callable[[TaskTable], None],
         open_table: Callable[[], TaskTable],
         membership: Membership,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Call `look` while the `fleet` has given shard 0 to this worker."""
-        self._look = look
+        self._sample = sample
         self._open_table = open_table
         self._table: TaskTable | None = None
         self._membership = membership
@@ -158,31 +158,34 @@ class BacklogSampler:
 
     def start(self) -> None:
         """Begin."""
-        threading.Thread(target=self._run, name="lookout", daemon=True).start()
+        threading.Thread(target=self._run, name="backlog", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more; a look that has begun ends within its limits, or with the process."""
+        """Stop. A count that has begun ends within its time limits, or with the process."""
         self._stop.set()
 
     def once(self) -> float:
-        """Look, if this worker is the one to do it; return for how many seconds to wait then."""
+        """Count if shard 0 is assigned to this worker; return the seconds to wait."""
         if 0 not in self._membership.shards:
             return INTERVAL
         began = self._clock()
         try:
             self._table = self._table or self._open_table()
-            self._look(self._table)
-        except OutboxError as error:  # a figure is missing, the relay goes on
-            self._table = None  # the store may have another database by now: a session was lost
-            self._throttled_log.say("backlog", "", f"how much waits is not known: {error}")
+            self._sample(self._table)
+        except OutboxError as error:  # a missing metric does not stop the relay
+            self._table = None  # a session was lost, so the store may have replaced the database
+            self._throttled_log.say("backlog", "", f"The backlog could not be counted: {error}")
             return INTERVAL
-        return max(INTERVAL, min(LONGEST_REST, RESTS * (self._clock() - began)))
+        return max(INTERVAL, min(MAX_PAUSE_SECONDS, PAUSE_FACTOR * (self._clock() - began)))
 
     def _run(self) -> None:
         wait = FIRST_WAIT
         while not self._stop.wait(wait):
             try:
                 wait = self.once()
-            except Exception:  # a defect of a figure is no reason to end the relay
-                _log.exception("a look at the table failed; this is a defect", extra={"action": "backlog"})
+            except Exception:  # an unexpected error in a metric does not stop the relay
+                _log.exception(
+                    "Counting the backlog failed with an unexpected error. Please report it.",
+                    extra={"action": "backlog"},
+                )
                 wait = INTERVAL

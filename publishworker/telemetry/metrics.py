@@ -1,4 +1,4 @@
-"""The metrics of the worker: one table, and a recorder that can never break the loop."""
+"""The metrics of the worker: one table, and a client wrapper that never fails the relay."""
 
 import logging
 from collections.abc import Callable
@@ -45,14 +45,14 @@ REGISTERED = Metric(
     "count",
     "task",
     ("topic",),
-    "Tasks handed to `outbox.register`, whether or not they commit.",
+    "Tasks passed to `outbox.register`, whether or not their transaction commits.",
 )
 PUBLISHED = Metric(
     "outbox.total_published_task_count",
     "count",
     "task",
     ("topic",),
-    "Tasks published to Pub/Sub, also if the commit then fails.",
+    "Tasks published to Pub/Sub, even if the commit then fails.",
     1,
 )
 ALREADY_PUBLISHED = Metric(
@@ -68,7 +68,7 @@ UNCOMMITTED = Metric(
     "count",
     "task",
     ("topic",),
-    "Tasks that were published and whose commit failed or has an unknown outcome: a duplicate may come.",
+    "Tasks in doubt: published, but the commit failed or its outcome is unknown. A duplicate may follow.",
     -1,
 )
 FAILED = Metric(
@@ -76,7 +76,7 @@ FAILED = Metric(
     "count",
     "task",
     ("topic", "reason"),
-    "Attempts to publish a task that failed, by reason.",
+    "Failed attempts to publish a task, by reason.",
     -1,
 )
 DEAD = Metric(
@@ -84,7 +84,7 @@ DEAD = Metric(
     "count",
     "task",
     ("topic", "reason"),
-    "Tasks that became dead, by the reason of their last failure: nothing sends them but an operator.",
+    "Tasks that became dead, by the reason of their last failure. Only an operator can send them again.",
     -1,
 )
 UNCONFIRMED = Metric(
@@ -92,7 +92,7 @@ UNCONFIRMED = Metric(
     "count",
     "task",
     ("topic",),
-    "Tasks registered with `at_most_once` that are marked as sent, or may be, and are not known to be published.",
+    "Tasks with `at_most_once` that are, or may be, marked as sent, and were perhaps not published.",
     -1,
 )
 DEFERRED = Metric(
@@ -100,14 +100,14 @@ DEFERRED = Metric(
     "count",
     "task",
     ("topic",),
-    "Tasks put off behind the head of their ordering key, which had failed, or was scheduled or dead.",
+    "Tasks deferred behind the head of their ordering key, which had failed, was scheduled or is dead.",
 )
 ABORTED = Metric(
     "outbox.aborted_transaction_count",
     "count",
     "transaction",
     ("topic",),
-    "Transactions of batches that Spanner aborted after their rows were locked; each was run again.",
+    "Transactions of batches that Spanner aborted after their rows were locked. Each ran again.",
     -1,
 )
 PENDING = Metric(
@@ -115,9 +115,8 @@ PENDING = Metric(
     "gauge",
     "task",
     (),
-    "Ready and due tasks of all topics that are not paused, ten seconds ago: what the autoscaler looks at. Counting "
-    "stops at 10,000 for each shard and topic, earlier where there are more than a hundred of these, and after 1,000 "
-    "topics.",
+    "Pending tasks of all topics that are not paused, ten seconds ago. The autoscaler uses it. Counting stops at "
+    "10,000 for each shard and topic, earlier if there are more than a hundred of these, and after 1,000 topics.",
     -1,
 )
 TOPIC_TASKS = Metric(
@@ -125,16 +124,16 @@ TOPIC_TASKS = Metric(
     "gauge",
     "task",
     ("topic", "state"),
-    f"Unsent tasks by topic and state ({', '.join(TASK_STATES)}), ten seconds ago and counted with the same limit. A "
-    "state of a topic that has become empty is sent as 0 for ten minutes.",
+    f"Unsent tasks by topic and state ({', '.join(TASK_STATES)}), ten seconds ago, counted with the same limit. A "
+    "state that has become empty is sent as 0 for ten minutes.",
 )
 OLDEST_AGE = Metric(
     "outbox.oldest_task_age",
     "gauge",
     "second",
     (),
-    "Ten seconds ago minus the later of CreatedAt and AvailableAt of the task that had been ready or due longest then, "
-    "of any topic that is not paused (the first 1,000 by name) and any priority; 0 if there was none.",
+    "Age of the task that has been pending longest, in any topic that is not paused (the first 1,000 by name): ten "
+    "seconds ago minus the later of its CreatedAt and AvailableAt; 0 if there was none.",
     -1,
 )
 LATENCY = Metric(
@@ -142,8 +141,8 @@ LATENCY = Metric(
     "distribution",
     "second",
     ("topic",),
-    "From when a task became due (the later of CreatedAt and AvailableAt) to Pub/Sub's answer, by Spanner's clock. One "
-    "that is sent again by plain DML counts from when it first was. Of a batch about 20 samples are sent.",
+    "From when a task became due (the later of CreatedAt and AvailableAt) to Pub/Sub's answer, by Spanner's clock. A "
+    "task that is sent again by plain DML counts from its first due time. Each batch sends about 20 samples.",
     -1,
 )
 PHASE_DURATION = Metric(
@@ -151,37 +150,35 @@ PHASE_DURATION = Metric(
     "distribution",
     "second",
     ("phase",),
-    "How long a poll took, and for each batch how long the claim (until its rows were locked, aborted tries "
-    "included), the publishing and the commit took: `poll`, `claim`, `publish`, `commit`.",
+    "Duration of a poll and, for each batch, of the claim (until its rows were locked, including aborted attempts), "
+    "the publish and the commit: `poll`, `claim`, `publish`, `commit`.",
     -1,
 )
-BATCH_SIZE = Metric(
-    "outbox.batch_size", "distribution", "task", ("topic",), "Tasks of a batch that was to be sent in one transaction."
-)
+BATCH_SIZE = Metric("outbox.batch_size", "distribution", "task", ("topic",), "Tasks in a batch.")
 IN_FLIGHT = Metric(
     "outbox.in_flight_batch_count",
     "distribution",
     "unit",
     (),
-    "Batches that a worker has in flight, looked at every 15 s: at --concurrency it is busy.",
+    "Batches in flight in a worker, every 15 s. At --concurrency the worker is busy.",
 )
 CIRCUIT_STATE = Metric(
     "outbox.circuit_state",
     "gauge",
     "unit",
     ("topic",),
-    f"Of a topic that does not work, as a worker sees it: {OPEN} it rests, {HALF_OPEN} it is being probed or may be, "
-    f"{CLOSED} it works again (for ten minutes). Topics that work are not sent.",
+    f"Circuit of a topic in a worker: {OPEN} open, {HALF_OPEN} half-open, {CLOSED} closed again (for ten minutes). "
+    "Topics whose circuit has stayed closed are not sent.",
     -1,
 )
-SHARDS = Metric("outbox.owned_shard_count", "gauge", "shard", (), "Shards that this worker polls.")
-WORKERS = Metric("outbox.live_worker_count", "gauge", "worker", (), "Workers that live, as this one sees it.")
+SHARDS = Metric("outbox.owned_shard_count", "gauge", "shard", (), "Shards assigned to this worker.")
+WORKERS = Metric("outbox.live_worker_count", "gauge", "worker", (), "Live workers, from this worker's point of view.")
 HEARTBEAT = Metric(
     "outbox.heartbeat_count",
     "count",
     "unit",
     (),
-    "One from each worker every 15 s, also while a service is away; where polls get no answer one in 35 s at most.",
+    "One from each worker every 15 s, even while a service is unavailable; at least one in 35 s while polls time out.",
     1,
 )
 BUILD = Metric(
@@ -189,14 +186,14 @@ BUILD = Metric(
     "gauge",
     "unit",
     ("outbox_version", "python_version", "spanner_version", "pubsub_version"),
-    "1; the tags say what runs: this package, Python, and Google's two clients.",
+    "Always 1. The tags are the versions of this package, Python and Google's two clients.",
 )
 SHUTDOWN_TIMEOUT = Metric(
     "outbox.shutdown_timeout_count",
     "count",
     "event",
     (),
-    "Stops that ended with tasks in flight, after --shutdown-timeout.",
+    "Shutdowns that ended with batches in flight, after --shutdown-timeout.",
     -1,
 )
 STUCK = Metric(
@@ -204,7 +201,7 @@ STUCK = Metric(
     "count",
     "event",
     ("topic",),
-    "Batches that were in flight for over 120 s, which no time limit explains: the worker ended with exit code 1.",
+    "Batches in flight for over 120 s, beyond all time limits. The worker exited with code 1.",
     -1,
 )
 
@@ -263,7 +260,7 @@ METRICS = (
 
 @lru_cache(maxsize=4096)
 def _tag(key: str, value: str) -> str:
-    """Return the value of a tag: the names of topics are bounded, what other writers put in their place is not."""
+    """Return the value of a tag. Topic names are bounded, but other writers may insert anything."""
     if key == "topic":
         try:
             check_topic(value)
@@ -273,7 +270,7 @@ def _tag(key: str, value: str) -> str:
 
 
 class Client(Protocol):
-    """What a metrics client offers; `datadog.DogStatsd` is one."""
+    """What the worker needs of a metrics client, such as `datadog.DogStatsd`."""
 
     def increment(self, metric: str, value: float, tags: list[str]) -> object:
         """Add to a counter."""
@@ -282,14 +279,14 @@ class Client(Protocol):
         """Set a gauge."""
 
     def distribution(self, metric: str, value: float, tags: list[str], sample_rate: float = 1) -> object:
-        """Add a sample, or leave it out: of all so many, each of which then counts for more."""
+        """Add a sample, or with probability 1 - `sample_rate` leave it out."""
 
     def stop(self, timeout: float) -> object:
         """Send what is buffered within `timeout` seconds, and close."""
 
 
 class Metrics:
-    """Records through a client, or nowhere without one. A client that raises is reported once and outlived."""
+    """Sends metrics through a client, if there is one. A client that raises is logged once."""
 
     def __init__(self, client: Client | None = None) -> None:
         """Record through `client`."""
@@ -298,7 +295,7 @@ class Metrics:
 
     @property
     def wanted(self) -> bool:
-        """Tell whether anyone listens: what is only made for a metric need not be made."""
+        """Tell whether there is a client, so that values need not be computed for nothing."""
         return self._client is not None
 
     def count(self, metric: Metric, value: int, **tags: str) -> None:
@@ -307,7 +304,7 @@ class Metrics:
             self._guarded(self._client.increment, metric, value, tags)
 
     def zero(self, metric: Metric, **tags: str) -> None:
-        """Add 0 to a counter: Datadog takes one that is never sent for unknown, not for 0."""
+        """Add 0 to a counter, because Datadog treats a counter that is never sent as unknown."""
         if self._client is not None:
             self._guarded(self._client.increment, metric, 0, tags)
 
@@ -317,22 +314,22 @@ class Metrics:
             self._guarded(self._client.gauge, metric, value, tags)
 
     def sample(self, metric: Metric, value: float, rate: float = 1, **tags: str) -> None:
-        """Add a sample to a distribution, or leave it to the others: `rate` of all are sent."""
+        """Add a sample to a distribution; the part `rate` of all samples is sent."""
         if self._client is not None:
             self._guarded(partial(self._client.distribution, sample_rate=min(1, rate)), metric, value, tags)
 
     def stop(self) -> None:
-        """Send what is buffered: counts are lost otherwise."""
+        """Send buffered metrics, which would be lost otherwise."""
         if self._client is not None:
             try:
                 self._client.stop(STOP_SECONDS)
             except Exception:
-                _log.warning("the last metrics could not be sent", exc_info=True, extra={"action": "metrics"})
+                _log.warning("The last metrics could not be sent", exc_info=True, extra={"action": "metrics"})
 
     def _guarded(self, send: Callable[..., object], metric: Metric, value: float, tags: dict[str, str]) -> None:
         try:
             send(metric.name, value, tags=[f"{key}:{_tag(key, each)}" for key, each in tags.items()])
-        except Exception:  # metrics are no reason to stop sending tasks
+        except Exception:  # metrics must not stop the relay
             if not self._complained:
                 self._complained = True
-                _log.warning("metrics are lost: the client failed", exc_info=True, extra={"action": "metrics"})
+                _log.warning("Metrics are lost because the client failed", exc_info=True, extra={"action": "metrics"})

@@ -1,7 +1,7 @@
-"""A span for each batch that is published, linked to the transactions that registered its tasks.
+"""A span for each published batch, linked to the transactions that registered its tasks.
 
-By the OpenTelemetry API alone: whoever wants spans starts the worker with a tracer provider (docs/guide/tracing.md).
-One that fails costs its spans and nothing else. Attributes: https://opentelemetry.io/docs/specs/semconv/messaging/.
+Only the OpenTelemetry API is used. To get spans, start the worker with a tracer provider (docs/guide/tracing.md). A
+provider that fails costs only its spans. Attributes: https://opentelemetry.io/docs/specs/semconv/messaging/.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from publishworker.types import Failed, Outcome
 
 _log = logging.getLogger("publishworker")
 T = TypeVar("T")
-_failed: set[str] = set()  # what was told of
+_failed: set[str] = set()  # classes of errors that were logged
 
 
 @contextlib.contextmanager
 def sending(topic: str, messages: Sequence[Any], outcomes: Mapping[str, Outcome]) -> Iterator[None]:
-    """Make a span of the block, in which `messages` are sent to the full name `topic`, and `outcomes` are filled."""
+    """Open a span for the block, which publishes `messages` to the full name `topic` and fills `outcomes`."""
     span = _guarded(lambda: _started(topic, messages))
     if span is None:
         yield
@@ -38,7 +38,7 @@ def sending(topic: str, messages: Sequence[Any], outcomes: Mapping[str, Outcome]
 
 def _started(topic: str, messages: Sequence[Any]) -> Span | None:
     provider = trace.get_tracer_provider()
-    if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):  # nobody wants spans
+    if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):  # no provider is configured
         return None
     links = [Link(span) for message in messages if (span := span_of(message.attributes)) is not None]
     attributes: dict[str, str | int] = {
@@ -62,11 +62,13 @@ def _end(span: Span, count: int, outcomes: Mapping[str, Outcome]) -> None:
 
 
 def _guarded(work: Callable[[], T]) -> T | None:
-    """Return what `work` returns, or None if it fails: spans are no reason to publish a task twice."""
+    """Return the result of `work`, or None if it fails, because a failing span must not cause a duplicate."""
     try:
         return work()
     except Exception as error:
         if (what := type(error).__name__) not in _failed:
             _failed.add(what)
-            _log.warning("spans are lost: the tracer provider failed", exc_info=True, extra={"action": "tracing"})
+            _log.warning(
+                "Spans are lost because the tracer provider failed", exc_info=True, extra={"action": "tracing"}
+            )
         return None

@@ -86,7 +86,7 @@ def test_a_stopped_process_fails_its_probe_and_a_continued_one_does_not(
         with frozen(process):
             after = seconds_until(probe.is_bad, NOTICE_SECONDS, "the probe sees a stopped process")
             assert probe.is_bad()
-            assert "s are allowed" in probe.said
+            assert "--max-age is" in probe.said
         eventually(probe.is_good)
     assert after > (MAX_AGE if long else SHORT_AGE) - 2
 

@@ -173,7 +173,7 @@ def test_a_second_signal_kills(emulators: Emulators, database: Database, topic: 
         with worker(emulators, database, PUBSUB_EMULATOR_HOST=proxy.address) as process:
             eventually(lambda: proxy.accepted, seconds=20)
             process.stop()
-            process.wait_for_text("a second signal kills")
+            process.wait_for_text("A second signal ends the process")
             process.stop()
             assert process.wait(5) == 128 + signal.SIGTERM
 

@@ -100,8 +100,8 @@ def test_a_client_that_raises_is_reported_once_and_outlived(caplog: pytest.LogCa
         metrics.gauge(m.OLDEST_AGE, 1)
         metrics.stop()
     assert [each.getMessage() for each in caplog.records if each.name == "publishworker"] == [
-        "metrics are lost: the client failed",
-        "the last metrics could not be sent",
+        "Metrics are lost because the client failed",
+        "The last metrics could not be sent",
     ]
 
 
@@ -127,7 +127,7 @@ def test_an_agent_that_is_away_is_told_of_once(path: Path, caplog: pytest.LogCap
             send("in-vain")
         metrics.stop()
     [record] = caplog.records
-    assert record.getMessage().startswith("metrics are lost, the relay goes on: the DogStatsD agent takes none")
+    assert record.getMessage().startswith("Metrics are lost; the relay continues: the DogStatsD agent does not accept them")
 
 
 def test_what_is_buffered_is_sent_at_the_end(udp: socket.socket) -> None:

@@ -174,7 +174,7 @@ def test_a_look_that_fails_is_told_once_a_minute_and_holds_nothing_up(caplog: py
             look.seconds += 15
         look.error = None
         look.once(), look.once()
-    assert [record.getMessage() for record in caplog.records] == ["how much waits is not known: no answer"]
+    assert [record.getMessage() for record in caplog.records] == ["The backlog could not be counted: no answer"]
     assert look.tables == [1, 2, 3, 4, 5, 5]
 
 
@@ -182,7 +182,7 @@ def test_a_lookout_looks_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch, ca
     """On a thread of its own, which outlives a defect of a figure."""
     monkeypatch.setattr(gauges, "INTERVAL", 0.01)
     monkeypatch.setattr(gauges, "FIRST_WAIT", 0)
-    monkeypatch.setattr(gauges, "RESTS", 0)
+    monkeypatch.setattr(gauges, "PAUSE_FACTOR", 0)
     looks = [0]
 
     def look_at(_table: Any) -> None:
