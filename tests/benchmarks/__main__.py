@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 import time
@@ -10,12 +11,10 @@ from datetime import UTC, datetime
 
 from outbox.devtools import emulators
 from tests.benchmarks import (
-    batch_sizes,
     costs,
     decoding,
     delayed,
     fleets,
-    idle,
     latency,
     marks,
     memory,
@@ -26,7 +25,6 @@ from tests.benchmarks import (
     results,
     spark,
     spark_audit,
-    spark_keyed,
     throughput,
 )
 from tests.benchmarks.bench import Bench
@@ -34,14 +32,13 @@ from tests.benchmarks.bench import Bench
 SECTIONS: dict[str, Callable[[Bench], results.Section]] = {
     "throughput": throughput.run,
     "delayed": delayed.run,
-    "batch-sizes": batch_sizes.run,
     "ordering": ordering.run,
     "costs": costs.run,
     "latency": latency.run,
     "marks": marks.run,
     "decoding": decoding.run,
     "pipeline": pipeline.run,
-    "idle": idle.run,
+    "idle": fleets.alone,
     "fleets": fleets.run,
     "memory": memory.run,
     "poll-sent": polls.beside_sent,
@@ -53,9 +50,6 @@ SECTIONS: dict[str, Callable[[Bench], results.Section]] = {
 PIPELINE: dict[str, Callable[[Bench], results.Section]] = {
     "spark-read": spark.read,
     "spark-archive": spark.archiving,
-    "spark-drain": spark.draining,
-    "spark-replay": spark_keyed.replaying,
-    "spark-purge": spark_keyed.purging,
     "spark-audit": spark_audit.auditing,
     "spark-register": spark.registering,
 }
@@ -76,9 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             section = _run(ALL[name], Bench(made, rounds, options.quick))
             print(page.text(section), flush=True)
             if not options.quick:
-                results.save(_in_order(results.load() | {name: section}))
+                kept = results.load() | {name: section}
+                results.save({each: kept[each] for each in ALL if each in kept})
     if not options.quick:
-        page.write(_in_order(results.load()))
+        page.write(results.load())
         print(f"written: {page.PAGE.relative_to(results.ROOT)}, {results.FILE.relative_to(results.ROOT)}")
     return 0
 
@@ -86,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(run: Callable[[Bench], results.Section], bench: Bench) -> results.Section:
     ran = results.circumstances()
     begin = time.monotonic()
-    section = run(bench)
+    with contextlib.redirect_stdout(io.StringIO()):  # processes of tests.support print a report at their end
+        section = run(bench)
     section.ran.update(
         ran,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -95,10 +91,6 @@ def _run(run: Callable[[Bench], results.Section], bench: Bench) -> results.Secti
         command=" ".join(["python -m tests.benchmarks", *sys.argv[1:]]),
     )
     return section
-
-
-def _in_order(kept: dict[str, results.Section]) -> dict[str, results.Section]:
-    return {name: kept[name] for name in ALL if name in kept}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Large tables: many rows in a few seconds, past the outbox's own registration."""
 
 import base64
-import uuid
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
+from uuid import uuid4
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
@@ -21,12 +23,11 @@ def insert(table: Table, count: int, *, sent: bool = False, scheduled: bool = Fa
     """Insert so many tasks: pending, sent, or scheduled for much later."""
     data = base64.b64encode(RawPubsubMessage(data=MESSAGE).SerializeToString()).decode()
     state = (COMMIT_TIMESTAMP if sent else None, LATER if scheduled else None)
-    database: Any = table.database
-    for begin in range(0, count, ROWS_A_COMMIT):
-        rows = range(min(ROWS_A_COMMIT, count - begin))
+    rest = (topic or table.topic, data, 50, COMMIT_TIMESTAMP, *state)
+    insert_rows(table.database, COLUMNS, ((str(uuid4()), *rest) for _ in range(count)))
+
+
+def insert_rows(database: Any, columns: Sequence[str], rows: Iterator[Sequence[Any]]) -> None:
+    while some := list(islice(rows, ROWS_A_COMMIT)):
         with database.batch() as batch:
-            batch.insert(
-                "AsynchronousTasks",
-                COLUMNS,
-                [(str(uuid.uuid4()), topic or table.topic, data, 50, COMMIT_TIMESTAMP, *state) for _ in rows],
-            )
+            batch.insert("AsynchronousTasks", columns, some)

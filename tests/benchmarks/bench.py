@@ -5,11 +5,12 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from unittest import mock
 
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
+from tqdm import tqdm
 
 from outbox.devtools.emulators import Emulators
 from tests.support import spanner
@@ -24,25 +25,24 @@ MESSAGE = b"x" * 300
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """One run of the benchmarks."""
-
     emulators: Emulators
     rounds: int
     quick: bool
 
     @functools.cached_property
     def instance(self) -> Instance:
-        """Return the Spanner instance, without a proxy."""
         return spanner.instance(self.emulators.spanner_host)
 
     @functools.cached_property
     def pubsub(self) -> PubSub:
-        """Return the admin side of Pub/Sub, without a proxy."""
         return PubSub.on(self.emulators.pubsub_host)
 
     def choose(self, full: int, quick: int) -> int:
-        """Return a size: the full one, or that of a quick run."""
         return quick if self.quick else full
+
+    def each_round(self, name: str) -> Iterable[int]:
+        """Yield the number of each round, with a progress bar."""
+        return tqdm(range(self.rounds), desc=name, disable=None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,13 +57,11 @@ class Table:
         return str(self.database.database_id)
 
     def fill(self, count: int = ROWS) -> list[str]:
-        """Register tasks and return their ids."""
         return register(self.database, self.topic, count, MESSAGE)
 
 
 @contextlib.contextmanager
 def fresh_table(bench: Bench) -> Iterator[Table]:
-    """Make a table for the time of the block."""
     with spanner.outbox_database(bench.instance) as database:
         yield Table(database, bench.pubsub.new_topic())
 
@@ -85,7 +83,6 @@ class Stopwatch:
 
 @contextlib.contextmanager
 def stopwatch() -> Iterator[Stopwatch]:
-    """Measure the block."""
     watch = Stopwatch()
     begin, cpu_begin = time.perf_counter(), time.process_time()
     yield watch
@@ -102,7 +99,6 @@ class Speed:
     published: int | None = None
 
     def samples(self, row: str) -> Iterator[tuple[str, str, float]]:
-        """Yield the figures of a table."""
         yield row, "tasks/s", self.tasks / self.watch.seconds
         yield row, "client CPU us/task", self.watch.cpu_seconds / self.tasks * 1e6
         if self.published is not None:

@@ -27,7 +27,7 @@ READ_COLUMNS = ("Id", "Topic", "Data", "OrderingKey", "CreatedAt", "AvailableAt"
 
 
 def publish_only(bench: Bench, hosts: Emulators) -> Speed:
-    """Ceiling P: raw protobuf on the worker's channel, 100 messages a request, 4 requests in flight."""
+    """Publish raw protobuf on the worker's channel."""
     with connecting_to(hosts):
         transport = open_pubsub()
     publish = transport.grpc_channel.unary_unary(
@@ -55,8 +55,6 @@ def publish_only(bench: Bench, hosts: Emulators) -> Speed:
 
 
 def mark_only(bench: Bench, hosts: Emulators) -> Speed:
-    """Ceiling M: lock and mark as the relay does, and publish nothing."""
-
     def sent(rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, Outcome]:
         return {row.id: Sent("") for row in rows}
 
@@ -73,11 +71,8 @@ def read_and_mark_only(bench: Bench, hosts: Emulators) -> Speed:
         def work(transaction: Any) -> None:
             keys = KeySet(keys=[[id] for id in ids])
             found = [row[0] for row in transaction.read("AsynchronousTasks", READ_COLUMNS, keys)]
-            transaction.update(
-                "AsynchronousTasks",
-                statements.MARK_COLUMNS,
-                [(id, COMMIT_TIMESTAMP, None, None, None, 0) for id in found],
-            )
+            marks = [(id, COMMIT_TIMESTAMP, None, None, None, 0) for id in found]
+            transaction.update("AsynchronousTasks", statements.MARK_COLUMNS, marks)
 
         database.run_in_transaction(work)
 

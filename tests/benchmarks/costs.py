@@ -1,18 +1,18 @@
 """What a task costs under backlog: client CPU, requests, rows and bytes. These transfer."""
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 from unittest import mock
-
-from tqdm import tqdm
 
 from outbox.devtools.emulators import Emulators
 from tests.benchmarks.bench import Bench, Table, fresh_table
-from tests.benchmarks.relaying import drive, open_worker
-from tests.benchmarks.results import Bar, Plot, Section, figures
-from tests.benchmarks.silent import answer
+from tests.benchmarks.relaying import drive, warm_worker
+from tests.benchmarks.results import Plot, Section, figures
 from tests.support.counting import Counting
+from tests.support.processes import run as run_process
 
 #: The sessions that the client uses against the real service; the worker respects the variable.
 SESSIONS = {"GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW": "true"}
@@ -23,13 +23,13 @@ CPU, REQUESTS, ROWS, BYTES = "client CPU us/task", "requests/1,000 tasks", "rows
 
 
 def run(bench: Bench) -> Section:
-    """Measure over a backlog of several turns."""
     backlog = bench.choose(2_000, 800)
     samples: list[tuple[str, str, float]] = []
-    for _ in tqdm(range(bench.rounds), desc="costs", disable=None):
+    for _ in bench.each_round("costs"):
         with fresh_table(bench) as table:
             table.fill(backlog)
-            samples.append(("all of it", CPU, cpu(bench.emulators, table, backlog)))
+            took = child(bench.emulators, table, backlog)
+            samples.append(("all of it", CPU, took["cpu_seconds"] / took["published"] * 1e6))
         with fresh_table(bench) as table:  # not the same: the emulator scans sent rows, too
             samples += counted(bench.emulators, table, backlog)
     conditions = f"""\
@@ -42,30 +42,29 @@ def run(bench: Bench) -> Section:
     section = Section(
         "Costs per task",
         figures(samples),
-        [],
         conditions,
         "All of it: none of these depends on how fast the services answer. How many rows a poll returns, and how often "
         "it runs, depend a little on it.",
         Plot([REQUESTS, ROWS, BYTES]),
     )
     for what, column, limit in ((CPU, CPU, 120), (REQUESTS, REQUESTS, 25), ("rows to the worker/task", ROWS, 3)):
-        section.bars.append(Bar(what, section.value("all of it", column), limit, at_least=False))
+        section.at_most(what, section.value("all of it", column), limit)
     return section
 
 
-def cpu(hosts: Emulators, table: Table, tasks: int) -> float:
-    """Return microseconds a task, of a process of its own."""
-    arguments = ("--database", table.id, "--tasks", str(tasks))
-    took = answer("tests.benchmarks.child", *arguments, environment=hosts.environment() | SESSIONS, seconds=120)
-    return float(took["cpu_seconds"] / took["published"] * 1e6)
+def child(hosts: Emulators, table: Table, tasks: int, *flags: str) -> Any:
+    """Relay so many tasks in a process of its own, and return what it says that it took."""
+    arguments = ("--database", table.id, "--tasks", str(tasks), *flags)
+    done = run_process("tests.benchmarks.child", *arguments, environment=hosts.environment() | SESSIONS, seconds=300)
+    if done.code != 0:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout)
 
 
 def counted(hosts: Emulators, table: Table, tasks: int) -> Iterator[tuple[str, str, float]]:
     """Relay through the counting proxy; yield what was counted, of all and by the worker's own tags."""
     with mock.patch.dict(os.environ, SESSIONS), Counting(hosts.spanner_host) as proxy:
-        worker = open_worker(replace(hosts, spanner_host=proxy.address), table.id)
-        table.fill(1)
-        drive(worker, 1)
+        worker = warm_worker(replace(hosts, spanner_host=proxy.address), table)
         table.fill(tasks)
         proxy.clear()
         drive(worker, tasks)

@@ -8,7 +8,7 @@ from outbox.devtools.emulators import Emulators
 from tests.benchmarks import relaying, throughput
 from tests.benchmarks.bench import ROWS, Bench, Speed, fresh_table, stopwatch
 from tests.benchmarks.results import Plot, Section, figures
-from tests.benchmarks.silent import started
+from tests.support.processes import started
 from tests.support.waiting import eventually
 
 #: Seconds each way.
@@ -27,18 +27,16 @@ CONDITIONS = f"""\
 
 
 def run(bench: Bench) -> Section:
-    """Measure behind two proxies."""
     with far_away(bench.emulators) as hosts:
         samples = throughput.measure(bench, hosts, {**throughput.WAYS, RELAYS_AT_ONCE: at_once}, "delayed")
     section = Section(
         "Throughput with network delay",
         figures(samples),
-        [],
         CONDITIONS,
         "The ratios between ways; the delays are real, the services' own times are the emulators'.",
         Plot(["tasks/s"], log=True),
     )
-    section.bars.extend(throughput.ratios(section, 60))
+    section.at_least("relay / A", throughput.ratio(section, throughput.A), 60)
     return section
 
 
@@ -47,25 +45,17 @@ def far_away(emulators: Emulators) -> Iterator[Emulators]:
     """Yield the emulators behind proxies."""
     targets = (f"{emulators.spanner_host}={SPANNER}", f"{emulators.pubsub_host}={PUBSUB}")
     with started("tests.support.proxy", *targets) as process:
-        spanner_host, pubsub_host = eventually(lambda: _lines(process.stdout, len(targets)), message="addresses")
-        yield Emulators(spanner_host, pubsub_host)
-
-
-def _lines(text: str, count: int) -> list[str]:
-    lines = text.split("\n")
-    return lines[:count] if len(lines) > count else []
+        eventually(lambda: process.stdout.count("\n") == len(targets), message="addresses")
+        yield Emulators(*process.stdout.splitlines())
 
 
 def at_once(bench: Bench, hosts: Emulators) -> Speed:
     with contextlib.ExitStack() as stack:
         tables = [stack.enter_context(fresh_table(bench)) for _ in range(RELAYS)]
-        workers = [relaying.open_worker(hosts, table.id) for table in tables]
-        for worker, table in zip(workers, tables, strict=True):
-            table.fill(1)
-            relaying.drive(worker, 1)
+        workers = [relaying.warm_worker(hosts, table) for table in tables]
+        for table in tables:
             table.fill(ROWS)
         pool = stack.enter_context(ThreadPoolExecutor(RELAYS))
         with stopwatch() as watch:
-            for done in [pool.submit(relaying.drive, worker, ROWS) for worker in workers]:
-                done.result()
+            list(pool.map(relaying.drive, workers, [ROWS] * RELAYS))
         return Speed(ROWS * RELAYS, watch)

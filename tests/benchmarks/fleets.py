@@ -1,4 +1,4 @@
-"""Fleets of 1, 2, 4 and 8 workers: what they ask for while idle, and how often they meet under a steady load."""
+"""Fleets of 1 to 8 workers: what they ask of Spanner while idle, and how often they meet under a steady load."""
 
 import contextlib
 import signal
@@ -8,17 +8,16 @@ from dataclasses import dataclass, replace
 
 from publishworker.telemetry import metrics as m
 from tests.benchmarks.bench import Bench, Table, fresh_table
-from tests.benchmarks.results import Bar, Section, figures
-from tests.benchmarks.silent import worker
+from tests.benchmarks.results import Section, figures
 from tests.support.agent import Agent, listening
 from tests.support.counting import Counting
 from tests.support.processes import Process
-from tests.support.relays import divided, shards_of, wait_until_all_sent
+from tests.support.relays import divided, shards_of, wait_until_all_sent, worker
 from tests.support.waiting import eventually
 
 SIZES = (1, 2, 4, 8)
 POLL = ("ExecuteStreamingSql", "outbox-poll")
-REQUESTS, SHARDS = "polls/minute", "shard polls/minute"
+ANY, REQUESTS, SHARDS = "requests/minute", "polls/minute", "shard polls/minute"
 MET, ABORTED, TAKEN_OVER = "already published %", "aborted by the emulator %", "s until taken over"
 
 #: Seconds after the last task until the waits between polls have grown to the poll interval.
@@ -38,8 +37,13 @@ CONDITIONS = f"""\
 - Skipped over: from SIGKILL of one worker until the others have said that they poll its shards."""
 
 
+ALONE = """\
+- A `publishworker run` process with default settings that knows one topic, 10 shards, no agent for metrics. Counted by
+  a proxy that forwards every call to the emulator, by method and tag."""
+
+
 @dataclass(frozen=True, slots=True)
-class Membership:
+class Fleet:
     """Workers that have settled."""
 
     table: Table
@@ -49,30 +53,29 @@ class Membership:
 
 
 @contextlib.contextmanager
-def fleet(bench: Bench, size: int) -> Iterator[Membership]:
-    """Run `size` workers for the time of the block."""
+def fleet(bench: Bench, size: int, *, agent_is_told: bool = True) -> Iterator[Fleet]:
     with contextlib.ExitStack() as stack:
         table = stack.enter_context(fresh_table(bench))
         proxy = stack.enter_context(Counting(bench.emulators.spanner_host))
         agent = stack.enter_context(listening())
         hosts = replace(bench.emulators, spanner_host=proxy.address)
-        workers = [stack.enter_context(worker(hosts, table.database, **agent.environment)) for _ in range(size)]
+        variables = agent.environment if agent_is_told else {}
+        workers = [stack.enter_context(worker(hosts, table.database, **variables)) for _ in range(size)]
         table.fill(1)
         wait_until_all_sent(table.database)
         eventually(lambda: divided(workers), seconds=60, message=f"{size} workers know of each other")
         time.sleep(SETTLE)
-        yield Membership(table, proxy, agent, workers)
+        yield Fleet(table, proxy, agent, workers)
 
 
-def idle(fleet: Membership, seconds: int) -> dict[str, float]:
-    """Count polls while there is nothing to do."""
+def idle(fleet: Fleet, seconds: int) -> dict[str, float]:
     fleet.proxy.clear()
     time.sleep(seconds)
     per_minute = 60 / seconds
     return {REQUESTS: fleet.proxy.counts[POLL] * per_minute, SHARDS: fleet.proxy.shards[POLL] * per_minute}
 
 
-def busy(fleet: Membership, seconds: int) -> dict[str, float]:
+def busy(fleet: Fleet, seconds: int) -> dict[str, float]:
     """Count collisions while tasks arrive steadily."""
     before = fleet.agent.counts.copy()
     fleet.proxy.clear()
@@ -91,7 +94,7 @@ def busy(fleet: Membership, seconds: int) -> dict[str, float]:
     return {MET: 100 * heard[m.ALREADY_PUBLISHED] / claimed, ABORTED: 100 * heard[m.ABORTED] / max(1, runs)}
 
 
-def take_over(fleet: Membership) -> dict[str, float]:
+def take_over(fleet: Fleet) -> dict[str, float]:
     """Kill one of several workers and wait for the others."""
     killed, *others = fleet.workers
     parts = [shards_of(each) for each in others]
@@ -102,8 +105,21 @@ def take_over(fleet: Membership) -> dict[str, float]:
     return {TAKEN_OVER: time.monotonic() - begin}
 
 
+def alone(bench: Bench) -> Section:
+    """Count every request of one idle worker."""
+    seconds = bench.choose(60, 5)
+    with fleet(bench, 1, agent_is_told=False) as made:
+        polls = idle(made, seconds)[REQUESTS]
+        per_minute = {" ".join(key).strip(): count * 60 / seconds for key, count in sorted(made.proxy.counts.items())}
+    per_minute = {"all": sum(per_minute.values())} | per_minute
+    samples = [(row, ANY, value) for row, value in per_minute.items()]
+    section = Section("An idle worker", figures(samples), ALONE, "All of it.")
+    section.at_most(REQUESTS, polls, 70)
+    section.at_most(ANY, per_minute["all"], 90)
+    return section
+
+
 def run(bench: Bench) -> Section:
-    """Measure every size."""
     seconds = bench.choose(20, 3)
     samples = []
     sizes = SIZES[: bench.choose(len(SIZES), 1)]
@@ -113,16 +129,12 @@ def run(bench: Bench) -> Section:
             if size > 1:
                 found |= take_over(made)
             samples += [(f"{size}", column, value) for column, value in found.items()]
-    section = Section("Fleets", figures(samples), [], CONDITIONS, "All but the aborts: they are the emulator's.")
+    section = Section("Fleets", figures(samples), CONDITIONS, "All but the aborts: they are the emulator's.")
     largest = sizes[-1]
-    alone, most = (section.value(f"{size}", SHARDS) for size in (1, largest))
+    one, most = (section.value(f"{size}", SHARDS) for size in (1, largest))
     requests = section.value(f"{largest}", REQUESTS) / section.value(f"{sizes[0]}", REQUESTS)
-    section.bars.extend(
-        [
-            Bar(f"shard polls of {largest} workers / of one", most / alone, 1.2, at_least=False),
-            Bar(f"polls of {largest} workers / of one", requests, 1.2, at_least=False),
-            Bar("already published, %", section.value(f"{largest}", MET), 1, at_least=False),
-            Bar("aborted by the emulator, %", section.value(f"{largest}", ABORTED), 1, at_least=False),
-        ]
-    )
+    section.at_most(f"shard polls of {largest} workers / of one", most / one, 1.2)
+    section.at_most(f"polls of {largest} workers / of one", requests, 1.2)
+    section.at_most("already published, %", section.value(f"{largest}", MET), 1)
+    section.at_most("aborted by the emulator, %", section.value(f"{largest}", ABORTED), 1)
     return section

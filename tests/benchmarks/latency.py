@@ -5,14 +5,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
+from statistics import quantiles
 
 from google.cloud import pubsub_v1
 from tqdm import tqdm
 
 import outbox
 from tests.benchmarks.bench import MESSAGE, Bench, Table, connecting_to, fresh_table
-from tests.benchmarks.results import Bar, Plot, Section, figures
-from tests.benchmarks.silent import worker
+from tests.benchmarks.results import Plot, Section, figures
+from tests.support.relays import worker
 from tests.support.waiting import eventually
 
 #: Tasks a second that are offered, and for how many seconds; fewer in a quick run.
@@ -33,30 +34,24 @@ CONDITIONS = f"""\
 
 
 def run(bench: Bench) -> Section:
-    """Measure each rate once."""
     samples: list[tuple[str, str, float]] = []
     for rate, seconds, quick_seconds in tqdm(OFFERED, desc="latency", disable=None):
         with fresh_table(bench) as table:
-            waits = sorted(latencies(bench, table, rate, bench.choose(seconds, quick_seconds)))
+            waits = latencies(bench, table, rate, bench.choose(seconds, quick_seconds))
+        cuts = quantiles(waits, n=100, method="inclusive")
         row = f"{rate} tasks/s" if rate > 1 else "1 task/s"
-        samples += [(row, f"p{share} ms", percentile(waits, share) * 1000) for share in (50, 95, 99)]
+        samples += [(row, f"p{share} ms", cuts[share - 1] * 1000) for share in (50, 95, 99)]
         samples.append((row, "tasks", len(waits)))
     section = Section(
         "Latency",
         figures(samples),
-        [],
         CONDITIONS,
         "That a task waits for the next poll and for little else. The times of polls and commits are the emulators'.",
         Plot(["p50 ms", "p95 ms", "p99 ms"]),
     )
-    section.bars.append(Bar("p50 at 10/s, ms", section.value("10 tasks/s", "p50 ms"), 150, at_least=False))
-    section.bars.append(Bar("p95 at 10/s, ms", section.value("10 tasks/s", "p95 ms"), 600, at_least=False))
+    section.at_most("p50 at 10/s, ms", section.value("10 tasks/s", "p50 ms"), 150)
+    section.at_most("p95 at 10/s, ms", section.value("10 tasks/s", "p95 ms"), 600)
     return section
-
-
-def percentile(values: list[float], share: int) -> float:
-    """Return the smallest of the sorted `values` that `share` percent of them do not exceed."""
-    return values[max(0, -(-len(values) * share // 100) - 1)]
 
 
 def latencies(bench: Bench, table: Table, rate: int, seconds: int) -> list[float]:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, param_types
-from tqdm import tqdm
 
 from publishworker.spanner import statements
 from publishworker.spanner.connection import open_relay_database
@@ -13,7 +12,7 @@ from tests.benchmarks.bench import ROWS, Bench, Table, connecting_to, fresh_tabl
 from tests.benchmarks.results import Section, figures
 from tests.support.spanner import INSTANCE, PROJECT
 
-GROUP = 100
+BATCH = 100
 #: What design and documentation have: the planner finds the seeks.
 BY_LIST = statements.LOCK[: statements.LOCK.index("FROM UNNEST")] + "FROM AsynchronousTasks WHERE Id IN UNNEST(@ids)"
 
@@ -25,7 +24,7 @@ WAYS = {
 }
 
 CONDITIONS = f"""\
-- A batch of {GROUP} of so many rows, nothing published: the lock query with its rows, and the commit. The first
+- A batch of {BATCH} of so many rows, nothing published: the lock query with its rows, and the commit. The first
   transaction of each connection is not counted."""
 
 
@@ -53,13 +52,12 @@ def measure(bench: Bench, table: Table, rows: int, statement: str, columns: Sequ
     with connecting_to(bench.emulators):
         database = open_relay_database(PROJECT, INSTANCE, table.id)
     mark(database, ids[:1], statement, columns)
-    return mark(database, ids[1 : GROUP + 1], statement, columns)
+    return mark(database, ids[1 : BATCH + 1], statement, columns)
 
 
 def run(bench: Bench) -> Section:
-    """Measure every way on a small and on a larger table."""
     samples = []
-    for _ in tqdm(range(bench.rounds), desc="marks", disable=None):
+    for _ in bench.each_round("marks"):
         for rows in (ROWS, bench.choose(2_000, 400)):
             for name, way in WAYS.items():
                 with fresh_table(bench) as table:
@@ -68,7 +66,6 @@ def run(bench: Bench) -> Section:
     return Section(
         "Ways to lock and mark",
         figures(samples),
-        [],
         CONDITIONS,
         "That fewer cells are written. The times of the lock query do not: on Spanner all of these seek, where the "
         "emulator scans.",

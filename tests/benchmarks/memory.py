@@ -4,8 +4,8 @@ from tqdm import tqdm
 
 from tests.benchmarks.backlogs import insert
 from tests.benchmarks.bench import Bench, fresh_table
-from tests.benchmarks.results import Bar, Plot, Section, figures
-from tests.benchmarks.silent import answer
+from tests.benchmarks.costs import child
+from tests.benchmarks.results import Plot, Section, figures
 
 BACKLOGS, QUICK_BACKLOGS = (1_000, 10_000, 100_000), (500, 1_000)
 #: What is sent: a few turns.
@@ -15,7 +15,6 @@ RSS, TRACED = "peak RSS MB", "peak of Python's allocations MB"
 
 
 def run(bench: Bench) -> Section:
-    """Measure each backlog once."""
     backlogs = QUICK_BACKLOGS if bench.quick else BACKLOGS
     tasks = bench.choose(TASKS, 400)
     samples = []
@@ -23,23 +22,15 @@ def run(bench: Bench) -> Section:
         row = f"backlog of {backlog:,}"
         with fresh_table(bench) as table:
             insert(table, backlog)
-            arguments = ("--database", table.id, "--tasks", str(tasks), "--trace")
-            took = answer("tests.benchmarks.child", *arguments, environment=bench.emulators.environment(), seconds=300)
+            took = child(bench.emulators, table, tasks, "--trace")
         samples += [(row, RSS, took["rss_bytes"] / 1e6), (row, TRACED, took["traced_bytes"] / 1e6)]
     conditions = f"""\
 - One process a backlog that does nothing but relay, default settings, messages of 300 bytes, from its start until it
   has sent {tasks} tasks: the first polls, and two turns or more.
 - RSS is the process's, with Python and the clients' modules, and with the notes of `tracemalloc`, which is on; the
   second figure is what Python allocated in between at most."""
-    section = Section(
-        "Memory",
-        figures(samples),
-        [],
-        conditions,
-        "All of it.",
-        Plot([RSS, TRACED]),
-    )
+    section = Section("Memory", figures(samples), conditions, "All of it.", Plot([RSS, TRACED]))
     for column in (RSS, TRACED):
         values = [figure.median for figure in section.figures if figure.column == column]
-        section.bars.append(Bar(f"{column}, largest / smallest", max(values) / min(values), 1.2, at_least=False))
+        section.at_most(f"{column}, largest / smallest", max(values) / min(values), 1.2)
     return section

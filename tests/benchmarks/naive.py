@@ -2,19 +2,18 @@
 
 import base64
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from google.auth.credentials import AnonymousCredentials
-from google.cloud import pubsub_v1, spanner
+from google.cloud import pubsub_v1
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, param_types
 
 import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.message import RawPubsubMessage
 from tests.benchmarks.bench import ROWS, Bench, Speed, Table, connecting_to, fresh_table, stopwatch
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import INSTANCE, client
 
 LOCK = """
 @{LOCK_SCANNED_RANGES=exclusive}
@@ -29,10 +28,7 @@ class Naive:
 
     def __init__(self, hosts: Emulators, database_id: str) -> None:
         with connecting_to(hosts):
-            client = spanner.Client(
-                PROJECT, credentials=AnonymousCredentials(), disable_builtin_metrics=True
-            )  # they want Cloud Monitoring
-            self._database: Any = client.instance(INSTANCE).database(database_id)
+            self._database: Any = client(hosts.spanner_host).instance(INSTANCE).database(database_id)
             self._publisher = pubsub_v1.PublisherClient()
         self.published = 0
 
@@ -51,57 +47,32 @@ class Naive:
         self._database.run_in_transaction(work, default_retry_delay=RETRY_DELAY)
 
     def close(self) -> None:
-        """End the publisher's threads."""
         self._publisher.stop()
         self._publisher.transport.close()
 
 
-def sequential(bench: Bench, hosts: Emulators) -> Speed:
-    """Baseline A: one thread; a part of a table of the usual size."""
-    return _relay(bench, hosts, threads=1, tables=1)
-
-
-def threads_on_one_table(bench: Bench, hosts: Emulators) -> Speed:
-    """Baseline B: 4 threads with their own clients, who abort one another."""
-    return _relay(bench, hosts, threads=4, tables=1)
-
-
-def threads_on_own_tables(bench: Bench, hosts: Emulators) -> Speed:
-    """Baseline B without aborts: a database for each of 4 threads."""
-    return _relay(bench, hosts, threads=4, tables=4)
-
-
-def _relay(bench: Bench, hosts: Emulators, *, threads: int, tables: int) -> Speed:
+def relay(bench: Bench, hosts: Emulators, *, threads: int, tables: int) -> Speed:
     with contextlib.ExitStack() as stack:
         made = [stack.enter_context(fresh_table(bench)) for _ in range(tables)]
-        clients = [stack.enter_context(_connected(hosts, made[n % tables])) for n in range(threads)]
+        naive = [stack.enter_context(_connected(hosts, made[n % tables])) for n in range(threads)]
         filled = [table.fill(ROWS) for table in made]
         part = bench.choose(60, 12) // threads
         shares = [filled[n % tables][n // tables * part :][:part] for n in range(threads)]
-        for client in clients:
-            client.published = 0
-        with stopwatch() as watch:
-            _at_once(clients, shares)
-        return Speed(part * threads, watch, sum(client.published for client in clients))
+        for each in naive:
+            each.published = 0
+        with stopwatch() as watch, ThreadPoolExecutor(threads) as pool:
+            list(pool.map(_relay_each, naive, shares))
+        return Speed(part * threads, watch, sum(each.published for each in naive))
 
 
 @contextlib.contextmanager
 def _connected(hosts: Emulators, table: Table) -> Iterator[Naive]:
-    client = Naive(hosts, table.id)
-    [first] = table.fill(1)
-    client.relay(first)
-    yield client
-    client.close()
+    naive = Naive(hosts, table.id)
+    _relay_each(naive, table.fill(1))
+    yield naive
+    naive.close()
 
 
-def _at_once(clients: Sequence[Naive], shares: Sequence[Sequence[str]]) -> None:
-    def relay(client: Naive, ids: Sequence[str]) -> None:
-        for id in ids:
-            client.relay(id)
-
-    if len(clients) == 1:
-        relay(clients[0], shares[0])
-        return
-    with ThreadPoolExecutor(len(clients)) as pool:
-        for done in [pool.submit(relay, *each) for each in zip(clients, shares, strict=True)]:
-            done.result()
+def _relay_each(naive: Naive, ids: list[str]) -> None:
+    for id in ids:
+        naive.relay(id)

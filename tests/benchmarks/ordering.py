@@ -3,13 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tqdm import tqdm
-
 import outbox
-from tests.benchmarks.bench import MESSAGE, ROWS, Bench, Speed, Table, fresh_table, stopwatch
+from tests.benchmarks.bench import MESSAGE, ROWS, Bench, Table, fresh_table
 from tests.benchmarks.costs import CLAIM, POLL
-from tests.benchmarks.relaying import drive, open_worker
-from tests.benchmarks.results import Bar, Plot, Section, figures
+from tests.benchmarks.relaying import drive, relay, warm_worker
+from tests.benchmarks.results import Plot, Section, figures
 from tests.support.counting import Counting
 
 #: The tag of the query for the key_heads of keys.
@@ -41,12 +39,10 @@ class Load:
 
     @property
     def count(self) -> int:
-        """Return how many tasks there are in all."""
         return max(1, self.keys) * self.tasks
 
     @property
     def name(self) -> str:
-        """Return the name of the row in the table."""
         if not self.keys:
             return f"{self.tasks:,} without a key"
         return f"1 key of {self.tasks:,}" if self.keys == 1 else f"{self.keys:,} keys of {self.tasks:,}"
@@ -69,36 +65,22 @@ def run(bench: Bench) -> Section:
     many = bench.choose(1_000, 2 * ROWS)
     loads = [UNORDERED, TWENTY, Load(ROWS, 1), HOT, Load(0, many), Load(1, many)]
     samples: list[tuple[str, str, float]] = []
-    for _ in tqdm(range(bench.rounds), desc="ordering", disable=None):
+    for _ in bench.each_round("ordering"):
         for load in loads:
-            samples += timed(bench, load).samples(load.name)
+            samples += relay(bench, bench.emulators, load.fill, load.count).samples(load.name)
             samples += counted(bench, load)
-    section = Section("Ordering keys", figures(samples), [], conditions(loads), TRANSFERS, Plot([SPEED, RUN]))
+    section = Section("Ordering keys", figures(samples), conditions(loads), TRANSFERS, Plot([SPEED, RUN]))
     ratio = section.value(TWENTY.name, SPEED) / section.value(UNORDERED.name, SPEED)
-    section.bars.append(Bar(f"{TWENTY.name} / {UNORDERED.name}: tasks/s", ratio, 0.5, at_least=True))
-    section.bars.append(Bar(f"{HOT.name}: tasks/publish request", section.value(HOT.name, RUN), 50, at_least=True))
+    section.at_least(f"{TWENTY.name} / {UNORDERED.name}: tasks/s", ratio, 0.5)
+    section.at_least(f"{HOT.name}: tasks/publish request", section.value(HOT.name, RUN), 50)
     return section
 
 
-def timed(bench: Bench, load: Load) -> Speed:
-    """Relay a fresh table, after one task for the connections and the topic."""
-    with fresh_table(bench) as table:
-        worker = open_worker(bench.emulators, table.id)
-        table.fill(1)
-        drive(worker, 1)
-        load.fill(table)
-        with stopwatch() as watch:
-            drive(worker, load.count)
-        return Speed(load.count, watch)
-
-
 def counted(bench: Bench, load: Load) -> Iterator[tuple[str, str, float]]:
-    """Relay another one behind proxies; yield the requests for 1,000 tasks, and how long the runs are."""
+    """Relay a table behind proxies; yield the requests for 1,000 tasks, and how long the runs are."""
     hosts = bench.emulators
     with fresh_table(bench) as table, Counting(hosts.spanner_host) as spanner, Counting(hosts.pubsub_host) as pubsub:
-        worker = open_worker(replace(hosts, spanner_host=spanner.address, pubsub_host=pubsub.address), table.id)
-        table.fill(1)
-        drive(worker, 1)
+        worker = warm_worker(replace(hosts, spanner_host=spanner.address, pubsub_host=pubsub.address), table)
         load.fill(table)
         spanner.clear()
         pubsub.clear()

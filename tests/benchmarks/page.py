@@ -43,7 +43,6 @@ def summary(sections: dict[str, Section]) -> str:
 
 
 def text(section: Section) -> str:
-    """Return a section for the terminal: its table and its bars."""
     header, rows = grid(section.figures)
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []

@@ -1,6 +1,6 @@
-"""The relay's pipeline on a store in memory whose calls take the time of round trips: what waiting for groups costs.
+"""The relay's pipeline on a store in memory whose calls take the time of round trips: what waiting for batches costs.
 
-No emulator: a database of it runs one transaction at a time, so groups in flight at once cannot be seen there.
+No emulator: a database of it runs one transaction at a time, so batches in flight at once cannot be seen there.
 """
 
 import itertools
@@ -10,8 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from random import Random
-
-from tqdm import tqdm
+from typing import Any
 
 from publishworker.spanner.store import Decide
 from publishworker.types import Candidate, Failed, LockedRow, News, Outcome, PollRequest, PollResult, Sent
@@ -28,30 +27,28 @@ LIMIT = 60.0
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 CONDITIONS = f"""\
-- The relay itself, groups of 100, one topic, 10 shards, on a store and a publisher in memory: a poll takes {POLL} ms, a
-  lock query {LOCK}, a publish request {PUBLISH}, a commit {COMMIT}, each with a lognormal spread (sigma 0.35). In the
+- The relay itself, batches of 100, one topic, 10 shards, on a store and a publisher in memory: a poll takes {POLL} ms,
+  a lock query {LOCK}, a publish request {PUBLISH}, a commit {COMMIT}, each with a lognormal spread (sigma 0.35). In the
   second column one call of fifty takes {SLOW} times as long.
-- *n left*: a turn ends when n groups are still in flight, or 0.1 s after the first has ended; *all*: it waits for all.
+- *n left*: a turn ends when n batches are still in flight, or 0.1 s after the first has ended; *all*: it waits for all.
 - *Polls for nothing*: the same with polls that take no time, which is more than any prefetching could gain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One setting of the pipeline."""
-
-    groups: int
+    batches: int
     left: int
     patience: float | None
     poll: float = POLL
 
 
 WAYS = {
-    "4 groups, all": Way(4, 0, None),
-    "4 groups, 1 left": Way(4, 1, 0.1),
-    "8 groups, all": Way(8, 0, None),
-    "8 groups, 2 left (as it ships)": Way(8, 2, 0.1),
-    "8 groups, 4 left": Way(8, 4, 0.1),
-    "8 groups, 2 left, polls for nothing": Way(8, 2, 0.1, 0.0),
+    "4 batches, all": Way(4, 0, None),
+    "4 batches, 1 left": Way(4, 1, 0.1),
+    "8 batches, all": Way(8, 0, None),
+    "8 batches, 2 left (as it ships)": Way(8, 2, 0.1),
+    "8 batches, 4 left": Way(8, 4, 0.1),
+    "8 batches, 2 left, polls for nothing": Way(8, 2, 0.1, 0.0),
 }
 
 
@@ -70,13 +67,11 @@ class DistantStore:
         self.unsent_of = [{each.id: each for each in candidates if each.shard == shard} for shard in range(10)]
 
     def travel(self, milliseconds: float) -> None:
-        """Take the time of one call."""
         with self._lock:
             factor = self._random.lognormvariate(0, 0.35) * (SLOW if self._random.random() < self._slow else 1)
         time.sleep(milliseconds / 1000 * factor)
 
     def poll(self, look: PollRequest) -> PollResult:
-        """See Store."""
         self.travel(self._poll)
         most = look.per_range if look.topics else 0
         with self._lock:
@@ -87,12 +82,10 @@ class DistantStore:
         if look.known is None:
             return PollResult(candidates)
         nobody: frozenset[str] = frozenset()
-        return PollResult(
-            candidates, News(topics=frozenset({"topic"}) - look.known, paused=nobody, living=nobody, gone=nobody)
-        )
+        news = News(topics=frozenset({"topic"}) - look.known, paused=nobody, living=nobody, gone=nobody)
+        return PollResult(candidates, news)
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
-        """See Store."""
         self.travel(LOCK)
         decide([LockedRow(id, "topic", b"", None, NOON, None, None, clean=True) for id in ids], NOON)
         self.travel(COMMIT)
@@ -102,10 +95,10 @@ class DistantStore:
         return NOON
 
     def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
-        """See Store: nobody else is there."""
+        """Do nothing: nobody else is there."""
 
     def leave(self, worker: str) -> None:
-        """See Store."""
+        """Do nothing."""
 
 
 class DistantPublisher:
@@ -121,22 +114,14 @@ class DistantPublisher:
         return {row.id: Sent("1") for row in rows}
 
     def refusals(self, topic: str, rows: Sequence[LockedRow]) -> dict[str, Failed]:
-        """See Publisher: none."""
         return {}
 
 
 def relay(way: Way, tasks: int, seed: int, slow: float) -> tuple[float, float, float]:
     """Return tasks a second, polls for 1,000 tasks, and rows polled for each task."""
     store = DistantStore(tasks, seed, slow, way.poll)
-    made = relay_of(
-        store,
-        DistantPublisher(store),
-        size=100,
-        groups=way.groups,
-        stragglers=way.left,
-        patience=way.patience,
-        discovery_seconds=0.5,
-    )
+    limits: dict[str, Any] = {"batches": way.batches, "stragglers": way.left, "patience": way.patience}
+    made = relay_of(store, DistantPublisher(store), size=100, discovery_seconds=0.5, **limits)
     made.turn()  # learns the topic
     store.polls = store.rows = 0
     begin, published = time.perf_counter(), 0
@@ -146,13 +131,12 @@ def relay(way: Way, tasks: int, seed: int, slow: float) -> tuple[float, float, f
 
 
 def run(bench: Bench) -> Section:
-    """Measure every way, with and without slow calls."""
     tasks = bench.choose(10_000, 2_000)
     samples = []
-    for seed in tqdm(range(bench.rounds), desc="pipeline", disable=None):
+    for seed in bench.each_round("pipeline"):
         for name, way in WAYS.items():
             steady, polls, rows = relay(way, tasks, seed, 0.0)
             with_slow, *_ = relay(way, tasks, seed, 0.02)
             samples += [(name, "tasks/s", steady), (name, "tasks/s with slow calls", with_slow)]
             samples += [(name, "polls/1,000 tasks", polls), (name, "rows polled/task", rows)]
-    return Section("The pipeline", figures(samples), [], CONDITIONS, "The ratios, for round trips like these.")
+    return Section("The pipeline", figures(samples), CONDITIONS, "The ratios, for round trips like these.")

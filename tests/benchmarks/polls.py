@@ -1,18 +1,16 @@
 """The poll beside many rows that are none of its business, and with many topics."""
 
 import dataclasses
-import time
 from typing import Any
 
 from google.cloud.spanner_v1 import KeyRange, KeySet
-from tqdm import tqdm
 
 from publishworker.spanner.connection import open_relay_database
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import PollRequest
 from tests.benchmarks.backlogs import insert
 from tests.benchmarks.bench import Bench, Table, connecting_to, fresh_table, stopwatch
-from tests.benchmarks.results import Bar, Section, figures
+from tests.benchmarks.results import Section, figures
 from tests.support.spanner import INSTANCE, PROJECT
 
 SHARDS = 10
@@ -32,11 +30,11 @@ def beside_sent(bench: Bench) -> Section:
     with fresh_table(bench) as table:
         insert(table, pending)
         found = ranges(table)
-        samples = timed(table, alone, bench.rounds)
+        samples = timed(bench, table, alone)
         insert(table, sent, sent=True)
         insert(table, pending, scheduled=True)
         same = ranges(table) == found
-        samples += timed(table, beside, bench.rounds)
+        samples += timed(bench, table, beside)
     conditions = f"""\
 - Reads by the Read API of exactly the poll's ranges, one for each of {SHARDS} shards: shard, `SentAt` NULL, topic,
   `AvailableAt` NULL in the index `AsynchronousTasksToSend`. They stand for the poll because the emulator answers them
@@ -44,14 +42,13 @@ def beside_sent(bench: Bench) -> Section:
     section = Section(
         "The poll beside sent tasks",
         figures(samples),
-        [],
         conditions,
         "The rows: sent and scheduled tasks are not in the ranges. The times show no more than that the emulator's "
         "reads do not grow with them.",
     )
-    section.bars.append(Bar("the same rows beside sent ones (1: yes)", float(same), 1, at_least=True))
+    section.at_least("the same rows beside sent ones (1: yes)", float(same), 1)
     ratio = section.value(beside, "ms") / section.value(alone, "ms")
-    section.bars.append(Bar("time beside sent ones / time without", ratio, 1.5, at_least=False))
+    section.at_most("time beside sent ones / time without", ratio, 1.5)
     return section
 
 
@@ -66,13 +63,13 @@ def ranges(table: Table) -> list[str]:
     return ids
 
 
-def timed(table: Table, row: str, rounds: int) -> Samples:
+def timed(bench: Bench, table: Table, row: str) -> Samples:
     samples: Samples = []
-    for _ in tqdm(range(rounds), desc=row, disable=None):
-        begin = time.perf_counter()
-        for _ in range(TIMES):
-            ids = ranges(table)
-        samples += [(row, "ms", (time.perf_counter() - begin) / TIMES * 1000), (row, "rows", len(ids))]
+    for _ in bench.each_round(row):
+        with stopwatch() as watch:
+            for _ in range(TIMES):
+                ids = ranges(table)
+        samples += [(row, "ms", watch.seconds / TIMES * 1000), (row, "rows", len(ids))]
     return samples
 
 
@@ -81,7 +78,7 @@ def with_topics(bench: Bench) -> Section:
     pending = bench.choose(1_000, 200)
     tables = TOPICS[:2] if bench.quick else TOPICS
     samples: Samples = []
-    for count in tqdm(tables, desc="topics", disable=None):
+    for count in tables:
         with fresh_table(bench) as table:
             topics = [f"topic-{number:03}" for number in range(count)]
             for topic in topics:
@@ -94,14 +91,12 @@ def with_topics(bench: Bench) -> Section:
     return Section(
         "The poll by topics",
         figures(samples),
-        [],
         conditions,
         "Seeks, rows and client CPU. The milliseconds do not: the emulator scans the table for each range.",
     )
 
 
 def polled(bench: Bench, table: Table, topics: list[str]) -> Samples:
-    """Return what polls of these topics cost."""
     with connecting_to(bench.emulators):
         store = SpannerStore(open_relay_database(PROJECT, INSTANCE, table.id), SHARDS)
     per_range = max(1, WINDOW // SHARDS // len(topics))

@@ -2,14 +2,14 @@
 
 import gc
 import time
-from typing import Any
+from collections.abc import Callable
 
 from outbox.devtools.emulators import Emulators
 from outbox.shared import logs
 from publishworker.app import App
 from publishworker.settings import RelaySettings
 from publishworker.telemetry.metrics import Metrics
-from tests.benchmarks.bench import ROWS, Bench, Speed, connecting_to, fresh_table, stopwatch
+from tests.benchmarks.bench import ROWS, Bench, Speed, Table, connecting_to, fresh_table, stopwatch
 from tests.support.spanner import INSTANCE, PROJECT
 
 #: Seconds for one measurement; nothing here takes a tenth of it.
@@ -26,7 +26,15 @@ def open_worker(hosts: Emulators, database_id: str, **settings: str) -> App:
     return worker
 
 
-def drive(worker: Any, tasks: int) -> int:
+def warm_worker(hosts: Emulators, table: Table, **settings: str) -> App:
+    """Return a worker that has sent one task, so that it is connected and knows the topic."""
+    worker = open_worker(hosts, table.id, **settings)
+    table.fill(1)
+    drive(worker, 1)
+    return worker
+
+
+def drive(worker: App, tasks: int) -> int:
     """Turn until at least so many tasks are published and nothing is in flight; return how many are."""
     end = time.monotonic() + LIMIT
     published = 0
@@ -37,18 +45,16 @@ def drive(worker: Any, tasks: int) -> int:
             published += worker.relay.finish().published
         if time.monotonic() > end:
             raise TimeoutError(f"{published} of {tasks} tasks after {LIMIT:g} s")
-    finish = getattr(worker.relay, "finish", None)
-    last = finish() if finish is not None else None
-    return published + getattr(last, "published", 0)
+    return published + worker.relay.finish().published
 
 
-def relay(bench: Bench, hosts: Emulators, **settings: str) -> Speed:
+def relay(
+    bench: Bench, hosts: Emulators, fill: Callable[[Table], object] = Table.fill, tasks: int = ROWS, **settings: str
+) -> Speed:
     """Relay a fresh table, after one task for the connections and the topic."""
     with fresh_table(bench) as table:
-        worker = open_worker(hosts, table.id, **settings)
-        table.fill(1)
-        drive(worker, 1)
-        table.fill(ROWS)
+        worker = warm_worker(hosts, table, **settings)
+        fill(table)
         with stopwatch() as watch:
-            drive(worker, ROWS)
-        return Speed(ROWS, watch)
+            drive(worker, tasks)
+        return Speed(tasks, watch)

@@ -16,7 +16,6 @@ from outbox.devtools import emulators
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "benchmarks" / "results.json"
 
-#: What the figures depend on beside the machine.
 PACKAGES = ("google-cloud-spanner", "google-cloud-pubsub", "grpcio", "protobuf", "pyspark", "pyarrow")
 
 
@@ -44,7 +43,6 @@ class Bar:
 
     @property
     def reached(self) -> bool:
-        """Tell whether it is."""
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
@@ -62,14 +60,20 @@ class Section:
 
     title: str
     figures: list[Figure]
-    bars: list[Bar]
     conditions: str
     transfers: str
     plot: Plot | None = None
+    bars: list[Bar] = dataclasses.field(default_factory=list)
     ran: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def value(self, row: str, column: str) -> float:
         return next(figure.median for figure in self.figures if (figure.row, figure.column) == (row, column))
+
+    def at_least(self, what: str, value: float, limit: float) -> None:
+        self.bars.append(Bar(what, value, limit, at_least=True))
+
+    def at_most(self, what: str, value: float, limit: float) -> None:
+        self.bars.append(Bar(what, value, limit, at_least=False))
 
 
 def figures(samples: Iterable[tuple[str, str, float]]) -> list[Figure]:

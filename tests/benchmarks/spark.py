@@ -1,15 +1,15 @@
-"""The jobs on Spark beside plain loops that do the same in one process: reading, registering, draining, archiving."""
+"""The jobs on Spark beside plain loops that do the same in one process: reading, registering, archiving."""
 
 import base64
 import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
-from threading import Event
 from typing import Any
 from unittest import mock
 
@@ -25,30 +25,28 @@ import outbox
 from outbox.message import RawPubsubMessage
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive import job as archive
-from outbox_pipeline.jobs.drain import job as drain
 from outbox_pipeline.jobs.register import job as register
 from outbox_pipeline.jobs.register.ids import task_id
-from outbox_pipeline.settings import ArchiveSettings, DrainSettings
+from outbox_pipeline.settings import ArchiveSettings
 from outbox_pipeline.source.datasource import register_source
 from outbox_pipeline.spark.session import session
-from publishworker.app import until_drained
-from publishworker.exits import WORK_LEFT
-from tests.benchmarks import relaying
-from tests.benchmarks.bench import Bench, Table, fresh_table, stopwatch
-from tests.benchmarks.results import Bar, Plot, Section, figures
+from tests.benchmarks.backlogs import insert_rows
+from tests.benchmarks.bench import Bench, connecting_to, fresh_table, stopwatch
+from tests.benchmarks.results import Plot, Section, figures
 from tests.support.spanner import INSTANCE, PROJECT
 
 Sample = tuple[str, str, float]
 #: Does its work, and returns for how many rows, and how long it took.
 Way = Callable[[], tuple[int, float]]
-#: Rows of a commit, of loops and of the job.
-GROUP = 100
+#: Rows of a commit, of the loop and of the job.
+COMMIT = 100
 TOPICS = 5
 #: Bytes of a message.
 BODY = b"x" * 150
-#: Columns that are read.
+#: Columns that are filled and read.
 READ = ("Id", "Topic", "Data", "Priority", "CreatedAt", "SentAt")
 LOOP, SPARK = "plain loop", "Spark"
+TRANSFERS = "The ratios, roughly: on the service reading and writing scale with executors, which here share two cores."
 #: The day on which everything was sent.
 DAY, TICK = datetime(2026, 11, 1, tzinfo=UTC), timedelta(milliseconds=1)
 
@@ -62,19 +60,14 @@ def spark(spanner_host: str) -> SparkSession:
     return made
 
 
-def fill(database: Database, count: int, begin: int = 0) -> None:
-    """Insert sent tasks of one day, past the outbox's own registration."""
-    columns = ("Id", "Topic", "Data", "Priority", "CreatedAt", "SentAt")
+def growing(database: Database, sizes: Iterable[int]) -> Iterator[int]:
+    """Insert sent tasks of one day, until there are as many as each size says; yield it then."""
     data = base64.b64encode(RawPubsubMessage(data=BODY, attributes={"kind": "paid"}).SerializeToString())
-    writer: Any = database
-    for start in tqdm(range(begin, begin + count, GROUP), desc="filling", disable=None):
-        numbers = range(start, start + GROUP)
-        with writer.batch() as batch:
-            batch.insert(
-                "AsynchronousTasks",
-                columns,
-                [(task_id("fill", str(n)), f"topic-{n % TOPICS}", data, 50, DAY, DAY + n * TICK) for n in numbers],
-            )
+    for begin, end in pairwise((0, *sizes)):
+        numbers = tqdm(range(begin, end), desc="filling", disable=None)
+        rows = ((task_id("fill", str(n)), f"topic-{n % TOPICS}", data, 50, DAY, DAY + n * TICK) for n in numbers)
+        insert_rows(database, READ, rows)
+        yield end
 
 
 def read(bench: Bench) -> Section:
@@ -89,18 +82,14 @@ def read(bench: Bench) -> Section:
         def source() -> int:
             options = {"project": PROJECT, "instance": INSTANCE, "database": table.id, "columns": ",".join(READ)}
             engine.read.format("outbox").options(**options).load().write.format("noop").mode("overwrite").save()
-            return there
+            return size
 
-        there = 0
-        for size in sizes:
-            fill(table.database, size - there, there)
-            there = size
+        for size in growing(table.database, sizes):
             samples += in_turns(bench, size, {LOOP: timed(loop), SPARK: timed(source)})
-    return _section(
+    return beside_loops(
         "Reading with Spark",
         samples,
-        sizes,
-        (0.85, 0.95),
+        dict(zip(sizes, (0.85, 0.95), strict=True)),
         f"""\
 - One table of sent tasks with messages of {len(BODY)} bytes, six columns. The loop is `snapshot.read` of the whole
   table in one process, with the client's own decoding, and leaves `Data` as base64; Spark is the data source on
@@ -109,68 +98,39 @@ def read(bench: Bench) -> Section:
 
 
 def registering(bench: Bench) -> Section:
-    """Register rows of a DataFrame, in two sizes, and the larger one twice."""
     sizes = (bench.choose(20_000, 400), bench.choose(40_000, 800))
     samples: list[Sample] = []
     with here(bench) as engine, tempfile.TemporaryDirectory() as rejects:
         for size in sizes:
             rows = _rows(engine, size)
-            ways = {
-                LOOP: partial(_loop_registers, bench, size),
-                SPARK: partial(_job_registers, bench, rows, rejects),
-            }
-            samples += in_turns(bench, size, ways)
+            job = partial(_job_registers, bench, rows, rejects)
+            samples += in_turns(bench, size, {LOOP: partial(_loop_registers, bench, size), SPARK: job})
             rows.unpersist()
-    return _section(
+    return beside_loops(
         "Registering with Spark",
         samples,
-        sizes,
-        (None, 0.8),
+        dict(zip(sizes, (None, 0.8), strict=True)),
         f"""\
-- A fresh table each time, {GROUP} rows in a commit, messages of {len(BODY)} bytes. The loop is `outbox.register` in
+- A fresh table each time, {COMMIT} rows in a commit, messages of {len(BODY)} bytes. The loop is `outbox.register` in
   `database.batch()`, with ids that are made beforehand, and the back-off of the job; the job makes the ids, sorts,
   writes with two tasks, and looks for rejects.""",
     )
 
 
-def draining(bench: Bench) -> Section:
-    """Send a backlog with two members, or with one relay in this process."""
-    size = bench.choose(4_000, 200)
-    with here(bench) as engine:
-        ways = {LOOP: partial(_relay_drains, bench, size), SPARK: partial(_job_drains, bench, engine, size)}
-        samples = in_turns(bench, size, ways)
-    return _section(
-        "Draining with Spark",
-        samples,
-        (size,),
-        (0.6,),
-        """\
-- A fresh table each time, one topic, messages of 300 bytes, the settings of a worker. The loop is the worker's relay in
-  one process, which ends as `publishworker drain` does; the job has two members of the same, connects, divides the
-  shards, and looks at the whole table before and after. The emulator runs one transaction at a time and aborts those
-  that meet, so two cannot be faster than one here.""",
-    )
-
-
 def archiving(bench: Bench) -> Section:
-    """Write sent tasks to Parquet, in two sizes."""
     sizes = (bench.choose(50_000, 1_000), bench.choose(100_000, 2_000))
     samples: list[Sample] = []
     with here(bench) as engine, fresh_table(bench) as table, tempfile.TemporaryDirectory() as folder:
-        there = 0
-        for size in sizes:
-            fill(table.database, size - there, there)
-            there = size
+        for size in growing(table.database, sizes):
             ways = {
                 LOOP: timed(partial(_loop_archives, table.database, Path(folder) / "loop")),
                 SPARK: timed(partial(_job_archives, engine, table.id, Path(folder) / "job")),
             }
             samples += in_turns(bench, size, ways)
-    return _section(
+    return beside_loops(
         "Archiving with Spark",
         samples,
-        sizes,
-        (None, 0.85),
+        dict(zip(sizes, (None, 0.85), strict=True)),
         f"""\
 - Sent tasks of one day and {TOPICS} topics, all columns, messages of {len(BODY)} bytes. The loop is `snapshot.read` of
   the table in one process and pyarrow's dataset writer, parted by day and topic; the job reads as of one time, shuffles
@@ -180,8 +140,7 @@ def archiving(bench: Bench) -> Section:
 
 @contextlib.contextmanager
 def here(bench: Bench) -> Iterator[SparkSession]:
-    """Use the bench's emulators in the block."""
-    with mock.patch.dict(os.environ, bench.emulators.environment()):
+    with connecting_to(bench.emulators):
         yield spark(bench.emulators.spanner_host)
 
 
@@ -209,30 +168,29 @@ def in_turns(bench: Bench, size: int, ways: dict[str, Way]) -> list[Sample]:
     return samples
 
 
-def _section(
-    title: str, samples: list[Sample], sizes: tuple[int, ...], least: tuple[float | None, ...], conditions: str
+def beside_loops(
+    title: str,
+    samples: list[Sample],
+    limits: dict[int, float | None],
+    conditions: str,
+    *,
+    transfers: str = TRANSFERS,
+    growth: float = 1.25,
 ) -> Section:
-    section = Section(
-        title,
-        figures(samples),
-        [],
-        conditions + "\n- Warm: each way has run once before it counts. Loop, Spark and emulator share the cores.",
-        "The ratios, roughly: on the service reading and writing scale with executors, which here share two cores.",
-        Plot(["rows/s"]),
-    )
+    """Return a section with bars for the speed at each size, and for how time grows with the rows."""
+    conditions += "\n- Warm: each way has run once before it counts. Loop, Spark and emulator share the cores."
+    section = Section(title, figures(samples), conditions, transfers, Plot(["rows/s"]))
 
     def value(way: str, size: int, column: str) -> float:
         return section.value(f"{way}, {size:,} rows", column)
 
-    for size, limit in zip(sizes, least, strict=True):
+    for size, limit in limits.items():
         if limit is not None:
             ratio = value(SPARK, size, "rows/s") / value(LOOP, size, "rows/s")
-            section.bars.append(Bar(f"Spark / loop, {size:,} rows", ratio, limit, at_least=True))
-    if len(sizes) == 1:
-        return section
-    small, large = sizes
-    growth = value(SPARK, large, "seconds") / value(SPARK, small, "seconds") / (large / small)
-    section.bars.append(Bar(f"growth of time over growth of rows, to {large:,}", growth, 1.25, at_least=False))
+            section.at_least(f"Spark / loop, {size:,} rows", ratio, limit)
+    small, large = limits
+    measured = value(SPARK, large, "seconds") / value(SPARK, small, "seconds") / (large / small)
+    section.at_most(f"growth of time over growth of rows, to {large:,}", measured, growth)
     return section
 
 
@@ -253,47 +211,19 @@ def _loop_registers(bench: Bench, size: int) -> tuple[int, float]:
     with fresh_table(bench) as table:
         writer: Any = table.database
         with stopwatch() as watch:
-            for start in range(0, size, GROUP):
+            for start in range(0, size, COMMIT):
                 with writer.batch(default_retry_delay=0.005) as batch:
-                    for id in ids[start : start + GROUP]:
+                    for id in ids[start : start + COMMIT]:
                         outbox.register(batch, "orders", BODY, {"kind": "paid"}, task_id=id)
     return size, watch.seconds
 
 
 def _job_registers(bench: Bench, rows: DataFrame, rejects: str) -> tuple[int, float]:
     with fresh_table(bench) as table:
-        job = partial(
-            register.register,
-            rows, key=["payment"], rejects=rejects, project=PROJECT, instance=INSTANCE, database=table.id,
-        )  # fmt: skip
+        place = {"project": PROJECT, "instance": INSTANCE, "database": table.id}
         with stopwatch() as watch:
-            done = job()
+            done = register.register(rows, key=["payment"], rejects=rejects, **place)
         return done.registered, watch.seconds
-
-
-@contextlib.contextmanager
-def _backlog(bench: Bench, size: int) -> Iterator[Table]:
-    with fresh_table(bench) as table:
-        table.fill(size)
-        yield table
-
-
-def _relay_drains(bench: Bench, size: int) -> tuple[int, float]:
-    with _backlog(bench, size) as table, stopwatch() as watch:
-        worker = relaying.open_worker(bench.emulators, table.id)
-        store = worker.store
-        worker.until_stopped(Event(), until_drained(store, lambda: store.shards, 1.0), late=WORK_LEFT)
-        assert store.unsent() == []
-    return size, watch.seconds
-
-
-def _job_drains(bench: Bench, engine: SparkSession, size: int) -> tuple[int, float]:
-    with _backlog(bench, size) as table:
-        flags = {"project": PROJECT, "instance": INSTANCE, "database": table.id, "log_level": "error", "workers": "2"}
-        with stopwatch() as watch:
-            done = drain.run(engine, DrainSettings.read(flags, {}))
-        assert not done.work_left
-    return size, watch.seconds
 
 
 def _loop_archives(database: Database, folder: Path) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.dataset as files
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as f
 
 from outbox.message import TASK_ID_ATTRIBUTE, parsed
@@ -23,10 +23,11 @@ from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.settings import AuditSettings
 from outbox_pipeline.spanner import table_of
 from tests.benchmarks.bench import Bench, fresh_table
-from tests.benchmarks.results import Bar, Plot, Section, figures
-from tests.benchmarks.spark import DAY, LOOP, SPARK, TOPICS, Sample, here, in_turns, timed
+from tests.benchmarks.results import Section
+from tests.benchmarks.spark import DAY, LOOP, SPARK, TOPICS, Sample, beside_loops, here, in_turns, timed
 from tests.support.spanner import INSTANCE, PROJECT
 
+MILLION = 1_000_000
 #: Of a million tasks: never received, received as two messages, and messages of no task.
 LOST, TWICE, UNKNOWN = 1_000, 2_000, 100
 HOURS = 24
@@ -35,7 +36,6 @@ UNTIL = DAY + timedelta(hours=HOURS)
 
 
 def auditing(bench: Bench) -> Section:
-    """Hold archived tasks against received messages, in two sizes."""
     sizes = (bench.choose(1_000_000, 5_000), bench.choose(3_000_000, 15_000))
     samples: list[Sample] = []
     with here(bench) as engine, fresh_table(bench) as table:
@@ -44,32 +44,22 @@ def auditing(bench: Bench) -> Section:
                 place = Path(folder)
                 _archive(engine, table.id, place, size)
                 _receive(engine, place, size)
-                ways = {
-                    LOOP: timed(partial(_loop, place)),
-                    SPARK: timed(partial(_job, engine, table.id, place, count())),
-                }
-                samples += in_turns(bench, size, ways)
-    section = Section(
+                job = timed(partial(_job, engine, table.id, place, count()))
+                samples += in_turns(bench, size, {LOOP: timed(partial(_loop, place)), SPARK: job})
+    transfers = "The ratio, roughly: executors on other machines have cores of their own, and shuffle over a network."
+    return beside_loops(
         "Auditing with Spark",
-        figures(samples),
-        [],
+        samples,
+        dict.fromkeys(sizes, 2.0),
         f"""\
 - A day's tasks in one window of an archive, {TOPICS} topics, messages of 150 bytes with two attributes, as Parquet that
   a subscription to BigQuery was exported to. Of a million, {LOST:,} are lost, {TWICE:,} were published twice, and
   {UNKNOWN} messages are of no task. The loop reads both with pyarrow in one process, keeps Python's `hash` of what was
   received, and counts the same classes by topic and hour in dictionaries; the job is all of the job, on `local[2]`,
-  with findings, percentiles, samples and the page.
-- Warm: each way has run once before it counts.""",
-        "The ratio, roughly: executors on other machines have cores of their own, and shuffle over a network.",
-        Plot(["rows/s"]),
+  with findings, percentiles, samples and the page.""",
+        transfers=transfers,
+        growth=1.17,
     )
-    small, large = sizes
-    for size in sizes:
-        rates = [section.value(f"{way}, {size:,} rows", "rows/s") for way in (SPARK, LOOP)]
-        section.bars.append(Bar(f"Spark / loop, {size:,} rows", rates[0] / rates[1], 2.0, at_least=True))
-    seconds = [section.value(f"{SPARK}, {size:,} rows", "seconds") for size in (large, small)]
-    section.bars.append(Bar(f"time of {large:,} / time of {small:,}", seconds[0] / seconds[1], 3.5, at_least=False))
-    return section
 
 
 def _id(number: Column) -> Column:
@@ -88,7 +78,6 @@ def _created(number: Column, size: int) -> Column:
 
 
 def _archive(engine: SparkSession, database: str, folder: Path, size: int) -> None:
-    """Write the day's window as the archive does."""
     number = f.col("id")
     # The bytes of a PubsubMessage: data, and twice an attribute.
     data = f.concat(
@@ -119,25 +108,19 @@ def _archive(engine: SparkSession, database: str, folder: Path, size: int) -> No
 
 
 def _receive(engine: SparkSession, folder: Path, size: int) -> None:
-    """Write what was received."""
-    share = 1_000_000
     number = f.col("id")
-    twice = engine.range(size).where(number % share >= share - TWICE)
-    strangers = engine.range(size, size + max(1, size * UNKNOWN // share))
-    came = engine.range(size).where(number % share >= LOST).union(twice).union(strangers)
-    _messages(came, size).write.parquet(str(folder / "received"))
-
-
-def _messages(numbers: DataFrame, size: int) -> DataFrame:
-    number = f.col("id")
+    twice = engine.range(size).where(number % MILLION >= MILLION - TWICE)
+    strangers = engine.range(size, size + max(1, size * UNKNOWN // MILLION))
+    came = engine.range(size).where(number % MILLION >= LOST).union(twice).union(strangers)
     published = _created(number, size) + f.expr("interval 1 second")
     attributes = f.concat(f.lit(f'{{"{TASK_ID_ATTRIBUTE}":"'), _id(number), f.lit('","kind":"paid"}'))
-    return numbers.select(
+    messages = came.select(
         f.monotonically_increasing_id().cast("string").alias("message_id"),
         f.least(published, f.lit(UNTIL)).alias("publish_time"),
         attributes.alias("attributes"),
         _body(number).alias("data"),
     )
+    messages.write.parquet(str(folder / "received"))
 
 
 def _flags(database: str, folder: Path, turn: int) -> dict[str, str]:
@@ -156,10 +139,10 @@ def _job(engine: SparkSession, database: str, folder: Path, turns: Iterator[int]
 
 
 def _expected(size: int) -> tuple[int, int, int, int]:
-    share = 1_000_000
-    lost = size // share * LOST + min(size % share, LOST)
-    twice = size // share * TWICE + max(0, size % share - (share - TWICE))
-    return lost, twice, max(1, size * UNKNOWN // share), 0
+    millions, rest = divmod(size, MILLION)
+    lost = millions * LOST + min(rest, LOST)
+    twice = millions * TWICE + max(0, rest - (MILLION - TWICE))
+    return lost, twice, max(1, size * UNKNOWN // MILLION), 0
 
 
 def _rows(folder: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:

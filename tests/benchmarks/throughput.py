@@ -1,13 +1,12 @@
 """Tasks a second: the relay beside a user's own code, and beside its ceilings."""
 
 from collections.abc import Callable
-
-from tqdm import tqdm
+from functools import partial
 
 from outbox.devtools.emulators import Emulators
 from tests.benchmarks import ceilings, naive, relaying
 from tests.benchmarks.bench import ROWS, Bench, Speed
-from tests.benchmarks.results import Bar, Plot, Section, figures
+from tests.benchmarks.results import Plot, Section, figures
 
 Way = Callable[[Bench, Emulators], Speed]
 
@@ -16,20 +15,15 @@ P, M, M_READ = "P: publish only", "M: lock and mark only", "M by key, no exclusi
 RELAY, TUNED = "relay, defaults", "relay, batches of 200"
 
 
-def tuned(bench: Bench, hosts: Emulators) -> Speed:
-    """Relay with what is best for a table of this size: one batch."""
-    return relaying.relay(bench, hosts, batch_size="200")
-
-
 WAYS: dict[str, Way] = {
-    A: naive.sequential,
-    B: naive.threads_on_one_table,
-    B_OWN: naive.threads_on_own_tables,
+    A: partial(naive.relay, threads=1, tables=1),
+    B: partial(naive.relay, threads=4, tables=1),
+    B_OWN: partial(naive.relay, threads=4, tables=4),
     P: ceilings.publish_only,
     M: ceilings.mark_only,
     M_READ: ceilings.read_and_mark_only,
     RELAY: relaying.relay,
-    TUNED: tuned,
+    TUNED: partial(relaying.relay, batch_size="200"),  # the whole table in one batch
 }
 
 CONDITIONS = f"""\
@@ -47,33 +41,25 @@ CONDITIONS = f"""\
 def measure(bench: Bench, hosts: Emulators, ways: dict[str, Way], title: str) -> list[tuple[str, str, float]]:
     """Take all ways in turns and return their samples."""
     samples: list[tuple[str, str, float]] = []
-    for _ in tqdm(range(bench.rounds), desc=title, disable=None):
+    for _ in bench.each_round(title):
         for name, way in ways.items():
             samples += way(bench, hosts).samples(name)
     return samples
 
 
-def ratios(section: Section, least_over_a: float, least_of_ceiling: float | None = None) -> list[Bar]:
-    """Return the bars of a table of ways."""
-
-    def speed(row: str) -> float:
-        return section.value(row, "tasks/s")
-
-    bars = [Bar("relay / A", speed(RELAY) / speed(A), least_over_a, at_least=True)]
-    if least_of_ceiling is not None:
-        ceiling = min(speed(P), speed(M))
-        bars.append(Bar("relay / min(P, M)", speed(RELAY) / ceiling, least_of_ceiling, at_least=True))
-    return bars
+def ratio(section: Section, *ways: str) -> float:
+    """Return how fast the relay is beside the slowest of these ways."""
+    return section.value(RELAY, "tasks/s") / min(section.value(way, "tasks/s") for way in ways)
 
 
 def run(bench: Bench) -> Section:
     section = Section(
         "Throughput",
         figures(measure(bench, bench.emulators, WAYS, "throughput")),
-        [],
         CONDITIONS,
         "The ratios, and the CPU of the client. Tasks/s are the emulator's: it scans the table for each SQL statement.",
         Plot(["tasks/s"], log=True),
     )
-    section.bars.extend(ratios(section, 30, 0.75))
+    section.at_least("relay / A", ratio(section, A), 30)
+    section.at_least("relay / min(P, M)", ratio(section, P, M), 0.75)
     return section
