@@ -1,4 +1,4 @@
-"""`publishworker check`: one line for each thing that a relay needs, `ok` or what is wrong and how to mend it."""
+"""`publishworker check`: one line for each thing that a relay needs, `ok` or what is wrong and how to fix it."""
 
 import argparse
 import dataclasses
@@ -21,13 +21,13 @@ from publishworker.spanner.store import SpannerStore, Unsent, describe
 from publishworker.topics.rate_limit import problem
 from publishworker.types import News, PollRequest
 
-#: Seconds for one look at a topic.
+#: Seconds for one request about a topic.
 _TOPIC_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the answer."""
+    """One line of the output."""
 
     verdict: Literal["ok", "unknown", "warning", "wrong", "unreachable"]
     text: str
@@ -82,18 +82,18 @@ def _one_region(unsent: Iterable[Unsent]) -> Iterator[Finding]:
     if topics := sorted({each.topic for each in unsent if each.ordered}):
         yield Finding(
             "warning",
-            f"ordered tasks wait ({', '.join(topics)}) and --pubsub-endpoint is not set: Pub/Sub keeps the order of "
-            "what is published in one region, so give all workers one endpoint, as europe-west1-pubsub.googleapis.com",
+            f"ordering keys are used ({', '.join(topics)}) and --pubsub-endpoint is not set. Pub/Sub keeps order only "
+            "within one region: give all workers the same endpoint, such as europe-west1-pubsub.googleapis.com",
         )
 
 
 def _controls(news: News) -> Iterator[Finding]:
-    """Say what AsynchronousTaskTopics says: who is paused, and which limits make no sense."""
+    """Report paused topics and invalid limits in AsynchronousTaskTopics."""
     for topic in sorted(news.paused):
-        yield Finding("ok", f"topic {topic} is paused: nothing is sent until `outbox resume {topic}`")
+        yield Finding("ok", f"topic {topic} is paused: no task is sent until `outbox resume {topic}`")
     for topic, limit in sorted(news.limits.items()):
         if wrong := problem(limit):
-            yield Finding("wrong", f"the limits of {topic} in AsynchronousTaskTopics are not followed: {wrong}")
+            yield Finding("wrong", f"invalid limits of topic {topic} in AsynchronousTaskTopics are ignored: {wrong}")
 
 
 def _topic(client: PublisherClient, topic: str, project: str, allowed: Callable[[str], bool]) -> Finding:
@@ -103,15 +103,15 @@ def _topic(client: PublisherClient, topic: str, project: str, allowed: Callable[
         return Finding("wrong", str(error))
     name = topic_name(topic, project)
     if not allowed(name):
-        return Finding("wrong", f"topic {name} matches no pattern of --allowed-topics: its tasks would be dead")
+        return Finding("wrong", f"topic {name} matches no pattern of --allowed-topics: its tasks would become dead")
     try:
         client.get_topic(topic=name, timeout=_TOPIC_SECONDS, retry=None)
     except NotFound:
-        return Finding("wrong", f"topic {name} does not exist: gcloud pubsub topics create {name}")
+        return Finding("wrong", f"topic {name} does not exist. Create it: gcloud pubsub topics create {name}")
     except PermissionDenied:
         return Finding(
             "unknown",
-            f"topic {name}: no permission to look (pubsub.topics.get); publishing needs roles/pubsub.publisher",
+            f"topic {name}: no permission to check it (pubsub.topics.get); publishing needs roles/pubsub.publisher",
         )
     except (GoogleAPICallError, GoogleAuthError) as error:
         return Finding("unreachable", f"topic {name}: {describe(error)}")

@@ -1,7 +1,7 @@
 """The `publishworker` command.
 
-Exit codes: 0 done, 1 failed, 2 usage, 3 a service, the table or a permission is missing, 4 a drain ran out of time
-with work left; 130 and 143 when a second signal killed.
+Exit codes: 0 success, 1 failed, 2 usage, 3 a service, the table or a permission is missing, 4 a drain ended with work
+left; 130 and 143 after a second signal.
 """
 
 import argparse
@@ -20,20 +20,20 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. An expected fault is one sentence on stderr."""
+    """Run one command and return its exit code. An expected error is one sentence on stderr."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["healthcheck"]:
-        from publishworker import healthcheck  # noqa: PLC0415 - a probe must not pay for the other imports
+        from publishworker import healthcheck  # noqa: PLC0415 - a probe must be cheap
 
         return healthcheck.main(given[1:])
     try:
         return _main(given)
     finally:
-        _let_go_of_stderr()
+        _release_stderr()
 
 
-def _let_go_of_stderr() -> None:
-    # Where the disk under the logs is full, Python would end with an exit code of its own, 120.
+def _release_stderr() -> None:
+    # If the disk for the logs is full, Python would exit with a code of its own, 120.
     try:
         sys.stderr.flush()
     except OSError:
@@ -75,13 +75,15 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    run = add("run", commands.run, "Relay until SIGTERM.")
+    run = add("run", commands.run, "Publish tasks until SIGTERM.")
     WorkerSettings.add_flags(run)
-    drain = add("drain", commands.drain, "Relay until nothing is pending, then say what stays.")
+    drain = add("drain", commands.drain, "Publish tasks until none is pending, then print the remaining ones.")
     WorkerSettings.add_flags(drain)
     add_deadline(drain)
-    check = add("check", commands.check, "Look at settings, database, table and topics, and say how to mend them.")
+    check = add("check", commands.check, "Check settings, database, table and topics, and say how to fix them.")
     WorkerSettings.add_flags(check)
-    check.add_argument("topics", nargs="*", metavar="TOPIC", help="Look at these topics as well as at those pending.")
-    subparsers.add_parser("healthcheck", help="Exit 0 while the loop turns: for probes, standard library only.")
+    check.add_argument(
+        "topics", nargs="*", metavar="TOPIC", help="Check these topics as well as those with pending tasks."
+    )
+    subparsers.add_parser("healthcheck", help="Exit 0 while the worker is alive: for liveness probes.")
     return parser

@@ -1,4 +1,4 @@
-"""What `run` and `drain` do: read the settings, run the relay in this process, say how it ended."""
+"""`run` and `drain`: read the settings, run the relay in this process, print the result."""
 
 import argparse
 import contextlib
@@ -22,14 +22,14 @@ __all__ = ["check", "drain", "run"]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Relay until a signal; return the exit code."""
+    """Publish tasks until a signal; return the exit code."""
     settings = WorkerSettings.read(vars(options))
     with stop_on_signals() as stop, _worker(settings) as worker:
         return worker.until_stopped(stop, lambda _turn: False, late=exits.FAILED)
 
 
 def drain(options: argparse.Namespace) -> int:
-    """Relay until a strong read finds nothing to send outside of paused topics; print what stays."""
+    """Publish tasks until a strong read finds none to send outside of paused topics; print the remaining ones."""
     settings = WorkerSettings.read(vars(options))
     with stop_on_signals() as stop, _worker(settings) as worker:
         if options.deadline is not None:
@@ -52,7 +52,7 @@ def drain(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _worker(settings: WorkerSettings) -> Iterator[App]:
-    """Configure this process for a worker, and make it. Raises NotReached."""
+    """Configure this process for a worker, and yield it. Raises NotReached."""
     logs.configure(settings.log_format, settings.log_level)
     metrics = datadog.from_environment()
     try:
@@ -62,8 +62,8 @@ def _worker(settings: WorkerSettings) -> Iterator[App]:
             metrics=metrics,
             beat=Heartbeat(Path(settings.heartbeat_file)),
         )
-        # What the imports have made lives as long as the process: no collection need look at it again, which took 30 ms
-        # of CPU every few thousand tasks.
+        # Imported objects live as long as the process, so the garbage collector need not scan them, which took 30 ms of
+        # CPU every few thousand tasks.
         gc.freeze()
         yield worker
     finally:
@@ -71,5 +71,5 @@ def _worker(settings: WorkerSettings) -> Iterator[App]:
 
 
 def worker_id() -> str:
-    """Return an id that no other process has, now or later: the host's name for people, and a random part."""
+    """Return an ID that is unique for all time: the host name for people, and a random part."""
     return f"{socket.gethostname()[:46]}-{uuid.uuid4().hex[:12]}"

@@ -46,7 +46,7 @@ VALUES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "instance": ("2 to 64 of a-z", ("a",), ()),
     "heartbeat_file": ("a path", ("",), ()),
     "allowed_topics": (
-        "patterns of topics, separated by commas, in which * is any text",
+        "comma-separated patterns of topics, in which * is any text",
         (
             "", ",", "a,", ",a", "a,,b", "a b", "a, b", " a", "a\n", "projects/x", "projects/x/topics/",
             "projects//topics/x", "x/topics/y", "/x", "x/", "a|b", "[a]", "a?", "ümlaut", "a,projects/x",
@@ -127,7 +127,7 @@ def test_the_deadline_is_a_flag_that_is_no_setting() -> None:
         allowed = "seconds from 0 to 1,000,000,000"
         assert str(caught.value) == f"--deadline: {text!r} is not allowed: it must be {allowed}"
     help_text = " ".join(parser.format_help().split())
-    assert "--deadline SECONDS Give up after this time, exit code 4 (default: never)." in help_text
+    assert "--deadline SECONDS Stop after this time with exit code 4 (default: never)." in help_text
 
 
 def test_a_first_backoff_beyond_the_longest_is_refused() -> None:
