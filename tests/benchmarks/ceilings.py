@@ -14,7 +14,7 @@ from outbox.message import RawPublishRequest, RawPubsubMessage
 from publishworker.spanner import statements
 from publishworker.spanner.connection import LimitedDatabase, open_pubsub, open_relay_database
 from publishworker.spanner.store import SpannerStore
-from publishworker.types import LockedRow, Outcome, Sent
+from publishworker.types import LockedRow, Sent
 from tests.benchmarks.bench import MESSAGE, ROWS, Bench, Speed, connecting_to, fresh_table, stopwatch
 from tests.support.spanner import INSTANCE, PROJECT
 
@@ -55,7 +55,7 @@ def publish_only(bench: Bench, hosts: Emulators) -> Speed:
 
 
 def mark_only(bench: Bench, hosts: Emulators) -> Speed:
-    def sent(rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, Outcome]:
+    def sent(rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, Sent]:
         return {row.id: Sent("") for row in rows}
 
     def claim(database: LimitedDatabase, ids: Sequence[str]) -> None:

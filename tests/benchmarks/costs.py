@@ -28,7 +28,7 @@ def run(bench: Bench) -> Section:
     for _ in bench.each_round("costs"):
         with fresh_table(bench) as table:
             table.fill(backlog)
-            took = child(bench.emulators, table, backlog)
+            took = child(bench.emulators, table, backlog, **SESSIONS)
             samples.append(("all of it", CPU, took["cpu_seconds"] / took["published"] * 1e6))
         with fresh_table(bench) as table:  # not the same: the emulator scans sent rows, too
             samples += counted(bench.emulators, table, backlog)
@@ -52,10 +52,10 @@ def run(bench: Bench) -> Section:
     return section
 
 
-def child(hosts: Emulators, table: Table, tasks: int, *flags: str) -> Any:
+def child(hosts: Emulators, table: Table, tasks: int, *flags: str, **environment: str) -> Any:
     """Relay so many tasks in a process of its own, and return what it says that it took."""
     arguments = ("--database", table.id, "--tasks", str(tasks), *flags)
-    done = run_process("tests.benchmarks.child", *arguments, environment=hosts.environment() | SESSIONS, seconds=300)
+    done = run_process("tests.benchmarks.child", *arguments, environment=hosts.environment() | environment, seconds=300)
     if done.code != 0:
         raise RuntimeError(done.stderr)
     return json.loads(done.stdout)

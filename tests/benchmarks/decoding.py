@@ -25,8 +25,9 @@ BODY = b64encode(serialized(MESSAGE)).decode()
 TEXT, NUMBER, TIME, FLAG = TypeCode.STRING, TypeCode.INT64, TypeCode.TIMESTAMP, TypeCode.BOOL
 CANDIDATE = [(TEXT, ID), (TEXT, "orders"), (NUMBER, "7"), (NUMBER, "50"), (TIME, AT), (TIME, None), (TEXT, None)]
 CANDIDATE += [(NUMBER, "400")]
-LOCKED = [(TEXT, ID), (TEXT, "orders"), (TypeCode.BYTES, BODY), (TEXT, None), (TIME, AT), (TIME, None), (TIME, None)]
-LOCKED += [(FLAG, True), (NUMBER, "0"), (TIME, None), (FLAG, False), (FLAG, False), (TIME, AT)]
+LOCKED: list[tuple[TypeCode, Any]] = [(TEXT, ID), (TEXT, "orders"), (TypeCode.BYTES, BODY), (TEXT, None), (TIME, AT)]
+LOCKED += [(TIME, None), (TIME, None), (FLAG, True), (NUMBER, "0"), (TIME, None), (FLAG, False), (FLAG, False)]
+LOCKED += [(TIME, AT)]
 
 CONDITIONS = f"""\
 - One answer of {ROWS} rows, parsed already, in one thread, no service: CPU until the rows are tasks. *client* decodes
@@ -61,7 +62,7 @@ def microseconds(columns: list[tuple[TypeCode, Any]], decode: Callable[[Any], ob
     return watch.cpu_seconds / 50 / ROWS * 1e6
 
 
-def made(kind: Callable[..., object], found: list[list[Any]]) -> list[object]:
+def made(kind: Any, found: list[list[Any]]) -> list[object]:
     columns = len(fields(kind))  # the first ones
     return [kind(*each[:columns]) for each in found]
 

@@ -46,7 +46,8 @@ def far_away(emulators: Emulators) -> Iterator[Emulators]:
     targets = (f"{emulators.spanner_host}={SPANNER}", f"{emulators.pubsub_host}={PUBSUB}")
     with started("tests.support.proxy", *targets) as process:
         eventually(lambda: process.stdout.count("\n") == len(targets), message="addresses")
-        yield Emulators(*process.stdout.splitlines())
+        spanner_host, pubsub_host = process.stdout.splitlines()
+        yield Emulators(spanner_host, pubsub_host)
 
 
 def at_once(bench: Bench, hosts: Emulators) -> Speed:

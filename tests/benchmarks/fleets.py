@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from publishworker.telemetry import metrics as m
 from tests.benchmarks.bench import Bench, Table, fresh_table
@@ -59,7 +60,7 @@ def fleet(bench: Bench, size: int, *, agent_is_told: bool = True) -> Iterator[Fl
         proxy = stack.enter_context(Counting(bench.emulators.spanner_host))
         agent = stack.enter_context(listening())
         hosts = replace(bench.emulators, spanner_host=proxy.address)
-        variables = agent.environment if agent_is_told else {}
+        variables: Any = agent.environment if agent_is_told else {}
         workers = [stack.enter_context(worker(hosts, table.database, **variables)) for _ in range(size)]
         table.fill(1)
         wait_until_all_sent(table.database)

@@ -74,14 +74,12 @@ def latencies(bench: Bench, table: Table, rate: int, seconds: int) -> list[float
     return [received[id] - at for id, at in committed.items()]
 
 
-def arrivals(rate: int, seconds: int) -> Iterator[int]:
+def arrivals(rate: int, seconds: int) -> Iterator[float]:
     """Yield at the times of a Poisson process, which are the same in every run."""
-    random = Random(rate)
-    begin, at, number = time.monotonic(), random.expovariate(rate), 0
-    while at < seconds:
+    random, begin, at = Random(rate), time.monotonic(), 0.0
+    while (at := at + random.expovariate(rate)) < seconds:
         time.sleep(max(0.0, begin + at - time.monotonic()))
-        yield number
-        at, number = at + random.expovariate(rate), number + 1
+        yield at
 
 
 @contextlib.contextmanager

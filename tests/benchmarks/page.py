@@ -46,9 +46,8 @@ def text(section: Section) -> str:
     header, rows = grid(section.figures)
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []
-    for row in [header, *rows]:
-        first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append("  ".join([first.strip().ljust(widths[0]), *others]))
+    for first, *others in [header, *rows]:
+        lines.append("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
     lines += [f"{what}: {measured}, bar {bar}, {reached}" for what, measured, bar, reached in map(_bar, section.bars)]
     return "\n".join([f"{section.title}", *(f"  {line}" for line in lines), ""])
 

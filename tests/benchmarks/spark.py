@@ -220,7 +220,7 @@ def _loop_registers(bench: Bench, size: int) -> tuple[int, float]:
 
 def _job_registers(bench: Bench, rows: DataFrame, rejects: str) -> tuple[int, float]:
     with fresh_table(bench) as table:
-        place = {"project": PROJECT, "instance": INSTANCE, "database": table.id}
+        place: Any = {"project": PROJECT, "instance": INSTANCE, "database": table.id}
         with stopwatch() as watch:
             done = register.register(rows, key=["payment"], rejects=rejects, **place)
         return done.registered, watch.seconds

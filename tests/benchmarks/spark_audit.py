@@ -166,7 +166,7 @@ def _loop(folder: Path) -> int:
     names = ("Id", "Topic", "Data", "OrderingKey", "Sequence", "CreatedAt", "SentAt")
     for id, topic, data, key, sequence, created, _ in _rows(window, names):
         hour = created.replace(minute=0, second=0, microsecond=0)
-        message = parsed(data)
+        message: Any = parsed(data)
         wanted = _digest(message.data, message.attributes)
         came = received.pop(id, None)
         numbers[topic, hour, "tasks"] += 1
