@@ -1,17 +1,17 @@
-"""Errors that a user of this project meets.
+"""Errors that users of this project see.
 
     OutboxError
-    ├── InvalidMessage (also a ValueError)   outbox.register refuses what Pub/Sub would refuse later
-    ├── SettingError                         a flag or an environment variable that is not allowed: exit code 2
+    ├── InvalidMessage (also a ValueError)   outbox.register refuses a task that Pub/Sub would refuse
+    ├── SettingError                         an invalid flag or environment variable: exit code 2
     ├── NotReached                           a service, a table or a permission is missing: exit code 3
-    └── SchemaDiffers                        the database has the names of the schema with another shape
+    └── SchemaDiffers                        an object of the schema exists with another shape
 
-Each says what happened, with which value, and what to do.
+Each message says what failed, with which value, and what to do.
 """
 
 
 class OutboxError(Exception):
-    """The root of this project's errors."""
+    """The base class of this project's errors."""
 
 
 class InvalidMessage(OutboxError, ValueError):
@@ -19,12 +19,12 @@ class InvalidMessage(OutboxError, ValueError):
 
 
 class SettingError(OutboxError):
-    """A setting has a value that is not allowed."""
+    """A setting has an invalid value."""
 
 
 class NotReached(OutboxError):
-    """A service, a database, a table or a permission that is needed is not there."""
+    """A required service, database, table or permission is missing."""
 
 
 class SchemaDiffers(OutboxError):
-    """The database holds an object of this schema with another shape."""
+    """The database has an object of this schema with another shape."""

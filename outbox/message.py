@@ -1,6 +1,6 @@
-"""From what the caller hands over to a message that Pub/Sub will take, or a refusal that says why not.
+"""From the caller's message to one that Pub/Sub accepts, or an error that says why it would not.
 
-Limits are Pub/Sub's: https://cloud.google.com/pubsub/quotas#resource_limits. Its emulator does not check them.
+The limits are Pub/Sub's: https://cloud.google.com/pubsub/quotas#resource_limits. Its emulator does not check them.
 """
 
 import re
@@ -15,31 +15,31 @@ from proto import Message as ProtoPlusMessage
 from outbox import tracing
 from outbox.errors import InvalidMessage
 
-#: The attribute that carries the task's id to the subscriber.
+#: The attribute that carries the task ID to the subscriber.
 TASK_ID_ATTRIBUTE = "asynchronous_task_id"
 #: Bytes of a whole publish request (the service's limit; the client library's constant is the same).
 MAX_REQUEST_BYTES = 10_000_000
 MAX_ATTRIBUTES = 100
-#: Fields of a row's `Data`, on the wire, that are decoded: each attribute is one, and takes a hundred bytes of memory.
+#: Max fields of a row's `Data` that are decoded. Each attribute is one field and takes a hundred bytes of memory.
 MAX_FIELDS = 2 * MAX_ATTRIBUTES
 MAX_ATTRIBUTE_KEY_BYTES = 256
 MAX_ATTRIBUTE_VALUE_BYTES = 1_024
 MAX_ORDERING_KEY_BYTES = 1_024
 MAX_ID_CHARACTERS = 64
-#: The longest name that a topic id can become: a project id has at most 30 characters, a topic id 255.
+#: The longest full name of a topic ID: a project ID has at most 30 characters, a topic ID 255.
 LONGEST_TOPIC_NAME = f"projects/{'p' * 30}/topics/{'t' * 255}"
 
 _TOPIC_ID = r"(?!goog)[A-Za-z][A-Za-z0-9._~+%-]{2,254}"
 _TOPIC = re.compile(rf"(?:projects/[A-Za-z0-9][A-Za-z0-9.:_-]{{2,99}}/topics/)?{_TOPIC_ID}")
 
-# The plain protobuf classes behind proto-plus: an order of magnitude cheaper to fill (their members are made at run
-# time, so the type checker knows none of them).
+# The plain protobuf classes behind proto-plus, which are an order of magnitude cheaper to fill. Their members are
+# created at run time, so they are Any for the type checker.
 RawPubsubMessage: Any = PubsubMessage.pb()
 RawPublishRequest: Any = PublishRequest.pb()
 
 
 def check_topic(topic: str) -> None:
-    """Refuse a name that no topic can have. Raises InvalidMessage."""
+    """Refuse an invalid topic name. Raises InvalidMessage."""
     if not isinstance(topic, str):
         raise InvalidMessage(f"topic is {type(topic).__name__}, it must be a str")
     if not _TOPIC.fullmatch(topic):
@@ -50,7 +50,7 @@ def check_topic(topic: str) -> None:
 
 
 def check_task_id(task_id: str) -> None:
-    """Refuse an id that the table or an attribute cannot hold. Raises InvalidMessage."""
+    """Refuse an ID that the table or an attribute cannot hold. Raises InvalidMessage."""
     if not isinstance(task_id, str):
         raise InvalidMessage(f"task_id is {type(task_id).__name__}, it must be a str")
     if not 1 <= len(task_id) <= MAX_ID_CHARACTERS:
@@ -63,9 +63,9 @@ def build(
 ) -> tuple[bytes, str]:
     """Return the serialized PubsubMessage and its ordering key ("" for none).
 
-    `message` is bytes, a PubsubMessage (proto-plus or plain) or any other protobuf message, which becomes the data;
-    it is copied, never changed. Where there is a current span, the message says so to its subscriber. Raises
-    InvalidMessage for what Pub/Sub would refuse, TypeError for another type.
+    `message` is bytes, a PubsubMessage (proto-plus or plain) or any other protobuf message, which becomes the data. It
+    is copied, never changed. If there is a current span, its context is added to the attributes. Raises InvalidMessage
+    if Pub/Sub would refuse the message, TypeError for another type.
     """
     built = _copy(message)
     built.ClearField("message_id")
@@ -82,7 +82,7 @@ def build(
 
 
 def parsed(data: bytes) -> Any | None:
-    """Return the raw PubsubMessage of a row's `Data`, or None if it is no such message, or one of too many fields."""
+    """Return the raw PubsubMessage in a row's `Data`, or None if it is not one, or has too many fields."""
     if has_too_many_fields(data):
         return None
     message = RawPubsubMessage()
@@ -94,30 +94,30 @@ def parsed(data: bytes) -> Any | None:
 
 
 def has_too_many_fields(data: bytes) -> bool:
-    """Tell whether decoding would make more attributes than Pub/Sub takes, without decoding: they may be millions."""
-    # An attribute begins with its tag, 0x12 or, longer than it need be, 0x92 ...
+    """Tell, without decoding, whether a message has more fields than MAX_FIELDS. There may be millions."""
+    # An attribute begins with its tag: 0x12 or, in a longer encoding, 0x92 ...
     if data.count(0x12) + data.count(0x92) <= MAX_FIELDS:
         return False
     place = fields = 0
     while place < len(data) and fields <= MAX_FIELDS:
-        # A tag, whose last bits say how long the value is: https://protobuf.dev/programming-guides/encoding
+        # The last bits of a tag are the wire type: https://protobuf.dev/programming-guides/encoding
         tag, place = _varint(data, place)
         kind = tag & 7
         length, place = _varint(data, place) if kind in (0, 2) else (0, place)
         if kind not in (0, 1, 2, 5):
-            return True  # a group, which no message of Pub/Sub has, and behind which anything may follow
+            return True  # a protobuf group, which no message of Pub/Sub has, and which anything may follow
         place += {0: 0, 1: 8, 2: length, 5: 4}[kind]
         fields += 1
     return fields > MAX_FIELDS
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
-    """Return the number that begins there, and where it ends."""
+    """Return the varint at `place`, and the place after it."""
     number = shift = 0
     while place < len(data):
         byte = data[place]
         number, shift, place = number | (byte & 0x7F) << shift, shift + 7, place + 1
-        if byte < 0x80 or shift == 70:  # no number is longer
+        if byte < 0x80 or shift == 70:  # the max length of a varint
             break
     return number, place
 
@@ -136,7 +136,7 @@ def _copy(message: object) -> Any:
     except EncodeError as error:
         raise InvalidMessage(f"the {message.DESCRIPTOR.full_name} cannot be serialized: {error}") from error
     if message.DESCRIPTOR.full_name == copy.DESCRIPTOR.full_name:
-        copy.ParseFromString(serialized)  # not CopyFrom: the caller may have compiled a class of its own
+        copy.ParseFromString(serialized)  # not CopyFrom, because the caller may have compiled a class of its own
     else:
         copy.data = serialized
     return copy
@@ -152,9 +152,7 @@ def _merge_attributes(built: Any, attributes: Mapping[str, str]) -> None:
             )
         _utf8(key, "attribute key"), _utf8(value, f"the value of attribute {_shown(key)}")
         if key != TASK_ID_ATTRIBUTE and built.attributes.get(key, value) != value:
-            raise InvalidMessage(
-                f"attribute {_shown(key)} is given twice with different values, in the message and beside it"
-            )
+            raise InvalidMessage(f"attribute {_shown(key)} has different values in `message` and in `attributes`")
         built.attributes[key] = value
 
 
@@ -167,7 +165,7 @@ def _check_attributes(attributes: Mapping[str, str]) -> None:
         if not key:
             raise InvalidMessage("an attribute has an empty key")
         if key.startswith("goog") and not key.startswith("googclient_"):
-            raise InvalidMessage(f"attribute {_shown(key)} begins with 'goog', which Pub/Sub keeps for itself")
+            raise InvalidMessage(f"attribute {_shown(key)} begins with 'goog', which Pub/Sub reserves")
         if (size := len(key.encode())) > MAX_ATTRIBUTE_KEY_BYTES:
             raise InvalidMessage(f"attribute key {_shown(key)} has {size} bytes, {MAX_ATTRIBUTE_KEY_BYTES} are allowed")
         if (size := len(value.encode())) > MAX_ATTRIBUTE_VALUE_BYTES:
@@ -180,7 +178,9 @@ def _one_ordering_key(in_message: str, beside: str) -> str:
     if not isinstance(beside, str):
         raise InvalidMessage(f"ordering_key is {type(beside).__name__}, it must be a str")
     if in_message and beside and in_message != beside:
-        raise InvalidMessage(f"two ordering keys: {in_message[:100]!r} in the message, {beside[:100]!r} beside it")
+        raise InvalidMessage(
+            f"two ordering keys: {in_message[:100]!r} in `message`, {beside[:100]!r} as `ordering_key`"
+        )
     key = beside or in_message
     if (size := len(_utf8(key, "ordering_key"))) > MAX_ORDERING_KEY_BYTES:
         raise InvalidMessage(f"ordering_key has {size} bytes, {MAX_ORDERING_KEY_BYTES} are allowed")
@@ -193,9 +193,9 @@ def _request_size(built: Any, topic: str) -> int:
 
 
 def _trace(built: Any, topic: str) -> None:
-    """Note which trace the message comes from, unless it says so itself.
+    """Add the current trace context to the attributes, unless the message has one.
 
-    Where there is no room for it, it is left out: a message must not be refused because somebody traces.
+    It is left out if it does not fit, because tracing must not make a message invalid.
     """
     noted = tracing.current()
     if not noted or noted.keys() & built.attributes.keys():
@@ -211,7 +211,7 @@ def _trace(built: Any, topic: str) -> None:
 
 
 def _shown(key: object) -> str:
-    """Return a key for a sentence, of a bounded length."""
+    """Return a key for an error message, with a bounded length."""
     text = repr(key)
     return text if len(text) <= 100 else f"{text[:100]}..."
 

@@ -19,7 +19,7 @@ from outbox.shared.metric_recorder import count_registered
 from outbox.storage.task_states import NEVER
 
 TABLE = "AsynchronousTasks"
-#: The columns that one registration writes; the others have defaults or are generated.
+#: The columns that a registration writes. The others have defaults or are generated.
 COLUMNS = (
     "Id",
     "Topic",
@@ -34,13 +34,13 @@ COLUMNS = (
 )
 
 _sequence = itertools.count(1)
-#: The ids that callers gave, by transaction: a read does not see what its own transaction has buffered. After ABORTED
-#: the client runs the function again with a new Transaction, so each run begins with none.
+#: The task IDs that callers gave, by transaction, because a read does not see what its own transaction has buffered.
+#: After ABORTED the client calls the function again with a new Transaction, so each attempt begins with none.
 _given: WeakKeyDictionary[Transaction, set[str]] = WeakKeyDictionary()
 
 
 class Priority(enum.IntEnum):
-    """Three named priorities; any int64 is accepted, higher goes first."""
+    """Three named priorities. Any int64 is accepted, and higher ones go first."""
 
     LOW = 0
     NORMAL = 50
@@ -62,26 +62,26 @@ def register(
 ) -> str:
     """Add one task to `transaction` and return its id.
 
-    Adds exactly one insert; reads nothing, opens nothing, sends nothing. The relay publishes the message after the
-    transaction has committed, at least once, with the id in the attribute `asynchronous_task_id`.
+    Adds exactly one insert. Reads nothing, opens nothing, sends nothing. The relay publishes the message after the
+    transaction has committed, at least once, with the ID in the attribute `asynchronous_task_id`.
 
     Args:
         transaction: a Spanner Transaction, Batch (`database.batch()`) or MutationGroup.
-        topic: topic id in the worker's project, or projects/PROJECT/topics/TOPIC.
+        topic: topic ID in the worker's project, or projects/PROJECT/topics/TOPIC.
         message: bytes, a PubsubMessage (proto-plus or plain), or another protobuf message, which becomes the data.
-        attributes: added to the message's own; contradictions are refused.
-        priority: an int64, higher first.
-        ordering_key: tasks of one topic and key are published in the order of their commits; "" is none.
-        available_at: not before this aware time.
-        expires_at: not after this aware time.
-        at_most_once: prefer loss to a duplicate; not together with an ordering key.
-        task_id: 1 to 64 characters; a second insert of the same id fails the commit with AlreadyExists. Default: a
-            random UUID, drawn at each call. Never a rising number: it leads the primary key
+        attributes: added to those of the message; contradictions are refused.
+        priority: an int64; higher ones go first.
+        ordering_key: tasks of one topic and key are published in the order of their commits; "" is no key.
+        available_at: publish not before this aware time.
+        expires_at: publish not after this aware time.
+        at_most_once: prefer a loss to a duplicate; not together with an ordering key.
+        task_id: 1 to 64 characters; a second insert of the same ID fails the commit with AlreadyExists. Default: a
+            random UUID. Never use a rising number, because the ID leads the primary key
             (https://cloud.google.com/spanner/docs/schema-design#primary-key-prevent-hotspots).
 
     Raises:
-        InvalidMessage: Pub/Sub or the table would refuse it; nothing was added to the transaction.
-        TypeError: `transaction` or `message` is of a type that is not listed above.
+        InvalidMessage: Pub/Sub or the table would refuse the task. Nothing was added to the transaction.
+        TypeError: `transaction` or `message` has another type than those above.
     """
     insert = getattr(transaction, "insert", None)
     if not callable(insert):
@@ -115,21 +115,21 @@ def register_once(
     expires_at: datetime | None = None,
     at_most_once: bool = False,
 ) -> bool:
-    """Register the task unless one with `task_id` is there, sent or not; return whether it was registered.
+    """Register the task unless a row with `task_id` exists, sent or not; return whether it was registered.
 
-    Reads one row by its key, which is one request and locks that id for the transaction: of two transactions at once,
-    one gets True, the other is run again and gets False. An id is free again when its row is gone, for instance by the
-    retention. An id given to `register` or here in the same transaction counts as there.
+    Reads one row by its key, which is one request and locks that ID for the transaction: of two concurrent
+    transactions, one gets True, and the other runs again and gets False. An ID is free again when its row is deleted,
+    for example by the retention. An ID that the same transaction has registered counts as existing.
 
-    Call it before any DML that writes PENDING_COMMIT_TIMESTAMP() to the table: Spanner refuses to read the table after
-    that in the same transaction (https://cloud.google.com/spanner/docs/commit-timestamp). `register` is no DML.
+    Call it before any DML that writes PENDING_COMMIT_TIMESTAMP() to the table, because Spanner then refuses reads of
+    the table in the same transaction (https://cloud.google.com/spanner/docs/commit-timestamp). `register` uses no DML.
 
     Args:
-        transaction: a Spanner Transaction, as the function given to `database.run_in_transaction` gets it.
-        topic: as of `register`, like all the others.
-        message: checked also if the task is there.
+        transaction: the Spanner Transaction that `database.run_in_transaction` passes to its function.
+        topic: see `register`.
+        message: checked even if the task exists.
         attributes: see `register`.
-        task_id: a hash of what the task is for, such as a uuid5; never a rising number.
+        task_id: a hash of the business key, such as a uuid5; never a rising number.
         priority: see `register`.
         ordering_key: see `register`.
         available_at: see `register`.
@@ -137,8 +137,8 @@ def register_once(
         at_most_once: see `register`.
 
     Raises:
-        InvalidMessage: as `register`, before anything is read.
-        TypeError: `transaction` cannot read (a Batch, a MutationGroup) or cannot write, or the message's type is wrong.
+        InvalidMessage: like `register`, before anything is read.
+        TypeError: `transaction` cannot read (a Batch, a MutationGroup) or cannot write, or `message` has a wrong type.
     """
     read, insert = _read_and_insert(transaction)
     row = _row(
@@ -147,7 +147,7 @@ def register_once(
     )  # fmt: skip
     if isinstance(transaction, Transaction) and task_id in _given.get(transaction, ()):
         return False
-    # Read to the end: until then the client holds back the next statement of the transaction.
+    # Read to the end, because until then the client blocks the next statement of the transaction.
     if list(read(TABLE, ("Id",), KeySet(keys=[[task_id]]), request_options={"request_tag": "outbox-register-once"})):
         return False
     insert(TABLE, COLUMNS, [row])
@@ -158,7 +158,7 @@ def register_once(
 
 def _read_and_insert(transaction: object) -> tuple[Callable[..., Any], Callable[..., Any]]:
     read, insert = getattr(transaction, "read", None), getattr(transaction, "insert", None)
-    # The client's AsyncTransaction inserts as the others do, and its read must be awaited.
+    # The client's AsyncTransaction inserts like the others, but its read must be awaited.
     if callable(read) and callable(insert) and not inspect.iscoroutinefunction(read):
         return read, insert
     raise TypeError(
@@ -197,7 +197,7 @@ def _row(
     return (
         task_id,
         topic,
-        base64.b64encode(data),  # the client sends BYTES as they are; Spanner expects base64
+        base64.b64encode(data),  # the client sends BYTES unchanged, but Spanner expects base64
         int(priority),
         key or None,
         next(_sequence),

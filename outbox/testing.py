@@ -1,4 +1,4 @@
-"""Help for an application's own unit tests: what was registered, without Spanner.
+"""A fake transaction for an application's unit tests: which tasks were registered, without Spanner.
 
 transaction = RecordingTransaction()
 place_order(transaction, ...)
@@ -18,7 +18,7 @@ from google.pubsub_v1.types import PubsubMessage
 
 @dataclass(frozen=True, slots=True)
 class RegisteredTask:
-    """One task as it would be committed."""
+    """One registered task."""
 
     id: str
     topic: str
@@ -31,25 +31,25 @@ class RegisteredTask:
 
 
 class RecordingTransaction:
-    """Takes inserts as a Spanner Transaction, Batch or MutationGroup does, and keeps them.
+    """Records inserts like a Spanner Transaction, Batch or MutationGroup.
 
-    `inserts` has all of them, as (table, columns, rows); `tasks` has those of `outbox.register` and `register_once`, in
-    their order.
+    `inserts` has all of them as (table, columns, rows). `tasks` has those of `outbox.register` and `register_once`, in
+    order.
     """
 
     def __init__(self, task_ids: Collection[str] = ()) -> None:
-        """Begin without inserts; `task_ids` are in the table already, for `register_once`."""
+        """Begin without inserts. For `register_once`, tasks with these `task_ids` exist already."""
         self.inserts: list[tuple[str, tuple[str, ...], list[tuple[Any, ...]]]] = []
         self._task_ids = frozenset(task_ids)
 
     def insert(self, table: str, columns: Sequence[str], values: Sequence[Sequence[Any]]) -> None:
-        """Keep one insert."""
+        """Record one insert."""
         self.inserts.append((table, tuple(columns), [tuple(row) for row in values]))
 
     def read(self, table: str, columns: Sequence[str], keyset: KeySet, **_options: object) -> list[list[str]]:
-        """Answer the read of `register_once`, which finds this transaction's own tasks, too. No other is known."""
+        """Answer the read of `register_once`, which also finds this transaction's tasks. No other read works."""
         if (table, tuple(columns)) != ("AsynchronousTasks", ("Id",)):
-            raise NotImplementedError(f"{type(self).__name__} has no rows of {table}: use an emulator")
+            raise NotImplementedError(f"{type(self).__name__} has no rows of {table}. Use an emulator")
         there = self._task_ids | {task.id for task in self.tasks}
         return [[id] for [id] in keyset.keys if id in there]
 

@@ -1,6 +1,6 @@
-"""W3C trace context, by the OpenTelemetry API alone: without a tracer provider it is a look at a context variable.
+"""W3C trace context through the OpenTelemetry API. Without a tracer provider it only reads a context variable.
 
-In a message it stands where Google's Pub/Sub clients put it and look for it, in attributes with a prefix of theirs:
+A message carries it in the attributes that Google's Pub/Sub clients use:
 https://cloud.google.com/pubsub/docs/open-telemetry-tracing
 """
 
@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-#: What the client puts before `traceparent` and `tracestate`.
+#: The prefix of `traceparent` and `tracestate` in attributes.
 PREFIX = "googclient_"
 
-#: Of a value that is read: Pub/Sub takes no longer one.
+#: Max length of a value. Pub/Sub allows no longer one.
 MAX_CHARACTERS = 1_024
 
 _propagator = TraceContextTextMapPropagator()
 
 
 def current() -> dict[str, str]:
-    """Return the attributes that say which trace a message comes from; none without a current span."""
+    """Return the attributes with the current trace context; none without a current span."""
     if not trace.get_current_span().get_span_context().is_valid:
         return {}
     context: dict[str, str] = {}
@@ -28,9 +28,9 @@ def current() -> dict[str, str]:
 
 
 def span_of(attributes: Mapping[str, str]) -> trace.SpanContext | None:
-    """Return the span that `current` has put into the attributes of a message, or None."""
+    """Return the span context in the attributes of a message, or None."""
     found = {name: attributes.get(PREFIX + name, "") for name in ("traceparent", "tracestate")}
-    # A row may hold megabytes, and old versions of the API take the square of that time to read them.
+    # A row may hold megabytes, and old versions of the API parse them in quadratic time.
     context = {name: value for name, value in found.items() if 0 < len(value) <= MAX_CHARACTERS}
     span = trace.get_current_span(_propagator.extract(context)).get_span_context() if context else None
     return span if span is not None and span.is_valid else None

@@ -11,17 +11,17 @@ from outbox import tracing
 
 
 def _escaped(text: str) -> str:
-    """Return a text in which all that is not printable is escaped, as JSON does it."""
+    """Return `text` with unprintable characters escaped as in JSON."""
     return "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in text)
 
 
 def as_line(value: object, default: Callable[[Any], Any] | None = None) -> str:
-    """Return one line of JSON in which all that is not printable is escaped, so that a terminal takes it as text."""
+    """Return one line of JSON with unprintable characters escaped, so that it is safe on a terminal."""
     return _escaped(json.dumps(value, ensure_ascii=False, default=default))
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line, with the field names that Datadog gives a meaning to."""
+    """One JSON object a line, with Datadog's standard attributes."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -50,7 +50,7 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name of the base class
-        """Return the line; ids and topics are other people's text, and must not look like further lines."""
+        """Return the line. IDs and topics are untrusted text, and must not look like further lines."""
         record.message = _escaped(record.message)
         return super().formatMessage(record)
 
@@ -63,7 +63,7 @@ def configure(log_format: str = "auto", level: str = "info") -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     for name in ("outbox", "outbox_pipeline", "publishworker"):
         logging.getLogger(name).setLevel(level.upper())
-    # It quotes attributes of messages that are no trace context.
+    # It logs attributes of messages that are not a trace context.
     logging.getLogger("opentelemetry").setLevel(logging.ERROR)
-    # A stack trace for each call without credentials; the publisher tells of them.
+    # It logs a stack trace for each call without credentials. The publisher logs them.
     logging.getLogger("grpc._plugin_wrapping").setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""The seam for an application's metrics client: one method, none by default, never in the way."""
+"""Where an application plugs in its metrics client. There is none by default, and it never fails the caller."""
 
 import logging
 from typing import Protocol
@@ -7,7 +7,7 @@ _log = logging.getLogger("outbox")
 
 
 class Recorder(Protocol):
-    """What `set_metrics` takes. `datadog.DogStatsd` is one as it is."""
+    """What `set_metrics` accepts, for example `datadog.DogStatsd`."""
 
     def increment(self, metric: str, value: float, tags: list[str]) -> object:
         """Add `value` to the counter `metric`; tags are `key:value`."""
@@ -24,13 +24,13 @@ def set_metrics(recorder: Recorder | None) -> None:
 
 
 def count_registered(topic: str) -> None:
-    """Count one call of `register`. A broken recorder is reported once and never fails the caller."""
+    """Count one call of `register`. A recorder that fails is logged once and never fails the caller."""
     global _complained
     if _recorder is None:
         return
     try:
         _recorder.increment("outbox.registered_task_count", 1, [f"topic:{topic}"])
-    except Exception:  # metrics are no reason to fail a transaction
+    except Exception:  # metrics must not fail a transaction
         if not _complained:
             _complained = True
-            _log.warning("the metrics recorder failed; registered tasks are not counted", exc_info=True)
+            _log.warning("The metrics recorder failed; registered tasks are not counted", exc_info=True)

@@ -1,16 +1,16 @@
-"""The states of a task, and what of them stands in its columns.
+"""The states of a task: pending (ready or due), retrying, scheduled, dead or sent.
 
-A task is pending (ready or due), retrying, scheduled, dead or sent; docs/guide/schema.md says how each looks.
+docs/guide/schema.md shows the columns in each state.
 """
 
 from datetime import UTC, datetime, timedelta
 
-#: An AvailableAt from here on means that the task is dead.
+#: A task whose AvailableAt is this time or later is dead.
 NEVER = datetime(9999, 12, 31, tzinfo=UTC)
-#: How LastError begins in a task that is deferred: held by nothing but the head of its ordering key. It is *scheduled*.
+#: LastError of a deferred task begins with this. Only the head of its ordering key blocks it; its state is scheduled.
 DEFERRED = "deferred: "
 
-#: At most this long a task that is sent at most once may be marked and not yet published.
+#: Max time for which an at-most-once task may be marked and not yet published.
 MIN_AGE = timedelta(minutes=1)
 
 UNSENT = ("pending", "retrying", "scheduled", "dead")

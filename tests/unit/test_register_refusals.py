@@ -17,7 +17,7 @@ NO_NAME = (
     "is not a name that Pub/Sub allows: 3 to 255 of letters, digits and -._~+%, beginning with a letter and not with "
     "'goog', or projects/PROJECT/topics/TOPIC"
 )
-GOOG = "begins with 'goog', which Pub/Sub keeps for itself"
+GOOG = "begins with 'goog', which Pub/Sub reserves"
 NO_UNICODE = "is not valid Unicode: surrogates not allowed at position 0"
 NO_ZONE = "2026-01-01 00:00:00 has no time zone; give one, such as datetime.now(UTC) + ..."
 IN_ORDER = "at_most_once and an ordering key exclude each other: a lost message would leave a gap"
@@ -93,15 +93,15 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     (
         {"message": PubsubMessage(attributes={"k": "1"}), "attributes": {"k": "2"}},
-        "attribute 'k' is given twice with different values, in the message and beside it",
+        "attribute 'k' has different values in `message` and in `attributes`",
     ),
     (
         {"message": PubsubMessage(ordering_key="a"), "ordering_key": "b"},
-        "two ordering keys: 'a' in the message, 'b' beside it",
+        "two ordering keys: 'a' in `message`, 'b' as `ordering_key`",
     ),
     (
         {"message": PubsubMessage(ordering_key="a" * 150), "ordering_key": "b" * 150},
-        f"two ordering keys: '{'a' * 100}' in the message, '{'b' * 100}' beside it",
+        f"two ordering keys: '{'a' * 100}' in `message`, '{'b' * 100}' as `ordering_key`",
     ),
     (
         {"available_at": NOW, "expires_at": NOW},
