@@ -62,7 +62,6 @@ def in_process(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def target(database: Database) -> DatabaseSettings:
-    """The database of a test, as jobs are told it."""
     return DatabaseSettings(
         project=spanner.PROJECT, instance=spanner.INSTANCE, database=str(database.database_id), database_role=""
     )

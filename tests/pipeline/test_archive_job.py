@@ -67,7 +67,6 @@ def as_the_table_has_them(spark: SparkSession, database: Database, day: datetime
 def test_rows_are_those_of_the_table_column_by_column(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
-    """Odd topics, odd and large messages, microseconds; whatever the time zone of the session is."""
     late = NEXT_DAY - MICROSECOND
     odd = [sent(f"topic {number}", late, Topic=topic) for number, topic in enumerate(TOPICS)]
     full = {
@@ -189,7 +188,6 @@ def test_windows_follow_each_other_and_only_what_they_prove_is_deleted(
 def test_a_window_is_read_as_of_a_minute_after_its_end(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
-    """What is sent again, to be sent again or deleted later is archived as it was then."""
     table = table_of(target)
     length = timedelta(seconds=2)
     since = floor(table.now() - MINUTE, length) + length
@@ -214,7 +212,6 @@ def test_a_window_is_read_as_of_a_minute_after_its_end(
 def test_what_cannot_be_archived_is_refused_with_what_helps(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
-    """The last minute, a window older than what Spanner keeps, an archive of another database."""
     # A task that is sent at most once is marked before it is published, and may be unmarked again.
     for until in ("59s", "0s", shown(table_of(target).now() - MINUTE + timedelta(seconds=20))):
         with pytest.raises(SettingError, match=r"^--until \S+ is less than a minute ago \(the database has "):

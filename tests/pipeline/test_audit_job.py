@@ -29,7 +29,6 @@ AT = DAY + HOUR  # in the middle of the window
 
 
 def settings(target: DatabaseSettings, folder: Path, **given: str) -> AuditSettings:
-    """Return what the job takes: tasks of the day of the archive tests, messages in `folder`."""
     usual = {"received": f"{folder}/received.jsonl", "output": f"{folder}/report"}
     return AuditSettings.read(options(target, since=shown(DAY), until=shown(NEXT_DAY), **usual) | given, {})
 
@@ -98,7 +97,6 @@ def tasks_here_and_there(spark: SparkSession, target: DatabaseSettings, database
 
 
 def shows_what_is_lost(report: Path) -> None:
-    """Assert that the summary, the findings and the page name the lost task, and the page as text."""
     summary = json.loads((report / "summary.json").read_text(encoding="utf-8"))
     assert summary["lost"] == 1
     times = {"created_at": shown(AT), "sent_at": shown(AT + 5 * SECOND)}
@@ -148,7 +146,6 @@ def test_the_exit_code_says_whether_anything_is_lost(  # noqa: PLR0917 - six fix
 
 
 def test_what_cannot_be_judged_is_refused(spark: SparkSession, target: DatabaseSettings, tmp_path: Path):
-    """Contradicting settings, a window that is empty, an archive that is not there."""
     receive(tmp_path, [])
     with pytest.raises(SettingError, match="--archive: 'nothing' is not allowed with --tasks both"):
         settings(target, tmp_path, tasks="both")

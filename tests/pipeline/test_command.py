@@ -37,7 +37,6 @@ Jobs = Callable[..., int]
 
 @pytest.fixture
 def job(in_process: None, target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch) -> Jobs:  # noqa: ARG001
-    """Run a command in this process, on the Spark that is there."""
     monkeypatch.setenv("OUTBOX_PROJECT", target.project)
     monkeypatch.setenv("OUTBOX_INSTANCE", target.instance)
     monkeypatch.setenv("OUTBOX_DATABASE", target.database)
@@ -45,7 +44,6 @@ def job(in_process: None, target: DatabaseSettings, monkeypatch: pytest.MonkeyPa
 
 
 def as_process(target: DatabaseSettings, emulators: Emulators, *arguments: str, **environment: str) -> Finished:
-    """Run a command as a user does."""
     settings = {"OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": target.instance, "OUTBOX_DATABASE": target.database}
     return run("outbox_pipeline", *arguments, environment=emulators.environment() | settings | environment, seconds=90)
 
@@ -92,7 +90,6 @@ WRONG = (
 
 
 def test_what_is_wrong_is_one_sentence(job: Jobs, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """With its exit code, on stderr, and without a stack trace; nothing on stdout."""
     lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"})
     lines(tmp_path / "in.csv", "topic,dat", "orders,x")
     for arguments, code, sentence in WRONG:
@@ -109,7 +106,6 @@ def test_what_is_wrong_is_one_sentence(job: Jobs, tmp_path: Path, capsys: pytest
 
 
 def test_metrics_are_sent_at_the_end(job: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Rows by what became of them, the duration, that it ended; of a job that failed only that it did."""
     client = mock.Mock()
     monkeypatch.setattr(datadog, "from_environment", lambda: Metrics(client))
     file = lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"}, {"topic": "goog", "data": "two"}, "{")
@@ -129,7 +125,6 @@ def test_metrics_are_sent_at_the_end(job: Jobs, tmp_path: Path, monkeypatch: pyt
 
 
 def test_summaries_are_for_people_and_for_programs():
-    """The same fields; times as everywhere; what is not there is left out of the lines and null in JSON."""
     done = Archived(2, 1234, datetime(2026, 11, 21, tzinfo=UTC), 1, 1000, 2, 3, 65.4321)
     assert report.summary("archive", done, json=False).splitlines() == [
         "job             archive",
@@ -173,7 +168,6 @@ def test_stack_traces_of_spark_become_a_sentence():
 
 
 def java_that(home: Path, script: str) -> Path:
-    """Write a program of a shell as the Java of a folder."""
     java = home / "bin" / "java"
     java.parent.mkdir()
     java.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")

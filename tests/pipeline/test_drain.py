@@ -54,7 +54,6 @@ def flags(given: Mapping[str, str]) -> list[str]:
 
 
 def settings_of(target: DatabaseSettings, **given: str) -> DrainSettings:
-    """Return what the job takes, for a database of a test."""
     return DrainSettings.read(options(target, log_level="error", **SMALL | given), {})
 
 
@@ -84,8 +83,6 @@ def living(settings: DrainSettings, id: str) -> Iterator[None]:
 
 @pytest.fixture
 def drain(in_process: None, target: DatabaseSettings, capsys: pytest.CaptureFixture[str]) -> Drain:  # noqa: ARG001
-    """Run the command in this process, on the Spark that is there; return its exit code and its summary."""
-
     def command(*arguments: str) -> tuple[int, dict[str, Any]]:
         code = cli.main(["drain", "--json", *flags(options(target)), *flags(SMALL), *arguments])
         return code, json.loads(capsys.readouterr().out)
@@ -94,14 +91,12 @@ def drain(in_process: None, target: DatabaseSettings, capsys: pytest.CaptureFixt
 
 
 def members(database: Database) -> dict[str, datetime]:
-    """Return the heartbeat rows of a drain, with when each member began."""
     with database.snapshot() as snapshot:
         found = snapshot.execute_sql("SELECT WorkerId, StartedAt FROM AsynchronousTaskWorkers")
         return {worker: started_at for worker, started_at in found if worker.startswith("spark-")}
 
 
 def ids_of(messages: list[PubsubMessage]) -> Counter[str]:
-    """Return how often each task came."""
     return Counter(message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in messages)
 
 
@@ -201,7 +196,6 @@ def pythons_of_spark() -> list[int]:
 
 
 def limit(database: Database, topic: str, rate: float) -> None:
-    """Let all together send so many tasks of a topic a second, however fast the machine is."""
     with database.batch(default_retry_delay=0.02) as batch:
         columns = ("Topic", "Paused", "RatePerSecond", "Burst")
         batch.insert_or_update("AsynchronousTaskTopics", columns, [(topic, False, rate, 8)])
@@ -226,7 +220,6 @@ def audit_settings(target: DatabaseSettings, folder: Path, received: list[Pubsub
 
 @contextlib.contextmanager
 def two_workers(emulators: Emulators, database: Database) -> Iterator[list[Process]]:
-    """Workers as processes that end well."""
     small = flags(SMALL)
     with (
         worker(emulators, database, *small) as one,
@@ -262,7 +255,6 @@ def test_nothing_is_lost_when_executors_are_killed_beside_workers(  # noqa: PLR0
         made: dict[str, datetime] = {}
 
         def all_run() -> bool:
-            """Whether each member has written the row anew that the driver had written."""
             rows = members(database)
             for id, began in rows.items():
                 made.setdefault(id, began)
@@ -299,7 +291,6 @@ def test_nothing_is_lost_when_executors_are_killed_beside_workers(  # noqa: PLR0
 
 
 def test_a_tally_adds_up_and_sends_on():
-    """By metric, over topics and reasons; a client gets all of it as from any other metrics."""
     tally = Tally(client := Counted())
     tally.count(m.PUBLISHED, 3, topic="a")
     tally.count(m.PUBLISHED, 4, topic="b")

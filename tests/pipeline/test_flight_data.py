@@ -42,7 +42,6 @@ def flights(spark: SparkSession, tmp_path: Path) -> DataFrame:
 def test_flights_are_registered_archived_and_purged(
     flights: DataFrame, spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
-    """Every flight is in the table once and in the archive once, as it was in the file; then the table is empty."""
     count = flights.count()
     rows = flights.select(
         *KEY,
@@ -75,7 +74,6 @@ def test_flights_are_registered_archived_and_purged(
 
 
 def _mark_sent(database: Database) -> None:
-    """Mark all tasks as the relay does."""
     with database.snapshot() as snapshot:
         ids = [id for (id,) in snapshot.read("AsynchronousTasks", ("Id",), KeySet(all_=True))]
     for start in range(0, len(ids), 100):

@@ -51,7 +51,6 @@ def of_the_pages(emulators: Emulators) -> Iterator[Database]:
 
 @pytest.fixture
 def shop(of_the_pages: Database) -> Database:
-    """The same without rows."""
     with of_the_pages.batch() as batch:
         for table in ("AsynchronousTasks", schema.REPLAYS):
             batch.delete(table, KeySet(all_=True))
@@ -64,14 +63,12 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def jobs(page: str, folder: Path) -> list[list[str]]:
-    """Return the arguments of the jobs that a page shows."""
     lines = [line for block in blocks(page, "console") for line in block.replace("\\\n", "").splitlines()]
     words = [[PATHS.sub(f"{folder}/", word) for word in shlex.split(line.removeprefix("$ "))] for line in lines]
     return [each[3:] for each in words if each[:3] == ["python", "-m", "outbox_pipeline"]]
 
 
 def execute(page: str, folder: Path, names: dict[str, object]) -> dict[str, object]:
-    """Run all Python of a page, one block after the other, on the Spark that is there."""
     for block in blocks(page, "python"):
         exec(compile(re.sub(r'(?<=")(?:/tmp/outbox/|(?=rejects"))', f"{folder}/", block), page, "exec"), names)
     return names
@@ -79,12 +76,10 @@ def execute(page: str, folder: Path, names: dict[str, object]) -> dict[str, obje
 
 @pytest.fixture
 def here(in_process: None, tmp_path: Path) -> Path:  # noqa: ARG001 - the commands use the Spark of the tests
-    """A folder for what the pages write."""
     return tmp_path
 
 
 def test_the_page_of_the_source(shop: Database, here: Path, capsys: pytest.CaptureFixture[str]):
-    """Dead tasks are counted by topic; what was sent is followed into files."""
     insert(shop, [row("a", AvailableAt=NEVER), row("b")])
     names = execute("source.md", here, {})
     assert re.search(r"\|orders\|\s+1\|", capsys.readouterr().out)
@@ -93,7 +88,6 @@ def test_the_page_of_the_source(shop: Database, here: Path, capsys: pytest.Captu
 
 
 def test_the_page_of_register(shop: Database, here: Path, capsys: pytest.CaptureFixture[str]):
-    """The command and the Python register the same two invoices, once."""
     lines = [{"customer": f"c-{n}", "month": "2026-12", "data": {"cents": n}} for n in (3, 4)]
     (here / "invoices.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     [command] = jobs("register.md", here)
@@ -106,7 +100,6 @@ def test_the_page_of_register(shop: Database, here: Path, capsys: pytest.Capture
 
 
 def test_the_page_of_the_drain(shop: Database, here: Path, pubsub: PubSub):
-    """The command sends what is there; the summary has what the page counts."""
     topic = f"invoices-{uuid.uuid4().hex}"
     pubsub.publisher.create_topic(name=f"projects/my-project/topics/{topic}")
     register(shop, topic, 20)
@@ -156,7 +149,6 @@ def test_the_pages_of_the_archive_and_of_replaying(shop: Database, here: Path, c
 
 
 def test_the_page_of_the_audit(shop: Database, here: Path):
-    """The command writes its folder; what is lost is found as the page says, and each class is explained."""
     at = datetime.now(UTC) - timedelta(hours=2)
     insert(shop, [row("a", CreatedAt=at, SentAt=at), row("b", CreatedAt=at, SentAt=at)])
     message = {"message_id": "1", "publish_time": at.isoformat(), "attributes": '{"asynchronous_task_id": "a"}'}

@@ -27,7 +27,6 @@ def batch(tasks: list[Sent], zone: str = "UTC") -> pa.RecordBatch:
 
 
 def test_only_what_is_as_it_was_archived_is_deleted(database: Database):
-    """Sent again a microsecond later, to be sent again, dead: these stay. Requests are of LOW priority and tagged."""
     names = ("same", "again", "reset", "dead", "other")
     insert(database, [sent(id, DAY) for id in names])
     update(database, "again", SentAt=DAY + MICROSECOND)

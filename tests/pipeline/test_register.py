@@ -35,7 +35,6 @@ def refused(folder: object) -> list[dict[str, Any]]:
 
 
 def message_of(stored: dict[str, Any]) -> Any:
-    """Return the message of a row of the table."""
     return RawPubsubMessage.FromString(base64.b64decode(stored["Data"]))
 
 
@@ -43,7 +42,6 @@ def message_of(stored: dict[str, Any]) -> Any:
 def test_rows_become_tasks_and_a_second_run_adds_none(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
-    """All columns are stored as they were; then the same rows are there, with others, which alone are registered."""
     full = {
         "topic": "orders", "data": b"xxxx", "attributes": {"a": "é"}, "priority": 7, "ordering_key": "k",
         "available_at": AT, "expires_at": AT.replace(microsecond=123457), "at_most_once": False, "sequence": 1,
@@ -153,7 +151,6 @@ def test_refused_rows_are_kept_and_can_be_registered_when_they_are_mended(
 def test_files_of_every_format_become_tasks(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
-    """CSV and Parquet; the same rows in both are there already the second time."""
     (tmp_path / "rows.csv").write_text('data,topic,ordering_key,n\n"a,\n",orders,,1\n"",orders,k,2\n')
     spark.sql(
         "SELECT * FROM VALUES (X'612c0a', 'orders', NULL, 1L), (X'', 'orders', 'k', 2L), (X'ff', 'orders', 'k', 3L) "
@@ -170,7 +167,6 @@ def test_files_of_every_format_become_tasks(
 
 
 def test_no_row_and_one_row(spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path):
-    """Also where Spark knows beforehand that there is none; an unknown column ends the job before it writes."""
     unknown = spark.createDataFrame([("d", "orders", 1)], "data string, topic string, colour int")
     with pytest.raises(SettingError, match="column 'colour' is not known"):
         registered(unknown, target, tmp_path)

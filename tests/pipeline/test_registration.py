@@ -22,7 +22,6 @@ TAG = "outbox-pipeline-register"
 
 
 def writer(table: Any, *rows: dict[str, Any], **keywords: Any) -> Writer:
-    """Return a writer of a job that begins now, which has written the rows, if there are any."""
     made = Writer(table, table.now(), **keywords)
     if rows:
         add(made, *rows)
@@ -30,7 +29,6 @@ def writer(table: Any, *rows: dict[str, Any], **keywords: Any) -> Writer:
 
 
 def add(made: Writer, *rows: dict[str, Any], flush: bool = True) -> None:
-    """Add the rows, and write what is left in the last batch."""
     for each in rows:
         made.add(each)
     if flush:
@@ -79,7 +77,6 @@ def test_the_table_in_memory_is_as_the_real_one(target: DatabaseSettings, databa
 
 
 def test_every_request_is_of_low_priority_and_tagged(database: Database):
-    """Looks and commits alike; the rows are there, with all their columns."""
     watch = Watch(database)
     table = Table(watch.database)
     at = datetime(2090, 1, 1, 0, 0, 0, 123456, UTC)
@@ -107,7 +104,6 @@ def test_every_request_is_of_low_priority_and_tagged(database: Database):
 
 
 def test_it_reads_only_as_long_as_tasks_exist():
-    """The first batch is read before it is written, the next one only if a task of the last one existed."""
     table = FakeTable()
     made = writer(table)
     add(made, *plain(*ids(2 * GROUP_ROWS)), flush=False)
@@ -170,7 +166,6 @@ def test_another_writer_that_deletes_its_rows_ends_the_job():
 
 
 def test_a_task_that_comes_between_the_read_and_the_insert_is_found():
-    """The next read finds it, and the next insert leaves out only that task."""
     table, others = FakeTable(), FakeTable()
     writer(others, row(task_id="b", data=b"other"))
     came = []
@@ -305,7 +300,6 @@ TAKEN = (
 
 
 def test_what_register_refuses_is_a_reject():
-    """With its reason and all its values; the rows around it are registered."""
     for columns, reason in REFUSED:
         table = FakeTable()
         given = row(**columns)

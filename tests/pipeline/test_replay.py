@@ -42,14 +42,12 @@ HOUR = timedelta(hours=1)
 
 
 def counts(done: Replayed) -> tuple[int, int, int, int, int, int]:
-    """Return the counts in the order of their names."""
     return (done.selected, done.replayed, done.registered, done.waiting, done.changed, done.missing)
 
 
 def test_what_is_selected_from_the_table_and_from_the_archive(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
-    """By topic, by time with its edges, by attribute, by a predicate, by several; a dry run writes nothing."""
     tasks = {
         "first": sent("first", DAY, Data=serialized(b'{"cents": 7}', attributes={"kind": "paid", "none": ""})),
         "second": sent("second", DAY + HOUR, Topic="invoices", Priority=9),
@@ -93,7 +91,6 @@ def test_what_is_selected_from_the_table_and_from_the_archive(
 
 
 def test_a_dry_run_shows_few_of_many(spark: SparkSession, target: DatabaseSettings, database: Database):
-    """The topics with the most tasks, the number of all, some tasks."""
     topics = [f"topic-{number:02d}" for number in range(job.TOPICS + 5)]
     insert(database, [sent(f"{t}-{n}", DAY, Topic=t) for place, t in enumerate(topics) for n in range(1 + place % 3)])
     done = run(spark, replay_settings(target, where="true"), dry_run=True)
@@ -255,7 +252,6 @@ def test_each_group_is_looked_at_under_its_lock(database: Database, monkeypatch:
 def test_what_cannot_be_replayed_is_refused_before_anything_is_noted(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
-    """Each with a sentence that says what to do."""
     insert(database, [sent("a", DAY)])
     before = rows_of(database)
     refused: list[tuple[dict[str, str], dict[str, Any], str]] = [
@@ -340,7 +336,6 @@ TASKS = 600
 
 
 def send(emulators: Emulators, database: Database) -> None:
-    """Let a worker send all that is unsent."""
     with worker(emulators, database, command="drain") as process:
         assert process.wait(SECONDS) == 0
 

@@ -20,7 +20,6 @@ SENT = datetime(2026, 6, 1, tzinfo=UTC)
 
 
 def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Database):
-    """Reading each way, registering, also what was there before, purging and replaying, in sessions of that role."""
     insert(database, [row("sent", SentAt=SENT), *(row(f"unsent{number}") for number in range(9))])
     settings = replace(target, database_role="outbox_pipeline")
     table = table_of(settings)

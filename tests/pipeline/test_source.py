@@ -33,20 +33,17 @@ ODD_IDS = ("0", "00000000", "7fffffff", "80000000", "ffffffff", "ffffffff-z", "Z
 
 
 def reader_of(given: dict[str, str]) -> OutboxReader:
-    """Return the planner of a reading."""
     source = OutboxDataSource(given)
     return source.reader(source.schema())
 
 
 def read(given: dict[str, str]) -> pa.Table:
-    """Return all that these options read, one part after the other."""
     reader = reader_of(given)
     batches = [batch for part in reader.partitions() for batch in reader.read(part)]
     return pa.Table.from_batches(batches, batches[0].schema) if batches else pa.table({})
 
 
 def ids(table: pa.Table) -> list[str]:
-    """Return the ids, sorted; each as often as it was read."""
     return sorted(table["Id"].to_pylist()) if table.num_rows else []
 
 
@@ -100,7 +97,6 @@ def test_every_task_is_read_once_whatever_its_id(target: DatabaseSettings, datab
 
 
 def test_what_is_asked_for_is_read(every_state: dict[str, str], target: DatabaseSettings, database: Database):
-    """By state, by topic, by both; with columns that say nothing of them."""
     stored = rows_of(database)
     cases: list[dict[str, str]] = [{"state": state} for state in STATES]
     cases += [{"topic": "topic1"}, {"topic": "none"}, {"state": "sent", "topic": "topic2"}]
@@ -138,7 +134,6 @@ def test_times_of_unsent_tasks_are_those_of_their_commits(target: DatabaseSettin
 
 
 def test_all_parts_show_the_table_as_of_one_time(target: DatabaseSettings, database: Database):
-    """What is committed after the planning is in none of them; an earlier time shows what was there then."""
     insert(database, [row(id) for id in ("1", "9")])
     reader = reader_of(options(target, columns="Id,SentAt"))
     planned = reader.partitions()
@@ -195,7 +190,6 @@ def test_a_body_that_is_no_message_is_null(target: DatabaseSettings, database: D
 
 
 def test_options_that_are_wrong_are_named(target: DatabaseSettings):
-    """Which one, with which value, what is allowed; options know no case; a missing database at the planning."""
     cases = (
         ({"stat": "sent"}, "option stat is not known"),
         ({"state": "gone"}, "option state: 'gone' is not allowed: it must be pending or"),
@@ -240,7 +234,6 @@ def tasks(spark: SparkSession, target: DatabaseSettings, schema: str | None = No
 
 
 def test_the_table_is_a_dataframe(spark: SparkSession, target: DatabaseSettings, database: Database):
-    """Its columns without an option, all columns, and those of a given schema; NULL is NULL; also as a view in SQL."""
     insert(database, [row("a", OrderingKey="k", Priority=7), row("b", Topic="other")])
     plain = tasks(spark, target)
     assertSchemaEqual(plain.schema, schemas.TABLE)
@@ -263,7 +256,6 @@ def test_the_table_is_a_dataframe(spark: SparkSession, target: DatabaseSettings,
 
 
 def test_it_can_be_joined_grouped_and_filtered(spark: SparkSession, target: DatabaseSettings, database: Database):
-    """As any other table; a filter of Spark is applied to what was read."""
     insert(database, [row(f"{number:03}", Topic=f"topic{number % 3}") for number in range(100)])
     read = tasks(spark, target, columns="Id,Topic", partitions="3")
     assert dict(read.groupBy("Topic").count().collect()) == {"topic0": 34, "topic1": 33, "topic2": 33}

@@ -30,7 +30,6 @@ Sent = Counter[tuple[str, str]]
 
 
 def reader(target: DatabaseSettings, **more: str) -> OutboxStreamReader:
-    """Return the reader of a query, without Spark."""
     source = OutboxDataSource(options(target, columns="Id", **more))
     return source.streamReader(source.schema())
 
@@ -48,12 +47,10 @@ def begun(of: OutboxStreamReader) -> dict[str, str]:
 
 
 def send(database: Database, *ids: str) -> None:
-    """Insert tasks that are sent in that moment."""
     insert(database, [row(id, SentAt=COMMIT_TIMESTAMP) for id in ids])
 
 
 def sent(database: Database) -> Sent:
-    """Return what the table says was sent."""
     return Counter({(id, shown(each["SentAt"])): 1 for id, each in rows_of(database).items() if each["SentAt"]})
 
 
@@ -111,7 +108,6 @@ def test_nothing_is_run_while_nothing_is_sent(target: DatabaseSettings, database
 
 
 def test_a_query_begins_where_it_is_told(target: DatabaseSettings, database: Database):
-    """Now, or at a time, which is inclusive as everywhere."""
     send(database, "before")
     now = reader(target)
     start = now.initialOffset()
@@ -139,7 +135,6 @@ def test_a_batch_that_is_too_old_to_be_read_says_what_to_do(target: DatabaseSett
 
 
 def test_what_a_stream_cannot_do_is_refused(target: DatabaseSettings):
-    """Each option by its name."""
     for name, value in (
         ("state", "pending"), ("until", "1h"), ("readTimestamp", "1m"), ("dataBoost", "true"), ("since", "1h")
     ):  # fmt: skip
@@ -148,7 +143,6 @@ def test_what_a_stream_cannot_do_is_refused(target: DatabaseSettings):
 
 
 def query(spark: SparkSession, target: DatabaseSettings, checkpoint: Path, sink: Path) -> None:
-    """Read all that is there, from where the checkpoint says."""
     all_there = (
         spark.readStream.format("outbox")
         .options(**options(target, columns=COLUMNS, since="2026-01-01T00:00:00Z", partitions="2"))
@@ -234,5 +228,4 @@ def test_nothing_is_lost_or_doubled_when_the_query_is_killed_stopped_and_started
 
 
 def _number(folder: Path) -> int:
-    """Return how many batches are noted in a folder of a checkpoint."""
     return len(list(folder.glob("[0-9]*")))

@@ -277,7 +277,6 @@ def test_both_sides_have_one_digest(spark: SparkSession):
 
 
 def test_attributes_that_no_message_has_are_unreadable(spark: SparkSession):
-    """The attributes of a message are texts by name."""
     wrong = ("{", "[]", "3", "null", '["a"]', "a", "[" * 100_000, "\u0000")
     messages = spark.createDataFrame([(str(n), NOON, each, b"") for n, each in enumerate(wrong)], JSON_MESSAGES)
     found = received(messages, base64=False).collect()
@@ -286,7 +285,6 @@ def test_attributes_that_no_message_has_are_unreadable(spark: SparkSession):
 
 
 def test_what_others_add_to_a_message_changes_no_digest(spark: SparkSession):
-    """The id, what Pub/Sub and tracing add, an ordering key among the attributes; anything else does."""
     added = (TASK_ID_ATTRIBUTE, "ordering_key", "googclient_schemaencoding", "CloudPubSubDeadLetterSourceTopic")
     same = [(b"data", {"a": "b"} | dict.fromkeys(names, "x")) for names in ((), *((name,) for name in added), added)]
     others = [
@@ -336,6 +334,5 @@ def test_texts_are_read_as_bigquery_writes_them(spark: SparkSession):
     ],
 )
 def test_columns_that_cannot_be_read_are_named(spark: SparkSession, columns: str, said: str):
-    """Before anything is read."""
     with pytest.raises(SettingError, match=said):
         received(spark.createDataFrame([], columns), base64=True)

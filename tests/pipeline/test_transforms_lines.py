@@ -80,7 +80,6 @@ def test_csv_is_read_as_rfc_4180_says(spark: SparkSession, tmp_path: Path, end: 
 
 
 def test_lines_of_csv_that_are_no_rows_are_kept(spark: SparkSession, tmp_path: Path):
-    """Too few columns, too many, quotes without an end; also where a column is there that nobody needs."""
     path = tmp_path / "rows.csv"
     path.write_text(
         'data,topic,reason\nfine,orders,\nfew,orders\nmany,orders,,\nx,orders,y\n"open,orders,z\nw,orders,\n'
@@ -96,7 +95,6 @@ def test_lines_of_csv_that_are_no_rows_are_kept(spark: SparkSession, tmp_path: P
 
 
 def test_formats_go_by_the_ending(spark: SparkSession, tmp_path: Path):
-    """Of files, folders and globs, compressed or not; what has no ending must be named."""
     rows = spark.createDataFrame([("d", "orders")], "data string, topic string")
     rows.write.parquet(str(tmp_path / "rows.parquet"))
     line = b'{"data":"d","topic":"orders"}\n'

@@ -250,7 +250,6 @@ def test_a_key_may_be_one_of_the_columns(spark: SparkSession):
 def test_columns_that_cannot_be_taken_are_named(
     spark: SparkSession, schema: str, keywords: dict[str, object], said: str
 ):
-    """Before a row is read."""
     with pytest.raises(SettingError) as raised:
         prepared(spark.createDataFrame([], schema), **keywords)
     assert str(raised.value).startswith(said)
@@ -278,7 +277,6 @@ def test_keys_that_look_alike_have_ids_of_their_own():
 
 
 def test_spark_makes_the_same_ids_as_python(spark: SparkSession):
-    """For keys of one and of two texts, and for whole numbers, dates and truth values as Spark writes them."""
     dice = random.Random(4711)
     letters = "".join(map(chr, [*range(256), *range(0x2000, 0x2070), *range(0x1F600, 0x1F640)]))
     texts = [*TEXTS, *("".join(dice.choices(letters, k=dice.randrange(40))) for _ in range(300))]

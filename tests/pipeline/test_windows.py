@@ -54,12 +54,10 @@ def frame(spark: SparkSession, tasks: list[Sent]) -> DataFrame:
 
 
 def write(spark: SparkSession, folder: Path, tasks: list[Sent]) -> None:
-    """Write tasks as the data of a window."""
     archivable(frame(spark, tasks)).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(folder))
 
 
 def finish(spark: SparkSession, to: Path, since: datetime, until: datetime, tasks: list[Sent]) -> None:
-    """Write a window with its manifest."""
     archive = Archive(spark, str(to))
     data = archive.new_run()
     folder = archive.folder_of(since, until)
@@ -86,7 +84,6 @@ def test_a_day_is_from_midnight_to_midnight():
 
 @given(TIMES, LENGTHS, st.floats(0, 20))
 def test_windows_are_contiguous_and_end_at_multiples(begin: datetime, seconds: float, windows: float):
-    """None is empty, longer than asked or unfinished, and no further one has ended."""
     length = timedelta(seconds=seconds)
     end = begin + length * windows
     found = list(bounds(begin, end, seconds))
@@ -115,7 +112,6 @@ def test_windows_are_the_same_however_often_the_job_runs(begin: datetime, second
 
 
 def test_a_manifest_is_read_as_it_was_written():
-    """Each field, with its microseconds; of an empty window, too."""
     for manifest in (MANIFEST, dataclasses.replace(MANIFEST, rows=0, checksum=None, since=DAY + MICROSECOND)):
         assert parsed(manifest.text(), "here") == manifest
     values = json.loads(MANIFEST.text())
@@ -187,7 +183,6 @@ def test_readers_choose_times_and_get_windows_in_order(spark: SparkSession, tmp_
 
 
 def test_a_damaged_manifest_is_named_and_nothing_is_read(spark: SparkSession, tmp_path: Path):
-    """A text that is none, and bytes that are not those that were written."""
     finish(spark, tmp_path, DAY, NEXT_DAY, [])
     [folder] = window_folders(tmp_path)
     file = folder / "_manifest.json"
@@ -216,7 +211,6 @@ def test_windows_that_overlap_or_are_gone_are_named(spark: SparkSession, tmp_pat
 
 
 def test_a_purge_is_noted_once(spark: SparkSession, tmp_path: Path):
-    """The first note stays."""
     finish(spark, tmp_path, DAY, NEXT_DAY, [])
     [window] = Archive(spark, str(tmp_path)).windows()
     assert not window.purged

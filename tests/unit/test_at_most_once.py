@@ -22,7 +22,6 @@ NO_ANSWER = StoreError("deadline exceeded")
 
 
 def test_it_is_marked_before_it_is_published_in_a_batch_of_its_own(bench: Bench) -> None:
-    """The other tasks of the poll are not: they are published under the lock."""
     marked, publish = dict[str, bool](), bench.publisher.publish
 
     def watch(topic: str, rows: Sequence[LockedRow], *arguments: Any) -> dict[str, Outcome]:
@@ -135,7 +134,6 @@ def test_what_pubsub_surely_refused_is_unsent_again(bench: Bench, reason: str, a
 
 
 def test_what_there_was_no_time_for_is_unsent_again(bench: Bench) -> None:
-    """It was not tried, so nothing is in doubt; the next turn takes it."""
     bench.insert("late", "early", at_most_once=True)
     bench.publisher.out_of_time.add("late")
     bench.relay.turn(), bench.relay.turn(), bench.relay.turn()
@@ -151,7 +149,6 @@ def test_what_there_was_no_time_for_is_unsent_again(bench: Bench) -> None:
 #: Two batches in flight, probes after 1, 2, 4, 8, 10 s; a worker without credentials loses no task.
 @pytest.mark.parametrize(("failure", "most"), [(LOST, 2 * 10 + 8), (Failed("credentials", "no token"), 0)])
 def test_an_outage_takes_few_of_them(bench: Bench, failure: Failed, most: int) -> None:
-    """The batch that met it, and one for each probe; the others wait unmarked."""
     bench.insert(*[str(n) for n in range(60)], at_most_once=True)
     bench.publisher.down[TOPIC] = failure
     bench.run_for(30)
@@ -178,7 +175,6 @@ def test_it_is_not_marked_while_its_circuit_is_open(bench: Bench) -> None:
 
 
 def test_commits_that_are_refused_make_no_busy_loop(bench: Bench) -> None:
-    """A batch that could not be marked is no reason to poll at once."""
     bench.insert("a", at_most_once=True)
     bench.turns()
     bench.change("a", sent_at=None)
@@ -235,7 +231,6 @@ def test_what_another_worker_marked_between_two_transaction_attempts_is_not_publ
 
 
 def test_after_a_stop_nothing_is_marked_any_more(bench: Bench) -> None:
-    """It would be marked and perhaps not published."""
     bench.insert("a", at_most_once=True)
     bench.relay.turn()
     stop = iter([False, True])

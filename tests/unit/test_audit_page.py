@@ -37,7 +37,6 @@ def row(topic: str, tasks: int, hour: str | datetime, **numbers: int) -> dict[st
 
 
 def summary(*lines: dict[str, Any], **others: Any) -> dict[str, Any]:
-    """Return a summary as the job makes it of these lines of hours and topics."""
     counts = ("tasks", *audit.STATES, "messages", *audit.FLAWS)
     topics: dict[str, dict[str, Any]] = {}
     for line in lines:
@@ -57,7 +56,6 @@ def summary(*lines: dict[str, Any], **others: Any) -> dict[str, Any]:
 
 
 def hour(number: int) -> str:
-    """Return an hour of the window as the job writes it."""
     return f"2026-11-20T{12 + number:02}:00:00.000000Z"
 
 
@@ -81,17 +79,14 @@ def rich() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def rich_page() -> str:
-    """The page of it: each of its plots takes a moment."""
     return page(rich())
 
 
 def parsed(text: str) -> ET.Element:
-    """Return the page, which is XML as well."""
     return ET.fromstring(text)
 
 
 def words(text: str) -> str:
-    """Return what a reader sees, in one line; not that of the plots."""
     [body] = parsed(text).iter("body")
     for parent in list(body.iter()):
         for plot in parent.findall(f"{SVG}svg"):
@@ -185,7 +180,6 @@ def test_hostile_texts_stay_texts(rich_page: str) -> None:
 
 
 def test_many_topics_are_cut_with_a_note() -> None:
-    """A thousand: the largest have plots, 200 have lines; a summary that is cut says so."""
     lines = [row(f"topic {place:04}", 1_000 + place, hour(place % 24 % 8)) for place in range(1_000)]
     made = summary(*lines)
     root = parsed(page(made | {"tasks": made["tasks"] + 5}))

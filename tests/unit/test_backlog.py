@@ -37,7 +37,6 @@ class Task:
 
     @property
     def count(self) -> str:
-        """The name of the count that it belongs to."""
         return KINDS[self.kind]
 
     @property
@@ -63,7 +62,6 @@ class FakeTable:
         self.asked: list[str] = []
 
     def topics(self, _count: int, _at: datetime) -> list[str]:
-        """All topics that have an unsent task or a row."""
         return sorted({task.topic for task in self._tasks if task.kind != "sent"} | set(self._paused))
 
     def query(self, statement: str, _tag: str, values: Mapping[str, Any], **_: object) -> list[list[Any]]:
@@ -104,7 +102,6 @@ def read(table: FakeTable, limit: int, looks: int = backlog.MAX_LOOKS) -> Backlo
 
 
 def truth(tasks: Iterable[Task]) -> dict[tuple[str, int], Numbers[str]]:
-    """Return how many tasks there are, by topic and priority, then by count."""
     numbers: dict[tuple[str, int], Numbers[str]] = defaultdict(Numbers)
     for task in tasks:
         numbers[task.topic, task.priority][task.count] += 1
@@ -196,7 +193,6 @@ def test_totals_and_topics_are_the_sums_of_lines(tasks: list[Task], limit: int, 
 
 
 def test_an_empty_backlog_has_no_age():
-    """Nothing waits, and nothing is oldest; a task of the future is no negative age."""
     empty = Backlog(NOW, 0, [])
     assert (empty.total, empty.oldest, empty.topics(), empty.age(None)) == (Line("", 0), None, {}, 0.0)
     assert empty.age(Line("a", 0)) == 0.0

@@ -21,7 +21,6 @@ BYTES = 10**9
 def candidate(
     id: str, *, topic: str = "orders", shard: int = 0, priority: int = 50, size: int = 100, age: int = 0
 ) -> Candidate:
-    """Return a ready task, `age` seconds old."""
     return Candidate(id, topic, shard, priority, NOON - timedelta(seconds=age), None, None, size)
 
 
@@ -42,7 +41,6 @@ def ids(batches: list[Batch]) -> list[str]:
 
 
 def kinds(batches: list[Batch]) -> Counter[str]:
-    """Count the tasks by the first part of their IDs."""
     return Counter(id.split("-")[0] for id in ids(batches))
 
 
@@ -66,7 +64,6 @@ candidates = st.lists(
 
 @given(candidates, st.integers(1, 12), st.integers(1000, 9000), st.integers(1, 6), st.integers())
 def test_batches_keep_every_limit(found: list[Candidate], size: int, most_bytes: int, most: int, seed: int) -> None:
-    """One topic a batch, no task twice, no more tasks, bytes or batches than allowed; a large task goes alone."""
     by_id = {each.id: each for each in found}
     batches = sample(found, Limits(size, most_bytes, most), Random(seed))
     assert len(batches) <= most
@@ -82,7 +79,6 @@ def test_batches_keep_every_limit(found: list[Candidate], size: int, most_bytes:
 
 @given(candidates, randoms)
 def test_everything_is_taken_when_it_fits(found: list[Candidate], random: Random) -> None:
-    """No more tasks than a turn can hold: none is left for later."""
     assert sorted(ids(sample(found, Limits(1, BYTES, 1000), random))) == sorted(each.id for each in found)
 
 
@@ -129,7 +125,6 @@ def test_batches_in_flight_count_for_the_places_and_for_a_topics_half() -> None:
 
 
 def test_batches_are_filled_up() -> None:
-    """A full batch costs no more than one with a gap: a slice that does not fit whole is cut."""
     found = [candidate(f"{shard}-{n}", shard=shard) for shard in range(7) for n in range(60)]
     batches = sample(found, Limits(100, BYTES, 5), Random(1))
     assert [len(batch.ids) for batch in batches] == [100, 100, 100, 100, 20]

@@ -36,11 +36,9 @@ class Watch(CircuitBreakers):
         return self.learn(result) is not None
 
     def fail(self, outcome: Failed, *ids: str, topic: str = "orders") -> None:
-        """Let a batch fail as a whole."""
         self.ended(Batch(topic, ids), **dict.fromkeys(ids, outcome))
 
     def probe(self, outcome: Outcome) -> None:
-        """Wait until the topic may be probed, and let the probe end so."""
         self.seconds += self.seconds_to_probe() or 0
         batch = self.next("probe")
         assert batch.probe
@@ -56,7 +54,6 @@ def watch() -> Watch:
 
 
 def candidates(ids: Iterable[str], topic: str = "orders") -> list[Candidate]:
-    """Return ready tasks."""
     return [Candidate(id, topic, 0, 50, NOON, None, None, 1) for id in ids]
 
 
@@ -127,7 +124,6 @@ def test_while_a_probe_is_in_flight_there_is_no_second_one(watch: Watch) -> None
 
 
 def test_a_missing_topic_is_probed_with_ten_tasks_an_outage_with_one(watch: Watch) -> None:
-    """The tasks of other topics are not touched."""
     watch.fail(MISSING, "a")
     watch.fail(AWAY, "x", topic="invoices")
     mine, others = candidates(map(str, range(30))), candidates("xyz", "invoices")

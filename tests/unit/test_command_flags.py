@@ -29,14 +29,11 @@ PARSER = cli._parser()
 
 
 def parsed(*words: str) -> argparse.Namespace:
-    """Return the options of a command line."""
     return PARSER.parse_args(words)
 
 
 @pytest.fixture(params=["file", "-"])
 def ids_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
-    """Return what reads the ids of `outbox retry` from these bytes, in a file or on stdin."""
-
     def read(data: bytes, *words: str) -> tuple[str, ...] | None:
         file = tmp_path / "ids"
         file.write_bytes(data)
@@ -47,7 +44,6 @@ def ids_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 
 
 def test_a_line_is_an_id_or_json(ids_of: Any):
-    """Blank lines are skipped, and each id comes once, in the order in which it came first."""
     for data, found in {
         b"a\nb\n": ("a", "b"),
         b"a\nb": ("a", "b"),
@@ -161,7 +157,6 @@ def test_a_selection_is_of_the_databases_now():
     ],
 )
 def test_a_wrong_value_is_one_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]):
-    """With the flag, what was given and what is allowed; exit code 2."""
     assert cli.main([*words.split(), *PLACE]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("outbox: ")

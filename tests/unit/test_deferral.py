@@ -86,7 +86,6 @@ def test_any_worker_goes_on_with_deferred_tasks_whose_head_has_gone(bench: Bench
 
 
 def test_deferred_tasks_that_are_not_released_go_when_their_time_comes(bench: Bench) -> None:
-    """Or with the next task of their key."""
     first, second = released(bench, 25)[1:], ["u1", "u2"]
     del bench.store.rows["head"]
     bench.turns()
@@ -199,7 +198,6 @@ def test_nothing_is_deferred_behind_a_head_that_has_changed(
 
 
 def test_a_deferral_that_fails_is_reported_and_tried_again(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing was deferred, and nothing was sent out of order."""
     block(bench, 2)
     bench.commits(StoreError("not now"))
     bench.turns()
@@ -248,7 +246,6 @@ def test_deferring_has_half_of_the_places_while_nothing_can_be_sent() -> None:
 
 @pytest.mark.parametrize("first", ["deferring", "sending", "both"])
 def test_deferring_takes_nothing_of_a_topics_rate(first: str) -> None:
-    """Nor does it give back what it did not take."""
     bench = Bench(batches=8)
     bench.store.limits["orders"] = TopicLimit(rate=0.001, burst=5)
     if first == "sending":

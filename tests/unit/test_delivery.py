@@ -27,12 +27,10 @@ class Bench(FakePublisher):
         self.seconds = 100.0
 
     def publish(self, *arguments: Any, **keywords: Any) -> dict[str, Outcome]:
-        """Let them pass."""
         self.seconds += 2
         return super().publish(*arguments, **keywords)
 
     def slow_commits(self, *errors: Exception) -> None:
-        """Let three seconds pass before each commit, the first of which fail."""
         failing = list(errors)
 
         def commit() -> None:
@@ -43,7 +41,6 @@ class Bench(FakePublisher):
         self.store.before_commit = commit
 
     def insert(self, *ids: str, **columns: Any) -> None:
-        """Add tasks."""
         for id in ids:
             self.store.insert(id, "orders", **{"data": serialized(), **columns})
 
@@ -79,7 +76,6 @@ def test_a_batch_tells_how_long_its_phases_took_and_how_long_its_tasks_waited(be
 
 
 def test_what_stands_behind_a_failed_task_is_deferred_in_the_same_commit(bench: Bench) -> None:
-    """It has the time of the failed one, and no attempt."""
     bench.failing = {"a": Failed("data_loss", "no")}
     for number, id in enumerate("abc"):
         bench.insert(id, ordering_key="k", sequence=number)

@@ -49,14 +49,12 @@ def anchors(page: Path) -> set[str]:
 
 @functools.cache
 def defined(file: Path) -> set[str]:
-    """Return the names of functions, classes and variables in a Python file, at any depth."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     named = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     return named | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def row_cells(page: Path) -> list[list[str]]:
-    """Return the cells of all rows of tables."""
     lines = [line for line in prose(page).splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
@@ -86,7 +84,6 @@ def test_pages_of_results_are_written_from_the_results(tmp_path: Path, monkeypat
 
 @each_page
 def test_links_lead_somewhere(page: Path) -> None:
-    """Files, folders, headings and functions that a page links to exist."""
     for text, target in links(page):
         path, _, anchor = target.partition("#")
         linked = (page.parent / path).resolve() if path else page
@@ -99,7 +96,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @each_page
 def test_named_tests_exist(page: Path) -> None:
-    """A promise that names a test has that test."""
     for file, test in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", page.read_text(encoding="utf-8")):
         assert (ROOT / file).is_file(), file
         assert not test or test in defined(ROOT / file), f"{file}::{test}"
@@ -123,7 +119,6 @@ def test_make_targets_exist(page: Path) -> None:
 
 
 def test_the_limits_are_those_of_the_code() -> None:
-    """The table of time limits has the values that the worker uses."""
     rows = [
         cells for cells in row_cells(ROOT / "docs/architecture/relay.md") if re.match(r"`\w+(\.\w+)+\.[A-Z]", cells[0])
     ]

@@ -42,7 +42,6 @@ def row(id: str, **columns: Any) -> LockedRow:
 def reasons(
     batch: Batch, *rows: LockedRow, published: Mapping[str, Version] | None = None, skip_dead: bool = False
 ) -> dict[str, str]:
-    """Return why tasks are left."""
     outcomes = skip_reasons(batch, rows, NOW, published or {}, skip_dead=skip_dead)
     return {id: getattr(outcome, "reason", "?") for id, outcome in outcomes.items()}
 

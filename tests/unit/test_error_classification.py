@@ -18,12 +18,10 @@ KINDS = {
 
 
 def reason(code: grpc.StatusCode, details: str | None) -> str:
-    """Return the reason of a call that has failed so."""
     return reason_of(SimpleNamespace(code=lambda: code, details=lambda: details))
 
 
 def test_every_status_has_one_row_in_the_table() -> None:
-    """Also a new status of gRPC, and a call without details. Names are unique, and fit for a metric's tag."""
     for code in STATUSES:
         for details in ("", None, "no Getting metadata from plugin failed"):
             name = reason(code, details)

@@ -35,12 +35,10 @@ def states(bench: Bench) -> dict[str, str]:
 
 
 def attempts(bench: Bench) -> int:
-    """Return the failed attempts of all tasks that are not sent."""
     return sum(row.attempts for row in bench.store.rows.values())
 
 
 def test_a_failure_is_written_in_the_same_commit_as_its_batches_successes(bench: Bench) -> None:
-    """Attempts, LastError, and a time between half and the whole of the first backoff, by the database's clock."""
     bench.insert("good", "bad")
     bench.publisher.failing["bad"] = ODD
     assert [turn.recorded for turn in bench.turns()] == [0, 1, 0]
@@ -58,7 +56,6 @@ def test_a_failure_is_written_in_the_same_commit_as_its_batches_successes(bench:
 
 
 def test_an_unknown_error_is_tried_again_with_growing_waits_and_then_dead(bench: Bench) -> None:
-    """Ten attempts, the waits doubling; then the task is polled no more."""
     bench.insert("bad")
     bench.publisher.failing["bad"] = ODD
     bench.turns()
@@ -95,7 +92,6 @@ def test_what_no_repetition_can_mend_is_dead_at_once(bench: Bench) -> None:
 
 
 def test_an_outage_costs_no_attempt_and_no_write_and_no_other_topic(bench: Bench) -> None:
-    """Tasks stay as they were; other topics go on; after the outage every task is sent once."""
     bench.insert(*[f"o{n}" for n in range(50)])
     bench.insert("i0", topic="invoices")
     bench.publisher.down[TOPIC] = AWAY
@@ -198,7 +194,6 @@ def test_poison_messages_that_fail_together_are_found_together() -> None:
 
 
 def test_a_missing_topic_opens_its_circuit_and_only_probed_tasks_are_charged(bench: Bench) -> None:
-    """The first batch costs nothing; each probe costs ten tasks an attempt."""
     bench.insert(*[str(n) for n in range(100)], topic="missing")
     bench.turns()
     costs = [attempts(bench)]
@@ -224,7 +219,6 @@ def test_a_topic_that_comes_back_within_the_hour_loses_nothing(bench: Bench) -> 
 
 
 def test_tasks_of_a_topic_that_never_comes_are_dead_after_a_day(bench: Bench) -> None:
-    """After the maximum of attempts, and not before --dead-after."""
     bench.insert("a", topic="missing", created_at=bench.store.now)
     bench.run_for(23.9 * 3600, step=600)
     assert states(bench) == {"a": "put off"}

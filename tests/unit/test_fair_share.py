@@ -144,7 +144,6 @@ def test_an_idle_worker_does_not_look_for_lower_priorities(bench: Bench) -> None
 
 
 def test_a_large_replay_does_not_starve_new_tasks() -> None:
-    """A thousand due tasks, and a thousand new ones: each get half of a turn until the last is sent."""
     bench = Bench(size=10, batches=4)
     past = bench.store.now - timedelta(hours=1)
     bench.insert(*[f"due{n}" for n in range(1000)], available_at=past, priority=100)

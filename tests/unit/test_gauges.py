@@ -28,13 +28,10 @@ class Tagged(Counted):
         self.values: dict[tuple[str, ...], float] = {}
 
     def gauge(self, metric: str, value: float, tags: list[str]) -> None:
-        """Keep the last."""
         self.values[metric, *tags] = value
 
 
 class Relay:
-    """A relay with a state, and a clock that moves only when a test moves it."""
-
     in_flight = 3
     topics = ("invoices", "orders")
 
@@ -93,7 +90,6 @@ def found(*lines: Line) -> Backlog:
 
 
 def test_tasks_are_told_by_topic_and_state() -> None:
-    """Over all priorities; pending tasks of a paused topic are paused."""
     lines = [
         Line("orders", 100, pending=1, dead=2),
         Line("orders", 50, pending=10, retrying=3, scheduled=4, sent_last_minute=9),
@@ -131,7 +127,6 @@ class Look(BacklogSampler):
     """The lookout of a worker with these shards; a look takes its time, and fails if a test wants it."""
 
     def __init__(self, shards: Sequence[int] = range(10), takes: float = 0.1) -> None:
-        """Let each look take so many seconds."""
         self.seconds, self.takes = 1000.0, takes
         self.tables: list[Any] = []
         self.opened = 0
@@ -156,7 +151,6 @@ def test_a_look_that_takes_long_is_followed_by_a_long_wait() -> None:
 
 
 def test_only_the_worker_of_shard_0_looks() -> None:
-    """The others would only read the same."""
     for shards, looks in (((0,), 1), ((0, 5), 1), ((1, 2), 0), ((), 0)):
         look = Look(shards)
         assert look.once() == 15

@@ -30,7 +30,6 @@ def test_the_health_check_tells_young_old_and_missing_apart(
 
 
 def test_a_heartbeat_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The relay goes on."""
     with caplog.at_level(logging.WARNING, "publishworker"):
         heartbeat = Heartbeat(tmp_path / "missing" / "heartbeat")
         heartbeat(), heartbeat(), heartbeat()

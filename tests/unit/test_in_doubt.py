@@ -15,7 +15,6 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
 def memory(limits: Limits | None = None, clock: Callable[[], float] = lambda: 0.0) -> InDoubt:
-    """Return a memory whose tasks nothing marks."""
     return InDoubt(lambda batch, _decide: BatchResult(batch), limits or Limits(1000, 1, 4), clock)
 
 

@@ -26,7 +26,6 @@ class Batches:
         self.in_flight_batches = InFlight(self.deliver, lambda: self.seconds, self.beat)
 
     def beat(self) -> None:
-        """Count a heartbeat; a second has passed."""
         self.beats += 1
         self.seconds += 1
 
@@ -43,7 +42,6 @@ class Batches:
         return BatchResult(batch)
 
     def end(self, *topics: str) -> None:
-        """Let these batches end."""
         for topic in topics:
             self.ends[topic].set()
 
@@ -159,7 +157,6 @@ def test_who_waits_for_all_shows_signs_of_life_and_gives_up_a_stuck_batch(
 
 
 def bench_of(publisher: SlowPublisher, orders: int, invoices: int = 0, **options: Any) -> Bench:
-    """Return a bench with so many tasks."""
     bench = Bench(publisher=publisher, **options)
     bench.publisher = publisher
     bench.insert(*[f"o{n}" for n in range(orders)])

@@ -13,7 +13,6 @@ MANY = 1_000
 
 @pytest.fixture
 def large() -> Bench:
-    """A bench with the worker's default sizes: 100 tasks a batch, 8 batches."""
     return Bench(size=100, batches=8, batch_bytes=8_000_000)
 
 
@@ -73,7 +72,6 @@ def test_scheduled_tasks_are_sent_when_they_are_due_and_never_before(large: Benc
 
 
 def test_a_rate_is_kept_and_holds_no_other_topic(bench: Bench) -> None:
-    """Ten a second with a burst of five: 5 at once, then 10 each second, however often the relay turns."""
     bench.insert(*[str(n) for n in range(100)], priority=100)
     bench.store.limits = {"orders": TopicLimit(rate=10, burst=5)}
     sent = []
@@ -124,7 +122,6 @@ def test_what_was_taken_and_not_sent_costs_no_rate(bench: Bench) -> None:
 
 
 def test_no_more_than_the_allowed_number_is_in_flight(bench: Bench) -> None:
-    """Each batch is as small as what is left of MaxInFlight, and all goes out in the end."""
     bench.insert(*[str(n) for n in range(20)])
     bench.store.limits = {"orders": TopicLimit(in_flight=3)}
     bench.turns()
@@ -133,7 +130,6 @@ def test_no_more_than_the_allowed_number_is_in_flight(bench: Bench) -> None:
 
 
 def test_the_parts_of_a_fleet_add_up_to_the_limit(bench: Bench) -> None:
-    """Two workers that see each other have half of the rate each."""
     bench.store.workers = {"other": bench.store.now}
     bench.insert(*[str(n) for n in range(50)])
     bench.store.limits = {"orders": TopicLimit(rate=10, burst=10)}
@@ -142,7 +138,6 @@ def test_the_parts_of_a_fleet_add_up_to_the_limit(bench: Bench) -> None:
 
 
 def test_a_pause_keeps_the_limits(bench: Bench) -> None:
-    """A topic that is resumed gets no second burst."""
     bench.insert(*[str(n) for n in range(50)])
     bench.store.limits = {"orders": TopicLimit(rate=0.001, burst=5)}
     for _ in range(4):
@@ -155,7 +150,6 @@ def test_a_pause_keeps_the_limits(bench: Bench) -> None:
 
 
 def test_the_share_of_lower_priorities_counts_for_the_limit() -> None:
-    """A batch of the fair share takes of the same tokens."""
     bench = Bench(fair_share=0.5)
     bench.insert(*[f"high{n}" for n in range(200)], priority=100)
     bench.insert(*[f"low{n}" for n in range(200)], priority=0)

@@ -19,7 +19,6 @@ names = st.sets(st.text(min_size=1, max_size=8), min_size=1, max_size=40)
 
 @given(names, st.integers(1, 64), st.randoms())
 def test_every_shard_and_every_worker_has_its_part(workers: set[str], shards: int, random: object) -> None:
-    """Parts differ by one at most. There is no leader: the order in which the rows are read does not matter."""
     parts = divide(workers, range(shards))
     assert set(parts) == workers
     assert {shard for part in parts.values() for shard in part} == set(range(shards))
@@ -37,7 +36,6 @@ def test_every_shard_and_every_worker_has_its_part(workers: set[str], shards: in
 
 
 def test_a_worker_that_joins_moves_few_shards() -> None:
-    """Of 100 shards of ten workers the eleventh takes its nine, and few others move."""
     before = divide([f"worker-{n}" for n in range(10)], range(100))
     after = divide([f"worker-{n}" for n in range(11)], range(100))
     owner = {shard: worker for worker, part in after.items() for shard in part}
@@ -55,7 +53,6 @@ class Watch(Membership):
 
 
 def test_alone_a_worker_has_all_shards_and_with_others_its_part() -> None:
-    """It counts itself as live."""
     watch = Watch()
     assert watch.shards == ALL
     assert watch.learn({"other", "me"}, set())

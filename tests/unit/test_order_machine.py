@@ -49,7 +49,6 @@ class OrderMachine(RuleBasedStateMachine):
         self.count = 0
 
     def drawn(self, registration: list[dict[str, Any]]) -> list[Task]:
-        """Return the tasks of a registration that is still open."""
         drawn = []
         for each in registration:
             self.count += 1
@@ -77,17 +76,14 @@ class OrderMachine(RuleBasedStateMachine):
 
     @rule(registration=registrations)
     def register(self, registration: list[dict[str, Any]]) -> None:
-        """Register tasks in one transaction, which commits at once."""
         self.world.commit(self.drawn(registration))
 
     @rule(registration=registrations)
     def register_slowly(self, registration: list[dict[str, Any]]) -> None:
-        """Register tasks in a transaction that stays open for a while."""
         self.open.append(self.drawn(registration))
 
     @rule(which=st.integers(0, 9), commits=st.booleans())
     def end_registration(self, which: int, commits: bool) -> None:
-        """Commit an open transaction or roll it back."""
         if self.open:
             tasks = self.open.pop(which % len(self.open))
             if commits:
@@ -95,7 +91,6 @@ class OrderMachine(RuleBasedStateMachine):
 
     @rule(steps=st.lists(step, min_size=8, max_size=40))
     def advance(self, steps: list[tuple[int, int, int]]) -> None:
-        """Let workers go some steps."""
         for worker, which, fault in steps:
             self.world.advance(self.worker(worker), which, fault)
 
@@ -106,12 +101,10 @@ class OrderMachine(RuleBasedStateMachine):
 
     @rule(worker=st.integers(0, 2))
     def rush(self, worker: int) -> None:
-        """Let a worker end its turn."""
         self.world.rush(self.worker(worker))
 
     @rule(event=st.sampled_from(EVENTS), which=st.integers(0, 99))
     def meet(self, event: str, which: int) -> None:
-        """Let something happen between two steps."""
         world, rows = self.world, self.world.store.rows
         worker = self.worker(which)
         match event:
@@ -131,7 +124,6 @@ class OrderMachine(RuleBasedStateMachine):
 
     @rule(seconds=SECONDS)
     def wait(self, seconds: float) -> None:
-        """Let time pass."""
         self.world.wait(seconds)
 
     @rule(seconds=SECONDS, which=st.integers(-1, 2))
@@ -147,11 +139,9 @@ class OrderMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_broken(self) -> None:
-        """Order, and all else that the world looks at by itself."""
         assert not self.world.ledger.broken, self.world.ledger.broken
 
     def teardown(self) -> None:
-        """End all faults: nothing is lost."""
         try:
             if not self.world.ledger.broken:
                 self.world.settle()
@@ -181,7 +171,6 @@ def test_order(long: bool, histories: int) -> None:
 
 
 def until(world: World, worker: Worker, point: Point) -> Stepper:
-    """Let a worker go until one of its threads stands there; return that thread."""
     for _ in range(50):
         if found := [each for each in worker.threads if each.point is point]:
             return found[0]

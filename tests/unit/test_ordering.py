@@ -19,8 +19,6 @@ from tests.support.relay_bench import Bench, SlowPublisher, overtake
 
 
 class Recording(FakeStore):
-    """A store that keeps what it was asked for."""
-
     def __init__(self, lines: Mapping[str, str]) -> None:
         """Insert the tasks of each key: `r` is ready, `x` is dead and has expired, so that it blocks no other."""
         super().__init__()
@@ -32,12 +30,10 @@ class Recording(FakeStore):
                 self.insert(f"{key}{n:02}", "orders", ordering_key=key or None, sequence=n, **passed)
 
     def key_heads(self, keys: Collection[Key], per_key: int, *, skip_dead: bool) -> Mapping[Key, Sequence[QueuedTask]]:
-        """See Store."""
         self.asked.append(({key.ordering_key for key in keys}, per_key))
         return super().key_heads(keys, per_key, skip_dead=skip_dead)
 
     def sendable(self, size: int) -> dict[str, tuple[str, ...]]:
-        """Return what may be sent of each key, in batches of `size` tasks."""
         found = self.poll(look("orders")).candidates
         parts = Ordering(self, Limits(size, 10_000_000, 2), self.random, skip_dead=False)
         candidates = parts.resolve(found, frozenset()).candidates
@@ -45,7 +41,6 @@ class Recording(FakeStore):
 
 
 def places(key: str, *numbers: int) -> tuple[str, ...]:
-    """Return the tasks of a key at these places."""
     return tuple(f"{key}{n:02}" for n in numbers)
 
 
@@ -61,7 +56,6 @@ def test_fronts_are_read_as_far_as_there_is_something_to_take(size: int) -> None
 
 
 def test_without_ordered_tasks_no_front_is_read() -> None:
-    """Tasks that need no order cost no further read."""
     store = Recording({"": "r"})
     assert store.sendable(4) == {"": ("00",)}
     assert store.asked == []
@@ -129,7 +123,6 @@ def test_of_many_such_keys_few_are_read_in_a_turn(caplog: pytest.LogCaptureFixtu
 
 
 def test_tasks_are_cut_where_a_batch_is_full_to_the_byte() -> None:
-    """By the limit that comes first; each piece begins anew."""
     tasks = [QueuedTask(str(n), size, sendable=True) for n, size in enumerate((5, 5, 5, 5, 1, 1, 1, 11, 2))]
     pieces = [[each.bytes for each in piece] for piece in cut(tasks, Limits(2, 10, 1))]
     assert pieces == [[5, 5], [5, 5], [1, 1], [1], [11], [2]]
@@ -180,7 +173,6 @@ def test_keys_share_a_batch_with_each_other_and_with_tasks_without_a_key() -> No
 
 
 def test_an_urgent_task_makes_its_key_urgent() -> None:
-    """What stands before it goes first, ahead of other keys."""
     bench = Bench(size=2, batches=1)
     bench.line("x1", "x2", key="x", priority=50)
     bench.line("a", priority=0)
@@ -213,7 +205,6 @@ def test_the_rows_under_the_lock_decide(bench: Bench, act: Callable[[Bench], obj
 
 
 def test_a_key_in_flight_waits_for_its_answer(slow: SlowPublisher) -> None:
-    """One request of a key at a time; the other topic's tasks do not wait for it."""
     bench = Bench(publisher=slow, batches=4)
     bench.publisher = slow
     slow.hanging = {"orders"}

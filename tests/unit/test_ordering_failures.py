@@ -58,7 +58,6 @@ def test_what_follows_a_refused_task_is_deferred(bench: Bench, aborted: bool) ->
 
 
 def test_an_outage_defers_nothing(bench: Bench) -> None:
-    """The rows stay as they are, the head of the key is the probe, and all goes in order when the outage is over."""
     bench.line("c", "b", "a")
     bench.publisher.down = {"projects/test-project/topics/orders": OUTAGE}
     bench.turns()
@@ -75,7 +74,6 @@ def test_an_outage_defers_nothing(bench: Bench) -> None:
 
 
 def test_a_dead_head_is_passed_over_if_so_wished() -> None:
-    """Those behind it go at once, also if a task in their midst dies."""
     bench = Bench(skip_dead=True)
     bench.line("dead", "a", "bad", "b", "worse", "c")
     bench.store.rows["dead"].available_at = NEVER
@@ -120,7 +118,6 @@ def test_verdicts_of_their_own_are_charged_to_each_if_none_holds_back_the_others
 
 @pytest.mark.parametrize("skip_dead", [False, True])
 def test_an_expired_head_never_blocks(skip_dead: bool) -> None:
-    """Whether it expired when it was due, while it was retried, or long ago."""
     bench = Bench(skip_dead=skip_dead)
     past = bench.store.now - timedelta(seconds=1)
     bench.line("dead", available_at=NEVER, expires_at=past, attempts=1)

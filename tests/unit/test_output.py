@@ -54,7 +54,6 @@ def test_texts_stand_to_the_left_and_numbers_to_the_right():
 @given(st.lists(st.tuples(TEXT, st.integers(), st.one_of(st.none(), st.integers(), TEXT)), max_size=5))
 @example([(CONTROLS, 1, None)])
 def test_a_table_has_a_line_for_each_row_and_straight_columns(rows: list[tuple[Any, ...]]):
-    """Whatever is in the rows: no text breaks a line, and each column begins or ends in one place."""
     lines = table(("TEXT", "NUMBER", "ANY"), rows).split("\n")
     assert len(lines) == 1 + len(rows)
     assert all(harmless(line) for line in lines)

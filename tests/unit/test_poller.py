@@ -28,19 +28,16 @@ class Watch:
         )
 
     def poll(self, below: int | None = None) -> PollRequest:
-        """Poll, and return what was asked for."""
         self.poller.poll(below, ())
         return self.store.looks[-1]
 
     def find(self, **columns: object) -> None:
-        """Add a task of `orders`, and let it be time for news."""
         self.store.insert("a", "orders", **columns)
         self.seconds += 1
 
 
 @pytest.fixture
 def watch() -> Watch:
-    """A fresh one, which has asked for news."""
     made = Watch()
     made.poll()
     return made

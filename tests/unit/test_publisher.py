@@ -150,7 +150,6 @@ def test_what_was_refused_together_and_not_told_apart_in_time_goes_singly_next(
 def test_only_what_was_refused_together_last_goes_singly(
     server: PubSubServer, key: str | None, seconds: tuple[float, ...], bound: int, sizes: list[int]
 ) -> None:
-    """The memory is bounded."""
     publish = slow_publish(server, *seconds)
     with mock.patch("publishworker.pubsub.publisher.MAX_REFUSED", bound):
         assert publish([row(id, b"poison" if id == "b" else b"data", key) for id in "abcd"]) == {}
@@ -191,8 +190,6 @@ def test_a_server_that_is_not_there_is_told_from_credentials_without_a_token(ser
 
 
 def test_requests_are_cut_by_count_and_bytes_and_lanes_by_key() -> None:
-    """At most 1,000 messages, 10,000,000 bytes; one ordering key; order kept."""
-
     def pairs(count: int, size: int = 1, key: str | None = None) -> list[tuple[str, Any]]:
         return [(f"{key}{n}", messages.decode(row(f"{key}{n}", bytes(size), key))) for n in range(count)]
 

@@ -61,7 +61,6 @@ class Recorder:
 
 @pytest.fixture
 def record(server: PubSubServer) -> Recorder:
-    """Let the server keep a record."""
     recorder = Recorder()
     server.publish = recorder.publish
     return recorder
@@ -74,7 +73,6 @@ def row(id: str, key: str | None = "k", data: bytes = b"data") -> LockedRow:
 
 
 def run(count: int, key: str = "k", size: int = 4) -> list[LockedRow]:
-    """Return tasks of a key in their order, with the IDs k0, k1, and so on."""
     return [row(f"{key}{n}", key, bytes(size)) for n in range(count)]
 
 
@@ -139,7 +137,6 @@ def test_a_failure_of_any_kind_is_tried_once_and_ends_its_key(
 def test_a_poisonous_message_fails_alone_and_nothing_of_its_key_follows(
     publisher: PubSubPublisher, record: Recorder, place: int
 ) -> None:
-    """What stands before it is published, once and in order; it is found by halves, one request at a time."""
     rows = run(8)
     rows[place] = row(f"k{place}", data=b"poison")
     record.answer = to_message(b"poison", refuse(grpc.StatusCode.INVALID_ARGUMENT))
@@ -155,7 +152,6 @@ def test_a_poisonous_message_fails_alone_and_nothing_of_its_key_follows(
 def test_what_cannot_be_sent_ends_its_key(
     publisher: PubSubPublisher, record: Recorder, size: int | None, reason: str
 ) -> None:
-    """What stands before it goes out; it makes no request, and nothing that follows is sent."""
     bad = row("bad", data=b"broken" if size is None else bytes(size))
     outcomes = publisher.publish("orders", [*run(3), bad, row("after"), row("loose", None)], 5)
     assert reasons(outcomes) == {"bad": reason}

@@ -14,8 +14,6 @@ BEGIN = 1000.0
 
 
 class Timed(RateLimits):
-    """A throttle with a clock that moves only when a test moves it."""
-
     def __init__(self) -> None:
         self.now = BEGIN
         super().__init__(lambda: self.now)
@@ -24,13 +22,11 @@ class Timed(RateLimits):
         self.learn({"orders": TopicLimit(per_second, burst, in_flight)}, workers)
 
     def allowed(self, in_flight: int = 0) -> int | None:
-        """Return how many tasks of the topic may be taken, None being any number."""
         return self.allowances({"orders": in_flight} if in_flight else {}).get("orders")
 
 
 @pytest.fixture
 def throttle() -> Timed:
-    """A throttle without limits."""
     return Timed()
 
 
@@ -156,7 +152,6 @@ def test_a_topic_without_a_limit_is_not_limited(throttle: Timed) -> None:
 
 
 def test_tasks_in_flight_count(throttle: Timed) -> None:
-    """Up to the limit, never below zero, and each topic for itself; of two limits the smaller holds."""
     throttle.learn({"orders": TopicLimit(None, None, 5), "invoices": TopicLimit(None, None, 5)}, 1)
     assert [throttle.allowed(in_flight) for in_flight in (0, 1, 4, 5, 6, 100)] == [5, 4, 1, 0, 0, 0]
     assert throttle.allowances({"orders": 5, "others": 3}) == {"orders": 0, "invoices": 5}
@@ -192,7 +187,6 @@ def test_after_the_seconds_to_the_next_the_topic_is_allowed_and_not_before(
 
 
 def test_the_first_of_several_topics_says_how_long_to_wait(throttle: Timed) -> None:
-    """Topics that need not wait say nothing."""
     throttle.learn({"slow": TopicLimit(0.1, 1), "faster": TopicLimit(2, 1), "full": TopicLimit(9, 9)}, 1)
     assert throttle.seconds_to_next() is None
     throttle.take("slow", 1)

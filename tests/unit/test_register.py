@@ -35,7 +35,6 @@ def registered(topic: str = "orders", message: object = b"", *attributes: Any, *
 
 
 def test_adds_one_insert_and_returns_the_id() -> None:
-    """One row with the defaults; Spanner sets the commit timestamp."""
     row = registered("orders", b"data")
     assert (row["Topic"], row["Priority"], row["OrderingKey"]) == ("orders", 50, None)
     assert row["CreatedAt"] == COMMIT_TIMESTAMP
@@ -43,7 +42,6 @@ def test_adds_one_insert_and_returns_the_id() -> None:
 
 
 def test_options_reach_their_columns() -> None:
-    """Priority, times, at-most-once and the caller's ID, for a topic of another project."""
     row = registered(
         "projects/other/topics/orders", priority=-(2**63), available_at=NOW, expires_at=NOW + timedelta(hours=1),
         at_most_once=True, task_id="ü" * 64,
@@ -53,7 +51,6 @@ def test_options_reach_their_columns() -> None:
 
 
 def test_ids_are_fresh_random_uuids() -> None:
-    """Each call draws another UUID of version 4, and takes the next number of the process."""
     rows = [registered() for _ in range(100)]
     assert len({row["Id"] for row in rows}) == 100
     assert {uuid.UUID(row["Id"]).version for row in rows} == {4}
@@ -74,7 +71,6 @@ def test_any_bytes_arrive_unchanged(data: bytes) -> None:
 
 @pytest.mark.parametrize("make", [PubsubMessage, RawPubsubMessage])
 def test_a_pubsub_message_is_copied_and_completed(make: Any) -> None:
-    """`register` keeps attributes and ordering key, sets the ID, and clears message ID and publish time."""
     message = make(
         data=b"d", attributes={"a": "1", "asynchronous_task_id": "old"}, ordering_key="key", message_id="7",
         publish_time=timestamp_pb2.Timestamp(seconds=1),
@@ -89,7 +85,6 @@ def test_a_pubsub_message_is_copied_and_completed(make: Any) -> None:
 
 
 def test_any_other_protobuf_message_becomes_the_data() -> None:
-    """Plain or proto-plus, serialized."""
     value = struct_pb2.Value(string_value="hello")
     assert struct_pb2.Value.FromString(registered(message=value)["message"].data) == value
     assert ProtoPlusTopic.deserialize(registered(message=ProtoPlusTopic(name="t"))["message"].data).name == "t"
@@ -112,7 +107,6 @@ def test_a_message_that_cannot_be_serialized_is_refused() -> None:
     ],
 )
 def test_the_limits_themselves_are_allowed(topic: str, attributes: Any, options: Any, count: int) -> None:
-    """Refusals begin one past the limit."""
     assert len(registered(topic, b"", attributes, **options)["message"].attributes) == count
 
 
@@ -137,7 +131,6 @@ def test_the_largest_message_makes_a_request_of_ten_million_bytes(topic: str, na
 
 
 def test_calls_are_counted_through_the_applications_recorder(set_metrics: Callable[[Any], None]) -> None:
-    """One for each registered task, none for a refusal (A11)."""
     recorder = mock.Mock()
     set_metrics(recorder)
     registered()
@@ -149,7 +142,6 @@ def test_calls_are_counted_through_the_applications_recorder(set_metrics: Callab
 def test_a_broken_recorder_never_fails_the_caller(
     set_metrics: Callable[[Any], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The failure is logged once."""
     set_metrics(mock.Mock(**{"increment.side_effect": OSError}))
     with caplog.at_level(logging.WARNING, "outbox"):
         registered()

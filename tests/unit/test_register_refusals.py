@@ -124,7 +124,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ],
 )
 def test_what_pubsub_would_refuse_is_refused_here(arguments: dict[str, Any], sentence: str) -> None:
-    """`register` raises InvalidMessage, a ValueError, with the value and the limit; it adds nothing."""
     transaction = RecordingTransaction()
     with pytest.raises(outbox.InvalidMessage) as caught:
         outbox.register(transaction, **{"topic": "orders", "message": b"", **arguments})

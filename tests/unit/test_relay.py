@@ -23,7 +23,6 @@ LATER = datetime(2026, 1, 1, 13, tzinfo=UTC)
 
 
 def test_a_run_again_after_an_abort_publishes_nothing_twice(bench: Bench) -> None:
-    """ABORTED at the commit, three times: published once, failed once, marked once; each abort is counted."""
     bench.insert("first")
     bench.turns()
     assert bench.count(m.ABORTED) == 0
@@ -158,7 +157,6 @@ def test_a_topic_without_tasks_is_forgotten_and_found_again(bench: Bench) -> Non
 
 
 def test_a_paused_topic_waits_and_holds_no_other(bench: Bench) -> None:
-    """From the poll that tells of the pause no task is claimed; the next polls do not ask for the topic."""
     bench.insert("i", topic="invoices")
     bench.turns()
     bench.insert("i2", topic="invoices")
@@ -213,7 +211,6 @@ def test_a_batch_that_does_not_end_ends_the_worker(
 
 
 def test_a_relay_says_what_it_is_busy_with(bench: Bench) -> None:
-    """Batches in flight, topics that it asks for, those that rest, and how long its polls take."""
     bench.insert("a")
     bench.insert("b", topic="missing")
     assert (bench.relay.in_flight, bench.relay.topics, dict(bench.relay.open_circuits())) == (0, frozenset(), {})

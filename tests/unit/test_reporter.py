@@ -40,20 +40,17 @@ class Watch(Counted):
         self.samples.append((metric, value, tags, sample_rate))
 
     def told(self) -> list[str]:
-        """Return the actions that were logged since the last call."""
         actions = [record.action for record in self.caplog.records]
         self.caplog.clear()
         return actions
 
     def lines(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the messages and fields that were logged."""
         return [(record.getMessage(), record.__dict__["fields"]) for record in self.caplog.records]
 
     def change(self, failure: Failed | None, seconds: float = 0, topic: str = "orders") -> None:
         self.reporter.circuit(CircuitChange(topic, failure, seconds))
 
     def keep_failing(self, seconds: int) -> None:
-        """Let a probe fail every second."""
         for second in range(1, seconds):
             self.seconds += 1
             self.change(AWAY, second)
@@ -109,7 +106,6 @@ def failing(ids: Sequence[str], *, dead: int = 0) -> BatchResult:
 
 
 def test_each_failure_has_a_line(watch: Watch) -> None:
-    """With its task, topic, reason and attempt, and the trace that the task belongs to."""
     result = failing("abc", dead=1)
     result.traces = {"a": "1" * 32}
     watch.reporter.batch(result)
@@ -170,7 +166,6 @@ def test_what_was_done_is_told_once_a_minute(watch: Watch) -> None:
 
 
 def test_durations_and_latencies_are_sampled(watch: Watch) -> None:
-    """One for each phase of a batch, one for each task that was published, none for a batch that only defers."""
     result = BatchResult(Batch("orders", ("a", "b")), tried={"a": Sent("1"), "b": Sent("2")})
     result.phases = {m.CLAIM: 0.1, m.PUBLISH: 0.2, m.COMMIT: 0.3}
     result.waited = {"a": 1.5, "b": 2.5}

@@ -34,14 +34,12 @@ def record(
     expires_at: datetime | None = None,
     **changes: Any,
 ) -> FailedAttempt:
-    """Return what a failure writes to a row of this age, with the worker's defaults but for `changes`."""
     row = LockedRow("a", "orders", b"", None, now - age, None, None, attempts=attempts, expires_at=expires_at)
     values = {"initial": 1.0, "longest": 3600.0, "max_attempts": 10, "dead_after": 86_400.0, "random": Random(1)}
     return RetryPolicy(**{**values, **changes}).record(row, failure, now)
 
 
 def wait(recorded: FailedAttempt) -> float:
-    """Return the seconds until the next attempt."""
     return (recorded.available_at - NOW).total_seconds()
 
 
@@ -79,7 +77,6 @@ def test_a_content_error_is_dead_at_once() -> None:
 @pytest.mark.parametrize("failure", [OUTAGE, UNKNOWN, Failed("not in the table", "no")])
 @pytest.mark.parametrize("most", [1, 2, 10])
 def test_a_tasks_own_error_is_dead_exactly_at_the_last_attempt(failure: Failed, most: int) -> None:
-    """Its age says nothing; attempts of all workers count, as they are read under the lock."""
     for age in (timedelta(0), OLD):
         recorded = [record(failure, before, age, max_attempts=most) for before in range(most + 1)]
         assert [each.dead for each in recorded] == [False] * (most - 1) + [True, True]
@@ -129,7 +126,6 @@ def test_the_text_has_a_thousand_characters_at_most(character: str, length: int,
 
 @given(st.text(st.characters(), max_size=30), st.integers(0, 40))
 def test_the_text_is_what_a_column_can_hold(error: str, copies: int) -> None:
-    """Lone surrogates are replaced, everything else is kept."""
     text = last_error(Failed("internal", error * copies))
     expected = "".join("?" if 0xD800 <= ord(each) < 0xE000 else each for each in f"internal: {error * copies}")
     assert text == expected[:1000]

@@ -15,7 +15,6 @@ NOON = datetime(2026, 1, 1, 12, 0, 0, 123456, tzinfo=UTC)
 
 
 def values(*row: Any) -> list[Value]:
-    """Return a row as Spanner sends it: numbers, times and bytes are texts."""
     made = ListValue()
     made.extend([each if each is None or isinstance(each, bool) else str(each) for each in row])
     return list(made.values)
@@ -32,7 +31,6 @@ def values(*row: Any) -> list[Value]:
     ],
 )
 def test_every_time_that_spanner_has_is_read(text: str, expected: datetime) -> None:
-    """From year 1 to year 9999, with any number of digits."""
     [found] = rows.candidates([values("a", "orders", 0, 0, text, text, None, 0)])
     assert (found.created_at, found.available_at) == (expected, expected)
 
@@ -61,7 +59,6 @@ def test_a_task_of_two_ranges_comes_once_and_rows_without_id_are_news() -> None:
 
 
 def test_a_task_is_due_and_expired_at_the_moment_that_its_row_names() -> None:
-    """Not a microsecond earlier."""
     before = NOON - timedelta(microseconds=1)
     task = LockedRow("a", "orders", b"", None, NOON, available_at=NOON, sent_at=None, expires_at=NOON)
     assert (task.is_due(before), task.is_due(NOON), task.is_expired(before), task.is_expired(NOON)) == (False, True) * 2

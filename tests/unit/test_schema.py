@@ -33,7 +33,6 @@ def test_the_default_is_schema_sql_without_comments():
 
 
 def test_the_number_of_shards_is_in_the_generated_column_only():
-    """Another shard count changes one part and nothing else."""
     other, ours = shapes(shards=32), shapes()
 
     assert other["table AsynchronousTasks"].pop(schema.SHARD_COUNT) == "32"
@@ -67,7 +66,6 @@ def test_further_objects_are_optional():
 
 
 def test_numbers_out_of_range_are_refused():
-    """A wrong number is a ValueError with the number, no DDL that Spanner refuses later."""
     for name, allowed, highest in (("shards", "1 to 1000", 1000), ("retention_days", "None or 1 to 3650", 3650)):
         for number in (0, highest + 1):
             with pytest.raises(ValueError, match=f"{name} is {number}, it must be {allowed}"):

@@ -17,7 +17,6 @@ def read(environment: dict[str, str] | None = None, **flags: str) -> WorkerSetti
 
 
 def test_defaults_are_those_of_the_documentation() -> None:
-    """A worker without options."""
     settings = read()
     assert (settings.batch_size, settings.publish_timeout, settings.poll_interval) == (100, 5.0, 1.0)
     assert (settings.backoff_initial, settings.backoff_max, settings.max_attempts) == (1.0, 3600.0, 10)
@@ -81,13 +80,11 @@ def test_a_wrong_value_names_the_flag_the_value_and_what_is_allowed(flag: str) -
 
 
 def test_a_missing_value_says_where_it_may_come_from() -> None:
-    """Both names."""
     with pytest.raises(SettingError, match="--instance is missing: give it, or set OUTBOX_INSTANCE"):
         WorkerSettings.read({"project": "p", "database": "d1"}, {})
 
 
 def test_help_names_every_flag_its_twin_and_its_default() -> None:
-    """The help is made of the same list."""
     parser = argparse.ArgumentParser()
     WorkerSettings.add_flags(parser)
     help_text = " ".join(parser.format_help().split())
@@ -101,8 +98,6 @@ def test_help_names_every_flag_its_twin_and_its_default() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shares(DatabaseSettings):
-    """Settings with a percent sign."""
-
     full_share: int = setting("7", whole_number(1, 100), "100 % of it, or %(prog)s.")
 
 
@@ -131,7 +126,6 @@ def test_the_deadline_is_a_flag_that_is_no_setting() -> None:
 
 
 def test_a_first_backoff_beyond_the_longest_is_refused() -> None:
-    """Both are named; as long as each other they are fine."""
     with pytest.raises(SettingError, match=r"--backoff-initial: 10 is not allowed: .* --backoff-max, which is 5"):
         read(backoff_initial="10", backoff_max="5")
     assert read(backoff_initial="5", backoff_max="5").backoff_max == 5

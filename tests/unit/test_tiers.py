@@ -22,7 +22,6 @@ def promises() -> Iterator[tuple[str, list[str]]]:
 
 
 def is_quick(test: str) -> bool:
-    """Return whether `make test` runs a test, or at least one test of a file."""
     path, _, name = test.partition("::")
     if path.startswith("tests/pipeline/"):
         return name in quick.SPARK

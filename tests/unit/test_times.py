@@ -51,7 +51,6 @@ SPOKEN = {
 
 @pytest.mark.parametrize(("text", "seconds"), DURATIONS.items())
 def test_a_duration_has_one_unit(text: str, seconds: float):
-    """Seconds, minutes, hours or days, whole or decimal, for a time ago as for seconds."""
     assert MOMENT.parse(text) == timedelta(seconds=seconds)
     assert SECONDS.parse(text) == seconds
 
@@ -66,7 +65,6 @@ def test_seconds_need_no_unit(text: str, seconds: float):
 
 @pytest.mark.parametrize(("text", "time"), TIMES.items())
 def test_a_time_has_an_offset(text: str, time: datetime):
-    """It becomes a time in UTC."""
     value = MOMENT.parse(text)
     assert value == time
     assert value.tzinfo is UTC
@@ -112,5 +110,4 @@ def test_what_is_shown_is_read_again(naive: datetime, minutes: int):
 
 @pytest.mark.parametrize(("seconds", "text"), SPOKEN.items())
 def test_a_duration_is_spoken_in_its_two_largest_units(seconds: float, text: str):
-    """Units that are zero are left out; below ten seconds there is a decimal."""
     assert spoken(seconds) == text

@@ -28,13 +28,11 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    """A tracer provider, and what it exports."""
     return provided(monkeypatch)
 
 
 @pytest.fixture
 def current() -> Iterator[None]:
-    """A span of the application, with a state of some vendor."""
     context = SpanContext(TRACE, SPAN, True, TraceFlags(TraceFlags.SAMPLED), TraceState([("vendor", "value")]))
     with trace.use_span(NonRecordingSpan(context)):
         yield
@@ -75,7 +73,6 @@ def test_what_has_no_room_for_it_is_registered_without() -> None:
 
 @pytest.mark.parametrize("characters", [1_024, 1_025])
 def test_a_state_that_is_too_long_for_an_attribute_is_left_out(characters: int) -> None:
-    """The parent is noted all the same."""
     state = TraceState([*((f"v{number}", "x" * 200) for number in range(4)), ("w", "x" * (characters - 818))])
     with trace.use_span(NonRecordingSpan(SpanContext(TRACE, SPAN, True, TraceFlags(1), state))):
         attributes = registered().attributes
@@ -84,7 +81,6 @@ def test_a_state_that_is_too_long_for_an_attribute_is_left_out(characters: int) 
 
 
 def messages(*parents: str | None) -> list[RawPubsubMessage]:
-    """Return messages with these contexts."""
     return [
         RawPubsubMessage(attributes={} if parent is None else {"googclient_traceparent": parent}) for parent in parents
     ]
@@ -116,7 +112,6 @@ def test_the_span_says_what_failed(spans: InMemorySpanExporter) -> None:
 
 
 def broken(step: str) -> TracerProvider:
-    """Return a provider that fails at the start or at the end of a span."""
     processor = mock.Mock(**{f"on_{step}.side_effect": RuntimeError("broken")})
     provider = TracerProvider()
     provider.add_span_processor(processor)
@@ -142,7 +137,6 @@ def test_a_provider_that_fails_costs_its_spans_only(
 
 @pytest.fixture
 def configured() -> Iterator[None]:
-    """Logs as a command has them, and afterwards as they were."""
     root = logging.getLogger()
     loggers = [root, *map(logging.getLogger, ("outbox", "publishworker", "opentelemetry", "grpc._plugin_wrapping"))]
     handlers, levels = root.handlers[:], [each.level for each in loggers]

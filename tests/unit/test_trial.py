@@ -11,7 +11,6 @@ KEPT = Figures(
 
 
 def test_tasks_behind_a_later_one_are_out_of_order() -> None:
-    """Each of them counts once; lost and unknown tasks do not."""
     for registered, received, count in (
         ("abc", "abc", 0), ("abc", "acb", 1), ("abc", "cab", 2), ("abc", "ac", 0), ("abc", "axbc", 0), ("", "ab", 0),
     ):  # fmt: skip
@@ -19,7 +18,6 @@ def test_tasks_behind_a_later_one_are_out_of_order() -> None:
 
 
 def test_a_promise_is_kept_only_if_nothing_is_wrong() -> None:
-    """Each figure alone breaks it."""
     assert KEPT.kept()
     for wrong in (
         {"registered": 0}, {"lost": 1}, {"sent_though_rolled_back": 1}, {"unexpected": 1}, {"duplicates": 4},

@@ -42,13 +42,11 @@ class Script:
     """A relay that does as written, one step a turn, and then stops the loop around it."""
 
     def __init__(self, *steps: Turn | Exception, end: Exception | None = None, seconds: float = 0.0) -> None:
-        """Let each turn take so long, and the wait for what is in flight end in that way."""
         self.stop, self.store = Stop(), FakeStore()
         self.events: list[str] = []
         self._steps, self._end, self._seconds = list(steps), end, seconds
 
     def turn(self, stopping: Callable[[], bool]) -> Turn:
-        """See HasTurn."""
         assert stopping == self.stop.is_set
         self.events.append("turn" if "me" in self.store.workers else "turn without shards")
         self.stop.seconds += self._seconds
@@ -60,7 +58,6 @@ class Script:
         return step
 
     def finish(self) -> Turn:
-        """See HasTurn."""
         self.events.append("finish" if "me" not in self.store.workers else "finish with shards")
         if self._end:
             raise self._end
@@ -107,7 +104,6 @@ def test_a_turn_that_knows_when_to_poll_again_shortens_the_wait_only() -> None:
 
 
 def test_two_workers_do_not_keep_step() -> None:
-    """Different seeds, different waits (A20)."""
     one, other = (Pause(1, 1, Random(seed)) for seed in (1, 2))
     assert [one.next() for _ in range(5)] != [other.next() for _ in range(5)]
 
@@ -212,7 +208,6 @@ def test_the_heartbeat_row_is_kept_up_in_long_waits() -> None:
 
 
 def test_a_worker_that_is_never_idle_beats_as_well() -> None:
-    """Between turns, without a pause."""
     script = Script(*[WORK] * 20, seconds=2)
     assert script.run(beats=True) == []
     assert script.store.beats >= 6
