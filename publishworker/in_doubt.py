@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from outbox.storage.sql import chunked
 from publishworker.batching import Limits
 from publishworker.in_flight import InFlight
 from publishworker.spanner.store import Decide, StoreError
@@ -71,11 +72,9 @@ class InDoubt:
         for id in self.ids() and self._tasks:
             by_topic.setdefault(self._tasks[id].topic, []).append(id)
         size = self._limits.batch_size
-        return [
-            Batch(topic, tuple(ids[start : start + size]))
-            for topic, ids in by_topic.items()
-            for start in range(0, len(ids), size)
-        ][: self._limits.batches]
+        return [Batch(topic, tuple(some)) for topic, ids in by_topic.items() for some in chunked(ids, size)][
+            : self._limits.batches
+        ]
 
     def mark(self) -> None:
         """Set `SentAt` of the tasks in doubt, in transactions that publish nothing.

@@ -1,4 +1,4 @@
-"""The outbox's tables in a database: what differs from the DDL, and making what is missing.
+"""The outbox's tables in a database: differences from the DDL, and creating what is missing.
 
 A database is compared by its INFORMATION_SCHEMA, part by part (see `ddl`). Nothing here alters or drops anything.
 """
@@ -234,39 +234,43 @@ def service_errors(target: str) -> Iterator[None]:
     try:
         yield
     except google.NotFound as error:
-        raise NotReached(f"{target} is not there: make it, or look at the names. {reason(error)}") from error
+        raise NotReached(
+            f"{target} not found. Create it, or check --project, --instance and --database. {reason(error)}"
+        ) from error
     except google.PermissionDenied as error:
         raise NotReached(
-            f"{target}: a permission is missing; reading needs roles/spanner.databaseReader, "
-            f"every change roles/spanner.databaseUser, `outbox schema apply` roles/spanner.databaseAdmin. "
+            f"{target}: a permission is missing. Reading needs roles/spanner.databaseReader, changes need "
+            f"roles/spanner.databaseUser, and `outbox schema apply` needs roles/spanner.databaseAdmin. "
             f"{reason(error)}"
         ) from error
     except (google.Unauthenticated, GoogleAuthError) as error:
         raise NotReached(
-            f"{target}: no valid credentials; run `gcloud auth application-default login`, give the pod a service "
+            f"{target}: no valid credentials. Run `gcloud auth application-default login`, give the pod a service "
             f"account, or set SPANNER_EMULATOR_HOST (`outbox emulators` prints it). {reason(error)}"
         ) from error
     except (google.InvalidArgument, google.FailedPrecondition, google.AlreadyExists) as error:
-        # The statements of one update are carried out one by one: those before a refused one stay.
-        raise OutboxError(f"{target}: Spanner refused; a part may have been carried out. {reason(error)}") from error
+        # The statements of one schema update are applied one by one, so those before the refused one stay.
+        raise OutboxError(
+            f"{target}: Spanner refused the request; part of it may have been applied. {reason(error)}"
+        ) from error
     except google.Aborted as error:
         raise OutboxError(
-            f"{target}: Spanner aborted the transaction again and again: others write the same rows; nothing of "
-            f"it was carried out: try again. {reason(error)}"
+            f"{target}: Spanner kept aborting the transaction, because others write the same rows. Nothing was changed. "
+            f"Try again. {reason(error)}"
         ) from error
     except google.ResourceExhausted as error:
         raise NotReached(
-            f"{target}: Spanner has not enough of something for this, a quota or memory: narrow it, as by --topic, "
-            f"--since or a smaller --limit, or try again. {reason(error)}"
+            f"{target}: a quota or the memory of Spanner is exhausted. Narrow the request (--topic, --since, a "
+            f"smaller --limit) or try again. {reason(error)}"
         ) from error
     except google.DeadlineExceeded as error:
         raise NotReached(
-            f"{target}: Spanner did not answer in time; look at the network, or at the emulator if "
-            "SPANNER_EMULATOR_HOST is set. If it answers others there is too much to read (narrow it, as by --topic or "
-            f"--since), or rows are locked: try again. {reason(error)}"
+            f"{target}: Spanner did not answer in time. Check the network, or the emulator if SPANNER_EMULATOR_HOST is "
+            "set. If other requests work, there is too much to read (narrow it with --topic or --since) or rows are "
+            f"locked (try again). {reason(error)}"
         ) from error
     except google.GoogleAPIError as error:
         raise NotReached(
-            f"{target}: Spanner did not answer; look at the network, or at the emulator if SPANNER_EMULATOR_HOST is "
-            f"set. {reason(error)}"
+            f"{target}: Spanner did not answer. Check the network, or the emulator if SPANNER_EMULATOR_HOST is set. "
+            f"{reason(error)}"
         ) from error

@@ -8,6 +8,7 @@ be true for every row.
 
 from functools import cache
 
+from outbox.storage.sql import BY_ID, IN_ORDER, NEVER, SEEK, TO_SEND
 from outbox.storage.task_states import DEFERRED
 
 #: Seconds after its last heartbeat for which a worker counts as live. With the time until the others read heartbeats
@@ -16,15 +17,13 @@ LIVENESS_TIMEOUT_SECONDS = 13
 #: Seconds after its last heartbeat at which a worker's row may be deleted.
 FORGET_WORKER_SECONDS = 3600
 
-_INDEX = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}"
-_NEVER = "TIMESTAMP '9999-12-31T00:00:00Z'"
 _COLUMNS = "Id, Topic, Shard, Priority, CreatedAt, AvailableAt, OrderingKey, Bytes"
 
 
 def _range(condition: str, order: str) -> str:
     return f"""
 SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
-  SELECT AS STRUCT {_COLUMNS} FROM {_INDEX}
+  SELECT AS STRUCT {_COLUMNS} FROM {TO_SEND}
   WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND {condition}
   ORDER BY {order} LIMIT @per_range)) AS task"""
 
@@ -43,7 +42,7 @@ SELECT NULL, found, in_shard, 0, NULL, NULL, NULL, 0
 FROM UNNEST(@shards) AS in_shard, (
   SELECT low, high FROM UNNEST(@lows) AS low WITH OFFSET AS of_low
   JOIN UNNEST(@highs) AS high WITH OFFSET AS of_high ON of_low = of_high), UNNEST(ARRAY(
-  SELECT Topic FROM {_INDEX}
+  SELECT Topic FROM {TO_SEND}
   WHERE Shard = in_shard AND SentAt IS NULL AND Topic >= low AND Topic < high
   LIMIT 1)) AS found"""
 
@@ -70,11 +69,8 @@ def poll(*, due: bool, lower: bool, news: bool) -> str:
 
 # The n-th key is the n-th of @topics and of @keys.
 _KEYS = "(SELECT of_key, @topics[OFFSET(place)] AS of_topic FROM UNNEST(@keys) AS of_key WITH OFFSET AS place)"
-_IN_ORDER = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksInOrder}"
 # What holds its key back or may go: only columns of the index, so that the limit needs no look into the table.
-_STANDS = (
-    f"OrderingKey IS NOT NULL AND SentAt IS NULL AND NOT (@skip_dead AND COALESCE(AvailableAt >= {_NEVER}, FALSE))"
-)
+_STANDS = f"OrderingKey IS NOT NULL AND SentAt IS NULL AND NOT (@skip_dead AND COALESCE(AvailableAt >= {NEVER}, FALSE))"
 
 
 def _waiting(ids: str) -> str:
@@ -84,7 +80,7 @@ SELECT task.Topic, task.OrderingKey, task.Id, task.Bytes,
   task.AvailableAt IS NULL OR task.AvailableAt <= CURRENT_TIMESTAMP(),
   COALESCE(STARTS_WITH(task.LastError, '{DEFERRED}'), FALSE), COALESCE(task.ExpiresAt <= CURRENT_TIMESTAMP(), FALSE)
 FROM ({ids}) AS front
-JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} AS task
+{SEEK} {BY_ID} AS task
 ON task.Id = front.Id
 ORDER BY task.CreatedAt, task.Sequence, task.Id"""
 
@@ -92,7 +88,7 @@ ORDER BY task.CreatedAt, task.Sequence, task.Id"""
 #: The first unsent tasks of each key, due or not, in their order: a short range for each.
 KEY_HEADS = _waiting(f"""
   SELECT first.Id FROM {_KEYS}, UNNEST(ARRAY(
-    SELECT AS STRUCT Id FROM {_IN_ORDER}
+    SELECT AS STRUCT Id FROM {IN_ORDER}
     WHERE OrderingKey = of_key AND Topic = of_topic AND {_STANDS}
     ORDER BY CreatedAt, Sequence, Id LIMIT @per_key)) AS first""")
 
@@ -100,7 +96,7 @@ KEY_HEADS = _waiting(f"""
 #: once for this, and once for each key for the other one.
 WHOLE_KEYS = _waiting(f"""
   SELECT Id FROM {_KEYS}
-  JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} {_IN_ORDER} ON OrderingKey = of_key AND Topic = of_topic
+  {SEEK} {IN_ORDER} ON OrderingKey = of_key AND Topic = of_topic
   WHERE {_STANDS} LIMIT @most""")
 
 #: Makes a name the next one after it.
@@ -118,7 +114,7 @@ SELECT Id, Topic, IF(SentAt IS NULL, Data, NULL), OrderingKey, CreatedAt, Availa
   AvailableAt IS NULL AND ExpiresAt IS NULL AND LastError IS NULL AND Attempts = 0, Attempts, ExpiresAt, AtMostOnce,
   COALESCE(STARTS_WITH(LastError, '{DEFERRED}'), FALSE), CURRENT_TIMESTAMP()
 FROM UNNEST(@ids) AS wanted
-JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} ON Id = wanted"""
+{SEEK} {BY_ID} ON Id = wanted"""
 
 #: A sent task is clean, so that setting SentAt to NULL is all it takes to send it again. A failure writes the same
 #: columns: a task that was marked before it was published, at most once, gets back what the mark took.
@@ -131,13 +127,13 @@ DEFER_COLUMNS = ("Id", "AvailableAt", "LastError")
 HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt")
 
 # Shard by shard, so that sent rows are not read: SentAt is the second column of the index.
-_UNSENT_ROWS = f"UNNEST(@shards) AS in_shard JOIN {_INDEX} AS task ON task.Shard = in_shard AND task.SentAt IS NULL"
+_UNSENT_ROWS = f"UNNEST(@shards) AS in_shard JOIN {TO_SEND} AS task ON task.Shard = in_shard AND task.SentAt IS NULL"
 
 # A deferred task waits for the head of its key, whatever its own attempts. The index does not tell it from a retrying
 # one, so the table is read for the few tasks that may be either.
 UNSENT = f"""
 SELECT Topic, CASE
-  WHEN AvailableAt >= {_NEVER} THEN 'dead'
+  WHEN AvailableAt >= {NEVER} THEN 'dead'
   WHEN Topic IN (SELECT Topic FROM AsynchronousTaskTopics WHERE Paused) THEN 'paused'
   WHEN AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP() THEN 'pending'
   WHEN Attempts > 0 AND NOT Deferred THEN 'retrying'
@@ -146,7 +142,7 @@ FROM (
   SELECT task.Topic, task.AvailableAt, task.Attempts, task.OrderingKey,
     COALESCE(STARTS_WITH(whole.LastError, '{DEFERRED}'), FALSE) AS Deferred
   FROM {_UNSENT_ROWS}
-  LEFT JOIN@{{JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} AS whole
+  LEFT JOIN@{{JOIN_METHOD=APPLY_JOIN}} {BY_ID} AS whole
   ON whole.Id = task.Id AND task.OrderingKey IS NOT NULL AND task.Attempts > 0
     AND task.AvailableAt > CURRENT_TIMESTAMP())
 GROUP BY Topic, State ORDER BY Topic, State"""

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 from google.api_core.exceptions import Aborted, GoogleAPICallError, RetryError
 from google.auth.exceptions import GoogleAuthError
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, RequestOptions, TransactionOptions, param_types
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, RequestOptions, param_types
 
 from outbox.errors import NotReached
+from outbox.storage.sql import PESSIMISTIC
 from outbox.storage.task_states import DEFERRED
 from publishworker.spanner import rows, statements
 from publishworker.spanner.connection import STREAM_RETRY, Deadline, LimitedDatabase
@@ -153,8 +154,7 @@ class SpannerStore:
                 timeout_secs=ABORTED_SECONDS,
                 default_retry_delay=ABORTED_DELAY_SECONDS,
                 transaction_tag="outbox-relay",
-                isolation_level=TransactionOptions.IsolationLevel.SERIALIZABLE,
-                read_lock_mode=TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC,
+                **PESSIMISTIC,
             )
         committed: datetime = transaction.committed
         return committed

@@ -131,7 +131,7 @@ def test_a_missing_database_or_instance_is_exit_code_3(
     """Each command says the full name that it looked for."""
     outbox = Commands(emulators, database, more={variable: "not-there"})
     found = all_at_once(outbox, [*commands, "schema apply"])
-    assert_refused(found, 3, "s/not-there", "is not there: make it, or look at the names")
+    assert_refused(found, 3, "s/not-there", "not found. Create it, or check --project")
 
 
 @pytest.mark.parametrize(("away", "commands"), [(refusing, ALL), (hanging, SOME)])
@@ -144,4 +144,4 @@ def test_a_spanner_that_does_not_answer_is_exit_code_3_in_time(
     """Each command says so and where to look."""
     with away(emulators.spanner_host) as host:
         found = all_at_once(Commands(emulators, database, host), [*commands, "schema apply"])
-    assert_refused(found, 3, "Spanner did not answer", "look at the network")
+    assert_refused(found, 3, "Spanner did not answer", "Check the network")

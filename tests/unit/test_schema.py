@@ -140,7 +140,7 @@ def test_the_guide_shows_the_file_that_the_test_runs():
 @pytest.mark.parametrize(
     ("advice", "errors"),
     [
-        ("is not there: make it", [google.NotFound("Database not found: d")]),
+        ("not found. Create it", [google.NotFound("Database not found: d")]),
         ("roles/spanner.databaseReader", [google.PermissionDenied("no")]),
         (
             "gcloud auth application-default login",

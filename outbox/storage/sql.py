@@ -1,0 +1,32 @@
+"""What SQL and transactions of more than one package share."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from google.cloud.spanner_v1 import TransactionOptions
+
+T = TypeVar("T")
+
+#: An AvailableAt from this time on: the task is dead.
+NEVER = "TIMESTAMP '9999-12-31T00:00:00Z'"
+#: The index for polls: (Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt).
+TO_SEND = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}"
+#: The index for ordering keys: the unsent tasks of a topic and key in order.
+IN_ORDER = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksInOrder}"
+#: The table by primary key: one seek for each ID of a joined list, so that a transaction locks nothing else.
+BY_ID = "AsynchronousTasks@{FORCE_INDEX=_BASE_TABLE}"
+#: A join that seeks once for each row on its left.
+SEEK = "JOIN@{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}"
+
+#: For `run_in_transaction`: serializable and pessimistic, whatever the client's defaults are. Otherwise the hint
+#: LOCK_SCANNED_RANGES=exclusive locks nothing.
+PESSIMISTIC: Mapping[str, Any] = {
+    "isolation_level": TransactionOptions.IsolationLevel.SERIALIZABLE,
+    "read_lock_mode": TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC,
+}
+
+
+def chunked(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Yield `values` in slices of at most `size`, because a commit has a limit of mutations."""
+    for start in range(0, len(values), size):
+        yield values[start : start + size]
