@@ -255,7 +255,7 @@ def service_errors(target: str) -> Iterator[None]:
         ) from error
     except google.Aborted as error:
         raise OutboxError(
-            f"{target}: Spanner kept aborting the transaction, because others write the same rows. Nothing was changed. "
+            f"{target}: Spanner kept aborting the transaction because others write the same rows. Nothing changed. "
             f"Try again. {reason(error)}"
         ) from error
     except google.ResourceExhausted as error:
