@@ -36,7 +36,7 @@ def test_a_missing_database_or_table_is_not_reached(spanner_instance: Instance, 
     """The sentence has the name. A relay does not guess how many shards a foreign table has."""
     absent = spanner_instance.database("not-there")
     for look in (schema.apply, schema.differences):
-        with pytest.raises(NotReached, match="databases/not-there not found. Create it"):
+        with pytest.raises(NotReached, match=r"databases/not-there not found. Create it"):
             look(absent, schema.statements())
     with pytest.raises(NotReached, match="table AsynchronousTasks is missing; run `outbox schema apply`"):
         schema.shard_count(empty_database)
