@@ -1,1 +1,1 @@
-"""Pub/Sub: from a row to a request, and an outcome for each task."""
+"""The relay's side of Pub/Sub: the publisher, messages and requests, what each error means, spans."""

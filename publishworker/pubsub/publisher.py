@@ -18,9 +18,8 @@ from google.pubsub_v1.types import PublishRequest, PublishResponse
 
 from outbox.errors import InvalidMessage
 from outbox.message import check_topic
-from publishworker.pubsub import messages
+from publishworker.pubsub import messages, tracing
 from publishworker.pubsub.errors import reason_of
-from publishworker.telemetry import tracing
 from publishworker.types import Failed, LockedRow, Outcome, Sent
 
 #: Max tasks that a publisher remembers because they were refused together. The oldest are forgotten.

@@ -1,1 +1,1 @@
-"""The relay's verbs on Spanner: the store, its statements, its rows."""
+"""The relay's side of Spanner: connection, store, SQL, rows, and what exists only for the emulator."""

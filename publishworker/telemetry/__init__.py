@@ -1,1 +1,1 @@
-"""What is told of a worker: the table of metrics, DogStatsD, spans, complaints that do not repeat themselves."""
+"""Metrics and logs of a worker: the table of metrics, DogStatsD, the reporter of batches, gauges."""

@@ -17,8 +17,8 @@ from outbox.message import LONGEST_TOPIC_NAME, RawPublishRequest, RawPubsubMessa
 from outbox.shared import logs
 from outbox.testing import RecordingTransaction
 from outbox.tracing import span_of
+from publishworker.pubsub import tracing
 from publishworker.pubsub.messages import trace_id
-from publishworker.telemetry import tracing
 from publishworker.types import Failed, Sent
 from tests.support.spans import provided
 
