@@ -9,17 +9,21 @@ from random import Random
 import pytest
 
 from publishworker.topics import circuit_breaker
-from publishworker.topics.circuit_breaker import (
-    MAX_DEPTH,
-    MAX_OUTAGE_PROBE_SECONDS,
-    MAX_TARGET_PROBE_SECONDS,
-    CircuitBreakers,
-)
+from publishworker.topics.circuit_breaker import MAX_OUTAGE_PROBE_SECONDS, CircuitBreakers, CircuitChange
 from publishworker.types import Batch, BatchResult, Candidate, Failed, FailedAttempt, Outcome, Sent, Skipped
 
 AWAY = Failed("unavailable", "away")
 MISSING = Failed("not_found", "missing")
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+class Clock:
+    """A clock that moves only when a test moves it."""
+
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
 
 
 class Watch(CircuitBreakers):
@@ -58,7 +62,7 @@ def candidates(ids: Iterable[str], topic: str = "orders") -> list[Candidate]:
 
 
 @pytest.mark.parametrize(
-    ("failure", "longest"), [(AWAY, MAX_OUTAGE_PROBE_SECONDS), (MISSING, MAX_TARGET_PROBE_SECONDS)]
+    ("failure", "longest"), [(AWAY, MAX_OUTAGE_PROBE_SECONDS), (MISSING, circuit_breaker.MAX_TARGET_PROBE_SECONDS)]
 )
 def test_a_topic_that_fails_rests_for_a_second_and_twice_as_long_after_each_probe_that_fails(
     watch: Watch, failure: Failed, longest: float
@@ -100,8 +104,41 @@ def test_what_was_published_ends_the_rest_and_the_next_one_begins_with_a_second(
     assert watch.suspended() == frozenset()
 
 
+def test_each_change_of_a_circuit_says_what_happened_and_since_when(watch: Watch) -> None:
+    """It opens, a probe fails, it closes. Failures beside the probe and successes while closed change nothing."""
+    opened = watch.learn(BatchResult(Batch("orders", ("a",)), tried={"a": MISSING}))
+    assert opened == CircuitChange("orders", MISSING, 0.0)
+    assert watch.learn(BatchResult(Batch("orders", ("b",)), tried={"b": AWAY})) is None
+    watch.seconds += 1.5
+    failed = watch.learn(BatchResult(watch.next("c"), tried={"c": AWAY}))
+    assert failed == CircuitChange("orders", AWAY, 1.5)
+    watch.seconds += 2
+    closed = watch.learn(BatchResult(watch.next("d"), tried={"d": Sent("1")}))
+    assert closed == CircuitChange("orders", None, 3.5)
+    assert watch.learn(BatchResult(watch.next("e"), tried={"e": Sent("2")})) is None
+
+
+def test_a_circuit_is_open_until_its_probe_and_half_open_then(watch: Watch) -> None:
+    watch.fail(MISSING, "a")
+    assert watch.states() == {"orders": True}
+    watch.seconds += 1
+    assert watch.states() == {"orders": False}
+    watch.probe(Sent("1"))
+    assert watch.states() == {}
+
+
+def test_the_circuit_that_is_due_longest_is_probed_first() -> None:
+    """Of four places, probes of outages have one."""
+    breakers = CircuitBreakers(Random(3), clock := Clock(), places=4)
+    for topic in ("later", "first"):
+        breakers.learn(BatchResult(Batch(topic, ("a",)), tried={"a": AWAY}))
+        clock.seconds += 0.5 if topic == "later" else 2
+    breakers.learn(BatchResult(replace(breakers.start(Batch("later", ("b",)))), tried={"b": AWAY}))
+    clock.seconds += 10
+    assert breakers.suspended() == {"later"}
+
+
 def test_batches_that_fail_together_are_one_failure(watch: Watch) -> None:
-    """Also ten batches of one task that are one probe of a missing topic."""
     for n in range(8):
         watch.fail(MISSING, str(n))
     assert (watch.seconds_to_probe() or 0) <= 1
@@ -245,6 +282,16 @@ def test_the_poll_looks_deeper_while_it_sees_probes_only(watch: Watch) -> None:
     for _ in range(9):
         watch.probes(candidates(["probe"]), {"orders"})
         depths.append(watch.depth())
-    assert depths == [100, 200, 400, 800, 1600, 3200, MAX_DEPTH, MAX_DEPTH, MAX_DEPTH]
+    assert depths == [
+        100,
+        200,
+        400,
+        800,
+        1600,
+        3200,
+        circuit_breaker.MAX_DEPTH,
+        circuit_breaker.MAX_DEPTH,
+        circuit_breaker.MAX_DEPTH,
+    ]
     watch.probe(Sent("1"))
     assert watch.depth() == 0

@@ -1,0 +1,106 @@
+"""Which batches start: deferrals beside tasks that can be sent, what is left behind, limits of bytes and of topics."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from random import Random
+
+import pytest
+
+from publishworker.batching import Limits
+from publishworker.in_flight import InFlight
+from publishworker.ordering import ResolvedKeys
+from publishworker.selection import Selector
+from publishworker.topics.availability import Topics
+from publishworker.types import Batch, BatchResult, Candidate, Failed, TopicLimit
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+class Bench:
+    """A selector whose batches in flight never end."""
+
+    def __init__(self, batches: int = 8, size: int = 10) -> None:
+        self.random = Random(1)
+        self.limits = Limits(size, 100_000_000, batches)
+        self.topics = Topics(self.random, lambda: 0.0, places=batches)
+        self.selector = Selector(self.limits, self.topics, self.random, 0.0)
+        self.in_flight = InFlight(BatchResult)
+
+    def fly(self, *batches: Batch) -> None:
+        for batch in batches:
+            self.in_flight.start(batch)
+
+    def select(
+        self, candidates: Sequence[Candidate], blocked: int = 0, cut_off: frozenset[str] = frozenset()
+    ) -> list[Batch]:
+        deferrals = [Batch("orders", ("head", str(n)), keys=("k", "k"), defers=True) for n in range(blocked)]
+        return self.selector.select(ResolvedKeys(candidates, deferrals), self.in_flight, cut_off)
+
+
+def tasks(count: int, topic: str = "orders", bytes: int = 1, **columns: int) -> list[Candidate]:
+    return [
+        Candidate(f"{topic}-{n}", topic, 0, columns.get("priority", 50), NOON + timedelta(seconds=n), None, None, bytes)
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("places", "in_flight", "candidates", "deferrals"),
+    [(8, 0, 5, 2), (8, 0, 0, 4), (20, 0, 5, 5), (8, 1, 5, 1), (8, 2, 5, 0), (2, 0, 0, 1), (1, 0, 0, 1)],
+)
+def test_deferrals_have_a_quarter_of_the_places_or_half_if_nothing_can_be_sent(
+    places: int, in_flight: int, candidates: int, deferrals: int
+) -> None:
+    """Those in flight count; of one or two places they get one while there is nothing to send."""
+    bench = Bench(places)
+    bench.fly(*[Batch("orders", ("head", "a"), defers=True)] * in_flight)
+    batches = bench.select(tasks(candidates), blocked=20)
+    assert sum(batch.defers for batch in batches) == deferrals
+
+
+def test_of_few_places_deferrals_get_one_in_a_quarter_of_the_turns() -> None:
+    turns = [Bench(3) for _ in range(400)]
+    for number, bench in enumerate(turns):
+        bench.random.seed(number)
+    deferred = sum(any(batch.defers for batch in bench.select(tasks(5), blocked=1)) for bench in turns)
+    assert 60 <= deferred <= 140
+
+
+def test_deferrals_take_no_more_than_the_free_places() -> None:
+    bench = Bench(4)
+    bench.fly(*[Batch("invoices", ("a",))] * 3)
+    assert len([batch for batch in bench.select([], blocked=9) if batch.defers]) == 1
+
+
+def test_tasks_are_left_behind_if_a_place_or_the_poll_was_too_small() -> None:
+    """Not if they wait for the rate of their topic."""
+    for count, cut_off, left in ((20, (), False), (21, (), True), (20, ("orders",), True)):
+        bench = Bench(batches=2)
+        bench.select(tasks(count), cut_off=frozenset(cut_off))
+        assert (bench.selector.left_tasks, bench.selector.crowded) == (left, False)
+    bench = Bench(batches=2)
+    bench.topics.rate_limits.learn({"orders": TopicLimit(rate=5, burst=5)}, 1)
+    [batch] = bench.select(tasks(21), cut_off=frozenset({"orders"}))
+    assert (len(batch.ids), bench.selector.left_tasks) == (5, False)
+
+
+def test_bytes_in_flight_leave_tasks_behind() -> None:
+    """The limit is that of four batches; a batch that is alone may be larger."""
+    bench = Bench(batches=8)
+    large = bench.limits.bytes // 2
+    assert len(bench.select(tasks(40, bytes=large // 10))) == 4
+    assert bench.selector.crowded
+    bench.fly(Batch("invoices", ("a",), bytes=bench.limits.bytes))
+    assert bench.select(tasks(1)) == []
+    alone = Bench()
+    assert len(alone.select(tasks(1, bytes=2 * alone.limits.bytes))) == 1
+    assert not alone.selector.crowded
+
+
+def test_a_topic_whose_circuit_is_open_gets_the_tasks_of_a_probe() -> None:
+    bench = Bench(size=50)
+    failed = BatchResult(Batch("orders", ("a",)), tried={"a": Failed("not_found", "no such topic")})
+    bench.topics.learn(failed)
+    [batch] = bench.select(tasks(30))
+    assert len(batch.ids) == 10
+    assert bench.topics.start(batch).probe
