@@ -72,8 +72,7 @@ def fleet(bench: Bench, size: int, *, agent_is_told: bool = True) -> Iterator[Fl
 def idle(fleet: Fleet, seconds: int) -> dict[str, float]:
     fleet.proxy.clear()
     time.sleep(seconds)
-    per_minute = 60 / seconds
-    return {REQUESTS: fleet.proxy.counts[POLL] * per_minute, SHARDS: fleet.proxy.shards[POLL] * per_minute}
+    return {REQUESTS: fleet.proxy.counts[POLL] * 60 / seconds, SHARDS: fleet.proxy.shards[POLL] * 60 / seconds}
 
 
 def busy(fleet: Fleet, seconds: int) -> dict[str, float]:

@@ -108,16 +108,16 @@ def _text(section: Section, image: Path | None) -> str:
         parts.append(markdown(["bar", "measured", "must be", ""], [list(_bar(bar)) for bar in section.bars]).rstrip())
     if image is not None:
         parts.append(f"![{section.title}](benchmarks/{image.name})")
-    parts.append(section.conditions)
-    parts.append(f"Transfers: {section.transfers}")
     ran = section.ran
+    machine = f"{ran['machine']}, load before {ran['load before']}"
     rounds = max(len(figure.values) for figure in section.figures)  # some sections run once, whatever was asked for
     often = f"{rounds} rounds" if rounds > 1 else "once"
-    parts.append(f"Ran {ran['date']}, {often}, in {ran['seconds']} s, by `{ran['command']}`.")
-    parts.append(
-        f"Commit {ran['commit']}; {ran['machine']}, load before {ran['load before']}; {ran['versions']}; "
-        f"{ran['emulators']}."
-    )
+    parts += [
+        section.conditions,
+        f"Transfers: {section.transfers}",
+        f"Ran {ran['date']}, {often}, in {ran['seconds']} s, by `{ran['command']}`.",
+        f"Commit {ran['commit']}; {machine}; {ran['versions']}; {ran['emulators']}.",
+    ]
     return "\n\n".join(parts) + "\n"
 
 

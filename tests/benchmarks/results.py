@@ -56,7 +56,7 @@ class Plot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Section:
-    """What one section gives: figures, bars, the conditions as a list in Markdown, and what of it transfers."""
+    """What one section gives; its conditions are a list in Markdown."""
 
     title: str
     figures: list[Figure]
