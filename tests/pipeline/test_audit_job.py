@@ -52,7 +52,6 @@ def receive(folder: Path, messages: Sequence[dict[str, Any]]) -> None:
 def test_table_and_archive_against_files(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
-    """Tasks that are purged, sent again, unsent and dead; numbers, samples, full findings and a page."""
     tasks_here_and_there(spark, target, database, tmp_path / "archive")
     # Of a sent task nothing, of another one altered data, and what is nobody's.
     messages = [
@@ -123,7 +122,6 @@ def test_the_exit_code_says_whether_anything_is_lost(  # noqa: PLR0917 - six fix
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    """1 then, else 0; messages from Parquet without a data column; a table without tasks is fine."""
     for name in ("project", "instance", "database"):
         monkeypatch.setenv(f"OUTBOX_{name.upper()}", getattr(target, name))
     received = str(tmp_path / "received.parquet")

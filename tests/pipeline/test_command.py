@@ -6,11 +6,11 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -54,7 +54,6 @@ def lines(path: Path, *rows: object) -> Path:
 
 
 def test_register_as_a_user_runs_it(target: DatabaseSettings, emulators: Emulators, database: Database, tmp_path: Path):
-    """A process of its own: the summary is the only answer, what was rejected is in a log line, and nothing else."""
     file = lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"}, {"topic": "goog", "data": "two"})
     done = as_process(target, emulators, "register", "--input", str(file), "--rejects", str(tmp_path / "no"), "--json")
     assert done.code == 1, done.stderr
@@ -189,11 +188,8 @@ def test_the_version_of_java_counts(said: str, complaint: str | None, tmp_path: 
     """That of JAVA_HOME if it is set, else that in PATH; without one it says how to get it."""
     java = java_that(tmp_path, f"cat >&2 <<'E'\n{said}\nE")
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
-    if complaint is None:
+    with pytest.raises(NotReached, match=complaint) if complaint else nullcontext():
         session.check_java()
-    else:
-        with pytest.raises(NotReached, match=complaint):
-            session.check_java()
     monkeypatch.delenv("JAVA_HOME")
     monkeypatch.setenv("PATH", str(java.parent) + os.pathsep + os.environ["PATH"])
     if complaint:
@@ -205,7 +201,6 @@ def test_the_version_of_java_counts(said: str, complaint: str | None, tmp_path: 
 
 
 def test_a_java_that_does_not_start_is_a_sentence(target: DatabaseSettings, emulators: Emulators, tmp_path: Path):
-    """With what it said before it, and what else it may be; exit code 3."""
     version = "echo 'openjdk version \"17.0.15\"' >&2; exit 0"
     java_that(tmp_path, f"[ \"$1\" = -version ] && {{ {version}; }}\necho 'no room for a heap' >&2\nexit 1")
     arguments = ("register", "--input", "in.jsonl", "--rejects", "no")
@@ -239,26 +234,16 @@ def test_the_packages_of_the_extra_are_looked_for(
             raise PackageNotFoundError(name)
         return str(found[name])
 
-    def missing(name: str) -> Any:
-        raise ImportError(name)
-
     monkeypatch.setattr(session, "version", version)
-    monkeypatch.setattr(session, "import_module", missing)
-    if complaint is None:
+    monkeypatch.setattr(session, "import_module", mock.Mock(side_effect=ImportError))
+    with pytest.raises(NotReached, match=complaint) if complaint else nullcontext():
         session.check_packages()
-    else:
-        with pytest.raises(NotReached, match=complaint):
-            session.check_packages()
 
 
 def test_a_spark_that_pip_did_not_install_is_found(monkeypatch: pytest.MonkeyPatch):
     """That of Dataproc has no metadata, only a version."""
-
-    def unknown(name: str) -> str:
-        raise PackageNotFoundError(name)
-
     versions = {"pyspark": "4.0.0", "pandas": "2.2.3", "pyarrow": "18.0.0", "matplotlib": "3.10.0"}
-    monkeypatch.setattr(session, "version", unknown)
+    monkeypatch.setattr(session, "version", mock.Mock(side_effect=PackageNotFoundError))
     monkeypatch.setattr(session, "import_module", lambda name: SimpleNamespace(__version__=versions[name]))
     session.check_packages()
     versions["pyspark"] = "3.5.0"

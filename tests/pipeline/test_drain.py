@@ -110,7 +110,6 @@ def register_keys(database: Database, topic: str, keys: int, commits: int) -> li
 
 
 def test_all_that_can_be_sent_is_sent_and_what_stays_is_told(drain: Drain, database: Database, pubsub: PubSub):
-    """Two topics, three priorities, keys in their order; scheduled, dead and paused tasks stay; done again, nothing."""
     topics = [pubsub.new_topic() for _ in range(2)]
     subscriptions = [pubsub.new_subscription(topic, ordered=True) for topic in topics]
     expected = [register(database, topic, 60) for topic in topics]
@@ -136,7 +135,6 @@ def test_all_that_can_be_sent_is_sent_and_what_stays_is_told(drain: Drain, datab
 
 
 def test_at_its_deadline_it_stops_with_the_work_that_is_left(drain: Drain, database: Database):
-    """A topic that is not there: exit code 4, and how much waits."""
     register(database, "missing-topic", 3)
     code, done = drain("--deadline", "2", "--workers", "2")
     assert code == 4

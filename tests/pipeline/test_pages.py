@@ -112,7 +112,6 @@ def test_the_page_of_the_drain(shop: Database, here: Path, pubsub: PubSub):
 
 
 def test_the_pages_of_the_archive_and_of_replaying(shop: Database, here: Path, capsys: pytest.CaptureFixture[str]):
-    """Tasks are archived, purged, read back and unsent again; folders and the record are as the pages show them."""
     now = datetime.now(UTC)
     message = {"data": b'{"cents": 1200}', "attributes": {"kind": "paid"}}
     insert(shop, [row("a", SentAt=now, Data=serialized(**message)), row("b", SentAt=now)])

@@ -58,7 +58,6 @@ def test_a_task_that_was_reset_since_the_look_stays(database: Database, monkeypa
 
 
 def test_tasks_are_deleted_in_groups(database: Database, target: DatabaseSettings):
-    """One answer a group, none for nothing; the last one may be of a single task."""
     tasks = [(f"{number:04d}", DAY + MICROSECOND * number) for number in range(2 * GROUP_ROWS + 1)]
     insert(database, [sent(id, at) for id, at in tasks])
     insert(database, [row("unsent"), row("scheduled", AvailableAt=FUTURE)])

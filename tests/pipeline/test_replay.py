@@ -308,7 +308,6 @@ def test_whose_replay_it_was_is_noted_if_credentials_say_it(database: Database, 
 def test_without_the_table_of_replays_only_a_replay_is_refused(
     spark: SparkSession, target: DatabaseSettings, own_database: Database
 ):
-    """It says what to do; a dry run needs no table, nor does anything else."""
     database, target = own_database, dataclasses.replace(target, database=str(own_database.database_id))
     insert(database, [sent("a", DAY)])
     database.update_ddl([f"DROP TABLE {schema.REPLAYS}"]).result()

@@ -69,7 +69,6 @@ def every_state(database: Database) -> dict[str, str]:
 
 
 def test_every_column_is_as_in_the_table(every_state: dict[str, str], target: DatabaseSettings, database: Database):
-    """All columns, whatever is NULL; times with microseconds; bytes decoded; the state as the commands have it."""
     got = {each["Id"]: each for each in read(options(target, columns=",".join(schemas.TASK.fieldNames()))).to_pylist()}
     assert {id: each["State"] for id, each in got.items()} == every_state
     assert set(every_state.values()) == set(STATES)
@@ -125,7 +124,6 @@ def test_a_time_is_met_to_the_microsecond(target: DatabaseSettings, database: Da
 
 
 def test_times_of_unsent_tasks_are_those_of_their_commits(target: DatabaseSettings, database: Database):
-    """As with the commands of operators."""
     insert(database, [row("old", CreatedAt=PAST), row("new", CreatedAt=DAY), row("sent", CreatedAt=PAST, SentAt=DAY)])
     for boost in ("false", "true"):
         given = options(target, columns="Id", dataBoost=boost)
@@ -210,7 +208,6 @@ def test_options_that_are_wrong_are_named(target: DatabaseSettings):
 
 
 def test_a_process_has_one_client_for_a_database(target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch):
-    """And another one for another database, another emulator, and in a process that was forked."""
     one = spanner.table_of(target)
     assert spanner.table_of(dataclasses.replace(target)) is one
     monkeypatch.setattr("os.getpid", lambda: -1)

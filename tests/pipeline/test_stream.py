@@ -64,7 +64,6 @@ def streamed(spark: SparkSession, sink: Path) -> Sent:
 
 
 def test_batches_meet_without_a_gap(target: DatabaseSettings, database: Database):
-    """A task that was sent at the end of a batch belongs to that batch only; unsent tasks belong to none."""
     of, of_topic = reader(target), reader(target, topic="other")
     start = begun(of)
     send(database, "a")
@@ -80,7 +79,6 @@ def test_batches_meet_without_a_gap(target: DatabaseSettings, database: Database
 
 
 def test_a_batch_that_is_read_again_is_the_same(target: DatabaseSettings, database: Database):
-    """Whatever happened to its tasks meanwhile: sent again, deleted, or more of them."""
     of = reader(target)
     start = begun(of)
     send(database, "again", "deleted")

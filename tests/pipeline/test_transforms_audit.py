@@ -206,7 +206,6 @@ def _parted(text: str) -> tuple[str, str]:
 
 
 def test_each_defect_is_found_and_no_other(judged: Judged):
-    """One task of each kind beside two that are as they should be; each is counted, by topic and hour."""
     found = [(name, name) for name in ("lost", "late", "pending", "dead", "arriving")]
     found += [("pending", "unmarked"), ("republished", "twice"), ("redelivered", "again"), ("mismatched", "changed")]
     assert judged.findings["each defect"] == Counter([*found, ("out_of_order", "second"), ("unknown", "stranger")])
@@ -253,7 +252,6 @@ def test_latencies_are_those_of_the_tasks_that_were_received(judged: Judged):
 
 
 def test_both_sides_have_one_digest(spark: SparkSession):
-    """The table and the received messages, with attributes as a map or as JSON, agree for any bytes and texts."""
     random = Random(5)
     alphabet = [*map(chr, range(128)), "é", "ß", "\u2028", "\ufeff", "\uffff", "😀", "\U0010ffff"]
 
@@ -301,7 +299,6 @@ def test_what_others_add_to_a_message_changes_no_digest(spark: SparkSession):
 
 
 def test_texts_are_read_as_bigquery_writes_them(spark: SparkSession):
-    """Attributes as JSON, times with a zone, data as base64 or as it is; what cannot be read is counted as such."""
     at = "2026-11-20 11:30:00.123456 UTC"
     rows = [
         ("1", at, '{"asynchronous_task_id": "a", "x": "ü"}', "aGk="),

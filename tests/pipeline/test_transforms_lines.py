@@ -113,7 +113,6 @@ def test_formats_go_by_the_ending(spark: SparkSession, tmp_path: Path):
 
 
 def test_a_file_of_nothing_but_its_head_has_no_rows(spark: SparkSession, tmp_path: Path):
-    """And one without a head has no columns, which is said."""
     (tmp_path / "head.csv").write_text("data,topic\n")
     (tmp_path / "nothing.csv").write_text("")
     (tmp_path / "nothing.jsonl").write_text("")
@@ -161,7 +160,6 @@ def test_what_has_an_order_is_in_one_partition_and_in_it(spark: SparkSession):
 
 
 def test_rows_without_an_order_go_by_their_ids(spark: SparkSession):
-    """And are spread over the partitions; nothing is added to them but their place."""
     given = [{"task_id": f"{number:03}"} for number in range(90)]
     ordered = in_order(tasks(spark, *given), 3)
     assert ordered.columns == schemas.INPUT.fieldNames()
@@ -176,7 +174,6 @@ def test_rows_without_an_order_go_by_their_ids(spark: SparkSession):
 
 
 def test_rows_of_one_id_stand_side_by_side_where_the_first_one_belongs(spark: SparkSession):
-    """Whatever their sequence, and wherever they were; in an ordering key, and without one."""
     given = [{"task_id": f"{number:02}", "ordering_key": "k", "sequence": number} for number in range(30)]
     twice = {"task_id": "05", "ordering_key": "k"}
     given += [twice | {"sequence": 28}, twice | {"sequence": None}]

@@ -38,7 +38,6 @@ def texts(spark: SparkSession, given: list[dict[str, str]], *names: str) -> Data
 
 
 def test_typed_columns_are_taken_as_they_are(spark: SparkSession):
-    """A full and a minimal row, with microseconds; whole numbers of any width; attributes whose values have a text."""
     made = prepared(rows(spark, [FULL, row(task_id="id-2", data=b"")]))
     assertSchemaEqual(made.schema, schemas.INPUT, ignoreNullable=True)
     narrow = spark.sql(
@@ -55,7 +54,6 @@ def test_typed_columns_are_taken_as_they_are(spark: SparkSession):
 
 
 def test_texts_become_the_same_values(spark: SparkSession):
-    """As they stand in lines of JSON and in CSV; base64 is data, also with ends of lines; NULL stays NULL."""
     full = {
         "task_id": "id-1", "topic": "orders", "data_base64": "AP8=", "attributes": '{"b":"2", "a":"é"}',
         "priority": "-7", "ordering_key": "k", "available_at": "2026-11-21T14:00:00.123456+01:00",
@@ -120,7 +118,6 @@ def test_a_text_that_cannot_be_read_is_named_and_only_its_line_is_kept(spark: Sp
 
 
 def test_other_rows_that_cannot_be_read(spark: SparkSession):
-    """Two kinds of data, no UTF-8, years that there are not, and a key that is NULL; what is readable stays."""
     given = spark.sql(
         "SELECT *, n AS k FROM VALUES "
         "(1, 'fine', NULL, NULL, NULL, NULL), "
@@ -152,7 +149,6 @@ def test_other_rows_that_cannot_be_read(spark: SparkSession):
 
 
 def test_the_line_of_a_typed_row_can_be_read_again(spark: SparkSession):
-    """Bytes are in it as base64, a map as an object, a time with its microseconds."""
     given = rows(spark, [FULL | {"task_id": None, "data": b"\xff"}]).withColumn("n", f.lit(None).cast("long"))
     [made] = prepared(given, key=["n"]).collect()
     assert json.loads(made.line) == {
@@ -181,7 +177,6 @@ def test_each_column_makes_another_id_of_a_row_without_a_key(spark: SparkSession
 
 
 def test_the_id_of_a_row_without_a_key_is_the_same_however_it_is_given(spark: SparkSession):
-    """Texts or types, the order of attributes, a topic of its own or the one for all, settings of the session."""
     typed = FULL | {"task_id": None, "data": b"x" * 200}
     turned = typed | {"attributes": dict(reversed(typed["attributes"].items()))}
     text = {
@@ -294,7 +289,6 @@ def test_spark_makes_the_same_ids_as_python(spark: SparkSession):
 
 
 def test_the_key_of_a_row_makes_its_id(spark: SparkSession):
-    """With the topic of the row, or the one for all; columns of keys may have any names and several types."""
     given = spark.sql(
         "SELECT 'x' AS data, topic, `a.b`, `c``d`, _topic, whole, day, yes FROM VALUES "
         "('orders', 'é', 'q', 't', 7, DATE'2026-11-21', true), "
@@ -310,7 +304,6 @@ def test_the_key_of_a_row_makes_its_id(spark: SparkSession):
 
 
 def test_null_is_a_name_of_its_own(spark: SparkSession):
-    """Neither the empty text nor the one that stands for NULL in the name."""
     given = spark.createDataFrame([(None, "a"), ("", "a"), ("-", "a"), ("a", None)], "one string, two string")
     found = given.select(named([f.col("one"), f.col("two")]).alias("name")).collect()
     assert [each.name for each in found] == ["-1:a", "0:1:a", "1:-1:a", "1:a-"]

@@ -101,7 +101,6 @@ def test_windows_are_contiguous_and_end_at_multiples(begin: datetime, seconds: f
 
 @given(TIMES, LENGTHS, st.lists(st.floats(0, 5), min_size=1, max_size=5))
 def test_windows_are_the_same_however_often_the_job_runs(begin: datetime, seconds: float, steps: list[float]):
-    """Each run goes on where the last one ended: together they have the windows of one run."""
     length, end, reached = timedelta(seconds=seconds), begin, begin
     together: list[tuple[datetime, datetime]] = []
     for step in steps:

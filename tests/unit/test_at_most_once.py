@@ -240,7 +240,6 @@ def test_after_a_stop_nothing_is_marked_any_more(bench: Bench) -> None:
 
 
 def test_a_result_has_the_batch_of_those_that_wait_for_one() -> None:
-    """With their keys, if any has one; not behind one of their key that failed, whatever happens to others."""
     once = Skipped("at_most_once")
 
     def waits(outcomes: dict[str, Outcome], *keys: str | None) -> Batch | None:

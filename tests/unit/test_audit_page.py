@@ -115,7 +115,6 @@ def test_the_numbers_and_the_samples_are_there(rich_page: str) -> None:
 
 
 def test_the_tables_lines_are_those_of_the_topics() -> None:
-    """Lost ones first, then the largest; duplicates for each thousand tasks; no latency is a dash."""
     lines = [row("big", 4_000, hour(0), republished=5, redelivered=7), row("bad", 10, hour(0), lost=10)]
     table = next(each for each in parsed(page(summary(*lines))).iter("table"))
     cells = [["".join(cell.itertext()) for cell in line] for line in table.iter("tr")]
@@ -145,7 +144,6 @@ def test_the_headline_says_whether_anything_is_lost(made: dict[str, Any], kind: 
 
 
 def test_it_needs_nothing_and_can_do_nothing(rich_page: str) -> None:
-    """No script, no address of anything but its own parts, each of them there and only once."""
     root = parsed(rich_page)
     ids = [each.attrib["id"] for each in root.iter() if "id" in each.attrib]
     assert len(ids) == len(set(ids))
@@ -165,7 +163,6 @@ def test_it_needs_nothing_and_can_do_nothing(rich_page: str) -> None:
 
 
 def test_hostile_texts_stay_texts(rich_page: str) -> None:
-    """Of topics, ids, the database and the path; unprintable text is written as Python writes it."""
     root = parsed(rich_page)
     assert root.findtext("head/title") == f"Audit of {HOSTILE[0]}"
     cells = {"".join(each.itertext()) for each in root.iter("td")}
@@ -203,6 +200,5 @@ def test_many_topics_are_cut_with_a_note() -> None:
     ids=["nothing received", "nothing received in two hours", "no latency", "decades between"],
 )
 def test_any_plot_can_be_drawn(lines: list[dict[str, Any]]) -> None:
-    """Also where a scale has nothing to go by."""
     root = parsed(page(summary(*lines)))
     assert len(list(root.iter(f"{SVG}svg"))) == (1 if lines[0]["p50"] is None else 2)

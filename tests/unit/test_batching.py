@@ -92,9 +92,7 @@ def test_within_a_slice_the_oldest_of_a_priority_goes_first() -> None:
 
 def test_priority_is_global() -> None:
     """A less urgent task does not ride along with an urgent one of its shard while urgent ones of others wait."""
-    found = [
-        candidate(f"{priority}-{shard}", shard=shard, priority=priority) for shard in range(10) for priority in (9, 1)
-    ]
+    found = [candidate(f"{value}-{shard}", shard=shard, priority=value) for shard in range(10) for value in (9, 1)]
     first, second = sample(found, Limits(10, 10**6, 2), Random(1))
     assert (kinds([first]), kinds([second])) == ({"9": 10}, {"1": 10})
 
@@ -213,15 +211,12 @@ def test_a_topic_gets_no_more_tasks_than_allowed_and_no_fewer_if_there_is_room(
     assert allowed == before
 
 
-@pytest.mark.parametrize(
-    ("allowed", "sizes"), [(0, []), (1, [1]), (4, [4]), (5, [4, 1]), (9, [4, 4, 1]), (99, [4] * 5)]
-)
-def test_what_is_allowed_of_a_topic_is_cut_inside_a_batch(allowed: int, sizes: list[int]) -> None:
-    """Batches are as full as can be, and none is empty; the most urgent tasks are those that go."""
+def test_what_is_allowed_of_a_topic_is_cut_inside_a_batch() -> None:
     found = [candidate(f"{n:02}", priority=100 - n) for n in range(20)]
-    batches = sample(found, Limits(4, BYTES, 100), Random(1), None, {"orders": allowed})
-    assert [len(batch.ids) for batch in batches] == sizes
-    assert ids(batches) == [f"{n:02}" for n in range(min(20, allowed))]
+    for allowed, sizes in ((0, []), (1, [1]), (4, [4]), (5, [4, 1]), (9, [4, 4, 1]), (99, [4] * 5)):
+        batches = sample(found, Limits(4, BYTES, 100), Random(1), None, {"orders": allowed})
+        assert [len(batch.ids) for batch in batches] == sizes
+        assert ids(batches) == [f"{n:02}" for n in range(min(20, allowed))]
 
 
 def test_what_is_allowed_of_a_topic_is_divided_between_ready_and_due_tasks() -> None:
@@ -245,7 +240,6 @@ def test_what_is_allowed_of_a_topic_is_divided_between_ready_and_due_tasks() -> 
 def test_a_run_stays_whole_and_in_order_or_gives_its_beginning(
     lengths: list[int], loose: int, allowed: int | None, random: Random
 ) -> None:
-    """Batches hold no more tasks than they may, a topic gets no more than is allowed, and the next task is released."""
     found = [run(f"key{n:02}-", length) for n, length in enumerate(lengths)]
     found += [candidate(f"loose{n}") for n in range(loose)]
     batches = sample(found, Limits(6, 10**6, 100), random, allowed={} if allowed is None else {"orders": allowed})

@@ -116,7 +116,6 @@ def test_what_there_was_no_time_for_is_ready_again(bench: Bench) -> None:
 
 
 def test_a_limited_topic_sends_the_beginning_of_a_key(bench: Bench) -> None:
-    """The topic's rate lets three go at a time: the fourth must be in the next poll."""
     bench.store.limits["orders"] = TopicLimit(rate=0.5, burst=3)
     ids = released(bench, 9)
     bench.run_for(30, step=6)

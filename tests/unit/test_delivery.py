@@ -122,7 +122,6 @@ def test_what_was_sent_in_an_aborted_attempt_is_reported_though_its_row_is_gone(
 
 
 def test_the_traces_of_what_is_charged_are_told_and_no_others(bench: Bench) -> None:
-    """Also of what was recorded in an earlier commit of the same batch."""
     expired = {"expires_at": bench.store.now - HOUR}
     for number, (id, columns) in enumerate({"expired": expired, "failing": {}, "good": {}}.items(), 1):
         message = RawPubsubMessage(attributes={"googclient_traceparent": f"00-{number:032x}-{1:016x}-01"})

@@ -102,7 +102,6 @@ def test_named_tests_exist(page: Path) -> None:
 
 
 def test_every_page_of_docs_is_in_the_index() -> None:
-    """A page that readers cannot find is not documentation."""
     docs = ROOT / "docs"
     linked = {(docs / target.partition("#")[0]).resolve() for _, target in links(docs / "README.md")}
     pages = {page for page in docs.rglob("*.md") if "examples" not in page.parts and page.name != "README.md"}

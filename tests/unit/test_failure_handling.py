@@ -229,7 +229,6 @@ def test_tasks_of_a_topic_that_never_comes_are_dead_after_a_day(bench: Bench) ->
 
 
 def test_a_failed_commit_charges_nothing(bench: Bench) -> None:
-    """The row is as it was, no dead task is counted, and the attempt comes again."""
     bench.insert("bad")
     bench.publisher.failing["bad"] = REFUSED
     bench.commits(StoreError("deadline exceeded"))
@@ -278,7 +277,6 @@ def test_what_was_written_to_a_row_between_two_transaction_attempts_stands(
 
 
 def test_an_expired_task_is_dead_and_not_sent(bench: Bench) -> None:
-    """By the database's time at the claim, with the reason. Once sent, a task expires no more."""
     bench.insert("expired", expires_at=NOON)
     bench.insert("good", expires_at=NOON + timedelta(seconds=1))
     bench.turns()

@@ -81,7 +81,6 @@ def ids(rows: Sequence[LockedRow]) -> list[str]:
 
 
 def test_the_run_of_a_key_is_one_request_in_its_order(publisher: PubSubPublisher, record: Recorder) -> None:
-    """However keys are mixed in a batch; the ordering key is that of the column, and one key waits for no other."""
     x, y = run(30, "x"), run(30, "y")
     mixed = [each for pair in zip(x, y, [row(f"{n}", None) for n in range(30)], strict=True) for each in pair]
     all_here = threading.Barrier(3, timeout=10)

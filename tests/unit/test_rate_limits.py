@@ -78,7 +78,6 @@ def test_a_fifth_of_a_second_is_saved_before_the_topic_is_asked_for(
     ("workers", "burst", "in_flight"), [(1, 20, 7), (2, 10, 3), (3, 6, 2), (4, 5, 1), (7, 2, 1), (20, 1, 1), (50, 1, 1)]
 )
 def test_each_worker_has_its_part(throttle: Timed, workers: int, burst: int, in_flight: int) -> None:
-    """Of the rate, the burst and the tasks in flight; of the latter two at least one."""
     throttle.learn({"orders": TopicLimit(10, 20), "invoices": TopicLimit(None, None, 7)}, workers)
     assert throttle.allowances({}) == {"orders": burst, "invoices": in_flight}
     throttle.take("orders", burst)

@@ -127,7 +127,6 @@ def test_each_failure_has_a_line(watch: Watch) -> None:
 
 
 def test_ten_thousand_failures_are_a_hundred_lines_a_minute(watch: Watch) -> None:
-    """For each topic and reason; the others are counted in the first line of the next minute."""
     watch.reporter.batch(failing([f"task-{n}" for n in range(10_000)]))
     assert watch.told() == ["publish_failed"] * 100
     watch.seconds += 60

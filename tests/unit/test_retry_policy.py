@@ -57,7 +57,6 @@ def test_waits_double_up_to_the_longest_each_between_half_and_full(attempts: int
 
 
 def test_the_wait_is_the_drawn_part_of_the_full_wait_from_the_given_time() -> None:
-    """A first wait longer than the longest is cut; tasks that failed together do not come back together."""
     for part, seconds in ((0.5, 4), (0.75, 6), (1.0, 8)):
         drawn = Mock(uniform=Mock(return_value=part))
         assert record(UNKNOWN, 2, initial=2, random=drawn).available_at == NOW + timedelta(seconds=seconds)

@@ -130,7 +130,6 @@ def test_an_index_that_is_being_filled_exists_but_is_not_ready():
 
 
 def test_the_guide_shows_the_file_that_the_test_runs():
-    """The statements that users copy from the guide are tested."""
     guide = (ROOT / "docs" / "guide" / "from-the-article.md").read_text()
 
     (shown,) = re.findall(r"```sql\n(.+?)```", guide, re.DOTALL)

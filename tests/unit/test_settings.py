@@ -24,7 +24,6 @@ def test_defaults_are_those_of_the_documentation() -> None:
 
 
 def test_a_flag_wins_over_its_environment_twin_which_wins_over_the_default() -> None:
-    """The project alone falls back to Google's variable, too; ours wins."""
     assert read({"OUTBOX_BATCH_SIZE": "7"}).batch_size == 7
     assert read({"OUTBOX_BATCH_SIZE": "7"}, batch_size="8").batch_size == 8
     needed = {"instance": "main", "database": "orders"}

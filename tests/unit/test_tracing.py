@@ -101,7 +101,6 @@ def test_a_batch_is_one_span_with_links_to_where_its_tasks_come_from(spans: InMe
 
 
 def test_the_span_says_what_failed(spans: InMemorySpanExporter) -> None:
-    """The most frequent reason is the type of its error; never a payload."""
     outcomes = {"a": Failed("not_found", "x"), "b": Failed("too_large", "x"), "c": Failed("not_found", "x")}
     with tracing.sending("projects/p/topics/orders", messages(*[None] * 4), outcomes):
         pass

@@ -109,7 +109,6 @@ def test_two_workers_do_not_keep_step() -> None:
 
 
 def test_an_outage_is_said_once_and_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    """One line when it begins, one when it is over; the waits grow from 0.2 s to 5 s, so there is no busy loop."""
     with caplog.at_level(logging.INFO, "publishworker"):
         waits = Script(WORK, *[AWAY] * 8, WORK, AWAY, WORK).run()
     assert waits == near(0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5, 0.2)
@@ -183,7 +182,6 @@ def test_a_stuck_batch_ends_the_loop_when_the_others_have_ended(others: tuple[Ba
 
 
 def test_a_defect_ends_the_loop() -> None:
-    """It is not retried for ever, and nothing is waited for."""
     script = Script(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         script.run()
