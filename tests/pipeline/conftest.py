@@ -33,7 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def spark(emulators: Emulators) -> Iterator[SparkSession]:  # noqa: ARG001 - whose environment the workers inherit
-    """Spark inside this process, whose workers use the emulators."""
     made = jobs_session.session("tests", "local[2,3]")
     for name, value in SMALL_DATA.items():
         made.conf.set(name, value)

@@ -288,7 +288,6 @@ def test_a_run_that_ends_before_its_manifest_leaves_nothing_to_see_and_of_two_ru
 def test_the_purge_deletes_only_what_the_files_prove(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
-    """Files too many, too few, or with other rows; another manifest. A damaged window delays no other window."""
     insert(database, [sent("a", DAY), sent("b", DAY, Topic="users"), sent("c", NEXT_DAY)])
     settings = settings_of(target, tmp_path, until=shown(NEXT_DAY + HOUR * 24))
     assert run(spark, settings, late=True).windows == 2

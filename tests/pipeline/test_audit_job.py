@@ -34,7 +34,6 @@ def settings(target: DatabaseSettings, folder: Path, **given: str) -> AuditSetti
 
 
 def message(id: str, at: datetime, data: bytes = b"data", **columns: Any) -> dict[str, Any]:
-    """Return a message as BigQuery exports what a subscription has written."""
     return {
         "subscription_name": "projects/p/subscriptions/s",
         "message_id": f"of {id} at {at}",

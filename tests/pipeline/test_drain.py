@@ -185,7 +185,6 @@ def test_a_round_that_fails_takes_its_members_leave(
 
 
 def pythons_of_spark() -> list[int]:
-    """Return the processes in which this process's Spark runs Python."""
     family = [os.getpid()]
     for each in family:
         family += children(each)

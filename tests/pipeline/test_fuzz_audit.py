@@ -56,7 +56,6 @@ def _body(random: Random) -> str | None:
 
 @pytest.mark.parametrize("base64_", [True, False], ids=["base64", "text"])
 def test_what_was_received_is_read_or_counted_as_unreadable(spark: SparkSession, long: bool, base64_: bool):
-    """One row for each message, whatever its texts are; those that are good are read as they are."""
     random = Random(1)
     rows: list[Any] = [
         (f"{number}" if random.random() < 0.9 else None, random.choice([*TIMES, None]), _json(random), _body(random))

@@ -21,7 +21,6 @@ from tests.support.pipeline import PurgeFails, meddle
 
 
 def batch(tasks: list[Sent], zone: str = "UTC") -> pa.RecordBatch:
-    """Return tasks as Spark hands them on in a session of that time zone."""
     times = pa.array([at for _, at in tasks], pa.timestamp("us", tz=zone))
     return pa.RecordBatch.from_arrays([pa.array([id for id, _ in tasks], pa.string()), times], names=["Id", "SentAt"])
 

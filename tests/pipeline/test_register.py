@@ -29,7 +29,6 @@ AT = datetime(2026, 11, 21, 13, 0, 0, 123456, UTC)
 
 
 def refused(folder: object) -> list[dict[str, Any]]:
-    """Return the rejects of a run, in the order of their reasons."""
     lines = [line for file in sorted(Path(str(folder)).glob("*.json")) for line in file.read_text("utf-8").splitlines()]
     return sorted((json.loads(line) for line in lines), key=lambda each: str(each["reason"]))
 
@@ -75,7 +74,6 @@ def test_rows_become_tasks_and_a_second_run_adds_none(
 def test_repeated_rows_and_other_tasks_of_an_id_are_told_apart(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
-    """Also far from each other in an ordering key, in another partition, and in another run."""
     keyed = [
         {"task_id": f"k{number:03}", "data": b"k", "ordering_key": "k", "sequence": number} for number in range(250)
     ]

@@ -197,7 +197,6 @@ SAME = (
 
 @pytest.mark.parametrize("where", ["in the table", "in its group", "at the end of the group before"])
 def test_another_task_of_the_same_id_is_refused_and_the_same_one_is_not(where: str):
-    """Each difference alone, in whatever place the first one is."""
     base = {"attributes": {"a": "1"}}
     for other, refused in [(each, True) for each in OTHERS] + [(each, False) for each in SAME]:
         table = FakeTable()

@@ -159,7 +159,6 @@ def test_the_table_is_left_as_by_retry_and_workers_send_it_once(  # noqa: PLR091
 def test_what_was_purged_comes_back_from_the_archive_as_it_was(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
-    """Column by column, unsent and due; of what is there, what was sent is made unsent; the rest is left."""
     full = {
         "OrderingKey": "k", "Sequence": -(2**63), "Priority": 2**63 - 1, "AtMostOnce": True,
         "CreatedAt": DAY - MICROSECOND, "Data": bytes(range(256)),

@@ -84,7 +84,6 @@ def test_every_column_is_as_in_the_table(every_state: dict[str, str], target: Da
 
 
 def test_every_task_is_read_once_whatever_its_id(target: DatabaseSettings, database: Database):
-    """Ranges meet without a gap and without an overlap, from the first id to the last one."""
     chance = random.Random(7)
     for empty in ({}, {"state": "sent", "since": "1h"}):
         assert read(options(target, **empty)).num_rows == 0

@@ -156,7 +156,6 @@ def query(spark: SparkSession, target: DatabaseSettings, checkpoint: Path, sink:
 def test_what_is_available_now_is_read_though_a_batch_was_left_unfinished(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
-    """The query finishes that batch, and then reads what was sent since."""
     sink, checkpoint = tmp_path / "sink", tmp_path / "checkpoint"
     send(database, "a")
     query(spark, target, checkpoint, sink)

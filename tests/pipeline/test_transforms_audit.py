@@ -60,14 +60,12 @@ def task(id: str, created: datetime, sent: datetime | None, **others: Any) -> tu
 
 
 def message(id: str, at: datetime, message_id: str = "", **others: Any) -> tuple[Any, ...]:
-    """Return a message as it was received, whose data is the id of its task."""
     text = others.get("text", id)
     attributes = {TASK_ID_ATTRIBUTE: id, "order": text, **others.get("attributes", {})}
     return (message_id or f"of {id} at {at}", at, attributes, text.encode())
 
 
 def _keyed(id: str, created: int, sequence: int | None, key: str = "k", topic: str = "orders") -> tuple[Any, ...]:
-    """Return a task of an ordering key, created so many seconds after IN_TIME."""
     return task(id, IN_TIME + created * SECOND, NOON, sequence=sequence, key=key, topic=topic)
 
 
@@ -158,8 +156,6 @@ CASES: dict[str, tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]] = {
 
 @dataclasses.dataclass
 class Judged:
-    """What the audit says of all cases, judged at once."""
-
     #: Each class and task ID that is found, and how often, by case.
     findings: dict[str, Counter[tuple[str, str]]]
     #: The state of each task, by case and task ID.

@@ -123,7 +123,6 @@ def test_a_file_of_nothing_but_its_head_has_no_rows(spark: SparkSession, tmp_pat
 
 
 def tasks(spark: SparkSession, *given: dict[str, object]) -> DataFrame:
-    """Return rows of `schemas.INPUT`, shuffled, in three partitions."""
     made = [row(**each) for each in given]
     random.Random(7).shuffle(made)
     names = schemas.INPUT.fieldNames()

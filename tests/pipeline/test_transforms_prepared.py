@@ -26,7 +26,6 @@ FULL = row(
 
 
 def frame(spark: SparkSession, given: list[dict[str, object]]) -> DataFrame:
-    """Return rows as `prepared` is to make them."""
     names = schemas.INPUT.fieldNames()
     return spark.createDataFrame([tuple(each[name] for name in names) for each in given], schemas.INPUT)
 

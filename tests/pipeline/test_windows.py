@@ -70,7 +70,6 @@ def finish(spark: SparkSession, to: Path, since: datetime, until: datetime, task
 
 
 def test_a_day_is_from_midnight_to_midnight():
-    """The first window ends at the next multiple, the last one is the last that has ended."""
     found = list(bounds(DAY, DAY + HOUR * 47, 86_400))
     assert found == [(DAY, NEXT_DAY)]
     assert list(bounds(DAY, NEXT_DAY, 86_400)) == found, "a window that ends just then has ended"

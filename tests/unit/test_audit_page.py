@@ -95,7 +95,6 @@ def words(text: str) -> str:
 
 
 def test_the_numbers_and_the_samples_are_there(rich_page: str) -> None:
-    """Each with its meaning beside it; times in full, as commands take them."""
     made = rich()
     told = words(rich_page)
     for name in CLASSES:

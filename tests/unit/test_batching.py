@@ -25,7 +25,6 @@ def candidate(
 
 
 def due(id: str, **columns: Any) -> Candidate:
-    """Return a task that became due a while ago."""
     return dataclasses.replace(candidate(id, **columns), available_at=NOON)
 
 

@@ -18,7 +18,6 @@ HOUR = timedelta(hours=1)
 
 
 def block(bench: Bench, tasks: int) -> list[str]:
-    """Add a dead task, and so many behind it in its key; return these."""
     ids = [f"t{n:02}" for n in range(tasks)]
     bench.line("head", available_at=NEVER, attempts=1)
     bench.line(*ids)

@@ -19,8 +19,6 @@ HOUR = timedelta(hours=1)
 
 
 class Bench(FakePublisher):
-    """A delivery between a store and this publisher, which takes two seconds for each call."""
-
     def __init__(self) -> None:
         super().__init__("orders")
         self.store = FakeStore()

@@ -33,7 +33,6 @@ def prose(page: Path) -> str:
 
 
 def links(page: Path) -> Iterator[tuple[str, str]]:
-    """Yield text and target of each link that stays in the repository."""
     for text, target in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", prose(page)):
         if not target.startswith(("https://", "http://")):
             yield text, target

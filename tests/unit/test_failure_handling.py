@@ -76,7 +76,6 @@ def test_an_unknown_error_is_tried_again_with_growing_waits_and_then_dead(bench:
 
 
 def test_what_no_repetition_can_mend_is_dead_at_once(bench: Bench) -> None:
-    """With its reason, counted, and its neighbours sent. LastError shows nothing of the message."""
     refused = ("invalid_argument", "too_large", "topic_not_allowed")
     bench.insert("good", *refused)
     bench.publisher.failing = {reason: Failed(reason, "no") for reason in refused}
@@ -132,7 +131,6 @@ def test_who_met_an_outage_goes_alone_afterwards(bench: Bench) -> None:
 
 
 def test_a_message_that_always_times_out_is_charged_alone_and_becomes_dead(bench: Bench) -> None:
-    """Its neighbours are sent, later tasks within seconds, and none of them pays for it."""
     bench.insert(*[str(n) for n in range(9)], "poison")
     bench.publisher.failing["poison"] = LATE
     bench.run_for(30)
@@ -182,7 +180,6 @@ def test_what_no_message_can_cause_is_charged_to_none(bench: Bench, reason: str)
 
 
 def test_poison_messages_that_fail_together_are_found_together() -> None:
-    """Twenty of them, each in a transaction of its own: the good ones wait for minutes, not for an hour."""
     bench = Bench(size=1, batches=8)
     bench.insert(*[f"poison{n}" for n in range(20)], *[f"good{n}" for n in range(50)])
     bench.publisher.failing = {f"poison{n}": LATE for n in range(20)}

@@ -15,7 +15,6 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
 def tasks(*priorities: int) -> list[Candidate]:
-    """Return one ready task of each priority."""
     return [Candidate(str(each), "orders", 0, each, NOON, None, None, 1) for each in priorities]
 
 
@@ -92,7 +91,6 @@ def endless(bench: Bench, worker: Relay, sent: int, most: int) -> Counter[str]:
 
 @pytest.mark.parametrize(("batches", "share"), [(1, 0.1), (2, 0.1), (4, 0.1), (8, 0.1), (32, 0.1), (8, 0.25), (8, 0.5)])
 def test_an_endless_stream_of_urgent_tasks_leaves_lower_ones_their_share(batches: int, share: float) -> None:
-    """For each lower priority in turn, although every range is full of urgent tasks."""
     bench = Bench(size=5, batches=batches, fair_share=share)
     sent = 500 if batches < 8 else 1500
     kinds = endless(bench, bench.relay, sent, 1000)

@@ -21,8 +21,6 @@ from tests.support.waiting import eventually
 
 
 class Tagged(Counted):
-    """A metrics client that keeps gauges and counts by name and tags."""
-
     def __init__(self) -> None:
         super().__init__()
         self.values: dict[tuple[str, ...], float] = {}

@@ -13,7 +13,6 @@ from publishworker.heartbeat import Heartbeat
 def test_the_health_check_tells_young_old_and_missing_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit 0, 1, 1, with a sentence; 2 for a wrong option."""
     file = tmp_path / "heartbeat"
     monkeypatch.setenv("OUTBOX_HEARTBEAT_FILE", str(file))
     assert healthcheck.main([]) == 1

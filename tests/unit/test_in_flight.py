@@ -17,8 +17,6 @@ from tests.support.waiting import eventually
 
 
 class Batches:
-    """Batches that stay in flight until a test ends them."""
-
     def __init__(self) -> None:
         self.ends: dict[str, threading.Event] = {}
         self.seconds = 0.0
@@ -165,7 +163,6 @@ def bench_of(publisher: SlowPublisher, orders: int, invoices: int = 0, **options
 
 
 def test_a_slow_batch_does_not_hold_the_others_back(slow: SlowPublisher) -> None:
-    """One topic hangs: the other's tasks go out turn after turn, and no task in flight is taken twice."""
     bench = bench_of(slow, 200, 1, batches=4, stragglers=1, patience=0.01)
     slow.hanging = {"invoices"}
     turns = [bench.relay.turn() for _ in range(40)]
@@ -179,7 +176,6 @@ def test_a_slow_batch_does_not_hold_the_others_back(slow: SlowPublisher) -> None
 
 
 def test_places_in_flight_count_for_a_topics_half(slow: SlowPublisher) -> None:
-    """Two batches of a topic hang: while another topic waits it gets no third place of four."""
     bench = bench_of(slow, 20, 20, size=1, batches=4, stragglers=4, patience=0.01)
     slow.hanging = {"invoices"}
     for _ in range(8):

@@ -164,7 +164,6 @@ def test_the_share_of_lower_priorities_counts_for_the_limit() -> None:
 
 
 def test_hanging_topics_leave_places_for_others() -> None:
-    """However many there are: their probes have a quarter of the places, and a good task goes at once."""
     bench = Bench(batches=8)
     for n in range(30):
         topic = f"projects/test-project/topics/silent{n}"

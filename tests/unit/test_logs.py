@@ -11,7 +11,6 @@ from outbox.shared.throttled_log import ThrottledLog
 
 
 def test_a_log_line_is_one_json_object_with_the_fields_that_mean_something() -> None:
-    """One line, whatever is in the message; an exception is in fields of its own."""
     record = logging.LogRecord("publishworker", logging.WARNING, __file__, 1, "%d tasks\nfailed", (3,), None)
     record.action = "publish_failed"
     line = JsonFormatter().format(record)

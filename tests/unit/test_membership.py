@@ -45,8 +45,6 @@ def test_a_worker_that_joins_moves_few_shards() -> None:
 
 
 class Watch(Membership):
-    """The worker `me`, its store, and a clock that a test moves."""
-
     def __init__(self, **options: bool) -> None:
         self.store, self.seconds = FakeStore(), 100.0
         super().__init__(self.store, "me", ALL, clock=lambda: self.seconds, **options)
@@ -129,7 +127,6 @@ def test_a_worker_takes_tasks_of_its_own_shards_only(bench: Bench) -> None:
 
 
 def test_a_wrong_division_costs_collisions_and_loses_nothing() -> None:
-    """Two workers that both believe to be alone, with the same seed: each task is sent once."""
     bench = Bench(batches=1)
     bench.insert(*[str(n) for n in range(200)])
     others = bench.another(batches=1)

@@ -128,7 +128,6 @@ class OrderMachine(RuleBasedStateMachine):
 
     @rule(seconds=SECONDS, which=st.integers(-1, 2))
     def step_a_clock(self, seconds: float, which: int) -> None:
-        """Let one clock jump: the database's, or a worker's."""
         if which < 0:
             self.world.wait(seconds, workers=False)
         else:

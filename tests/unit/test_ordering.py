@@ -63,7 +63,6 @@ def test_without_ordered_tasks_no_front_is_read() -> None:
 
 @pytest.fixture
 def bounded() -> Iterator[None]:
-    """A bound of tasks that are passed over, which a test can reach."""
     with mock.patch.object(ordering, "MAX_EXPIRED_ROWS", 40):
         yield
 

@@ -13,8 +13,6 @@ from tests.support.fakes import FakeStore
 
 
 class Watch:
-    """A poller of a fake store, with a clock that only a test moves."""
-
     def __init__(self) -> None:
         self.store = FakeStore()
         self.seconds = 100.0
@@ -70,7 +68,6 @@ def test_due_tasks_are_read_with_the_news_and_as_long_as_there_are_any(watch: Wa
 
 
 def test_a_topic_that_always_has_tasks_is_never_forgotten(watch: Watch) -> None:
-    """What counts is when it was last seen with one, not when it was found."""
     watch.find()
     watch.poll()
     for _ in range(5):

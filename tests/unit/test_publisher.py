@@ -223,7 +223,6 @@ def test_tasks_of_their_own_go_out_beside_the_rest_at_the_same_time(
 
 
 def test_what_cannot_be_sent_is_known_without_a_request(server: PubSubServer) -> None:
-    """By its bytes, its size and its topic's name; `refusals` says the same before a publish."""
     publisher = publisher_to(server.address, lambda name: name != "projects/project/topics/secret")
     mixed = [*BAD, row("a"), row("keyed", key="k")]
     refusals = publisher.refusals("orders", mixed)

@@ -159,7 +159,6 @@ def test_what_cannot_be_sent_ends_its_key(
 
 
 def test_tasks_that_go_singly_keep_their_place(publisher: PubSubPublisher, record: Recorder) -> None:
-    """In a request between those of its neighbors; the tasks of one request share its failure."""
     assert len(sent(publisher.publish("orders", run(5), 5, {"k2"}))) == 5
     assert record.of("k") == [["k0", "k1"], ["k2"], ["k3", "k4"]]
     assert record.most["k"] == 1

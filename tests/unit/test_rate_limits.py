@@ -217,7 +217,6 @@ PAIR = "RatePerSecond and Burst go together. Set both, or both to NULL"
 def test_a_row_that_makes_no_sense_limits_nothing_and_is_complained_about(
     throttle: Timed, caplog: pytest.LogCaptureFixture, limit: TopicLimit, says: str
 ) -> None:
-    """Once a minute, with the topic, the column and the value; its neighbours are followed all the same."""
     assert problem(limit) == says
     line = f"Invalid limits of topic wrong in AsynchronousTaskTopics are ignored: {says}"
     with caplog.at_level(logging.WARNING, "publishworker"):

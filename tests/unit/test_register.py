@@ -160,7 +160,6 @@ def test_the_public_names_are_these() -> None:
 
 
 def test_an_application_sees_in_its_own_tests_what_it_registered() -> None:
-    """`outbox.testing` needs no Spanner: topic, message and options, in the order of the calls."""
     transaction = RecordingTransaction()
     transaction.insert("Orders", ("Id",), [("1",)])
     first = outbox.register(transaction, "orders", b"one", {"a": "b"}, priority=outbox.Priority.HIGH)

@@ -20,8 +20,6 @@ REST, BACK = "circuit_open", "circuit_closed"
 
 
 class Watch(Counted):
-    """A reporter with a clock that moves only when a test moves it, and what it logs and counts."""
-
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         super().__init__()
         caplog.set_level(logging.INFO, "publishworker")
@@ -97,7 +95,6 @@ def test_a_topic_that_flaps_is_told_of_once_a_minute_and_in_pairs(watch: Watch) 
 
 
 def failing(ids: Sequence[str], *, dead: int = 0) -> BatchResult:
-    """Return a batch whose tasks have failed; the first `dead` of them are dead."""
     result = BatchResult(Batch("orders", tuple(ids)), tried=dict.fromkeys(ids, MISSING))
     for place, id in enumerate(ids):
         attempts, available_at = (3, NEVER) if place < dead else (2, NEVER.replace(year=2026))
@@ -149,7 +146,6 @@ def test_an_outage_has_a_line_for_each_task_only_at_debug(watch: Watch) -> None:
 
 
 def test_what_was_done_is_told_once_a_minute(watch: Watch) -> None:
-    """And at the end, and in a lull after some work; nothing is logged where nothing was done."""
     watch.turns(150, Turn(published=10, already_sent=1), worked=True)
     assert watch.told() == ["summary"] * 2
     watch.reporter.end()

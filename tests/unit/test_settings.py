@@ -61,7 +61,6 @@ VALUES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("flag", VALUES)
 def test_a_wrong_value_names_the_flag_the_value_and_what_is_allowed(flag: str) -> None:
-    """By the flag and by the environment variable; the edges inside are read as they are."""
     allowed, wrong, right = VALUES[flag]
     name, variable = "--" + flag.replace("_", "-"), f"OUTBOX_{flag.upper()}"
     needed = {key: text for key, text in NEEDED.items() if key != flag}
@@ -110,7 +109,6 @@ def test_a_percent_sign_in_a_help_text_is_one() -> None:
 
 
 def test_the_deadline_is_a_flag_that_is_no_setting() -> None:
-    """Any time, also none; the sentence for a wrong one is that of a setting."""
     parser = argparse.ArgumentParser()
     add_deadline(parser)
     assert [parser.parse_args(["--deadline", text]).deadline for text in ("0", "0.5", "1e9")] == [0, 0.5, 1e9]

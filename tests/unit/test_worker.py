@@ -29,7 +29,6 @@ class Stop(threading.Event):
         self.seconds, self.at = 0.0, inf
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Record and return at once; a signal comes at the time `at`."""
         assert timeout is not None
         self.waits.append(timeout)
         self.seconds += timeout
