@@ -1,1 +1,1 @@
-"""What the operators' commands do with a database. Applications need nothing of it."""
+"""Database operations of the operators' commands. Applications do not need this package."""

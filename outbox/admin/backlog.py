@@ -1,4 +1,4 @@
-"""How much waits: by topic, priority and state, counted in the index with a limit."""
+"""The backlog: tasks by topic, priority and state, counted in the index up to a limit."""
 
 import dataclasses
 from collections import defaultdict
@@ -10,24 +10,24 @@ from typing import Any, TypeVar
 from google.api_core.exceptions import FailedPrecondition, InvalidArgument, NotFound
 
 from outbox.admin import statements
-from outbox.admin.table import COUNT_SECONDS, LOOK_SECONDS, TaskTable
+from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable
 from outbox.errors import OutboxError
 
 T = TypeVar("T")
 
-#: Where a count stops, in each shard and topic: with ten shards at 100,000.
+#: A count stops at this many tasks in each shard and topic, which is 100,000 for ten shards.
 COUNTED = 10_000
 NO_LIMIT = 2**62
-#: Age of what is read: a snapshot of ten seconds ago can be read from any replica.
+#: Age of the snapshot that is read. Any replica can serve a snapshot of ten seconds ago.
 #: https://cloud.google.com/spanner/docs/timestamp-bounds
 STALENESS = timedelta(seconds=10)
-#: Where all counts of a state together stop, as long as that leaves LEAST for each shard and topic.
-IN_ALL, LEAST = 1_000_000, 100
-#: Topics that are looked at.
+#: Max tasks that all counts of a state read together, if that leaves MIN_COUNTED for each shard and topic.
+MAX_TOTAL, MIN_COUNTED = 1_000_000, 100
+#: Max topics that are counted.
 MAX_TOPICS = 1_000
-#: Times that a topic whose ready tasks exceed the limit is asked for lower priorities.
-MAX_LOOKS = 20
-#: Due tasks of a shard and topic among which the oldest is looked for.
+#: Max queries for the ready tasks of a topic. If a query reaches the limit, the next one reads lower priorities.
+MAX_QUERIES = 20
+#: Due tasks of a shard and topic that are read to find the oldest.
 FIRST_DUE = 100
 _HIGHEST, _LOWEST = 2**63 - 1, -(2**63)
 COUNTS = ("pending", "retrying", "scheduled", "dead", "sent_last_minute")
@@ -35,9 +35,9 @@ COUNTS = ("pending", "retrying", "scheduled", "dead", "sent_last_minute")
 
 @dataclasses.dataclass(slots=True)
 class Line:
-    """The tasks of one topic and priority; `at_least` names the counts that stopped early.
+    """The tasks of one topic and priority. `at_least` names the counts that stopped early.
 
-    `oldest` is since when the task has been pending that has been so longest.
+    `oldest` is when the oldest pending task became ready or due.
     """
 
     topic: str
@@ -59,15 +59,15 @@ class Line:
         self.at_least |= other.at_least
 
     def unpending(self) -> "Line":
-        """Return the line without what is pending."""
+        """Return the line without pending tasks."""
         return dataclasses.replace(self, pending=0, oldest=None, at_least=self.at_least - {"pending"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backlog:
-    """All lines, by topic and then by priority, the highest first, as they were at `as_of`.
+    """All lines as they were at `as_of`, by topic and then by priority, highest first.
 
-    Not `whole` if there are more topics than MAX_TOPICS, of which the first are here.
+    `whole` is false if there are more than MAX_TOPICS topics. Only the first MAX_TOPICS are then included.
     """
 
     as_of: datetime
@@ -77,7 +77,7 @@ class Backlog:
 
     @property
     def total(self) -> Line:
-        """Return all lines as one; what is pending in a paused topic does not count."""
+        """Return the sum of all lines, without the pending tasks of paused topics."""
         merged = Line("", 0, at_least=set() if self.whole else set(COUNTS))
         for line in self.lines:
             merged.add(line.unpending() if line.paused else line)
@@ -85,35 +85,35 @@ class Backlog:
 
     @property
     def oldest(self) -> Line | None:
-        """Return the line whose oldest task has been pending longest, of a topic that is not paused."""
+        """Return the line with the oldest pending task, ignoring paused topics."""
         waiting = [line for line in self.lines if line.oldest and not line.paused]
         return min(waiting, key=lambda line: line.oldest or self.as_of, default=None)
 
     def topics(self) -> dict[str, Line]:
-        """Return each topic's lines as one, by its name."""
+        """Return the sum of each topic's lines, by topic."""
         merged: dict[str, Line] = {}
         for line in self.lines:
             merged.setdefault(line.topic, Line(line.topic, line.priority, line.paused)).add(line)
         return merged
 
     def age(self, line: Line | None) -> float:
-        """Return for how many seconds the oldest pending task of a line has waited, 0 if none does."""
+        """Return the age of the oldest pending task of a line in seconds, or 0 if there is none."""
         return max(0.0, (self.as_of - line.oldest).total_seconds()) if line and line.oldest else 0.0
 
 
 class BacklogCounter:
-    """Adds up what shards have counted. Pure; rows are (shard, topic, priority, state, number, oldest)."""
+    """Adds up the counts of the shards. Pure. Rows are (shard, topic, priority, state, number, oldest)."""
 
     def __init__(self, limit: int) -> None:
-        """Counts in one place stop at `limit`."""
+        """Expect that each query stops counting at `limit` in each shard and topic."""
         self._limit = limit
         self._lines: dict[tuple[str, int], Line] = {}
-        # Lines that come later may be of what was not reached.
+        # Applied in `lines`, because a later query may add lines of the same topics.
         self._cut: dict[str, set[str]] = defaultdict(set)
         self._unreached: dict[str, int] = {}
 
     def add(self, rows: Iterable[Sequence[Any]], *names: str) -> None:
-        """Add the counts `names` of places that are a shard and a topic."""
+        """Add rows of the counts `names`, which were limited by shard and topic."""
         full: dict[tuple[int, str], int] = defaultdict(int)
         for shard, topic, priority, state, number, oldest in rows:
             self._add(topic, priority, state, number, oldest)
@@ -123,7 +123,7 @@ class BacklogCounter:
                 self._cut[topic].update(names)
 
     def add_sent(self, rows: Sequence[Sequence[Any]]) -> None:
-        """Add what was sent, of places that are a shard."""
+        """Add rows of sent tasks, which were limited by shard."""
         full: dict[int, int] = defaultdict(int)
         for shard, topic, priority, _, number, _ in rows:
             self._add(topic, priority, "sent_last_minute", number, None)
@@ -133,9 +133,10 @@ class BacklogCounter:
                 line.at_least.add("sent_last_minute")
 
     def add_ready(self, rows: Sequence[Sequence[Any]]) -> dict[str, int]:
-        """Add ready tasks, which come by priority; return the topics to be asked again, for what is not above what.
+        """Add rows of ready tasks. Return the topics that need another query, each with its max priority.
 
-        Where a shard's count stopped, lower priorities were not reached: nothing of them is added, from any shard.
+        If the count of a shard stopped early, it has not reached the lower priorities of that topic. They are then not
+        added from any shard.
         """
         full: dict[tuple[int, str], int] = defaultdict(int)
         lowest: dict[tuple[int, str], int] = {}
@@ -155,7 +156,7 @@ class BacklogCounter:
         return self._unreached
 
     def lines(self, paused: Collection[str]) -> list[Line]:
-        """Return what was added, by topic, then priority."""
+        """Return all lines, by topic and then by priority."""
         for line in self._lines.values():
             line.paused = line.topic in paused
             line.at_least |= self._cut.get(line.topic, set())
@@ -171,10 +172,10 @@ class BacklogCounter:
 
 
 def read(table: TaskTable, *, exact: bool = False, limit: int | None = None, of_sent: bool = True) -> Backlog:
-    """Return the backlog of ten seconds ago, or now and whole if `exact`; what was sent and who lives only `of_sent`.
+    """Return the backlog of ten seconds ago, or the current one without limits if `exact`. Read at one timestamp.
 
-    Each count stops at `limit` in a shard and topic; by default at COUNTED, or at less where there are many topics.
-    Everything is read at one timestamp. Raises NotReached, OutboxError.
+    Each count stops at `limit` in a shard and topic, by default COUNTED, or less if there are many topics. If `of_sent`
+    is false, sent tasks and live workers are not counted. Raises NotReached, OutboxError.
     """
     if exact:
         return _read_at(table, table.now(), NO_LIMIT)
@@ -182,41 +183,41 @@ def read(table: TaskTable, *, exact: bool = False, limit: int | None = None, of_
 
 
 def oldest_age(table: TaskTable) -> float:
-    """Return how old the oldest pending task was ten seconds ago, in seconds, of topics that are not paused; 0 if none.
+    """Return the age of the oldest pending task ten seconds ago in seconds, or 0 if none. Paused topics are ignored.
 
-    Found by seeks into the index, so it costs the same however many tasks a priority has. Exact unless there are more
-    than MAX_TOPICS topics, of which the first are looked at, or a shard and topic has more than MAX_LOOKS priorities;
-    of the lower ones some tasks are looked at then. Raises NotReached, OutboxError.
+    Seeks in the index find it, so the cost does not depend on the number of tasks of a priority. The result is exact
+    unless there are more than MAX_TOPICS topics (only the first are read), or a shard and topic has more than
+    MAX_QUERIES priorities (only some tasks of the lower ones are read). Raises NotReached, OutboxError.
     """
     return _lately(table, lambda at: _oldest_age_at(table, at))
 
 
-def _lately(table: TaskTable, look: Callable[[datetime], T]) -> T:
-    """Return what `look` sees ten seconds ago, or now if the table has been made since."""
+def _lately(table: TaskTable, read_at: Callable[[datetime], T]) -> T:
+    """Call `read_at` with the time ten seconds ago, or now if the table was created since then."""
     now = table.now()
     try:
-        return look(now - STALENESS)
+        return read_at(now - STALENESS)
     except OutboxError as error:
         if not isinstance(error.__cause__, NotFound | InvalidArgument | FailedPrecondition):
             raise
-        return look(now)
+        return read_at(now)
 
 
 def _oldest_age_at(table: TaskTable, at: datetime) -> float:
     def ask(statement: str, **values: Any) -> list[list[Any]]:
-        return table.query(statement, "outbox-age", values, at=at, seconds=LOOK_SECONDS)
+        return table.query(statement, "outbox-age", values, at=at, seconds=SCAN_SECONDS)
 
     paused = {topic for topic, is_paused, *_ in ask(statements.CONTROLS) if is_paused}
     topics = [topic for topic in table.topics(MAX_TOPICS + len(paused), at) if topic not in paused][:MAX_TOPICS]
     found = ask(statements.OLDEST_DUE, shards=list(table.shards), topics=topics, limit=FIRST_DUE, now=at)[0]
     belows = dict.fromkeys(product(table.shards, topics), _HIGHEST)
-    for _ in range(MAX_LOOKS):
+    for _ in range(MAX_QUERIES):
         if belows:
             rows = ask(statements.OLDEST_READY, **_places(belows))
             found += [created for _, _, _, created in rows]
             belows = {(shard, topic): priority - 1 for shard, topic, priority, _ in rows if priority > _LOWEST}
     if belows:
-        limit = max(LEAST, min(COUNTED, IN_ALL // len(belows)))
+        limit = max(MIN_COUNTED, min(COUNTED, MAX_TOTAL // len(belows)))
         found += ask(statements.OLDEST_OF_SOME_READY, **_places(belows), limit=limit)[0]
     oldest = min((each for each in found if each), default=at)
     return max(0.0, (at - oldest).total_seconds())
@@ -232,16 +233,16 @@ def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool
     whole = len(topics) <= MAX_TOPICS
     del topics[MAX_TOPICS:]
     if limit is None:
-        limit = max(LEAST, min(COUNTED, IN_ALL // (max(1, len(topics)) * len(table.shards))))
+        limit = max(MIN_COUNTED, min(COUNTED, MAX_TOTAL // (max(1, len(topics)) * len(table.shards))))
     places: dict[str, Any] = {"shards": list(table.shards), "limit": limit}
-    seconds = COUNT_SECONDS if limit == NO_LIMIT else LOOK_SECONDS
+    seconds = COUNT_SECONDS if limit == NO_LIMIT else SCAN_SECONDS
 
     def ask(statement: str, **values: Any) -> list[list[Any]]:
         return table.query(statement, "outbox-status", values, at=at, seconds=seconds)
 
     counter = BacklogCounter(limit)
     belows = dict.fromkeys(topics, _HIGHEST)
-    for _ in range(MAX_LOOKS):
+    for _ in range(MAX_QUERIES):
         if belows:
             ready = ask(statements.COUNT_READY, **places, topics=list(belows), belows=list(belows.values()))
             belows = counter.add_ready(ready)

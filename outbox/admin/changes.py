@@ -1,7 +1,7 @@
-"""What operators change: retry, purge, discard. In chunks, each one transaction.
+"""Changes by operators: retry, purge, discard. They are made in chunks, and each chunk is one transaction.
 
-Every chunk is looked at again under the lock, so nothing is changed that has left the selection meanwhile, and the work
-can be stopped between two of them. What is done is no longer selected, so the same selection goes on where it stopped.
+Each transaction reads its tasks again under the lock, so a task that has left the selection meanwhile is not changed.
+A change can be stopped between two chunks. Changed tasks leave the selection, so the same selection continues the work.
 """
 
 import dataclasses
@@ -14,29 +14,29 @@ from google.cloud.spanner_v1 import KeySet
 
 from outbox.admin import statements
 from outbox.admin.backlog import COUNTED, NO_LIMIT
-from outbox.admin.table import COUNT_SECONDS, LOOK_SECONDS, TaskTable, Transaction
+from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, Transaction
 from outbox.errors import OutboxError
 from outbox.storage.task_states import STATES
 
 _TABLE = "AsynchronousTasks"
-#: Tasks in one transaction: some ten thousand of the 80,000 mutations that a commit may have.
+#: Tasks in one transaction. They need about ten thousand of the 80,000 mutations that a commit may have.
 CHUNK = 500
-#: Tasks whose ids are read at once.
+#: Task IDs that are read at once.
 PAGE = 20 * CHUNK
-#: Ordering keys whose first task is looked for at once.
+#: Ordering keys whose head is read at once.
 RELEASED_AT_ONCE = 20
 _LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
-#: What is written of a task that is to be sent again; `retried` has the values.
+#: The columns that a retry writes. `retried` returns the values.
 RETRIED = ("Id", "SentAt", "ExpiresAt", "Attempts", "AvailableAt")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSelection:
-    """Which tasks: those of a state, or those of `ids`, and of these the ones that fit everything else.
+    """The tasks of a state or with one of the `ids`, narrowed by all other fields.
 
-    `since` is inclusive, `until` exclusive; they are compared with SentAt of a sent task and CreatedAt of another one.
-    `error` is a part of LastError, in any case. With `ids` and no state all are meant that a retry helps: not pending
-    ones, which go by themselves, and not deferred ones, which go when the head of their key does.
+    `since` is inclusive, `until` exclusive. Both are compared with SentAt of sent tasks and CreatedAt of others.
+    `error` is a part of LastError, ignoring case. With `ids` and no state, pending and deferred tasks are excluded: a
+    pending task needs no retry, and a deferred one is released by the head of its key.
     """
 
     state: str | None = None
@@ -48,19 +48,19 @@ class TaskSelection:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Return what narrows it, by the names of the parameters."""
+        """Return the values that narrow the selection, by parameter name."""
         named = {"topic": self.topic, "since": self.since, "until": self.until, "error": self.error}
         return {name: value for name, value in named.items() if value is not None}
 
     @property
     def condition(self) -> str:
-        """Return it as a condition of a row, but for the ids."""
+        """Return the selection as an SQL condition, without the IDs."""
         pending, deferred = statements.CONDITIONS["pending"], statements.IS_DEFERRED
         state = statements.CONDITIONS[self.state] if self.state else f"NOT ({pending}) AND NOT ({deferred})"
         return state + statements.narrowed(self.state, self.values)
 
     def dml(self, statement: str) -> str:
-        """Return `statement` with all of the selection written out."""
+        """Return `statement` with the selection as a WHERE clause with literals."""
         condition, values = self.condition, self.values
         if self.ids is not None:
             condition, values = f"Id IN @ids AND {condition}", values | {"ids": self.ids}
@@ -69,19 +69,19 @@ class TaskSelection:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Count:
-    """How many tasks; `at_least` if the count stopped early."""
+    """A number of tasks. If `at_least`, the count stopped early."""
 
     number: int
     at_least: bool = False
 
     def __str__(self) -> str:
-        """Return it for people: `1 task`, `at least 100,000 tasks`."""
+        """Return text such as `1 task` or `at least 100,000 tasks`."""
         return f"{'at least ' if self.at_least else ''}{self.number:,} task{'' if self.number == 1 else 's'}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one chunk did: the ids that were changed, the states of those that were left, the ids that are not there.
+    """The outcome of one chunk: IDs that were changed, states of tasks that were not changed, and IDs without a row.
 
     The state of a deferred task is `deferred` here.
     """
@@ -93,7 +93,7 @@ class Outcome:
 
 
 class _Row(NamedTuple):
-    """What `statements.looked` and `statements.locked` give of one task; `now` is the database's time."""
+    """A row of `statements.by_ids` and `statements.locked`. `now` is the database's time."""
 
     id: str
     topic: str
@@ -103,32 +103,32 @@ class _Row(NamedTuple):
     now: datetime
 
 
-#: Given the rows that match, one at least, buffers the writes of one transaction.
+#: Buffers the writes of one transaction for the matching rows, at least one.
 _Write = Callable[[Transaction, Sequence[_Row]], None]
 
 
 def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> Count:
-    """Return how many tasks are selected; at most COUNTED of each shard and topic are counted unless `exact`."""
+    """Return the number of selected tasks. Unless `exact`, stop at COUNTED of each shard and topic."""
     if selection.ids is not None:
-        statement = statements.looked(selection.condition)
+        statement = statements.by_ids(selection.condition)
         chunks = _cut(selection.ids)
         rows = (table.query(statement, "outbox-count", selection.values | {"ids": ids}) for ids in chunks)
         return Count(sum(_Row(*row).matches for found in rows for row in found))
     limit = NO_LIMIT if exact else COUNTED
     statement = statements.counted(_state(selection), selection.values)
     values = selection.values | _places(table, selection) | {"limit": limit}
-    seconds = COUNT_SECONDS if exact else LOOK_SECONDS
+    seconds = COUNT_SECONDS if exact else SCAN_SECONDS
     numbers = [number for (number,) in table.query(statement, "outbox-count", values, seconds=seconds)]
     return Count(sum(numbers), limit in numbers)
 
 
 def retry(table: TaskTable, selection: TaskSelection) -> Iterator[Outcome]:
-    """Make the selected tasks due now, chunk by chunk: they share with live tasks, and all their attempts are new.
+    """Make the selected tasks due now, with all their attempts, chunk by chunk.
 
-    A selection of sent tasks needs an end (`until`), or it would follow what it sends again.
+    A selection of sent tasks needs `until`. Otherwise it would also select the tasks that it sends again.
     """
     if selection.state == "pending" or (selection.state == "sent" and selection.until is None):
-        raise ValueError("a selection of sent tasks needs `until`; pending ones need no retry")
+        raise ValueError("a selection of sent tasks needs `until`, and pending tasks need no retry")
 
     def write(transaction: Transaction, rows: Sequence[_Row]) -> None:
         transaction.update(_TABLE, RETRIED, [retried(row.id, row.now) for row in rows])
@@ -137,12 +137,12 @@ def retry(table: TaskTable, selection: TaskSelection) -> Iterator[Outcome]:
 
 
 def retried(id: str, now: datetime) -> tuple[object, ...]:
-    """Return the values of RETRIED: due `now`, with all attempts, and without an end."""
+    """Return the values of RETRIED: unsent, due `now`, without failed attempts and without an expiry."""
     return (id, None, None, 0, now)
 
 
 def purge(table: TaskTable, selection: TaskSelection) -> Iterator[Outcome]:
-    """Delete the selected tasks, chunk by chunk; the selection is of sent tasks."""
+    """Delete the selected tasks, chunk by chunk. Only sent tasks may be selected."""
     if selection.state != "sent":
         raise ValueError(f"purge is for sent tasks, not for {selection.state}")
     return _change(table, selection, "outbox-purge", _delete)
@@ -153,15 +153,14 @@ def discard(
     ids: Sequence[str],
     log: Callable[[Sequence[str], bool], None] = lambda _ids, _surely: None,
 ) -> Iterator[Outcome]:
-    """Delete those of `ids` that are dead, and release the tasks that they held back.
+    """Delete the dead tasks among `ids`, and release the tasks that they blocked.
 
-    `log` is called after each commit with the ids that are deleted and True, and with False for those of a commit whose
-    outcome is not known.
+    After each commit, `log` is called with the deleted IDs and True, or False if the outcome of the commit is unknown.
     """
     deleting: list[_Row] = []
 
     def write(transaction: Transaction, rows: Sequence[_Row]) -> None:
-        deleting[:] = rows  # the function may run again
+        deleting[:] = rows  # Spanner may call this function again
         _delete(transaction, rows)
 
     try:
@@ -180,19 +179,19 @@ def _delete(transaction: Transaction, rows: Sequence[_Row]) -> None:
 
 
 def _release_heads(table: TaskTable, keys: Sequence[tuple[str, str]]) -> str | None:
-    """Make the first task of each key due if it is deferred: the relay releases the others behind it.
+    """Make the head of each key due if it is deferred. The relay releases the tasks behind it.
 
-    Returns what hindered it, or None. Parking ends by itself, so nothing is lost then.
+    Return a warning if that failed, or None. Without it, the tasks are sent when their deferred time ends.
     """
     try:
         for start in range(0, len(keys), RELEASED_AT_ONCE):
             some = keys[start : start + RELEASED_AT_ONCE]
             values = {"topics": [topic for topic, _ in some], "keys": [key for _, key in some]}
-            key_heads = [id for (id,) in table.query(statements.KEY_HEADS, "outbox-wake", values, seconds=LOOK_SECONDS)]
+            key_heads = [id for (id,) in table.query(statements.KEY_HEADS, "outbox-wake", values, seconds=SCAN_SECONDS)]
             if key_heads:
                 table.transact("outbox-wake", functools.partial(_release, sorted(key_heads)))
     except OutboxError as error:
-        return f"tasks behind the deleted ones go when their deferred time ends, not at once: {error}"
+        return f"tasks blocked by the deleted ones are sent later, when their deferral ends: {error}"
     return None
 
 
@@ -205,7 +204,7 @@ def _change(table: TaskTable, selection: TaskSelection, tag: str, write: _Write)
     chunks = _found(table, selection, tag) if selection.ids is None else _cut(selection.ids)
     statement = statements.locked(selection.condition)
     for ids in chunks:
-        # Sorted, so that two commands lock in one order.
+        # Sorted, so that two commands lock the rows in the same order.
         values = selection.values | {"ids": sorted(ids)}
 
         def work(transaction: Transaction, values: Mapping[str, Any] = values) -> list[_Row]:
@@ -227,7 +226,7 @@ def _outcome(ids: Sequence[str], rows: Sequence[_Row]) -> Outcome:
 
 
 def _found(table: TaskTable, selection: TaskSelection, tag: str) -> Iterator[list[str]]:
-    """Yield the ids of the selection, a chunk at a time, shard by shard."""
+    """Yield the IDs of the selection in chunks, shard by shard."""
     state = _state(selection)
     statement = statements.next_ids(state, selection.values)
     topics = {name: value for name, value in _places(table, selection).items() if name == "topics"}
@@ -235,17 +234,17 @@ def _found(table: TaskTable, selection: TaskSelection, tag: str) -> Iterator[lis
         values = selection.values | topics | {"shard": shard, "limit": PAGE}
         values |= {"after": selection.since or _LONG_AGO} if state == "sent" else {"after_id": ""}
         first, more = "", True
-        while more and (rows := table.query(statement, tag, values, seconds=LOOK_SECONDS)):
+        while more and (rows := table.query(statement, tag, values, seconds=SCAN_SECONDS)):
             more = len(rows) == PAGE
             if rows[0][0] == first:
-                raise OutboxError(f"tasks come back into the selection as fast as they are changed, such as {first!r}")
+                raise OutboxError(f"changed tasks, such as {first!r}, match the selection again immediately. Stopped")
             first = rows[0][0]
             yield from _cut([id for id, _ in rows])
             values |= {"after": rows[-1][1]} if state == "sent" else {"after_id": rows[-1][0]}
 
 
 def _places(table: TaskTable, selection: TaskSelection) -> dict[str, Any]:
-    """Return where the index is read: sent tasks of a time lie beside each other whatever their topic."""
+    """Return the ranges of the index to read. Sent tasks are not separated by topic there, so they need no topics."""
     if selection.state == "sent":
         return {"shards": list(table.shards)}
     topics = [selection.topic] if selection.topic is not None else table.topics()

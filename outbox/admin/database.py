@@ -1,4 +1,4 @@
-"""The database of a command or a job, with a limit for each call: none waits for ever for a Spanner that is away."""
+"""The database of a command or a job. Every call has a timeout, so an outage of Spanner does not block it forever."""
 
 import functools
 
@@ -9,17 +9,17 @@ from outbox.admin.table import TaskTable
 from outbox.shared.settings import DatabaseSettings
 from outbox.storage.schema import limits, service_errors
 
-#: Seconds for one call with its retries.
+#: Timeout of one call with its retries.
 CALL_SECONDS = 5.0
-#: The calls that the client makes by itself, without an argument for their limits: a Commit would be tried for an hour.
-#: Reads and queries take `outbox.storage.schema.limits` where they are made.
+#: Calls that the client makes internally, without a timeout argument. It would retry a Commit for an hour.
+#: Reads and queries pass `outbox.storage.schema.limits` themselves.
 UNLIMITED = ("create_session", "get_session", "delete_session", "begin_transaction", "commit", "rollback")
 
 
 def open_database(settings: DatabaseSettings, seconds: float = CALL_SECONDS) -> Database:
-    """Return the database; nothing is sent yet. SPANNER_EMULATOR_HOST is respected. Raises NotReached.
+    """Return the database without sending a request. Respects SPANNER_EMULATOR_HOST. Raises NotReached.
 
-    `seconds` are for each call that the client makes by itself.
+    `seconds` is the timeout of each call that the client makes internally.
     """
     with service_errors(f"database {settings.database}"):
         client = spanner.Client(project=settings.project, disable_builtin_metrics=True)
@@ -32,5 +32,5 @@ def open_database(settings: DatabaseSettings, seconds: float = CALL_SECONDS) -> 
 
 
 def open_table(settings: DatabaseSettings) -> TaskTable:
-    """Return the table of tasks of that database. Raises NotReached, SchemaDiffers."""
+    """Return the database's table of tasks. Raises NotReached, SchemaDiffers."""
     return TaskTable(open_database(settings))

@@ -1,8 +1,8 @@
-"""Every statement of the operators' commands. Values are parameters, no text is ever put together from data.
+"""The statements of the operators' commands. Values are always parameters, never part of the text.
 
-Tasks are found in ranges of the index AsynchronousTasksToSend (Shard, SentAt, Topic, AvailableAt, Priority DESC,
-CreatedAt), each with a limit, so that a look costs what it shows and not what waits. Aliases differ from column names:
-names are compared without case.
+Tasks are read from ranges of the index AsynchronousTasksToSend (Shard, SentAt, Topic, AvailableAt, Priority DESC,
+CreatedAt), each with a limit, so the cost of a query does not depend on the backlog. Aliases differ from column names,
+because names are case-insensitive.
 """
 
 import json
@@ -24,7 +24,7 @@ _RETRIES = f"{_WAITS} AND Attempts > 0 AND NOT {_IS_DEFERRED}"
 _SCHEDULED = f"{_WAITS} AND (Attempts = 0 OR {_IS_DEFERRED})"
 _DEAD = f"AvailableAt >= {_NEVER}"
 
-#: The rows of each state, as DML would name them.
+#: The rows of each state, as a condition for DML.
 CONDITIONS = {
     "pending": "SentAt IS NULL AND (AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP())",
     "retrying": f"SentAt IS NULL AND {_RETRIES}",
@@ -35,7 +35,7 @@ CONDITIONS = {
 IS_DEFERRED = f"{CONDITIONS['scheduled']} AND {_IS_DEFERRED}"
 _STATE = "CASE {} END".format(" ".join(f"WHEN {CONDITIONS[state]} THEN '{state}'" for state in STATES))
 
-# In the index a state is one range for each shard and topic, pending ones are two.
+# In the index, a state is one range for each shard and topic. Pending tasks are two ranges.
 _RANGES = {
     "pending": ("AvailableAt IS NULL", "AvailableAt <= CURRENT_TIMESTAMP()"),
     "retrying": (_RETRIES,),
@@ -68,8 +68,8 @@ TYPES = {
 
 NOW = "SELECT CURRENT_TIMESTAMP()"
 
-# The topics of the next @limit tasks of each shard, in the order of the index: all at once where few tasks wait,
-# one after the other where very many do.
+# The topics of the next @limit tasks of each shard, in the order of the index. A small backlog needs one query, a topic
+# with very many tasks needs one of its own.
 NEXT_TOPICS = f"""
 SELECT in_shard, part.Topic, part.number FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
   SELECT AS STRUCT Topic, COUNT(*) AS number FROM (
@@ -84,14 +84,14 @@ SELECT name FROM UNNEST(@topics) AS name, UNNEST(ARRAY(
 PAUSED_TOPICS = "SELECT Topic FROM AsynchronousTaskTopics WHERE Paused ORDER BY Topic LIMIT @limit"
 CONTROLS = "SELECT Topic, Paused, RatePerSecond, Burst, MaxInFlight FROM AsynchronousTaskTopics ORDER BY Topic"
 
-#: Workers whose lease of 15 s (docs/architecture/workers.md) has not ended.
+#: Workers whose liveness timeout of 15 s (docs/architecture/workers.md) has not passed.
 LIVE_WORKERS = "SELECT COUNT(*) FROM AsynchronousTaskWorkers WHERE SeenAt > TIMESTAMP_SUB(@now, INTERVAL 15 SECOND)"
 
 
 def _counted(places: str, rows: str) -> str:
-    """Return the statement that counts `rows` in each of `places` by topic, priority and state.
+    """Return the statement that counts `rows` by topic, priority and state, at most @limit in each shard and place.
 
-    At most @limit in each place; the oldest is the one that has been ready or due longest.
+    `oldest` is when the oldest of the tasks became ready or due.
     """
     return f"""
 SELECT in_shard, part.topic, part.priority, part.state, part.number, part.oldest
@@ -100,12 +100,12 @@ FROM UNNEST(@shards) AS in_shard{places}, UNNEST(ARRAY(
   FROM ({rows} LIMIT @limit) GROUP BY topic, priority, state)) AS part"""
 
 
-# A priority above which a topic has been counted already is passed over.
+# Priorities above `below` have already been counted for the topic.
 _TOPICS = """, (
   SELECT of_topic, @belows[OFFSET(place)] AS below FROM UNNEST(@topics) AS of_topic WITH OFFSET AS place)"""
 _OF_TOPIC = "Shard = in_shard AND SentAt IS NULL AND Topic = of_topic"
 
-# The next task of each place by priority: the n-th place is the n-th of @places, of @names and of @belows.
+# The n-th place consists of the n-th shard in @places, the n-th topic in @names and the n-th priority in @belows.
 _PLACES = """(
   SELECT in_shard, @names[OFFSET(place)] AS of_topic, @belows[OFFSET(place)] AS below
   FROM UNNEST(@places) AS in_shard WITH OFFSET AS place)"""
@@ -114,12 +114,12 @@ _READY_BELOW = f"{_OF_TOPIC} AND AvailableAt IS NULL AND Priority <= below ORDER
 OLDEST_READY = f"""
 SELECT in_shard, of_topic, first.Priority, first.CreatedAt FROM {_PLACES}, UNNEST(ARRAY(
   SELECT AS STRUCT Priority, CreatedAt FROM {_INDEX} WHERE {_READY_BELOW} LIMIT 1)) AS first"""
-# Where there are very many priorities: the oldest of some tasks of each place.
+# For very many priorities: the oldest of the first @limit tasks of each place.
 OLDEST_OF_SOME_READY = f"""
 SELECT MIN(next.CreatedAt) FROM {_PLACES}, UNNEST(ARRAY(
   SELECT AS STRUCT CreatedAt FROM {_INDEX} WHERE {_READY_BELOW} LIMIT @limit)) AS next"""
-# By when they became due; a task whose AvailableAt was in the past when it was registered counts from CreatedAt, so
-# that the first ones are not always the oldest.
+# A task whose AvailableAt was already past at registration has been due since CreatedAt, so the first @limit tasks are
+# read, not only the first.
 OLDEST_DUE = f"""
 SELECT MIN(GREATEST(first.CreatedAt, first.AvailableAt))
 FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
@@ -140,8 +140,8 @@ COUNT_DUE = _counted(
     FROM {_INDEX} WHERE {_OF_TOPIC} AND AvailableAt <= @now
     ORDER BY AvailableAt""",
 )
-# A deferred task waits for the head of its key, whatever its own attempts. The index does not tell it from a retrying
-# one, so the table is read for the few tasks that may be either.
+# A deferred task counts as scheduled, even after failed attempts. The index does not distinguish it from a retrying
+# task, so the table is read for the few tasks that may be either.
 COUNT_WAITING = _counted(
     ", UNNEST(@topics) AS of_topic",
     f"""
@@ -170,9 +170,9 @@ COUNT_SENT = _counted(
 
 
 def narrowed(state: str | None, names: Mapping[str, Any]) -> str:
-    """Return the conditions, each after an AND, of those of `topic`, `since`, `until` and `error` that are in `names`.
+    """Return the conditions for `topic`, `since`, `until` and `error`, if in `names`. Each begins with AND.
 
-    The time of a task that is sent is SentAt, of another one CreatedAt.
+    Times are compared with SentAt of sent tasks, and with CreatedAt of others.
     """
     time = {"sent": "SentAt", None: "COALESCE(SentAt, CreatedAt)"}.get(state, "CreatedAt")
     conditions = {
@@ -202,9 +202,9 @@ def _places(state: str) -> str:
 
 
 def listed(state: str, columns: str, names: Mapping[str, Any]) -> str:
-    """Return the statement for `columns` of the first @limit tasks that are of a state @now; sent ones newest first."""
+    """Return the statement for `columns` of the first @limit tasks in a state at @now. Sent tasks are newest first."""
     order = {"pending": _PENDING_ORDER, "sent": "SentAt DESC"}.get(state, _AS_INDEXED)
-    # Little of each task goes into the arrays, and the table is asked for those only that are shown.
+    # The arrays hold only the columns for sorting. The other columns are read only for the tasks in the result.
     union = "\nUNION ALL".join(
         f"""
   SELECT task.* FROM UNNEST(@shards) AS in_shard{_places(state)}, UNNEST(ARRAY(
@@ -217,13 +217,13 @@ SELECT {columns} FROM (
   ORDER BY {order}, Id LIMIT @limit)
 JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} ON Id = found
 ORDER BY {order}, Id"""
-    # States are asked for one by one: with a clock that goes on, a task could be of none of them, or of two.
+    # Each state has its own query. With CURRENT_TIMESTAMP(), a task could be in none of them, or in two.
     return statement.replace("CURRENT_TIMESTAMP()", "@now")
 
 
 def counted(state: str, names: Mapping[str, Any]) -> str:
-    """Return the statement that counts the tasks of a state, @limit in each shard and topic; each count is a row."""
-    # A count needs no order; with a limit it would even cost one.
+    """Return the statement that counts the tasks of a state, up to @limit in each shard and topic, one row for each."""
+    # Without ORDER BY, because a count needs no order and sorting costs time.
     return "\nUNION ALL".join(
         f"""
 SELECT part.number FROM UNNEST(@shards) AS in_shard{_places(state)}, UNNEST(ARRAY(
@@ -233,10 +233,10 @@ SELECT part.number FROM UNNEST(@shards) AS in_shard{_places(state)}, UNNEST(ARRA
 
 
 def next_ids(state: str, names: Mapping[str, Any]) -> str:
-    """Return the statement for the next @limit tasks (Id, SentAt) of @shard, and of @topics unless they were sent.
+    """Return the statement for the next @limit tasks (Id, SentAt) of @shard, and of @topics unless the state is sent.
 
-    Sent ones come as the index has them, from @after on: what was before it has been changed and is not read again.
-    Others come behind @after_id, so that a task that is dead again at once is not met twice.
+    Sent tasks are in index order, starting at @after, because all earlier tasks have been changed. Other tasks start
+    after @after_id, so that a task that fails and is dead again is not selected twice.
     """
     more = narrowed(state, names)
     if state == "sent":
@@ -252,7 +252,7 @@ ORDER BY Id LIMIT @limit"""
 
 
 def sent_after(names: Mapping[str, Any]) -> str:
-    """Return the statement for the first @limit tasks that were sent behind the position (@after, @after_id)."""
+    """Return the statement for the first @limit tasks that were sent after the position (@after, @after_id)."""
     return f"""
 SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
   SELECT AS STRUCT SentAt, Id, Topic, Priority, OrderingKey, Bytes, CreatedAt FROM {_INDEX}
@@ -261,10 +261,10 @@ SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
 ORDER BY SentAt, Id LIMIT @limit"""
 
 
-def looked(condition: str) -> str:
-    """Return the statement that reads tasks by @ids: one seek for each, in a plan that can lock nothing else.
+def by_ids(condition: str) -> str:
+    """Return the statement that reads tasks by @ids. The plan makes one seek for each, so it locks no other rows.
 
-    A deferred task has a state of its own here.
+    The state of a deferred task is `deferred` here.
     """
     return f"""
 SELECT Id, Topic, OrderingKey, IF({IS_DEFERRED}, 'deferred', {_STATE}), COALESCE({condition}, FALSE),
@@ -274,16 +274,16 @@ JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE
 
 
 def locked(condition: str) -> str:
-    """Return `looked` with an exclusive lock: a worker that publishes one of them is waited for, or waits."""
-    return "@{LOCK_SCANNED_RANGES=exclusive}" + looked(condition)
+    """Return `by_ids` with an exclusive lock, so that no worker publishes these tasks at the same time."""
+    return "@{LOCK_SCANNED_RANGES=exclusive}" + by_ids(condition)
 
 
 def task(columns: str) -> str:
-    """Return the statement for one task by @id: its `columns`, then its state."""
+    """Return the statement for the `columns` and the state of the task @id."""
     return f"SELECT {columns}, {_STATE} FROM AsynchronousTasks WHERE Id = @id"
 
 
-# The n-th key is the n-th of @topics and of @keys.
+# The n-th key consists of the n-th topic in @topics and the n-th ordering key in @keys.
 KEY_HEADS = """
 SELECT first.Id FROM (
   SELECT of_key, @topics[OFFSET(place)] AS of_topic FROM UNNEST(@keys) AS of_key WITH OFFSET AS place), UNNEST(ARRAY(
@@ -298,7 +298,7 @@ DELETE = "DELETE FROM AsynchronousTasks"
 
 
 def written_out(statement: str, condition: str, values: Mapping[str, Any]) -> str:
-    """Return DML with literals for its parameters, for a person to read and to give to any client."""
+    """Return DML with literals instead of parameters, to be read by people and run in any client."""
     return f"{statement}\nWHERE " + re.sub(r"@(\w+)", lambda match: _literal(values[match[1]]), condition)
 
 
@@ -306,7 +306,7 @@ def _literal(value: Any) -> str:
     if isinstance(value, datetime):
         return f"TIMESTAMP '{shown(value)}'"
     if isinstance(value, str):
-        # JSON's escapes are GoogleSQL's, too; single quotes, because the statement often stands between double ones.
+        # GoogleSQL accepts JSON's escapes. Single quotes, because a shell often has the statement in double quotes.
         text = json.dumps(value, ensure_ascii=False)[1:-1].replace('\\"', '"').replace("'", "\\'")
         return "'" + "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in text) + "'"
     return f"({', '.join(map(_literal, value))})"

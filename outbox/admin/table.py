@@ -1,4 +1,4 @@
-"""The table of tasks as operators' commands meet it: all they read and write is of LOW priority, tagged and limited."""
+"""Access to the outbox's tables for operators' commands. Every request has LOW priority, a tag and a timeout."""
 
 import contextlib
 from collections import Counter
@@ -16,13 +16,13 @@ from outbox.storage import schema
 
 T = TypeVar("T")
 
-#: Seconds for one query: a few seeks; a bounded look at many rows, at LOW priority; a count over everything.
-QUERY_SECONDS, LOOK_SECONDS, COUNT_SECONDS = 5.0, 60.0, 600.0
-#: Tasks of a shard that are read at once to find topics.
+#: Timeouts of a query: for a few seeks, for a bounded scan of many rows at LOW priority, for an unlimited count.
+QUERY_SECONDS, SCAN_SECONDS, COUNT_SECONDS = 5.0, 60.0, 600.0
+#: Max tasks of a shard that one query for topics reads.
 TOPIC_ROWS = 200
-#: Seconds in which a transaction that Spanner aborts is run again, and between two runs if it names no pause.
+#: How long an aborted transaction is retried, and the delay before a retry if Spanner names none.
 ABORTED_SECONDS, AGAIN_SECONDS = 60.0, 0.05
-#: Seconds for the lock of a transaction: a worker that publishes holds it for up to 8 s (`--publish-timeout`).
+#: Timeout of a locking query. A worker that publishes holds the locks for up to 8 s (`--publish-timeout`).
 LOCK_SECONDS = 20.0
 
 _LOW = RequestOptions.Priority.PRIORITY_LOW
@@ -33,7 +33,7 @@ class TaskTable:
     """Queries and transactions on the outbox's tables. Every method raises NotReached or OutboxError."""
 
     def __init__(self, database: Database) -> None:
-        """Look whether the tasks' table is there, and how many shards it has."""
+        """Check that the table exists, and read its number of shards."""
         self._database: Any = database  # its methods carry no types
         self.shards: Sequence[int] = range(schema.shard_count(database, request_options=SCHEMA_OPTIONS))
 
@@ -43,7 +43,7 @@ class TaskTable:
         return str(self._database.name)
 
     def now(self) -> datetime:
-        """Return the database's time: whatever is compared with a task's times comes from the same clock."""
+        """Return the database's time. The times of tasks come from the same clock."""
         [[now]] = self.query(statements.NOW, "outbox-now")
         time: datetime = now
         return time
@@ -79,27 +79,26 @@ class TaskTable:
             return list(snapshot.read(table, columns, keys, request_options=options, **schema.limits(seconds)))
 
     def topics(self, count: int | None = None, at: datetime | None = None) -> list[str]:
-        """Return all topics that have an unsent task or a row of their own, sorted, or the first `count` of them."""
+        """Return the topics that have an unsent task or a row of AsynchronousTaskTopics, sorted, at most `count`."""
         found = {name for (name,) in self.query(statements.CONTROLLED_TOPICS, "outbox-topics", at=at)}
-        seen: str | None = ""  # all topics up to this one are found; None: all
+        seen: str | None = ""  # all topics up to this one are found; None: all topics
         begin = ""  # another writer may have inserted the empty name
         while seen is not None and (count is None or sum(name <= seen for name in found) < count):
             values = {"shards": list(self.shards), "from_topic": begin, "limit": TOPIC_ROWS}
-            rows = self.query(statements.NEXT_TOPICS, "outbox-topics", values, at=at, seconds=LOOK_SECONDS)
+            rows = self.query(statements.NEXT_TOPICS, "outbox-topics", values, at=at, seconds=SCAN_SECONDS)
             last, number = dict[int, str](), Counter[int]()
             for shard, topic, tasks in rows:
                 last[shard] = max(topic, last.get(shard, ""))
                 number[shard] += tasks
                 found.add(topic)
             seen = min((last[shard] for shard in last if number[shard] == TOPIC_ROWS), default=None)
-            begin = f"{seen}\0"  # the next one after it
+            begin = f"{seen}\0"  # the next possible name
         return sorted(found)[:count]
 
     def transact(self, tag: str, work: "Callable[[Transaction], T]") -> T:
-        """Run `work` in a read-write transaction, again if Spanner aborts it, and return what it returned.
+        """Run `work` in a read-write transaction, retry it if Spanner aborts it, and return its result.
 
-        Serializable and pessimistic, whatever the client's defaults are: else the hint of `statements.locked` locks
-        nothing.
+        The transaction is serializable and pessimistic. Otherwise the hint in `statements.locked` has no effect.
         """
         with self._errors():
             result: T = self._database.run_in_transaction(
@@ -115,7 +114,7 @@ class TaskTable:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Turn what the client raises into errors for people; a refused statement is a table of another shape."""
+        """Translate errors of the client. If Spanner rejects a statement, report the differences in the schema."""
         try:
             with schema.service_errors(self.name):
                 yield
@@ -129,10 +128,10 @@ class TaskTable:
 
 
 class Transaction:
-    """A read-write transaction in which a first statement that fails does not leave locks behind."""
+    """A read-write transaction that releases its locks even if its first statement fails."""
 
     def __init__(self, transaction: Any, name: str, tag: str) -> None:
-        """Wrap one of the client."""
+        """Wrap a transaction of the client."""
         self._transaction, self._name = transaction, name
         self._options = {"priority": _LOW, "request_tag": tag}
 
@@ -151,23 +150,23 @@ class Transaction:
             )
 
     def read(self, table: str, columns: Sequence[str], keys: Any, *, seconds: float = QUERY_SECONDS) -> list[list[Any]]:
-        """Return the rows of `keys`; whoever reads tasks may have to wait for a worker's locks, see LOCK_SECONDS."""
+        """Return the rows of `keys`. A read of tasks may have to wait for a worker's locks: see LOCK_SECONDS."""
         with self._own_errors():
             limits = schema.limits(seconds)
             return list(self._transaction.read(table, columns, keys, request_options=self._options, **limits))
 
     def update(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Buffer an update of `rows`, none for none: an empty one is an error of Spanner."""
+        """Buffer an update of `rows`. Do nothing if there are none, because Spanner rejects an empty update."""
         if rows:
             self._transaction.update(table, columns, rows)
 
     def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Buffer new rows, none for none."""
+        """Buffer new rows. Do nothing if there are none."""
         if rows:
             self._transaction.insert(table, columns, rows)
 
     def insert_or_update(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Buffer the rows, which take the place of those that are there."""
+        """Buffer rows that replace existing ones."""
         self._transaction.insert_or_update(table, columns, rows)
 
     def delete(self, table: str, keys: Any) -> None:
@@ -176,11 +175,11 @@ class Transaction:
 
     @contextlib.contextmanager
     def _own_errors(self) -> Iterator[None]:
-        """Turn the client's errors into ours: it rolls back for those, but not for its own."""
+        """Translate errors of the client, because it does not roll back for its own errors."""
         try:
             yield
         except Aborted:
-            raise  # the client runs the function again
+            raise  # the client retries the function
         except GoogleAPIError:
             with schema.service_errors(self._name):
                 raise

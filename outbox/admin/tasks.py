@@ -1,4 +1,4 @@
-"""Reading tasks: a list, one with its message, those that were just sent."""
+"""Read tasks: a list, one task with its message, or the next sent tasks."""
 
 import dataclasses
 from base64 import b64decode
@@ -8,7 +8,7 @@ from typing import Any
 
 from outbox.admin import statements
 from outbox.admin.changes import TaskSelection
-from outbox.admin.table import LOOK_SECONDS, TaskTable
+from outbox.admin.table import SCAN_SECONDS, TaskTable
 from outbox.storage.task_states import UNSENT
 
 _COLUMNS = (
@@ -17,13 +17,13 @@ _COLUMNS = (
 )  # fmt: skip
 _ALL_COLUMNS = (*_COLUMNS, "Shard", "Sequence", "AtMostOnce", "Data")
 
-#: How far back the newest sent tasks are looked for, one after the other, before all of them are read.
-LOOKS_BACK = tuple(timedelta(minutes=8**power) for power in range(6))
+#: Time windows that are searched for the newest sent tasks, one after the other, before all sent tasks are read.
+WINDOWS = tuple(timedelta(minutes=8**power) for power in range(6))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """One row, its columns by their names, with its state."""
+    """A row by column name, and the state of the task."""
 
     state: str
     columns: Mapping[str, Any]
@@ -31,16 +31,17 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Position:
-    """How far a reader of sent tasks has come: to this SentAt, and in it to this id."""
+    """The last task that a reader of sent tasks has read."""
 
     sent_at: datetime
     id: str = ""
 
 
 def listed(table: TaskTable, selection: TaskSelection, limit: int) -> list[Task]:
-    """Return the first `limit` tasks of a state, or of all states of unsent tasks, as they are now.
+    """Return the first `limit` tasks of a state, or of all unsent tasks.
 
-    Pending ones by priority, then age; sent ones the newest first; others by AvailableAt, then priority and age.
+    Pending tasks are sorted by priority and age, sent tasks by SentAt, newest first, and others by AvailableAt,
+    priority and age.
     """
     now = table.now()
     if selection.state == "sent":
@@ -54,9 +55,9 @@ def listed(table: TaskTable, selection: TaskSelection, limit: int) -> list[Task]
 
 
 def _newest(table: TaskTable, selection: TaskSelection, limit: int, now: datetime) -> list[Task]:
-    """Look back ever further: of a long time there may be millions, and the index has the oldest first."""
+    """Search growing time windows, because there may be millions of sent tasks and the index has the oldest first."""
     until = selection.until or now + timedelta(seconds=1)
-    for window in LOOKS_BACK:
+    for window in WINDOWS:
         since = max(filter(None, (selection.since, until - window)))
         found = _of_state(table, "sent", dataclasses.replace(selection, since=since), limit, now)
         if len(found) >= limit or since == selection.since:
@@ -71,25 +72,25 @@ def _of_state(
     statement = statements.listed(state, ", ".join(_COLUMNS), values)
     if "@now" in statement:
         values["now"] = now
-    rows = table.query(statement, "outbox-list", values, at=now, seconds=LOOK_SECONDS)
+    rows = table.query(statement, "outbox-list", values, at=now, seconds=SCAN_SECONDS)
     return [Task(state, dict(zip(_COLUMNS, row, strict=True))) for row in rows]
 
 
 def task(table: TaskTable, id: str) -> Task | None:
-    """Return one task with all its columns, `Data` as bytes, or None if there is none of that id."""
+    """Return one task with all columns, `Data` as bytes, or None if it does not exist."""
     rows = table.query(statements.task(", ".join(_ALL_COLUMNS)), "outbox-show", {"id": id})
     if not rows:
         return None
     *values, state = rows[0]
     columns = dict(zip(_ALL_COLUMNS, values, strict=True))
-    return Task(state, columns | {"Data": b64decode(columns["Data"])})  # the client leaves BYTES as they travel
+    return Task(state, columns | {"Data": b64decode(columns["Data"])})  # the client returns BYTES in base64
 
 
 def sent_after(table: TaskTable, position: Position, topic: str | None, limit: int) -> list[dict[str, Any]]:
-    """Return the next tasks that were sent behind `position`, in the order of SentAt, then Id: by column.
+    """Return the next tasks sent after `position`, by SentAt and then Id, as a dictionary of columns each.
 
-    A commit that a later read sees has a later timestamp than all that this one sees, so a reader that goes on behind
-    the last row misses none. https://cloud.google.com/spanner/docs/true-time-external-consistency
+    A reader that continues after the last row misses no task, because a commit that this read does not see gets a later
+    timestamp than all commits that it sees. https://cloud.google.com/spanner/docs/true-time-external-consistency
     """
     names = {"topic": topic} if topic is not None else {}
     values = names | {

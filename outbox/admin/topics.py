@@ -1,6 +1,6 @@
-"""Pauses and limits of topics in a database, and which topics it knows: for the commands.
+"""Pauses and limits of topics, and the topics that a database has.
 
-A topic is its name as tasks have it in their column Topic. Nothing here reads a task's row, only seeks in the index.
+A topic is a value of the column Topic. Tasks are only read from the index.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ _TAG = "outbox-topics"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Control:
-    """The pause and the limits of one topic. None: no limit."""
+    """The pause and the limits of one topic. None means no limit."""
 
     Paused: bool = False
     RatePerSecond: float | None = None
@@ -30,28 +30,28 @@ _COLUMNS = tuple(field.name for field in dataclasses.fields(Control))
 
 
 class TopicTable:
-    """The rows of AsynchronousTaskTopics beside the unsent tasks. Every method raises NotReached or OutboxError."""
+    """AsynchronousTaskTopics, and the topics of unsent tasks. Every method raises NotReached or OutboxError."""
 
     def __init__(self, table: TaskTable) -> None:
         """Work on the database of `table`."""
         self._table = table
 
     def rows(self, topics: Iterable[str]) -> set[str]:
-        """Return those of `topics` that have a row."""
+        """Return the `topics` that have a row."""
         keys = KeySet(keys=[[topic] for topic in topics])
         return {topic for (topic,) in self._table.read(_TABLE, ("Topic",), keys, _TAG)}
 
     def waiting(self, topics: Iterable[str]) -> set[str]:
-        """Return those of `topics` that have an unsent task: ready, due, scheduled or dead."""
+        """Return the `topics` that have an unsent task: ready, due, scheduled or dead."""
         values = {"topics": list(topics), "shards": list(self._table.shards)}
         return {topic for (topic,) in self._table.query(statements.WAITING_TOPICS, _TAG, values)}
 
     def known(self, count: int) -> list[str]:
-        """Return the first `count` of all topics that have a row or an unsent task, sorted."""
+        """Return the first `count` topics that have a row or an unsent task, sorted."""
         return self._table.topics(count)
 
     def paused(self, count: int) -> list[str]:
-        """Return the first `count` of the paused topics, sorted."""
+        """Return the first `count` paused topics, sorted."""
         return [topic for (topic,) in self._table.query(statements.PAUSED_TOPICS, _TAG, {"limit": count})]
 
     def controls(self) -> dict[str, Control]:
@@ -59,16 +59,16 @@ class TopicTable:
         return {topic: Control(*row) for topic, *row in self._table.query(statements.CONTROLS, _TAG)}
 
     def change(self, topics: Sequence[str], values: Mapping[str, Any]) -> dict[str, Control]:
-        """Write `values`, by column, to the rows of all `topics` in one transaction, and return what the rows are now.
+        """Write `values`, by column, to the rows of all `topics` in one transaction, and return the new rows.
 
-        Rows that are missing are made; columns that are not named keep their values.
+        Missing rows are created. Columns that are not in `values` keep their values.
         """
 
         def work(transaction: Transaction) -> dict[str, Control]:
             rows = transaction.read(_TABLE, ("Topic", *_COLUMNS), KeySet(keys=[[topic] for topic in topics]))
             before = {topic: Control(*row) for topic, *row in rows}
             after = {topic: dataclasses.replace(before.get(topic, Control()), **values) for topic in topics}
-            # All columns, so that nothing depends on what an omitted one becomes.
+            # All columns, so that the result does not depend on the treatment of omitted ones.
             written = [(topic, *dataclasses.astuple(control)) for topic, control in after.items()]
             transaction.insert_or_update(_TABLE, ("Topic", *_COLUMNS), written)
             return after

@@ -1,7 +1,6 @@
-"""The `outbox` command: a module for each subject, with `add(commands)`.
+"""The `outbox` command. Each module adds its commands with `add(commands)`.
 
-Exit codes: 0 done, 1 failed, 2 usage, 3 a service, the table or a permission is missing; 130 when Ctrl-C ended
-what has no other end.
+Exit codes: 0 done, 1 failed, 2 usage, 3 a service, the table or a permission is missing, 130 interrupted by Ctrl-C.
 """
 
 import argparse
@@ -19,13 +18,13 @@ COMMANDS = (emulators, schema, status, tasks, retry, removal, topics)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Expected faults are one sentence on stderr."""
+    """Run one command and return its exit code. Print an expected error on stderr, as one line."""
     try:
         options = _parser().parse_args(arguments)
         code: int = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read has enough, as `head` has. What is still buffered would fail again at the exit.
+        # The reader, such as `head`, has closed the pipe. Flushing the buffer at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Changing many tasks: ask first, show progress, stop between two chunks, say what was done and where to go on."""
+"""Change many tasks: confirm, show progress, stop between two chunks, report, and print how to continue."""
 
 import contextlib
 import dataclasses
@@ -15,64 +15,65 @@ from outbox.errors import OutboxError, SettingError
 if TYPE_CHECKING:
     from outbox.admin.changes import Count, Outcome
 
-#: More tasks than this are changed only after a question.
+#: The commands ask for confirmation before they change more tasks than this.
 UNASKED = 1_000
 
 
 @dataclasses.dataclass(slots=True)
 class Report:
-    """What all chunks did together. Tasks that were not named may be left, or be gone: they left the selection."""
+    """The outcomes of all chunks. A task that no longer matches the selection is not changed or is missing."""
 
     changed: int = 0
     left: dict[str, str] = dataclasses.field(default_factory=dict)
     missing: list[str] = dataclasses.field(default_factory=list)
 
-    def tell(self, done: str) -> None:
-        """Print how many were `done`."""
+    def print_changed(self, done: str) -> None:
+        """Print how many tasks were `done`."""
         print(f"{done} {_tasks(self.changed)}")
 
     def explain(self, reasons: Mapping[str, str], otherwise: str) -> int:
-        """Say on stderr which named tasks were not changed, and why; return 1 if one is not there or does not fit.
+        """Print on stderr which tasks were not changed, and why. Return 1 if one is missing or has the wrong state.
 
-        `reasons` say of some states why a task is rightly left, `otherwise` of another `{state}` why it does not fit.
+        `reasons` explains the states in which a task need not be changed, `otherwise` any other `{state}`.
         """
         for state in sorted(set(self.left.values())):
             ids = [id for id, its in self.left.items() if its == state]
-            note(f"{_tasks(len(ids))} left, {reasons.get(state) or otherwise.format(state=state)}: {named(ids)}")
+            note(f"{_tasks(len(ids))} not changed, {reasons.get(state) or otherwise.format(state=state)}: {named(ids)}")
         if self.missing:
             note(f"{_tasks(len(self.missing))} not in the table: {named(self.missing)}")
         return 1 if self.missing or set(self.left.values()) - set(reasons) else 0
 
     def so_far(self) -> str:
-        """Return what was done when the work ended early."""
+        """Return how many tasks were changed before the work ended early."""
         return f"{_tasks(self.changed)} changed so far"
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Return if `yes`, or if the person at the terminal says so. Raises SettingError, OutboxError."""
+    """Return if `yes`, or if the user confirms at the terminal. Raises SettingError, OutboxError."""
     if yes:
         return
     if not sys.stdin.isatty():
-        raise SettingError(f"{question} Nobody can be asked here: give --yes. Nothing was changed")
+        raise SettingError(f"{question} Not a terminal. Pass --yes to confirm. Nothing was changed")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise OutboxError("not confirmed: nothing was changed")
+        raise OutboxError("not confirmed. Nothing was changed")
 
 
 def note_size(count: "Count") -> None:
-    """Say of the DML of a dry run if it is too much for one statement."""
+    """Warn if the DML of a dry run changes too many tasks for one statement."""
     if count.number > UNASKED:
         note(
-            "so many are beyond what one statement may change (80,000 mutations, several for each task): without "
-            "--dry-run they go in portions"
+            "these are too many tasks for one statement (80,000 mutations, several for each task). Without --dry-run, "
+            "the command changes them in several transactions"
         )
 
 
 def carry_out(outcomes: "Iterator[Outcome]", count: "Count", go_on: str) -> Report:
-    """Run the chunks to their end.
+    """Run all chunks and return their outcomes.
 
-    A first SIGINT or SIGTERM ends it when the chunk in work is done, a second one at once: that chunk is either done or
-    not. Raises OutboxError for a signal, and what a chunk raises: both say what was done, and `go_on`.
+    The first SIGINT or SIGTERM stops after the current chunk, a second one at once. The current chunk is then changed
+    as a whole or not at all. Raises OutboxError after a signal, and the errors of a chunk. Their messages contain the
+    number of changed tasks and `go_on`, the command that continues.
     """
     report = Report()
     with _stop_on_signals() as received, _progress(count) as progress:
@@ -90,15 +91,15 @@ def carry_out(outcomes: "Iterator[Outcome]", count: "Count", go_on: str) -> Repo
                 return report
         except OutboxError as error:
             raise type(error)(
-                f"{error}. {report.so_far()}, beside the chunk in work, which is changed wholly or not at all; go on "
-                f"with: {go_on}"
+                f"{error}. {report.so_far()}. The transaction in progress changed all of its tasks or none. "
+                f"To continue, run: {go_on}"
             ) from error
-    raise OutboxError(f"stopped by {signal.Signals(received[0]).name}. {report.so_far()}; go on with: {go_on}")
+    raise OutboxError(f"stopped by {signal.Signals(received[0]).name}. {report.so_far()}. To continue, run: {go_on}")
 
 
 @contextlib.contextmanager
 def _stop_on_signals() -> Iterator[list[int]]:
-    """Yield a list that a first SIGINT or SIGTERM makes non-empty; a second one does what it always does."""
+    """Yield a list to which the first SIGINT or SIGTERM is appended. A second one has its usual effect."""
     received: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -109,7 +110,7 @@ def _stop_on_signals() -> Iterator[list[int]]:
     def stop(number: int, _frame: object) -> None:
         received.append(number)
         restore()
-        os.write(sys.stderr.fileno(), b"\noutbox: stopping after the chunk in work; once more stops at once\n")
+        os.write(sys.stderr.fileno(), b"\noutbox: stopping after the current transaction; repeat to stop at once\n")
 
     for number in before:
         signal.signal(number, stop)
@@ -121,29 +122,15 @@ def _stop_on_signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _progress(count: "Count") -> Iterator[Callable[[int], object]]:
-    """Yield what moves the bar on; it is drawn on a terminal only, and only where tqdm is installed."""
+    """Yield a function that advances the progress bar. The bar needs a terminal and tqdm."""
     if importlib.util.find_spec("tqdm") is None:
-        yield _Counter(count).add
+        yield lambda _number: None
         return
-    from tqdm import tqdm  # noqa: PLC0415 - an application that imports outbox has it not
+    from tqdm import tqdm  # noqa: PLC0415 - optional
 
     total = None if count.at_least else count.number
     with tqdm(total=total, unit=" tasks", file=sys.stderr, disable=None) as bar:
         yield bar.update
-
-
-class _Counter:
-    """Progress without tqdm: a number on a terminal, nothing elsewhere."""
-
-    def __init__(self, count: "Count") -> None:
-        """Count up to `count`."""
-        self._count, self._done = count, 0
-
-    def add(self, number: int) -> None:
-        """Show `number` more."""
-        self._done += number
-        if sys.stderr.isatty():
-            print(f"\r{self._done:,} of {self._count}", end="", file=sys.stderr, flush=True)
 
 
 def _tasks(number: int) -> str:

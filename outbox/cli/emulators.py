@@ -1,4 +1,4 @@
-"""`outbox emulators`: the Spanner and Pub/Sub emulators in the foreground, for a shell, a demo or a test run."""
+"""`outbox emulators`: run the Spanner and Pub/Sub emulators in the foreground, for a shell, a demo or tests."""
 
 import argparse
 import dataclasses
@@ -13,23 +13,24 @@ from outbox.shared.settings import fields_of, setting, whole_number
 
 PORT = whole_number(0, 65_535)
 
-#: Seconds between two looks at whether the emulators still run.
+#: Seconds between two checks that the emulators are running.
 WATCH_SECONDS = 0.2
 
-DESCRIPTION = """Run the Spanner and the Pub/Sub emulator until Ctrl-C or SIGTERM, and print the variables that point
-to them. One that SPANNER_EMULATOR_HOST or PUBSUB_EMULATOR_HOST names is used as it is, unless its port is given."""
+DESCRIPTION = """Run the Spanner and Pub/Sub emulators until Ctrl-C or SIGTERM, and print the environment variables for
+clients. If SPANNER_EMULATOR_HOST or PUBSUB_EMULATOR_HOST is set, that emulator is not started, unless you pass its
+port."""
 
 WHY_NOT_MULTIPLEXED = """\
-# Emulators before 1.5.38 treat a multiplexed session as an ordinary one: the transactions of two threads
-# close one another (404 Transaction not found). The Spanner client then needs this:"""
+# Emulators before 1.5.38 treat a multiplexed session as a regular one, so the transactions of two threads
+# close each other (404 Transaction not found). The Spanner client then needs this:"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatorSettings:
     """Where the emulators listen."""
 
-    spanner_port: int = setting("0", PORT, "Port of the Spanner emulator; 0 takes a free one.")
-    pubsub_port: int = setting("0", PORT, "Port of the Pub/Sub emulator; 0 takes a free one.")
+    spanner_port: int = setting("0", PORT, "Port of the Spanner emulator; 0 selects a free port.")
+    pubsub_port: int = setting("0", PORT, "Port of the Pub/Sub emulator; 0 selects a free port.")
 
 
 def add(commands: Any) -> None:
@@ -41,22 +42,22 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run both until a signal, then return 0. Raises OutboxError: a wrong port, no emulator, one that ended."""
-    from outbox.devtools.emulators import running  # noqa: PLC0415 - starts processes: nothing for the other commands
+    """Run both until a signal, then return 0. Raises OutboxError: invalid port, no emulator, or an emulator exited."""
+    from outbox.devtools.emulators import running  # noqa: PLC0415 - only this command needs it
 
     flags = vars(options)
     values = {field.name: field.value(flags[field.name], os.environ) for field in fields_of(EmulatorSettings)}
     settings = EmulatorSettings(**values)
-    # SIGTERM, and SIGHUP from a closed terminal, are Ctrl-C: both emulators are stopped on the way out.
+    # Treat SIGTERM, and SIGHUP from a closed terminal, like Ctrl-C, so that both emulators are stopped.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
         with running(settings.spanner_port, settings.pubsub_port) as emulators:
             print(_exports(emulators.environment()), flush=True)
             if not emulators.children:
-                print("outbox: nothing to start: both variables are set, and both emulators answer", file=sys.stderr)
+                print("outbox: nothing to start: both variables are set, and both emulators respond", file=sys.stderr)
                 return 0
-            print("outbox: running until Ctrl-C; what the emulators hold is gone then", file=sys.stderr)
+            print("outbox: running until Ctrl-C. All data in the emulators is lost then", file=sys.stderr)
             while (ended := emulators.ended()) is None:
                 time.sleep(WATCH_SECONDS)
             raise OutboxError(ended)

@@ -1,4 +1,4 @@
-"""Flags that several commands have: which database, which tasks."""
+"""Flags that several commands share: the database, and which tasks."""
 
 import argparse
 import json
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400
 
 NARROWING = {
-    "--topic": "Only tasks of this topic, as they have it in Topic.",
-    "--since": "Only tasks from then on, by SentAt of sent tasks and CreatedAt of others.",
-    "--until": "Only tasks before then; so that a command can be repeated.",
-    "--error": "Only tasks with this text in LastError, in any case.",
+    "--topic": "Only tasks with this value in the Topic column.",
+    "--since": "Only tasks at or after this time: SentAt of sent tasks, CreatedAt of others.",
+    "--until": "Only tasks before this time.",
+    "--error": "Only tasks whose LastError contains this text, ignoring case.",
 }
 
 
@@ -36,7 +36,7 @@ def command(commands: Any, name: str, text: str, description: str) -> argparse.A
 
 def _text(longest: int) -> SettingType:
     def parse(text: str) -> str:
-        text.encode()  # a byte of the command line that is no UTF-8
+        text.encode()  # raises ValueError for an argument that is not valid UTF-8
         if not 0 < len(text) <= longest:
             raise ValueError(text)
         return text
@@ -53,7 +53,7 @@ def add_topic(parser: argparse.ArgumentParser) -> None:
 
 
 def add_selection(parser: argparse.ArgumentParser, *states: str) -> None:
-    """Add `--state` with `states`, and what narrows it."""
+    """Add `--state` with `states`, and the flags that narrow the selection."""
     kind = one_of(*states)
     parser.add_argument("--state", type=flag_of("--state", kind), metavar="STATE", help=f"{kind.allowed}.")
     add_topic(parser)
@@ -63,7 +63,7 @@ def add_selection(parser: argparse.ArgumentParser, *states: str) -> None:
 
 
 def selection(options: argparse.Namespace, now: datetime, ids: tuple[str, ...] | None = None) -> "TaskSelection":
-    """Return the selection that the flags of `add_selection` make at `now`, of tasks of `ids` if given."""
+    """Return the selection by the flags of `add_selection` and by `ids`. Relative times count from `now`."""
     from outbox.admin.changes import TaskSelection  # noqa: PLC0415 - the Spanner client: half a second
 
     since, until = (None if each is None else resolved(each, now) for each in (options.since, options.until))
@@ -74,24 +74,24 @@ def selection(options: argparse.Namespace, now: datetime, ids: tuple[str, ...] |
 
 
 def check_window(since: datetime | None, until: datetime | None) -> None:
-    """Return if a task can be between them. Raises SettingError."""
+    """Raise SettingError if the time window is empty."""
     if since and until and since >= until:
-        raise SettingError(f"--since {shown(since)} is not before {shown(until)}, the end: no task can be between them")
+        raise SettingError(f"--since {shown(since)} is not before the end, {shown(until)}: no task can match")
 
 
 def add_ids(parser: argparse.ArgumentParser) -> None:
-    """Add ids as arguments and from a file."""
-    parser.add_argument("ids", nargs="*", type=flag_of("ID", ID), metavar="ID", help="Ids of tasks.")
+    """Add task IDs as arguments and from a file."""
+    parser.add_argument("ids", nargs="*", type=flag_of("ID", ID), metavar="ID", help="Task IDs.")
     parser.add_argument(
         "--ids-file",
         metavar="FILE",
-        help="A file with an id a line, or - for stdin; a line may also be JSON: a string, or an object with `id`, as "
-        "`outbox list --json` writes it.",
+        help="File with one task ID per line, or - for stdin. A line may also be JSON: a string, or an object with "
+        "`id`, such as `outbox list --json` writes.",
     )
 
 
 def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
-    """Return the ids given, each once, or None if none were asked for. Raises SettingError, OutboxError."""
+    """Return the given task IDs without duplicates, or None if none are given. Raises SettingError, OutboxError."""
     if options.ids_file is None:
         return tuple(dict.fromkeys(options.ids)) or None
     where = "stdin" if options.ids_file == "-" else options.ids_file
@@ -102,10 +102,10 @@ def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
     except OSError as error:
         raise SettingError(f"--ids-file: {where!r} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise SettingError(f"--ids-file: {where!r} is no UTF-8: {error.reason} at byte {error.start:,}") from None
+        raise SettingError(f"--ids-file: {where!r} is not UTF-8: {error.reason} at byte {error.start:,}") from None
     found = [_id(line.strip(), f"{where}, line {number:,}") for number, line in enumerate(lines, 1) if line.strip()]
     if not found and not options.ids:
-        raise OutboxError(f"{where} holds no id: nothing was changed")
+        raise OutboxError(f"{where} contains no task IDs. Nothing was changed")
     return tuple(dict.fromkeys([*options.ids, *found]))
 
 
@@ -115,19 +115,19 @@ def _id(line: str, where: str) -> str:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
-            raise SettingError(f"{where}: {line[:80]!r} is no JSON, as which a line is read that begins so") from None
+            raise SettingError(f"{where}: {line[:80]!r} is not valid JSON, but begins like it") from None
     if isinstance(value, dict):
         value = value.get("id")
     try:
         return str(ID.parse(value))
     except (ValueError, TypeError, AttributeError):
-        raise SettingError(f"{where}: {str(value)[:80]!r} is no id: ids have {ID.allowed}") from None
+        raise SettingError(f"{where}: {str(value)[:80]!r} is not a task ID: it must be {ID.allowed}") from None
 
 
 def again(name: str, options: argparse.Namespace, *more: str, **flags: str) -> str:
-    """Return the command line that goes on with the same selection, its flags replaced or added by `flags` and `more`.
+    """Return the command line that continues with the same selection, quoted for a shell.
 
-    It can be copied from a terminal to a shell, whatever the values hold.
+    `flags` replace or add flags; `more` are appended.
     """
     given = {field.flag: getattr(options, field.name, None) for field in fields_of(DatabaseSettings)}
     given |= {
@@ -137,22 +137,9 @@ def again(name: str, options: argparse.Namespace, *more: str, **flags: str) -> s
     given |= {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
     words = ["outbox", name]
     for flag, value in given.items():
-        # A value that looks like a flag would be read as one.
+        # Without the =, a value that begins with - would be parsed as a flag.
         words += [] if not value else [f"{flag}={value}"] if value.startswith("-") else [flag, value]
     ids = getattr(options, "ids", [])
     end = ["--"] if any(id.startswith("-") for id in ids) else []
-    line = " ".join(map(_quoted, [*words, *more, *end, *ids]))
-    return line + ("  # with the same ids on stdin" if given["--ids-file"] == "-" else "")
-
-
-def _quoted(word: str) -> str:
-    """Return a word of a command line; one with control codes as $'...' of bash and zsh, which holds none."""
-    if word.isprintable():
-        return shlex.quote(word)
-    return f"$'{''.join(map(_letter, word))}'"
-
-
-def _letter(each: str) -> str:
-    if each.isprintable():
-        return f"\\{each}" if each in "\\'" else each
-    return "".join(f"\\x{byte:02x}" for byte in each.encode())
+    line = " ".join(map(shlex.quote, [*words, *more, *end, *ids]))
+    return line + ("  # with the same task IDs on stdin" if given["--ids-file"] == "-" else "")

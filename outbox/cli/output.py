@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs. No control code of a row reaches a terminal."""
+"""Output of the commands: tables for people, JSON for programs. Control characters from rows are escaped."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -8,12 +8,12 @@ from typing import Any
 from outbox.shared.logs import as_line
 from outbox.shared.times import shown
 
-#: Names in a sentence.
+#: Max names that a message lists.
 NAMES = 10
 
 
 def escaped(text: str) -> str:
-    """Return `text` with all that is not printable written as Python writes it."""
+    """Return `text` with every unprintable character as a Python escape."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
@@ -29,7 +29,7 @@ def cell(value: object) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return aligned columns, numbers to the right."""
+    """Return aligned columns. Numbers are aligned right."""
     values = [list(row) for row in rows]
     cells = [list(heads), *([cell(value) for value in row] for row in values)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -45,27 +45,27 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _is_number(value: object) -> bool:
-    # Counts that stopped early are texts that begin with >=.
+    # A count that stopped early is a string that begins with >=.
     return isinstance(value, int | float) or value is None or (isinstance(value, str) and value.startswith(">="))
 
 
 def as_json(value: object) -> str:
-    """Return one line of JSON, times as RFC 3339; what is not printable is escaped, as JSON escapes it."""
+    """Return one line of JSON, with times in RFC 3339. Unprintable characters are escaped."""
     return as_line(value, _plain)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, datetime):
         return shown(value)
-    raise TypeError(f"{type(value).__name__} has no JSON")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
 def named(names: Iterable[str]) -> str:
-    """Return at most ten names for a sentence, and three dots for more."""
+    """Return at most NAMES names for a message, and three dots for the others."""
     every = [escaped(name) for name in names]
     return ", ".join([*every[:NAMES], *(["..."] if len(every) > NAMES else [])])
 
 
 def note(text: str) -> None:
-    """Say something on stderr that is no answer."""
+    """Print a message on stderr."""
     print(f"outbox: {text}", file=sys.stderr)

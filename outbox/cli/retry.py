@@ -1,4 +1,4 @@
-"""`outbox retry`: tasks are sent again, or for the first time after they died."""
+"""`outbox retry`: send tasks again, or dead tasks for the first time."""
 
 import argparse
 import dataclasses
@@ -11,44 +11,42 @@ from outbox.shared.settings import DatabaseSettings
 from outbox.shared.times import shown
 
 DESCRIPTION = """\
-Make tasks due now: dead ones, or such as wait for their next attempt, are tried
-anew; sent ones are sent again, with the same id. They share with live tasks and
-keep none of them waiting. A scheduled task whose id is given goes now, too; pending
-ones, and those that wait for the head of their ordering key, are left as they are.
+Make tasks due now. Dead and retrying tasks get all their attempts again. Sent tasks are
+sent again with the same ID. A scheduled task is sent now if you pass its ID. Pending
+tasks and tasks blocked by the head of their ordering key are not changed. Due tasks
+share the capacity with new tasks, so a large retry does not delay new tasks.
 
     outbox retry 0e3c... 7f21... --project my-project --instance main --database shop
     outbox retry --state dead --topic orders --dry-run ...
     outbox retry --state sent --topic orders --since 2h ...
     outbox list --state dead --error NOT_FOUND --json ... | outbox retry --ids-file - --yes ..."""
 
-#: A scheduled task has a time that somebody asked for, a pending one needs no retry: only by their ids.
+#: Scheduled tasks have a time that the application chose, and pending ones need no retry, so they are not listed.
 STATES = ("dead", "sent", "retrying")
-#: Why ids are left.
+#: Why tasks are not changed.
 LEFT = {
-    "pending": "because they are pending: they go by themselves",
-    "deferred": "because they wait for the head of their ordering key; retry or discard that (`outbox show` names it)",
+    "pending": "because pending tasks need no retry",
+    "deferred": "because the head of their ordering key blocks them; retry or discard it (`outbox show` names it)",
 }
-OUTSIDE = "{state}, but outside of --state, --topic, --since, --until or --error"
+OUTSIDE = "because the state is {state} and --state, --topic, --since, --until or --error does not match"
 
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = command(commands, "retry", "send tasks again, or dead ones at last", DESCRIPTION)
+    parser = command(commands, "retry", "send tasks again, or retry dead tasks", DESCRIPTION)
     add_ids(parser)
     add_selection(parser, *STATES)
-    parser.add_argument("--dry-run", action="store_true", help="Only print how many there are, and the same as DML.")
-    parser.add_argument(
-        "--yes", action="store_true", help=f"Do not ask first, as is done beyond {chunks.UNASKED:,} tasks."
-    )
+    parser.add_argument("--dry-run", action="store_true", help="Only print the number of tasks and equivalent DML.")
+    parser.add_argument("--yes", action="store_true", help=f"Skip the confirmation above {chunks.UNASKED:,} tasks.")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Change tasks; returns 0, or 1 if a named one does not fit. Raises SettingError, NotReached, OutboxError."""
+    """Change tasks; return 0, or 1 if an ID does not match. Raises SettingError, NotReached, OutboxError."""
     settings = DatabaseSettings.read(vars(options))
     wanted = ids(options)
     if wanted is None and options.state is None:
-        raise SettingError(f"retry: which tasks? Give ids, --ids-file, or --state with {' or '.join(STATES)}")
+        raise SettingError(f"retry: no tasks given. Pass IDs, --ids-file, or --state with {' or '.join(STATES)}")
 
     from outbox.admin import changes, statements  # noqa: PLC0415 - the same
     from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
@@ -56,12 +54,12 @@ def run(options: argparse.Namespace) -> int:
     table = open_table(settings)
     now = table.now()
     chosen = selection(options, now, wanted)
-    # What is sent again meanwhile is sent later than this: it is not chosen twice, now or by the command that goes on.
+    # A task that is sent again meanwhile has a later SentAt, so neither this command nor its continuation selects it.
     chosen = dataclasses.replace(chosen, until=min(chosen.until or now, now))
     check_window(chosen.since, chosen.until)
     count = changes.count(table, chosen, exact=options.dry_run)
     if options.dry_run:
-        print(f"{count} would be sent again, as by:\n{chosen.dml(statements.RETRY)}")
+        print(f"{count} would be sent again. Equivalent DML:\n{chosen.dml(statements.RETRY)}")
         chunks.note_size(count)
         return 0
     if count.number > chunks.UNASKED:
@@ -69,5 +67,5 @@ def run(options: argparse.Namespace) -> int:
     since = {} if chosen.since is None else {"since": shown(chosen.since)}
     go_on = again("retry", options, "--yes", **since, until=shown(chosen.until or now))
     report = chunks.carry_out(changes.retry(table, chosen), count, go_on)
-    report.tell("will be sent again:")
+    report.print_changed("will be sent again:")
     return report.explain(LEFT, OUTSIDE) if wanted else 0

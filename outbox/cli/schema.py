@@ -1,4 +1,4 @@
-"""`outbox schema`: print the DDL of the outbox's tables, or make what a database lacks of them."""
+"""`outbox schema`: print the DDL of the outbox's tables, or create the missing ones in a database."""
 
 import argparse
 from collections.abc import Callable
@@ -8,14 +8,14 @@ from outbox.shared.settings import DatabaseSettings, SettingType, whole_number
 from outbox.storage import ddl
 
 PRINT_DESCRIPTION = """\
-Print the DDL of the outbox's tables, to be pasted into your own migrations.
-Nothing is contacted.
+Print the DDL of the outbox's tables for your own migrations. The command contacts
+no service.
 
     outbox schema print --shards 32 --retention 7 > outbox.sql"""
 APPLY_DESCRIPTION = """\
-Make what the database lacks, in one schema update, and say for each object
-whether it was created or existed. Nothing is ever altered or dropped: if an
-object exists with another shape, nothing is made and the exit code is 1.
+Create the missing schema objects in one schema update, and print for each object
+whether it was created or existed. The command never alters or drops anything. If an
+object exists with a different definition, it creates nothing and the exit code is 1.
 
     outbox schema apply --project my-project --instance main --database orders"""
 
@@ -23,7 +23,7 @@ SHARDS = whole_number(1, ddl.MAX_SHARDS)
 _DAYS = whole_number(1, ddl.MAX_RETENTION_DAYS)
 RETENTION = SettingType(lambda text: None if text == "none" else _DAYS.parse(text), f"none, or days, {_DAYS.allowed}")
 
-#: What a new table gets; an existing one keeps its own unless the flag is given.
+#: For a new table. An existing table may have other values unless the flag is given.
 DEFAULT_SHARDS, DEFAULT_RETENTION = 10, 30
 
 
@@ -36,22 +36,22 @@ def add(commands: Any) -> None:
     _add_choices(printing, "")
     printing.set_defaults(run=run_print)
     applying = actions.add_parser(
-        "apply", help="make what a database lacks", description=APPLY_DESCRIPTION, formatter_class=layout
+        "apply", help="create missing schema objects", description=APPLY_DESCRIPTION, formatter_class=layout
     )
     DatabaseSettings.add_flags(applying)
-    _add_choices(applying, "; a table that exists keeps its own, and is refused if this is given and differs")
+    _add_choices(applying, "; an existing table keeps its value, and a different value is an error")
     applying.set_defaults(run=run_apply)
 
 
 def _add_choices(parser: argparse.ArgumentParser, otherwise: str) -> None:
-    # No default here: whether a flag was given decides whether an existing table may differ.
+    # No default: if a flag is not given, an existing table may differ.
     parser.add_argument(
         "--shards", type=_parsed(SHARDS), metavar="N", default=argparse.SUPPRESS,
         help=f"Number of shards: {SHARDS.allowed} (default {DEFAULT_SHARDS}{otherwise}).",
     )  # fmt: skip
     parser.add_argument(
         "--retention", type=_parsed(RETENTION), metavar="DAYS|none", default=argparse.SUPPRESS,
-        help=f"Sent tasks are deleted after it: {RETENTION.allowed} (default {DEFAULT_RETENTION}{otherwise}).",
+        help=f"Days after which sent tasks are deleted: {RETENTION.allowed} (default {DEFAULT_RETENTION}{otherwise}).",
     )  # fmt: skip
     parser.add_argument(
         "--change-stream", action="store_true",
@@ -85,7 +85,7 @@ def run_print(options: argparse.Namespace) -> int:
 
 
 def run_apply(options: argparse.Namespace) -> int:
-    """Make what is missing, one line an object; returns 0. Raises SettingError, NotReached, OutboxError."""
+    """Create missing objects and print one line for each; returns 0. Raises SettingError, NotReached, OutboxError."""
     flags = vars(options)
     settings = DatabaseSettings.read(flags)
     free = {part for flag, part in (("shards", ddl.SHARD_COUNT), ("retention", ddl.RETENTION)) if flag not in flags}

@@ -1,4 +1,4 @@
-"""`outbox status`: what waits, by topic and priority."""
+"""`outbox status`: count unsent tasks by topic and priority."""
 
 import argparse
 import contextlib
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from outbox.admin.table import TaskTable
 
 DESCRIPTION = """\
-Show how many tasks of each topic and priority wait, for how long, and how many
-were sent in the last minute.
+Count the unsent tasks of each topic and priority, and those sent in the last minute.
+Show the age of the oldest pending task.
 
-It reads the index as it was ten seconds ago, at LOW priority, and stops to count
-at 10,000 tasks of each shard and topic (>=), at fewer where there are more than ten
-topics. --exact reads and counts all of now.
+The command reads the index as it was ten seconds ago, at LOW priority. It stops
+counting at 10,000 tasks of each shard and topic (>=), or earlier if there are more
+than ten topics. --exact counts all tasks as they are now.
 
     outbox status --project my-project --instance main --database shop
     outbox status --watch ...
-    outbox status --max-age 5m --max-pending 10000 ... || page-somebody
+    outbox status --max-age 5m --max-pending 10000 ... || notify-on-call
     outbox status --json ... | jq '.topics[] | select(.dead > 0)'"""
 
-#: Seconds between two looks of --watch.
+#: Seconds between two updates of --watch.
 WATCH_SECONDS = 5.0
 PENDING = whole_number(0, 1_000_000_000)
 _CLEAR = "\x1b[H\x1b[2J"
@@ -37,10 +37,10 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = command(commands, "status", "what waits, by topic and priority", DESCRIPTION)
-    parser.add_argument("--json", action="store_true", help="One JSON object instead of a table.")
-    parser.add_argument("--watch", action="store_true", help="Again every five seconds, until Ctrl-C.")
-    parser.add_argument("--exact", action="store_true", help="Count everything, as it is now.")
+    parser = command(commands, "status", "unsent tasks by topic and priority", DESCRIPTION)
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
+    parser.add_argument("--watch", action="store_true", help="Update every five seconds, until Ctrl-C.")
+    parser.add_argument("--exact", action="store_true", help="Count all tasks, as they are now.")
     parser.add_argument(
         "--max-age",
         type=flag_of("--max-age", SECONDS),
@@ -51,15 +51,15 @@ def add(commands: Any) -> None:
         "--max-pending",
         type=flag_of("--max-pending", PENDING),
         metavar="N",
-        help="Exit code 1 if more tasks are pending. Paused topics count for neither.",
+        help="Exit code 1 if more tasks are pending. Both limits ignore paused topics.",
     )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the backlog; return 0, or 1 beyond a limit. Raises SettingError, NotReached, OutboxError."""
+    """Print the backlog; return 0, or 1 if a limit is exceeded. Raises SettingError, NotReached, OutboxError."""
     if options.watch and (options.max_age is not None or options.max_pending is not None):
-        raise SettingError("--watch has no end, so no exit code: give --max-age and --max-pending without it")
+        raise SettingError("--watch has no exit code: pass --max-age and --max-pending without it")
     settings = DatabaseSettings.read(vars(options))
 
     from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
@@ -80,25 +80,25 @@ def run(options: argparse.Namespace) -> int:
 def _read(tasks: "TaskTable", options: argparse.Namespace) -> "Backlog":
     from outbox.admin import backlog  # noqa: PLC0415 - see run
 
-    # Whether there are more than --max-pending must be decided, however much else is counted.
+    # Count far enough to decide whether --max-pending is exceeded.
     limit = None if options.max_pending is None else max(backlog.COUNTED, options.max_pending + 1)
     found = backlog.read(tasks, exact=options.exact, limit=limit)
     if not found.whole:
-        note(f"there are more than {backlog.MAX_TOPICS:,} topics: only the first are counted")
+        note(f"there are more than {backlog.MAX_TOPICS:,} topics. Only the first {backlog.MAX_TOPICS:,} are counted")
     return found
 
 
 def _watch(tasks: "TaskTable", options: argparse.Namespace) -> None:
-    looked = False
+    succeeded = False
     while True:
         try:
             text = _rendered(_read(tasks, options), options)
         except OutboxError as error:
-            if not looked:
-                raise  # a table that has another shape, rather than a Spanner that will be back
-            note(f"{error}; trying again")
+            if not succeeded:
+                raise  # probably permanent, such as a missing table
+            note(f"{error}. Retrying")
         else:
-            looked = True
+            succeeded = True
             print((_CLEAR if sys.stdout.isatty() and not options.json else "") + text, flush=True)
         time.sleep(WATCH_SECONDS)
 
@@ -117,7 +117,7 @@ def _beyond(backlog: "Backlog", options: argparse.Namespace) -> list[str]:
         number = cell(_number("pending", total.pending, total.at_least))
         found.append(f"{number} tasks are pending, more than --max-pending {options.max_pending:,}")
     if not backlog.whole and (options.max_age is not None or options.max_pending is not None):
-        found.append("whether a limit is kept cannot be told of so many topics")
+        found.append("--max-age and --max-pending cannot be checked, because not all topics are counted")
     return found
 
 
@@ -129,7 +129,7 @@ HEADS = ("PENDING", "RETRYING", "SCHEDULED", "DEAD", "SENT/MIN", "OLDEST")
 
 
 def cells(backlog: "Backlog", line: "Line") -> list[object]:
-    """Return what stands below HEADS for a line."""
+    """Return the cells of a line, below HEADS."""
     from outbox.admin.backlog import COUNTS  # noqa: PLC0415 - see run
 
     age = spoken(backlog.age(line)) if line.oldest else "-"
@@ -137,7 +137,7 @@ def cells(backlog: "Backlog", line: "Line") -> list[object]:
 
 
 def fields(backlog: "Backlog", line: "Line") -> dict[str, Any]:
-    """Return the same for JSON: ages in seconds, and the names of counts that stopped early."""
+    """Return the JSON fields of a line: counts, age in seconds, and the names of counts that stopped early."""
     from outbox.admin.backlog import COUNTS  # noqa: PLC0415 - see run
 
     age = round(backlog.age(line), 3) if line.oldest else None
@@ -147,7 +147,7 @@ def fields(backlog: "Backlog", line: "Line") -> dict[str, Any]:
 def _text(backlog: "Backlog") -> str:
     head = f"as of {shown(backlog.as_of)}, {backlog.workers} live worker{'' if backlog.workers == 1 else 's'}"
     if not backlog.lines:
-        return f"{head}\nno task waits, and none was sent in the last minute"
+        return f"{head}\nno unsent tasks, and no task sent in the last minute"
     rows = [
         [line.topic + (" (paused)" if line.paused else ""), line.priority, *cells(backlog, line)]
         for line in backlog.lines
@@ -155,7 +155,7 @@ def _text(backlog: "Backlog") -> str:
     rows.append(["all", None, *cells(backlog, backlog.total)])
     text = f"{head}\n{table(('TOPIC', 'PRIORITY', *HEADS), rows)}"
     if any(line.paused for line in backlog.lines):
-        text += "\nPENDING and OLDEST of all leave out paused topics"
+        text += "\nThe row `all` excludes paused topics from PENDING and OLDEST"
     return text
 
 

@@ -1,11 +1,10 @@
-"""`outbox list`, `show` and `tail`: tasks, one with its message, those that were just sent."""
+"""`outbox list`, `show` and `tail`: list tasks, show one with its message, follow sent tasks."""
 
 import argparse
 import base64
 import codecs
 import contextlib
 import json
-import re
 import signal
 import sys
 import time
@@ -26,60 +25,58 @@ if TYPE_CHECKING:
     from outbox.admin.tasks import Position, Task
 
 LIST_DESCRIPTION = """\
-List tasks of one state, or all that are not sent. Pending ones come as a worker
-takes them, by priority, then age; sent ones the newest first; others by the time at
-which they will be due. JSON: one object a line.
+List the tasks of one state, or all unsent tasks. Pending tasks are sorted by priority
+and age, as workers select them, sent tasks by SentAt, newest first, and other tasks by
+the time at which they will be due. --json prints one object per line.
 
     outbox list --state dead --project my-project --instance main --database shop
     outbox list --state sent --topic orders --since 2h --until 1h ...
     outbox list --state retrying --error NOT_FOUND --json ... | jq .id"""
 SHOW_DESCRIPTION = """\
-Show one task with every column, and its message as subscribers get it.
+Show one task with every column, and the message that subscribers receive.
 
     outbox show 0e3c... --project my-project --instance main --database shop
     outbox show 0e3c... --raw ... > message.bin"""
 TAIL_DESCRIPTION = """\
-Follow the tasks that are sent, one line each, until Ctrl-C. It writes nothing, so
-any number may follow at once.
+Print each task when it is sent, one per line, until Ctrl-C. The command only reads, so
+any number of people can run it at once.
 
     outbox tail --project my-project --instance main --database shop
     outbox tail --topic orders --since 15m --json ..."""
 
 LIMIT = whole_number(1, 100_000)
 DEFAULT_LIMIT = 100
-#: Characters of LastError in a table; `show` has all.
+#: Characters of LastError in a table. `show` prints all.
 ERROR_CHARACTERS = 80
-#: Bytes of a message's data that `show` prints; `--raw` writes all.
+#: Bytes of a message's data that `show` prints. `--raw` writes all.
 SHOWN_BYTES = 64 * 1024
-#: A character of no meaning, which stands around a number while JSON is laid out.
-_MARK = "\ue000"
-#: Seconds between two looks of `tail`, and rows of one look.
+#: Seconds between two reads of `tail`, and rows of one read.
 TAIL_SECONDS, TAIL_ROWS = 1.0, 1_000
 
 
 def add(commands: Any) -> None:
     """Add the three commands to the subparsers `commands`."""
-    listing = command(commands, "list", "tasks of a state", LIST_DESCRIPTION)
+    listing = command(commands, "list", "list the tasks of a state", LIST_DESCRIPTION)
     add_selection(listing, *STATES)
     listing.add_argument(
         "--limit", type=flag_of("--limit", LIMIT), default=DEFAULT_LIMIT, metavar="N",
-        help=f"Tasks at most: {LIMIT.allowed} (default {DEFAULT_LIMIT}).",
+        help=f"Max tasks: {LIMIT.allowed} (default {DEFAULT_LIMIT}).",
     )  # fmt: skip
-    listing.add_argument("--json", action="store_true", help="One JSON object a line instead of a table.")
+    listing.add_argument("--json", action="store_true", help="Print one JSON object per line instead of a table.")
     listing.set_defaults(run=run_list)
-    showing = command(commands, "show", "one task with its message", SHOW_DESCRIPTION)
-    showing.add_argument("id", type=flag_of("ID", ID), metavar="ID", help="Id of the task.")
+    showing = command(commands, "show", "show one task with its message", SHOW_DESCRIPTION)
+    showing.add_argument("id", type=flag_of("ID", ID), metavar="ID", help="Task ID.")
     form = showing.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="One JSON object; data that is no text is in base64.")
-    form.add_argument("--raw", action="store_true", help="Write the data of the message, as it is, and nothing else.")
+    form.add_argument("--json", action="store_true", help="Print one JSON object. Binary data is in base64.")
+    form.add_argument("--raw", action="store_true", help="Write only the bytes of the message data.")
     showing.set_defaults(run=run_show)
-    tailing = command(commands, "tail", "follow what is sent", TAIL_DESCRIPTION)
+    tailing = command(commands, "tail", "follow sent tasks", TAIL_DESCRIPTION)
     add_topic(tailing)
     tailing.add_argument(
         "--since", type=flag_of("--since", MOMENT), metavar="TIME",
-        help=f"Begin then, instead of now. Allowed: {MOMENT.allowed}.",
+        help=f"Start at this time instead of now. Allowed: {MOMENT.allowed}.",
     )  # fmt: skip
-    tailing.add_argument("--json", action="store_true", help="One JSON object a line.")
+    tailing.add_argument("--json", action="store_true", help="Print one JSON object per line.")
     tailing.set_defaults(run=run_tail)
 
 
@@ -99,12 +96,12 @@ def run_list(options: argparse.Namespace) -> int:
     elif shown_tasks:
         print(_table(shown_tasks))
     if not found:
-        note("no such task")
+        note("no matching tasks")
         if options.topic is not None and options.state != "sent":
             known = named(database.topics(NAMES + 1))
-            note(f"tasks wait, or rows of AsynchronousTaskTopics exist, for: {known or 'no topic'}")
+            note(f"topics with unsent tasks or a row in AsynchronousTaskTopics: {known or 'none'}")
     if len(found) > options.limit:
-        note(f"there are more than {options.limit:,}: give --limit, or narrow it by --topic, --since, --until, --error")
+        note(f"more than {options.limit:,} tasks match. Raise --limit, or use --topic, --since, --until or --error")
     return 0
 
 
@@ -133,7 +130,7 @@ def _available(time: datetime | None) -> datetime | None:
 
 
 def run_show(options: argparse.Namespace) -> int:
-    """Print a task; returns 0. Raises SettingError, NotReached, OutboxError: there is none of that id."""
+    """Print a task; returns 0. Raises SettingError, NotReached, and OutboxError if there is no such task."""
     settings = DatabaseSettings.read(vars(options))
 
     from outbox.admin import tasks  # noqa: PLC0415 - the same
@@ -143,13 +140,13 @@ def run_show(options: argparse.Namespace) -> int:
     task = tasks.task(open_table(settings), options.id)
     if task is None:
         raise OutboxError(
-            f"there is no task with the id {options.id!r}: it was never committed, or it was deleted after it was "
-            "sent (retention, `outbox purge`) or when it was dead (`outbox discard`)"
+            f"task {options.id!r} does not exist. Either its transaction was not committed, or the task was deleted: "
+            "after it was sent (retention, `outbox purge`), or when it was dead (`outbox discard`)"
         )
     message = parsed(task.columns["Data"])
     data = task.columns["Data"] if message is None else message.data
     if message is None:
-        note("Data is no serialized google.pubsub.v1.PubsubMessage; this is what the row holds")
+        note("Data is not a serialized google.pubsub.v1.PubsubMessage. The bytes of the column are shown")
     if options.raw:
         sys.stdout.buffer.write(data)
     elif options.json:
@@ -200,42 +197,19 @@ def _data_lines(data: bytes) -> Iterator[str]:
 
 
 def _readable(data: bytes, *, whole: bool) -> tuple[str, list[str]]:
-    """Return what the data is, and lines to show it: JSON, other text, or hex."""
+    """Return the kind of the data (JSON, text or hex), and the lines that show it."""
     try:
-        # The last character of a part may be cut.
+        # SHOWN_BYTES may cut the last character.
         text = codecs.getincrementaldecoder("utf-8")().decode(data, final=whole)
     except UnicodeDecodeError:
         text = "\0"
     if any(unicodedata.category(each) == "Cc" and each not in "\n\r\t" for each in text):
         return "hex", [data[start : start + 32].hex(" ") for start in range(0, len(data), 32)]
     try:
-        pretty = _pretty(text)
+        pretty = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
     except (ValueError, RecursionError):
         return "text", [escaped(line) for line in text.expandtabs().splitlines()]
     return "JSON", [escaped(line) for line in pretty.splitlines()]
-
-
-def _pretty(text: str) -> str:
-    """Return JSON with line breaks, each number as it was written. Raises ValueError for what cannot be shown so."""
-    numbers: list[str] = []
-
-    def kept(token: str) -> str:
-        numbers.append(token)
-        return f"{_MARK}{len(numbers) - 1}{_MARK}"
-
-    def no_constant(token: str) -> str:
-        raise ValueError(token)
-
-    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError("a name twice")
-        return dict(pairs)
-
-    if _MARK in text:
-        raise ValueError(text)
-    value = json.loads(text, parse_float=kept, parse_int=kept, parse_constant=no_constant, object_pairs_hook=distinct)
-    dumped = json.dumps(value, indent=2, ensure_ascii=False)
-    return re.sub(f'"{_MARK}(\\d+){_MARK}"', lambda match: numbers[int(match[1])], dumped)
 
 
 def run_tail(options: argparse.Namespace) -> int:
@@ -256,7 +230,7 @@ def _follow(database: "TaskTable", options: argparse.Namespace) -> None:
     now = database.now()
     position = tasks.Position(now if options.since is None else resolved(options.since, now))
     check_window(position.sent_at, now + timedelta(microseconds=1))
-    note(f"following from {shown(position.sent_at)}; Ctrl-C ends it")
+    note(f"following from {shown(position.sent_at)}. Press Ctrl-C to stop")
     rows = tasks.sent_after(database, position, options.topic, TAIL_ROWS)
     while True:
         for row in rows:
@@ -268,17 +242,17 @@ def _follow(database: "TaskTable", options: argparse.Namespace) -> None:
 
 
 def _next(database: "TaskTable", position: "Position", topic: str | None) -> list[dict[str, Any]]:
-    """Return what was sent behind the position, as soon as Spanner answers."""
+    """Return the tasks sent after the position. Retry until Spanner responds."""
     from outbox.admin import tasks  # noqa: PLC0415 - see run_tail
 
-    away = False
+    failed = False
     while True:
         try:
             return tasks.sent_after(database, position, topic, TAIL_ROWS)
         except OutboxError as error:
-            if not away:
-                note(f"{error}; nothing will be left out, trying again")
-            away = True
+            if not failed:
+                note(f"{error}. Retrying; no task will be missed")
+            failed = True
             time.sleep(TAIL_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""`outbox topics`, `pause`, `resume` and `limit`: the rows of AsynchronousTaskTopics, which the workers read."""
+"""`outbox topics`, `pause`, `resume` and `limit`: read and write AsynchronousTaskTopics, which the workers read."""
 
 import argparse
 import dataclasses
@@ -19,33 +19,33 @@ if TYPE_CHECKING:
     from outbox.admin.topics import Control, TopicTable
 
 TOPICS_DESCRIPTION = """\
-Show the pauses and limits of topics beside what waits for them: all topics that
-have a row of AsynchronousTaskTopics, an unsent task, or one sent in the last minute.
+Show the pauses and limits of topics with their backlog. Every topic is listed that has
+a row in AsynchronousTaskTopics, an unsent task, or a task sent in the last minute.
 
     outbox topics --project my-project --instance main --database shop"""
 PAUSE_DESCRIPTION = """\
-Publish nothing more of these topics until `outbox resume`. Their limits stay as
-they are, and tasks can be registered as ever.
+Publish no tasks of these topics until `outbox resume`. Their limits do not change, and
+applications can still register tasks.
 
     outbox pause orders --project my-project --instance main --database shop"""
 RESUME_DESCRIPTION = """\
-Publish tasks of these paused topics again, within the limits that they have.
+Publish tasks of these paused topics again. Their limits do not change.
 
     outbox resume orders --project my-project --instance main --database shop"""
 LIMIT_DESCRIPTION = """\
-Limit a topic. What is not named keeps its value. Limits are those of all
-workers together: each takes its part, at least 1.
+Limit a topic. A limit that you do not pass keeps its value. Limits apply to all live
+workers together: each gets an equal part, at least 1.
 
     outbox limit orders --rate 10 --burst 20 --project my-project \\
         --instance main --database shop
     outbox limit orders --max-in-flight 5 ...
     outbox limit orders --off ..."""
 
-FOLLOW = "the workers follow within 10 seconds"
-SHARED = "limits are the fleet's, divided by the living workers, at least 1 each"
-#: Names in a sentence that says which topics there are.
+FOLLOW = "workers apply this within 10 seconds"
+SHARED = "the limits are divided by the number of live workers, at least 1 each"
+#: Max topics that an error message lists.
 NAMES = 10
-#: Seconds for Pub/Sub's answer whether a topic exists.
+#: Timeout for asking Pub/Sub whether a topic exists.
 PUBSUB_SECONDS = 5.0
 
 
@@ -62,23 +62,23 @@ COUNT = whole_number(1, 1_000_000_000)
 #: The flags of `limit`: column, kind, help.
 LIMITS = {
     "--rate": ("RatePerSecond", RATE, "Tasks a second; together with --burst."),
-    "--burst": ("Burst", COUNT, "Tasks that may go at once after a rest; together with --rate."),
-    "--max-in-flight": ("MaxInFlight", COUNT, "Tasks that are being published at the same time."),
+    "--burst": ("Burst", COUNT, "Tasks that may be sent at once after a quiet period; together with --rate."),
+    "--max-in-flight": ("MaxInFlight", COUNT, "Max tasks that are being published at the same time."),
 }
 
 
 def add(commands: Any) -> None:
     """Add the four commands to the subparsers `commands`."""
-    showing = command(commands, "topics", "pauses and limits of topics, beside what waits", TOPICS_DESCRIPTION)
-    showing.add_argument("--json", action="store_true", help="One JSON object instead of a table.")
-    showing.add_argument("--exact", action="store_true", help="Count everything, as it is now.")
+    showing = command(commands, "topics", "pauses, limits and backlog of topics", TOPICS_DESCRIPTION)
+    showing.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
+    showing.add_argument("--exact", action="store_true", help="Count all tasks, as they are now.")
     showing.set_defaults(run=run_topics)
-    pausing = command(commands, "pause", "publish nothing more of topics", PAUSE_DESCRIPTION)
+    pausing = command(commands, "pause", "stop publishing tasks of topics", PAUSE_DESCRIPTION)
     resuming = command(commands, "resume", "publish paused topics again", RESUME_DESCRIPTION)
     for parser in (pausing, resuming):
-        parser.add_argument("topics", type=_topic, nargs="+", metavar="TOPIC", help="As tasks have it in Topic.")
-    limiting = command(commands, "limit", "limit a topic, or take its limits away", LIMIT_DESCRIPTION)
-    limiting.add_argument("topic", type=_topic, metavar="TOPIC", help="As tasks have it in Topic.")
+        parser.add_argument("topics", type=_topic, nargs="+", metavar="TOPIC", help="Value of the Topic column.")
+    limiting = command(commands, "limit", "limit a topic, or remove its limits", LIMIT_DESCRIPTION)
+    limiting.add_argument("topic", type=_topic, metavar="TOPIC", help="Value of the Topic column.")
     for flag, (column, kind, text) in LIMITS.items():
         limiting.add_argument(
             flag,
@@ -87,7 +87,7 @@ def add(commands: Any) -> None:
             metavar="N",
             help=f"{text} Allowed: {kind.allowed}.",
         )
-    limiting.add_argument("--off", action="store_true", help="Take all limits away.")
+    limiting.add_argument("--off", action="store_true", help="Remove all limits.")
     pausing.set_defaults(run=run_pause)
     resuming.set_defaults(run=run_resume)
     limiting.set_defaults(run=run_limit)
@@ -124,7 +124,7 @@ def run_topics(options: argparse.Namespace) -> int:
         return 0
     print(f"as of {shown(waiting.as_of)}")
     shown_rows = [[topic, _described(control, ""), *cells(waiting, line)] for topic, (control, line) in topics.items()]
-    print(table(("TOPIC", "CONTROL", *HEADS), shown_rows) if topics else "no topic has a row, or a task")
+    print(table(("TOPIC", "CONTROL", *HEADS), shown_rows) if topics else "no topics")
     return 0
 
 
@@ -151,8 +151,8 @@ def run_resume(options: argparse.Namespace) -> int:
     missing = [topic for topic in options.topics if topic not in there]
     if missing:
         raise OutboxError(
-            f"AsynchronousTaskTopics has no row of {named(missing)}, so there is no pause to end; nothing was "
-            f"written. Paused: {named(topics.paused(NAMES + 1)) or 'no topic'}"
+            f"not paused, because AsynchronousTaskTopics has no row for it: {named(missing)}. Nothing was written. "
+            f"Paused topics: {named(topics.paused(NAMES + 1)) or 'none'}"
         )
     _print(topics.change(options.topics, {"Paused": False}), unpaused="resumed")
     note(FOLLOW)
@@ -171,26 +171,26 @@ def run_limit(options: argparse.Namespace) -> int:
 
 
 def _limits(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what is to be written, by column. Raises SettingError."""
+    """Return the values to write, by column. Raises SettingError."""
     flags = vars(options)
     given = {flag: flags[column] for flag, (column, _, _) in LIMITS.items() if flags[column] is not None}
     if options.off and given:
-        raise SettingError(f"--off is given with {' and '.join(given)}: it takes all limits away, so give it alone")
+        raise SettingError(f"--off is given with {' and '.join(given)}: it removes all limits, so pass it alone")
     if options.off:
         return {column: None for column, _, _ in LIMITS.values()}
     if not given:
-        raise SettingError("limit: no limit is given: give --rate with --burst, --max-in-flight, or --off")
+        raise SettingError("limit: no limit given. Pass --rate with --burst, --max-in-flight, or --off")
     for flag, other in (("--rate", "--burst"), ("--burst", "--rate")):
         if flag in given and other not in given:
             raise SettingError(
-                f"{flag} {given[flag]:,.15g} is given without {other}: give both; "
+                f"{flag} {given[flag]:,.15g} is given without {other}: pass both. "
                 f"{other} must be {LIMITS[other][1].allowed}"
             )
     return {LIMITS[flag][0]: value for flag, value in given.items()}
 
 
 def _open(options: argparse.Namespace) -> "tuple[TopicTable, str]":
-    """Return the table and the project of topics without one. Raises SettingError, NotReached, OutboxError."""
+    """Return the table, and the project of topic IDs without one. Raises SettingError, NotReached, OutboxError."""
     settings = DatabaseSettings.read(vars(options))
 
     from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
@@ -202,24 +202,24 @@ def _open(options: argparse.Namespace) -> "tuple[TopicTable, str]":
 def _note_other_spellings(table: "TopicTable", topics: Sequence[str], project: str) -> None:
     others = {other: topic for topic in topics if (other := _other_spelling(topic, project)) not in topics}
     for other in sorted(table.waiting(others)):
-        note(f"tasks wait for {other}, which is another name than {others[other]}: it stays as it is")
+        note(f"unsent tasks also use {other}, another name of {others[other]}. Name it too, or it does not change")
 
 
 def _require_known(table: "TopicTable", topics: Sequence[str], project: str) -> None:
-    """Return if each topic has a row, an unsent task, or is in Pub/Sub. Raises OutboxError for a typing error."""
+    """Raise OutboxError unless each topic has a row, an unsent task, or exists in Pub/Sub, to catch typing errors."""
     known = table.rows(topics) | table.waiting(topics)
     unknown = [topic for topic in topics if topic not in known and not _in_pubsub(_full_name(topic, project))]
     if unknown:
         raise OutboxError(
-            f"nobody knows {named(unknown)}: no task waits for it, AsynchronousTaskTopics has no row of it, and "
-            f"Pub/Sub has no {named([_full_name(topic, project) for topic in unknown])}; nothing was written. "
-            f"Tasks wait or rows exist for: {named(table.known(NAMES + 1)) or 'no topic'}"
+            f"unknown topic {named(unknown)}: no unsent task and no row in AsynchronousTaskTopics has it, and Pub/Sub "
+            f"has no {named([_full_name(topic, project) for topic in unknown])}. Nothing was written. "
+            f"Known topics: {named(table.known(NAMES + 1)) or 'none'}"
         )
 
 
 def _in_pubsub(name: str) -> bool:
-    """Ask Pub/Sub for the topic. If it cannot be asked, say so and return True."""
-    from google.api_core.exceptions import GoogleAPIError, NotFound  # noqa: PLC0415 - only for a name that is in doubt
+    """Ask Pub/Sub whether the topic exists. If the request fails, print a note and return True."""
+    from google.api_core.exceptions import GoogleAPIError, NotFound  # noqa: PLC0415 - only for an unknown name
     from google.auth.exceptions import GoogleAuthError  # noqa: PLC0415 - the same
     from google.cloud.pubsub_v1 import PublisherClient  # noqa: PLC0415 - the same
 
@@ -229,7 +229,7 @@ def _in_pubsub(name: str) -> bool:
         return False
     except (GoogleAPIError, GoogleAuthError) as error:
         reason = str(error).partition("\n")[0]
-        note(f"Pub/Sub could not be asked whether {name} exists, and nothing else knows it; going on. {reason}")
+        note(f"could not check in Pub/Sub whether {name} exists. Continuing without the check: {reason}")
     return True
 
 
@@ -258,6 +258,6 @@ def _full_name(topic: str, project: str) -> str:
 
 
 def _other_spelling(topic: str, project: str) -> str:
-    """Return the full name for an id, and the reverse; a topic of another project has one name only."""
+    """Return the full name for a topic ID, and the ID for a full name. A topic of another project has only one name."""
     own = _full_name("", project)
     return topic.removeprefix(own) if topic.startswith("projects/") else own + topic

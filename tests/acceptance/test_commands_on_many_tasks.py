@@ -71,11 +71,11 @@ def test_more_than_a_thousand_are_changed_after_a_question(outbox: Commands, lar
     file.write_text("\n".join(f"{kind}-{n:05}" for kind, number in kinds.items() for n in range(number)))
     dry = outbox.run("retry", "--ids-file", str(file), "--dry-run")
     assert (dry.code, dry.stdout.count("'not there\\'s-")) == (0, 100)
-    assert dry.stdout.startswith("1,001 tasks would be sent again, as by:\nUPDATE ")
+    assert dry.stdout.startswith("1,001 tasks would be sent again. Equivalent DML:\nUPDATE ")
     assert "80,000 mutations" in dry.stderr
     unasked = outbox.run("retry", "--state", "dead")
     assert (unasked.code, unasked.stdout, unasked.stderr) == (
-        2, "", "outbox: 1,001 tasks will be sent again. Nobody can be asked here: give --yes. Nothing was changed\n",
+        2, "", "outbox: 1,001 tasks will be sent again. Not a terminal. Pass --yes to confirm. Nothing was changed\n",
     )  # fmt: skip
     for answer, code in (("n", 1), ("y", 0)):
         assert count(large, IS_DEAD) == DEAD
@@ -84,7 +84,7 @@ def test_more_than_a_thousand_are_changed_after_a_question(outbox: Commands, lar
             terminal.type(f"{answer}\n")
             assert terminal.wait() == code, terminal.seen
             seen = terminal.seen
-        assert ("not confirmed: nothing was changed" in seen) == (answer == "n")
+        assert ("not confirmed. Nothing was changed" in seen) == (answer == "n")
     assert "will be sent again: 1,001 tasks" in seen
     assert re.search(r"100%\|.*\| 1001/1001 \[.* tasks/s\]", seen)
     assert TRACE not in seen

@@ -63,12 +63,12 @@ def test_flags_narrow_the_list(filled: Commands):
     assert ids(filled, "--error", "TOO_Large") == ["other"]
     limited = filled.here("list", "--state", "dead", "--limit", "3", "--json")
     assert (limited.code, limited.stdout.count("\n")) == (0, 3)
-    assert "there are more than 3" in limited.stderr
+    assert "more than 3 tasks match" in limited.stderr
     assert filled.here("list", "--state", "dead", "--limit", "4").stderr == ""
     misspelled = filled.here("list", "--topic", "oders")
     assert (misspelled.code, misspelled.stdout) == (0, "")
-    assert "no such task" in misspelled.stderr
-    assert "exist, for: invoices, orders\n" in misspelled.stderr
+    assert "no matching tasks" in misspelled.stderr
+    assert "AsynchronousTaskTopics: invoices, orders\n" in misspelled.stderr
 
 
 def test_show_has_every_column_and_the_message(outbox: Commands, database: Database):
@@ -108,7 +108,7 @@ def test_data_is_shown_as_text_as_hex_or_raw(outbox: Commands, database: Databas
     garbage = outbox.here("show", "garbage")
     assert garbage.code == 0
     assert garbage.stdout.endswith("3 bytes, hex\n  ff ff ff\n")
-    assert "is no serialized google.pubsub.v1.PubsubMessage" in garbage.stderr
+    assert "is not a serialized google.pubsub.v1.PubsubMessage" in garbage.stderr
     missing = outbox.here("show", "missing")
     assert (missing.code, missing.stdout, missing.stderr.count("\n")) == (1, "", 1)
-    assert "there is no task with the id 'missing'" in missing.stderr
+    assert "task 'missing' does not exist" in missing.stderr

@@ -40,7 +40,7 @@ def test_purge_deletes_old_sent_tasks_only(outbox: Commands, database: Database)
         assert "is less than a minute ago" in refused.stderr
     assert "--sent-before 2090-01-01T00:00:00.000000Z" in refused.stderr
     dry = outbox.here("purge", "--sent-before", "30d", "--topic", "orders", "--dry-run")
-    assert dry.stdout.startswith("2 tasks would be deleted, as by:\nDELETE FROM AsynchronousTasks\nWHERE SentAt")
+    assert dry.stdout.startswith("2 tasks would be deleted. Equivalent DML:\nDELETE FROM AsynchronousTasks\nWHERE ")
     assert table(database) == before
     narrowed = outbox.run("purge", "--sent-before", "30d", "--topic", "orders")
     assert (narrowed.code, narrowed.stdout, narrowed.stderr) == (0, "deleted: 2 tasks\n", "")
@@ -60,7 +60,7 @@ def test_a_purge_goes_on_after_sigterm(emulators: Emulators, own_database: Datab
         assert process.wait() == 1
         assert process.stdout == ""
         said = re.search(
-            r"stopped by SIGTERM\. (\d+) tasks changed so far.*; go on with: (outbox purge .*)\n", process.stderr
+            r"stopped by SIGTERM\. (\d+) tasks changed so far.* To continue, run: (outbox purge .*)\n", process.stderr
         )
         assert said, process.stderr
     assert 2 < (left := count(own_database, "TRUE")) == 602 - int(said[1])
@@ -75,10 +75,10 @@ def test_discard_asks_and_deletes_dead_tasks_only(outbox: Commands, database: Da
     before = table(database)
     refused = outbox.here("discard", "pending", "retrying", "scheduled", "sent", "--yes", "--reason", "none")
     assert (refused.code, refused.stdout) == (1, "")
-    assert refused.stderr == "outbox: none of the 4 ids is of a dead task: nothing was deleted\n"
+    assert refused.stderr == "outbox: no dead task among the 4 given IDs. Nothing was deleted\n"
     unasked = outbox.run("discard", "dead", "--reason", "x")
     assert (unasked.code, unasked.stdout) == (2, "")
-    assert "1 task, dead, will be deleted for good" in unasked.stderr
+    assert "1 task (dead) will be deleted permanently" in unasked.stderr
     assert "--yes" in unasked.stderr
     for answer, code in (("", 1), ("y", 0)):
         assert table(database) == before

@@ -67,7 +67,7 @@ def test_a_selection_is_these_tasks_only_and_its_dml_does_the_same(outbox: Comma
     words = ("retry", "--state", "dead", "--topic", "orders", "--since", "8h", "--error", quoted)
     dry = outbox.run(*words, "--dry-run")
     first, _, statement = dry.stdout.partition("\n")
-    assert (dry.code, first) == (0, "3 tasks would be sent again, as by:")
+    assert (dry.code, first) == (0, "3 tasks would be sent again. Equivalent DML:")
     assert table(database) == before
     for change in (lambda: execute(database, statement) == 3, lambda: "again: 3 tasks" in outbox.run(*words).stdout):
         assert change()

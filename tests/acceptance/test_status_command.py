@@ -96,8 +96,8 @@ def test_watch_reads_again_until_ctrl_c(outbox: Commands):
 
 def test_topics_shows_controls_beside_the_backlog(outbox: Commands, database: Database):
     """A topic with a row only, one with tasks only and one with both have a line each; no topic is a sentence."""
-    assert "no task waits, and none was sent in the last minute\n" in outbox.here("status").stdout
-    assert "no topic has a row, or a task\n" in outbox.here("topics").stdout
+    assert "no unsent tasks, and no task sent in the last minute\n" in outbox.here("status").stdout
+    assert "no topics\n" in outbox.here("topics").stdout
     fill(database, [row("a", topic="tasks-only"), row("b", topic="both"), row("c", "dead", topic="both")])
     pause(database, "both", "row-only")
     first, head, *lines = outbox.run("topics", "--exact").stdout.splitlines()

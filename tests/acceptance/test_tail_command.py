@@ -102,5 +102,5 @@ def test_spanner_that_goes_away_costs_no_line(emulators: Emulators, database: Da
             wait_for(process, ["before", "meanwhile", "after"])
             assert proxy.accepted > accepted
             process.end()
-            assert process.stderr.count("trying again") <= 1
+            assert process.stderr.count("Retrying") <= 1
             assert TRACE not in process.stderr

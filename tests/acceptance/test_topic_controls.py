@@ -37,7 +37,7 @@ def test_the_commands_of_the_page_do_and_say_what_it_shows(outbox: Commands, dat
     for words, says in shown:
         done = outbox.run(*shlex.split(words))
         assert (done.code, done.stdout) == (0, says)
-        assert "the workers follow within 10 seconds" in done.stderr
+        assert "workers apply this within 10 seconds" in done.stderr
     columns = ("Topic", "Paused", "RatePerSecond", "Burst", "MaxInFlight")
     with database.snapshot() as snapshot:
         rows = list(snapshot.read("AsynchronousTaskTopics", columns, KeySet(all_=True)))

@@ -250,9 +250,9 @@ def test_many_topics_share_the_rows_that_a_look_may_read(
 ):
     """At least the minimum in each place; of too many topics the first by name are counted, and sums are bounds."""
     insert(database, [row(f"{topic} {n}", Topic=topic, OrderingKey="k") for topic in "ab" for n in range(9)])
-    monkeypatch.setattr(backlog, "IN_ALL", 40)
+    monkeypatch.setattr(backlog, "MAX_TOTAL", 40)
     for least, counted in ((1, 2), (5, 5), (100, 9)):
-        monkeypatch.setattr(backlog, "LEAST", least)
+        monkeypatch.setattr(backlog, "MIN_COUNTED", least)
         found = backlog._read_at(table, table.now(), None)
         assert [line.pending for line in found.lines] == [counted] * 2
         assert found.total.at_least == ({"pending"} if counted < 9 else set())
@@ -298,7 +298,7 @@ def test_the_oldest_age_is_exact_whatever_waits(database: Database, watch: Watch
     insert(database, rows)
     pause(database, "paused")
     for looks in (0, 1, 3, 20):
-        monkeypatch.setattr(backlog, "MAX_LOOKS", looks)
+        monkeypatch.setattr(backlog, "MAX_QUERIES", looks)
         for _ in range(2):
             at = CREATED + DAY + random.random() * DAY
             unsent = [each for each in rows if each["SentAt"] is None and each["Topic"] != "paused"]

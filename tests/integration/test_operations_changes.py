@@ -155,7 +155,7 @@ def test_a_task_that_comes_back_is_not_met_twice(database: Database, table: Task
     # If another client marks them as sent before the end as fast as they are unset, it would go on without end.
     monkeypatch.setattr(changes, "PAGE", 1)
     monkeypatch.setattr(TaskTable, "transact", lambda *_: [])
-    with pytest.raises(OutboxError, match="come back into the selection as fast as they are changed"):
+    with pytest.raises(OutboxError, match="match the selection again immediately"):
         list(changes.retry(table, selected("sent")))
 
 

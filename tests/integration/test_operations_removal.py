@@ -196,7 +196,7 @@ def test_a_wake_that_fails_is_a_warning(database: Database, table: TaskTable, mo
     monkeypatch.setattr(TaskTable, "query", key_heads)
     [outcome] = changes.discard(table, ["orders a 0"])
     assert outcome.changed == ("orders a 0",)
-    assert outcome.warning == "tasks behind the deleted ones go when their deferred time ends, not at once: no answer"
+    assert outcome.warning == "tasks blocked by the deleted ones are sent later, when their deferral ends: no answer"
     assert changed(changes.discard(table, ["orders b 0"])) == ["orders b 0"]
     after = rows_of(database)
     assert after["orders b 1"]["SentAt"] == PAST

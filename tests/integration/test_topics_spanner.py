@@ -15,9 +15,9 @@ from tests.support.pubsub_server import pubsub_server, refuse
 from tests.support.spanner import INSTANCE, PROJECT
 
 COLUMNS = ("Topic", "Paused", "RatePerSecond", "Burst", "MaxInFlight")
-FOLLOW = "outbox: the workers follow within 10 seconds\n"
+FOLLOW = "outbox: workers apply this within 10 seconds\n"
 SHARED = (
-    "outbox: the workers follow within 10 seconds; limits are the fleet's, divided by the living workers, "
+    "outbox: workers apply this within 10 seconds; the limits are divided by the number of live workers, "
     "at least 1 each\n"
 )
 FULL = f"projects/{PROJECT}/topics/orders"
@@ -115,30 +115,30 @@ def test_a_topic_is_known_by_a_row_a_task_or_pubsub(
 
 def test_a_topic_that_nobody_knows_is_refused_with_those_that_are_known(database: Database, command: Command) -> None:
     """So a typing error is seen; nothing is written, also not for the right topics. At most ten names are printed."""
-    assert command("pause ordres")[2].endswith("Tasks wait or rows exist for: no topic\n")
+    assert command("pause ordres")[2].endswith("Known topics: none\n")
     have(database, "orders", "orders", "invoices")
     control(database, "reminders")
     refusal = (
-        "outbox: nobody knows ordres: no task waits for it, AsynchronousTaskTopics has no row of it, and "
-        f"Pub/Sub has no projects/{PROJECT}/topics/ordres; nothing was written. "
-        "Tasks wait or rows exist for: invoices, orders, reminders\n"
+        "outbox: unknown topic ordres: no unsent task and no row in AsynchronousTaskTopics has it, and Pub/Sub "
+        f"has no projects/{PROJECT}/topics/ordres. Nothing was written. "
+        "Known topics: invoices, orders, reminders\n"
     )
     for words in ("pause orders ordres", "limit ordres --max-in-flight 1"):
         assert command(words) == (1, "", refusal)
         assert [row[0] for row in rows(database)] == ["reminders"]
     names = [f"a-{n:02}" for n in range(10)]
     have(database, *names)
-    assert command("pause ordres")[2].endswith(f"for: {', '.join(names)}, ...\n")
+    assert command("pause ordres")[2].endswith(f"Known topics: {', '.join(names)}, ...\n")
 
 
 def test_a_topic_without_a_row_cannot_be_resumed(database: Database, command: Command) -> None:
     """Even if it has tasks; the paused topics are named, and nothing is written."""
     have(database, "orders")
-    assert command("resume orders")[2].endswith("nothing was written. Paused: no topic\n")
+    assert command("resume orders")[2].endswith("Nothing was written. Paused topics: none\n")
     control(database, "invoices", True)
     control(database, "reminders")
-    sentence = "outbox: AsynchronousTaskTopics has no row of orders, so there is no pause to end; nothing was written. "
-    assert command("resume orders invoices") == (1, "", f"{sentence}Paused: invoices\n")
+    sentence = "outbox: not paused, because AsynchronousTaskTopics has no row for it: orders. Nothing was written. "
+    assert command("resume orders invoices") == (1, "", f"{sentence}Paused topics: invoices\n")
     assert rows(database)[0][:2] == ["invoices", True]
 
 
@@ -148,14 +148,14 @@ def test_a_topic_without_a_row_cannot_be_resumed(database: Database, command: Co
 def test_tasks_under_the_other_spelling_are_told(database: Database, command: Command, words: str, state: str) -> None:
     """An id and the full name are two names; both given need no warning, and another project's topic has one name."""
     have(database, "orders", FULL, "projects/other/topics/orders")
-    says = "outbox: tasks wait for {}, which is another name than {}: it stays as it is\n"
+    says = "outbox: unsent tasks also use {}, another name of {}. Name it too, or it does not change\n"
     for given, other in (("orders", FULL), (FULL, "orders")):
         code, out, err = command(words.format(given))
         assert (code, out.partition(": ")[0]) == (0, given)
         assert err.startswith(says.format(other, given))
     assert "another name" not in command(words.format("projects/other/topics/orders"))[2]
     assert command(f"pause orders {FULL}") == (0, f"orders: {state}\n{FULL}: {state}\n", FOLLOW)
-    assert f"tasks wait for {FULL}, which is another name than orders" in command("resume orders")[2]
+    assert f"unsent tasks also use {FULL}, another name of orders" in command("resume orders")[2]
 
 
 def test_a_pubsub_that_refuses_to_answer_stops_nothing(
@@ -167,7 +167,7 @@ def test_a_pubsub_that_refuses_to_answer_stops_nothing(
         server.get_topic = refuse(grpc.StatusCode.PERMISSION_DENIED, "not yours")
         code, out, err = command("pause orders")
     assert (code, out) == (0, "orders: paused\n")
-    assert f"Pub/Sub could not be asked whether projects/{PROJECT}/topics/orders exists" in err
+    assert f"could not check in Pub/Sub whether projects/{PROJECT}/topics/orders exists" in err
     assert "not yours" in err
     have(database, "known")
     with silent_port() as host:
@@ -175,4 +175,4 @@ def test_a_pubsub_that_refuses_to_answer_stops_nothing(
         assert command("pause known") == (0, "known: paused\n", FOLLOW)
         code, _, err = command("pause unknown")
     assert code == 0
-    assert "Pub/Sub could not be asked" in err
+    assert "could not check in Pub/Sub" in err

@@ -96,8 +96,8 @@ def _grouped(
     ]
 
 
-def read(table: FakeTable, limit: int, looks: int = backlog.MAX_LOOKS) -> Backlog:
-    with mock.patch.object(backlog, "MAX_LOOKS", looks):
+def read(table: FakeTable, limit: int, looks: int = backlog.MAX_QUERIES) -> Backlog:
+    with mock.patch.object(backlog, "MAX_QUERIES", looks):
         return backlog._read_at(cast("TaskTable", table), NOW, limit)
 
 
@@ -125,7 +125,7 @@ TASKS = st.lists(
 )
 
 
-@given(TASKS, st.integers(1, 6), st.sampled_from([1, 2, 3, backlog.MAX_LOOKS]))
+@given(TASKS, st.integers(1, 6), st.sampled_from([1, 2, 3, backlog.MAX_QUERIES]))
 @example([Task(0, "a", 1, "due"), Task(0, "a", 5, "due"), Task(0, "a", 5, "dead")], 1, 20)
 @example([Task(0, "a", 9, "ready"), Task(0, "a", 5, "ready"), Task(0, "a", 5, "dead")], 1, 1)
 @example([Task(0, "a", 9, "ready"), Task(0, "a", 9, "ready"), Task(1, "a", 5, "ready"), Task(1, "a", 5, "ready")], 2, 1)

@@ -28,15 +28,15 @@ def outcomes(*changed: int, then: Any = None) -> Iterator[Outcome]:
     ("outcome", "code", "said"),
     [
         (Outcome(("x",), {}, ()), 0, ""),
-        (Outcome((), {"a": "pending"}, ()), 0, "1 task left, they go: a"),
-        (Outcome((), {"b": "sent"}, ()), 1, "1 task left, are sent: b"),
+        (Outcome((), {"a": "pending"}, ()), 0, "1 task not changed, they go: a"),
+        (Outcome((), {"b": "sent"}, ()), 1, "1 task not changed, are sent: b"),
         (Outcome((), {}, ("c\x1b",)), 1, "1 task not in the table: c\\x1b"),
         (Outcome((), {}, (*"0123456789ab",)), 1, "12 tasks not in the table: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ..."),
         (Outcome(("a",), {}, (), "tails wait"), 0, "tails wait"),
     ],
 )
 def test_what_was_not_changed_is_explained(outcome: Outcome, code: int, said: str, capsys: pytest.CaptureFixture[str]):
-    """A task that is rightly left, or a warning, is no failure; a task that does not fit, or is missing, is."""
+    """A missing task or a wrong state is a failure. A task that needs no change, or a warning, is not."""
     report = chunks.carry_out(iter([outcome]), Count(1), GO_ON)
     assert report.explain({"pending": "they go"}, "are {state}") == code
     assert report.changed == len(outcome.changed)
@@ -45,14 +45,14 @@ def test_what_was_not_changed_is_explained(outcome: Outcome, code: int, said: st
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_between_two_chunks(number: signal.Signals, capfd: pytest.CaptureFixture[str]):
-    """It says at once that it will, then what was done and how to go on; a second signal does what it always does."""
+    """The error says how many tasks were changed and how to continue. A second signal has its usual effect."""
     before = signal.getsignal(number)
     taken = outcomes(500, 500, 500, then=lambda: os.kill(os.getpid(), number))
     with pytest.raises(OutboxError) as raised:
         chunks.carry_out(taken, Count(1500), GO_ON)
     # The signal came while the second chunk was on its way.
-    assert str(raised.value) == f"stopped by {number.name}. 1,000 tasks changed so far; go on with: {GO_ON}"
-    assert "stopping after the chunk in work; once more stops at once" in capfd.readouterr().err
+    assert str(raised.value) == f"stopped by {number.name}. 1,000 tasks changed so far. To continue, run: {GO_ON}"
+    assert "stopping after the current transaction; repeat to stop at once" in capfd.readouterr().err
     assert signal.getsignal(number) == before
     assert len(list(taken)) == 1
 
@@ -62,6 +62,6 @@ def test_an_error_says_what_was_done_and_how_to_go_on():
     with pytest.raises(NotReached) as raised:
         chunks.carry_out(outcomes(500, 500, then=NotReached("Spanner did not answer")), Count(1000), GO_ON)
     assert str(raised.value) == (
-        "Spanner did not answer. 500 tasks changed so far, beside the chunk in work, which is changed wholly or not at "
-        f"all; go on with: {GO_ON}"
+        "Spanner did not answer. 500 tasks changed so far. The transaction in progress changed all of its tasks or "
+        f"none. To continue, run: {GO_ON}"
     )
