@@ -230,12 +230,7 @@ def test_what_is_allowed_of_a_topic_is_divided_between_ready_and_due_tasks() -> 
         assert topics(batches) == expected
 
 
-@given(
-    st.lists(st.integers(1, 5), min_size=1, max_size=20),
-    st.integers(0, 9),
-    st.one_of(st.none(), st.integers(0, 30)),
-    randoms,
-)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=20), st.integers(0, 9), st.none() | st.integers(0, 30), randoms)
 def test_a_run_stays_whole_and_in_order_or_gives_its_beginning(
     lengths: list[int], loose: int, allowed: int | None, random: Random
 ) -> None:

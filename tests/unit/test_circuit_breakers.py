@@ -282,16 +282,6 @@ def test_the_poll_looks_deeper_while_it_sees_probes_only(watch: Watch) -> None:
     for _ in range(9):
         watch.probes(candidates(["probe"]), {"orders"})
         depths.append(watch.depth())
-    assert depths == [
-        100,
-        200,
-        400,
-        800,
-        1600,
-        3200,
-        circuit_breaker.MAX_DEPTH,
-        circuit_breaker.MAX_DEPTH,
-        circuit_breaker.MAX_DEPTH,
-    ]
+    assert depths == [100, 200, 400, 800, 1600, 3200, *[circuit_breaker.MAX_DEPTH] * 3]
     watch.probe(Sent("1"))
     assert watch.depth() == 0
