@@ -15,7 +15,7 @@ from outbox.errors import OutboxError, SettingError
 if TYPE_CHECKING:
     from outbox.admin.changes import Count, Outcome
 
-#: The commands ask for confirmation before they change more tasks than this.
+#: The commands ask for confirmation above this number of tasks.
 UNASKED = 1_000
 
 

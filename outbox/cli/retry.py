@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     table = open_table(settings)
     now = table.now()
     chosen = selection(options, now, wanted)
-    # A task that is sent again meanwhile has a later SentAt, so neither this command nor its continuation selects it.
+    # A task that is sent again meanwhile has a later SentAt, so it is not selected twice, now or when continued.
     chosen = dataclasses.replace(chosen, until=min(chosen.until or now, now))
     check_window(chosen.since, chosen.until)
     count = changes.count(table, chosen, exact=options.dry_run)

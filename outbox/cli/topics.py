@@ -151,7 +151,7 @@ def run_resume(options: argparse.Namespace) -> int:
     missing = [topic for topic in options.topics if topic not in there]
     if missing:
         raise OutboxError(
-            f"not paused, because AsynchronousTaskTopics has no row for it: {named(missing)}. Nothing was written. "
+            f"cannot resume {named(missing)}: no row in AsynchronousTaskTopics. Nothing was written. "
             f"Paused topics: {named(topics.paused(NAMES + 1)) or 'none'}"
         )
     _print(topics.change(options.topics, {"Paused": False}), unpaused="resumed")

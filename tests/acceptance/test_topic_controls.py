@@ -30,7 +30,7 @@ def test_the_commands_of_the_page_do_and_say_what_it_shows(outbox: Commands, dat
     fill(database, [row(topic, topic=topic) for topic in ("orders", "invoices")])
     unknown, wrong = outbox.run("pause", "ordres"), outbox.run("limit", "orders", "--rate", "0", "--burst", "1")
     assert (unknown.code, wrong.code) == (1, 2)
-    assert "Tasks wait or rows exist for: invoices, orders\n" in unknown.stderr
+    assert "Known topics: invoices, orders\n" in unknown.stderr
     assert {(each.stdout, each.stderr.count("\n")) for each in (unknown, wrong)} == {("", 1)}
     shown = re.findall(r"^\$ outbox (.*?) --project .*\n((?:[^$].*\n)*)", blocks("console"), re.MULTILINE)
     assert [words.split()[0] for words, _ in shown] == ["pause", "resume", "limit", "limit", "limit"]

@@ -137,7 +137,7 @@ def test_a_topic_without_a_row_cannot_be_resumed(database: Database, command: Co
     assert command("resume orders")[2].endswith("Nothing was written. Paused topics: none\n")
     control(database, "invoices", True)
     control(database, "reminders")
-    sentence = "outbox: not paused, because AsynchronousTaskTopics has no row for it: orders. Nothing was written. "
+    sentence = "outbox: cannot resume orders: no row in AsynchronousTaskTopics. Nothing was written. "
     assert command("resume orders invoices") == (1, "", f"{sentence}Paused topics: invoices\n")
     assert rows(database)[0][:2] == ["invoices", True]
 
