@@ -84,7 +84,7 @@ PURGED = StructType(
         StructField("missing", _NUMBER, nullable=False),
     ]
 )
-#: One row a member of a drain.
+#: One row for each worker of a drain.
 DRAINED = StructType(
     [
         StructField("published", _NUMBER, nullable=False),

@@ -90,7 +90,7 @@ def drain(in_process: None, target: DatabaseSettings, capsys: pytest.CaptureFixt
     return command
 
 
-def members(database: Database) -> dict[str, datetime]:
+def heartbeats(database: Database) -> dict[str, datetime]:
     with database.snapshot() as snapshot:
         found = snapshot.execute_sql("SELECT WorkerId, StartedAt FROM AsynchronousTaskWorkers")
         return {worker: started_at for worker, started_at in found if worker.startswith("spark-")}
@@ -128,7 +128,7 @@ def test_all_that_can_be_sent_is_sent_and_what_stays_is_told(drain: Drain, datab
     assert done["published"] == sum(map(len, received))
     assert (done["job"], done["workers"], done["rounds"], done["failed"]) == ("drain", 2, 1, 0)
     assert first_deliveries(received[1]) == key_orders(database, topics[1])
-    assert members(database) == {}
+    assert heartbeats(database) == {}
 
     code, again = drain()
     assert (code, again["published"], again["rounds"], again["scheduled"]) == (0, 0, 0, 2)
@@ -141,7 +141,7 @@ def test_at_its_deadline_it_stops_with_the_work_that_is_left(drain: Drain, datab
     assert done["pending"] + done["retrying"] == 3
     assert done["seconds"] >= 2
     assert len(unsent(database)) == 3
-    assert members(database) == {}
+    assert heartbeats(database) == {}
 
 
 def test_shards_of_a_worker_that_lives_are_left_to_it(
@@ -161,12 +161,12 @@ def test_shards_of_a_worker_that_lives_are_left_to_it(
 
         done = job.run(spark, settings, note=note)
     assert done.rounds == len(notes) >= 2
-    assert notes[0] == "round 1: 2 members, 100 tasks to send"
+    assert notes[0] == "Round 1: 2 workers, 100 tasks to send"
     assert "100 tasks" not in notes[1]
     assert (done.pending, done.published >= 100) == (0, True)
 
 
-def test_a_round_that_fails_takes_its_members_leave(
+def test_a_round_that_fails_deletes_its_heartbeats(
     spark: SparkSession, target: DatabaseSettings, database: Database, topic: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Their rows are there before the first of them begins, and none stays: workers have the shards at once."""
@@ -174,14 +174,14 @@ def test_a_round_that_fails_takes_its_members_leave(
     there = []
 
     def fail(*_arguments: object) -> None:
-        there.extend(members(database))
-        raise OutboxError("no members today")
+        there.extend(heartbeats(database))
+        raise OutboxError("no workers today")
 
-    monkeypatch.setattr(job, "Members", fail)
-    with pytest.raises(OutboxError, match="no members today"):
+    monkeypatch.setattr(job, "Workers", fail)
+    with pytest.raises(OutboxError, match="no workers today"):
         job.run(spark, settings_of(target, workers="2"))
     assert len(there) == 2
-    assert members(database) == {}
+    assert heartbeats(database) == {}
 
 
 def pythons_of_spark() -> list[int]:
@@ -239,9 +239,9 @@ def test_nothing_is_lost_when_executors_are_killed_beside_workers(  # noqa: PLR0
     pubsub: PubSub,
     tmp_path: Path,
 ):
-    """SIGKILL to every Python of Spark while its members relay beside two workers: all is received, keys in order.
+    """SIGKILL to every Python of Spark while its workers relay along with two others: all is received, keys in order.
 
-    One worker divides the shards with the members, the other meets them in all. What this test counts, the audit finds.
+    One worker divides the shards with those on Spark, the other polls all. What this test counts, the audit finds.
     """
     topic = pubsub.new_topic()
     subscription = pubsub.new_subscription(topic, ordered=True)
@@ -252,12 +252,12 @@ def test_nothing_is_lost_when_executors_are_killed_beside_workers(  # noqa: PLR0
         made: dict[str, datetime] = {}
 
         def all_run() -> bool:
-            rows = members(database)
+            rows = heartbeats(database)
             for id, began in rows.items():
                 made.setdefault(id, began)
             return len(rows) == 2 and all(began > made[id] for id, began in rows.items())
 
-        eventually(all_run, seconds=60, message="members run")
+        eventually(all_run, seconds=60, message="all workers run")
         for each in workers:
             each.wait_for_text("4 workers live")
         limit(database, topic, 150.0)
@@ -277,7 +277,7 @@ def test_nothing_is_lost_when_executors_are_killed_beside_workers(  # noqa: PLR0
     print(f"{len(ids)} tasks, {len(killed)} processes killed: {duplicates} duplicates, {done}")
     # The killed had two groups of ten in flight each; where two meet, the emulator aborts one that has published.
     assert duplicates <= 100
-    assert (done.work_left, members(database)) == (False, {})
+    assert (done.work_left, heartbeats(database)) == (False, {})
 
     audited = audit.run(spark, audit_settings(target, tmp_path, received))
     messages = len({each.message_id for each in received})

@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 from outbox.shared.settings import DatabaseSettings
 from outbox.storage.task_states import NEVER
 from outbox_pipeline.jobs.archive import job
-from outbox_pipeline.jobs.archive.executor import GROUP_ROWS, Purge, purge
+from outbox_pipeline.jobs.archive.executor import CHUNK_ROWS, Purge, purge
 from outbox_pipeline.jobs.archive.job import run
 from outbox_pipeline.spanner import Table
 from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, Sent, archived, purges, sent, settings_of
@@ -57,11 +57,11 @@ def test_a_task_that_was_reset_since_the_look_stays(database: Database, monkeypa
 
 
 def test_tasks_are_deleted_in_groups(database: Database, target: DatabaseSettings):
-    tasks = [(f"{number:04d}", DAY + MICROSECOND * number) for number in range(2 * GROUP_ROWS + 1)]
+    tasks = [(f"{number:04d}", DAY + MICROSECOND * number) for number in range(2 * CHUNK_ROWS + 1)]
     insert(database, [sent(id, at) for id, at in tasks])
     insert(database, [row("unsent"), row("scheduled", AvailableAt=FUTURE)])
     answers = [each.to_pylist() for each in Purge(target)(iter([batch(tasks), batch([]), batch(tasks[-2:])]))]
-    full, one = ({"deleted": number, "changed": 0, "missing": 0} for number in (GROUP_ROWS, 1))
+    full, one = ({"deleted": number, "changed": 0, "missing": 0} for number in (CHUNK_ROWS, 1))
     assert answers == [[full, full, one], [], [{"deleted": 0, "changed": 0, "missing": 2}]]
     assert sorted(rows_of(database)) == ["scheduled", "unsent"]
 

@@ -12,7 +12,7 @@ from outbox import OutboxError
 from outbox.message import RawPubsubMessage
 from outbox.registration import COLUMNS
 from outbox.shared.settings import DatabaseSettings
-from outbox_pipeline.jobs.register.executor import ANSWER, BATCH_BYTES, COUNTS, GROUP_ROWS, TRIES, Writer
+from outbox_pipeline.jobs.register.executor import ANSWER, CHUNK_BYTES, CHUNK_ROWS, COUNTS, TRIES, Writer
 from outbox_pipeline.spanner import Table, table_of
 from outbox_pipeline.spark.pacing import Pace
 from tests.support.operations import Watch, rows_of
@@ -106,39 +106,39 @@ def test_every_request_is_of_low_priority_and_tagged(database: Database):
 def test_it_reads_only_as_long_as_tasks_exist():
     table = FakeTable()
     made = writer(table)
-    add(made, *plain(*ids(2 * GROUP_ROWS)), flush=False)
+    add(made, *plain(*ids(2 * CHUNK_ROWS)), flush=False)
     assert table.kinds() == ["look", "insert", "insert"]
     assert [tag for _, _, tag in table.calls] == [TAG] * 3
-    assert table.calls[0][1] == table.calls[1][1] == ids(GROUP_ROWS)
+    assert table.calls[0][1] == table.calls[1][1] == ids(CHUNK_ROWS)
     made.flush()
     assert len(table.calls) == 3, "there was nothing to write"
-    assert answered(made) == ((2 * GROUP_ROWS, 0, 0), [])
+    assert answered(made) == ((2 * CHUNK_ROWS, 0, 0), [])
     assert answered(made) == ((0, 0, 0), []), "answers are given once"
 
-    writer(table, *plain(*ids(10, 2 * GROUP_ROWS)))
+    writer(table, *plain(*ids(10, 2 * CHUNK_ROWS)))
     table.calls.clear()
-    second = writer(table, *plain(*ids(5 * GROUP_ROWS)))
+    second = writer(table, *plain(*ids(5 * CHUNK_ROWS)))
     assert table.kinds() == ["look", "look", "look", "insert", "look", "insert", "insert"]
-    assert answered(second) == ((5 * GROUP_ROWS - 2 * GROUP_ROWS - 10, 2 * GROUP_ROWS + 10, 0), [])
-    assert sorted(table.rows) == ids(5 * GROUP_ROWS)
+    assert answered(second) == ((5 * CHUNK_ROWS - 2 * CHUNK_ROWS - 10, 2 * CHUNK_ROWS + 10, 0), [])
+    assert sorted(table.rows) == ids(5 * CHUNK_ROWS)
 
 
 @pytest.mark.parametrize("older", [True, False])
 def test_it_reads_again_after_a_collision(older: bool):
     """The time of an existing task tells whether this job registered it."""
     table = FakeTable()
-    made = writer(table, *plain(*ids(GROUP_ROWS)))
+    made = writer(table, *plain(*ids(CHUNK_ROWS)))
     began = made.began
     other = writer(table)
     if older:
         table.time = began - timedelta(days=1)
-    add(other, *plain(*ids(3, GROUP_ROWS + 5)))
+    add(other, *plain(*ids(3, CHUNK_ROWS + 5)))
     table.time += timedelta(days=2)
     table.calls.clear()
-    add(made, *plain(*ids(GROUP_ROWS, GROUP_ROWS)), flush=False)
+    add(made, *plain(*ids(CHUNK_ROWS, CHUNK_ROWS)), flush=False)
     assert table.kinds() == ["insert", "look", "insert"]
     assert len(table.calls[0][1]) == len(table.calls[1][1]) == len(table.calls[2][1]) + 3
-    assert answered(made) == ((2 * GROUP_ROWS - 3, 3, 0) if older else (2 * GROUP_ROWS, 0, 0), [])
+    assert answered(made) == ((2 * CHUNK_ROWS - 3, 3, 0) if older else (2 * CHUNK_ROWS, 0, 0), [])
 
 
 def test_a_task_is_of_this_job_from_the_moment_at_which_that_began():
@@ -234,17 +234,17 @@ def test_one_message_may_be_serialized_in_two_ways():
 def test_repeated_rows_are_counted_wherever_they_are_in_a_group():
     """Side by side, with others between them, and where a group ends; a row that was refused is none to repeat."""
     table = FakeTable()
-    several = [*ids(GROUP_ROWS - 1), "0098", "0098", *ids(60, GROUP_ROWS), "0150", *ids(40, 160)]
+    several = [*ids(CHUNK_ROWS - 1), "0098", "0098", *ids(60, CHUNK_ROWS), "0150", *ids(40, 160)]
     made = writer(table, row(task_id="z", topic="goog"), *plain("z", *several))
     counted, reasons = answered(made)
-    assert counted == (2 * GROUP_ROWS, 0, 3)
+    assert counted == (2 * CHUNK_ROWS, 0, 3)
     assert len(reasons) == 1
-    assert len(table.rows) == 2 * GROUP_ROWS
+    assert len(table.rows) == 2 * CHUNK_ROWS
 
 
 def test_groups_have_so_many_rows_and_so_many_bytes():
     """A message of nine megabytes goes with those before it, and the next one in another commit."""
-    sizes = [9_000_000, 10, 10, 9_000_000, BATCH_BYTES // 4, BATCH_BYTES // 4, BATCH_BYTES // 4, 10, 10]
+    sizes = [9_000_000, 10, 10, 9_000_000, CHUNK_BYTES // 4, CHUNK_BYTES // 4, CHUNK_BYTES // 4, 10, 10]
     table = FakeTable()
     made = writer(table, *(row(task_id=str(number), data=b"x" * size) for number, size in enumerate(sizes)))
     inserts = [given for kind, given, _ in table.calls if kind == "insert"]
@@ -258,18 +258,18 @@ def test_a_rate_is_kept_over_the_whole_time():
     made = writer(FakeTable(), pace=Pace(50.0, time.clock, time.sleep))
     for start, passes, slept in ((0, 0, []), (100, 0, [2.0]), (200, 0.5, [2.0, 1.5]), (300, 10, [2.0, 1.5])):
         time.now += passes
-        add(made, *plain(*ids(GROUP_ROWS, start)), flush=False)
+        add(made, *plain(*ids(CHUNK_ROWS, start)), flush=False)
         assert time.slept == slept
-    add(made, *plain(*ids(GROUP_ROWS, 400)), flush=False)
+    add(made, *plain(*ids(CHUNK_ROWS, 400)), flush=False)
     assert time.slept == [2.0, 1.5]
     add(made, row(task_id="last"))
     assert len(time.slept) == 2, "14 s for 501 rows is slower than the rate"
-    add(made, *plain(*ids(4 * GROUP_ROWS, 600)), flush=False)
+    add(made, *plain(*ids(4 * CHUNK_ROWS, 600)), flush=False)
     assert time.now == pytest.approx(100.0 + 801 / 50.0)
     assert answered(made)[0] == (901, 0, 0)
     # Without a rate the writer neither waits nor reads the clock.
     pace = Pace(clock=lambda: pytest.fail("asked"), sleep=lambda _seconds: pytest.fail("slept"))
-    assert answered(writer(FakeTable(), *plain(*ids(2 * GROUP_ROWS)), pace=pace)) == ((2 * GROUP_ROWS, 0, 0), [])
+    assert answered(writer(FakeTable(), *plain(*ids(2 * CHUNK_ROWS)), pace=pace)) == ((2 * CHUNK_ROWS, 0, 0), [])
 
 
 AT = datetime(2026, 11, 21, 13, tzinfo=UTC)

@@ -24,7 +24,7 @@ from outbox.storage import schema
 from outbox.storage.task_states import NEVER
 from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.jobs.replay import job
-from outbox_pipeline.jobs.replay.executor import GROUP_ROWS, replay
+from outbox_pipeline.jobs.replay.executor import CHUNK_ROWS, replay
 from outbox_pipeline.jobs.replay.job import Replayed, run
 from outbox_pipeline.spanner import Table, table_of
 from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, delete, rewrite, sent, settings_of, window_folders
@@ -115,7 +115,7 @@ def test_the_table_is_left_as_by_retry_and_workers_send_it_once(  # noqa: PLR091
     twins = [sent(f"{by}{number}", DAY, **odd) for by in ("retry", "replay") for number in (1, 2)]
     of_key = [
         sent(f"{9_999 - n}", DAY, Topic=topic, OrderingKey="k", CreatedAt=DAY + n // 3 * MICROSECOND, Sequence=n)
-        for n in range(3 * GROUP_ROWS)
+        for n in range(3 * CHUNK_ROWS)
     ]
     stay = [row("ready"), row("dead", AvailableAt=NEVER), sent("other", DAY, Topic="others")]
     insert(database, [*twins, *of_key, *stay])
@@ -319,10 +319,10 @@ def test_without_the_table_of_replays_only_a_replay_is_refused(
 
 def test_a_rate_is_that_of_all_tasks_together(spark: SparkSession, target: DatabaseSettings, database: Database):
     """As many Spark tasks as may run at once, and each has its part; a group that comes too early waits."""
-    insert(database, [sent(f"{number:04d}", DAY) for number in range(2 * GROUP_ROWS + 50)])
+    insert(database, [sent(f"{number:04d}", DAY) for number in range(2 * CHUNK_ROWS + 50)])
     began = table_of(target).now()
     done = run(spark, replay_settings(target, where="true", max_rows_per_second="250"))
-    assert done.replayed == 2 * GROUP_ROWS + 50
+    assert done.replayed == 2 * CHUNK_ROWS + 50
     due = [stored["AvailableAt"] for stored in rows_of(database).values()]
     assert min(due) > began
     assert max(due) - min(due) > timedelta(seconds=1), "the second group of a task waits for 1.6 s"

@@ -14,7 +14,7 @@ from outbox_pipeline import schemas
 from outbox_pipeline.spanner import Table, table_of
 
 #: Tasks in one transaction.
-GROUP_ROWS = 200
+CHUNK_ROWS = 200
 _TAG = "outbox-pipeline-purge"
 
 
@@ -25,15 +25,15 @@ class Purge:
     database: DatabaseSettings
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Delete them, group by group."""
+        """Delete them, chunk by chunk."""
         table = table_of(self.database)
         answer = schemas.arrow(schemas.PURGED)
         for batch in batches:
             # In UTC: Python takes no time in the hour that a zone has twice to be equal to one of another zone.
             times = batch["SentAt"].cast(pa.timestamp("us", tz="UTC"))
             rows = list(zip(batch["Id"].to_pylist(), times.to_pylist(), strict=True))
-            groups = (rows[start : start + GROUP_ROWS] for start in range(0, len(rows), GROUP_ROWS))
-            yield pa.RecordBatch.from_pylist([purge(table, group) for group in groups], answer)
+            chunks = (rows[start : start + CHUNK_ROWS] for start in range(0, len(rows), CHUNK_ROWS))
+            yield pa.RecordBatch.from_pylist([purge(table, chunk) for chunk in chunks], answer)
 
 
 def purge(table: Table, rows: Sequence[tuple[str, datetime]]) -> dict[str, int]:

@@ -1,1 +1,1 @@
-"""`drain`: Spark tasks relay a backlog beside the workers."""
+"""`drain`: Spark tasks run workers that send a backlog."""

@@ -1,7 +1,7 @@
-"""What a Spark task does in a drain: as a member of the fleet it relays like a worker, until its shards are empty.
+"""Run a worker in a Spark task until its shards are drained.
 
-It takes no signals and trusts no clock of its machine: it stops by the database's time. A task that Spark tries again
-is the same member again, and has the same shards at once.
+The worker handles no signals, and it stops by the database's clock. If Spark retries the Spark task, the worker has the
+same ID, so it gets the same shards at once.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from publishworker.telemetry import datadog
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Client, Metric, Metrics
 
-#: What a member answers: the columns of `schemas.DRAINED`, and what the relay counts in each.
+#: The columns of `schemas.DRAINED`, and the relay's metric for each.
 _COUNTED = {
     "published": m.PUBLISHED,
     "already_published": m.ALREADY_PUBLISHED,
@@ -37,7 +37,7 @@ _COUNTED = {
 
 
 class Tally(Metrics):
-    """Adds up counts by their metric, whatever their tags, and sends all metrics on if there is a client."""
+    """Adds up counts by metric, ignoring tags, and forwards all metrics to the client if there is one."""
 
     def __init__(self, client: Client | None = None) -> None:
         """Begin with nothing counted."""
@@ -50,16 +50,16 @@ class Tally(Metrics):
         super().count(metric, value, **tags)
 
 
-def awake(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield what is given: the process and what it imports are there then, and need no time when members begin."""
+def warm_up(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the input. This starts the process and its imports before the first heartbeats are written."""
     yield from batches
 
 
 @dataclass(frozen=True)
-class Members:
-    """Given to `mapInArrow`: takes rows of a number, runs the member of that number, yields `schemas.DRAINED`.
+class Workers:
+    """A function for `mapInArrow`: for each number, runs the worker with that number and yields `schemas.DRAINED`.
 
-    `ids` are the members' by their numbers; `until` is the database's time at which they stop, None is never.
+    `ids` are the worker IDs by number. The workers stop at `until`, by the database's clock; None is no deadline.
     """
 
     settings: RelaySettings
@@ -67,7 +67,7 @@ class Members:
     until: datetime | None
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Relay, one member after the other. Raises NotReached, OutboxError."""
+        """Run the workers one after the other. Raises NotReached, OutboxError."""
         logs.configure(self.settings.log_format, self.settings.log_level)
         answer = schemas.arrow(schemas.DRAINED)
         for batch in batches:
@@ -84,12 +84,12 @@ class Members:
         finally:
             tally.stop()
         if code == exits.FAILED:
-            raise OutboxError(f"the member {id} of the drain cannot go on; the log of its executor says why")
+            raise OutboxError(f"Worker {id} failed. See the log of its executor for the reason")
         return {name: tally.sums[metric] for name, metric in _COUNTED.items()}
 
     @contextlib.contextmanager
     def _stop(self, worker: App) -> Iterator[threading.Event]:
-        """Yield an event that is set when the time has come."""
+        """Yield an event that is set at the deadline."""
         stop = threading.Event()
         if self.until is None:
             yield stop
@@ -101,4 +101,4 @@ class Members:
         try:
             yield stop
         finally:
-            timer.cancel()  # the process serves other tasks then
+            timer.cancel()  # Spark reuses the process for other Spark tasks

@@ -1,4 +1,4 @@
-"""`drain`: a backlog that is too large for the fleet, sent by members on Spark's executors."""
+"""`drain`: send a backlog that is too large for the live workers, with workers on Spark's executors."""
 
 import logging
 import time
@@ -14,14 +14,14 @@ from pyspark.sql import functions as f
 
 from outbox.admin.table import TaskTable
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.drain.executor import Members, awake
+from outbox_pipeline.jobs.drain.executor import Workers, warm_up
 from outbox_pipeline.settings import DrainSettings
 from publishworker.app import is_work, open_store
 from publishworker.spanner.store import SpannerStore, StoreError, Unsent
 from publishworker.worker import Pause
 
-#: Seconds of the longest wait between two rounds that publish nothing. The first is --poll-interval, each further one
-#: is twice as long.
+#: Max seconds to wait after a round that published nothing. The first wait is --poll-interval, and each further one is
+#: twice as long.
 LONGEST_WAIT = 30.0
 
 _log = logging.getLogger("outbox_pipeline")
@@ -29,12 +29,12 @@ _log = logging.getLogger("outbox_pipeline")
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """What the members did, and how many tasks there are in each state after it, of all topics.
+    """What the drain's workers did, and how many tasks of all topics are left in each state.
 
-    `published` went to Pub/Sub, `uncommitted` of them without a commit, so that they may go there again;
-    `already_published` were sent by others first; `failed` attempts failed, `became_dead` tasks by them; `unconfirmed`
-    were to be sent at most once, and are marked or may be; `aborted` transactions were run again. What a killed
-    executor had counted is in none of these. `rounds` were needed, of so many `workers`.
+    Of the `published` tasks, the commit of `uncommitted` failed, so they may be republished. Another worker had sent
+    `already_published`. `failed` attempts failed, and `became_dead` tasks are dead because of that. `unconfirmed`
+    at-most-once tasks are marked, or may be. `aborted` transactions were retried. The counts of a killed executor are
+    missing. The drain took `rounds` of `workers` each.
     """
 
     published: int
@@ -55,7 +55,7 @@ class Drained:
 
     @property
     def work_left(self) -> bool:
-        """Tell whether it stopped before the table was drained."""
+        """Tell whether pending or retrying tasks are left."""
         return self.pending + self.retrying > 0
 
 
@@ -68,11 +68,11 @@ def run(
 ) -> Drained:
     """Send until nothing is pending or retrying outside of paused topics, or for `deadline` seconds.
 
-    Workers that run share the shards with the members: what theirs hold when the members have ended is left to them, or
-    to another round of members, which divides the shards anew.
+    The drain's workers share the shards with all live workers. If tasks are left in their shards, another round
+    starts with a new shard assignment.
 
-    Raises NotReached: Spanner, the table or a permission. Raises OutboxError if a member failed as often as Spark tries
-    a task; what was sent stays sent, and the job can be run again.
+    Raises NotReached: Spanner, the table or a permission. Raises OutboxError if a worker failed as often as Spark tries
+    a Spark task. Sent tasks stay sent, and the job can be run again.
     """
     begin = time.monotonic()
     end = float("inf") if deadline is None else begin + deadline
@@ -81,14 +81,16 @@ def run(
     workers = min(settings.workers or spark.sparkContext.defaultParallelism, len(store.shards))
     counts, rounds = Counter(dict.fromkeys(schemas.DRAINED.fieldNames(), 0)), 0
     pause = Pause(settings.poll_interval, LONGEST_WAIT, Random())  # noqa: S311 - it spreads load
-    while _work(left := store.unsent()) and (rest := end - time.monotonic()) > 0:
+    while _work(left := store.unsent()) and (remaining := end - time.monotonic()) > 0:
         if rounds:
-            time.sleep(min(pause.next(), rest))
+            time.sleep(min(pause.next(), remaining))
         else:
-            # Executors may take longer to start than the members' rows make them live.
-            spark.range(0, workers, 1, workers).mapInArrow(awake, "id long").write.format("noop").mode("append").save()
+            # Executors may take longer to start than the liveness timeout of the heartbeats below.
+            spark.range(0, workers, 1, workers).mapInArrow(warm_up, "id long").write.format("noop").mode(
+                "append"
+            ).save()
         rounds += 1
-        note(f"round {rounds}: {workers} members, {_work(left):,} tasks to send")
+        note(f"Round {rounds}: {workers} workers, {_work(left):,} tasks to send")
         done = _round(spark, settings, store, workers, until)
         counts.update(done)
         if done["published"]:
@@ -107,19 +109,19 @@ def _work(unsent: Sequence[Unsent]) -> int:
 def _round(
     spark: SparkSession, settings: DrainSettings, store: SpannerStore, workers: int, until: datetime | None
 ) -> dict[str, int]:
-    """Run members until all have ended, and return what they have counted."""
+    """Run workers until all have stopped, and return the sums of their counts."""
     run = uuid4().hex[:12]
     ids = tuple(f"spark-{run}-{number}" for number in range(workers))
     try:
-        # All at once, before the first of them looks: else it would have all shards, until it sees the others.
+        # Write all heartbeats before the first worker polls. Otherwise it polls all shards until it reads the others.
         for id in ids:
             store.heartbeat(id, datetime.now(UTC), ())
-        members = spark.range(0, workers, 1, workers).mapInArrow(Members(settings, ids, until), schemas.DRAINED)
-        [row] = members.agg(*(f.sum(name).alias(name) for name in schemas.DRAINED.fieldNames())).collect()
+        counted = spark.range(0, workers, 1, workers).mapInArrow(Workers(settings, ids, until), schemas.DRAINED)
+        [row] = counted.agg(*(f.sum(name).alias(name) for name in schemas.DRAINED.fieldNames())).collect()
         counts: dict[str, int] = row.asDict()
         return counts
     finally:
-        for id in ids:  # those that were killed and not started again
+        for id in ids:  # workers that were killed and not restarted left theirs
             _leave(store, id)
 
 
@@ -128,6 +130,6 @@ def _leave(store: SpannerStore, id: str) -> None:
         store.leave(id)
     except StoreError as error:
         _log.warning(
-            "%s did not take its leave, workers wait for its shards until its lease ends: %s", id, error,
+            "Heartbeat of %s was not deleted; other workers take over after the liveness timeout: %s", id, error,
             extra={"action": "leave"},
         )  # fmt: skip

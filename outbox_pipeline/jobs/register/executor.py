@@ -1,4 +1,4 @@
-"""What a Spark task does with rows to be registered: check each as `outbox.register` does, and insert them in groups.
+"""What a Spark task does with rows to be registered: check each as `outbox.register` does, and insert them in chunks.
 
 A task may run again, and a row may come twice: a row whose task is there is not inserted again, and if the task is
 another one, it is refused.
@@ -22,8 +22,8 @@ from outbox_pipeline.spanner import Table, table_of
 from outbox_pipeline.spark.pacing import Pace
 
 #: Tasks, and bytes of messages, in one commit: small ones share with others, and few are tried again if one is there.
-GROUP_ROWS, BATCH_BYTES = 100, 4_000_000
-#: How often a group is tried whose ids come and go between a look and the insert.
+CHUNK_ROWS, CHUNK_BYTES = 100, 4_000_000
+#: How often a chunk is tried whose ids come and go between a look and the insert.
 TRIES = 10
 _TAG = "outbox-pipeline-register"
 
@@ -61,12 +61,12 @@ class Registration:
 
 @dataclass
 class Writer:
-    """Collects rows, writes them in groups, and keeps what came of them until it is asked."""
+    """Collects rows, writes them in chunks, and keeps what came of them until it is asked."""
 
     table: Table
     began: datetime
     pace: Pace = field(default_factory=Pace)
-    _group: dict[str, tuple[_Row, dict[str, Any]]] = field(default_factory=dict)
+    _chunk: dict[str, tuple[_Row, dict[str, Any]]] = field(default_factory=dict)
     _bytes: int = 0
     _counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     _rejects: list[dict[str, Any]] = field(default_factory=list)
@@ -84,26 +84,26 @@ class Writer:
         except (InvalidMessage, TypeError) as error:
             self._reject(row, str(error))
             return
-        before = self._group[made[_ID]][0] if made[_ID] in self._group else self._last
+        before = self._chunk[made[_ID]][0] if made[_ID] in self._chunk else self._last
         if before is not None and before[_ID] == made[_ID]:
             self._again(made, row, before)
             return
-        self._group[made[_ID]] = (made, row)
+        self._chunk[made[_ID]] = (made, row)
         self._bytes += len(made[_DATA])
-        if len(self._group) >= GROUP_ROWS or self._bytes >= BATCH_BYTES:
+        if len(self._chunk) >= CHUNK_ROWS or self._bytes >= CHUNK_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Write what is collected. Raises NotReached, OutboxError."""
-        group, self._group, self._bytes = self._group, {}, 0
-        if not group:
+        chunk, self._chunk, self._bytes = self._chunk, {}, 0
+        if not chunk:
             return
-        self.pace.wait(len(group))
-        self._last = next(reversed(group.values()))[0]
+        self.pace.wait(len(chunk))
+        self._last = next(reversed(chunk.values()))[0]
         for _ in range(TRIES):
             if self._look:
-                self._look = self._leave_out(group)
-            rows = [row for row, _ in group.values()]
+                self._look = self._leave_out(chunk)
+            rows = [row for row, _ in chunk.values()]
             if not rows or self.table.insert(COLUMNS, rows, _TAG):
                 self._counts["registered"] += len(rows)
                 return
@@ -117,11 +117,11 @@ class Writer:
         self._counts, self._rejects = dict.fromkeys(COUNTS, 0), []
         return found
 
-    def _leave_out(self, group: dict[str, tuple[_Row, dict[str, Any]]]) -> bool:
-        """Take those tasks out of the group that are there; return whether there were any."""
-        found = self.table.of_ids(_SAME, group, _TAG)
+    def _leave_out(self, chunk: dict[str, tuple[_Row, dict[str, Any]]]) -> bool:
+        """Take those tasks out of the chunk that are there; return whether there were any."""
+        found = self.table.of_ids(_SAME, chunk, _TAG)
         for id, topic, data, key, created in found:
-            made, row = group.pop(id)
+            made, row = chunk.pop(id)
             if not _same(made, (id, topic, data, None, key)):
                 self._reject(row, f"a task {id!r} is there with another message, topic or ordering key")
             else:

@@ -24,7 +24,7 @@ from outbox_pipeline.spanner import Table, table_of
 from outbox_pipeline.spark.pacing import Pace
 
 #: Tasks, and bytes of archived messages, in one transaction.
-GROUP_ROWS, BATCH_BYTES = 200, 4_000_000
+CHUNK_ROWS, CHUNK_BYTES = 200, 4_000_000
 _TAG = "outbox-pipeline-replay"
 
 
@@ -40,16 +40,16 @@ class Replay:
     rate: float = 0.0
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Replay them, group by group."""
+        """Replay them, chunk by chunk."""
         table, pace = table_of(self.database), Pace(self.rate)
         answer = schemas.arrow(schemas.REPLAYED)
         for batch in batches:
             # In UTC whatever the session's zone is.
             wanted = schemas.arrow(StructType([schemas.TABLE[name] for name in batch.schema.names]))
             counts = []
-            for group in _groups(batch.cast(wanted).to_pylist()):
-                pace.wait(len(group))
-                counts.append(replay(table, group, self.started_at))
+            for chunk in _chunks(batch.cast(wanted).to_pylist()):
+                pace.wait(len(chunk))
+                counts.append(replay(table, chunk, self.started_at))
             yield pa.RecordBatch.from_pylist(counts, answer)
 
 
@@ -93,14 +93,14 @@ def _inserted(row: Mapping[str, Any], now: datetime) -> list[Any]:
     return [values[name] for name in COLUMNS]
 
 
-def _groups(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    group: list[Mapping[str, Any]] = []
+def _chunks(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    chunk: list[Mapping[str, Any]] = []
     size = 0
     for row in rows:
-        group.append(row)
+        chunk.append(row)
         size += len(row.get("Data", b""))
-        if len(group) >= GROUP_ROWS or size >= BATCH_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+        if len(chunk) >= CHUNK_ROWS or size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
