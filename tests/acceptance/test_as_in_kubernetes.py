@@ -60,13 +60,11 @@ delivery.Delivery.deliver = hang
 
 @pytest.fixture
 def heartbeat(tmp_path: Path) -> Path:
-    """The file that a worker touches."""
     return tmp_path / "heartbeat"
 
 
 @contextmanager
 def frozen(process: Process) -> Iterator[None]:
-    """Stop a process for the time of the block, as a node does that hangs."""
     process.stop(signal.SIGSTOP)
     try:
         yield

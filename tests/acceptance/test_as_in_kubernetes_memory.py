@@ -50,8 +50,6 @@ app.EmulatorStore = app.SpannerStore
 
 
 class Gateway(Forwarding):
-    """Forwards, but makes all tasks large: in the poll their size, in the locks their data."""
-
     def __init__(self, target: str, topic: str) -> None:
         super().__init__(target)
         self._topic = topic

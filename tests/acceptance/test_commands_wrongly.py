@@ -32,7 +32,6 @@ HOSTILE = (
 
 
 def all_at_once(outbox: Commands, commands: Sequence[str]) -> dict[str, Finished]:
-    """Run commands side by side; each must end in time."""
     deadline = time.monotonic() + ENDED_WITHIN
     with ExitStack() as stack:
         running = {words: stack.enter_context(outbox.started(*words.split())) for words in commands}
@@ -43,7 +42,6 @@ def all_at_once(outbox: Commands, commands: Sequence[str]) -> dict[str, Finished
 
 
 def assert_refused(found: dict[str, Finished], code: int, *sentences: str) -> None:
-    """See that each command ended with `code`, nothing on stdout, and one line that has all `sentences`."""
     for words, done in found.items():
         lines = [line for line in done.stderr.splitlines() if "following from" not in line]
         assert (done.code, done.stdout, len(lines)) == (code, "", 1), (words, done)
@@ -85,7 +83,6 @@ def test_help_has_an_example_and_needs_no_database(name: str):
     ],
 )
 def test_a_wrong_value_is_a_sentence_before_anything_is_asked(words: tuple[str, ...], code: int, sentence: str):
-    """It says what was given and what is allowed."""
     done = here(*words, environment=DATABASE)
     assert (done.code, done.stdout) == (code, "")
     assert sentence in done.stderr
@@ -119,7 +116,6 @@ def test_hostile_ids_as_arguments_are_ids(outbox: Commands, database: Database):
 
 
 def test_a_missing_table_is_exit_code_3(emulators: Emulators, empty_database: Database):
-    """Each command names the table, and the command that makes it."""
     found = all_at_once(Commands(emulators, empty_database), ALL)
     assert_refused(found, 3, "table AsynchronousTasks is missing", "outbox schema apply")
 

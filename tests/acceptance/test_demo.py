@@ -28,7 +28,6 @@ def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def summary(_examples: None) -> ModuleType:
-    """The module that counts and judges."""
     import orders.summary
 
     return orders.summary
@@ -90,7 +89,6 @@ def test_interrupted(emulators: Emulators, number: signal.Signals):
 @pytest.mark.extended
 @linux
 def test_a_worker_that_dies_is_noticed(emulators: Emulators):
-    """It does not go on with the other one."""
     environment = ENVIRONMENT | emulators.environment()
     with started("orders.demo", "--tasks", "20000", environment=environment) as process:
         process.wait_for_text("workers relay")

@@ -99,7 +99,6 @@ class TestWhereTheyAreInstalled:
 
     @pytest.mark.parametrize("flag", ["--spanner-port", "--pubsub-port"])
     def test_a_taken_port_is_refused(self, flag: str) -> None:
-        """A port in use is one sentence with its number, and exit code 3."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             done = processes.run("outbox", "emulators", flag, str(port))

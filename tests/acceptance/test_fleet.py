@@ -16,7 +16,6 @@ SLACK = 10.0
 
 
 def rows(database: Database) -> int:
-    """Return how many heartbeat rows there are."""
     with database.snapshot() as snapshot:
         [[count]] = snapshot.execute_sql("SELECT COUNT(*) FROM AsynchronousTaskWorkers")
     return int(count)

@@ -37,7 +37,6 @@ def filled(emulators: Emulators, spanner_instance: Instance) -> Iterator[Command
 
 
 def ids(filled: Commands, *words: str) -> list[str]:
-    """Return the ids that `outbox list` gives to a program."""
     return [task["id"] for task in filled.objects("list", "--json", *words)]
 
 

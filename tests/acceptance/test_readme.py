@@ -77,7 +77,6 @@ def shop(emulators: Emulators, monkeypatch: pytest.MonkeyPatch) -> Iterator[Data
 
 @pytest.fixture
 def topics(pubsub: PubSub) -> Iterator[None]:
-    """The topic `orders` of `my-project` and the subscriptions of the pages."""
     name = f"projects/{PROJECT}/topics/orders"
     subscriptions = [f"projects/{PROJECT}/subscriptions/{id}" for id in ("billing", "stock")]
     pubsub.publisher.create_topic(name=name)
@@ -90,7 +89,6 @@ def topics(pubsub: PubSub) -> Iterator[None]:
 
 
 def rows(database: Database, sql: str) -> list[list[Any]]:
-    """Return the rows of a strong read."""
     with database.snapshot() as snapshot:
         return [list(row) for row in snapshot.execute_sql(sql)]
 
@@ -110,7 +108,6 @@ def execute(block: str, names: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def subscribed(block: str) -> Iterator[dict[str, Any]]:
-    """Run a block that ends with `streaming`, until the end of the `with` block."""
     names = execute(block, {})
     try:
         yield names
@@ -122,7 +119,6 @@ def subscribed(block: str) -> Iterator[dict[str, Any]]:
 
 
 def run_here(emulators: Emulators, words: list[str]) -> Finished:
-    """Run one of our commands to its end."""
     return run(words[0], *words[1:], environment=emulators.environment())
 
 
@@ -171,7 +167,6 @@ def test_the_readme_is_a_story_that_happens(
 
 
 def send_again(transaction: Any, statement: str, task_id: str) -> None:
-    """Run the statement of a page on one task."""
     types = {"id": spanner.param_types.STRING}
     assert transaction.execute_update(statement, params={"id": task_id}, param_types=types) == 1
 

@@ -129,7 +129,6 @@ def _hearts(places: "Iterator[Place] | list[Place]") -> Iterator[None]:
 
 
 def run(command: str, place: Place) -> list[str]:
-    """Run a line of the page in a shell and return what it printed, with the project of the page."""
     done = subprocess.run(
         ["bash", "-c", command], env=place.environment, cwd=place.directory, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=COMMAND_SECONDS, check=False, text=True,

@@ -20,7 +20,6 @@ created  table AsynchronousTaskReplays
 
 @pytest.fixture
 def outbox(emulators: Emulators, empty_database: Database) -> Commands:
-    """The commands on a database without tables."""
     return Commands(emulators, empty_database)
 
 

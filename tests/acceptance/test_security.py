@@ -49,7 +49,6 @@ class Reading(Forwarding):
 
 
 def listening(pid: int) -> set[str]:
-    """Return the addresses on which a process listens: of its sockets those in the state LISTEN."""
     inodes = {str(link.readlink()) for link in (Path("/proc") / str(pid) / "fd").iterdir() if link.is_symlink()}
     found = set()
     for kind in ("tcp", "tcp6"):
@@ -81,7 +80,6 @@ def test_a_worker_opens_no_port_and_tells_no_secret(emulators: Emulators, databa
         eventually(lambda: len(unsent(database)) == len(wrong), seconds=30, message="one is sent")
 
         def failed() -> bool:
-            """Whether each has failed as it should, in its row and in the log."""
             errors = {str(each["LastError"]).partition(":")[0] for each in rows_of(database).values()}
             return errors >= wrong.keys() and all(reason in process.stderr for reason in wrong)
 

@@ -24,7 +24,6 @@ AWAY_SECONDS = 1.5
 
 
 def mark(database: Database, *ids: str) -> None:
-    """Mark tasks as sent, as the worker does: in one commit, with its timestamp."""
     with database.batch() as batch:
         batch.update("AsynchronousTasks", ("Id", "SentAt"), [(id, COMMIT_TIMESTAMP) for id in ids])
 

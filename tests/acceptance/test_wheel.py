@@ -15,7 +15,6 @@ PINS = ("--constraint", ROOT / "constraints.txt")
 
 
 def shell(*command: str | Path, cwd: Path) -> str:
-    """Run a command outside of the repository and return its output."""
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -23,7 +22,6 @@ def shell(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built as a release is."""
     target = tmp_path_factory.mktemp("wheel")
     shell(UV, "build", "--quiet", "--wheel", "--out-dir", target, ROOT, cwd=target)
     [made] = target.glob("*.whl")
@@ -31,7 +29,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_holds_the_packages_the_ddl_and_the_types(wheel: Path) -> None:
-    """And neither tests nor documentation."""
     names = zipfile.ZipFile(wheel).namelist()
     assert {"outbox/py.typed", "publishworker/py.typed", "outbox/ddl/schema.sql"} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -155,7 +155,6 @@ def test_a_bad_task_holds_nobody_up(
 def test_spanner_that_is_not_there_at_the_start_ends_it_with_3(
     emulators: Emulators, database: Database, hangs: bool
 ) -> None:
-    """Refusing or silent: within 15 s, with one sentence."""
     with silent_port() as nowhere, Proxy(emulators.spanner_host) as proxy:
         proxy.hang()
         host = proxy.address if hangs else nowhere

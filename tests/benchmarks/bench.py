@@ -41,7 +41,6 @@ class Bench:
         return quick if self.quick else full
 
     def each_round(self, name: str) -> Iterable[int]:
-        """Yield the number of each round, with a progress bar."""
         return tqdm(range(self.rounds), desc=name, disable=None)
 
 
@@ -68,7 +67,6 @@ def fresh_table(bench: Bench) -> Iterator[Table]:
 
 @contextlib.contextmanager
 def connecting_to(hosts: Emulators) -> Iterator[None]:
-    """Have the Google clients that are made in the block use `hosts`."""
     with mock.patch.dict(os.environ, hosts.environment()):
         yield
 
@@ -91,8 +89,6 @@ def stopwatch() -> Iterator[Stopwatch]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Speed:
-    """What one way of publishing did in one round."""
-
     tasks: int
     watch: Stopwatch
     #: Messages that went to Pub/Sub; more than the tasks where aborted transactions ran again.

@@ -27,7 +27,6 @@ READ_COLUMNS = ("Id", "Topic", "Data", "OrderingKey", "CreatedAt", "AvailableAt"
 
 
 def publish_only(bench: Bench, hosts: Emulators) -> Speed:
-    """Publish raw protobuf on the worker's channel."""
     with connecting_to(hosts):
         transport = open_pubsub()
     publish = transport.grpc_channel.unary_unary(

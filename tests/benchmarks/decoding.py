@@ -52,7 +52,6 @@ def answer(columns: list[tuple[TypeCode, Any]]) -> Any:
 
 
 def microseconds(columns: list[tuple[TypeCode, Any]], decode: Callable[[Any], object], *, lazy: bool) -> float:
-    """Return the CPU time of one row."""
     whole = answer(columns)
     gc.collect()
     gc.freeze()  # as the worker does

@@ -42,7 +42,6 @@ def run(bench: Bench) -> Section:
 
 @contextlib.contextmanager
 def far_away(emulators: Emulators) -> Iterator[Emulators]:
-    """Yield the emulators behind proxies."""
     targets = (f"{emulators.spanner_host}={SPANNER}", f"{emulators.pubsub_host}={PUBSUB}")
     with started("tests.support.proxy", *targets) as process:
         eventually(lambda: process.stdout.count("\n") == len(targets), message="addresses")

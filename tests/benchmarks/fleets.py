@@ -45,8 +45,6 @@ ALONE = """\
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Workers that have settled."""
-
     table: Table
     proxy: Counting
     agent: Agent
@@ -76,7 +74,6 @@ def idle(fleet: Fleet, seconds: int) -> dict[str, float]:
 
 
 def busy(fleet: Fleet, seconds: int) -> dict[str, float]:
-    """Count collisions while tasks arrive steadily."""
     before = fleet.agent.counts.copy()
     fleet.proxy.clear()
     commits = int(seconds / EVERY)
@@ -95,7 +92,6 @@ def busy(fleet: Fleet, seconds: int) -> dict[str, float]:
 
 
 def take_over(fleet: Fleet) -> dict[str, float]:
-    """Kill one of several workers and wait for the others."""
     killed, *others = fleet.workers
     parts = [shards_of(each) for each in others]
     killed.stop(signal.SIGKILL)
@@ -106,7 +102,6 @@ def take_over(fleet: Fleet) -> dict[str, float]:
 
 
 def alone(bench: Bench) -> Section:
-    """Count every request of one idle worker."""
     seconds = bench.choose(60, 5)
     with fleet(bench, 1, agent_is_told=False) as made:
         polls = idle(made, seconds)[REQUESTS]

@@ -75,7 +75,6 @@ def latencies(bench: Bench, table: Table, rate: int, seconds: int) -> list[float
 
 
 def arrivals(rate: int, seconds: int) -> Iterator[float]:
-    """Yield at the times of a Poisson process, which are the same in every run."""
     random, begin, at = Random(rate), time.monotonic(), 0.0
     while (at := at + random.expovariate(rate)) < seconds:
         time.sleep(max(0.0, begin + at - time.monotonic()))
@@ -84,7 +83,6 @@ def arrivals(rate: int, seconds: int) -> Iterator[float]:
 
 @contextlib.contextmanager
 def receiving(bench: Bench, topic: str) -> Iterator[dict[str, float]]:
-    """Subscribe for the time of the block; yield when each task came first, by its id."""
     received: dict[str, float] = {}
 
     def receive(message: pubsub_v1.subscriber.message.Message) -> None:

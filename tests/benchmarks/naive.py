@@ -24,8 +24,6 @@ RETRY_DELAY = 0.01
 
 
 class Naive:
-    """One thread's clients."""
-
     def __init__(self, hosts: Emulators, database_id: str) -> None:
         with connecting_to(hosts):
             self._database: Any = client(hosts.spanner_host).instance(INSTANCE).database(database_id)
@@ -33,8 +31,6 @@ class Naive:
         self.published = 0
 
     def relay(self, id: str) -> None:
-        """Lock one task, publish it, wait for the answer, mark it, commit."""
-
         def work(transaction: Any) -> None:
             found = transaction.execute_sql(LOCK, params={"id": id}, param_types={"id": param_types.STRING})
             for topic, data in list(found):

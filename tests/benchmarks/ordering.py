@@ -48,7 +48,6 @@ class Load:
         return f"1 key of {self.tasks:,}" if self.keys == 1 else f"{self.keys:,} keys of {self.tasks:,}"
 
     def fill(self, table: Table) -> None:
-        """Register the tasks, those of the keys by turns, as many writers would."""
         keys = [f"key-{number}" for number in range(self.keys)] or [""]
         order = keys * self.tasks
         for begin in range(0, self.count, COMMIT):
@@ -61,7 +60,6 @@ UNORDERED, TWENTY, HOT = Load(0, ROWS), Load(20, ROWS // 20), Load(1, ROWS)
 
 
 def run(bench: Bench) -> Section:
-    """Take all loads in turns: for the time, then behind proxies that count."""
     many = bench.choose(1_000, 2 * ROWS)
     loads = [UNORDERED, TWENTY, Load(ROWS, 1), HOT, Load(0, many), Load(1, many)]
     samples: list[tuple[str, str, float]] = []

@@ -133,7 +133,6 @@ def _bar(bar: Bar) -> tuple[str, str, str, str]:
 
 
 def number(value: float) -> str:
-    """Return three digits, or all that are before the point."""
     if abs(value) >= 99.95:
         return f"{value:,.0f}"
     return f"{value:.3g}"

@@ -99,8 +99,6 @@ class DistantStore:
 
 
 class DistantPublisher:
-    """Publishes nothing, in the time that it takes."""
-
     def __init__(self, store: DistantStore) -> None:
         self._store = store
 
@@ -115,7 +113,6 @@ class DistantPublisher:
 
 
 def relay(way: Way, tasks: int, seed: int, slow: float) -> tuple[float, float, float]:
-    """Return tasks a second, polls for 1,000 tasks, and rows polled for each task."""
     store = DistantStore(tasks, seed, slow, way.poll)
     limits: dict[str, Any] = {"batches": way.batches, "stragglers": way.left, "patience": way.patience}
     made = relay_of(cast("Any", store), DistantPublisher(store), size=100, discovery_seconds=0.5, **limits)

@@ -24,7 +24,6 @@ Samples = list[tuple[str, str, float]]
 
 
 def beside_sent(bench: Bench) -> Section:
-    """Read the poll's ranges with and without sent and scheduled rows in the table."""
     pending, sent = bench.choose(1_000, 200), bench.choose(100_000, 1_000)
     alone, beside = f"{pending:,} pending", f"and {sent:,} sent, {pending:,} scheduled"
     with fresh_table(bench) as table:
@@ -74,7 +73,6 @@ def timed(bench: Bench, table: Table, row: str) -> Samples:
 
 
 def with_topics(bench: Bench) -> Section:
-    """Poll a backlog of one size that one topic has, or many share."""
     pending = bench.choose(1_000, 200)
     tables = TOPICS[:2] if bench.quick else TOPICS
     samples: Samples = []

@@ -17,7 +17,6 @@ LIMIT = 120.0
 
 
 def open_worker(hosts: Emulators, database_id: str, **settings: str) -> App:
-    """Return a worker with its default settings but for those given."""
     fixed = {"project": PROJECT, "instance": INSTANCE, "database": database_id}
     logs.configure(level="error")
     with connecting_to(hosts):
@@ -51,7 +50,6 @@ def drive(worker: App, tasks: int) -> int:
 def relay(
     bench: Bench, hosts: Emulators, fill: Callable[[Table], object] = Table.fill, tasks: int = ROWS, **settings: str
 ) -> Speed:
-    """Relay a fresh table, after one task for the connections and the topic."""
     with fresh_table(bench) as table:
         worker = warm_worker(hosts, table, **settings)
         fill(table)

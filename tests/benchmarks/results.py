@@ -21,8 +21,6 @@ PACKAGES = ("google-cloud-spanner", "google-cloud-pubsub", "grpcio", "protobuf",
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figure:
-    """One cell of a table: the values of all rounds."""
-
     row: str
     column: str
     values: list[float]
@@ -77,7 +75,6 @@ class Section:
 
 
 def figures(samples: Iterable[tuple[str, str, float]]) -> list[Figure]:
-    """Collect values by row and column, in the order of their first appearance."""
     found: dict[tuple[str, str], list[float]] = {}
     for row, column, value in samples:
         found.setdefault((row, column), []).append(float(f"{value:.5g}"))  # as much as is kept
@@ -102,7 +99,6 @@ def _section(data: dict[str, Any]) -> Section:
 
 
 def circumstances() -> dict[str, str]:
-    """Return where this run takes place: the machine, the versions, the commit."""
     versions = [f"{package} {version(package)}" for package in PACKAGES]
     return {
         "machine": f"{os.cpu_count()} cores ({_processor()}), {platform.system()} {platform.release().split('-')[0]}",

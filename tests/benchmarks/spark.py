@@ -53,7 +53,6 @@ DAY, TICK = datetime(2026, 11, 1, tzinfo=UTC), timedelta(milliseconds=1)
 
 @cache
 def spark(spanner_host: str) -> SparkSession:
-    """Return one Spark for all sections, with two cores."""
     with mock.patch.dict(os.environ, {"SPANNER_EMULATOR_HOST": spanner_host}):
         made = session("benchmarks", "local[2,4]")
     register_source(made)
@@ -145,8 +144,6 @@ def here(bench: Bench) -> Iterator[SparkSession]:
 
 
 def timed(work: Callable[[], int]) -> Way:
-    """Return a way that takes as long as `work`, which returns how many rows it has met."""
-
     def way() -> tuple[int, float]:
         with stopwatch() as watch:
             rows = work()
@@ -156,7 +153,6 @@ def timed(work: Callable[[], int]) -> Way:
 
 
 def in_turns(bench: Bench, size: int, ways: dict[str, Way]) -> list[Sample]:
-    """Take all ways in turns, after a first time of each that does not count."""
     samples: list[Sample] = []
     for turn in tqdm(range(bench.rounds + 1), desc=f"{size:,} rows", disable=None):
         for name, way in ways.items():
@@ -177,7 +173,6 @@ def beside_loops(
     transfers: str = TRANSFERS,
     growth: float = 1.25,
 ) -> Section:
-    """Return a section with bars for the speed at each size, and for how time grows with the rows."""
     conditions += "\n- Warm: each way has run once before it counts. Loop, Spark and emulator share the cores."
     section = Section(title, figures(samples), conditions, transfers, Plot(["rows/s"]))
 

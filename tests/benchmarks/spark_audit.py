@@ -63,7 +63,6 @@ def auditing(bench: Bench) -> Section:
 
 
 def _id(number: Column) -> Column:
-    """Return an id of 36 characters, of digits that say nothing of their order."""
     digits = f.md5(number.cast("string"))
     lengths = ((1, 8), (9, 4), (13, 4), (17, 4), (21, 12))
     return f.concat_ws("-", *(f.substring(digits, start, length) for start, length in lengths))
@@ -155,7 +154,6 @@ def _digest(data: bytes, attributes: Mapping[str, str]) -> int:
 
 
 def _loop(folder: Path) -> int:
-    """Find the same as the job, but for percentiles, with a dictionary of what was received."""
     received: dict[str, list[tuple[str, datetime, int]]] = {}
     for message_id, at, text, data in _rows(folder / "received", ("message_id", "publish_time", "attributes", "data")):
         attributes = json.loads(text)

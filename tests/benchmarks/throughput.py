@@ -39,7 +39,6 @@ CONDITIONS = f"""\
 
 
 def measure(bench: Bench, hosts: Emulators, ways: dict[str, Way], title: str) -> list[tuple[str, str, float]]:
-    """Take all ways in turns and return their samples."""
     samples: list[tuple[str, str, float]] = []
     for _ in bench.each_round(title):
         for name, way in ways.items():
@@ -48,7 +47,6 @@ def measure(bench: Bench, hosts: Emulators, ways: dict[str, Way], title: str) ->
 
 
 def ratio(section: Section, *ways: str) -> float:
-    """Return how fast the relay is beside the slowest of these ways."""
     return section.value(RELAY, "tasks/s") / min(section.value(way, "tasks/s") for way in ways)
 
 

@@ -7,5 +7,4 @@ from tests.support.store_harness import FakeHarness, Harness, SpannerHarness
 
 @pytest.fixture(params=["fake", "spanner"])
 def harness(request: pytest.FixtureRequest) -> Harness:
-    """The fake store, and Spanner on the emulator."""
     return FakeHarness() if request.param == "fake" else SpannerHarness(request.getfixturevalue("database"))

@@ -31,7 +31,6 @@ def locked(harness: Harness, *ids: str) -> dict[str, LockedRow]:
 
 
 def columns(harness: Harness, id: str) -> tuple[Any, ...]:
-    """Return the columns that a mark may write."""
     names = ("sent_at", "available_at", "expires_at", "last_error", "attempts")
     return tuple(harness.column(id, name) for name in names)
 

@@ -20,13 +20,11 @@ DEFERRED = {"last_error": "deferred: waits for the task x of its ordering key"}
 
 
 def insert_in_order(harness: Harness, tasks: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add the tasks of a key in this order, by their ids and columns."""
     for sequence, (id, columns) in enumerate(tasks.items()):
         harness.insert(id, ordering_key="k", created_at=FIRST, sequence=sequence, **columns)
 
 
 def front(harness: Harness, per_key: int = 10, *, skip_dead: bool = False) -> list[str]:
-    """Return the first ids of the key."""
     key_heads = harness.store.key_heads([KEY], per_key, skip_dead=skip_dead)
     return [each.id for each in key_heads.get(KEY, ())]
 

@@ -18,29 +18,23 @@ MISSING = "projects/test-project/topics/missing"
 
 
 class FakeHarness:
-    """The fake, and the one topic that exists."""
-
     def __init__(self) -> None:
         self.topic = "projects/test-project/topics/orders"
         self.publisher: Publisher = FakePublisher("orders")
 
     def received(self, count: int) -> list[Any]:
-        """Return the messages that arrived, at least `count`."""
         assert isinstance(self.publisher, FakePublisher)
         assert len(self.publisher.published) >= count
         return [message for _, _, message in self.publisher.published]
 
 
 class PubSubHarness:
-    """The same on the emulator."""
-
     def __init__(self, topic: str, subscription: Subscription) -> None:
         self.topic = topic
         self.publisher: Publisher = PubSubPublisher(open_pubsub(), "test-project")
         self._subscription = subscription
 
     def received(self, count: int) -> list[Any]:
-        """Return the messages that arrived, at least `count`."""
         return [type(each).pb(each) for each in self._subscription.pull_until(count)]
 
 
@@ -49,14 +43,12 @@ Harness = FakeHarness | PubSubHarness
 
 @pytest.fixture(params=["fake", "pubsub"])
 def harness(request: pytest.FixtureRequest) -> Harness:
-    """Each scenario runs on both."""
     if request.param == "fake":
         return FakeHarness()
     return PubSubHarness(request.getfixturevalue("topic"), request.getfixturevalue("subscription"))
 
 
 def row(id: str, data: bytes | None = None, ordering_key: str | None = None) -> LockedRow:
-    """Return a row under the lock."""
     return LockedRow(id, "orders", serialized() if data is None else data, ordering_key, datetime.now(UTC), None, None)
 
 

@@ -23,14 +23,12 @@ FUTURE = datetime(2090, 1, 1, tzinfo=UTC)
 
 
 def news_of(store: Store, *known: str) -> News:
-    """Return what a poll finds beside tasks."""
     news = store.poll(look(known=known)).news
     assert news is not None
     return news
 
 
 def test_poll_of_an_empty_table_finds_nothing(harness: Harness) -> None:
-    """An empty table is no error, and has no topics."""
     found = harness.store.poll(look(known=[], due=True))
     assert found.candidates == ()
     assert found.news == News(topics=frozenset(), paused=frozenset(), living=frozenset(), gone=frozenset())
@@ -75,7 +73,6 @@ def test_poll_limits_each_range_and_prefers_priority(harness: Harness) -> None:
 
 
 def test_poll_and_count_are_of_the_shards_asked_for(harness: Harness) -> None:
-    """Each task is in one shard: a poll of other shards does not find it, a count of other shards does not have it."""
     for n in range(20):
         harness.insert(str(n))
     by_shard = [poll_ids(harness.store, "orders", shards=[shard], per_range=20) for shard in range(10)]

@@ -42,14 +42,12 @@ Way = Callable[[Trial, Relay], int]
 
 
 def undisturbed(trial: Trial, relay: Relay) -> int:
-    """Do nothing."""
     with relay(trial):
         trial.settle(SECONDS)
     return 0
 
 
 def killed(trial: Trial, relay: Relay) -> int:
-    """SIGKILL the worker again and again; another one takes its place."""
     tasks = trial.backlog()
     with contextlib.ExitStack() as stack:
         workers = stack.enter_context(relay(trial))
@@ -64,8 +62,6 @@ def killed(trial: Trial, relay: Relay) -> int:
 
 
 def at_random(service: str, fault: Fault, method: str) -> Way:
-    """Return a way in which a share of the calls of a method fails."""
-
     def way(trial: Trial, relay: Relay) -> int:
         with trial.faulty(service) as faulty, relay(trial):
             with faulty.failing(trial.chance(SHARE, fault, method)):
@@ -102,7 +98,6 @@ WAYS: dict[str, Way] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Take each fault with each relay."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.comparison", description=__doc__)
     parser.add_argument("--tasks", type=int, default=1_000)
     parser.add_argument("--seed", type=int, default=0)

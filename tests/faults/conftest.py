@@ -33,12 +33,10 @@ def trial(
 
 @pytest.fixture(scope="session")
 def fault_seconds(long: bool) -> float:
-    """How long a fault lasts, at least."""
     return 60.0 if long else 2.0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give each scenario its limit, in seconds."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.timeout(2400 if config.getoption("--long") else 600))

@@ -31,11 +31,9 @@ class Field:
     stack: ExitStack
 
     def one(self) -> int:
-        """Choose one of the workers that may be harmed."""
         return self.trial.random.randrange(1, len(self.workers))
 
     def replace(self, place: int) -> None:
-        """Start another worker in one's place."""
         self.workers[place] = self.stack.enter_context(self.trial.worker())
 
     def unanswered(self) -> int:
@@ -51,13 +49,11 @@ class Field:
 
     @property
     def in_flight(self) -> int:
-        """Return the maximum number of in-flight tasks of all workers together."""
         return len(self.workers) * IN_FLIGHT
 
 
 @contextlib.contextmanager
 def field_of(trial: Trial, workers: int, services: Collection[str]) -> Iterator[Field]:
-    """Start workers behind the networks of some services."""
     with ExitStack() as stack:
         faulty = {name: stack.enter_context(trial.faulty(name)) for name in services}
         yield Field(trial, faulty, stack.enter_context(trial.workers(workers)), stack)
@@ -173,14 +169,12 @@ def worker_restarted(field: Field, _seconds: float) -> Iterator[Effect]:
 
 @contextlib.contextmanager
 def heartbeats_frozen(field: Field, _seconds: float) -> Iterator[Effect]:
-    """All workers take each other for dead for a moment."""
     execute(field.trial.database, FREEZE)
     yield Effect(lambda: IN_FLIGHT)
 
 
 @contextlib.contextmanager
 def sent_again(field: Field, _seconds: float) -> Iterator[Effect]:
-    """Operators want some tasks again."""
     count = field.trial.send_again(20)
     yield Effect(lambda: count)
 

@@ -71,7 +71,6 @@ FOUND = Path(__file__).with_name("found.md")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Take what is given, keep the rest, write the page."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.page", description=__doc__)
     parser.add_argument("--scenarios", type=Path, help="what --figures of a test run wrote")
     parser.add_argument("--comparison", type=Path, help="what --output of tests.faults.comparison wrote")
@@ -128,15 +127,12 @@ def _ran(ran: dict[str, str], command: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What happens in a scenario, what is promised, and the file of its test."""
-
     title: str
     promise: str
     file: str
 
 
 def scenarios() -> dict[str, Scenario]:
-    """Return the scenarios by name: rows of the table of services, and functions with a promise in their docstring."""
     rows = test_service_faults.SCENARIOS.items()
     found = {name: Scenario(each.title, each.promise, "test_service_faults.py") for name, each in rows}
     for module in (test_service_faults, test_worker_faults, test_load):

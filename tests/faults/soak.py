@@ -58,7 +58,6 @@ class Event:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Soak, audit, report."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
     parser.add_argument("--minutes", type=_minutes, default=30)
     parser.add_argument("--seed", type=int, default=0)
@@ -93,7 +92,6 @@ def _sample(at: float, worker: Process, backlog: int) -> Sample:
 
 
 def _growth(values: Sequence[float]) -> float:
-    """Return the median of the last quarter over that of the second."""
     quarter = len(values) // 4
     return statistics.median(values[-quarter:]) / statistics.median(values[quarter : 2 * quarter])
 

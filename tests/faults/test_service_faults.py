@@ -18,8 +18,6 @@ UNMARKED = "No task is lost. At most the tasks that were published but not marke
 
 
 class Scenario(NamedTuple):
-    """What happens, what is promised, which services fail, and how."""
-
     title: str
     promise: str
     services: tuple[str, ...]

@@ -139,7 +139,6 @@ def _has_expired(columns: dict[str, Any]) -> bool:
 
 
 def _wanted(id: str, columns: dict[str, Any]) -> Any:
-    """Return the message to be sent for a row, or None."""
     message = parsed(columns["data"])
     if message is not None:
         message.ClearField("message_id")

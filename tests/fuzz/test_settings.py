@@ -53,7 +53,6 @@ def _read(name: str, text: str, by_flag: bool) -> None:
 
 
 def test_a_setting_is_what_was_given_or_it_is_refused_by_its_name(fuzz: Fuzz) -> None:
-    """By flag and by environment variable."""
     fuzz(_read, 250, 30_000)
 
 

@@ -22,10 +22,7 @@ from tests.support.pubsub_server import PubSubServer
 
 
 class Account(Credentials):
-    """A service account whose key was deleted."""
-
     def refresh(self, request: Any) -> None:
-        """Get no token."""
         raise RefreshError("the key was deleted")
 
 

@@ -31,7 +31,6 @@ def udp(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 
 @pytest.fixture
 def path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The path of a Unix socket on which no agent listens yet."""
     path = tmp_path / "dsd.socket"
     monkeypatch.setenv("DD_DOGSTATSD_URL", f"unix://{path}")
     return path
@@ -69,7 +68,6 @@ def test_counts_and_gauges_arrive_with_their_tags(kind: str, request: pytest.Fix
 
 
 def test_applications_count_registered_tasks_through_the_same_client(udp: socket.socket) -> None:
-    """`outbox.set_metrics` takes a DogStatsd as it is."""
     outbox.set_metrics(DogStatsd())
     try:
         outbox.register(RecordingTransaction(), "orders", b"")
@@ -92,7 +90,6 @@ def test_no_agent_means_silence(url: str, monkeypatch: pytest.MonkeyPatch, caplo
 
 
 def test_a_client_that_raises_is_reported_once_and_outlived(caplog: pytest.LogCaptureFixture) -> None:
-    """A broken metrics path is no reason to stop sending."""
     broken = mock.Mock(side_effect=OSError("no"))
     metrics = Metrics(mock.Mock(increment=broken, gauge=broken, stop=broken))
     with caplog.at_level(logging.WARNING):

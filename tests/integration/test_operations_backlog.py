@@ -37,12 +37,10 @@ class Later(TaskTable):
     """Takes another time for now, and reads the rows of now: rows can then lie on an edge."""
 
     def query(self, *arguments: Any, at: datetime | None = None, **keywords: Any) -> list[list[Any]]:
-        """See TaskTable."""
         return super().query(*arguments, **keywords)
 
 
 def oldest(watch: Watch, at: datetime) -> datetime:
-    """Return since when the oldest task is pending, as if it were `at`, or `at` if there is none."""
     return at - timedelta(seconds=backlog._oldest_age_at(Later(watch.database), at))
 
 

@@ -40,7 +40,6 @@ RETRIED = ("dead", "retrying", "sent")
 
 
 def selected(state: str, **more: Any) -> TaskSelection:
-    """Return a selection of a state; of sent ones up to now, as the command does it."""
     return TaskSelection(state=state, **({"until": datetime.now(UTC)} if state == "sent" else {}) | more)
 
 
@@ -226,7 +225,6 @@ def by_dml(database: Database, selection: TaskSelection, statement: str) -> int:
 
 
 def plain(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return rows without the moment of a retry, which differs."""
     recent = {each["AvailableAt"] for each in rows.values() if each["AvailableAt"]}
     recent = {time for time in recent if PAST < time < datetime.now(UTC)}
     return {id: each | ({"AvailableAt": "now"} if each["AvailableAt"] in recent else {}) for id, each in rows.items()}

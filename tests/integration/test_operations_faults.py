@@ -27,7 +27,6 @@ SHORT = 0.3
 
 
 def fill(database: Database) -> None:
-    """Insert a task of each kind."""
     every: list[dict[str, Any]] = [{"SentAt": PAST}, {"AvailableAt": NEVER}, {"AvailableAt": FUTURE, "Attempts": 1}, {}]
     insert(database, [row(str(n), **each) for n, each in enumerate(every)])
 

@@ -127,7 +127,6 @@ def test_an_error_is_found_by_a_part_of_it(database: Database, table: TaskTable)
 
 
 def followed(table: TaskTable, position: Position, limit: int, topic: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield all tasks behind a position, page by page."""
     while rows := tasks.sent_after(table, position, topic, limit):
         assert len(rows) <= limit
         yield from rows

@@ -72,7 +72,6 @@ def test_an_endpoint_that_is_none_is_refused(value: str) -> None:
 
 @pytest.fixture
 def channels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """The targets and options of channels with TLS, which are not opened; there are credentials."""
     monkeypatch.delenv("PUBSUB_EMULATOR_HOST", raising=False)
     opened: list[tuple[str, dict[str, Any]]] = []
 

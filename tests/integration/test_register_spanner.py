@@ -26,17 +26,14 @@ CREATE TABLE Orders (
 
 
 def ids(database: Database) -> list[str]:
-    """Return the ids of all tasks, sorted."""
     return [id for [id] in query(database, "SELECT Id FROM AsynchronousTasks ORDER BY Id")]
 
 
 def in_transaction(database: Database, work: Callable[[Any], Any]) -> Any:
-    """Run `work` in a read-write transaction."""
     return database.run_in_transaction(work, default_retry_delay=0.02)
 
 
 def in_batch(database: Database, work: Callable[[Any], Any]) -> Any:
-    """Run `work` in a batch of blind writes."""
     with database.batch() as batch:
         return work(batch)
 
@@ -107,7 +104,6 @@ class _Cause:
     """The part of an ABORTED that the client reads."""
 
     def trailing_metadata(self) -> tuple[()]:
-        """Ask for no delay."""
         return ()
 
 

@@ -54,7 +54,6 @@ def make_relay(
     emulator: bool = True,
     **options: Any,
 ) -> Relay:
-    """Return a relay of this process, to the emulator unless a publisher is given."""
     kind = EmulatorStore if emulator else SpannerStore
     store = kind(database, shards=10) if isinstance(database, Database) else database
     return relay_of(store, publisher or PubSubPublisher(open_pubsub(), PROJECT), counted, size=size, **options)
@@ -264,7 +263,6 @@ def test_the_spread_over_the_shards_does_not_matter(database: Database, topic: s
 
 
 def in_shard(database: Database, names: list[str], key: str) -> list[str]:
-    """Return those of `names`, ids or ordering keys, whose tasks are in the shard of an ordering key."""
     shard = "ABS(MOD(FARM_FINGERPRINT({}), 10))"
     statement = f"SELECT each FROM UNNEST(@names) AS each, UNNEST(@key) AS k WHERE {shard} = {shard}"
     return [name for [name] in query(database, statement.format("each", "k"), names=names, key=[key])]
@@ -278,7 +276,6 @@ def test_two_relays_and_one_task_are_one_publish(database: Database, topic: str,
 
     class Overtaken(SpannerStore):
         def claim(self, *arguments: Any) -> None:
-            """The other worker is faster."""
             turn_until_all_sent(first, database)
             super().claim(*arguments)
 
@@ -299,7 +296,6 @@ def test_sent_at_is_written_only_after_the_answer(database: Database, topic: str
         def publish(
             self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
         ) -> dict[str, Outcome]:
-            """Answer for two of the three."""
             seen.append(set(unsent(database)))
             return {answered: Sent("1"), refused: Failed("unavailable", "later")}
 

@@ -43,7 +43,6 @@ POLL_ALL = statements.poll(due=True, lower=False, news=True)
 
 @pytest.fixture
 def mock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpannerServicer]:
-    """The mock server, in the emulator's place, with the client's default sessions."""
     monkeypatch.delenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", raising=False)
     server, servicer, _admin, port = start_mock_server()
     monkeypatch.setenv("SPANNER_EMULATOR_HOST", f"localhost:{port}")
@@ -53,12 +52,10 @@ def mock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpannerServicer]:
 
 @pytest.fixture
 def database(mock: SpannerServicer) -> LimitedDatabase:  # noqa: ARG001 - sets the address
-    """The worker's own client of it."""
     return open_relay_database("p", "inst", "db")
 
 
 def result(types: Sequence[TypeCode], rows: Sequence[Sequence[Any]]) -> ResultSet:
-    """Return what the mock server answers a query with."""
     fields = [StructType.Field(name=f"c{n}", type_=Type(code=code)) for n, code in enumerate(types)]
     answer = ResultSet(metadata=ResultSetMetadata(row_type=StructType(fields=fields)))
     for row in rows:
@@ -89,7 +86,6 @@ def make_relay(
 
 
 def names(mock: SpannerServicer) -> list[str]:
-    """Return the names of the requests seen, in order."""
     return [type(request).__name__.removesuffix("Request") for request in mock.requests]
 
 
@@ -158,7 +154,6 @@ def test_an_ordered_batch_is_three_requests(mock: SpannerServicer, database: Lim
 
 
 def error(code: int, message: str = "broken") -> Any:
-    """Return an error as the mock server wants it."""
     return to_status(status_pb2.Status(code=code, message=message))
 
 

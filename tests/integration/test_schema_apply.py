@@ -59,7 +59,6 @@ def tables(database: Database) -> set[str]:
 
 
 def ddl_of(database: Database) -> set[str]:
-    """Return the DDL as the service writes it, in no order."""
     database.reload()
     return set(database.ddl_statements)
 
@@ -201,7 +200,6 @@ def test_further_columns_indexes_and_tables_are_the_users_own(own_database: Data
 
 
 def test_the_change_stream_has_one_record_for_each_registered_task(empty_database: Database) -> None:
-    """Marks and deletions make none. Its user may alter its options, such as its retention."""
     wanted = schema.statements(change_stream=True)
     schema.apply(empty_database, wanted)
     change(empty_database, "ALTER CHANGE STREAM AsynchronousTasksInserts SET OPTIONS (retention_period = '2d')")

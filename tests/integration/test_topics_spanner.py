@@ -26,7 +26,6 @@ Command = Callable[[str], tuple[int, str, str]]
 
 @pytest.fixture
 def command(database: Database, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run a command on the database: exit code, stdout, stderr."""
     for name, value in (("PROJECT", PROJECT), ("INSTANCE", INSTANCE), ("DATABASE", database.database_id)):
         monkeypatch.setenv(f"OUTBOX_{name}", value)
 
@@ -39,7 +38,6 @@ def command(database: Database, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def rows(database: Database) -> list[list[Any]]:
-    """Return all rows of the control table."""
     with database.snapshot() as snapshot:
         return list(snapshot.read("AsynchronousTaskTopics", COLUMNS, KeySet(all_=True)))
 
@@ -51,7 +49,6 @@ def have(database: Database, *topics: str) -> None:
 
 
 def control(database: Database, topic: str, paused: bool = False, *limits: Any) -> None:
-    """Insert one row into the control table."""
     with database.batch() as batch:
         batch.insert("AsynchronousTaskTopics", COLUMNS, [(topic, paused, *(limits or (None, None, None)))])
 

@@ -33,7 +33,6 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 
 
 def place_order(database: Database, topic: str) -> ReadableSpan:
-    """Register one task within a span of the application, and return that span."""
     with trace.get_tracer("shop").start_as_current_span("place order") as span:
         database.run_in_transaction(lambda transaction: outbox.register(transaction, topic, b"order-1"))
     assert isinstance(span, ReadableSpan)
@@ -41,13 +40,11 @@ def place_order(database: Database, topic: str) -> ReadableSpan:
 
 
 def relay_all(database: Database) -> None:
-    """Let a relay send what there is."""
     relay = relay_of(EmulatorStore(database, 10), PubSubPublisher(open_pubsub(), PROJECT))
     eventually(lambda: (relay.turn(), not unsent(database))[1])
 
 
 def only(spans: InMemorySpanExporter, name: str) -> ReadableSpan:
-    """Return the one span of that name, once it has ended."""
     return eventually(lambda: next((each for each in spans.get_finished_spans() if each.name == name), None))
 
 
@@ -61,7 +58,6 @@ def is_within(context: trace.SpanContext | None, span: ReadableSpan, spans: InMe
 
 @pytest.fixture
 def received(subscription: Subscription) -> Iterator["queue.Queue[Message]"]:
-    """What Google's own subscriber gets, with its tracing switched on."""
     messages: queue.Queue[Message] = queue.Queue()
     client = SubscriberClient(subscriber_options=SubscriberOptions(enable_open_telemetry_tracing=True))
 

@@ -74,12 +74,10 @@ KNOWN = {metric.name: _known(metric) for metric in OURS} | {
 
 
 def split(text: str | None) -> list[str]:
-    """Return the parts of a list with commas."""
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
 def complaints_about(expression: str, variables: Iterable[str] = ()) -> Iterator[str]:
-    """Yield what is wrong with the metrics of an expression; `variables` are those of the dashboard."""
     queries = list(METRIC.finditer(expression))
     if not queries:
         yield f"no metric in {expression!r}"

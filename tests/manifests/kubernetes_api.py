@@ -13,14 +13,11 @@ from tests.manifests.rendering import Object, Objects
 
 @dataclass(slots=True)
 class Api:
-    """The objects that the server has received, by kind and by path."""
-
     url: str = ""
     made: dict[str, Objects] = field(default_factory=dict)
     by_path: dict[str, Object] = field(default_factory=dict)
 
     def post(self, path: str, body: Object) -> tuple[int, Object]:
-        """Keep an object, and answer as a cluster would."""
         self.made.setdefault(body["kind"], []).append(body)
         given = {"uid": str(len(self.by_path)), "resourceVersion": "1", "creationTimestamp": "2026-01-01T00:00:00Z"}
         kept = body | {"metadata": body["metadata"] | given, "status": {"phase": "Running"}}
@@ -28,7 +25,6 @@ class Api:
         return 201, kept
 
     def get(self, path: str) -> tuple[int, Object]:
-        """Answer with the object of this path, or with the pods below it."""
         if path in self.by_path:
             return 200, self.by_path[path]
         if path.endswith("/pods"):

@@ -55,7 +55,6 @@ def kubectl() -> str:
 
 @functools.cache
 def rendered_text(directory: Path) -> str:
-    """Return what `kubectl kustomize` writes; a deprecated field of kustomize is an error."""
     done = subprocess.run([kubectl(), "kustomize", directory], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "deprecated" not in done.stderr, done.stderr
@@ -72,7 +71,6 @@ def rendered(directory: Path) -> Objects:
 
 
 def compare(name: str, text: str) -> None:
-    """Fail if the text differs from the golden file; with GOLDEN=write in the environment, write the file first."""
     file = GOLDEN / name
     if os.environ.get("GOLDEN") == "write":
         file.write_text(text, encoding="utf-8")
@@ -84,7 +82,6 @@ def compare(name: str, text: str) -> None:
 
 
 def validate(each: Object) -> None:
-    """Raise for an object that Kubernetes or an operator does not take, strictly, and for a pod not restricted."""
     if each["kind"] in SCHEMAS:
         jsonschema.validate(each, SCHEMAS[each["kind"]])
     else:

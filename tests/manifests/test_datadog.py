@@ -77,13 +77,11 @@ def leaves(widgets: list[Document]) -> Iterator[Document]:
 
 
 def requests(document: Document) -> Iterator[tuple[str, Document]]:
-    """Yield the title of the graph and the request, for all requests of the dashboard."""
     for definition in leaves(document["widgets"]):
         yield from ((definition["title"], request) for request in definition.get("requests", []))
 
 
 def of_dashboard(document: Document) -> Iterator[str]:
-    """Yield what is wrong with the queries, formulas, units and places of the dashboard."""
     variables = {each["name"] for each in document["template_variables"]}
     for title, request in requests(document):
         queries = {query["name"]: query["query"] for query in request["queries"]}
@@ -117,7 +115,6 @@ def of_dashboard(document: Document) -> Iterator[str]:
 
 
 def of_monitor(monitor: Document) -> Iterator[str]:
-    """Yield what is wrong with the query, the options, the tags and the message of a monitor."""
     alarm, options, message = ALARM.fullmatch(monitor["query"]), monitor["options"], monitor["message"]
     if alarm is None:
         yield "no query of a monitor"
@@ -151,7 +148,6 @@ def of_monitor(monitor: Document) -> Iterator[str]:
 
 
 def headings(page: str) -> set[str]:
-    """Return the headings of a page as links name them."""
     text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     found = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in found}
@@ -198,13 +194,11 @@ QUERIES = [
 
 
 def test_every_metric_is_shown_in_a_unit_of_datadogs() -> None:
-    """The dashboard or a monitor queries each metric of the table."""
     assert {metric.name for metric in OURS} <= {query["name"] for text in QUERIES for query in METRIC.finditer(text)}
     assert {metric.unit for metric in OURS} <= UNITS
 
 
 def test_the_objective_in_the_dashboard_is_that_of_the_alarm() -> None:
-    """A change of the objective changes lines, colours and the alarm."""
     markers = [each for graph in leaves(DASHBOARD["widgets"]) for each in graph.get("markers", [])]
     lines = {float(each["value"].removeprefix("y = ")) for each in markers if each["label"].startswith("objective")}
     [now] = [request for title, request in requests(DASHBOARD) if title == "Longest wait now"]

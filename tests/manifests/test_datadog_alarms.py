@@ -94,7 +94,6 @@ SITUATIONS: dict[str, dict[str, tuple[bool, *tuple[Series, ...]]]] = {
 
 @pytest.mark.parametrize("name", MONITORS)
 def test_a_monitor_alarms_in_some_situations_and_not_in_others(name: str) -> None:
-    """Each monitor has a situation of both kinds."""
     expected = {situation: alarm for situation, (alarm, *_) in SITUATIONS[name].items()}
     assert {situation: alarms(name, *series) for situation, (_, *series) in SITUATIONS[name].items()} == expected
     assert set(expected.values()) == {True, False}

@@ -227,7 +227,6 @@ def test_roles_are_granted_to_the_account_of_the_manifests(
 
 
 def built(page: str) -> dict[str, str]:
-    """Return the images that a page builds from our Dockerfile, with their targets."""
     found = {}
     for words in calls(page, "docker", "build"):
         assert values(words, "--file") == ["k8s/Dockerfile"]

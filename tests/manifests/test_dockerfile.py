@@ -24,18 +24,15 @@ STAGES = {
 
 
 def steps(stage: str) -> list[str]:
-    """Return the instructions of a stage after those of the stages that it starts from."""
     base, own = STAGES[stage]
     return [*(steps(base) if base in STAGES else []), *own]
 
 
 def said(stage: str, word: str) -> list[str]:
-    """Return the arguments of one instruction in a stage."""
     return [step.removeprefix(f"{word} ") for step in steps(stage) if step.startswith(f"{word} ")]
 
 
 def variables(stage: str) -> dict[str, str]:
-    """Return the environment variables that a stage sets."""
     pairs = (word.partition("=") for line in said(stage, "ENV") for word in shlex.split(line))
     return {name: value for name, _, value in pairs}
 

@@ -34,7 +34,6 @@ each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
 
 def composed(folder: Path, *components: str) -> Path:
-    """Write a kustomization of the base with these components to a new folder, and return the folder."""
     folder.mkdir()
     lines = ["resources:", f"  - {os.path.relpath(K8S / 'base', folder)}", "namespace: outbox"]
     lines += ["images: [{name: publishworker, newTag: 1.0.0}]", "components:"]
@@ -56,7 +55,6 @@ def test_a_kustomization_renders_as_its_golden_file_and_is_valid(name: str, tmp_
 
 
 def test_each_component_goes_with_the_base_alone(tmp_path: Path) -> None:
-    """No component needs another one."""
     names = [path.name for path in (K8S / "components").iterdir()]
     assert set(names) == {"autoscaling", "datadog-csi", "datadog-udp", "network-policy"}
     for each in names:

@@ -21,7 +21,6 @@ FOLDERS = {"/opt/examples": ROOT / "docs" / "examples", "/opt/development": OVER
 
 
 def variables(objects: Objects, pod: str, name: str, emulators: Emulators, scratch: Path) -> dict[str, str]:
-    """Return the variables of a Deployment's container; hosts, and what is mounted, are those of this machine."""
     deployment = the(objects, "Deployment", pod)
     values = environment(objects, deployment["spec"]["template"], container(deployment, name))
     here = {"emulators:9010": emulators.spanner_host, "emulators:8085": emulators.pubsub_host, "/tmp": str(scratch)}

@@ -13,7 +13,6 @@ APART = 2
 
 
 def figure(name: str) -> int:
-    """Return the number in the row of that name."""
     [value] = re.findall(rf"^\| `?{re.escape(name)}`? \| ([\d,]+) \|", TEXT, re.MULTILINE)
     return int(value.replace(",", ""))
 

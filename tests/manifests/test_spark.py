@@ -89,7 +89,6 @@ def test_only_the_archive_is_started_again_and_always_in_time() -> None:
 
 
 def test_one_account_is_used_bound_and_in_the_namespace_of_production() -> None:
-    """Only the driver has a token of Kubernetes, and every object is where production's overlay makes the namespace."""
     objects = rendered(SPARK)
     namespace = the(rendered(OVERLAYS["production"]), "Namespace")["metadata"]["name"]
     assert {each["metadata"]["namespace"] for each in objects} == {namespace}

@@ -31,7 +31,6 @@ TINI = '#!/bin/bash\n[ "$1 $2" = "-s --" ] || exit 64\nshift 2\nexec "$@"\n'
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder of programs that comes first in PATH, and a SPARK_HOME."""
     for path in ("bin/tini", "bin/java", "home/bin/java", "spark/bin/spark-submit"):
         program = tmp_path / path
         program.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +40,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def entry(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run the entry point with the variables of the image."""
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
     variables = {"PATH": path, "SPARK_HOME": str(folder / "spark"), "HOME": str(folder), "LANG": "C.UTF-8"} | more
     command = [str(ENTRY), *arguments]
@@ -49,7 +47,6 @@ def entry(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedPro
 
 
 def words(folder: Path, *arguments: str, **more: str) -> list[str]:
-    """Return the words of the program that the entry point became."""
     done = entry(folder, *arguments, **more)
     assert done.returncode == 7, done.stderr  # the program's own
     program, *found = done.stdout.split("\0")[:-1]
@@ -105,7 +102,6 @@ def test_a_variable_that_is_missing_is_named(folder: Path) -> None:
 
 @pytest.fixture
 def spark(folder: Path) -> dict[str, str]:
-    """The variables of the image with pip's Spark and a real Java."""
     programs("java")
     (folder / "bin" / "java").unlink()
     return JAVA | {"SPARK_HOME": str(Path(pyspark.__file__).parent), "PYSPARK_PYTHON": sys.executable}

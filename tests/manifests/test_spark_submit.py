@@ -31,8 +31,6 @@ ROWS = 40
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Submitted:
-    """The server with what spark-submit made, and the folder and the variables of programs."""
-
     server: Api
     folder: Path
     variables: dict[str, str]
@@ -44,7 +42,6 @@ class Submitted:
 
 @pytest.fixture(scope="module")
 def submitted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submitted]:
-    """The archive, submitted by k8s/spark/submit.py."""
     programs("java")
     folder = tmp_path_factory.mktemp("submit")
     (folder / "tini").write_text(TINI)
@@ -153,7 +150,6 @@ def test_the_driver_asks_for_executors_that_do_the_work(
 
 
 def properties_of(submitted: Submitted) -> Path:
-    """Write the properties that were submitted, with replacements for what only a cluster has, and smaller."""
     (submitted.folder / "pods.yml").write_text(submitted.mounted("podspec-configmap-key"))
     here = {
         "spark.kubernetes.executor.podTemplateFile": submitted.folder / "pods.yml",

@@ -54,7 +54,6 @@ def _ending(calm: Mapping[State, list[State]], ends: list[State]) -> set[State]:
 
 
 def _canonical(state: State) -> State:
-    """Return the state with its workers in one order: they are all alike."""
     return state._replace(workers=tuple(sorted(state.workers)), late=tuple(sorted(state.late)))
 
 

@@ -12,14 +12,10 @@ from typing import NamedTuple
 
 
 class Row(IntEnum):
-    """What the table says of a task."""
-
     ABSENT, ROLLED_BACK, DUE, LATER, SENT, DEAD = range(6)
 
 
 class At(IntEnum):
-    """Where a worker stands: what it does next."""
-
     IDLE, POLLED, LOCKS, PUBLISHES, ASKED, COMMITS = range(6)
 
 
@@ -81,13 +77,11 @@ class Config(NamedTuple):
     without: str = ""
 
     def keeps(self, rule: str) -> bool:
-        """Tell whether a rule is kept."""
         assert rule in RULES
         return rule != self.without
 
 
 def start(config: Config) -> State:
-    """Return the beginning: no task is committed."""
     tasks = len(config.keys)
     return State((Row.ABSENT,) * tasks, (0,) * tasks, (1,) * tasks, (Worker(),) * config.workers, (), config.faults)
 
@@ -104,7 +98,6 @@ def is_done(config: Config, state: State) -> bool:
 
 
 def steps(config: Config, state: State) -> Iterator[tuple[bool, str, State]]:
-    """Yield what may happen next: whether it is a fault, its name, the state after it."""
     for task, row in enumerate(state.rows):
         if row is Row.ABSENT and _is_next(config, state, task):
             yield False, f"commit {task}", _row(state, task, Row.DUE)
@@ -162,7 +155,6 @@ def _polled(config: Config, state: State, number: int, worker: Worker) -> Iterat
 
 
 def _batches(config: Config, state: State, seen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield what may be cut of what was seen: each task without a key, the run of each key, and all together."""
     parts = [(task,) for task in seen if config.keys[task] is None]
     for key in sorted({key for task in seen if (key := config.keys[task]) is not None}):
         run: list[int] = []
@@ -182,7 +174,6 @@ def _batches(config: Config, state: State, seen: tuple[int, ...]) -> Iterator[tu
 
 
 def _locks(config: Config, state: State, number: int, worker: Worker) -> Iterator[tuple[bool, str, State]]:
-    """Lock the rows, or wait for who has them."""
     others = {task for each in state.workers if each.holds for task in each.batch}
     if others & set(worker.batch) and config.keeps("exclusive"):
         yield True, "gets no lock", _failed(config, state, number, worker)
@@ -251,7 +242,6 @@ def _asked(config: Config, state: State, number: int, worker: Worker) -> Iterato
 
 
 def _commits(config: Config, state: State, number: int, worker: Worker) -> Iterator[tuple[bool, str, State]]:
-    """Spanner commits the marks or not, and says so or not."""
     if not config.keeps("one transaction") and worker.holds:
         yield False, "gives the lock back", _put(state, number, worker._replace(holds=False))
     again = worker._replace(at=At.LOCKS, read=(), holds=False, tried=worker.tried if config.keeps("re-run") else ())
@@ -278,7 +268,6 @@ def _failed(config: Config, state: State, number: int, worker: Worker) -> State:
 
 
 def _written(config: Config, state: State, worker: Worker) -> State:
-    """Return the state with the marks of a batch; what was not published must not be marked as sent."""
     rows, broken = list(state.rows), state.broken
     tried = dict.fromkeys(worker.batch, Outcome.SENT) if worker.marks else dict(worker.tried)
     stopped: set[str | None] = set()
@@ -297,7 +286,6 @@ def _written(config: Config, state: State, worker: Worker) -> State:
 
 
 def _execute(config: Config, state: State, request: tuple[int, ...]) -> State:
-    """Publish; whatever must not be seen by a subscriber is noted."""
     published, broken = list(state.published), state.broken
     for task in request:
         if state.rows[task] in (Row.ABSENT, Row.ROLLED_BACK):
@@ -317,7 +305,6 @@ def _sent(worker: Worker) -> set[int]:
 
 
 def _allow(state: State, tasks: Collection[int]) -> State:
-    """Allow each of the tasks to be published once more."""
     allowed = tuple(count + (task in tasks) for task, count in enumerate(state.allowed))
     return state._replace(allowed=allowed)
 

@@ -28,7 +28,6 @@ HISTORIES, FATES = 8, [0] * 6 + [*range(1, 8), 3, 3]
 
 
 def always(value: object) -> Callable[[Any], Any]:
-    """Return a fault: a function returns a constant."""
     return lambda _real: lambda *_arguments, **_options: value
 
 
@@ -108,7 +107,6 @@ def history(seed: int) -> list[str]:
 
 
 def task(random: Random, now: datetime, number: str) -> Task:
-    """Return a task; ids sort in another order than their tasks."""
     key, topic = random.choice(["k", "k", "k", "l", None]), random.choice(["orders", "orders", "invoices"])
     due = random.choice([None] * 6 + [now + timedelta(seconds=1)])
     id, bad, once = f"{random.randrange(99):02}-{number}", random.random() < 0.15, random.random() < 0.5
@@ -122,7 +120,6 @@ def test_the_histories_break_no_promise_without_a_fault() -> None:
 
 @pytest.mark.parametrize("rule", FAULTS)
 def test_a_history_notices_a_fault_of_the_relay(rule: str) -> None:
-    """One of them breaks a promise."""
     owner, name, make = FAULTS[rule]
     with mock.patch.object(owner, name, make(getattr(owner, name))):
         assert any(history(seed) for seed in range(HISTORIES))

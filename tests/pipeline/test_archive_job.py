@@ -98,8 +98,6 @@ def test_rows_are_those_of_the_table_column_by_column(
 
 
 def failing(transform: Callable[[DataFrame], DataFrame], note: Path) -> Callable[[DataFrame], DataFrame]:
-    """Return the same of which a task fails behind it, on its first try."""
-
     def made(tasks: DataFrame) -> DataFrame:
         stored = transform(tasks)
         return stored.mapInArrow(partial(first_try_fails, note=note), stored.schema)

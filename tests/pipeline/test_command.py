@@ -241,7 +241,6 @@ def test_the_packages_of_the_extra_are_looked_for(
 
 
 def test_a_spark_that_pip_did_not_install_is_found(monkeypatch: pytest.MonkeyPatch):
-    """That of Dataproc has no metadata, only a version."""
     versions = {"pyspark": "4.0.0", "pandas": "2.2.3", "pyarrow": "18.0.0", "matplotlib": "3.10.0"}
     monkeypatch.setattr(session, "version", mock.Mock(side_effect=PackageNotFoundError))
     monkeypatch.setattr(session, "import_module", lambda name: SimpleNamespace(__version__=versions[name]))

@@ -101,7 +101,6 @@ def ids_of(messages: list[PubsubMessage]) -> Counter[str]:
 
 
 def register_keys(database: Database, topic: str, keys: int, commits: int) -> list[str]:
-    """Register tasks of ordering keys, in commits that hold three of each key."""
     ids = []
     for _ in range(commits):
         with database.batch(default_retry_delay=0.02) as batch:
@@ -199,7 +198,6 @@ def limit(database: Database, topic: str, rate: float) -> None:
 
 
 def audit_settings(target: DatabaseSettings, folder: Path, received: list[PubsubMessage]) -> AuditSettings:
-    """Write what was received as a subscription to BigQuery does, and return what its audit takes."""
     lines = [
         {
             "message_id": each.message_id,

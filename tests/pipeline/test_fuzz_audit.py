@@ -88,7 +88,6 @@ def _is_an_object_of_texts(text: str | None) -> bool:
 
 
 def _task_id(text: str | None) -> str | None:
-    """Return the id that is in attributes that are an object, read by another reader of JSON."""
     try:
         read = json.loads(text or "{}", strict=False)
     except (json.JSONDecodeError, RecursionError):
@@ -120,7 +119,6 @@ def test_what_is_no_message_is_null_and_what_is_one_is_not_altered(spark: SparkS
 
 
 def test_times_are_those_that_they_say(spark: SparkSession):
-    """What is none, or of a year that no message is from, makes the message unreadable."""
     messages = spark.createDataFrame(
         [(str(n), time, "{}", "") for n, time in enumerate(TIMES)],
         "message_id STRING, publish_time STRING, attributes STRING, data STRING",

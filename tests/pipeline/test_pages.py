@@ -37,7 +37,6 @@ PATHS = re.compile(r"(?<![\w/.-])(?:/tmp/outbox|(?=invoices\.jsonl|rejects\b(?!=
 
 @pytest.fixture(scope="module")
 def of_the_pages(emulators: Emulators) -> Iterator[Database]:
-    """The database `shop` of the instance `main` of `my-project`; one for all, since clients outlive a database."""
     with mock.patch.dict(os.environ, emulators.environment()):
         client = Client(project="my-project", credentials=AnonymousCredentials(), disable_builtin_metrics=True)
     instance = client.instance("main", configuration_name="projects/my-project/instanceConfigs/emulator-config")

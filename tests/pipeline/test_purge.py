@@ -48,7 +48,6 @@ def test_only_what_is_as_it_was_archived_is_deleted(database: Database):
 
 
 def test_a_task_that_was_reset_since_the_look_stays(database: Database, monkeypatch: pytest.MonkeyPatch):
-    """SentAt is read in the transaction that deletes."""
     insert(database, [sent("a", DAY), sent("b", DAY)])
     table = Table(Watch(database).database)
     meddle(monkeypatch, table, lambda: update(database, "a", SentAt=None))

@@ -28,7 +28,6 @@ PURE = [
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(FOLDER)))
 def test_no_rows_come_to_the_driver(module: Path):
-    """Its memory does not grow with the data."""
     tree = ast.parse(module.read_text(encoding="utf-8"))
     called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     calls = [each.attr for each in called if isinstance(each, ast.Attribute) and each.attr in TO_DRIVER]
@@ -37,7 +36,6 @@ def test_no_rows_come_to_the_driver(module: Path):
 
 @pytest.mark.parametrize("module", PURE, ids=lambda path: str(path.relative_to(FOLDER)))
 def test_transformations_know_neither_spanner_nor_files(module: Path):
-    """They are pure: from DataFrame to DataFrame."""
     tree = ast.parse(module.read_text(encoding="utf-8"))
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not [name for name in imported if "spanner" in name or name.endswith((".files", ".jobs", ".session"))]

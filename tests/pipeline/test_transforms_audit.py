@@ -168,7 +168,6 @@ class Judged:
 
 @pytest.fixture(scope="module")
 def judged(spark: SparkSession) -> Judged:
-    """Judge all cases in one table: the case is the first part of each ID, topic and ordering key."""
     tasks, messages = [], []
     for case, (of_case, received_in_case) in CASES.items():
         tasks += [
@@ -222,7 +221,6 @@ def test_edges(judged: Judged):
 
 
 def test_a_message_is_unknown_only_if_its_task_must_have_been_read(judged: Judged):
-    """Near the bounds its task may be one that was not read."""
     found = {id for name, id in judged.findings["unknown"] if name == "unknown"}
     assert found == {"late enough", "early enough"}
 

@@ -240,7 +240,6 @@ def test_the_proof_tells_tasks_apart(spark: SparkSession):
 
 
 def _other(name: str) -> Column:
-    """Return another value for a column of the table, one that no other column gets."""
     values = {
         "string": f.lit(f"other {name}"),
         "long": f.lit(77 + len(name)).cast("long"),

@@ -8,14 +8,11 @@ from collections.abc import Iterator
 
 
 class Agent:
-    """`counts` are the sums of the counters by metric name."""
-
     def __init__(self, port: int) -> None:
         self.environment = {"DD_DOGSTATSD_URL": f"udp://127.0.0.1:{port}"}
         self.counts: Counter[str] = Counter()
 
     def hear(self, packet: str) -> None:
-        """Add up one packet."""
         for line in packet.splitlines():
             name, _, rest = line.partition(":")
             value, kind = rest.split("|")[:2]
@@ -25,7 +22,6 @@ class Agent:
 
 @contextlib.contextmanager
 def listening() -> Iterator[Agent]:
-    """Listen for the time of the block."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
         end.bind(("127.0.0.1", 0))

@@ -28,18 +28,15 @@ Sent = tuple[str, datetime]
 
 
 def sent(id: str, at: datetime, **columns: Any) -> dict[str, Any]:
-    """Return the row of a task that was sent at a time."""
     return row(id, SentAt=at, **columns)
 
 
 def delete(database: Database, *ids: str) -> None:
-    """Delete tasks, as retention does."""
     with database.batch() as batch:
         batch.delete("AsynchronousTasks", KeySet(keys=[[id] for id in ids]))
 
 
 def settings_of(target: DatabaseSettings, archive: Path | str, **given: str) -> ArchiveSettings:
-    """Return the settings of the job, its flags as users write them: `until` is the end of the day of most tests."""
     flags = {
         "project": target.project,
         "instance": target.instance,
@@ -51,46 +48,38 @@ def settings_of(target: DatabaseSettings, archive: Path | str, **given: str) -> 
 
 
 def sent_of(tasks: DataFrame) -> list[Sent]:
-    """Return what identifies each of some archived tasks, sorted."""
     rows = tasks.select("Id", f.unix_micros("SentAt")).collect()
     epoch = datetime(1970, 1, 1, tzinfo=UTC)
     return sorted((id, epoch + timedelta(microseconds=micros)) for id, micros in rows)
 
 
 def archived(spark: SparkSession, archive: Path) -> list[Sent]:
-    """Return what identifies each task that a reader of the archive finds, sorted."""
     return sent_of(read_archive(spark, str(archive)))
 
 
 def window_folders(archive: Path) -> list[Path]:
-    """Return the folders of all windows, finished or not, by their names."""
     return sorted(archive.glob("window=*"))
 
 
 def data_folders(archive: Path) -> list[Path]:
-    """Return the folders of all windows' files, also of those that no manifest names."""
     return sorted(archive.glob("window=*/run=*"))
 
 
 def manifests(archive: Path) -> list[dict[str, Any]]:
-    """Return what the manifests say, by time."""
     return [json.loads((folder / "_manifest.json").read_text()) for folder in window_folders(archive)]
 
 
 def purges(archive: Path) -> list[dict[str, Any] | None]:
-    """Return what each window says of its purge, by time; None if it was not purged."""
     files = [folder / "_purged.json" for folder in window_folders(archive)]
     return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
 
 def rewrite(file: Path, text: str) -> None:
-    """Write another text to a file of an archive, without the checksum that Hadoop keeps beside it."""
     file.with_name(f".{file.name}.crc").unlink(missing_ok=True)
     file.write_text(text)
 
 
 def remove(file: Path) -> None:
-    """Remove a file of an archive, and the checksum beside it."""
     file.with_name(f".{file.name}.crc").unlink(missing_ok=True)
     file.unlink()
 
@@ -107,5 +96,4 @@ def first_try_fails(batches: Iterator[Any], note: Path) -> Iterator[Any]:
 
 
 def ids(letters: Iterable[Any], at: datetime) -> list[Sent]:
-    """Return what identifies tasks that were sent at one time, sorted."""
     return sorted((str(each), at) for each in letters)

@@ -24,7 +24,6 @@ PENDING = f"SELECT Id FROM AsynchronousTasks WHERE SentAt IS NULL ORDER BY Prior
 
 
 def main() -> None:
-    """Relay until killed."""
     hosts = Emulators(os.environ["SPANNER_EMULATOR_HOST"], os.environ["PUBSUB_EMULATOR_HOST"])
     name = os.environ["OUTBOX_DATABASE"]
     database: Any = client(hosts.spanner_host).instance(INSTANCE).database(name)

@@ -74,31 +74,25 @@ class Commands:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the variables that name the database."""
         where = {"OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE, "OUTBOX_DATABASE": self.database.database_id}
         reached = {"SPANNER_EMULATOR_HOST": self.spanner_host} if self.spanner_host else {}
         return self.emulators.environment() | where | reached | dict(self.more)
 
     def run(self, *words: str) -> Finished:
-        """Run a command to its end, without a terminal and without input."""
         return run("outbox", *words, environment=self.environment, seconds=SECONDS)
 
     def here(self, *words: str) -> Finished:
-        """Run a command to its end in this process."""
         return here(*words, environment=self.environment)
 
     def objects(self, *words: str) -> list[Any]:
-        """Return what a command prints, a JSON object a line."""
         done = self.here(*words)
         assert done.code == 0, done
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     def started(self, *words: str) -> "contextlib.AbstractContextManager[Process]":
-        """Start a command that runs for the time of the block."""
         return started("outbox", *words, environment=self.environment)
 
     def shell(self, script: str) -> Finished:
-        """Run a script in which `outbox` is our command."""
         with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
             child = subprocess.Popen(
                 tied([str(shutil.which("bash")), "-c", script]),
@@ -140,15 +134,12 @@ class Commands:
 
 @dataclass
 class Terminal:
-    """A command at a terminal, and what is to be seen there."""
-
     child: fork_server.Child
     _file: int
     _seen: bytes = b""
 
     @property
     def seen(self) -> str:
-        """Return all that it has written so far."""
         with contextlib.suppress(OSError):  # nothing more just now, or closed
             while data := os.read(self._file, 65_536):
                 self._seen += data
@@ -158,7 +149,6 @@ class Terminal:
         eventually(lambda: text in self.seen, seconds=SECONDS, message=f"{text!r} at the terminal")
 
     def type(self, text: str) -> None:
-        """Type what a person types."""
         os.write(self._file, text.encode())
 
     def wait(self) -> int:
@@ -172,7 +162,6 @@ class Terminal:
 
 
 def row(id: str, state: str = "pending", *, topic: str = "orders", age: timedelta = HOUR, **columns: Any) -> list[Any]:
-    """Return a row of a state that was created, or sent, `age` ago; `columns` win."""
     now = datetime.now(UTC)
     states: dict[str, dict[str, Any]] = {
         "pending": {},
@@ -194,26 +183,22 @@ def row(id: str, state: str = "pending", *, topic: str = "orders", age: timedelt
 
 
 def fill(database: Database, rows: Sequence[Sequence[Any]]) -> None:
-    """Insert rows that `row` made."""
     for start in range(0, len(rows), COMMIT_ROWS):
         with database.batch() as batch:
             batch.insert("AsynchronousTasks", _COLUMNS, rows[start : start + COMMIT_ROWS])
 
 
 def table(database: Database, condition: str = "TRUE") -> dict[str, tuple[Any, ...]]:
-    """Return (SentAt, AvailableAt, Attempts) of the tasks of `condition` by their ids."""
     statement = f"SELECT Id, SentAt, AvailableAt, Attempts FROM AsynchronousTasks WHERE {condition}"
     with database.snapshot() as snapshot:
         return {id: tuple(values) for id, *values in snapshot.execute_sql(statement)}
 
 
 def count(database: Database, condition: str) -> int:
-    """Return how many tasks fit `condition`."""
     with database.snapshot() as snapshot:
         [[number]] = snapshot.execute_sql(f"SELECT COUNT(*) FROM AsynchronousTasks WHERE {condition}")
     return int(number)
 
 
 def control_codes(text: str) -> list[str]:
-    """Return what a terminal could obey."""
     return sorted({each for each in text if not each.isprintable() and each != "\n"})

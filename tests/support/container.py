@@ -35,7 +35,6 @@ _NAMESPACES = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kil
 
 
 def settings(emulators: Emulators, database_id: str, heartbeat: Path, **environment: str) -> dict[str, str]:
-    """Return the variables of a worker."""
     return {
         "SPANNER_EMULATOR_HOST": emulators.spanner_host,
         "PUBSUB_EMULATOR_HOST": emulators.pubsub_host,
@@ -49,7 +48,6 @@ def settings(emulators: Emulators, database_id: str, heartbeat: Path, **environm
 
 @contextlib.contextmanager
 def altered(code: str, environment: dict[str, str], *arguments: str) -> Iterator[Process]:
-    """Run a worker in which `code` has replaced a part before it starts."""
     with started("tests.support.container", code, "run", *arguments, environment=environment) as process:
         yield process
 
@@ -67,7 +65,6 @@ class Probe:
         self.said = ""
 
     def __call__(self) -> int:
-        """Run the command and return its exit code."""
         command = [sys.executable, "-m", "publishworker", "healthcheck"]
         done = subprocess.run(
             command, cwd=ROOT, env=self._environment, capture_output=True, text=True, timeout=20, check=False
@@ -76,7 +73,6 @@ class Probe:
         return done.returncode
 
     def is_good(self) -> bool:
-        """Tell whether the worker is healthy."""
         return self() == 0
 
     def is_bad(self) -> bool:
@@ -99,7 +95,6 @@ class Probe:
 
 
 def peak_memory(process: Process) -> int:
-    """Return the most bytes that a process has had, swapped ones included."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     return sum(int(kilobytes) * 1024 for kilobytes in re.findall(r"^Vm(?:HWM|Swap):\s+(\d+) kB$", status, re.MULTILINE))
 
@@ -110,7 +105,6 @@ def confined(writable: Path, command: Sequence[str]) -> list[str]:
 
 
 def need_namespaces(writable: Path) -> None:
-    """Skip the test where this machine allows no namespaces."""
     import pytest  # here, because workers import this module, and their memory is measured
 
     if shutil.which("unshare") is None or shutil.which("setpriv") is None:
@@ -124,7 +118,6 @@ def need_namespaces(writable: Path) -> None:
 
 @contextlib.contextmanager
 def container(directory: Path, environment: dict[str, str], code: str = "") -> Iterator[tuple[Process, int]]:
-    """Run a worker as process 1; yield what waits for it, and the worker's id as it is outside."""
     arguments = ("in", str(directory), code, "run")
     with started("tests.support.container", *arguments, environment=environment) as process:
         # The one that waits starts one process, which becomes the worker.
@@ -132,7 +125,6 @@ def container(directory: Path, environment: dict[str, str], code: str = "") -> I
 
 
 def main() -> int:
-    """Carry out the first argument, then the worker's command."""
     code, *arguments = sys.argv[1:]
     if code == "in":
         directory, *rest = arguments

@@ -51,13 +51,11 @@ class Counting(Forwarding):
         self.shards: Counter[Key] = Counter()
 
     def clear(self) -> None:
-        """Begin again with nothing."""
         with self._lock:
             for counter in (self.counts, self.bytes, self.rows, self.shards):
                 counter.clear()
 
     def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Forward a call, and count it and its answers."""
         key, shards = key_of(method, request)
         self._add(self.counts, key, 1)
         self._add(self.shards, key, shards)
@@ -74,7 +72,6 @@ class Counting(Forwarding):
 
 
 def key_of(method: str, request: bytes) -> tuple[Key, int]:
-    """Return under what a call is counted, and how many shards it asks for."""
     name = method.rpartition("/")[2]
     if name not in _TAGGED:
         return (name, ""), 0
@@ -92,7 +89,6 @@ class _Rows:
         self._values = self._rows = 0
 
     def more(self, answer: bytes) -> int:
-        """Return how many rows this answer has finished."""
         part: Any = PartialResultSet.pb().FromString(answer)
         self._columns = len(part.metadata.row_type.fields) or self._columns
         self._values += len(part.values) - part.chunked_value

@@ -13,8 +13,6 @@ TYPES = {"c": "count", "g": "gauge", "d": "distribution"}
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One line of a datagram."""
-
     name: str
     value: float
     type: str
@@ -26,7 +24,6 @@ class Sample:
 
 
 def samples(packet: str) -> Iterator[Sample]:
-    """Yield what a datagram says of the outbox: name:value|type|#tag,tag, perhaps followed by more fields."""
     for line in packet.splitlines():
         name, _, rest = line.partition(":")
         value, kind, *fields = rest.split("|")
@@ -46,7 +43,6 @@ class UnixAgent:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return what a worker needs to find it."""
         return {"DD_DOGSTATSD_URL": f"unix://{self.path}"}
 
     def total(self, name: str) -> int:

@@ -36,8 +36,6 @@ from publishworker.types import (
 
 @dataclasses.dataclass(slots=True)
 class StoredTask:
-    """A row of AsynchronousTasks."""
-
     id: str
     topic: str
     data: bytes
@@ -79,12 +77,10 @@ class FakeStore:
         self._row_locks: dict[str, threading.Lock] = {}
 
     def insert(self, id: str, topic: str, data: bytes = b"", **columns: Any) -> None:
-        """Add a task; its shard is the hash of its id, as good as any."""
         shard = zlib.crc32((columns.get("ordering_key") or id).encode()) % len(self.shards)
         self.rows[id] = StoredTask(id, topic, data, shard, **columns)
 
     def poll(self, look: PollRequest) -> PollResult:
-        """See Store."""
         self._answer()
         self.looks.append(look)
         unsent = [row for row in list(self.rows.values()) if row.sent_at is None and row.shard in look.shards]
@@ -115,7 +111,6 @@ class FakeStore:
         )
 
     def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
-        """See Store."""
         self._answer()
         self.beats += 1
         self.workers[worker] = self.now
@@ -123,12 +118,10 @@ class FakeStore:
             self.workers.pop(each, None)
 
     def leave(self, worker: str) -> None:
-        """See Store."""
         self._answer()
         self.workers.pop(worker, None)
 
     def key_heads(self, keys: Collection[Key], per_key: int, *, skip_dead: bool) -> Mapping[Key, Sequence[QueuedTask]]:
-        """See Store. NULL stands before all numbers, as in Spanner's indexes."""
         self._answer()
         found: dict[Key, list[QueuedTask]] = {}
         for row in sorted(self.rows.values(), key=_place):
@@ -173,7 +166,6 @@ class FakeStore:
 
     @contextlib.contextmanager
     def locked(self, id: str) -> Iterator[None]:
-        """Hold a row in a transaction that stays open."""
         with self._lock_of(id):
             yield
 
@@ -182,7 +174,6 @@ class FakeStore:
             return self._row_locks.setdefault(id, threading.Lock())
 
     def unsent(self, shards: Sequence[int] | None = None) -> list[Unsent]:
-        """See Store."""
         self._answer()
         counted = self.shards if shards is None else shards
         unsent = [row for row in self.rows.values() if row.sent_at is None and row.shard in counted]
@@ -260,7 +251,6 @@ class FakePublisher:
     """Keeps what it publishes; topics must exist, and fail on request."""
 
     def __init__(self, *topics: str, project: str = "test-project") -> None:
-        """Know these topics, by id or by full name."""
         self.project = project
         self.topics = {messages.topic_name(topic, project) for topic in topics}
         self.published: list[tuple[str, str, Any]] = []  # full topic name, task id, message
@@ -277,7 +267,6 @@ class FakePublisher:
         self._lock = threading.Lock()
 
     def ids(self) -> list[str]:
-        """Return the published task ids in their order."""
         return [id for _, id, _ in self.published]
 
     def publish(
@@ -298,7 +287,6 @@ class FakePublisher:
         return outcomes
 
     def refusals(self, topic: str, rows: Sequence[LockedRow]) -> dict[str, Failed]:
-        """See Publisher."""
         decoded = {row.id: messages.decode(row) for row in rows}
         return {id: message for id, message in decoded.items() if isinstance(message, Failed)}
 
@@ -331,7 +319,6 @@ class FakePublisher:
 
 
 def _requests(rows: Sequence[LockedRow], singly: Collection[str]) -> list[list[LockedRow]]:
-    """Cut rows into requests: what needs no order together, each key by itself, and some rows alone."""
     requests: dict[str | None, list[list[LockedRow]]] = {}
     for row in rows:
         pieces = requests.setdefault(row.ordering_key, [[]])
@@ -349,11 +336,9 @@ class Counted:
         self.counts: dict[str, float] = {}
 
     def increment(self, metric: str, value: float, tags: list[str]) -> None:
-        """Add up."""
         self.counts[metric] = self.counts.get(metric, 0) + value
 
     def gauge(self, metric: str, value: float, tags: list[str]) -> None:
-        """Keep the last."""
         self.counts[metric] = value
 
     def distribution(self, metric: str, value: float, tags: list[str], sample_rate: float = 1) -> None:
@@ -364,5 +349,4 @@ class Counted:
 
 
 def serialized(data: bytes = b"data", **fields: Any) -> bytes:
-    """Return a serialized PubsubMessage, as a row holds it."""
     return bytes(RawPubsubMessage(data=data, **fields).SerializeToString())

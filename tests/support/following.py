@@ -16,7 +16,6 @@ COLUMNS = "Id,Topic,SentAt,Payload"
 
 
 def main(database: str, checkpoint: str, sink: str) -> None:
-    """Run the query until SIGTERM."""
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     spark = session("following", "local[2,3]")

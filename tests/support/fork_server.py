@@ -44,7 +44,6 @@ class Child:
     """A forked process; the part of `subprocess.Popen` that tests use."""
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
-        """Read the exit code from `connection`, which the server writes when the process ends."""
         self.pid, self.returncode = pid, None
         self._connection = connection
 
@@ -52,18 +51,15 @@ class Child:
     returncode: int | None
 
     def poll(self) -> int | None:
-        """Return the exit code (negative for a signal), or None while the process runs."""
         return self._ended(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         code = self._ended(timeout)
         if code is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -71,7 +67,6 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
     def __del__(self) -> None:
-        """Let the server kill the process."""
         self._connection.close()
 
     def _ended(self, timeout: float | None) -> int | None:
@@ -107,7 +102,6 @@ def fork(
 
 @functools.cache
 def scripts() -> Path:
-    """Return a folder with the commands `outbox` and `publishworker`, which the server runs, for a PATH."""
     directory = Path(tempfile.mkdtemp(prefix="outbox-tests-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     for name in ("outbox", "publishworker"):
@@ -136,7 +130,6 @@ sys.exit(code if code >= 0 else 128 - code)
 
 @functools.cache
 def _address(kind: str) -> str:
-    """Start the server of that kind, once in this process, and return the address of its abstract socket."""
     address = f"\0spanner-outbox-tests-{os.getpid()}-{kind}"
     ready, theirs = os.pipe()
     server = subprocess.Popen(
@@ -168,7 +161,6 @@ class _Server:
         self._selector.register(sys.stdin, selectors.EVENT_READ)
 
     def serve(self) -> "_Request | None":
-        """Return the request of a child in the child, and None at the end of the test run."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is sys.stdin:
@@ -210,8 +202,6 @@ class _Server:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Request:
-    """What a child is to become."""
-
     server: int
     received: Sequence[int]
     numbers: Sequence[int]
@@ -221,7 +211,6 @@ class _Request:
     directory: str
 
     def run(self) -> None:
-        """Become `python -m module arguments`."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self.server:
             os._exit(1)

@@ -18,13 +18,10 @@ from tests.support.waiting import eventually
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """Where both answer."""
-
     spanner_host: str
     rest: str
 
     def gcloud(self, pubsub_host: str, directory: Path) -> dict[str, str]:
-        """Return the variables with which `gcloud` talks to the emulators, and keeps its files in `directory`."""
         return {
             "CLOUDSDK_CONFIG": str(directory),
             "CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "true",
@@ -38,7 +35,6 @@ class Gateway:
 
 @contextlib.contextmanager
 def running_gateway() -> Iterator[Gateway]:
-    """Run it for the time of the block. Raises NotReached where there is no gcloud with the emulator."""
     gcloud = shutil.which("gcloud")
     programs = Path(gcloud).resolve().parent / "cloud_spanner_emulator" if gcloud else None
     if programs is None or not (programs / "gateway_main").is_file():

@@ -48,14 +48,12 @@ CALLS = ("execute_sql", "execute_streaming_sql", "read", "streaming_read", "exec
 
 
 def row(id: str, **columns: Any) -> dict[str, Any]:
-    """Return a row, a ready task of the topic `orders` but for `columns`, which are named as in the table."""
     data = columns.pop("Data", serialized())
     usual = {"Topic": "orders", "Priority": 50, "CreatedAt": CREATED, "AtMostOnce": False, "Attempts": 0}
     return dict.fromkeys(COLUMNS) | usual | columns | {"Id": id, "Data": base64.b64encode(data)}
 
 
 def insert(database: Database, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Insert rows that `row` made."""
     values = [[each[column] for column in COLUMNS] for each in rows]
     for start in range(0, len(values), BATCH):
         with database.batch() as batch:
@@ -63,31 +61,26 @@ def insert(database: Database, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def update(database: Database, id: str, **columns: Any) -> None:
-    """Set columns of one row."""
     with database.batch() as batch:
         batch.update("AsynchronousTasks", ("Id", *columns), [(id, *columns.values())])
 
 
 def pause(database: Database, *topics: str) -> None:
-    """Pause topics that have no row yet."""
     with database.batch() as batch:
         batch.insert("AsynchronousTaskTopics", ("Topic", "Paused"), [(topic, True) for topic in topics])
 
 
 def changed(outcomes: Iterable[Outcome]) -> list[str]:
-    """Run a change to its end and return all ids that it changed, sorted."""
     return sorted(id for outcome in outcomes for id in outcome.changed)
 
 
 def rows_of(database: Database) -> dict[str, dict[str, Any]]:
-    """Return all rows by their ids, each as `row` makes it."""
     with database.snapshot() as snapshot:
         found = snapshot.execute_sql(f"SELECT {', '.join(COLUMNS)} FROM AsynchronousTasks")
         return {values[0]: dict(zip(COLUMNS, values, strict=True)) for values in found}
 
 
 def opened(database: Database) -> Any:
-    """Return a handle of its own for a table, as a command opens it: what it sends is not mixed with the test's."""
     return open_database(
         DatabaseSettings(project=PROJECT, instance=INSTANCE, database=database.database_id, database_role="")
     )
@@ -98,8 +91,6 @@ CHANGES = ("outbox-retry", "outbox-purge", "outbox-discard", "outbox-wake", "out
 
 
 class Watch:
-    """A table, and every request that it has sent."""
-
     def __init__(self, database: Database) -> None:
         self.database = opened(database)
         self.requests: list[tuple[str, Any]] = []
@@ -113,7 +104,6 @@ class Watch:
         return original(*arguments, **keywords)
 
     def check(self) -> None:
-        """Assert that all of them are of LOW priority and tagged, and that none takes locks but in a transaction."""
         for name, request in self.requests:
             options = request.request_options
             assert options.priority == RequestOptions.Priority.PRIORITY_LOW, (name, request)
@@ -133,6 +123,5 @@ class Watch:
                 assert chosen.begin.read_write.read_lock_mode == pessimistic
 
     def tags(self) -> set[str]:
-        """Return the tags of the requests, but for those that look at the schema."""
         tags = {request.request_options.request_tag for name, request in self.requests if name != "commit"}
         return tags - {"outbox-schema"}

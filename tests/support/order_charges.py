@@ -38,7 +38,6 @@ class Charges:
             self.troubles[request.process, request.topic.rpartition("/")[2]] += 1
 
     def wrong(self, row: StoredTask, mark: FailedAttempt, claim: "Claim", locked_at: datetime) -> Iterator[str]:
-        """Give what is wrong with a record that a claim is about to commit."""
         if row.sent_at is not None:
             return  # it was marked before it was sent, and is given back
         if mark.error is not None:

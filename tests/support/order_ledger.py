@@ -17,8 +17,6 @@ _PREFIX = "projects/test-project/topics/"
 
 @dataclass(kw_only=True)
 class Task:
-    """What the model knows of a task, beside its row."""
-
     id: str
     topic: str = "orders"
     key: str | None = "k"
@@ -43,7 +41,6 @@ class Task:
 
 
 def is_dead(row: StoredTask | None) -> bool:
-    """Tell whether a row is that of a dead task."""
     return row is not None and row.sent_at is None and row.available_at is not None and row.available_at >= NEVER
 
 
@@ -60,12 +57,10 @@ class Ledger:
         self.broken: list[str] = []
 
     def is_excused(self, task: Task) -> bool:
-        """Tell whether what stands behind a task may go before it."""
         expired = task.expires_at is not None and task.expires_at <= self._rows_of.now
         return task.excused or task.deleted or expired
 
     def check_order(self, request: Request) -> None:
-        """Check a request: all that stands before its tasks is published, or may come late."""
         for n, id in enumerate(request.ids):
             task = self.tasks.get(id)
             if task is None:
@@ -78,7 +73,6 @@ class Ledger:
                         self.broken.append(f"{id} overtakes {each.id}")
 
     def check_heads(self, request: Request, fronts_at: datetime) -> None:
-        """While the locks hold, nothing goes out twice, or behind what was not due before the snapshot either."""
         for id in request.ids:
             if (mine := self._rows_of.rows.get(id)) is not None and mine.sent_at is not None:
                 self.broken.append(f"{id} goes out and was marked as sent before")
@@ -100,7 +94,6 @@ class Ledger:
         return its[: its.index(task)]
 
     def check_marks(self, marks: Mapping[str, Mark]) -> None:
-        """Check what a relay is about to commit."""
         latest = self._rows_of.now + timedelta(seconds=LONGEST_BACKOFF)
         recorded: set[tuple[str, str | None]] = set()
         for id, mark in marks.items():
@@ -121,7 +114,6 @@ class Ledger:
                     recorded.add((task.topic, task.key))
 
     def check_all_sent(self, *, but_held: bool) -> None:
-        """Check that every task is sent: but those that have expired, and perhaps those that a dead one holds."""
         for (_, key), tasks in self.keys.items():
             for task in tasks:
                 row = self._rows_of.rows.get(task.id)

@@ -26,8 +26,6 @@ from tests.support.stepwise import FAULTS, Crew, Fate, Point, Stepper, here
 
 
 class Worker(Crew):
-    """A worker: a relay of its own, a clock of its own."""
-
     def __init__(self, world: "World", name: str) -> None:
         super().__init__(name)
         self.world = world
@@ -38,25 +36,20 @@ class Worker(Crew):
         self.relay: Relay = world.relay(self)
 
     def spawn(self, run: Callable[[], Any]) -> Stepper:
-        """See Crew. What the thread does goes back to the last snapshot."""
         stepper = super().spawn(run)
         self.snapshots[stepper] = self.fronts_at or self.world.store.now
         return stepper
 
     def clock(self) -> float:
-        """Return its monotonic time."""
         return self.world.seconds + self.ahead
 
     def turn(self) -> Stepper:
-        """Return the thread of the turn that goes on, or of a new one."""
         if self.turning is None or self.turning.ended:
             self.turning = self.spawn(self.relay.turn)
         return self.turning
 
 
 class World:
-    """All of it: tasks and what became of them, the store, the service, the workers, time."""
-
     def __init__(self, workers: int = 2, *, size: int = 10, batches: int = 2, skip_dead: bool = False) -> None:
         self.size, self.batches, self.skip_dead = size, batches, skip_dead
         self.seconds = 0.0
@@ -70,7 +63,6 @@ class World:
         self.workers = [Worker(self, f"worker {n}") for n in range(workers)]
 
     def relay(self, worker: Worker) -> Relay:
-        """Return a new process for a worker."""
         channel: Any = Channel(self.send)
         return relay_of(
             self.store,
@@ -90,7 +82,6 @@ class World:
         return list(tasks)
 
     def commit(self, tasks: Sequence[Task]) -> None:
-        """Commit what was registered; it never waits for a relay."""
         created_at = self.store.tick()
         for task in tasks:
             if Key(task.topic, task.key or "") in self.store.ranges:
@@ -148,14 +139,12 @@ class World:
             del self.store.rows[id]
 
     def wait(self, seconds: float, *, database: bool = True, workers: bool = True) -> None:
-        """Let time pass, or let only one clock say so."""
         self.seconds += seconds if workers else 0
         self.store.now += timedelta(seconds=seconds if database else 0)
 
     # What workers do.
 
     def ready(self, stepper: Stepper, fate: Fate = Fate.GO) -> bool:
-        """Tell whether a thread can go on in that way."""
         match stepper.point:
             case Point.LOCK:
                 return fate in (Fate.FAIL, Fate.ABORT) or not self.store.holders.keys() & stepper.wanted
@@ -180,7 +169,6 @@ class World:
             raise stepper.error
 
     def advance(self, worker: Worker, which: int, fault: int = 0) -> None:
-        """Let one of the threads of a worker go on, or begin a turn; with one of its point's faults, or 0."""
         worker.turn()
         self.wait(0.1)
         ways = []
@@ -194,7 +182,6 @@ class World:
             self.step(each)  # nothing that matters comes before its next point
 
     def rush(self, worker: Worker) -> bool:
-        """Let a worker end its turn without faults, as far as no other worker's locks are in its way."""
         turn = worker.turn()
         while not turn.ended:
             able = next((each for each in worker.threads if self.ready(each)), None)
@@ -207,7 +194,6 @@ class World:
         return turn.result is None or turn.result.made_progress or turn.result.in_flight
 
     def kill(self, worker: Worker) -> None:
-        """Kill a worker and start it again; its requests are on their way all the same."""
         for stepper in list(worker.threads):
             self._risk(stepper)
             if (claim := self.store.claims.get(stepper)) is not None:
@@ -219,7 +205,6 @@ class World:
         worker.relay = self.relay(worker)
 
     def finish(self) -> None:
-        """Let all workers end what they do, without further faults."""
         while threads := [each for worker in self.workers for each in worker.threads]:
             able = [each for each in threads if self.ready(each)] or [
                 each for each in threads if self.ready(each, Fate.IMPATIENT)
@@ -230,7 +215,6 @@ class World:
                     self.step(each, Fate.IMPATIENT if each.point is Point.LANDING else Fate.GO)
 
     def quiet(self, most: int = 40) -> None:
-        """Let all workers turn until none has anything to do."""
         self.finish()
         for _ in range(most):
             if not sum([self.rush(worker) for worker in self.workers]):
@@ -257,7 +241,6 @@ class World:
             self.ledger.check_heads(request, claim.fronts_at)
 
     def _risk(self, stepper: Stepper, *, landed: bool = False) -> None:
-        """Note that a fault meets a thread: what it has marked before it is sent, or marks now, may be lost."""
         if (claim := self.store.claims.get(stepper) or self.store.past.get(stepper)) is not None:
             for id in claim.ids:
                 row = self.store.rows.get(id)
@@ -265,7 +248,6 @@ class World:
                     self.ledger.tasks[id].risked = True
 
     def _answer(self, claim: Claim, fate: Fate) -> bool:
-        """Execute and answer a claim's first request; return whether the answer comes."""
         if fate is Fate.ABORT:
             self.store.lose(claim)
             return False

@@ -24,18 +24,15 @@ class Request:
     callbacks: list[Any] = field(default_factory=list)
 
     def add_done_callback(self, callback: Any) -> None:
-        """See grpc.Future. The sender stands here until it has the answer, or is killed."""
         self.callbacks.append(callback)
         here().pause(Point.ANSWER)
 
     def result(self) -> Any:
-        """See grpc.Future."""
         if self.code is not grpc.StatusCode.OK:
             raise Refused(self.code)
         return Answer([f"message of {id}" for id in self.ids])
 
     def answer(self, code: grpc.StatusCode) -> None:
-        """Say what came of it."""
         self.code = code
         for callback in self.callbacks:
             callback(self)
@@ -43,24 +40,18 @@ class Request:
 
 @dataclass
 class Answer:
-    """A PublishResponse."""
-
     message_ids: list[str]
 
 
 class Refused(grpc.RpcError):
-    """An answer that is none."""
-
     def __init__(self, code: grpc.StatusCode) -> None:
         super().__init__(code)
         self._code = code
 
     def code(self) -> grpc.StatusCode:
-        """See grpc.Call."""
         return self._code
 
     def details(self) -> str:
-        """See grpc.Call. Longer than a row may hold."""
         return "no " * 400
 
 
@@ -72,11 +63,9 @@ class Channel:
         self.grpc_channel = self
 
     def unary_unary(self, *_arguments: Any, **_more: Any) -> "Channel":
-        """See grpc.Channel."""
         return self
 
     def future(self, request: Any, **_more: Any) -> Request:
-        """See grpc.UnaryUnaryMultiCallable."""
         ids = [message.attributes[TASK_ID_ATTRIBUTE] for message in request.messages]
         sent = Request(request.topic, ids, {message.ordering_key for message in request.messages})
         self._send(sent)

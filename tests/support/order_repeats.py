@@ -16,7 +16,6 @@ class Cause:
     forgotten: float = float("inf")
 
     def is_good_for(self, process: object, clock: float) -> bool:
-        """Tell whether a process may repeat a task for it."""
         if self.only is not None:
             return self.only is process
         return self.but is not process or clock >= self.forgotten
@@ -26,18 +25,14 @@ ANYBODY = Cause()
 
 
 class Repeats:
-    """The causes of each task that are not used up."""
-
     def __init__(self) -> None:
         self._causes: dict[str, list[Cause]] = {}
 
     def allow(self, ids: Iterable[str], cause: Cause = ANYBODY) -> None:
-        """Note a cause for each of the tasks."""
         for id in ids:
             self._causes.setdefault(id, []).append(cause)
 
     def may(self, id: str, process: object, clock: float) -> bool:
-        """Tell whether a repeat has a cause, and use that up: one that is good for the fewest first."""
         causes = self._causes.get(id, [])
         good = [each for each in causes if each.is_good_for(process, clock)]
         if good:
@@ -45,11 +40,9 @@ class Repeats:
         return bool(good)
 
     def marked(self, ids: Iterable[str]) -> None:
-        """Forget what others might have done: the tasks are marked as sent."""
         for id in ids:
             self._causes[id] = [each for each in self._causes.get(id, []) if each.but is None]
 
     def over(self, ids: Iterable[str], process: object) -> None:
-        """Forget what a process might have done that did not know that it had lost its locks."""
         for id in ids:
             self._causes[id] = [each for each in self._causes.get(id, []) if each.only is not process]

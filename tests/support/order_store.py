@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Claim:
-    """One call of `claim`, over all its runs."""
-
     ids: Sequence[str]
     process: object
     fronts_at: datetime  # the snapshot that it goes back to
@@ -34,7 +32,6 @@ class ModelStore(FakeStore):
     """A store of which every verb is a point to stand at, with row locks that may be lost."""
 
     def __init__(self, world: "World") -> None:
-        """Use few shards: the poll of the fake goes through all of them."""
         super().__init__(shards=2)
         self.world = world
         self.holders: dict[str, tuple[Stepper, Claim]] = {}
@@ -43,12 +40,10 @@ class ModelStore(FakeStore):
         self.past: dict[Stepper, Claim] = {}  # ended, and what was marked at most once goes out after it
 
     def tick(self) -> datetime:
-        """Return a commit timestamp: later than every one before it, and than every snapshot."""
         self.now += timedelta(microseconds=1)
         return self.now
 
     def poll(self, look: PollRequest) -> PollResult:
-        """See Store."""
         poll = super().poll(look)
         worker: Any = here().crew
         worker.fronts_at = None
@@ -70,7 +65,6 @@ class ModelStore(FakeStore):
             raise StoreError("no answer")
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
-        """See Store."""
         worker: Any = here().crew
         process = worker.relay
         claim = self.claims[here()] = Claim(sorted(ids), process, worker.snapshots[here()])
@@ -90,11 +84,9 @@ class ModelStore(FakeStore):
         return committed
 
     def claim_of(self, stepper: Stepper) -> Claim:
-        """Return a thread's claim, or the one that it ended."""
         return self.claims.get(stepper) or self.past[stepper]
 
     def _run(self, claim: Claim, decide: Decide) -> datetime | None:
-        """Run a transaction once; return None if it is aborted."""
         stepper = here()
         stepper.wanted = claim.ids
         if stepper.pause(Point.LOCK) is Fate.FAIL:
@@ -131,7 +123,6 @@ class ModelStore(FakeStore):
                 ledger.broken.extend(f"{id} {each}" for each in wrong)
 
     def lose(self, claim: Claim) -> None:
-        """Let a transaction lose its locks, unnoticed: another one may send its tasks, and it as well."""
         if claim.holds:
             self.world.repeats.allow(claim.ids, Cause(but=claim.process))
             self.world.repeats.allow(claim.ids, Cause(only=claim.process))
@@ -143,7 +134,6 @@ class ModelStore(FakeStore):
         self.ranges = {key: each for key, each in self.ranges.items() if each is not claim}
 
     def write(self, id: str) -> StoredTask | None:
-        """Return a row that somebody else writes: who has locked it loses it."""
         if id in self.holders:
             self.lose(self.holders[id][1])
         if id in self.rows:

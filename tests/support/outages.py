@@ -21,7 +21,6 @@ LOOK_SECONDS = 0.5
 
 
 def lasting(seconds: float, look: Callable[[], object] = lambda: None) -> None:
-    """Let an outage last, and look now and then: the one wait that is a time."""
     end = time.monotonic() + seconds
     while (now := time.monotonic()) < end:
         look()
@@ -30,59 +29,49 @@ def lasting(seconds: float, look: Callable[[], object] = lambda: None) -> None:
 
 
 def seconds_until(condition: Callable[[], Any], seconds: float, message: str) -> float:
-    """Return how long it took until `condition` held. Raises AssertionError after `seconds`."""
     begin = time.monotonic()
     eventually(condition, seconds=seconds, message=message)
     return time.monotonic() - begin
 
 
 def register_beside(database: Database, topic: str, tasks: int) -> list[str]:
-    """Register tasks in one commit while a worker holds the one transaction that the emulator runs at a time."""
     with database.batch(default_retry_delay=0.02) as batch:  # it aborts either of the two, at random
         return [outbox.register(batch, topic, b"late") for _ in range(tasks)]
 
 
 def count(database: Database, condition: str) -> int:
-    """Return how many tasks are in a state, a condition in SQL."""
     with database.snapshot() as snapshot:
         [[tasks]] = snapshot.execute_sql(f"SELECT COUNT(*) FROM AsynchronousTasks WHERE {condition}")
     return int(tasks)
 
 
 def recorded(database: Database) -> int:
-    """Return how many tasks bear anything of a failure, whether sent since or not."""
     return count(database, "Attempts > 0 OR LastError IS NOT NULL OR AvailableAt IS NOT NULL")
 
 
 def dead(database: Database) -> int:
-    """Return how many tasks are dead."""
     return count(database, "AvailableAt >= '9999-12-31T00:00:00Z'")
 
 
 def is_sent(database: Database, ids: Sequence[str]) -> bool:
-    """Tell whether one of these tasks, at least, is marked as sent."""
     quoted = ", ".join(f"'{id}'" for id in ids)
     return count(database, f"SentAt IS NOT NULL AND Id IN ({quoted})") > 0
 
 
 def log_lines(process: Process) -> list[dict[str, Any]]:
-    """Return what a worker has logged."""
     return [json.loads(line) for line in process.stderr.splitlines()]
 
 
 def told(process: Process, action: str, about: str = "") -> int:
-    """Return how many lines of an action a worker has logged that name `about`."""
     return sum(line["action"] == action and about in line["message"] for line in log_lines(process))
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU time that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def hang(request: Any, context: grpc.ServicerContext) -> Any:
-    """Answer a publish request when nobody waits for the answer any more."""
     given_up = threading.Event()
     if context.add_callback(given_up.set):
         given_up.wait()

@@ -27,7 +27,6 @@ def relay_of(
     retries: Mapping[str, float] | None = None,
     **options: Any,
 ) -> Relay:
-    """Return a relay that is alone, looks for news at each turn, and waits for all batches of a turn."""
     random = Random(1)
     defaults: dict[str, Any] = {"initial": 1, "longest": 3600, "max_attempts": 10, "dead_after": 86_400}
     return Relay(
@@ -53,7 +52,6 @@ def look(
     per_range: int = 100,
     **more: Any,
 ) -> PollRequest:
-    """Return what a poll asks for: the ready tasks of `topics`, with news where `known` topics are given."""
     return PollRequest(
         shards=tuple(shards),
         topics=frozenset(topics),

@@ -26,13 +26,11 @@ ROWS = StructType([field for field in schemas.INPUT if field.name not in ("line"
 
 
 def row(**columns: Any) -> dict[str, Any]:
-    """Return a row of `schemas.INPUT`, one that is taken but for `columns`."""
     usual = {"task_id": "one", "topic": "orders", "data": b"data"}
     return dict.fromkeys(schemas.INPUT.fieldNames()) | usual | columns
 
 
 def rows(spark: SparkSession, given: Iterable[dict[str, Any]], partitions: int = 2) -> Any:
-    """Return a DataFrame of `ROWS` from rows that name some of the columns."""
     names = ROWS.fieldNames()
     values = [tuple(each.get(name) for name in names) for each in given]
     return spark.createDataFrame(spark.sparkContext.parallelize(values, partitions), ROWS)
@@ -47,7 +45,6 @@ def registered(dataframe: Any, target: DatabaseSettings, rejects: object, **more
 
 
 def counts(done: Registered) -> tuple[int, int, int, int, int]:
-    """Return the counts in the order of their names in `Registered`."""
     return (done.read, done.registered, done.existing, done.repeated, done.rejected)
 
 
@@ -64,12 +61,10 @@ class FakeTable:
         self.before_insert: Callable[[list[str]], None] = lambda _ids: None
 
     def now(self) -> datetime:
-        """See Table: the time at which the next commit cannot be earlier."""
         self.time += timedelta(microseconds=1)
         return self.time
 
     def insert(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], tag: str) -> bool:
-        """See Table."""
         made = [dict(zip(columns, each, strict=True)) for each in rows]
         ids = [each["Id"] for each in made]
         self.calls.append(("insert", ids, tag))
@@ -84,19 +79,16 @@ class FakeTable:
         return True
 
     def of_ids(self, columns: Sequence[str], ids: Iterable[str], tag: str) -> list[list[Any]]:
-        """See Table."""
         asked = list(ids)
         self.calls.append(("look", asked, tag))
         self.before_look(asked)
         return [[self.rows[id][column] for column in columns] for id in asked if id in self.rows]
 
     def kinds(self) -> list[str]:
-        """Return what was asked, in a word each."""
         return [kind for kind, _, _ in self.calls]
 
 
 def meddle(monkeypatch: pytest.MonkeyPatch, table: Table, change: Callable[[], None]) -> None:
-    """Let another writer change the table once, when the next transaction on it has begun."""
     transact, changes = table.transact, [change]
 
     def meddled(tag: str, work: Callable[[Transaction], Any]) -> Any:
@@ -114,7 +106,6 @@ class _FailsAfterItsWrites:
     """Each Spark task writes half of its rows at least, and fails, twice; the third run of it succeeds."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """See the other base class."""
         context = TaskContext.get()
         assert context is not None
         attempt = context.attemptNumber()
@@ -139,23 +130,18 @@ class PurgeFails(Purge):
     """Of the job `archive`: each Spark task deletes half of its rows and fails, however often it is run."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """See the base class."""
         yield from super().__call__(batch.slice(0, (len(batch) + 1) // 2) for batch in batches)
         raise RuntimeError("this task fails when it has deleted half of its rows")
 
 
 @dataclasses.dataclass
 class FakeTime:
-    """A clock that only sleeping moves."""
-
     now: float = 100.0
     slept: list[float] = dataclasses.field(default_factory=list)
 
     def clock(self) -> float:
-        """Return the time in seconds."""
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Let so many seconds pass."""
         self.slept.append(seconds)
         self.now += seconds

@@ -9,7 +9,6 @@ from tests.support import spanner
 
 
 def settings(input: str, rejects: str, database: str, rate: int = 0, **others: str) -> RegisterSettings:
-    """Return what the job takes, for a database of a test."""
     return RegisterSettings(
         project=spanner.PROJECT,
         instance=spanner.INSTANCE,

@@ -31,8 +31,6 @@ KEPT_PREFIXES = ("COV_", "COVERAGE_")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finished:
-    """How a command ended."""
-
     code: int
     stdout: str
     stderr: str
@@ -40,30 +38,23 @@ class Finished:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Process:
-    """A command that runs."""
-
     child: subprocess.Popen[bytes] | fork_server.Child
     _stdout: IO[bytes]
     _stderr: IO[bytes]
 
     @property
     def pid(self) -> int:
-        """Return its process id."""
         return self.child.pid
 
     @property
     def stdout(self) -> str:
-        """Return what it has written to stdout so far."""
         return _written(self._stdout)
 
     @property
     def stderr(self) -> str:
-        """Return what it has written to stderr so far."""
         return _written(self._stderr)
 
     def wait_for_text(self, text: str, seconds: float = 30.0) -> None:
-        """Return when stdout or stderr has `text`. Raises AssertionError after `seconds`, or if it ends without."""
-
         def written() -> bool:
             return text in self.stdout or text in self.stderr
 
@@ -75,12 +66,10 @@ class Process:
         self.child.send_signal(number)
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Send a signal, and expect that it ends with 0."""
         self.stop(number)
         assert self.wait() == 0
 
     def wait(self, seconds: float = 30.0) -> int:
-        """Return its exit code, negative for a signal. Raises AssertionError after `seconds`."""
         try:
             return self.child.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -121,14 +110,12 @@ def started(
 
 
 def run(module: str, *arguments: str, environment: Mapping[str, str] | None = None, seconds: float = 30.0) -> Finished:
-    """Run `python -m module arguments` to its end. Raises AssertionError after `seconds`."""
     with started(module, *arguments, environment=environment) as process:
         code = process.wait(seconds)
         return Finished(code, process.stdout, process.stderr)
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the variables that every command gets."""
     return {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_PREFIXES)}
 
 
@@ -138,7 +125,6 @@ def _written(file: IO[bytes]) -> str:
 
 
 def children(pid: int) -> list[int]:
-    """Return the ids of the live children of a process; none where there is no /proc."""
     return [child for child, (parent, state) in _processes().items() if parent == pid and state != "Z"]
 
 

@@ -50,13 +50,11 @@ class Proxy:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cut everything."""
         self.refuse()
         self._reservation.close()
 
     @property
     def address(self) -> str:
-        """Return `127.0.0.1:PORT`, the same for the life of the proxy."""
         return f"{LOOPBACK}:{self._port}"
 
     @property
@@ -65,22 +63,18 @@ class Proxy:
         return self._accepted
 
     def forward(self) -> None:
-        """Let everything through, also what was held back."""
         self._hold()
         self._listen()
 
     def hang(self) -> None:
-        """Accept connections and hold back every byte: a partition, noticed by time limits only."""
         self._hold("request", "answer")
         self._listen()
 
     def mute(self) -> None:
-        """Let requests through and hold back answers: the server does what the client cannot know."""
         self._hold("answer")
         self._listen()
 
     def refuse(self) -> None:
-        """Refuse connections and cut those that are open: a server that is gone."""
         with self._state:
             listener, self._listener = self._listener, None
         if listener:
@@ -97,7 +91,6 @@ class Proxy:
             self._state.notify_all()
 
     def truncate(self) -> None:
-        """Cut each open connection in the middle of the next bytes that go through it."""
         with self._state:
             for link in self._links:
                 link.truncated = True
@@ -189,8 +182,6 @@ class Proxy:
 
 
 class _Link:
-    """The two sockets of one connection."""
-
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self.client = client
         self.server = server
@@ -229,28 +220,24 @@ def _close(end: socket.socket) -> None:
 
 @contextlib.contextmanager
 def silent_port() -> Iterator[str]:
-    """Reserve a port on which nothing listens, for the time of the block; yield `127.0.0.1:PORT`."""
     with _bound(0) as reservation:
         yield f"{LOOPBACK}:{reservation.getsockname()[1]}"
 
 
 @contextlib.contextmanager
 def refusing(_target: str) -> Iterator[str]:
-    """Yield a host where nothing listens."""
     with silent_port() as host:
         yield host
 
 
 @contextlib.contextmanager
 def hanging(target: str) -> Iterator[str]:
-    """Yield a host before `target` that takes connections and says nothing."""
     with Proxy(target) as proxy:
         proxy.hang()
         yield proxy.address
 
 
 def main() -> None:
-    """Delay what the arguments say, until killed."""
     with contextlib.ExitStack() as stack:
         for argument in sys.argv[1:]:
             target, _, seconds = argument.partition("=")

@@ -45,7 +45,6 @@ class Subscription:
         return messages
 
     def drain(self, quiet_seconds: float = 0.3) -> list[PubsubMessage]:
-        """Return what is left, until nothing has come for `quiet_seconds`."""
         messages: list[PubsubMessage] = []
         while True:
             try:
@@ -67,14 +66,11 @@ class Subscription:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PubSub:
-    """The admin side of one emulator."""
-
     publisher: PublisherClient
     subscriber: SubscriberClient
 
     @classmethod
     def on(cls, host: str) -> "PubSub":
-        """Return the clients of the emulator at `host`, whatever PUBSUB_EMULATOR_HOST says."""
         channel = grpc.insecure_channel(host)
         return cls(
             PublisherClient(transport=PublisherGrpcTransport(channel=channel)),
@@ -87,7 +83,6 @@ class PubSub:
         return name
 
     def new_subscription(self, topic: str, *, ordered: bool = False) -> Subscription:
-        """Subscribe to the topic of that full name; `ordered` keeps the order of each ordering key."""
         name = f"projects/{PROJECT}/subscriptions/{_random('subscription')}"
         request = {
             "name": name,
@@ -99,7 +94,6 @@ class PubSub:
         return Subscription(name, topic, self.subscriber)
 
     def publish(self, topic: str, *data: bytes) -> list[str]:
-        """Publish messages past the outbox, and return their message ids."""
         messages = [PubsubMessage(data=each) for each in data]
         return list(self.publisher.publish(topic=topic, messages=messages, timeout=CALL_SECONDS).message_ids)
 

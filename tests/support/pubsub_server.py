@@ -35,8 +35,6 @@ class PubSubServer:
         return self.get_topic(request, context)
 
     def handlers(self) -> Any:
-        """Return what the server serves."""
-
         def unary(answer: Answer, request: Any, response: Any) -> Any:
             return grpc.unary_unary_rpc_method_handler(
                 answer,
@@ -54,7 +52,6 @@ class PubSubServer:
 
 
 def accept(request: Any, _context: grpc.ServicerContext) -> Any:
-    """Answer with a message id for each message."""
     return PublishResponse.pb()(message_ids=[str(n) for n, _ in enumerate(request.messages)])
 
 
@@ -66,7 +63,6 @@ def refuse(code: grpc.StatusCode, details: str = "refused") -> Answer:
 
 
 def to_message(data: bytes, answer: Answer) -> Answer:
-    """Return an answer that other requests than those with such a message do not get."""
     return lambda request, context: (answer if any(message.data == data for message in request.messages) else accept)(
         request, context
     )
@@ -78,18 +74,15 @@ def publisher_to(address: str, *arguments: Any, **options: Any) -> PubSubPublish
 
 
 def reasons(outcomes: Mapping[str, Outcome]) -> dict[str, str]:
-    """Return why each failed that did."""
     return {id: outcome.reason for id, outcome in outcomes.items() if isinstance(outcome, Failed)}
 
 
 def sent(outcomes: Mapping[str, Outcome]) -> set[str]:
-    """Return the tasks that were sent."""
     return {id for id, outcome in outcomes.items() if isinstance(outcome, Sent)}
 
 
 @contextlib.contextmanager
 def pubsub_server() -> Iterator[PubSubServer]:
-    """Serve on a free loopback port."""
     server = PubSubServer()
     with ThreadPoolExecutor(8) as pool:
         running = grpc.server(pool, options=[("grpc.max_receive_message_length", -1)])

@@ -16,8 +16,6 @@ from tests.support.parts import relay_of
 
 
 class Bench:
-    """A relay between fakes, with a clock that moves only when a test moves it."""
-
     def __init__(self, **options: Any) -> None:
         self.store = FakeStore()
         self.publisher = FakePublisher("orders", "invoices")
@@ -26,31 +24,25 @@ class Bench:
         self.relay = self.another(**options)
 
     def another(self, **options: Any) -> Relay:
-        """Return a second worker on the same store and publisher."""
         options = {"clock": lambda: self.seconds, "batch_bytes": 10_000, **options}
         return relay_of(self.store, options.pop("publisher", self.publisher), self.counted, **options)
 
     def insert(self, *ids: str, topic: str = "orders", **columns: Any) -> None:
-        """Add tasks with a good body."""
         for id in ids:
             self.store.insert(id, topic, serialized(), **columns)
 
     def line(self, *ids: str, key: str = "k", topic: str = "orders", **columns: Any) -> None:
-        """Add tasks of an ordering key in this order, as one transaction does."""
         for sequence, id in enumerate(ids, len(self.store.rows)):
             self.insert(id, topic=topic, ordering_key=key, sequence=sequence, **columns)
 
     def published(self, *ids: str) -> list[str]:
-        """Return which of these were published, in their order."""
         return [id for id in self.publisher.ids() if id in ids]
 
     def waits(self, id: str) -> float | None:
-        """Return the seconds until a task is due, or None if it is ready."""
         at = self.store.rows[id].available_at
         return None if at is None else (at - self.store.now).total_seconds()
 
     def turns(self, most: int = 20) -> list[Turn]:
-        """Turn until one makes no progress and leaves nothing in flight."""
         done: list[Turn] = []
         end = time.monotonic() + 20
         while len(done) < most and time.monotonic() < end:
@@ -64,7 +56,6 @@ class Bench:
         pytest.fail(f"no end after {most} turns: {done}")
 
     def wait(self, seconds: float) -> None:
-        """Let time pass, here and in the database."""
         self.seconds += seconds
         self.store.now += timedelta(seconds=seconds)
 
@@ -75,7 +66,6 @@ class Bench:
             self.wait(step)
 
     def change(self, id: str, **columns: Any) -> None:
-        """Write columns of a task, as another worker or an operator does."""
         for name, value in columns.items():
             setattr(self.store.rows[id], name, value)
 
@@ -90,8 +80,6 @@ class Bench:
         self.store.before_commit = commit
 
     def abort_once(self, act: Callable[[], object]) -> None:
-        """Abort the next commit, and let `act` happen before the transaction runs again."""
-
         def abort() -> None:
             self.store.before_commit = lambda: None
             act()
@@ -100,7 +88,6 @@ class Bench:
         self.store.before_commit = abort
 
     def unsent(self) -> list[str]:
-        """Return the ids without SentAt."""
         return [row.id for row in self.store.rows.values() if row.sent_at is None]
 
     def count(self, metric: m.Metric) -> float:
@@ -108,8 +95,6 @@ class Bench:
 
 
 class SlowPublisher(FakePublisher):
-    """Some topics hang until they are released."""
-
     def __init__(self, *topics: str) -> None:
         super().__init__(*topics)
         self.hanging: set[str] = set()
@@ -124,7 +109,6 @@ class SlowPublisher(FakePublisher):
 
 
 def overtake(bench: Bench, act: Callable[[], object]) -> None:
-    """Let `act` happen between the poll and the lock."""
     claim = bench.store.claim
 
     def claim_too_late(*arguments: Any) -> None:

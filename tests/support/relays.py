@@ -26,7 +26,6 @@ UNDECODABLE = b"////"
 
 
 def register(database: Database, topic: str, count: int, data: bytes = b"x" * 300, **options: Any) -> list[str]:
-    """Register tasks in commits of 50 and return their ids."""
     ids: list[str] = []
     while len(ids) < count:
         with database.batch() as batch:
@@ -35,7 +34,6 @@ def register(database: Database, topic: str, count: int, data: bytes = b"x" * 30
 
 
 def unsent(database: Database) -> list[str]:
-    """Return the ids of tasks that are not marked."""
     with database.snapshot() as snapshot:
         return [row[0] for row in snapshot.execute_sql("SELECT Id FROM AsynchronousTasks WHERE SentAt IS NULL")]
 
@@ -58,7 +56,6 @@ EACH_ONCE = Account(frozenset(), frozenset(), 0)
 
 
 def account(registered: Sequence[str], subscription: Subscription) -> Account:
-    """Pull everything that is there and compare. Emulator and workers share a machine: what is sent is there."""
     expected = set(registered)
     received = Counter(message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in subscription.drain(0.5))
     return Account(
@@ -69,14 +66,12 @@ def account(registered: Sequence[str], subscription: Subscription) -> Account:
 
 
 def insert_undecodable(database: Database, id: str, topic: str, key: str, **columns: Any) -> None:
-    """Insert a task whose bytes are no message, as another writer may: it is dead at its first attempt."""
     row = {"Id": id, "Topic": topic, "Data": UNDECODABLE, "Priority": 50, "OrderingKey": key, **columns}
     with database.batch() as batch:
         batch.insert("AsynchronousTasks", ("CreatedAt", *row), [(COMMIT_TIMESTAMP, *row.values())])
 
 
 def execute(database: Database, statement: str) -> int:
-    """Run one DML statement as any SQL client would, and return how many rows it changed."""
     changed: int = database.run_in_transaction(
         lambda transaction: transaction.execute_update(statement), default_retry_delay=0.02
     )
@@ -84,7 +79,6 @@ def execute(database: Database, statement: str) -> int:
 
 
 def key_orders(database: Database, topic: str) -> dict[str, list[str]]:
-    """Return the ids of a topic's ordering keys, sent or not, in the order in which they are to be published."""
     statement = """
 SELECT OrderingKey, Id FROM AsynchronousTasks
 WHERE OrderingKey IS NOT NULL AND Topic = @of_topic ORDER BY CreatedAt, Sequence, Id"""
@@ -105,7 +99,6 @@ def first_deliveries(messages: Iterable[PubsubMessage]) -> dict[str, list[str]]:
 
 
 def shards_of(process: Process, count: int = 10) -> set[int]:
-    """Return what a worker says that it polls: all, until it has seen others."""
     lines = [json.loads(line) for line in process.stderr.splitlines() if '"assigned"' in line]
     if not lines:
         return set(range(count))
@@ -113,7 +106,6 @@ def shards_of(process: Process, count: int = 10) -> set[int]:
 
 
 def divided(workers: Sequence[Process], count: int = 10) -> bool:
-    """Tell whether each shard has one of these workers, and loads differ by at most one."""
     parts = [shards_of(each, count) for each in workers]
     sizes = [len(part) for part in parts]
     return set().union(*parts) == set(range(count)) and sum(sizes) == count and max(sizes) - min(sizes) <= 1

@@ -13,13 +13,11 @@ COLUMNS = ("ReplayId", "StartedAt", "FinishedAt", "Source", "Predicate", "Princi
 
 
 def replay_settings(target: DatabaseSettings, **given: str) -> ReplaySettings:
-    """Return the settings of the job, its flags as users write them."""
     flags = {"project": target.project, "instance": target.instance, "database": target.database}
     return ReplaySettings.read(flags | given, {})
 
 
 def noted(database: Database) -> list[dict[str, Any]]:
-    """Return the rows of AsynchronousTaskReplays in the order of their beginnings."""
     with database.snapshot() as snapshot:
         rows = [
             dict(zip(COLUMNS, row, strict=True)) for row in snapshot.read(schema.REPLAYS, COLUMNS, KeySet(all_=True))

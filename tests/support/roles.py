@@ -24,7 +24,6 @@ def statements() -> list[str]:
 
 
 def grants(role: str) -> Grants:
-    """Return the columns by privilege and table. Raises ValueError for a statement that is neither role nor grant."""
     found: Grants = {}
     for statement in statements():
         if re.fullmatch(r"CREATE ROLE \w+", statement):
@@ -41,7 +40,6 @@ def grants(role: str) -> Grants:
 
 
 def refused(allowed: Grants, commits: list[CommitRequest]) -> Iterator[str]:
-    """Yield what a role with these grants may not do of what was committed."""
     for request in commits:
         for mutation in request.mutations:
             [(kind, write)] = [

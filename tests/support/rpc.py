@@ -53,13 +53,11 @@ class Forwarding:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cancel what is open, and end."""
         self._server.stop(1).wait(5)  # in order, or clients log a line
         self._channel.close()
         self._pool.shutdown()
 
     def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Make the same call of the target, and answer what it answers. A unary call is a stream of one."""
         remaining = context.time_remaining()
         call: Any = self._channel.unary_stream(method, _as_it_is, _as_it_is)(
             request,
@@ -78,8 +76,6 @@ class Forwarding:
 
 
 class Fault(Enum):
-    """What becomes of a call."""
-
     #: It is not made: UNAVAILABLE.
     REFUSED = "refused"
     #: It is made, and its answer is lost: all connections are cut.
@@ -107,7 +103,6 @@ class Faulty(Forwarding):
         self._lock = Lock()
 
     def __enter__(self) -> Self:
-        """Serve, to those who come through the network."""
         super().__enter__()
         self.network.target = self.address
         self.network.on_break = self._count_unanswered
@@ -115,7 +110,6 @@ class Faulty(Forwarding):
 
     @contextlib.contextmanager
     def failing(self, fault: Callable[[str], Fault | None]) -> Iterator[None]:
-        """Let calls fail during the block."""
         self.fault = fault
         try:
             yield
@@ -123,7 +117,6 @@ class Faulty(Forwarding):
             self.fault = lambda _method: None
 
     def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Forward a call, or let it fail."""
         name = method.rpartition("/")[2]
         if name != "Publish":
             yield from self._forward(method, name, request, context)
@@ -176,8 +169,6 @@ class Faulty(Forwarding):
 
 
 class _Handler(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stubs only
-    """Serves every method there is."""
-
     def __init__(self, forward: Callable[[str, bytes, grpc.ServicerContext], Iterator[bytes]]) -> None:
         self._forward = forward
 

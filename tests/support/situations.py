@@ -33,13 +33,11 @@ class Place:
     live_workers: int = 0
 
     def topics(self, *ids: str) -> None:
-        """Have these topics in Pub/Sub."""
         for id in ids:
             with contextlib.suppress(AlreadyExists):
                 self.pubsub.publisher.create_topic(name=topic_name(id, self.project))
 
     def tasks(self, names: Sequence[str], topic: str, *, ago: timedelta = timedelta(0), **columns: Any) -> None:
-        """Insert tasks registered `ago`; `columns` are those of the table."""
         created = datetime.now(UTC) - ago if ago else COMMIT_TIMESTAMP
         rows = []
         for name in names:
@@ -68,14 +66,12 @@ def _now() -> datetime:
 
 
 def backlog_grows(place: Place) -> None:
-    """No worker lives, two topics wait."""
     place.topics("orders", "invoices")
     place.tasks(_ids("order", 120), "orders", ago=10 * MINUTES)
     place.tasks(_ids("invoice", 3), "invoices", ago=4 * MINUTES)
 
 
 def oldest_age(place: Place) -> None:
-    """A topic is paused, and an old task of low priority waits in another."""
     place.topics("orders", "reports")
     place.workers(2)
     place.tasks(_ids("order", 40), "orders", ago=2 * HOURS)
@@ -84,13 +80,11 @@ def oldest_age(place: Place) -> None:
 
 
 def topic_deleted(place: Place) -> None:
-    """The topic is not there; its tasks were probed, one of them until it was dead."""
     place.tasks(_ids("order", 9), "orders", ago=2 * DAYS, Attempts=4, AvailableAt=_now() + HOURS, LastError=NOT_FOUND)
     place.tasks(["order-10"], "orders", ago=2 * DAYS, Attempts=10, AvailableAt=NEVER, LastError=NOT_FOUND)
 
 
 def acked_by_mistake(place: Place) -> None:
-    """Tasks were sent within the last two hours, and before."""
     place.topics("orders")
     place.tasks(_ids("early", 5), "orders", ago=5 * HOURS, SentAt=_now() - 5 * HOURS)
     place.tasks(_ids("order", 30), "orders", ago=HOURS, SentAt=_now() - HOURS)
@@ -98,7 +92,6 @@ def acked_by_mistake(place: Place) -> None:
 
 
 def poison(place: Place) -> None:
-    """Two tasks are dead."""
     place.topics("orders")
     error = "invalid_argument: 400 The value for message.data is refused by the schema of the topic"
     place.tasks(["order-17"], "orders", ago=HOURS, Attempts=1, AvailableAt=NEVER, LastError=error)
@@ -106,18 +99,15 @@ def poison(place: Place) -> None:
 
 
 def pubsub_away(place: Place) -> None:
-    """Nothing listens where Pub/Sub was."""
     place.tasks(_ids("order", 25), "orders", ago=3 * MINUTES)
     place.environment["PUBSUB_EMULATOR_HOST"] = "127.0.0.1:9"
 
 
 def spanner_unavailable(place: Place) -> None:
-    """Nothing listens where Spanner was."""
     place.environment["SPANNER_EMULATOR_HOST"] = "127.0.0.1:9"
 
 
 def duplicates(place: Place) -> None:
-    """Tasks of days ago were sent again a moment ago."""
     place.topics("orders")
     place.workers(2)
     place.tasks(_ids("order", 3), "orders", ago=3 * DAYS, SentAt=_now() - MINUTES)
@@ -125,7 +115,6 @@ def duplicates(place: Place) -> None:
 
 
 def too_large(place: Place) -> None:
-    """Many sent tasks, some of them old; a dead one and a pending one that are older."""
     place.tasks(_ids("old", 300), "orders", ago=20 * DAYS, SentAt=_now() - 20 * DAYS)
     place.tasks(_ids("young", 20), "orders", ago=DAYS, SentAt=_now() - DAYS)
     place.tasks(["dead-1"], "orders", ago=40 * DAYS, AvailableAt=NEVER, Attempts=10, LastError=NOT_FOUND)
@@ -133,7 +122,6 @@ def too_large(place: Place) -> None:
 
 
 def worker_hangs(place: Place) -> None:
-    """One worker of two writes its row, the other one's heartbeat file is old."""
     place.workers(1)
     place.tasks(_ids("order", 60), "orders", ago=MINUTES)
     heartbeat = place.directory / "heartbeat"
@@ -144,31 +132,26 @@ def worker_hangs(place: Place) -> None:
 
 
 def unheard(place: Place) -> None:
-    """Two workers live, and nothing waits."""
     place.workers(2)
 
 
 def slow_stop(place: Place) -> None:
-    """All is well by now."""
     place.topics("orders")
     place.tasks(["order-1"], "orders")
 
 
 def in_doubt(place: Place) -> None:
-    """A task is marked."""
     place.topics("passwords")
     place.tasks(["otp-1"], "passwords", ago=MINUTES, SentAt=_now() - MINUTES)
 
 
 def bad_deploy(place: Place) -> None:
-    """The new worker wants an index that the database has not."""
     place.topics("orders")
     place.tasks(_ids("order", 8), "orders", ago=3 * MINUTES)
     place.database.update_ddl(["DROP INDEX AsynchronousTasksInOrder"]).result(timeout=30)
 
 
 def restored(place: Place) -> None:
-    """What had been sent after the backup is unsent again."""
     place.topics("orders", "invoices")
     # Before the time that stands in the page.
     ago = _now() - datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -187,7 +170,6 @@ def sent_and_dead(place: Place) -> None:
 
 
 def a_day(place: Place) -> None:
-    """A little of everything."""
     place.topics("orders", "invoices", "mails")
     place.workers(2)
     place.tasks(_ids("order", 30), "orders", ago=10 * MINUTES)

@@ -37,7 +37,6 @@ TABLES = ("AsynchronousTasks", "AsynchronousTaskTopics", "AsynchronousTaskWorker
 
 
 def client(host: str, project: str = PROJECT) -> spanner.Client:
-    """Return a client of the emulator at `host`, whatever SPANNER_EMULATOR_HOST says."""
     # The client reads the variable, and only while it is made.
     with mock.patch.dict(os.environ, {"SPANNER_EMULATOR_HOST": host}):
         return spanner.Client(
@@ -58,7 +57,6 @@ def instance(host: str, instance_id: str = INSTANCE, project: str = PROJECT) -> 
 
 @contextlib.contextmanager
 def fresh_database(of: Instance, statements: Sequence[str] = ()) -> Iterator[Database]:
-    """Make a database with `statements` for the time of the block; the emulator allows 100 in an instance."""
     database = of.database(f"test-{uuid.uuid4().hex[:12]}", ddl_statements=statements)
     database.create().result(timeout=ADMIN_SECONDS)
     try:
@@ -69,7 +67,6 @@ def fresh_database(of: Instance, statements: Sequence[str] = ()) -> Iterator[Dat
 
 @contextlib.contextmanager
 def outbox_database(of: Instance) -> Iterator[Database]:
-    """Make a database with the outbox's tables for the time of the block."""
     from outbox.storage import schema
 
     with fresh_database(of, schema.statements()) as database:

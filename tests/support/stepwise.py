@@ -22,8 +22,6 @@ FORGOTTEN_SECONDS = 600.0
 
 
 class Point(enum.Enum):
-    """Where a thread stands."""
-
     START = enum.auto()
     POLLED = enum.auto()  # the poll's snapshot is read
     KEY_HEADS = enum.auto()  # the snapshot of the keys is read
@@ -35,8 +33,6 @@ class Point(enum.Enum):
 
 
 class Fate(enum.Enum):
-    """How a thread goes on."""
-
     GO = enum.auto()
     ABORT = enum.auto()  # the transaction loses its locks: at LOCK another one does, at ANSWER nobody notices
     FAIL = enum.auto()  # no answer, and nothing happened
@@ -64,22 +60,17 @@ class Killed(BaseException):
 
 
 class Crew:
-    """The threads of one worker."""
-
     def __init__(self, name: str) -> None:
         self.name = name
         self.threads: list[Stepper] = []
 
     def spawn(self, run: Callable[[], Any]) -> "Stepper":
-        """Add a thread that has not started yet."""
         stepper = Stepper(self, run)
         self.threads.append(stepper)
         return stepper
 
 
 class Stepper:
-    """A thread, and what it waits for."""
-
     def __init__(self, crew: Crew, run: Callable[[], Any]) -> None:
         self.crew = crew
         self.point = Point.START
@@ -110,7 +101,6 @@ class Stepper:
         return self._fate
 
     def resume(self, fate: Fate = Fate.GO) -> None:
-        """Let it run to its next point or its end."""
         self._fate = fate
         if self._started:
             self._go.release()
@@ -121,7 +111,6 @@ class Stepper:
             raise AssertionError(f"a thread of {self.crew.name} hangs after {self.point}")
 
     def kill(self) -> None:
-        """End it where it stands."""
         self._killed = True
         if self._started and not self.ended:
             self.resume()
@@ -145,14 +134,11 @@ _here = threading.local()
 
 
 def here() -> Stepper:
-    """Return the thread that runs."""
     stepper: Stepper = _here.stepper
     return stepper
 
 
 class Mailbox:
-    """A queue of one reader."""
-
     def __init__(self) -> None:
         self._items: deque[Any] = deque()
 

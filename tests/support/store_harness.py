@@ -42,7 +42,6 @@ class FakeHarness:
         del self._fake.rows[id]
 
     def seen(self, worker: str, seconds: float) -> None:
-        """Insert a worker whose last heartbeat is that old."""
         self._fake.workers[worker] = self._fake.now - timedelta(seconds=seconds)
 
 
@@ -69,7 +68,6 @@ class SpannerHarness:
             batch.insert_or_update("AsynchronousTaskTopics", ("Topic", "Paused"), [(topic, True)])
 
     def limit(self, topic: str, limit: TopicLimit) -> None:
-        """Limit a topic that has no row yet."""
         values = {"RatePerSecond": limit.rate, "Burst": limit.burst, "MaxInFlight": limit.in_flight}
         self._insert("AsynchronousTaskTopics", Topic=topic, **values)
 
@@ -78,7 +76,6 @@ class SpannerHarness:
             batch.delete("AsynchronousTasks", KeySet(keys=[[id]]))
 
     def seen(self, worker: str, seconds: float) -> None:
-        """Insert a worker whose last heartbeat is that old."""
         seen_at = datetime.now(UTC) - timedelta(seconds=seconds)
         self._insert("AsynchronousTaskWorkers", WorkerId=worker, StartedAt=seen_at, SeenAt=seen_at)
 

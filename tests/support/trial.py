@@ -91,7 +91,6 @@ class Figures:
     recovery: float
 
     def kept(self) -> bool:
-        """Tell whether all is as promised."""
         wrong = (self.lost, self.sent_though_rolled_back, self.unexpected, self.out_of_order)
         return self.registered > 0 and wrong == (0, 0, 0, 0) and self.duplicates <= self.duplicates_allowed
 
@@ -130,7 +129,6 @@ class Trial:
 
     @contextlib.contextmanager
     def worker(self, *flags: str, module: str = "publishworker", **environment: str) -> Iterator[Process]:
-        """Run a worker; it is killed at the end of the block."""
         variables: dict[str, Any] = {
             "SPANNER_EMULATOR_HOST": self.spanner_host, "PUBSUB_EMULATOR_HOST": self.pubsub_host, **environment
         }  # fmt: skip
@@ -156,20 +154,17 @@ class Trial:
 
     @contextlib.contextmanager
     def proxy(self, service: str) -> Iterator[Proxy]:
-        """Put a proxy between "pubsub" or "spanner" and the workers that are started in the block."""
         host = f"{service}_host"
         with Proxy(getattr(self, host)) as proxy, mock.patch.object(self, host, proxy.address):
             yield proxy
 
     @contextlib.contextmanager
     def faulty(self, service: str) -> Iterator[Faulty]:
-        """The same with calls that fail, as its `fault` says, and connections, as its `network` says."""
         host = getattr(self.emulators, f"{service}_host")
         with self.proxy(service) as proxy, Faulty(host, proxy) as faulty:
             yield faulty
 
     def chance(self, share: float, fault: Fault, method: str) -> Callable[[str], Fault | None]:
-        """Return what lets a share of the calls of one method fail."""
         random = Random(self.seed + 2)
         return lambda name: fault if name == method and random.random() < share else None
 
@@ -187,7 +182,6 @@ class Trial:
             yield
 
     def transaction(self, random: Random) -> None:
-        """Register some tasks in one transaction, or roll it back."""
         keys = random.sample(KEYS, 2)
         rolls_back = random.randrange(ROLLED_BACK) == 0
         ids: list[tuple[str, str]] = []
@@ -215,7 +209,6 @@ class Trial:
                 self.ledger.orders.setdefault(key, []).append(id)
 
     def settle(self, seconds: float = SETTLE_SECONDS) -> float:
-        """Return after how many seconds everything was marked as sent. Raises AssertionError after `seconds`."""
         begin = next_look = time.monotonic()
 
         def is_settled() -> bool:  # the emulator reads the whole table for each look
@@ -230,7 +223,6 @@ class Trial:
         return self._recovery
 
     def wait_for_first_task(self) -> None:
-        """Return when a task is marked that was registered under load."""
         eventually(lambda: self.backlog() < len(self.ledger.committed), seconds=30, message="a task is sent")
 
     def wait_for_backlog(self, tasks: int, seconds: float = 30.0) -> None:
@@ -238,7 +230,6 @@ class Trial:
         eventually(lambda: self.backlog() <= tasks, seconds=seconds, message=f"at most {tasks} tasks are not marked")
 
     def backlog(self) -> int:
-        """Return how many tasks are not marked."""
         return len(unsent(self.database))
 
     def send_again(self, tasks: int) -> int:
@@ -279,7 +270,6 @@ class Trial:
 
 @contextlib.contextmanager
 def beside(work: Callable[[], object], *, every: float) -> Iterator[None]:
-    """Do some work again and again in a thread during the block, with a pause in seconds. Raises what it raises."""
     end, failures = threading.Event(), list[BaseException]()
 
     def loop() -> None:
@@ -307,13 +297,11 @@ def id_of(message: PubsubMessage) -> str:
 
 
 def rss_mb(pid: int) -> float:
-    """Return the memory of a process, in MiB."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(status["VmRSS"].split()[0]) / 1024
 
 
 def out_of_order(registered: dict[str, list[str]], received: dict[str, list[str]]) -> int:
-    """Return how many tasks came for the first time after one of their key that was registered later."""
     count = 0
     for key, ids in received.items():
         places = {id: place for place, id in enumerate(registered.get(key, []))}

@@ -18,7 +18,6 @@ def bench() -> Bench:
 
 @pytest.fixture
 def slow() -> Iterator[SlowPublisher]:
-    """A publisher for which some topics hang until the end of the test."""
     publisher = SlowPublisher("orders", "invoices")
     yield publisher
     publisher.release.set()

@@ -29,7 +29,6 @@ def due(id: str, **columns: Any) -> Candidate:
 
 
 def run(key: str, tasks: int, **columns: Any) -> Candidate:
-    """Return the tasks of an ordering key that can be sent: they are called after the key."""
     ids = tuple(f"{key}{n}" for n in range(tasks))
     head = candidate(ids[0], **columns)
     return dataclasses.replace(head, ordering_key=key, behind=ids[1:], releases=f"{key}{tasks}")
@@ -82,7 +81,6 @@ def test_everything_is_taken_when_it_fits(found: list[Candidate], random: Random
 
 
 def test_within_a_slice_the_oldest_of_a_priority_goes_first() -> None:
-    """A due task is as old as it has been due, not as its registration."""
     found = [candidate("young", age=1), candidate("old", age=9), candidate("urgent", priority=99)]
     assert ids(sample(found, Limits(3, 1000, 1), Random(1))) == ["urgent", "old", "young"]
     longer = dataclasses.replace(due("longer", age=0), available_at=NOON - timedelta(hours=1))

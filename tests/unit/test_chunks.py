@@ -15,7 +15,6 @@ GO_ON = "outbox retry --state dead --until 2026-11-21T13:00:00.000000Z --yes"
 
 
 def outcomes(*changed: int, then: Any = None) -> Iterator[Outcome]:
-    """Yield a chunk of each size; `then` is called, or raised, after the first."""
     for number, size in enumerate(changed):
         yield Outcome(tuple(f"{number}-{place}" for place in range(size)), {}, ())
         if isinstance(then, Exception):

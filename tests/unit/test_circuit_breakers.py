@@ -18,8 +18,6 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
 class Clock:
-    """A clock that moves only when a test moves it."""
-
     seconds = 0.0
 
     def __call__(self) -> float:
@@ -27,8 +25,6 @@ class Clock:
 
 
 class Watch(CircuitBreakers):
-    """CircuitBreakers with a clock that moves only when a test moves it."""
-
     def __init__(self) -> None:
         self.seconds = 1000.0
         super().__init__(Random(3), lambda: self.seconds)
@@ -92,7 +88,6 @@ def test_what_is_the_tasks_own_matter_rests_no_topic(watch: Watch) -> None:
 
 
 def test_what_was_published_ends_the_rest_and_the_next_one_begins_with_a_second(watch: Watch) -> None:
-    """Also if it was published by a batch that had been in flight."""
     watch.fail(AWAY, "a")
     watch.probe(AWAY)
     watch.probe(Sent("1"))
@@ -128,7 +123,6 @@ def test_a_circuit_is_open_until_its_probe_and_half_open_then(watch: Watch) -> N
 
 
 def test_the_circuit_that_is_due_longest_is_probed_first() -> None:
-    """Of four places, probes of outages have one."""
     breakers = CircuitBreakers(Random(3), clock := Clock(), places=4)
     for topic in ("later", "first"):
         breakers.learn(BatchResult(Batch(topic, ("a",)), tried={"a": AWAY}))

@@ -127,7 +127,6 @@ def test_the_limits_are_those_of_the_code() -> None:
 
 
 def test_every_statement_of_the_acceptance_list_has_a_line() -> None:
-    """With a test that shows it, or the reason why there is none yet."""
     rows = [cells for cells in row_cells(ROOT / "docs" / "acceptance.md") if re.fullmatch(r"[AG]\d+", cells[0])]
     assert [cells[0] for cells in rows] == STATEMENTS
     for id, _, shown in rows:

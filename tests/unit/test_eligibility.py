@@ -64,7 +64,6 @@ def test_what_a_row_says_of_itself_and_of_what_follows(word: str) -> None:
 
 
 def test_dead_tasks_are_passed_over_if_so_wished_and_others_are_not() -> None:
-    """Only from NEVER on is a task dead."""
     batch = Batch("orders", ("a", "b"), keys=("k", "k"))
     almost = NEVER - timedelta(microseconds=1)
     assert reasons(batch, row("a", available_at=NEVER), row("b"), skip_dead=True) == {"a": "not_due"}
@@ -103,14 +102,12 @@ def test_what_was_published_needs_its_mark_wherever_it_stands() -> None:
     ],
 )
 def test_what_was_published_and_is_written_since_is_left_to_the_next_poll(columns: dict[str, Any]) -> None:
-    """In doubt it is published again."""
     batch = Batch("orders", ("a", "b"), keys=("k", "k"))
     published = {"a": Version.of(row("a"))}
     assert reasons(batch, replace(row("a"), **columns), row("b"), published=published) == {"a": "sent"}
 
 
 def test_rows_are_put_in_the_order_of_the_batch() -> None:
-    """The store gives them in the order of their ids."""
     batch = Batch("orders", ("c", "a", "b"), keys=("k", "k", None))
     rows = [row("a"), row("b"), row("c")]
     assert [each.id for each in in_order(batch, rows)] == ["c", "a", "b"]
@@ -142,7 +139,6 @@ def test_nothing_is_tried_behind_a_failure_of_its_key() -> None:
 def test_the_deferred_task_that_stands_at_the_front_after_the_commit_is_woken(
     marks: dict[str, Mark], skip_dead: bool, woken_ids: list[str]
 ) -> None:
-    """And no other: by one task the poll sees the key."""
     deferred = {"available_at": LATER, "deferred": True}
     rows = [row("a"), row("b", **deferred), row("c", **deferred), row("d", ordering_key="l", **deferred)]
     batch = Batch("orders", ("a", "b"), keys=("k", "k"), releases=("c", "d"))

@@ -58,5 +58,4 @@ def test_as_many_fields_as_are_allowed_are_decoded(before: bytes, tag: bytes) ->
     ids=["ends with the row", "begins late", "never ends"],
 )
 def test_a_number_without_an_end_is_no_message(data: bytes) -> None:
-    """It is no error, and it is not read to the end of the row."""
     assert parsed(data) is None

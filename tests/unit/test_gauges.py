@@ -104,7 +104,6 @@ def test_tasks_are_told_by_topic_and_state() -> None:
 
 
 def test_what_has_been_sent_is_told_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And paused tasks do not count for the autoscaler."""
     client = Tagged()
     counts = BacklogCounts(Metrics(client), lambda: ["known"], lambda: 0.0)
     now = found(Line("orders", 50, pending=7), Line("paused", 50, paused=True, pending=5))

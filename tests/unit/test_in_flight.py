@@ -49,7 +49,6 @@ class Batches:
 
 @pytest.fixture
 def batches() -> Iterator[Batches]:
-    """Nothing stays in flight after the test."""
     made = Batches()
     yield made
     made.end(*made.ends)

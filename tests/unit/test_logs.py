@@ -28,7 +28,6 @@ def test_a_log_line_is_one_json_object_with_the_fields_that_mean_something() -> 
 
 
 def test_a_text_line_is_one_line() -> None:
-    """IDs and topics are other people's text."""
     record = logging.LogRecord("publishworker", logging.INFO, "", 0, "task %s", ("a\n12:00:00 CRITICAL \x1b[2J",), None)
     line = TextFormatter().format(record)
     assert line.endswith("task a\\n12:00:00 CRITICAL \\u001b[2J")

@@ -96,7 +96,6 @@ class OrderMachine(RuleBasedStateMachine):
 
     @rule(steps=st.lists(step, min_size=8, max_size=40))
     def advance_further(self, steps: list[tuple[int, int, int]]) -> None:
-        """The same: it is what happens most."""
         self.advance(steps)
 
     @rule(worker=st.integers(0, 2))

@@ -26,7 +26,6 @@ refuse_poison = to_message(b"poison", refuse(grpc.StatusCode.INVALID_ARGUMENT, "
 
 
 def row(id: str, data: bytes = b"data", key: str | None = None) -> LockedRow:
-    """Return a row under the lock; `broken` is no message."""
     return LockedRow(
         id, "orders", b"\xff" if data == b"broken" else serialized(data), key, datetime.now(UTC), None, None
     )
@@ -108,7 +107,6 @@ Publish = Callable[[Sequence[LockedRow]], dict[str, str]]
 
 
 def slow_publish(server: PubSubServer, *seconds: float) -> Publish:
-    """Return a `publish` to the server, which takes that long for its first requests of several messages."""
     now, left = [0.0], [*seconds]
 
     def answer(request: Any, context: grpc.ServicerContext) -> Any:

@@ -22,8 +22,6 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class Recorded(RecordingTransaction):
-    """A transaction that also keeps the keys and the options of its reads."""
-
     def __init__(self, *task_ids: str) -> None:
         super().__init__(task_ids)
         self.reads: list[Any] = []

@@ -136,7 +136,6 @@ def test_tasks_in_doubt_that_cannot_be_marked_in_time_end_the_worker(monkeypatch
 
 
 def test_a_stop_during_the_poll_takes_nothing_more(bench: Bench) -> None:
-    """What is not in flight yet stays for others."""
     bench.insert("a")
     bench.relay.turn()
     assert bench.relay.turn(lambda: True).published == 0

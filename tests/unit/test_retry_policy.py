@@ -67,7 +67,6 @@ def test_the_wait_is_the_drawn_part_of_the_full_wait_from_the_given_time() -> No
 
 
 def test_a_content_error_is_dead_at_once() -> None:
-    """No attempt will change the message."""
     for attempts, age in ((0, 0 * HOUR), (5, OLD), (500, 0 * HOUR), (0, OLD)):
         recorded = record(CONTENT, attempts, age)
         assert (recorded.available_at, recorded.dead, recorded.attempts) == (NEVER, True, attempts + 1)

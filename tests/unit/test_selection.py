@@ -66,14 +66,7 @@ def test_of_few_places_deferrals_get_one_in_a_quarter_of_the_turns() -> None:
     assert 60 <= deferred <= 140
 
 
-def test_deferrals_take_no_more_than_the_free_places() -> None:
-    bench = Bench(4)
-    bench.fly(*[Batch("invoices", ("a",))] * 3)
-    assert len([batch for batch in bench.select([], blocked=9) if batch.defers]) == 1
-
-
 def test_tasks_are_left_behind_if_a_place_or_the_poll_was_too_small() -> None:
-    """Not if they wait for the rate of their topic."""
     for count, cut_off, left in ((20, (), False), (21, (), True), (20, ("orders",), True)):
         bench = Bench(batches=2)
         bench.select(tasks(count), cut_off=frozenset(cut_off))

@@ -100,7 +100,6 @@ class Shares(DatabaseSettings):
 
 
 def test_a_percent_sign_in_a_help_text_is_one() -> None:
-    """It is argparse's own format, too."""
     parser = argparse.ArgumentParser()
     Shares.add_flags(parser)
     assert "100 % of it, or %(prog)s." in " ".join(parser.format_help().split())

@@ -46,7 +46,6 @@ def registered(message: object = b"", **options: object) -> PubsubMessage:
 
 @pytest.mark.usefixtures("current")
 def test_a_context_that_the_message_brings_along_is_kept() -> None:
-    """A forwarded message may belong to another trace."""
     brought = {"googclient_traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-00"}
     attributes = registered(attributes=brought).attributes
     assert attributes["googclient_traceparent"] == brought["googclient_traceparent"]
