@@ -79,7 +79,7 @@ def test_a_stopped_process_fails_its_probe_and_a_continued_one_does_not(
     probe = Probe(heartbeat, None if long else SHORT_AGE)
     with worker(emulators, database, OUTBOX_HEARTBEAT_FILE=str(heartbeat)) as process:
         assert probe.is_bad()  # nothing has been touched yet
-        assert "no heartbeat" in probe.said
+        assert "No heartbeat" in probe.said
         eventually(probe.is_good, seconds=30)
         with frozen(process):
             after = seconds_until(probe.is_bad, NOTICE_SECONDS, "the probe sees a stopped process")

@@ -257,7 +257,7 @@ def test_nothing_is_lost_when_executors_are_killed_beside_workers(  # noqa: PLR0
 
         eventually(all_run, seconds=60, message="all workers run")
         for each in workers:
-            each.wait_for_text("4 workers live")
+            each.wait_for_text("4 live workers")
         limit(database, topic, 150.0)
         before = len(unsent(database))
         eventually(lambda: len(unsent(database)) < before - 30, seconds=30, message="they work")

@@ -266,7 +266,7 @@ def test_what_is_wrong_is_one_sentence(spark: SparkSession, target: DatabaseSett
         ({"stat": "sent"}, SettingError, "option stat is not known"),
         ({"schema": "Id STRING, Nope STRING"}, SettingError, "column 'Nope' is not known"),
         ({"schema": "Id STRING, Priority STRING"}, SettingError, "column Priority is bigint, not string"),
-        ({"database": "not-there"}, NotReached, "not-there is not there"),
+        ({"database": "not-there"}, NotReached, "not-there not found"),
         ({"readTimestamp": "2h"}, OutboxError, "version_retention_period"),
     ]
     for more, kind, sentence in cases:
