@@ -36,7 +36,7 @@ class Delivery:
         retries: RetryPolicy,
         publish_seconds: float,
         *,
-        skip_dead: bool = False,
+        skip_dead: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Publish each batch within `publish_seconds` after its rows are locked.
