@@ -174,14 +174,14 @@ def _check_attributes(attributes: Mapping[str, str]) -> None:
             )
 
 
-def _one_ordering_key(in_message: str, beside: str) -> str:
-    if not isinstance(beside, str):
-        raise InvalidMessage(f"ordering_key is {type(beside).__name__}, it must be a str")
-    if in_message and beside and in_message != beside:
+def _one_ordering_key(in_message: str, argument: str) -> str:
+    if not isinstance(argument, str):
+        raise InvalidMessage(f"ordering_key is {type(argument).__name__}, it must be a str")
+    if in_message and argument and in_message != argument:
         raise InvalidMessage(
-            f"two ordering keys: {in_message[:100]!r} in `message`, {beside[:100]!r} as `ordering_key`"
+            f"two ordering keys: {in_message[:100]!r} in `message`, {argument[:100]!r} as `ordering_key`"
         )
-    key = beside or in_message
+    key = argument or in_message
     if (size := len(_utf8(key, "ordering_key"))) > MAX_ORDERING_KEY_BYTES:
         raise InvalidMessage(f"ordering_key has {size} bytes, {MAX_ORDERING_KEY_BYTES} are allowed")
     return key

@@ -1,4 +1,4 @@
-"""What the jobs take: these lists are what flags, environment, help and docs/reference/settings.md are made of."""
+"""The settings of the jobs. Flags, environment variables, help and docs/reference/settings.md derive from them."""
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -23,7 +23,7 @@ def _or_nothing(kind: SettingType) -> SettingType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSettings(DatabaseSettings):
-    """What every job takes; a drain has the same of RelaySettings."""
+    """Settings of every job. A drain has those of RelaySettings."""
 
     log_format: str = setting(
         "auto", one_of("auto", "json", "text"), "How to log; auto is text on a terminal, else json."
@@ -32,7 +32,7 @@ class JobSettings(DatabaseSettings):
 
     @property
     def database_settings(self) -> DatabaseSettings:
-        """Return what executors are told of them."""
+        """Return the settings that executors need."""
         return DatabaseSettings(
             project=self.project, instance=self.instance, database=self.database, database_role=self.database_role
         )
@@ -40,7 +40,7 @@ class JobSettings(DatabaseSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisterSettings(JobSettings):
-    """What `register` takes."""
+    """Settings of `register`."""
 
     input: str = setting(None, _PATH, "Files to read: a path, a folder or a glob.")
     input_format: str = setting(
@@ -60,7 +60,7 @@ class RegisterSettings(JobSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchiveSettings(JobSettings):
-    """What `archive` takes."""
+    """Settings of `archive`."""
 
     archive: str = setting(None, _FOLDER, "Folder of the archive.")
     window: float = setting(
@@ -85,7 +85,7 @@ _DURATION = SettingType(SECONDS.parse, SECONDS.allowed)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditSettings(JobSettings):
-    """What `audit` takes."""
+    """Settings of `audit`."""
 
     received: str = setting(None, _PATH, "Files of messages that subscribers received: a path, a folder or a glob.")
     received_format: str = setting(
@@ -115,7 +115,7 @@ class AuditSettings(JobSettings):
     samples: int = setting("20", whole_number(0, 1000), "Examples of each class in the report.")
 
     def __post_init__(self) -> None:
-        """Refuse settings that contradict each other. Raises SettingError."""
+        """Check settings that depend on each other. Raises SettingError."""
         if (self.tasks == "table") == bool(self.archive):
             raise SettingError(
                 f"--archive: {self.archive or 'nothing'!r} is not allowed with --tasks {self.tasks}: an archive is "
@@ -125,7 +125,7 @@ class AuditSettings(JobSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainSettings(RelaySettings):
-    """What `drain` takes: all that the relay does, and how many of it there are."""
+    """Settings of `drain`: those of the relay, and the number of workers."""
 
     workers: int = setting(
         "0",
@@ -136,7 +136,7 @@ class DrainSettings(RelaySettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings(JobSettings):
-    """What `replay` takes."""
+    """Settings of `replay`."""
 
     archive: str = setting(
         "",

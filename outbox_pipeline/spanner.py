@@ -1,9 +1,8 @@
-"""Spanner as jobs use it, on the driver, in the planner of the data source and on executors.
+"""Spanner for the jobs: on the driver, in the planner of the data source and on executors.
 
-A client crosses no process and survives no fork: what travels is the `DatabaseSettings`, and `table_of` makes one
-client in each process. All requests are of LOW priority and tagged, but for Data Boost's, which Spanner's own machines
-carry out; rows are read and written by key, never by SQL
-predicates, so that a job costs Spanner what it touches.
+A client cannot be sent to another process and does not survive a fork, so executors get the `DatabaseSettings`, and
+`table_of` opens one client in each process. All requests have LOW priority and a tag, except those of Data Boost, which
+has machines of its own. Rows are read and written by key, so that a job only costs what it touches.
 """
 
 import contextlib
@@ -164,7 +163,7 @@ class Table(TaskTable):
 
     @property
     def _principal(self) -> str | None:
-        """Return whose credentials are used, as far as these say it; those of an emulator are nobody's."""
+        """Return the account of the credentials, if they contain it; None on the emulator."""
         credentials = self._database._instance._client.credentials  # noqa: SLF001 - the client of a database
         names = (getattr(credentials, name, None) for name in ("service_account_email", "signer_email", "account"))
         # A machine's account is called `default` until its first token is there.
@@ -188,7 +187,7 @@ def table_of(settings: DatabaseSettings) -> Table:
 
 @contextlib.contextmanager
 def _too_old_errors(at: datetime) -> Iterator[None]:
-    """Turn Spanner's refusal of a time of which it keeps no versions into a sentence."""
+    """Turn Spanner's error for a timestamp that is too old into a sentence."""
     try:
         yield
     except FailedPrecondition as error:

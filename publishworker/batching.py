@@ -40,7 +40,7 @@ def sample(
     in_flight: Mapping[str, int] | None = None,
     allowed: Mapping[str, int] | None = None,
 ) -> list[Batch]:
-    """Return the batches to start beside those in flight (`in_flight`: how many of each topic), the most urgent first.
+    """Return the batches to start next to those in flight (their number by topic), the most urgent first.
 
     One topic gets at most half of the places (rounded up) while another topic waits. Ready and due tasks get half of
     the places each while both wait. A topic in `allowed` gets at most that many tasks.

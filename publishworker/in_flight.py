@@ -1,4 +1,4 @@
-"""Batches in flight: each on a thread of its own, so that a slow one holds back no other."""
+"""In-flight batches: each on a thread of its own, so that a slow one delays no other."""
 
 import queue
 import threading
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from publishworker.batching import Limits
 from publishworker.types import Batch, BatchResult, Key
 
-#: Seconds after which a batch in flight is stuck: all that it does has time limits, which end well before.
+#: Seconds after which a batch counts as stuck. The time limits of all its steps add up to less.
 STUCK_SECONDS = 120.0
-#: Seconds between two looks that count at most: no step of the loop lasts longer, but for one that the process slept
-#: through, and then the batches have slept as well.
+#: Max seconds between two checks that count. No step of the worker takes longer unless the process was suspended, and
+#: then the batches were suspended too.
 MAX_STEP_SECONDS = 45.0
-#: Seconds in which the other batches may end when one has met a defect: the process ends anyway.
+#: Seconds for the other batches to end after one has raised an unexpected error, which ends the process.
 JOIN_SECONDS = 30.0
-#: Seconds between two signs of life where all batches are waited for; None: none.
+#: Seconds between two calls of `beat` while waiting for all batches; None: no calls.
 WATCH_SECONDS: float | None = 1.0
 
 
 class StuckBatch(Exception):
-    """Batches that do not end. Their threads cannot be stopped, only their process can."""
+    """Some batches do not end. Their threads cannot be stopped, but their process can."""
 
     def __init__(self, batches: Sequence[Batch], seconds: float) -> None:
-        """Name the batches; the first has been in flight for so long."""
+        """Name the batches; the first has been in flight for `seconds`."""
         batch = batches[0]
         some = ", ".join(batch.ids[:5]) + (", ..." if len(batch.ids) > 5 else "")
         others = f", and {len(batches) - 1} more" if len(batches) > 1 else ""
@@ -39,10 +39,10 @@ class StuckBatch(Exception):
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """One batch on its way. Two may be of equal batches."""
+    """One in-flight batch. Two entries may have equal batches."""
 
     batch: Batch
-    seconds: float = 0.0  # as of the last look
+    seconds: float = 0.0  # as of the last check
 
 
 class InFlight:
@@ -74,15 +74,15 @@ class InFlight:
         return [entry.batch for entry in self._threads]
 
     def ids(self) -> frozenset[str]:
-        """Return the ids of their tasks."""
+        """Return the IDs of the tasks in flight."""
         return frozenset(id for batch in self._batches() for id in batch.ids)
 
     def by_topic(self) -> Counter[str]:
-        """Return how many batches each topic has in flight."""
+        """Return the number of in-flight batches by topic."""
         return Counter(batch.topic for batch in self._batches())
 
     def tasks_by_topic(self) -> Counter[str]:
-        """Return how many tasks each topic has in flight, but for those that are only deferred."""
+        """Return the number of tasks in flight by topic, without those that are only deferred."""
         tasks: Counter[str] = Counter()
         for batch in self._batches():
             tasks[batch.topic] += 0 if batch.defers else len(batch.ids)
@@ -97,15 +97,15 @@ class InFlight:
         return max(0, len(self) - 1)
 
     def bytes(self) -> int:
-        """Return how many bytes of messages they have."""
+        """Return the bytes of all messages in flight."""
         return sum(batch.bytes for batch in self._batches())
 
     def deferring(self) -> int:
-        """Return how many batches only defer tasks."""
+        """Return the number of batches that only defer tasks."""
         return sum(batch.defers for batch in self._batches())
 
     def keys(self) -> frozenset[Key]:
-        """Return the ordering keys of their tasks: one request of a key at a time."""
+        """Return the ordering keys in flight. The next request of a key waits for the answer to the last."""
         return frozenset(Key(batch.topic, key) for batch in self._batches() for key in batch.keys if key is not None)
 
     def start(self, batch: Batch) -> None:
@@ -115,11 +115,11 @@ class InFlight:
         self._threads[entry].start()
 
     def check(self) -> None:
-        """Raise StuckBatch if batches do not end; they are given up then."""
+        """Raise StuckBatch if batches do not end, and forget these."""
         step, self._looked_at = min(self._clock() - self._looked_at, MAX_STEP_SECONDS), self._clock()
         for entry in self._threads:
             entry.seconds += step
-        # One whose thread has ended waits to be collected, as long as it may be.
+        # A batch whose thread has ended only waits to be collected.
         stuck = [each for each, thread in self._threads.items() if each.seconds > STUCK_SECONDS and thread.is_alive()]
         if stuck:
             for entry in stuck:

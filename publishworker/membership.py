@@ -78,7 +78,7 @@ class Membership:
         Returns whether this worker's shards have changed.
         """
         if self._failure is not None:  # logged here, because the store answers polls; otherwise the outage is logged
-            self._throttled_log.say(
+            self._throttled_log.log(
                 "fleet", "", f"Heartbeat failed; other workers take over the shards: {self._failure}"
             )
         before = self.shards
@@ -103,7 +103,7 @@ class Membership:
         try:
             self._store.leave(self._worker)
         except StoreError as error:
-            self._throttled_log.say(
+            self._throttled_log.log(
                 "fleet",
                 "",
                 f"The heartbeat row was not deleted; other workers take over after the liveness timeout: {error}",

@@ -98,7 +98,7 @@ class Ordering:
             f"An ordering key of topic {topic} is blocked by at least {len(ids)} expired tasks, beginning with "
             f"{ids[0]}. Delete them with `outbox discard`."
         )
-        self._throttled_log.say("crowded_key", topic, sentence)
+        self._throttled_log.log("crowded_key", topic, sentence)
 
 
 def cut(tasks: Sequence[_T], limits: Limits) -> Iterator[list[_T]]:

@@ -32,7 +32,7 @@ class Selector:
         return self._fair_share.below
 
     def select(self, ready: ResolvedKeys, in_flight: InFlight, cut_off: Collection[str]) -> list[Batch]:
-        """Return the batches to start beside those in flight.
+        """Return the batches to start next to those in flight.
 
         `cut_off` are the topics of which the poll left tasks in the table. Deferrals get a quarter of the places,
         because a blocked task hides others from the poll, or half of them if there is nothing to send.
@@ -77,7 +77,7 @@ class Selector:
         return max(0, min(free, places - in_flight.deferring()))
 
     def _batches(
-        self, candidates: Sequence[Candidate], in_flight: InFlight, beside: Sequence[Batch], allowed: Mapping[str, int]
+        self, candidates: Sequence[Candidate], in_flight: InFlight, chosen: Sequence[Batch], allowed: Mapping[str, int]
     ) -> list[Batch]:
-        places = in_flight.by_topic() + Counter(batch.topic for batch in beside)
+        places = in_flight.by_topic() + Counter(batch.topic for batch in chosen)
         return sample(candidates, self._limits, self._random, places, allowed)

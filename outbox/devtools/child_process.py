@@ -26,7 +26,7 @@ TAIL_LINES = 12
 
 
 class _PortTaken(NotReached):
-    """Somebody else listens on the port."""
+    """Another process listens on the port."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

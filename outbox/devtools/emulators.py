@@ -100,7 +100,7 @@ def running(spanner_port: int = 0, pubsub_port: int = 0, spanner_flags: Sequence
     # A port or flags that are asked for win over the variable, as a flag does everywhere.
     own_spanner = bool(spanner_port or spanner_flags) or not os.environ.get(SPANNER.variable)
     own_pubsub = bool(pubsub_port) or not os.environ.get(PUBSUB.variable)
-    # Both are looked for before either is started, so that one error names all that is missing.
+    # Check for both before starting either, so that one error names everything that is missing.
     check_installed(*[program for program, own in ((SPANNER, own_spanner), (PUBSUB, own_pubsub)) if own])
     with contextlib.ExitStack() as stack:
         spanner = stack.enter_context(_started(SPANNER, spanner_port, spanner_flags)) if own_spanner else None

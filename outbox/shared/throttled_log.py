@@ -17,41 +17,41 @@ class ThrottledLog:
         """Measure by `clock`, in seconds."""
         self._clock = clock
         # By problem: when its interval began, how often it has occurred, and how often it may be logged.
-        self._said: dict[tuple[str, str], tuple[float, int, int]] = {}
+        self._seen: dict[tuple[str, str], tuple[float, int, int]] = {}
 
-    def say(
+    def log(
         self,
         action: str,
         about: str,
         sentence: str,
         *,
-        most: int = 1,
+        max_lines: int = 1,
         level: int = logging.WARNING,
         fields: Mapping[str, object] | None = None,
     ) -> bool:
-        """Log `sentence`, unless this `action` was logged `most` times `about` this subject within the interval.
+        """Log `sentence`, unless this `action` was logged `max_lines` times `about` this subject within the interval.
 
         Returns whether it was logged. `fields` are members of the JSON line.
         """
         now = self._clock()
-        since, said, _ = self._said.pop((action, about), (float("-inf"), 0, 0))
+        since, times, _ = self._seen.pop((action, about), (float("-inf"), 0, 0))
         self._forget(now)
         if now - since < INTERVAL:
-            self._said[action, about] = (since, said + 1, most)
-            if said >= most:
+            self._seen[action, about] = (since, times + 1, max_lines)
+            if times >= max_lines:
                 return False
         else:
-            self._said[action, about] = (now, 1, most)
-            if said > most:
-                sentence += f" [and {said - most} more times since the last such line]"
+            self._seen[action, about] = (now, 1, max_lines)
+            if times > max_lines:
+                sentence += f" [and {times - max_lines} more times since the last such line]"
         _log.log(level, "%s", sentence, extra={"action": action, "fields": fields or {}})
         return True
 
     def _forget(self, now: float) -> None:
         """Forget problems that did not occur for an interval, and log how often they were not logged."""
-        for (action, about), (since, said, most) in list(self._said.items()):
+        for (action, about), (since, times, max_lines) in list(self._seen.items()):
             if now - since >= INTERVAL:
-                del self._said[action, about]
-                if said > most:
-                    times = f"occurred {said - most} more times than it was logged"
-                    _log.warning("%s: %s, %s", action, about, times, extra={"action": action})
+                del self._seen[action, about]
+                if times > max_lines:
+                    more = f"occurred {times - max_lines} more times than it was logged"
+                    _log.warning("%s: %s, %s", action, about, more, extra={"action": action})

@@ -11,16 +11,16 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-#: Tasks a second, one in thirty years: less in RatePerSecond is a mistake, and no number that a fleet can divide.
+#: Min tasks a second, one in thirty years. A smaller RatePerSecond is a mistake, and cannot be divided by workers.
 MIN_RATE = 1e-9
 MAX_SHARDS = 1000
 #: Ten years; a policy counts in days.
 MAX_RETENTION_DAYS = 3650
-#: Two parts that are the choice of whoever made the table.
+#: Two parts that each database chooses for itself.
 SHARD_COUNT, RETENTION = "shard count", "retention of sent tasks"
 OWN_CHOICES = (SHARD_COUNT, RETENTION)
 
-#: What the replays of the pipeline note, and nobody else reads.
+#: The table in which the pipeline records its replays. Workers do not read it.
 REPLAYS = "AsynchronousTaskReplays"
 
 #: For a release-up, or a copy elsewhere: one record for each registered task, none for marks, purges and retention.

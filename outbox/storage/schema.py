@@ -44,7 +44,7 @@ __all__ = [
     "statements",
 ]
 
-#: Seconds for the first call, and for each query after it: an unreachable Spanner is told within 15 s.
+#: Seconds for the first call, and for each query after it. An unreachable Spanner is reported within 15 s.
 REACH_SECONDS, QUERY_SECONDS = 5.0, 5.0
 
 

@@ -55,7 +55,7 @@ def times(texts: pa.Array) -> pa.Array:
 
 
 def states(columns: Mapping[str, pa.Array], at: datetime) -> pa.Array:
-    """Return the state of each task `at` that time: docs/guide/schema.md says how each looks."""
+    """Return the state of each task `at` that time. docs/guide/schema.md describes the states."""
     available = columns["AvailableAt"]
     deferred = pc.and_(
         pc.is_valid(columns["OrderingKey"]), pc.fill_null(pc.starts_with(columns["LastError"], DEFERRED), False)

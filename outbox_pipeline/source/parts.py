@@ -1,6 +1,6 @@
-"""How a reading is divided among tasks of Spark, and what one of them reads. All parts read at one time.
+"""How a read is divided into parts, one for each Spark task. All parts read at the same timestamp.
 
-A part is plain data: it travels to executors, and may be read again.
+A part is plain data: it is sent to an executor, and may be read again.
 """
 
 import itertools
@@ -17,9 +17,9 @@ from outbox_pipeline.source import columns as arrow
 from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import TO_SEND, Table
 
-#: Most tasks and bytes of messages in a batch, which is all that a part ever holds. A single task may be 10 MB.
+#: Max tasks and bytes of messages in a batch, and so in the memory of a part. A single task may have 10 MB.
 BATCH_ROWS, BATCH_BYTES = 2_000, 8_000_000
-#: What the index holds of a task: nothing else must be looked up in the table.
+#: The columns in the index. Only the others must be read from the table.
 INDEXED = (
     "Id", "Shard", "SentAt", "Topic", "AvailableAt", "Priority", "CreatedAt", "OrderingKey", "Bytes", "Attempts",
 )  # fmt: skip
@@ -118,7 +118,7 @@ def of_sent(
 
 
 def share_of_sent(table: Table, since: datetime, until: datetime, at: datetime) -> float:
-    """Return the share of all tasks that were sent from `since` to `until`, by a look at some of them.
+    """Return the share of all tasks that were sent from `since` to `until`, estimated from a sample.
 
     They are those behind a random UUID, or the first ones where ids are of another kind.
     """

@@ -1,4 +1,4 @@
-"""The one place that makes a Spark session, and that looks whether Spark can run here at all."""
+"""Creates the Spark session, after checking that Spark can run here."""
 
 import os
 import re
@@ -27,18 +27,18 @@ PACKAGES = (
 )
 HOW_TO_GET_THEM = "pip install 'spanner-outbox[spark]'"
 
-#: What the jobs rely on, wherever they run. Two copies of a task would do everything twice; times are in UTC.
+#: What the jobs rely on everywhere. Speculation would run a task's writes twice. Times are in UTC.
 _ALWAYS = {
     "spark.speculation": "false",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.sources.partitionOverwriteMode": "static",
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",  # the default is a type that other readers drop
     "spark.sql.ansi.enabled": "true",
-    # What a job keeps it reads a few times: to pack it takes longer.
+    # A job reads its cached rows only a few times, so compressing them takes longer than it saves.
     "spark.sql.inMemoryColumnarStorage.compressed": "false",
-    # What lies side by side is grouped as it comes.
+    # Sorted rows are grouped without a hash table.
     "spark.sql.execution.replaceHashWithSortAgg": "true",
-    # What a task of Spark holds of rows; 4.0 knows no bytes here.
+    # Max rows and bytes in the memory of a Spark task. Spark 4.0 ignores the bytes.
     "spark.sql.execution.arrow.maxRecordsPerBatch": "2000",
     "spark.sql.execution.arrow.maxBytesPerBatch": "16777216",
 }
@@ -53,9 +53,9 @@ _EMBEDDED = {
 
 
 def session(name: str, master: str = EMBEDDED) -> "SparkSession":
-    """Return the Spark session of a job: that of `spark-submit`, or one of `master`, by default inside this process.
+    """Return the Spark session of a job: that of `spark-submit`, or one with `master`, by default in this process.
 
-    Raises NotReached: Java, or a package of the extra, is missing or of another version; or Java does not start.
+    Raises NotReached if Java or a package of the extra is missing or has the wrong version, or if Java does not start.
     """
     check_packages()
     # spark-submit has chosen a master, and started the JVM already.
@@ -96,7 +96,7 @@ def session(name: str, master: str = EMBEDDED) -> "SparkSession":
 
 
 def check_packages() -> None:
-    """Return if the extra is installed, in versions that work together. Raises NotReached."""
+    """Check that the packages of the extra have supported versions. Raises NotReached."""
     for name, least, end in PACKAGES:
         found = _version(name)
         if found is None:
@@ -121,7 +121,7 @@ def _version(name: str) -> str | None:
 
 
 def check_java() -> None:
-    """Return if there is a Java that Spark takes. Raises NotReached: what is missing, how to get it."""
+    """Check that there is a Java that Spark supports. Raises NotReached."""
     home = os.environ.get("JAVA_HOME")
     java = shutil.which("java", path=str(Path(home, "bin"))) if home else shutil.which("java")
     where = f"below JAVA_HOME, {home}" if home else "in PATH, and JAVA_HOME is not set"

@@ -147,7 +147,7 @@ class BacklogSampler:
         membership: Membership,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Call `look` while the `fleet` has given shard 0 to this worker."""
+        """Call `sample` while shard 0 is assigned to this worker."""
         self._sample = sample
         self._open_table = open_table
         self._table: TaskTable | None = None
@@ -174,7 +174,7 @@ class BacklogSampler:
             self._sample(self._table)
         except OutboxError as error:  # a missing metric does not stop the relay
             self._table = None  # a session was lost, so the store may have replaced the database
-            self._throttled_log.say("backlog", "", f"The backlog could not be counted: {error}")
+            self._throttled_log.log("backlog", "", f"The backlog could not be counted: {error}")
             return INTERVAL
         return max(INTERVAL, min(MAX_PAUSE_SECONDS, PAUSE_FACTOR * (self._clock() - began)))
 

@@ -55,7 +55,7 @@ class Reporter:
             self._metrics.count(m.DEFERRED, len(result.deferred), topic=topic)
         else:
             self._metrics.count(m.UNCOMMITTED, len(published), topic=topic)
-            self._throttled_log.say(
+            self._throttled_log.log(
                 "commit_failed",
                 topic,
                 f"Commit failed for {_tasks(result.batch.ids)} of topic {topic}; {len(published)} published tasks are "
@@ -63,7 +63,7 @@ class Reporter:
             )
         if result.unconfirmed:
             self._metrics.count(m.UNCONFIRMED, len(result.unconfirmed), topic=topic)
-            self._throttled_log.say(
+            self._throttled_log.log(
                 "unconfirmed",
                 topic,
                 f"Unconfirmed: {_tasks(result.unconfirmed)} of topic {topic} with at_most_once may be marked as sent "
@@ -86,7 +86,7 @@ class Reporter:
         if not change.seconds:
             self._open.pop(topic, None)
         tasks = "up to 10 tasks" if kind_of(failure.reason) is FailureKind.TARGET else "one task"
-        if topic in self._open or self._throttled_log.say(
+        if topic in self._open or self._throttled_log.log(
             "circuit_open",
             topic,
             f"Circuit open for topic {topic}: probing with {tasks}, holding the rest. "
@@ -139,11 +139,11 @@ class Reporter:
                 action, what = "publish_failed", f"Task {id} of topic {topic} failed in {attempt} and will be retried"
                 if recorded.available_at is not None:
                     what += f" after {recorded.available_at:%Y-%m-%dT%H:%M:%SZ}"
-            self._throttled_log.say(
+            self._throttled_log.log(
                 action,
                 f"{topic} {failure.reason}",
                 f"{what}: {recorded.error}",
-                most=FAILURE_LINES,
+                max_lines=FAILURE_LINES,
                 fields={**fields, "attempt": recorded.attempts},
             )
         for reason, count in dead.items():

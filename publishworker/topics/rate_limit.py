@@ -48,7 +48,7 @@ class RateLimits:
         self._throttled_log = ThrottledLog(clock)
         self._buckets: dict[str, _Bucket] = {}
         self._in_flight: dict[str, int] = {}
-        self._told: Mapping[str, str] = {}
+        self._logged: Mapping[str, str] = {}
 
     def learn(self, limits: Mapping[str, TopicLimit], workers: int) -> None:
         """Take in the limits, of which this worker gets one part in `workers`.
@@ -57,7 +57,8 @@ class RateLimits:
         """
         now = self._clock()
         good = {topic: limit for topic, limit in limits.items() if self._makes_sense(topic, limit)}
-        self._tell({topic: f"{_written(limit)}, of which this worker has 1/{workers}" for topic, limit in good.items()})
+        part = f"of which this worker has 1/{workers}"
+        self._log_changes({topic: f"{_written(limit)}, {part}" for topic, limit in good.items()})
         buckets: dict[str, _Bucket] = {}
         for topic, limit in good.items():
             if limit.rate is not None and limit.burst is not None:
@@ -73,7 +74,7 @@ class RateLimits:
         }
 
     def allowances(self, in_flight: Mapping[str, int]) -> dict[str, int]:
-        """Return how many tasks of each limited topic may start now, beside those `in_flight`."""
+        """Return how many tasks of each limited topic may start now, in addition to those `in_flight`."""
         now = self._clock()
         allowed: dict[str, int] = {}
         for topic, bucket in self._buckets.items():
@@ -99,18 +100,18 @@ class RateLimits:
                 waits.append(bucket.missing / bucket.rate)
         return min(waits, default=None)
 
-    def _tell(self, limits: Mapping[str, str]) -> None:
+    def _log_changes(self, limits: Mapping[str, str]) -> None:
         """Log what has changed."""
-        for topic in sorted(self._told.keys() | limits.keys()):
-            if (limit := limits.get(topic)) != self._told.get(topic):
+        for topic in sorted(self._logged.keys() | limits.keys()):
+            if (limit := limits.get(topic)) != self._logged.get(topic):
                 what = f"limited to {limit}" if limit else "limits removed"
                 _log.info("Topic %s: %s", topic, what, extra={"action": "limited"})
-        self._told = limits
+        self._logged = limits
 
     def _makes_sense(self, topic: str, limit: TopicLimit) -> bool:
         wrong = problem(limit)
         if wrong:
-            self._throttled_log.say(
+            self._throttled_log.log(
                 "limits", topic, f"Invalid limits of topic {topic} in AsynchronousTaskTopics are ignored: {wrong}"
             )
         return not wrong

@@ -39,14 +39,14 @@ def test_the_same_complaint_is_logged_once_a_minute_with_the_count(caplog: pytes
     seconds = [0.0]
     complaints = ThrottledLog(lambda: seconds[0])
     for _ in range(5):
-        complaints.say("publish_failed", "orders", "orders fail")
-    complaints.say("publish_failed", "invoices", "invoices fail")
+        complaints.log("publish_failed", "orders", "orders fail")
+    complaints.log("publish_failed", "invoices", "invoices fail")
     seconds[0] = 61
-    complaints.say("publish_failed", "orders", "orders fail")
+    complaints.log("publish_failed", "orders", "orders fail")
     for _ in range(5000):
-        complaints.say("dead", "orders", "a task is dead", most=100)
+        complaints.log("dead", "orders", "a task is dead", max_lines=100)
     seconds[0] = 122
-    complaints.say("dead", "invoices", "another one")
+    complaints.log("dead", "invoices", "another one")
     lines = [record.getMessage() for record in caplog.records]
     assert [line for line in lines if line != "a task is dead"] == [
         "orders fail",

@@ -1,4 +1,4 @@
-"""`archive`: what was sent goes to Parquet, window by window; `--purge` then deletes it from the table."""
+"""`archive`: writes sent tasks to Parquet, window by window. `--purge` then deletes them from the table."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from outbox_pipeline.spark.counts import totals
 
 @dataclass(slots=True)
 class Archived:
-    """What was done: windows finished, tasks written, and of a purge what became of the tasks."""
+    """The result: finished windows, written tasks and, for a purge, the outcomes of the tasks."""
 
     windows: int = 0
     written: int = 0
@@ -44,11 +44,11 @@ def run(
     late: bool = False,
     note: Callable[[str], None] = lambda _text: None,
 ) -> Archived:
-    """Archive all windows that have ended, from where the last run stopped; `note` is told of each.
+    """Archive all windows that have ended since the last run. `note` gets a sentence about each.
 
     Raises:
         SettingError: `until` is less than a minute ago.
-        NotReached: Spanner, the database, the table or a permission.
+        NotReached: Spanner, the database, the table or a permission is missing.
         OutboxError: the archive is of another database, or a window is too old to be read as of its end.
     """
     begin = time.monotonic()
@@ -71,7 +71,7 @@ def run(
 
 @dataclass(frozen=True)
 class _Job:
-    """What all steps need."""
+    """What all steps share."""
 
     spark: SparkSession
     to: Archive
@@ -80,7 +80,7 @@ class _Job:
     note: Callable[[str], None]
 
     def due(self, settings: ArchiveSettings, windows: list[ArchiveWindow]) -> list[tuple[datetime, datetime]]:
-        """Return the bounds of the windows to be archived now."""
+        """Return the bounds of the windows to archive now."""
         now = self.table.now()
         end = resolved(settings.until, now)
         if end > now - MIN_AGE:
@@ -106,7 +106,7 @@ class _Job:
             "partitions": str(max(8, 4 * self.spark.sparkContext.defaultParallelism)),
         }  # fmt: skip
         tasks = archivable(self.spark.read.format("outbox").options(**options).load())
-        # Behind the shuffle: what is before it may be calculated, and counted, more than once.
+        # Observe after the shuffle, because Spark may compute, and count, the rows before it more than once.
         together(tasks).observe(observed, *proof()).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(
             str(folder / data)
         )
@@ -127,7 +127,7 @@ class _Job:
         return ArchiveWindow(folder, manifest)
 
     def purge_all(self, windows: list[ArchiveWindow], done: Archived) -> None:
-        """Delete the tasks of finished windows from the table; a window that is damaged keeps no other from it."""
+        """Delete the tasks of finished windows from the table. A damaged window does not stop the others."""
         damaged = []
         for window in windows:
             try:
@@ -143,7 +143,7 @@ class _Job:
             )
 
     def _prove(self, window: ArchiveWindow) -> None:
-        """Return if the files of a window hold what its manifest says. Raises OutboxError."""
+        """Check that the files of a window match its manifest. Raises OutboxError."""
         manifest = window.manifest
         [(rows, checksum)] = self.to.read([window]).select(*proof()).collect()
         if (rows, checksum) != (manifest.rows, manifest.checksum):
@@ -167,7 +167,7 @@ class _Job:
         self.note(f"purged {row.deleted:,} tasks sent from {shown(manifest.since)} to {shown(manifest.until)}")
 
     def _read_timestamp(self, since: datetime, until: datetime, *, late: bool) -> datetime:
-        """Return the time as of which a window is read: after its end, when no task of it can be taken back."""
+        """Return the timestamp for reading a window: after its end, when no mark in it can be taken back any more."""
         now = self.table.now()
         retention = self.table.retention()
         at = until + MIN_AGE

@@ -23,7 +23,7 @@ from outbox_pipeline.spark.pacing import Pace
 
 #: Tasks, and bytes of messages, in one commit: small ones share with others, and few are tried again if one is there.
 CHUNK_ROWS, CHUNK_BYTES = 100, 4_000_000
-#: How often a chunk is tried whose ids come and go between a look and the insert.
+#: Max attempts for a chunk whose IDs appear and disappear between the read and the insert.
 TRIES = 10
 _TAG = "outbox-pipeline-register"
 
@@ -32,7 +32,7 @@ COUNTS = ("registered", "existing", "repeated")
 ANSWER = StructType([*(StructField(name, LongType(), nullable=False) for name in COUNTS), *schemas.INPUT.fields])
 
 _ID, _TOPIC, _DATA, _KEY = 0, 1, 2, 4
-#: What is read of a task that is there: the same as of one to be inserted, as far as nobody changes it.
+#: The columns of an existing task that are compared with those to be inserted. Nothing changes them later.
 _SAME = ("Id", "Topic", "Data", "OrderingKey", "CreatedAt")
 _Row = tuple[Any, ...]
 
@@ -70,7 +70,7 @@ class Writer:
     _bytes: int = 0
     _counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     _rejects: list[dict[str, Any]] = field(default_factory=list)
-    #: Whether to look first: at the beginning, and as long as tasks are found.
+    #: Whether to read before inserting: at the beginning, and while existing tasks are found.
     _look: bool = True
     _last: _Row | None = None
 

@@ -1,4 +1,4 @@
-"""Ids of tasks that follow from what is registered: whoever registers the same again, registers nothing.
+"""Task IDs that derive from the registered values, so that registering the same values again adds no task.
 
 An id is the uuid5 of a name, which is put together from texts as netstrings (`5:order`), so that no two lists of texts
 have the same name. Applications have it as `task_id`, DataFrames as `uuid5` of `named`.

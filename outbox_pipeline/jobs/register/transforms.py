@@ -28,15 +28,15 @@ COLUMNS = (
     "task_id", "topic", "data", "data_base64", "attributes", "priority", "ordering_key", "available_at", "expires_at",
     "at_most_once", "sequence",
 )  # fmt: skip
-#: What the rejects have beside these, so that they can be mended and registered.
+#: Further columns of the rejects, so that they can be corrected and registered.
 OF_REJECTS = ("reason", "line")
 #: What a reader makes of a line that it cannot read: the line, and why.
 UNREAD, WHY = "_line", "_why"
-#: How our own columns begin, beside those of the key, which are called as users like.
+#: The prefix of our own columns. Users choose the names of key columns.
 _OURS = "_outbox_"
 
 _WHOLE = (ByteType, ShortType, IntegerType, LongType)
-#: Types of which the text is the same in every session.
+#: Types with the same text in every session.
 _NAMES = (StringType, *_WHOLE, BooleanType, DateType)
 #: A day, without which Spark would take today, a time, and an offset, without which it would take the session's zone.
 _MOMENT = r"^\d{4}-\d\d-\d\d[T ]\d\d:\d\d.*(?:Z|[+-]\d\d:?\d\d)$"
@@ -108,8 +108,8 @@ def of_json_lines(lines: DataFrame, key: Sequence[str] = ()) -> DataFrame:
 def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> DataFrame:
     """Return `rows` with the columns of `schemas.INPUT`, each with its id.
 
-    A row that cannot be read has a reason, and `line` is what it was, as JSON; its columns are NULL, so that nobody
-    registers half of it by giving it again.
+    A row that cannot be read has a reason, and `line` is the original row as JSON. Its columns are NULL, so that a
+    second run cannot register half of it.
 
     Raises SettingError: a column is unknown, missing or of a type that cannot be taken.
     """
@@ -173,7 +173,7 @@ def _value(name: str, type_: DataType) -> tuple[Column, list[Column]]:
 
 
 def _whole(names: Sequence[str], rows: DataFrame) -> Column:
-    """Return a row as a line of JSON that can be mended and registered."""
+    """Return a row as a line of JSON that can be corrected and registered."""
     each = [
         _column(name).alias("data_base64" if isinstance(rows.schema[name].dataType, BinaryType) else name)
         for name in names
@@ -206,9 +206,9 @@ def _id(key: Sequence[str]) -> tuple[Column, Column]:
 
 
 def in_order(tasks: DataFrame, partitions: int = 0) -> DataFrame:
-    """Return tasks as they are to be written: what has an order, or must be told apart, side by side in a partition.
+    """Return tasks in the order in which they are written: tasks with an order, or with equal IDs, in one partition.
 
-    Ids beside each other are beside each other in the table, so a commit touches few of its splits:
+    Neighboring IDs are neighbors in the table, so a commit touches few of its splits:
     https://cloud.google.com/spanner/docs/bulk-loading. Tasks of an ordering key go by `sequence`, then by id.
     """
     placed = tasks.withColumn("_place", f.coalesce("ordering_key", "task_id", "line"))

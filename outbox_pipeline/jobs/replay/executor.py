@@ -87,7 +87,7 @@ def replay(table: Table, rows: Sequence[Mapping[str, Any]], started_at: datetime
 def _inserted(row: Mapping[str, Any], now: datetime) -> list[Any]:
     """Return an archived row as `outbox retry` would have left it; the other columns have their defaults.
 
-    With its old CreatedAt, which is its place in the order of its key, beside tasks that were not deleted.
+    It keeps its CreatedAt, which is its place in the order of its key among tasks that were not deleted.
     """
     values = {**row, "Data": base64.b64encode(row["Data"]), "AvailableAt": now, "ExpiresAt": None}
     return [values[name] for name in COLUMNS]

@@ -1,4 +1,4 @@
-"""`replay`: what was sent is sent again, from the table or from the archive."""
+"""`replay`: sends sent tasks again, from the table or from the archive."""
 
 import json
 import time
@@ -83,7 +83,7 @@ def run(
     resume: str = "",
     note: Callable[[str], None] = lambda _text: None,
 ) -> Replayed:
-    """Replay what the settings select, or go on with the replay of the id `resume`; `note` is told the id at first.
+    """Replay the selected tasks, or continue the replay with the ID `resume`. `note` first gets the ID.
 
     Raises:
         SettingError: nothing is selected, or what cannot be; there is nothing to resume.
@@ -102,7 +102,7 @@ def run(
     _check(spark, selection)
     job = _Job(spark, table, target, selection)
     if dry_run:
-        done = job.look(started_at)
+        done = job.dry_run(started_at)
     else:
         id = resume or str(uuid4())
         if not resume:
@@ -175,8 +175,8 @@ class _Job:
     target: DatabaseSettings
     selection: ReplaySelection
 
-    def look(self, started_at: datetime) -> Replayed:
-        """Count what is selected, and show some of it."""
+    def dry_run(self, started_at: datetime) -> Replayed:
+        """Count the selected tasks, and show some of them."""
         # Kept, so that it is read once.
         tasks = self._selected(started_at).select("Id", "Topic", f.unix_micros("SentAt").alias("SentAt")).persist()
         observed = Observation("replay")
@@ -191,7 +191,7 @@ class _Job:
         )
 
     def replay(self, started_at: datetime, per_second: int) -> Replayed:
-        """Make unsent what is selected."""
+        """Reset SentAt of the selected tasks."""
         parts, rate = shared(self.spark, per_second)
         columns = schemas.ARCHIVED_ROW.fieldNames() if self.selection.archive else ["Id"]
         rows = in_order(self._selected(started_at), parts).select(*columns)
