@@ -64,7 +64,7 @@ def test_check_warns_of_ordered_tasks_without_an_endpoint(
 @pytest.mark.parametrize("value", [f"https://{ENDPOINT}", f"{ENDPOINT}/", "two words", "host:port", ":443"])
 def test_an_endpoint_that_is_none_is_refused(value: str) -> None:
     """It is no address of a page, has no path, and its port is a number."""
-    with pytest.raises(SettingError, match=r"^--pubsub-endpoint: .* is not allowed: it must be a host, or nothing"):
+    with pytest.raises(SettingError, match=r"^--pubsub-endpoint: .* is not allowed: it must be a host, or empty"):
         WorkerSettings.read({**NAMED, "pubsub_endpoint": value}, {})
     with pytest.raises(SettingError, match=r"^OUTBOX_ON_ORDERING_FAILURE: .* is not allowed: it must be block or skip"):
         WorkerSettings.read(NAMED, {"OUTBOX_ON_ORDERING_FAILURE": value})
