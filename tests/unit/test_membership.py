@@ -106,6 +106,15 @@ def test_a_heartbeat_that_fails_stops_nothing_and_is_said_when_polls_succeed(cap
     assert "the fake store is away" in caplog.records[0].getMessage()
 
 
+def test_an_assignment_is_logged_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    watch = Watch()
+    with caplog.at_level(logging.INFO, "publishworker"):
+        for living in ({"me"}, {"me", "other"}, {"me", "other"}):
+            watch.learn(living, set())
+    assert [record.__dict__["action"] for record in caplog.records] == ["assigned"]
+    assert caplog.messages[0].startswith("2 live workers; this one polls shards ")
+
+
 def test_a_worker_takes_tasks_of_its_own_shards_only(bench: Bench) -> None:
     """From the poll that tells of another worker on, also of what that poll itself found."""
     bench.store.workers["worker"] = bench.store.now

@@ -118,3 +118,9 @@ def test_a_character_that_is_cut_makes_no_hex_of_a_text(before: int, monkeypatch
     cut = ["Data         5 bytes, text", "  [12 ", "  ... 1 more bytes: --raw writes all"]
     assert list(tasks._data_lines(b"[12 ]")) == cut
     assert list(tasks._data_lines(b"")) == ["Data         0 bytes"]
+
+
+def test_times_in_json_are_rfc_3339() -> None:
+    assert as_json({"sent_at": TIME}) == '{"sent_at": "2026-11-21T13:00:00.000005Z"}'
+    with pytest.raises(TypeError, match="object"):
+        as_json(object())

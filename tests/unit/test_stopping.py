@@ -1,10 +1,11 @@
 """Signals become an event, work on a thread ends in time or not."""
 
+import signal
 import threading
 
 import pytest
 
-from publishworker.stopping import run_on_thread
+from publishworker.stopping import run_on_thread, stop_on_signals
 
 
 def test_a_loop_on_a_thread_ends_in_time_or_not_and_raises_its_defect() -> None:
@@ -19,3 +20,12 @@ def test_a_loop_on_a_thread_ends_in_time_or_not_and_raises_its_defect() -> None:
 
     with pytest.raises(ZeroDivisionError):
         run_on_thread(work, threading.Event(), 5)
+
+
+def test_the_first_signal_asks_to_stop_and_the_handlers_are_restored() -> None:
+    """The Spark task of a drain goes on in a process whose handlers are not the worker's."""
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.is_set()
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
