@@ -134,7 +134,8 @@ def kill_family(pid: int) -> None:
     for each in family:
         family += children(each)
     for each in family:
-        os.kill(each, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # a worker of Spark may end by itself
+            os.kill(each, signal.SIGKILL)
     eventually(lambda: all(map(gone, family)), message="all of them have ended")
 
 

@@ -28,6 +28,10 @@ def run(
     try:
         return demonstrate(parser.parse_args(arguments))
     except KeyboardInterrupt:
+        # Everything is stopped. A later signal, such as the SIGHUP of Spark's Python daemon to its process group, must
+        # not change the exit code.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         print("demo: interrupted; what it had started is stopped", file=sys.stderr)
         return INTERRUPTED
     except GoogleAPIError as error:
