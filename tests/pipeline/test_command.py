@@ -36,7 +36,7 @@ Jobs = Callable[..., int]
 
 
 @pytest.fixture
-def job(in_process: None, target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch) -> Jobs:  # noqa: ARG001
+def job(in_process: None, target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch) -> Jobs:  # noqa: ARG001 - it patches the process
     monkeypatch.setenv("OUTBOX_PROJECT", target.project)
     monkeypatch.setenv("OUTBOX_INSTANCE", target.instance)
     monkeypatch.setenv("OUTBOX_DATABASE", target.database)

@@ -82,7 +82,7 @@ def living(settings: DrainSettings, id: str) -> Iterator[None]:
 
 
 @pytest.fixture
-def drain(in_process: None, target: DatabaseSettings, capsys: pytest.CaptureFixture[str]) -> Drain:  # noqa: ARG001
+def drain(in_process: None, target: DatabaseSettings, capsys: pytest.CaptureFixture[str]) -> Drain:  # noqa: ARG001 - it patches the process
     def command(*arguments: str) -> tuple[int, dict[str, Any]]:
         code = cli.main(["drain", "--json", *flags(options(target)), *flags(SMALL), *arguments])
         return code, json.loads(capsys.readouterr().out)
