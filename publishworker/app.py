@@ -38,6 +38,9 @@ _log = logging.getLogger("publishworker")
 
 #: Seconds that a turn waits for further batches to end before the next poll, so that one poll serves several batches.
 PATIENCE_SECONDS = 0.1
+#: Seconds between two reads of topic controls and live workers. With the 13 s for which a heartbeat counts, other
+#: workers take over the shards of a killed worker within the liveness timeout of 15 s.
+REFRESH_SECONDS = 2.0
 
 
 class App:
@@ -78,6 +81,7 @@ class App:
             self.membership,
             limits=Limits(settings.batch_size, settings.batch_bytes, settings.concurrency),
             discovery_seconds=min(settings.poll_interval / 2, 1.0),  # so that each idle poll does, whatever its jitter
+            refresh_seconds=REFRESH_SECONDS,
             random=random,
             fair_share=settings.fair_share,
             skip_dead=skip_dead,

@@ -19,7 +19,7 @@ from publishworker.settings import WorkerSettings
 from publishworker.spanner.connection import LimitedDatabase, open_pubsub, open_relay_database
 from publishworker.spanner.store import SpannerStore, Unsent, describe
 from publishworker.topics.rate_limit import problem
-from publishworker.types import News, PollRequest
+from publishworker.types import TopicControls
 
 #: Seconds for one request about a topic.
 _TOPIC_SECONDS = 5.0
@@ -59,10 +59,9 @@ def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Findi
             named |= {each.topic for each in unsent if each.state in ("pending", "retrying")}
             if not settings.pubsub_endpoint:
                 yield from _one_region(unsent)
-            news = store.poll(PollRequest(shards=(), topics=frozenset(), per_range=1, known=frozenset())).news
-            if news is not None:
-                named |= news.paused | news.limits.keys()
-                yield from _controls(news)
+            controls = store.topic_controls()
+            named |= controls.paused | controls.limits.keys()
+            yield from _controls(controls)
         client = PublisherClient(transport=open_pubsub(settings.pubsub_endpoint))
         allowed = topic_filter(settings.allowed_topics, settings.project)
         for topic in sorted(named):
@@ -87,11 +86,11 @@ def _one_region(unsent: Iterable[Unsent]) -> Iterator[Finding]:
         )
 
 
-def _controls(news: News) -> Iterator[Finding]:
+def _controls(controls: TopicControls) -> Iterator[Finding]:
     """Report paused topics and invalid limits in AsynchronousTaskTopics."""
-    for topic in sorted(news.paused):
+    for topic in sorted(controls.paused):
         yield Finding("ok", f"topic {topic} is paused: no task is sent until `outbox resume {topic}`")
-    for topic, limit in sorted(news.limits.items()):
+    for topic, limit in sorted(controls.limits.items()):
         if wrong := problem(limit):
             yield Finding("wrong", f"invalid limits of topic {topic} in AsynchronousTaskTopics are ignored: {wrong}")
 

@@ -1,6 +1,6 @@
 """Shard assignment: the live workers divide the shards among themselves, without a leader.
 
-Each worker writes a heartbeat row and reads those of the others with its polls. Workers that read the same rows compute
+Each worker writes a heartbeat row and reads those of the others. Workers that read the same rows compute
 the same assignment. A wrong assignment costs collisions, or a delay of at most the liveness timeout. Correctness
 depends only on the row locks.
 """
@@ -72,23 +72,20 @@ class Membership:
         except StoreError as error:
             self._failure = error
 
-    def learn(self, living: Collection[str], gone: Collection[str]) -> bool:
-        """Take in the live workers, and those whose rows are so old that they may be deleted.
-
-        Returns whether this worker's shards have changed.
-        """
+    def refresh(self) -> None:
+        """Read the live workers, and take this worker's part of the shards. Raises StoreError."""
+        workers = self._store.workers()
         if self._failure is not None:  # logged here, because the store answers polls; otherwise the outage is logged
             self._throttled_log.log(
-                "fleet", "", f"Heartbeat failed; other workers take over the shards: {self._failure}"
+                "heartbeat", "", f"Heartbeat failed; other workers take over the shards: {self._failure}"
             )
-        before = self.shards
-        self._gone = frozenset(gone) - {self._worker}
-        seen = self._worker in living
+        self._gone = workers.gone - {self._worker}
+        seen = self._worker in workers.live
         if self._was_seen and not seen:
             # After an outage no heartbeat is fresh. Wait until the others had the time to write one.
             self._known_until = self._clock() + HEARTBEAT_INTERVAL_SECONDS
         self._was_seen = seen
-        living = frozenset(living) | {self._worker}  # a worker that reads this is alive
+        living = workers.live | {self._worker}  # a worker that reads this is alive
         if self._clock() < self._known_until:
             living |= self._living
         if living != self._living:
@@ -96,7 +93,6 @@ class Membership:
             self.shards = divide(living, self._all)[self._worker]
             shards = ", ".join(map(str, self.shards))
             _log.info("%d live workers; this one polls shards %s", len(living), shards, extra={"action": "assigned"})
-        return self.shards != before
 
     def leave(self) -> None:
         """Delete the heartbeat, so that others take over at once. If that fails, they do after the liveness timeout."""
@@ -104,7 +100,7 @@ class Membership:
             self._store.leave(self._worker)
         except StoreError as error:
             self._throttled_log.log(
-                "fleet",
+                "heartbeat",
                 "",
                 f"The heartbeat row was not deleted; other workers take over after the liveness timeout: {error}",
             )

@@ -1,6 +1,5 @@
-"""What each poll reads: which shards, topics and ranges, how many rows, and what the worker learns from the answer."""
+"""What each poll reads: which shards, topics and ranges, and how many rows."""
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,17 +8,14 @@ from dataclasses import dataclass
 from publishworker.membership import Membership
 from publishworker.spanner.store import Store
 from publishworker.topics.discovery import KnownTopics
-from publishworker.topics.rate_limit import RateLimits
-from publishworker.types import Candidate, News, PollRequest
-
-_log = logging.getLogger("publishworker")
+from publishworker.types import Candidate, PollRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Polled:
     """The candidates of one poll.
 
-    `discovered` says that the next poll should follow at once: new topics were found, or other shards are assigned.
+    `discovered` says that the next poll should follow at once, because unknown topics were found.
     `cut_off` are the topics of which the poll left tasks in the table. `skipped` says that nothing was read, because
     no further batch may start.
     """
@@ -31,13 +27,12 @@ class Polled:
 
 
 class Poller:
-    """Reads candidates from the store: ready tasks at each poll, due tasks and topic controls at an interval."""
+    """Reads candidates from the store: ready tasks at each poll, due tasks and unknown topics at an interval."""
 
     def __init__(
         self,
         store: Store,
         membership: Membership,
-        rate_limits: RateLimits,
         *,
         target_rows: int,
         discovery_seconds: float,
@@ -45,23 +40,22 @@ class Poller:
     ) -> None:
         """Poll this worker's shards for about `target_rows` rows.
 
-        Due tasks, unknown topics, topic controls and live workers are read every `discovery_seconds`. `rate_limits` and
-        `membership` learn from them.
+        Due tasks and unknown topics are read every `discovery_seconds`, and when other shards are assigned.
         """
         self._store = store
         self._membership = membership
         self._size = PollSize(target_rows, len(membership.shards))
-        self._rate_limits = rate_limits
         self._discovery_seconds = discovery_seconds
         self._clock = clock
         self._topics = KnownTopics(clock)
         self._discovered_at = float("-inf")
+        self._discovered_in: tuple[int, ...] = ()
         self._due_tasks_wait = False  # then every poll reads them
 
     @property
     def topics(self) -> frozenset[str]:
-        """Return the topics that it polls."""
-        return self._topics.open
+        """Return the topics that have, or recently had, unsent tasks."""
+        return self._topics.known
 
     def poll(
         self, below: int | None, without: Collection[str], unavailable: Collection[str] = frozenset(), depth: int = 0
@@ -71,43 +65,32 @@ class Poller:
         With `below`, ready tasks of a lower priority than that are read as well. At least `depth` rows are read from
         each range.
         """
-        discovers = self._clock() - self._discovered_at >= self._discovery_seconds
+        shards = self._membership.shards
+        waited = self._clock() - self._discovered_at >= self._discovery_seconds
+        discovers = waited or shards != self._discovered_in
         request = PollRequest(
-            shards=self._membership.shards,
-            topics=self._topics.open.difference(unavailable),
+            shards=shards,
+            topics=self._topics.known.difference(unavailable),
             per_range=max(self._size.per_range, depth),
             due=discovers or self._due_tasks_wait,
             below=below,
-            known=self._topics.known if discovers else None,
         )
-        poll = self._store.poll(request)
-        self._size.adapt(Counter((each.topic, each.shard, each.available_at is None) for each in poll.candidates))
+        candidates = self._store.poll(request) if request.topics else ()
+        self._size.adapt(Counter((each.topic, each.shard, each.available_at is None) for each in candidates))
         if request.due:
-            self._due_tasks_wait = any(each.available_at is not None for each in poll.candidates)
-        self._topics.see({each.topic for each in poll.candidates})
-        discovered = poll.news is not None and self._learn(poll.news)
-        topics, shards = self._topics.open, frozenset(self._membership.shards)  # as the news left them
-        mine = (each for each in poll.candidates if each.topic in topics and each.shard in shards)
-        return Polled([each for each in mine if each.id not in without], discovered, self._size.cut_off)
+            self._due_tasks_wait = any(each.available_at is not None for each in candidates)
+        self._topics.see({each.topic for each in candidates})
+        discovered = discovers and self._discover(shards)
+        return Polled([each for each in candidates if each.id not in without], discovered, self._size.cut_off)
 
-    def _learn(self, news: News) -> bool:
-        """Take in the news; return whether there is more to look at."""
-        unknown = news.topics - self._topics.known
-        self._topics.see(news.topics)
-        for topics, what in (
-            (news.paused - self._topics.paused, "paused"),
-            (self._topics.paused - news.paused, "resumed"),
-        ):
-            for topic in sorted(topics):
-                _log.info("%s is %s", topic, what, extra={"action": what})
-        self._topics.paused = news.paused
-        reassigned = self._membership.learn(news.living, news.gone)
-        self._rate_limits.learn(news.limits, self._membership.size)
-        if reassigned or unknown:  # a probe finds one topic in each gap
-            return True
-        self._discovered_at = self._clock()
-        self._topics.forget()
-        return False
+    def _discover(self, shards: tuple[int, ...]) -> bool:
+        """Find unknown topics; return whether there may be more, because each gap between known ones gives one."""
+        unknown = self._store.discover(shards, self._topics.known) - self._topics.known
+        self._topics.see(unknown)
+        if not unknown:
+            self._discovered_at, self._discovered_in = self._clock(), shards
+            self._topics.forget()
+        return bool(unknown)
 
 
 class PollSize:

@@ -38,6 +38,7 @@ class Relay:
         *,
         limits: Limits,
         discovery_seconds: float,
+        refresh_seconds: float,
         random: Random,
         fair_share: float = 0.0,
         skip_dead: bool = False,
@@ -46,7 +47,7 @@ class Relay:
         clock: Callable[[], float] = time.monotonic,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start batches within `limits`. Read due tasks and topic controls every `discovery_seconds`.
+        """Start batches within `limits`.
 
         Args:
             store: where the tasks are.
@@ -54,7 +55,8 @@ class Relay:
             metrics: where counts and durations go.
             membership: which shards this worker polls.
             limits: tasks and bytes of a batch, and how many batches may be in flight.
-            discovery_seconds: between two reads of due tasks, unknown topics, topic controls and live workers.
+            discovery_seconds: between two reads of due tasks and unknown topics.
+            refresh_seconds: between two reads of topic controls and live workers.
             random: shuffles slices of tasks, and draws probes.
             fair_share: part of the batches (0 to 0.5) for lower priorities while higher ones keep arriving.
             skip_dead: a dead task does not block its ordering key.
@@ -68,10 +70,14 @@ class Relay:
         self._patience = patience
         self._clock = clock
         self._beat = beat
+        self._store = store
+        self._membership = membership
+        self._refresh_seconds = refresh_seconds
+        self._refreshed_at = float("-inf")
         self._topics = Topics(random, clock, places=limits.batches)
         self._poller = Poller(
-            store, membership, self._topics.rate_limits, target_rows=limits.batches * limits.batch_size,
-            discovery_seconds=discovery_seconds, clock=clock,
+            store, membership, target_rows=limits.batches * limits.batch_size, discovery_seconds=discovery_seconds,
+            clock=clock,
         )  # fmt: skip
         self._ordering = Ordering(store, limits, random, skip_dead=skip_dead)
         self._selector = Selector(limits, self._topics, random, fair_share)
@@ -90,6 +96,7 @@ class Relay:
         changed = self._settle(finished, stopping)  # circuits, limits, tasks in doubt, metrics and logs
         self._in_flight.check()
         self._in_doubt.mark()  # before anything new is published
+        self._refresh()  # live workers, pauses and limits
         polled = self._poll()  # no task while every place is taken
         ready = self._resolve(polled)  # key heads, sendable prefixes, blocked keys
         started = self._start(self._select(polled, ready, stopping))
@@ -123,7 +130,7 @@ class Relay:
     @property
     def topics(self) -> frozenset[str]:
         """Return the topics that have, or recently had, unsent tasks, except paused ones."""
-        return self._poller.topics
+        return self._poller.topics - self._topics.paused
 
     def open_circuits(self) -> Mapping[str, bool]:
         """Return the topics whose circuit is not closed, and whether it is open (True) or half-open (False)."""
@@ -146,6 +153,14 @@ class Relay:
             if not stopping() and (at_most_once := self._topics.at_most_once(result)) is not None:
                 self._start([at_most_once])
         return changed
+
+    def _refresh(self) -> None:
+        if self._clock() - self._refreshed_at < self._refresh_seconds:
+            return
+        self._beat()
+        self._membership.refresh()
+        self._topics.control(self._store.topic_controls(), self._membership.size)
+        self._refreshed_at = self._clock()
 
     def _poll(self) -> Polled:
         self._beat()

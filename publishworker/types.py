@@ -63,8 +63,6 @@ class PollRequest:
     due: bool = False
     #: Read as many ready tasks of each range again, of a lower priority than this.
     below: int | None = None
-    #: Read News as well: topics other than these, topic controls and workers.
-    known: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +74,20 @@ class TopicLimit:
     in_flight: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class News:
-    """What a poll reads besides tasks: unknown topics, topic controls, live workers and those that are long gone."""
+@dataclass(frozen=True, slots=True)
+class TopicControls:
+    """The rows of AsynchronousTaskTopics: paused topics, and limits by topic. A limit may be invalid."""
 
-    topics: frozenset[str]
-    paused: frozenset[str]
-    living: frozenset[str]
-    gone: frozenset[str]
-    #: The limits in AsynchronousTaskTopics, also of paused topics. They may be invalid.
-    limits: Mapping[str, "TopicLimit"] = field(default_factory=dict)
+    paused: frozenset[str] = frozenset()
+    limits: Mapping[str, TopicLimit] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class PollResult:
-    """The candidates of one poll, each once, and News if they were requested."""
+class Workers:
+    """The IDs of live workers, and of workers whose heartbeat is so old that its row may be deleted."""
 
-    candidates: tuple[Candidate, ...]
-    news: News | None = None
+    live: frozenset[str] = frozenset()
+    gone: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,57 +9,26 @@ the columns in `statements`.
 from base64 import b64decode
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any
 
-from publishworker.spanner import statements
-from publishworker.types import Candidate, Key, LockedRow, News, QueuedTask, TopicLimit
-
-_N = TypeVar("_N", int, float)
+from publishworker.types import Candidate, Key, LockedRow, QueuedTask
 
 
 def candidates(values: Iterable[Sequence[Any]]) -> tuple[Candidate, ...]:
-    """Return the poll's rows that are tasks, each once, because two ranges may hold the same task."""
+    """Return the poll's candidates, each once, because two ranges may hold the same task."""
     found = {}
     for id, topic, shard, priority, created_at, available_at, ordering_key, size in values:
-        if (
-            created := created_at.string_value
-        ):  # only tasks have it, whereas another writer may have inserted an empty ID
-            found[id.string_value] = Candidate(
-                id.string_value,
-                topic.string_value,
-                int(shard.string_value),
-                int(priority.string_value),
-                datetime.fromisoformat(created),
-                _time(available_at),
-                ordering_key.string_value or None,
-                int(size.string_value),
-            )
-    return tuple(found.values())
-
-
-def news(values: Iterable[Sequence[Any]]) -> News:
-    """Return the poll's rows that are not tasks."""
-    named: dict[int, set[str]] = {statements.PAUSED: set(), statements.LIVING: set(), statements.GONE: set()}
-    topics: set[str] = set()
-    limits: dict[str, TopicLimit] = {}
-    for _, name, kind, in_flight, created_at, _, rate, burst in values:
-        if created_at.string_value:
-            continue
-        number = int(kind.string_value)
-        if number != statements.LIMITED:
-            named.get(number, topics).add(name.string_value)
-        limit = TopicLimit(
-            _number(float, rate.string_value), _number(int, burst.string_value), _number(int, in_flight.string_value)
+        found[id.string_value] = Candidate(
+            id.string_value,
+            topic.string_value,
+            int(shard.string_value),
+            int(priority.string_value),
+            datetime.fromisoformat(created_at.string_value),
+            _time(available_at),
+            ordering_key.string_value or None,
+            int(size.string_value),
         )
-        if number in (statements.PAUSED, statements.LIMITED) and limit != TopicLimit():
-            limits[name.string_value] = limit
-    return News(
-        topics=frozenset(topics),
-        paused=frozenset(named[statements.PAUSED]),
-        living=frozenset(named[statements.LIVING]),
-        gone=frozenset(named[statements.GONE]),
-        limits=limits,
-    )
+    return tuple(found.values())
 
 
 def key_heads(values: Iterable[Sequence[Any]]) -> dict[Key, list[QueuedTask]]:
@@ -101,10 +70,6 @@ def locked(values: Iterable[Sequence[Any]]) -> tuple[list[LockedRow], datetime]:
             )
         )
     return rows, now or datetime.min.replace(tzinfo=UTC)
-
-
-def _number(kind: type[_N], text: str) -> _N | None:
-    return kind(text) if text else None  # empty for NULL
 
 
 def _time(value: Any) -> datetime | None:

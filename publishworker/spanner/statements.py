@@ -6,8 +6,6 @@ read with a limit. Aliases differ from column names, because names are compared 
 be true for every row.
 """
 
-from functools import cache
-
 from outbox.storage.sql import BY_ID, IN_ORDER, NEVER, SEEK, TO_SEND
 from outbox.storage.task_states import DEFERRED
 
@@ -17,55 +15,48 @@ LIVENESS_TIMEOUT_SECONDS = 13
 #: Seconds after its last heartbeat at which a worker's row may be deleted.
 FORGET_WORKER_SECONDS = 3600
 
-_COLUMNS = "Id, Topic, Shard, Priority, CreatedAt, AvailableAt, OrderingKey, Bytes"
-
-
-def _range(condition: str, order: str) -> str:
-    return f"""
-SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
-  SELECT AS STRUCT {_COLUMNS} FROM {TO_SEND}
-  WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND {condition}
-  ORDER BY {order} LIMIT @per_range)) AS task"""
-
-
 # Ready tasks by priority, then age.
-_READY = _range("AvailableAt IS NULL", "Priority DESC, CreatedAt")
+_READY = f"""
+SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
+  SELECT AS STRUCT Id, Topic, Shard, Priority, CreatedAt, AvailableAt, OrderingKey, Bytes FROM {TO_SEND}
+  WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt IS NULL
+  ORDER BY Priority DESC, CreatedAt LIMIT @per_range)) AS task"""
 # Ready tasks of lower priorities, for the fair share.
-_LOWER = _range("AvailableAt IS NULL AND Priority < @below", "Priority DESC, CreatedAt")
+_LOWER = f"""
+SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
+  SELECT AS STRUCT Id, Topic, Shard, Priority, CreatedAt, AvailableAt, OrderingKey, Bytes FROM {TO_SEND}
+  WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt IS NULL AND Priority < @below
+  ORDER BY Priority DESC, CreatedAt LIMIT @per_range)) AS task"""
 # Due tasks, the longest due first, which is the order of the index.
-_DUE = _range("AvailableAt <= CURRENT_TIMESTAMP()", "AvailableAt, Priority DESC, CreatedAt")
+_DUE = f"""
+SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
+  SELECT AS STRUCT Id, Topic, Shard, Priority, CreatedAt, AvailableAt, OrderingKey, Bytes FROM {TO_SEND}
+  WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt <= CURRENT_TIMESTAMP()
+  ORDER BY AvailableAt, Priority DESC, CreatedAt LIMIT @per_range)) AS task"""
+#: The poll, by whether it reads due tasks and ready tasks of lower priorities besides the ready ones.
+POLLS = {
+    (False, False): _READY,
+    (False, True): f"{_READY} UNION ALL {_LOWER}",
+    (True, False): f"{_READY} UNION ALL {_DUE}",
+    (True, True): f"{_READY} UNION ALL {_LOWER} UNION ALL {_DUE}",
+}
 
-# Topic discovery: one unsent row in each gap between the known topics. The n-th gap begins with the n-th of @lows and
-# ends before the n-th of @highs. The first gap holds the empty name, which another writer may have inserted.
-_PROBES = f"""
-SELECT NULL, found, in_shard, 0, NULL, NULL, NULL, 0
-FROM UNNEST(@shards) AS in_shard, (
+#: Topic discovery: one unsent row in each gap between the known topics. The n-th gap begins with the n-th of @lows and
+#: ends before the n-th of @highs. The first gap holds the empty name, which another writer may have inserted. One seek
+#: into AsynchronousTasksToSend for each shard and gap.
+DISCOVER_TOPICS = f"""
+SELECT found FROM UNNEST(@shards) AS in_shard, (
   SELECT low, high FROM UNNEST(@lows) AS low WITH OFFSET AS of_low
   JOIN UNNEST(@highs) AS high WITH OFFSET AS of_high ON of_low = of_high), UNNEST(ARRAY(
   SELECT Topic FROM {TO_SEND}
   WHERE Shard = in_shard AND SentAt IS NULL AND Topic >= low AND Topic < high
   LIMIT 1)) AS found"""
 
-#: A row without CreatedAt is not a task. Its column Shard says what its column Topic is: a topic with unsent tasks (0
-#: and more), a paused topic, a live worker, a worker that is long gone, or a topic with limits. The limits, also those
-#: of a paused topic, are in the columns Priority (MaxInFlight), OrderingKey (RatePerSecond) and Bytes (Burst).
-PAUSED, LIVING, GONE, LIMITED = -1, -2, -3, -4
-_PAUSES = f"""
-SELECT NULL, Topic, IF(Paused, {PAUSED}, {LIMITED}), MaxInFlight, NULL, NULL, CAST(RatePerSecond AS STRING), Burst
-FROM AsynchronousTaskTopics
-WHERE Paused OR RatePerSecond IS NOT NULL OR Burst IS NOT NULL OR MaxInFlight IS NOT NULL"""
-_WORKERS = f"""
-SELECT NULL, WorkerId, IF(Age < {LIVENESS_TIMEOUT_SECONDS}, {LIVING}, {GONE}), 0, NULL, NULL, NULL, 0
-FROM (SELECT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) AS Age FROM AsynchronousTaskWorkers)
-WHERE Age < {LIVENESS_TIMEOUT_SECONDS} OR Age > {FORGET_WORKER_SECONDS}"""
+#: Pauses and limits: the whole of a small table, one row for each topic that an operator has paused or limited.
+TOPIC_CONTROLS = "SELECT Topic, Paused, RatePerSecond, Burst, MaxInFlight FROM AsynchronousTaskTopics"
 
-
-@cache
-def poll(*, due: bool, lower: bool, news: bool) -> str:
-    """Return the poll's statement: ready tasks, and optionally due ones, those of lower priority, and news."""
-    parts = [(True, _READY), (lower, _LOWER), (due, _DUE), (news, _PROBES), (news, _PAUSES), (news, _WORKERS)]
-    return "\nUNION ALL".join(part for wanted, part in parts if wanted)
-
+#: The seconds since each worker's last heartbeat: the whole of a small table, one row for each worker.
+WORKERS = "SELECT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) FROM AsynchronousTaskWorkers"
 
 # The n-th key is the n-th of @topics and of @keys.
 _KEYS = "(SELECT of_key, @topics[OFFSET(place)] AS of_topic FROM UNNEST(@keys) AS of_key WITH OFFSET AS place)"

@@ -16,9 +16,22 @@ from outbox.storage.sql import PESSIMISTIC
 from outbox.storage.task_states import DEFERRED
 from publishworker.spanner import rows, statements
 from publishworker.spanner.connection import STREAM_RETRY, Deadline, LimitedDatabase
-from publishworker.types import Deferred, FailedAttempt, Key, LockedRow, Mark, PollRequest, PollResult, QueuedTask, Sent
+from publishworker.types import (
+    Candidate,
+    Deferred,
+    FailedAttempt,
+    Key,
+    LockedRow,
+    Mark,
+    PollRequest,
+    QueuedTask,
+    Sent,
+    TopicControls,
+    TopicLimit,
+    Workers,
+)
 
-#: Seconds for a poll. With a large backlog the emulator, which scans whole tables, takes several.
+#: Seconds for a read. With a large backlog the emulator, which scans whole tables, takes several.
 POLL_SECONDS = 30.0
 #: Seconds for the lock query. Other workers' transactions end within their own limits.
 LOCK_SECONDS = 10.0
@@ -74,8 +87,17 @@ class Store(Protocol):
 
     shards: Sequence[int]
 
-    def poll(self, request: PollRequest) -> PollResult:
-        """Return the unsent tasks that are requested, and News if they are. Takes no locks."""
+    def poll(self, request: PollRequest) -> Sequence[Candidate]:
+        """Return the unsent tasks that are requested, each once. Takes no locks."""
+
+    def discover(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
+        """Return topics that have unsent tasks in `shards` and are not `known`: at least one if there are any."""
+
+    def topic_controls(self) -> TopicControls:
+        """Return the paused topics and the limits."""
+
+    def workers(self) -> Workers:
+        """Return the live workers, and those whose rows may be deleted."""
 
     def key_heads(self, keys: Collection[Key], per_key: int, *, skip_dead: bool) -> Mapping[Key, Sequence[QueuedTask]]:
         """Return the first unsent tasks of each key in order, at most `per_key`. Takes no locks.
@@ -112,19 +134,37 @@ class SpannerStore:
         """Return the database. It is replaced when its session is lost."""
         return self._database
 
-    def poll(self, request: PollRequest) -> PollResult:
+    def poll(self, request: PollRequest) -> Sequence[Candidate]:
         """See Store. A strong single-use read at MEDIUM priority, one request."""
         parameters = {"shards": request.shards, "topics": sorted(request.topics), "per_range": request.per_range}
         if request.below is not None:
             parameters["below"] = request.below
-        if request.known is not None:
-            known = sorted(request.known)
-            lows = ["", *(topic + statements.NEXT for topic in known)]
-            parameters |= {"lows": lows, "highs": [*known, statements.AFTER_ALL_TOPICS]}
-        statement = statements.poll(due=request.due, lower=request.below is not None, news=request.known is not None)
-        medium = RequestOptions.Priority.PRIORITY_MEDIUM
-        found = self._query(statement, "outbox-poll", medium, parameters, POLL_SECONDS, lazy_decode=True)
-        return PollResult(rows.candidates(found), None if request.known is None else rows.news(found))
+        statement = statements.POLLS[request.due, request.below is not None]
+        return rows.candidates(self._query(statement, "outbox-poll", parameters, lazy_decode=True))
+
+    def discover(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
+        """See Store. A strong single-use read at MEDIUM priority, one request that finds a topic in each gap."""
+        names = sorted(known)
+        lows = ["", *(topic + statements.NEXT for topic in names)]
+        parameters = {"shards": list(shards), "lows": lows, "highs": [*names, statements.AFTER_ALL_TOPICS]}
+        return frozenset(topic for [topic] in self._query(statements.DISCOVER_TOPICS, "outbox-discover", parameters))
+
+    def topic_controls(self) -> TopicControls:
+        """See Store. A strong single-use read at MEDIUM priority, one request."""
+        found = self._query(statements.TOPIC_CONTROLS, "outbox-controls", {})
+        limits = {topic: TopicLimit(rate, burst, in_flight) for topic, _, rate, burst, in_flight in found}
+        return TopicControls(
+            paused=frozenset(topic for topic, paused, *_ in found if paused),
+            limits={topic: limit for topic, limit in limits.items() if limit != TopicLimit()},
+        )
+
+    def workers(self) -> Workers:
+        """See Store. A strong single-use read at MEDIUM priority, one request."""
+        ages = dict(self._query(statements.WORKERS, "outbox-workers", {}))
+        return Workers(
+            live=frozenset(id for id, age in ages.items() if age < statements.LIVENESS_TIMEOUT_SECONDS),
+            gone=frozenset(id for id, age in ages.items() if age > statements.FORGET_WORKER_SECONDS),
+        )
 
     def key_heads(self, keys: Collection[Key], per_key: int, *, skip_dead: bool) -> Mapping[Key, Sequence[QueuedTask]]:
         """See Store. A strong single-use read at MEDIUM priority, one request, and never a range under a lock."""
@@ -137,8 +177,7 @@ class SpannerStore:
             "skip_dead": skip_dead,
             **limit,
         }
-        medium = RequestOptions.Priority.PRIORITY_MEDIUM
-        return self._query(statement, "outbox-order", medium, parameters, POLL_SECONDS, lazy_decode=True)
+        return self._query(statement, "outbox-order", parameters, lazy_decode=True)
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """See Store. Serializable and pessimistic, whatever the client's defaults are, because the hint needs it."""
@@ -175,19 +214,19 @@ class SpannerStore:
 
     def unsent(self, shards: Sequence[int] | None = None) -> list[Unsent]:
         """See Store."""
-        low = RequestOptions.Priority.PRIORITY_LOW
         parameters = {"shards": list(self.shards if shards is None else shards)}
-        found = self._query(statements.UNSENT, "outbox-unsent", low, parameters, POLL_SECONDS)
+        found = self._query(
+            statements.UNSENT, "outbox-unsent", parameters, priority=RequestOptions.Priority.PRIORITY_LOW
+        )
         return [Unsent(*row) for row in found]
 
     def _query(
         self,
         statement: str,
         tag: str,
-        priority: RequestOptions.Priority,
         parameters: Mapping[str, Any],
-        seconds: float,
         *,
+        priority: RequestOptions.Priority = RequestOptions.Priority.PRIORITY_MEDIUM,
         lazy_decode: bool = False,
     ) -> list[Any]:
         with self._failures(), self._database.snapshot() as snapshot:
@@ -198,7 +237,7 @@ class SpannerStore:
                     param_types={name: _POLL_TYPES[name] for name in parameters},
                     request_options={"priority": priority, "request_tag": tag},
                     retry=STREAM_RETRY,
-                    timeout=Deadline(seconds),
+                    timeout=Deadline(POLL_SECONDS),
                     lazy_decode=lazy_decode,
                 )
             )

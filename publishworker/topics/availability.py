@@ -1,12 +1,15 @@
-"""May a topic be published to now? Circuit breakers and rate limits, asked together."""
+"""May a topic be published to now? Topic controls, circuit breakers and rate limits, asked together."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from random import Random
 
 from publishworker.topics.circuit_breaker import CircuitBreakers, CircuitChange
 from publishworker.topics.rate_limit import RateLimits
-from publishworker.types import Batch, BatchResult
+from publishworker.types import Batch, BatchResult, TopicControls
+
+_log = logging.getLogger("publishworker")
 
 
 class Topics:
@@ -16,11 +19,20 @@ class Topics:
         """Begin with closed circuits and without limits; `places` is how many batches may be in flight."""
         self.circuits = CircuitBreakers(random, clock, places=places)
         self.rate_limits = RateLimits(clock)
+        self.paused: frozenset[str] = frozenset()
+
+    def control(self, controls: TopicControls, workers: int) -> None:
+        """Take in pauses and limits. Each of the live `workers` gets an equal part of a limit."""
+        for topics, what in ((controls.paused - self.paused, "paused"), (self.paused - controls.paused, "resumed")):
+            for topic in sorted(topics):
+                _log.info("%s is %s", topic, what, extra={"action": what})
+        self.paused = controls.paused
+        self.rate_limits.learn(controls.limits, workers)
 
     def unavailable(self, in_flight: Mapping[str, int]) -> frozenset[str]:
-        """Return the topics that a poll does not read: circuit open, or at a limit with these tasks `in_flight`."""
+        """Return the topics that a poll does not read: paused, circuit open, or at a limit with `in_flight` tasks."""
         allowed = self.rate_limits.allowances(in_flight)
-        return self.circuits.suspended() | {topic for topic, tasks in allowed.items() if not tasks}
+        return self.paused | self.circuits.suspended() | {topic for topic, tasks in allowed.items() if not tasks}
 
     def start(self, batch: Batch) -> Batch:
         """Return the batch as it is to be published, a probe for instance; its tasks count for the rate."""

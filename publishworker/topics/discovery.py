@@ -1,4 +1,4 @@
-"""Topic discovery: which topics have, or recently had, unsent tasks, and which are paused."""
+"""Topic discovery: which topics have, or recently had, unsent tasks."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -14,17 +14,11 @@ class KnownTopics:
         """Know none."""
         self._clock = clock
         self._seen: dict[str, float] = {}
-        self.paused: frozenset[str] = frozenset()
 
     @property
     def known(self) -> frozenset[str]:
         """Return all names."""
         return frozenset(self._seen)
-
-    @property
-    def open(self) -> frozenset[str]:
-        """Return the names whose tasks may be sent."""
-        return self.known - self.paused
 
     def see(self, topics: Iterable[str]) -> None:
         """Note topics that have unsent tasks."""

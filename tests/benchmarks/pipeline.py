@@ -13,7 +13,7 @@ from random import Random
 from typing import Any, cast
 
 from publishworker.spanner.store import Decide
-from publishworker.types import Candidate, Failed, LockedRow, News, Outcome, PollRequest, PollResult, Sent
+from publishworker.types import Candidate, Failed, LockedRow, Outcome, PollRequest, Sent, TopicControls, Workers
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.results import Section, figures
 from tests.support.parts import relay_of
@@ -71,7 +71,7 @@ class DistantStore:
             factor = self._random.lognormvariate(0, 0.35) * (SLOW if self._random.random() < self._slow else 1)
         time.sleep(milliseconds / 1000 * factor)
 
-    def poll(self, look: PollRequest) -> PollResult:
+    def poll(self, look: PollRequest) -> Sequence[Candidate]:
         self.travel(self._poll)
         most = look.per_range if look.topics else 0
         with self._lock:
@@ -79,11 +79,19 @@ class DistantStore:
         candidates = tuple(each for some in found for each in some)
         self.polls += 1
         self.rows += len(candidates)
-        if look.known is None:
-            return PollResult(candidates)
-        nobody: frozenset[str] = frozenset()
-        news = News(topics=frozenset({"topic"}) - look.known, paused=nobody, living=nobody, gone=nobody)
-        return PollResult(candidates, news)
+        return candidates
+
+    def discover(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
+        self.travel(self._poll)
+        return frozenset({"topic"}.difference(known))
+
+    def topic_controls(self) -> TopicControls:
+        self.travel(self._poll)
+        return TopicControls()
+
+    def workers(self) -> Workers:
+        self.travel(self._poll)
+        return Workers()
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         self.travel(LOCK)
@@ -115,7 +123,9 @@ class DistantPublisher:
 def relay(way: Way, tasks: int, seed: int, slow: float) -> tuple[float, float, float]:
     store = DistantStore(tasks, seed, slow, way.poll)
     limits: dict[str, Any] = {"batches": way.batches, "stragglers": way.left, "patience": way.patience}
-    made = relay_of(cast("Any", store), DistantPublisher(store), size=100, discovery_seconds=0.5, **limits)
+    made = relay_of(
+        cast("Any", store), DistantPublisher(store), size=100, discovery_seconds=0.5, refresh_seconds=2.0, **limits
+    )
     made.turn()  # learns the topic
     store.polls = store.rows = 0
     begin, published = time.perf_counter(), 0

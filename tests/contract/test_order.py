@@ -104,7 +104,7 @@ def test_a_deferred_task_waits_for_its_time_and_says_why(harness: Harness) -> No
     """Its attempts and its expiry stay, the poll does not see it, and under the lock it is known as deferred."""
     harness.insert("head", ordering_key="k", available_at=FUTURE)
     harness.insert("a", ordering_key="k", expires_at=FUTURE, attempts=2)
-    assert poll_ids(harness.store, "orders", known=()) == ["a"]
+    assert poll_ids(harness.store, "orders") == ["a"]
     harness.store.claim(["a"], lambda _rows, _now: {"a": Deferred(FUTURE, "head")})
     assert poll_ids(harness.store, "orders", due=True) == []
     names = ("available_at", "expires_at", "attempts", "last_error")

@@ -11,8 +11,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from outbox.storage.task_states import NEVER
-from publishworker.spanner.store import Store, Unsent
-from publishworker.types import News, TopicLimit
+from publishworker.spanner.store import Unsent
+from publishworker.types import TopicControls, TopicLimit, Workers
 from tests.support.fakes import serialized
 from tests.support.parts import look
 from tests.support.store_harness import Harness, poll_ids
@@ -22,17 +22,14 @@ NOW = datetime.now(UTC)
 FUTURE = datetime(2090, 1, 1, tzinfo=UTC)
 
 
-def news_of(store: Store, *known: str) -> News:
-    news = store.poll(look(known=known)).news
-    assert news is not None
-    return news
+ALL = range(10)
 
 
-def test_poll_of_an_empty_table_finds_nothing(harness: Harness) -> None:
-    found = harness.store.poll(look(known=[], due=True))
-    assert found.candidates == ()
-    assert found.news == News(topics=frozenset(), paused=frozenset(), living=frozenset(), gone=frozenset())
-    assert harness.store.poll(look()).news is None
+def test_empty_tables(harness: Harness) -> None:
+    assert harness.store.poll(look("orders", due=True, below=1)) == ()
+    assert harness.store.discover(ALL, ()) == frozenset()
+    assert harness.store.topic_controls() == TopicControls()
+    assert harness.store.workers() == Workers()
 
 
 def test_poll_returns_only_unsent_tasks_of_the_topics_asked_for(harness: Harness) -> None:
@@ -42,7 +39,7 @@ def test_poll_returns_only_unsent_tasks_of_the_topics_asked_for(harness: Harness
     harness.insert("other", topic="invoices")
     harness.insert("scheduled", available_at=FUTURE)
     harness.insert("dead", available_at=NEVER)
-    [candidate] = harness.store.poll(look("orders")).candidates
+    [candidate] = harness.store.poll(look("orders"))
     assert (candidate.id, candidate.topic, candidate.priority) == ("a", "orders", 7)
     assert (candidate.ordering_key, candidate.available_at, candidate.bytes) == ("key", None, len(serialized()))
     assert candidate.shard in range(10)
@@ -77,8 +74,8 @@ def test_poll_and_count_are_of_the_shards_asked_for(harness: Harness) -> None:
         harness.insert(str(n))
     by_shard = [poll_ids(harness.store, "orders", shards=[shard], per_range=20) for shard in range(10)]
     assert sorted(id for ids in by_shard for id in ids) == sorted(str(n) for n in range(20))
-    assert harness.store.poll(look("orders", shards=[])).candidates == ()
-    of_shard = Counter(each.shard for each in harness.store.poll(look("orders", per_range=20)).candidates)
+    assert harness.store.poll(look("orders", shards=[])) == ()
+    of_shard = Counter(each.shard for each in harness.store.poll(look("orders", per_range=20)))
     assert [of_shard[shard] for shard in range(10)] == [len(ids) for ids in by_shard]
     for shard, number in of_shard.items():
         assert harness.store.unsent([shard]) == [Unsent("orders", "pending", number)]
@@ -88,27 +85,34 @@ def test_poll_and_count_are_of_the_shards_asked_for(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("known", [[], ["m"], ["a", "m", "z"], ["b", "y"]])
-def test_probes_find_topics_in_every_gap(harness: Harness, known: list[str]) -> None:
+def test_discovery_finds_topics_in_every_gap(harness: Harness, known: list[str]) -> None:
     """Before, between and after the known topics, again until all are known, but no topic whose tasks are all sent."""
     every = {"aa", "kk", "mm", "zz", *known}
     for topic in every:
         harness.insert(str(uuid.uuid4()), topic=topic)
     harness.insert("sent", topic="old", sent_at=PAST)
     found = set(known)
-    while new := news_of(harness.store, *found).topics:
+    while new := harness.store.discover(ALL, found):
         found |= new
     assert found == every
+
+
+def test_discovery_reads_the_given_shards(harness: Harness) -> None:
+    harness.insert("a")
+    [candidate] = harness.store.poll(look("orders"))
+    assert harness.store.discover([candidate.shard], ()) == {"orders"}
+    assert harness.store.discover([each for each in ALL if each != candidate.shard], ()) == frozenset()
 
 
 def test_empty_names_are_names(harness: Harness) -> None:
     """Our functions refuse an empty topic or id; another writer may have inserted it, and it is found."""
     harness.insert("", topic="")
-    assert news_of(harness.store).topics == {""}
-    assert news_of(harness.store, "").topics == frozenset()
+    assert harness.store.discover(ALL, ()) == {""}
+    assert harness.store.discover(ALL, {""}) == frozenset()
     assert poll_ids(harness.store, "") == [""]
 
 
-def test_limits_and_pauses_are_told(harness: Harness) -> None:
+def test_topic_controls(harness: Harness) -> None:
     """To the last digit; a value that is not set is None. A paused topic keeps its limits until it is resumed."""
     limits = {
         "all": TopicLimit(0.5, 20, 3),
@@ -123,20 +127,13 @@ def test_limits_and_pauses_are_told(harness: Harness) -> None:
     }
     for topic, limit in limits.items():
         harness.limit(topic, limit)
-    news = news_of(harness.store)
-    assert news.limits == limits
-    assert (news.paused, news.topics, news.living, news.gone) == (frozenset(), frozenset(), frozenset(), frozenset())
+    assert harness.store.topic_controls() == TopicControls(frozenset(), limits)
     harness.limit("nothing", TopicLimit())
     harness.pause("all")
     harness.pause("invoices")
-    harness.insert("a")
-    found = harness.store.poll(look("orders", known=["orders"], due=True))
-    assert [each.id for each in found.candidates] == ["a"]
-    assert found.news == News(
-        topics=frozenset(), paused=frozenset({"all", "invoices"}), living=frozenset(), gone=frozenset(), limits=limits
-    )
+    assert harness.store.topic_controls() == TopicControls(frozenset({"all", "invoices"}), limits)
     harness.limit("no number", TopicLimit(float("nan"), 1))
-    assert str(news_of(harness.store).limits["no number"].rate) == "nan"
+    assert str(harness.store.topic_controls().limits["no number"].rate) == "nan"
 
 
 def test_a_heartbeat_makes_a_worker_live_until_it_leaves_or_falls_silent(harness: Harness) -> None:
@@ -146,13 +143,11 @@ def test_a_heartbeat_makes_a_worker_live_until_it_leaves_or_falls_silent(harness
     harness.store.heartbeat("leaving", NOW, [])
     for name, seconds in (("fresh", 5), ("silent", 20), ("gone", 7200)):
         harness.seen(name, seconds)
-    news = news_of(harness.store)
-    assert (news.living, news.gone) == ({"here", "leaving", "fresh"}, {"gone"})
+    assert harness.store.workers() == Workers(frozenset({"here", "leaving", "fresh"}), frozenset({"gone"}))
     harness.store.leave("leaving")
     harness.store.leave("never came")
     harness.store.heartbeat("here", NOW, ["gone", "not there"])
-    news = news_of(harness.store)
-    assert (news.living, news.gone) == ({"here", "fresh"}, frozenset())
+    assert harness.store.workers() == Workers(frozenset({"here", "fresh"}))
 
 
 def test_unsent_counts_by_topic_and_state(harness: Harness) -> None:

@@ -156,7 +156,7 @@ def test_polling_neither_blocks_nor_aborts_a_callers_transaction(database: Datab
     def work(transaction: object) -> None:
         attempts.append(1)
         outbox.register(transaction, topic, b"")
-        polled = threading.Thread(target=lambda: store.poll(look(topic, known=[], due=True)))
+        polled = threading.Thread(target=lambda: store.poll(look(topic, due=True)))
         polled.start()
         polled.join(20)
         assert not polled.is_alive()
@@ -186,8 +186,8 @@ def test_the_poll_reads_the_same_range_beside_sent_rows(database: Database, topi
     assert in_range(None, None) == pending
     assert in_range(datetime(1, 1, 1, tzinfo=UTC), datetime.now(UTC)) == due
     store = SpannerStore(database, shards=10)
-    assert {each.id for each in store.poll(look(topic)).candidates} == pending
-    assert {each.id for each in store.poll(look(topic, due=True)).candidates} == pending | due
+    assert {each.id for each in store.poll(look(topic))} == pending
+    assert {each.id for each in store.poll(look(topic, due=True))} == pending | due
 
 
 def test_the_poll_finds_what_a_scan_of_the_table_finds(database: Database, topic: str) -> None:
@@ -216,7 +216,7 @@ def test_the_poll_finds_what_a_scan_of_the_table_finds(database: Database, topic
         WHERE SentAt IS NULL AND (AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP())
         ORDER BY Shard, Topic, AvailableAt, Priority DESC, CreatedAt""",
     )
-    polled = SpannerStore(database, shards=10).poll(look(topic, other, per_range=150, due=True)).candidates
+    polled = SpannerStore(database, shards=10).poll(look(topic, other, per_range=150, due=True))
     first = datetime.min.replace(tzinfo=UTC)
     found = sorted(
         polled,
@@ -237,7 +237,7 @@ def test_a_backlog_costs_few_requests_and_few_rows(
         monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
         ours = open_relay_database(PROJECT, INSTANCE, own_database.database_id)
         store = EmulatorStore(ours, shards=10)
-        relay = make_relay(store, size=100, batches=8, stragglers=2, discovery_seconds=1000)
+        relay = make_relay(store, size=100, batches=8, stragglers=2, discovery_seconds=1000, refresh_seconds=1000)
         relay.turn()
         proxy.clear()
         published = 0

@@ -51,7 +51,10 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     heard = Heard(ours)
     schema.differences(ours, schema.statements())
     store = EmulatorStore(ours, schema.shard_count(ours))
-    store.poll(look("orders", per_range=9, due=True, below=0, known=()))
+    store.poll(look("orders", per_range=9, due=True, below=0))
+    store.discover(range(10), ())
+    store.topic_controls()
+    store.workers()
     store.key_heads([Key("orders", "k")], 9, skip_dead=True)
 
     recorded = FailedAttempt(1, NEVER, None, "error")

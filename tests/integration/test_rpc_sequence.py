@@ -31,14 +31,14 @@ from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import relay_of
 
 NOW = "2026-01-01T00:00:00Z"
-STRING, INT64, BYTES, TIMESTAMP, BOOL = (
-    getattr(TypeCode, name) for name in ("STRING", "INT64", "BYTES", "TIMESTAMP", "BOOL")
+STRING, INT64, BYTES, TIMESTAMP, BOOL, FLOAT64 = (
+    getattr(TypeCode, name) for name in ("STRING", "INT64", "BYTES", "TIMESTAMP", "BOOL", "FLOAT64")
 )
 CANDIDATE = (STRING, STRING, INT64, INT64, TIMESTAMP, TIMESTAMP, STRING, INT64)
 FRONT = (STRING, STRING, STRING, INT64, BOOL, BOOL, BOOL)
 LOCKED = (STRING, STRING, BYTES, STRING, TIMESTAMP, TIMESTAMP, TIMESTAMP, BOOL, INT64, TIMESTAMP, BOOL, BOOL, TIMESTAMP)
-POLL_READY = statements.poll(due=False, lower=False, news=False)
-POLL_ALL = statements.poll(due=True, lower=False, news=True)
+#: Reads of a turn that are not made at each poll.
+INTERVAL_TAGS = ("outbox-workers", "outbox-controls", "outbox-discover")
 
 
 @pytest.fixture
@@ -68,8 +68,11 @@ def prepare(mock: SpannerServicer, count: int, key: str | None = None) -> list[s
     ids = [f"task-{n:03}" for n in range(count)]
     body = base64.b64encode(serialized()).decode()
     found = [(id, "orders", 3 if key else n % 10, 50, NOW, None, key, 10) for n, id in enumerate(ids)]
-    mock.mock_spanner.add_result(POLL_ALL, result(CANDIDATE, found))
-    mock.mock_spanner.add_result(POLL_READY, result(CANDIDATE, found))
+    for statement in statements.POLLS.values():
+        mock.mock_spanner.add_result(statement, result(CANDIDATE, found))
+    mock.mock_spanner.add_result(statements.DISCOVER_TOPICS, result((STRING,), []))
+    mock.mock_spanner.add_result(statements.TOPIC_CONTROLS, result((STRING, BOOL, FLOAT64, INT64, INT64), []))
+    mock.mock_spanner.add_result(statements.WORKERS, result((STRING, INT64), []))
     locked = [(id, "orders", body, key, NOW, None, None, True, 0, None, False, False, NOW) for id in ids]
     mock.mock_spanner.add_result(statements.LOCK, result(LOCKED, locked))
     key_heads = [("orders", key, id, 10, True, False, False) for id in reversed(ids)]
@@ -82,11 +85,23 @@ def make_relay(
 ) -> Relay:
     store = SpannerStore(database, 10)
     publisher = publisher or FakePublisher("orders", project="p")
-    return relay_of(store, publisher, size=batch_size, batches=batches, discovery_seconds=1)
+    relay = relay_of(store, publisher, size=batch_size, batches=batches, discovery_seconds=1, refresh_seconds=2)
+    relay._poller._topics.see({"orders"})
+    return relay
+
+
+def requests(mock: SpannerServicer) -> list[Any]:
+    """Return the requests, except the reads that are made at an interval."""
+    return [each for each in mock.requests if tag(each) not in INTERVAL_TAGS]
+
+
+def tag(request: Any) -> str:
+    options = getattr(request, "request_options", None)
+    return getattr(options, "request_tag", "")
 
 
 def names(mock: SpannerServicer) -> list[str]:
-    return [type(request).__name__.removesuffix("Request") for request in mock.requests]
+    return [type(request).__name__.removesuffix("Request") for request in requests(mock)]
 
 
 def test_registering_in_a_batch_is_one_commit(mock: SpannerServicer, database: LimitedDatabase) -> None:
@@ -109,11 +124,11 @@ def test_a_batch_is_two_requests(mock: SpannerServicer, database: LimitedDatabas
     turn = make_relay(database).turn()
     assert turn.published == 100
     assert names(mock) == ["CreateSession", "ExecuteSql", "ExecuteSql", "Commit"]
-    _, poll, lock, commit = mock.requests
+    _, poll, lock, commit = requests(mock)
     assert poll.transaction.single_use.read_only.strong
     assert poll.request_options.priority == RequestOptions.Priority.PRIORITY_MEDIUM
     assert poll.request_options.request_tag == "outbox-poll"
-    assert poll.sql.count("AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}") == 3
+    assert poll.sql.count("AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}") == 2
     assert "Data" not in poll.sql
     assert lock.sql == statements.LOCK
     assert "LOCK_SCANNED_RANGES=exclusive" in lock.sql
@@ -126,6 +141,14 @@ def test_a_batch_is_two_requests(mock: SpannerServicer, database: LimitedDatabas
     assert list(commit.mutations[0].update.columns) == list(statements.MARK_CLEAN_COLUMNS)
 
 
+def test_reads_at_an_interval(mock: SpannerServicer, database: LimitedDatabase) -> None:
+    """Live workers, topic controls and unknown topics are read by the first turn and not again by the next."""
+    prepare(mock, 1)
+    relay = make_relay(database)
+    relay.turn(), relay.turn()
+    assert [tag(each) for each in mock.requests if tag(each) in INTERVAL_TAGS] == list(INTERVAL_TAGS)
+
+
 def test_an_ordered_batch_is_three_requests(mock: SpannerServicer, database: LimitedDatabase) -> None:
     """One more for the heads of its keys; the lock is of no range, so a caller's insert meets no lock of the relay."""
     ids = prepare(mock, 100, "key")
@@ -133,7 +156,7 @@ def test_an_ordered_batch_is_three_requests(mock: SpannerServicer, database: Lim
     relay = make_relay(database, publisher=publisher)
     assert relay.turn().published == 100
     assert names(mock) == ["CreateSession", "ExecuteSql", "ExecuteSql", "ExecuteSql", "Commit"]
-    poll, front, lock, commit = mock.requests[1:]
+    poll, front, lock, commit = requests(mock)[1:]
     tags = [each.request_options.request_tag for each in (poll, front, lock)]
     assert tags == ["outbox-poll", "outbox-order", "outbox-claim"]
     assert front.sql == statements.KEY_HEADS

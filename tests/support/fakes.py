@@ -24,13 +24,13 @@ from publishworker.types import (
     Key,
     LockedRow,
     Mark,
-    News,
     Outcome,
     PollRequest,
-    PollResult,
     QueuedTask,
     Sent,
+    TopicControls,
     TopicLimit,
+    Workers,
 )
 
 
@@ -67,12 +67,14 @@ class FakeStore:
         self.failed_commits_land = False
         self.away = False
         #: When each worker was last seen.
-        self.workers: dict[str, datetime] = {}
+        self.seen_at: dict[str, datetime] = {}
         self.beats = 0
         #: How often each task has been claimed.
         self.claimed: Counter[str] = Counter()
         #: What the polls asked for.
         self.looks: list[PollRequest] = []
+        #: The topics that were known at each discovery.
+        self.discoveries: list[frozenset[str]] = []
         self._lock = threading.Lock()
         self._row_locks: dict[str, threading.Lock] = {}
 
@@ -80,7 +82,7 @@ class FakeStore:
         shard = zlib.crc32((columns.get("ordering_key") or id).encode()) % len(self.shards)
         self.rows[id] = StoredTask(id, topic, data, shard, **columns)
 
-    def poll(self, look: PollRequest) -> PollResult:
+    def poll(self, look: PollRequest) -> Sequence[Candidate]:
         self._answer()
         self.looks.append(look)
         unsent = [row for row in list(self.rows.values()) if row.sent_at is None and row.shard in look.shards]
@@ -97,29 +99,37 @@ class FakeStore:
             if look.due:
                 ranges.append(sorted(due, key=lambda row: (row.available_at or NEVER, -row.priority, row.created_at)))
             found |= {row.id: row for rows in ranges for row in rows[: look.per_range]}
-        news = None if look.known is None else self._news({row.topic for row in unsent} - look.known)
-        return PollResult(tuple(_candidate(row) for row in found.values()), news)
+        return tuple(_candidate(row) for row in found.values())
 
-    def _news(self, topics: set[str]) -> News:
-        ages = {worker: (self.now - seen_at).total_seconds() for worker, seen_at in self.workers.items()}
-        return News(
-            topics=frozenset(topics),
-            paused=frozenset(self.paused),
-            limits={topic: limit for topic, limit in self.limits.items() if limit != TopicLimit()},
-            living=frozenset(worker for worker, age in ages.items() if age < statements.LIVENESS_TIMEOUT_SECONDS),
+    def discover(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
+        self._answer()
+        self.discoveries.append(frozenset(known))
+        unsent = (row for row in list(self.rows.values()) if row.sent_at is None and row.shard in shards)
+        return frozenset({row.topic for row in unsent}.difference(known))
+
+    def topic_controls(self) -> TopicControls:
+        self._answer()
+        limits = {topic: limit for topic, limit in self.limits.items() if limit != TopicLimit()}
+        return TopicControls(frozenset(self.paused), limits)
+
+    def workers(self) -> Workers:
+        self._answer()
+        ages = {worker: (self.now - seen_at).total_seconds() for worker, seen_at in self.seen_at.items()}
+        return Workers(
+            live=frozenset(worker for worker, age in ages.items() if age < statements.LIVENESS_TIMEOUT_SECONDS),
             gone=frozenset(worker for worker, age in ages.items() if age > statements.FORGET_WORKER_SECONDS),
         )
 
     def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
         self._answer()
         self.beats += 1
-        self.workers[worker] = self.now
+        self.seen_at[worker] = self.now
         for each in remove:
-            self.workers.pop(each, None)
+            self.seen_at.pop(each, None)
 
     def leave(self, worker: str) -> None:
         self._answer()
-        self.workers.pop(worker, None)
+        self.seen_at.pop(worker, None)
 
     def key_heads(self, keys: Collection[Key], per_key: int, *, skip_dead: bool) -> Mapping[Key, Sequence[QueuedTask]]:
         self._answer()

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from publishworker.spanner.store import Decide, NotWritten, StoreError
-from publishworker.types import FailedAttempt, Key, Mark, PollRequest, PollResult, QueuedTask, Sent
+from publishworker.types import Candidate, FailedAttempt, Key, Mark, PollRequest, QueuedTask, Sent
 from tests.support.fakes import FakeStore, StoredTask
 from tests.support.order_pubsub import Request
 from tests.support.order_repeats import REMEMBERED, Cause
@@ -43,7 +43,7 @@ class ModelStore(FakeStore):
         self.now += timedelta(microseconds=1)
         return self.now
 
-    def poll(self, look: PollRequest) -> PollResult:
+    def poll(self, look: PollRequest) -> Sequence[Candidate]:
         poll = super().poll(look)
         worker: Any = here().crew
         worker.fronts_at = None

@@ -41,13 +41,12 @@ def relay_of(
         Metrics(client),
         membership or Membership(store, "worker", store.shards),
         limits=Limits(size, batch_bytes, batches),
-        **{"discovery_seconds": 0, "random": random, **options},
+        **{"discovery_seconds": 0, "refresh_seconds": 0, "random": random, **options},
     )
 
 
 def look(
     *topics: str,
-    known: Iterable[str] | None = None,
     shards: Iterable[int] = range(10),
     per_range: int = 100,
     **more: Any,
@@ -56,6 +55,5 @@ def look(
         shards=tuple(shards),
         topics=frozenset(topics),
         per_range=per_range,
-        known=None if known is None else frozenset(known),
         **more,
     )

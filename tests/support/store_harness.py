@@ -42,7 +42,7 @@ class FakeHarness:
         del self._fake.rows[id]
 
     def seen(self, worker: str, seconds: float) -> None:
-        self._fake.workers[worker] = self._fake.now - timedelta(seconds=seconds)
+        self._fake.seen_at[worker] = self._fake.now - timedelta(seconds=seconds)
 
 
 class SpannerHarness:
@@ -88,4 +88,4 @@ Harness = FakeHarness | SpannerHarness
 
 
 def poll_ids(store: Store, *topics: str, **options: Any) -> list[str]:
-    return [each.id for each in store.poll(look(*topics, **options)).candidates]
+    return [each.id for each in store.poll(look(*topics, **options))]

@@ -148,7 +148,7 @@ def test_a_large_replay_does_not_starve_new_tasks() -> None:
     bench.insert(*[f"new{n}" for n in range(1000)])
     bench.relay.turn(), bench.relay.turn()
     bench.publisher.published.clear()
-    bench.relay._poller._discovery_seconds = 1e9  # no more news
+    bench.relay._poller._discovery_seconds = 1e9
     for _ in range(10):
         bench.relay.turn()
     kinds = Counter(id.rstrip("0123456789") for id in bench.publisher.ids())

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Collection
 from datetime import timedelta
 
 import pytest
@@ -45,33 +46,33 @@ def test_a_worker_that_joins_moves_few_shards() -> None:
 
 
 class Watch(Membership):
-    def __init__(self, **options: bool) -> None:
+    def __init__(self) -> None:
         self.store, self.seconds = FakeStore(), 100.0
-        super().__init__(self.store, "me", ALL, clock=lambda: self.seconds, **options)
+        super().__init__(self.store, "me", ALL, clock=lambda: self.seconds)
+
+    def see(self, *live: str, gone: Collection[str] = ()) -> tuple[int, ...]:
+        old = timedelta(seconds=statements.FORGET_WORKER_SECONDS + 1)
+        self.store.seen_at = dict.fromkeys(live, self.store.now) | dict.fromkeys(gone, self.store.now - old)
+        self.refresh()
+        return self.shards
 
 
 def test_alone_a_worker_has_all_shards_and_with_others_its_part() -> None:
     watch = Watch()
     assert watch.shards == ALL
-    assert watch.learn({"other", "me"}, set())
-    assert watch.shards == divide({"me", "other"}, ALL)["me"]
-    assert not watch.learn({"other", "me"}, set())
-    assert watch.learn({"me"}, set())
-    assert watch.shards == ALL
+    assert watch.see("other", "me") == divide({"me", "other"}, ALL)["me"]
+    assert watch.see("me") == ALL
 
 
 def test_after_an_outage_nobody_believes_to_be_alone() -> None:
     """All heartbeats are old then, one's own as well: the division stays until the others had time to beat."""
     watch = Watch()
-    watch.learn({"me", "other"}, set())
-    mine = watch.shards
+    mine = watch.see("me", "other")
     watch.seconds += 60
-    assert not watch.learn(set(), set())
-    assert not watch.learn({"me"}, set())
-    assert watch.shards == mine
+    assert watch.see() == mine != ALL
+    assert watch.see("me") == mine
     watch.seconds += HEARTBEAT_INTERVAL_SECONDS
-    assert watch.learn({"me"}, set())
-    assert watch.shards == ALL
+    assert watch.see("me") == ALL
 
 
 def test_the_heartbeat_is_written_every_five_seconds() -> None:
@@ -79,18 +80,17 @@ def test_the_heartbeat_is_written_every_five_seconds() -> None:
     watch = Watch()
     assert watch.seconds_to_beat == 0
     watch.beat()
-    assert set(watch.store.workers) == {"me"}
+    assert set(watch.store.seen_at) == {"me"}
     assert watch.seconds_to_beat == HEARTBEAT_INTERVAL_SECONDS
-    watch.store.workers["dead"] = watch.store.workers.pop("me")
-    watch.learn({"me"}, {"dead", "me"})  # as after an hour in which heartbeats were refused
+    watch.see(gone=["dead", "me"])  # as after an hour in which heartbeats were refused
     watch.seconds += HEARTBEAT_INTERVAL_SECONDS - 0.1
     watch.beat()
-    assert set(watch.store.workers) == {"dead"}
+    assert set(watch.store.seen_at) == {"dead", "me"}
     watch.seconds += 0.1
     watch.beat()
-    assert set(watch.store.workers) == {"me"}
+    assert set(watch.store.seen_at) == {"me"}
     watch.leave()
-    assert not watch.store.workers
+    assert not watch.store.seen_at
 
 
 def test_a_heartbeat_that_fails_stops_nothing_and_is_said_when_polls_succeed(caplog: pytest.LogCaptureFixture) -> None:
@@ -100,36 +100,37 @@ def test_a_heartbeat_that_fails_stops_nothing_and_is_said_when_polls_succeed(cap
     with caplog.at_level(logging.WARNING, "publishworker"):
         watch.beat()
         assert caplog.records == []
-        watch.learn({"other"}, set())
+        watch.store.away = False
+        watch.see("other")
+        watch.store.away = True
         watch.leave()
-    assert [record.__dict__["action"] for record in caplog.records] == ["fleet"]
+    assert [record.__dict__["action"] for record in caplog.records] == ["heartbeat"]
     assert "the fake store is away" in caplog.records[0].getMessage()
 
 
 def test_an_assignment_is_logged_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
     watch = Watch()
     with caplog.at_level(logging.INFO, "publishworker"):
-        for living in ({"me"}, {"me", "other"}, {"me", "other"}):
-            watch.learn(living, set())
+        for live in (["me"], ["me", "other"], ["me", "other"]):
+            watch.see(*live)
     assert [record.__dict__["action"] for record in caplog.records] == ["assigned"]
     assert caplog.messages[0].startswith("2 live workers; this one polls shards ")
 
 
 def test_a_worker_takes_tasks_of_its_own_shards_only(bench: Bench) -> None:
-    """From the poll that tells of another worker on, also of what that poll itself found."""
-    bench.store.workers["worker"] = bench.store.now
+    """From the turn that reads the heartbeat of another worker."""
+    bench.store.seen_at["worker"] = bench.store.now
     bench.insert("known")
     bench.turns()
     bench.publisher.published.clear()
-    bench.store.workers["other"] = bench.store.now
+    bench.store.seen_at["other"] = bench.store.now
     bench.insert(*[str(n) for n in range(200)])
     mine = set(divide({"worker", "other"}, ALL)["worker"])
     bench.turns(50)
     assert {bench.store.rows[id].shard for id in bench.publisher.ids()} == set(bench.store.looks[-1].shards) == mine
     assert bench.unsent()
     bench.store.now += timedelta(seconds=statements.LIVENESS_TIMEOUT_SECONDS)
-    bench.store.workers["worker"] = bench.store.now
-    assert bench.relay.turn().discovered
+    bench.store.seen_at["worker"] = bench.store.now
     bench.turns(50)
     assert bench.unsent() == []
     assert sorted(["known", *bench.publisher.ids()]) == sorted(bench.store.rows)

@@ -34,7 +34,7 @@ class Recording(FakeStore):
         return super().key_heads(keys, per_key, skip_dead=skip_dead)
 
     def sendable(self, size: int) -> dict[str, tuple[str, ...]]:
-        found = self.poll(look("orders")).candidates
+        found = self.poll(look("orders"))
         parts = Ordering(self, Limits(size, 10_000_000, 2), self.random, skip_dead=False)
         candidates = parts.resolve(found, frozenset()).candidates
         return {each.ordering_key or "": (each.id, *each.behind) for each in candidates}
@@ -134,7 +134,7 @@ def test_a_key_is_one_candidate_as_urgent_as_the_most_urgent_that_was_seen(bench
     bench.line("b", priority=100, created_at=at + timedelta(seconds=1))
     bench.line("c", priority=100, created_at=at + timedelta(seconds=2))
     ordering = Ordering(bench.store, Limits(10, 10_000, 2), Random(1), skip_dead=False)
-    seen = bench.store.poll(look("orders")).candidates
+    seen = bench.store.poll(look("orders"))
     key_heads = ordering.resolve(seen, frozenset())
     [run] = key_heads.candidates
     assert not key_heads.busy

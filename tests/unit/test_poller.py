@@ -1,4 +1,4 @@
-"""What each poll asks for: news and due tasks now and then, lower priorities when they are owed, and no more."""
+"""What each poll reads: unknown topics and due tasks now and then, lower priorities when they are owed."""
 
 from datetime import timedelta
 
@@ -7,7 +7,6 @@ import pytest
 from publishworker.membership import Membership
 from publishworker.poller import Poller, PollSize
 from publishworker.topics.discovery import FORGET_TOPIC_SECONDS
-from publishworker.topics.rate_limit import RateLimits
 from publishworker.types import PollRequest
 from tests.support.fakes import FakeStore
 
@@ -16,10 +15,10 @@ class Watch:
     def __init__(self) -> None:
         self.store = FakeStore()
         self.seconds = 100.0
+        self.membership = Membership(self.store, "me", self.store.shards, clock=lambda: self.seconds)
         self.poller = Poller(
             self.store,
-            Membership(self.store, "me", self.store.shards, clock=lambda: self.seconds),
-            RateLimits(lambda: self.seconds),
+            self.membership,
             target_rows=100,
             discovery_seconds=1.0,
             clock=lambda: self.seconds,
@@ -37,47 +36,51 @@ class Watch:
 @pytest.fixture
 def watch() -> Watch:
     made = Watch()
-    made.poll()
+    made.poller.poll(None, ())
     return made
 
 
-def test_news_are_looked_for_once_in_a_while_and_again_at_once_after_a_discovery(watch: Watch) -> None:
-    """The first poll does; then none for a second. Only a new topic is a discovery: it asks again for others."""
-    assert watch.store.looks[0].known is not None
-    assert watch.poll().known is None
+def test_topics_are_discovered_at_an_interval_and_again_until_none_is_unknown(watch: Watch) -> None:
+    """Without known topics there is no poll."""
+    assert watch.store.discoveries == [frozenset()]
+    assert not watch.poller.poll(None, ()).discovered
+    assert (len(watch.store.discoveries), watch.store.looks) == (1, [])
     watch.find()
     assert watch.poller.poll(None, ()).discovered
-    assert watch.poll().known == {"orders"}
-    assert watch.poll().known is None
-    news = watch.store._news
-    watch.store._news = lambda topics: news(topics | {"orders"})
-    watch.seconds += 1
+    assert [each.id for each in watch.poller.poll(None, ()).candidates] == ["a"]
     assert not watch.poller.poll(None, ()).discovered
-    assert watch.poll().known is None
+    watch.poll()
+    assert watch.store.discoveries == [frozenset(), frozenset(), {"orders"}]
 
 
-def test_due_tasks_are_read_with_the_news_and_as_long_as_there_are_any(watch: Watch) -> None:
+def test_other_shards_are_searched_for_topics_at_once(watch: Watch) -> None:
+    watch.membership.shards = (1, 2)
+    watch.poller.poll(None, ())
+    watch.poller.poll(None, ())
+    assert len(watch.store.discoveries) == 2
+
+
+def test_due_tasks_are_read_with_each_discovery_and_as_long_as_there_are_any(watch: Watch) -> None:
     """Half of each turn is theirs only if each poll sees them."""
-    assert not watch.poll().due
     watch.find(available_at=watch.store.now - timedelta(hours=1))
-    watch.poll(), watch.poll()
+    watch.poller.poll(None, ()), watch.poll()
     assert [watch.poll().due, watch.poll().due] == [True, True]
-    del watch.store.rows["a"]
+    watch.store.rows["a"].available_at = None
     watch.poll()
     assert not watch.poll().due
 
 
 def test_a_topic_that_always_has_tasks_is_never_forgotten(watch: Watch) -> None:
     watch.find()
-    watch.poll()
+    watch.poller.poll(None, ())
     for _ in range(5):
         watch.seconds += FORGET_TOPIC_SECONDS / 2
         watch.poll()
         assert watch.poll().topics == {"orders"}
     del watch.store.rows["a"]
     watch.seconds += FORGET_TOPIC_SECONDS + 1
-    watch.poll()
-    assert watch.poll().topics == frozenset()
+    watch.poller.poll(None, ())
+    assert watch.poller.topics == frozenset()
 
 
 @pytest.mark.parametrize("ranges", [1, 3, 10, 100, 1000])

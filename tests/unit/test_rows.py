@@ -1,4 +1,4 @@
-"""From protobuf values to tasks: NULL, times at the edges, and rows that are no tasks."""
+"""From protobuf values to tasks: NULL, and times at the edges."""
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from google.protobuf.struct_pb2 import ListValue, Value
 
-from publishworker.spanner import rows, statements
-from publishworker.types import LockedRow, News, TopicLimit
+from publishworker.spanner import rows
+from publishworker.types import LockedRow
 
 AT = "2026-01-01T12:00:00.123456Z"
 NOON = datetime(2026, 1, 1, 12, 0, 0, 123456, tzinfo=UTC)
@@ -35,27 +35,9 @@ def test_every_time_that_spanner_has_is_read(text: str, expected: datetime) -> N
     assert (found.created_at, found.available_at) == (expected, expected)
 
 
-def test_a_task_of_two_ranges_comes_once_and_rows_without_id_are_news() -> None:
-    """The kinds of news are told apart by the column of the shard."""
+def test_a_task_in_two_ranges_is_one_candidate() -> None:
     task = values("a", "orders", 7, 50, AT, None, None, 1)
-    found = [
-        task,
-        task,
-        values(None, "found", 0, 0, None, None, None, 0),
-        values(None, "found", 9, 0, None, None, None, 0),
-        values(None, "paused", statements.PAUSED, 0, None, None, None, 0),
-        values(None, "alive", statements.LIVING, 0, None, None, None, 0),
-        values(None, "dead", statements.GONE, 0, None, None, None, 0),
-        values(None, "slow", statements.LIMITED, 5, None, None, "0.5", 2),
-        values(None, "wrong", statements.LIMITED, None, None, None, "nan", None),
-    ]
-    assert [each.id for each in rows.candidates(found)] == ["a"]
-    news = rows.news(found)
-    assert news.limits["slow"] == TopicLimit(rate=0.5, burst=2, in_flight=5)
-    assert (str(news.limits["wrong"].rate), news.limits["wrong"].burst) == ("nan", None)
-    assert replace(news, limits={}) == News(
-        topics=frozenset({"found"}), paused=frozenset({"paused"}), living=frozenset({"alive"}), gone=frozenset({"dead"})
-    )
+    assert [each.id for each in rows.candidates([task, task])] == ["a"]
 
 
 def test_a_task_is_due_and_expired_at_the_moment_that_its_row_names() -> None:

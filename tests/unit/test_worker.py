@@ -47,7 +47,7 @@ class Script:
 
     def turn(self, stopping: Callable[[], bool]) -> Turn:
         assert stopping == self.stop.is_set
-        self.events.append("turn" if "me" in self.store.workers else "turn without shards")
+        self.events.append("turn" if "me" in self.store.seen_at else "turn without shards")
         self.stop.seconds += self._seconds
         step = self._steps.pop(0)
         if not self._steps:
@@ -57,7 +57,7 @@ class Script:
         return step
 
     def finish(self) -> Turn:
-        self.events.append("finish" if "me" not in self.store.workers else "finish with shards")
+        self.events.append("finish" if "me" not in self.store.seen_at else "finish with shards")
         if self._end:
             raise self._end
         return IDLE
@@ -175,7 +175,7 @@ def test_a_stuck_batch_ends_the_loop_when_the_others_have_ended(others: tuple[Ba
     with pytest.raises(StuckBatch, match="1 tasks of topic orders has been in flight for 121 s") as caught:
         script.run(beats=True)
     assert script.events[-2:] == ["turn", "finish"]
-    assert script.store.workers == {}
+    assert script.store.seen_at == {}
     assert [batch.ids for batch in caught.value.batches] == [("a",), *(batch.ids for batch in others)]
     assert str(caught.value).endswith(", and 2 more") == bool(others)
 
