@@ -33,10 +33,12 @@ TABLE = StructType(
         StructField("Shard", _NUMBER, nullable=False),
         StructField("CreatedAt", _TIME, nullable=False),
         StructField("AvailableAt", _TIME),
+        StructField("BlockedBy", _TEXT),
         StructField("ExpiresAt", _TIME),
         StructField("AtMostOnce", _YES, nullable=False),
         StructField("Attempts", _NUMBER, nullable=False),
         StructField("LastError", _TEXT),
+        StructField("TimesSent", _NUMBER, nullable=False),
         StructField("SentAt", _TIME),
     ]
 )

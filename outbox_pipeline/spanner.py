@@ -134,32 +134,29 @@ class Table(TaskTable):
     def require_replays(self) -> None:
         """Return if a replay can be noted. Raises NotReached."""
         if wrong := schema.differences(self._database, schema.statements(), request_options=SCHEMA_OPTIONS):
-            raise NotReached(
-                f"{self.name}: {'; '.join(wrong)}. Run `outbox schema apply`, or schema/migrations/000002.sql for the "
-                "table of replays alone"
-            )
+            raise NotReached(f"{self.name}: {'; '.join(wrong)}. Run `outbox schema apply`")
 
-    def begin_replay(self, id: str, source: str, predicate: str) -> datetime:
+    def begin_replay(self, id: str, selection: str) -> datetime:
         """Note a replay, and return when it began: what was sent before then is sent again."""
-        columns = ("ReplayId", "StartedAt", "Source", "Predicate", "Principal")
+        columns = ("OperationId", "Operation", "StartedAt", "Principal", "Selection")
         with self._errors(), self._batch("outbox-pipeline-replay") as batch:
-            batch.insert(schema.REPLAYS, columns, [(id, COMMIT_TIMESTAMP, source, predicate, self._principal)])
+            batch.insert(schema.OPERATIONS, columns, [(id, "replay", COMMIT_TIMESTAMP, self._principal, selection)])
         # A plain time, which travels to executors.
         return datetime.fromisoformat(shown(batch.committed))
 
     def replay(self, id: str) -> tuple[datetime, datetime | None, str] | None:
-        """Return StartedAt, FinishedAt and Predicate of a replay, or None if there is none of that id."""
-        columns = ("StartedAt", "FinishedAt", "Predicate")
-        rows = self.read(schema.REPLAYS, columns, KeySet(keys=[[id]]), "outbox-pipeline-replay")
-        if not rows:
+        """Return StartedAt, FinishedAt and Selection of a replay, or None if there is none with this ID."""
+        columns = ("Operation", "StartedAt", "FinishedAt", "Selection")
+        rows = self.read(schema.OPERATIONS, columns, KeySet(keys=[[id]]), "outbox-pipeline-replay")
+        if not rows or rows[0][0] != "replay":
             return None
-        [[started_at, finished_at, predicate]] = rows
-        return datetime.fromisoformat(shown(started_at)), finished_at, predicate
+        [[_, started_at, finished_at, selection]] = rows
+        return datetime.fromisoformat(shown(started_at)), finished_at, selection
 
     def end_replay(self, id: str, tasks: int) -> None:
         """Note that a replay is finished, and how many tasks it was about."""
         with self._errors(), self._batch("outbox-pipeline-replay") as batch:
-            batch.update(schema.REPLAYS, ("ReplayId", "FinishedAt", "Tasks"), [(id, COMMIT_TIMESTAMP, tasks)])
+            batch.update(schema.OPERATIONS, ("OperationId", "FinishedAt", "Tasks"), [(id, COMMIT_TIMESTAMP, tasks)])
 
     @property
     def _principal(self) -> str | None:

@@ -155,7 +155,7 @@ def open_store(settings: DatabaseSettings) -> SpannerStore:
 
 def verified_shards(database: LimitedDatabase) -> int:
     """Return the table's shard count. Raises NotReached if the table is missing or has another shape."""
-    wrong = schema.differences(database, schema.statements(pipeline=False))
+    wrong = schema.differences(database, schema.statements(relay_only=True))
     if wrong:
         raise NotReached(f"database {database.name}: " + "; ".join(wrong) + ". See `outbox schema apply`.")
     return schema.shard_count(database)

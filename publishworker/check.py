@@ -71,7 +71,7 @@ def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Findi
 
 
 def _table(database: LimitedDatabase) -> Finding:
-    wrong = schema.differences(database, schema.statements(pipeline=False))
+    wrong = schema.differences(database, schema.statements(relay_only=True))
     if wrong:
         return Finding("wrong", f"table: {'; '.join(wrong)}. Run `outbox schema apply`, or see docs/guide/schema.md")
     return Finding("ok", f"table: {database.name}, {schema.shard_count(database)} shards")

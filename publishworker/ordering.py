@@ -5,7 +5,7 @@ be sent (docs/guide/ordering.md). A later commit has a later CreatedAt than any 
 the prefix.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from random import Random
@@ -59,7 +59,7 @@ class Ordering:
         busy = len(keys) < len(by_key)
         if not keys:
             return ResolvedKeys(unordered, busy=busy)
-        queues = self._read(keys)
+        queues = self._read({key: tasks[0].shard for key, tasks in keys.items()})
         prefixes: list[Candidate] = []
         blocked: list[Batch] = []
         for key, tasks in keys.items():
@@ -73,7 +73,7 @@ class Ordering:
                 blocked += _deferrals(key, queue[0].id, tasks, self._limits)
         return ResolvedKeys(unordered + prefixes, blocked, busy)
 
-    def _read(self, keys: Collection[Key]) -> dict[Key, list[QueuedTask]]:
+    def _read(self, keys: Mapping[Key, int]) -> dict[Key, list[QueuedTask]]:
         """Return the first unsent tasks of each key, without expired ones that are not due, which may be many.
 
         A key with more of those than a worker can read is blocked, and logged.
@@ -87,7 +87,8 @@ class Ordering:
             further = [key for key, tasks in found.items() if len(tasks) == rows and len(queues[key]) < wanted]
             rows += max((len(found[key]) - len(queues[key]) for key in further), default=0)
             # A later poll reads the other keys. A key that exceeds the limit alone cannot be read at all.
-            keys = self._random.sample(further, min(len(further), MAX_EXPIRED_ROWS // rows))
+            chosen = self._random.sample(further, min(len(further), MAX_EXPIRED_ROWS // rows))
+            keys = {key: keys[key] for key in chosen}
             for key in further:
                 if rows > MAX_EXPIRED_ROWS and not queues[key]:
                     self._log_crowded_key(key.topic, [each.id for each in found[key]])

@@ -51,6 +51,10 @@ class QueuedTask:
     expired_early: bool = False  # expired before it was due, so it blocks no later task
 
 
+#: The first unsent tasks of each key, in order.
+KeyHeads = Mapping[Key, Sequence[QueuedTask]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PollRequest:
     """What one poll reads: the ready tasks of these shards and topics, and optionally more."""
@@ -125,11 +129,12 @@ class LockedRow:
     created_at: datetime
     available_at: datetime | None
     sent_at: datetime | None
-    clean: bool = False  # no trace of earlier attempts, so a mark only writes SentAt
+    clean: bool = False  # no trace of earlier attempts, so a mark only writes SentAt and TimesSent
     attempts: int = 0
     expires_at: datetime | None = None
     at_most_once: bool = False
     deferred: bool = False
+    times_sent: int = 0
 
     def is_due(self, now: datetime) -> bool:
         """Tell whether the task may be sent at `now`, the database's time."""
@@ -155,12 +160,13 @@ class Version:
     expires_at: datetime | None
     attempts: int
     deferred: bool
+    times_sent: int
 
     @classmethod
     def of(cls, row: LockedRow) -> "Version":
         """Return a row's version."""
         times = row.created_at, row.available_at, row.expires_at
-        return cls(row.topic, row.ordering_key, *times, row.attempts, row.deferred)
+        return cls(row.topic, row.ordering_key, *times, row.attempts, row.deferred, row.times_sent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,25 @@
--- Database roles (fine-grained access control), for those who want less than roles/spanner.databaseUser, which may read
--- and write everything in the database. Optional: OUTBOX_DATABASE_ROLE=publishworker makes the worker act in its role.
+-- Database roles (fine-grained access control). They are optional, and allow less than roles/spanner.databaseUser, which
+-- may read and write everything in the database. With OUTBOX_DATABASE_ROLE=publishworker the worker uses its role.
 -- Privileges: https://cloud.google.com/spanner/docs/fgac-privileges
 -- The emulator has no roles. A test holds the lists of columns to what the code writes.
 
 -- The relay. It can register nothing, and change neither a message nor where it goes.
 CREATE ROLE publishworker;
 GRANT SELECT ON TABLE AsynchronousTasks, AsynchronousTaskTopics, AsynchronousTaskWorkers TO ROLE publishworker;
-GRANT UPDATE(Id, SentAt, AvailableAt, ExpiresAt, LastError, Attempts) ON TABLE AsynchronousTasks TO ROLE publishworker;
+GRANT UPDATE(Id, SentAt, TimesSent, AvailableAt, BlockedBy, ExpiresAt, LastError, Attempts)
+  ON TABLE AsynchronousTasks TO ROLE publishworker;
 GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskWorkers TO ROLE publishworker;
 
--- Who runs `outbox status`, `list`, `show`, `retry`, `purge`, `discard`, `topics`, `pause`, `resume` and `limit`.
+-- Operators, who run the `outbox` commands.
 CREATE ROLE outbox_operator;
-GRANT SELECT ON TABLE AsynchronousTasks, AsynchronousTaskTopics, AsynchronousTaskWorkers TO ROLE outbox_operator;
-GRANT UPDATE(Id, SentAt, AvailableAt, ExpiresAt, Attempts) ON TABLE AsynchronousTasks TO ROLE outbox_operator;
+GRANT SELECT ON TABLE AsynchronousTasks, AsynchronousTaskTopics, AsynchronousTaskWorkers, AsynchronousTaskOperations
+  TO ROLE outbox_operator;
+GRANT UPDATE(Id, SentAt, AvailableAt, BlockedBy, ExpiresAt, Attempts) ON TABLE AsynchronousTasks TO ROLE outbox_operator;
 GRANT DELETE ON TABLE AsynchronousTasks TO ROLE outbox_operator;
 GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskTopics TO ROLE outbox_operator;
+GRANT INSERT, UPDATE ON TABLE AsynchronousTaskOperations TO ROLE outbox_operator;
 
--- What an application needs beside its own tables: it registers tasks, and reads no message.
+-- Applications. They register tasks, and read no message.
 CREATE ROLE outbox_application;
 GRANT SELECT(Id) ON TABLE AsynchronousTasks TO ROLE outbox_application;
 GRANT INSERT(Id, Topic, Data, Priority, OrderingKey, Sequence, CreatedAt, AvailableAt, ExpiresAt, AtMostOnce)
@@ -26,10 +29,10 @@ GRANT INSERT(Id, Topic, Data, Priority, OrderingKey, Sequence, CreatedAt, Availa
 -- `replay` updates, and inserts what was purged.
 CREATE ROLE outbox_pipeline;
 GRANT SELECT, DELETE ON TABLE AsynchronousTasks TO ROLE outbox_pipeline;
-GRANT UPDATE(Id, SentAt, AvailableAt, ExpiresAt, LastError, Attempts) ON TABLE AsynchronousTasks
-  TO ROLE outbox_pipeline;
+GRANT UPDATE(Id, SentAt, TimesSent, AvailableAt, BlockedBy, ExpiresAt, LastError, Attempts)
+  ON TABLE AsynchronousTasks TO ROLE outbox_pipeline;
 GRANT SELECT ON TABLE AsynchronousTaskTopics, AsynchronousTaskWorkers TO ROLE outbox_pipeline;
 GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskWorkers TO ROLE outbox_pipeline;
 GRANT INSERT(Id, Topic, Data, Priority, OrderingKey, Sequence, CreatedAt, AvailableAt, ExpiresAt, AtMostOnce)
   ON TABLE AsynchronousTasks TO ROLE outbox_pipeline;
-GRANT SELECT, INSERT, UPDATE ON TABLE AsynchronousTaskReplays TO ROLE outbox_pipeline;
+GRANT SELECT, INSERT, UPDATE ON TABLE AsynchronousTaskOperations TO ROLE outbox_pipeline;

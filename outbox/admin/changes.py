@@ -27,7 +27,7 @@ PAGE = 20 * CHUNK
 RELEASED_AT_ONCE = 20
 _LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 #: The columns that a retry writes. `retried` returns the values.
-RETRIED = ("Id", "SentAt", "ExpiresAt", "Attempts", "AvailableAt")
+RETRIED = ("Id", "SentAt", "BlockedBy", "ExpiresAt", "Attempts", "AvailableAt")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +98,7 @@ class _Row(NamedTuple):
     id: str
     topic: str
     ordering_key: str | None
+    shard: int
     state: str
     matches: bool
     now: datetime
@@ -138,7 +139,7 @@ def retry(table: TaskTable, selection: TaskSelection) -> Iterator[Outcome]:
 
 def retried(id: str, now: datetime) -> tuple[object, ...]:
     """Return the values of RETRIED: unsent, due `now`, without failed attempts and without an expiry."""
-    return (id, None, None, 0, now)
+    return (id, None, None, None, 0, now)
 
 
 def purge(table: TaskTable, selection: TaskSelection) -> Iterator[Outcome]:
@@ -166,7 +167,7 @@ def discard(
     try:
         for outcome in _change(table, TaskSelection(state="dead", ids=tuple(ids)), "outbox-discard", write):
             log(outcome.changed, True)
-            keys = {(row.topic, row.ordering_key) for row in deleting if row.ordering_key}
+            keys = {(row.topic, row.ordering_key, row.shard) for row in deleting if row.ordering_key}
             deleting.clear()
             yield dataclasses.replace(outcome, warning=_release_heads(table, sorted(keys)))
     finally:
@@ -178,7 +179,7 @@ def _delete(transaction: Transaction, rows: Sequence[_Row]) -> None:
     transaction.delete(_TABLE, KeySet(keys=[[row.id] for row in rows]))
 
 
-def _release_heads(table: TaskTable, keys: Sequence[tuple[str, str]]) -> str | None:
+def _release_heads(table: TaskTable, keys: Sequence[tuple[str, str, int]]) -> str | None:
     """Make the head of each key due if it is deferred. The relay releases the tasks behind it.
 
     Return a warning if that failed, or None. Without it, the tasks are sent when their deferred time ends.
@@ -186,7 +187,7 @@ def _release_heads(table: TaskTable, keys: Sequence[tuple[str, str]]) -> str | N
     try:
         for start in range(0, len(keys), RELEASED_AT_ONCE):
             some = keys[start : start + RELEASED_AT_ONCE]
-            values = {"topics": [topic for topic, _ in some], "keys": [key for _, key in some]}
+            values = {name: [key[place] for key in some] for place, name in enumerate(("topics", "keys", "shards"))}
             key_heads = [id for (id,) in table.query(statements.KEY_HEADS, "outbox-wake", values, seconds=SCAN_SECONDS)]
             if key_heads:
                 table.transact("outbox-wake", functools.partial(_release, sorted(key_heads)))
@@ -197,7 +198,8 @@ def _release_heads(table: TaskTable, keys: Sequence[tuple[str, str]]) -> str | N
 
 def _release(ids: Sequence[str], transaction: Transaction) -> None:
     rows = [_Row(*row) for row in transaction.query(statements.locked(statements.IS_DEFERRED), {"ids": ids})]
-    transaction.update(_TABLE, ("Id", "AvailableAt"), [(row.id, row.now) for row in rows if row.matches])
+    columns = ("Id", "AvailableAt", "BlockedBy")
+    transaction.update(_TABLE, columns, [(row.id, row.now, None) for row in rows if row.matches])
 
 
 def _change(table: TaskTable, selection: TaskSelection, tag: str, write: _Write) -> Iterator[Outcome]:

@@ -14,13 +14,13 @@ from typing import Any
 from google.cloud.spanner_v1 import param_types
 
 from outbox.shared.times import shown
-from outbox.storage.task_states import DEFERRED, STATES
+from outbox.storage.task_states import STATES
 
 _INDEX = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}"
 _NEVER = "TIMESTAMP '9999-12-31T00:00:00Z'"
-_IS_DEFERRED = f"(OrderingKey IS NOT NULL AND COALESCE(STARTS_WITH(LastError, '{DEFERRED}'), FALSE))"
+_IS_DEFERRED = "BlockedBy IS NOT NULL"
 _WAITS = f"AvailableAt > CURRENT_TIMESTAMP() AND AvailableAt < {_NEVER}"
-_RETRIES = f"{_WAITS} AND Attempts > 0 AND NOT {_IS_DEFERRED}"
+_RETRIES = f"{_WAITS} AND Attempts > 0 AND BlockedBy IS NULL"
 _SCHEDULED = f"{_WAITS} AND (Attempts = 0 OR {_IS_DEFERRED})"
 _DEAD = f"AvailableAt >= {_NEVER}"
 
@@ -146,8 +146,7 @@ COUNT_WAITING = _counted(
     ", UNNEST(@topics) AS of_topic",
     f"""
     SELECT task.Topic AS topic, task.Priority AS priority,
-      IF(task.Attempts = 0 OR COALESCE(STARTS_WITH(whole.LastError, '{DEFERRED}'), FALSE), 'scheduled', 'retrying')
-        AS state,
+      IF(task.Attempts = 0 OR whole.BlockedBy IS NOT NULL, 'scheduled', 'retrying') AS state,
       CAST(NULL AS TIMESTAMP) AS ready_since
     FROM {_INDEX} AS task
     LEFT JOIN@{{JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} AS whole
@@ -267,7 +266,7 @@ def by_ids(condition: str) -> str:
     The state of a deferred task is `deferred` here.
     """
     return f"""
-SELECT Id, Topic, OrderingKey, IF({IS_DEFERRED}, 'deferred', {_STATE}), COALESCE({condition}, FALSE),
+SELECT Id, Topic, OrderingKey, Shard, IF({IS_DEFERRED}, 'deferred', {_STATE}), COALESCE({condition}, FALSE),
   CURRENT_TIMESTAMP()
 FROM UNNEST(@ids) AS wanted
 JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} ON Id = wanted"""
@@ -283,17 +282,18 @@ def task(columns: str) -> str:
     return f"SELECT {columns}, {_STATE} FROM AsynchronousTasks WHERE Id = @id"
 
 
-# The n-th key consists of the n-th topic in @topics and the n-th ordering key in @keys.
+# The n-th key consists of the n-th topic in @topics, the n-th ordering key in @keys and its shard in @shards.
 KEY_HEADS = """
 SELECT first.Id FROM (
-  SELECT of_key, @topics[OFFSET(place)] AS of_topic FROM UNNEST(@keys) AS of_key WITH OFFSET AS place), UNNEST(ARRAY(
+  SELECT of_key, @topics[OFFSET(place)] AS of_topic, @shards[OFFSET(place)] AS in_shard
+  FROM UNNEST(@keys) AS of_key WITH OFFSET AS place), UNNEST(ARRAY(
   SELECT AS STRUCT Id FROM AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksInOrder}
-  WHERE OrderingKey IS NOT NULL AND OrderingKey = of_key AND Topic = of_topic AND SentAt IS NULL
+  WHERE OrderingKey IS NOT NULL AND Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic AND SentAt IS NULL
   ORDER BY CreatedAt, Sequence, Id LIMIT 1)) AS first"""
 
 RETRY = """\
 UPDATE AsynchronousTasks
-SET SentAt = NULL, ExpiresAt = NULL, Attempts = 0, AvailableAt = CURRENT_TIMESTAMP()"""
+SET SentAt = NULL, ExpiresAt = NULL, BlockedBy = NULL, Attempts = 0, AvailableAt = CURRENT_TIMESTAMP()"""
 DELETE = "DELETE FROM AsynchronousTasks"
 
 

@@ -121,7 +121,7 @@ class TaskTable:
         except (NotReached, SchemaDiffers):
             raise
         except OutboxError as error:
-            expected = schema.statements(pipeline=False)
+            expected = schema.statements(relay_only=True)
             if wrong := schema.differences(self._database, expected, request_options=SCHEMA_OPTIONS):
                 raise NotReached(f"{self.name}: {'; '.join(wrong)}. See `outbox schema apply`.") from error
             raise

@@ -12,10 +12,10 @@ from outbox.admin.table import SCAN_SECONDS, TaskTable
 from outbox.storage.task_states import UNSENT
 
 _COLUMNS = (
-    "Id", "Topic", "Priority", "OrderingKey", "CreatedAt", "AvailableAt", "ExpiresAt", "Attempts", "LastError",
-    "SentAt", "Bytes",
+    "Id", "Topic", "Priority", "OrderingKey", "CreatedAt", "AvailableAt", "BlockedBy", "ExpiresAt", "Attempts",
+    "LastError", "SentAt", "Bytes",
 )  # fmt: skip
-_ALL_COLUMNS = (*_COLUMNS, "Shard", "Sequence", "AtMostOnce", "Data")
+_ALL_COLUMNS = (*_COLUMNS, "Shard", "Sequence", "AtMostOnce", "TimesSent", "Data")
 
 #: Time windows that are searched for the newest sent tasks, one after the other, before all sent tasks are read.
 WINDOWS = tuple(timedelta(minutes=8**power) for power in range(6))

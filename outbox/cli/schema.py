@@ -11,7 +11,7 @@ PRINT_DESCRIPTION = """\
 Print the DDL of the outbox's tables for your own migrations. The command contacts
 no service.
 
-    outbox schema print --shards 32 --retention 7 > outbox.sql"""
+    outbox schema print --shards 32 --retention 30 > outbox.sql"""
 APPLY_DESCRIPTION = """\
 Create the missing schema objects in one schema update, and print for each object
 whether it was created or existed. The command never alters or drops anything. If an
@@ -24,7 +24,7 @@ _DAYS = whole_number(1, ddl.MAX_RETENTION_DAYS)
 RETENTION = SettingType(lambda text: None if text == "none" else _DAYS.parse(text), f"none, or days, {_DAYS.allowed}")
 
 #: For a new table. An existing table may have other values unless the flag is given.
-DEFAULT_SHARDS, DEFAULT_RETENTION = 10, 30
+DEFAULT_SHARDS, DEFAULT_RETENTION = 10, 7
 
 
 def add(commands: Any) -> None:

@@ -20,8 +20,10 @@ MAX_RETENTION_DAYS = 3650
 SHARD_COUNT, RETENTION = "shard count", "retention of sent tasks"
 OWN_CHOICES = (SHARD_COUNT, RETENTION)
 
-#: The table in which the pipeline records its replays. Workers do not read it.
-REPLAYS = "AsynchronousTaskReplays"
+#: The record of every change that an operator or the pipeline made.
+OPERATIONS = "AsynchronousTaskOperations"
+#: Tables that the relay does not need.
+_NOT_OF_RELAY = (OPERATIONS, "ProcessedTasks")
 
 #: For a release-up, or a copy elsewhere: one record for each registered task, none for marks, purges and retention.
 _CHANGE_STREAM = """CREATE CHANGE STREAM AsynchronousTasksInserts
@@ -45,7 +47,7 @@ class Shape:
 
 
 def statements(
-    shards: int = 10, retention_days: int | None = 30, *, change_stream: bool = False, pipeline: bool = True
+    shards: int = 10, retention_days: int | None = 7, *, change_stream: bool = False, relay_only: bool = False
 ) -> list[str]:
     """Return the DDL, one statement each, without comments and semicolons.
 
@@ -53,7 +55,7 @@ def statements(
         shards: 1 to 1,000.
         retention_days: sent tasks are deleted when they are older, 1 to 3,650; None keeps them.
         change_stream: add the change stream AsynchronousTasksInserts.
-        pipeline: False leaves out what only the pipeline needs: what workers and commands compare a database with.
+        relay_only: leave out the tables that the relay does not need.
 
     Raises:
         ValueError: a number is out of range.
@@ -63,8 +65,8 @@ def statements(
     if retention_days is not None and not 1 <= retention_days <= MAX_RETENTION_DAYS:
         raise ValueError(f"retention_days is {retention_days}, it must be None or 1 to {MAX_RETENTION_DAYS}")
     table, *others = cut(_schema_sql())
-    if not pipeline:
-        others = [each for each in others if f"TABLE {REPLAYS} " not in each]
+    if relay_only:
+        others = [each for each in others if not any(f"TABLE {name} " in each for name in _NOT_OF_RELAY)]
     table = _replace(r"(FARM_FINGERPRINT\(.+\), )\d+(?=\)\))", rf"\g<1>{shards}", table)
     if retention_days is None:
         table = _replace(r",\s*ROW DELETION POLICY \(.+\)$", "", table)

@@ -17,8 +17,8 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.storage.ddl import (
+    OPERATIONS,
     OWN_CHOICES,
-    REPLAYS,
     RETENTION,
     SHARD_COUNT,
     Shape,
@@ -32,8 +32,8 @@ from outbox.storage.ddl import (
 )
 
 __all__ = [
+    "OPERATIONS",
     "OWN_CHOICES",
-    "REPLAYS",
     "RETENTION",
     "SHARD_COUNT",
     "apply",

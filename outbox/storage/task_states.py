@@ -7,8 +7,6 @@ from datetime import UTC, datetime, timedelta
 
 #: A task whose AvailableAt is this time or later is dead.
 NEVER = datetime(9999, 12, 31, tzinfo=UTC)
-#: LastError of a deferred task begins with this. Only the head of its ordering key blocks it; its state is scheduled.
-DEFERRED = "deferred: "
 
 #: Max time for which an at-most-once task may be marked and not yet published.
 MIN_AGE = timedelta(minutes=1)

@@ -12,17 +12,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from outbox.message import TASK_ID_ATTRIBUTE, parsed
-from outbox.storage.task_states import DEFERRED, NEVER
+from outbox.storage.task_states import NEVER
 
 #: What a derived column is worked out of.
 NEEDS = {
-    "State": ("SentAt", "AvailableAt", "Attempts", "OrderingKey", "LastError"),
+    "State": ("SentAt", "AvailableAt", "Attempts", "BlockedBy"),
     "Attributes": ("Id", "Data"),
     "Payload": ("Id", "Data"),
 }
-_NUMBERS = {"Bytes", "Priority", "Sequence", "Shard", "Attempts"}
+_NUMBERS = {"Bytes", "Priority", "Sequence", "Shard", "Attempts", "TimesSent"}
 _TIMES = {"CreatedAt", "AvailableAt", "ExpiresAt", "SentAt"}
-_NULLABLE = {"OrderingKey", "LastError"}
+_NULLABLE = {"OrderingKey", "BlockedBy", "LastError"}
 _TIME = pa.timestamp("us", tz="UTC")
 #: Characters of a time up to its microseconds, which is as far as Spark's times go.
 _TO_MICROSECONDS = len("2026-11-21T13:00:00.123456")
@@ -57,15 +57,12 @@ def times(texts: pa.Array) -> pa.Array:
 def states(columns: Mapping[str, pa.Array], at: datetime) -> pa.Array:
     """Return the state of each task `at` that time. docs/guide/schema.md describes the states."""
     available = columns["AvailableAt"]
-    deferred = pc.and_(
-        pc.is_valid(columns["OrderingKey"]), pc.fill_null(pc.starts_with(columns["LastError"], DEFERRED), False)
-    )
     return pc.case_when(
         pc.make_struct(
             pc.is_valid(columns["SentAt"]),
             pc.fill_null(pc.greater_equal(available, pa.scalar(NEVER, _TIME)), False),
             pc.fill_null(pc.less_equal(available, pa.scalar(at, _TIME)), True),
-            pc.and_not(pc.greater(columns["Attempts"], 0), deferred),
+            pc.and_(pc.greater(columns["Attempts"], 0), pc.is_null(columns["BlockedBy"])),
         ),
         "sent",
         "dead",

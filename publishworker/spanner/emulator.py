@@ -6,12 +6,12 @@ already published. It reads the whole table for each range of an index.
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from publishworker.spanner import rows, statements
 from publishworker.spanner.connection import LimitedDatabase
 from publishworker.spanner.store import SpannerStore, StoreError
-from publishworker.types import Key, QueuedTask
+from publishworker.types import Key, KeyHeads
 
 #: With more ordering keys than this, all tasks of the keys are read at once.
 FEW_KEYS = 4
@@ -27,7 +27,7 @@ class EmulatorStore(SpannerStore):
         super().__init__(database, shards)
         self._one_at_a_time = threading.Lock()
 
-    def key_heads(self, keys: Collection[Key], per_key: int, *, skip_dead: bool) -> Mapping[Key, Sequence[QueuedTask]]:
+    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """See Store. Many keys are read at once, because a read of each would scan the table each time."""
         if len(keys) > FEW_KEYS:
             found = self._read_keys(statements.WHOLE_KEYS, keys, skip_dead=skip_dead, most=WHOLE_KEYS_ROWS)

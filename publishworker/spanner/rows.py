@@ -51,7 +51,8 @@ def locked(values: Iterable[Sequence[Any]]) -> tuple[list[LockedRow], datetime]:
     """Return the rows of the lock query and the database's time, which is not used if there is no row."""
     now = None
     rows = []
-    for id, topic, data, key, created, available, sent, clean, attempts, expires, once, deferred, current in values:
+    for id, topic, data, key, created, available, sent, clean, attempts, *more in values:
+        expires, once, deferred, times_sent, current = more
         now = now or _time(current)
         rows.append(
             LockedRow(
@@ -67,6 +68,7 @@ def locked(values: Iterable[Sequence[Any]]) -> tuple[list[LockedRow], datetime]:
                 _time(expires),
                 once.bool_value,
                 deferred.bool_value,
+                int(times_sent.string_value),
             )
         )
     return rows, now or datetime.min.replace(tzinfo=UTC)

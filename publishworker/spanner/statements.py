@@ -7,7 +7,6 @@ be true for every row.
 """
 
 from outbox.storage.sql import BY_ID, IN_ORDER, NEVER, SEEK, TO_SEND
-from outbox.storage.task_states import DEFERRED
 
 #: Seconds after its last heartbeat for which a worker counts as live. With the time until the others read heartbeats
 #: again, they take over its shards within the liveness timeout of 15 s.
@@ -58,8 +57,10 @@ TOPIC_CONTROLS = "SELECT Topic, Paused, RatePerSecond, Burst, MaxInFlight FROM A
 #: The seconds since each worker's last heartbeat: the whole of a small table, one row for each worker.
 WORKERS = "SELECT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) FROM AsynchronousTaskWorkers"
 
-# The n-th key is the n-th of @topics and of @keys.
-_KEYS = "(SELECT of_key, @topics[OFFSET(place)] AS of_topic FROM UNNEST(@keys) AS of_key WITH OFFSET AS place)"
+# The n-th key is the n-th of @topics, @keys and @shards.
+_KEYS = """(
+    SELECT of_key, @topics[OFFSET(place)] AS of_topic, @shards[OFFSET(place)] AS in_shard
+    FROM UNNEST(@keys) AS of_key WITH OFFSET AS place)"""
 # What holds its key back or may go: only columns of the index, so that the limit needs no look into the table.
 _STANDS = f"OrderingKey IS NOT NULL AND SentAt IS NULL AND NOT (@skip_dead AND COALESCE(AvailableAt >= {NEVER}, FALSE))"
 
@@ -69,7 +70,7 @@ def _waiting(ids: str) -> str:
     return f"""
 SELECT task.Topic, task.OrderingKey, task.Id, task.Bytes,
   task.AvailableAt IS NULL OR task.AvailableAt <= CURRENT_TIMESTAMP(),
-  COALESCE(STARTS_WITH(task.LastError, '{DEFERRED}'), FALSE), COALESCE(task.ExpiresAt <= CURRENT_TIMESTAMP(), FALSE)
+  task.BlockedBy IS NOT NULL, COALESCE(task.ExpiresAt <= CURRENT_TIMESTAMP(), FALSE)
 FROM ({ids}) AS front
 {SEEK} {BY_ID} AS task
 ON task.Id = front.Id
@@ -80,14 +81,14 @@ ORDER BY task.CreatedAt, task.Sequence, task.Id"""
 KEY_HEADS = _waiting(f"""
   SELECT first.Id FROM {_KEYS}, UNNEST(ARRAY(
     SELECT AS STRUCT Id FROM {IN_ORDER}
-    WHERE OrderingKey = of_key AND Topic = of_topic AND {_STANDS}
+    WHERE Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic AND {_STANDS}
     ORDER BY CreatedAt, Sequence, Id LIMIT @per_key)) AS first""")
 
 #: All unsent tasks of the keys. If it gives @most rows some may be missing, of any key. The emulator reads the table
 #: once for this, and once for each key for the other one.
 WHOLE_KEYS = _waiting(f"""
   SELECT Id FROM {_KEYS}
-  {SEEK} {IN_ORDER} ON OrderingKey = of_key AND Topic = of_topic
+  {SEEK} {IN_ORDER} ON Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic
   WHERE {_STANDS} LIMIT @most""")
 
 #: Makes a name the next one after it.
@@ -102,18 +103,18 @@ AFTER_ALL_TOPICS = "\U0010ffff" * 400 + NEXT
 LOCK = f"""
 @{{LOCK_SCANNED_RANGES=exclusive}}
 SELECT Id, Topic, IF(SentAt IS NULL, Data, NULL), OrderingKey, CreatedAt, AvailableAt, SentAt,
-  AvailableAt IS NULL AND ExpiresAt IS NULL AND LastError IS NULL AND Attempts = 0, Attempts, ExpiresAt, AtMostOnce,
-  COALESCE(STARTS_WITH(LastError, '{DEFERRED}'), FALSE), CURRENT_TIMESTAMP()
+  AvailableAt IS NULL AND BlockedBy IS NULL AND ExpiresAt IS NULL AND LastError IS NULL AND Attempts = 0,
+  Attempts, ExpiresAt, AtMostOnce, BlockedBy IS NOT NULL, TimesSent, CURRENT_TIMESTAMP()
 FROM UNNEST(@ids) AS wanted
 {SEEK} {BY_ID} ON Id = wanted"""
 
 #: A sent task is clean, so that setting SentAt to NULL is all it takes to send it again. A failure writes the same
-#: columns: a task that was marked before it was published, at most once, gets back what the mark took.
-MARK_COLUMNS = ("Id", "SentAt", "AvailableAt", "ExpiresAt", "LastError", "Attempts")
+#: columns: an at-most-once task, which was marked before it was published, gets back what the mark took.
+MARK_COLUMNS = ("Id", "SentAt", "TimesSent", "AvailableAt", "BlockedBy", "ExpiresAt", "LastError", "Attempts")
 #: What is written of a task that was clean before: fewer cells to lock and to write.
-MARK_CLEAN_COLUMNS = ("Id", "SentAt")
+MARK_CLEAN_COLUMNS = ("Id", "SentAt", "TimesSent")
 #: What is written of a task that is put behind the head of its key.
-DEFER_COLUMNS = ("Id", "AvailableAt", "LastError")
+DEFER_COLUMNS = ("Id", "AvailableAt", "BlockedBy")
 
 HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt")
 
@@ -131,7 +132,7 @@ SELECT Topic, CASE
   ELSE 'scheduled' END AS State, COUNT(*), COUNT(OrderingKey)
 FROM (
   SELECT task.Topic, task.AvailableAt, task.Attempts, task.OrderingKey,
-    COALESCE(STARTS_WITH(whole.LastError, '{DEFERRED}'), FALSE) AS Deferred
+    whole.BlockedBy IS NOT NULL AS Deferred
   FROM {_UNSENT_ROWS}
   LEFT JOIN@{{JOIN_METHOD=APPLY_JOIN}} {BY_ID} AS whole
   ON whole.Id = task.Id AND task.OrderingKey IS NOT NULL AND task.Attempts > 0

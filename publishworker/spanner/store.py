@@ -13,7 +13,6 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, RequestOptions, pa
 
 from outbox.errors import NotReached
 from outbox.storage.sql import PESSIMISTIC
-from outbox.storage.task_states import DEFERRED
 from publishworker.spanner import rows, statements
 from publishworker.spanner.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from publishworker.types import (
@@ -21,10 +20,10 @@ from publishworker.types import (
     Deferred,
     FailedAttempt,
     Key,
+    KeyHeads,
     LockedRow,
     Mark,
     PollRequest,
-    QueuedTask,
     Sent,
     TopicControls,
     TopicLimit,
@@ -99,10 +98,10 @@ class Store(Protocol):
     def workers(self) -> Workers:
         """Return the live workers, and those whose rows may be deleted."""
 
-    def key_heads(self, keys: Collection[Key], per_key: int, *, skip_dead: bool) -> Mapping[Key, Sequence[QueuedTask]]:
+    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """Return the first unsent tasks of each key in order, at most `per_key`. Takes no locks.
 
-        With `skip_dead` dead tasks are left out.
+        `keys` maps each key to its shard. With `skip_dead` dead tasks are left out.
         """
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
@@ -166,14 +165,15 @@ class SpannerStore:
             gone=frozenset(id for id, age in ages.items() if age > statements.FORGET_WORKER_SECONDS),
         )
 
-    def key_heads(self, keys: Collection[Key], per_key: int, *, skip_dead: bool) -> Mapping[Key, Sequence[QueuedTask]]:
+    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """See Store. A strong single-use read at MEDIUM priority, one request, and never a range under a lock."""
         return rows.key_heads(self._read_keys(statements.KEY_HEADS, keys, skip_dead=skip_dead, per_key=per_key))
 
-    def _read_keys(self, statement: str, keys: Collection[Key], *, skip_dead: bool, **limit: int) -> list[Any]:
+    def _read_keys(self, statement: str, keys: Mapping[Key, int], *, skip_dead: bool, **limit: int) -> list[Any]:
         parameters = {
             "topics": [key.topic for key in keys],
             "keys": [key.ordering_key for key in keys],
+            "shards": list(keys.values()),
             "skip_dead": skip_dead,
             **limit,
         }
@@ -298,14 +298,16 @@ def _mark(transaction: Any, locked: Sequence[LockedRow], marks: Mapping[str, Mar
     for row in locked:
         match marks.get(row.id):
             case Sent() if row.clean:
-                clean.append((row.id, COMMIT_TIMESTAMP))
+                clean.append((row.id, COMMIT_TIMESTAMP, row.times_sent + 1))
             case Sent():
-                others.append((row.id, COMMIT_TIMESTAMP, None, None, None, 0))
+                others.append((row.id, COMMIT_TIMESTAMP, row.times_sent + 1, None, None, None, None, 0))
             case FailedAttempt() as failure:
-                others.append((row.id, None, failure.available_at, failure.expires_at, failure.error, failure.attempts))
-            case Deferred() as put_off:
-                error = f"{DEFERRED}waits for the task {put_off.head} of its ordering key"
-                deferred.append((row.id, put_off.available_at, error))
+                # Of a sent row, it takes the mark back.
+                times_sent = row.times_sent - (row.sent_at is not None)
+                times = failure.available_at, None, failure.expires_at
+                others.append((row.id, None, times_sent, *times, failure.error, failure.attempts))
+            case Deferred() as deferral:
+                deferred.append((row.id, deferral.available_at, deferral.head))
     marked = (
         (statements.MARK_CLEAN_COLUMNS, clean),
         (statements.MARK_COLUMNS, others),

@@ -14,7 +14,8 @@ created  index AsynchronousTasksToSend
 created  index AsynchronousTasksInOrder
 created  table AsynchronousTaskTopics
 created  table AsynchronousTaskWorkers
-created  table AsynchronousTaskReplays
+created  table AsynchronousTaskOperations
+created  table ProcessedTasks
 """
 
 
@@ -31,7 +32,7 @@ def test_print_needs_no_spanner():
     chosen = here("schema", "print", "--shards", "32", "--retention", "none", "--change-stream")
     assert chosen.code == 0
     assert "COALESCE(OrderingKey, Id)), 32)" in chosen.stdout
-    assert "ROW DELETION POLICY" not in chosen.stdout
+    assert "OLDER_THAN(SentAt" not in chosen.stdout
     assert "CREATE CHANGE STREAM AsynchronousTasksInserts" in chosen.stdout
 
 

@@ -30,7 +30,7 @@ def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Data
             row("due", age=9 * HOUR, AvailableAt=datetime.now(UTC) - MINUTE, Priority=100),
             *[row(f"retrying-{n}", "retrying") for n in range(4)],
             *[row(f"scheduled-{n}", "scheduled") for n in range(5)],
-            row("deferred", "scheduled", OrderingKey="key", Attempts=2, LastError="deferred: behind another"),
+            row("deferred", "scheduled", OrderingKey="key", Attempts=2, BlockedBy="head"),
             *[row(f"dead-{n}", "dead") for n in range(7)],
             *[row(f"sent-{n}", "sent", topic="invoices", age=5 * SECOND) for n in range(8)],
             *[row(f"long-sent-{n}", "sent", age=2 * MINUTE) for n in range(9)],

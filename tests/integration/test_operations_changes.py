@@ -182,14 +182,14 @@ def test_what_has_left_the_selection_meanwhile_is_left_alone(
 
 def test_a_deferred_task_is_left_to_the_head_of_its_key(database: Database, table: TaskTable):
     """Made due it would be deferred again, unsent; a scheduled task of a key, and one with attempts, go."""
-    deferred = {"AvailableAt": FUTURE, "LastError": "deferred: waits for the task head of its ordering key"}
+    deferred = {"AvailableAt": FUTURE, "BlockedBy": "head"}
     insert(
         database,
         [
             row("deferred", OrderingKey="k", **deferred),
             row("deferred again", OrderingKey="k", Attempts=3, **deferred),
-            row("scheduled", OrderingKey="k", AvailableAt=FUTURE), row("no key", **deferred),
-            row("retrying", OrderingKey="k", **deferred | {"LastError": "internal: 500"}, Attempts=3),
+            row("scheduled", OrderingKey="k", AvailableAt=FUTURE), row("no key", AvailableAt=FUTURE),
+            row("retrying", OrderingKey="k", AvailableAt=FUTURE, LastError="internal: 500", Attempts=3),
         ],
     )  # fmt: skip
     [outcome] = changes.retry(

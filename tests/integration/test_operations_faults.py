@@ -119,13 +119,13 @@ def test_a_missing_index_is_named(own_database: Database):
     """A missing column as well; a transaction that meets it holds no locks and has changed nothing."""
     fill(own_database)
     table = TaskTable(opened(own_database))
-    own_database.update_ddl(["ALTER TABLE AsynchronousTasks DROP COLUMN LastError"]).result()
+    own_database.update_ddl(["ALTER TABLE AsynchronousTasks DROP COLUMN BlockedBy"]).result()
     for work in ("show", "retry ids", "list"):
-        with pytest.raises(NotReached, match=r"LastError.*See `outbox schema apply`"):
+        with pytest.raises(NotReached, match=r"BlockedBy.*See `outbox schema apply`"):
             WORK[work](table)
     with own_database.batch() as batch:
         batch.update("AsynchronousTasks", ("Id", "Attempts"), [("1", 5)])
-    column = "ALTER TABLE AsynchronousTasks ADD COLUMN LastError STRING(MAX)"
+    column = "ALTER TABLE AsynchronousTasks ADD COLUMN BlockedBy STRING(64)"
     own_database.update_ddl([column, "DROP INDEX AsynchronousTasksToSend"]).result()
     for work in ("status --exact", "list", "tail", "count", "retry", "purge"):
         with pytest.raises(NotReached, match=r"index AsynchronousTasksToSend is missing.*See `outbox schema apply`"):

@@ -17,7 +17,7 @@ from outbox.storage.task_states import NEVER
 from tests.support.operations import FUTURE, MICROSECOND, PAST, SECOND, Watch, changed, insert, row, rows_of, update
 
 UNTIL = PAST + 10 * SECOND
-DEFERRED = {"AvailableAt": FUTURE, "LastError": "deferred: behind another task"}
+DEFERRED = {"AvailableAt": FUTURE, "BlockedBy": "head"}
 DEAD = {"AvailableAt": NEVER, "Attempts": 9}
 UNSENT: list[dict[str, Any]] = [
     {}, {"AvailableAt": PAST}, {"AvailableAt": FUTURE}, {"AvailableAt": FUTURE, "Attempts": 2},
@@ -175,7 +175,7 @@ def test_discard_wakes_the_first_deferred_task_of_a_key_and_only_it(
     assert {id for id in after if after[id] != before[id]} == released
     assert set(before) - set(after) == set(gone)
     for id in released:
-        assert after[id] == before[id] | {"AvailableAt": after[id]["AvailableAt"]}
+        assert after[id] == before[id] | {"AvailableAt": after[id]["AvailableAt"], "BlockedBy": None}
         assert begun <= after[id]["AvailableAt"] <= watch.table.now()
     assert {"outbox-discard", "outbox-wake"} == watch.tags() - {"outbox-now"}
 

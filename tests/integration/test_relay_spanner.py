@@ -350,7 +350,7 @@ def test_a_long_blocked_tail_is_deferred_and_hides_no_other_task(
     eventually(lambda: relay.turn() and not count(own_database, "SentAt IS NULL AND AvailableAt IS NULL"), seconds=200)
     relay.finish()
     assert {message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in subscription.pull_until(10)} == set(others)
-    deferred = "Attempts = 0 AND LastError = 'deferred: waits for the task head of its ordering key'"
+    deferred = "Attempts = 0 AND BlockedBy = 'head'"
     statement = "SELECT COUNT(*), MIN(AvailableAt), MAX(AvailableAt) FROM AsynchronousTasks"
     [[deferred, first, last]] = query(own_database, f"{statement} WHERE SentAt IS NULL AND {deferred}")
     assert deferred == tail

@@ -36,7 +36,22 @@ STRING, INT64, BYTES, TIMESTAMP, BOOL, FLOAT64 = (
 )
 CANDIDATE = (STRING, STRING, INT64, INT64, TIMESTAMP, TIMESTAMP, STRING, INT64)
 FRONT = (STRING, STRING, STRING, INT64, BOOL, BOOL, BOOL)
-LOCKED = (STRING, STRING, BYTES, STRING, TIMESTAMP, TIMESTAMP, TIMESTAMP, BOOL, INT64, TIMESTAMP, BOOL, BOOL, TIMESTAMP)
+LOCKED = (
+    STRING,
+    STRING,
+    BYTES,
+    STRING,
+    TIMESTAMP,
+    TIMESTAMP,
+    TIMESTAMP,
+    BOOL,
+    INT64,
+    TIMESTAMP,
+    BOOL,
+    BOOL,
+    INT64,
+    TIMESTAMP,
+)
 #: Reads of a turn that are not made at each poll.
 INTERVAL_TAGS = ("outbox-workers", "outbox-controls", "outbox-discover")
 
@@ -73,7 +88,7 @@ def prepare(mock: SpannerServicer, count: int, key: str | None = None) -> list[s
     mock.mock_spanner.add_result(statements.DISCOVER_TOPICS, result((STRING,), []))
     mock.mock_spanner.add_result(statements.TOPIC_CONTROLS, result((STRING, BOOL, FLOAT64, INT64, INT64), []))
     mock.mock_spanner.add_result(statements.WORKERS, result((STRING, INT64), []))
-    locked = [(id, "orders", body, key, NOW, None, None, True, 0, None, False, False, NOW) for id in ids]
+    locked = [(id, "orders", body, key, NOW, None, None, True, 0, None, False, False, 0, NOW) for id in ids]
     mock.mock_spanner.add_result(statements.LOCK, result(LOCKED, locked))
     key_heads = [("orders", key, id, 10, True, False, False) for id in reversed(ids)]
     mock.mock_spanner.add_result(statements.KEY_HEADS, result(FRONT, key_heads))

@@ -31,7 +31,8 @@ CREATE TABLE AsynchronousTasks (
   CreatedAt TIMESTAMP NOT NULL OPTIONS (allow_commit_timestamp = {commit_timestamps}),
   SentAt    TIMESTAMP OPTIONS (allow_commit_timestamp = {commit_timestamps})
 ) PRIMARY KEY (Id);
-CREATE INDEX AsynchronousTasksByShard ON AsynchronousTasks (Shard, SentAt, Priority DESC, CreatedAt)"""
+CREATE INDEX AsynchronousTasksByShardSentAtPriorityCreatedAt
+  ON AsynchronousTasks (Shard, SentAt, Priority DESC, CreatedAt)"""
 MODULO_LAST = "ABS(MOD(FARM_FINGERPRINT(Id), 10))"
 MODULO_FIRST = "MOD(ABS(FARM_FINGERPRINT(Id)), 10)"
 #: Spanner's own constraints, the retention of tables without SentAt, null filtering of an index with a filter.
@@ -45,7 +46,8 @@ ALL = [
     "index AsynchronousTasksInOrder",
     "table AsynchronousTaskTopics",
     "table AsynchronousTaskWorkers",
-    "table AsynchronousTaskReplays",
+    "table AsynchronousTaskOperations",
+    "table ProcessedTasks",
 ]
 
 
@@ -94,7 +96,7 @@ def test_only_what_is_missing_is_made_in_one_update(own_database: Database) -> N
     with mock.patch.object(own_database, "update_ddl") as update:
         schema.apply(own_database, schema.statements())
     update.assert_not_called()
-    change(own_database, "DROP TABLE AsynchronousTaskReplays")
+    change(own_database, "DROP TABLE AsynchronousTaskOperations")
     assert verified_shards(cast("Any", own_database)) == 10
     assert check._table(cast("Any", own_database)).verdict == "ok"
     change(own_database, "DROP INDEX AsynchronousTasksInOrder", "DROP TABLE AsynchronousTaskTopics")
@@ -114,7 +116,8 @@ DIFFERENT = [
     ("Id          STRING(64)", "Id          STRING(36)", f"{TABLE}, column Id", "STRING(36) NOT NULL",
      "STRING(64) NOT NULL"),
     ("Priority    INT64       NOT NULL,", "Priority    INT64,", f"{TABLE}, column Priority", "INT64", "INT64 NOT NULL"),
-    ("DEFAULT (0)", "DEFAULT (1)", f"{TABLE}, column Attempts", "INT64 NOT NULL DEFAULT (1)",
+    ("Attempts    INT64       NOT NULL DEFAULT (0)", "Attempts INT64 NOT NULL DEFAULT (1)",
+     f"{TABLE}, column Attempts", "INT64 NOT NULL DEFAULT (1)",
      "INT64 NOT NULL DEFAULT (0)"),
     ("COALESCE(OrderingKey, Id)", "Id", f"{TABLE}, column Shard",
      "INT64 NOT NULL AS (ABS(MOD(FARM_FINGERPRINT(Id), N))) STORED",
@@ -127,7 +130,7 @@ DIFFERENT = [
      "CHECK (OrderingKey != 'x')", "CHECK (OrderingKey != '')"),
     ("PRIMARY KEY (Id)", "PRIMARY KEY (Id DESC)", f"{TABLE}, primary key", "Id DESC", "Id"),
     ("OLDER_THAN(SentAt", "OLDER_THAN(CreatedAt", f"{TABLE}, deletion of unsent tasks",
-     "OLDER_THAN(CreatedAt, INTERVAL 30 DAY)", "never"),
+     "OLDER_THAN(CreatedAt, INTERVAL 7 DAY)", "never"),
     ("Priority DESC, CreatedAt", "Priority, CreatedAt", f"{TO_SEND}, key",
      "Shard, SentAt, Topic, AvailableAt, Priority, CreatedAt",
      "Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt"),
@@ -245,7 +248,7 @@ def test_no_key_begins_with_a_time(database: Database) -> None:
         JOIN INFORMATION_SCHEMA.COLUMNS AS c USING (TABLE_SCHEMA, TABLE_NAME, COLUMN_NAME)
         WHERE i.TABLE_SCHEMA = '' AND i.ORDINAL_POSITION = 1""",
     )
-    assert len(types) == 6
+    assert len(types) == 7
     assert ["TIMESTAMP"] not in types
 
 
@@ -265,7 +268,10 @@ def test_the_migrations_lead_to_the_schema(empty_database: Database, database: D
     ],
 )
 def test_the_documented_path_from_the_article(empty_database: Database, article: dict[str, Any]) -> None:
-    """Rows stay intact, and old writers still work. Applying by mistake lists what the guide would change."""
+    """Rows stay intact, and old writers and the old relay's query work until the second step, writers also afterwards.
+
+    Applying by mistake lists what the guide would change.
+    """
     change(empty_database, *ddl.cut(ARTICLE_TABLE.format(**article)))
     with pytest.raises(SchemaDiffers, match="column OrderingKey is missing") as caught:
         schema.apply(empty_database, schema.statements())
@@ -276,10 +282,21 @@ def test_the_documented_path_from_the_article(empty_database: Database, article:
     with empty_database.batch() as batch:
         batch.insert("AsynchronousTasks", OLD_COLUMNS, rows)
 
-    change(empty_database, *ddl.cut((SCHEMA / "migrations" / "from-article.sql").read_text()))
+    old_poll = (
+        "SELECT Id FROM AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksByShardSentAtPriorityCreatedAt} "
+        "WHERE Shard BETWEEN 0 AND 9 AND SentAt IS NULL ORDER BY Priority DESC, CreatedAt"
+    )
+    change(empty_database, *ddl.cut((SCHEMA / "migrations" / "from-article-1.sql").read_text()))
+    between = ["between", "orders", b"YWJj", 3, then, None]
+    with empty_database.batch() as batch:
+        batch.insert("AsynchronousTasks", OLD_COLUMNS, [between])
+    assert query(empty_database, old_poll) == [["between"], ["unsent"]]
+    with empty_database.batch() as batch:
+        batch.delete("AsynchronousTasks", KeySet(keys=[["between"]]))
+    change(empty_database, *ddl.cut((SCHEMA / "migrations" / "from-article-2.sql").read_text()))
     assert schema.apply(empty_database, schema.statements()) == [(name, "exists") for name in ALL]
     assert query(empty_database, f"SELECT {', '.join(OLD_COLUMNS)} FROM AsynchronousTasks ORDER BY Id") == rows
-    assert query(empty_database, "SELECT Bytes, AtMostOnce, Attempts FROM AsynchronousTasks ORDER BY Id") == [
+    assert query(empty_database, "SELECT Bytes, AtMostOnce, TimesSent FROM AsynchronousTasks ORDER BY Id") == [
         [2, False, 0],
         [3, False, 0],
     ]

@@ -36,7 +36,7 @@ def reads_a_range(real: Any) -> Any:
 
     def ours(self: Any, result: Any, rows: Any, now: Any) -> Any:
         self._store.key_heads(
-            {Key(row.topic, row.ordering_key) for row in rows if row.ordering_key}, 1, skip_dead=False
+            {Key(row.topic, row.ordering_key): 0 for row in rows if row.ordering_key}, 1, skip_dead=False
         )
         return real(self, result, rows, now)
 

@@ -51,7 +51,7 @@ def of_the_pages(emulators: Emulators) -> Iterator[Database]:
 @pytest.fixture
 def shop(of_the_pages: Database) -> Database:
     with of_the_pages.batch() as batch:
-        for table in ("AsynchronousTasks", schema.REPLAYS):
+        for table in ("AsynchronousTasks", schema.OPERATIONS):
             batch.delete(table, KeySet(all_=True))
     return of_the_pages
 

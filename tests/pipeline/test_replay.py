@@ -138,10 +138,10 @@ def test_the_table_is_left_as_by_retry_and_workers_send_it_once(  # noqa: PLR091
         assert after[each["Id"]] == before[each["Id"]]
 
     [note] = noted(database)
-    assert (note["ReplayId"], note["Source"], note["Principal"]) == (done.replay_id, "table", None)
+    assert (note["OperationId"], note["Operation"], note["Principal"]) == (done.replay_id, "replay", None)
     assert note["Tasks"] == 2 + len(of_key)
     assert note["StartedAt"] < after["replay1"]["AvailableAt"] < note["FinishedAt"]
-    assert {**json.loads(note["Predicate"]), "until": ""} == {"where": where, "until": ""}
+    assert {**json.loads(note["Selection"]), "until": ""} == {"where": where, "until": ""}
     assert len(notes) == 1
     assert f"--resume {done.replay_id} goes on" in notes[0]
 
@@ -186,7 +186,7 @@ def test_what_was_purged_comes_back_from_the_archive_as_it_was(
     stored = rows_of(database)
     assert stored.items() >= left.items()
     [note] = noted(database)
-    assert (note["Source"], note["Tasks"]) == (str(tmp_path), 8)
+    assert (json.loads(note["Selection"])["archive"], note["Tasks"]) == (str(tmp_path), 8)
     now = {stored[each["Id"]].pop("AvailableAt") for each in (*gone, *large)}
     assert all(note["StartedAt"] < each < note["FinishedAt"] for each in now)
     clean: dict[str, Any] = {"SentAt": None, "ExpiresAt": None, "Attempts": 0, "LastError": None}
@@ -264,7 +264,7 @@ def test_what_cannot_be_replayed_is_refused_before_anything_is_noted(
         ({"since": "2090-01-01T00:00:00Z"}, {}, "^--since 2090-01-01.* is not before now, "),
         ({"topic": "orders"}, {"resume": "x"}, "leave --topic away, and OUTBOX_TOPIC too"),
         ({}, {"resume": "x", "dry_run": True}, "give one of them"),
-        ({}, {"resume": "x"}, "^--resume x: .* no such replay in AsynchronousTaskReplays"),
+        ({}, {"resume": "x"}, "^--resume x: .* no such replay in AsynchronousTaskOperations"),
     ]
     for flags, how, sentence in refused:
         with pytest.raises(SettingError, match=sentence):
@@ -296,7 +296,7 @@ def test_whose_replay_it_was_is_noted_if_credentials_say_it(database: Database, 
     table = Table(opened(database))
     for number, (credentials, principal) in enumerate(cases):
         monkeypatch.setattr(type(table._database._instance._client), "credentials", SimpleNamespace(**credentials))
-        began = table.begin_replay(f"id {number}", "table", "{}")
+        began = table.begin_replay(f"id {number}", "{}")
         assert table.replay(f"id {number}") == (began, None, "{}")
         table.end_replay(f"id {number}", 7)
         note = noted(database)[-1]
@@ -309,8 +309,8 @@ def test_without_the_table_of_replays_only_a_replay_is_refused(
 ):
     database, target = own_database, dataclasses.replace(target, database=str(own_database.database_id))
     insert(database, [sent("a", DAY)])
-    database.update_ddl([f"DROP TABLE {schema.REPLAYS}"]).result()
-    with pytest.raises(NotReached, match=r"table AsynchronousTaskReplays is missing. Run `outbox schema apply`"):
+    database.update_ddl([f"DROP TABLE {schema.OPERATIONS}"]).result()
+    with pytest.raises(NotReached, match=r"table AsynchronousTaskOperations is missing. Run `outbox schema apply`"):
         run(spark, replay_settings(target, where="true"))
     assert run(spark, replay_settings(target, where="true"), dry_run=True).selected == 1
     [outcome] = changes.retry(TaskTable(opened(database)), changes.TaskSelection(ids=("a",)))
@@ -359,12 +359,12 @@ def test_a_replay_that_was_killed_is_resumed_and_sends_each_task_once(  # noqa: 
         said = process.stderr
     [note] = noted(database)
     assert (note["FinishedAt"], note["Tasks"]) == (None, None)
-    assert f"--resume {note['ReplayId']} goes on with it" in said
+    assert f"--resume {note['OperationId']} goes on with it" in said
     send(emulators, database)
     insert(database, [sent("new", table_of(target).now(), Topic=topic)])
 
-    done = run(spark, replay_settings(target), resume=note["ReplayId"])
-    assert done.replay_id == note["ReplayId"]
+    done = run(spark, replay_settings(target), resume=note["OperationId"])
+    assert done.replay_id == note["OperationId"]
     assert (done.selected, done.waiting, done.missing) == (TASKS, 0, 0)
     assert 0 < done.changed < TASKS, "the kill was to come in the middle"
     assert done.replayed == TASKS - done.changed

@@ -37,7 +37,7 @@ def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Dat
     assert purge(table, [("sent", SENT)])["deleted"] == 1
     insert(database, [row("replayed", SentAt=SENT)])
     table.require_replays()
-    began = table.begin_replay("id", "table", "{}")
+    began = table.begin_replay("id", "{}")
     assert table.replay("id") == (began, None, "{}")
     names = schemas.ARCHIVED_ROW.fieldNames()
     back = {**row("back", Topic="orders"), "Data": b""}

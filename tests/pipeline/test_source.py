@@ -52,9 +52,7 @@ def every_state(database: Database) -> dict[str, str]:
     """A table with tasks of every state and edge, in several topics; returns the states by id, as SQL has them."""
     chance = random.Random(8)
     names = ("AvailableAt", "Attempts", "OrderingKey", "LastError")
-    of_each = itertools.product(
-        (None, PAST, FUTURE, NEVER), (0, 2), (None, "k"), (None, "", "deferred: x"), (None, DAY)
-    )
+    of_each = itertools.product((None, PAST, FUTURE, NEVER), (0, 2), (None, "k"), (None, "head"), (None, DAY))
     made = []
     for number, (*values, sent) in enumerate(of_each):
         columns = dict(zip(names, values, strict=True)) | {

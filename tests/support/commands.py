@@ -43,7 +43,7 @@ COMMIT_ROWS = 100
 SECONDS = 60.0
 _COLUMNS = (
     "Id", "Topic", "Data", "Priority", "OrderingKey", "CreatedAt", "AvailableAt", "ExpiresAt", "Attempts", "LastError",
-    "SentAt",
+    "BlockedBy", "SentAt",
 )  # fmt: skip
 
 

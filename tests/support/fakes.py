@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from outbox.message import RawPubsubMessage
-from outbox.storage.task_states import DEFERRED, NEVER
+from outbox.storage.task_states import NEVER
 from publishworker.pubsub import messages
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.spanner import statements
@@ -22,6 +22,7 @@ from publishworker.types import (
     Failed,
     FailedAttempt,
     Key,
+    KeyHeads,
     LockedRow,
     Mark,
     Outcome,
@@ -50,6 +51,8 @@ class StoredTask:
     expires_at: datetime | None = None
     at_most_once: bool = False
     sequence: int | None = None
+    blocked_by: str | None = None
+    times_sent: int = 0
 
 
 class FakeStore:
@@ -79,8 +82,11 @@ class FakeStore:
         self._row_locks: dict[str, threading.Lock] = {}
 
     def insert(self, id: str, topic: str, data: bytes = b"", **columns: Any) -> None:
-        shard = zlib.crc32((columns.get("ordering_key") or id).encode()) % len(self.shards)
+        shard = self.shard_of(columns.get("ordering_key") or id)
         self.rows[id] = StoredTask(id, topic, data, shard, **columns)
+
+    def shard_of(self, text: str) -> int:
+        return zlib.crc32(text.encode()) % len(self.shards)
 
     def poll(self, look: PollRequest) -> Sequence[Candidate]:
         self._answer()
@@ -131,19 +137,19 @@ class FakeStore:
         self._answer()
         self.seen_at.pop(worker, None)
 
-    def key_heads(self, keys: Collection[Key], per_key: int, *, skip_dead: bool) -> Mapping[Key, Sequence[QueuedTask]]:
+    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         self._answer()
         found: dict[Key, list[QueuedTask]] = {}
         for row in sorted(self.rows.values(), key=_place):
             key = Key(row.topic, row.ordering_key or "")
             is_dead = row.available_at is not None and row.available_at >= NEVER
-            if key in keys and row.sent_at is None and not (skip_dead and is_dead):
+            if keys.get(key) == row.shard and row.sent_at is None and not (skip_dead and is_dead):
                 found.setdefault(key, []).append(self._waiting(row))
         return {key: waiting[:per_key] for key, waiting in found.items()}
 
     def _waiting(self, row: StoredTask) -> QueuedTask:
         is_due = row.available_at is None or row.available_at <= self.now
-        deferred = (row.last_error or "").startswith(DEFERRED)
+        deferred = row.blocked_by is not None
         expired_early = self._is_passed_over(row, skip_dead=False)
         return QueuedTask(row.id, len(row.data), is_due or (deferred and not expired_early), deferred, expired_early)
 
@@ -198,8 +204,7 @@ class FakeStore:
             return "paused"
         if row.available_at is None or row.available_at <= self.now:
             return "pending"
-        deferred = row.ordering_key is not None and (row.last_error or "").startswith(DEFERRED)
-        return "retrying" if row.attempts and not deferred else "scheduled"
+        return "retrying" if row.attempts and not row.blocked_by else "scheduled"
 
     def _answer(self) -> None:
         if self.away:
@@ -213,19 +218,20 @@ class FakeStore:
             row = self.rows[id]
             if isinstance(mark, Sent):
                 row.sent_at, row.available_at, row.expires_at = committed, None, None
-                row.last_error, row.attempts = None, 0
+                row.last_error, row.blocked_by, row.attempts = None, None, 0
+                row.times_sent += 1
             elif isinstance(mark, FailedAttempt):
+                row.times_sent -= row.sent_at is not None  # a mark that is taken back
                 row.sent_at, row.available_at, row.expires_at = None, mark.available_at, mark.expires_at
-                row.last_error, row.attempts = mark.error, mark.attempts
+                row.last_error, row.blocked_by, row.attempts = mark.error, None, mark.attempts
             elif isinstance(mark, Deferred):
-                row.available_at = mark.available_at
-                row.last_error = f"{DEFERRED}waits for the task {mark.head} of its ordering key"
+                row.available_at, row.blocked_by = mark.available_at, mark.head
         return committed
 
     @staticmethod
     def _locked(row: StoredTask) -> LockedRow:
         data = row.data if row.sent_at is None else b""
-        clean = (row.available_at, row.expires_at, row.last_error, row.attempts) == (None, None, None, 0)
+        clean = (row.available_at, row.blocked_by, row.expires_at, row.last_error, row.attempts) == (*[None] * 4, 0)
         return LockedRow(
             row.id,
             row.topic,
@@ -238,7 +244,8 @@ class FakeStore:
             row.attempts,
             row.expires_at,
             row.at_most_once,
-            (row.last_error or "").startswith(DEFERRED),
+            row.blocked_by is not None,
+            row.times_sent,
         )
 
 

@@ -20,19 +20,19 @@ from tests.support.spanner import INSTANCE, PROJECT
 #: Every column that is not computed.
 COLUMNS = (
     "Id", "Topic", "Data", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "ExpiresAt", "AtMostOnce",
-    "Attempts", "LastError", "SentAt",
+    "Attempts", "LastError", "BlockedBy", "SentAt",
 )  # fmt: skip
 CREATED = datetime(2026, 1, 1, tzinfo=UTC)
 PAST, FUTURE = datetime(2026, 2, 1, tzinfo=UTC), datetime(2090, 1, 1, tzinfo=UTC)
 MICROSECOND, SECOND, DAY = timedelta(microseconds=1), timedelta(seconds=1), timedelta(days=1)
-DEFERRED = {"AvailableAt": FUTURE, "OrderingKey": "k", "LastError": "deferred: behind another"}
+DEFERRED = {"AvailableAt": FUTURE, "OrderingKey": "k", "BlockedBy": "head"}
 #: Columns of tasks, with the edges of each state; a deferred task is scheduled whatever its attempts.
 OF_STATES: dict[str, list[dict[str, Any]]] = {
     "pending": [{}, {"AvailableAt": PAST}, {"AvailableAt": PAST, "Attempts": 3, "LastError": "x"}],
     "retrying": [
         {"AvailableAt": FUTURE, "Attempts": 1},
-        {"AvailableAt": FUTURE, "Attempts": 1, "OrderingKey": "k", "LastError": "unavailable: deferred: no"},
-        {"AvailableAt": NEVER - MICROSECOND, "Attempts": 9, "LastError": "is deferred: no"},
+        {"AvailableAt": FUTURE, "Attempts": 1, "OrderingKey": "k", "LastError": "unavailable: no"},
+        {"AvailableAt": NEVER - MICROSECOND, "Attempts": 9, "LastError": "no"},
     ],
     "scheduled": [
         {"AvailableAt": FUTURE}, DEFERRED, DEFERRED | {"Attempts": 2}, {"AvailableAt": NEVER - MICROSECOND},

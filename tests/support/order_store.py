@@ -1,12 +1,12 @@
 """The store of the order's model: every verb is a point to stand at, with row locks that may be lost."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from publishworker.spanner.store import Decide, NotWritten, StoreError
-from publishworker.types import Candidate, FailedAttempt, Key, Mark, PollRequest, QueuedTask, Sent
+from publishworker.types import Candidate, FailedAttempt, Key, KeyHeads, Mark, PollRequest, Sent
 from tests.support.fakes import FakeStore, StoredTask
 from tests.support.order_pubsub import Request
 from tests.support.order_repeats import REMEMBERED, Cause
@@ -50,7 +50,7 @@ class ModelStore(FakeStore):
         self._read(Point.POLLED)
         return poll
 
-    def key_heads(self, keys: Collection[Key], per_key: int, *, skip_dead: bool) -> Mapping[Key, Sequence[QueuedTask]]:
+    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """See Store. Read by a transaction, it would lock the range, and callers insert there."""
         if (claim := self.claims.get(here())) is not None and claim.holds:
             self.ranges |= dict.fromkeys(keys, claim)

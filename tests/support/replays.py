@@ -9,7 +9,7 @@ from outbox.shared.settings import DatabaseSettings
 from outbox.storage import schema
 from outbox_pipeline.settings import ReplaySettings
 
-COLUMNS = ("ReplayId", "StartedAt", "FinishedAt", "Source", "Predicate", "Principal", "Tasks")
+COLUMNS = ("OperationId", "Operation", "StartedAt", "FinishedAt", "Principal", "Selection", "Tasks")
 
 
 def replay_settings(target: DatabaseSettings, **given: str) -> ReplaySettings:
@@ -20,6 +20,6 @@ def replay_settings(target: DatabaseSettings, **given: str) -> ReplaySettings:
 def noted(database: Database) -> list[dict[str, Any]]:
     with database.snapshot() as snapshot:
         rows = [
-            dict(zip(COLUMNS, row, strict=True)) for row in snapshot.read(schema.REPLAYS, COLUMNS, KeySet(all_=True))
+            dict(zip(COLUMNS, row, strict=True)) for row in snapshot.read(schema.OPERATIONS, COLUMNS, KeySet(all_=True))
         ]
     return sorted(rows, key=lambda row: row["StartedAt"])

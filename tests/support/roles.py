@@ -78,5 +78,5 @@ class Heard:
             case "streaming_read":
                 self.tables.add(request.table)
             case _:
-                self.tables |= set(re.findall(r"\bAsynchronousTask(?:s|Topics|Workers|Replays)\b", request.sql))
+                self.tables |= set(re.findall(r"\bAsynchronousTask(?:s|Topics|Workers|Operations)\b", request.sql))
         return original(*arguments, **keywords)

@@ -33,7 +33,7 @@ MANY_ROWS = 300
 #: Databases that wait to be lent again; the emulator allows 100 in an instance.
 POOL_SIZE = 25
 #: The tables that are emptied.
-TABLES = ("AsynchronousTasks", "AsynchronousTaskTopics", "AsynchronousTaskWorkers", "AsynchronousTaskReplays")
+TABLES = ("AsynchronousTasks", "AsynchronousTaskTopics", "AsynchronousTaskWorkers", "AsynchronousTaskOperations")
 
 
 def client(host: str, project: str = PROJECT) -> spanner.Client:

@@ -6,12 +6,12 @@ from typing import Any
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1.database import Database
-from google.cloud.spanner_v1.param_types import STRING
+from google.cloud.spanner_v1.param_types import STRING, Array
 
 from publishworker.spanner.connection import open_relay_database
 from publishworker.spanner.emulator import EmulatorStore
 from publishworker.spanner.store import Store
-from publishworker.types import TopicLimit
+from publishworker.types import Key, TopicLimit
 from tests.support.fakes import FakeStore, serialized
 from tests.support.parts import look
 from tests.support.spanner import INSTANCE, PROJECT
@@ -26,6 +26,9 @@ class FakeHarness:
 
     def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
         self._fake.insert(id, topic, serialized(), **columns)
+
+    def with_shards(self, *keys: Key) -> dict[Key, int]:
+        return {key: self._fake.shard_of(key.ordering_key) for key in keys}
 
     def column(self, id: str, name: str) -> Any:
         return getattr(self._fake.rows[id], name)
@@ -56,6 +59,15 @@ class SpannerHarness:
         row = {"priority": 50, "created_at": COMMIT_TIMESTAMP, **columns}
         named = {name.title().replace("_", ""): value for name, value in row.items()}
         self._insert("AsynchronousTasks", Id=id, Topic=topic, Data=base64.b64encode(serialized()), **named)
+
+    def with_shards(self, *keys: Key) -> dict[Key, int]:
+        statement = (
+            "SELECT ABS(MOD(FARM_FINGERPRINT(of_key), 10)) FROM UNNEST(@keys) AS of_key WITH OFFSET ORDER BY offset"
+        )
+        names = [key.ordering_key for key in keys]
+        with self._database.snapshot() as snapshot:
+            found = snapshot.execute_sql(statement, params={"keys": names}, param_types={"keys": Array(STRING)})
+            return {key: shard for key, (shard,) in zip(keys, found, strict=True)}
 
     def column(self, id: str, name: str) -> Any:
         statement = f"SELECT {name.title().replace('_', '')} FROM AsynchronousTasks WHERE Id = @id"

@@ -46,7 +46,7 @@ def test_a_head_that_is_not_due_holds_back_its_key_and_nothing_else(bench: Bench
     for id in ("a", "b"):
         row = bench.store.rows[id]
         assert bench.waits(id) == pytest.approx(3600 if state == "dead" else 90, abs=1)
-        assert (row.attempts, row.last_error) == (0, "deferred: waits for the task head of its ordering key")
+        assert (row.attempts, row.blocked_by) == (0, "head")
     assert bench.waits("later") == pytest.approx(9 * 3600, abs=1)
     assert bench.count(m.DEFERRED) == 2
     assert bench.relay.turn().polled == 0

@@ -1,6 +1,6 @@
 """The order of a key, between fakes: how far the first tasks of keys are read, and which of them go in one request."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from random import Random
@@ -12,7 +12,7 @@ from outbox.storage.task_states import NEVER
 from publishworker import ordering
 from publishworker.batching import Limits
 from publishworker.ordering import MAX_KEY_HEAD_ROWS, Ordering, ResolvedKeys, cut
-from publishworker.types import Key, QueuedTask
+from publishworker.types import Key, KeyHeads, QueuedTask
 from tests.support.fakes import FakeStore, serialized
 from tests.support.parts import look
 from tests.support.relay_bench import Bench, SlowPublisher, overtake
@@ -29,7 +29,7 @@ class Recording(FakeStore):
                 passed = {"available_at": NEVER, "expires_at": self.now - timedelta(hours=1)} if state == "x" else {}
                 self.insert(f"{key}{n:02}", "orders", ordering_key=key or None, sequence=n, **passed)
 
-    def key_heads(self, keys: Collection[Key], per_key: int, *, skip_dead: bool) -> Mapping[Key, Sequence[QueuedTask]]:
+    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         self.asked.append(({key.ordering_key for key in keys}, per_key))
         return super().key_heads(keys, per_key, skip_dead=skip_dead)
 

@@ -12,7 +12,6 @@ from tests.support.relay_bench import Bench
 UNKNOWN = Failed("data_loss", "no")
 REFUSED = Failed("invalid_argument", "no")
 OUTAGE = Failed("unavailable", "no")
-DEFERRED = "deferred: waits for the task {} of its ordering key"
 
 
 def attempts(bench: Bench) -> dict[str, int]:
@@ -32,7 +31,7 @@ def test_a_failing_head_gets_the_failure_and_the_others_its_time(bench: Bench) -
     rows = bench.store.rows
     assert attempts(bench) == {"a": 1, "b": 0, "c": 0}
     assert rows["a"].available_at == rows["b"].available_at == rows["c"].available_at
-    assert (rows["a"].last_error, rows["c"].last_error) == ("data_loss: no", DEFERRED.format("a"))
+    assert (rows["a"].last_error, rows["c"].blocked_by) == ("data_loss: no", "a")
     bench.publisher.failing = {}
     bench.wait(2)
     bench.turns()
@@ -54,7 +53,7 @@ def test_what_follows_a_refused_task_is_deferred(bench: Bench, aborted: bool) ->
     assert attempts(bench) == {"a": 0, "b": 1, "c": 0, "d": 0}
     for id in "cd":
         assert bench.waits(id) == pytest.approx(3600, abs=1)
-        assert bench.store.rows[id].last_error == DEFERRED.format("b")
+        assert bench.store.rows[id].blocked_by == "b"
 
 
 def test_an_outage_defers_nothing(bench: Bench) -> None:

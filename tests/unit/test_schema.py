@@ -41,7 +41,7 @@ def test_the_number_of_shards_is_in_the_generated_column_only():
     assert "FARM_FINGERPRINT(COALESCE(OrderingKey, Id)), 32)" in schema.statements(shards=32)[0]
 
 
-@pytest.mark.parametrize(("days", "kept"), [(30, "30 days"), (1, "1 days"), (None, "for ever")])
+@pytest.mark.parametrize(("days", "kept"), [(7, "7 days"), (1, "1 days"), (None, "for ever")])
 def test_the_retention_is_of_sent_tasks_only(days: int | None, kept: str):
     """A policy never deletes an unsent task, and None leaves it out."""
     parts = shapes(retention_days=days)["table AsynchronousTasks"]
@@ -61,8 +61,11 @@ def test_further_objects_are_optional():
     )
     for option in ("exclude_update = true", "exclude_delete = true", "exclude_ttl_deletes = true"):
         assert option in stream
-    left_out = [each for each in schema.statements() if each not in schema.statements(pipeline=False)]
-    assert [ddl.parse(each).title for each in left_out] == ["table AsynchronousTaskReplays"]
+    left_out = [each for each in schema.statements() if each not in schema.statements(relay_only=True)]
+    assert [ddl.parse(each).title for each in left_out] == [
+        "table AsynchronousTaskOperations",
+        "table ProcessedTasks",
+    ]
 
 
 def test_numbers_out_of_range_are_refused():
@@ -125,11 +128,11 @@ def test_an_index_that_is_being_filled_exists_but_is_not_ready():
     database.update_ddl.assert_not_called()
 
 
-def test_the_guide_shows_the_file_that_the_test_runs():
+def test_the_guide_shows_the_files_that_the_test_runs():
     guide = (ROOT / "docs" / "guide" / "from-the-article.md").read_text()
 
-    (shown,) = re.findall(r"```sql\n(.+?)```", guide, re.DOTALL)
-    assert shown == (ROOT / "schema" / "migrations" / "from-article.sql").read_text()
+    shown = re.findall(r"```sql\n(.+?)```", guide, re.DOTALL)
+    assert shown == [(ROOT / "schema" / "migrations" / f"from-article-{step}.sql").read_text() for step in (1, 2)]
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def run(
     else:
         id = resume or str(uuid4())
         if not resume:
-            started_at = table.begin_replay(id, selection.archive or "table", selection.text())
+            started_at = table.begin_replay(id, selection.text())
         note(f"replay {id} of {selection.text()}: if it ends early, --resume {id} goes on with it")
         done = job.replay(started_at, settings.max_rows_per_second)
         done.replay_id = id
@@ -143,7 +143,7 @@ def _resumed(table: Table, id: str) -> tuple[ReplaySelection, datetime]:
     """Return the selection of a replay that is not finished, and when it began. Raises SettingError."""
     found = table.replay(id)
     if found is None:
-        raise SettingError(f"--resume {id}: {table.name} has no such replay in AsynchronousTaskReplays")
+        raise SettingError(f"--resume {id}: {table.name} has no such replay in AsynchronousTaskOperations")
     started_at, finished_at, predicate = found
     if finished_at is not None:
         raise SettingError(f"--resume {id}: it was finished at {shown(finished_at)}; begin a new one without --resume")
