@@ -1,15 +1,14 @@
 """From candidates to batches: pure, with an injected source of randomness.
 
-Candidates are cut into slices by topic, shard and priority. Slices of equal priority are shuffled, so that workers that
-read the same backlog rarely choose the same tasks. A batch holds one topic. It is filled with whole slices and with the
-beginning of the next one, because a full batch costs Spanner no more than another. The sendable prefix of an ordering
-key stays whole, unless fewer tasks of its topic may be sent.
+Priority comes first, over all candidates. Candidates are cut into slices by topic, shard and priority. Slices of equal
+priority are shuffled, so that workers that read the same backlog rarely choose the same tasks. A batch holds one topic.
+It is filled with whole slices and with the beginning of the next one, because a full batch costs Spanner no more than
+another. The sendable prefix of an ordering key stays whole, unless fewer tasks of its topic may be sent.
 """
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from random import Random
 
 from publishworker.types import Batch, Candidate
@@ -39,41 +38,55 @@ def sample(
     random: Random,
     in_flight: Mapping[str, int] | None = None,
     allowed: Mapping[str, int] | None = None,
+    *,
+    leaves_place: bool = False,
 ) -> list[Batch]:
     """Return the batches to start next to those in flight (their number by topic), the most urgent first.
 
-    One topic gets at most half of the places (rounded up) while another topic waits. Ready and due tasks get half of
-    the places each while both wait. A topic in `allowed` gets at most that many tasks.
+    A batch starts only if no batch of a higher priority is left behind. Among equal priorities, one topic gets at most
+    half of the places (rounded up) while another topic waits, and ready and due tasks get half of the places each while
+    both wait. A topic in `allowed` gets at most that many tasks. With `leaves_place`, one topic never takes all of two
+    or more places while another topic waits, whatever its priority: a slow topic then delays no other.
     """
-    ready = [each for each in candidates if each.available_at is None]
-    due = [each for each in candidates if each.available_at is not None]
-    most = -(-limits.batch_size // 2) if ready and due else limits.batch_size
-    piles = [deque(_urgent_first(_slices(pile), most, random)) for pile in (ready, due)]
-    packed = _pack(_in_halves(piles, random), limits, dict(allowed or {}))
-    return _share(packed, limits.batches, Counter(in_flight or {}))
+    packed = _pack(_most_urgent_first(candidates, limits, random), limits, dict(allowed or {}))
+    return _places(packed, limits.batches, Counter(in_flight or {}), leaves_place=leaves_place)
 
 
 def fitting(batches: Sequence[Batch], free: int, *, alone: bool) -> list[Batch]:
-    """Return the first of `batches` that fit into `free` bytes together. If they are `alone`, one always fits."""
-    sizes = list(accumulate(batch.bytes for batch in batches))
-    return [batch for place, batch in enumerate(batches) if sizes[place] <= free or (alone and place == 0)]
+    """Return those of `batches` that fit into `free` bytes together. If they are `alone`, one always fits."""
+    started: list[Batch] = []
+    for batch in batches:
+        if batch.bytes <= free or (alone and not started):
+            started.append(batch)
+            free -= batch.bytes
+    return started
+
+
+def _most_urgent_first(candidates: Sequence[Candidate], limits: Limits, random: Random) -> Iterator[list[Candidate]]:
+    """Yield pieces of slices by priority. Those of one priority are shuffled, ready and due tasks in turn."""
+    by_priority: dict[int, tuple[list[Candidate], list[Candidate]]] = defaultdict(lambda: ([], []))
+    for each in candidates:
+        by_priority[each.priority][each.available_at is not None].append(each)
+    for priority in sorted(by_priority, reverse=True):
+        ready, due = by_priority[priority]
+        most = -(-limits.batch_size // 2) if ready and due else limits.batch_size
+        yield from _in_halves([deque(_shuffled(_slices(pile), most, random)) for pile in (ready, due)], random)
 
 
 def _slices(candidates: Sequence[Candidate]) -> Iterable[list[Candidate]]:
-    """Cut by topic, shard and priority. A slice is sorted by age, or by how long its tasks have been due."""
-    slices: dict[tuple[str, int, int], list[Candidate]] = defaultdict(list)
+    """Cut by topic and shard. A slice is sorted by age, or by how long its tasks have been due."""
+    slices: dict[tuple[str, int], list[Candidate]] = defaultdict(list)
     for each in candidates:
-        slices[each.topic, each.shard, each.priority].append(each)
+        slices[each.topic, each.shard].append(each)
     for slice in slices.values():
         slice.sort(key=lambda each: (each.available_at or each.created_at, each.id))
     return slices.values()
 
 
-def _urgent_first(slices: Iterable[list[Candidate]], most: int, random: Random) -> list[list[Candidate]]:
-    """Cut slices into pieces of about `most` tasks and shuffle those of equal priority."""
+def _shuffled(slices: Iterable[list[Candidate]], most: int, random: Random) -> list[list[Candidate]]:
+    """Cut slices into pieces of about `most` tasks, and shuffle the pieces."""
     pieces = [piece for slice in slices for piece in _pieces(slice, most)]
     random.shuffle(pieces)
-    pieces.sort(key=lambda piece: -piece[0].priority)  # stable: equal priorities stay shuffled
     return pieces
 
 
@@ -103,9 +116,10 @@ def _in_halves(piles: list[deque[list[Candidate]]], random: Random) -> Iterator[
 
 @dataclass(slots=True)
 class _Packing:
-    """A batch while it is filled."""
+    """A batch while it is filled. It is as urgent as its first task; later ones may be less urgent."""
 
     topic: str
+    priority: int
     ids: list[str] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
@@ -137,7 +151,7 @@ def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, 
         task = whole if whole.tasks <= left else _beginning(whole, left)
         batch = open_batch.get(task.topic)
         if batch is None or not batch.has_room(task, limits):
-            batch = open_batch[task.topic] = _Packing(task.topic)
+            batch = open_batch[task.topic] = _Packing(task.topic, task.priority)
             packed.append(batch)
         batch.add(task)
         if task.topic in allowed:
@@ -150,13 +164,20 @@ def _beginning(run: Candidate, tasks: int) -> Candidate:
     return replace(run, behind=run.behind[: tasks - 1], releases=run.behind[tasks - 1])
 
 
-def _share(batches: list[_Packing], most: int, in_flight: Counter[str]) -> list[Batch]:
-    """Put batches into the free places. No topic gets more than half of all places while another waits."""
-    half = -(-most // 2)
-    taken: list[_Packing] = []
-    waiting: list[_Packing] = []
+def _places(batches: list[_Packing], places: int, in_flight: Counter[str], *, leaves_place: bool) -> list[Batch]:
+    """Return the batches that get the free places. `batches` are sorted by priority."""
+    free = max(0, places - in_flight.total())
+    numbered = Counter(in_flight)
+    half = -(-places // 2)
+    order: list[tuple[int, bool]] = []
     for batch in batches:
-        in_flight[batch.topic] += 1
-        (waiting if in_flight[batch.topic] > half else taken).append(batch)
-    free = most - (in_flight.total() - len(batches))
-    return [each.closed() for each in (taken + waiting)[: max(0, free)]]
+        numbered[batch.topic] += 1
+        order.append((-batch.priority, numbered[batch.topic] > half))
+    # Stable: of one priority, the batches beyond half of the places come last, in their order.
+    ranked = [batches[number] for number in sorted(range(len(batches)), key=order.__getitem__)]
+    taken = ranked[:free]
+    held = {*(topic for topic, number in in_flight.items() if number), *(each.topic for each in taken)}
+    if leaves_place and taken and places > 1 and len(held) == 1:
+        other = next((each for each in ranked[free:] if each.topic not in held), None)
+        taken[-1:] = [other or taken[-1]]
+    return [each.closed() for each in taken]

@@ -31,11 +31,11 @@ class FairShare:
         return self._top if self._last is None else self._last
 
     def choose(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return the ready tasks of the priority that is next, or none if nothing is owed."""
+        """Return the tasks of the priority that is next, or none if nothing is owed."""
         below = self.below
         if below is None:
             return []
-        lower = [each for each in candidates if each.available_at is None and each.priority < below]
+        lower = [each for each in candidates if each.priority < below]
         if not lower:
             if self._last is None:
                 self._owed = 0.0  # no lower task waits; try again when the next share is due

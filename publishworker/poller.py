@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from publishworker.membership import Membership
@@ -76,7 +76,7 @@ class Poller:
             below=below,
         )
         candidates = self._store.poll(request) if request.topics else ()
-        self._size.adapt(Counter((each.topic, each.shard, each.available_at is None) for each in candidates))
+        self._size.adapt(_by_range(candidates), _by_range(_most_urgent(candidates, without)))
         if request.due:
             self._due_tasks_wait = any(each.available_at is not None for each in candidates)
         self._topics.see({each.topic for each in candidates})
@@ -93,10 +93,23 @@ class Poller:
         return bool(unknown)
 
 
+def _by_range(candidates: Iterable[Candidate]) -> Counter[tuple[str, int, bool]]:
+    """Count candidates by range: topic, shard, and whether they are ready or due."""
+    return Counter((each.topic, each.shard, each.available_at is None) for each in candidates)
+
+
+def _most_urgent(candidates: Sequence[Candidate], in_flight: Collection[str]) -> Iterator[Candidate]:
+    """Yield the candidates of the highest priority that are not in flight."""
+    highest = max((each.priority for each in candidates), default=0)
+    return (each for each in candidates if each.priority == highest and each.id not in in_flight)
+
+
 class PollSize:
     """Keeps a poll near `target` rows, whether one range holds the backlog or hundreds do.
 
-    Doubles while ranges are cut off and the poll is short of the target, halves when it brought twice the target.
+    Doubles while ranges are cut off and the poll is short of the target, halves when it brought twice the target. Rows
+    of lower priorities, and of tasks in flight, do not count for the target as long as the poll reads at most four
+    times as much: otherwise less urgent tasks would start before urgent ones that the poll did not reach.
     """
 
     def __init__(self, target: int, shards: int) -> None:
@@ -106,14 +119,19 @@ class PollSize:
         #: The topics of which the last poll left rows in some range.
         self.cut_off: frozenset[str] = frozenset()
 
-    def adapt(self, found: Mapping[tuple[str, int, bool], int]) -> None:
+    def adapt(
+        self, found: Mapping[tuple[str, int, bool], int], urgent: Counter[tuple[str, int, bool]] | None = None
+    ) -> None:
         """Learn from the last poll: how many rows each range gave, or more if another part of the poll read it, too.
 
-        A range is a topic, a shard, and whether its tasks are ready or due.
+        A range is a topic, a shard, and whether its tasks are ready or due. `urgent` are the rows of the highest
+        priority that are not in flight; by default all.
         """
         total = sum(min(count, self.per_range) for count in found.values())
         self.cut_off = frozenset(topic for (topic, *_), count in found.items() if count >= self.per_range)
-        if total > 2 * self._target:
+        wanted = total if urgent is None else urgent.total()
+        most = 2 if wanted >= self._target else 4
+        if total > most * self._target:
             self.per_range = max(1, self.per_range // 2)
-        elif self.cut_off and total < self._target:
+        elif self.cut_off and wanted < self._target and total <= most * self._target // 2:
             self.per_range = min(self._target, self.per_range * 2)

@@ -21,6 +21,7 @@ class Selector:
         self._topics = topics
         self._random = random
         self._fair_share = FairShare(fair_share)
+        self._leaves_place = fair_share > 0
         #: Whether the last selection left tasks behind that could have started in a free place.
         self.left_tasks = False
         #: Whether it did so because too many bytes are in flight.
@@ -66,7 +67,7 @@ class Selector:
         started = sum(len(batch.ids) for batch in batches if batch.topic not in allowed)
         startable = sum(each.tasks for each in candidates if each.topic not in allowed)
         self.left_tasks = bool(set(cut_off) - allowed.keys()) or started < startable
-        highest = max((each.priority for each in candidates if each.available_at is None), default=None)
+        highest = max((each.priority for each in candidates), default=None)
         self._fair_share.count(len(batches), min(shared, len(batches)), highest if self.left_tasks else None)
 
     def _places_to_defer(self, in_flight: InFlight, *, nothing_else: bool) -> int:
@@ -80,4 +81,4 @@ class Selector:
         self, candidates: Sequence[Candidate], in_flight: InFlight, chosen: Sequence[Batch], allowed: Mapping[str, int]
     ) -> list[Batch]:
         places = in_flight.by_topic() + Counter(batch.topic for batch in chosen)
-        return sample(candidates, self._limits, self._random, places, allowed)
+        return sample(candidates, self._limits, self._random, places, allowed, leaves_place=self._leaves_place)

@@ -48,12 +48,12 @@ def test_where_no_lower_task_waits_nothing_is_owed() -> None:
     assert fair.below is None
 
 
-def test_ready_tasks_have_a_share_and_what_is_owed_is_bounded() -> None:
-    """Due tasks have a half of their own. A day of urgent tasks alone is not followed by a day of others."""
+def test_ready_and_due_tasks_have_a_share_and_what_is_owed_is_bounded() -> None:
+    """A day of urgent tasks alone is not followed by a day of others."""
     fair = FairShare(1.0)
     fair.count(8, 0, top=100)
     due = Candidate("due", "orders", 0, 5, NOON, NOON, None, 1)
-    assert priorities(fair.choose([due, *tasks(3)])) == [3]
+    assert priorities(fair.choose([due, *tasks(5, 3)])) == [5, 5]
     fair = FairShare(0.1)
     for _ in range(1000):
         fair.count(8, 0, top=100)
@@ -141,10 +141,25 @@ def test_an_idle_worker_does_not_look_for_lower_priorities(bench: Bench) -> None
     assert all(look.below is None for look in bench.store.looks)
 
 
+def test_priority_is_strict_without_a_fair_share() -> None:
+    """Over topics, and ready against due tasks. Only the last urgent tasks, in few shards, do not fill all places."""
+    for high, low in (({"topic": "invoices"}, {}), ({}, {"available_at": True}), ({"available_at": True}, {})):
+        bench = Bench(size=2, batches=4, fair_share=0)
+        past = bench.store.now - timedelta(hours=1)
+        for name, priority, columns in (("low", 0, low), ("high", 100, high)):
+            due = {"available_at": past} if "available_at" in columns else {}
+            topic = {"topic": columns["topic"]} if "topic" in columns else {}
+            bench.insert(*[f"{name}{n}" for n in range(200)], priority=priority, **due, **topic)
+        bench.turns(200)
+        sent = bench.publisher.ids()
+        last_high = max(place for place, id in enumerate(sent) if id.startswith("high"))
+        assert sum(id.startswith("low") for id in sent[:last_high]) <= 40
+
+
 def test_a_large_replay_does_not_starve_new_tasks() -> None:
     bench = Bench(size=10, batches=4)
     past = bench.store.now - timedelta(hours=1)
-    bench.insert(*[f"due{n}" for n in range(1000)], available_at=past, priority=100)
+    bench.insert(*[f"due{n}" for n in range(1000)], available_at=past)
     bench.insert(*[f"new{n}" for n in range(1000)])
     bench.relay.turn(), bench.relay.turn()
     bench.publisher.published.clear()

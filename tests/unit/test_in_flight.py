@@ -157,7 +157,7 @@ def bench_of(publisher: SlowPublisher, orders: int, invoices: int = 0, **options
     bench = Bench(publisher=publisher, **options)
     bench.publisher = publisher
     bench.insert(*[f"o{n}" for n in range(orders)])
-    bench.insert(*[f"i{n}" for n in range(invoices)], topic="invoices", priority=100)
+    bench.insert(*[f"i{n}" for n in range(invoices)], topic="invoices")
     return bench
 
 
