@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from outbox.cli.emulators import EmulatorSettings
+from outbox.cli.output import OutputSettings
 from outbox.shared.settings import DatabaseSettings, Field, fields_of
 from outbox_pipeline.settings import (
     ArchiveSettings,
@@ -35,7 +36,8 @@ SETTINGS_INTRO = """\
 
 A flag wins over its environment variable, which wins over the default. A wrong value ends the command with exit code 2
 and a sentence that names where the value came from, the value, and what is allowed. An empty variable is a value, too:
-unset it to get the default.
+unset it to get the default. `outbox` and `publishworker` report variables that begin with `OUTBOX_` and that no setting
+knows.
 
 Variables that are not ours keep their own names: [Environment of others](#environment-of-others)."""
 
@@ -157,6 +159,9 @@ operators](../operations/commands.md).",
         "## Emulators",
         "For `outbox emulators`.",
         _table(("flag", "variable", "default", "allowed", "meaning"), map(_row, fields_of(EmulatorSettings))),
+        "## Output",
+        "For all commands of `outbox`.",
+        _table(("flag", "variable", "default", "allowed", "meaning"), map(_row, fields_of(OutputSettings))),
         OTHER_FLAGS,
     ]
     return "\n\n".join(parts) + "\n"

@@ -12,6 +12,7 @@ from google.pubsub_v1 import PublisherClient
 
 from outbox.errors import InvalidMessage, NotReached
 from outbox.message import check_topic
+from outbox.shared.settings import unknown_variables
 from outbox.storage import schema
 from publishworker import exits
 from publishworker.pubsub.messages import topic_filter, topic_name
@@ -47,6 +48,7 @@ def check(options: argparse.Namespace) -> int:
 
 def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Finding]:
     values = dataclasses.asdict(settings)
+    yield from (Finding("warning", sentence) for sentence in unknown_variables())
     yield Finding("ok", "settings: " + ", ".join(f"{name}={value}" for name, value in values.items()))
     try:
         database = open_relay_database(settings.project, settings.instance, settings.database, settings.database_role)

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import gc
+import logging
 import socket
 import threading
 import uuid
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from outbox.shared import logs
+from outbox.shared.settings import unknown_variables
 from publishworker import exits
 from publishworker.app import App, is_work, until_drained
 from publishworker.check import check
@@ -19,6 +21,8 @@ from publishworker.stopping import stop_on_signals
 from publishworker.telemetry import datadog
 
 __all__ = ["check", "drain", "run"]
+
+_log = logging.getLogger("publishworker")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,6 +58,8 @@ def drain(options: argparse.Namespace) -> int:
 def _worker(settings: WorkerSettings) -> Iterator[App]:
     """Configure this process for a worker, and yield it. Raises NotReached."""
     logs.configure(settings.log_format, settings.log_level)
+    for sentence in unknown_variables():
+        _log.warning("%s", sentence, extra={"action": "unknown_variable"})
     metrics = datadog.from_environment()
     try:
         worker = App(

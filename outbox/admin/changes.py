@@ -112,7 +112,7 @@ def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> Count:
     """Return the number of selected tasks. Unless `exact`, stop at COUNTED of each shard and topic."""
     if selection.ids is not None:
         statement = statements.by_ids(selection.condition)
-        chunks = _cut(selection.ids)
+        chunks = cut(selection.ids)
         rows = (table.query(statement, "outbox-count", selection.values | {"ids": ids}) for ids in chunks)
         return Count(sum(_Row(*row).matches for found in rows for row in found))
     limit = NO_LIMIT if exact else COUNTED
@@ -203,7 +203,7 @@ def _release(ids: Sequence[str], transaction: Transaction) -> None:
 
 
 def _change(table: TaskTable, selection: TaskSelection, tag: str, write: _Write) -> Iterator[Outcome]:
-    chunks = _found(table, selection, tag) if selection.ids is None else _cut(selection.ids)
+    chunks = _found(table, selection, tag) if selection.ids is None else cut(selection.ids)
     statement = statements.locked(selection.condition)
     for ids in chunks:
         # Sorted, so that two commands lock the rows in the same order.
@@ -241,7 +241,7 @@ def _found(table: TaskTable, selection: TaskSelection, tag: str) -> Iterator[lis
             if rows[0][0] == first:
                 raise OutboxError(f"changed tasks, such as {first!r}, match the selection again immediately. Stopped")
             first = rows[0][0]
-            yield from _cut([id for id, _ in rows])
+            yield from cut([id for id, _ in rows])
             values |= {"after": rows[-1][1]} if state == "sent" else {"after_id": rows[-1][0]}
 
 
@@ -259,6 +259,7 @@ def _state(selection: TaskSelection) -> str:
     return selection.state
 
 
-def _cut(ids: Sequence[str]) -> Iterator[list[str]]:
+def cut(ids: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the IDs in chunks of CHUNK."""
     for start in range(0, len(ids), CHUNK):
         yield list(ids[start : start + CHUNK])

@@ -277,6 +277,13 @@ def locked(condition: str) -> str:
     return "@{LOCK_SCANNED_RANGES=exclusive}" + by_ids(condition)
 
 
+# The first tasks whose ID begins with each of @ids. The task with that ID itself comes first.
+BEGINNING_WITH = """
+SELECT prefix, task.Id FROM UNNEST(@ids) AS prefix, UNNEST(ARRAY(
+  SELECT AS STRUCT Id FROM AsynchronousTasks@{FORCE_INDEX=_BASE_TABLE}
+  WHERE Id BETWEEN prefix AND CONCAT(prefix, '\\U0010FFFF') ORDER BY Id LIMIT @limit)) AS task"""
+
+
 def task(columns: str) -> str:
     """Return the statement for the `columns` and the state of the task @id."""
     return f"SELECT {columns}, {_STATE} FROM AsynchronousTasks WHERE Id = @id"

@@ -2,12 +2,13 @@
 
 import dataclasses
 from base64 import b64decode
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
 from outbox.admin import statements
-from outbox.admin.changes import TaskSelection
+from outbox.admin.changes import TaskSelection, cut
 from outbox.admin.table import SCAN_SECONDS, TaskTable
 from outbox.storage.task_states import UNSENT
 
@@ -37,13 +38,13 @@ class Position:
     id: str = ""
 
 
-def listed(table: TaskTable, selection: TaskSelection, limit: int) -> list[Task]:
-    """Return the first `limit` tasks of a state, or of all unsent tasks.
+def listed(table: TaskTable, selection: TaskSelection, limit: int, at: datetime | None = None) -> list[Task]:
+    """Return the first `limit` tasks of a state, or of all unsent tasks, as they were `at` a time, by default now.
 
     Pending tasks are sorted by priority and age, sent tasks by SentAt, newest first, and others by AvailableAt,
     priority and age.
     """
-    now = table.now()
+    now = at or table.now()
     if selection.state == "sent":
         return _newest(table, selection, limit, now)
     topics = [selection.topic] if selection.topic is not None else table.topics(at=now)
@@ -74,6 +75,15 @@ def _of_state(
         values["now"] = now
     rows = table.query(statement, "outbox-list", values, at=now, seconds=SCAN_SECONDS)
     return [Task(state, dict(zip(_COLUMNS, row, strict=True))) for row in rows]
+
+
+def beginning_with(table: TaskTable, prefixes: Sequence[str], limit: int) -> dict[str, list[str]]:
+    """Return the IDs of the first `limit` tasks that begin with each of `prefixes`, sorted, if there are any."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for ids in cut(prefixes):
+        for prefix, id in table.query(statements.BEGINNING_WITH, "outbox-show", {"ids": ids, "limit": limit}):
+            found[prefix].append(id)
+    return {prefix: sorted(ids) for prefix, ids in found.items()}
 
 
 def task(table: TaskTable, id: str) -> Task | None:

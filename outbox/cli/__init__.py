@@ -4,23 +4,29 @@ Exit codes: 0 done, 1 failed, 2 usage, 3 a service, the table or a permission is
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from outbox._version import __version__
-from outbox.cli import emulators, removal, retry, schema, status, tasks, topics
+from outbox.cli import completion, emulators, flags, output, removal, retry, schema, status, tasks, topics
 from outbox.errors import NotReached, OutboxError, SettingError
+from outbox.shared.settings import did_you_mean, unknown_variables
 
 DONE, FAILED, USAGE, NOT_REACHED, INTERRUPTED = 0, 1, 2, 3, 130
 
-COMMANDS = (emulators, schema, status, tasks, retry, removal, topics)
+COMMANDS = (emulators, schema, status, tasks, retry, removal, topics, completion)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Print an expected error on stderr, as one line."""
     try:
         options = _parser().parse_args(arguments)
+        output.use_color(output.OutputSettings.read(vars(options)).color)
+        for sentence in unknown_variables():
+            output.note(sentence)
         code: int = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
@@ -41,10 +47,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        # From Python 3.14, argparse can suggest names itself (`suggest_on_error`).
+        if isinstance(action.choices, dict) and value not in action.choices:
+            near = did_you_mean(value, action.choices)
+            raise SettingError(f"unknown command {value!r}.{near} `{self.prog} --help` lists the commands")
+        super()._check_value(action, value)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="outbox", description="The transactional outbox for Spanner and Pub/Sub.")
+    parser = _Parser(
+        prog="outbox",
+        description="The transactional outbox for Spanner and Pub/Sub. `outbox help COMMAND` describes one command.",
+        parents=[flags.global_flags()],
+    )
     parser.add_argument("--version", action="version", version=f"spanner-outbox {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser.set_defaults(run=_help, parser=parser)
+    commands = parser.add_subparsers(metavar="COMMAND")
     for module in COMMANDS:
         module.add(commands)
+    helping = flags.command(commands, "help", "describe a command", "Describe a command, or list all commands.")
+    helping.add_argument("words", nargs="*", metavar="COMMAND", help="A command; without it, all are listed.")
     return parser
+
+
+def _help(options: argparse.Namespace) -> int:
+    with contextlib.suppress(SystemExit):  # argparse exits after it has printed the help
+        options.parser.parse_args([*getattr(options, "words", []), "--help"])
+    return DONE

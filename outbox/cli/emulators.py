@@ -2,23 +2,24 @@
 
 import argparse
 import dataclasses
-import os
 import signal
 import sys
 import time
 from typing import Any
 
+from outbox.cli.flags import command
 from outbox.errors import OutboxError
-from outbox.shared.settings import fields_of, setting, whole_number
+from outbox.shared.settings import Settings, setting, whole_number
 
 PORT = whole_number(0, 65_535)
 
 #: Seconds between two checks that the emulators are running.
 WATCH_SECONDS = 0.2
 
-DESCRIPTION = """Run the Spanner and Pub/Sub emulators until Ctrl-C or SIGTERM, and print the environment variables for
-clients. If SPANNER_EMULATOR_HOST or PUBSUB_EMULATOR_HOST is set, that emulator is not started, unless you pass its
-port."""
+DESCRIPTION = """\
+Run the Spanner and Pub/Sub emulators until Ctrl-C or SIGTERM, and print the environment
+variables for clients. If SPANNER_EMULATOR_HOST or PUBSUB_EMULATOR_HOST is set, that
+emulator is not started, unless you pass its port."""
 
 WHY_NOT_MULTIPLEXED = """\
 # Emulators before 1.5.38 treat a multiplexed session as a regular one, so the transactions of two threads
@@ -26,7 +27,7 @@ WHY_NOT_MULTIPLEXED = """\
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EmulatorSettings:
+class EmulatorSettings(Settings):
     """Where the emulators listen."""
 
     spanner_port: int = setting("0", PORT, "Port of the Spanner emulator; 0 selects a free port.")
@@ -35,9 +36,8 @@ class EmulatorSettings:
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = commands.add_parser("emulators", help="run both emulators until Ctrl-C", description=DESCRIPTION)
-    for field in fields_of(EmulatorSettings):
-        parser.add_argument(field.flag, dest=field.name, metavar=field.metavar, help=field.help_text)
+    parser = command(commands, "emulators", "run both emulators until Ctrl-C", DESCRIPTION)
+    EmulatorSettings.add_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -45,9 +45,7 @@ def run(options: argparse.Namespace) -> int:
     """Run both until a signal, then return 0. Raises OutboxError: invalid port, no emulator, or an emulator exited."""
     from outbox.devtools.emulators import running  # noqa: PLC0415 - only this command needs it
 
-    flags = vars(options)
-    values = {field.name: field.value(flags[field.name], os.environ) for field in fields_of(EmulatorSettings)}
-    settings = EmulatorSettings(**values)
+    settings = EmulatorSettings.read(vars(options))
     # Treat SIGTERM, and SIGHUP from a closed terminal, like Ctrl-C, so that both emulators are stopped.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)

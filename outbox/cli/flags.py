@@ -4,18 +4,25 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outbox.cli.output import NAMES, OutputSettings, escaped, named, note
 from outbox.errors import OutboxError, SettingError
-from outbox.shared.settings import DatabaseSettings, SettingType, fields_of, flag_of, one_of
+from outbox.shared.settings import DatabaseSettings, SettingType, did_you_mean, fields_of, flag_of, one_of
 from outbox.shared.times import MOMENT, resolved, shown
 
 if TYPE_CHECKING:
     from outbox.admin.changes import TaskSelection
+    from outbox.admin.table import TaskTable
 
 MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400
+#: Min characters of a prefix of a task ID. Shorter ones are probably mistakes.
+MIN_PREFIX = 4
+#: Max topics that a misspelled one is compared with.
+COMPARED = 100
 
 NARROWING = {
     "--topic": "Only tasks with this value in the Topic column.",
@@ -25,12 +32,27 @@ NARROWING = {
 }
 
 
+def global_flags() -> argparse.ArgumentParser:
+    """Return a parent for the parsers of `outbox` and of its commands, with the flags that all of them have.
+
+    A flag that is not given is not in the namespace, so a command's parser never overwrites a flag that precedes it.
+    """
+    parent = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    group = parent.add_argument_group("global options", "Before or after the command.")
+    DatabaseSettings.add_flags(group)
+    OutputSettings.add_flags(group)
+    return parent
+
+
 def command(commands: Any, name: str, text: str, description: str) -> argparse.ArgumentParser:
-    """Add a command that works on a database."""
+    """Add a command."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        name,
+        help=text,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[global_flags()],
     )
-    DatabaseSettings.add_flags(parser)
     return parser
 
 
@@ -55,7 +77,9 @@ def add_topic(parser: argparse.ArgumentParser) -> None:
 def add_selection(parser: argparse.ArgumentParser, *states: str) -> None:
     """Add `--state` with `states`, and the flags that narrow the selection."""
     kind = one_of(*states)
-    parser.add_argument("--state", type=flag_of("--state", kind), metavar="STATE", help=f"{kind.allowed}.")
+    parser.add_argument(
+        "--state", type=flag_of("--state", kind), choices=states, metavar="STATE", help=f"{kind.allowed}."
+    )
     add_topic(parser)
     for flag, value, metavar in (("--since", MOMENT, "TIME"), ("--until", MOMENT, "TIME"), ("--error", TEXT, "TEXT")):
         allowed = f" Allowed: {value.allowed}." if value is MOMENT else ""
@@ -81,7 +105,13 @@ def check_window(since: datetime | None, until: datetime | None) -> None:
 
 def add_ids(parser: argparse.ArgumentParser) -> None:
     """Add task IDs as arguments and from a file."""
-    parser.add_argument("ids", nargs="*", type=flag_of("ID", ID), metavar="ID", help="Task IDs.")
+    parser.add_argument(
+        "ids",
+        nargs="*",
+        type=flag_of("ID", ID),
+        metavar="ID",
+        help=f"Task IDs, or {MIN_PREFIX} or more characters with which one ID begins.",
+    )
     parser.add_argument(
         "--ids-file",
         metavar="FILE",
@@ -107,6 +137,52 @@ def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
     if not found and not options.ids:
         raise OutboxError(f"{where} contains no task IDs. Nothing was changed")
     return tuple(dict.fromkeys([*options.ids, *found]))
+
+
+def full_ids(table: "TaskTable", given: Sequence[str]) -> dict[str, str]:
+    """Return the task ID for each given ID, which may be a prefix of at least MIN_PREFIX characters of one task's ID.
+
+    A given ID that no task has or begins with is returned unchanged. Raises OutboxError if a prefix is ambiguous.
+    """
+    from outbox.admin import tasks  # noqa: PLC0415 - the Spanner client: half a second
+
+    found = tasks.beginning_with(table, [id for id in given if len(id) >= MIN_PREFIX], NAMES + 1)
+    for id, matching in found.items():
+        if len(matching) > 1 and matching[0] != id:
+            raise OutboxError(f"several task IDs begin with {id!r}: {named(matching)}. Give more characters")
+    return {id: found.get(id, [id])[0] for id in given}
+
+
+def with_full_ids(
+    table: "TaskTable", options: argparse.Namespace, wanted: tuple[str, ...] | None
+) -> tuple[str, ...] | None:
+    """Return `wanted` with full IDs in place of the prefixes in `options.ids`, and print them. Raises OutboxError."""
+    full = full_ids(table, options.ids)
+    for prefix, id in full.items():
+        if prefix != id:
+            note(f"{prefix} is task {escaped(id)}")
+    # A command line that continues must not match another task after this one is deleted.
+    options.ids = list(full.values())
+    return wanted and tuple(dict.fromkeys(full.get(id, id) for id in wanted))
+
+
+def explain_none(table: "TaskTable", chosen: "TaskSelection", options: argparse.Namespace) -> None:
+    """Print on stderr why no task matches a selection: an unknown topic, the narrowing flags, or the state."""
+    from outbox.admin import changes  # noqa: PLC0415 - the Spanner client: half a second
+    from outbox.admin.topics import TopicTable  # noqa: PLC0415 - the same
+
+    topics, topic = TopicTable(table), chosen.topic
+    if topic is not None and topic not in topics.waiting([topic]) | topics.rows([topic]):
+        known = topics.known(COMPARED)
+        note(
+            f"no unsent task and no row in AsynchronousTaskTopics has topic {topic!r}.{did_you_mean(topic, known)} "
+            f"Known topics: {named(known) or 'none'}"
+        )
+    if chosen.state is not None:
+        others = changes.count(table, changes.TaskSelection(state=chosen.state), exact=False)
+        given = [flag for flag in NARROWING if vars(options)[flag[2:]] is not None]
+        excluded = f", but none matches {' and '.join(given)}" if others.number and given else ""
+        note(f"{others} in the state {chosen.state}{excluded}")
 
 
 def _id(line: str, where: str) -> str:

@@ -1,15 +1,38 @@
 """Output of the commands: tables for people, JSON for programs. Control characters from rows are escaped."""
 
+import dataclasses
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
 from outbox.shared.logs import as_line
+from outbox.shared.settings import Settings, one_of, setting
 from outbox.shared.times import shown
 
 #: Max names that a message lists.
 NAMES = 10
+_BOLD, _RED, _YELLOW, _NORMAL = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
+_colored = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSettings(Settings):
+    """How the commands write."""
+
+    color: str = setting(
+        "auto",
+        one_of("auto", "always", "never"),
+        "Whether tables have colors; auto is on a terminal, unless NO_COLOR is set.",
+    )
+
+
+def use_color(color: str) -> None:
+    """Write the tables of this process with or without colors, as OutputSettings.color says."""
+    global _colored
+    terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    _colored = terminal if color == "auto" else color == "always"
 
 
 def escaped(text: str) -> str:
@@ -29,19 +52,30 @@ def cell(value: object) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return aligned columns. Numbers are aligned right."""
+    """Return aligned columns. Numbers are aligned right, and dead and retrying tasks stand out."""
     values = [list(row) for row in rows]
     cells = [list(heads), *([cell(value) for value in row] for row in values)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     right = [bool(values) and all(_is_number(row[place]) for row in values) for place in range(len(heads))]
-    lines = (
+    lines = [
         "  ".join(
-            text.rjust(width) if to_right else text.ljust(width)
-            for text, width, to_right in zip(line, widths, right, strict=True)
+            _painted(head, text.rjust(width) if to_right else text.ljust(width))
+            for head, text, width, to_right in zip(heads, line, widths, right, strict=True)
         )
         for line in cells
-    )
+    ]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _painted(head: str, text: str) -> str:
+    word = text.strip()
+    if word == head:
+        color = _BOLD
+    elif head == "DEAD":
+        color = "" if word == "0" else _RED
+    else:
+        color = {"dead": _RED, "retrying": _YELLOW}.get(word, "") if head == "STATE" else ""
+    return f"{color}{text}{_NORMAL}" if _colored and color else text
 
 
 def _is_number(value: object) -> bool:

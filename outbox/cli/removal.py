@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outbox.cli import chunks
-from outbox.cli.flags import TEXT, add_ids, add_topic, again, command, ids
+from outbox.cli.flags import TEXT, add_ids, add_topic, again, command, ids, with_full_ids
 from outbox.cli.output import escaped
 from outbox.errors import OutboxError, SettingError
 from outbox.shared import logs
@@ -90,6 +90,7 @@ def run_discard(options: argparse.Namespace) -> int:
     from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
 
     table = open_table(settings)
+    wanted = with_full_ids(table, options, wanted) or ()
     count = changes.count(table, changes.TaskSelection(state="dead", ids=wanted), exact=True)
     if not count.number:
         raise OutboxError(f"no dead task among the {len(wanted):,} given IDs. Nothing was deleted")

@@ -5,7 +5,17 @@ import dataclasses
 from typing import Any
 
 from outbox.cli import chunks
-from outbox.cli.flags import add_ids, add_selection, again, check_window, command, ids, selection
+from outbox.cli.flags import (
+    add_ids,
+    add_selection,
+    again,
+    check_window,
+    command,
+    explain_none,
+    ids,
+    selection,
+    with_full_ids,
+)
 from outbox.errors import SettingError
 from outbox.shared.settings import DatabaseSettings
 from outbox.shared.times import shown
@@ -52,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
     from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
 
     table = open_table(settings)
+    wanted = with_full_ids(table, options, wanted)
     now = table.now()
     chosen = selection(options, now, wanted)
     # A task that is sent again meanwhile has a later SentAt, so it is not selected twice, now or when continued.
@@ -61,6 +72,8 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(f"{count} would be sent again. Equivalent DML:\n{chosen.dml(statements.RETRY)}")
         chunks.note_size(count)
+        if not count.number and wanted is None:
+            explain_none(table, chosen, options)
         return 0
     if count.number > chunks.UNASKED:
         chunks.confirm(f"{count} will be sent again.", yes=options.yes)
@@ -68,4 +81,6 @@ def run(options: argparse.Namespace) -> int:
     go_on = again("retry", options, "--yes", **since, until=shown(chosen.until or now))
     report = chunks.carry_out(changes.retry(table, chosen), count, go_on)
     report.print_changed("will be sent again:")
+    if wanted is None and not report.changed:
+        explain_none(table, chosen, options)
     return report.explain(LEFT, OUTSIDE) if wanted else 0

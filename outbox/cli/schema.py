@@ -1,10 +1,10 @@
 """`outbox schema`: print the DDL of the outbox's tables, or create the missing ones in a database."""
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
-from outbox.shared.settings import DatabaseSettings, SettingType, whole_number
+from outbox.cli.flags import command
+from outbox.shared.settings import DatabaseSettings, SettingType, flag_of, whole_number
 from outbox.storage import ddl
 
 PRINT_DESCRIPTION = """\
@@ -29,16 +29,13 @@ DEFAULT_SHARDS, DEFAULT_RETENTION = 10, 7
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = commands.add_parser("schema", help="print or apply the DDL of the tables")
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
-    layout = argparse.RawDescriptionHelpFormatter
-    printing = actions.add_parser("print", help="print it", description=PRINT_DESCRIPTION, formatter_class=layout)
+    parser = command(commands, "schema", "print or apply the DDL of the tables", "The DDL of the outbox's tables.")
+    parser.set_defaults(words=["schema"])  # without an action, print the help
+    actions = parser.add_subparsers(metavar="ACTION")
+    printing = command(actions, "print", "print it", PRINT_DESCRIPTION)
     _add_choices(printing, "")
     printing.set_defaults(run=run_print)
-    applying = actions.add_parser(
-        "apply", help="create missing schema objects", description=APPLY_DESCRIPTION, formatter_class=layout
-    )
-    DatabaseSettings.add_flags(applying)
+    applying = command(actions, "apply", "create missing schema objects", APPLY_DESCRIPTION)
     _add_choices(applying, "; an existing table keeps its value, and a different value is an error")
     applying.set_defaults(run=run_apply)
 
@@ -46,27 +43,17 @@ def add(commands: Any) -> None:
 def _add_choices(parser: argparse.ArgumentParser, otherwise: str) -> None:
     # No default: if a flag is not given, an existing table may differ.
     parser.add_argument(
-        "--shards", type=_parsed(SHARDS), metavar="N", default=argparse.SUPPRESS,
+        "--shards", type=flag_of("--shards", SHARDS), metavar="N", default=argparse.SUPPRESS,
         help=f"Number of shards: {SHARDS.allowed} (default {DEFAULT_SHARDS}{otherwise}).",
     )  # fmt: skip
     parser.add_argument(
-        "--retention", type=_parsed(RETENTION), metavar="DAYS|none", default=argparse.SUPPRESS,
+        "--retention", type=flag_of("--retention", RETENTION), metavar="DAYS|none", default=argparse.SUPPRESS,
         help=f"Days after which sent tasks are deleted: {RETENTION.allowed} (default {DEFAULT_RETENTION}{otherwise}).",
     )  # fmt: skip
     parser.add_argument(
         "--change-stream", action="store_true",
         help="Add the change stream AsynchronousTasksInserts: one record for each registered task, kept for 7 days.",
     )  # fmt: skip
-
-
-def _parsed(kind: SettingType) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        try:
-            return kind.parse(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not allowed: it must be {kind.allowed}") from None
-
-    return parse
 
 
 def _statements(options: argparse.Namespace) -> list[str]:

@@ -2,10 +2,12 @@
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from outbox.cli import errors
 from outbox.cli.flags import command
 from outbox.cli.output import as_json, cell, note, table
 from outbox.errors import OutboxError, SettingError
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Count the unsent tasks of each topic and priority, and those sent in the last minute.
-Show the age of the oldest pending task.
+Show the age of the oldest pending task, and count equal errors of dead and retrying
+tasks, of at most 1,000 tasks in each state.
 
 The command reads the index as it was ten seconds ago, at LOW priority. It stops
 counting at 10,000 tasks of each shard and topic (>=), or earlier if there are more
@@ -70,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
             _watch(tasks, options)
         return 0
     backlog = _read(tasks, options)
-    print(_rendered(backlog, options))
+    print(_rendered(tasks, backlog, options))
     beyond = _beyond(backlog, options)
     for sentence in beyond:
         note(sentence)
@@ -92,7 +95,7 @@ def _watch(tasks: "TaskTable", options: argparse.Namespace) -> None:
     succeeded = False
     while True:
         try:
-            text = _rendered(_read(tasks, options), options)
+            text = _rendered(tasks, _read(tasks, options), options)
         except OutboxError as error:
             if not succeeded:
                 raise  # probably permanent, such as a missing table
@@ -121,8 +124,11 @@ def _beyond(backlog: "Backlog", options: argparse.Namespace) -> list[str]:
     return found
 
 
-def _rendered(backlog: "Backlog", options: argparse.Namespace) -> str:
-    return as_json(_plain(backlog)) if options.json else _text(backlog)
+def _rendered(tasks: "TaskTable", backlog: "Backlog", options: argparse.Namespace) -> str:
+    groups = errors.of_backlog(tasks, backlog)
+    if options.json:
+        return as_json(_plain(backlog) | {"errors": [dataclasses.asdict(group) for group in groups]})
+    return _text(backlog) + (f"\n{errors.text(groups)}" if groups else "")
 
 
 HEADS = ("PENDING", "RETRYING", "SCHEDULED", "DEAD", "SENT/MIN", "OLDEST")

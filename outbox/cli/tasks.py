@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from outbox.cli.flags import ID, add_selection, add_topic, check_window, command, selection
-from outbox.cli.output import NAMES, as_json, cell, escaped, named, note, table
+from outbox.cli import errors
+from outbox.cli.flags import ID, add_selection, add_topic, check_window, command, explain_none, full_ids, selection
+from outbox.cli.output import as_json, cell, escaped, note, table
 from outbox.errors import OutboxError
 from outbox.shared.settings import DatabaseSettings, flag_of, whole_number
 from outbox.shared.times import MOMENT, resolved, shown, spoken
@@ -46,8 +47,6 @@ any number of people can run it at once.
 
 LIMIT = whole_number(1, 100_000)
 DEFAULT_LIMIT = 100
-#: Characters of LastError in a table. `show` prints all.
-ERROR_CHARACTERS = 80
 #: Bytes of a message's data that `show` prints. `--raw` writes all.
 SHOWN_BYTES = 64 * 1024
 #: Seconds between two reads of `tail`, and rows of one read.
@@ -65,7 +64,7 @@ def add(commands: Any) -> None:
     listing.add_argument("--json", action="store_true", help="Print one JSON object per line instead of a table.")
     listing.set_defaults(run=run_list)
     showing = command(commands, "show", "show one task with its message", SHOW_DESCRIPTION)
-    showing.add_argument("id", type=flag_of("ID", ID), metavar="ID", help="Task ID.")
+    showing.add_argument("id", type=flag_of("ID", ID), metavar="ID", help="Task ID, or its first characters.")
     form = showing.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="Print one JSON object. Binary data is in base64.")
     form.add_argument("--raw", action="store_true", help="Write only the bytes of the message data.")
@@ -88,27 +87,26 @@ def run_list(options: argparse.Namespace) -> int:
     from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
 
     database = open_table(settings)
-    found = tasks.listed(database, selection(options, database.now()), options.limit + 1)
+    chosen = selection(options, database.now())
+    found = tasks.listed(database, chosen, options.limit + 1)
     shown_tasks = found[: options.limit]
     if options.json:
         for task in shown_tasks:
             print(as_json(_plain(task)))
     elif shown_tasks:
         print(_table(shown_tasks))
+        groups = errors.groups(shown_tasks)
+        if any(group.tasks > 1 for group in groups):
+            print(errors.text(groups))
     if not found:
-        note("no matching tasks")
-        if options.topic is not None and options.state != "sent":
-            known = named(database.topics(NAMES + 1))
-            note(f"topics with unsent tasks or a row in AsynchronousTaskTopics: {known or 'none'}")
+        print("No matching tasks.", file=sys.stderr if options.json else sys.stdout)
+        explain_none(database, chosen, options)
     if len(found) > options.limit:
         note(f"more than {options.limit:,} tasks match. Raise --limit, or use --topic, --since, --until or --error")
     return 0
 
 
 def _table(tasks: "list[Task]") -> str:
-    def error(text: str | None) -> str | None:
-        return text if text is None or len(text) <= ERROR_CHARACTERS else text[: ERROR_CHARACTERS - 3] + "..."
-
     columns: dict[str, list[object]] = {
         "ID": [task.columns["Id"] for task in tasks],
         "TOPIC": [task.columns["Topic"] for task in tasks],
@@ -119,7 +117,7 @@ def _table(tasks: "list[Task]") -> str:
         "SENT": [task.columns["SentAt"] for task in tasks],
         "ATTEMPTS": [task.columns["Attempts"] or None for task in tasks],
         "KEY": [task.columns["OrderingKey"] for task in tasks],
-        "ERROR": [error(task.columns["LastError"]) for task in tasks],
+        "ERROR": [errors.shortened(task.columns["LastError"]) for task in tasks],
     }
     used = {head: values for head, values in columns.items() if any(value is not None for value in values)}
     return table(list(used), zip(*used.values(), strict=True))
@@ -137,7 +135,8 @@ def run_show(options: argparse.Namespace) -> int:
     from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
     from outbox.message import parsed  # noqa: PLC0415 - the same
 
-    task = tasks.task(open_table(settings), options.id)
+    database = open_table(settings)
+    task = tasks.task(database, full_ids(database, [options.id])[options.id])
     if task is None:
         raise OutboxError(
             f"task {options.id!r} does not exist. Either its transaction was not committed, or the task was deleted: "

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from outbox.cli.flags import command
+from outbox.cli.flags import COMPARED, command
 from outbox.cli.output import as_json, named, note, table
 from outbox.cli.status import HEADS, cells, fields
 from outbox.errors import InvalidMessage, OutboxError, SettingError
 from outbox.message import check_topic
-from outbox.shared.settings import DatabaseSettings, SettingType, flag_of, whole_number
+from outbox.shared.settings import DatabaseSettings, SettingType, did_you_mean, flag_of, whole_number
 from outbox.shared.times import shown
 from outbox.storage.ddl import MIN_RATE
 
@@ -43,8 +43,6 @@ workers together: each gets an equal part, at least 1.
 
 FOLLOW = "workers apply this within 10 seconds"
 SHARED = "the limits are divided by the number of live workers, at least 1 each"
-#: Max topics that an error message lists.
-NAMES = 10
 #: Timeout for asking Pub/Sub whether a topic exists.
 PUBSUB_SECONDS = 5.0
 
@@ -150,9 +148,10 @@ def run_resume(options: argparse.Namespace) -> int:
     there = topics.rows(options.topics)
     missing = [topic for topic in options.topics if topic not in there]
     if missing:
+        paused = topics.paused(COMPARED)
         raise OutboxError(
             f"cannot resume {named(missing)}: no row in AsynchronousTaskTopics. Nothing was written. "
-            f"Paused topics: {named(topics.paused(NAMES + 1)) or 'none'}"
+            f"{_suggestions(missing, paused)}Paused topics: {named(paused) or 'none'}"
         )
     _print(topics.change(options.topics, {"Paused": False}), unpaused="resumed")
     note(FOLLOW)
@@ -210,11 +209,16 @@ def _require_known(table: "TopicTable", topics: Sequence[str], project: str) -> 
     known = table.rows(topics) | table.waiting(topics)
     unknown = [topic for topic in topics if topic not in known and not _in_pubsub(_full_name(topic, project))]
     if unknown:
+        names = table.known(COMPARED)
         raise OutboxError(
             f"unknown topic {named(unknown)}: no unsent task and no row in AsynchronousTaskTopics has it, and Pub/Sub "
             f"has no {named([_full_name(topic, project) for topic in unknown])}. Nothing was written. "
-            f"Known topics: {named(table.known(NAMES + 1)) or 'none'}"
+            f"{_suggestions(unknown, names)}Known topics: {named(names) or 'none'}"
         )
+
+
+def _suggestions(unknown: Sequence[str], known: Sequence[str]) -> str:
+    return "".join(f"{did_you_mean(topic, known).strip()} " for topic in unknown).lstrip()
 
 
 def _in_pubsub(name: str) -> bool:

@@ -7,14 +7,25 @@ that names where it came from, the value and what is allowed. Standard library o
 
 import argparse
 import dataclasses
+import difflib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
 
 from outbox.errors import SettingError
 
 PREFIX = "OUTBOX_"
+#: The names after PREFIX of all settings of all commands, so that each command can report a misspelled one.
+NAMES = frozenset(
+    """ALLOWED_TOPICS ARCHIVE ATTRIBUTE BACKOFF_INITIAL BACKOFF_MAX BATCH_BYTES BATCH_SIZE CLOCK_SKEW COLOR CONCURRENCY
+    DATABASE DATABASE_ROLE DEAD_AFTER FAIR_SHARE GRACE HEARTBEAT_FILE INPUT INPUT_FORMAT INSTANCE KEY LOG_FORMAT
+    LOG_LEVEL MAX_AGE MAX_ATTEMPTS MAX_ROWS_PER_SECOND ON_ORDERING_FAILURE OUTPUT POLL_INTERVAL PROJECT PUBLISH_TIMEOUT
+    PUBSUB_ENDPOINT PUBSUB_PORT RECEIVED RECEIVED_DATA RECEIVED_FORMAT RECEIVED_UNTIL REJECTS SAMPLES SHUTDOWN_TIMEOUT
+    SINCE SPANNER_PORT TASKS TOPIC UNTIL WHERE WINDOW WORKERS""".split()  # noqa: SIM905 - a list would have 49 lines
+)
+#: Kubernetes sets these in every container for a Service whose name begins with `outbox`.
+_OF_KUBERNETES = re.compile(r"OUTBOX_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,6 +34,38 @@ class SettingType:
 
     parse: Callable[[str], Any]
     allowed: str
+    choices: tuple[str, ...] = ()
+
+    def value(self, text: str, source: str) -> Any:
+        """Return the parsed `text`. Raises SettingError, which begins with `source`, a flag or a variable."""
+        try:
+            return self.parse(text)
+        except ValueError:
+            near = did_you_mean(text, self.choices)
+            raise SettingError(
+                f"{source}: {text!r} is not allowed: it must be {self.allowed}{near and '.' + near}"
+            ) from None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question that names the nearest of the `known` names, after a space, or nothing if none is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return a sentence for each variable that begins with PREFIX and is no setting of any command."""
+    return [
+        f"{name} is set, but no setting has this name.{_nearest(name)}"
+        for name in sorted(environment)
+        if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in NAMES and not _OF_KUBERNETES.fullmatch(name)
+    ]
+
+
+def _nearest(variable: str) -> str:
+    # Compared without the prefix, because the prefix alone would make short names similar.
+    near = difflib.get_close_matches(variable.removeprefix(PREFIX).upper(), sorted(NAMES), n=1)
+    return f" Did you mean {PREFIX + near[0]}?" if near else ""
 
 
 def whole_number(low: int, high: int) -> SettingType:
@@ -42,7 +85,7 @@ def fraction(low: float, high: float) -> SettingType:
 
 def one_of(*choices: str) -> SettingType:
     """Return the kind of texts that are one of `choices`."""
-    return SettingType(lambda text: choices[choices.index(text)], " or ".join(choices))
+    return SettingType(lambda text: choices[choices.index(text)], " or ".join(choices), choices)
 
 
 def matching(pattern: str, allowed: str) -> SettingType:
@@ -72,14 +115,7 @@ def setting(default: str | None, kind: SettingType, help: str, *, variable: str 
 
 def flag_of(name: str, kind: SettingType) -> Callable[[str], Any]:
     """Return argparse's `type` for a flag that is no setting, with the same sentence for a wrong value."""
-
-    def parse(text: str) -> Any:
-        try:
-            return kind.parse(text)
-        except ValueError:
-            raise SettingError(f"{name}: {text!r} is not allowed: it must be {kind.allowed}") from None
-
-    return parse
+    return lambda text: kind.value(text, name)
 
 
 PROJECT_ID = matching(r"[A-Za-z0-9][A-Za-z0-9.:-]{0,99}", "a Google Cloud project id")
@@ -88,7 +124,26 @@ DATABASE_ID = matching(r"[a-z][a-z0-9_-]{1,29}", "2 to 30 of a-z, 0-9, - and _, 
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DatabaseSettings:
+class Settings:
+    """The base class: a settings class has fields made by `setting`."""
+
+    @classmethod
+    def add_flags(cls, parser: argparse._ActionsContainer) -> None:
+        """Give `parser` one flag a field."""
+        for field in fields_of(cls):
+            # A percent sign in a help text is argparse's own format.
+            parser.add_argument(
+                field.flag, dest=field.name, metavar=field.metavar, help=field.help_text.replace("%", "%%")
+            )
+
+    @classmethod
+    def read(cls, flags: Mapping[str, str | None], environment: Mapping[str, str] = os.environ) -> Self:
+        """Make the settings from flags given (None: not given) and `environment`. Raises SettingError."""
+        return cls(**{field.name: field.value(flags.get(field.name), environment) for field in fields_of(cls)})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DatabaseSettings(Settings):
     """Which database; every command that reads the table has these."""
 
     project: str = setting(
@@ -101,20 +156,6 @@ class DatabaseSettings:
         matching(r"(?:[A-Za-z][A-Za-z0-9_]{0,127})?", "a database role, or nothing"),
         "Role of Spanner's fine-grained access control to act in; see schema/roles.sql.",
     )
-
-    @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        """Give `parser` one flag a field."""
-        for field in fields_of(cls):
-            # A percent sign in a help text is argparse's own format.
-            parser.add_argument(
-                field.flag, dest=field.name, metavar=field.metavar, help=field.help_text.replace("%", "%%")
-            )
-
-    @classmethod
-    def read(cls, flags: Mapping[str, str | None], environment: Mapping[str, str] = os.environ) -> Self:
-        """Make the settings from flags given (None: not given) and `environment`. Raises SettingError."""
-        return cls(**{field.name: field.value(flags.get(field.name), environment) for field in fields_of(cls)})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,16 +197,10 @@ class Field:
             sources.append((self.variable, environment.get(self.variable)))
         for name, text in sources:
             if text is not None:
-                return self._parse(text, name)
+                return self.kind.value(text, name)
         if self.default is None:
             raise SettingError(f"{self.flag} is missing: give it, or set {self.twin}: {self.kind.allowed}")
-        return self._parse(self.default, f"the default of {self.flag}")
-
-    def _parse(self, text: str, source: str) -> Any:
-        try:
-            return self.kind.parse(text)
-        except ValueError:
-            raise SettingError(f"{source}: {text!r} is not allowed: it must be {self.kind.allowed}") from None
+        return self.kind.value(self.default, f"the default of {self.flag}")
 
 
 def fields_of(settings: type) -> Iterator[Field]:

@@ -65,9 +65,42 @@ def test_flags_narrow_the_list(filled: Commands):
     assert "more than 3 tasks match" in limited.stderr
     assert filled.here("list", "--state", "dead", "--limit", "4").stderr == ""
     misspelled = filled.here("list", "--topic", "oders")
-    assert (misspelled.code, misspelled.stdout) == (0, "")
-    assert "no matching tasks" in misspelled.stderr
-    assert "AsynchronousTaskTopics: invoices, orders\n" in misspelled.stderr
+    assert (misspelled.code, misspelled.stdout) == (0, "No matching tasks.\n")
+    assert misspelled.stderr == (
+        "outbox: no unsent task and no row in AsynchronousTaskTopics has topic 'oders'. Did you mean 'orders'? "
+        "Known topics: invoices, orders\n"
+    )
+    excluded = filled.here("list", "--state", "dead", "--since", "1s", "--error", "x", "--json")
+    assert (excluded.code, excluded.stdout) == (0, "")
+    assert excluded.stderr == (
+        "No matching tasks.\noutbox: 4 tasks in the state dead, but none matches --since and --error\n"
+    )
+
+
+def test_equal_errors_are_counted_below_the_list(filled: Commands):
+    """Those of the tasks in the list; a list in which all errors differ ends with its last task."""
+    listed = filled.here("list", "--state", "dead").stdout
+    assert [line.split(maxsplit=3) for line in listed.partition("\n\n")[2].splitlines()] == [
+        ["TASKS", "STATE", "TOPIC", "ERROR"],
+        ["3", "dead", "orders", "gave_up: NOT_FOUND: no such topic"],
+        ["1", "dead", "invoices", "too_large: 11 MB"],
+    ]
+    assert "TASKS" not in filled.here("list", "--state", "dead", "--topic", "invoices").stdout
+
+
+def test_a_unique_prefix_is_an_id(filled: Commands):
+    """From four characters on; the task with exactly this ID comes before longer ones, and `show` changes nothing."""
+    for given, id in {"youn": "young", "agai": "again", "dead": "dead", "sent-3": "sent-3"}.items():
+        assert filled.here("show", given).stdout.startswith(f"Id           {id}\n")
+    ambiguous, short = filled.here("show", "dead-"), filled.here("show", "you")
+    assert (ambiguous.code, short.code) == (1, 1)
+    assert ambiguous.stderr == "outbox: several task IDs begin with 'dead-': dead-3, dead-5. Give more characters\n"
+    assert "task 'you' does not exist" in short.stderr
+    dry = filled.here("retry", "dead-5", "late", "--dry-run")
+    assert (dry.stdout.partition(".")[0], dry.stderr) == (
+        "2 tasks would be sent again", "outbox: late is task later\n",
+    )  # fmt: skip
+    assert "Id IN ('dead-5', 'later')" in dry.stdout
 
 
 def test_show_has_every_column_and_the_message(outbox: Commands, database: Database):

@@ -48,6 +48,23 @@ def test_tasks_arrive_again_with_their_id_and_data(
     assert list(table(database, "SentAt IS NULL")) == [stays]
 
 
+def test_a_retry_that_changes_nothing_says_why(outbox: Commands, database: Database):
+    """An unknown topic with the nearest one, flags that exclude tasks, no task in the state, or a pending task."""
+    fill(database, [row("a-dead-task", "dead"), row("a-pending-task")])
+    before = table(database)
+    none, dead = "will be sent again: 0 tasks\n", "outbox: 1 task in the state dead, but none matches"
+    for words, reason in {
+        "--state sent": "outbox: 0 tasks in the state sent\n",
+        "--state dead --since 1s": f"{dead} --since\n",
+        "--state dead --topic oders": f"'oders'. Did you mean 'orders'? Known topics: orders\n{dead} --topic\n",
+        "a-pend": "outbox: 1 task not changed, because pending tasks need no retry: a-pending-task\n",
+    }.items():
+        done = outbox.here("retry", *words.split())
+        assert (done.code, done.stdout) == (0, none)
+        assert done.stderr.endswith(reason), done.stderr
+        assert table(database) == before
+
+
 def test_a_selection_is_these_tasks_only_and_its_dml_does_the_same(outbox: Commands, database: Database):
     """A dry run changes nothing, its count is exact, and its statement, run by any client, changes the same rows.
 

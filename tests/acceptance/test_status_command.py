@@ -55,7 +55,14 @@ def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Data
     assert first.endswith("Z, 2 live workers")
     assert head.split() == ["TOPIC", "PRIORITY", "PENDING", "RETRYING", "SCHEDULED", "DEAD", "SENT/MIN", "OLDEST"]
     assert [line.split()[:7] for line in lines[:3]] == [[str(each) for each in line] for line in counts]
-    assert [line.split() for line in lines[3:]] == [["all", "4", "4", "6", "7", "8", "3h"]]
+    assert [line.split(maxsplit=3) for line in lines[5:]] == [
+        ["TASKS", "STATE", "TOPIC", "ERROR"],
+        ["7", "dead", "orders", "gave_up: NOT_FOUND: no such topic"],
+        ["4", "retrying", "orders", "unavailable: it is away"],
+    ]
+    assert [line.split() for line in lines[3:5]] == [["all", "4", "4", "6", "7", "8", "3h"], []]
+    error = {"topic": "orders", "state": "retrying", "error": "unavailable: it is away"}
+    assert whole["errors"][1] == error | {"tasks": 4, "at_least": False}
 
 
 def test_an_age_or_a_number_that_is_exceeded_is_exit_code_1(outbox: Commands, database: Database):

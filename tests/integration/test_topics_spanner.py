@@ -118,7 +118,7 @@ def test_a_topic_that_nobody_knows_is_refused_with_those_that_are_known(database
     refusal = (
         "outbox: unknown topic ordres: no unsent task and no row in AsynchronousTaskTopics has it, and Pub/Sub "
         f"has no projects/{PROJECT}/topics/ordres. Nothing was written. "
-        "Known topics: invoices, orders, reminders\n"
+        "Did you mean 'orders'? Known topics: invoices, orders, reminders\n"
     )
     for words in ("pause orders ordres", "limit ordres --max-in-flight 1"):
         assert command(words) == (1, "", refusal)

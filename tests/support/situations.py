@@ -184,7 +184,12 @@ def a_day(place: Place) -> None:
 #: By the page, and by its headings that show commands.
 SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
     "retry.md": {"A few tasks": sent_and_dead, "Many tasks": sent_and_dead, "By SQL": sent_and_dead},
-    "commands.md": {"Status": a_day, "List, show, tail": a_day, "Purge and discard": a_day},
+    "commands.md": {
+        "Status": a_day,
+        "List, show, tail": a_day,
+        "Purge and discard": a_day,
+        "Shell completion": lambda _place: None,
+    },
     "runbook.md": {
         "The backlog grows": backlog_grows,
         "The oldest age alarms": oldest_age,

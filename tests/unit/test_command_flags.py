@@ -1,8 +1,12 @@
 """Flags that several commands have: ids, a selection, and the command line that goes on."""
 
 import argparse
+import importlib.util
 import io
+import re
 import shlex
+import shutil
+import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -130,7 +134,12 @@ def test_a_selection_is_of_the_databases_now():
     ("words", "sentence"),
     [
         ("retry --state pending", "--state: 'pending' is not allowed: it must be dead or sent or retrying"),
-        ("list --state gone", "it must be pending or retrying or scheduled or dead or sent"),
+        ("list --state gone", "it must be pending or retrying or scheduled or dead or sent\n"),
+        ("list --state ded", "or dead or sent. Did you mean 'dead'?"),
+        ("statsu", "unknown command 'statsu'. Did you mean 'status'? `outbox --help` lists the commands"),
+        ("schema aply", "unknown command 'aply'. Did you mean 'apply'? `outbox schema --help` lists the commands"),
+        ("help xyz", "unknown command 'xyz'. `outbox --help` lists the commands"),
+        ("status --color blue", "--color: 'blue' is not allowed: it must be auto or always or never"),
         ("list --topic=", "--topic: '' is not allowed: it must be 1 to 400 characters of valid Unicode"),
         (f"list --topic {'x' * 401}", "is not allowed"),
         (f"list --error {'x' * 1_001}", "is not allowed"),
@@ -180,6 +189,59 @@ def test_what_is_missing_is_named_and_help_is_enough(command: str, capsys: pytes
     assert "OUTBOX_DATABASE" in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "title"),
+    [
+        ("", "usage: outbox "), ("help", "usage: outbox "), ("help retry", "usage: outbox retry "),
+        ("schema", "usage: outbox schema "), ("help schema apply", "usage: outbox schema apply "),
+    ],
+)  # fmt: skip
+def test_help_is_printed_without_a_command(words: str, title: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(words.split()) == 0
+    captured = capsys.readouterr()
+    assert (captured.out.startswith(title), captured.err) == (True, "")
+    assert "Before or after the command" in captured.out
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "project"),
+    [
+        ("--project one", "", "one"), ("", "--project two", "two"), ("--project one", "--project two", "two"),
+        ("--project one --instance main --database shop", "", "one"),
+    ],
+)  # fmt: skip
+def test_global_flags_may_precede_or_follow_the_command(before: str, after: str, project: str):
+    others = {"OUTBOX_INSTANCE": "main", "OUTBOX_DATABASE": "shop", "OUTBOX_PROJECT": "environment"}
+    for command in ("status", "show an-id", "schema apply"):
+        options = vars(parsed(*before.split(), *command.split(), *after.split()))
+        assert DatabaseSettings.read(options, others).project == project
+        assert DatabaseSettings.read(vars(parsed(*command.split())), others).project == "environment"
+
+
+def test_an_unknown_variable_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("OUTBOX_CONCURENCY", "8")
+    assert cli.main(["schema", "print"]) == 0
+    question = "Did you mean OUTBOX_CONCURRENCY?"
+    assert capsys.readouterr().err == f"outbox: OUTBOX_CONCURENCY is set, but no setting has this name. {question}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_reads_the_completion_script(shell: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert {"retry", "ids-file", "scheduled"} <= set(re.findall(r"[\w-]+(?<!-)", script.replace("--", " ")))
+    if program := shutil.which(shell):
+        assert subprocess.run([program, "-n"], input=script, text=True, check=False).returncode == 0
+
+
+def test_completion_without_its_extra_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    assert cli.main(["completion", "bash"]) == 1
+    assert "pip install 'spanner-outbox[operators]'" in capsys.readouterr().err
+
+
 PRINTABLE = st.text(st.characters(exclude_categories=("C", "Z"), include_characters=" "), min_size=1, max_size=30)
 
 
@@ -211,7 +273,7 @@ def test_the_command_that_goes_on_is_read_as_the_same_selection(  # noqa: PLR091
     wanted = argparse.Namespace(**{**vars(options), **{name: time or None for name, time in times.items()}})
     assert selection(read, NOW, tuple(read.ids)) == selection(wanted, NOW, tuple(options.ids))
     for name in ("ids_file", *DatabaseSettings.__slots__):
-        assert vars(read)[name] == vars(options)[name]
+        assert vars(read).get(name) == vars(options).get(name)
 
 
 def test_the_command_that_goes_on_names_what_it_replaces():

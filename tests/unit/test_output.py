@@ -1,6 +1,7 @@
 """The output of commands: no value of a row harms a terminal or a program."""
 
 import json
+import re
 import unicodedata
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
@@ -10,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outbox.cli import tasks
-from outbox.cli.output import as_json, cell, table
+from outbox.cli.output import as_json, cell, table, use_color
 
 TIME = datetime(2026, 11, 21, 13, 0, 0, 5, tzinfo=UTC)
 #: Control codes of both sets, format characters, separators, unassigned and lone surrogates among all others.
@@ -49,6 +50,35 @@ def test_texts_stand_to_the_left_and_numbers_to_the_right():
     ]
     assert table(("TOPIC", "N"), []) == "TOPIC  N"
     assert table(("LONG", "N"), iter([("a", 1)])) == "LONG  N\na     1"
+
+
+@pytest.mark.parametrize(
+    ("color", "terminal", "variables", "colored"),
+    [
+        ("auto", True, {}, True), ("auto", False, {}, False), ("auto", True, {"NO_COLOR": "1"}, False),
+        ("auto", True, {"TERM": "dumb"}, False), ("always", False, {"NO_COLOR": "1"}, True), ("never", True, {}, False),
+    ],
+)  # fmt: skip
+def test_dead_and_retrying_tasks_are_colored(
+    color: str, terminal: bool, variables: dict[str, str], colored: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Only with --color always, or on a terminal without NO_COLOR; the columns are as wide as without colors."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in ({"TERM": "xterm"} | variables).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    heads, rows = ("STATE", "DEAD", "TOPIC"), [("dead", 7, "x"), ("retrying", 0, "dead")]
+    plain = table(heads, rows)
+    use_color(color)
+    text = table(heads, rows)
+    use_color("never")
+    assert re.sub(r"\x1b\[\d+m", "", text) == plain
+    assert (text != plain) == colored
+    if colored:
+        assert text.split("\n")[1:] == [
+            "\x1b[31mdead    \x1b[0m  \x1b[31m   7\x1b[0m  x",
+            "\x1b[33mretrying\x1b[0m     0  dead",
+        ]
 
 
 @given(st.lists(st.tuples(TEXT, st.integers(), st.one_of(st.none(), st.integers(), TEXT)), max_size=5))

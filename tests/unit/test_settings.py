@@ -5,8 +5,11 @@ import dataclasses
 
 import pytest
 
+from outbox.cli.emulators import EmulatorSettings
+from outbox.cli.output import OutputSettings
 from outbox.errors import SettingError
-from outbox.shared.settings import DatabaseSettings, fields_of, setting, whole_number
+from outbox.shared.settings import NAMES, DatabaseSettings, fields_of, setting, unknown_variables, whole_number
+from outbox_pipeline import settings as pipeline
 from publishworker.settings import WorkerSettings, add_deadline
 
 NEEDED = {"project": "shop", "instance": "main", "database": "orders"}
@@ -75,6 +78,29 @@ def test_a_wrong_value_names_the_flag_the_value_and_what_is_allowed(flag: str) -
         expected = value if flag == "allowed_topics" else float(value)
         assert getattr(read(**{flag: value}), flag) == expected
         assert getattr(read({variable: value}), flag) == expected
+
+
+def test_a_variable_that_no_setting_knows_is_reported_with_the_nearest_name() -> None:
+    unknown = ("OUTBOX_CONCURENCY", "OUTBOX_ZZZ", "OUTBOX_batch_size")
+    # Kubernetes sets the last four for Services called `outbox` and `outbox-worker`.
+    known = (
+        "OUTBOX_BATCH_SIZE", "OUTBOX_COLOR", "CONCURENCY", "OUTBOX_PORT", "OUTBOX_WORKER_SERVICE_HOST",
+        "OUTBOX_SERVICE_PORT_HTTP", "OUTBOX_PORT_443_TCP_ADDR",
+    )  # fmt: skip
+    assert unknown_variables(dict.fromkeys((*unknown, *known), "1")) == [
+        "OUTBOX_CONCURENCY is set, but no setting has this name. Did you mean OUTBOX_CONCURRENCY?",
+        "OUTBOX_ZZZ is set, but no setting has this name.",
+        "OUTBOX_batch_size is set, but no setting has this name. Did you mean OUTBOX_BATCH_SIZE?",
+    ]
+
+
+def test_the_known_variables_are_those_of_all_settings() -> None:
+    classes = (
+        WorkerSettings, EmulatorSettings, OutputSettings, pipeline.RegisterSettings, pipeline.ArchiveSettings,
+        pipeline.AuditSettings, pipeline.DrainSettings, pipeline.ReplaySettings,
+    )  # fmt: skip
+    # MAX_AGE is a flag of `publishworker healthcheck`, which has no settings class because it must be cheap.
+    assert {field.name.upper() for each in classes for field in fields_of(each)} | {"MAX_AGE"} == NAMES
 
 
 def test_a_missing_value_says_where_it_may_come_from() -> None:
