@@ -4,13 +4,43 @@
 
 adds one insert to the caller's Spanner transaction. The message is sent by `publishworker`, a process of its own,
 if and only if that transaction commits: at least once, always with the same id.
+
+The first use of `outbox.register` imports the clients. `from outbox import register` imports them at startup.
 """
 
-from outbox._version import __version__
-from outbox.errors import InvalidMessage, OutboxError
-from outbox.message import TASK_ID_ATTRIBUTE
-from outbox.registration import Priority, register, register_once
-from outbox.shared.metric_recorder import Recorder, set_metrics
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outbox._version import __version__
+    from outbox.errors import InvalidMessage, OutboxError
+    from outbox.message import TASK_ID_ATTRIBUTE
+    from outbox.registration import Priority, register, register_once
+    from outbox.shared.metric_recorder import Recorder, set_metrics
+else:
+    # The names are imported when they are first used, because the clients take half a second to import, and `outbox
+    # --help` does not need them. Type checkers do not see this function: it would give every name the type Any.
+    _MODULES = {
+        "TASK_ID_ATTRIBUTE": "message",
+        "InvalidMessage": "errors",
+        "OutboxError": "errors",
+        "Priority": "registration",
+        "Recorder": "shared.metric_recorder",
+        "__version__": "_version",
+        "register": "registration",
+        "register_once": "registration",
+        "set_metrics": "shared.metric_recorder",
+    }
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(f"outbox.{_MODULES[name]}"), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "TASK_ID_ATTRIBUTE",

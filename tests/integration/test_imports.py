@@ -5,12 +5,38 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def test_importing_the_library_imports_no_worker_and_no_datadog() -> None:
     code = "import sys, json, outbox; print(json.dumps(sorted(sys.modules)))"
     loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     assert "outbox" in loaded
     assert not {"publishworker", "datadog", "pyspark", "pandas"} & set(loaded)
+
+
+@pytest.mark.parametrize("words", ["--version", "--help", "help retry", "", "schema print", "pause --project", "lst"])
+def test_a_command_that_needs_no_service_imports_no_client(words: str) -> None:
+    """The clients take half a second to import, and a shell completes or a person reads the help in less."""
+    code = (
+        "import atexit, sys\nfrom outbox.cli import main\n"
+        "atexit.register(lambda: print('loaded', *sorted(sys.modules)))\nsys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True, check=False)
+    loaded = set(done.stdout.rpartition("loaded ")[2].split())
+    assert "outbox.cli.tasks" in loaded
+    assert not {"google.cloud.spanner", "google.cloud.spanner_v1", "google.pubsub_v1", "grpc"} & loaded
+
+
+def test_the_names_of_the_library_are_imported_when_they_are_used() -> None:
+    code = (
+        "import sys, outbox\nassert set(outbox.__all__) <= set(dir(outbox)) and 'grpc' not in sys.modules\n"
+        "from outbox import *\nassert register is outbox.register and issubclass(InvalidMessage, OutboxError)\n"
+        "assert all(name in globals() for name in outbox.__all__)\n"
+        "try: outbox.registered\nexcept AttributeError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("module 'outbox' has no attribute 'registered'\n", "")
 
 
 def test_the_health_check_imports_the_standard_library_only(tmp_path: Path) -> None:
