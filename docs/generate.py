@@ -56,6 +56,8 @@ OTHER_FLAGS = f"""\
 | `python -m outbox_pipeline drain` | `--deadline SECONDS` | As for `publishworker drain`. |
 | `python -m outbox_pipeline replay` | `--dry-run` | Change nothing: count the tasks by topic, show some. |
 | `python -m outbox_pipeline replay` | `--resume ID` | Go on with a replay that ended early, with its selection. |
+| `outbox emulators` | `--create`, `--ddl-file`, `--topic`, `--subscription` | \
+See [the emulators](../operations/worker.md#emulators). |
 | `outbox schema` | `--shards`, `--retention`, `--change-stream` | See [the schema](../guide/schema.md). |
 
 ## Environment of others

@@ -2,16 +2,32 @@
 
 import argparse
 import dataclasses
+import functools
+import os
+import re
 import signal
-import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from outbox.cli.flags import command
-from outbox.errors import OutboxError
-from outbox.shared.settings import Settings, setting, whole_number
+from outbox.cli.output import note
+from outbox.errors import OutboxError, SettingError
+from outbox.shared.settings import (
+    DATABASE_ID,
+    INSTANCE_ID,
+    PROJECT_ID,
+    Settings,
+    SettingType,
+    flag_of,
+    matching,
+    setting,
+    whole_number,
+)
 
 PORT = whole_number(0, 65_535)
+#: https://cloud.google.com/pubsub/docs/pubsub-basics#resource_names
+PUBSUB_ID = matching(r"(?!goog)[A-Za-z][A-Za-z0-9._~+%-]{2,254}", "an ID that Pub/Sub allows, such as orders")
 
 #: Seconds between two checks that the emulators are running.
 WATCH_SECONDS = 0.2
@@ -19,7 +35,13 @@ WATCH_SECONDS = 0.2
 DESCRIPTION = """\
 Run the Spanner and Pub/Sub emulators until Ctrl-C or SIGTERM, and print the environment
 variables for clients. If SPANNER_EMULATOR_HOST or PUBSUB_EMULATOR_HOST is set, that
-emulator is not started, unless you pass its port."""
+emulator is not started, unless you pass its port.
+
+--create creates a database with the outbox's tables, --topic a topic, and --subscription a
+subscription to the topic before it. What exists already is kept.
+
+    outbox emulators
+    outbox emulators --create my-project/main/shop --topic orders --subscription billing"""
 
 WHY_NOT_MULTIPLEXED = """\
 # Emulators before 1.5.38 treat a multiplexed session as a regular one, so the transactions of two threads
@@ -34,10 +56,55 @@ class EmulatorSettings(Settings):
     pubsub_port: int = setting("0", PORT, "Port of the Pub/Sub emulator; 0 selects a free port.")
 
 
+def _place(text: str) -> tuple[str, ...]:
+    parts = text.split("/")
+    return tuple(kind.parse(part) for kind, part in zip((PROJECT_ID, INSTANCE_ID, DATABASE_ID), parts, strict=True))
+
+
+PLACE = SettingType(_place, "PROJECT/INSTANCE/DATABASE, such as my-project/main/shop")
+
+
+def _statements(path: str) -> list[str]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"--ddl-file: {path!r} cannot be read: {error}") from None
+    return [each.strip() for each in re.split(r";[ \t]*(?:\n|$)", text) if each.strip()]
+
+
+def _of_kind(kind: str, text: str) -> tuple[str, str]:
+    return kind, PUBSUB_ID.value(text, f"--{kind}")
+
+
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
     parser = command(commands, "emulators", "run both emulators until Ctrl-C", DESCRIPTION)
     EmulatorSettings.add_flags(parser)
+    parser.add_argument(
+        "--create",
+        type=flag_of("--create", PLACE),
+        metavar="PROJECT/INSTANCE/DATABASE",
+        help="Create this database with the outbox's tables.",
+    )
+    parser.add_argument(
+        "--ddl-file",
+        type=_statements,
+        default=[],
+        metavar="FILE",
+        help="DDL of your own tables for a database that --create creates. Each statement ends with ; at the end of a "
+        "line.",
+    )
+    for kind in ("topic", "subscription"):
+        # Both flags append to one list, because the order says to which topic a subscription belongs.
+        parser.add_argument(
+            f"--{kind}",
+            type=functools.partial(_of_kind, kind),
+            dest="pubsub",
+            action="append",
+            default=[],
+            metavar="ID",
+            help=f"Create this {kind} in the project of --create; may be repeated.",
+        )
     parser.set_defaults(run=run)
 
 
@@ -46,21 +113,54 @@ def run(options: argparse.Namespace) -> int:
     from outbox.devtools.emulators import running  # noqa: PLC0415 - only this command needs it
 
     settings = EmulatorSettings.read(vars(options))
+    _check(options)
     # Treat SIGTERM, and SIGHUP from a closed terminal, like Ctrl-C, so that both emulators are stopped.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
         with running(settings.spanner_port, settings.pubsub_port) as emulators:
-            print(_exports(emulators.environment()), flush=True)
+            names = _create(options, emulators.environment()) if options.create else {}
+            print(_exports(names | emulators.environment()), flush=True)
             if not emulators.children:
-                print("outbox: nothing to start: both variables are set, and both emulators respond", file=sys.stderr)
+                note("nothing to start: both variables are set, and both emulators respond")
                 return 0
-            print("outbox: running until Ctrl-C. All data in the emulators is lost then", file=sys.stderr)
+            note("running until Ctrl-C. All data in the emulators is lost then")
             while (ended := emulators.ended()) is None:
                 time.sleep(WATCH_SECONDS)
             raise OutboxError(ended)
     except KeyboardInterrupt:
         return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    first = next((kind for kind, _ in options.pubsub), "topic")
+    if (options.pubsub or options.ddl_file) and options.create is None:
+        raise SettingError("--topic, --subscription and --ddl-file need --create PROJECT/INSTANCE/DATABASE")
+    if first == "subscription":
+        raise SettingError("--subscription needs a --topic before it")
+
+
+def _create(options: argparse.Namespace, environment: dict[str, str]) -> dict[str, str]:
+    """Create the database, topics and subscriptions, and return the variables that name the database.
+
+    Raises SchemaDiffers, OutboxError.
+    """
+    from outbox.devtools import resources  # noqa: PLC0415 - the clients: half a second
+
+    os.environ.update(environment)  # the clients read it
+    project, instance, database = options.create
+    resources.create_database(project, instance, database, options.ddl_file)
+    topic = ""
+    for kind, id in options.pubsub:
+        name = f"projects/{project}/{kind}s/{id}"
+        if kind == "topic":
+            topic = name
+            resources.create_topic(topic)
+        else:
+            resources.create_subscription(name, topic)
+    others = "".join(f", {kind} {id}" for kind, id in options.pubsub)
+    note(f"database {'/'.join(options.create)} with the outbox's tables{others}: ready")
+    return {"OUTBOX_PROJECT": project, "OUTBOX_INSTANCE": instance, "OUTBOX_DATABASE": database}
 
 
 def _exports(environment: dict[str, str]) -> str:

@@ -62,6 +62,24 @@ def test_help_has_an_example_and_needs_no_database(name: str):
     ("words", "code", "sentence"),
     [
         (("emulators", "--pubsub-port=65536"), 2, "--pubsub-port: '65536' is not allowed: it must be a whole number"),
+        (
+            ("emulators", "--create", "p/main"),
+            2,
+            "--create: 'p/main' is not allowed: it must be PROJECT/INSTANCE/DATABASE",
+        ),
+        (
+            ("emulators", "--create", "p/Main/shop"),
+            2,
+            "it must be PROJECT/INSTANCE/DATABASE, such as my-project/main/shop",
+        ),
+        (("emulators", "--topic", "goog1"), 2, "--topic: 'goog1' is not allowed: it must be an ID that Pub/Sub allows"),
+        (
+            ("emulators", "--topic", "orders"),
+            2,
+            "--topic, --subscription and --ddl-file need --create PROJECT/INSTANCE",
+        ),
+        (("emulators", "--create", "p/main/shop", "--subscription", "abc", "--topic", "abc"), 2, "a --topic before it"),
+        (("emulators", "--ddl-file", "/gone"), 2, "--ddl-file: '/gone' cannot be read: [Errno 2] No such file"),
         (("schema", "print", "--shards", "0"), 2, "--shards: '0' is not allowed: it must be a whole number from 1 to"),
         (("schema", "apply", "--retention", "0"), 2, "--retention: '0' is not allowed: it must be none, or days"),
         (("show", "x" * 65), 2, "1 to 64 characters"),

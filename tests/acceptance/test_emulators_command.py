@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from outbox.errors import NotReached
 from tests.support import processes
 from tests.support.commands import TRACE, here
 from tests.support.processes import Process, children, gone, started
+from tests.support.pubsub import PubSub
+from tests.support.spanner import instance
 from tests.support.waiting import eventually
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the processes are read from /proc")
@@ -123,6 +126,35 @@ def test_running_emulators_are_reported(emulators: Emulators) -> None:
     assert done.code == 0
     assert f"export SPANNER_EMULATOR_HOST={emulators.spanner_host}\n" in done.stdout
     assert "nothing to start" in done.stderr
+
+
+def test_what_an_application_needs_is_created(emulators: Emulators, pubsub: PubSub, tmp_path: Path) -> None:
+    """Database with both schemas, topics, and subscriptions to the topic before each; a second call changes nothing."""
+    project, ddl = f"create-{uuid.uuid4().hex[:8]}", tmp_path / "shop.sql"
+    ddl.write_text("CREATE TABLE A (K INT64, B STRING(9) DEFAULT (';')) PRIMARY KEY (K);\nCREATE INDEX C ON A (K);\n")
+    words = ("--topic", "orders", "--subscription", "billing", "--subscription", "stock", "--topic", "mails")
+    create = ("emulators", "--create", f"{project}/main/shop", "--ddl-file", str(ddl), *words)
+    for _ in range(2):
+        done = here(*create, environment=emulators.environment())
+        assert done.code == 0, done
+    assert f"export OUTBOX_PROJECT={project}\nexport OUTBOX_INSTANCE=main\nexport OUTBOX_DATABASE=shop\n" in done.stdout
+    assert "topic orders, subscription billing, subscription stock, topic mails: ready" in done.stderr
+    database = instance(emulators.spanner_host, "main", project).database("shop")
+    assert {"A", "AsynchronousTasks"} <= {table.table_id for table in database.list_tables()}
+    found = pubsub.subscriber.list_subscriptions(project=f"projects/{project}")
+    assert sorted((each.name.rpartition("/")[2], each.topic, each.enable_message_ordering) for each in found) == [
+        (name, f"projects/{project}/topics/orders", True) for name in ("billing", "stock")
+    ]
+    topics = pubsub.publisher.list_topics(project=f"projects/{project}")
+    assert {each.name.rpartition("/")[2] for each in topics} == {"orders", "mails"}
+
+
+def test_ddl_that_the_emulator_refuses_is_a_sentence(emulators: Emulators, tmp_path: Path) -> None:
+    (tmp_path / "wrong.sql").write_text("CREATE TABLE;")
+    create = ("emulators", "--create", f"create-{uuid.uuid4().hex[:8]}/main/shop", "--ddl-file")
+    done = here(*create, str(tmp_path / "wrong.sql"), environment=emulators.environment())
+    assert (done.code, done.stdout) == (1, "")
+    assert done.stderr.startswith("outbox: could not create database shop on the emulator: 400 ")
 
 
 def test_nothing_installed_is_told_with_what_to_do(tmp_path: Path) -> None:
