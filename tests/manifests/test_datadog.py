@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,7 +140,10 @@ def of_monitor(monitor: Document) -> Iterator[str]:
     batches = {tag for query in METRIC.finditer(monitor["query"]) for tag in split(query["by"])}
     named = set(re.findall(r"\{\{(\w+)\.name\}\}", message + monitor["name"]))
     yield from (f"the alarm is not by {tag}" for tag in named - batches)
-    links = re.findall(r"(docs/[\w/-]+\.md)#([\w-]+)", message)
+    links = re.findall(r"\]\(\$\{(docs)_url\}(/[\w/-]+\.md)#([\w-]+)\)", message)
+    links = [(folder + page, heading) for folder, page, heading in links]
+    if len(links) != len(re.findall(r"\.md\b", message)):
+        yield "a link does not begin with ${docs_url}"
     yield from (f"{page}#{heading} is no heading" for page, heading in links if heading not in headings(page))
     lines = [line for block in re.findall(r"```\n(.*?)```", message, re.DOTALL) for line in block.splitlines()]
     yield from (said for line in lines if (said := of_command(line)))
@@ -191,6 +195,23 @@ QUERIES = [
     *(query["query"] for _, request in requests(DASHBOARD) for query in request["queries"]),
     *(monitor["query"] for monitor in MONITORS.values()),
 ]
+
+
+def test_the_page_applies_all_files_with_full_links() -> None:
+    """The commands for the API, with a `curl` that prints what it would send; Terraform replaces the same variable."""
+    [script] = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    sent = subprocess.run(
+        ["bash", "-euc", f"DD_API_KEY=a DD_APP_KEY=b\ncurl() {{ tr -d '\\n'; echo; }}\n{script}"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    documents = [json.loads(line) for line in sent.splitlines()]
+    assert len(documents) == 2 * len(MONITORS) + 1
+    links = re.findall(r"[^\s(]+\.md\b", sent)
+    assert {link.partition("/docs/")[0] for link in links} == {"https://github.com/my-org/outbox/blob/main"}
+    assert "${" not in sent
+    files = [DASHBOARD, *MONITORS.values()]
+    assert {name for each in files for name in re.findall(r"[$%]\{.*?\}", json.dumps(each))} == {"${docs_url}"}
+    assert PAGE.count("{ docs_url = var.docs_url }") == 2
 
 
 def test_every_metric_is_shown_in_a_unit_of_datadogs() -> None:
