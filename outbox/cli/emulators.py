@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,6 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--ddl-file",
-        type=_statements,
-        default=[],
         metavar="FILE",
         help="DDL of your own tables for a database that --create creates. Each statement ends with ; at the end of a "
         "line.",
@@ -113,13 +112,13 @@ def run(options: argparse.Namespace) -> int:
     from outbox.devtools.emulators import running  # noqa: PLC0415 - only this command needs it
 
     settings = EmulatorSettings.read(vars(options))
-    _check(options)
+    ddl = _checked_ddl(options)
     # Treat SIGTERM, and SIGHUP from a closed terminal, like Ctrl-C, so that both emulators are stopped.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
         with running(settings.spanner_port, settings.pubsub_port) as emulators:
-            names = _create(options, emulators.environment()) if options.create else {}
+            names = _create(options, ddl, emulators.environment()) if options.create else {}
             print(_exports(names | emulators.environment()), flush=True)
             if not emulators.children:
                 note("nothing to start: both variables are set, and both emulators respond")
@@ -132,15 +131,17 @@ def run(options: argparse.Namespace) -> int:
         return 0
 
 
-def _check(options: argparse.Namespace) -> None:
+def _checked_ddl(options: argparse.Namespace) -> list[str]:
+    """Return the statements of `--ddl-file`. Raises SettingError, also for flags that miss another one."""
     first = next((kind for kind, _ in options.pubsub), "topic")
     if (options.pubsub or options.ddl_file) and options.create is None:
         raise SettingError("--topic, --subscription and --ddl-file need --create PROJECT/INSTANCE/DATABASE")
     if first == "subscription":
         raise SettingError("--subscription needs a --topic before it")
+    return _statements(options.ddl_file) if options.ddl_file else []
 
 
-def _create(options: argparse.Namespace, environment: dict[str, str]) -> dict[str, str]:
+def _create(options: argparse.Namespace, ddl: Sequence[str], environment: dict[str, str]) -> dict[str, str]:
     """Create the database, topics and subscriptions, and return the variables that name the database.
 
     Raises SchemaDiffers, OutboxError.
@@ -149,7 +150,7 @@ def _create(options: argparse.Namespace, environment: dict[str, str]) -> dict[st
 
     os.environ.update(environment)  # the clients read it
     project, instance, database = options.create
-    resources.create_database(project, instance, database, options.ddl_file)
+    resources.create_database(project, instance, database, ddl)
     topic = ""
     for kind, id in options.pubsub:
         name = f"projects/{project}/{kind}s/{id}"

@@ -79,7 +79,11 @@ def test_help_has_an_example_and_needs_no_database(name: str):
             "--topic, --subscription and --ddl-file need --create PROJECT/INSTANCE",
         ),
         (("emulators", "--create", "p/main/shop", "--subscription", "abc", "--topic", "abc"), 2, "a --topic before it"),
-        (("emulators", "--ddl-file", "/gone"), 2, "--ddl-file: '/gone' cannot be read: [Errno 2] No such file"),
+        (
+            ("emulators", "--create", "p/main/shop", "--ddl-file", "/gone"),
+            2,
+            "--ddl-file: '/gone' cannot be read: [Errno 2] No such file",
+        ),
         (("schema", "print", "--shards", "0"), 2, "--shards: '0' is not allowed: it must be a whole number from 1 to"),
         (("schema", "apply", "--retention", "0"), 2, "--retention: '0' is not allowed: it must be none, or days"),
         (("show", "x" * 65), 2, "1 to 64 characters"),
