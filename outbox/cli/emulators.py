@@ -14,17 +14,7 @@ from typing import Any
 from outbox.cli.flags import command
 from outbox.cli.output import note
 from outbox.errors import OutboxError, SettingError
-from outbox.shared.settings import (
-    DATABASE_ID,
-    INSTANCE_ID,
-    PROJECT_ID,
-    Settings,
-    SettingType,
-    flag_of,
-    matching,
-    setting,
-    whole_number,
-)
+from outbox.shared.settings import PREFIX, DatabaseSettings, Settings, flag_of, matching, setting, whole_number
 
 PORT = whole_number(0, 65_535)
 #: https://cloud.google.com/pubsub/docs/pubsub-basics#resource_names
@@ -57,20 +47,7 @@ class EmulatorSettings(Settings):
     pubsub_port: int = setting("0", PORT, "Port of the Pub/Sub emulator; 0 selects a free port.")
 
 
-def _place(text: str) -> tuple[str, ...]:
-    parts = text.split("/")
-    return tuple(kind.parse(part) for kind, part in zip((PROJECT_ID, INSTANCE_ID, DATABASE_ID), parts, strict=True))
-
-
-PLACE = SettingType(_place, "PROJECT/INSTANCE/DATABASE, such as my-project/main/shop")
-
-
-def _statements(path: str) -> list[str]:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"--ddl-file: {path!r} cannot be read: {error}") from None
-    return [each.strip() for each in re.split(r";[ \t]*(?:\n|$)", text) if each.strip()]
+PLACE = matching("[^/]+/[^/]+/[^/]+", "PROJECT/INSTANCE/DATABASE, such as my-project/main/shop")
 
 
 def _of_kind(kind: str, text: str) -> tuple[str, str]:
@@ -82,28 +59,19 @@ def add(commands: Any) -> None:
     parser = command(commands, "emulators", "run both emulators until Ctrl-C", DESCRIPTION)
     EmulatorSettings.add_flags(parser)
     parser.add_argument(
-        "--create",
-        type=flag_of("--create", PLACE),
-        metavar="PROJECT/INSTANCE/DATABASE",
+        "--create", type=flag_of("--create", PLACE), metavar="PROJECT/INSTANCE/DATABASE",
         help="Create this database with the outbox's tables.",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--ddl-file",
-        metavar="FILE",
-        help="DDL of your own tables for a database that --create creates. Each statement ends with ; at the end of a "
-        "line.",
-    )
+        "--ddl-file", metavar="FILE",
+        help="DDL of your own tables for a new database. Each statement ends with ; at the end of a line.",
+    )  # fmt: skip
     for kind in ("topic", "subscription"):
         # Both flags append to one list, because the order says to which topic a subscription belongs.
         parser.add_argument(
-            f"--{kind}",
-            type=functools.partial(_of_kind, kind),
-            dest="pubsub",
-            action="append",
-            default=[],
-            metavar="ID",
-            help=f"Create this {kind} in the project of --create; may be repeated.",
-        )
+            f"--{kind}", type=functools.partial(_of_kind, kind), dest="pubsub", action="append", default=[],
+            metavar="ID", help=f"Create this {kind} in the project of --create; may be repeated.",
+        )  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -112,14 +80,19 @@ def run(options: argparse.Namespace) -> int:
     from outbox.devtools.emulators import running  # noqa: PLC0415 - only this command needs it
 
     settings = EmulatorSettings.read(vars(options))
-    ddl = _checked_ddl(options)
+    place, ddl = _plan(options)
     # Treat SIGTERM, and SIGHUP from a closed terminal, like Ctrl-C, so that both emulators are stopped.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
         with running(settings.spanner_port, settings.pubsub_port) as emulators:
-            names = _create(options, ddl, emulators.environment()) if options.create else {}
-            print(_exports(names | emulators.environment()), flush=True)
+            variables = emulators.environment()
+            if place:
+                os.environ.update(variables)  # the clients read it
+                _create(place, ddl, options)
+                names = ("project", "instance", "database")
+                variables = {PREFIX + name.upper(): getattr(place, name) for name in names} | variables
+            print(_exports(variables), flush=True)
             if not emulators.children:
                 note("nothing to start: both variables are set, and both emulators respond")
                 return 0
@@ -131,37 +104,39 @@ def run(options: argparse.Namespace) -> int:
         return 0
 
 
-def _checked_ddl(options: argparse.Namespace) -> list[str]:
-    """Return the statements of `--ddl-file`. Raises SettingError, also for flags that miss another one."""
-    first = next((kind for kind, _ in options.pubsub), "topic")
-    if (options.pubsub or options.ddl_file) and options.create is None:
-        raise SettingError("--topic, --subscription and --ddl-file need --create PROJECT/INSTANCE/DATABASE")
-    if first == "subscription":
+def _plan(options: argparse.Namespace) -> tuple[DatabaseSettings | None, list[str]]:
+    """Return the database of `--create` and the statements of `--ddl-file`. Raises SettingError."""
+    if options.create is None:
+        if options.pubsub or options.ddl_file:
+            raise SettingError("--topic, --subscription and --ddl-file need --create PROJECT/INSTANCE/DATABASE")
+        return None, []
+    if options.pubsub and options.pubsub[0][0] == "subscription":
         raise SettingError("--subscription needs a --topic before it")
-    return _statements(options.ddl_file) if options.ddl_file else []
+    place = DatabaseSettings.read(
+        dict(zip(("project", "instance", "database"), options.create.split("/"), strict=True))
+    )
+    try:
+        ddl = Path(options.ddl_file).read_text(encoding="utf-8") if options.ddl_file else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"--ddl-file: {options.ddl_file!r} cannot be read: {error}") from None
+    return place, [each.strip() for each in re.split(r";[ \t]*(?:\n|$)", ddl) if each.strip()]
 
 
-def _create(options: argparse.Namespace, ddl: Sequence[str], environment: dict[str, str]) -> dict[str, str]:
-    """Create the database, topics and subscriptions, and return the variables that name the database.
-
-    Raises SchemaDiffers, OutboxError.
-    """
+def _create(place: DatabaseSettings, ddl: Sequence[str], options: argparse.Namespace) -> None:
+    """Create the database, topics and subscriptions on the emulators. Raises SchemaDiffers, OutboxError."""
     from outbox.devtools import resources  # noqa: PLC0415 - the clients: half a second
 
-    os.environ.update(environment)  # the clients read it
-    project, instance, database = options.create
-    resources.create_database(project, instance, database, ddl)
+    resources.create_database(place.project, place.instance, place.database, ddl)
     topic = ""
     for kind, id in options.pubsub:
-        name = f"projects/{project}/{kind}s/{id}"
+        name = f"projects/{place.project}/{kind}s/{id}"
         if kind == "topic":
             topic = name
             resources.create_topic(topic)
         else:
             resources.create_subscription(name, topic)
     others = "".join(f", {kind} {id}" for kind, id in options.pubsub)
-    note(f"database {'/'.join(options.create)} with the outbox's tables{others}: ready")
-    return {"OUTBOX_PROJECT": project, "OUTBOX_INSTANCE": instance, "OUTBOX_DATABASE": database}
+    note(f"database {options.create} with the outbox's tables{others}: ready")
 
 
 def _exports(environment: dict[str, str]) -> str:

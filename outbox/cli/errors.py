@@ -1,9 +1,8 @@
 """Equal errors of tasks, counted."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outbox.cli.output import table
 
@@ -22,46 +21,42 @@ READ = 1_000
 STATES = ("dead", "retrying")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ErrorGroup:
-    """Tasks of a topic and a state with the same LastError. If `at_least`, there may be more of them."""
+def groups(tasks: "Iterable[Task]", *, at_least: bool = False) -> list[dict[str, Any]]:
+    """Return the number of dead or retrying tasks with the same topic, state and LastError, the largest first.
 
-    topic: str
-    state: str
-    error: str
-    tasks: int
-    at_least: bool = False
-
-
-def groups(tasks: "Iterable[Task]", *, at_least: bool = False) -> list[ErrorGroup]:
-    """Return the groups of the tasks that are dead or retrying, the largest first."""
+    If `at_least`, there may be more of them.
+    """
     counts = Counter(
         (task.columns["Topic"], task.state, task.columns["LastError"])
         for task in tasks
         if task.state in STATES and task.columns["LastError"]
     )
-    return [ErrorGroup(*key, number, at_least) for key, number in counts.most_common()]
+    return [
+        {"topic": topic, "state": state, "error": error, "tasks": number, "at_least": at_least}
+        for (topic, state, error), number in counts.most_common()
+    ]
 
 
-def of_backlog(database: "TaskTable", backlog: "Backlog") -> list[ErrorGroup]:
+def of_backlog(database: "TaskTable", backlog: "Backlog") -> list[dict[str, Any]]:
     """Read the errors of at most READ tasks of each state, as of the backlog. Raises NotReached, OutboxError."""
-    from outbox.admin import tasks  # noqa: PLC0415 - the Spanner client: half a second
-    from outbox.admin.changes import TaskSelection  # noqa: PLC0415 - the same
+    from outbox.admin import tasks  # noqa: PLC0415 - see open_table
+    from outbox.admin.changes import TaskSelection  # noqa: PLC0415 - see open_table
 
-    found: list[ErrorGroup] = []
+    found: list[dict[str, Any]] = []
     for state in STATES:
         if getattr(backlog.total, state):
             some = tasks.listed(database, TaskSelection(state=state), READ, backlog.as_of)
             found += groups(some, at_least=len(some) == READ)
-    return sorted(found, key=lambda group: -group.tasks)
+    return sorted(found, key=lambda group: -int(group["tasks"]))
 
 
-def text(found: Sequence[ErrorGroup]) -> str:
-    """Return a table of the first GROUPS groups."""
+def text(found: Sequence[dict[str, Any]]) -> str:
+    """Return a table of the first GROUPS groups, after an empty line."""
     rows = [
-        [f">= {group.tasks:,}" if group.at_least else group.tasks, group.state, group.topic, shortened(group.error)]
-        for group in found[:GROUPS]
-    ]
+        [f">= {each['tasks']:,}" if each["at_least"] else each["tasks"], each["state"], each["topic"],
+         shortened(each["error"])]
+        for each in found[:GROUPS]
+    ]  # fmt: skip
     more = f"\n... {len(found) - GROUPS:,} more errors" if len(found) > GROUPS else ""
     return "\n" + table(("TASKS", "STATE", "TOPIC", "ERROR"), rows) + more
 

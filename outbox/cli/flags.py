@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outbox.cli.output import NAMES, OutputSettings, escaped, named, note
+from outbox.cli.output import OutputSettings, escaped, named, note
 from outbox.errors import OutboxError, SettingError
 from outbox.shared.settings import DatabaseSettings, SettingType, did_you_mean, fields_of, flag_of, one_of
 from outbox.shared.times import MOMENT, resolved, shown
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400
 #: Min characters of a prefix of a task ID. Shorter ones are probably mistakes.
 MIN_PREFIX = 4
+PREFIX_HELP = f"the first characters of one ID, at least {MIN_PREFIX}"
 #: Max topics that a misspelled one is compared with.
 COMPARED = 100
 
@@ -46,14 +47,20 @@ def global_flags() -> argparse.ArgumentParser:
 
 def command(commands: Any, name: str, text: str, description: str) -> argparse.ArgumentParser:
     """Add a command."""
+    layout = argparse.RawDescriptionHelpFormatter
     parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=text,
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[global_flags()],
+        name, help=text, description=description, formatter_class=layout, parents=[global_flags()]
     )
     return parser
+
+
+def open_table(options: argparse.Namespace) -> "TaskTable":
+    """Return the table of the database that the flags name. Raises SettingError, NotReached, SchemaDiffers."""
+    settings = DatabaseSettings.read(vars(options))
+
+    from outbox.admin import database  # noqa: PLC0415 - the Spanner client: half a second, only if the flags are valid
+
+    return database.open_table(settings)
 
 
 def _text(longest: int) -> SettingType:
@@ -88,7 +95,7 @@ def add_selection(parser: argparse.ArgumentParser, *states: str) -> None:
 
 def selection(options: argparse.Namespace, now: datetime, ids: tuple[str, ...] | None = None) -> "TaskSelection":
     """Return the selection by the flags of `add_selection` and by `ids`. Relative times count from `now`."""
-    from outbox.admin.changes import TaskSelection  # noqa: PLC0415 - the Spanner client: half a second
+    from outbox.admin.changes import TaskSelection  # noqa: PLC0415 - see open_table
 
     since, until = (None if each is None else resolved(each, now) for each in (options.since, options.until))
     check_window(since, until or now)
@@ -105,13 +112,7 @@ def check_window(since: datetime | None, until: datetime | None) -> None:
 
 def add_ids(parser: argparse.ArgumentParser) -> None:
     """Add task IDs as arguments and from a file."""
-    parser.add_argument(
-        "ids",
-        nargs="*",
-        type=flag_of("ID", ID),
-        metavar="ID",
-        help=f"Task IDs, or {MIN_PREFIX} or more characters with which one ID begins.",
-    )
+    parser.add_argument("ids", nargs="*", type=flag_of("ID", ID), metavar="ID", help=f"Task IDs, or {PREFIX_HELP}.")
     parser.add_argument(
         "--ids-file",
         metavar="FILE",
@@ -139,36 +140,27 @@ def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys([*options.ids, *found]))
 
 
-def full_ids(table: "TaskTable", given: Sequence[str]) -> dict[str, str]:
-    """Return the task ID for each given ID, which may be a prefix of at least MIN_PREFIX characters of one task's ID.
+def full_ids(table: "TaskTable", options: argparse.Namespace, wanted: Sequence[str]) -> tuple[str, ...]:
+    """Return `wanted` with the full ID in place of each prefix in `options.ids`, and print it. Raises OutboxError.
 
-    A given ID that no task has or begins with is returned unchanged. Raises OutboxError if a prefix is ambiguous.
+    `options.ids` then has the full IDs, too, so that no command line with them matches another task after a deletion.
     """
-    from outbox.admin import tasks  # noqa: PLC0415 - the Spanner client: half a second
+    from outbox.admin import tasks  # noqa: PLC0415 - see open_table
 
-    found = tasks.beginning_with(table, [id for id in given if len(id) >= MIN_PREFIX], NAMES + 1)
-    for id, matching in found.items():
-        if len(matching) > 1 and matching[0] != id:
-            raise OutboxError(f"several task IDs begin with {id!r}: {named(matching)}. Give more characters")
-    return {id: found.get(id, [id])[0] for id in given}
-
-
-def with_full_ids(
-    table: "TaskTable", options: argparse.Namespace, wanted: tuple[str, ...] | None
-) -> tuple[str, ...] | None:
-    """Return `wanted` with full IDs in place of the prefixes in `options.ids`, and print them. Raises OutboxError."""
-    full = full_ids(table, options.ids)
-    for prefix, id in full.items():
-        if prefix != id:
-            note(f"{prefix} is task {escaped(id)}")
-    # A command line that continues must not match another task after this one is deleted.
-    options.ids = list(full.values())
-    return wanted and tuple(dict.fromkeys(full.get(id, id) for id in wanted))
+    full = {}
+    for prefix, found in tasks.beginning_with(table, [id for id in options.ids if len(id) >= MIN_PREFIX], 3).items():
+        if len(found) > 1 and found[0] != prefix:
+            raise OutboxError(f"several task IDs begin with {prefix!r}: {named(found)}. Give more characters")
+        full[prefix] = found[0]
+        if found[0] != prefix:
+            note(f"{escaped(prefix)} is task {escaped(found[0])}")
+    options.ids = [full.get(id, id) for id in options.ids]
+    return tuple(dict.fromkeys(full.get(id, id) for id in wanted))
 
 
 def explain_none(table: "TaskTable", chosen: "TaskSelection", options: argparse.Namespace) -> None:
     """Print on stderr why no task matches a selection: an unknown topic, the narrowing flags, or the state."""
-    from outbox.admin import changes  # noqa: PLC0415 - the Spanner client: half a second
+    from outbox.admin import changes  # noqa: PLC0415 - see open_table
     from outbox.admin.topics import TopicTable  # noqa: PLC0415 - the same
 
     topics, topic = TopicTable(table), chosen.topic

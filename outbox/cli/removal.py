@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from outbox.cli import chunks
-from outbox.cli.flags import TEXT, add_ids, add_topic, again, command, ids, with_full_ids
+from outbox.cli.flags import TEXT, add_ids, add_topic, again, command, full_ids, ids, open_table
 from outbox.cli.output import escaped
 from outbox.errors import OutboxError, SettingError
 from outbox.shared import logs
-from outbox.shared.settings import DatabaseSettings, flag_of
+from outbox.shared.settings import flag_of
 from outbox.shared.times import MOMENT, resolved, shown
 from outbox.storage.task_states import MIN_AGE
 
@@ -53,12 +53,10 @@ def add(commands: Any) -> None:
 
 def run_purge(options: argparse.Namespace) -> int:
     """Delete sent tasks; returns 0. Raises SettingError, NotReached, OutboxError."""
-    settings = DatabaseSettings.read(vars(options))
+    table = open_table(options)
 
-    from outbox.admin import changes, statements  # noqa: PLC0415 - the same
-    from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.admin import changes, statements  # noqa: PLC0415 - see open_table
 
-    table = open_table(settings)
     now = table.now()
     before = resolved(options.sent_before, now)
     if before > now - MIN_AGE:
@@ -81,16 +79,15 @@ def run_purge(options: argparse.Namespace) -> int:
 
 def run_discard(options: argparse.Namespace) -> int:
     """Delete dead tasks; return 0, or 1 if one is missing or not dead. Raises SettingError, NotReached, OutboxError."""
-    settings = DatabaseSettings.read(vars(options))
     wanted = ids(options)
     if wanted is None:
         raise SettingError("discard: no tasks given. Pass IDs of dead tasks, or --ids-file")
 
-    from outbox.admin import changes  # noqa: PLC0415 - the same
-    from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    table = open_table(options)
 
-    table = open_table(settings)
-    wanted = with_full_ids(table, options, wanted) or ()
+    from outbox.admin import changes  # noqa: PLC0415 - see open_table
+
+    wanted = full_ids(table, options, wanted)
     count = changes.count(table, changes.TaskSelection(state="dead", ids=wanted), exact=True)
     if not count.number:
         raise OutboxError(f"no dead task among the {len(wanted):,} given IDs. Nothing was deleted")

@@ -4,20 +4,8 @@ import argparse
 import dataclasses
 from typing import Any
 
-from outbox.cli import chunks
-from outbox.cli.flags import (
-    add_ids,
-    add_selection,
-    again,
-    check_window,
-    command,
-    explain_none,
-    ids,
-    selection,
-    with_full_ids,
-)
+from outbox.cli import chunks, flags
 from outbox.errors import SettingError
-from outbox.shared.settings import DatabaseSettings
 from outbox.shared.times import shown
 
 DESCRIPTION = """\
@@ -43,9 +31,9 @@ OUTSIDE = "because the state is {state} and --state, --topic, --since, --until o
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = command(commands, "retry", "send tasks again, or retry dead tasks", DESCRIPTION)
-    add_ids(parser)
-    add_selection(parser, *STATES)
+    parser = flags.command(commands, "retry", "send tasks again, or retry dead tasks", DESCRIPTION)
+    flags.add_ids(parser)
+    flags.add_selection(parser, *STATES)
     parser.add_argument("--dry-run", action="store_true", help="Only print the number of tasks and equivalent DML.")
     parser.add_argument("--yes", action="store_true", help=f"Skip the confirmation above {chunks.UNASKED:,} tasks.")
     parser.set_defaults(run=run)
@@ -53,34 +41,33 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Change tasks; return 0, or 1 if an ID does not match. Raises SettingError, NotReached, OutboxError."""
-    settings = DatabaseSettings.read(vars(options))
-    wanted = ids(options)
+    wanted = flags.ids(options)
     if wanted is None and options.state is None:
         raise SettingError(f"retry: no tasks given. Pass IDs, --ids-file, or --state with {' or '.join(STATES)}")
 
-    from outbox.admin import changes, statements  # noqa: PLC0415 - the same
-    from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    table = flags.open_table(options)
 
-    table = open_table(settings)
-    wanted = with_full_ids(table, options, wanted)
+    from outbox.admin import changes, statements  # noqa: PLC0415 - see open_table
+
+    wanted = wanted and flags.full_ids(table, options, wanted)
     now = table.now()
-    chosen = selection(options, now, wanted)
+    chosen = flags.selection(options, now, wanted)
     # A task that is sent again meanwhile has a later SentAt, so it is not selected twice, now or when continued.
     chosen = dataclasses.replace(chosen, until=min(chosen.until or now, now))
-    check_window(chosen.since, chosen.until)
+    flags.check_window(chosen.since, chosen.until)
     count = changes.count(table, chosen, exact=options.dry_run)
     if options.dry_run:
         print(f"{count} would be sent again. Equivalent DML:\n{chosen.dml(statements.RETRY)}")
         chunks.note_size(count)
         if not count.number and wanted is None:
-            explain_none(table, chosen, options)
+            flags.explain_none(table, chosen, options)
         return 0
     if count.number > chunks.UNASKED:
         chunks.confirm(f"{count} will be sent again.", yes=options.yes)
     since = {} if chosen.since is None else {"since": shown(chosen.since)}
-    go_on = again("retry", options, "--yes", **since, until=shown(chosen.until or now))
+    go_on = flags.again("retry", options, "--yes", **since, until=shown(chosen.until or now))
     report = chunks.carry_out(changes.retry(table, chosen), count, go_on)
     report.print_changed("will be sent again:")
     if wanted is None and not report.changed:
-        explain_none(table, chosen, options)
+        flags.explain_none(table, chosen, options)
     return report.explain(LEFT, OUTSIDE) if wanted else 0

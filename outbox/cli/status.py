@@ -2,16 +2,15 @@
 
 import argparse
 import contextlib
-import dataclasses
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from outbox.cli import errors
-from outbox.cli.flags import command
+from outbox.cli.flags import command, open_table
 from outbox.cli.output import as_json, cell, note, table
 from outbox.errors import OutboxError, SettingError
-from outbox.shared.settings import DatabaseSettings, flag_of, whole_number
+from outbox.shared.settings import flag_of, whole_number
 from outbox.shared.times import SECONDS, shown, spoken
 
 if TYPE_CHECKING:
@@ -63,11 +62,8 @@ def run(options: argparse.Namespace) -> int:
     """Print the backlog; return 0, or 1 if a limit is exceeded. Raises SettingError, NotReached, OutboxError."""
     if options.watch and (options.max_age is not None or options.max_pending is not None):
         raise SettingError("--watch has no exit code: pass --max-age and --max-pending without it")
-    settings = DatabaseSettings.read(vars(options))
 
-    from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
-
-    tasks = open_table(settings)
+    tasks = open_table(options)
     if options.watch:
         with contextlib.suppress(KeyboardInterrupt):
             _watch(tasks, options)
@@ -81,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read(tasks: "TaskTable", options: argparse.Namespace) -> "Backlog":
-    from outbox.admin import backlog  # noqa: PLC0415 - see run
+    from outbox.admin import backlog  # noqa: PLC0415 - see open_table
 
     # Count far enough to decide whether --max-pending is exceeded.
     limit = None if options.max_pending is None else max(backlog.COUNTED, options.max_pending + 1)
@@ -127,7 +123,7 @@ def _beyond(backlog: "Backlog", options: argparse.Namespace) -> list[str]:
 def _rendered(tasks: "TaskTable", backlog: "Backlog", options: argparse.Namespace) -> str:
     groups = errors.of_backlog(tasks, backlog)
     if options.json:
-        return as_json(_plain(backlog) | {"errors": [dataclasses.asdict(group) for group in groups]})
+        return as_json(_plain(backlog) | {"errors": groups})
     return _text(backlog) + (f"\n{errors.text(groups)}" if groups else "")
 
 
@@ -136,7 +132,7 @@ HEADS = ("PENDING", "RETRYING", "SCHEDULED", "DEAD", "SENT/MIN", "OLDEST")
 
 def cells(backlog: "Backlog", line: "Line") -> list[object]:
     """Return the cells of a line, below HEADS."""
-    from outbox.admin.backlog import COUNTS  # noqa: PLC0415 - see run
+    from outbox.admin.backlog import COUNTS  # noqa: PLC0415 - see open_table
 
     age = spoken(backlog.age(line)) if line.oldest else "-"
     return [*(_number(name, getattr(line, name), line.at_least) for name in COUNTS), age]
@@ -144,7 +140,7 @@ def cells(backlog: "Backlog", line: "Line") -> list[object]:
 
 def fields(backlog: "Backlog", line: "Line") -> dict[str, Any]:
     """Return the JSON fields of a line: counts, age in seconds, and the names of counts that stopped early."""
-    from outbox.admin.backlog import COUNTS  # noqa: PLC0415 - see run
+    from outbox.admin.backlog import COUNTS  # noqa: PLC0415 - see open_table
 
     age = round(backlog.age(line), 3) if line.oldest else None
     return {**{name: getattr(line, name) for name in COUNTS}, "oldest_age": age, "at_least": sorted(line.at_least)}

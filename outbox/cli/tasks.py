@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from outbox.cli import errors
-from outbox.cli.flags import ID, add_selection, add_topic, check_window, command, explain_none, full_ids, selection
+from outbox.cli import errors, flags
 from outbox.cli.output import as_json, cell, escaped, note, table
 from outbox.errors import OutboxError
-from outbox.shared.settings import DatabaseSettings, flag_of, whole_number
+from outbox.shared.settings import flag_of, whole_number
 from outbox.shared.times import MOMENT, resolved, shown, spoken
 from outbox.storage.task_states import NEVER, STATES
 
@@ -55,22 +54,24 @@ TAIL_SECONDS, TAIL_ROWS = 1.0, 1_000
 
 def add(commands: Any) -> None:
     """Add the three commands to the subparsers `commands`."""
-    listing = command(commands, "list", "list the tasks of a state", LIST_DESCRIPTION)
-    add_selection(listing, *STATES)
+    listing = flags.command(commands, "list", "list the tasks of a state", LIST_DESCRIPTION)
+    flags.add_selection(listing, *STATES)
     listing.add_argument(
         "--limit", type=flag_of("--limit", LIMIT), default=DEFAULT_LIMIT, metavar="N",
         help=f"Max tasks: {LIMIT.allowed} (default {DEFAULT_LIMIT}).",
     )  # fmt: skip
     listing.add_argument("--json", action="store_true", help="Print one JSON object per line instead of a table.")
     listing.set_defaults(run=run_list)
-    showing = command(commands, "show", "show one task with its message", SHOW_DESCRIPTION)
-    showing.add_argument("id", type=flag_of("ID", ID), metavar="ID", help="Task ID, or its first characters.")
+    showing = flags.command(commands, "show", "show one task with its message", SHOW_DESCRIPTION)
+    showing.add_argument(
+        "ids", nargs=1, type=flag_of("ID", flags.ID), metavar="ID", help=f"Task ID, or {flags.PREFIX_HELP}."
+    )
     form = showing.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="Print one JSON object. Binary data is in base64.")
     form.add_argument("--raw", action="store_true", help="Write only the bytes of the message data.")
     showing.set_defaults(run=run_show)
-    tailing = command(commands, "tail", "follow sent tasks", TAIL_DESCRIPTION)
-    add_topic(tailing)
+    tailing = flags.command(commands, "tail", "follow sent tasks", TAIL_DESCRIPTION)
+    flags.add_topic(tailing)
     tailing.add_argument(
         "--since", type=flag_of("--since", MOMENT), metavar="TIME",
         help=f"Start at this time instead of now. Allowed: {MOMENT.allowed}.",
@@ -81,13 +82,11 @@ def add(commands: Any) -> None:
 
 def run_list(options: argparse.Namespace) -> int:
     """Print tasks; returns 0. Raises SettingError, NotReached, OutboxError."""
-    settings = DatabaseSettings.read(vars(options))
+    database = flags.open_table(options)
 
-    from outbox.admin import tasks  # noqa: PLC0415 - the same
-    from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from outbox.admin import tasks  # noqa: PLC0415 - see open_table
 
-    database = open_table(settings)
-    chosen = selection(options, database.now())
+    chosen = flags.selection(options, database.now())
     found = tasks.listed(database, chosen, options.limit + 1)
     shown_tasks = found[: options.limit]
     if options.json:
@@ -96,11 +95,11 @@ def run_list(options: argparse.Namespace) -> int:
     elif shown_tasks:
         print(_table(shown_tasks))
         groups = errors.groups(shown_tasks)
-        if any(group.tasks > 1 for group in groups):
+        if any(group["tasks"] > 1 for group in groups):
             print(errors.text(groups))
     if not found:
         print("No matching tasks.", file=sys.stderr if options.json else sys.stdout)
-        explain_none(database, chosen, options)
+        flags.explain_none(database, chosen, options)
     if len(found) > options.limit:
         note(f"more than {options.limit:,} tasks match. Raise --limit, or use --topic, --since, --until or --error")
     return 0
@@ -129,17 +128,16 @@ def _available(time: datetime | None) -> datetime | None:
 
 def run_show(options: argparse.Namespace) -> int:
     """Print a task; returns 0. Raises SettingError, NotReached, and OutboxError if there is no such task."""
-    settings = DatabaseSettings.read(vars(options))
+    database = flags.open_table(options)
 
-    from outbox.admin import tasks  # noqa: PLC0415 - the same
-    from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
-    from outbox.message import parsed  # noqa: PLC0415 - the same
+    from outbox.admin import tasks  # noqa: PLC0415 - see open_table
+    from outbox.message import parsed  # noqa: PLC0415 - see open_table
 
-    database = open_table(settings)
-    task = tasks.task(database, full_ids(database, [options.id])[options.id])
+    [id] = flags.full_ids(database, options, options.ids)
+    task = tasks.task(database, id)
     if task is None:
         raise OutboxError(
-            f"task {options.id!r} does not exist. Either its transaction was not committed, or the task was deleted: "
+            f"task {id!r} does not exist. Either its transaction was not committed, or the task was deleted: "
             "after it was sent (retention, `outbox purge`), or when it was dead (`outbox discard`)"
         )
     message = parsed(task.columns["Data"])
@@ -213,22 +211,18 @@ def _readable(data: bytes, *, whole: bool) -> tuple[str, list[str]]:
 
 def run_tail(options: argparse.Namespace) -> int:
     """Print tasks as they are sent, until a signal; returns 0. Raises SettingError, NotReached, OutboxError."""
-    settings = DatabaseSettings.read(vars(options))
-
-    from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
-        _follow(open_table(settings), options)
+        _follow(flags.open_table(options), options)
     return 0
 
 
 def _follow(database: "TaskTable", options: argparse.Namespace) -> None:
-    from outbox.admin import tasks  # noqa: PLC0415 - see run_tail
+    from outbox.admin import tasks  # noqa: PLC0415 - see open_table
 
     now = database.now()
     position = tasks.Position(now if options.since is None else resolved(options.since, now))
-    check_window(position.sent_at, now + timedelta(microseconds=1))
+    flags.check_window(position.sent_at, now + timedelta(microseconds=1))
     note(f"following from {shown(position.sent_at)}. Press Ctrl-C to stop")
     rows = tasks.sent_after(database, position, options.topic, TAIL_ROWS)
     while True:
@@ -242,7 +236,7 @@ def _follow(database: "TaskTable", options: argparse.Namespace) -> None:
 
 def _next(database: "TaskTable", position: "Position", topic: str | None) -> list[dict[str, Any]]:
     """Return the tasks sent after the position. Retry until Spanner responds."""
-    from outbox.admin import tasks  # noqa: PLC0415 - see run_tail
+    from outbox.admin import tasks  # noqa: PLC0415 - see open_table
 
     failed = False
     while True:

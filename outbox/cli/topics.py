@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from outbox.cli.flags import COMPARED, command
+from outbox.cli.flags import COMPARED, command, open_table
 from outbox.cli.output import as_json, named, note, table
 from outbox.cli.status import HEADS, cells, fields
 from outbox.errors import InvalidMessage, OutboxError, SettingError
@@ -102,13 +102,11 @@ def _topic(text: str) -> str:
 
 def run_topics(options: argparse.Namespace) -> int:
     """Print the topics; returns 0. Raises SettingError, NotReached, OutboxError."""
-    settings = DatabaseSettings.read(vars(options))
+    tasks = open_table(options)
 
-    from outbox.admin import backlog  # noqa: PLC0415 - the same
-    from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
-    from outbox.admin.topics import Control, TopicTable  # noqa: PLC0415 - the same
+    from outbox.admin import backlog  # noqa: PLC0415 - see open_table
+    from outbox.admin.topics import Control, TopicTable  # noqa: PLC0415 - see open_table
 
-    tasks = open_table(settings)
     waiting = backlog.read(tasks, exact=options.exact)
     controls, lines = TopicTable(tasks).controls(), waiting.topics()
     topics = {
@@ -191,12 +189,11 @@ def _limits(options: argparse.Namespace) -> dict[str, Any]:
 
 def _open(options: argparse.Namespace) -> "tuple[TopicTable, str]":
     """Return the table, and the project of topic IDs without one. Raises SettingError, NotReached, OutboxError."""
-    settings = DatabaseSettings.read(vars(options))
+    table = open_table(options)
 
-    from outbox.admin.database import open_table  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
-    from outbox.admin.topics import TopicTable  # noqa: PLC0415 - the same
+    from outbox.admin.topics import TopicTable  # noqa: PLC0415 - see open_table
 
-    return TopicTable(open_table(settings)), settings.project
+    return TopicTable(table), DatabaseSettings.read(vars(options)).project
 
 
 def _note_other_spellings(table: "TopicTable", topics: Sequence[str], project: str) -> None:
@@ -225,8 +222,8 @@ def _suggestions(unknown: Sequence[str], known: Sequence[str]) -> str:
 def _in_pubsub(name: str) -> bool:
     """Ask Pub/Sub whether the topic exists. If the request fails, print a note and return True."""
     from google.api_core.exceptions import GoogleAPIError, NotFound  # noqa: PLC0415 - only for an unknown name
-    from google.auth.exceptions import GoogleAuthError  # noqa: PLC0415 - the same
-    from google.cloud.pubsub_v1 import PublisherClient  # noqa: PLC0415 - the same
+    from google.auth.exceptions import GoogleAuthError  # noqa: PLC0415 - see open_table
+    from google.cloud.pubsub_v1 import PublisherClient  # noqa: PLC0415 - see open_table
 
     try:
         PublisherClient().get_topic(topic=name, timeout=PUBSUB_SECONDS, retry=None)

@@ -70,7 +70,7 @@ def test_help_has_an_example_and_needs_no_database(name: str):
         (
             ("emulators", "--create", "p/Main/shop"),
             2,
-            "it must be PROJECT/INSTANCE/DATABASE, such as my-project/main/shop",
+            "--instance: 'Main' is not allowed: it must be 2 to 64 of",
         ),
         (("emulators", "--topic", "goog1"), 2, "--topic: 'goog1' is not allowed: it must be an ID that Pub/Sub allows"),
         (
