@@ -137,7 +137,7 @@ def check(probe: Probe) -> None:
     assert probe.is_good(), probe.said
 
 
-def test_a_stuck_batch_is_counted_and_said_and_ends_the_worker(
+def test_a_stuck_batch_is_counted_and_logged_and_ends_the_worker(
     emulators: Emulators, database: Database, pubsub: PubSub, heartbeat: Path
 ) -> None:
     """Exit 1, `outbox.stuck_batch_count`, a line; other tasks go on meanwhile, another worker sends the stuck ones."""

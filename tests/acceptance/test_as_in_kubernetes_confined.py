@@ -46,7 +46,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_works_as_process_1_without_rights_on_a_read_only_file_system(
+def test_a_worker_runs_as_process_1_without_rights_on_a_read_only_file_system(
     emulators: Emulators, database: Database, subscription: Subscription, directory: Path
 ) -> None:
     """It sends tasks, writes its heartbeat and nothing else, starts no process, and ends with 0 at SIGTERM.

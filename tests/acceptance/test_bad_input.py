@@ -82,7 +82,7 @@ def test_a_table_with_another_shape_names_the_column(emulators: Emulators, spann
         assert "Sequence" in text
 
 
-def test_check_of_a_good_set_up_is_all_ok(emulators: Emulators, database: Database, topic: str) -> None:
+def test_check_of_a_good_setup_is_all_ok(emulators: Emulators, database: Database, topic: str) -> None:
     """Exit 0: settings, table and the topics of pending rows and of the arguments, a line each.
 
     With --allowed-topics it names those that the worker may not publish to: they would be dead at the first attempt.
@@ -124,7 +124,7 @@ def test_check_finds_missing_topics_and_names_pauses_and_limits(emulators: Emula
 @pytest.mark.parametrize(
     ("status", "code", "verdict"), [("PERMISSION_DENIED", 0, "unknown"), ("UNAVAILABLE", 3, "unreachable")]
 )
-def test_check_without_the_permission_to_look_says_so_and_does_not_fail(
+def test_check_without_permission_to_read_topics_warns(
     emulators: Emulators, database: Database, status: str, code: int, verdict: str
 ) -> None:
     """Publishing needs fewer permissions than reading a topic; a service that is away is an error."""
@@ -137,7 +137,7 @@ def test_check_without_the_permission_to_look_says_so_and_does_not_fail(
 
 
 @pytest.mark.parametrize("words", ["publishworker run", "outbox schema apply"])
-def test_the_service_without_credentials_says_how_to_get_them(words: str) -> None:
+def test_missing_credentials_are_reported_with_advice(words: str) -> None:
     """No emulator, no credentials: exit 3 and the ways out."""
     nothing = {"GOOGLE_APPLICATION_CREDENTIALS": "", "NO_GCE_CHECK": "true", "HOME": "/nonexistent"}
     done = run(*words.split(), environment=on("any-database") | nothing)

@@ -82,7 +82,7 @@ def test_help_has_an_example_and_needs_no_database(name: str):
         (("discard", "--reason", "x", "--ids-file", "/gone"), 2, "'/gone' cannot be read: No such file or directory"),
     ],
 )
-def test_a_wrong_value_is_a_sentence_before_anything_is_asked(words: tuple[str, ...], code: int, sentence: str):
+def test_a_wrong_value_is_refused_before_any_request(words: tuple[str, ...], code: int, sentence: str):
     done = here(*words, environment=DATABASE)
     assert (done.code, done.stdout) == (code, "")
     assert sentence in done.stderr
@@ -106,8 +106,8 @@ def test_no_control_code_of_a_row_reaches_the_output(outbox: Commands, database:
     assert set(table(database, "AvailableAt <= CURRENT_TIMESTAMP()")) == set(HOSTILE)
 
 
-def test_hostile_ids_as_arguments_are_ids(outbox: Commands, database: Database):
-    """None is taken for a flag, a pattern or SQL: exactly these are changed, the unknown one is named harmlessly."""
+def test_hostile_ids_are_taken_literally(outbox: Commands, database: Database):
+    """None is taken for a flag, a pattern or SQL: exactly these are changed, and an unknown one is named harmlessly."""
     fill(database, [row(each, "dead") for each in (*HOSTILE, "bystander")])
     done = outbox.run("retry", "--", *HOSTILE, "\x1b[2Jnobody")
     assert (done.code, done.stdout) == (1, f"will be sent again: {len(HOSTILE)} tasks\n")

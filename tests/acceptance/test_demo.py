@@ -103,7 +103,7 @@ def test_a_worker_that_dies_is_noticed(emulators: Emulators):
     ("demo", "tasks"),
     [*(("orders.demo", tasks) for tasks in ("0", "-3", "many", "1.5", "")), ("payments.demo", "many")],
 )
-def test_a_number_that_is_none(demo: str, tasks: str):
+def test_an_invalid_number_is_refused(demo: str, tasks: str):
     """One sentence that names the flag, the value and what is allowed; nothing is started."""
     finished = run(demo, "--tasks", tasks, environment=ENVIRONMENT)
     assert finished.code == 2
@@ -131,7 +131,7 @@ def _run(summary: ModuleType, arrivals: list[tuple[str, str, float]], faults: li
     )
 
 
-def test_duplicates_are_counted_and_no_fault(summary: ModuleType):
+def test_duplicates_are_counted_and_are_no_fault(summary: ModuleType):
     """They are counted by kind, latency by the first arrival."""
     arrivals = [("a", "1", 1), ("b", "2", 2), ("b", "2", 9), ("c", "4", 8), ("c", "3", 3), ("c", "3", 4)]
     numbers = summary.summarize(_run(summary, arrivals, []))
@@ -154,10 +154,10 @@ def test_duplicates_are_counted_and_no_fault(summary: ModuleType):
         (GOOD, ["worker 1 stopped with exit code 1 instead of 0"], ["worker 1 stopped with exit code 1 instead of 0"]),
     ],
 )
-def test_what_is_wrong_is_noticed(
+def test_each_kind_of_fault_is_noticed(
     summary: ModuleType, arrivals: list[tuple[str, str, float]], faults: list[str], wrong: list[str]
 ):
-    """A lost task though it is marked as sent, one that rolled back, one without an id, one that nobody registered."""
+    """A lost task that is marked as sent, a rolled back one, one without an ID, one that was never registered."""
     run = _run(summary, arrivals, faults)
     numbers = summary.summarize(run)
     assert summary.verdict(numbers, faults) == wrong

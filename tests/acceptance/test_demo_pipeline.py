@@ -21,7 +21,7 @@ REPLAYED = PAYMENTS * 4 // 10
 @pytest.mark.extended
 @pytest.mark.timeout(400)
 def test_all_jobs_one_after_the_other(emulators: Emulators, tmp_path: Path, long: bool) -> None:
-    """Nothing is lost, nothing is altered; a replayed task has two sendings, and a message for each."""
+    """No task is lost or altered. A replayed task was sent twice, with a message for each."""
     if not long:
         pytest.skip("--long; it waits for most of three minutes, and the tests of each job are in tests/pipeline")
     done = run(
@@ -65,7 +65,7 @@ def test_interrupted(emulators: Emulators, tmp_path: Path, number: signal.Signal
         assert "Traceback" not in process.stderr
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     """One sentence with its path; nothing is started."""
     (tmp_path / "file").touch()
     done = run("payments.demo", "--output", str(tmp_path / "file"), environment=ENVIRONMENT)

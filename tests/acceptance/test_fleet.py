@@ -24,7 +24,7 @@ def rows(database: Database) -> int:
 def test_workers_join_crash_freeze_come_back_and_leave(
     emulators: Emulators, database: Database, topic: str, pubsub: PubSub
 ) -> None:
-    """After each event the shards are divided anew, within a lease at most; tasks of every shard go on being sent."""
+    """After each event the shards are assigned anew within the liveness timeout; tasks of every shard are sent."""
     subscription = pubsub.new_subscription(topic)
     ids: list[str] = []
 

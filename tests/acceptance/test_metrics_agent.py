@@ -23,10 +23,10 @@ USUAL = {
 }  # fmt: skip
 
 
-def test_all_that_is_sent_is_in_the_table_with_its_tags(
+def test_every_sent_metric_is_documented_with_its_tags(
     emulators: Emulators, database: Database, topic: str, tmp_path: Path
 ) -> None:
-    """Names, types and tags of a run with failures are those of the table, and all that every worker sends is there."""
+    """Names, types and tags of a run with failures match the table. Each metric that every worker sends was sent."""
     agent = UnixAgent(tmp_path / "dsd.socket")
     environment = settings(emulators, database.database_id, tmp_path / "heartbeat", **agent.environment, **SERVICE)
     with agent.listening(), altered(OFTEN, environment, "--batch-size", "10") as process:

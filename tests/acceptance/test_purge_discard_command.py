@@ -49,7 +49,7 @@ def test_purge_deletes_old_sent_tasks_only(outbox: Commands, database: Database)
     assert table(database) == {id: before[id] for id, *_ in kept}
 
 
-def test_a_purge_goes_on_after_sigterm(emulators: Emulators, own_database: Database):
+def test_a_purge_can_be_continued_after_sigterm(emulators: Emulators, own_database: Database):
     """Exit 1 with the number, and the command that it prints deletes the rest and nothing that became old meanwhile."""
     outbox = Commands(emulators, own_database)
     fill(own_database, [row(f"old-{n}", "sent", age=2 * DAY) for n in range(600)])

@@ -132,10 +132,10 @@ def relaying(emulators: Emulators, words: list[str], heartbeat: Path) -> Iterato
 
 
 @pytest.mark.usefixtures("topics")
-def test_the_readme_is_a_story_that_happens(
+def test_the_readme_runs_as_written(
     emulators: Emulators, shop: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Tables, a registration, a worker, a subscriber; sent again by the SQL that is shown, and handled once."""
+    """Tables, a registration, a worker, a subscriber; sent again by the SQL of the page, and handled once."""
     ours = [words for words in commands("README.md") if words[0] in PARSERS]
     assert [words[:2] for words in ours] == [
         ["outbox", "schema"],

@@ -59,7 +59,7 @@ def listening(pid: int) -> set[str]:
     return found
 
 
-def test_a_worker_opens_no_port_and_tells_no_secret(emulators: Emulators, database: Database, topic: str) -> None:
+def test_a_worker_opens_no_port_and_logs_no_secret(emulators: Emulators, database: Database, topic: str) -> None:
     """While it sends, while messages fail in each way, at the level DEBUG; nor does it tell its credentials."""
     with database.batch() as batch:
         outbox.register(batch, topic, SECRET.encode(), {"card": SECRET})

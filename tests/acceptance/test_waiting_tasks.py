@@ -42,7 +42,7 @@ def test_a_scheduled_task_is_sent_when_it_is_due_and_not_before(
 
 @pytest.mark.extended
 @pytest.mark.parametrize("missing", [True, False], ids=["missing-topic", "undecodable"])
-def test_urgent_tasks_that_fail_keep_no_good_one_waiting(
+def test_failing_urgent_tasks_delay_no_good_task(
     emulators: Emulators, own_database: Database, topic: str, subscription: Subscription, missing: bool
 ) -> None:
     """Good tasks of the lowest priority are sent while the others are still there, or dead."""
@@ -69,8 +69,8 @@ def test_urgent_tasks_that_fail_keep_no_good_one_waiting(
 
 
 @pytest.mark.extended
-def test_topics_that_do_not_work_hold_up_no_other(emulators: Emulators, database: Database) -> None:
-    """One topic is silent, one fails: their tasks wait, without failed attempts. A third one's are sent in seconds."""
+def test_failing_topics_delay_no_other_topic(emulators: Emulators, database: Database) -> None:
+    """One topic hangs, one fails: their tasks wait without failed attempts. Those of a third are sent in seconds."""
     answers = {"silent": hang, "failing": refuse(grpc.StatusCode.UNAVAILABLE)}
     options = ("--batch-size", "20", "--publish-timeout", "0.5")
     with (

@@ -32,8 +32,8 @@ def test_empty_tables(harness: Harness) -> None:
     assert harness.store.workers() == Workers()
 
 
-def test_poll_returns_only_unsent_tasks_of_the_topics_asked_for(harness: Harness) -> None:
-    """A candidate has topic, shard, priority, times, key and size; sent, scheduled and dead tasks are none."""
+def test_poll_returns_only_unsent_tasks_of_the_requested_topics(harness: Harness) -> None:
+    """A candidate has topic, shard, priority, times, key and size. Sent, scheduled and dead tasks are none."""
     harness.insert("a", priority=7, ordering_key="key")
     harness.insert("sent", sent_at=PAST)
     harness.insert("other", topic="invoices")
@@ -46,8 +46,8 @@ def test_poll_returns_only_unsent_tasks_of_the_topics_asked_for(harness: Harness
     assert poll_ids(harness.store, "orders", due=True, below=1000) == ["a"]
 
 
-def test_due_tasks_come_when_they_are_asked_for(harness: Harness) -> None:
-    """A task whose time has come is found by the due range, longest due first, and only there."""
+def test_due_tasks_are_returned_on_request(harness: Harness) -> None:
+    """A due task is returned by the due range only, longest due first."""
     harness.insert("due", available_at=PAST, ordering_key="same-shard")
     harness.insert("longer", available_at=PAST - timedelta(days=1), ordering_key="same-shard")
     assert poll_ids(harness.store, "orders") == []
@@ -69,7 +69,7 @@ def test_poll_limits_each_range_and_prefers_priority(harness: Harness) -> None:
         assert sorted(id[:2] for id in poll_ids(harness.store, "orders", **options)) == found
 
 
-def test_poll_and_count_are_of_the_shards_asked_for(harness: Harness) -> None:
+def test_poll_and_count_cover_only_the_requested_shards(harness: Harness) -> None:
     for n in range(20):
         harness.insert(str(n))
     by_shard = [poll_ids(harness.store, "orders", shards=[shard], per_range=20) for shard in range(10)]
@@ -104,8 +104,8 @@ def test_discovery_reads_the_given_shards(harness: Harness) -> None:
     assert harness.store.discover([each for each in ALL if each != candidate.shard], ()) == frozenset()
 
 
-def test_empty_names_are_names(harness: Harness) -> None:
-    """Our functions refuse an empty topic or id; another writer may have inserted it, and it is found."""
+def test_empty_topics_and_ids_are_found(harness: Harness) -> None:
+    """Our functions refuse an empty topic or ID. Another writer may have inserted it."""
     harness.insert("", topic="")
     assert harness.store.discover(ALL, ()) == {""}
     assert harness.store.discover(ALL, {""}) == frozenset()
@@ -136,8 +136,8 @@ def test_topic_controls(harness: Harness) -> None:
     assert str(harness.store.topic_controls().limits["no number"].rate) == "nan"
 
 
-def test_a_heartbeat_makes_a_worker_live_until_it_leaves_or_falls_silent(harness: Harness) -> None:
-    """By the database's clock: a silent worker does not live, and one that was silent for an hour may be deleted."""
+def test_a_worker_is_live_until_it_leaves_or_its_heartbeat_is_too_old(harness: Harness) -> None:
+    """By the database's clock. A worker that was silent for an hour may be deleted."""
     harness.store.heartbeat("here", NOW, [])
     harness.store.heartbeat("here", NOW, [])
     harness.store.heartbeat("leaving", NOW, [])
@@ -151,7 +151,7 @@ def test_a_heartbeat_makes_a_worker_live_until_it_leaves_or_falls_silent(harness
 
 
 def test_unsent_counts_by_topic_and_state(harness: Harness) -> None:
-    """Unsent tasks of a paused topic are paused, whatever else they wait for, but its dead tasks stay dead."""
+    """Unsent tasks of a paused topic are paused, but its dead tasks stay dead."""
     late = NEVER - timedelta(microseconds=1)
     for id, available_at, attempts in (
         ("ready", None, 0), ("due", PAST, 2), ("scheduled", FUTURE, 0), ("late", late, 0), ("retrying", FUTURE, 1),

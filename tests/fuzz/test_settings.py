@@ -52,7 +52,7 @@ def _read(name: str, text: str, by_flag: bool) -> None:
     assert isinstance(value, str) or math.isfinite(value)
 
 
-def test_a_setting_is_what_was_given_or_it_is_refused_by_its_name(fuzz: Fuzz) -> None:
+def test_a_setting_has_the_given_value_or_is_refused_by_name(fuzz: Fuzz) -> None:
     fuzz(_read, 250, 30_000)
 
 
@@ -134,6 +134,6 @@ def _limited(learned: list[dict[str, TopicLimit]], workers: int, steps: list[flo
         now += step
 
 
-def test_a_limit_that_makes_no_sense_limits_nothing(fuzz: Fuzz) -> None:
+def test_an_invalid_limit_limits_nothing(fuzz: Fuzz) -> None:
     """Whatever numbers stand in AsynchronousTaskTopics."""
     fuzz(_limited, 150, 20_000)

@@ -107,7 +107,7 @@ class _Cause:
         return ()
 
 
-def test_a_run_again_after_an_abort_leaves_one_task(database: Database) -> None:
+def test_an_aborted_transaction_registers_one_task(database: Database) -> None:
     """The function runs again, and one row is committed (A10); the first attempt's tasks are forgotten."""
     attempts: list[str] = []
 
@@ -176,7 +176,7 @@ def test_tasks_of_one_ordering_key_share_a_shard(database: Database) -> None:
         batch.insert("AsynchronousTasks", columns, [("1", "orders", b"", 0, COMMIT_TIMESTAMP, "")])
 
 
-def test_the_first_transaction_registers_once_and_later_ones_do_not(database: Database) -> None:
+def test_register_once_registers_in_the_first_transaction_only(database: Database) -> None:
     """The later transaction commits what else it writes. Sent or not, the row counts until it is deleted."""
 
     def again(transaction: Any) -> bool:
@@ -195,8 +195,8 @@ def test_the_first_transaction_registers_once_and_later_ones_do_not(database: Da
     assert in_transaction(database, once) is True
 
 
-def test_once_and_again_in_one_transaction(database: Database) -> None:
-    """A read does not see what is buffered, yet the second call says False, also after plain `register`."""
+def test_register_once_twice_in_one_transaction_registers_once(database: Database) -> None:
+    """A read does not return buffered inserts, yet the second call returns False, also after plain `register`."""
 
     def work(transaction: Any) -> list[Any]:
         outbox.register(transaction, "orders", b"", task_id="plain")
@@ -208,7 +208,7 @@ def test_once_and_again_in_one_transaction(database: Database) -> None:
     assert ids(database) == ["other", "plain", "t"]
 
 
-def test_of_two_transactions_at_once_one_registers(database: Database) -> None:
+def test_one_of_two_concurrent_transactions_registers(database: Database) -> None:
     """Another one commits the same id after our read: ours is aborted, runs again and sees it."""
     ours: list[bool] = []
     others: list[bool] = []

@@ -165,7 +165,7 @@ def test_polling_neither_blocks_nor_aborts_a_callers_transaction(database: Datab
     assert attempts == [1]
 
 
-def test_the_poll_reads_the_same_range_beside_sent_rows(database: Database, topic: str) -> None:
+def test_sent_rows_do_not_widen_the_ranges_of_the_poll(database: Database, topic: str) -> None:
     """The index ranges of the poll, read as ranges: pending or due tasks only, and no sent, scheduled or dead ones."""
     pending = set(register(database, topic, 20))
     due = set(register(database, topic, 5, available_at=datetime.now(UTC) - timedelta(hours=1)))
@@ -249,7 +249,7 @@ def test_a_backlog_costs_few_requests_and_few_rows(
 
 
 @pytest.mark.parametrize("one_shard", [False, True])
-def test_the_spread_over_the_shards_does_not_matter(database: Database, topic: str, one_shard: bool) -> None:
+def test_any_spread_over_the_shards_is_sent_in_as_few_turns(database: Database, topic: str, one_shard: bool) -> None:
     """Forty tasks in ten shards or all in one: all are sent, each once, in as few turns as they need (A17)."""
     drawn = [str(uuid.uuid4()) for _ in range(600)]
     ids = (in_shard(database, drawn, "a key") if one_shard else drawn)[:40]
@@ -268,7 +268,7 @@ def in_shard(database: Database, names: list[str], key: str) -> list[str]:
     return [name for [name] in query(database, statement.format("each", "k"), names=names, key=[key])]
 
 
-def test_two_relays_and_one_task_are_one_publish(database: Database, topic: str, subscription: Subscription) -> None:
+def test_two_relays_publish_a_task_once(database: Database, topic: str, subscription: Subscription) -> None:
     """Both have polled it; the first sends it, the other counts that it came too late (A30, A44)."""
     counted = Counted()
     [id] = register(database, topic, 1)
@@ -287,7 +287,7 @@ def test_two_relays_and_one_task_are_one_publish(database: Database, topic: str,
     assert (published, already, already / (already + published)) == (1, 1, 0.5)
 
 
-def test_sent_at_is_written_only_after_the_answer(database: Database, topic: str) -> None:
+def test_sent_at_is_written_only_after_pubsub_has_answered(database: Database, topic: str) -> None:
     """While Pub/Sub has not answered the row is unsent; with another answer, or none, it stays so (A31, A32)."""
     answered, refused, untried = ids = register(database, topic, 3)
     seen = []
@@ -307,7 +307,7 @@ def test_sent_at_is_written_only_after_the_answer(database: Database, topic: str
 
 
 @pytest.mark.parametrize("off", [-60, 60, 86_400])
-def test_the_clock_of_the_worker_decides_nothing_about_a_task(database: Database, topic: str, off: int) -> None:
+def test_the_clock_of_a_worker_has_no_effect_on_tasks(database: Database, topic: str, off: int) -> None:
     """A worker whose clock is wrong sends no scheduled task early; SentAt and backoffs are the database's (G3)."""
     later = datetime.now(UTC) + timedelta(hours=1)
     [early] = register(database, topic, 1, available_at=later)

@@ -28,7 +28,7 @@ from tests.support.spanner import INSTANCE, PROJECT
 TABLES = ("AsynchronousTasks", "AsynchronousTaskTopics", "AsynchronousTaskWorkers")
 
 
-def test_every_statement_is_a_role_or_a_grant_of_what_is_there() -> None:
+def test_every_statement_is_a_role_or_a_grant_of_existing_objects() -> None:
     """Roles before their grants; tables and columns as in the DDL."""
     ddl = " ".join(schema.statements())
     made: list[str] = []

@@ -199,7 +199,9 @@ def error(code: int, message: str = "broken") -> Any:
 LOST_SESSION = error(code_pb2.NOT_FOUND, "Session not found: projects/p/instances/inst/...")
 
 
-def test_aborted_at_commit_publishes_once_and_marks_once(mock: SpannerServicer, database: LimitedDatabase) -> None:
+def test_a_batch_aborted_at_commit_is_published_and_marked_once(
+    mock: SpannerServicer, database: LimitedDatabase
+) -> None:
     """The transaction runs again: lock, commit; nothing is published again."""
     prepare(mock, 10)
     publisher = FakePublisher("orders", project="p")
@@ -212,7 +214,7 @@ def test_aborted_at_commit_publishes_once_and_marks_once(mock: SpannerServicer, 
     assert names(mock)[1:] == ["ExecuteSql", *["ExecuteSql", "Commit"] * 3]
 
 
-def test_what_is_surely_not_written_is_said(
+def test_a_surely_failed_commit_differs_from_an_unknown_outcome(
     mock: SpannerServicer, database: LimitedDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the rows were not locked, or the last attempt was aborted; else the outcome is not known."""
@@ -230,8 +232,8 @@ def test_what_is_surely_not_written_is_said(
         assert caught.type is kind
 
 
-def test_the_commit_has_a_limit_of_ours(mock: SpannerServicer, database: LimitedDatabase) -> None:
-    """A sick service holds a batch for ten seconds at most: not for the client's hour, nor for its two minutes."""
+def test_a_commit_takes_ten_seconds_at_most(mock: SpannerServicer, database: LimitedDatabase) -> None:
+    """A slow service does not hold a batch for the client's hour, nor for its own two minutes."""
     assert COMMIT_SECONDS == 10.0
     prepare(mock, 1)
     for _ in range(3):
@@ -253,7 +255,7 @@ def test_a_lost_session_is_replaced(mock: SpannerServicer, database: LimitedData
     assert names(mock).count("CreateSession") >= 2
 
 
-def test_a_session_of_the_pool_is_used_without_asking_for_it(
+def test_a_pooled_session_is_used_without_a_request(
     mock: SpannerServicer, database: LimitedDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against emulators, where sessions are not shared; a lost one is replaced by the next turn."""

@@ -55,7 +55,7 @@ def test_an_update_that_spanner_refuses_is_one_sentence(database: Database) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_a_spanner_that_is_away_is_told_within_the_limits(
+def test_an_unavailable_spanner_is_reported_within_the_limits(
     emulators: Emulators, empty_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It refuses connections, or hangs before or after the first call: the client alone would give up late or never."""

@@ -76,8 +76,8 @@ def test_pause_and_resume_leave_the_limits_alone(database: Database, command: Co
         assert rows(database) == left(paused=False)
 
 
-def test_a_limit_that_is_not_named_keeps_its_value(database: Database, command: Command) -> None:
-    """A pause, too; `--off` takes the limits away and leaves the pause."""
+def test_a_limit_that_is_not_given_keeps_its_value(database: Database, command: Command) -> None:
+    """So does a pause. `--off` removes the limits and keeps the pause."""
     have(database, "orders")
     limits = "orders: at most 10 tasks a second, 20 at once"
     assert command("limit orders --rate 10 --burst 20") == (0, f"{limits}\n", SHARED)
@@ -110,8 +110,8 @@ def test_a_topic_is_known_by_a_row_a_task_or_pubsub(
     assert command(words.format("sent"))[0] == 1
 
 
-def test_a_topic_that_nobody_knows_is_refused_with_those_that_are_known(database: Database, command: Command) -> None:
-    """So a typing error is seen; nothing is written, also not for the right topics. At most ten names are printed."""
+def test_an_unknown_topic_is_refused_with_the_known_ones(database: Database, command: Command) -> None:
+    """So a typing error is noticed. Nothing is written, also not for known topics. At most ten names are printed."""
     assert command("pause ordres")[2].endswith("Known topics: none\n")
     have(database, "orders", "orders", "invoices")
     control(database, "reminders")
@@ -142,7 +142,9 @@ def test_a_topic_without_a_row_cannot_be_resumed(database: Database, command: Co
 @pytest.mark.parametrize(
     ("words", "state"), [("pause {}", "paused"), ("limit {} --max-in-flight 5", "paused; at most 5 in flight")]
 )
-def test_tasks_under_the_other_spelling_are_told(database: Database, command: Command, words: str, state: str) -> None:
+def test_tasks_under_the_other_spelling_are_reported(
+    database: Database, command: Command, words: str, state: str
+) -> None:
     """An id and the full name are two names; both given need no warning, and another project's topic has one name."""
     have(database, "orders", FULL, "projects/other/topics/orders")
     says = "outbox: unsent tasks also use {}, another name of {}. Name it too, or it does not change\n"
@@ -155,10 +157,10 @@ def test_tasks_under_the_other_spelling_are_told(database: Database, command: Co
     assert f"unsent tasks also use {FULL}, another name of orders" in command("resume orders")[2]
 
 
-def test_a_pubsub_that_refuses_to_answer_stops_nothing(
+def test_an_unavailable_pubsub_does_not_prevent_a_pause(
     database: Database, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor one that is away: the topic is paused, with a warning. It is not asked for topics that the database knows."""
+    """The topic is paused with a warning. Pub/Sub is not asked about topics that the database knows."""
     with pubsub_server() as server:
         monkeypatch.setenv("PUBSUB_EMULATOR_HOST", server.address)
         server.get_topic = refuse(grpc.StatusCode.PERMISSION_DENIED, "not yours")

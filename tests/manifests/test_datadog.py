@@ -167,13 +167,13 @@ def of_command(line: str) -> str:
     return "" if used else f"the runbook does not use {program} {arguments[0]}"
 
 
-def test_the_dashboard_is_of_the_api_and_queries_what_is_sent() -> None:
+def test_the_dashboard_fits_the_api_and_queries_existing_metrics() -> None:
     """Fields and values are those of Datadog's model; metrics, tags, aggregators and units those of the table."""
     assert [*of_api(DASHBOARD, Dashboard), *of_dashboard(DASHBOARD)] == []
 
 
 @pytest.mark.parametrize("name", MONITORS)
-def test_a_monitor_is_of_the_api_queries_what_is_sent_and_names_commands(name: str) -> None:
+def test_a_monitor_fits_the_api_and_queries_existing_metrics(name: str) -> None:
     """The thresholds agree, the message has commands that parse and headings that exist."""
     assert [*of_api(MONITORS[name], Monitor), *of_monitor(MONITORS[name])] == []
 
@@ -193,12 +193,12 @@ QUERIES = [
 ]
 
 
-def test_every_metric_is_shown_in_a_unit_of_datadogs() -> None:
+def test_every_metric_has_a_unit_that_datadog_knows() -> None:
     assert {metric.name for metric in OURS} <= {query["name"] for text in QUERIES for query in METRIC.finditer(text)}
     assert {metric.unit for metric in OURS} <= UNITS
 
 
-def test_the_objective_in_the_dashboard_is_that_of_the_alarm() -> None:
+def test_dashboard_and_alarm_have_the_same_objective() -> None:
     markers = [each for graph in leaves(DASHBOARD["widgets"]) for each in graph.get("markers", [])]
     lines = {float(each["value"].removeprefix("y = ")) for each in markers if each["label"].startswith("objective")}
     [now] = [request for title, request in requests(DASHBOARD) if title == "Longest wait now"]
@@ -207,7 +207,7 @@ def test_the_objective_in_the_dashboard_is_that_of_the_alarm() -> None:
     assert lines == red == {MONITORS["oldest-age"]["options"]["thresholds"]["critical"]}
 
 
-def test_names_are_those_of_production() -> None:
+def test_queries_use_the_names_of_production() -> None:
     """Monitors and dashboard query the overlay's environment, service and autoscaler, whose own query is correct."""
     objects = rendered(OVERLAYS["production"])
     labels = worker(objects)["spec"]["template"]["metadata"]["labels"]
@@ -240,7 +240,7 @@ def test_the_page_switches_on_the_percentiles_that_are_queried() -> None:
         (MONITORS["oldest-age"], Monitor, '"priority"', '"team"'),
     ],
 )
-def test_what_the_api_does_not_know_is_noticed(
+def test_values_and_fields_unknown_to_the_api_are_noticed(
     document: Document, model: type[OpenApiModel], old: str, new: str
 ) -> None:
     """Datadog's model is applied strictly, which its client does not do: a value and a field, deep in a batch."""

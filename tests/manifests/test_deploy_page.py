@@ -110,7 +110,7 @@ def refusal(line: str, home: Path) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_gcloud_and_kubectl_take_every_command_line(tmp_path: Path, long: bool) -> None:
+def test_gcloud_and_kubectl_accept_every_command_line(tmp_path: Path, long: bool) -> None:
     """Their own parsers, without an account or a cluster; with --long also those that the golden file has."""
     every = {shlex.join(words) for page in PAGES for tool in ("gcloud", "kubectl") for words in calls(page, tool)}
     file = GOLDEN / "command-lines.txt"
@@ -158,7 +158,7 @@ def test_our_own_commands_parse() -> None:
     ("page", "golden", "image"),
     [(WORKER, "production.yaml", "publishworker:0.2.0"), (PIPELINE, "spark.yaml", "outbox-pipeline:0.1.0")],
 )
-def test_what_a_page_sets_is_all_that_changes(page: str, golden: str, image: str, tmp_path: Path) -> None:
+def test_only_the_values_that_a_page_sets_change(page: str, golden: str, image: str, tmp_path: Path) -> None:
     """With other names than the placeholders: the overlay is its golden file with these names, and no other change."""
     text = (ROOT / page).read_text(encoding="utf-8")
     name, _, version = image.partition(":")

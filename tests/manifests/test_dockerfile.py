@@ -122,7 +122,7 @@ def test_every_package_of_the_images_is_in_the_constraints() -> None:
     assert {"pyspark", "grpcio", "numpy"} <= pinned & {name for name, _ in found}
 
 
-def test_the_ignore_file_lets_through_what_is_copied_and_nothing_else() -> None:
+def test_the_ignore_file_allows_only_copied_files() -> None:
     """Each exception to `*` exists and is copied by some stage; the entry point may be executed."""
     ignored = [line for line in (ROOT / "k8s/Dockerfile.dockerignore").read_text().splitlines() if line[0] != "#"]
     assert ignored[0] == "*"
@@ -133,7 +133,7 @@ def test_the_ignore_file_lets_through_what_is_copied_and_nothing_else() -> None:
     assert os.access(ROOT / "k8s/spark/entrypoint.sh", os.X_OK)
 
 
-def test_the_demo_has_what_it_imports() -> None:
+def test_the_demo_image_has_its_imports() -> None:
     """The example and the scripts of the overlay import the worker's packages and themselves."""
     assert variables("demo")["PYTHONPATH"] == "/opt/examples"
     imported = set()

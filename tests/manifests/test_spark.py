@@ -76,8 +76,8 @@ def test_a_job_fits_its_image(name: str) -> None:
         assert folder in writable
 
 
-def test_only_the_archive_is_started_again_and_always_in_time() -> None:
-    """An archive goes on after a failure, while Spanner keeps the end of the day; `register` rejects rows again."""
+def test_only_the_archive_is_restarted_and_always_in_time() -> None:
+    """An archive continues after a failure while Spanner keeps the day; `register` would reject rows again."""
     archive, register = spec("archive"), spec("register")
     minute, hour = map(int, archive["schedule"].split()[:2])
     policy = archive["template"]["restartPolicy"]

@@ -74,7 +74,7 @@ def keeps_the_rules(pod: Object) -> None:
     assert pod["spec"]["serviceAccountName"] == "outbox-pipeline"
 
 
-def test_spark_submit_makes_a_driver_that_is_admitted_and_runs_the_job(submitted: Submitted) -> None:
+def test_spark_submit_creates_an_admitted_driver_that_runs_the_job(submitted: Submitted) -> None:
     """The template, the arguments for the image's entry point, and only objects that the page names."""
     made = submitted.server.made
     keeps_the_rules(made["Pod"][0])

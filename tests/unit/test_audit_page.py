@@ -94,7 +94,7 @@ def words(text: str) -> str:
     return " ".join(" ".join(body.itertext()).split())
 
 
-def test_the_numbers_and_the_samples_are_there(rich_page: str) -> None:
+def test_the_page_shows_the_numbers_and_the_samples(rich_page: str) -> None:
     made = rich()
     told = words(rich_page)
     for name in CLASSES:
@@ -113,7 +113,7 @@ def test_the_numbers_and_the_samples_are_there(rich_page: str) -> None:
     assert "outbox retry ID" in told
 
 
-def test_the_tables_lines_are_those_of_the_topics() -> None:
+def test_the_table_has_a_line_for_each_topic() -> None:
     lines = [row("big", 4_000, hour(0), republished=5, redelivered=7), row("bad", 10, hour(0), lost=10)]
     table = next(each for each in parsed(page(summary(*lines))).iter("table"))
     cells = [["".join(cell.itertext()) for cell in line] for line in table.iter("tr")]
@@ -133,7 +133,7 @@ def test_the_tables_lines_are_those_of_the_topics() -> None:
     ],
 )
 def test_the_headline_says_whether_anything_is_lost(made: dict[str, Any], kind: str, headline: str) -> None:
-    """In words and by a sign, not by its colour alone; other faults stand there, too, with a link to their samples."""
+    """Words and a sign say so, not only a color. Other faults are named with a link to their samples."""
     verdict = next(parsed(page(made | {"samples": {"unknown": [{"task_id": "x"}]}})).iter("header"))
     assert verdict.attrib["class"] == f"verdict {kind}"
     assert verdict.findtext("h1") == headline
@@ -142,7 +142,7 @@ def test_the_headline_says_whether_anything_is_lost(made: dict[str, Any], kind: 
     assert [link.attrib["href"] for link in verdict.iter("a")] == ["#unknown"] * faults
 
 
-def test_it_needs_nothing_and_can_do_nothing(rich_page: str) -> None:
+def test_the_page_loads_nothing_and_runs_no_script(rich_page: str) -> None:
     root = parsed(rich_page)
     ids = [each.attrib["id"] for each in root.iter() if "id" in each.attrib]
     assert len(ids) == len(set(ids))
@@ -161,7 +161,7 @@ def test_it_needs_nothing_and_can_do_nothing(rich_page: str) -> None:
     assert policy.startswith("default-src 'none'")
 
 
-def test_hostile_texts_stay_texts(rich_page: str) -> None:
+def test_hostile_text_is_escaped(rich_page: str) -> None:
     root = parsed(rich_page)
     assert root.findtext("head/title") == f"Audit of {HOSTILE[0]}"
     cells = {"".join(each.itertext()) for each in root.iter("td")}

@@ -67,8 +67,8 @@ def test_a_line_is_an_id_or_json(ids_of: Any):
     assert ids_of(b"\n", "a") == ("a",)
 
 
-def test_a_line_that_is_no_id_is_a_wrong_value(ids_of: Any):
-    """It is named with its place, and no id is used: half of a list is not what the user meant."""
+def test_a_line_that_is_not_an_id_is_refused(ids_of: Any):
+    """The error names the line, and no ID is used: half of a list is not what the user meant."""
     for data, sentence in {
         b"a\n" + b"x" * 65: "line 2: '"
         + "x" * 65
@@ -94,7 +94,7 @@ def test_a_line_that_is_no_id_is_a_wrong_value(ids_of: Any):
         assert len(str(raised.value)) < 400
 
 
-def test_no_ids_are_none():
+def test_ids_are_none_if_not_given_and_refused_if_invalid():
     assert ids(parsed("retry")) is None
     assert ids(parsed("retry", "b", "a", "b")) == ("b", "a")
     for wrong in ("", "x" * 65, "\udcff"):
@@ -104,7 +104,7 @@ def test_no_ids_are_none():
 
 @given(st.lists(st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=64), min_size=1, max_size=5))
 @example(["a\nb", "\x85", "\u2028", " ", "\ufeff", '"', "{", "\x00"])
-def test_ids_as_list_writes_them_are_read_again(names: list[str]):
+def test_ids_printed_by_list_can_be_read_back(names: list[str]):
     """`outbox list --json` is an `--ids-file` of exactly its tasks, whatever characters the ids have."""
     data = "".join(as_json({"id": name, "state": "dead"}) + "\n" for name in names).encode()
     with pytest.MonkeyPatch.context() as patch:
@@ -112,8 +112,8 @@ def test_ids_as_list_writes_them_are_read_again(names: list[str]):
         assert ids(parsed("retry", "--ids-file", "-")) == tuple(dict.fromkeys(names))
 
 
-def test_a_selection_is_of_the_databases_now():
-    """A time ago is counted from there; a flag that is not given narrows nothing; no time between is a wrong value."""
+def test_a_selection_uses_the_databases_time():
+    """An age counts from it; a flag that is not given narrows nothing; an empty range of times is a wrong value."""
     options = parsed("retry", "--state", "dead", "--topic", "orders", "--since", "2h", "--until", "15m", "--error", "X")
     chosen = selection(options, NOW, ("a",))
     assert (chosen.state, chosen.ids, chosen.topic, chosen.error) == ("dead", ("a",), "orders", "X")
@@ -166,7 +166,7 @@ def test_a_wrong_value_is_one_sentence(words: str, sentence: str, capsys: pytest
 
 
 @pytest.mark.parametrize("command", ["pause", "resume", "limit"])
-def test_what_is_missing_is_named_and_help_is_enough(command: str, capsys: pytest.CaptureFixture[str]):
+def test_a_missing_argument_is_named_and_help_needs_none(command: str, capsys: pytest.CaptureFixture[str]):
     off = ["--off"] if command == "limit" else []
     assert cli.main([command, "orders", *off, *PLACE[:4]]) == 2
     assert "--database is missing: give it, or set OUTBOX_DATABASE" in capsys.readouterr().err
@@ -194,7 +194,7 @@ PRINTABLE = st.text(st.characters(exclude_categories=("C", "Z"), include_charact
     place=st.sampled_from([[], PLACE, PLACE[2:]]),
 )
 @example("dead", "-t", "-e' \"$x`\\", None, None, ["-a", "--", "--yes", "$(b)"], "-", PLACE)
-def test_the_command_that_goes_on_is_read_as_the_same_selection(  # noqa: PLR0917 - drawn
+def test_the_printed_command_to_continue_has_the_same_selection(  # noqa: PLR0917 - drawn
     state: str | None, topic: str | None, error: str | None, since: timedelta | None, until: timedelta | None,
     names: list[str], file: str | None, place: list[str],
 ):  # fmt: skip
@@ -214,8 +214,8 @@ def test_the_command_that_goes_on_is_read_as_the_same_selection(  # noqa: PLR091
         assert vars(read)[name] == vars(options)[name]
 
 
-def test_the_command_that_goes_on_names_what_it_replaces():
-    """A time ago becomes a time; flags of other commands are left out."""
+def test_the_printed_command_to_continue_has_absolute_times():
+    """Flags of other commands are left out."""
     purging = parsed("purge", *PLACE, "--sent-before", "30d", "--topic", "orders")
     line = again("purge", purging, sent_before=shown(NOW))
     assert line == f"outbox purge {' '.join(PLACE)} --topic orders --sent-before 2026-11-21T13:00:00.000000Z"

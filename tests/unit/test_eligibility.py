@@ -47,8 +47,8 @@ def reasons(
 
 
 @pytest.mark.parametrize("word", ROWS)
-def test_what_a_row_says_of_itself_and_of_what_follows(word: str) -> None:
-    """Sent, gone and expired tasks are passed over. A task that is not due blocks its key, and no other."""
+def test_a_row_decides_about_itself_and_the_tasks_behind_it(word: str) -> None:
+    """Sent, gone and expired tasks are skipped. A task that is not due blocks only its key."""
     columns, reason, goes_on = ROWS[word]
     batch = Batch("orders", ("first", "next", "other"), keys=("k", "k", "m"))
     expected = {"first": reason} if reason else {}
@@ -63,15 +63,15 @@ def test_what_a_row_says_of_itself_and_of_what_follows(word: str) -> None:
     assert [each.id for each in released(batch, rows, {}, NOW, skip_dead=False)] == awake
 
 
-def test_dead_tasks_are_passed_over_if_so_wished_and_others_are_not() -> None:
+def test_only_dead_tasks_are_skipped_in_skip_mode() -> None:
     batch = Batch("orders", ("a", "b"), keys=("k", "k"))
     almost = NEVER - timedelta(microseconds=1)
     assert reasons(batch, row("a", available_at=NEVER), row("b"), skip_dead=True) == {"a": "not_due"}
     assert reasons(batch, row("a", available_at=almost), row("b"), skip_dead=True) == {"a": "not_due", "b": "blocked"}
 
 
-def test_without_a_key_nothing_is_held_and_nothing_counts_as_deferred() -> None:
-    """A task that was given a key after the poll is left for its new place."""
+def test_a_task_without_a_key_is_neither_blocked_nor_deferred() -> None:
+    """A task that got a key after the poll is left to a poll that knows the key."""
     late, ready = row("a", available_at=LATER, ordering_key=None), row("b", ordering_key=None)
     deferred = replace(late, id="deferred", deferred=True)
     batch = Batch("orders", ("a", "b", "deferred", "keyed", "gone"))
@@ -79,8 +79,8 @@ def test_without_a_key_nothing_is_held_and_nothing_counts_as_deferred() -> None:
     assert reasons(batch, late, ready, deferred, row("keyed")) == expected
 
 
-def test_what_was_published_needs_its_mark_wherever_it_stands() -> None:
-    """An earlier transaction attempt has published it; what blocks the key now came later."""
+def test_a_published_task_is_marked_even_behind_a_blocked_head() -> None:
+    """An earlier transaction attempt published it; the key was blocked later."""
     batch = Batch("orders", ("a", "b", "c"), keys=("k", "k", "k"))
     rows = (row("a", available_at=LATER), row("b", available_at=LATER, deferred=True), row("c"))
     published = {each.id: Version.of(each) for each in rows[1:]}
@@ -101,7 +101,7 @@ def test_what_was_published_needs_its_mark_wherever_it_stands() -> None:
         {"expires_at": LATER},
     ],
 )
-def test_what_was_published_and_is_written_since_is_left_to_the_next_poll(columns: dict[str, Any]) -> None:
+def test_a_published_task_whose_row_changed_is_left_to_the_next_poll(columns: dict[str, Any]) -> None:
     batch = Batch("orders", ("a", "b"), keys=("k", "k"))
     published = {"a": Version.of(row("a"))}
     assert reasons(batch, replace(row("a"), **columns), row("b"), published=published) == {"a": "sent"}
@@ -114,8 +114,8 @@ def test_rows_are_put_in_the_order_of_the_batch() -> None:
     assert in_order(replace(batch, keys=()), rows) == rows
 
 
-def test_nothing_is_tried_behind_a_failure_of_its_key() -> None:
-    """Whatever the failure was, except that the time has passed; other keys and tasks without one go on."""
+def test_no_task_is_tried_behind_a_failure_of_its_key() -> None:
+    """Whatever the failure was, except an exceeded deadline. Other keys and tasks without a key continue."""
     keys = {"a": "k", "b": "k", "c": "l", "d": "l", "e": "m", "f": "m", "g": None, "h": None}
     rows = [row(id, ordering_key=key) for id, key in keys.items()]
     tried: dict[str, Outcome] = {"a": Failed("unavailable", "no"), "c": Failed("expired", "late"), "e": Sent("1")}
@@ -136,7 +136,7 @@ def test_nothing_is_tried_behind_a_failure_of_its_key() -> None:
         ({"a": Sent("1"), "b": FailedAttempt(1, LATER, None, "no")}, False, []),
     ],
 )
-def test_the_deferred_task_that_stands_at_the_front_after_the_commit_is_woken(
+def test_the_deferred_task_that_becomes_the_head_is_released(
     marks: dict[str, Mark], skip_dead: bool, woken_ids: list[str]
 ) -> None:
     deferred = {"available_at": LATER, "deferred": True}

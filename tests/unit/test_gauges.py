@@ -52,7 +52,7 @@ def fleet(shards: Sequence[int] = range(10)) -> Membership:
 
 
 def test_a_report_is_sent_every_15_seconds() -> None:
-    """Whatever the number of turns. Without an agent nothing is made, not even the numbers."""
+    """Whatever the number of turns. Without an agent no number is computed."""
     relay = Relay()
     for _ in range(60):
         relay.report()
@@ -69,8 +69,8 @@ def test_a_report_is_sent_every_15_seconds() -> None:
     assert relay.asked == 4
 
 
-def test_breakers_are_told_while_they_rest_and_for_ten_minutes_after() -> None:
-    """Otherwise the last value would stay in the graph; and topics that work cost nothing."""
+def test_circuits_are_reported_while_open_and_for_ten_minutes_after() -> None:
+    """Otherwise the last value would stay in the graph. Topics that work cost nothing."""
     relay = Relay()
     for wait, rests, state in (
         (0, {}, None), (0, {"orders": True}, m.OPEN), (0, {"orders": False}, m.HALF_OPEN), (0, {}, m.CLOSED),
@@ -87,7 +87,7 @@ def found(*lines: Line) -> Backlog:
     return Backlog(datetime.now(UTC), 1, lines)
 
 
-def test_tasks_are_told_by_topic_and_state() -> None:
+def test_tasks_are_reported_by_topic_and_state() -> None:
     lines = [
         Line("orders", 100, pending=1, dead=2),
         Line("orders", 50, pending=10, retrying=3, scheduled=4, sent_last_minute=9),
@@ -103,7 +103,7 @@ def test_tasks_are_told_by_topic_and_state() -> None:
     }
 
 
-def test_what_has_been_sent_is_told_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_topics_without_tasks_are_reported_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Tagged()
     counts = BacklogCounts(Metrics(client), lambda: ["known"], lambda: 0.0)
     now = found(Line("orders", 50, pending=7), Line("paused", 50, paused=True, pending=5))
@@ -141,21 +141,21 @@ class Look(BacklogSampler):
             raise self.error
 
 
-def test_a_look_that_takes_long_is_followed_by_a_long_wait() -> None:
-    """Every 15 s if it is quick; but never so late that the autoscaler takes the figure for unknown."""
+def test_a_slow_count_of_the_backlog_is_followed_by_a_long_wait() -> None:
+    """Every 15 s if it is quick, but never so rarely that the autoscaler takes the figure for unknown."""
     for takes, waits in ((0.1, 15), (3, 15), (10, 40), (60, 120), (1000, 120)):
         assert Look(takes=takes).once() == pytest.approx(waits)
 
 
-def test_only_the_worker_of_shard_0_looks() -> None:
+def test_only_the_worker_of_shard_0_counts_the_backlog() -> None:
     for shards, looks in (((0,), 1), ((0, 5), 1), ((1, 2), 0), ((), 0)):
         look = Look(shards)
         assert look.once() == 15
         assert len(look.tables) == looks
 
 
-def test_a_look_that_fails_is_told_once_a_minute_and_holds_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
-    """However long it took; and the table is opened anew: its session may be lost."""
+def test_a_failed_count_is_logged_once_a_minute_and_delays_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """However long it took. The table is opened again, because its session may be lost."""
     look = Look(takes=60)
     look.error = NotReached("no answer")
     with caplog.at_level(logging.INFO, "publishworker"):
@@ -169,8 +169,10 @@ def test_a_look_that_fails_is_told_once_a_minute_and_holds_nothing_up(caplog: py
     assert look.tables == [1, 2, 3, 4, 5, 5]
 
 
-def test_a_lookout_looks_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """On a thread of its own, which outlives a defect of a figure."""
+def test_the_backlog_is_counted_until_the_sampler_stops(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a thread of its own, which survives a defect of a count."""
     monkeypatch.setattr(gauges, "INTERVAL", 0.01)
     monkeypatch.setattr(gauges, "FIRST_WAIT", 0)
     monkeypatch.setattr(gauges, "PAUSE_FACTOR", 0)

@@ -10,7 +10,7 @@ from outbox.shared.logs import JsonFormatter, TextFormatter
 from outbox.shared.throttled_log import ThrottledLog
 
 
-def test_a_log_line_is_one_json_object_with_the_fields_that_mean_something() -> None:
+def test_a_log_line_is_one_json_object_without_empty_fields() -> None:
     record = logging.LogRecord("publishworker", logging.WARNING, __file__, 1, "%d tasks\nfailed", (3,), None)
     record.action = "publish_failed"
     line = JsonFormatter().format(record)
@@ -34,8 +34,8 @@ def test_a_text_line_is_one_line() -> None:
     assert line.isprintable()
 
 
-def test_the_same_complaint_is_logged_once_a_minute_with_the_count(caplog: pytest.LogCaptureFixture) -> None:
-    """Another topic or reason is another complaint. What was counted is logged, even if it has not occurred since."""
+def test_a_repeated_warning_is_logged_once_a_minute_with_its_count(caplog: pytest.LogCaptureFixture) -> None:
+    """Another topic or reason is another warning. The count is logged even if the warning did not occur again."""
     seconds = [0.0]
     complaints = ThrottledLog(lambda: seconds[0])
     for _ in range(5):

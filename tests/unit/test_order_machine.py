@@ -176,8 +176,8 @@ def until(world: World, worker: Worker, point: Point) -> Stepper:
     pytest.fail(f"{worker.name} does not come to {point}")
 
 
-def test_what_an_operator_asks_for_is_sent_again_though_a_worker_is_late() -> None:
-    """It has published, lost its locks to one that marked the task, and runs again when that is unsent once more."""
+def test_an_operators_retry_is_sent_though_a_worker_is_late() -> None:
+    """It published, lost its locks to a worker that marked the task, and its transaction runs again after the retry."""
     with patched():
         world = World()
         world.register(Task(id="a", key=None))

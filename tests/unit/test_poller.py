@@ -95,7 +95,7 @@ def test_a_poll_stays_near_its_target_however_the_backlog_is_spread(ranges: int)
 
 
 def test_only_ranges_that_are_cut_off_widen_the_window() -> None:
-    """One that gave twice its rows, ready ones and lower ones, is full and no more; a small backlog says nothing."""
+    """A range that returned twice its rows, ready and lower ones, is only full. A small backlog says nothing."""
     window = PollSize(target=100, shards=10)
     window.adapt({str(n): 3 for n in range(10)})
     assert (window.per_range, window.cut_off) == (10, frozenset())

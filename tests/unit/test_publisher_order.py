@@ -80,7 +80,7 @@ def ids(rows: Sequence[LockedRow]) -> list[str]:
     return [each.id for each in rows]
 
 
-def test_the_run_of_a_key_is_one_request_in_its_order(publisher: PubSubPublisher, record: Recorder) -> None:
+def test_a_sendable_prefix_is_one_request_in_order(publisher: PubSubPublisher, record: Recorder) -> None:
     x, y = run(30, "x"), run(30, "y")
     mixed = [each for pair in zip(x, y, [row(f"{n}", None) for n in range(30)], strict=True) for each in pair]
     all_here = threading.Barrier(3, timeout=10)
@@ -96,10 +96,10 @@ def test_the_run_of_a_key_is_one_request_in_its_order(publisher: PubSubPublisher
 
 
 @pytest.mark.parametrize(("count", "size", "requests"), [(5, 3_000_000, [3, 2]), (2_001, 1, [1000, 1000, 1])])
-def test_a_run_that_no_request_can_hold_goes_out_in_several_one_after_the_other(
+def test_a_prefix_too_large_for_a_request_is_published_in_several_in_order(
     publisher: PubSubPublisher, record: Recorder, count: int, size: int, requests: list[int]
 ) -> None:
-    """Each after the answer to the one before, in order; another key's go out beside them."""
+    """Each request follows the answer to the one before. Other keys are published in parallel."""
     assert 3 * 3_000_000 < MAX_REQUEST_BYTES < 4 * 3_000_000
     large, small = run(count, "large", size), run(3, "small")
     assert sent(publisher.publish("orders", [*large, *small], 8)) == set(ids([*large, *small]))
@@ -113,10 +113,10 @@ CODES = {code.name.lower(): code for code in grpc.StatusCode if code.name not in
 
 
 @pytest.mark.parametrize(("reason", "failing"), [("deadline_exceeded", 0), *((reason, 2) for reason in CODES)])
-def test_a_failure_of_any_kind_is_tried_once_and_ends_its_key(
+def test_any_failure_stops_its_key_after_one_try(
     publisher: PubSubPublisher, record: Recorder, reason: str, failing: int
 ) -> None:
-    """What follows has no outcome, another key goes on. It is not remembered: the key goes out when given again."""
+    """Tasks behind it have no outcome; other keys continue. The next call publishes the key again."""
     hangs = reason == "deadline_exceeded"
     rows = run(6)
     rows[failing] = row(f"k{failing}", data=b"failing")
@@ -133,7 +133,7 @@ def test_a_failure_of_any_kind_is_tried_once_and_ends_its_key(
 
 
 @pytest.mark.parametrize("place", range(8))
-def test_a_poisonous_message_fails_alone_and_nothing_of_its_key_follows(
+def test_a_poison_message_fails_alone_and_stops_its_key(
     publisher: PubSubPublisher, record: Recorder, place: int
 ) -> None:
     rows = run(8)
@@ -148,7 +148,7 @@ def test_a_poisonous_message_fails_alone_and_nothing_of_its_key_follows(
 
 
 @pytest.mark.parametrize(("size", "reason"), [(None, "undecodable"), (10_400_000, "too_large")])
-def test_what_cannot_be_sent_ends_its_key(
+def test_an_unsendable_message_stops_its_key(
     publisher: PubSubPublisher, record: Recorder, size: int | None, reason: str
 ) -> None:
     bad = row("bad", data=b"broken" if size is None else bytes(size))
@@ -158,7 +158,7 @@ def test_what_cannot_be_sent_ends_its_key(
     assert record.of("k") == [["k0", "k1", "k2"]]
 
 
-def test_tasks_that_go_singly_keep_their_place(publisher: PubSubPublisher, record: Recorder) -> None:
+def test_tasks_published_singly_keep_their_order(publisher: PubSubPublisher, record: Recorder) -> None:
     assert len(sent(publisher.publish("orders", run(5), 5, {"k2"}))) == 5
     assert record.of("k") == [["k0", "k1"], ["k2"], ["k3", "k4"]]
     assert record.most["k"] == 1

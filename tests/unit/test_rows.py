@@ -40,7 +40,7 @@ def test_a_task_in_two_ranges_is_one_candidate() -> None:
     assert [each.id for each in rows.candidates([task, task])] == ["a"]
 
 
-def test_a_task_is_due_and_expired_at_the_moment_that_its_row_names() -> None:
+def test_a_task_is_due_or_expired_exactly_at_its_time() -> None:
     before = NOON - timedelta(microseconds=1)
     task = LockedRow("a", "orders", b"", None, NOON, available_at=NOON, sent_at=None, expires_at=NOON)
     assert (task.is_due(before), task.is_due(NOON), task.is_expired(before), task.is_expired(NOON)) == (False, True) * 2

@@ -21,7 +21,7 @@ def shapes(**options: Any) -> dict[str, dict[str, str]]:
 
 
 def test_the_default_is_schema_sql_without_comments():
-    """What apply sends is the file, so reading the file is reading what happens."""
+    """Apply sends the file, so reading the file is enough."""
     made = schema.statements()
 
     code = [line.partition("--")[0].split() for line in SCHEMA_SQL.splitlines()]
@@ -128,7 +128,7 @@ def test_an_index_that_is_being_filled_exists_but_is_not_ready():
     database.update_ddl.assert_not_called()
 
 
-def test_the_guide_shows_the_files_that_the_test_runs():
+def test_the_guide_shows_the_migration_files():
     guide = (ROOT / "docs" / "guide" / "from-the-article.md").read_text()
 
     shown = re.findall(r"```sql\n(.+?)```", guide, re.DOTALL)
