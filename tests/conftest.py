@@ -5,7 +5,7 @@ A test that needs an emulator is skipped where there is none, and fails where CI
 
 import os
 
-# Before any Google client is made. Not multiplexed: outbox/devtools/emulators.py says why.
+# Before any Google client is created. Not multiplexed: outbox/devtools/emulators.py says why.
 os.environ["GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW"] = "false"
 # gRPC may end a process that is forked here before it becomes another program, as PySpark does it with Java:
 # https://github.com/grpc/grpc/issues/43055
@@ -103,9 +103,9 @@ def emulators(request: pytest.FixtureRequest) -> Iterator[Emulators]:
     """Both emulators; the environment points to them until the end of the run."""
     os.environ |= getattr(request.config, "workerinput", {}).get("emulators", {})
     with contextlib.ExitStack() as stack:
-        made = _needed(stack, running())
-        stack.enter_context(mock.patch.dict(os.environ, made.environment()))
-        yield made
+        created = _needed(stack, running())
+        stack.enter_context(mock.patch.dict(os.environ, created.environment()))
+        yield created
 
 
 @pytest.fixture(scope="session")
@@ -130,8 +130,8 @@ def faulty_instance(faulty_spanner: str) -> Instance:
 @pytest.fixture
 def empty_database(spanner_instance: Instance) -> Iterator[Database]:
     """A database without tables."""
-    with spanner.fresh_database(spanner_instance) as made:
-        yield made
+    with spanner.fresh_database(spanner_instance) as created:
+        yield created
 
 
 @pytest.fixture(scope="session")
@@ -151,15 +151,15 @@ def database(_pool: spanner.Pool) -> Iterator[Database]:
 @pytest.fixture
 def own_database(spanner_instance: Instance) -> Iterator[Database]:
     """A database with the outbox's tables for a test that changes its schema."""
-    with spanner.outbox_database(spanner_instance) as made:
-        yield made
+    with spanner.outbox_database(spanner_instance) as created:
+        yield created
 
 
 @pytest.fixture
 def faulty_database(faulty_instance: Instance) -> Iterator[Database]:
     """The same on the emulator that aborts."""
-    with spanner.outbox_database(faulty_instance) as made:
-        yield made
+    with spanner.outbox_database(faulty_instance) as created:
+        yield created
 
 
 @pytest.fixture(scope="session")

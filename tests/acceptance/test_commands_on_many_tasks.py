@@ -24,10 +24,10 @@ IS_DEAD = "AvailableAt = TIMESTAMP '9999-12-31T00:00:00Z' AND Attempts = 16"
 @pytest.fixture(scope="module")
 def large(spanner_instance: Instance) -> Iterator[Database]:
     """A database with more dead tasks than a command changes without a question; one test makes them pending."""
-    with outbox_database(spanner_instance) as made:
-        fill(made, [row(f"pending-{n:05}") for n in range(PENDING)])
-        fill(made, [row(f"dead-{n:05}", "dead", topic="invoices") for n in range(DEAD)])
-        yield made
+    with outbox_database(spanner_instance) as created:
+        fill(created, [row(f"pending-{n:05}") for n in range(PENDING)])
+        fill(created, [row(f"dead-{n:05}", "dead", topic="invoices") for n in range(DEAD)])
+        yield created
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from publishworker.telemetry import metrics as m
 from publishworker.topics.circuit_breaker import MAX_OUTAGE_PROBE_SECONDS
 from tests.support.agent import listening
 from tests.support.container import NOTICE_SECONDS, Probe, altered, settings
-from tests.support.outages import cpu_seconds, log_lines, recorded, seconds_until, told
+from tests.support.outages import cpu_seconds, log_count, log_lines, recorded, seconds_until
 from tests.support.processes import Process
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub
@@ -127,7 +127,9 @@ def test_a_probe_stays_good_while_a_service_is_silent(
             first = seconds_until(lambda: len(unsent(database)) < waiting, most, "a task is sent")
             wait_until_all_sent(database)
             if silent == "Spanner":
-                eventually(lambda: told(process, "spanner_unavailable") == told(process, "spanner_available") == 1)
+                eventually(
+                    lambda: log_count(process, "spanner_unavailable") == log_count(process, "spanner_available") == 1
+                )
             process.end()
     print(f"{silent} silent: {gap:.1f} s between two beats, {share:.1%} of a core, first sent after {first:.1f} s")
     assert share < 0.05

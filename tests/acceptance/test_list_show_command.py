@@ -21,10 +21,10 @@ ALL_BYTES = bytes(range(256))
 @pytest.fixture(scope="module")
 def filled(emulators: Emulators, spanner_instance: Instance) -> Iterator[Commands]:
     """The commands on a table with tasks of each state, which no test changes."""
-    with outbox_database(spanner_instance) as made:
+    with outbox_database(spanner_instance) as created:
         due = datetime.now(UTC) - timedelta(minutes=1)
         fill(
-            made,
+            created,
             [
                 row("young"), row("old", age=3 * HOUR), row("low", Priority=0, age=9 * HOUR),
                 row("high", Priority=100, AvailableAt=due), row("again", "retrying"), row("later", "scheduled"),
@@ -33,7 +33,7 @@ def filled(emulators: Emulators, spanner_instance: Instance) -> Iterator[Command
                 *(row(f"sent-{n}", "sent", age=n * HOUR) for n in (3, 1, 2)),
             ],
         )  # fmt: skip
-        yield Commands(emulators, made)
+        yield Commands(emulators, created)
 
 
 def ids(filled: Commands, *words: str) -> list[str]:

@@ -47,8 +47,8 @@ def test_apply_creates_the_tables_once(outbox: Commands, empty_database: Databas
 def test_apply_keeps_shards_and_retention_unless_they_are_given(outbox: Commands, empty_database: Database):
     """Without flags a table with other shards and retention is fine; with them it must be as the flags say."""
     choices = ("--shards", "4", "--retention", "none", "--change-stream")
-    made = outbox.here("schema", "apply", *choices)
-    assert "created  change stream AsynchronousTasksInserts\n" in made.stdout
+    created = outbox.here("schema", "apply", *choices)
+    assert "created  change stream AsynchronousTasksInserts\n" in created.stdout
     assert schema.shard_count(empty_database) == 4
     assert [outbox.here("schema", "apply", *words).code for words in ((), choices)] == [0, 0]
     other = outbox.here("schema", "apply", "--shards", "10", "--retention", "30")

@@ -86,8 +86,8 @@ def test_a_worker_opens_no_port_and_logs_no_secret(emulators: Emulators, databas
         eventually(failed, seconds=30)
         assert listening(process.pid) == set()
         process.end()
-        told = process.stdout + process.stderr
-    assert "s3cr3t" not in told
+        output = process.stdout + process.stderr
+    assert "s3cr3t" not in output
     assert not [each for each in rows_of(database).values() if "s3cr3t" in str(each["LastError"])]
 
 

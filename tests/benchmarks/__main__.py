@@ -64,10 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="smaller numbers, to see that it works; nothing is kept")
     options = parser.parse_args(arguments)
     rounds = options.rounds or (2 if options.quick else 5)
-    with emulators.running() as made:
-        os.environ |= made.environment()
+    with emulators.running() as created:
+        os.environ |= created.environment()
         for name in options.only:
-            section = _run(ALL[name], Bench(made, rounds, options.quick))
+            section = _run(ALL[name], Bench(created, rounds, options.quick))
             print(page.text(section), flush=True)
             if not options.quick:
                 kept = results.load() | {name: section}

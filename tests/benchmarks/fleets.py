@@ -103,9 +103,11 @@ def take_over(fleet: Fleet) -> dict[str, float]:
 
 def alone(bench: Bench) -> Section:
     seconds = bench.choose(60, 5)
-    with fleet(bench, 1, agent_is_told=False) as made:
-        polls = idle(made, seconds)[REQUESTS]
-        per_minute = {" ".join(key).strip(): count * 60 / seconds for key, count in sorted(made.proxy.counts.items())}
+    with fleet(bench, 1, agent_is_told=False) as created:
+        polls = idle(created, seconds)[REQUESTS]
+        per_minute = {
+            " ".join(key).strip(): count * 60 / seconds for key, count in sorted(created.proxy.counts.items())
+        }
     per_minute = {"all": sum(per_minute.values())} | per_minute
     samples = [(row, ANY, value) for row, value in per_minute.items()]
     section = Section("An idle worker", figures(samples), ALONE, "All of it.")
@@ -119,10 +121,10 @@ def run(bench: Bench) -> Section:
     samples = []
     sizes = SIZES[: bench.choose(len(SIZES), 1)]
     for size in sizes:
-        with fleet(bench, size) as made:
-            found = idle(made, seconds) | busy(made, seconds)
+        with fleet(bench, size) as created:
+            found = idle(created, seconds) | busy(created, seconds)
             if size > 1:
-                found |= take_over(made)
+                found |= take_over(created)
             samples += [(f"{size}", column, value) for column, value in found.items()]
     section = Section("Fleets", figures(samples), CONDITIONS, "All but the aborts: they are the emulator's.")
     largest = sizes[-1]

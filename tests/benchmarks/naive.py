@@ -49,9 +49,9 @@ class Naive:
 
 def relay(bench: Bench, hosts: Emulators, *, threads: int, tables: int) -> Speed:
     with contextlib.ExitStack() as stack:
-        made = [stack.enter_context(fresh_table(bench)) for _ in range(tables)]
-        naive = [stack.enter_context(_connected(hosts, made[n % tables])) for n in range(threads)]
-        filled = [table.fill(ROWS) for table in made]
+        created = [stack.enter_context(fresh_table(bench)) for _ in range(tables)]
+        naive = [stack.enter_context(_connected(hosts, created[n % tables])) for n in range(threads)]
+        filled = [table.fill(ROWS) for table in created]
         part = bench.choose(60, 12) // threads
         shares = [filled[n % tables][n // tables * part :][:part] for n in range(threads)]
         for each in naive:

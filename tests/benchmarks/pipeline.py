@@ -71,9 +71,9 @@ class DistantStore:
             factor = self._random.lognormvariate(0, 0.35) * (SLOW if self._random.random() < self._slow else 1)
         time.sleep(milliseconds / 1000 * factor)
 
-    def poll(self, look: PollRequest) -> Sequence[Candidate]:
+    def poll(self, request: PollRequest) -> Sequence[Candidate]:
         self.travel(self._poll)
-        most = look.per_range if look.topics else 0
+        most = request.per_range if request.topics else 0
         with self._lock:
             found = [list(itertools.islice(each.values(), most)) for each in self.unsent_of]
         candidates = tuple(each for some in found for each in some)
@@ -123,14 +123,14 @@ class DistantPublisher:
 def relay(way: Way, tasks: int, seed: int, slow: float) -> tuple[float, float, float]:
     store = DistantStore(tasks, seed, slow, way.poll)
     limits: dict[str, Any] = {"batches": way.batches, "stragglers": way.left, "patience": way.patience}
-    made = relay_of(
+    created = relay_of(
         cast("Any", store), DistantPublisher(store), size=100, discovery_seconds=0.5, refresh_seconds=2.0, **limits
     )
-    made.turn()  # learns the topic
+    created.turn()  # learns the topic
     store.polls = store.rows = 0
     begin, published = time.perf_counter(), 0
     while published < tasks and time.perf_counter() < begin + LIMIT:
-        published += made.turn().published
+        published += created.turn().published
     return tasks / (time.perf_counter() - begin), store.polls / tasks * 1000, store.rows / tasks
 
 

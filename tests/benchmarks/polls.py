@@ -104,11 +104,11 @@ def polled(bench: Bench, table: Table, topics: list[str]) -> Samples:
     store.poll(ready)
     samples: Samples = []
     for _ in range(bench.rounds):
-        for name, look in (("ready", ready), ("all", everything)):
+        for name, request in (("ready", ready), ("all", everything)):
             with stopwatch() as watch:
-                found = store.poll(look)
-                if look is everything:
-                    store.discover(look.shards, look.topics)
+                found = store.poll(request)
+                if request is everything:
+                    store.discover(request.shards, request.topics)
             samples.append((row, f"{name}: ms", watch.seconds * 1000))
             samples.append((row, f"{name}: client CPU ms", watch.cpu_seconds * 1000))
             if name == "ready":

@@ -94,8 +94,8 @@ def save(sections: dict[str, Section], file: Path = FILE) -> None:
 
 def _section(data: dict[str, Any]) -> Section:
     plot = Plot(**data["plot"]) if data["plot"] else None
-    made = {"figures": [Figure(**each) for each in data["figures"]], "bars": [Bar(**each) for each in data["bars"]]}
-    return Section(**{**data, **made, "plot": plot})
+    created = {"figures": [Figure(**each) for each in data["figures"]], "bars": [Bar(**each) for each in data["bars"]]}
+    return Section(**{**data, **created, "plot": plot})
 
 
 def circumstances() -> dict[str, str]:

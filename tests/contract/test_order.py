@@ -24,7 +24,7 @@ def insert_in_order(harness: Harness, tasks: Mapping[str, Mapping[str, Any]]) ->
         harness.insert(id, ordering_key="k", created_at=FIRST, sequence=sequence, **columns)
 
 
-def front(harness: Harness, per_key: int = 10, *, skip_dead: bool = False) -> list[str]:
+def head_ids(harness: Harness, per_key: int = 10, *, skip_dead: bool = False) -> list[str]:
     key_heads = harness.store.key_heads(harness.with_shards(KEY), per_key, skip_dead=skip_dead)
     return [each.id for each in key_heads.get(KEY, ())]
 
@@ -35,8 +35,8 @@ def test_key_heads_are_in_the_order_of_their_key(harness: Harness) -> None:
     harness.insert("a", ordering_key="k", created_at=later, sequence=1, priority=100)
     for id, sequence in {"b": 10, "c": 9, "e": None, "d": None, "f": -5}.items():
         harness.insert(id, ordering_key="k", created_at=FIRST, sequence=sequence)
-    assert front(harness) == ["d", "e", "f", "c", "b", "a"]
-    assert front(harness, per_key=2) == ["d", "e"]
+    assert head_ids(harness) == ["d", "e", "f", "c", "b", "a"]
+    assert head_ids(harness, per_key=2) == ["d", "e"]
 
 
 def test_only_the_requested_keys_are_read(harness: Harness) -> None:
@@ -49,7 +49,7 @@ def test_only_the_requested_keys_are_read(harness: Harness) -> None:
     size = len(serialized())
     invoices = Key("invoices", "k")
     key_heads = harness.store.key_heads(harness.with_shards(KEY, invoices, Key("orders", "none")), 10, skip_dead=False)
-    assert {key: list(front) for key, front in key_heads.items() if front} == {
+    assert {key: list(ids) for key, ids in key_heads.items() if ids} == {
         KEY: [QueuedTask("a", size, sendable=True)],
         invoices: [QueuedTask("other-topic", size, sendable=True)],
     }
@@ -96,8 +96,8 @@ def test_key_heads_include_tasks_that_are_not_due(harness: Harness) -> None:
         id: shown for id, (_, shown) in tasks.items()
     }
     living = [id for id in tasks if not id.startswith("dead")]
-    assert front(harness, 20, skip_dead=True) == living
-    assert front(harness, 7, skip_dead=True) == living[:7]
+    assert head_ids(harness, 20, skip_dead=True) == living
+    assert head_ids(harness, 7, skip_dead=True) == living[:7]
 
 
 def test_a_deferred_task_is_due_later_and_names_its_head(harness: Harness) -> None:

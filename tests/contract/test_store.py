@@ -14,7 +14,7 @@ from outbox.storage.task_states import NEVER
 from publishworker.spanner.store import Unsent
 from publishworker.types import TopicControls, TopicLimit, Workers
 from tests.support.fakes import serialized
-from tests.support.parts import look
+from tests.support.parts import poll_request
 from tests.support.store_harness import Harness, poll_ids
 
 PAST = datetime(2020, 1, 1, tzinfo=UTC)
@@ -26,7 +26,7 @@ ALL = range(10)
 
 
 def test_empty_tables(harness: Harness) -> None:
-    assert harness.store.poll(look("orders", due=True, below=1)) == ()
+    assert harness.store.poll(poll_request("orders", due=True, below=1)) == ()
     assert harness.store.discover(ALL, ()) == frozenset()
     assert harness.store.topic_controls() == TopicControls()
     assert harness.store.workers() == Workers()
@@ -39,7 +39,7 @@ def test_poll_returns_only_unsent_tasks_of_the_requested_topics(harness: Harness
     harness.insert("other", topic="invoices")
     harness.insert("scheduled", available_at=FUTURE)
     harness.insert("dead", available_at=NEVER)
-    [candidate] = harness.store.poll(look("orders"))
+    [candidate] = harness.store.poll(poll_request("orders"))
     assert (candidate.id, candidate.topic, candidate.priority) == ("a", "orders", 7)
     assert (candidate.ordering_key, candidate.available_at, candidate.bytes) == ("key", None, len(serialized()))
     assert candidate.shard in range(10)
@@ -74,8 +74,8 @@ def test_poll_and_count_cover_only_the_requested_shards(harness: Harness) -> Non
         harness.insert(str(n))
     by_shard = [poll_ids(harness.store, "orders", shards=[shard], per_range=20) for shard in range(10)]
     assert sorted(id for ids in by_shard for id in ids) == sorted(str(n) for n in range(20))
-    assert harness.store.poll(look("orders", shards=[])) == ()
-    of_shard = Counter(each.shard for each in harness.store.poll(look("orders", per_range=20)))
+    assert harness.store.poll(poll_request("orders", shards=[])) == ()
+    of_shard = Counter(each.shard for each in harness.store.poll(poll_request("orders", per_range=20)))
     assert [of_shard[shard] for shard in range(10)] == [len(ids) for ids in by_shard]
     for shard, number in of_shard.items():
         assert harness.store.unsent([shard]) == [Unsent("orders", "pending", number)]
@@ -99,7 +99,7 @@ def test_discovery_finds_topics_in_every_gap(harness: Harness, known: list[str])
 
 def test_discovery_reads_the_given_shards(harness: Harness) -> None:
     harness.insert("a")
-    [candidate] = harness.store.poll(look("orders"))
+    [candidate] = harness.store.poll(poll_request("orders"))
     assert harness.store.discover([candidate.shard], ()) == {"orders"}
     assert harness.store.discover([each for each in ALL if each != candidate.shard], ()) == frozenset()
 

@@ -104,12 +104,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     lines: list[dict[str, Any]] = []
-    with emulators.running() as made:
-        os.environ |= made.environment()
+    with emulators.running() as created:
+        os.environ |= created.environment()
         for fault, way in WAYS.items():
             for name, relay in RELAYS.items():
-                with spanner.outbox_database(spanner.instance(made.spanner_host)) as database:
-                    trial = Trial(made, database, PubSub.on(made.pubsub_host), options.seed, ordered=False)
+                with spanner.outbox_database(spanner.instance(created.spanner_host)) as database:
+                    trial = Trial(created, database, PubSub.on(created.pubsub_host), options.seed, ordered=False)
                     trial.register(options.tasks)
                     lines.append({"fault": fault, "relay": name} | _figures(trial, way(trial, relay)))
                 print(json.dumps(lines[-1]), flush=True)

@@ -12,9 +12,9 @@ from tests.support.operations import Watch
 @pytest.fixture
 def watch(database: Database) -> Iterator[Watch]:
     """The table; whatever it is asked is of LOW priority and tagged, and only changes take locks."""
-    made = Watch(database)
-    yield made
-    made.check()
+    created = Watch(database)
+    yield created
+    created.check()
 
 
 @pytest.fixture

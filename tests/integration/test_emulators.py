@@ -188,9 +188,9 @@ def test_flags_and_addresses_reach_the_binaries(sdk: Sdk) -> None:
         eventually(lambda: f"arguments: --host=127.0.0.1 --port={pubsub.port}" in pubsub.written())
         assert running.ended() is None
         pubsub.process.kill()
-        told = eventually(running.ended)
-    assert told is not None
-    assert told.startswith("the Pub/Sub emulator was killed by SIGKILL. Its last lines:")
+        reason = eventually(running.ended)
+    assert reason is not None
+    assert reason.startswith("the Pub/Sub emulator was killed by SIGKILL. Its last lines:")
 
 
 def test_both_emulators_are_stopped_when_the_block_fails(monkeypatch: pytest.MonkeyPatch, sdk: Sdk) -> None:

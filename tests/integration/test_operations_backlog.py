@@ -295,12 +295,12 @@ def test_the_oldest_age_is_exact_for_any_backlog(database: Database, watch: Watc
     ]
     insert(database, rows)
     pause(database, "paused")
-    for looks in (0, 1, 3, 20):
-        monkeypatch.setattr(backlog, "MAX_QUERIES", looks)
+    for seeks in (0, 1, 3, 20):
+        monkeypatch.setattr(backlog, "MAX_QUERIES", seeks)
         for _ in range(2):
             at = CREATED + DAY + random.random() * DAY
             unsent = [each for each in rows if each["SentAt"] is None and each["Topic"] != "paused"]
             first = min((each for each in unsent if (each["AvailableAt"] or CREATED) <= at), key=ready_since)
-            assert oldest(watch, at) == ready_since(first), f"{looks} seeks"
+            assert oldest(watch, at) == ready_since(first), f"{seeks} seeks"
             update(database, first["Id"], SentAt=PAST)  # the oldest is sent
             first["SentAt"] = PAST

@@ -47,8 +47,8 @@ def touched(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]])
     """Return the ids of the rows that differ; each must be as a retry leaves it."""
     found = {id for id in after if after[id] != before[id]}
     for id in found:
-        made = {"SentAt": None, "ExpiresAt": None, "Attempts": 0, "AvailableAt": after[id]["AvailableAt"]}
-        assert after[id] == before[id] | made
+        created = {"SentAt": None, "ExpiresAt": None, "Attempts": 0, "AvailableAt": after[id]["AvailableAt"]}
+        assert after[id] == before[id] | created
     return found
 
 

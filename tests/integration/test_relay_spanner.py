@@ -27,7 +27,7 @@ from publishworker.types import Failed, LockedRow, Outcome, Sent
 from tests.support.counting import Counting
 from tests.support.fakes import Counted, FakePublisher, serialized
 from tests.support.outages import count
-from tests.support.parts import look, relay_of
+from tests.support.parts import poll_request, relay_of
 from tests.support.pubsub import PubSub, Subscription
 from tests.support.relays import (
     Account,
@@ -156,7 +156,7 @@ def test_polling_neither_blocks_nor_aborts_a_callers_transaction(database: Datab
     def work(transaction: object) -> None:
         attempts.append(1)
         outbox.register(transaction, topic, b"")
-        polled = threading.Thread(target=lambda: store.poll(look(topic, due=True)))
+        polled = threading.Thread(target=lambda: store.poll(poll_request(topic, due=True)))
         polled.start()
         polled.join(20)
         assert not polled.is_alive()
@@ -186,8 +186,8 @@ def test_sent_rows_do_not_widen_the_ranges_of_the_poll(database: Database, topic
     assert in_range(None, None) == pending
     assert in_range(datetime(1, 1, 1, tzinfo=UTC), datetime.now(UTC)) == due
     store = SpannerStore(database, shards=10)
-    assert {each.id for each in store.poll(look(topic))} == pending
-    assert {each.id for each in store.poll(look(topic, due=True))} == pending | due
+    assert {each.id for each in store.poll(poll_request(topic))} == pending
+    assert {each.id for each in store.poll(poll_request(topic, due=True))} == pending | due
 
 
 def test_the_poll_finds_what_a_scan_of_the_table_finds(database: Database, topic: str) -> None:
@@ -216,7 +216,7 @@ def test_the_poll_finds_what_a_scan_of_the_table_finds(database: Database, topic
         WHERE SentAt IS NULL AND (AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP())
         ORDER BY Shard, Topic, AvailableAt, Priority DESC, CreatedAt""",
     )
-    polled = SpannerStore(database, shards=10).poll(look(topic, other, per_range=150, due=True))
+    polled = SpannerStore(database, shards=10).poll(poll_request(topic, other, per_range=150, due=True))
     first = datetime.min.replace(tzinfo=UTC)
     found = sorted(
         polled,

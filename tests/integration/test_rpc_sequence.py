@@ -52,7 +52,7 @@ LOCKED = (
     INT64,
     TIMESTAMP,
 )
-#: Reads of a turn that are not made at each poll.
+#: Reads that a turn does not run at each poll.
 INTERVAL_TAGS = ("outbox-workers", "outbox-controls", "outbox-discover")
 
 
@@ -106,7 +106,7 @@ def make_relay(
 
 
 def requests(mock: SpannerServicer) -> list[Any]:
-    """Return the requests, except the reads that are made at an interval."""
+    """Return the requests, except the reads that run at an interval."""
     return [each for each in mock.requests if tag(each) not in INTERVAL_TAGS]
 
 
@@ -171,13 +171,13 @@ def test_an_ordered_batch_is_three_requests(mock: SpannerServicer, database: Lim
     relay = make_relay(database, publisher=publisher)
     assert relay.turn().published == 100
     assert names(mock) == ["CreateSession", "ExecuteSql", "ExecuteSql", "ExecuteSql", "Commit"]
-    poll, front, lock, commit = requests(mock)[1:]
-    tags = [each.request_options.request_tag for each in (poll, front, lock)]
+    poll, heads, lock, commit = requests(mock)[1:]
+    tags = [each.request_options.request_tag for each in (poll, heads, lock)]
     assert tags == ["outbox-poll", "outbox-order", "outbox-claim"]
-    assert front.sql == statements.KEY_HEADS
-    assert front.transaction.single_use.read_only.strong
-    assert front.request_options.priority == RequestOptions.Priority.PRIORITY_MEDIUM
-    assert (list(front.params["topics"]), list(front.params["keys"])) == (["orders"], ["key"])
+    assert heads.sql == statements.KEY_HEADS
+    assert heads.transaction.single_use.read_only.strong
+    assert heads.request_options.priority == RequestOptions.Priority.PRIORITY_MEDIUM
+    assert (list(heads.params["topics"]), list(heads.params["keys"])) == (["orders"], ["key"])
     assert lock.sql == statements.LOCK
     assert set(lock.params) == {"ids"}
     assert list(lock.params["ids"]) == sorted(ids)

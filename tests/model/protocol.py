@@ -28,13 +28,13 @@ class Outcome(IntEnum):
 #: The rules of the protocol, each with the invariant that breaks without it.
 RULES = {
     "exclusive": "duplicate",  # the lock query locks exclusively
-    "look again": "duplicate",  # SentAt is read again under the lock
+    "read again": "duplicate",  # SentAt is read again under the lock
     "answer": "loss",  # a row is marked after the answer of Pub/Sub
     "no answer": "loss",  # no answer is no success
     "one transaction": "duplicate",  # the transaction that has the lock writes the mark
     "re-run": "duplicate",  # the next transaction attempt remembers what was published
     "doubts": "duplicate",  # the worker remembers what was published when a commit fails or its outcome is unknown
-    "front": "order",  # a key is sent from its first unsent task on, whatever the poll saw
+    "key head": "order",  # a key is sent from its first unsent task on, whatever the poll saw
     "not due": "order",  # under the lock a task that is not due stops its key
     "failure": "order",  # a failed task stops its key, also in the next transaction attempt
     "committed": "no commit",  # only committed rows are read
@@ -159,12 +159,12 @@ def _batches(config: Config, state: State, seen: tuple[int, ...]) -> Iterator[tu
     for key in sorted({key for task in seen if (key := config.keys[task]) is not None}):
         run: list[int] = []
         of_key = [task for task, each in enumerate(config.keys) if each == key]
-        if not config.keeps("front"):
+        if not config.keeps("key head"):
             of_key = [task for task in of_key if task in seen]
         for task in of_key:
             if state.rows[task] is Row.DUE or (state.rows[task] is Row.ABSENT and task in seen):
                 run.append(task)
-            elif state.rows[task] in (Row.LATER, Row.DEAD) and config.keeps("front"):
+            elif state.rows[task] in (Row.LATER, Row.DEAD) and config.keeps("key head"):
                 break
         if run:
             parts.append(tuple(run))
@@ -186,7 +186,7 @@ def _locks(config: Config, state: State, number: int, worker: Worker) -> Iterato
 
 def _open(config: Config, worker: Worker) -> list[int]:
     """Return what is to be published of a batch, as its rows said under the lock, the tasks of a key in their order."""
-    sendable = {Row.DUE, *([] if config.keeps("look again") else [Row.SENT])}
+    sendable = {Row.DUE, *([] if config.keeps("read again") else [Row.SENT])}
     sendable |= set() if config.keeps("committed") else {Row.ABSENT}
     tried = dict(worker.tried)
     stopped: set[str | None] = set()

@@ -30,7 +30,7 @@ class Charges:
     #: How often it was told so of a topic, or that there is none: it rests then.
     troubles: Counter[tuple[object, str]] = field(default_factory=Counter)
 
-    def told(self, request: Request, code: grpc.StatusCode) -> None:
+    def answered(self, request: Request, code: grpc.StatusCode) -> None:
         kind = kind_of(code.name.lower())
         if kind is FailureKind.OUTAGE:
             self.outages.update((request.process, id) for id in request.ids)

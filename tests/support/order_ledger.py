@@ -72,7 +72,7 @@ class Ledger:
                     if not (each.published or each.id in request.ids[:n] or self.is_excused(each)):
                         self.broken.append(f"{id} overtakes {each.id}")
 
-    def check_heads(self, request: Request, fronts_at: datetime) -> None:
+    def check_heads(self, request: Request, heads_at: datetime) -> None:
         for id in request.ids:
             if (mine := self._rows_of.rows.get(id)) is not None and mine.sent_at is not None:
                 self.broken.append(f"{id} goes out and was marked as sent before")
@@ -81,7 +81,7 @@ class Ledger:
                 if row is None or row.sent_at is not None or (row.last_error or "").startswith("deferred"):
                     continue
                 waits = row.available_at is not None and row.available_at > self._rows_of.now
-                since = self.touched[each.id] <= fronts_at
+                since = self.touched[each.id] <= heads_at
                 if waits and since and not self._is_passed_over(row):
                     self.broken.append(f"{id} goes out behind {each.id}, which is not due")
 

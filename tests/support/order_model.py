@@ -30,14 +30,14 @@ class Worker(Crew):
         super().__init__(name)
         self.world = world
         self.ahead = 0.0
-        self.fronts_at: datetime | None = None
+        self.heads_at: datetime | None = None
         self.snapshots: dict[Stepper, datetime] = {}
         self.turning: Stepper | None = None
         self.relay: Relay = world.relay(self)
 
     def spawn(self, run: Callable[[], Any]) -> Stepper:
         stepper = super().spawn(run)
-        self.snapshots[stepper] = self.fronts_at or self.world.store.now
+        self.snapshots[stepper] = self.heads_at or self.world.store.now
         return stepper
 
     def clock(self) -> float:
@@ -238,7 +238,7 @@ class World:
             self.ledger.broken.append(f"{request.ids} are of several keys")
         self.ledger.check_order(request)
         if claim.holds:
-            self.ledger.check_heads(request, claim.fronts_at)
+            self.ledger.check_heads(request, claim.heads_at)
 
     def _risk(self, stepper: Stepper, *, landed: bool = False) -> None:
         if (claim := self.store.claims.get(stepper) or self.store.past.get(stepper)) is not None:
@@ -272,7 +272,7 @@ class World:
             claim.answered.update(request.ids)
             if code is not grpc.StatusCode.OK and claim.locked_at is not None:
                 claim.in_vain |= dict.fromkeys(request.ids, claim.locked_at)
-        self.records.told(request, code)
+        self.records.answered(request, code)
         request.answer(code)
         return True
 

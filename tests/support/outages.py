@@ -62,7 +62,7 @@ def log_lines(process: Process) -> list[dict[str, Any]]:
     return [json.loads(line) for line in process.stderr.splitlines()]
 
 
-def told(process: Process, action: str, about: str = "") -> int:
+def log_count(process: Process, action: str, about: str = "") -> int:
     return sum(line["action"] == action and about in line["message"] for line in log_lines(process))
 
 

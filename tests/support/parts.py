@@ -45,7 +45,7 @@ def relay_of(
     )
 
 
-def look(
+def poll_request(
     *topics: str,
     shards: Iterable[int] = range(10),
     per_range: int = 100,

@@ -65,14 +65,14 @@ class FakeTable:
         return self.time
 
     def insert(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], tag: str) -> bool:
-        made = [dict(zip(columns, each, strict=True)) for each in rows]
-        ids = [each["Id"] for each in made]
+        created = [dict(zip(columns, each, strict=True)) for each in rows]
+        ids = [each["Id"] for each in created]
         self.calls.append(("insert", ids, tag))
         self.before_insert(ids)
         if self.rows.keys() & set(ids) or len(set(ids)) < len(ids):
             return False
         committed = self.now()
-        for each in made:
+        for each in created:
             if each["CreatedAt"] == COMMIT_TIMESTAMP:
                 each["CreatedAt"] = committed
             self.rows[each["Id"]] = each

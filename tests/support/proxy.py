@@ -204,11 +204,11 @@ def _address(target: str) -> tuple[str, int]:
 
 def _bound(port: int) -> socket.socket:
     # Both sockets of the proxy's port need both options; the one that never listens gets no connection.
-    made = socket.socket()
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    made.bind((LOOPBACK, port))
-    return made
+    created = socket.socket()
+    created.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    created.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    created.bind((LOOPBACK, port))
+    return created
 
 
 def _close(end: socket.socket) -> None:

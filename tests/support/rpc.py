@@ -76,11 +76,11 @@ class Forwarding:
 
 
 class Fault(Enum):
-    #: It is not made: UNAVAILABLE.
+    #: It is not forwarded: UNAVAILABLE.
     REFUSED = "refused"
-    #: It is made, and its answer is lost: all connections are cut.
+    #: It is forwarded, and its answer is lost: all connections are cut.
     LOST = "lost"
-    #: It is made, and its answer is UNAVAILABLE: other calls on the connection go on.
+    #: It is forwarded, and its answer is UNAVAILABLE: other calls on the connection continue.
     UNANSWERED = "unanswered"
     #: Of a Commit: the transaction is rolled back, the answer is ABORTED.
     ABORTED = "aborted"

@@ -37,7 +37,7 @@ TABLES = ("AsynchronousTasks", "AsynchronousTaskTopics", "AsynchronousTaskWorker
 
 
 def client(host: str, project: str = PROJECT) -> spanner.Client:
-    # The client reads the variable, and only while it is made.
+    # The client reads the variable, and only while it is created.
     with mock.patch.dict(os.environ, {"SPANNER_EMULATOR_HOST": host}):
         return spanner.Client(
             project=project,
@@ -47,12 +47,12 @@ def client(host: str, project: str = PROJECT) -> spanner.Client:
 
 
 def instance(host: str, instance_id: str = INSTANCE, project: str = PROJECT) -> Instance:
-    made: Instance = client(host, project).instance(
+    created: Instance = client(host, project).instance(
         instance_id, configuration_name=f"projects/{project}/instanceConfigs/emulator-config"
     )
     with contextlib.suppress(AlreadyExists):  # another process of this test run was first
-        made.create().result(timeout=ADMIN_SECONDS)
-    return made
+        created.create().result(timeout=ADMIN_SECONDS)
+    return created
 
 
 @contextlib.contextmanager

@@ -145,12 +145,12 @@ class Trial:
         batch comes twice.
         """
         with contextlib.ExitStack() as stack:
-            made = [stack.enter_context(self.worker(*flags, module=module, **environment)) for _ in range(count)]
-            for each in made:
+            created = [stack.enter_context(self.worker(*flags, module=module, **environment)) for _ in range(count)]
+            for each in created:
                 each.wait_for_text("relaying")
             if count > 1 and module == "publishworker":
-                eventually(lambda: divided(made), seconds=40, message="the workers divide the shards")
-            yield made
+                eventually(lambda: divided(created), seconds=40, message="the workers divide the shards")
+            yield created
 
     @contextlib.contextmanager
     def proxy(self, service: str) -> Iterator[Proxy]:
@@ -178,7 +178,7 @@ class Trial:
     def load(self, per_second: float = 8) -> Iterator[None]:
         """Do so many transactions a second during the block, or as many as the emulator takes."""
         random = Random(self.seed + 1)
-        with beside(lambda: self.transaction(random), every=1 / per_second):
+        with in_background(lambda: self.transaction(random), every=1 / per_second):
             yield
 
     def transaction(self, random: Random) -> None:
@@ -269,7 +269,7 @@ class Trial:
 
 
 @contextlib.contextmanager
-def beside(work: Callable[[], object], *, every: float) -> Iterator[None]:
+def in_background(work: Callable[[], object], *, every: float) -> Iterator[None]:
     end, failures = threading.Event(), list[BaseException]()
 
     def loop() -> None:

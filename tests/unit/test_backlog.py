@@ -96,8 +96,8 @@ def _grouped(
     ]
 
 
-def read(table: FakeTable, limit: int, looks: int = backlog.MAX_QUERIES) -> Backlog:
-    with mock.patch.object(backlog, "MAX_QUERIES", looks):
+def read(table: FakeTable, limit: int, queries: int = backlog.MAX_QUERIES) -> Backlog:
+    with mock.patch.object(backlog, "MAX_QUERIES", queries):
         return backlog._read_at(cast("TaskTable", table), NOW, limit)
 
 
@@ -129,9 +129,9 @@ TASKS = st.lists(
 @example([Task(0, "a", 1, "due"), Task(0, "a", 5, "due"), Task(0, "a", 5, "dead")], 1, 20)
 @example([Task(0, "a", 9, "ready"), Task(0, "a", 5, "ready"), Task(0, "a", 5, "dead")], 1, 1)
 @example([Task(0, "a", 9, "ready"), Task(0, "a", 9, "ready"), Task(1, "a", 5, "ready"), Task(1, "a", 5, "ready")], 2, 1)
-def test_a_count_is_exact_or_reported_as_a_lower_bound(tasks: list[Task], limit: int, looks: int):
-    """Also where the looks come to an end early: what is not said to be a bound can be relied on."""
-    found, true = read(FakeTable(tasks), limit, looks), truth(tasks)
+def test_a_count_is_exact_or_reported_as_a_lower_bound(tasks: list[Task], limit: int, queries: int):
+    """Also where the queries come to an end early: what is not said to be a bound can be relied on."""
+    found, true = read(FakeTable(tasks), limit, queries), truth(tasks)
     lines = {(line.topic, line.priority): line for line in found.lines}
     assert set(lines) <= set(true)
     for place, line in lines.items():

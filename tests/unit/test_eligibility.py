@@ -55,7 +55,7 @@ def test_a_row_decides_about_itself_and_the_tasks_behind_it(word: str) -> None:
     if not goes_on:
         expected["next"] = "blocked"
     assert reasons(batch, row("next"), row("other", ordering_key="m"), row("first", **columns)) == expected
-    # If nothing is written of the first row, what follows it is made ready only if the first is passed over.
+    # If nothing is written to the first row, the next one is released only if the first is skipped.
     batch = Batch("orders", ("first",), keys=("k",), releases=("next",))
     rows = [row("first", **columns), row("next", available_at=LATER, deferred=True)]
     awake = {"deferred": ["first"], "ready": [], "due": [], "expired and due": ["next"]}

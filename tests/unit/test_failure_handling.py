@@ -117,9 +117,9 @@ def test_a_task_that_met_an_outage_is_published_alone_afterwards(bench: Bench) -
     bench.relay.turn()
     bench.publisher.down[TOPIC] = AWAY
     # The turn that opens the circuit is followed by a poll without the topic at once, not by a wait.
-    polls = len(bench.store.looks)
+    polls = len(bench.store.polls)
     assert [turn.made_progress for turn in bench.turns()] == [True, False]
-    assert len(bench.store.looks) == polls + 1
+    assert len(bench.store.polls) == polls + 1
     bench.publisher.down.clear()
     bench.wait(1)
     bench.turns()

@@ -128,17 +128,17 @@ def test_an_idle_worker_does_not_poll_for_lower_priorities(bench: Bench) -> None
     """A poll that reads a range whole leaves nothing below. With `--fair-share 0` no poll asks for lower priorities."""
     bench.insert(*[str(n) for n in range(60)], priority=100)
     bench.turns()
-    bench.store.looks.clear()
+    bench.store.polls.clear()
     for _ in range(5):
         bench.relay.turn()
-    assert all(look.below is None for look in bench.store.looks)
+    assert all(request.below is None for request in bench.store.polls)
     bench = Bench(size=10, batches=2, fair_share=0)
     bench.insert(*[f"high{n}" for n in range(500)], priority=100)
     bench.insert("low", priority=0)
     for _ in range(20):
         bench.relay.turn()
     assert "low" not in bench.publisher.ids()
-    assert all(look.below is None for look in bench.store.looks)
+    assert all(request.below is None for request in bench.store.polls)
 
 
 def test_a_large_replay_does_not_starve_new_tasks() -> None:

@@ -49,9 +49,9 @@ class Batches:
 
 @pytest.fixture
 def batches() -> Iterator[Batches]:
-    made = Batches()
-    yield made
-    made.end(*made.ends)
+    created = Batches()
+    yield created
+    created.end(*created.ends)
 
 
 def test_every_batch_has_a_thread_of_its_own(batches: Batches) -> None:
@@ -214,9 +214,9 @@ def test_the_relay_does_not_poll_while_every_place_is_in_use(slow: SlowPublisher
     slow.hanging = {"orders"}
     bench = bench_of(slow, 40, batches=2, stragglers=0, patience=0.01)
     bench.relay.turn(), bench.relay.turn()
-    polls = len(bench.store.looks)
+    polls = len(bench.store.polls)
     assert bench.relay.turn() == Turn(in_flight=2, waits=True)
-    assert len(bench.store.looks) == polls
+    assert len(bench.store.polls) == polls
     slow.release.set()
     while bench.unsent():
         bench.relay.turn()

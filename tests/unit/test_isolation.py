@@ -50,7 +50,7 @@ def test_a_paused_topic_delays_no_other_and_is_not_polled(large: Bench) -> None:
     turns = large.turns()
     assert len(large.publisher.ids()) == 100
     assert len(turns) <= 3
-    assert all("invoices" not in look.topics for look in large.store.looks)
+    assert all("invoices" not in request.topics for request in large.store.polls)
     assert max(turn.polled for turn in turns) == 100
 
 
@@ -97,12 +97,12 @@ def test_the_next_poll_comes_when_a_limited_topic_may_send_again(bench: Bench) -
     turns = bench.turns()
     assert turns[-1].again_in == pytest.approx(0.25)
     assert len(bench.publisher.ids()) == 1
-    polls = len(bench.store.looks)
+    polls = len(bench.store.polls)
     bench.relay.turn()
-    assert len(bench.store.looks) == polls  # no topic to poll
+    assert len(bench.store.polls) == polls  # no topic to poll
     bench.wait(0.25)
     bench.relay.turn()
-    assert bench.store.looks[-1].topics == {"orders"}
+    assert bench.store.polls[-1].topics == {"orders"}
     bench.turns()
     assert bench.unsent() == []
     bench.insert("c", topic="missing")

@@ -127,7 +127,7 @@ def test_a_worker_claims_only_tasks_of_its_own_shards(bench: Bench) -> None:
     bench.insert(*[str(n) for n in range(200)])
     mine = set(divide({"worker", "other"}, ALL)["worker"])
     bench.turns(50)
-    assert {bench.store.rows[id].shard for id in bench.publisher.ids()} == set(bench.store.looks[-1].shards) == mine
+    assert {bench.store.rows[id].shard for id in bench.publisher.ids()} == set(bench.store.polls[-1].shards) == mine
     assert bench.unsent()
     bench.store.now += timedelta(seconds=statements.LIVENESS_TIMEOUT_SECONDS)
     bench.store.seen_at["worker"] = bench.store.now

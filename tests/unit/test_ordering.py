@@ -14,7 +14,7 @@ from publishworker.batching import Limits
 from publishworker.ordering import MAX_KEY_HEAD_ROWS, Ordering, ResolvedKeys, cut
 from publishworker.types import Key, KeyHeads, QueuedTask
 from tests.support.fakes import FakeStore, serialized
-from tests.support.parts import look
+from tests.support.parts import poll_request
 from tests.support.relay_bench import Bench, SlowPublisher, overtake
 
 
@@ -34,7 +34,7 @@ class Recording(FakeStore):
         return super().key_heads(keys, per_key, skip_dead=skip_dead)
 
     def sendable(self, size: int) -> dict[str, tuple[str, ...]]:
-        found = self.poll(look("orders"))
+        found = self.poll(poll_request("orders"))
         parts = Ordering(self, Limits(size, 10_000_000, 2), self.random, skip_dead=False)
         candidates = parts.resolve(found, frozenset()).candidates
         return {each.ordering_key or "": (each.id, *each.behind) for each in candidates}
@@ -134,7 +134,7 @@ def test_a_key_is_one_candidate_with_its_highest_priority(bench: Bench) -> None:
     bench.line("b", priority=100, created_at=at + timedelta(seconds=1))
     bench.line("c", priority=100, created_at=at + timedelta(seconds=2))
     ordering = Ordering(bench.store, Limits(10, 10_000, 2), Random(1), skip_dead=False)
-    seen = bench.store.poll(look("orders"))
+    seen = bench.store.poll(poll_request("orders"))
     key_heads = ordering.resolve(seen, frozenset())
     [run] = key_heads.candidates
     assert not key_heads.busy

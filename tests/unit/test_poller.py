@@ -26,7 +26,7 @@ class Watch:
 
     def poll(self, below: int | None = None) -> PollRequest:
         self.poller.poll(below, ())
-        return self.store.looks[-1]
+        return self.store.polls[-1]
 
     def find(self, **columns: object) -> None:
         self.store.insert("a", "orders", **columns)
@@ -35,16 +35,16 @@ class Watch:
 
 @pytest.fixture
 def watch() -> Watch:
-    made = Watch()
-    made.poller.poll(None, ())
-    return made
+    created = Watch()
+    created.poller.poll(None, ())
+    return created
 
 
 def test_topics_are_discovered_at_an_interval_and_again_until_none_is_unknown(watch: Watch) -> None:
     """Without known topics there is no poll."""
     assert watch.store.discoveries == [frozenset()]
     assert not watch.poller.poll(None, ()).discovered
-    assert (len(watch.store.discoveries), watch.store.looks) == (1, [])
+    assert (len(watch.store.discoveries), watch.store.polls) == (1, [])
     watch.find()
     assert watch.poller.poll(None, ()).discovered
     assert [each.id for each in watch.poller.poll(None, ()).candidates] == ["a"]

@@ -146,7 +146,7 @@ def test_a_topic_without_tasks_is_forgotten_and_found_again(bench: Bench) -> Non
     """A name that was used once does not cost every poll for ever."""
     bench.insert("o")
     bench.turns()
-    assert bench.store.looks[-1].topics == {"orders"}
+    assert bench.store.polls[-1].topics == {"orders"}
     bench.seconds += 601
     bench.relay.turn(), bench.relay.turn()
     assert bench.relay.topics == set()
@@ -162,10 +162,10 @@ def test_a_paused_topic_sends_nothing_and_delays_no_other(bench: Bench) -> None:
     bench.insert("o")
     bench.store.paused = {"invoices"}
     bench.relay.turn()
-    assert bench.store.looks[-1].topics == {"invoices"}
+    assert bench.store.polls[-1].topics == {"invoices"}
     assert bench.publisher.ids() == ["i"]
     bench.turns()
-    assert bench.store.looks[-1].topics == {"orders"}
+    assert bench.store.polls[-1].topics == {"orders"}
     assert bench.publisher.ids() == ["i", "o"]
     bench.store.paused = set()
     bench.relay.turn()  # learns of it

@@ -15,9 +15,9 @@ NOON = datetime(2026, 1, 1, 12, 0, 0, 123456, tzinfo=UTC)
 
 
 def values(*row: Any) -> list[Value]:
-    made = ListValue()
-    made.extend([each if each is None or isinstance(each, bool) else str(each) for each in row])
-    return list(made.values)
+    created = ListValue()
+    created.extend([each if each is None or isinstance(each, bool) else str(each) for each in row])
+    return list(created.values)
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ def shapes(**options: Any) -> dict[str, dict[str, str]]:
 
 def test_the_default_is_schema_sql_without_comments():
     """Apply sends the file, so reading the file is enough."""
-    made = schema.statements()
+    created = schema.statements()
 
     code = [line.partition("--")[0].split() for line in SCHEMA_SQL.splitlines()]
-    assert " ".join(made).split() == [word.rstrip(";") for line in code for word in line if word != ";"]
-    assert not [statement for statement in made if "--" in statement or ";" in statement]
+    assert " ".join(created).split() == [word.rstrip(";") for line in code for word in line if word != ";"]
+    assert not [statement for statement in created if "--" in statement or ";" in statement]
     # Tools that split the files at semicolons get whole statements.
     for path in (ROOT / "schema").rglob("*.sql"):
         assert not [comment for comment in re.findall("--.*", path.read_text()) if re.search("[;'\"]", comment)]

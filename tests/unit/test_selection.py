@@ -26,7 +26,7 @@ class Bench:
         self.selector = Selector(self.limits, self.topics, self.random, 0.0)
         self.in_flight = InFlight(BatchResult)
 
-    def fly(self, *batches: Batch) -> None:
+    def start(self, *batches: Batch) -> None:
         for batch in batches:
             self.in_flight.start(batch)
 
@@ -53,7 +53,7 @@ def test_deferrals_get_a_quarter_of_the_places_or_half_if_none_is_sendable(
 ) -> None:
     """Those in flight count. Of one or two places they get one while no task is sendable."""
     bench = Bench(places)
-    bench.fly(*[Batch("orders", ("head", "a"), defers=True)] * in_flight)
+    bench.start(*[Batch("orders", ("head", "a"), defers=True)] * in_flight)
     batches = bench.select(tasks(candidates), blocked=20)
     assert sum(batch.defers for batch in batches) == deferrals
 
@@ -83,7 +83,7 @@ def test_too_many_bytes_in_flight_leave_tasks_pending() -> None:
     large = bench.limits.bytes // 2
     assert len(bench.select(tasks(40, bytes=large // 10))) == 4
     assert bench.selector.crowded
-    bench.fly(Batch("invoices", ("a",), bytes=bench.limits.bytes))
+    bench.start(Batch("invoices", ("a",), bytes=bench.limits.bytes))
     assert bench.select(tasks(1)) == []
     alone = Bench()
     assert len(alone.select(tasks(1, bytes=2 * alone.limits.bytes))) == 1

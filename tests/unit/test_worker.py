@@ -207,7 +207,7 @@ def test_the_heartbeat_row_is_written_in_long_waits() -> None:
 def test_a_worker_that_is_never_idle_writes_its_heartbeat_row() -> None:
     script = Script(*[WORK] * 20, seconds=2)
     assert script.run(beats=True) == []
-    assert script.store.beats >= 6
+    assert script.store.heartbeats >= 6
 
 
 def test_a_worker_whose_turns_fail_writes_no_heartbeat_row() -> None:
@@ -215,4 +215,4 @@ def test_a_worker_whose_turns_fail_writes_no_heartbeat_row() -> None:
     script = Script(*[AWAY] * 20)
     script.run(beats=True)
     assert script.stop.seconds > 15
-    assert script.store.beats == 1
+    assert script.store.heartbeats == 1
