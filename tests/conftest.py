@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what has a long form, and skip without `--long` what has no other form."""
+    """Mark tests with a long form, and skip tests without another form unless `--long` is given."""
     for item in items:
         mark = item.get_closest_marker("long")
         if mark or "long" in getattr(item, "fixturenames", ()):
@@ -82,7 +82,7 @@ _HOSTS = pytest.StashKey[dict[str, str]]()
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Start the emulators in the controller of a parallel run, once, and tell its processes their addresses."""
+    """Start the emulators in the controller of a parallel run, once, and give its processes their addresses."""
     config: pytest.Config = node.config
     if _RUN not in config.stash:
         config.stash[_RUN], config.stash[_HOSTS] = contextlib.ExitStack(), {}

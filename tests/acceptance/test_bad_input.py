@@ -1,4 +1,4 @@
-"""`publishworker` with wrong settings or a wrong set-up: one sentence that says what to do, and the right exit code."""
+"""`publishworker` with wrong settings or a wrong setup: one sentence of advice, and the right exit code."""
 
 import grpc
 import pytest

@@ -1,4 +1,4 @@
-"""Operators' commands used wrongly, and on what is broken: a sentence and an exit code, in time, and no stack trace."""
+"""Operators' commands with wrong arguments or unavailable services: a sentence and an exit code, no stack trace."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from tests.support.commands import TRACE, Commands, control_codes, fill, here, r
 from tests.support.processes import Finished
 from tests.support.proxy import hanging, refusing
 
-#: One form of each command; what they name need not exist.
+#: One form of each command; its tasks and topics need not exist.
 ALL = [
     "status --exact", "list", "show x", "retry x", "retry --state dead", "purge --sent-before 30d",
     "discard x --reason y --yes", "topics", "tail", "pause orders", "resume orders", "limit orders --off",

@@ -1,4 +1,4 @@
-"""Operators' commands on a large table: what they count, ask and show, and a reader that closes the pipe."""
+"""Operators' commands on a large table: counts, questions, output, and a reader that closes the pipe."""
 
 import json
 import re

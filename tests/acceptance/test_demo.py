@@ -1,4 +1,4 @@
-"""`make demo` as a newcomer runs it: what it prints, how it ends, and that it notices a broken outbox."""
+"""`make demo` as a newcomer runs it: its output, how it ends, and that it notices a broken outbox."""
 
 import os
 import re

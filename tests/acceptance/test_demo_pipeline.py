@@ -1,4 +1,4 @@
-"""`make demo-pipeline` as a newcomer runs it: all jobs on Spark, with few payments; what it prints, how it ends."""
+"""`make demo-pipeline` as a newcomer runs it: all jobs on Spark, with few payments; its output, how it ends."""
 
 import json
 import re

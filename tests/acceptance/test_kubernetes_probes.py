@@ -38,7 +38,7 @@ def blocked(self, stopping):
     return turns[0] if len(turns) == 1 else threading.Event().wait()
 Relay.turn = blocked
 """
-#: A tenth of the limits that together make the longest time between two beats.
+#: A tenth of the limits that add up to the max time between two heartbeats.
 SHORT_LIMITS = """
 from publishworker import worker
 from publishworker.spanner import store
@@ -46,7 +46,7 @@ store.POLL_SECONDS, store.HEARTBEAT_TIMEOUT_SECONDS, worker.MAX_OUTAGE_WAIT_SECO
 """
 
 
-#: Batches of one topic never end, and stuck is what lasts for more than 3 s.
+#: Batches of one topic never end, and a batch is stuck after 3 s.
 STUCK = """
 import threading
 from publishworker import delivery, in_flight
@@ -102,9 +102,9 @@ def test_a_blocked_loop_fails_its_probe(emulators: Emulators, database: Database
 def test_a_probe_stays_good_while_a_service_is_silent(
     emulators: Emulators, database: Database, topic: str, heartbeat: Path, *, long: bool, silent: str
 ) -> None:
-    """A service that accepts and never answers, under load: an outage must not restart the fleet, or busy a core.
+    """A service that accepts and never answers, under load: an outage must neither restart workers nor use a core.
 
-    It is told once, records no task, and the first task is sent within 10 s of its end, or of a topic's rest.
+    It is logged once, records no attempt, and the first task is sent within 10 s of its end, or of the next probe.
     """
     seconds, most = 60 if long else 12, 10.0 if silent == "Spanner" else MAX_OUTAGE_PROBE_SECONDS + 10
     probe = Probe(heartbeat, None if long else SHORT_AGE)
@@ -131,7 +131,7 @@ def test_a_probe_stays_good_while_a_service_is_silent(
                     lambda: log_count(process, "spanner_unavailable") == log_count(process, "spanner_available") == 1
                 )
             process.end()
-    print(f"{silent} silent: {gap:.1f} s between two beats, {share:.1%} of a core, first sent after {first:.1f} s")
+    print(f"{silent} silent: {gap:.1f} s between two heartbeats, {share:.1%} of a core, first sent after {first:.1f} s")
     assert share < 0.05
 
 
@@ -142,7 +142,7 @@ def check(probe: Probe) -> None:
 def test_a_stuck_batch_is_counted_and_logged_and_ends_the_worker(
     emulators: Emulators, database: Database, pubsub: PubSub, heartbeat: Path
 ) -> None:
-    """Exit 1, `outbox.stuck_batch_count`, a line; other tasks go on meanwhile, another worker sends the stuck ones."""
+    """Exit 1, `outbox.stuck_batch_count`, a line; other tasks are sent meanwhile, and another worker sends these."""
     topics = pubsub.new_topic("never-ends"), pubsub.new_topic()
     subscriptions = [pubsub.new_subscription(topic) for topic in topics]
     with listening() as agent:

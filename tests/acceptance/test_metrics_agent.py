@@ -1,4 +1,4 @@
-"""What a DogStatsD agent hears of a worker."""
+"""The metrics of a worker, as a DogStatsD agent receives them."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tests.support.waiting import eventually
 OFTEN = "from publishworker.telemetry import gauges; gauges.INTERVAL = 1.0"
 SERVICE = {"DD_ENV": "test", "DD_SERVICE": "publishworker", "DD_VERSION": "1.2.3"}
 TABLE = {metric.name: metric for metric in m.METRICS}
-#: What every worker sends that sends tasks, and owns shard 0.
+#: The metrics of every worker that sends tasks and polls shard 0.
 USUAL = {
     m.HEARTBEAT, m.BUILD, m.SHARDS, m.WORKERS, m.PENDING, m.TOPIC_TASKS, m.OLDEST_AGE, m.PHASE_DURATION, m.LATENCY,
     m.BATCH_SIZE, m.IN_FLIGHT, m.PUBLISHED,

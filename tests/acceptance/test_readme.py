@@ -1,4 +1,4 @@
-"""What the README and the guides show is run as it stands there: Python, SQL and commands, on the emulators."""
+"""The README and the guides run as written: Python, SQL and commands, on the emulators."""
 
 import contextlib
 import itertools
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.xdist_group("spark")
 
 PROJECT = "my-project"
 PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.cli._parser}
-#: Tables of the application and of the subscribers, which the pages take for granted.
+#: Tables of the application and of the subscribers, which the pages presuppose.
 TABLES = (
     "CREATE TABLE Orders (OrderId STRING(36), Cents INT64) PRIMARY KEY (OrderId)",
     "CREATE TABLE Invoices (TaskId STRING(64), OrderJson STRING(MAX)) PRIMARY KEY (TaskId)",
@@ -51,7 +51,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def commands(page: str) -> list[list[str]]:
-    """Return what a page shows behind a prompt, as words, up to the first operator of the shell."""
+    """Return the command behind a prompt of a page, as words, up to the first operator of the shell."""
     lines = [line for block in blocks(page, "console") for line in block.replace("\\\n", "").splitlines()]
     return [list(_first_command(line[2:])) for line in lines if line.startswith("$ ")]
 
@@ -231,7 +231,7 @@ def test_the_guide_to_ordering(emulators: Emulators, shop: Database) -> None:
             pass
 
     def head_and_tail() -> tuple[str, str]:
-        """Register two tasks, of which the first fails; return their ids."""
+        """Register two tasks, the first of which fails; return their IDs."""
         execute(pay, {"outbox": outbox, "database": shop})
         found = rows(shop, "SELECT Id FROM AsynchronousTasks WHERE SentAt IS NULL AND Attempts = 0 ORDER BY Sequence")
         [head], [tail] = found

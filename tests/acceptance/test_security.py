@@ -1,4 +1,4 @@
-"""What docs/security.md promises of a running worker, and of every statement that is sent."""
+"""The promises of docs/security.md about a running worker and about every statement."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -19,7 +19,7 @@ from tests.support.relays import unsent, worker
 from tests.support.rpc import Forwarding
 from tests.support.waiting import eventually
 
-#: Stands in everything that must not be told, and in every value that must not become a part of a statement.
+#: In everything that must not be logged, and in every value that must not become a part of a statement.
 SECRET = "s3cr3t'\"`;--"
 _STATEMENTS: dict[str, Any] = {
     "ExecuteSql": ExecuteSqlRequest,
@@ -60,7 +60,7 @@ def listening(pid: int) -> set[str]:
 
 
 def test_a_worker_opens_no_port_and_logs_no_secret(emulators: Emulators, database: Database, topic: str) -> None:
-    """While it sends, while messages fail in each way, at the level DEBUG; nor does it tell its credentials."""
+    """While it sends and while messages fail in each way, at the level DEBUG; nor does it log its credentials."""
     with database.batch() as batch:
         outbox.register(batch, topic, SECRET.encode(), {"card": SECRET})
     message = RawPubsubMessage(data=SECRET.encode(), attributes={"card": SECRET})

@@ -1,4 +1,4 @@
-"""Tasks that wait for a time, a topic or an operator, and delay no other task; with a real worker."""
+"""Scheduled and failing tasks, which delay no other task; with a real worker."""
 
 import base64
 import time
@@ -16,7 +16,7 @@ from tests.support.pubsub_server import accept, pubsub_server, refuse
 from tests.support.relays import UNDECODABLE, register, worker
 from tests.support.waiting import eventually
 
-#: More than a worker has in flight.
+#: More tasks than a worker has in flight.
 MANY = 1_000
 
 

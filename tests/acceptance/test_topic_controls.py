@@ -1,4 +1,4 @@
-"""Pauses and limits by the commands: running workers follow them, and the page about them shows what they do."""
+"""Pauses and limits by the commands: running workers follow them, and the page about them shows their effect."""
 
 import re
 import shlex

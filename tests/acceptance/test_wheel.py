@@ -1,4 +1,4 @@
-"""What is published is what is tested: the wheel, installed into an empty environment."""
+"""The published wheel, installed into an empty environment."""
 
 import subprocess
 import sys

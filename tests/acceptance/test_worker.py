@@ -1,4 +1,4 @@
-"""`publishworker` as a process: nothing lost, nothing twice, whoever dies; audited from outside."""
+"""`publishworker` as a process: no task is lost when workers crash or stop; audited from outside."""
 
 import json
 import re
@@ -67,7 +67,7 @@ def test_a_killed_worker_loses_no_task(
 def test_sigterm_finishes_the_in_flight_batches(
     emulators: Emulators, database: Database, topic: str, subscription: Subscription
 ) -> None:
-    """Exit 0, and every task is either sent and marked, or neither: no duplicate when the next worker goes on."""
+    """Exit 0, and every task is either published and marked, or neither: no duplicate from the next worker."""
     ids = register(database, topic, 300)
     with worker(emulators, database, "--batch-size", "10") as first:
         eventually(lambda: len(unsent(database)) < 280, seconds=30)
@@ -117,7 +117,7 @@ def test_a_stopped_drain_is_no_success(emulators: Emulators, database: Database)
 
 @pytest.mark.extended
 def test_a_drain_keeps_its_deadline_while_spanner_is_unavailable(emulators: Emulators, database: Database) -> None:
-    """It neither waits for ever nor claims success: exit 3."""
+    """It neither hangs nor claims success: exit 3."""
     with Proxy(emulators.spanner_host) as proxy:
         register(database, "missing-topic", 1)
         environment = {"SPANNER_EMULATOR_HOST": proxy.address}

@@ -46,7 +46,7 @@ SECTIONS: dict[str, Callable[[Bench], results.Section]] = {
 }
 
 #: Of the pipeline, which `make bench-pipeline` runs. Registering comes last: many commits that the emulator aborts put
-#: its clock ahead, and then each strong read of what follows waits for a third of a second.
+#: its clock ahead, and then each strong read afterwards waits for a third of a second.
 PIPELINE: dict[str, Callable[[Bench], results.Section]] = {
     "spark-read": spark.read,
     "spark-archive": spark.archiving,

@@ -1,4 +1,4 @@
-"""What it takes to turn a poll's or a lock query's values into tasks: by the client, and by the relay's own code."""
+"""The time to decode the rows of a poll or a lock query: by the client, and by the relay's own code."""
 
 import gc
 from base64 import b64encode
@@ -35,7 +35,7 @@ CONDITIONS = f"""\
 
 
 def answer(columns: list[tuple[TypeCode, Any]]) -> Any:
-    """Return what Spanner would answer, with rows that are all alike but for their ids."""
+    """Return an answer of Spanner with rows that differ only in their IDs."""
     created: Any = PartialResultSet(last=True)
     for number, (code, _) in enumerate(columns):
         created._pb.metadata.row_type.fields.add(name=f"c{number}").type_.code = code

@@ -1,4 +1,4 @@
-"""Fleets of 1 to 8 workers: what they ask of Spanner while idle, and how often they meet under a steady load."""
+"""1 to 8 live workers: their requests to Spanner while idle, and their collisions under a steady load."""
 
 import contextlib
 import signal

@@ -1,4 +1,4 @@
-"""The baselines: what a user writes who has no relay. A transaction a task, the clients with their default settings."""
+"""The baselines: user code without a relay. A transaction a task, the clients with their default settings."""
 
 import base64
 import contextlib

@@ -1,6 +1,6 @@
-"""The relay's pipeline on a store in memory whose calls take the time of round trips: what waiting for batches costs.
+"""The relay's pipeline on a store in memory whose calls take the time of round trips: the cost of waiting for batches.
 
-No emulator: a database of it runs one transaction at a time, so batches in flight at once cannot be seen there.
+No emulator: a database of it runs one transaction at a time, so concurrent batches cannot be measured there.
 """
 
 import itertools
@@ -103,7 +103,7 @@ class DistantStore:
         return NOON
 
     def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
-        """Do nothing: nobody else is there."""
+        """Do nothing: there are no other workers."""
 
 
 class DistantPublisher:

@@ -1,4 +1,4 @@
-"""The poll beside many rows that are none of its business, and with many topics."""
+"""The poll with many rows that are not sendable, and with many topics."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,7 @@ from tests.support.spanner import INSTANCE, PROJECT
 
 SHARDS = 10
 TOPICS = (1, 10, 100)
-#: Tasks of one turn with default settings: what a poll is after.
+#: Tasks of one turn with default settings: the target of a poll.
 WINDOW = 400
 #: The seconds of the emulator's wait in a strong read are the same for all.
 TIMES = 10

@@ -1,4 +1,4 @@
-"""The jobs on Spark beside plain loops that do the same in one process: reading, registering, archiving."""
+"""The jobs on Spark compared with plain loops that do the same in one process: reading, registering, archiving."""
 
 import base64
 import contextlib

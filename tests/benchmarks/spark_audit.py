@@ -1,4 +1,4 @@
-"""The audit beside a loop over dictionaries that finds the same in one process."""
+"""The audit compared with a loop over dictionaries that finds the same in one process."""
 
 import json
 import tempfile

@@ -1,4 +1,4 @@
-"""What a claim reads under the lock and writes with its commit: on the fake store and on the Spanner emulator."""
+"""Claims: rows read under the lock and marks written at the commit, on the fake store and on the Spanner emulator."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime

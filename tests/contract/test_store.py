@@ -1,7 +1,7 @@
-"""What a poll, a heartbeat and a count return: on the fake store and on the Spanner emulator.
+"""Polls, heartbeats and counts, on the fake store and on the Spanner emulator.
 
-Expectations are written by hand, so that neither side can pass against itself. What a claim writes is in
-test_claims.py, what is read of ordering keys in test_order.py.
+Expectations are written by hand, so that neither side can pass against itself. Claims are in
+test_claims.py, ordering keys in test_order.py.
 """
 
 import uuid

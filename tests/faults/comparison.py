@@ -1,4 +1,4 @@
-"""Duplicates of this relay beside the article's protocol under the same faults: `python -m tests.faults.comparison`.
+"""Duplicates of this relay and of the article's protocol under the same faults: `python -m tests.faults.comparison`.
 
 Prints a table, and writes it to `--output` as JSON.
 """
@@ -21,7 +21,7 @@ from tests.support.pubsub import PubSub
 from tests.support.rpc import Fault
 from tests.support.trial import BATCH_SIZE, Trial
 
-#: Runs what sends tasks, for the time of a block.
+#: Runs the workers for the time of a block.
 Relay = Callable[[Trial], AbstractContextManager[list[Process]]]
 #: One worker each: two would abort each other on the emulator, which is no fault of a protocol.
 RELAYS: dict[str, Relay] = {
@@ -34,7 +34,7 @@ SHARE = 0.1
 #: Workers are killed whenever so many parts of the tasks are sent; an outage begins in the middle.
 KILLS = 9
 OUTAGE_SECONDS = 5.0
-#: What is not sent by then hangs.
+#: Tasks that are not sent by then hang.
 SECONDS = 600.0
 
 #: Sends a trial's tasks with one of the relays, and returns how many faults there were.

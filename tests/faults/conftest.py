@@ -1,4 +1,4 @@
-"""A trial for each scenario, with a seed of its own that `--seed` changes; `--figures` keeps what came of it."""
+"""A trial for each scenario, with a seed of its own that `--seed` changes; `--figures` keeps the result."""
 
 import dataclasses
 import json

@@ -38,11 +38,11 @@ FAULT_SECONDS, CALM_SECONDS, RECOVERY_SECONDS = (1.0, 15.0), (1.0, 5.0), 120.0
 #: Fewer tasks than this are no backlog.
 SMALL = 60
 SAMPLE_SECONDS = 2.0
-#: What the worker that lives all the time may have more of at the end than after a quarter of the time.
+#: How much the resources of the worker that is never stopped may grow after a quarter of the time.
 MAY_GROW = {"rss_mb": 1.2, "descriptors": 1.2, "threads": 1.2}
 
 
-#: What the first worker uses, and how much waits, by the seconds since the begin.
+#: The resources of the first worker, and the backlog, by the seconds since the begin.
 Sample = dict[str, float]
 
 

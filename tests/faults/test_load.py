@@ -13,7 +13,7 @@ from google.cloud.spanner_v1.param_types import BYTES, STRING
 import outbox
 from outbox.message import RawPubsubMessage
 from tests.support.counting import Counting
-from tests.support.outages import LOOK_SECONDS, lasting
+from tests.support.outages import CHECK_SECONDS, lasting
 from tests.support.trial import IN_FLIGHT, Trial, id_of, in_background, rss_mb
 from tests.support.waiting import eventually
 
@@ -108,7 +108,7 @@ def test_operators_at_work(trial: Trial, fault_seconds: float) -> None:
         purged += len(trial.delete_sent(older_than=1))
 
     with trial.workers(2):
-        with trial.load(), in_background(operate, every=LOOK_SECONDS):
+        with trial.load(), in_background(operate, every=CHECK_SECONDS):
             lasting(fault_seconds)
             eventually(lambda: again and purged, seconds=30, message="tasks are sent again, and purged")
         trial.settle()

@@ -1,4 +1,4 @@
-"""Spanner or Pub/Sub fails: calls are refused or aborted, answers are lost, a service is slow, hangs or goes away."""
+"""Spanner or Pub/Sub fails: calls are refused or aborted, answers are lost, a service is slow, hangs or ends."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""`outbox.register` with anything: a row that says exactly what was given, or a refusal that names the culprit."""
+"""`outbox.register` with anything: a row with exactly the given values, or a refusal that names the wrong argument."""
 
 import base64
 from datetime import UTC, datetime, timedelta, timezone

@@ -149,7 +149,7 @@ def _wanted(id: str, columns: dict[str, Any]) -> Any:
 
 
 def _must_go(id: str, columns: dict[str, Any]) -> bool:
-    """Tell whether nothing is wrong with the row, so that the relay sends it in any case."""
+    """Return whether nothing is wrong with the row, so that the relay sends it in any case."""
     message = _wanted(id, columns)
     if message is None or topic_name(columns["topic"], "test-project") not in EXISTS or _is_refused(message):
         return False

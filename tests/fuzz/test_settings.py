@@ -94,7 +94,7 @@ def _nothing_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         "publishworker.spanner.connection.open_relay_database", "publishworker.spanner.connection.open_pubsub",
     ):  # fmt: skip
         monkeypatch.setattr(place, mock.Mock(side_effect=NotReached("nothing is there")))
-    for main in (cli, worker, pipeline):  # most of the time is spent on making parsers, which are the same each time
+    for main in (cli, worker, pipeline):  # creating parsers would take most of the time
         monkeypatch.setattr(main, "_parser", functools.cache(main._parser))
 
 

@@ -42,7 +42,7 @@ def server() -> Iterator[PubSubServer]:
 
 @pytest.fixture
 def own_logging() -> Iterator[None]:
-    """Give back to pytest what `logs.configure` takes."""
+    """Restore pytest's handlers, which `logs.configure` replaces."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     root.handlers = []

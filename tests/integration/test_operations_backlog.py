@@ -34,7 +34,7 @@ from tests.support.operations import (
 
 
 class Later(TaskTable):
-    """Takes another time for now, and reads the rows of now: rows can then lie on an edge."""
+    """Uses a given time as now but reads current rows, so that rows can lie on a boundary."""
 
     def query(self, *arguments: Any, at: datetime | None = None, **keywords: Any) -> list[list[Any]]:
         return super().query(*arguments, **keywords)

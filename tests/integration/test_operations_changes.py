@@ -1,4 +1,4 @@
-"""`retry` and what all changes share: which columns are written, the chunks, the same as DML."""
+"""`retry` and the common part of all changes: written columns, chunks, the equivalent DML."""
 
 import itertools
 from datetime import UTC, datetime
@@ -153,7 +153,7 @@ def test_a_task_that_is_dead_or_sent_again_is_not_selected_twice(
         changes.retry(table, TaskSelection(state="sent"))
     with pytest.raises(ValueError, match="a selection without ids needs a state, not None"):
         changed(changes.retry(table, TaskSelection()))
-    # If another client marks them as sent before the end as fast as they are unset, it would go on without end.
+    # If another client marks them as sent before the end as fast as they are unset, it would never end.
     monkeypatch.setattr(changes, "PAGE", 1)
     monkeypatch.setattr(TaskTable, "transact", lambda *_: [])
     with pytest.raises(OutboxError, match="match the selection again immediately"):
@@ -219,7 +219,7 @@ def awkward_rows() -> list[dict[str, Any]]:
 
 
 def by_dml(database: Database, selection: TaskSelection, statement: str) -> int:
-    """Run what a dry run prints, and return how many rows it changed."""
+    """Run the DML of a dry run, and return how many rows it changed."""
     text = selection.dml(statement)
     assert all(each.isprintable() for line in text.split("\n") for each in line)
     number: int = database.run_in_transaction(lambda transaction: transaction.execute_update(text))

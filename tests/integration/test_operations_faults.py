@@ -1,4 +1,4 @@
-"""What the operators' commands report if Spanner goes away, or if the table has another shape."""
+"""Operators' commands while Spanner is unavailable, or if the table has another shape."""
 
 import functools
 import time
@@ -22,7 +22,7 @@ from tests.support.operations import FUTURE, PAST, Watch, insert, opened, row, r
 from tests.support.proxy import Proxy
 
 QUERY, READ, COMMIT = "execute_streaming_sql", "streaming_read", "commit"
-#: Seconds for a call to a Spanner that is away, in the place of its own limit.
+#: Seconds for a call to an unavailable Spanner, in place of its own limit.
 SHORT = 0.3
 
 

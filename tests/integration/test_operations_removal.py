@@ -1,4 +1,4 @@
-"""`purge` and `discard` on Spanner: what they delete, and that it is nothing else, whatever happens meanwhile."""
+"""`purge` and `discard` on Spanner delete the selected tasks and no others, whatever happens meanwhile."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

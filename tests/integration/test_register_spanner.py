@@ -159,7 +159,7 @@ def test_ids_spread_evenly_over_the_shards(database: Database) -> None:
 
 
 def is_even(counts: dict[int, int], total: int) -> bool:
-    """Tell whether ten shards share `total` evenly: chi-square, 9 degrees of freedom, 0.01 %."""
+    """Return whether ten shards share `total` evenly: chi-square, 9 degrees of freedom, 0.01 %."""
     assert set(counts) <= set(range(10))
     expected = total / 10
     return sum((counts.get(shard, 0) - expected) ** 2 / expected for shard in range(10)) < 33.7

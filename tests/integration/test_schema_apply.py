@@ -1,4 +1,4 @@
-"""Creating and checking the tables on the emulator: what is created, what is refused, what may differ."""
+"""Creating and checking the tables on the emulator: created objects, refusals, allowed differences."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The dashboard and the monitors: Datadog's API takes them, and they query the metrics that the worker sends."""
+"""The dashboard and the monitors: Datadog's API accepts them, and they query the metrics that the worker sends."""
 
 import contextlib
 import io
@@ -40,7 +40,7 @@ from tests.manifests.rendering import OVERLAYS, rendered, the, worker
 
 Document = dict[str, Any]
 PARSERS = {"outbox": outbox_cli._parser(), "publishworker": publishworker_cli._parser()}
-#: What each message has, in this order.
+#: The parts of each message, in this order.
 PARTS = r"\*\*What it means:\*\*.*\*\*What users feel:\*\*.*\*\*Do first:\*\*.*\*\*Runbook:\*\*"
 PAGE = (ROOT / "docs/operations/datadog.md").read_text(encoding="utf-8")
 #: One batch of the dashboard, because the whole one takes long.
@@ -48,7 +48,7 @@ SMALL = DASHBOARD | {"widgets": DASHBOARD["widgets"][1:2]}
 
 
 def of_api(document: Document, model: type[OpenApiModel]) -> Iterator[str]:
-    """Yield what the API's model does not know: the client itself accepts unknown values and fields silently."""
+    """Yield values and fields unknown to the API's model: the client itself accepts them silently."""
 
     def walk(value: object, path: str) -> Iterator[str]:
         # A model with an unparsed part is unparsed itself, so the walk names the deepest part.

@@ -37,9 +37,9 @@ PAGES = (WORKER, PIPELINE, "k8s/README.md")
 PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.cli._parser}
 TOOLS = ("gcloud", "kubectl", "docker", "helm", "pip", "python", *PARSERS)
 NAMESPACES = {"outbox": OVERLAYS["production"], "outbox-development": OVERLAYS["development"]}
-#: What the registry and the project answer.
+#: The answers of the registry and the project.
 REGISTRY, NUMBER = "registry.example/my-project/outbox", "123456789012"
-#: What gcloud and kubectl say when they have parsed a command line and cannot send it.
+#: The messages of gcloud and kubectl for a parsed command line that they cannot send.
 PARSED = re.compile("You do not currently have an active account selected|127.0.0.1:9")
 #: Not asked: the first waits for a browser, the others need a cluster before they parse all.
 UNASKED = re.compile("gcloud auth .*login|kubectl diff|kubectl config")
@@ -49,7 +49,7 @@ Words = tuple[str, ...]
 
 
 def carried_out(text: str, folder: Path) -> list[Words]:
-    """Run what a page shows behind a prompt in a copy of k8s, and return the words of each call of a tool."""
+    """Run the commands behind a page's prompts in a copy of k8s, and return the words of each call of a tool."""
     shutil.copytree(K8S, folder / "k8s")
     record = folder / "record"
     # One write for each call, because both ends of a pipe run at once.

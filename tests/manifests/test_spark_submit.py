@@ -170,7 +170,7 @@ def properties_of(submitted: Submitted) -> Path:
 
 
 def started(pod: Object, variables: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
-    """Start what an executor's pod runs, with the variables that the pod has but for what the image or a mount has."""
+    """Start an executor's command with the variables of its pod, except those of the image or a mount."""
     [found] = pod["spec"]["containers"]
     values = environment(rendered(SPARK), pod, found)
     values |= {name: value for name, value in variables.items() if name.startswith(("OUTBOX_", "SPARK_CONF_DIR"))}

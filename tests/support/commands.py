@@ -34,7 +34,7 @@ from tests.support.processes import ROOT, Finished, Process, clean_environment, 
 from tests.support.spanner import INSTANCE, PROJECT
 from tests.support.waiting import eventually
 
-#: What a person finds in no output: a stack trace.
+#: No output has a stack trace.
 TRACE = "Traceback"
 HOUR = timedelta(hours=1)
 #: Rows in one commit.
@@ -152,7 +152,7 @@ class Terminal:
         os.write(self._file, text.encode())
 
     def wait(self) -> int:
-        """Return the exit code; a terminal that nobody reads would stop it."""
+        """Return the exit code; an unread terminal would block the command."""
 
         def ended() -> bool:
             return self.seen is not None and self.child.poll() is not None

@@ -1,4 +1,4 @@
-"""A store and a publisher in memory. The contract tests hold them to what Spanner and Pub/Sub do."""
+"""A store and a publisher in memory. The contract tests compare them with Spanner and Pub/Sub."""
 
 import contextlib
 import dataclasses
@@ -74,7 +74,7 @@ class FakeStore:
         self.heartbeats = 0
         #: How often each task has been claimed.
         self.claimed: Counter[str] = Counter()
-        #: What the polls asked for.
+        #: The requests of all polls.
         self.polls: list[PollRequest] = []
         #: The topics that were known at each discovery.
         self.discoveries: list[frozenset[str]] = []
@@ -261,7 +261,7 @@ def _candidate(row: StoredTask) -> Candidate:
 
 
 class Abort(Exception):
-    """What `FakeStore.before_commit` raises for ABORTED."""
+    """Raised by `FakeStore.before_commit` for ABORTED."""
 
 
 class FakePublisher:
@@ -273,8 +273,8 @@ class FakePublisher:
         self.published: list[tuple[str, str, Any]] = []  # full topic name, task id, message
         #: The ids of each request.
         self.requests: list[list[str]] = []
-        #: Task ids that fail, with the failure; one that meets an outage takes its whole request along. So does
-        #: one with an ordering key, unless it is the message that is refused: then what stands before it goes out.
+        #: Task IDs that fail, with the failure; one that meets an outage fails its whole request. So does
+        #: one with an ordering key, unless its message is refused: then the tasks before it are published.
         self.failing: dict[str, Failed] = {}
         #: Full topic names that fail.
         self.down: dict[str, Failed] = {}
@@ -313,7 +313,7 @@ class FakePublisher:
         ordered = any(row.ordering_key for row in rows)
         refused = {id for id, failure in self.failing.items() if kind_of(failure.reason) is FailureKind.CONTENT}
         if ordered and (culprit := next((id for id in decoded if id in refused | outcomes.keys()), None)):
-            # What stands before it goes out, it fails alone, what follows is not tried.
+            # The tasks before it are published, it fails alone, the tasks behind it are not tried.
             decoded = dict(itertools.takewhile(lambda pair: pair[0] != culprit, decoded.items()))
             outcomes = {culprit: outcomes.get(culprit) or self.failing[culprit]}
         sent = {id: message for id, message in decoded.items() if id not in outcomes}

@@ -1,4 +1,4 @@
-"""Rows of tasks for tests of the operators' commands, and a watch over what these ask of Spanner."""
+"""Rows of tasks for tests of the operators' commands, and a watch over their requests to Spanner."""
 
 import base64
 import functools
@@ -43,7 +43,7 @@ OF_STATES: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 #: The emulator does not like more in one commit.
 BATCH = 100
-#: What a request about rows is: a query, a read, or the end of a transaction.
+#: The methods of requests about rows: a query, a read, or the end of a transaction.
 CALLS = ("execute_sql", "execute_streaming_sql", "read", "streaming_read", "execute_batch_dml", "commit")
 
 
@@ -86,7 +86,7 @@ def opened(database: Database) -> Any:
     )
 
 
-#: The tags of what may take locks.
+#: The tags of requests that may take locks.
 CHANGES = ("outbox-retry", "outbox-purge", "outbox-discard", "outbox-wake", "outbox-topics")
 
 

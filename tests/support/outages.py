@@ -1,4 +1,4 @@
-"""What an outage costs: the tasks that were recorded for it, the lines that were logged, the CPU that was used."""
+"""The costs of an outage: recorded attempts, logged lines, CPU."""
 
 import json
 import os
@@ -16,16 +16,16 @@ from tests.support.processes import Process
 from tests.support.pubsub_server import accept
 from tests.support.waiting import eventually
 
-#: Seconds between two looks while an outage lasts.
-LOOK_SECONDS = 0.5
+#: Seconds between two checks while an outage lasts.
+CHECK_SECONDS = 0.5
 
 
-def lasting(seconds: float, look: Callable[[], object] = lambda: None) -> None:
+def lasting(seconds: float, act: Callable[[], object] = lambda: None) -> None:
     end = time.monotonic() + seconds
     while (now := time.monotonic()) < end:
-        look()
-        next_look = min(now + LOOK_SECONDS, end)
-        eventually(lambda at=next_look: time.monotonic() >= at, seconds=LOOK_SECONDS + 1)  # type: ignore[misc]  # a default of a lambda
+        act()
+        next_check = min(now + CHECK_SECONDS, end)
+        eventually(lambda at=next_check: time.monotonic() >= at, seconds=CHECK_SECONDS + 1)  # type: ignore[misc]  # a default of a lambda
 
 
 def seconds_until(condition: Callable[[], Any], seconds: float, message: str) -> float:

@@ -21,7 +21,7 @@ from outbox_pipeline.jobs.register.job import Registered, register
 from outbox_pipeline.jobs.replay.executor import Replay
 from outbox_pipeline.spanner import Table
 
-#: What a user may give, in the types that Spark reads from Parquet.
+#: A user's columns, in the types that Spark reads from Parquet.
 ROWS = StructType([field for field in schemas.INPUT if field.name not in ("line", "reason")])
 
 

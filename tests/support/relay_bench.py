@@ -1,4 +1,4 @@
-"""A relay between fakes, and what may happen to it: for tests of the relay without emulators."""
+"""A relay between fakes, for tests without emulators."""
 
 import threading
 import time

@@ -21,7 +21,7 @@ from tests.support.pubsub import Subscription
 from tests.support.spanner import INSTANCE, PROJECT
 from tests.support.waiting import eventually
 
-#: What AsynchronousTasks.Data may hold and no PubsubMessage is, as the client wants it.
+#: A value of AsynchronousTasks.Data that is no PubsubMessage, encoded as the client wants it.
 UNDECODABLE = b"////"
 
 
@@ -44,14 +44,14 @@ def wait_until_all_sent(database: Database, seconds: float = 60) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What a subscriber received, beside what was registered."""
+    """The messages of a subscriber, compared with the registered tasks."""
 
     lost: frozenset[str]
     unexpected: frozenset[str]
     duplicates: int
 
 
-#: What an account should be.
+#: No task is lost, unexpected or duplicated.
 EACH_ONCE = Account(frozenset(), frozenset(), 0)
 
 

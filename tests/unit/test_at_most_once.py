@@ -45,7 +45,7 @@ def test_a_task_whose_mark_was_aborted_is_not_in_doubt(bench: Bench) -> None:
     def abort_the_mark() -> None:
         bench.abort_once(lambda: setattr(bench.store, "away", True))
 
-    bench.store.before_commit = abort_the_mark  # after the commit that found out what kind of task it is
+    bench.store.before_commit = abort_the_mark  # after the commit that detected the task's mode
     with pytest.raises(StoreError):
         bench.turns()
     assert (bench.store.rows["once"].sent_at, bench.count(m.UNCONFIRMED)) == (None, 0)
@@ -213,7 +213,7 @@ def test_an_undecodable_or_expired_task_is_dead_without_a_mark(bench: Bench) -> 
     assert rows["bad"].sent_at is rows["late"].sent_at is rows["refused"].sent_at is None
     assert bench.publisher.ids() == ["good"]
     assert bench.count(m.DEAD) == 3
-    # Only a task that was marked is claimed a third time, to take the mark back.
+    # Only a task that was marked is claimed a third time, to remove the mark.
     assert [bench.store.claimed[id] for id in ("bad", "late")] == [2, 2]
 
 

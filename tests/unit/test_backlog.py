@@ -130,7 +130,7 @@ TASKS = st.lists(
 @example([Task(0, "a", 9, "ready"), Task(0, "a", 5, "ready"), Task(0, "a", 5, "dead")], 1, 1)
 @example([Task(0, "a", 9, "ready"), Task(0, "a", 9, "ready"), Task(1, "a", 5, "ready"), Task(1, "a", 5, "ready")], 2, 1)
 def test_a_count_is_exact_or_reported_as_a_lower_bound(tasks: list[Task], limit: int, queries: int):
-    """Also where the queries come to an end early: what is not said to be a bound can be relied on."""
+    """Also where the queries stop early: a count that is not reported as a bound is exact."""
     found, true = read(FakeTable(tasks), limit, queries), truth(tasks)
     lines = {(line.topic, line.priority): line for line in found.lines}
     assert set(lines) <= set(true)

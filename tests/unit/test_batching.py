@@ -254,7 +254,7 @@ def test_a_sendable_prefix_stays_in_order_and_is_cut_only_at_its_end(
     [
         ((3, 3, 3), 9, False, 3),
         ((3, 3, 3), 8, False, 2),
-        ((3, 9, 1), 8, False, 1),  # what does not fit is waited for: smaller ones must not overtake it for ever
+        ((3, 9, 1), 8, False, 1),  # smaller batches must not overtake a large one for ever
         ((9,), 8, False, 0),
         ((9, 1), 8, True, 1),
         ((0, 0), 0, False, 2),

@@ -1,4 +1,4 @@
-"""The report of a command that changes many tasks: how many, which not, and where to go on when it ends early."""
+"""The report of a command that changes many tasks: changed and skipped tasks, and how to continue."""
 
 import os
 import signal

@@ -161,7 +161,7 @@ def test_a_missing_topic_is_probed_with_ten_tasks_an_outage_with_one(watch: Watc
     kept, allowed = watch.probes([*mine, *others, *candidates("o", "other")])
     assert allowed == {"orders": 10, "invoices": 1}
     assert Counter(each.topic for each in kept) == {"orders": 30, "invoices": 1, "other": 1}
-    for failure in (*[MISSING] * 8, AWAY):  # the last failure says what is wrong, and how long the next rest may be
+    for failure in (*[MISSING] * 8, AWAY):  # the last failure is the reason, and sets the max delay of the next probe
         watch.probe(failure)
     assert (watch.seconds_to_probe() or 0) <= MAX_OUTAGE_PROBE_SECONDS
     assert watch.probes(candidates("ab"))[1]["orders"] == 1

@@ -1,4 +1,4 @@
-"""Flags that several commands have: ids, a selection, and the command line that goes on."""
+"""Flags that several commands have: IDs, a selection, and the printed command to continue."""
 
 import argparse
 import io

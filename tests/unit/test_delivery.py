@@ -1,4 +1,4 @@
-"""What one batch writes and reports: its marks, how long it took, how long its tasks waited, the trace ids."""
+"""The marks of one batch, and its report: durations, waiting times, trace IDs."""
 
 from datetime import timedelta
 from random import Random

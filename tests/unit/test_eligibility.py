@@ -1,4 +1,4 @@
-"""What may be sent of the rows under the lock, in tables."""
+"""Which of the locked rows may be sent, in tables."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LATER = NOW + timedelta(seconds=1)
 BEFORE = NOW - timedelta(seconds=1)
 
-#: A row, by a word: its columns, the reason to leave it, and whether what follows in its key may be sent.
+#: A row, by a word: its columns, its skip reason, and whether the tasks behind it in its key may be sent.
 ROWS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "ready": ({}, "", True),
     "due": ({"available_at": NOW}, "", True),

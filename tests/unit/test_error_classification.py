@@ -38,7 +38,7 @@ def test_each_status_has_its_kind() -> None:
     for kind, names in KINDS.items():
         assert {each.name for each in REASONS if each.kind is kind} == set(names.split())
         assert {kind_of(name) for name in names.split()} == {kind}
-    # Only the task pays for a reason without a row; its topic goes on.
+    # A reason without a row is recorded on the task; its topic continues.
     assert {kind_of(name) for name in ("", "new_in_grpc", "NOT_FOUND")} == {FailureKind.UNKNOWN}
 
 

@@ -44,7 +44,7 @@ def test_without_lower_priorities_no_fair_share_accumulates() -> None:
     fair.count(1, 0, top=100)
     assert fair.below == 100
     fair = FairShare(1.0)
-    fair.count(8, 0, top=None)  # no task was left behind, so there is no priority to look below
+    fair.count(8, 0, top=None)  # no task was left behind, so there is no priority to poll below
     assert fair.below is None
 
 

@@ -1,4 +1,4 @@
-"""The decoding of a row's `Data`: every message that Pub/Sub takes, and none that would fill the memory."""
+"""The decoding of a row's `Data`: every message that Pub/Sub accepts, and none that would fill the memory."""
 
 import pytest
 from hypothesis import given

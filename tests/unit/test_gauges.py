@@ -1,4 +1,4 @@
-"""What a worker reports of itself and of the table: how often, which worker does, and for how long after."""
+"""The gauges of a worker and of the table: how often, by which worker, and for how long."""
 
 import logging
 import threading

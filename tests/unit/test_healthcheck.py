@@ -1,4 +1,4 @@
-"""The heartbeat file: what a probe says of it, and a worker that cannot write it."""
+"""The heartbeat file: the answer of a probe, and a worker that cannot write it."""
 
 import logging
 import os

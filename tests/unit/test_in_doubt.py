@@ -1,4 +1,4 @@
-"""Published tasks whose commit failed: what is remembered of them, and for how long."""
+"""Tasks in doubt: which facts a worker remembers, and for how long."""
 
 from collections.abc import Callable
 from dataclasses import replace

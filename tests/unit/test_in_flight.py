@@ -1,4 +1,4 @@
-"""Batches in flight: a slow one holds back no other, none is lost, a defect is raised, turns leave some behind."""
+"""In-flight batches: a slow one delays no other, none is lost, a defect is raised, turns leave stragglers."""
 
 import threading
 import time

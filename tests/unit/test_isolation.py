@@ -1,4 +1,4 @@
-"""One topic must not hold up another: poison, missing topics, pauses, limits, schedules, at size; on the fakes."""
+"""One topic must not delay another: poison, missing topics, pauses, limits, schedules, at size; on the fakes."""
 
 from datetime import timedelta
 

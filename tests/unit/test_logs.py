@@ -1,4 +1,4 @@
-"""Lines of the log: how they are formatted, and how few there are of what goes wrong again and again."""
+"""Lines of the log: their format, and the limit on repeated ones."""
 
 import json
 import logging

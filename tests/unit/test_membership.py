@@ -1,4 +1,4 @@
-"""How the live workers divide the shards, what a worker does about its own heartbeat, and which tasks it takes."""
+"""How live workers divide the shards, write their heartbeats, and claim only tasks of their shards."""
 
 import logging
 from collections import Counter

@@ -76,9 +76,9 @@ def bounded() -> Iterator[None]:
             {"all": (12, 13), "few": (0, 1), "full": (0, 1, 2, 3)},
             [("all few full", 5), ("all", 10), ("all", 20)],
         ),
-        # By what was passed over, not by what it has found.
+        # By the number of skipped rows, not of sendable ones.
         ({"k": "r" + "x" * 5 + "rrrr"}, {"k": (0, 6, 7, 8)}, [("k", 5), ("k", 9), ("k", 14)]),
-        # What was found before the bound goes.
+        # Tasks found before the bound are sent.
         ({"k": "x" * 10 + "r" + "x" * 40 + "r"}, {"k": (10,)}, [("k", 5), ("k", 10), ("k", 20), ("k", 39)]),
     ],
 )

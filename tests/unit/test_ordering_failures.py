@@ -1,4 +1,4 @@
-"""What a failure does to the tasks behind it in their key, between fakes."""
+"""The effect of a failure on the tasks behind it in their key, between fakes."""
 
 from datetime import timedelta
 

@@ -1,4 +1,4 @@
-"""What each poll reads: unknown topics and due tasks now and then, lower priorities when they are owed."""
+"""The requests of each poll: topic discovery and due tasks at intervals, lower priorities by their fair share."""
 
 from datetime import timedelta
 

@@ -1,4 +1,4 @@
-"""The publisher against a server that refuses, waits and fails: what the emulator cannot do."""
+"""The publisher against a server that refuses, hangs and fails, as the emulator cannot."""
 
 import threading
 import time

@@ -1,6 +1,6 @@
 """The publisher and ordering keys, against a server that keeps a record: one request of a key at a time, and no more.
 
-A failure ends what is sent of its key and of no other; what was not tried has no outcome.
+A failure stops its key and no other; tasks that were not tried have no outcome.
 """
 
 import threading
@@ -25,7 +25,7 @@ KEPT_BACK = 0.05
 
 
 class Recorder:
-    """Answers as `answer` says, a little late, and keeps what was accepted and how many requests of a key met."""
+    """Calls `answer`, a little late, and keeps accepted IDs and the max number of concurrent requests of a key."""
 
     def __init__(self) -> None:
         self.answer: Answer = accept
@@ -67,7 +67,7 @@ def record(server: PubSubServer) -> Recorder:
 
 
 def row(id: str, key: str | None = "k", data: bytes = b"data") -> LockedRow:
-    """Return a row under the lock; its message says another key than its column, which is the truth."""
+    """Return a locked row whose message has another key than its column, which decides."""
     message = serialized(data, ordering_key="another") if data != b"broken" else b"\xff\xff\xff"
     return LockedRow(id, "orders", message, key, datetime.now(UTC), None, None)
 

@@ -1,4 +1,4 @@
-"""What the relay logs and counts of batches, turns and topics: enough, in pairs, and not again and again."""
+"""The logs and counts of batches, turns and topics: complete, in pairs, and without repetition."""
 
 import logging
 from collections.abc import Sequence

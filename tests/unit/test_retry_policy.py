@@ -1,4 +1,4 @@
-"""What a failure costs: waits, dead tasks and the text of LastError, by the database's time alone."""
+"""The backoff of a failure, dead tasks and the text of LastError, by the database's time alone."""
 
 from datetime import UTC, datetime, timedelta
 from random import Random
@@ -137,7 +137,7 @@ def test_which_failures_are_recorded_on_the_task(probe: bool, suspect: bool, wor
     """The other failures open the circuit. Another task that is suspect changes nothing."""
     batch = Batch("orders", ("a", "b"), frozenset({"b", *(["a"] if suspect else [])}), probe=probe)
     # A missing or closed topic costs its probes. An outage costs a task that has met one, while its topic works; a
-    # probe does not know that it does. What no message can cause costs no task.
+    # probe does not know that it does. A failure that no message can cause is recorded on no task.
     met_again = suspect and works and not probe
     expected = {"invalid_argument": True, "data_loss": True, "not_found": probe}
     expected |= dict.fromkeys(("unavailable", "deadline_exceeded", "internal"), met_again)

@@ -25,7 +25,7 @@ def values(*row: Any) -> list[Value]:
     [
         ("2026-01-01T12:00:00Z", datetime(2026, 1, 1, 12, tzinfo=UTC)),
         ("2026-01-01T12:00:00.1Z", datetime(2026, 1, 1, 12, 0, 0, 100_000, tzinfo=UTC)),
-        ("2026-01-01T12:00:00.123456789Z", NOON),  # nanoseconds are cut: what is compared is cut on both sides
+        ("2026-01-01T12:00:00.123456789Z", NOON),  # nanoseconds are cut on both sides of a comparison
         ("0001-01-01T00:00:00Z", datetime(1, 1, 1, tzinfo=UTC)),
         ("9999-12-31T23:59:59.999999999Z", datetime(9999, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC)),
     ],

@@ -1,4 +1,4 @@
-"""Which batches start: deferrals beside tasks that can be sent, what is left behind, limits of bytes and of topics."""
+"""Which batches start: deferrals and sendable tasks, leftover tasks, limits of bytes and of topics."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta

@@ -32,7 +32,7 @@ def test_a_flag_overrides_its_variable_which_overrides_the_default() -> None:
     assert {field.name for field in fields_of(WorkerSettings) if field.variable} == {"project"}
 
 
-#: By the flag: what is allowed, values beyond it, and the edges inside.
+#: By the flag: the allowed values, values beyond them, and the boundaries inside.
 VALUES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "batch_size": ("a whole number from 1 to 1,000", ("0", "1001", "ten"), ("1", "1000")),
     "concurrency": ("a whole number from 1 to 100", ("-1",), ("1", "100")),

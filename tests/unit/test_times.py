@@ -33,7 +33,7 @@ TIMES = {
     "0002-01-01T00:00:00+23:59": datetime(1, 12, 31, 0, 1, tzinfo=UTC),
     "9998-12-31T23:59:59-23:59": datetime(9999, 1, 1, 23, 58, 59, tzinfo=UTC),
 }
-#: Without an offset, in another form, or in a year that has times which are none in UTC.
+#: Without an offset, in another form, or at times that are outside of the years 1 to 9999 in UTC.
 NO_TIMES = (
     "2026-11-21T13:00:00", "2026-11-21", "2026-11-21 13:00:00Z", "2026-11-21T", "2026-11-21T13:00:00z",
     "2026-11-21T13:00:00Z\n", " 2026-11-21T13:00:00Z", "2026-11-21T13:00:00+24:00", "2026-11-21T24:00:01Z",

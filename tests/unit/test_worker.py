@@ -1,4 +1,4 @@
-"""The loop: when it polls again, what it logs and reports while Spanner is away, how it ends."""
+"""The worker: when it polls again, its logs and reports while Spanner is unavailable, how it ends."""
 
 import logging
 import threading
@@ -85,7 +85,7 @@ def test_after_work_the_worker_polls_again_at_once() -> None:
 
 
 def near(*nominal: float) -> list[Any]:
-    """Return what is equal to waits of these seconds, each up to 15 % shorter."""
+    """Return values that equal waits of these seconds, each up to 15 % shorter."""
     return [pytest.approx(each * 0.925, abs=each * 0.0751) for each in nominal]
 
 
