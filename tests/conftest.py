@@ -169,12 +169,6 @@ def pubsub(emulators: Emulators) -> PubSub:
 
 
 @pytest.fixture
-def new_topic(pubsub: PubSub) -> Callable[..., str]:
-    """Make further topics: `new_topic()` or `new_topic("topic-id")` returns the full name."""
-    return pubsub.new_topic
-
-
-@pytest.fixture
 def new_subscription(pubsub: PubSub) -> Callable[..., Subscription]:
     """Make further subscriptions: `new_subscription(topic, ordered=False)`."""
     return pubsub.new_subscription

@@ -9,7 +9,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from tests.support.commands import TRACE, Commands, control_codes, fill, here, row, table
+from tests.support.commands import Commands, control_codes, fill, here, row, table
 from tests.support.processes import Finished
 from tests.support.proxy import hanging, refusing
 
@@ -20,7 +20,6 @@ ALL = [
 ]  # fmt: skip
 #: A command that reads, one that follows and two that change.
 SOME = ["status --exact", "tail", "retry x", "pause orders"]
-DATABASE = {"OUTBOX_PROJECT": "my-project", "OUTBOX_INSTANCE": "main", "OUTBOX_DATABASE": "shop"}
 #: Seconds within which all of them at once must have ended; one alone ends within ten.
 ENDED_WITHIN = 40.0
 #: Texts of a row or of a person: quotes, line ends, control codes that a terminal obeys, also those of one byte.
@@ -56,37 +55,6 @@ def test_help_has_an_example_and_needs_no_database(name: str):
     done = here(*name.split(), "--help")
     assert (done.code, done.stderr) == (0, "")
     assert f"\n    outbox {name}" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "sentence"),
-    [
-        (("emulators", "--pubsub-port=65536"), 2, "--pubsub-port: '65536' is not allowed: it must be a whole number"),
-        (("schema", "print", "--shards", "0"), 2, "--shards: '0' is not allowed: it must be a whole number from 1 to"),
-        (("schema", "apply", "--retention", "0"), 2, "--retention: '0' is not allowed: it must be none, or days"),
-        (("show", "x" * 65), 2, "1 to 64 characters"),
-        (("show", ""), 2, "1 to 64 characters"),
-        (("list", "--state", "lost"), 2, "it must be pending or retrying or scheduled or dead or sent"),
-        (("retry",), 2, "no tasks given. Pass IDs"),
-        (("discard", "--reason", "x"), 2, "no tasks given. Pass IDs"),
-        (("discard", "x", "--yes"), 2, "--reason"),
-        (("list", "--since", "1 week"), 2, "90s, 15m, 2h or 7d"),
-        (("list", "--until", "2026-11-21T13:00:00"), 2, "a time with its offset"),
-        (("purge", "--sent-before", "30"), 2, "90s, 15m, 2h or 7d"),
-        (("status", "--max-age", "-1h"), 2, "--max-age"),
-        (("status", "--max-pending", "many"), 2, "a whole number"),
-        (("status", "--watch", "--max-age", "1h"), 2, "--watch has no exit code"),
-        (("tail", "--since", "yesterday"), 2, "90s, 15m, 2h or 7d"),
-        (("retry", "--ids-file", "/dev/null"), 1, "/dev/null contains no task IDs. Nothing was changed"),
-        (("retry", "--ids-file", "/gone"), 2, "'/gone' cannot be read: No such file or directory"),
-        (("discard", "--reason", "x", "--ids-file", "/gone"), 2, "'/gone' cannot be read: No such file or directory"),
-    ],
-)
-def test_a_wrong_value_is_refused_before_any_request(words: tuple[str, ...], code: int, sentence: str):
-    done = here(*words, environment=DATABASE)
-    assert (done.code, done.stdout) == (code, "")
-    assert sentence in done.stderr
-    assert TRACE not in done.stderr
 
 
 def test_no_control_code_of_a_row_reaches_the_output(outbox: Commands, database: Database):

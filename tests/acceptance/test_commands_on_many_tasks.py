@@ -12,8 +12,8 @@ from google.cloud.spanner_v1.instance import Instance
 
 from outbox.admin import backlog
 from outbox.devtools.emulators import Emulators
-from tests.support.commands import TRACE, Commands, count, fill, row
-from tests.support.spanner import outbox_database
+from tests.support.commands import TRACE, Commands, fill, row
+from tests.support.spanner import count, outbox_database
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("many-tasks")]  # the table is filled once
 

@@ -23,10 +23,10 @@ from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransp
 import outbox
 from outbox.devtools.emulators import Emulators
 from tests.support.container import MEMORY_LIMIT, altered, peak_memory, settings
-from tests.support.outages import count
 from tests.support.pubsub import Subscription
 from tests.support.relays import register, unsent, worker
 from tests.support.rpc import Forwarding
+from tests.support.spanner import count
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]

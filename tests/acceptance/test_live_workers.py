@@ -8,17 +8,12 @@ from google.cloud.spanner_v1.database import Database
 from outbox.devtools.emulators import Emulators
 from tests.support.pubsub import PubSub
 from tests.support.relays import account, divided, register, wait_until_all_sent, worker
+from tests.support.spanner import query
 from tests.support.waiting import eventually
 
 #: Seconds after which the liveness timeout assigns a silent worker's shards to others, and a little for a busy machine.
 TIMEOUT = 15.0
 SLACK = 10.0
-
-
-def rows(database: Database) -> int:
-    with database.snapshot() as snapshot:
-        [[count]] = snapshot.execute_sql("SELECT COUNT(*) FROM AsynchronousTaskWorkers")
-    return int(count)
 
 
 def test_workers_join_crash_freeze_come_back_and_leave(
@@ -56,6 +51,7 @@ def test_workers_join_crash_freeze_come_back_and_leave(
         freezing.end(signal.SIGTERM)
         eventually(lambda: divided([first]), seconds=SLACK, message="the leaver's shards are assigned at once")
         send_some()
-        assert rows(database) == 2  # the first one, and the dead one for an hour
+        # The first one, and the dead one for an hour.
+        assert query(database, "SELECT COUNT(*) FROM AsynchronousTaskWorkers") == [[2]]
     result = account(ids, subscription)
     assert (result.lost, result.unexpected) == (frozenset(), frozenset())

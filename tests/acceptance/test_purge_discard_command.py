@@ -7,7 +7,8 @@ from datetime import UTC, datetime, timedelta
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from tests.support.commands import HOUR, SECONDS, Commands, count, fill, row, table
+from tests.support.commands import HOUR, SECONDS, Commands, fill, row, table
+from tests.support.spanner import count
 from tests.support.waiting import eventually
 
 DAY = timedelta(days=1)

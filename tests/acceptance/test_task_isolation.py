@@ -9,11 +9,12 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from tests.support.commands import count, fill, row
+from tests.support.commands import fill, row
 from tests.support.outages import dead, hang, is_sent, recorded, register_beside
 from tests.support.pubsub import Subscription
 from tests.support.pubsub_server import accept, pubsub_server, refuse
 from tests.support.relays import UNDECODABLE, register, worker
+from tests.support.spanner import count
 from tests.support.waiting import eventually
 
 #: More tasks than a worker has in flight.

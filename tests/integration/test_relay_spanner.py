@@ -26,7 +26,6 @@ from publishworker.telemetry import metrics as m
 from publishworker.types import Failed, LockedRow, Outcome, Sent
 from tests.support.counting import Counting
 from tests.support.fakes import Counted, FakePublisher, serialized
-from tests.support.outages import count
 from tests.support.parts import poll_request, relay_of
 from tests.support.pubsub import PubSub, Subscription
 from tests.support.relays import (
@@ -39,7 +38,7 @@ from tests.support.relays import (
     register,
     unsent,
 )
-from tests.support.spanner import INSTANCE, PROJECT, query
+from tests.support.spanner import INSTANCE, PROJECT, count, query
 from tests.support.waiting import eventually
 
 COMPLETE = Account(lost=frozenset(), unexpected=frozenset(), duplicates=0)

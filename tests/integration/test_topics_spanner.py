@@ -11,6 +11,7 @@ from google.cloud.spanner_v1.database import Database
 import outbox
 from outbox import cli
 from tests.support.proxy import silent_port
+from tests.support.pubsub import PubSub
 from tests.support.pubsub_server import pubsub_server, refuse
 from tests.support.spanner import INSTANCE, PROJECT
 
@@ -95,10 +96,10 @@ def test_a_limit_that_is_not_given_keeps_its_value(database: Database, command: 
 
 @pytest.mark.parametrize("words", ["pause {}", "limit {} --max-in-flight 1"])
 def test_a_topic_is_known_by_a_row_a_task_or_pubsub(
-    database: Database, command: Command, new_topic: Callable[..., str], words: str
+    database: Database, command: Command, pubsub: PubSub, words: str
 ) -> None:
     """Any of them is enough; a sent task is not."""
-    new_topic(in_pubsub := f"in-pubsub-{words[:5]}")
+    pubsub.new_topic(in_pubsub := f"in-pubsub-{words[:5]}")
     control(database, "has-row")
     have(database, "has-task")
     for topic in (in_pubsub, "has-row", "has-task"):

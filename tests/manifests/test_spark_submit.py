@@ -21,7 +21,7 @@ from outbox.devtools.emulators import Emulators
 from tests.manifests.kubernetes_api import Api, api
 from tests.manifests.rendering import ROOT, SPARK, Object, environment, programs, rendered, rendered_text, the, validate
 from tests.manifests.test_spark_entrypoint import ENTRY, JAVA, TINI
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import INSTANCE, PROJECT, query
 
 pytestmark = pytest.mark.xdist_group("spark-submit")  # one submission serves all
 
@@ -141,9 +141,7 @@ def test_the_driver_asks_for_executors_that_do_the_work(
             for process in [driver, *executors]:
                 process.kill()
                 process.wait()
-    with database.snapshot() as snapshot:
-        found = list(snapshot.execute_sql("SELECT COUNT(*), MIN(Topic) FROM AsynchronousTasks"))
-    assert found == [[ROWS, "invoices"]]
+    assert query(database, "SELECT COUNT(*), MIN(Topic) FROM AsynchronousTasks") == [[ROWS, "invoices"]]
     [pod] = server.created["Pod"][before:]
     keeps_the_rules(pod)
     assert pod["spec"]["automountServiceAccountToken"] is False

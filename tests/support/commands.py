@@ -31,7 +31,7 @@ from outbox.devtools.emulators import Emulators
 from outbox.storage.task_states import NEVER
 from tests.support import fork_server
 from tests.support.processes import ROOT, Finished, Process, clean_environment, run, started
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import INSTANCE, PROJECT, query
 from tests.support.waiting import eventually
 
 #: No output has a stack trace.
@@ -190,14 +190,7 @@ def fill(database: Database, rows: Sequence[Sequence[Any]]) -> None:
 
 def table(database: Database, condition: str = "TRUE") -> dict[str, tuple[Any, ...]]:
     statement = f"SELECT Id, SentAt, AvailableAt, Attempts FROM AsynchronousTasks WHERE {condition}"
-    with database.snapshot() as snapshot:
-        return {id: tuple(values) for id, *values in snapshot.execute_sql(statement)}
-
-
-def count(database: Database, condition: str) -> int:
-    with database.snapshot() as snapshot:
-        [[number]] = snapshot.execute_sql(f"SELECT COUNT(*) FROM AsynchronousTasks WHERE {condition}")
-    return int(number)
+    return {id: tuple(values) for id, *values in query(database, statement)}
 
 
 def control_codes(text: str) -> list[str]:

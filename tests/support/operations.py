@@ -15,7 +15,7 @@ from outbox.admin.table import TaskTable
 from outbox.shared.settings import DatabaseSettings
 from outbox.storage.task_states import NEVER
 from tests.support.fakes import serialized
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import INSTANCE, PROJECT, query
 
 #: Every column that is not computed.
 COLUMNS = (
@@ -75,9 +75,8 @@ def changed(outcomes: Iterable[Outcome]) -> list[str]:
 
 
 def rows_of(database: Database) -> dict[str, dict[str, Any]]:
-    with database.snapshot() as snapshot:
-        found = snapshot.execute_sql(f"SELECT {', '.join(COLUMNS)} FROM AsynchronousTasks")
-        return {values[0]: dict(zip(COLUMNS, values, strict=True)) for values in found}
+    found = query(database, f"SELECT {', '.join(COLUMNS)} FROM AsynchronousTasks")
+    return {values[0]: dict(zip(COLUMNS, values, strict=True)) for values in found}
 
 
 def opened(database: Database) -> Any:

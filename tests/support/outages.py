@@ -14,6 +14,7 @@ from google.cloud.spanner_v1.database import Database
 import outbox
 from tests.support.processes import Process
 from tests.support.pubsub_server import accept
+from tests.support.spanner import count
 from tests.support.waiting import eventually
 
 #: Seconds between two checks while an outage lasts.
@@ -37,12 +38,6 @@ def seconds_until(condition: Callable[[], Any], seconds: float, message: str) ->
 def register_beside(database: Database, topic: str, tasks: int) -> list[str]:
     with database.batch(default_retry_delay=0.02) as batch:  # it aborts either of the two, at random
         return [outbox.register(batch, topic, b"late") for _ in range(tasks)]
-
-
-def count(database: Database, condition: str) -> int:
-    with database.snapshot() as snapshot:
-        [[tasks]] = snapshot.execute_sql(f"SELECT COUNT(*) FROM AsynchronousTasks WHERE {condition}")
-    return int(tasks)
 
 
 def recorded(database: Database) -> int:

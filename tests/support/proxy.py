@@ -41,7 +41,7 @@ class Proxy:
         self._accepted = 0
 
     def __enter__(self) -> Self:
-        # Bound for the whole time: while we refuse, no other process gets the port, and it is not a client's source port
+        # Bound for the whole time: while we refuse, no other process gets the port, nor is it a client's source port
         # that dials it (which would then be connected to itself).
         self._reservation = _bound(0)
         self._listen()

@@ -11,14 +11,13 @@ from typing import Any
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
-from google.cloud.spanner_v1.param_types import STRING
 from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox.devtools.emulators import Emulators
 from tests.support.processes import ROOT, Process, started
 from tests.support.pubsub import Subscription
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import INSTANCE, PROJECT, query
 from tests.support.waiting import eventually
 
 #: A value of AsynchronousTasks.Data that is no PubsubMessage, encoded as the client wants it.
@@ -34,8 +33,7 @@ def register(database: Database, topic: str, count: int, data: bytes = b"x" * 30
 
 
 def unsent(database: Database) -> list[str]:
-    with database.snapshot() as snapshot:
-        return [row[0] for row in snapshot.execute_sql("SELECT Id FROM AsynchronousTasks WHERE SentAt IS NULL")]
+    return [id for [id] in query(database, "SELECT Id FROM AsynchronousTasks WHERE SentAt IS NULL")]
 
 
 def wait_until_all_sent(database: Database, seconds: float = 60) -> None:
@@ -81,11 +79,10 @@ def execute(database: Database, statement: str) -> int:
 def key_orders(database: Database, topic: str) -> dict[str, list[str]]:
     statement = """
 SELECT OrderingKey, Id FROM AsynchronousTasks
-WHERE OrderingKey IS NOT NULL AND Topic = @of_topic ORDER BY CreatedAt, Sequence, Id"""
+WHERE OrderingKey IS NOT NULL AND Topic IN UNNEST(@topics) ORDER BY CreatedAt, Sequence, Id"""
     orders: dict[str, list[str]] = {}
-    with database.snapshot() as snapshot:
-        for key, id in snapshot.execute_sql(statement, {"of_topic": topic}, {"of_topic": STRING}):
-            orders.setdefault(key, []).append(id)
+    for key, id in query(database, statement, topics=[topic]):
+        orders.setdefault(key, []).append(id)
     return orders
 
 

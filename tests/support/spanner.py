@@ -80,6 +80,11 @@ def query(database: Database, sql: str, **ids: list[str]) -> list[list[Any]]:
         return [list(row) for row in snapshot.execute_sql(sql, params=ids or None, param_types=types or None)]
 
 
+def count(database: Database, condition: str) -> int:
+    [[number]] = query(database, f"SELECT COUNT(*) FROM AsynchronousTasks WHERE {condition}")
+    return int(number)
+
+
 class Pool:
     """Databases with the outbox's tables that tests use in turn: emptying one is cheaper than creating one."""
 

@@ -31,6 +31,7 @@ from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub, Subscription
 from tests.support.relays import divided, execute, first_deliveries, unsent, worker
 from tests.support.rpc import Fault, Faulty
+from tests.support.spanner import query
 from tests.support.waiting import eventually
 
 BATCH_SIZE, BATCHES = 20, 4
@@ -234,8 +235,7 @@ class Trial:
 
     def send_again(self, tasks: int) -> int:
         """Make some sent tasks unsent, as an operator does by SQL; return how many there were."""
-        with self.database.snapshot() as snapshot:
-            ids = [id for (id,) in snapshot.execute_sql(f"{_ANY_SENT} LIMIT {tasks}")]
+        ids = [id for [id] in query(self.database, f"{_ANY_SENT} LIMIT {tasks}")]
         quoted = ", ".join(f"'{id}'" for id in ids)
         return execute(self.database, f"{_AGAIN} ({quoted})") if ids else 0
 
@@ -249,7 +249,7 @@ class Trial:
         return ids
 
     def audit(self, *, duplicates: int) -> Figures:
-        """Compare received messages with registered tasks; at most `allowed` duplicates are promised."""
+        """Compare received messages with registered tasks; at most so many duplicates are promised."""
         ordered = [message for each in self._ordered for message in each.drain()]
         self.received = [*ordered, *(message for each in self._subscriptions for message in each.drain())]
         received = {id_of(each) for each in self.received}

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import re
 import shlex
 import sys
 from datetime import UTC, datetime, timedelta
@@ -18,8 +19,10 @@ from outbox.cli.output import as_json
 from outbox.errors import SettingError
 from outbox.shared.settings import DatabaseSettings
 from outbox.shared.times import shown
+from tests.support.commands import here
 
 NOW = datetime(2026, 11, 21, 13, tzinfo=UTC)
+DATABASE = {"OUTBOX_PROJECT": "my-project", "OUTBOX_INSTANCE": "main", "OUTBOX_DATABASE": "shop"}
 PLACE = ["--project", "my-project", "--instance", "main", "--database", "shop"]
 BURST = "a whole number from 1 to 1,000,000,000"
 RATE = "a finite number of tasks a second, 1e-09 or more"
@@ -155,14 +158,37 @@ def test_a_selection_uses_the_databases_time():
         ("limit ab --off", f"topic 'ab' {NO_TOPIC}: 3 to 255 of letters"),
         ("pause orders google-orders", f"topic 'google-orders' {NO_TOPIC}"),
         ("resume projects/p/orders", f"topic 'projects/p/orders' {NO_TOPIC}"),
+        ("emulators --pubsub-port=65536", "--pubsub-port: '65536' is not allowed: it must be a whole number"),
+        ("schema print --shards 0", "--shards: '0' is not allowed: it must be a whole number from 1 to"),
+        ("schema apply --retention 0", "--retention: '0' is not allowed: it must be none, or days"),
+        ("show ''", "1 to 64 characters"),
+        ("retry", "no tasks given. Pass IDs"),
+        ("discard --reason x", "no tasks given. Pass IDs"),
+        ("discard x --yes", "--reason"),
+        ("list --until 2026-11-21T13:00:00", "a time with its offset"),
+        ("purge --sent-before 30", "90s, 15m, 2h or 7d"),
+        ("status --max-age -1h", "--max-age"),
+        ("status --max-pending many", "a whole number"),
+        ("status --watch --max-age 1h", "--watch has no exit code"),
+        ("tail --since yesterday", "90s, 15m, 2h or 7d"),
+        ("retry --ids-file /gone", "'/gone' cannot be read: No such file or directory"),
+        ("discard --reason x --ids-file /gone", "'/gone' cannot be read: No such file or directory"),
     ],
 )
-def test_a_wrong_value_is_one_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]):
-    assert cli.main([*words.split(), *PLACE]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("outbox: ")
-    assert sentence in captured.err
-    assert (captured.out, captured.err.count("\n")) == ("", 1)
+def test_a_wrong_value_is_refused_before_any_request(words: str, sentence: str):
+    """In one sentence, behind the usage if a flag is unknown to argparse or its value is refused there."""
+    done = here(*shlex.split(words), environment=DATABASE)
+    assert (done.code, done.stdout) == (2, "")
+    assert sentence in done.stderr
+    assert done.stderr.startswith(f"usage: outbox {words.split(maxsplit=1)[0]}") or re.fullmatch(
+        "outbox: .*\n", done.stderr
+    )
+
+
+def test_an_empty_file_of_ids_changes_nothing():
+    done = here("retry", "--ids-file", "/dev/null", environment=DATABASE)
+    assert (done.code, done.stdout) == (1, "")
+    assert done.stderr == "outbox: /dev/null contains no task IDs. Nothing was changed\n"
 
 
 @pytest.mark.parametrize("command", ["pause", "resume", "limit"])

@@ -52,6 +52,10 @@ def test_a_paused_topic_delays_no_other_and_is_not_polled(large: Bench) -> None:
     assert len(turns) <= 3
     assert all("invoices" not in request.topics for request in large.store.polls)
     assert max(turn.polled for turn in turns) == 100
+    large.store.paused = set()
+    large.relay.turn()  # reads the topic controls
+    large.turns()
+    assert large.unsent() == []
 
 
 def test_scheduled_tasks_are_sent_when_they_are_due_and_never_before(large: Bench) -> None:

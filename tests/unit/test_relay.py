@@ -155,24 +155,6 @@ def test_a_topic_without_tasks_is_forgotten_and_found_again(bench: Bench) -> Non
     assert bench.publisher.ids() == ["o", "o2"]
 
 
-def test_a_paused_topic_sends_nothing_and_delays_no_other(bench: Bench) -> None:
-    bench.insert("i", topic="invoices")
-    bench.turns()
-    bench.insert("i2", topic="invoices")
-    bench.insert("o")
-    bench.store.paused = {"invoices"}
-    bench.relay.turn()
-    assert bench.store.polls[-1].topics == {"invoices"}
-    assert bench.publisher.ids() == ["i"]
-    bench.turns()
-    assert bench.store.polls[-1].topics == {"orders"}
-    assert bench.publisher.ids() == ["i", "o"]
-    bench.store.paused = set()
-    bench.relay.turn()  # learns of it
-    bench.turns()
-    assert bench.publisher.ids() == ["i", "o", "i2"]
-
-
 def test_a_store_that_does_not_answer_and_a_defect_are_raised(bench: Bench) -> None:
     """The worker decides: nothing is claimed, and a half-working worker is worse than a dead one."""
     bench.insert("a")
@@ -209,7 +191,7 @@ def test_a_batch_that_does_not_end_ends_the_worker(
     assert bench.count(m.PUBLISHED) == 1
 
 
-def test_a_relay_says_what_it_is_busy_with(bench: Bench) -> None:
+def test_a_relay_reports_its_batches_topics_and_circuits(bench: Bench) -> None:
     bench.insert("a")
     bench.insert("b", topic="missing")
     assert (bench.relay.in_flight, bench.relay.topics, dict(bench.relay.open_circuits())) == (0, frozenset(), {})
