@@ -79,12 +79,12 @@ def test_a_stopped_process_fails_its_probe_and_a_continued_one_does_not(
     probe = Probe(heartbeat, None if long else SHORT_AGE)
     with worker(emulators, database, OUTBOX_HEARTBEAT_FILE=str(heartbeat)) as process:
         assert probe.is_bad()  # nothing has been touched yet
-        assert "No heartbeat" in probe.said
+        assert "No heartbeat" in probe.output
         eventually(probe.is_good, seconds=30)
         with frozen(process):
             after = seconds_until(probe.is_bad, NOTICE_SECONDS, "the probe sees a stopped process")
             assert probe.is_bad()
-            assert "--max-age is" in probe.said
+            assert "--max-age is" in probe.output
         eventually(probe.is_good)
     assert after > (MAX_AGE if long else SHORT_AGE) - 2
 
@@ -106,7 +106,7 @@ def test_a_probe_stays_good_while_a_service_is_silent(
 
     It is logged once, records no attempt, and the first task is sent within 10 s of its end, or of the next probe.
     """
-    seconds, most = 60 if long else 12, 10.0 if silent == "Spanner" else MAX_OUTAGE_PROBE_SECONDS + 10
+    seconds, max_seconds = 60 if long else 12, 10.0 if silent == "Spanner" else MAX_OUTAGE_PROBE_SECONDS + 10
     probe = Probe(heartbeat, None if long else SHORT_AGE)
     host = emulators.spanner_host if silent == "Spanner" else emulators.pubsub_host
     variable = "SPANNER_EMULATOR_HOST" if silent == "Spanner" else "PUBSUB_EMULATOR_HOST"
@@ -119,12 +119,12 @@ def test_a_probe_stays_good_while_a_service_is_silent(
             eventually(lambda: len(unsent(database)) < 120, seconds=30)
             proxy.hang()
             before = cpu_seconds(process.pid)
-            gap = probe.longest_gap(seconds, lambda: check(probe))
+            gap = probe.max_gap(seconds, lambda: check(probe))
             share = (cpu_seconds(process.pid) - before) / seconds
             assert recorded(database) == 0
             waiting = len(unsent(database))
             proxy.forward()
-            first = seconds_until(lambda: len(unsent(database)) < waiting, most, "a task is sent")
+            first = seconds_until(lambda: len(unsent(database)) < waiting, max_seconds, "a task is sent")
             wait_until_all_sent(database)
             if silent == "Spanner":
                 eventually(
@@ -136,7 +136,7 @@ def test_a_probe_stays_good_while_a_service_is_silent(
 
 
 def check(probe: Probe) -> None:
-    assert probe.is_good(), probe.said
+    assert probe.is_good(), probe.output
 
 
 def test_a_stuck_batch_is_counted_and_logged_and_ends_the_worker(

@@ -60,12 +60,12 @@ def test_a_purge_can_be_continued_after_sigterm(emulators: Emulators, own_databa
         process.stop()
         assert process.wait() == 1
         assert process.stdout == ""
-        said = re.search(
+        printed = re.search(
             r"stopped by SIGTERM\. (\d+) tasks changed so far.* To continue, run: (outbox purge .*)\n", process.stderr
         )
-        assert said, process.stderr
-    assert 2 < (left := count(own_database, "TRUE")) == 602 - int(said[1])
-    rest = outbox.shell(said[2])
+        assert printed, process.stderr
+    assert 2 < (left := count(own_database, "TRUE")) == 602 - int(printed[1])
+    rest = outbox.shell(printed[2])
     assert (rest.code, rest.stdout) == (0, f"deleted: {left - 2} tasks\n")
     assert sorted(table(own_database)) == ["unsent", "young"]
 

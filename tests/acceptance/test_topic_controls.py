@@ -34,9 +34,9 @@ def test_the_commands_of_the_page_print_what_it_shows(outbox: Commands, database
     assert {(each.stdout, each.stderr.count("\n")) for each in (unknown, wrong)} == {("", 1)}
     shown = re.findall(r"^\$ outbox (.*?) --project .*\n((?:[^$].*\n)*)", blocks("console"), re.MULTILINE)
     assert [words.split()[0] for words, _ in shown] == ["pause", "resume", "limit", "limit", "limit"]
-    for words, says in shown:
+    for words, expected in shown:
         done = outbox.run(*shlex.split(words))
-        assert (done.code, done.stdout) == (0, says)
+        assert (done.code, done.stdout) == (0, expected)
         assert "workers apply this within 10 seconds" in done.stderr
     columns = "Topic, Paused, RatePerSecond, Burst, MaxInFlight"
     rows = query(database, f"SELECT {columns} FROM AsynchronousTaskTopics ORDER BY Topic")

@@ -73,9 +73,9 @@ class DistantStore:
 
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
         self.travel(self._poll)
-        most = request.per_range if request.topics else 0
+        limit = request.per_range if request.topics else 0
         with self._lock:
-            found = [list(itertools.islice(each.values(), most)) for each in self.unsent_of]
+            found = [list(itertools.islice(each.values(), limit)) for each in self.unsent_of]
         candidates = tuple(each for some in found for each in some)
         self.polls += 1
         self.rows += len(candidates)

@@ -95,9 +95,9 @@ def test_key_heads_include_tasks_that_are_not_due(harness: Harness) -> None:
     assert {each.id: (each.sendable, each.deferred, each.expired_early) for each in waiting} == {
         id: shown for id, (_, shown) in tasks.items()
     }
-    living = [id for id in tasks if not id.startswith("dead")]
-    assert head_ids(harness, 20, skip_dead=True) == living
-    assert head_ids(harness, 7, skip_dead=True) == living[:7]
+    remaining = [id for id in tasks if not id.startswith("dead")]
+    assert head_ids(harness, 20, skip_dead=True) == remaining
+    assert head_ids(harness, 7, skip_dead=True) == remaining[:7]
 
 
 def test_a_deferred_task_is_due_later_and_names_its_head(harness: Harness) -> None:

@@ -109,7 +109,7 @@ def test_the_boundaries_of_due_sent_and_live(database: Database, watch: Watch):
             row("sent before", SentAt=now - timedelta(minutes=1)),
         ],
     )
-    seen = [("living", now), ("just living", now - timedelta(seconds=15) + MICROSECOND)]
+    seen = [("live", now), ("just live", now - timedelta(seconds=15) + MICROSECOND)]
     seen += [("gone", now - timedelta(seconds=15)), ("long gone", PAST)]
     with database.batch() as batch:
         batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt"), [(id, at, at) for id, at in seen])
@@ -249,8 +249,8 @@ def test_many_topics_share_the_rows_that_a_count_may_read(
     """At least the minimum in each place; of too many topics the first by name are counted, and sums are bounds."""
     insert(database, [row(f"{topic} {n}", Topic=topic, OrderingKey="k") for topic in "ab" for n in range(9)])
     monkeypatch.setattr(backlog, "MAX_TOTAL", 40)
-    for least, counted in ((1, 2), (5, 5), (100, 9)):
-        monkeypatch.setattr(backlog, "MIN_COUNTED", least)
+    for minimum, counted in ((1, 2), (5, 5), (100, 9)):
+        monkeypatch.setattr(backlog, "MIN_COUNTED", minimum)
         found = backlog._read_at(table, table.now(), None)
         assert [line.pending for line in found.lines] == [counted] * 2
         assert found.total.at_least == ({"pending"} if counted < 9 else set())

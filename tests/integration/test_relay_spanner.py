@@ -58,14 +58,14 @@ def make_relay(
     return relay_of(store, publisher or PubSubPublisher(open_pubsub(), PROJECT), counted, size=size, **options)
 
 
-def turn_until_all_sent(relay: Relay, database: Database, most: int = 60) -> int:
+def turn_until_all_sent(relay: Relay, database: Database, max_turns: int = 60) -> int:
     """Turn until nothing is unsent; return how many tasks were published."""
     published = 0
-    for _ in range(most):
+    for _ in range(max_turns):
         published += relay.turn().published
         if not unsent(database):
             return published
-    pytest.fail(f"{len(unsent(database))} unsent after {most} turns")
+    pytest.fail(f"{len(unsent(database))} unsent after {max_turns} turns")
 
 
 def test_the_subscriber_receives_what_was_registered(
@@ -257,7 +257,7 @@ def test_any_spread_over_the_shards_is_sent_in_as_few_turns(database: Database, 
         for id in ids:
             outbox.register(batch, topic, b"", task_id=id)
     publisher = FakePublisher(topic)
-    turn_until_all_sent(make_relay(database, publisher, size=20), database, most=6)
+    turn_until_all_sent(make_relay(database, publisher, size=20), database, max_turns=6)
     assert sorted(publisher.ids()) == sorted(ids)
 
 

@@ -148,11 +148,11 @@ def test_tasks_under_the_other_spelling_are_reported(
 ) -> None:
     """An id and the full name are two names; both given need no warning, and another project's topic has one name."""
     have(database, "orders", FULL, "projects/other/topics/orders")
-    says = "outbox: unsent tasks also use {}, another name of {}. Name it too, or it does not change\n"
+    sentence = "outbox: unsent tasks also use {}, another name of {}. Name it too, or it does not change\n"
     for given, other in (("orders", FULL), (FULL, "orders")):
         code, out, err = command(words.format(given))
         assert (code, out.partition(": ")[0]) == (0, given)
-        assert err.startswith(says.format(other, given))
+        assert err.startswith(sentence.format(other, given))
     assert "another name" not in command(words.format("projects/other/topics/orders"))[2]
     assert command(f"pause orders {FULL}") == (0, f"orders: {state}\n{FULL}: {state}\n", FOLLOW)
     assert f"unsent tasks also use {FULL}, another name of orders" in command("resume orders")[2]

@@ -142,7 +142,7 @@ def of_monitor(monitor: Document) -> Iterator[str]:
     links = re.findall(r"(docs/[\w/-]+\.md)#([\w-]+)", message)
     yield from (f"{page}#{heading} is no heading" for page, heading in links if heading not in headings(page))
     lines = [line for block in re.findall(r"```\n(.*?)```", message, re.DOTALL) for line in block.splitlines()]
-    yield from (said for line in lines if (said := of_command(line)))
+    yield from (output for line in lines if (output := of_command(line)))
     if not links or not lines:
         yield "the message has no link or no command"
 
@@ -156,12 +156,12 @@ def headings(page: str) -> set[str]:
 def of_command(line: str) -> str:
     """Return why a command of a message does not run, or that the runbook does not use it, or nothing."""
     program, *arguments = shlex.split(re.sub(r"\{\{(\w+)\.name\}\}", r"\1", line))
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(output):
             PARSERS[program].parse_args(arguments)
     except (KeyError, SystemExit, SettingError) as error:
-        return f"{line!r}: {error!r} {said.getvalue()}"
+        return f"{line!r}: {error!r} {output.getvalue()}"
     runbook = (ROOT / "docs/operations/runbook.md").read_text(encoding="utf-8")
     used = re.search(rf"^\$ {program} {arguments[0]}\b", runbook, re.MULTILINE)
     return "" if used else f"the runbook does not use {program} {arguments[0]}"

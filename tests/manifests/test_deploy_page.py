@@ -118,7 +118,7 @@ def test_gcloud_and_kubectl_accept_every_command_line(tmp_path: Path, long: bool
     asked = sorted(line for line in every - known if not UNASKED.match(line))
     if asked:
         programs("gcloud")
-    assert [said for line in asked if (said := refusal(line, tmp_path))] == []
+    assert [refused for line in asked if (refused := refusal(line, tmp_path))] == []
     compare(file.name, "".join(f"{line}\n" for line in sorted(every)))
 
 

@@ -131,7 +131,7 @@ def test_pips_spark_has_the_executor_that_is_started(folder: Path, spark: dict[s
     """It accepts these words and connects to its driver; nothing listens there."""
     options = {"SPARK_JAVA_OPT_0": "-Dspark.rpc.askTimeout=5s", "SPARK_JAVA_OPT_1": "-Dspark.rpc.io.maxRetries=0"}
     done = entry(folder, "executor", **EXECUTOR, **options, **spark)
-    said = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     assert done.returncode != 0
-    assert "Failed to connect to /127.0.0.1:9" in said, said
-    assert "Usage" not in said
+    assert "Failed to connect to /127.0.0.1:9" in output, output
+    assert "Usage" not in output

@@ -62,14 +62,14 @@ class Probe:
         if max_age is not None:
             self._environment["OUTBOX_MAX_AGE"] = str(max_age)
         self._heartbeat = heartbeat
-        self.said = ""
+        self.output = ""
 
     def __call__(self) -> int:
         command = [sys.executable, "-m", "publishworker", "healthcheck"]
         done = subprocess.run(
             command, cwd=ROOT, env=self._environment, capture_output=True, text=True, timeout=20, check=False
         )
-        self.said = done.stderr.strip()
+        self.output = done.stderr.strip()
         return done.returncode
 
     def is_good(self) -> bool:
@@ -79,19 +79,19 @@ class Probe:
         """Return whether the worker would be restarted."""
         return self() == 1
 
-    def longest_gap(self, seconds: float, check: Callable[[], object]) -> float:
+    def max_gap(self, seconds: float, check: Callable[[], object]) -> float:
         """Watch the heartbeat and call `check` once a second; return the max time between two heartbeats.
 
         The time since the last heartbeat counts as well.
         """
-        longest, checked, end = 0.0, 0.0, time.monotonic() + seconds
+        max_gap, checked, end = 0.0, 0.0, time.monotonic() + seconds
         while (now := time.monotonic()) < end:
-            longest = max(longest, time.time() - self._heartbeat.stat().st_mtime)
+            max_gap = max(max_gap, time.time() - self._heartbeat.stat().st_mtime)
             if now - checked >= 1:
                 checked = now
                 check()
             eventually(lambda at=now + 0.1: time.monotonic() >= at, seconds=1)  # type: ignore[misc]  # a default of a lambda
-        return longest
+        return max_gap
 
 
 def peak_memory(process: Process) -> int:

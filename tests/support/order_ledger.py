@@ -104,7 +104,7 @@ class Ledger:
                 self.broken.append(f"{id} is deferred until {mark.available_at}")
             if isinstance(mark, FailedAttempt) and (mark.error or "").startswith("invalid_argument") and not task.bad:
                 self.broken.append(f"{id} pays for another task, which is bad")
-            if isinstance(mark, FailedAttempt) and mark.error is not None:  # else it is awake, no more
+            if isinstance(mark, FailedAttempt) and mark.error is not None:  # else it is only released
                 task.excused = task.excused or self.is_excused(task) or (mark.dead and self.skip_dead)
                 # If dead tasks are skipped, each task may have a failure of its own.
                 own = self.skip_dead and kind_of(mark.error.partition(":")[0]) is FailureKind.CONTENT

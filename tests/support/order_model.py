@@ -214,9 +214,9 @@ class World:
                 if self.ready(each, Fate.IMPATIENT):
                     self.step(each, Fate.IMPATIENT if each.point is Point.LANDING else Fate.GO)
 
-    def quiet(self, most: int = 40) -> None:
+    def quiet(self, max_turns: int = 40) -> None:
         self.finish()
-        for _ in range(most):
+        for _ in range(max_turns):
             if not sum([self.rush(worker) for worker in self.workers]):
                 return
         self.ledger.broken.append("the workers come to no end")

@@ -147,13 +147,13 @@ def test_a_task_not_tried_before_the_deadline_is_unsent_again(bench: Bench) -> N
 
 
 #: Two batches in flight, probes after 1, 2, 4, 8, 10 s; a worker without credentials loses no task.
-@pytest.mark.parametrize(("failure", "most"), [(LOST, 2 * 10 + 8), (Failed("credentials", "no token"), 0)])
-def test_an_outage_loses_few_at_most_once_tasks(bench: Bench, failure: Failed, most: int) -> None:
+@pytest.mark.parametrize(("failure", "max_lost"), [(LOST, 2 * 10 + 8), (Failed("credentials", "no token"), 0)])
+def test_an_outage_loses_few_at_most_once_tasks(bench: Bench, failure: Failed, max_lost: int) -> None:
     bench.insert(*[str(n) for n in range(60)], at_most_once=True)
     bench.publisher.down[TOPIC] = failure
     bench.run_for(30)
     lost = bench.count(m.UNCONFIRMED)
-    assert lost <= most
+    assert lost <= max_lost
     bench.publisher.down.clear()
     bench.run_for(12)
     assert bench.unsent() == []

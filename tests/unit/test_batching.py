@@ -28,7 +28,7 @@ def due(id: str, **columns: Any) -> Candidate:
     return dataclasses.replace(candidate(id, **columns), available_at=NOON)
 
 
-def run(key: str, tasks: int, **columns: Any) -> Candidate:
+def prefix(key: str, tasks: int, **columns: Any) -> Candidate:
     ids = tuple(f"{key}{n}" for n in range(tasks))
     head = candidate(ids[0], **columns)
     return dataclasses.replace(head, ordering_key=key, behind=ids[1:], releases=f"{key}{tasks}")
@@ -61,18 +61,18 @@ candidates = st.lists(
 
 
 @given(candidates, st.integers(1, 12), st.integers(1000, 9000), st.integers(1, 6), st.integers())
-def test_batches_keep_every_limit(found: list[Candidate], size: int, most_bytes: int, most: int, seed: int) -> None:
+def test_batches_keep_every_limit(found: list[Candidate], size: int, max_bytes: int, places: int, seed: int) -> None:
     by_id = {each.id: each for each in found}
-    batches = sample(found, Limits(size, most_bytes, most), Random(seed))
-    assert len(batches) <= most
+    batches = sample(found, Limits(size, max_bytes, places), Random(seed))
+    assert len(batches) <= places
     assert len(ids(batches)) == len(set(ids(batches)))
     for batch in batches:
         assert 1 <= len(batch.ids) <= size
         assert {by_id[id].topic for id in batch.ids} == {batch.topic}
-        assert len(batch.ids) == 1 or sum(by_id[id].bytes for id in batch.ids) <= most_bytes
+        assert len(batch.ids) == 1 or sum(by_id[id].bytes for id in batch.ids) <= max_bytes
     if batches:
         assert max(by_id[id].priority for id in batches[0].ids) == max(each.priority for each in found)
-    assert sample(found, Limits(size, most_bytes, most), Random(seed)) == batches
+    assert sample(found, Limits(size, max_bytes, places), Random(seed)) == batches
 
 
 @given(candidates, randoms)
@@ -166,7 +166,7 @@ def test_a_single_place_alternates_between_ready_and_due_tasks() -> None:
 def test_ready_and_due_prefixes_get_half_of_the_tasks_each() -> None:
     """An ordering key counts for as many tasks as it has: long due ones do not starve ready tasks."""
     ready = [candidate(f"ready-{n}", shard=n % 10) for n in range(100)]
-    late = [run(f"due-{n}-", 9, shard=n % 10) for n in range(40)]
+    late = [prefix(f"due-{n}-", 9, shard=n % 10) for n in range(40)]
     late = [dataclasses.replace(each, available_at=NOON - timedelta(seconds=n)) for n, each in enumerate(late)]
     taken = kinds(sample([*ready, *late], Limits(20, 10**6, 5), Random(1)))
     assert 35 <= taken["ready"] <= 65
@@ -232,7 +232,7 @@ def test_a_topics_allowance_is_divided_between_ready_and_due_tasks() -> None:
 def test_a_sendable_prefix_stays_in_order_and_is_cut_only_at_its_end(
     lengths: list[int], loose: int, allowed: int | None, random: Random
 ) -> None:
-    found = [run(f"key{n:02}-", length) for n, length in enumerate(lengths)]
+    found = [prefix(f"key{n:02}-", length) for n, length in enumerate(lengths)]
     found += [candidate(f"loose{n}") for n in range(loose)]
     batches = sample(found, Limits(6, 10**6, 100), random, allowed={} if allowed is None else {"orders": allowed})
     total = sum(lengths) + loose

@@ -24,7 +24,7 @@ def outcomes(*changed: int, then: Any = None) -> Iterator[Outcome]:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "code", "said"),
+    ("outcome", "code", "output"),
     [
         (Outcome(("x",), {}, ()), 0, ""),
         (Outcome((), {"a": "pending"}, ()), 0, "1 task not changed, they go: a"),
@@ -35,13 +35,13 @@ def outcomes(*changed: int, then: Any = None) -> Iterator[Outcome]:
     ],
 )
 def test_tasks_that_were_not_changed_are_explained(
-    outcome: Outcome, code: int, said: str, capsys: pytest.CaptureFixture[str]
+    outcome: Outcome, code: int, output: str, capsys: pytest.CaptureFixture[str]
 ):
     """A missing task or a wrong state is a failure. A task that needs no change, or a warning, is not."""
     report = chunks.carry_out(iter([outcome]), Count(1), GO_ON)
     assert report.explain({"pending": "they go"}, "are {state}") == code
     assert report.changed == len(outcome.changed)
-    assert capsys.readouterr().err == (said and f"outbox: {said}\n")
+    assert capsys.readouterr().err == (output and f"outbox: {output}\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

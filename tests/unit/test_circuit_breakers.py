@@ -58,10 +58,10 @@ def candidates(ids: Iterable[str], topic: str = "orders") -> list[Candidate]:
 
 
 @pytest.mark.parametrize(
-    ("failure", "longest"), [(AWAY, MAX_OUTAGE_PROBE_SECONDS), (MISSING, circuit_breaker.MAX_TARGET_PROBE_SECONDS)]
+    ("failure", "max_delay"), [(AWAY, MAX_OUTAGE_PROBE_SECONDS), (MISSING, circuit_breaker.MAX_TARGET_PROBE_SECONDS)]
 )
 def test_an_open_circuit_is_probed_after_a_second_then_after_growing_delays(
-    watch: Watch, failure: Failed, longest: float
+    watch: Watch, failure: Failed, max_delay: float
 ) -> None:
     """Up to ten seconds in an outage, up to five minutes where an operator must act. Other topics continue."""
     watch.fail(failure, "a", "b")
@@ -74,8 +74,8 @@ def test_an_open_circuit_is_probed_after_a_second_then_after_growing_delays(
         watch.seconds += wait
         assert (watch.suspended(), watch.seconds_to_probe()) == (frozenset(), None)
         watch.probe(failure)
-        nominal = min(nominal * 2, longest)
-    assert nominal == longest
+        nominal = min(nominal * 2, max_delay)
+    assert nominal == max_delay
 
 
 def test_failures_of_single_tasks_open_no_circuit(watch: Watch) -> None:

@@ -205,8 +205,8 @@ def test_a_deferral_that_fails_is_reported_and_tried_again(bench: Bench, caplog:
     assert bench.count(m.DEFERRED) == 2
 
 
-@pytest.mark.parametrize(("batches", "most"), [(1, 40), (2, 20), (8, 5)])
-def test_an_endless_blocked_key_delays_no_other_task(batches: int, most: int) -> None:
+@pytest.mark.parametrize(("batches", "max_turns"), [(1, 40), (2, 20), (8, 5)])
+def test_an_endless_blocked_key_delays_no_other_task(batches: int, max_turns: int) -> None:
     """Deferring uses a part of the places, even if there is only one and the key gets new tasks."""
     bench = Bench(batches=batches)
     block(bench, 300)
@@ -216,7 +216,7 @@ def test_an_endless_blocked_key_delays_no_other_task(batches: int, most: int) ->
         bench.relay.turn()
         bench.line(*(f"u{turns}-{n}" for n in range(10)))
         turns += 1
-        assert turns < most
+        assert turns < max_turns
 
 
 def test_deferring_uses_half_of_the_places_while_no_task_is_sendable() -> None:

@@ -49,18 +49,18 @@ def reasons(
 @pytest.mark.parametrize("word", ROWS)
 def test_a_row_decides_about_itself_and_the_tasks_behind_it(word: str) -> None:
     """Sent, gone and expired tasks are skipped. A task that is not due blocks only its key."""
-    columns, reason, goes_on = ROWS[word]
+    columns, reason, continues = ROWS[word]
     batch = Batch("orders", ("first", "next", "other"), keys=("k", "k", "m"))
     expected = {"first": reason} if reason else {}
-    if not goes_on:
+    if not continues:
         expected["next"] = "blocked"
     assert reasons(batch, row("next"), row("other", ordering_key="m"), row("first", **columns)) == expected
     # If nothing is written to the first row, the next one is released only if the first is skipped.
     batch = Batch("orders", ("first",), keys=("k",), releases=("next",))
     rows = [row("first", **columns), row("next", available_at=LATER, deferred=True)]
-    awake = {"deferred": ["first"], "ready": [], "due": [], "expired and due": ["next"]}
-    awake = awake.get(word, ["next"] if reason and goes_on else [])
-    assert [each.id for each in released(batch, rows, {}, NOW, skip_dead=False)] == awake
+    released_ids = {"deferred": ["first"], "ready": [], "due": [], "expired and due": ["next"]}
+    released_ids = released_ids.get(word, ["next"] if reason and continues else [])
+    assert [each.id for each in released(batch, rows, {}, NOW, skip_dead=False)] == released_ids
 
 
 def test_only_dead_tasks_are_skipped_in_skip_mode() -> None:
@@ -124,7 +124,7 @@ def test_no_task_is_tried_behind_a_failure_of_its_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("marks", "skip_dead", "woken_ids"),
+    ("marks", "skip_dead", "released_ids"),
     [
         ({"a": Sent("1"), "b": Sent("2")}, False, ["c"]),
         ({"a": Sent("1")}, False, ["b"]),
@@ -137,9 +137,9 @@ def test_no_task_is_tried_behind_a_failure_of_its_key() -> None:
     ],
 )
 def test_the_deferred_task_that_becomes_the_head_is_released(
-    marks: dict[str, Mark], skip_dead: bool, woken_ids: list[str]
+    marks: dict[str, Mark], skip_dead: bool, released_ids: list[str]
 ) -> None:
     deferred = {"available_at": LATER, "deferred": True}
     rows = [row("a"), row("b", **deferred), row("c", **deferred), row("d", ordering_key="l", **deferred)]
     batch = Batch("orders", ("a", "b"), keys=("k", "k"), releases=("c", "d"))
-    assert [each.id for each in released(batch, rows, marks, NOW, skip_dead=skip_dead)] == woken_ids
+    assert [each.id for each in released(batch, rows, marks, NOW, skip_dead=skip_dead)] == released_ids

@@ -30,7 +30,7 @@ def states(bench: Bench) -> dict[str, str]:
         elif row.available_at is None:
             found[row.id] = "ready"
         else:
-            found[row.id] = "dead" if row.available_at >= NEVER else "put off"
+            found[row.id] = "dead" if row.available_at >= NEVER else "retrying"
     return found
 
 
@@ -200,7 +200,7 @@ def test_a_missing_topic_opens_its_circuit_and_records_only_its_probes(bench: Be
         bench.turns()
         costs.append(attempts(bench))
     assert costs == [0, 10, 20, 30, 40]
-    assert set(states(bench).values()) == {"ready", "put off"}
+    assert set(states(bench).values()) == {"ready", "retrying"}
 
 
 def test_a_topic_that_is_back_within_an_hour_loses_no_task(bench: Bench) -> None:
@@ -219,7 +219,7 @@ def test_a_topic_that_is_back_within_an_hour_loses_no_task(bench: Bench) -> None
 def test_tasks_of_a_topic_that_is_never_created_are_dead_after_a_day(bench: Bench) -> None:
     bench.insert("a", topic="missing", created_at=bench.store.now)
     bench.run_for(23.9 * 3600, step=600)
-    assert states(bench) == {"a": "put off"}
+    assert states(bench) == {"a": "retrying"}
     assert bench.store.rows["a"].attempts > 10
     bench.run_for(2 * 3600, step=600)
     assert states(bench) == {"a": "dead"}
@@ -260,8 +260,8 @@ def test_a_change_between_two_transaction_attempts_is_kept(
         bench.publisher.failing["a"] = failure
     bench.abort_once(lambda: bench.change("a", **written))
     turns = bench.turns()
-    put_off = "available_at" in written
-    assert states(bench) == {"a": "put off" if put_off else "sent"}
+    later = "available_at" in written
+    assert states(bench) == {"a": "retrying" if later else "sent"}
     assert {name: getattr(bench.store.rows["a"], name) for name in written} == written
     assert (bench.count(m.PUBLISHED), bench.count(m.ALREADY_PUBLISHED)) == counted
     assert (bench.count(m.DEAD), sum(turn.recorded for turn in turns)) == (0, 0)
@@ -271,7 +271,7 @@ def test_a_change_between_two_transaction_attempts_is_kept(
     bench.wait(3600)
     bench.turns()
     assert states(bench) == {"a": "sent"}
-    assert len(bench.publisher.ids()) == counted[0] + put_off
+    assert len(bench.publisher.ids()) == counted[0] + later
 
 
 def test_an_expired_task_is_dead_and_not_sent(bench: Bench) -> None:

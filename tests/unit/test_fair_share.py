@@ -74,12 +74,12 @@ def test_a_high_priority_task_goes_before_ten_thousand_low_ones() -> None:
     assert "high" in bench.publisher.ids()[before : before + 100]
 
 
-def endless(bench: Bench, worker: Relay, sent: int, most: int) -> Counter[str]:
+def endless(bench: Bench, worker: Relay, sent: int, max_turns: int) -> Counter[str]:
     """Turn with an endless stream of urgent tasks and many of two lower priorities; count what is sent."""
     bench.insert(*[f"mid{n}" for n in range(sent)], priority=50)
     bench.insert(*[f"low{n}" for n in range(sent)], priority=0)
     urgent = 0
-    for _ in range(most):
+    for _ in range(max_turns):
         waiting = sum(row.sent_at is None and row.priority == 100 for row in list(bench.store.rows.values()))
         bench.insert(*[f"high{urgent + n}" for n in range(sent - waiting)], priority=100)
         urgent += sent - waiting

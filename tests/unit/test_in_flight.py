@@ -226,14 +226,14 @@ def test_the_relay_does_not_poll_while_every_place_is_in_use(slow: SlowPublisher
 def test_large_messages_wait_for_free_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three are in flight if three fit. A turn that can start none waits until one ends."""
     monkeypatch.setattr(batching, "MIN_BYTES", 0)
-    most = [0]
+    max_in_flight = [0]
     publishing: list[str] = []
 
     class Watched(FakePublisher):
         def publish(self, topic: str, rows: Any, *arguments: Any, **keywords: Any) -> dict[str, Outcome]:
             publishing.extend(row.id for row in rows)
-            most[0] = max(most[0], len(publishing))
-            eventually(lambda: most[0] >= 3)
+            max_in_flight[0] = max(max_in_flight[0], len(publishing))
+            eventually(lambda: max_in_flight[0] >= 3)
             answer = super().publish(topic, rows, *arguments, **keywords)
             for row in rows:
                 publishing.remove(row.id)
@@ -244,4 +244,4 @@ def test_large_messages_wait_for_free_bytes(monkeypatch: pytest.MonkeyPatch) -> 
         bench.store.insert(f"{number}", "orders", serialized(b"x" * 120))
     bench.turns(60)
     assert bench.unsent() == []
-    assert most[0] == 3
+    assert max_in_flight[0] == 3

@@ -37,16 +37,16 @@ def test_a_text_line_is_one_line() -> None:
 def test_a_repeated_warning_is_logged_once_a_minute_with_its_count(caplog: pytest.LogCaptureFixture) -> None:
     """Another topic or reason is another warning. The count is logged even if the warning did not occur again."""
     seconds = [0.0]
-    complaints = ThrottledLog(lambda: seconds[0])
+    throttled = ThrottledLog(lambda: seconds[0])
     for _ in range(5):
-        complaints.log("publish_failed", "orders", "orders fail")
-    complaints.log("publish_failed", "invoices", "invoices fail")
+        throttled.log("publish_failed", "orders", "orders fail")
+    throttled.log("publish_failed", "invoices", "invoices fail")
     seconds[0] = 61
-    complaints.log("publish_failed", "orders", "orders fail")
+    throttled.log("publish_failed", "orders", "orders fail")
     for _ in range(5000):
-        complaints.log("dead", "orders", "a task is dead", max_lines=100)
+        throttled.log("dead", "orders", "a task is dead", max_lines=100)
     seconds[0] = 122
-    complaints.log("dead", "invoices", "another one")
+    throttled.log("dead", "invoices", "another one")
     lines = [record.getMessage() for record in caplog.records]
     assert [line for line in lines if line != "a task is dead"] == [
         "orders fail",

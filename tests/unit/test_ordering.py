@@ -136,10 +136,10 @@ def test_a_key_is_one_candidate_with_its_highest_priority(bench: Bench) -> None:
     ordering = Ordering(bench.store, Limits(10, 10_000, 2), Random(1), skip_dead=False)
     seen = bench.store.poll(poll_request("orders"))
     key_heads = ordering.resolve(seen, frozenset())
-    [run] = key_heads.candidates
+    [key] = key_heads.candidates
     assert not key_heads.busy
-    assert (run.id, run.behind, run.priority, run.created_at) == ("a", ("b", "c"), 100, at + timedelta(seconds=1))
-    assert (run.tasks, run.bytes, run.releases) == (3, 3 * len(serialized()), None)
+    assert (key.id, key.behind, key.priority, key.created_at) == ("a", ("b", "c"), 100, at + timedelta(seconds=1))
+    assert (key.tasks, key.bytes, key.releases) == (3, 3 * len(serialized()), None)
     in_flight = frozenset({Key("orders", "k")})
     assert ordering.resolve(seen, in_flight) == ResolvedKeys([], busy=True)
     other = replace(seen[0], id="other", ordering_key="other")
@@ -187,7 +187,7 @@ def test_an_urgent_task_makes_its_key_urgent() -> None:
         (lambda bench: (bench.change("c", sent_at=bench.store.now), bench.store.rows.pop("e")), "df", ""),
         (lambda bench: bench.change("d", ordering_key="other"), "cef", "d"),
     ],
-    ids=["put off", "sent and deleted", "moved to another key"],
+    ids=["rescheduled", "sent and deleted", "moved to another key"],
 )
 def test_the_locked_rows_of_a_key_decide(bench: Bench, act: Callable[[Bench], object], sent: str, after: str) -> None:
     """Another writer changed them after they were read. Only a rescheduled task blocks the key."""

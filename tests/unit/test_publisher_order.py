@@ -31,7 +31,7 @@ class Recorder:
         self.answer: Answer = accept
         self.requests: list[tuple[str, list[str]]] = []  # the key and the ids of each, as they came
         self.accepted: list[str] = []
-        self.most: Counter[str] = Counter()  # requests at once, by key
+        self.max_requests: Counter[str] = Counter()  # requests at once, by key
         self._now: Counter[str] = Counter()
         self._met = threading.Event()
         self._lock = threading.Lock()
@@ -42,7 +42,7 @@ class Recorder:
         with self._lock:
             self.requests.append((key, ids))
             self._now[key] += 1
-            self.most[key] = max(self.most[key], self._now[key])
+            self.max_requests[key] = max(self.max_requests[key], self._now[key])
             if key and self._now[key] > 1:
                 self._met.set()
         try:
@@ -72,7 +72,7 @@ def row(id: str, key: str | None = "k", data: bytes = b"data") -> LockedRow:
     return LockedRow(id, "orders", message, key, datetime.now(UTC), None, None)
 
 
-def run(count: int, key: str = "k", size: int = 4) -> list[LockedRow]:
+def prefix(count: int, key: str = "k", size: int = 4) -> list[LockedRow]:
     return [row(f"{key}{n}", key, bytes(size)) for n in range(count)]
 
 
@@ -81,7 +81,7 @@ def ids(rows: Sequence[LockedRow]) -> list[str]:
 
 
 def test_a_sendable_prefix_is_one_request_in_order(publisher: PubSubPublisher, record: Recorder) -> None:
-    x, y = run(30, "x"), run(30, "y")
+    x, y = prefix(30, "x"), prefix(30, "y")
     mixed = [each for pair in zip(x, y, [row(f"{n}", None) for n in range(30)], strict=True) for each in pair]
     all_here = threading.Barrier(3, timeout=10)
 
@@ -101,11 +101,11 @@ def test_a_prefix_too_large_for_a_request_is_published_in_several_in_order(
 ) -> None:
     """Each request follows the answer to the one before. Other keys are published in parallel."""
     assert 3 * 3_000_000 < MAX_REQUEST_BYTES < 4 * 3_000_000
-    large, small = run(count, "large", size), run(3, "small")
+    large, small = prefix(count, "large", size), prefix(3, "small")
     assert sent(publisher.publish("orders", [*large, *small], 8)) == set(ids([*large, *small]))
     assert [len(each) for each in record.of("large")] == requests
     assert [id for each in record.of("large") for id in each] == ids(large)
-    assert record.most == {"large": 1, "small": 1}
+    assert record.max_requests == {"large": 1, "small": 1}
     assert record.requests.index(("small", ids(small))) < len(requests)
 
 
@@ -118,11 +118,11 @@ def test_any_failure_stops_its_key_after_one_try(
 ) -> None:
     """Tasks behind it have no outcome; other keys continue. The next call publishes the key again."""
     hangs = reason == "deadline_exceeded"
-    rows = run(6)
+    rows = prefix(6)
     rows[failing] = row(f"k{failing}", data=b"failing")
     record.answer = to_message(b"failing", hang if hangs else refuse(CODES[reason]))
     begin = time.monotonic()
-    outcomes = publisher.publish("orders", [*rows, *run(2, "other")], 0.4 if hangs else 5, ids(rows))
+    outcomes = publisher.publish("orders", [*rows, *prefix(2, "other")], 0.4 if hangs else 5, ids(rows))
     assert time.monotonic() - begin < 4
     assert sent(outcomes) == {*ids(rows)[:failing], "other0", "other1"}
     assert reasons(outcomes) == {f"k{failing}": reason}
@@ -136,14 +136,14 @@ def test_any_failure_stops_its_key_after_one_try(
 def test_a_poison_message_fails_alone_and_stops_its_key(
     publisher: PubSubPublisher, record: Recorder, place: int
 ) -> None:
-    rows = run(8)
+    rows = prefix(8)
     rows[place] = row(f"k{place}", data=b"poison")
     record.answer = to_message(b"poison", refuse(grpc.StatusCode.INVALID_ARGUMENT))
-    outcomes = publisher.publish("orders", [*rows, *run(2, "other")], 5)
+    outcomes = publisher.publish("orders", [*rows, *prefix(2, "other")], 5)
     assert [id for id in record.accepted if id.startswith("k")] == ids(rows)[:place]
     assert reasons(outcomes) == {f"k{place}": "invalid_argument"}
     assert sent(outcomes) == {*ids(rows)[:place], "other0", "other1"}
-    assert record.most["k"] == 1
+    assert record.max_requests["k"] == 1
     assert len(record.of("k")) <= 1 + 2 * 3
 
 
@@ -152,15 +152,15 @@ def test_an_unsendable_message_stops_its_key(
     publisher: PubSubPublisher, record: Recorder, size: int | None, reason: str
 ) -> None:
     bad = row("bad", data=b"broken" if size is None else bytes(size))
-    outcomes = publisher.publish("orders", [*run(3), bad, row("after"), row("loose", None)], 5)
+    outcomes = publisher.publish("orders", [*prefix(3), bad, row("after"), row("loose", None)], 5)
     assert reasons(outcomes) == {"bad": reason}
     assert sent(outcomes) == {"k0", "k1", "k2", "loose"}
     assert record.of("k") == [["k0", "k1", "k2"]]
 
 
 def test_tasks_published_singly_keep_their_order(publisher: PubSubPublisher, record: Recorder) -> None:
-    assert len(sent(publisher.publish("orders", run(5), 5, {"k2"}))) == 5
+    assert len(sent(publisher.publish("orders", prefix(5), 5, {"k2"}))) == 5
     assert record.of("k") == [["k0", "k1"], ["k2"], ["k3", "k4"]]
-    assert record.most["k"] == 1
+    assert record.max_requests["k"] == 1
     record.answer = refuse(grpc.StatusCode.UNAVAILABLE)
-    assert reasons(publisher.publish("orders", run(5), 5, {"k2"})) == dict.fromkeys(["k0", "k1"], "unavailable")
+    assert reasons(publisher.publish("orders", prefix(5), 5, {"k2"})) == dict.fromkeys(["k0", "k1"], "unavailable")

@@ -41,16 +41,16 @@ def test_no_history_of_requests_exceeds_rate_and_burst(
 ) -> None:
     """At any times, with any part of the allowance used, whatever limits are read again in between."""
     throttle, total = Timed(), 0
-    most = max(1.0, burst / workers)
+    max_tasks = max(1.0, burst / workers)
     for seconds, part in [(0.0, 1.0), *steps]:
         throttle.now += seconds
         throttle.limit(per_second, burst, workers=workers)
         tasks = throttle.allowed()
         assert tasks is not None
-        assert 0 <= tasks <= most
+        assert 0 <= tasks <= max_tasks
         throttle.take("orders", int(tasks * part))
         total += int(tasks * part)
-    assert total <= most + (throttle.now - BEGIN) * per_second / workers + 1e-6 * (1 + total)
+    assert total <= max_tasks + (throttle.now - BEGIN) * per_second / workers + 1e-6 * (1 + total)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ PAIR = "RatePerSecond and Burst go together. Set both, or both to NULL"
 
 
 @pytest.mark.parametrize(
-    ("limit", "says"),
+    ("limit", "sentence"),
     [
         (TopicLimit(5.0, None), PAIR),
         (TopicLimit(None, 5), PAIR),
@@ -215,10 +215,10 @@ PAIR = "RatePerSecond and Burst go together. Set both, or both to NULL"
     ],
 )
 def test_invalid_limits_are_ignored_and_logged(
-    throttle: Timed, caplog: pytest.LogCaptureFixture, limit: TopicLimit, says: str
+    throttle: Timed, caplog: pytest.LogCaptureFixture, limit: TopicLimit, sentence: str
 ) -> None:
-    assert problem(limit) == says
-    line = f"Invalid limits of topic wrong in AsynchronousTaskTopics are ignored: {says}"
+    assert problem(limit) == sentence
+    line = f"Invalid limits of topic wrong in AsynchronousTaskTopics are ignored: {sentence}"
     with caplog.at_level(logging.WARNING, "publishworker"):
         for seconds in (0.0, 1.0, 58.9):
             throttle.now += seconds

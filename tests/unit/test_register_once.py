@@ -58,7 +58,7 @@ def test_register_once_has_the_arguments_of_register() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "sentence"),
     [
         ({"message": bytes(10_000_000)}, "10000"),
         ({"task_id": "x" * 65}, "65 characters"),
@@ -68,10 +68,10 @@ def test_register_once_has_the_arguments_of_register() -> None:
         ({"at_most_once": True, "ordering_key": "k"}, "exclude"),
     ],
 )
-def test_invalid_arguments_are_refused_before_anything_is_read(options: dict[str, Any], says: str) -> None:
+def test_invalid_arguments_are_refused_before_anything_is_read(options: dict[str, Any], sentence: str) -> None:
     """Whether or not the ID exists: a mistake shows at the first call, not at the first new ID."""
     transaction = Recorded("t")
-    with pytest.raises(outbox.InvalidMessage, match=says):
+    with pytest.raises(outbox.InvalidMessage, match=sentence):
         once(transaction, **options)
     assert (transaction.reads, transaction.inserts) == ([], [])
 

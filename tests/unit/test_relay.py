@@ -44,7 +44,7 @@ def test_an_aborted_transaction_publishes_no_task_twice(bench: Bench) -> None:
         (lambda bench: bench.store.rows.pop("a"), [("b", ORDERS)], 0),
         (lambda bench: bench.change("a", topic="invoices"), [("a", INVOICES), ("b", ORDERS)], 0),
     ],
-    ids=["sent", "put off", "deleted", "moved"],
+    ids=["sent", "rescheduled", "deleted", "moved"],
 )
 def test_the_locked_row_decides(
     bench: Bench, act: Callable[[Bench], object], published: list[tuple[str, str]], already: int

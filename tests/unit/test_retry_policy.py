@@ -73,12 +73,12 @@ def test_a_content_error_is_dead_at_once() -> None:
 
 
 @pytest.mark.parametrize("failure", [OUTAGE, UNKNOWN, Failed("not in the table", "no")])
-@pytest.mark.parametrize("most", [1, 2, 10])
-def test_a_tasks_own_error_is_dead_exactly_at_the_last_attempt(failure: Failed, most: int) -> None:
+@pytest.mark.parametrize("max_attempts", [1, 2, 10])
+def test_a_tasks_own_error_is_dead_exactly_at_the_last_attempt(failure: Failed, max_attempts: int) -> None:
     for age in (timedelta(0), OLD):
-        recorded = [record(failure, before, age, max_attempts=most) for before in range(most + 1)]
-        assert [each.dead for each in recorded] == [False] * (most - 1) + [True, True]
-        assert [each.attempts for each in recorded] == [*range(1, most + 2)]
+        recorded = [record(failure, before, age, max_attempts=max_attempts) for before in range(max_attempts + 1)]
+        assert [each.dead for each in recorded] == [False] * (max_attempts - 1) + [True, True]
+        assert [each.attempts for each in recorded] == [*range(1, max_attempts + 2)]
 
 
 @pytest.mark.parametrize("reason", ["not_found", "permission_denied", "failed_precondition"])

@@ -156,8 +156,8 @@ def test_a_failed_task_is_logged_with_its_trace(capfd: pytest.CaptureFixture[str
         assert trace_id(none.SerializeToString()) is None
     assert trace_id(b"\xff") is None
     # A state longer than Pub/Sub accepts is not read: its time would grow with the square of its size.
-    most = ",".join(f"v{number}={'x' * 200}" for number in range(4))
-    for state, known in ((f"{most},w={'x' * 206}", True), (f"{most},w={'x' * 207}", False)):
+    full = ",".join(f"v{number}={'x' * 200}" for number in range(4))
+    for state, known in ((f"{full},w={'x' * 206}", True), (f"{full},w={'x' * 207}", False)):
         message = RawPubsubMessage(attributes={"googclient_traceparent": TRACEPARENT, "googclient_tracestate": state})
         span = span_of(message.attributes)
         assert span is not None
