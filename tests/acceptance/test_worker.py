@@ -46,24 +46,6 @@ def test_workers_on_one_table_lose_no_task_and_count_their_duplicates(
     print(f"{count} workers, 200 tasks: {result.duplicates} duplicates, {dict(agent.counts)}")
 
 
-def test_a_killed_worker_loses_no_task(
-    emulators: Emulators, database: Database, topic: str, subscription: Subscription
-) -> None:
-    """SIGKILL in the middle of a batch: the next worker sends the rest. At most the in-flight batches come twice."""
-    ids = register(database, topic, 300)
-    with worker(emulators, database, "--batch-size", "10", "--concurrency", "2") as first:
-        eventually(lambda: len(unsent(database)) < 280, seconds=30)
-        first.stop(signal.SIGKILL)
-        first.wait()
-    assert unsent(database)
-    with worker(emulators, database) as second:
-        wait_until_all_sent(database)
-        second.end()
-    result = account(ids, subscription)
-    assert (result.lost, result.unexpected) == (frozenset(), frozenset())
-    assert result.duplicates <= 20
-
-
 def test_sigterm_finishes_the_in_flight_batches(
     emulators: Emulators, database: Database, topic: str, subscription: Subscription
 ) -> None:

@@ -35,23 +35,10 @@ STRING, INT64, BYTES, TIMESTAMP, BOOL, FLOAT64 = (
     getattr(TypeCode, name) for name in ("STRING", "INT64", "BYTES", "TIMESTAMP", "BOOL", "FLOAT64")
 )
 CANDIDATE = (STRING, STRING, INT64, INT64, TIMESTAMP, TIMESTAMP, STRING, INT64)
-FRONT = (STRING, STRING, STRING, INT64, BOOL, BOOL, BOOL)
+KEY_HEAD = (STRING, STRING, STRING, INT64, BOOL, BOOL, BOOL)
 LOCKED = (
-    STRING,
-    STRING,
-    BYTES,
-    STRING,
-    TIMESTAMP,
-    TIMESTAMP,
-    TIMESTAMP,
-    BOOL,
-    INT64,
-    TIMESTAMP,
-    BOOL,
-    BOOL,
-    INT64,
-    TIMESTAMP,
-)
+    STRING, STRING, BYTES, STRING, TIMESTAMP, TIMESTAMP, TIMESTAMP, BOOL, INT64, TIMESTAMP, BOOL, BOOL, INT64, TIMESTAMP,
+)  # fmt: skip
 #: Reads that a turn does not run at each poll.
 INTERVAL_TAGS = ("outbox-workers", "outbox-controls", "outbox-discover")
 
@@ -91,7 +78,7 @@ def prepare(mock: SpannerServicer, count: int, key: str | None = None) -> list[s
     locked = [(id, "orders", body, key, NOW, None, None, True, 0, None, False, False, 0, NOW) for id in ids]
     mock.mock_spanner.add_result(statements.LOCK, result(LOCKED, locked))
     key_heads = [("orders", key, id, 10, True, False, False) for id in reversed(ids)]
-    mock.mock_spanner.add_result(statements.KEY_HEADS, result(FRONT, key_heads))
+    mock.mock_spanner.add_result(statements.KEY_HEADS, result(KEY_HEAD, key_heads))
     return ids[::-1]
 
 

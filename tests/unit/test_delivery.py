@@ -73,18 +73,6 @@ def test_a_batch_reports_its_phases_and_how_long_its_tasks_waited(bench: Bench) 
     assert result.phases.keys() == {m.CLAIM}
 
 
-def test_tasks_behind_a_failed_task_are_deferred_in_the_same_commit(bench: Bench) -> None:
-    bench.failing = {"a": Failed("data_loss", "no")}
-    for number, id in enumerate("abc"):
-        bench.insert(id, ordering_key="k", sequence=number)
-    result = bench.deliver("a", "b", "c", keys=("k", "k", "k"))
-    assert result.deferred.keys() == {"b", "c"}
-    rows = bench.store.rows.values()
-    assert [row.attempts for row in rows] == [1, 0, 0]
-    [available_at] = {row.available_at for row in rows}
-    assert available_at is not None
-
-
 def test_a_batch_that_sent_a_task_shows_that_its_topic_works(bench: Bench) -> None:
     """A suspect that meets an outage is recorded if its batch sent another task. Alone it may not be the cause."""
     bench.failing = {"a": Failed("deadline_exceeded", "no answer")}

@@ -30,6 +30,7 @@ def test_a_failing_head_records_the_failure_and_defers_the_others(bench: Bench) 
     assert bench.publisher.ids() == []
     rows = bench.store.rows
     assert attempts(bench) == {"a": 1, "b": 0, "c": 0}
+    assert bench.store.claimed == {"a": 1, "b": 1, "c": 1}  # in one commit
     assert rows["a"].available_at == rows["b"].available_at == rows["c"].available_at
     assert (rows["a"].last_error, rows["c"].blocked_by) == ("data_loss: no", "a")
     bench.publisher.failing = {}
