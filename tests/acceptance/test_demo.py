@@ -73,7 +73,7 @@ def test_demo_on_given_emulators(emulators: Emulators):
 @pytest.mark.extended
 @linux
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted(emulators: Emulators, number: signal.Signals):
+def test_an_interrupted_demo_stops_its_processes(emulators: Emulators, number: signal.Signals):
     """Ctrl-C in the middle stops the workers by SIGTERM, which they take well, and ends with 130 in one sentence."""
     environment = ENVIRONMENT | emulators.environment()
     with started("orders.demo", "--tasks", "20000", environment=environment) as process:
@@ -88,7 +88,7 @@ def test_interrupted(emulators: Emulators, number: signal.Signals):
 
 @pytest.mark.extended
 @linux
-def test_a_worker_that_dies_is_noticed(emulators: Emulators):
+def test_a_worker_that_crashes_is_noticed(emulators: Emulators):
     environment = ENVIRONMENT | emulators.environment()
     with started("orders.demo", "--tasks", "20000", environment=environment) as process:
         process.wait_for_text("workers relay")

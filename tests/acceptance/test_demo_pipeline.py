@@ -50,7 +50,7 @@ def test_all_jobs_one_after_the_other(emulators: Emulators, tmp_path: Path, long
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long("SIGTERM goes the same way")), signal.SIGTERM]
 )
-def test_interrupted(emulators: Emulators, tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupted_demo_stops_its_processes(emulators: Emulators, tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C ends with 130 and one sentence; Spark is gone with it."""
     flags = ("--tasks", "20000", "--output", str(tmp_path))
     with started("payments.demo", *flags, environment=ENVIRONMENT | emulators.environment()) as process:

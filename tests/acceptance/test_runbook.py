@@ -143,7 +143,7 @@ def test_every_section_with_commands_has_a_situation(page: str):
 
 
 @pytest.mark.parametrize(("page", "title"), EVERYWHERE)
-def test_the_commands_of_a_section_print_what_it_shows(page: str, title: str, places: dict[tuple[str, str], Place]):
+def test_the_commands_of_a_section_print_its_output(page: str, title: str, places: dict[tuple[str, str], Place]):
     """One after the other, as a person on call would."""
     for command, expected in shown(sections(page)[title]):
         printed = run(command, places[page, title])

@@ -25,7 +25,7 @@ def blocks(language: str) -> str:
     return str(block)
 
 
-def test_the_commands_of_the_page_print_what_it_shows(outbox: Commands, database: Database):
+def test_the_commands_of_the_page_print_its_output(outbox: Commands, database: Database):
     """One after the other on the same database; the flags that name it are the test's."""
     fill(database, [row(topic, topic=topic) for topic in ("orders", "invoices")])
     unknown, wrong = outbox.run("pause", "ordres"), outbox.run("limit", "orders", "--rate", "0", "--burst", "1")

@@ -98,7 +98,7 @@ def test_a_worker_runs_on_a_table_of_a_later_version(
     assert query(own_database, "SELECT Region FROM AsynchronousTasks WHERE Region IS NOT NULL") == [["north"]]
 
 
-def test_a_newer_worker_on_an_old_table_names_what_is_missing(emulators: Emulators, own_database: Database) -> None:
+def test_a_newer_worker_on_an_old_table_names_missing_objects(emulators: Emulators, own_database: Database) -> None:
     """Exit code 3, so a rolling update stops at its first pod while the older workers continue."""
     own_database.update_ddl(["DROP INDEX AsynchronousTasksInOrder"]).result(timeout=ADMIN_SECONDS)
     with worker(emulators, own_database) as running:

@@ -61,7 +61,7 @@ def test_sigterm_finishes_the_in_flight_batches(
     assert account(ids, subscription) == EACH_ONCE
 
 
-def test_drain_empties_the_backlog_and_names_what_stays(
+def test_drain_empties_the_backlog_and_names_remaining_tasks(
     emulators: Emulators, database: Database, topic: str, subscription: Subscription
 ) -> None:
     """Scheduled, dead and paused tasks stay, and are named; exit 0."""

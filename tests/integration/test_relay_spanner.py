@@ -68,7 +68,7 @@ def turn_until_all_sent(relay: Relay, database: Database, max_turns: int = 60) -
     pytest.fail(f"{len(unsent(database))} unsent after {max_turns} turns")
 
 
-def test_the_subscriber_receives_what_was_registered(
+def test_the_subscriber_receives_the_registered_messages(
     database: Database, topic: str, subscription: Subscription
 ) -> None:
     """Byte for byte (A05, A06); nothing of a rolled back transaction (A02). Another service may write rows itself."""
@@ -189,7 +189,7 @@ def test_sent_rows_do_not_widen_the_ranges_of_the_poll(database: Database, topic
     assert {each.id for each in store.poll(poll_request(topic, due=True))} == pending | due
 
 
-def test_the_poll_finds_what_a_scan_of_the_table_finds(database: Database, topic: str) -> None:
+def test_the_poll_returns_the_same_tasks_as_a_scan_of_the_table(database: Database, topic: str) -> None:
     """The same ids as plain SQL over the table, in the same order within each shard and topic (A21)."""
     now, random, other = datetime.now(UTC), Random(5), f"{topic}-other"
     times = [None, None, now - timedelta(hours=1), now - timedelta(days=1), now + timedelta(days=1)]

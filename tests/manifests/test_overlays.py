@@ -113,7 +113,7 @@ def test_tags_and_names_agree_with_each_other(overlay: str) -> None:
         assert "replicas" not in deployment["spec"]
 
 
-def test_the_network_policy_allows_what_the_worker_needs() -> None:
+def test_the_network_policy_allows_the_workers_connections() -> None:
     """Nothing connects to the worker; it reaches DNS, Google, the Agent and the metadata server."""
     policy = the(rendered(OVERLAYS["production"]), "NetworkPolicy")["spec"]
     assert (sorted(policy["policyTypes"]), policy.get("ingress", [])) == (["Egress", "Ingress"], [])

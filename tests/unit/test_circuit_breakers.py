@@ -99,7 +99,7 @@ def test_a_publish_closes_the_circuit_and_resets_its_delay(watch: Watch) -> None
     assert watch.suspended() == frozenset()
 
 
-def test_each_change_of_a_circuit_reports_what_happened_and_since_when(watch: Watch) -> None:
+def test_each_change_of_a_circuit_reports_its_failure_and_duration(watch: Watch) -> None:
     """It opens, a probe fails, it closes. Failures of other batches and successes while closed change nothing."""
     opened = watch.learn(BatchResult(Batch("orders", ("a",)), tried={"a": MISSING}))
     assert opened == CircuitChange("orders", MISSING, 0.0)

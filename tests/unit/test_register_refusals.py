@@ -123,7 +123,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         *(pytest.param(*each, id=f"contradiction {place}") for place, each in enumerate(CONTRADICTIONS)),
     ],
 )
-def test_register_refuses_what_pubsub_would_refuse(arguments: dict[str, Any], sentence: str) -> None:
+def test_register_refuses_messages_that_pubsub_would_refuse(arguments: dict[str, Any], sentence: str) -> None:
     transaction = RecordingTransaction()
     with pytest.raises(outbox.InvalidMessage) as caught:
         outbox.register(transaction, **{"topic": "orders", "message": b"", **arguments})

@@ -60,7 +60,7 @@ VALUES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("flag", VALUES)
-def test_a_wrong_value_names_the_flag_the_value_and_what_is_allowed(flag: str) -> None:
+def test_a_wrong_value_names_the_flag_and_the_allowed_values(flag: str) -> None:
     allowed, wrong, right = VALUES[flag]
     name, variable = "--" + flag.replace("_", "-"), f"OUTBOX_{flag.upper()}"
     needed = {key: text for key, text in NEEDED.items() if key != flag}
