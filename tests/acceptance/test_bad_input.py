@@ -47,7 +47,7 @@ MISSING = "publishworker: --instance is missing: give it, or set OUTBOX_INSTANCE
 def test_a_wrong_or_missing_setting_is_exit_code_2(
     emulators: Emulators, words: str, environment: dict[str, str | None], sentence: str
 ) -> None:
-    """The last line names the flag or the variable, the value and what is allowed."""
+    """The last line names the flag or the variable, the value and the allowed values."""
     settings = on("any-database") | environment
     done = publishworker(emulators, *words.split(), **{name: value for name, value in settings.items() if value})
     assert done.code == 2
@@ -127,7 +127,7 @@ def test_check_finds_missing_topics_and_names_pauses_and_limits(emulators: Emula
 def test_check_without_permission_to_read_topics_warns(
     emulators: Emulators, database: Database, status: str, code: int, verdict: str
 ) -> None:
-    """Publishing needs fewer permissions than reading a topic; a service that is away is an error."""
+    """Publishing needs fewer permissions than reading a topic; an unavailable service is an error."""
     with pubsub_server() as server:
         server.get_topic = refuse(grpc.StatusCode[status])
         done = publishworker(emulators, "check", "orders", **on(database), PUBSUB_EMULATOR_HOST=server.address)

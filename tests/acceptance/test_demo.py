@@ -104,7 +104,7 @@ def test_a_worker_that_crashes_is_noticed(emulators: Emulators):
     [*(("orders.demo", tasks) for tasks in ("0", "-3", "many", "1.5", "")), ("payments.demo", "many")],
 )
 def test_an_invalid_number_is_refused(demo: str, tasks: str):
-    """One sentence that names the flag, the value and what is allowed; nothing is started."""
+    """One sentence that names the flag, the value and the allowed values; nothing is started."""
     finished = run(demo, "--tasks", tasks, environment=ENVIRONMENT)
     assert finished.code == 2
     assert finished.stderr == (

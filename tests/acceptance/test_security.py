@@ -109,7 +109,7 @@ def test_a_worker_opens_no_port_and_logs_no_secret(emulators: Emulators, databas
 def test_no_value_becomes_a_part_of_a_statement(
     emulators: Emulators, database: Database, words: tuple[str, ...]
 ) -> None:
-    """What a user types and what a row holds go as parameters and keys."""
+    """Values of users and of rows are sent as parameters and keys."""
     insert(database, [row(SECRET, Topic=SECRET, OrderingKey=SECRET)])
     with Reading(emulators.spanner_host) as proxy:
         done = Commands(emulators, database, spanner_host=proxy.address).run(*words)

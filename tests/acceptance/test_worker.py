@@ -77,7 +77,7 @@ def test_drain_empties_the_backlog_and_names_remaining_tasks(
 
 
 def test_drain_gives_up_at_its_deadline(emulators: Emulators, database: Database) -> None:
-    """A task that cannot be sent: exit 4, and the count of what is left."""
+    """A task that cannot be sent: exit 4, and the count of remaining tasks."""
     register(database, "missing-topic", 1)
     with worker(emulators, database, "--deadline", "1", command="drain") as process:
         assert process.wait(30) == 4

@@ -57,7 +57,7 @@ def test_claim_returns_the_locked_rows(harness: Harness) -> None:
 
 
 def test_an_exception_after_the_lock_writes_nothing(harness: Harness) -> None:
-    """A defect in the relay rolls the transaction back and is not hidden; the store goes on."""
+    """A defect in the relay rolls the transaction back and is not hidden; the store continues."""
     harness.insert("a")
 
     def break_down(_rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, Mark]:

@@ -66,7 +66,7 @@ def test_business_row_and_task_have_one_commit(own_database: Database) -> None:
 
 @pytest.mark.parametrize("run", [in_transaction, in_batch])
 def test_a_rolled_back_transaction_leaves_no_task(database: Database, run: Callable[..., Any]) -> None:
-    """The caller's exception takes its tasks along (A02), and the next transaction registers."""
+    """The caller's exception rolls its tasks back (A02), and the next transaction registers."""
 
     def work(transaction: Any) -> None:
         outbox.register(transaction, "orders", b"data")
@@ -177,7 +177,7 @@ def test_tasks_of_one_ordering_key_share_a_shard(database: Database) -> None:
 
 
 def test_register_once_registers_in_the_first_transaction_only(database: Database) -> None:
-    """The later transaction commits what else it writes. Sent or not, the row counts until it is deleted."""
+    """The later transaction commits its other writes. Sent or not, the row counts until it is deleted."""
 
     def again(transaction: Any) -> bool:
         transaction.insert("AsynchronousTaskTopics", ("Topic",), [("effect",)])

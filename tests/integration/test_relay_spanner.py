@@ -1,4 +1,4 @@
-"""The relay in this process on the real emulators: what it polls, publishes and marks."""
+"""The relay in this process on the real emulators: polls, publishes and marks."""
 
 import base64
 import threading

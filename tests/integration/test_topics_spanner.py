@@ -1,4 +1,4 @@
-"""`outbox pause`, `resume` and `limit` on a database: what they write, print and refuse."""
+"""`outbox pause`, `resume` and `limit` on a database: written rows, output and refusals."""
 
 from collections.abc import Callable
 from typing import Any

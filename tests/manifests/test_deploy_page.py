@@ -208,7 +208,7 @@ def test_only_the_values_that_a_page_sets_change(page: str, golden: str, image: 
 def test_roles_are_granted_to_the_account_of_the_manifests(
     page: str, folder: Path, roles: set[str], others: set[str]
 ) -> None:
-    """The account has the roles of the page's table, and none on the project; one other account has what it needs."""
+    """The account has the roles of the page's table, and none on the project; one other account has its own roles."""
     namespace = the(rendered(OVERLAYS["production"]), "Namespace")["metadata"]["name"]
     account = the(rendered(folder), "ServiceAccount")["metadata"]["name"]
     pool = f"//iam.googleapis.com/projects/{NUMBER}/locations/global/workloadIdentityPools/my-project.svc.id.goog"
@@ -235,7 +235,7 @@ def built(page: str) -> dict[str, str]:
 
 
 def test_images_are_built_from_the_dockerfile() -> None:
-    """Each target exists, a page pushes what it builds, and the development overlay runs what its page builds."""
+    """Each target exists, a page pushes what it builds, and the development overlay runs the image of its page."""
     for page in PAGES:
         assert set(built(page).values()) <= STAGES.keys()
         pushed = {words[2] for words in calls(page, "docker", "push")}
@@ -247,7 +247,7 @@ def test_images_are_built_from_the_dockerfile() -> None:
 
 
 def test_the_agents_values_fit_the_page() -> None:
-    """The Secret has the name and the keys that the chart reads, and the components have what they need."""
+    """The Secret has the name and the keys that the chart reads, and the components have their keys."""
     [install] = calls(WORKER, "helm")
     agent = yaml.safe_load((ROOT / values(install, "--values")[0]).read_text(encoding="utf-8"))
     [secret] = [words for words in calls(WORKER, "kubectl") if "secret" in words]

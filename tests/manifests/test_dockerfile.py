@@ -1,4 +1,4 @@
-"""What k8s/Dockerfile promises to users, by its text: no test builds an image, because there is no engine."""
+"""The promises of k8s/Dockerfile, by its text: no test builds an image, because there is no engine."""
 
 import ast
 import os

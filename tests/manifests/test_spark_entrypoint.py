@@ -54,7 +54,7 @@ def words(folder: Path, *arguments: str, **more: str) -> list[str]:
 
 
 def test_a_driver_is_spark_submit_and_another_command_is_itself(folder: Path) -> None:
-    """A driver runs in the pod, bound to its address; what Spark or `docker run` passes stays one word each."""
+    """A driver runs in the pod, bound to its address; each argument of Spark or `docker run` stays one word."""
     given = ["--properties-file", "/opt/spark/conf/spark.properties", "local:///x/__main__.py", "archive", "two words"]
     assert words(folder, "driver", *given, SPARK_DRIVER_BIND_ADDRESS="10.0.0.7") == [
         "spark/bin/spark-submit", "--conf", "spark.driver.bindAddress=10.0.0.7", "--deploy-mode", "client", *given,

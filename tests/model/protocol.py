@@ -42,7 +42,7 @@ RULES = {
 
 
 class Worker(NamedTuple):
-    """A worker: `seen` by its poll, its `batch` as `read`, what it `tried`, the request it `asks`, its `doubts`."""
+    """A worker: `seen` by its poll, its `batch` as `read`, tasks it `tried`, the request it `asks`, its `doubts`."""
 
     at: At = At.IDLE
     seen: tuple[int, ...] = ()

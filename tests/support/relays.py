@@ -1,4 +1,4 @@
-"""Tasks on the emulators, workers as processes, and an account of what arrived: from outside of the relay."""
+"""Tasks on the emulators, workers as processes, and an account of received messages: from outside of the relay."""
 
 import contextlib
 import json
@@ -118,7 +118,7 @@ def worker(
     directory: Path = ROOT,
     **environment: str,
 ) -> Iterator[Process]:
-    """Start `publishworker` on a database; its environment is what `outbox emulators` prints but for one variable.
+    """Start `publishworker` on a database; its environment is that of `outbox emulators`, except for one variable.
 
     In another `directory` it is that one's. A `module` of our own may prepare the process.
     """

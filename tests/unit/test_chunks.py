@@ -59,7 +59,7 @@ def test_a_signal_ends_a_command_between_two_chunks(number: signal.Signals, capf
 
 
 def test_an_error_reports_the_progress_and_how_to_continue():
-    """The error keeps its type, so that the exit code stays what it is."""
+    """The error keeps its type, so that the exit code stays the same."""
     with pytest.raises(NotReached) as raised:
         chunks.carry_out(outcomes(500, 500, then=NotReached("Spanner did not answer")), Count(1000), GO_ON)
     assert str(raised.value) == (

@@ -71,7 +71,7 @@ def test_a_line_is_an_id_or_json(ids_of: Any):
 
 
 def test_a_line_that_is_not_an_id_is_refused(ids_of: Any):
-    """The error names the line, and no ID is used: half of a list is not what the user meant."""
+    """The error names the line, and no ID is used: half of a list would be a surprise."""
     for data, sentence in {
         b"a\n" + b"x" * 65: "line 2: '"
         + "x" * 65

@@ -40,7 +40,7 @@ def links(page: Path) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def anchors(page: Path) -> set[str]:
-    """Return what a link may name in a page: its headings, as GitHub writes them, and its own anchors."""
+    """Return the targets of links in a page: its headings, as GitHub writes them, and its own anchors."""
     text = prose(page)
     headings = [re.sub(r"[^\w\- ]", "", line.lower()) for line in re.findall(r"^#+ +(.+)$", text, re.MULTILINE)]
     return {heading.strip().replace(" ", "-") for heading in headings} | set(re.findall(r'<a id="([^"]+)">', text))

@@ -75,7 +75,7 @@ def test_a_high_priority_task_goes_before_ten_thousand_low_ones() -> None:
 
 
 def endless(bench: Bench, worker: Relay, sent: int, max_turns: int) -> Counter[str]:
-    """Turn with an endless stream of urgent tasks and many of two lower priorities; count what is sent."""
+    """Turn with an endless stream of urgent tasks and many of two lower priorities; count the sent tasks."""
     bench.insert(*[f"mid{n}" for n in range(sent)], priority=50)
     bench.insert(*[f"low{n}" for n in range(sent)], priority=0)
     urgent = 0

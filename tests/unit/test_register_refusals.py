@@ -1,4 +1,4 @@
-"""The refusals of `outbox.register`: full sentences that name the culprit, its value and what is allowed."""
+"""The refusals of `outbox.register`: full sentences that name the argument, its value and the allowed values."""
 
 import time
 from datetime import UTC, datetime, timedelta, timezone
