@@ -100,10 +100,7 @@ def test_a_missing_database_or_instance_is_exit_code_3(
 
 @pytest.mark.parametrize(("away", "commands"), [(refusing, ALL), (hanging, SOME)])
 def test_a_spanner_that_does_not_answer_is_exit_code_3_in_time(
-    emulators: Emulators,
-    database: Database,
-    away: Callable[[str], AbstractContextManager[str]],
-    commands: list[str],
+    emulators: Emulators, database: Database, away: Callable[[str], AbstractContextManager[str]], commands: list[str]
 ):
     """Each command says so and where to look."""
     with away(emulators.spanner_host) as host:

@@ -121,10 +121,7 @@ def test_no_value_becomes_a_part_of_a_statement(
 def test_no_value_of_a_row_becomes_a_part_of_the_workers_statements(emulators: Emulators, database: Database) -> None:
     """Ids, topics and keys as hostile as they may be: they are parameters of the poll and of the lock."""
     insert(database, [row(SECRET, Topic=SECRET, OrderingKey=SECRET)])
-    with (
-        Reading(emulators.spanner_host) as proxy,
-        worker(emulators, database, SPANNER_EMULATOR_HOST=proxy.address),
-    ):
+    with Reading(emulators.spanner_host) as proxy, worker(emulators, database, SPANNER_EMULATOR_HOST=proxy.address):
         eventually(lambda: rows_of(database)[SECRET]["LastError"], seconds=30, message="it is dead")
     assert proxy.with_secret > 0
     assert not [each for each in proxy.statements if "s3cr3t" in each]

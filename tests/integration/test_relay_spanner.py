@@ -218,8 +218,7 @@ def test_the_poll_returns_the_same_tasks_as_a_scan_of_the_table(database: Databa
     polled = SpannerStore(database, shards=10).poll(poll_request(topic, other, per_range=150, due=True))
     first = datetime.min.replace(tzinfo=UTC)
     found = sorted(
-        polled,
-        key=lambda each: (each.shard, each.topic, each.available_at or first, -each.priority, each.created_at),
+        polled, key=lambda each: (each.shard, each.topic, each.available_at or first, -each.priority, each.created_at)
     )
     assert [[each.id, each.topic, each.shard, each.available_at is None] for each in found] == scanned
 

@@ -17,11 +17,7 @@ class Watch:
         self.seconds = 100.0
         self.membership = Membership(self.store, "me", self.store.shards, clock=lambda: self.seconds)
         self.poller = Poller(
-            self.store,
-            self.membership,
-            target_rows=100,
-            discovery_seconds=1.0,
-            clock=lambda: self.seconds,
+            self.store, self.membership, target_rows=100, discovery_seconds=1.0, clock=lambda: self.seconds
         )
 
     def poll(self, below: int | None = None) -> PollRequest:

@@ -62,10 +62,7 @@ def test_further_objects_are_optional():
     for option in ("exclude_update = true", "exclude_delete = true", "exclude_ttl_deletes = true"):
         assert option in stream
     left_out = [each for each in schema.statements() if each not in schema.statements(relay_only=True)]
-    assert [ddl.parse(each).title for each in left_out] == [
-        "table AsynchronousTaskOperations",
-        "table ProcessedTasks",
-    ]
+    assert [ddl.parse(each).title for each in left_out] == ["table AsynchronousTaskOperations", "table ProcessedTasks"]
 
 
 def test_numbers_out_of_range_are_refused():
