@@ -241,10 +241,10 @@ def test_the_guide_to_ordering(emulators: Emulators, shop: Database) -> None:
             statement = statement.replace(f"the-{name}", value)
         shop.run_in_transaction(lambda transaction: transaction.execute_update(statement))
 
-    mended = head_and_tail()
-    change(again, id=mended[0])
+    retried = head_and_tail()
+    change(again, id=retried[0])
     turns()
-    assert publisher.ids() == list(mended)
+    assert publisher.ids() == list(retried)
 
     dead, tail = head_and_tail()
     change(let_pass, id=dead)
@@ -252,7 +252,7 @@ def test_the_guide_to_ordering(emulators: Emulators, shop: Database) -> None:
     assert tail not in publisher.ids()
     change(at_once, key="account-42", topic="payments")
     turns()
-    assert publisher.ids() == [*mended, tail]
+    assert publisher.ids() == [*retried, tail]
     assert query(shop, blocked) == []
 
 
