@@ -59,7 +59,7 @@ soak: $(STAMP) ## mixed load with all faults at random, memory watched; writes b
 coverage: $(STAMP) ## branch coverage of outbox and publishworker, also in processes; writes build/coverage
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --cov --cov-report term:skip-covered --cov-report html:build/coverage \
 		--ignore tests/pipeline --ignore tests/manifests --ignore tests/faults --ignore tests/model \
-		--ignore tests/acceptance/test_demo_pipeline.py --ignore tests/acceptance/test_as_in_kubernetes_confined.py \
+		--ignore tests/acceptance/test_demo_pipeline.py --ignore tests/acceptance/test_kubernetes_confined.py \
 		--deselect tests/integration/test_imports.py::test_the_health_check_imports_the_standard_library_only
 
 mutants: $(STAMP) ## mutants of the core, by mutmut; writes mutants (docs/architecture/mutants.md)

@@ -1,1 +1,1 @@
-"""Tests of the outbox and of the relay; `tests.support` has what they share."""
+"""Tests of the outbox and of the relay; they share `tests.support`."""

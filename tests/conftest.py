@@ -5,7 +5,7 @@ A test that needs an emulator is skipped where there is none, and fails where CI
 
 import os
 
-# Before any Google client is made. Not multiplexed: outbox/devtools/emulators.py says why.
+# Before any Google client is created. Not multiplexed: outbox/devtools/emulators.py says why.
 os.environ["GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW"] = "false"
 # gRPC may end a process that is forked here before it becomes another program, as PySpark does it with Java:
 # https://github.com/grpc/grpc/issues/43055
@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what has a long form, and skip without `--long` what has no other form."""
+    """Mark tests with a long form, and skip tests without another form unless `--long` is given."""
     for item in items:
         mark = item.get_closest_marker("long")
         if mark or "long" in getattr(item, "fixturenames", ()):
@@ -82,7 +82,7 @@ _HOSTS = pytest.StashKey[dict[str, str]]()
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Start the emulators in the controller of a parallel run, once, and tell its processes their addresses."""
+    """Start the emulators in the controller of a parallel run, once, and give its processes their addresses."""
     config: pytest.Config = node.config
     if _RUN not in config.stash:
         config.stash[_RUN], config.stash[_HOSTS] = contextlib.ExitStack(), {}
@@ -103,9 +103,9 @@ def emulators(request: pytest.FixtureRequest) -> Iterator[Emulators]:
     """Both emulators; the environment points to them until the end of the run."""
     os.environ |= getattr(request.config, "workerinput", {}).get("emulators", {})
     with contextlib.ExitStack() as stack:
-        made = _needed(stack, running())
-        stack.enter_context(mock.patch.dict(os.environ, made.environment()))
-        yield made
+        created = _needed(stack, running())
+        stack.enter_context(mock.patch.dict(os.environ, created.environment()))
+        yield created
 
 
 @pytest.fixture(scope="session")
@@ -130,8 +130,8 @@ def faulty_instance(faulty_spanner: str) -> Instance:
 @pytest.fixture
 def empty_database(spanner_instance: Instance) -> Iterator[Database]:
     """A database without tables."""
-    with spanner.fresh_database(spanner_instance) as made:
-        yield made
+    with spanner.fresh_database(spanner_instance) as created:
+        yield created
 
 
 @pytest.fixture(scope="session")
@@ -151,27 +151,21 @@ def database(_pool: spanner.Pool) -> Iterator[Database]:
 @pytest.fixture
 def own_database(spanner_instance: Instance) -> Iterator[Database]:
     """A database with the outbox's tables for a test that changes its schema."""
-    with spanner.outbox_database(spanner_instance) as made:
-        yield made
+    with spanner.outbox_database(spanner_instance) as created:
+        yield created
 
 
 @pytest.fixture
 def faulty_database(faulty_instance: Instance) -> Iterator[Database]:
     """The same on the emulator that aborts."""
-    with spanner.outbox_database(faulty_instance) as made:
-        yield made
+    with spanner.outbox_database(faulty_instance) as created:
+        yield created
 
 
 @pytest.fixture(scope="session")
 def pubsub(emulators: Emulators) -> PubSub:
     """The admin side of the Pub/Sub emulator."""
     return PubSub.on(emulators.pubsub_host)
-
-
-@pytest.fixture
-def new_topic(pubsub: PubSub) -> Callable[..., str]:
-    """Make further topics: `new_topic()` or `new_topic("topic-id")` returns the full name."""
-    return pubsub.new_topic
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`publishworker` with wrong settings or a wrong set-up: one sentence that says what to do, and the right exit code."""
+"""`publishworker` with wrong settings or a wrong setup: one sentence of advice, and the right exit code."""
 
 import grpc
 import pytest
@@ -47,7 +47,7 @@ MISSING = "publishworker: --instance is missing: give it, or set OUTBOX_INSTANCE
 def test_a_wrong_or_missing_setting_is_exit_code_2(
     emulators: Emulators, words: str, environment: dict[str, str | None], sentence: str
 ) -> None:
-    """The last line names the flag or the variable, the value and what is allowed."""
+    """The last line names the flag or the variable, the value and the allowed values."""
     settings = on("any-database") | environment
     done = publishworker(emulators, *words.split(), **{name: value for name, value in settings.items() if value})
     assert done.code == 2
@@ -82,7 +82,7 @@ def test_a_table_with_another_shape_names_the_column(emulators: Emulators, spann
         assert "Sequence" in text
 
 
-def test_check_of_a_good_set_up_is_all_ok(emulators: Emulators, database: Database, topic: str) -> None:
+def test_check_of_a_good_setup_is_all_ok(emulators: Emulators, database: Database, topic: str) -> None:
     """Exit 0: settings, table and the topics of pending rows and of the arguments, a line each.
 
     With --allowed-topics it names those that the worker may not publish to: they would be dead at the first attempt.
@@ -133,10 +133,10 @@ def test_check_finds_missing_topics_and_names_pauses_and_limits(emulators: Emula
 @pytest.mark.parametrize(
     ("status", "code", "verdict"), [("PERMISSION_DENIED", 0, "unknown"), ("UNAVAILABLE", 3, "unreachable")]
 )
-def test_check_without_the_permission_to_look_says_so_and_does_not_fail(
+def test_check_without_permission_to_read_topics_warns(
     emulators: Emulators, database: Database, status: str, code: int, verdict: str
 ) -> None:
-    """Publishing needs fewer permissions than reading a topic; a service that is away is an error."""
+    """Publishing needs fewer permissions than reading a topic; an unavailable service is an error."""
     with pubsub_server() as server:
         server.get_topic = refuse(grpc.StatusCode[status])
         done = publishworker(emulators, "check", "orders", **on(database), PUBSUB_EMULATOR_HOST=server.address)
@@ -146,7 +146,7 @@ def test_check_without_the_permission_to_look_says_so_and_does_not_fail(
 
 
 @pytest.mark.parametrize("words", ["publishworker run", "outbox schema apply"])
-def test_the_service_without_credentials_says_how_to_get_them(words: str) -> None:
+def test_missing_credentials_are_reported_with_advice(words: str) -> None:
     """No emulator, no credentials: exit 3 and the ways out."""
     nothing = {"GOOGLE_APPLICATION_CREDENTIALS": "", "NO_GCE_CHECK": "true", "HOME": "/nonexistent"}
     done = run(*words.split(), environment=on("any-database") | nothing)

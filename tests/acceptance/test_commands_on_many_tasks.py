@@ -1,4 +1,4 @@
-"""Operators' commands on a large table: what they count, ask and show, and a reader that closes the pipe."""
+"""Operators' commands on a large table: counts, questions, output, and a reader that closes the pipe."""
 
 import json
 import re
@@ -12,8 +12,8 @@ from google.cloud.spanner_v1.instance import Instance
 
 from outbox.admin import backlog
 from outbox.devtools.emulators import Emulators
-from tests.support.commands import TRACE, Commands, count, fill, row
-from tests.support.spanner import outbox_database
+from tests.support.commands import TRACE, Commands, fill, row
+from tests.support.spanner import count, outbox_database
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("many-tasks")]  # the table is filled once
 
@@ -24,10 +24,10 @@ IS_DEAD = "AvailableAt = TIMESTAMP '9999-12-31T00:00:00Z' AND Attempts = 16"
 @pytest.fixture(scope="module")
 def large(spanner_instance: Instance) -> Iterator[Database]:
     """A database with more dead tasks than a command changes without a question; one test makes them pending."""
-    with outbox_database(spanner_instance) as made:
-        fill(made, [row(f"pending-{n:05}") for n in range(PENDING)])
-        fill(made, [row(f"dead-{n:05}", "dead", topic="invoices") for n in range(DEAD)])
-        yield made
+    with outbox_database(spanner_instance) as created:
+        fill(created, [row(f"pending-{n:05}") for n in range(PENDING)])
+        fill(created, [row(f"dead-{n:05}", "dead", topic="invoices") for n in range(DEAD)])
+        yield created
 
 
 @pytest.fixture
@@ -35,10 +35,10 @@ def outbox(emulators: Emulators, large: Database) -> Commands:
     return Commands(emulators, large)
 
 
-def test_a_count_stops_unless_a_limit_must_be_decided(
+def test_counts_stop_early_unless_max_pending_needs_them(
     emulators: Emulators, database: Database, monkeypatch: pytest.MonkeyPatch
 ):
-    """The output names a count that stopped; --max-pending is decided, also beyond the number where counts stop."""
+    """The output marks a count that stopped. --max-pending is decided also above the number where counts stop."""
     monkeypatch.setattr(backlog, "COUNTED", PENDING)
     monkeypatch.setattr(backlog, "STALENESS", timedelta(0))
     fill(database, [row(f"{n}", OrderingKey="key") for n in range(PENDING)])  # one key, so one shard
@@ -56,16 +56,16 @@ def test_a_count_stops_unless_a_limit_must_be_decided(
         "outbox retry --ids-file <(outbox list --limit 2000 --json) --dry-run", "outbox --help",
     ],
 )  # fmt: skip
-def test_a_reader_that_has_enough_is_no_stack_trace(outbox: Commands, command: str):
-    """`| head` closes the pipe in the middle of the output: the command ends without a message."""
+def test_a_closed_pipe_causes_no_stack_trace(outbox: Commands, command: str):
+    """`| head` closes the pipe in the middle of the output; the command ends without a message."""
     done = outbox.shell(f"{command} | head -n 1 | wc -l")
     assert (done.code, done.stdout.strip()) == (0, "1"), done
     assert TRACE not in done.stderr
     assert "BrokenPipe" not in done.stderr
 
 
-def test_more_than_a_thousand_are_changed_after_a_question(outbox: Commands, large: Database, tmp_path: Path):
-    """A dry run counts those that exist; without a terminal it refuses; `n` changes nothing, `y` draws a bar."""
+def test_changing_more_than_a_thousand_tasks_asks_first(outbox: Commands, large: Database, tmp_path: Path):
+    """A dry run counts existing tasks. Without a terminal it refuses; `n` changes nothing, `y` shows a progress bar."""
     file = tmp_path / "ids"
     kinds = {"pending": PENDING, "dead": DEAD, "unknown": 100, "not there's": 100}
     file.write_text("\n".join(f"{kind}-{n:05}" for kind, number in kinds.items() for n in range(number)))

@@ -1,4 +1,4 @@
-"""`make demo` as a newcomer runs it: what it prints, how it ends, and that it notices a broken outbox."""
+"""`make demo` as a newcomer runs it: its output, how it ends, and that it notices a broken outbox."""
 
 import os
 import re
@@ -73,7 +73,7 @@ def test_demo_on_given_emulators(emulators: Emulators):
 @pytest.mark.extended
 @linux
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted(emulators: Emulators, number: signal.Signals):
+def test_an_interrupted_demo_stops_its_processes(emulators: Emulators, number: signal.Signals):
     """Ctrl-C in the middle stops the workers by SIGTERM, which they take well, and ends with 130 in one sentence."""
     environment = ENVIRONMENT | emulators.environment()
     with started("orders.demo", "--tasks", "20000", environment=environment) as process:
@@ -88,7 +88,7 @@ def test_interrupted(emulators: Emulators, number: signal.Signals):
 
 @pytest.mark.extended
 @linux
-def test_a_worker_that_dies_is_noticed(emulators: Emulators):
+def test_a_worker_that_crashes_is_noticed(emulators: Emulators):
     environment = ENVIRONMENT | emulators.environment()
     with started("orders.demo", "--tasks", "20000", environment=environment) as process:
         process.wait_for_text("workers relay")
@@ -103,8 +103,8 @@ def test_a_worker_that_dies_is_noticed(emulators: Emulators):
     ("demo", "tasks"),
     [*(("orders.demo", tasks) for tasks in ("0", "-3", "many", "1.5", "")), ("payments.demo", "many")],
 )
-def test_a_number_that_is_none(demo: str, tasks: str):
-    """One sentence that names the flag, the value and what is allowed; nothing is started."""
+def test_an_invalid_number_is_refused(demo: str, tasks: str):
+    """One sentence that names the flag, the value and the allowed values; nothing is started."""
     finished = run(demo, "--tasks", tasks, environment=ENVIRONMENT)
     assert finished.code == 2
     assert finished.stderr == (
@@ -131,7 +131,7 @@ def _run(summary: ModuleType, arrivals: list[tuple[str, str, float]], faults: li
     )
 
 
-def test_duplicates_are_counted_and_no_fault(summary: ModuleType):
+def test_duplicates_are_counted_and_are_no_fault(summary: ModuleType):
     """They are counted by kind, latency by the first arrival."""
     arrivals = [("a", "1", 1), ("b", "2", 2), ("b", "2", 9), ("c", "4", 8), ("c", "3", 3), ("c", "3", 4)]
     numbers = summary.summarize(_run(summary, arrivals, []))
@@ -154,10 +154,10 @@ def test_duplicates_are_counted_and_no_fault(summary: ModuleType):
         (GOOD, ["worker 1 stopped with exit code 1 instead of 0"], ["worker 1 stopped with exit code 1 instead of 0"]),
     ],
 )
-def test_what_is_wrong_is_noticed(
+def test_each_kind_of_fault_is_noticed(
     summary: ModuleType, arrivals: list[tuple[str, str, float]], faults: list[str], wrong: list[str]
 ):
-    """A lost task though it is marked as sent, one that rolled back, one without an id, one that nobody registered."""
+    """A lost task that is marked as sent, a rolled back one, one without an ID, one that was never registered."""
     run = _run(summary, arrivals, faults)
     numbers = summary.summarize(run)
     assert summary.verdict(numbers, faults) == wrong

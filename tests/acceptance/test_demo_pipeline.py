@@ -1,4 +1,4 @@
-"""`make demo-pipeline` as a newcomer runs it: all jobs on Spark, with few payments; what it prints, how it ends."""
+"""`make demo-pipeline` as a newcomer runs it: all jobs on Spark, with few payments; its output, how it ends."""
 
 import json
 import re
@@ -21,7 +21,7 @@ REPLAYED = PAYMENTS * 4 // 10
 @pytest.mark.extended
 @pytest.mark.timeout(400)
 def test_all_jobs_one_after_the_other(emulators: Emulators, tmp_path: Path, long: bool) -> None:
-    """Nothing is lost, nothing is altered; a replayed task has two sendings, and a message for each."""
+    """No task is lost or altered. A replayed task was sent twice, with a message for each."""
     if not long:
         pytest.skip("--long; it waits for most of three minutes, and the tests of each job are in tests/pipeline")
     done = run(
@@ -50,7 +50,7 @@ def test_all_jobs_one_after_the_other(emulators: Emulators, tmp_path: Path, long
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long("SIGTERM goes the same way")), signal.SIGTERM]
 )
-def test_interrupted(emulators: Emulators, tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupted_demo_stops_its_processes(emulators: Emulators, tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C ends with 130 and one sentence; Spark is gone with it."""
     flags = ("--tasks", "20000", "--output", str(tmp_path))
     with started("payments.demo", *flags, environment=ENVIRONMENT | emulators.environment()) as process:
@@ -65,7 +65,7 @@ def test_interrupted(emulators: Emulators, tmp_path: Path, number: signal.Signal
         assert "Traceback" not in process.stderr
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     """One sentence with its path; nothing is started."""
     (tmp_path / "file").touch()
     done = run("payments.demo", "--output", str(tmp_path / "file"), environment=ENVIRONMENT)

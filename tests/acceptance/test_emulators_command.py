@@ -64,8 +64,8 @@ class TestWhereTheyAreInstalled:
     """These start emulators of their own, so those that a variable names are not enough."""
 
     @linux
-    def test_a_second_shell_can_use_what_is_printed(self) -> None:
-        """What is printed is all that a client needs; a signal ends the command with 0, and both emulators with it."""
+    def test_a_second_shell_can_use_the_printed_variables(self) -> None:
+        """A client needs nothing else. A signal ends the command with 0, and both emulators with it."""
         with _running() as (one, hosts), _running() as (process, others):
             assert len({*hosts, *others}) == 4
             assert "1.5.38" in process.stdout
@@ -157,7 +157,7 @@ def test_ddl_that_the_emulator_refuses_is_a_sentence(emulators: Emulators, tmp_p
     assert done.stderr.startswith("outbox: could not create database shop on the emulator: 400 ")
 
 
-def test_nothing_installed_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_a_missing_sdk_is_reported_with_commands_to_install_it(tmp_path: Path) -> None:
     """Without a Cloud SDK the reader gets commands to copy, and exit code 3."""
     done = processes.run("outbox", "emulators", environment={"PATH": "", "CLOUDSDK_ROOT_DIR": str(tmp_path)})
     assert done.code == 3

@@ -13,7 +13,7 @@ import outbox as api
 from outbox.devtools.emulators import Emulators
 from tests.support.commands import HOUR, Commands, fill, row
 from tests.support.relays import insert_undecodable
-from tests.support.spanner import outbox_database
+from tests.support.spanner import outbox_database, query
 
 ALL_BYTES = bytes(range(256))
 
@@ -21,10 +21,10 @@ ALL_BYTES = bytes(range(256))
 @pytest.fixture(scope="module")
 def filled(emulators: Emulators, spanner_instance: Instance) -> Iterator[Commands]:
     """The commands on a table with tasks of each state, which no test changes."""
-    with outbox_database(spanner_instance) as made:
+    with outbox_database(spanner_instance) as created:
         due = datetime.now(UTC) - timedelta(minutes=1)
         fill(
-            made,
+            created,
             [
                 row("young"), row("old", age=3 * HOUR), row("low", Priority=0, age=9 * HOUR),
                 row("high", Priority=100, AvailableAt=due), row("again", "retrying"), row("later", "scheduled"),
@@ -33,7 +33,7 @@ def filled(emulators: Emulators, spanner_instance: Instance) -> Iterator[Command
                 *(row(f"sent-{n}", "sent", age=n * HOUR) for n in (3, 1, 2)),
             ],
         )  # fmt: skip
-        yield Commands(emulators, made)
+        yield Commands(emulators, created)
 
 
 def ids(filled: Commands, *words: str) -> list[str]:
@@ -112,10 +112,8 @@ def test_show_has_every_column_and_the_message(outbox: Commands, database: Datab
         )  # fmt: skip
     shown = outbox.here("show", id)
     lines = {line.split(maxsplit=1)[0]: line.split(maxsplit=1)[-1] for line in shown.stdout.splitlines()}
-    with database.snapshot() as snapshot:
-        statement = "SELECT column_name FROM information_schema.columns WHERE table_name = 'AsynchronousTasks'"
-        columns = {name for (name,) in snapshot.execute_sql(statement)}
-    assert columns <= set(lines)
+    statement = "SELECT column_name FROM information_schema.columns WHERE table_name = 'AsynchronousTasks'"
+    assert {name for [name] in query(database, statement)} <= set(lines)
     assert [lines[name] for name in ("Id", "State", "Topic", "Priority", "OrderingKey", "ExpiresAt", "SentAt")] == [
         id, "pending", "orders", "90", "customer-7", "2090-01-01T00:00:00.000000Z", "NULL",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a DogStatsD agent hears of a worker."""
+"""The metrics of a worker, as a DogStatsD agent receives them."""
 
 from pathlib import Path
 
@@ -16,17 +16,17 @@ from tests.support.waiting import eventually
 OFTEN = "from publishworker.telemetry import gauges; gauges.INTERVAL = 1.0"
 SERVICE = {"DD_ENV": "test", "DD_SERVICE": "publishworker", "DD_VERSION": "1.2.3"}
 TABLE = {metric.name: metric for metric in m.METRICS}
-#: What every worker sends that sends tasks, and owns shard 0.
+#: The metrics of every worker that sends tasks and polls shard 0.
 USUAL = {
     m.HEARTBEAT, m.BUILD, m.SHARDS, m.WORKERS, m.PENDING, m.TOPIC_TASKS, m.OLDEST_AGE, m.PHASE_DURATION, m.LATENCY,
     m.BATCH_SIZE, m.IN_FLIGHT, m.PUBLISHED,
 }  # fmt: skip
 
 
-def test_all_that_is_sent_is_in_the_table_with_its_tags(
+def test_every_sent_metric_is_documented_with_its_tags(
     emulators: Emulators, database: Database, topic: str, tmp_path: Path
 ) -> None:
-    """Names, types and tags of a run with failures are those of the table, and all that every worker sends is there."""
+    """Names, types and tags of a run with failures match the table. Each metric that every worker sends was sent."""
     agent = UnixAgent(tmp_path / "dsd.socket")
     environment = settings(emulators, database.database_id, tmp_path / "heartbeat", **agent.environment, **SERVICE)
     with agent.listening(), altered(OFTEN, environment, "--batch-size", "10") as process:

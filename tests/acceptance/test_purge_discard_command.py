@@ -7,7 +7,8 @@ from datetime import UTC, datetime, timedelta
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from tests.support.commands import HOUR, SECONDS, Commands, count, fill, row, table
+from tests.support.commands import HOUR, SECONDS, Commands, fill, row, table
+from tests.support.spanner import count
 from tests.support.waiting import eventually
 
 DAY = timedelta(days=1)
@@ -49,7 +50,7 @@ def test_purge_deletes_old_sent_tasks_only(outbox: Commands, database: Database)
     assert table(database) == {id: before[id] for id, *_ in kept}
 
 
-def test_a_purge_goes_on_after_sigterm(emulators: Emulators, own_database: Database):
+def test_a_purge_can_be_continued_after_sigterm(emulators: Emulators, own_database: Database):
     """Exit 1 with the number, and the command that it prints deletes the rest and nothing that became old meanwhile."""
     outbox = Commands(emulators, own_database)
     fill(own_database, [row(f"old-{n}", "sent", age=2 * DAY) for n in range(600)])
@@ -59,12 +60,12 @@ def test_a_purge_goes_on_after_sigterm(emulators: Emulators, own_database: Datab
         process.stop()
         assert process.wait() == 1
         assert process.stdout == ""
-        said = re.search(
+        printed = re.search(
             r"stopped by SIGTERM\. (\d+) tasks changed so far.* To continue, run: (outbox purge .*)\n", process.stderr
         )
-        assert said, process.stderr
-    assert 2 < (left := count(own_database, "TRUE")) == 602 - int(said[1])
-    rest = outbox.shell(said[2])
+        assert printed, process.stderr
+    assert 2 < (left := count(own_database, "TRUE")) == 602 - int(printed[1])
+    rest = outbox.shell(printed[2])
     assert (rest.code, rest.stdout) == (0, f"deleted: {left - 2} tasks\n")
     assert sorted(table(own_database)) == ["unsent", "young"]
 

@@ -1,4 +1,4 @@
-"""What the README and the guides show is run as it stands there: Python, SQL and commands, on the emulators."""
+"""The README and the guides run as written: Python, SQL and commands, on the emulators."""
 
 import contextlib
 import itertools
@@ -25,7 +25,7 @@ from tests.support.fakes import FakePublisher
 from tests.support.parts import relay_of
 from tests.support.processes import ROOT, Finished, Process, run, started
 from tests.support.pubsub import PubSub
-from tests.support.spanner import ADMIN_SECONDS, instance
+from tests.support.spanner import ADMIN_SECONDS, instance, query
 from tests.support.waiting import eventually
 
 #: The database that the pages name is also that of the pipeline's pages, on the same emulator.
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.xdist_group("spark")
 
 PROJECT = "my-project"
 PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.cli._parser}
-#: Tables of the application and of the subscribers, which the pages take for granted.
+#: Tables of the application and of the subscribers, which the pages presuppose.
 TABLES = (
     "CREATE TABLE Orders (OrderId STRING(36), Cents INT64) PRIMARY KEY (OrderId)",
     "CREATE TABLE Invoices (TaskId STRING(64), OrderJson STRING(MAX)) PRIMARY KEY (TaskId)",
@@ -51,7 +51,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def commands(page: str) -> list[list[str]]:
-    """Return what a page shows behind a prompt, as words, up to the first operator of the shell."""
+    """Return the command behind a prompt of a page, as words, up to the first operator of the shell."""
     lines = [line for block in blocks(page, "console") for line in block.replace("\\\n", "").splitlines()]
     return [list(_first_command(line[2:])) for line in lines if line.startswith("$ ")]
 
@@ -88,13 +88,8 @@ def topics(pubsub: PubSub) -> Iterator[None]:
     pubsub.publisher.delete_topic(topic=name)
 
 
-def rows(database: Database, sql: str) -> list[list[Any]]:
-    with database.snapshot() as snapshot:
-        return [list(row) for row in snapshot.execute_sql(sql)]
-
-
 def one(database: Database, sql: str) -> Any:
-    [[value]] = rows(database, sql)
+    [[value]] = query(database, sql)
     return value
 
 
@@ -132,10 +127,10 @@ def relaying(emulators: Emulators, words: list[str], heartbeat: Path) -> Iterato
 
 
 @pytest.mark.usefixtures("topics")
-def test_the_readme_is_a_story_that_happens(
+def test_the_readme_runs_as_written(
     emulators: Emulators, shop: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Tables, a registration, a worker, a subscriber; sent again by the SQL that is shown, and handled once."""
+    """Tables, a registration, a worker, a subscriber; sent again by the SQL of the page, and handled once."""
     ours = [words for words in commands("README.md") if words[0] in PARSERS]
     assert [words[:2] for words in ours] == [
         ["outbox", "schema"],
@@ -150,8 +145,8 @@ def test_the_readme_is_a_story_that_happens(
 
     register, subscribe = blocks("README.md", "python")
     task_id = execute(register, {})["task_id"]
-    assert rows(shop, "SELECT OrderId, Cents FROM Orders") == [["order-1", 1999]]
-    assert rows(shop, "SELECT Id, SentAt FROM AsynchronousTasks") == [[task_id, None]]
+    assert query(shop, "SELECT OrderId, Cents FROM Orders") == [["order-1", 1999]]
+    assert query(shop, "SELECT Id, SentAt FROM AsynchronousTasks") == [[task_id, None]]
     checked = run_here(emulators, ours[2])
     assert (checked.code, checked.stdout.count("ok  ")) == (0, 3)
 
@@ -163,7 +158,7 @@ def test_the_readme_is_a_story_that_happens(
         shop.run_in_transaction(send_again, update, task_id, default_retry_delay=0.02)
         eventually(lambda: f"task {task_id}: came again" in caplog.text, seconds=30)
         eventually(lambda: one(shop, "SELECT SentAt FROM AsynchronousTasks"), seconds=10)
-    assert rows(shop, "SELECT TaskId, OrderJson FROM Invoices") == [[task_id, '{"order": "order-1"}']]
+    assert query(shop, "SELECT TaskId, OrderJson FROM Invoices") == [[task_id, '{"order": "order-1"}']]
 
 
 def send_again(transaction: Any, statement: str, task_id: str) -> None:
@@ -180,12 +175,12 @@ def test_the_guide_to_registering(emulators: Emulators, shop: Database) -> None:
             execute(block, names)
     finally:
         outbox.set_metrics(None)
-    tasks = rows(
+    tasks = query(
         shop,
         "SELECT Topic, Priority, AvailableAt > CURRENT_TIMESTAMP() FROM AsynchronousTasks ORDER BY CreatedAt, Topic",
     )
     assert tasks == [["orders", 100, None], ["reminders", 50, True], ["orders", 50, None]]
-    assert rows(shop, "SELECT OrderId, Cents FROM Orders") == [["order-1", 0]]
+    assert query(shop, "SELECT OrderId, Cents FROM Orders") == [["order-1", 0]]
     assert [task.topic for task in names["transaction"].tasks] == ["orders", "reminders"]
 
 
@@ -202,8 +197,8 @@ def test_the_guide_to_subscribing(shop: Database, pubsub: PubSub, caplog: pytest
         eventually(lambda: "task task-1: handled" in caplog.text, seconds=30)
         pubsub.publisher.publish(topic=f"projects/{PROJECT}/topics/orders", messages=[message])
         eventually(lambda: "task task-1: came again" in caplog.text, seconds=30)
-    assert rows(shop, "SELECT Pieces FROM Stock") == [[6]]
-    assert len(rows(shop, "SELECT TaskId FROM HandledTasks")) == 1
+    assert query(shop, "SELECT Pieces FROM Stock") == [[6]]
+    assert len(query(shop, "SELECT TaskId FROM HandledTasks")) == 1
 
 
 def test_the_statements_of_the_schema_guide(emulators: Emulators, shop: Database) -> None:
@@ -214,7 +209,7 @@ def test_the_statements_of_the_schema_guide(emulators: Emulators, shop: Database
         id = outbox.register(batch, "orders", b"")
     [block] = blocks("docs/guide/schema.md", "sql")
     shop.run_in_transaction(send_again, block, id)
-    assert rows(shop, "SELECT Id FROM AsynchronousTasks WHERE SentAt IS NULL") == [[id]]
+    assert query(shop, "SELECT Id FROM AsynchronousTasks WHERE SentAt IS NULL") == [[id]]
     assert "exists   table AsynchronousTasks" in run_here(emulators, commands("docs/guide/schema.md")[1]).stdout
 
 
@@ -231,13 +226,13 @@ def test_the_guide_to_ordering(emulators: Emulators, shop: Database) -> None:
             pass
 
     def head_and_tail() -> tuple[str, str]:
-        """Register two tasks, of which the first fails; return their ids."""
+        """Register two tasks, the first of which fails; return their IDs."""
         execute(pay, {"outbox": outbox, "database": shop})
-        found = rows(shop, "SELECT Id FROM AsynchronousTasks WHERE SentAt IS NULL AND Attempts = 0 ORDER BY Sequence")
+        found = query(shop, "SELECT Id FROM AsynchronousTasks WHERE SentAt IS NULL AND Attempts = 0 ORDER BY Sequence")
         [head], [tail] = found
         publisher.failing = {head: Failed("invalid_argument", "no")}
         turns()
-        assert rows(shop, blocked) == [["payments", "account-42", head, "invalid_argument: no", 1]]
+        assert query(shop, blocked) == [["payments", "account-42", head, "invalid_argument: no", 1]]
         publisher.failing = {}
         return head, tail
 
@@ -246,10 +241,10 @@ def test_the_guide_to_ordering(emulators: Emulators, shop: Database) -> None:
             statement = statement.replace(f"the-{name}", value)
         shop.run_in_transaction(lambda transaction: transaction.execute_update(statement))
 
-    mended = head_and_tail()
-    change(again, id=mended[0])
+    retried = head_and_tail()
+    change(again, id=retried[0])
     turns()
-    assert publisher.ids() == list(mended)
+    assert publisher.ids() == list(retried)
 
     dead, tail = head_and_tail()
     change(let_pass, id=dead)
@@ -257,8 +252,8 @@ def test_the_guide_to_ordering(emulators: Emulators, shop: Database) -> None:
     assert tail not in publisher.ids()
     change(at_once, key="account-42", topic="payments")
     turns()
-    assert publisher.ids() == [*mended, tail]
-    assert rows(shop, blocked) == []
+    assert publisher.ids() == [*retried, tail]
+    assert query(shop, blocked) == []
 
 
 def test_every_command_of_the_pages_is_known() -> None:

@@ -65,7 +65,7 @@ def test_a_retry_that_changes_nothing_says_why(outbox: Commands, database: Datab
         assert table(database) == before
 
 
-def test_a_selection_is_these_tasks_only_and_its_dml_does_the_same(outbox: Commands, database: Database):
+def test_a_selection_and_its_dml_change_the_same_tasks(outbox: Commands, database: Database):
     """A dry run changes nothing, its count is exact, and its statement, run by any client, changes the same rows.
 
     The end of a selection of sent tasks is at most now: the command would otherwise select what it sends again.

@@ -29,7 +29,7 @@ PAGES = ROOT / "docs/operations"
 EVERYWHERE = [(page, title) for page, situations in SITUATIONS.items() for title in situations]
 #: A command is killed after it.
 COMMAND_SECONDS = 60.0
-#: `outbox status` reads what was there this long ago.
+#: `outbox status` reads the table as of this long ago.
 STALE_SECONDS = 10.0
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)")
@@ -55,7 +55,7 @@ def shown(text: str) -> list[tuple[str, list[str]]]:
 
 
 def normal(line: str) -> str:
-    """Return a line without what differs from run to run: times, durations, the width of columns."""
+    """Return a line without times, durations and the width of columns, which differ from run to run."""
     line = re.sub(r"\.{3,}", "...", line)  # a dot for each second that gcloud waits
     return re.sub(r" +", " ", DURATION.sub("DURATION", TIME.sub("TIME", line))).strip()
 
@@ -143,7 +143,7 @@ def test_every_section_with_commands_has_a_situation(page: str):
 
 
 @pytest.mark.parametrize(("page", "title"), EVERYWHERE)
-def test_the_commands_of_a_section_print_what_it_shows(page: str, title: str, places: dict[tuple[str, str], Place]):
+def test_the_commands_of_a_section_print_its_output(page: str, title: str, places: dict[tuple[str, str], Place]):
     """One after the other, as a person on call would."""
     for command, expected in shown(sections(page)[title]):
         printed = run(command, places[page, title])

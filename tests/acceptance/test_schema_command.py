@@ -36,19 +36,19 @@ def test_print_needs_no_spanner():
     assert "CREATE CHANGE STREAM AsynchronousTasksInserts" in chosen.stdout
 
 
-def test_apply_makes_the_tables_once(outbox: Commands, empty_database: Database):
-    """The first run makes all, the second finds all; a deployment may run it every time."""
+def test_apply_creates_the_tables_once(outbox: Commands, empty_database: Database):
+    """The first run creates all, the second finds all; a deployment may run it every time."""
     first, again = outbox.run("schema", "apply"), outbox.run("schema", "apply")
     assert (first.code, first.stdout, first.stderr) == (0, MADE, "")
     assert (again.code, again.stdout) == (0, MADE.replace("created ", "exists  "))
     assert schema.differences(empty_database, schema.statements(), free=()) == []
 
 
-def test_apply_keeps_the_choices_of_a_table_unless_they_are_given(outbox: Commands, empty_database: Database):
+def test_apply_keeps_shards_and_retention_unless_they_are_given(outbox: Commands, empty_database: Database):
     """Without flags a table with other shards and retention is fine; with them it must be as the flags say."""
     choices = ("--shards", "4", "--retention", "none", "--change-stream")
-    made = outbox.here("schema", "apply", *choices)
-    assert "created  change stream AsynchronousTasksInserts\n" in made.stdout
+    created = outbox.here("schema", "apply", *choices)
+    assert "created  change stream AsynchronousTasksInserts\n" in created.stdout
     assert schema.shard_count(empty_database) == 4
     assert [outbox.here("schema", "apply", *words).code for words in ((), choices)] == [0, 0]
     other = outbox.here("schema", "apply", "--shards", "10", "--retention", "30")

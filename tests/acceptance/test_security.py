@@ -1,4 +1,4 @@
-"""What docs/security.md promises of a running worker, and of every statement that is sent."""
+"""The promises of docs/security.md about a running worker and about every statement."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -19,7 +19,7 @@ from tests.support.relays import unsent, worker
 from tests.support.rpc import Forwarding
 from tests.support.waiting import eventually
 
-#: Stands in everything that must not be told, and in every value that must not become a part of a statement.
+#: In everything that must not be logged, and in every value that must not become a part of a statement.
 SECRET = "s3cr3t'\"`;--"
 _STATEMENTS: dict[str, Any] = {
     "ExecuteSql": ExecuteSqlRequest,
@@ -59,8 +59,8 @@ def listening(pid: int) -> set[str]:
     return found
 
 
-def test_a_worker_opens_no_port_and_tells_no_secret(emulators: Emulators, database: Database, topic: str) -> None:
-    """While it sends, while messages fail in each way, at the level DEBUG; nor does it tell its credentials."""
+def test_a_worker_opens_no_port_and_logs_no_secret(emulators: Emulators, database: Database, topic: str) -> None:
+    """While it sends and while messages fail in each way, at the level DEBUG; nor does it log its credentials."""
     with database.batch() as batch:
         outbox.register(batch, topic, SECRET.encode(), {"card": SECRET})
     message = RawPubsubMessage(data=SECRET.encode(), attributes={"card": SECRET})
@@ -86,8 +86,8 @@ def test_a_worker_opens_no_port_and_tells_no_secret(emulators: Emulators, databa
         eventually(failed, seconds=30)
         assert listening(process.pid) == set()
         process.end()
-        told = process.stdout + process.stderr
-    assert "s3cr3t" not in told
+        output = process.stdout + process.stderr
+    assert "s3cr3t" not in output
     assert not [each for each in rows_of(database).values() if "s3cr3t" in str(each["LastError"])]
 
 
@@ -109,7 +109,7 @@ def test_a_worker_opens_no_port_and_tells_no_secret(emulators: Emulators, databa
 def test_no_value_becomes_a_part_of_a_statement(
     emulators: Emulators, database: Database, words: tuple[str, ...]
 ) -> None:
-    """What a user types and what a row holds go as parameters and keys."""
+    """Values of users and of rows are sent as parameters and keys."""
     insert(database, [row(SECRET, Topic=SECRET, OrderingKey=SECRET)])
     with Reading(emulators.spanner_host) as proxy:
         done = Commands(emulators, database, spanner_host=proxy.address).run(*words)
@@ -121,10 +121,7 @@ def test_no_value_becomes_a_part_of_a_statement(
 def test_no_value_of_a_row_becomes_a_part_of_the_workers_statements(emulators: Emulators, database: Database) -> None:
     """Ids, topics and keys as hostile as they may be: they are parameters of the poll and of the lock."""
     insert(database, [row(SECRET, Topic=SECRET, OrderingKey=SECRET)])
-    with (
-        Reading(emulators.spanner_host) as proxy,
-        worker(emulators, database, SPANNER_EMULATOR_HOST=proxy.address),
-    ):
+    with Reading(emulators.spanner_host) as proxy, worker(emulators, database, SPANNER_EMULATOR_HOST=proxy.address):
         eventually(lambda: rows_of(database)[SECRET]["LastError"], seconds=30, message="it is dead")
     assert proxy.with_secret > 0
     assert not [each for each in proxy.statements if "s3cr3t" in each]

@@ -65,7 +65,7 @@ def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Data
     assert whole["errors"][1] == error | {"tasks": 4, "at_least": False}
 
 
-def test_an_age_or_a_number_that_is_exceeded_is_exit_code_1(outbox: Commands, database: Database):
+def test_an_exceeded_age_or_count_is_exit_code_1(outbox: Commands, database: Database):
     """A sentence says which limit and by how much; without it the code is 0. Paused topics count for neither."""
     fill(database, [row("a"), row("b", age=2 * HOUR), row("p", topic="paused", age=9 * HOUR)])
     pause(database, "paused")

@@ -39,7 +39,7 @@ def wait_for(process: Process, expected: list[str]) -> None:
     assert sorted(ids(process)) == sorted(expected)
 
 
-def test_two_see_each_task_of_a_real_worker_once(emulators: Emulators, database: Database, topic: str):
+def test_two_tails_show_each_task_of_a_worker_once(emulators: Emulators, database: Database, topic: str):
     """Both give the same ids in the same order, none twice, and both end with 0: at Ctrl-C, and at SIGTERM."""
     outbox = Commands(emulators, database)
     with ExitStack() as stack:
@@ -57,8 +57,8 @@ def test_two_see_each_task_of_a_real_worker_once(emulators: Emulators, database:
             assert each.stderr.count("\n") == 1
 
 
-def test_it_begins_at_since_and_keeps_to_its_topic(emulators: Emulators, database: Database):
-    """In the order in which they were sent, from that time on, then those sent meanwhile; of no other topic."""
+def test_tail_begins_at_since_and_shows_only_its_topic(emulators: Emulators, database: Database):
+    """In the order in which they were sent, from that time on, then those sent meanwhile."""
     fill(
         database,
         [
@@ -81,8 +81,8 @@ def test_it_begins_at_since_and_keeps_to_its_topic(emulators: Emulators, databas
 
 
 @pytest.mark.parametrize("away", [Proxy.refuse, Proxy.hang])
-def test_spanner_that_goes_away_costs_no_line(emulators: Emulators, database: Database, away: Callable[[Proxy], None]):
-    """Tasks that were sent meanwhile come when Spanner is back; one note says that it was away."""
+def test_an_outage_of_spanner_loses_no_line(emulators: Emulators, database: Database, away: Callable[[Proxy], None]):
+    """Tasks that were sent meanwhile follow when Spanner is available again. One note reports the outage."""
     fill(database, [row("before"), row("meanwhile"), row("after")])
     with Proxy(emulators.spanner_host) as proxy:
         outbox = Commands(emulators, database, proxy.address)

@@ -1,4 +1,4 @@
-"""Pauses and limits by the commands: running workers follow them, and the page about them shows what they do."""
+"""Pauses and limits by the commands: running workers follow them, and the page about them shows their effect."""
 
 import re
 import shlex
@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
@@ -15,6 +14,7 @@ from tests.support.commands import Commands, fill, row
 from tests.support.processes import ROOT
 from tests.support.pubsub import Subscription
 from tests.support.relays import divided, execute, register, unsent, wait_until_all_sent, worker
+from tests.support.spanner import query
 from tests.support.waiting import eventually
 
 PAGE = Path("docs/operations/topics.md")
@@ -25,7 +25,7 @@ def blocks(language: str) -> str:
     return str(block)
 
 
-def test_the_commands_of_the_page_do_and_say_what_it_shows(outbox: Commands, database: Database):
+def test_the_commands_of_the_page_print_its_output(outbox: Commands, database: Database):
     """One after the other on the same database; the flags that name it are the test's."""
     fill(database, [row(topic, topic=topic) for topic in ("orders", "invoices")])
     unknown, wrong = outbox.run("pause", "ordres"), outbox.run("limit", "orders", "--rate", "0", "--burst", "1")
@@ -34,24 +34,22 @@ def test_the_commands_of_the_page_do_and_say_what_it_shows(outbox: Commands, dat
     assert {(each.stdout, each.stderr.count("\n")) for each in (unknown, wrong)} == {("", 1)}
     shown = re.findall(r"^\$ outbox (.*?) --project .*\n((?:[^$].*\n)*)", blocks("console"), re.MULTILINE)
     assert [words.split()[0] for words, _ in shown] == ["pause", "resume", "limit", "limit", "limit"]
-    for words, says in shown:
+    for words, expected in shown:
         done = outbox.run(*shlex.split(words))
-        assert (done.code, done.stdout) == (0, says)
+        assert (done.code, done.stdout) == (0, expected)
         assert "workers apply this within 10 seconds" in done.stderr
-    columns = ("Topic", "Paused", "RatePerSecond", "Burst", "MaxInFlight")
-    with database.snapshot() as snapshot:
-        rows = list(snapshot.read("AsynchronousTaskTopics", columns, KeySet(all_=True)))
+    columns = "Topic, Paused, RatePerSecond, Burst, MaxInFlight"
+    rows = query(database, f"SELECT {columns} FROM AsynchronousTaskTopics ORDER BY Topic")
     assert rows == [["invoices", False, None, None, None], ["orders", False, None, None, None]]
 
 
 def test_the_sql_of_the_page_does_the_same(database: Database):
     """Each statement of the page leaves the row that the command would leave."""
-    *statements, query = [re.sub(r"--.*", "", each).strip() for each in blocks("sql").split(";")]
+    *statements, last = [re.sub(r"--.*", "", each).strip() for each in blocks("sql").split(";")]
     left: list[Any] = []
     for statement in statements:
         execute(database, statement)
-        with database.snapshot() as snapshot:
-            left += list(snapshot.execute_sql(query))
+        left += query(database, last)
     assert left == [
         ["orders", False, None, None, None],
         ["orders", True, None, None, None],

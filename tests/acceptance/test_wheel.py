@@ -1,4 +1,4 @@
-"""What is published is what is tested: the wheel, installed into an empty environment."""
+"""The published wheel, installed into an empty environment."""
 
 import subprocess
 import sys
@@ -24,8 +24,8 @@ def shell(*command: str | Path, cwd: Path) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("wheel")
     shell(UV, "build", "--quiet", "--wheel", "--out-dir", target, ROOT, cwd=target)
-    [made] = target.glob("*.whl")
-    return made
+    [created] = target.glob("*.whl")
+    return created
 
 
 def test_the_wheel_holds_the_packages_the_ddl_and_the_types(wheel: Path) -> None:

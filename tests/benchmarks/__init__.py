@@ -1,1 +1,1 @@
-"""What the relay does in numbers: `make bench`. One section a module; `results` keeps them, `page` shows them."""
+"""The relay in numbers: `make bench`. One section a module; `results` keeps them, `page` shows them."""

@@ -14,8 +14,8 @@ from tests.benchmarks import (
     costs,
     decoding,
     delayed,
-    fleets,
     latency,
+    live_workers,
     marks,
     memory,
     ordering,
@@ -38,15 +38,15 @@ SECTIONS: dict[str, Callable[[Bench], results.Section]] = {
     "marks": marks.run,
     "decoding": decoding.run,
     "pipeline": pipeline.run,
-    "idle": fleets.alone,
-    "fleets": fleets.run,
+    "idle": live_workers.alone,
+    "workers": live_workers.run,
     "memory": memory.run,
     "poll-sent": polls.beside_sent,
     "poll-topics": polls.with_topics,
 }
 
 #: Of the pipeline, which `make bench-pipeline` runs. Registering comes last: many commits that the emulator aborts put
-#: its clock ahead, and then each strong read of what follows waits for a third of a second.
+#: its clock ahead, and then each strong read afterwards waits for a third of a second.
 PIPELINE: dict[str, Callable[[Bench], results.Section]] = {
     "spark-read": spark.read,
     "spark-archive": spark.archiving,
@@ -64,10 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="smaller numbers, to see that it works; nothing is kept")
     options = parser.parse_args(arguments)
     rounds = options.rounds or (2 if options.quick else 5)
-    with emulators.running() as made:
-        os.environ |= made.environment()
+    with emulators.running() as created:
+        os.environ |= created.environment()
         for name in options.only:
-            section = _run(ALL[name], Bench(made, rounds, options.quick))
+            section = _run(ALL[name], Bench(created, rounds, options.quick))
             print(page.text(section), flush=True)
             if not options.quick:
                 kept = results.load() | {name: section}

@@ -1,4 +1,4 @@
-"""What every section has: emulators, fresh tables, the number of rounds."""
+"""The setup of every section: emulators, fresh tables, the number of rounds."""
 
 import contextlib
 import dataclasses
@@ -46,7 +46,7 @@ class Bench:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Table:
-    """A fresh database with a topic of its own; whoever measures connects with one task, then asks for the others."""
+    """A fresh database with a topic of its own; a section connects with one task, then registers the others."""
 
     database: Database
     topic: str

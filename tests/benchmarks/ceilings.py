@@ -64,7 +64,7 @@ def mark_only(bench: Bench, hosts: Emulators) -> Speed:
 
 
 def read_and_mark_only(bench: Bench, hosts: Emulators) -> Speed:
-    """Read by key without the exclusive lock, and mark: what M would be if the emulator did not scan for SQL."""
+    """Read by key without the exclusive lock, and mark: the figure M without the emulator's scans for SQL."""
 
     def claim(database: Any, ids: Sequence[str]) -> None:
         def work(transaction: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a task costs under backlog: client CPU, requests, rows and bytes. These transfer."""
+"""The costs of a task under backlog: client CPU, requests, rows and bytes. These transfer."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def run(bench: Bench) -> Section:
 
 
 def child(hosts: Emulators, table: Table, tasks: int, *flags: str, **environment: str) -> Any:
-    """Relay so many tasks in a process of its own, and return what it says that it took."""
+    """Relay so many tasks in a process of its own, and return the measured costs."""
     arguments = ("--database", table.id, "--tasks", str(tasks), *flags)
     done = run_process("tests.benchmarks.child", *arguments, environment=hosts.environment() | environment, seconds=300)
     if done.code != 0:
@@ -62,7 +62,7 @@ def child(hosts: Emulators, table: Table, tasks: int, *flags: str, **environment
 
 
 def counted(hosts: Emulators, table: Table, tasks: int) -> Iterator[tuple[str, str, float]]:
-    """Relay through the counting proxy; yield what was counted, of all and by the worker's own tags."""
+    """Relay through the counting proxy; yield its counts, of all and by the worker's own tags."""
     with mock.patch.dict(os.environ, SESSIONS), Counting(hosts.spanner_host) as proxy:
         worker = warm_worker(replace(hosts, spanner_host=proxy.address), table)
         table.fill(tasks)

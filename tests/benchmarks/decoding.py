@@ -1,4 +1,4 @@
-"""What it takes to turn a poll's or a lock query's values into tasks: by the client, and by the relay's own code."""
+"""The time to decode the rows of a poll or a lock query: by the client, and by the relay's own code."""
 
 import gc
 from base64 import b64encode
@@ -35,20 +35,20 @@ CONDITIONS = f"""\
 
 
 def answer(columns: list[tuple[TypeCode, Any]]) -> Any:
-    """Return what Spanner would answer, with rows that are all alike but for their ids."""
-    made: Any = PartialResultSet(last=True)
+    """Return an answer of Spanner with rows that differ only in their IDs."""
+    created: Any = PartialResultSet(last=True)
     for number, (code, _) in enumerate(columns):
-        made._pb.metadata.row_type.fields.add(name=f"c{number}").type_.code = code
+        created._pb.metadata.row_type.fields.add(name=f"c{number}").type_.code = code
     for number in range(ROWS):
         for position, (_, value) in enumerate(columns):
-            item = made._pb.values.add()
+            item = created._pb.values.add()
             if value is None:
                 item.null_value = 0
             elif isinstance(value, bool):
                 item.bool_value = value
             else:
                 item.string_value = f"{value}{number}" if position == 0 else value
-    return made
+    return created
 
 
 def microseconds(columns: list[tuple[TypeCode, Any]], decode: Callable[[Any], object], *, lazy: bool) -> float:
@@ -61,7 +61,7 @@ def microseconds(columns: list[tuple[TypeCode, Any]], decode: Callable[[Any], ob
     return watch.cpu_seconds / 50 / ROWS * 1e6
 
 
-def made(kind: Any, found: list[list[Any]]) -> list[object]:
+def created(kind: Any, found: list[list[Any]]) -> list[object]:
     columns = len(fields(kind))  # the first ones
     return [kind(*each[:columns]) for each in found]
 
@@ -73,7 +73,7 @@ def run(bench: Bench) -> Section:
             ("candidate", CANDIDATE, Candidate, rows.candidates),
             ("locked row", LOCKED, LockedRow, rows.locked),
         ):
-            by_client = microseconds(columns, partial(made, kind), lazy=False)
+            by_client = microseconds(columns, partial(created, kind), lazy=False)
             by_relay = microseconds(columns, decode, lazy=True)
             samples += [(row, "client: us", by_client), (row, "relay: us", by_relay)]
     return Section("Decoding", figures(samples), CONDITIONS, "All of it.", Plot(["client: us", "relay: us"]))

@@ -1,4 +1,4 @@
-"""The same ways behind a network: where a service is milliseconds away, a round trip a task is what costs."""
+"""The same ways behind a network: where a service is milliseconds away, the round trips of each task dominate."""
 
 import contextlib
 from collections.abc import Iterator

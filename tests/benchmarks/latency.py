@@ -18,7 +18,7 @@ from tests.support.waiting import eventually
 
 #: Tasks a second that are offered, and for how many seconds; fewer in a quick run.
 OFFERED = ((1, 45, 3), (10, 45, 3), (100, 20, 2))
-#: Threads that register, so that one slow commit does not hold back the next arrivals.
+#: Threads that register, so that one slow commit does not delay the next arrivals.
 REGISTRARS = 8
 #: The pause after ABORTED, which the emulator answers while a relay's transaction is open.
 RETRY_DELAY = 0.005

@@ -1,4 +1,4 @@
-"""Ways to lock and to mark a batch: what the relay's statement and its columns give on the emulator."""
+"""Ways to lock and to mark a batch, compared with the relay's statement on the emulator."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from tests.benchmarks.results import Section, figures
 from tests.support.spanner import INSTANCE, PROJECT
 
 BATCH = 100
-#: What design and documentation have: the planner finds the seeks.
+#: The expected plan: the planner finds the seeks.
 BY_LIST = statements.LOCK[: statements.LOCK.index("FROM UNNEST")] + "FROM AsynchronousTasks WHERE Id IN UNNEST(@ids)"
 
 WAYS = {

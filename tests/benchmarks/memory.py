@@ -1,4 +1,4 @@
-"""Memory of a worker beside a small and a large backlog: what it holds must not grow with what waits."""
+"""Memory of a worker with a small and a large backlog: it must not grow with the backlog."""
 
 from tqdm import tqdm
 
@@ -8,7 +8,7 @@ from tests.benchmarks.costs import child
 from tests.benchmarks.results import Plot, Section, figures
 
 BACKLOGS, QUICK_BACKLOGS = (1_000, 10_000, 100_000), (500, 1_000)
-#: What is sent: a few turns.
+#: Tasks to send: a few turns.
 TASKS = 800
 
 RSS, TRACED = "peak RSS MB", "peak of Python's allocations MB"

@@ -1,4 +1,4 @@
-"""The baselines: what a user writes who has no relay. A transaction a task, the clients with their default settings."""
+"""The baselines: user code without a relay. A transaction a task, the clients with their default settings."""
 
 import base64
 import contextlib
@@ -49,9 +49,9 @@ class Naive:
 
 def relay(bench: Bench, hosts: Emulators, *, threads: int, tables: int) -> Speed:
     with contextlib.ExitStack() as stack:
-        made = [stack.enter_context(fresh_table(bench)) for _ in range(tables)]
-        naive = [stack.enter_context(_connected(hosts, made[n % tables])) for n in range(threads)]
-        filled = [table.fill(ROWS) for table in made]
+        created = [stack.enter_context(fresh_table(bench)) for _ in range(tables)]
+        naive = [stack.enter_context(_connected(hosts, created[n % tables])) for n in range(threads)]
+        filled = [table.fill(ROWS) for table in created]
         part = bench.choose(60, 12) // threads
         shares = [filled[n % tables][n // tables * part :][:part] for n in range(threads)]
         for each in naive:

@@ -1,4 +1,4 @@
-"""What ordering keys cost: the same tasks without keys, with many, and with one, in turns."""
+"""The costs of ordering keys: the same tasks without keys, with many, and with one, in turns."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

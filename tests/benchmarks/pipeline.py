@@ -1,6 +1,6 @@
-"""The relay's pipeline on a store in memory whose calls take the time of round trips: what waiting for batches costs.
+"""The relay's pipeline on a store in memory whose calls take the time of round trips: the cost of waiting for batches.
 
-No emulator: a database of it runs one transaction at a time, so batches in flight at once cannot be seen there.
+No emulator: a database of it runs one transaction at a time, so concurrent batches cannot be measured there.
 """
 
 import itertools
@@ -71,11 +71,11 @@ class DistantStore:
             factor = self._random.lognormvariate(0, 0.35) * (SLOW if self._random.random() < self._slow else 1)
         time.sleep(milliseconds / 1000 * factor)
 
-    def poll(self, look: PollRequest) -> Sequence[Candidate]:
+    def poll(self, request: PollRequest) -> Sequence[Candidate]:
         self.travel(self._poll)
-        most = look.per_range if look.topics else 0
+        limit = request.per_range if request.topics else 0
         with self._lock:
-            found = [list(itertools.islice(each.values(), most)) for each in self.unsent_of]
+            found = [list(itertools.islice(each.values(), limit)) for each in self.unsent_of]
         candidates = tuple(each for some in found for each in some)
         self.polls += 1
         self.rows += len(candidates)
@@ -103,7 +103,7 @@ class DistantStore:
         return NOON
 
     def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
-        """Do nothing: nobody else is there."""
+        """Do nothing: there are no other workers."""
 
 
 class DistantPublisher:
@@ -123,14 +123,14 @@ class DistantPublisher:
 def relay(way: Way, tasks: int, seed: int, slow: float) -> tuple[float, float, float]:
     store = DistantStore(tasks, seed, slow, way.poll)
     limits: dict[str, Any] = {"batches": way.batches, "stragglers": way.left, "patience": way.patience}
-    made = relay_of(
+    created = relay_of(
         cast("Any", store), DistantPublisher(store), size=100, discovery_seconds=0.5, refresh_seconds=2.0, **limits
     )
-    made.turn()  # learns the topic
+    created.turn()  # learns the topic
     store.polls = store.rows = 0
     begin, published = time.perf_counter(), 0
     while published < tasks and time.perf_counter() < begin + LIMIT:
-        published += made.turn().published
+        published += created.turn().published
     return tasks / (time.perf_counter() - begin), store.polls / tasks * 1000, store.rows / tasks
 
 

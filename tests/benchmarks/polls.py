@@ -1,4 +1,4 @@
-"""The poll beside many rows that are none of its business, and with many topics."""
+"""The poll with many rows that are not sendable, and with many topics."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,7 @@ from tests.support.spanner import INSTANCE, PROJECT
 
 SHARDS = 10
 TOPICS = (1, 10, 100)
-#: Tasks of one turn with default settings: what a poll is after.
+#: Tasks of one turn with default settings: the target of a poll.
 WINDOW = 400
 #: The seconds of the emulator's wait in a strong read are the same for all.
 TIMES = 10
@@ -104,11 +104,11 @@ def polled(bench: Bench, table: Table, topics: list[str]) -> Samples:
     store.poll(ready)
     samples: Samples = []
     for _ in range(bench.rounds):
-        for name, look in (("ready", ready), ("all", everything)):
+        for name, request in (("ready", ready), ("all", everything)):
             with stopwatch() as watch:
-                found = store.poll(look)
-                if look is everything:
-                    store.discover(look.shards, look.topics)
+                found = store.poll(request)
+                if request is everything:
+                    store.discover(request.shards, request.topics)
             samples.append((row, f"{name}: ms", watch.seconds * 1000))
             samples.append((row, f"{name}: client CPU ms", watch.cpu_seconds * 1000))
             if name == "ready":

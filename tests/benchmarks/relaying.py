@@ -40,7 +40,7 @@ def drive(worker: App, tasks: int) -> int:
     while published < tasks:
         turn = worker.relay.turn()
         published += turn.published
-        if turn.in_flight and not (turn.made_progress or turn.waits):  # the loop rests here, it does not poll on
+        if turn.in_flight and not (turn.made_progress or turn.waits):  # the worker waits here and does not poll
             published += worker.relay.finish().published
         if time.monotonic() > end:
             raise TimeoutError(f"{published} of {tasks} tasks after {LIMIT:g} s")

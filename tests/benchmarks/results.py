@@ -1,4 +1,4 @@
-"""Figures as data: what a section measured, when and how it ran. Kept as JSON, so that sections may run apart."""
+"""Figures as data: the measurements of a section, when and how it ran. Kept as JSON, so that sections may run apart."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bar:
-    """What a figure must reach, `at_least` or at most."""
+    """The bound of a figure, `at_least` or at most."""
 
     what: str
     value: float
@@ -54,7 +54,7 @@ class Plot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Section:
-    """What one section gives; its conditions are a list in Markdown."""
+    """The result of one section; its conditions are a list in Markdown."""
 
     title: str
     figures: list[Figure]
@@ -94,8 +94,8 @@ def save(sections: dict[str, Section], file: Path = FILE) -> None:
 
 def _section(data: dict[str, Any]) -> Section:
     plot = Plot(**data["plot"]) if data["plot"] else None
-    made = {"figures": [Figure(**each) for each in data["figures"]], "bars": [Bar(**each) for each in data["bars"]]}
-    return Section(**{**data, **made, "plot": plot})
+    created = {"figures": [Figure(**each) for each in data["figures"]], "bars": [Bar(**each) for each in data["bars"]]}
+    return Section(**{**data, **created, "plot": plot})
 
 
 def circumstances() -> dict[str, str]:

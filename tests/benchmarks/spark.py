@@ -1,4 +1,4 @@
-"""The jobs on Spark beside plain loops that do the same in one process: reading, registering, archiving."""
+"""The jobs on Spark compared with plain loops that do the same in one process: reading, registering, archiving."""
 
 import base64
 import contextlib
@@ -54,9 +54,9 @@ DAY, TICK = datetime(2026, 11, 1, tzinfo=UTC), timedelta(milliseconds=1)
 @cache
 def spark(spanner_host: str) -> SparkSession:
     with mock.patch.dict(os.environ, {"SPANNER_EMULATOR_HOST": spanner_host}):
-        made = session("benchmarks", "local[2,4]")
-    register_source(made)
-    return made
+        created = session("benchmarks", "local[2,4]")
+    register_source(created)
+    return created
 
 
 def growing(database: Database, sizes: Iterable[int]) -> Iterator[int]:

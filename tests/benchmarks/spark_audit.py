@@ -1,4 +1,4 @@
-"""The audit beside a loop over dictionaries that finds the same in one process."""
+"""The audit compared with a loop over dictionaries that finds the same in one process."""
 
 import json
 import tempfile
@@ -85,14 +85,14 @@ def _archive(engine: SparkSession, database: str, folder: Path, size: int) -> No
         f.encode(_id(number), "UTF-8"),
     )  # fmt: skip
     created = _created(number, size)
-    made = {
+    created = {
         "Id": _id(number), "Topic": f.concat(f.lit("topic-"), number % TOPICS), "Data": data, "Priority": f.lit(50),
         "OrderingKey": f.when(number % 10 == 0, f.concat(f.lit("key-"), (number / 10).cast("long") % 1000)),
         "Sequence": number, "CreatedAt": created, "SentAt": created + f.expr("interval 2 seconds"),
     }  # fmt: skip
-    others = {field.name: f.lit(None).cast(field.dataType) for field in schemas.TABLE if field.name not in made}
+    others = {field.name: f.lit(None).cast(field.dataType) for field in schemas.TABLE if field.name not in created}
     tasks = engine.range(size).select(
-        *((made | others)[field.name].cast(field.dataType).alias(field.name) for field in schemas.TABLE)
+        *((created | others)[field.name].cast(field.dataType).alias(field.name) for field in schemas.TABLE)
     )
     archive = Archive(engine, str(folder / "archive"))
     since, until = DAY, UNTIL + GRACE + timedelta(hours=1)

@@ -1,4 +1,4 @@
-"""Tasks a second: the relay beside a user's own code, and beside its ceilings."""
+"""Tasks a second: the relay compared with a user's own code, and with its ceilings."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""What a claim reads under the lock and writes with its commit: on the fake store and on the Spanner emulator."""
+"""Claims: rows read under the lock and marks written at the commit, on the fake store and on the Spanner emulator."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -35,8 +35,8 @@ def columns(harness: Harness, id: str) -> tuple[Any, ...]:
     return tuple(harness.column(id, name) for name in names)
 
 
-def test_claim_gives_the_rows_under_the_lock(harness: Harness) -> None:
-    """A row has its body and all that failures need, whether it is clean too; missing and deleted rows are left out."""
+def test_claim_returns_the_locked_rows(harness: Harness) -> None:
+    """A row has its body and all that failures need, and whether it is clean. Missing and deleted rows are left out."""
     harness.insert("b", ordering_key="key", available_at=PAST)
     harness.insert("a")
     harness.insert("expiring", expires_at=FUTURE, at_most_once=True)
@@ -56,8 +56,8 @@ def test_claim_gives_the_rows_under_the_lock(harness: Harness) -> None:
     assert locked(harness, "deleted") == {}
 
 
-def test_an_exception_under_the_lock_writes_nothing(harness: Harness) -> None:
-    """A defect in the relay rolls the transaction back and is not hidden; the store goes on."""
+def test_an_exception_after_the_lock_writes_nothing(harness: Harness) -> None:
+    """A defect in the relay rolls the transaction back and is not hidden; the store continues."""
     harness.insert("a")
 
     def break_down(_rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, Mark]:
@@ -70,8 +70,8 @@ def test_an_exception_under_the_lock_writes_nothing(harness: Harness) -> None:
     assert harness.column("a", "sent_at") is not None
 
 
-def test_a_sent_task_is_clean_whatever_was_left(harness: Harness) -> None:
-    """Each trace of earlier attempts is removed, so that setting SentAt to NULL sends a task again."""
+def test_sending_clears_the_traces_of_earlier_attempts(harness: Harness) -> None:
+    """So setting SentAt to NULL sends a task again."""
     traces: list[dict[str, Any]] = [{name: value} for name, value in FAILED.items()]
     left = {"clean": {}, "all": FAILED} | {f"trace {n}": each for n, each in enumerate([*traces, {"last_error": ""}])}
     for id, each in left.items():
@@ -99,8 +99,8 @@ def test_a_sent_task_is_clean_whatever_was_left(harness: Harness) -> None:
     assert first.tzinfo is not None
 
 
-def test_a_failure_is_written_beside_what_was_sent_in_one_commit(harness: Harness) -> None:
-    """The next time, the attempts, the text, the expiry as it was; a task without a mark keeps its row as it was."""
+def test_failures_and_sent_tasks_are_written_in_one_commit(harness: Harness) -> None:
+    """The next time, the attempts, the text, and the expiry as before. A task without an outcome keeps its row."""
     harness.insert("sent")
     harness.insert("sent-again", **FAILED)
     harness.insert("failed")
@@ -127,8 +127,8 @@ def test_a_failure_is_written_beside_what_was_sent_in_one_commit(harness: Harnes
     assert columns(harness, "untried") == UNTOUCHED
 
 
-def test_a_failed_task_is_due_when_its_time_has_come(harness: Harness) -> None:
-    """It is then a candidate of the due range only; a dead task never is one, and is counted with its error."""
+def test_a_failed_task_is_a_candidate_once_its_retry_is_due(harness: Harness) -> None:
+    """It is a candidate of the due range only. A dead task never is one, and is counted with its error."""
     times = {"now": PAST, "later": FUTURE, "dead": NEVER}
     for id in (*times, "alive"):
         harness.insert(id, expires_at=FUTURE)
@@ -144,7 +144,7 @@ def test_a_failed_task_is_due_when_its_time_has_come(harness: Harness) -> None:
     ]
 
 
-def test_a_failure_takes_back_a_mark(harness: Harness) -> None:
+def test_a_failure_removes_the_mark(harness: Harness) -> None:
     """A task that was marked before it was published is unsent again, with its attempts and its expiry."""
     harness.insert("a", expires_at=FUTURE, attempts=2, at_most_once=True)
     committed = harness.store.claim(["a"], send_all)

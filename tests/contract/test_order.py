@@ -24,23 +24,23 @@ def insert_in_order(harness: Harness, tasks: Mapping[str, Mapping[str, Any]]) ->
         harness.insert(id, ordering_key="k", created_at=FIRST, sequence=sequence, **columns)
 
 
-def front(harness: Harness, per_key: int = 10, *, skip_dead: bool = False) -> list[str]:
+def head_ids(harness: Harness, per_key: int = 10, *, skip_dead: bool = False) -> list[str]:
     key_heads = harness.store.key_heads(harness.with_shards(KEY), per_key, skip_dead=skip_dead)
     return [each.id for each in key_heads.get(KEY, ())]
 
 
-def test_a_front_is_in_the_order_of_the_key(harness: Harness) -> None:
-    """CreatedAt, then Sequence, NULL first, then Id; not the order of ids, of inserting, or of priorities."""
+def test_key_heads_are_in_the_order_of_their_key(harness: Harness) -> None:
+    """CreatedAt, then Sequence, NULL first, then Id; not the order of IDs, inserts or priorities."""
     later = FIRST + timedelta(microseconds=1)
     harness.insert("a", ordering_key="k", created_at=later, sequence=1, priority=100)
     for id, sequence in {"b": 10, "c": 9, "e": None, "d": None, "f": -5}.items():
         harness.insert(id, ordering_key="k", created_at=FIRST, sequence=sequence)
-    assert front(harness) == ["d", "e", "f", "c", "b", "a"]
-    assert front(harness, per_key=2) == ["d", "e"]
+    assert head_ids(harness) == ["d", "e", "f", "c", "b", "a"]
+    assert head_ids(harness, per_key=2) == ["d", "e"]
 
 
-def test_fronts_are_those_of_the_keys_that_were_asked_for(harness: Harness) -> None:
-    """A key is a topic and an ordering key; sent tasks and those without a key are in no front."""
+def test_only_the_requested_keys_are_read(harness: Harness) -> None:
+    """A key is a topic and an ordering key. Sent tasks and those without a key are left out."""
     harness.insert("a", ordering_key="k", created_at=FIRST)
     harness.insert("sent", ordering_key="k", created_at=FIRST, sent_at=PAST)
     harness.insert("other-topic", "invoices", ordering_key="k", created_at=FIRST)
@@ -49,14 +49,14 @@ def test_fronts_are_those_of_the_keys_that_were_asked_for(harness: Harness) -> N
     size = len(serialized())
     invoices = Key("invoices", "k")
     key_heads = harness.store.key_heads(harness.with_shards(KEY, invoices, Key("orders", "none")), 10, skip_dead=False)
-    assert {key: list(front) for key, front in key_heads.items() if front} == {
+    assert {key: list(ids) for key, ids in key_heads.items() if ids} == {
         KEY: [QueuedTask("a", size, sendable=True)],
         invoices: [QueuedTask("other-topic", size, sendable=True)],
     }
 
 
-def test_the_fronts_of_many_keys_are_those_of_each(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read whole, or one by one where they have more tasks than that; a read that was cut off is never believed."""
+def test_many_keys_are_read_as_if_one_by_one(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read whole, or one by one where they have more tasks than that. A read that was cut off is never used."""
     keys = [Key(topic, key) for topic in ("orders", "invoices") for key in "klmn"]
     for n in range(3):
         for number, key in enumerate(keys):
@@ -72,8 +72,8 @@ def test_the_fronts_of_many_keys_are_those_of_each(harness: Harness, monkeypatch
         }
 
 
-def test_a_front_shows_what_is_not_due(harness: Harness) -> None:
-    """It holds back the following tasks, unless it expired before; a deferred task is held back by others only."""
+def test_key_heads_include_tasks_that_are_not_due(harness: Harness) -> None:
+    """Such a task blocks the following ones, unless it expires before. A deferred task is blocked only by others."""
     tasks: dict[str, tuple[dict[str, Any], tuple[bool, bool, bool]]] = {  # sendable, deferred, expired_early
         "ready": ({}, (True, False, False)),
         "due": ({"available_at": PAST, "attempts": 2, "last_error": "internal: no"}, (True, False, False)),
@@ -95,13 +95,13 @@ def test_a_front_shows_what_is_not_due(harness: Harness) -> None:
     assert {each.id: (each.sendable, each.deferred, each.expired_early) for each in waiting} == {
         id: shown for id, (_, shown) in tasks.items()
     }
-    living = [id for id in tasks if not id.startswith("dead")]
-    assert front(harness, 20, skip_dead=True) == living
-    assert front(harness, 7, skip_dead=True) == living[:7]
+    remaining = [id for id in tasks if not id.startswith("dead")]
+    assert head_ids(harness, 20, skip_dead=True) == remaining
+    assert head_ids(harness, 7, skip_dead=True) == remaining[:7]
 
 
-def test_a_deferred_task_waits_for_its_time_and_says_why(harness: Harness) -> None:
-    """Its attempts and its expiry stay, the poll does not see it, and under the lock it is known as deferred."""
+def test_a_deferred_task_is_due_later_and_names_its_head(harness: Harness) -> None:
+    """Its attempts and expiry stay, the poll does not return it, and the locked row is known as deferred."""
     harness.insert("head", ordering_key="k", available_at=FUTURE)
     harness.insert("a", ordering_key="k", expires_at=FUTURE, attempts=2)
     assert poll_ids(harness.store, "orders") == ["a"]

@@ -52,8 +52,8 @@ def row(id: str, data: bytes | None = None, ordering_key: str | None = None) -> 
     return LockedRow(id, "orders", serialized() if data is None else data, ordering_key, datetime.now(UTC), None, None)
 
 
-def test_published_tasks_are_sent_with_message_ids(harness: Harness) -> None:
-    """Each task of a batch has a message id of its own; empty data is a message; an empty batch has no outcome."""
+def test_each_published_task_has_a_message_id(harness: Harness) -> None:
+    """Empty data is a message. An empty batch has no outcome."""
     outcomes = harness.publisher.publish(harness.topic, [row("a"), row("b"), row("empty", data=b"")], 5)
     message_ids = {outcome.message_id for outcome in outcomes.values() if isinstance(outcome, Sent)}
     assert set(outcomes) == {"a", "b", "empty"}
@@ -62,7 +62,7 @@ def test_published_tasks_are_sent_with_message_ids(harness: Harness) -> None:
 
 
 def test_the_message_arrives_with_the_columns_id_and_ordering_key(harness: Harness) -> None:
-    """The columns are the truth: the id attribute and the ordering key come from the row, the rest as registered."""
+    """The ID attribute and the ordering key come from the row, the rest as registered."""
     data = serialized(b"\x00\xffbytes", attributes={TASK_ID_ATTRIBUTE: "old", "kept": "yes"}, ordering_key="old")
     harness.publisher.publish(harness.topic, [row("new", data=data, ordering_key="key")], 5)
     [message] = harness.received(1)
@@ -80,8 +80,8 @@ def test_a_missing_topic_fails_its_tasks(harness: Harness, singly: tuple[str, ..
     )
 
 
-def test_tasks_that_share_no_request_arrive_once_each(harness: Harness) -> None:
-    """With the rest, and with an id that is not among the rows; one that is bad fails alone."""
+def test_tasks_published_singly_arrive_once_each(harness: Harness) -> None:
+    """Together with the rest, and with an ID that is not among the rows. A bad task fails alone."""
     rows = [row("a"), row("b", data=UNDECODABLE), row("c", ordering_key="key"), row("d")]
     outcomes = harness.publisher.publish(harness.topic, rows, 5, ["b", "c", "a", "not there"])
     assert {id for id, outcome in outcomes.items() if isinstance(outcome, Sent)} == {"a", "c", "d"}
@@ -90,8 +90,8 @@ def test_tasks_that_share_no_request_arrive_once_each(harness: Harness) -> None:
     assert sorted(arrived) == ["a", "c", "d"]
 
 
-def test_refusals_are_the_failures_that_need_no_service(harness: Harness) -> None:
-    """Nothing is published, and a missing topic is not noticed; a publish fails the same task, and only that one."""
+def test_refusals_need_no_service(harness: Harness) -> None:
+    """Nothing is published, and a missing topic is not noticed. A publish fails the same task, and only that one."""
     rows = [row("good"), row("bad", data=UNDECODABLE), row("empty", data=b"")]
     for topic in (harness.topic, MISSING):
         assert harness.publisher.refusals(topic, rows) == {"bad": REFUSAL}
@@ -101,8 +101,8 @@ def test_refusals_are_the_failures_that_need_no_service(harness: Harness) -> Non
     assert [message.attributes[TASK_ID_ATTRIBUTE] for message in harness.received(1)] == ["later"]
 
 
-def test_ordering_keys_of_all_kinds_go_out_together(harness: Harness) -> None:
-    """Pub/Sub refuses a request that mixes keys; the publisher never makes one."""
+def test_several_ordering_keys_are_published_together(harness: Harness) -> None:
+    """Pub/Sub refuses a request that mixes keys; the publisher never sends one."""
     rows = [row("a", ordering_key="x"), row("b", ordering_key="y"), row("c"), row("d", ordering_key="x")]
     outcomes = harness.publisher.publish(harness.topic, rows, 5)
     assert all(isinstance(each, Sent) for each in outcomes.values())

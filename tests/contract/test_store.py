@@ -1,7 +1,7 @@
-"""What a poll, a heartbeat and a count return: on the fake store and on the Spanner emulator.
+"""Polls, heartbeats and counts, on the fake store and on the Spanner emulator.
 
-Expectations are written by hand, so that neither side can pass against itself. What a claim writes is in
-test_claims.py, what is read of ordering keys in test_order.py.
+Expectations are written by hand, so that neither side can pass against itself. Claims are in
+test_claims.py, ordering keys in test_order.py.
 """
 
 import uuid
@@ -14,7 +14,7 @@ from outbox.storage.task_states import NEVER
 from publishworker.spanner.store import Unsent
 from publishworker.types import TopicControls, TopicLimit, Workers
 from tests.support.fakes import serialized
-from tests.support.parts import look
+from tests.support.parts import poll_request
 from tests.support.store_harness import Harness, poll_ids
 
 PAST = datetime(2020, 1, 1, tzinfo=UTC)
@@ -26,28 +26,28 @@ ALL = range(10)
 
 
 def test_empty_tables(harness: Harness) -> None:
-    assert harness.store.poll(look("orders", due=True, below=1)) == ()
+    assert harness.store.poll(poll_request("orders", due=True, below=1)) == ()
     assert harness.store.discover(ALL, ()) == frozenset()
     assert harness.store.topic_controls() == TopicControls()
     assert harness.store.workers() == Workers()
 
 
-def test_poll_returns_only_unsent_tasks_of_the_topics_asked_for(harness: Harness) -> None:
-    """A candidate has topic, shard, priority, times, key and size; sent, scheduled and dead tasks are none."""
+def test_poll_returns_only_unsent_tasks_of_the_requested_topics(harness: Harness) -> None:
+    """A candidate has topic, shard, priority, times, key and size. Sent, scheduled and dead tasks are none."""
     harness.insert("a", priority=7, ordering_key="key")
     harness.insert("sent", sent_at=PAST)
     harness.insert("other", topic="invoices")
     harness.insert("scheduled", available_at=FUTURE)
     harness.insert("dead", available_at=NEVER)
-    [candidate] = harness.store.poll(look("orders"))
+    [candidate] = harness.store.poll(poll_request("orders"))
     assert (candidate.id, candidate.topic, candidate.priority) == ("a", "orders", 7)
     assert (candidate.ordering_key, candidate.available_at, candidate.bytes) == ("key", None, len(serialized()))
     assert candidate.shard in range(10)
     assert poll_ids(harness.store, "orders", due=True, below=1000) == ["a"]
 
 
-def test_due_tasks_come_when_they_are_asked_for(harness: Harness) -> None:
-    """A task whose time has come is found by the due range, longest due first, and only there."""
+def test_due_tasks_are_returned_on_request(harness: Harness) -> None:
+    """A due task is returned by the due range only, longest due first."""
     harness.insert("due", available_at=PAST, ordering_key="same-shard")
     harness.insert("longer", available_at=PAST - timedelta(days=1), ordering_key="same-shard")
     assert poll_ids(harness.store, "orders") == []
@@ -69,13 +69,13 @@ def test_poll_limits_each_range_and_prefers_priority(harness: Harness) -> None:
         assert sorted(id[:2] for id in poll_ids(harness.store, "orders", **options)) == found
 
 
-def test_poll_and_count_are_of_the_shards_asked_for(harness: Harness) -> None:
+def test_poll_and_count_cover_only_the_requested_shards(harness: Harness) -> None:
     for n in range(20):
         harness.insert(str(n))
     by_shard = [poll_ids(harness.store, "orders", shards=[shard], per_range=20) for shard in range(10)]
     assert sorted(id for ids in by_shard for id in ids) == sorted(str(n) for n in range(20))
-    assert harness.store.poll(look("orders", shards=[])) == ()
-    of_shard = Counter(each.shard for each in harness.store.poll(look("orders", per_range=20)))
+    assert harness.store.poll(poll_request("orders", shards=[])) == ()
+    of_shard = Counter(each.shard for each in harness.store.poll(poll_request("orders", per_range=20)))
     assert [of_shard[shard] for shard in range(10)] == [len(ids) for ids in by_shard]
     for shard, number in of_shard.items():
         assert harness.store.unsent([shard]) == [Unsent("orders", "pending", number)]
@@ -99,13 +99,13 @@ def test_discovery_finds_topics_in_every_gap(harness: Harness, known: list[str])
 
 def test_discovery_reads_the_given_shards(harness: Harness) -> None:
     harness.insert("a")
-    [candidate] = harness.store.poll(look("orders"))
+    [candidate] = harness.store.poll(poll_request("orders"))
     assert harness.store.discover([candidate.shard], ()) == {"orders"}
     assert harness.store.discover([each for each in ALL if each != candidate.shard], ()) == frozenset()
 
 
-def test_empty_names_are_names(harness: Harness) -> None:
-    """Our functions refuse an empty topic or id; another writer may have inserted it, and it is found."""
+def test_empty_topics_and_ids_are_found(harness: Harness) -> None:
+    """Our functions refuse an empty topic or ID. Another writer may have inserted it."""
     harness.insert("", topic="")
     assert harness.store.discover(ALL, ()) == {""}
     assert harness.store.discover(ALL, {""}) == frozenset()
@@ -136,8 +136,8 @@ def test_topic_controls(harness: Harness) -> None:
     assert str(harness.store.topic_controls().limits["no number"].rate) == "nan"
 
 
-def test_a_heartbeat_makes_a_worker_live_until_it_leaves_or_falls_silent(harness: Harness) -> None:
-    """By the database's clock: a silent worker does not live, and one that was silent for an hour may be deleted."""
+def test_a_worker_is_live_until_it_leaves_or_its_heartbeat_is_too_old(harness: Harness) -> None:
+    """By the database's clock. A worker that was silent for an hour may be deleted."""
     harness.store.heartbeat("here", NOW, [])
     harness.store.heartbeat("here", NOW, [])
     harness.store.heartbeat("leaving", NOW, [])
@@ -151,7 +151,7 @@ def test_a_heartbeat_makes_a_worker_live_until_it_leaves_or_falls_silent(harness
 
 
 def test_unsent_counts_by_topic_and_state(harness: Harness) -> None:
-    """Unsent tasks of a paused topic are paused, whatever else they wait for, but its dead tasks stay dead."""
+    """Unsent tasks of a paused topic are paused, but its dead tasks stay dead."""
     late = NEVER - timedelta(microseconds=1)
     for id, available_at, attempts in (
         ("ready", None, 0), ("due", PAST, 2), ("scheduled", FUTURE, 0), ("late", late, 0), ("retrying", FUTURE, 1),

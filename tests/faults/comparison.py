@@ -1,4 +1,4 @@
-"""Duplicates of this relay beside the article's protocol under the same faults: `python -m tests.faults.comparison`.
+"""Duplicates of this relay and of the article's protocol under the same faults: `python -m tests.faults.comparison`.
 
 Prints a table, and writes it to `--output` as JSON.
 """
@@ -21,7 +21,7 @@ from tests.support.pubsub import PubSub
 from tests.support.rpc import Fault
 from tests.support.trial import BATCH_SIZE, Trial
 
-#: Runs what sends tasks, for the time of a block.
+#: Runs the workers for the time of a block.
 Relay = Callable[[Trial], AbstractContextManager[list[Process]]]
 #: One worker each: two would abort each other on the emulator, which is no fault of a protocol.
 RELAYS: dict[str, Relay] = {
@@ -34,7 +34,7 @@ SHARE = 0.1
 #: Workers are killed whenever so many parts of the tasks are sent; an outage begins in the middle.
 KILLS = 9
 OUTAGE_SECONDS = 5.0
-#: What is not sent by then hangs.
+#: Tasks that are not sent by then hang.
 SECONDS = 600.0
 
 #: Sends a trial's tasks with one of the relays, and returns how many faults there were.
@@ -104,12 +104,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     lines: list[dict[str, Any]] = []
-    with emulators.running() as made:
-        os.environ |= made.environment()
+    with emulators.running() as created:
+        os.environ |= created.environment()
         for fault, way in WAYS.items():
             for name, relay in RELAYS.items():
-                with spanner.outbox_database(spanner.instance(made.spanner_host)) as database:
-                    trial = Trial(made, database, PubSub.on(made.pubsub_host), options.seed, ordered=False)
+                with spanner.outbox_database(spanner.instance(created.spanner_host)) as database:
+                    trial = Trial(created, database, PubSub.on(created.pubsub_host), options.seed, ordered=False)
                     trial.register(options.tasks)
                     lines.append({"fault": fault, "relay": name} | _figures(trial, way(trial, relay)))
                 print(json.dumps(lines[-1]), flush=True)

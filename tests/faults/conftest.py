@@ -1,4 +1,4 @@
-"""A trial for each scenario, with a seed of its own that `--seed` changes; `--figures` keeps what came of it."""
+"""A trial for each scenario, with a seed of its own that `--seed` changes; `--figures` keeps the result."""
 
 import dataclasses
 import json
@@ -20,15 +20,15 @@ def trial(
 ) -> Iterator[Trial]:
     """A database, two topics, their subscribers, and an application; always the same random choices."""
     seed: int = request.config.getoption("--seed")
-    made = Trial(emulators, database, pubsub, seed + crc32(request.node.name.encode()))
-    yield made
+    created = Trial(emulators, database, pubsub, seed + crc32(request.node.name.encode()))
+    yield created
     file = request.config.getoption("--figures")
-    if file and made.figures:
+    if file and created.figures:
         callspec = getattr(request.node, "callspec", None)
         name = callspec.params["scenario"] if callspec else request.node.name.removeprefix("test_")
         about = {"scenario": name, "seed": seed, "long": long}
         with Path(file).open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(about | dataclasses.asdict(made.figures) | made.notes) + "\n")
+            lines.write(json.dumps(about | dataclasses.asdict(created.figures) | created.notes) + "\n")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The faults of the scenarios and of the soak: each does harm in a block, and tells how many duplicates it allows."""
+"""The faults of the scenarios and of the soak: each does harm in a block, and returns how many duplicates it allows."""
 
 import contextlib
 import itertools
@@ -41,7 +41,7 @@ class Field:
         return sum(each.unanswered for each in self.services.values())
 
     def is_stalled(self) -> bool:
-        """Tell whether the workers have sent nothing for about a second of load."""
+        """Return whether the workers have sent nothing for about a second of load."""
         return self.trial.backlog() > STALLED
 
     def any_of(self, services: Collection[str]) -> Faulty:
@@ -87,7 +87,7 @@ def calls(service: str, method: str, fault: Fault, share: float) -> Harm:
 
 
 def away(how: str, *services: str) -> Harm:
-    """Return the fault that a service is away; `how` is `Proxy.refuse` or `Proxy.hang`.
+    """Return the fault that a service is unavailable; `how` is `Proxy.refuse` or `Proxy.hang`.
 
     While Pub/Sub hangs, each worker probes each of both topics once a second.
     """
@@ -180,7 +180,7 @@ def sent_again(field: Field, _seconds: float) -> Iterator[Effect]:
 
 
 BOTH = ("pubsub", "spanner")
-#: What a soak chooses from.
+#: The faults of a soak.
 FAULTS: tuple[Harm, ...] = (
     worker_killed, worker_sleeps, worker_restarted, away("refuse", *BOTH), away("hang", *BOTH), slow(0.1, *BOTH),
     broken("cut"), broken("truncate"), broken("half_close"),

@@ -1,6 +1,6 @@
 """Write docs/reliability.md from the figures of a long run: `python -m tests.faults.page --scenarios FILE ...`.
 
-What is not given anew stays as it is in docs/reliability/results.json.
+Results that are not given stay unchanged in docs/reliability/results.json.
 """
 
 import argparse
@@ -66,7 +66,7 @@ The same run, of the scenario that is about load. Seconds and rates are the emul
 neither what a poll reads nor what a worker holds follows the backlog.
 """
 
-#: What the scenarios have found.
+#: The defects that the scenarios found.
 FOUND = Path(__file__).with_name("found.md")
 
 

@@ -27,7 +27,7 @@ from tests.support import spanner
 from tests.support.outages import lasting
 from tests.support.processes import Process
 from tests.support.pubsub import PubSub
-from tests.support.trial import Trial, beside, rss_mb
+from tests.support.trial import Trial, in_background, rss_mb
 from tests.support.waiting import eventually
 
 WORKERS = 3
@@ -38,11 +38,11 @@ FAULT_SECONDS, CALM_SECONDS, RECOVERY_SECONDS = (1.0, 15.0), (1.0, 5.0), 120.0
 #: Fewer tasks than this are no backlog.
 SMALL = 60
 SAMPLE_SECONDS = 2.0
-#: What the worker that lives all the time may have more of at the end than after a quarter of the time.
+#: How much the resources of the worker that is never stopped may grow after a quarter of the time.
 MAY_GROW = {"rss_mb": 1.2, "descriptors": 1.2, "threads": 1.2}
 
 
-#: What the first worker uses, and how much waits, by the seconds since the begin.
+#: The resources of the first worker, and the backlog, by the seconds since the begin.
 Sample = dict[str, float]
 
 
@@ -65,10 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
     samples, events = list[Sample](), list[Event]()
-    with emulators.running() as made:
-        os.environ |= made.environment()
-        with spanner.outbox_database(spanner.instance(made.spanner_host)) as database:
-            trial = Trial(made, database, PubSub.on(made.pubsub_host), options.seed)
+    with emulators.running() as created:
+        os.environ |= created.environment()
+        with spanner.outbox_database(spanner.instance(created.spanner_host)) as database:
+            trial = Trial(created, database, PubSub.on(created.pubsub_host), options.seed)
             _soak(trial, options.minutes * 60, samples, events)
             figures = trial.audit(duplicates=sum(each.duplicates for each in events))
     grown = {name: round(_growth([each[name] for each in samples]), 3) for name in MAY_GROW}
@@ -112,11 +112,11 @@ def _soak(trial: Trial, seconds: float, samples: list[Sample], events: list[Even
         field = stack.enter_context(field_of(trial, WORKERS, BOTH))
         workers = field.workers
 
-        def look() -> None:
+        def sample() -> None:
             samples.append(_sample(time.monotonic() - begin, workers[0], trial.backlog()))
             trial.delete_sent()
 
-        with beside(look, every=SAMPLE_SECONDS), trial.load(PER_SECOND):
+        with in_background(sample, every=SAMPLE_SECONDS), trial.load(PER_SECOND):
             while (now := time.monotonic() - begin) < seconds:
                 fault = trial.random.choice(FAULTS)
                 duration = trial.random.uniform(*FAULT_SECONDS)

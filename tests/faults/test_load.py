@@ -13,8 +13,8 @@ from google.cloud.spanner_v1.param_types import BYTES, STRING
 import outbox
 from outbox.message import RawPubsubMessage
 from tests.support.counting import Counting
-from tests.support.outages import LOOK_SECONDS, lasting
-from tests.support.trial import IN_FLIGHT, Trial, beside, id_of, rss_mb
+from tests.support.outages import CHECK_SECONDS, lasting
+from tests.support.trial import IN_FLIGHT, Trial, id_of, in_background, rss_mb
 from tests.support.waiting import eventually
 
 INSERT = """
@@ -48,7 +48,7 @@ def test_arrivals_above_capacity(trial: Trial, long: bool) -> None:
     polled: list[float] = []
     memory: list[float] = []
 
-    def look() -> None:
+    def sample() -> None:
         database: Any = trial.database
         with database.batch(default_retry_delay=0.02) as batch:
             id = outbox.register(batch, trial.topic, b"urgent", priority=outbox.Priority.HIGH)
@@ -71,9 +71,9 @@ def test_arrivals_above_capacity(trial: Trial, long: bool) -> None:
     ):
         proxy.delay(DELAY)
         begin = time.monotonic()
-        with beside(arrive, every=1 / ARRIVALS):
-            lasting(seconds, look)
-        with trial.workers(1), beside(trial.delete_sent, every=1):
+        with in_background(arrive, every=1 / ARRIVALS):
+            lasting(seconds, sample)
+        with trial.workers(1), in_background(trial.delete_sent, every=1):
             proxy.delay(0)
             trial.settle(900)
     assert trial.audit(duplicates=BATCH + IN_FLIGHT).kept()
@@ -108,7 +108,7 @@ def test_operators_at_work(trial: Trial, fault_seconds: float) -> None:
         purged += len(trial.delete_sent(older_than=1))
 
     with trial.workers(2):
-        with trial.load(), beside(operate, every=LOOK_SECONDS):
+        with trial.load(), in_background(operate, every=CHECK_SECONDS):
             lasting(fault_seconds)
             eventually(lambda: again and purged, seconds=30, message="tasks are sent again, and purged")
         trial.settle()

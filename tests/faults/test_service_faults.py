@@ -1,13 +1,14 @@
-"""Spanner or Pub/Sub fails: calls are refused or aborted, answers are lost, a service is slow, hangs or goes away."""
+"""Spanner or Pub/Sub fails: calls are refused or aborted, answers are lost, a service is slow, hangs or ends."""
 
 from typing import NamedTuple
 
 import pytest
 
 from tests.faults.faults import Harm, away, broken, calls, field_of, slow
-from tests.support.outages import count, dead, lasting, recorded
+from tests.support.outages import dead, lasting, recorded
 from tests.support.pubsub import CALL_SECONDS
 from tests.support.rpc import Fault
+from tests.support.spanner import count
 from tests.support.trial import IN_FLIGHT, Trial
 from tests.support.waiting import eventually
 

@@ -12,7 +12,7 @@ from tests.faults.faults import FREEZE
 from tests.support.dogstatsd import UnixAgent
 from tests.support.outages import lasting, log_lines
 from tests.support.relays import execute, shards_of
-from tests.support.trial import IN_FLIGHT, Trial, beside, id_of
+from tests.support.trial import IN_FLIGHT, Trial, id_of, in_background
 from tests.support.waiting import eventually
 
 #: Seconds by which the clocks are wrong, and tasks that are scheduled, so that both workers have some.
@@ -91,7 +91,7 @@ def test_heartbeats_frozen(trial: Trial, fault_seconds: float) -> None:
     published again, if the emulator aborts its transaction in favor of another one.
     """
     with trial.workers(3) as workers:
-        with trial.load(), beside(lambda: execute(trial.database, FREEZE), every=0.05):
+        with trial.load(), in_background(lambda: execute(trial.database, FREEZE), every=0.05):
             lasting(fault_seconds)
             eventually(  # two of three, because a heartbeat is fresh until the next freeze
                 lambda: sum(len(shards_of(each)) == SHARDS for each in workers) > 1,

@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def fuzz(long: bool) -> Fuzz:
-    """Return what plays a `@given` function so many times: always the same cases in the short form."""
+    """Return a function that plays a `@given` function so many times: always the same cases in the short form."""
 
     def play(test: Callable[[], Any], cases: int, cases_if_long: int) -> None:
         settings(

@@ -1,4 +1,4 @@
-"""`outbox.register` with anything: a row that says exactly what was given, or a refusal that names the culprit."""
+"""`outbox.register` with anything: a row with exactly the given values, or a refusal that names the wrong argument."""
 
 import base64
 from datetime import UTC, datetime, timedelta, timezone
@@ -94,6 +94,6 @@ def _registered(call: tuple[dict[str, Any], set[str]]) -> None:
     assert row["AtMostOnce"] is given["at_most_once"]
 
 
-def test_what_is_registered_is_what_was_given_or_it_is_refused(fuzz: Fuzz) -> None:
+def test_register_stores_the_given_values_or_refuses_them(fuzz: Fuzz) -> None:
     """No other error, no altered byte, nothing added when it is refused."""
     fuzz(_registered, 200, 40_000)

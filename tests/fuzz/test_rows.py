@@ -149,7 +149,7 @@ def _wanted(id: str, columns: dict[str, Any]) -> Any:
 
 
 def _must_go(id: str, columns: dict[str, Any]) -> bool:
-    """Tell whether nothing is wrong with the row, so that the relay sends it in any case."""
+    """Return whether nothing is wrong with the row, so that the relay sends it in any case."""
     message = _wanted(id, columns)
     if message is None or topic_name(columns["topic"], "test-project") not in EXISTS or _is_refused(message):
         return False
@@ -158,6 +158,6 @@ def _must_go(id: str, columns: dict[str, Any]) -> bool:
     return due and not expires and message.ByteSize() < MAX_REQUEST_BYTES - 1000
 
 
-def test_whatever_is_inserted_the_relay_goes_on(fuzz: Fuzz) -> None:
+def test_no_inserted_row_stops_the_relay(fuzz: Fuzz) -> None:
     """No message is altered or goes to a topic that is not allowed, and a row that cannot be sent has the reason."""
     fuzz(_relayed, 100, 25_000)

@@ -52,7 +52,7 @@ def _read(name: str, text: str, by_flag: bool) -> None:
     assert isinstance(value, str) or math.isfinite(value)
 
 
-def test_a_setting_is_what_was_given_or_it_is_refused_by_its_name(fuzz: Fuzz) -> None:
+def test_a_setting_has_the_given_value_or_is_refused_by_name(fuzz: Fuzz) -> None:
     fuzz(_read, 250, 30_000)
 
 
@@ -94,7 +94,7 @@ def _nothing_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         "publishworker.spanner.connection.open_relay_database", "publishworker.spanner.connection.open_pubsub",
     ):  # fmt: skip
         monkeypatch.setattr(place, mock.Mock(side_effect=NotReached("nothing is there")))
-    for main in (cli, worker, pipeline):  # most of the time is spent on making parsers, which are the same each time
+    for main in (cli, worker, pipeline):  # creating parsers would take most of the time
         monkeypatch.setattr(main, "_parser", functools.cache(main._parser))
 
 
@@ -134,6 +134,6 @@ def _limited(learned: list[dict[str, TopicLimit]], workers: int, steps: list[flo
         now += step
 
 
-def test_a_limit_that_makes_no_sense_limits_nothing(fuzz: Fuzz) -> None:
+def test_an_invalid_limit_limits_nothing(fuzz: Fuzz) -> None:
     """Whatever numbers stand in AsynchronousTaskTopics."""
     fuzz(_limited, 150, 20_000)

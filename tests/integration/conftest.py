@@ -1,4 +1,4 @@
-"""What the tests of operators' commands share: a table whose every request is looked at."""
+"""Fixtures for operators' commands: a table whose every request is checked."""
 
 from collections.abc import Iterator
 
@@ -11,10 +11,10 @@ from tests.support.operations import Watch
 
 @pytest.fixture
 def watch(database: Database) -> Iterator[Watch]:
-    """The table; whatever it is asked is of LOW priority and tagged, and only changes take locks."""
-    made = Watch(database)
-    yield made
-    made.check()
+    """The table. Every request has LOW priority and a tag, and only changes take locks."""
+    created = Watch(database)
+    yield created
+    created.check()
 
 
 @pytest.fixture

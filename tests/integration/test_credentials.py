@@ -42,7 +42,7 @@ def server() -> Iterator[PubSubServer]:
 
 @pytest.fixture
 def own_logging() -> Iterator[None]:
-    """Give back to pytest what `logs.configure` takes."""
+    """Restore pytest's handlers, which `logs.configure` replaces."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     root.handlers = []
@@ -54,7 +54,7 @@ def own_logging() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_logging")
-def test_a_call_without_a_token_is_told_from_a_service_that_is_away(
+def test_a_call_without_a_token_is_distinguished_from_an_outage(
     server: PubSubServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its reason is `credentials`, an outage; gRPC's stack trace for each such call is not written."""

@@ -71,7 +71,7 @@ def _not_reached(match: str) -> None:
         emulators.running().__enter__()
 
 
-def test_only_what_no_variable_names_is_started(monkeypatch: pytest.MonkeyPatch, sdk: Sdk) -> None:
+def test_only_emulators_without_a_variable_are_started(monkeypatch: pytest.MonkeyPatch, sdk: Sdk) -> None:
     """Users with emulators of their own get those: `running` neither starts nor stops them."""
     sdk(spanner=None)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -86,8 +86,8 @@ def test_only_what_no_variable_names_is_started(monkeypatch: pytest.MonkeyPatch,
         assert _answers(host)
 
 
-def test_a_variable_that_points_nowhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable left over from a shell of yesterday is found at once, not after minutes of retries."""
+def test_a_variable_with_a_dead_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable left over from an old shell is found at once, not after minutes of retries."""
     monkeypatch.setattr(emulators, "REACH_SECONDS", 0.1)
     with silent_port() as host:
         monkeypatch.setenv("SPANNER_EMULATOR_HOST", host)
@@ -111,7 +111,7 @@ def test_the_sdk_is_found_by_the_real_path_of_gcloud(monkeypatch: pytest.MonkeyP
     _not_reached("not found")
 
 
-def test_missing_java_is_a_sentence(monkeypatch: pytest.MonkeyPatch, sdk: Sdk, tmp_path: Path) -> None:
+def test_missing_java_is_reported(monkeypatch: pytest.MonkeyPatch, sdk: Sdk, tmp_path: Path) -> None:
     """The error says that the Pub/Sub emulator needs it, and nothing is left running."""
     sdk()
     with monkeypatch.context() as patch:
@@ -121,7 +121,7 @@ def test_missing_java_is_a_sentence(monkeypatch: pytest.MonkeyPatch, sdk: Sdk, t
     _not_reached("the Pub/Sub emulator needs Java")
 
 
-def test_a_port_that_is_asked_for_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch, sdk: Sdk) -> None:
+def test_a_requested_port_overrides_the_variable(monkeypatch: pytest.MonkeyPatch, sdk: Sdk) -> None:
     """A shell that keeps the exported variables can start the emulators again with the same ports."""
     sdk()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -132,8 +132,8 @@ def test_a_port_that_is_asked_for_wins_over_the_variable(monkeypatch: pytest.Mon
         assert len(running.children) == 2
 
 
-def test_another_free_port_is_tried_when_one_is_lost(sdk: Sdk, tmp_path: Path) -> None:
-    """Another process may take the free port in the last moment."""
+def test_another_free_port_is_tried_when_one_is_taken(sdk: Sdk, tmp_path: Path) -> None:
+    """Another process may take the free port at the last moment."""
     lost = tmp_path / "lost"
     unlucky = f"""
 import pathlib, signal
@@ -171,7 +171,7 @@ LAST_LINES = rf"(\n  \d+){{{child_process.TAIL_LINES - 1}}}\n  libz.so.1: cannot
 def test_an_emulator_that_does_not_start_is_given_up(
     texts: dict[str, str | None], sentence: str, monkeypatch: pytest.MonkeyPatch, sdk: Sdk
 ) -> None:
-    """The error has the emulator's own last lines, so there is no log file to look for; the wait has an end."""
+    """The error has the emulator's own last lines, so there is no log file to find. The wait has a limit."""
     if "0.2 s" in sentence:
         monkeypatch.setattr(child_process, "START_SECONDS", 0.2)
     sdk(**texts)
@@ -188,12 +188,12 @@ def test_flags_and_addresses_reach_the_binaries(sdk: Sdk) -> None:
         eventually(lambda: f"arguments: --host=127.0.0.1 --port={pubsub.port}" in pubsub.written())
         assert running.ended() is None
         pubsub.process.kill()
-        told = eventually(running.ended)
-    assert told is not None
-    assert told.startswith("the Pub/Sub emulator was killed by SIGKILL. Its last lines:")
+        reason = eventually(running.ended)
+    assert reason is not None
+    assert reason.startswith("the Pub/Sub emulator was killed by SIGKILL. Its last lines:")
 
 
-def test_both_are_stopped_when_the_block_fails(monkeypatch: pytest.MonkeyPatch, sdk: Sdk) -> None:
+def test_both_emulators_are_stopped_when_the_block_fails(monkeypatch: pytest.MonkeyPatch, sdk: Sdk) -> None:
     """No emulator outlives an exception; one that ignores SIGTERM is killed."""
     monkeypatch.setattr(child_process, "STOP_SECONDS", 0.5)
     sdk(spanner=DEAF)

@@ -42,10 +42,10 @@ def make_relay(database: Database, **options: Any) -> Relay:
     )
 
 
-def test_a_topic_that_is_missing_and_comes_back_loses_nothing(
+def test_a_topic_that_is_created_later_loses_no_task(
     database: Database, pubsub: PubSub, subscription: Subscription
 ) -> None:
-    """Only the attempts of probed tasks are recorded; once the topic exists, all are sent, and their rows are clean."""
+    """Only attempts of probed tasks are recorded. Once the topic exists, all are sent, and their rows are clean."""
     topic_id = f"late-{subscription.topic.rpartition('-')[2]}"
     ids = register(database, topic_id, 30)
     relay = make_relay(database)
@@ -62,10 +62,10 @@ def test_a_topic_that_is_missing_and_comes_back_loses_nothing(
     assert account(ids, late).lost == frozenset()
 
 
-def test_a_dead_task_is_listed_stays_and_is_sent_when_an_operator_says_so(
+def test_a_dead_task_is_listed_and_sent_after_an_operators_retry(
     database: Database, topic: str, subscription: Subscription
 ) -> None:
-    """Undecodable, then repaired by hand; by the statements of the guide."""
+    """Undecodable, then repaired by hand, with the statements of the guide."""
     listing, retry = re.findall(r"```sql\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     with database.batch() as batch:
         columns = ("Id", "Topic", "Data", "Priority", "CreatedAt")
@@ -86,8 +86,8 @@ def test_a_dead_task_is_listed_stays_and_is_sent_when_an_operator_says_so(
     assert query(database, STATE)[0][:3] == [0, None, None]
 
 
-def test_an_at_most_once_task_is_marked_when_pubsub_sees_it(database: Database) -> None:
-    """The commit is over before the request is sent; if Pub/Sub refuses, the mark is taken back, with the attempt."""
+def test_an_at_most_once_task_is_marked_before_pubsub_receives_it(database: Database) -> None:
+    """If Pub/Sub refuses, the mark is removed, and the attempt is recorded."""
     [id] = register(database, "orders", 1, at_most_once=True, expires_at=NEVER)
     seen: list[list[Any]] = []
 
@@ -111,10 +111,10 @@ def test_an_at_most_once_task_is_marked_when_pubsub_sees_it(database: Database) 
     assert all(sent_at for *_, sent_at in seen)
 
 
-def test_names_that_only_another_writer_can_give_are_dead_or_sent(
+def test_names_that_register_refuses_are_dead_or_sent(
     database: Database, topic: str, subscription: Subscription
 ) -> None:
-    """Topics that no topic can have, the empty one too; an id may be empty, and the message goes out with it."""
+    """Invalid topics, the empty one too. An ID may be empty, and the message has it."""
     topics = ["", "\0", "\U0010ffff" * 400, "projects/x/topics/", "a b"]
     names = {f"bad {n}": name for n, name in enumerate(topics)} | {"": topic}
     with database.batch() as batch:

@@ -77,8 +77,10 @@ def test_applications_count_registered_tasks_through_the_same_client(udp: socket
 
 
 @pytest.mark.parametrize("url", ["", "nonsense://nowhere"])
-def test_no_agent_means_silence(url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """If none is configured, nothing is sent or logged; if its URL is wrong, the client logs it; the relay goes on."""
+def test_without_an_agent_nothing_is_sent_or_logged(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the URL is wrong, the client logs it. The relay continues."""
     if url:
         monkeypatch.setenv("DD_DOGSTATSD_URL", url)
     with caplog.at_level(logging.INFO if url else logging.DEBUG):
@@ -89,7 +91,7 @@ def test_no_agent_means_silence(url: str, monkeypatch: pytest.MonkeyPatch, caplo
     assert "nonsense" in caplog.text if url else not caplog.records
 
 
-def test_a_client_that_raises_is_reported_once_and_outlived(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_raises_is_logged_once_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     broken = mock.Mock(side_effect=OSError("no"))
     metrics = Metrics(mock.Mock(increment=broken, gauge=broken, stop=broken))
     with caplog.at_level(logging.WARNING):
@@ -102,8 +104,8 @@ def test_a_client_that_raises_is_reported_once_and_outlived(caplog: pytest.LogCa
     ]
 
 
-def test_an_agent_that_is_away_is_told_of_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its socket does not exist yet, comes, goes, and comes again: what is sent meanwhile is lost, the rest arrives."""
+def test_an_unavailable_agent_is_logged_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its socket appears, disappears and appears again. Samples sent meanwhile are lost, the rest arrives."""
     metrics = datadog.from_environment()
     assert isinstance(metrics._client, DogStatsd)
 
@@ -127,7 +129,7 @@ def test_an_agent_that_is_away_is_told_of_once(path: Path, caplog: pytest.LogCap
     assert record.getMessage().startswith("Metrics are lost; the relay continues")
 
 
-def test_what_is_buffered_is_sent_at_the_end(udp: socket.socket) -> None:
+def test_buffered_samples_are_sent_at_the_end(udp: socket.socket) -> None:
     """Samples of a whole batch share a packet, and none is left behind."""
     metrics = datadog.from_environment()
     for number in range(100):
@@ -167,8 +169,8 @@ def test_a_slow_agent_gets_every_count(unix: socket.socket) -> None:
 
 
 @pytest.mark.usefixtures("unix")
-def test_an_agent_that_hangs_holds_up_neither_the_relay_nor_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes nothing; what is sent to it waits for a while, and is given up at the end."""
+def test_a_hanging_agent_delays_neither_the_relay_nor_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples for it wait for a while, and are dropped at the end."""
     monkeypatch.setattr(m, "STOP_SECONDS", 0.5)
     metrics = datadog.from_environment()
     begin = time.monotonic()

@@ -34,7 +34,7 @@ from tests.support.operations import (
 
 
 class Later(TaskTable):
-    """Takes another time for now, and reads the rows of now: rows can then lie on an edge."""
+    """Uses a given time as now but reads current rows, so that rows can lie on a boundary."""
 
     def query(self, *arguments: Any, at: datetime | None = None, **keywords: Any) -> list[list[Any]]:
         return super().query(*arguments, **keywords)
@@ -48,7 +48,7 @@ def numbers(line: Line) -> dict[str, int]:
     return {name: getattr(line, name) for name in COUNTS if getattr(line, name)}
 
 
-def test_each_task_is_of_one_state(database: Database, table: TaskTable):
+def test_each_task_has_one_state(database: Database, table: TaskTable):
     """A deferred task is scheduled whatever its attempts, because nothing is wrong with it; dead begins at NEVER."""
     insert(database, [row(f"{state} {n}", **each) for state, of in OF_STATES.items() for n, each in enumerate(of)])
     [line] = backlog.read(table, exact=True).lines
@@ -57,7 +57,7 @@ def test_each_task_is_of_one_state(database: Database, table: TaskTable):
     assert line.at_least == set()
 
 
-def test_the_oldest_is_of_ready_and_due_tasks(database: Database, watch: Watch):
+def test_the_oldest_age_is_of_ready_and_due_tasks(database: Database, watch: Watch):
     """Of any priority; a due task counts from when it became due; sent, scheduled, dead and paused ones have no age."""
     now = datetime.now(UTC)
     insert(
@@ -96,8 +96,8 @@ def test_the_oldest_is_of_ready_and_due_tasks(database: Database, watch: Watch):
     assert oldest(watch, now) == CREATED
 
 
-def test_the_edges_of_due_sent_and_living(database: Database, watch: Watch):
-    """A task due now is pending, one sent a minute ago is old, a worker seen 15 s ago does not live."""
+def test_the_boundaries_of_due_sent_and_live(database: Database, watch: Watch):
+    """A task due now is pending, one sent a minute ago is old, a worker with a heartbeat of 15 s ago is not live."""
     now = datetime.now(UTC)
     insert(
         database,
@@ -109,7 +109,7 @@ def test_the_edges_of_due_sent_and_living(database: Database, watch: Watch):
             row("sent before", SentAt=now - timedelta(minutes=1)),
         ],
     )
-    seen = [("living", now), ("just living", now - timedelta(seconds=15) + MICROSECOND)]
+    seen = [("live", now), ("just live", now - timedelta(seconds=15) + MICROSECOND)]
     seen += [("gone", now - timedelta(seconds=15)), ("long gone", PAST)]
     with database.batch() as batch:
         batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt"), [(id, at, at) for id, at in seen])
@@ -120,7 +120,7 @@ def test_the_edges_of_due_sent_and_living(database: Database, watch: Watch):
     assert (found.workers, found.as_of) == (2, now)
 
 
-def test_everything_is_read_at_one_time(database: Database, watch: Watch):
+def test_the_backlog_is_read_at_one_timestamp(database: Database, watch: Watch):
     """Each task is in one state of a backlog, whatever is written while it is read."""
     insert(database, [row("a"), row("b")])
     then = watch.table.now()
@@ -191,7 +191,7 @@ KINDS: list[tuple[str, Callable[[], dict[str, Any]]]] = [
 ]
 
 
-def test_a_count_is_exact_or_named_as_a_lower_bound(database: Database, table: TaskTable):
+def test_a_count_is_exact_or_reported_as_a_lower_bound(database: Database, table: TaskTable):
     """In each shard and topic at most `limit` rows of a state are read, and each priority of ready tasks shows."""
     random = Random(1)
     true: dict[tuple[str, int], Numbers[str]] = defaultdict(Numbers)
@@ -227,7 +227,7 @@ def test_a_count_is_exact_or_named_as_a_lower_bound(database: Database, table: T
 
 
 @pytest.mark.extended
-def test_every_topic_is_found_in_its_order(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
+def test_every_topic_is_found_in_order(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
     """Whether it has tasks, a row of its own, or both; a name of any characters is no part of a statement."""
     random = Random(1)
     strange = ["Z", "a'b", 'a"b', "a\\b", "a\nb", "ä", "🎉", "%", "@topics"]
@@ -243,14 +243,14 @@ def test_every_topic_is_found_in_its_order(database: Database, table: TaskTable,
         assert [table.topics(count) for count in (1, 2, 5, 99)] == [names[:count] for count in (1, 2, 5, 99)]
 
 
-def test_many_topics_share_the_rows_that_a_look_may_read(
+def test_many_topics_share_the_rows_that_a_count_may_read(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
     """At least the minimum in each place; of too many topics the first by name are counted, and sums are bounds."""
     insert(database, [row(f"{topic} {n}", Topic=topic, OrderingKey="k") for topic in "ab" for n in range(9)])
     monkeypatch.setattr(backlog, "MAX_TOTAL", 40)
-    for least, counted in ((1, 2), (5, 5), (100, 9)):
-        monkeypatch.setattr(backlog, "MIN_COUNTED", least)
+    for minimum, counted in ((1, 2), (5, 5), (100, 9)):
+        monkeypatch.setattr(backlog, "MIN_COUNTED", minimum)
         found = backlog._read_at(table, table.now(), None)
         assert [line.pending for line in found.lines] == [counted] * 2
         assert found.total.at_least == ({"pending"} if counted < 9 else set())
@@ -278,7 +278,7 @@ def ready_since(task: dict[str, Any]) -> datetime:
 
 
 @pytest.mark.extended
-def test_the_oldest_age_is_exact_whatever_waits(database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch):
+def test_the_oldest_age_is_exact_for_any_backlog(database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch):
     """Random tasks against a plain calculation; also of the lowest and the highest number, and past the seeks."""
     random = Random(1)
     priorities = [2**63 - 1, 100, 50, 1, 0, -1, -(2**63)]
@@ -295,12 +295,12 @@ def test_the_oldest_age_is_exact_whatever_waits(database: Database, watch: Watch
     ]
     insert(database, rows)
     pause(database, "paused")
-    for looks in (0, 1, 3, 20):
-        monkeypatch.setattr(backlog, "MAX_QUERIES", looks)
+    for seeks in (0, 1, 3, 20):
+        monkeypatch.setattr(backlog, "MAX_QUERIES", seeks)
         for _ in range(2):
             at = CREATED + DAY + random.random() * DAY
             unsent = [each for each in rows if each["SentAt"] is None and each["Topic"] != "paused"]
             first = min((each for each in unsent if (each["AvailableAt"] or CREATED) <= at), key=ready_since)
-            assert oldest(watch, at) == ready_since(first), f"{looks} seeks"
+            assert oldest(watch, at) == ready_since(first), f"{seeks} seeks"
             update(database, first["Id"], SentAt=PAST)  # the oldest is sent
             first["SentAt"] = PAST

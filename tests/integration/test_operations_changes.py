@@ -1,4 +1,4 @@
-"""`retry` and what all changes share: which columns are written, the chunks, the same as DML."""
+"""`retry` and the common part of all changes: written columns, chunks, the equivalent DML."""
 
 import itertools
 from datetime import UTC, datetime
@@ -47,12 +47,12 @@ def touched(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]])
     """Return the ids of the rows that differ; each must be as a retry leaves it."""
     found = {id for id in after if after[id] != before[id]}
     for id in found:
-        made = {"SentAt": None, "ExpiresAt": None, "Attempts": 0, "AvailableAt": after[id]["AvailableAt"]}
-        assert after[id] == before[id] | made
+        created = {"SentAt": None, "ExpiresAt": None, "Attempts": 0, "AvailableAt": after[id]["AvailableAt"]}
+        assert after[id] == before[id] | created
     return found
 
 
-def test_retry_writes_four_columns_and_no_more(database: Database, table: TaskTable):
+def test_retry_writes_only_four_columns(database: Database, table: TaskTable):
     """Due at the database's now, all attempts new, no end, not sent; all else stays, also the error and other rows."""
     more = {"OrderingKey": "k", "Sequence": 3, "AtMostOnce": True, "Priority": -1, "ExpiresAt": PAST}
     names = [(state, by) for by in ("ids", "state") for state in RETRIED]
@@ -70,7 +70,7 @@ def test_retry_writes_four_columns_and_no_more(database: Database, table: TaskTa
         assert changes.count(table, selection, exact=True) == Count(0)
 
 
-def test_retry_of_ids_leaves_pending_ones_and_names_what_is_missing(database: Database, table: TaskTable):
+def test_retry_of_ids_leaves_pending_tasks_and_names_missing_ones(database: Database, table: TaskTable):
     """A state, an error and times narrow ids, too; a scheduled task is sent early if it is named."""
     insert(database, [row(state, **columns) for state, columns in STATES.items()])
     before = rows_of(database)
@@ -88,7 +88,7 @@ def test_retry_of_ids_leaves_pending_ones_and_names_what_is_missing(database: Da
     assert touched(before, rows_of(database)) == {"dead", "retrying", "scheduled", "sent"}
 
 
-def test_a_selection_is_narrowed_by_everything_at_once(database: Database, table: TaskTable):
+def test_a_selection_combines_all_filters(database: Database, table: TaskTable):
     """Topic, time and error; its beginning is inclusive, its end is not, as of a list."""
     for state in RETRIED:
         time = "SentAt" if state == "sent" else "CreatedAt"
@@ -107,7 +107,7 @@ def test_a_selection_is_narrowed_by_everything_at_once(database: Database, table
         assert touched(before, rows_of(database)) == {f"{state} last", f"{state} right"}
 
 
-def test_a_selection_goes_on_where_it_stopped(database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch):
+def test_a_selection_continues_where_it_stopped(database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch):
     """Also where a page ends between tasks that were sent in one commit, and in shards with less than a page."""
     monkeypatch.setattr(changes, "CHUNK", 3)
     monkeypatch.setattr(changes, "PAGE", 4)
@@ -129,8 +129,10 @@ def test_a_selection_goes_on_where_it_stopped(database: Database, watch: Watch, 
     assert max(len(request.mutations[0].update.values) for request in commits if request.mutations) == 3
 
 
-def test_a_task_that_comes_back_is_not_met_twice(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
-    """It dies or is sent again at once; a selection of sent tasks has an end, so new ones are not in it."""
+def test_a_task_that_is_dead_or_sent_again_is_not_selected_twice(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """A selection of sent tasks has an end, so later ones are not in it."""
     monkeypatch.setattr(changes, "CHUNK", 3)
     for state in RETRIED:
         names = [f"{state} {n:02}" for n in range(12)]
@@ -151,17 +153,17 @@ def test_a_task_that_comes_back_is_not_met_twice(database: Database, table: Task
         changes.retry(table, TaskSelection(state="sent"))
     with pytest.raises(ValueError, match="a selection without ids needs a state, not None"):
         changed(changes.retry(table, TaskSelection()))
-    # If another client marks them as sent before the end as fast as they are unset, it would go on without end.
+    # If another client marks them as sent before the end as fast as they are unset, it would never end.
     monkeypatch.setattr(changes, "PAGE", 1)
     monkeypatch.setattr(TaskTable, "transact", lambda *_: [])
     with pytest.raises(OutboxError, match="match the selection again immediately"):
         list(changes.retry(table, selected("sent")))
 
 
-def test_what_has_left_the_selection_meanwhile_is_left_alone(
+def test_tasks_that_left_the_selection_meanwhile_are_not_changed(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
-    """The rows are read again under the lock: after they were found, one was sent or retried, another one deleted."""
+    """The rows are read again under the lock: in between, one was sent or retried, another one deleted."""
     transact, found = TaskTable.transact, changes._found
     monkeypatch.setattr(changes, "_found", lambda *all: iter([list(itertools.chain.from_iterable(found(*all)))]))
     for state, change in [*((state, changes.retry) for state in RETRIED), ("sent", changes.purge)]:
@@ -217,7 +219,7 @@ def awkward_rows() -> list[dict[str, Any]]:
 
 
 def by_dml(database: Database, selection: TaskSelection, statement: str) -> int:
-    """Run what a dry run prints, and return how many rows it changed."""
+    """Run the DML of a dry run, and return how many rows it changed."""
     text = selection.dml(statement)
     assert all(each.isprintable() for line in text.split("\n") for each in line)
     number: int = database.run_in_transaction(lambda transaction: transaction.execute_update(text))

@@ -1,4 +1,4 @@
-"""What the operators' commands report if Spanner goes away, or if the table has another shape."""
+"""Operators' commands while Spanner is unavailable, or if the table has another shape."""
 
 import functools
 import time
@@ -22,7 +22,7 @@ from tests.support.operations import FUTURE, PAST, Watch, insert, opened, row, r
 from tests.support.proxy import Proxy
 
 QUERY, READ, COMMIT = "execute_streaming_sql", "streaming_read", "commit"
-#: Seconds for a call to a Spanner that is away, in the place of its own limit.
+#: Seconds for a call to an unavailable Spanner, in place of its own limit.
 SHORT = 0.3
 
 
@@ -70,7 +70,7 @@ WORK: dict[str, Callable[[TaskTable], Any]] = {
         ("pause", COMMIT, 1, Proxy.hang),
     ],
 )
-def test_nothing_waits_for_a_spanner_that_goes_away(  # noqa: PLR0917 - pytest names them
+def test_no_command_hangs_when_spanner_becomes_unavailable(  # noqa: PLR0917 - pytest names them
     emulators: Emulators,
     database: Database,
     monkeypatch: pytest.MonkeyPatch,
@@ -79,7 +79,7 @@ def test_nothing_waits_for_a_spanner_that_goes_away(  # noqa: PLR0917 - pytest n
     number: int,
     fault: Callable[[Proxy], None],
 ):
-    """In the middle of the work: every call has a limit, after which it fails; a task is either changed or not."""
+    """In the middle of the work: every call has a limit, after which it fails. A task is either changed or not."""
     fill(database)
     before = rows_of(database)
     with Proxy(emulators.spanner_host) as proxy:
@@ -133,7 +133,7 @@ def test_a_missing_index_is_named(own_database: Database):
     assert all(WORK[work](table) for work in ("show", "retry ids"))  # by the primary key
 
 
-def test_a_refusal_that_is_of_no_schema_is_told_as_it_is(database: Database):
+def test_a_refusal_unrelated_to_the_schema_is_reported_as_it_is(database: Database):
     """The table is as it should be, so `outbox schema apply` is not recommended."""
     table = TaskTable(opened(database))
     for refused in (
@@ -146,8 +146,8 @@ def test_a_refusal_that_is_of_no_schema_is_told_as_it_is(database: Database):
     assert table.now()
 
 
-def test_every_request_is_of_low_priority_and_tagged(database: Database, watch: Watch):
-    """Spanner's statistics show that they are the commands'; `watch` looks at each."""
+def test_every_request_has_low_priority_and_a_tag(database: Database, watch: Watch):
+    """Spanner's statistics show which requests are the commands'. `watch` sees each."""
     fill(database)
     for work in WORK.values():
         work(watch.table)

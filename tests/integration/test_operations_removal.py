@@ -1,4 +1,4 @@
-"""`purge` and `discard` on Spanner: what they delete, and that it is nothing else, whatever happens meanwhile."""
+"""`purge` and `discard` on Spanner delete the selected tasks and no others, whatever happens meanwhile."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,10 +51,10 @@ TASK = st.fixed_dictionaries(
 @given(st.lists(TASK, min_size=1, max_size=12), st.sampled_from([None, "orders"]), st.integers(0, 6))
 @example([{"columns": {}, "sent": PAST, "topic": "orders", "meanwhile": "unsent"}] * 3, None, 0)
 @example([{"columns": {}, "sent": UNTIL, "topic": "orders", "meanwhile": ""}] * 3, None, 6)
-def test_purge_deletes_nothing_that_is_not_sent(
+def test_purge_keeps_unsent_and_recently_sent_tasks(
     database: Database, table: TaskTable, tasks: list[dict[str, Any]], topic: str | None, early: int
 ):
-    """Nor what was sent at the time or later: also if it was sent before when it was found, and is to be sent again."""
+    """Also a task that was sent before the time when it was found, and that an operator retried since."""
     with database.batch() as batch:
         batch.delete("AsynchronousTasks", KeySet(all_=True))
     rows = [row(str(n), **each["columns"], Topic=each["topic"], SentAt=each["sent"]) for n, each in enumerate(tasks)]
@@ -94,7 +94,7 @@ def test_purge_deletes_nothing_that_is_not_sent(
     assert changed(changes.purge(table, TaskSelection(state="sent", until=PAST))) == []
 
 
-def test_purge_goes_on_where_it_stopped(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
+def test_purge_continues_where_it_stopped(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
     """Chunk by chunk, of many tasks of one SentAt, too; younger tasks stay. Only sent tasks can be selected."""
     for state in (None, "dead", "pending", "retrying", "scheduled"):
         with pytest.raises(ValueError, match=f"purge is for sent tasks, not for {state}"):
@@ -139,10 +139,10 @@ def line(key: str, *columns: dict[str, Any], topic: str = "orders") -> list[dict
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_discard_wakes_the_first_deferred_task_of_a_key_and_only_it(
+def test_discard_releases_only_the_first_deferred_task_of_a_key(
     database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch, closed: bool
 ):
-    """The relay releases the others; a deferred head has nothing to wait for any more."""
+    """The relay releases the others. A deferred head is blocked by no task any more."""
     monkeypatch.setattr(changes, "CHUNK", 2 if closed else 500)
     insert(
         database,
@@ -180,7 +180,7 @@ def test_discard_wakes_the_first_deferred_task_of_a_key_and_only_it(
     assert {"outbox-discard", "outbox-wake"} == watch.tags() - {"outbox-now"}
 
 
-def test_a_wake_that_fails_is_a_warning(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
+def test_a_release_that_fails_is_a_warning(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
     """The dead task is deleted all the same; a head that was sent meanwhile is not made due."""
     insert(database, [*line("a", DEAD, DEFERRED), *line("b", DEAD, DEFERRED, DEFERRED)])
     query = TaskTable.query
@@ -203,10 +203,10 @@ def test_a_wake_that_fails_is_a_warning(database: Database, table: TaskTable, mo
     assert {after[id]["AvailableAt"] for id in ("orders a 1", "orders b 1", "orders b 2")} == {FUTURE}
 
 
-def test_a_deletion_is_logged_also_if_its_outcome_is_not_known(
+def test_a_deletion_with_an_unknown_outcome_is_logged(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
-    """Surely after the commit; as perhaps deleted if its answer was lost."""
+    """As deleted after the commit, as perhaps deleted if its answer was lost."""
     insert(database, [row(name, AvailableAt=NEVER) for name in ("a", "b")])
     logged: list[tuple[list[str], bool]] = []
 

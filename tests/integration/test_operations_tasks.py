@@ -42,7 +42,7 @@ def test_each_task_is_listed_in_its_state_and_no_other(database: Database, watch
         assert ids(watch.table, limit) == names[:limit]
 
 
-def test_pending_tasks_come_by_priority_then_age(database: Database, table: TaskTable):
+def test_pending_tasks_are_listed_by_priority_then_age(database: Database, table: TaskTable):
     """Ready and due ones alike, from all shards and topics; a limit takes the first of them."""
     random = Random(1)
     rows = []
@@ -61,7 +61,7 @@ def test_pending_tasks_come_by_priority_then_age(database: Database, table: Task
 
 
 @pytest.mark.parametrize("state", ["scheduled", "retrying", "dead"])
-def test_waiting_tasks_come_by_the_time_at_which_they_are_due(database: Database, table: TaskTable, state: str):
+def test_tasks_due_later_are_listed_by_their_due_time(database: Database, table: TaskTable, state: str):
     """Then by priority, age and id; dead ones in the order in which they would come back."""
     begin, attempts = (NEVER if state == "dead" else FUTURE), (1 if state == "retrying" else 0)
     rows = [
@@ -76,7 +76,7 @@ def test_waiting_tasks_come_by_the_time_at_which_they_are_due(database: Database
     assert ids(table, 3, state=state) == ["d", "b", "c"]
 
 
-def test_sent_tasks_come_the_newest_first(database: Database, table: TaskTable):
+def test_sent_tasks_are_listed_newest_first(database: Database, table: TaskTable):
     """Also of topics without an unsent task, however far back, and of those that are named only."""
     rows = [
         row(f"{n:02}", SentAt=PAST + n * SECOND, CreatedAt=CREATED - n * SECOND, Topic="ab"[n % 2]) for n in range(30)
@@ -91,7 +91,7 @@ def test_sent_tasks_come_the_newest_first(database: Database, table: TaskTable):
     assert ids(table, state="sent", since=PAST + 28 * SECOND, until=PAST + 30 * SECOND) == ["29", "28"]
 
 
-def test_a_beginning_is_inclusive_and_an_end_is_not(database: Database, table: TaskTable):
+def test_since_is_inclusive_and_until_is_exclusive(database: Database, table: TaskTable):
     """By SentAt for sent tasks, by CreatedAt for others; so two lists that share an edge have no task in common."""
     edge = PAST + timedelta(microseconds=5)
     names = {"before": -MICROSECOND, "at": 0 * SECOND, "after": MICROSECOND}

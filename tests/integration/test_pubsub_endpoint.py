@@ -62,7 +62,7 @@ def test_check_warns_of_ordered_tasks_without_an_endpoint(
 
 
 @pytest.mark.parametrize("value", [f"https://{ENDPOINT}", f"{ENDPOINT}/", "two words", "host:port", ":443"])
-def test_an_endpoint_that_is_none_is_refused(value: str) -> None:
+def test_an_invalid_endpoint_is_refused(value: str) -> None:
     """It is no address of a page, has no path, and its port is a number."""
     with pytest.raises(SettingError, match=r"^--pubsub-endpoint: .* is not allowed: it must be a host, or empty"):
         WorkerSettings.read({**NAMED, "pubsub_endpoint": value}, {})
@@ -86,7 +86,7 @@ def channels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[s
         yield opened
 
 
-def test_the_endpoint_is_where_the_channel_leads(
+def test_the_channel_connects_to_the_endpoint(
     channels: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the same limits as the global one's. An emulator takes precedence, so tests never reach the service."""

@@ -66,7 +66,7 @@ def test_business_row_and_task_have_one_commit(own_database: Database) -> None:
 
 @pytest.mark.parametrize("run", [in_transaction, in_batch])
 def test_a_rolled_back_transaction_leaves_no_task(database: Database, run: Callable[..., Any]) -> None:
-    """The caller's exception takes its tasks along (A02), and the next transaction registers."""
+    """The caller's exception rolls its tasks back (A02), and the next transaction registers."""
 
     def work(transaction: Any) -> None:
         outbox.register(transaction, "orders", b"data")
@@ -107,7 +107,7 @@ class _Cause:
         return ()
 
 
-def test_a_run_again_after_an_abort_leaves_one_task(database: Database) -> None:
+def test_an_aborted_transaction_registers_one_task(database: Database) -> None:
     """The function runs again, and one row is committed (A10); the first attempt's tasks are forgotten."""
     attempts: list[str] = []
 
@@ -159,7 +159,7 @@ def test_ids_spread_evenly_over_the_shards(database: Database) -> None:
 
 
 def is_even(counts: dict[int, int], total: int) -> bool:
-    """Tell whether ten shards share `total` evenly: chi-square, 9 degrees of freedom, 0.01 %."""
+    """Return whether ten shards share `total` evenly: chi-square, 9 degrees of freedom, 0.01 %."""
     assert set(counts) <= set(range(10))
     expected = total / 10
     return sum((counts.get(shard, 0) - expected) ** 2 / expected for shard in range(10)) < 33.7
@@ -176,8 +176,8 @@ def test_tasks_of_one_ordering_key_share_a_shard(database: Database) -> None:
         batch.insert("AsynchronousTasks", columns, [("1", "orders", b"", 0, COMMIT_TIMESTAMP, "")])
 
 
-def test_the_first_transaction_registers_once_and_later_ones_do_not(database: Database) -> None:
-    """The later transaction commits what else it writes. Sent or not, the row counts until it is deleted."""
+def test_register_once_registers_in_the_first_transaction_only(database: Database) -> None:
+    """The later transaction commits its other writes. Sent or not, the row counts until it is deleted."""
 
     def again(transaction: Any) -> bool:
         transaction.insert("AsynchronousTaskTopics", ("Topic",), [("effect",)])
@@ -195,8 +195,8 @@ def test_the_first_transaction_registers_once_and_later_ones_do_not(database: Da
     assert in_transaction(database, once) is True
 
 
-def test_once_and_again_in_one_transaction(database: Database) -> None:
-    """A read does not see what is buffered, yet the second call says False, also after plain `register`."""
+def test_register_once_twice_in_one_transaction_registers_once(database: Database) -> None:
+    """A read does not return buffered inserts, yet the second call returns False, also after plain `register`."""
 
     def work(transaction: Any) -> list[Any]:
         outbox.register(transaction, "orders", b"", task_id="plain")
@@ -208,7 +208,7 @@ def test_once_and_again_in_one_transaction(database: Database) -> None:
     assert ids(database) == ["other", "plain", "t"]
 
 
-def test_of_two_transactions_at_once_one_registers(database: Database) -> None:
+def test_one_of_two_concurrent_transactions_registers(database: Database) -> None:
     """Another one commits the same id after our read: ours is aborted, runs again and sees it."""
     ours: list[bool] = []
     others: list[bool] = []

@@ -1,4 +1,4 @@
-"""The relay in this process on the real emulators: what it polls, publishes and marks."""
+"""The relay in this process on the real emulators: polls, publishes and marks."""
 
 import base64
 import threading
@@ -26,8 +26,7 @@ from publishworker.telemetry import metrics as m
 from publishworker.types import Failed, LockedRow, Outcome, Sent
 from tests.support.counting import Counting
 from tests.support.fakes import Counted, FakePublisher, serialized
-from tests.support.outages import count
-from tests.support.parts import look, relay_of
+from tests.support.parts import poll_request, relay_of
 from tests.support.pubsub import PubSub, Subscription
 from tests.support.relays import (
     Account,
@@ -39,7 +38,7 @@ from tests.support.relays import (
     register,
     unsent,
 )
-from tests.support.spanner import INSTANCE, PROJECT, query
+from tests.support.spanner import INSTANCE, PROJECT, count, query
 from tests.support.waiting import eventually
 
 COMPLETE = Account(lost=frozenset(), unexpected=frozenset(), duplicates=0)
@@ -59,17 +58,17 @@ def make_relay(
     return relay_of(store, publisher or PubSubPublisher(open_pubsub(), PROJECT), counted, size=size, **options)
 
 
-def turn_until_all_sent(relay: Relay, database: Database, most: int = 60) -> int:
+def turn_until_all_sent(relay: Relay, database: Database, max_turns: int = 60) -> int:
     """Turn until nothing is unsent; return how many tasks were published."""
     published = 0
-    for _ in range(most):
+    for _ in range(max_turns):
         published += relay.turn().published
         if not unsent(database):
             return published
-    pytest.fail(f"{len(unsent(database))} unsent after {most} turns")
+    pytest.fail(f"{len(unsent(database))} unsent after {max_turns} turns")
 
 
-def test_the_subscriber_receives_what_was_registered(
+def test_the_subscriber_receives_the_registered_messages(
     database: Database, topic: str, subscription: Subscription
 ) -> None:
     """Byte for byte (A05, A06); nothing of a rolled back transaction (A02). Another service may write rows itself."""
@@ -156,7 +155,7 @@ def test_polling_neither_blocks_nor_aborts_a_callers_transaction(database: Datab
     def work(transaction: object) -> None:
         attempts.append(1)
         outbox.register(transaction, topic, b"")
-        polled = threading.Thread(target=lambda: store.poll(look(topic, due=True)))
+        polled = threading.Thread(target=lambda: store.poll(poll_request(topic, due=True)))
         polled.start()
         polled.join(20)
         assert not polled.is_alive()
@@ -165,7 +164,7 @@ def test_polling_neither_blocks_nor_aborts_a_callers_transaction(database: Datab
     assert attempts == [1]
 
 
-def test_the_poll_reads_the_same_range_beside_sent_rows(database: Database, topic: str) -> None:
+def test_sent_rows_do_not_widen_the_ranges_of_the_poll(database: Database, topic: str) -> None:
     """The index ranges of the poll, read as ranges: pending or due tasks only, and no sent, scheduled or dead ones."""
     pending = set(register(database, topic, 20))
     due = set(register(database, topic, 5, available_at=datetime.now(UTC) - timedelta(hours=1)))
@@ -186,11 +185,11 @@ def test_the_poll_reads_the_same_range_beside_sent_rows(database: Database, topi
     assert in_range(None, None) == pending
     assert in_range(datetime(1, 1, 1, tzinfo=UTC), datetime.now(UTC)) == due
     store = SpannerStore(database, shards=10)
-    assert {each.id for each in store.poll(look(topic))} == pending
-    assert {each.id for each in store.poll(look(topic, due=True))} == pending | due
+    assert {each.id for each in store.poll(poll_request(topic))} == pending
+    assert {each.id for each in store.poll(poll_request(topic, due=True))} == pending | due
 
 
-def test_the_poll_finds_what_a_scan_of_the_table_finds(database: Database, topic: str) -> None:
+def test_the_poll_returns_the_same_tasks_as_a_scan_of_the_table(database: Database, topic: str) -> None:
     """The same ids as plain SQL over the table, in the same order within each shard and topic (A21)."""
     now, random, other = datetime.now(UTC), Random(5), f"{topic}-other"
     times = [None, None, now - timedelta(hours=1), now - timedelta(days=1), now + timedelta(days=1)]
@@ -216,11 +215,10 @@ def test_the_poll_finds_what_a_scan_of_the_table_finds(database: Database, topic
         WHERE SentAt IS NULL AND (AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP())
         ORDER BY Shard, Topic, AvailableAt, Priority DESC, CreatedAt""",
     )
-    polled = SpannerStore(database, shards=10).poll(look(topic, other, per_range=150, due=True))
+    polled = SpannerStore(database, shards=10).poll(poll_request(topic, other, per_range=150, due=True))
     first = datetime.min.replace(tzinfo=UTC)
     found = sorted(
-        polled,
-        key=lambda each: (each.shard, each.topic, each.available_at or first, -each.priority, each.created_at),
+        polled, key=lambda each: (each.shard, each.topic, each.available_at or first, -each.priority, each.created_at)
     )
     assert [[each.id, each.topic, each.shard, each.available_at is None] for each in found] == scanned
 
@@ -249,7 +247,7 @@ def test_a_backlog_costs_few_requests_and_few_rows(
 
 
 @pytest.mark.parametrize("one_shard", [False, True])
-def test_the_spread_over_the_shards_does_not_matter(database: Database, topic: str, one_shard: bool) -> None:
+def test_any_spread_over_the_shards_is_sent_in_as_few_turns(database: Database, topic: str, one_shard: bool) -> None:
     """Forty tasks in ten shards or all in one: all are sent, each once, in as few turns as they need (A17)."""
     drawn = [str(uuid.uuid4()) for _ in range(600)]
     ids = (in_shard(database, drawn, "a key") if one_shard else drawn)[:40]
@@ -258,7 +256,7 @@ def test_the_spread_over_the_shards_does_not_matter(database: Database, topic: s
         for id in ids:
             outbox.register(batch, topic, b"", task_id=id)
     publisher = FakePublisher(topic)
-    turn_until_all_sent(make_relay(database, publisher, size=20), database, most=6)
+    turn_until_all_sent(make_relay(database, publisher, size=20), database, max_turns=6)
     assert sorted(publisher.ids()) == sorted(ids)
 
 
@@ -268,7 +266,7 @@ def in_shard(database: Database, names: list[str], key: str) -> list[str]:
     return [name for [name] in query(database, statement.format("each", "k"), names=names, key=[key])]
 
 
-def test_two_relays_and_one_task_are_one_publish(database: Database, topic: str, subscription: Subscription) -> None:
+def test_two_relays_publish_a_task_once(database: Database, topic: str, subscription: Subscription) -> None:
     """Both have polled it; the first sends it, the other counts that it came too late (A30, A44)."""
     counted = Counted()
     [id] = register(database, topic, 1)
@@ -287,7 +285,7 @@ def test_two_relays_and_one_task_are_one_publish(database: Database, topic: str,
     assert (published, already, already / (already + published)) == (1, 1, 0.5)
 
 
-def test_sent_at_is_written_only_after_the_answer(database: Database, topic: str) -> None:
+def test_sent_at_is_written_only_after_pubsub_has_answered(database: Database, topic: str) -> None:
     """While Pub/Sub has not answered the row is unsent; with another answer, or none, it stays so (A31, A32)."""
     answered, refused, untried = ids = register(database, topic, 3)
     seen = []
@@ -307,7 +305,7 @@ def test_sent_at_is_written_only_after_the_answer(database: Database, topic: str
 
 
 @pytest.mark.parametrize("off", [-60, 60, 86_400])
-def test_the_clock_of_the_worker_decides_nothing_about_a_task(database: Database, topic: str, off: int) -> None:
+def test_the_clock_of_a_worker_has_no_effect_on_tasks(database: Database, topic: str, off: int) -> None:
     """A worker whose clock is wrong sends no scheduled task early; SentAt and backoffs are the database's (G3)."""
     later = datetime.now(UTC) + timedelta(hours=1)
     [early] = register(database, topic, 1, available_at=later)

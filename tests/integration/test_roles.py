@@ -21,26 +21,26 @@ from publishworker.spanner.connection import open_relay_database
 from publishworker.spanner.emulator import EmulatorStore
 from publishworker.types import Deferred, FailedAttempt, Key, Sent
 from tests.support.operations import FUTURE, PAST, insert, row
-from tests.support.parts import look
+from tests.support.parts import poll_request
 from tests.support.roles import ALL, Heard, grants, refused, statements
 from tests.support.spanner import INSTANCE, PROJECT
 
 TABLES = ("AsynchronousTasks", "AsynchronousTaskTopics", "AsynchronousTaskWorkers")
 
 
-def test_every_statement_is_a_role_or_a_grant_of_what_is_there() -> None:
+def test_every_statement_is_a_role_or_a_grant_of_existing_objects() -> None:
     """Roles before their grants; tables and columns as in the DDL."""
     ddl = " ".join(schema.statements())
-    made: list[str] = []
+    created: list[str] = []
     for statement in statements():
         if role := re.fullmatch(r"CREATE ROLE (\w+)", statement):
-            made.append(role[1])
+            created.append(role[1])
             continue
-        assert statement.rpartition(" ")[2] == made[-1]
-        for (_, table), columns in grants(made[-1]).items():
+        assert statement.rpartition(" ")[2] == created[-1]
+        for (_, table), columns in grants(created[-1]).items():
             assert f"CREATE TABLE {table} " in ddl
             assert all(re.search(rf"\b{column}\b", ddl) for column in columns - ALL)
-    assert made == ["publishworker", "outbox_operator", "outbox_application", "outbox_pipeline"]
+    assert created == ["publishworker", "outbox_operator", "outbox_application", "outbox_pipeline"]
 
 
 @pytest.mark.parametrize("role", ["publishworker", "outbox_pipeline"])
@@ -51,7 +51,7 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     heard = Heard(ours)
     schema.differences(ours, schema.statements())
     store = EmulatorStore(ours, schema.shard_count(ours))
-    store.poll(look("orders", per_range=9, due=True, below=0))
+    store.poll(poll_request("orders", per_range=9, due=True, below=0))
     store.discover(range(10), ())
     store.topic_controls()
     store.workers()

@@ -35,24 +35,12 @@ STRING, INT64, BYTES, TIMESTAMP, BOOL, FLOAT64 = (
     getattr(TypeCode, name) for name in ("STRING", "INT64", "BYTES", "TIMESTAMP", "BOOL", "FLOAT64")
 )
 CANDIDATE = (STRING, STRING, INT64, INT64, TIMESTAMP, TIMESTAMP, STRING, INT64)
-FRONT = (STRING, STRING, STRING, INT64, BOOL, BOOL, BOOL)
+KEY_HEAD = (STRING, STRING, STRING, INT64, BOOL, BOOL, BOOL)
 LOCKED = (
-    STRING,
-    STRING,
-    BYTES,
-    STRING,
+    STRING, STRING, BYTES, STRING, TIMESTAMP, TIMESTAMP, TIMESTAMP, BOOL, INT64, TIMESTAMP, BOOL, BOOL, INT64,
     TIMESTAMP,
-    TIMESTAMP,
-    TIMESTAMP,
-    BOOL,
-    INT64,
-    TIMESTAMP,
-    BOOL,
-    BOOL,
-    INT64,
-    TIMESTAMP,
-)
-#: Reads of a turn that are not made at each poll.
+)  # fmt: skip
+#: Reads that a turn does not run at each poll.
 INTERVAL_TAGS = ("outbox-workers", "outbox-controls", "outbox-discover")
 
 
@@ -91,7 +79,7 @@ def prepare(mock: SpannerServicer, count: int, key: str | None = None) -> list[s
     locked = [(id, "orders", body, key, NOW, None, None, True, 0, None, False, False, 0, NOW) for id in ids]
     mock.mock_spanner.add_result(statements.LOCK, result(LOCKED, locked))
     key_heads = [("orders", key, id, 10, True, False, False) for id in reversed(ids)]
-    mock.mock_spanner.add_result(statements.KEY_HEADS, result(FRONT, key_heads))
+    mock.mock_spanner.add_result(statements.KEY_HEADS, result(KEY_HEAD, key_heads))
     return ids[::-1]
 
 
@@ -106,7 +94,7 @@ def make_relay(
 
 
 def requests(mock: SpannerServicer) -> list[Any]:
-    """Return the requests, except the reads that are made at an interval."""
+    """Return the requests, except the reads that run at an interval."""
     return [each for each in mock.requests if tag(each) not in INTERVAL_TAGS]
 
 
@@ -171,13 +159,13 @@ def test_an_ordered_batch_is_three_requests(mock: SpannerServicer, database: Lim
     relay = make_relay(database, publisher=publisher)
     assert relay.turn().published == 100
     assert names(mock) == ["CreateSession", "ExecuteSql", "ExecuteSql", "ExecuteSql", "Commit"]
-    poll, front, lock, commit = requests(mock)[1:]
-    tags = [each.request_options.request_tag for each in (poll, front, lock)]
+    poll, heads, lock, commit = requests(mock)[1:]
+    tags = [each.request_options.request_tag for each in (poll, heads, lock)]
     assert tags == ["outbox-poll", "outbox-order", "outbox-claim"]
-    assert front.sql == statements.KEY_HEADS
-    assert front.transaction.single_use.read_only.strong
-    assert front.request_options.priority == RequestOptions.Priority.PRIORITY_MEDIUM
-    assert (list(front.params["topics"]), list(front.params["keys"])) == (["orders"], ["key"])
+    assert heads.sql == statements.KEY_HEADS
+    assert heads.transaction.single_use.read_only.strong
+    assert heads.request_options.priority == RequestOptions.Priority.PRIORITY_MEDIUM
+    assert (list(heads.params["topics"]), list(heads.params["keys"])) == (["orders"], ["key"])
     assert lock.sql == statements.LOCK
     assert set(lock.params) == {"ids"}
     assert list(lock.params["ids"]) == sorted(ids)
@@ -199,7 +187,9 @@ def error(code: int, message: str = "broken") -> Any:
 LOST_SESSION = error(code_pb2.NOT_FOUND, "Session not found: projects/p/instances/inst/...")
 
 
-def test_aborted_at_commit_publishes_once_and_marks_once(mock: SpannerServicer, database: LimitedDatabase) -> None:
+def test_a_batch_aborted_at_commit_is_published_and_marked_once(
+    mock: SpannerServicer, database: LimitedDatabase
+) -> None:
     """The transaction runs again: lock, commit; nothing is published again."""
     prepare(mock, 10)
     publisher = FakePublisher("orders", project="p")
@@ -212,7 +202,7 @@ def test_aborted_at_commit_publishes_once_and_marks_once(mock: SpannerServicer, 
     assert names(mock)[1:] == ["ExecuteSql", *["ExecuteSql", "Commit"] * 3]
 
 
-def test_what_is_surely_not_written_is_said(
+def test_a_surely_failed_commit_differs_from_an_unknown_outcome(
     mock: SpannerServicer, database: LimitedDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the rows were not locked, or the last attempt was aborted; else the outcome is not known."""
@@ -230,8 +220,8 @@ def test_what_is_surely_not_written_is_said(
         assert caught.type is kind
 
 
-def test_the_commit_has_a_limit_of_ours(mock: SpannerServicer, database: LimitedDatabase) -> None:
-    """A sick service holds a batch for ten seconds at most: not for the client's hour, nor for its two minutes."""
+def test_a_commit_takes_ten_seconds_at_most(mock: SpannerServicer, database: LimitedDatabase) -> None:
+    """A slow service does not hold a batch for the client's hour, nor for its own two minutes."""
     assert COMMIT_SECONDS == 10.0
     prepare(mock, 1)
     for _ in range(3):
@@ -253,7 +243,7 @@ def test_a_lost_session_is_replaced(mock: SpannerServicer, database: LimitedData
     assert names(mock).count("CreateSession") >= 2
 
 
-def test_a_session_of_the_pool_is_used_without_asking_for_it(
+def test_a_pooled_session_is_used_without_a_request(
     mock: SpannerServicer, database: LimitedDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against emulators, where sessions are not shared; a lost one is replaced by the next turn."""

@@ -1,4 +1,4 @@
-"""Creating and checking the tables on the emulator: what is created, what is refused, what may differ."""
+"""Creating and checking the tables on the emulator: created objects, refusals, allowed differences."""
 
 import re
 from collections.abc import Iterator
@@ -74,7 +74,7 @@ def ddl_of(database: Database) -> set[str]:
         {"shards": 7, "retention_days": 1, "change_stream": True},
     ],
 )
-def test_an_empty_database_gets_everything_once(empty_database: Database, options: dict[str, Any]) -> None:
+def test_apply_creates_everything_once(empty_database: Database, options: dict[str, Any]) -> None:
     """The shapes parsed from the DDL are those that INFORMATION_SCHEMA shows, so a comparison means something."""
     wanted = schema.statements(**options)
     names = [*ALL, *(["change stream AsynchronousTasksInserts"] if "change_stream" in options else [])]
@@ -91,7 +91,7 @@ def test_an_empty_database_gets_everything_once(empty_database: Database, option
     assert schema.shard_count(empty_database) == options.get("shards", 10)
 
 
-def test_only_what_is_missing_is_made_in_one_update(own_database: Database) -> None:
+def test_only_missing_objects_are_created_in_one_update(own_database: Database) -> None:
     """Workers do not miss the table of replays, which only the pipeline needs: its migration may come later."""
     with mock.patch.object(own_database, "update_ddl") as update:
         schema.apply(own_database, schema.statements())
@@ -148,7 +148,7 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize("different", [DIFFERENT[:-1], DIFFERENT[-1:]])
-def test_each_kind_of_difference_is_named_and_nothing_is_made(
+def test_each_difference_is_named_and_nothing_is_created(
     empty_database: Database, different: list[tuple[str, ...]]
 ) -> None:
     """All differences are named with both shapes, and a missing table is not created either."""
@@ -188,7 +188,7 @@ def test_names_in_another_case_are_the_same_object(empty_database: Database) -> 
     assert {state for _, state in schema.apply(empty_database, schema.statements())} == {"exists"}
 
 
-def test_further_columns_indexes_and_tables_are_the_users_own(own_database: Database) -> None:
+def test_additional_columns_indexes_and_tables_are_left_alone(own_database: Database) -> None:
     """A user's additions to our tables, and all other tables, are neither touched nor reported."""
     change(
         own_database,
@@ -253,7 +253,7 @@ def test_no_key_begins_with_a_time(database: Database) -> None:
 
 
 def test_the_migrations_lead_to_the_schema(empty_database: Database, database: Database) -> None:
-    """A database that ran all numbered migrations is the same as one made by schema.sql."""
+    """A database that ran all numbered migrations is the same as one created by schema.sql."""
     for path in sorted((SCHEMA / "migrations").glob("[0-9]*.sql")):
         change(empty_database, *ddl.cut(path.read_text()))
     assert ddl_of(empty_database) == ddl_of(database)

@@ -35,9 +35,9 @@ def test_a_postgresql_database_is_refused(spanner_instance: Instance) -> None:
 def test_a_missing_database_or_table_is_not_reached(spanner_instance: Instance, empty_database: Database) -> None:
     """The sentence has the name. A relay does not guess how many shards a foreign table has."""
     absent = spanner_instance.database("not-there")
-    for look in (schema.apply, schema.differences):
+    for call in (schema.apply, schema.differences):
         with pytest.raises(NotReached, match=r"databases/not-there not found. Create it"):
-            look(absent, schema.statements())
+            call(absent, schema.statements())
     with pytest.raises(NotReached, match="table AsynchronousTasks is missing; run `outbox schema apply`"):
         schema.shard_count(empty_database)
     table = "CREATE TABLE AsynchronousTasks (Id STRING(64), Shard INT64) PRIMARY KEY (Id)"
@@ -55,27 +55,27 @@ def test_an_update_that_spanner_refuses_is_one_sentence(database: Database) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_a_spanner_that_is_away_is_told_within_the_limits(
+def test_an_unavailable_spanner_is_reported_within_the_limits(
     emulators: Emulators, empty_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It refuses connections, or hangs before or after the first call: the client alone would give up late or never."""
     monkeypatch.setattr(schema, "REACH_SECONDS", 0.5)
 
-    def told_in_time(look: Callable[[], object]) -> None:
+    def reported_in_time(call: Callable[[], object]) -> None:
         start = time.monotonic()
         with pytest.raises(NotReached, match="Spanner did not answer"):
-            look()
+            call()
         assert time.monotonic() - start < 15
 
     with silent_port() as host:
         absent = client(host).instance("test-instance").database("any")
-        told_in_time(lambda: schema.differences(absent, schema.statements()))
+        reported_in_time(lambda: schema.differences(absent, schema.statements()))
     with Proxy(emulators.spanner_host) as proxy:
         database = client(proxy.address).instance("test-instance").database(empty_database.database_id)
         assert schema.differences(database, []) == []
         proxy.hang()
-        told_in_time(lambda: schema.differences(database, schema.statements()))
+        reported_in_time(lambda: schema.differences(database, schema.statements()))
         monkeypatch.setattr(schema, "_reach", lambda _database: None)
-        told_in_time(lambda: schema.differences(database, schema.statements(), timeout=0.5))
+        reported_in_time(lambda: schema.differences(database, schema.statements(), timeout=0.5))
         monkeypatch.setattr(schema, "QUERY_SECONDS", 0.5)
-        told_in_time(lambda: schema.differences(database, schema.statements()))
+        reported_in_time(lambda: schema.differences(database, schema.statements()))

@@ -1,4 +1,4 @@
-"""`outbox pause`, `resume` and `limit` on a database: what they write, print and refuse."""
+"""`outbox pause`, `resume` and `limit` on a database: written rows, output and refusals."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +11,7 @@ from google.cloud.spanner_v1.database import Database
 import outbox
 from outbox import cli
 from tests.support.proxy import silent_port
+from tests.support.pubsub import PubSub
 from tests.support.pubsub_server import pubsub_server, refuse
 from tests.support.spanner import INSTANCE, PROJECT
 
@@ -76,8 +77,8 @@ def test_pause_and_resume_leave_the_limits_alone(database: Database, command: Co
         assert rows(database) == left(paused=False)
 
 
-def test_a_limit_that_is_not_named_keeps_its_value(database: Database, command: Command) -> None:
-    """A pause, too; `--off` takes the limits away and leaves the pause."""
+def test_a_limit_that_is_not_given_keeps_its_value(database: Database, command: Command) -> None:
+    """So does a pause. `--off` removes the limits and keeps the pause."""
     have(database, "orders")
     limits = "orders: at most 10 tasks a second, 20 at once"
     assert command("limit orders --rate 10 --burst 20") == (0, f"{limits}\n", SHARED)
@@ -95,10 +96,10 @@ def test_a_limit_that_is_not_named_keeps_its_value(database: Database, command: 
 
 @pytest.mark.parametrize("words", ["pause {}", "limit {} --max-in-flight 1"])
 def test_a_topic_is_known_by_a_row_a_task_or_pubsub(
-    database: Database, command: Command, new_topic: Callable[..., str], words: str
+    database: Database, command: Command, pubsub: PubSub, words: str
 ) -> None:
     """Any of them is enough; a sent task is not."""
-    new_topic(in_pubsub := f"in-pubsub-{words[:5]}")
+    pubsub.new_topic(in_pubsub := f"in-pubsub-{words[:5]}")
     control(database, "has-row")
     have(database, "has-task")
     for topic in (in_pubsub, "has-row", "has-task"):
@@ -110,8 +111,8 @@ def test_a_topic_is_known_by_a_row_a_task_or_pubsub(
     assert command(words.format("sent"))[0] == 1
 
 
-def test_a_topic_that_nobody_knows_is_refused_with_those_that_are_known(database: Database, command: Command) -> None:
-    """So a typing error is seen; nothing is written, also not for the right topics. At most ten names are printed."""
+def test_an_unknown_topic_is_refused_with_the_known_ones(database: Database, command: Command) -> None:
+    """So a typing error is noticed. Nothing is written, also not for known topics. At most ten names are printed."""
     assert command("pause ordres")[2].endswith("Known topics: none\n")
     have(database, "orders", "orders", "invoices")
     control(database, "reminders")
@@ -142,23 +143,25 @@ def test_a_topic_without_a_row_cannot_be_resumed(database: Database, command: Co
 @pytest.mark.parametrize(
     ("words", "state"), [("pause {}", "paused"), ("limit {} --max-in-flight 5", "paused; at most 5 in flight")]
 )
-def test_tasks_under_the_other_spelling_are_told(database: Database, command: Command, words: str, state: str) -> None:
+def test_tasks_under_the_other_spelling_are_reported(
+    database: Database, command: Command, words: str, state: str
+) -> None:
     """An id and the full name are two names; both given need no warning, and another project's topic has one name."""
     have(database, "orders", FULL, "projects/other/topics/orders")
-    says = "outbox: unsent tasks also use {}, another name of {}. Name it too, or it does not change\n"
+    sentence = "outbox: unsent tasks also use {}, another name of {}. Name it too, or it does not change\n"
     for given, other in (("orders", FULL), (FULL, "orders")):
         code, out, err = command(words.format(given))
         assert (code, out.partition(": ")[0]) == (0, given)
-        assert err.startswith(says.format(other, given))
+        assert err.startswith(sentence.format(other, given))
     assert "another name" not in command(words.format("projects/other/topics/orders"))[2]
     assert command(f"pause orders {FULL}") == (0, f"orders: {state}\n{FULL}: {state}\n", FOLLOW)
     assert f"unsent tasks also use {FULL}, another name of orders" in command("resume orders")[2]
 
 
-def test_a_pubsub_that_refuses_to_answer_stops_nothing(
+def test_an_unavailable_pubsub_does_not_prevent_a_pause(
     database: Database, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor one that is away: the topic is paused, with a warning. It is not asked for topics that the database knows."""
+    """The topic is paused with a warning. Pub/Sub is not asked about topics that the database knows."""
     with pubsub_server() as server:
         monkeypatch.setenv("PUBSUB_EMULATOR_HOST", server.address)
         server.get_topic = refuse(grpc.StatusCode.PERMISSION_DENIED, "not yours")

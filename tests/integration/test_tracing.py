@@ -28,7 +28,7 @@ from tests.support.waiting import eventually
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    """A tracer provider for application, relay and subscriber, and what it exports."""
+    """A tracer provider for application, relay and subscriber, and its exported spans."""
     return provided(monkeypatch)
 
 
@@ -49,7 +49,7 @@ def only(spans: InMemorySpanExporter, name: str) -> ReadableSpan:
 
 
 def is_within(context: trace.SpanContext | None, span: ReadableSpan, spans: InMemorySpanExporter) -> bool:
-    """Tell whether a context is a span's or a descendant's: the Spanner client makes spans of its own for its calls."""
+    """Return whether a context is a span's or a descendant's: the Spanner client creates spans for its calls."""
     parents = {each.context.span_id: each.parent for each in spans.get_finished_spans()}
     while context is not None and context.span_id != span.context.span_id:
         context = parents.get(context.span_id)
@@ -80,7 +80,7 @@ def test_one_trace_leads_from_the_transaction_to_googles_subscriber(
     order = place_order(database, topic)
     relay_all(database)
     message = received.get(timeout=30)
-    # By this attribute any other subscriber can go on with the trace, too.
+    # By this attribute any other subscriber can continue the trace, too.
     assert message.attributes["googclient_traceparent"].split("-")[1] == f"{order.context.trace_id:032x}"
     subscribe = eventually(
         lambda: next((each for each in spans.get_finished_spans() if each.name.endswith(" subscribe")), None),

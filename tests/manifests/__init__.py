@@ -1,1 +1,1 @@
-"""What is in k8s/, without a cluster and without a container engine."""
+"""The files of k8s/, without a cluster and without a container engine."""

@@ -34,7 +34,7 @@ ALARM = re.compile(r"(?P<time>min|max|sum)\(last_\d+[mhd]\):(?P<expression>.+) (
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a query may ask of a metric, and the tags by which it must select."""
+    """The aggregations that a metric allows, and the tags by which a query must select."""
 
     type: str
     unit: str

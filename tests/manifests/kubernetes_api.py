@@ -14,11 +14,11 @@ from tests.manifests.rendering import Object, Objects
 @dataclass(slots=True)
 class Api:
     url: str = ""
-    made: dict[str, Objects] = field(default_factory=dict)
+    created: dict[str, Objects] = field(default_factory=dict)
     by_path: dict[str, Object] = field(default_factory=dict)
 
     def post(self, path: str, body: Object) -> tuple[int, Object]:
-        self.made.setdefault(body["kind"], []).append(body)
+        self.created.setdefault(body["kind"], []).append(body)
         given = {"uid": str(len(self.by_path)), "resourceVersion": "1", "creationTimestamp": "2026-01-01T00:00:00Z"}
         kept = body | {"metadata": body["metadata"] | given, "status": {"phase": "Running"}}
         self.by_path[f"{path.removesuffix('/' + body['metadata']['name'])}/{body['metadata']['name']}"] = kept

@@ -1,4 +1,4 @@
-"""The dashboard and the monitors: Datadog's API takes them, and they query the metrics that the worker sends."""
+"""The dashboard and the monitors: Datadog's API accepts them, and they query the metrics that the worker sends."""
 
 import contextlib
 import io
@@ -41,7 +41,7 @@ from tests.manifests.rendering import OVERLAYS, rendered, the, worker
 
 Document = dict[str, Any]
 PARSERS = {"outbox": outbox_cli._parser(), "publishworker": publishworker_cli._parser()}
-#: What each message has, in this order.
+#: The parts of each message, in this order.
 PARTS = r"\*\*What it means:\*\*.*\*\*What users feel:\*\*.*\*\*Do first:\*\*.*\*\*Runbook:\*\*"
 PAGE = (ROOT / "docs/operations/datadog.md").read_text(encoding="utf-8")
 #: One batch of the dashboard, because the whole one takes long.
@@ -49,7 +49,7 @@ SMALL = DASHBOARD | {"widgets": DASHBOARD["widgets"][1:2]}
 
 
 def of_api(document: Document, model: type[OpenApiModel]) -> Iterator[str]:
-    """Yield what the API's model does not know: the client itself accepts unknown values and fields silently."""
+    """Yield values and fields unknown to the API's model: the client itself accepts them silently."""
 
     def walk(value: object, path: str) -> Iterator[str]:
         # A model with an unparsed part is unparsed itself, so the walk names the deepest part.
@@ -146,7 +146,7 @@ def of_monitor(monitor: Document) -> Iterator[str]:
         yield "a link does not begin with ${docs_url}"
     yield from (f"{page}#{heading} is no heading" for page, heading in links if heading not in headings(page))
     lines = [line for block in re.findall(r"```\n(.*?)```", message, re.DOTALL) for line in block.splitlines()]
-    yield from (said for line in lines if (said := of_command(line)))
+    yield from (output for line in lines if (output := of_command(line)))
     if not links or not lines:
         yield "the message has no link or no command"
 
@@ -160,24 +160,24 @@ def headings(page: str) -> set[str]:
 def of_command(line: str) -> str:
     """Return why a command of a message does not run, or that the runbook does not use it, or nothing."""
     program, *arguments = shlex.split(re.sub(r"\{\{(\w+)\.name\}\}", r"\1", line))
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(output):
             PARSERS[program].parse_args(arguments)
     except (KeyError, SystemExit, SettingError) as error:
-        return f"{line!r}: {error!r} {said.getvalue()}"
+        return f"{line!r}: {error!r} {output.getvalue()}"
     runbook = (ROOT / "docs/operations/runbook.md").read_text(encoding="utf-8")
     used = re.search(rf"^\$ {program} {arguments[0]}\b", runbook, re.MULTILINE)
     return "" if used else f"the runbook does not use {program} {arguments[0]}"
 
 
-def test_the_dashboard_is_of_the_api_and_queries_what_is_sent() -> None:
+def test_the_dashboard_fits_the_api_and_queries_existing_metrics() -> None:
     """Fields and values are those of Datadog's model; metrics, tags, aggregators and units those of the table."""
     assert [*of_api(DASHBOARD, Dashboard), *of_dashboard(DASHBOARD)] == []
 
 
 @pytest.mark.parametrize("name", MONITORS)
-def test_a_monitor_is_of_the_api_queries_what_is_sent_and_names_commands(name: str) -> None:
+def test_a_monitor_fits_the_api_and_queries_existing_metrics(name: str) -> None:
     """The thresholds agree, the message has commands that parse and headings that exist."""
     assert [*of_api(MONITORS[name], Monitor), *of_monitor(MONITORS[name])] == []
 
@@ -214,12 +214,12 @@ def test_the_page_applies_all_files_with_full_links() -> None:
     assert PAGE.count("{ docs_url = var.docs_url }") == 2
 
 
-def test_every_metric_is_shown_in_a_unit_of_datadogs() -> None:
+def test_every_metric_has_a_unit_that_datadog_knows() -> None:
     assert {metric.name for metric in OURS} <= {query["name"] for text in QUERIES for query in METRIC.finditer(text)}
     assert {metric.unit for metric in OURS} <= UNITS
 
 
-def test_the_objective_in_the_dashboard_is_that_of_the_alarm() -> None:
+def test_dashboard_and_alarm_have_the_same_objective() -> None:
     markers = [each for graph in leaves(DASHBOARD["widgets"]) for each in graph.get("markers", [])]
     lines = {float(each["value"].removeprefix("y = ")) for each in markers if each["label"].startswith("objective")}
     [now] = [request for title, request in requests(DASHBOARD) if title == "Longest wait now"]
@@ -228,7 +228,7 @@ def test_the_objective_in_the_dashboard_is_that_of_the_alarm() -> None:
     assert lines == red == {MONITORS["oldest-age"]["options"]["thresholds"]["critical"]}
 
 
-def test_names_are_those_of_production() -> None:
+def test_queries_use_the_names_of_production() -> None:
     """Monitors and dashboard query the overlay's environment, service and autoscaler, whose own query is correct."""
     objects = rendered(OVERLAYS["production"])
     labels = worker(objects)["spec"]["template"]["metadata"]["labels"]
@@ -261,7 +261,7 @@ def test_the_page_switches_on_the_percentiles_that_are_queried() -> None:
         (MONITORS["oldest-age"], Monitor, '"priority"', '"team"'),
     ],
 )
-def test_what_the_api_does_not_know_is_noticed(
+def test_values_and_fields_unknown_to_the_api_are_noticed(
     document: Document, model: type[OpenApiModel], old: str, new: str
 ) -> None:
     """Datadog's model is applied strictly, which its client does not do: a value and a field, deep in a batch."""

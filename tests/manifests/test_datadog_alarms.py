@@ -11,7 +11,7 @@ from tests.manifests.datadog_queries import ALARM, METRIC, MONITORS
 COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 CALCULATE: dict[type, Callable[[float, float], float]] = {ast.Sub: operator.sub, ast.Mult: operator.mul}
 
-#: A value for each minute of the window; None where nothing came.
+#: A value for each minute of the window; None without a sample.
 Series = Sequence[float | None]
 
 
@@ -30,7 +30,7 @@ def calculated(node: ast.AST, values: Mapping[str, float | None]) -> float | Non
 
 
 def alarms(name: str, *series: Series) -> bool:
-    """Tell whether a monitor alarms at the end of a window; there is a series for each metric, in the query's order.
+    """Return whether a monitor alarms at the end of a window; there is a series for each metric, in the query's order.
 
     Datadog adds up counts over the window, calculates with the sums, and takes no points for 0. With other metrics it
     calculates point by point and then combines the results (its guide as-count-in-monitor-evaluations).

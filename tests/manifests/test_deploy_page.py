@@ -37,9 +37,9 @@ PAGES = (WORKER, PIPELINE, "k8s/README.md")
 PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.cli._parser}
 TOOLS = ("gcloud", "kubectl", "docker", "helm", "pip", "python", *PARSERS)
 NAMESPACES = {"outbox": OVERLAYS["production"], "outbox-development": OVERLAYS["development"]}
-#: What the registry and the project answer.
+#: The answers of the registry and the project.
 REGISTRY, NUMBER = "registry.example/my-project/outbox", "123456789012"
-#: What gcloud and kubectl say when they have parsed a command line and cannot send it.
+#: The messages of gcloud and kubectl for a parsed command line that they cannot send.
 PARSED = re.compile("You do not currently have an active account selected|127.0.0.1:9")
 #: Not asked: the first waits for a browser, the others need a cluster before they parse all.
 UNASKED = re.compile("gcloud auth .*login|kubectl diff|kubectl config")
@@ -49,7 +49,7 @@ Words = tuple[str, ...]
 
 
 def carried_out(text: str, folder: Path) -> list[Words]:
-    """Run what a page shows behind a prompt in a copy of k8s, and return the words of each call of a tool."""
+    """Run the commands behind a page's prompts in a copy of k8s, and return the words of each call of a tool."""
     shutil.copytree(K8S, folder / "k8s")
     record = folder / "record"
     # One write for each call, because both ends of a pipe run at once.
@@ -110,7 +110,7 @@ def refusal(line: str, home: Path) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_gcloud_and_kubectl_take_every_command_line(tmp_path: Path, long: bool) -> None:
+def test_gcloud_and_kubectl_accept_every_command_line(tmp_path: Path, long: bool) -> None:
     """Their own parsers, without an account or a cluster; with --long also those that the golden file has."""
     every = {shlex.join(words) for page in PAGES for tool in ("gcloud", "kubectl") for words in calls(page, tool)}
     file = GOLDEN / "command-lines.txt"
@@ -118,7 +118,7 @@ def test_gcloud_and_kubectl_take_every_command_line(tmp_path: Path, long: bool) 
     asked = sorted(line for line in every - known if not UNASKED.match(line))
     if asked:
         programs("gcloud")
-    assert [said for line in asked if (said := refusal(line, tmp_path))] == []
+    assert [refused for line in asked if (refused := refusal(line, tmp_path))] == []
     compare(file.name, "".join(f"{line}\n" for line in sorted(every)))
 
 
@@ -158,7 +158,7 @@ def test_our_own_commands_parse() -> None:
     ("page", "golden", "image"),
     [(WORKER, "production.yaml", "publishworker:0.2.0"), (PIPELINE, "spark.yaml", "outbox-pipeline:0.1.0")],
 )
-def test_what_a_page_sets_is_all_that_changes(page: str, golden: str, image: str, tmp_path: Path) -> None:
+def test_only_the_values_that_a_page_sets_change(page: str, golden: str, image: str, tmp_path: Path) -> None:
     """With other names than the placeholders: the overlay is its golden file with these names, and no other change."""
     text = (ROOT / page).read_text(encoding="utf-8")
     name, _, version = image.partition(":")
@@ -208,7 +208,7 @@ def test_what_a_page_sets_is_all_that_changes(page: str, golden: str, image: str
 def test_roles_are_granted_to_the_account_of_the_manifests(
     page: str, folder: Path, roles: set[str], others: set[str]
 ) -> None:
-    """The account has the roles of the page's table, and none on the project; one other account has what it needs."""
+    """The account has the roles of the page's table, and none on the project; one other account has its own roles."""
     namespace = the(rendered(OVERLAYS["production"]), "Namespace")["metadata"]["name"]
     account = the(rendered(folder), "ServiceAccount")["metadata"]["name"]
     pool = f"//iam.googleapis.com/projects/{NUMBER}/locations/global/workloadIdentityPools/my-project.svc.id.goog"
@@ -235,7 +235,7 @@ def built(page: str) -> dict[str, str]:
 
 
 def test_images_are_built_from_the_dockerfile() -> None:
-    """Each target exists, a page pushes what it builds, and the development overlay runs what its page builds."""
+    """Each target exists, a page pushes what it builds, and the development overlay runs the image of its page."""
     for page in PAGES:
         assert set(built(page).values()) <= STAGES.keys()
         pushed = {words[2] for words in calls(page, "docker", "push")}
@@ -247,7 +247,7 @@ def test_images_are_built_from_the_dockerfile() -> None:
 
 
 def test_the_agents_values_fit_the_page() -> None:
-    """The Secret has the name and the keys that the chart reads, and the components have what they need."""
+    """The Secret has the name and the keys that the chart reads, and the components have their keys."""
     [install] = calls(WORKER, "helm")
     agent = yaml.safe_load((ROOT / values(install, "--values")[0]).read_text(encoding="utf-8"))
     [secret] = [words for words in calls(WORKER, "kubectl") if "secret" in words]

@@ -1,4 +1,4 @@
-"""What k8s/Dockerfile promises to users, by its text: no test builds an image, because there is no engine."""
+"""The promises of k8s/Dockerfile, by its text: no test builds an image, because there is no engine."""
 
 import ast
 import os
@@ -28,12 +28,12 @@ def steps(stage: str) -> list[str]:
     return [*(steps(base) if base in STAGES else []), *own]
 
 
-def said(stage: str, word: str) -> list[str]:
+def instructions(stage: str, word: str) -> list[str]:
     return [step.removeprefix(f"{word} ") for step in steps(stage) if step.startswith(f"{word} ")]
 
 
 def variables(stage: str) -> dict[str, str]:
-    pairs = (word.partition("=") for line in said(stage, "ENV") for word in shlex.split(line))
+    pairs = (word.partition("=") for line in instructions(stage, "ENV") for word in shlex.split(line))
     return {name: value for name, _, value in pairs}
 
 
@@ -62,17 +62,17 @@ def test_an_image_runs_as_a_user_without_root_and_without_tools(
     stage: str, user: int, environment: str, entrypoint: list[str], command: list[str]
 ) -> None:
     """One environment is copied and pip is removed; exec forms, so that the program receives SIGTERM."""
-    assert (said(stage, "ENTRYPOINT"), said(stage, "CMD")) == (entrypoint, command)
-    assert said(stage, "USER") == [f"{user}:{user}"]
+    assert (instructions(stage, "ENTRYPOINT"), instructions(stage, "CMD")) == (entrypoint, command)
+    assert instructions(stage, "USER") == [f"{user}:{user}"]
     build = "build" if environment == "publishworker" else f"{environment}-build"
-    copied = said(stage, "COPY")
+    copied = instructions(stage, "COPY")
     assert copied[0] == f"--from={build} /opt/{environment} /opt/{environment}"
     assert copied[1:] == {
         "demo": ["docs/examples /opt/examples"],
         "pipeline": ["k8s/spark/entrypoint.sh /opt/entrypoint.sh"],
     }.get(stage, [])
     assert variables(stage)["PATH"] == f"/opt/{environment}/bin:$PATH"
-    [run] = said(stage, "RUN")
+    [run] = instructions(stage, "RUN")
     words = [step.partition(" ")[0] for step in steps(stage)]
     assert words.index("RUN") < words.index("USER")
     assert "python -m pip uninstall --yes --root-user-action=ignore pip setuptools wheel" in run
@@ -90,21 +90,23 @@ def test_the_pods_have_the_user_of_the_image() -> None:
     """User and batch of the manifests are numbers of the Dockerfile."""
     for overlay in OVERLAYS.values():
         context = worker(rendered(overlay))["spec"]["template"]["spec"]["securityContext"]
-        assert said("worker", "USER") == [f"{context['runAsUser']}:{context['runAsGroup']}"]
+        assert instructions("worker", "USER") == [f"{context['runAsUser']}:{context['runAsGroup']}"]
 
 
 def test_an_environment_has_an_extra_in_pinned_versions_and_no_development_tools() -> None:
     """Only PySpark has no wheel; the worker has no Spark, and Dataproc, which mounts its own, [spark] without it."""
     packages = {"build": '[worker]"', "pipeline-build": '[spark]"', "dataproc-build": '" datadog'}
     for stage, extra in packages.items():
-        *_, tools, install = said(stage, "RUN")[-1].split(" && ")
+        *_, tools, install = instructions(stage, "RUN")[-1].split(" && ")
         assert " venv --without-pip " in tools
         assert " install --no-cache-dir --only-binary :all: " in install
         assert f'--constraint constraints.txt "$(ls /opt/wheel/*.whl){extra}' in install
-    assert all("constraint constraints.txt" in run for stage in packages for run in said(stage, "RUN") if "pip " in run)
+    assert all(
+        "constraint constraints.txt" in run for stage in packages for run in instructions(stage, "RUN") if "pip " in run
+    )
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     spark = {re.split("[<>=]", each)[0] for each in extras["spark"]}
-    assert spark == {*said("dataproc-build", "RUN")[-1].rpartition('"')[2].split(), "pyspark"}
+    assert spark == {*instructions("dataproc-build", "RUN")[-1].rpartition('"')[2].split(), "pyspark"}
 
 
 def test_every_package_of_the_images_is_in_the_constraints() -> None:
@@ -122,7 +124,7 @@ def test_every_package_of_the_images_is_in_the_constraints() -> None:
     assert {"pyspark", "grpcio", "numpy"} <= pinned & {name for name, _ in found}
 
 
-def test_the_ignore_file_lets_through_what_is_copied_and_nothing_else() -> None:
+def test_the_ignore_file_allows_only_copied_files() -> None:
     """Each exception to `*` exists and is copied by some stage; the entry point may be executed."""
     ignored = [line for line in (ROOT / "k8s/Dockerfile.dockerignore").read_text().splitlines() if line[0] != "#"]
     assert ignored[0] == "*"
@@ -133,7 +135,7 @@ def test_the_ignore_file_lets_through_what_is_copied_and_nothing_else() -> None:
     assert os.access(ROOT / "k8s/spark/entrypoint.sh", os.X_OK)
 
 
-def test_the_demo_has_what_it_imports() -> None:
+def test_the_demo_image_has_its_imports() -> None:
     """The example and the scripts of the overlay import the worker's packages and themselves."""
     assert variables("demo")["PYTHONPATH"] == "/opt/examples"
     imported = set()

@@ -113,7 +113,7 @@ def test_tags_and_names_agree_with_each_other(overlay: str) -> None:
         assert "replicas" not in deployment["spec"]
 
 
-def test_the_network_policy_allows_what_the_worker_needs() -> None:
+def test_the_network_policy_allows_the_workers_connections() -> None:
     """Nothing connects to the worker; it reaches DNS, Google, the Agent and the metadata server."""
     policy = the(rendered(OVERLAYS["production"]), "NetworkPolicy")["spec"]
     assert (sorted(policy["policyTypes"]), policy.get("ingress", [])) == (["Egress", "Ingress"], [])
@@ -128,7 +128,7 @@ def test_the_network_policy_allows_what_the_worker_needs() -> None:
     ],
     ids=["production", "spark"],
 )
-def test_what_a_user_sets_is_in_one_place(folder: Path, fields: set[str], placeholders: list[str]) -> None:
+def test_user_settings_are_in_one_place(folder: Path, fields: set[str], placeholders: list[str]) -> None:
     """All of it is between the two lines of kustomization.yaml, and in no other file."""
     text = (folder / "kustomization.yaml").read_text(encoding="utf-8")
     _, between, rest = re.split(r"^# -{100,}$", text, flags=re.MULTILINE)

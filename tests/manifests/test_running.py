@@ -1,4 +1,4 @@
-"""The rendered environment, given to the real commands on the emulators: what Kubernetes would start does its work."""
+"""The rendered environment, given to the real commands on the emulators, works as in Kubernetes."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from tests.support.waiting import eventually
 
 #: Tasks that must be received: those of one order.
 TASKS = 5
-#: Where the image and the ConfigMap put what is here in the repository.
+#: Where the image and the ConfigMap put files of the repository.
 FOLDERS = {"/opt/examples": ROOT / "docs" / "examples", "/opt/development": OVERLAYS["development"]}
 
 

@@ -13,7 +13,7 @@ from outbox_pipeline.cli import _parser
 from outbox_pipeline.settings import ArchiveSettings, RegisterSettings
 from outbox_pipeline.spanner import DEFAULT_RETENTION, READING
 from tests.manifests.rendering import OVERLAYS, ROOT, SPARK, Object, of_kind, rendered, the
-from tests.manifests.test_dockerfile import said, variables
+from tests.manifests.test_dockerfile import instructions, variables
 
 ROLES = ("driver", "executor")
 
@@ -30,15 +30,15 @@ def settings() -> dict[str, str]:
 
 def refusals(words: list[str], environment: dict[str, str]) -> Iterator[str]:
     """Yield why the command or the settings of a job refuse these arguments in an environment."""
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(output):
             options = _parser().parse_args(words)
         options.settings.read(vars(options), environment)
     except SettingError as error:
         yield str(error)
     except SystemExit:
-        yield said.getvalue()
+        yield output.getvalue()
 
 
 @each_job
@@ -69,15 +69,15 @@ def test_a_job_fits_its_image(name: str) -> None:
         pods = template[role]["template"]
         assert pods["metadata"]["labels"]["tags.datadoghq.com/version"] == template["image"].partition(":")[2]
         context = pods["spec"]["securityContext"]
-        assert said("pipeline", "USER") == [f"{context['runAsUser']}:{context['runAsGroup']}"]
+        assert instructions("pipeline", "USER") == [f"{context['runAsUser']}:{context['runAsGroup']}"]
         [container] = pods["spec"]["containers"]
         writable = {each["mountPath"] for each in container["volumeMounts"] if not each.get("readOnly")}
-        [folder] = said("pipeline", "WORKDIR")  # Spark writes to it
+        [folder] = instructions("pipeline", "WORKDIR")  # Spark writes to it
         assert folder in writable
 
 
-def test_only_the_archive_is_started_again_and_always_in_time() -> None:
-    """An archive goes on after a failure, while Spanner keeps the end of the day; `register` rejects rows again."""
+def test_only_the_archive_is_restarted_and_always_in_time() -> None:
+    """An archive continues after a failure while Spanner keeps the day; `register` would reject rows again."""
     archive, register = spec("archive"), spec("register")
     minute, hour = map(int, archive["schedule"].split()[:2])
     policy = archive["template"]["restartPolicy"]

@@ -54,7 +54,7 @@ def words(folder: Path, *arguments: str, **more: str) -> list[str]:
 
 
 def test_a_driver_is_spark_submit_and_another_command_is_itself(folder: Path) -> None:
-    """A driver runs in the pod, bound to its address; what Spark or `docker run` passes stays one word each."""
+    """A driver runs in the pod, bound to its address; each argument of Spark or `docker run` stays one word."""
     given = ["--properties-file", "/opt/spark/conf/spark.properties", "local:///x/__main__.py", "archive", "two words"]
     assert words(folder, "driver", *given, SPARK_DRIVER_BIND_ADDRESS="10.0.0.7") == [
         "spark/bin/spark-submit", "--conf", "spark.driver.bindAddress=10.0.0.7", "--deploy-mode", "client", *given,
@@ -107,7 +107,7 @@ def spark(folder: Path) -> dict[str, str]:
     return JAVA | {"SPARK_HOME": str(Path(pyspark.__file__).parent), "PYSPARK_PYTHON": sys.executable}
 
 
-def test_pips_spark_submit_runs_what_a_driver_is_given(folder: Path, spark: dict[str, str]) -> None:
+def test_pips_spark_submit_runs_the_arguments_of_a_driver(folder: Path, spark: dict[str, str]) -> None:
     """PYTHONSAFEPATH, which the image sets, keeps the job's folder out of the search for modules."""
     job = folder / "job" / "__main__.py"
     job.parent.mkdir()
@@ -131,7 +131,7 @@ def test_pips_spark_has_the_executor_that_is_started(folder: Path, spark: dict[s
     """It accepts these words and connects to its driver; nothing listens there."""
     options = {"SPARK_JAVA_OPT_0": "-Dspark.rpc.askTimeout=5s", "SPARK_JAVA_OPT_1": "-Dspark.rpc.io.maxRetries=0"}
     done = entry(folder, "executor", **EXECUTOR, **options, **spark)
-    said = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     assert done.returncode != 0
-    assert "Failed to connect to /127.0.0.1:9" in said, said
-    assert "Usage" not in said
+    assert "Failed to connect to /127.0.0.1:9" in output, output
+    assert "Usage" not in output

@@ -21,7 +21,7 @@ from outbox.devtools.emulators import Emulators
 from tests.manifests.kubernetes_api import Api, api
 from tests.manifests.rendering import ROOT, SPARK, Object, environment, programs, rendered, rendered_text, the, validate
 from tests.manifests.test_spark_entrypoint import ENTRY, JAVA, TINI
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import INSTANCE, PROJECT, query
 
 pytestmark = pytest.mark.xdist_group("spark-submit")  # one submission serves all
 
@@ -36,7 +36,7 @@ class Submitted:
     variables: dict[str, str]
 
     def mounted(self, key: str) -> str:
-        [text] = {each["data"][key] for each in self.server.made["ConfigMap"] if key in each["data"]}
+        [text] = {each["data"][key] for each in self.server.created["ConfigMap"] if key in each["data"]}
         return str(text)
 
 
@@ -67,27 +67,27 @@ def keeps_the_rules(pod: Object) -> None:
     validate(pod)
     [found] = pod["spec"]["containers"]
     assert found["resources"]["requests"]["memory"] == found["resources"]["limits"]["memory"]
-    # Spark's own volumes are ConfigMaps; it made no emptyDir, because the template has the one that it needs.
+    # Spark's own volumes are ConfigMaps; it created no emptyDir, because the template has the one that it needs.
     assert [each["name"] for each in pod["spec"]["volumes"] if "emptyDir" in each] == ["tmp", "spark-local-dir-1"]
     assert {"name": "SPARK_LOCAL_DIRS", "value": "/var/data/spark"} in found["env"]
     assert pod["metadata"]["labels"]["tags.datadoghq.com/version"] == found["image"].partition(":")[2]
     assert pod["spec"]["serviceAccountName"] == "outbox-pipeline"
 
 
-def test_spark_submit_makes_a_driver_that_is_admitted_and_runs_the_job(submitted: Submitted) -> None:
+def test_spark_submit_creates_an_admitted_driver_that_runs_the_job(submitted: Submitted) -> None:
     """The template, the arguments for the image's entry point, and only objects that the page names."""
-    made = submitted.server.made
-    keeps_the_rules(made["Pod"][0])
-    [found] = made["Pod"][0]["spec"]["containers"]
+    created = submitted.server.created
+    keeps_the_rules(created["Pod"][0])
+    [found] = created["Pod"][0]["spec"]["containers"]
     assert found["args"][0] == "driver"
     file = "local:///opt/pipeline/lib/python3.11/site-packages/outbox_pipeline/__main__.py"
     assert found["args"][-4:] == [file, "archive", "--window", "1d"]
     # 2g for Java and 1g for Python.
     assert found["resources"]["limits"] == {"memory": "3072Mi"}
     # The submitter needs the right to make these; since Spark 4.2 a NetworkPolicy is among them.
-    assert set(made) == {"Pod", "Service", "ConfigMap", "NetworkPolicy"}
+    assert set(created) == {"Pod", "Service", "ConfigMap", "NetworkPolicy"}
     page = (ROOT / "docs/operations/pipeline-deploy.md").read_text(encoding="utf-8")
-    assert [kind for kind in made if f"`{kind}`" not in page] == []
+    assert [kind for kind in created if f"`{kind}`" not in page] == []
 
 
 def test_a_job_that_does_not_exist_is_named(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_the_driver_asks_for_executors_that_do_the_work(
     variables = submitted.variables | the(rendered(SPARK), "ConfigMap")["data"] | here | emulators.environment()
     words = ["--properties-file", str(properties_of(submitted)), "--class", "org.apache.spark.deploy.PythonRunner"]
     job = [f"local://{ROOT}/outbox_pipeline/__main__.py", *register["arguments"]]
-    before = len(server.made["Pod"])
+    before = len(server.created["Pod"])
     with (folder / "driver.log").open("w+") as log:
         driver = subprocess.Popen(
             [ENTRY, "driver", *words, *job],
@@ -133,7 +133,7 @@ def test_the_driver_asks_for_executors_that_do_the_work(
         try:
             deadline = time.monotonic() + 300
             while driver.poll() is None and time.monotonic() < deadline:
-                new = server.made["Pod"][before + len(executors) :]
+                new = server.created["Pod"][before + len(executors) :]
                 executors.extend(started(pod, variables, folder) for pod in new)
                 time.sleep(0.2)
             assert driver.poll() == 0, f"{driver.poll()}: {Path(log.name).read_text()}"
@@ -141,10 +141,8 @@ def test_the_driver_asks_for_executors_that_do_the_work(
             for process in [driver, *executors]:
                 process.kill()
                 process.wait()
-    with database.snapshot() as snapshot:
-        found = list(snapshot.execute_sql("SELECT COUNT(*), MIN(Topic) FROM AsynchronousTasks"))
-    assert found == [[ROWS, "invoices"]]
-    [pod] = server.made["Pod"][before:]
+    assert query(database, "SELECT COUNT(*), MIN(Topic) FROM AsynchronousTasks") == [[ROWS, "invoices"]]
+    [pod] = server.created["Pod"][before:]
     keeps_the_rules(pod)
     assert pod["spec"]["automountServiceAccountToken"] is False
 
@@ -170,7 +168,7 @@ def properties_of(submitted: Submitted) -> Path:
 
 
 def started(pod: Object, variables: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
-    """Start what an executor's pod runs, with the variables that the pod has but for what the image or a mount has."""
+    """Start an executor's command with the variables of its pod, except those of the image or a mount."""
     [found] = pod["spec"]["containers"]
     values = environment(rendered(SPARK), pod, found)
     values |= {name: value for name, value in variables.items() if name.startswith(("OUTBOX_", "SPARK_CONF_DIR"))}

@@ -1,4 +1,4 @@
-"""All states of a protocol that can be reached: what is broken in one of them, or hangs, with the way there."""
+"""All reachable states of a protocol: a broken or hanging one, with the way there."""
 
 from collections import deque
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The relay's protocol as a transition system: workers, rows, locks, requests, and what may go wrong with each.
+"""The relay's protocol as a transition system: workers, rows, locks, requests, and the faults of each.
 
 One step is one thing that Spanner, Pub/Sub or a worker does and others can see. Times are left out: a row that is put
 off becomes due at any moment. `RULES` are the rules of docs/architecture/relay.md; without one of them the protocol is
@@ -20,7 +20,7 @@ class At(IntEnum):
 
 
 class Outcome(IntEnum):
-    """What a worker knows of a task that it tried."""
+    """A worker's knowledge of a task that it tried."""
 
     SENT, FAILED, OUTAGE, BAD = range(4)
 
@@ -28,13 +28,13 @@ class Outcome(IntEnum):
 #: The rules of the protocol, each with the invariant that breaks without it.
 RULES = {
     "exclusive": "duplicate",  # the lock query locks exclusively
-    "look again": "duplicate",  # SentAt is read again under the lock
+    "read again": "duplicate",  # SentAt is read again under the lock
     "answer": "loss",  # a row is marked after the answer of Pub/Sub
     "no answer": "loss",  # no answer is no success
     "one transaction": "duplicate",  # the transaction that has the lock writes the mark
-    "re-run": "duplicate",  # the next transaction attempt remembers what was published
-    "doubts": "duplicate",  # the worker remembers what was published when a commit fails or its outcome is unknown
-    "front": "order",  # a key is sent from its first unsent task on, whatever the poll saw
+    "re-run": "duplicate",  # the next transaction attempt remembers published tasks
+    "doubts": "duplicate",  # the worker remembers published tasks when a commit fails or its outcome is unknown
+    "key head": "order",  # a key is sent from its first unsent task on, whatever the poll saw
     "not due": "order",  # under the lock a task that is not due stops its key
     "failure": "order",  # a failed task stops its key, also in the next transaction attempt
     "committed": "no commit",  # only committed rows are read
@@ -42,12 +42,12 @@ RULES = {
 
 
 class Worker(NamedTuple):
-    """A worker: `seen` by its poll, its `batch` as `read`, what it `tried`, the request it `asks`, its `doubts`."""
+    """A worker: `seen` by its poll, its `batch` as `read`, tasks it `tried`, the request it `asks`, its `doubts`."""
 
     at: At = At.IDLE
     seen: tuple[int, ...] = ()
     batch: tuple[int, ...] = ()
-    read: tuple[Row, ...] = ()  # what the lock query said of the batch
+    read: tuple[Row, ...] = ()  # the batch as the lock query returned it
     holds: bool = False
     tried: tuple[tuple[int, Outcome], ...] = ()
     asks: tuple[int, ...] = ()
@@ -56,7 +56,7 @@ class Worker(NamedTuple):
 
 
 class State(NamedTuple):
-    """All of it. `late` are requests for which nobody waits; `faults` may still happen."""
+    """The whole state. `late` are requests for which no caller waits; `faults` may still happen."""
 
     rows: tuple[Row, ...]
     published: tuple[int, ...]
@@ -87,7 +87,7 @@ def start(config: Config) -> State:
 
 
 def is_done(config: Config, state: State) -> bool:
-    """Tell whether nothing is left to send: what stands behind a dead task of its key is held."""
+    """Return whether nothing is left to send: tasks behind a dead task of their key are blocked."""
     held: set[str] = set()
     for key, row in zip(config.keys, state.rows, strict=True):
         if row is Row.DEAD and key is not None:
@@ -117,7 +117,7 @@ def steps(config: Config, state: State) -> Iterator[tuple[bool, str, State]]:
 
 
 def _is_next(config: Config, state: State, task: int) -> bool:
-    """Tell whether a task may commit now: the place in a key is the order of the commits."""
+    """Return whether a task may commit now: the place in a key is the order of the commits."""
     earlier = [each for each in range(task) if config.keys[each] == config.keys[task]]
     return config.keys[task] is None or all(state.rows[each] is not Row.ABSENT for each in earlier)
 
@@ -135,7 +135,7 @@ def _worker(config: Config, state: State, number: int, worker: Worker) -> Iterat
 
 
 def _idle(config: Config, state: State, number: int, worker: Worker) -> Iterator[tuple[bool, str, State]]:
-    """Mark what is in doubt, or poll: of much it sees a part only."""
+    """Mark tasks in doubt, or poll: a poll may return a part only."""
     if worker.doubts:
         marks = worker._replace(at=At.LOCKS, batch=worker.doubts, marks=True)
         yield False, "marks", _put(state, number, marks)
@@ -159,12 +159,12 @@ def _batches(config: Config, state: State, seen: tuple[int, ...]) -> Iterator[tu
     for key in sorted({key for task in seen if (key := config.keys[task]) is not None}):
         run: list[int] = []
         of_key = [task for task, each in enumerate(config.keys) if each == key]
-        if not config.keeps("front"):
+        if not config.keeps("key head"):
             of_key = [task for task in of_key if task in seen]
         for task in of_key:
             if state.rows[task] is Row.DUE or (state.rows[task] is Row.ABSENT and task in seen):
                 run.append(task)
-            elif state.rows[task] in (Row.LATER, Row.DEAD) and config.keeps("front"):
+            elif state.rows[task] in (Row.LATER, Row.DEAD) and config.keeps("key head"):
                 break
         if run:
             parts.append(tuple(run))
@@ -185,8 +185,8 @@ def _locks(config: Config, state: State, number: int, worker: Worker) -> Iterato
 
 
 def _open(config: Config, worker: Worker) -> list[int]:
-    """Return what is to be published of a batch, as its rows said under the lock, the tasks of a key in their order."""
-    sendable = {Row.DUE, *([] if config.keeps("look again") else [Row.SENT])}
+    """Return the tasks of a batch to publish, by their locked rows, the tasks of a key in order."""
+    sendable = {Row.DUE, *([] if config.keeps("read again") else [Row.SENT])}
     sendable |= set() if config.keeps("committed") else {Row.ABSENT}
     tried = dict(worker.tried)
     stopped: set[str | None] = set()
@@ -205,7 +205,7 @@ def _open(config: Config, worker: Worker) -> list[int]:
 
 
 def _publishes(config: Config, state: State, number: int, worker: Worker) -> Iterator[tuple[bool, str, State]]:
-    """Ask for the next request of the batch: a task without a key, or what is open of one key."""
+    """Return the next request of the batch: a task without a key, or the open tasks of one key."""
     left = _open(config, worker)
     if not left:
         yield False, "has no more", _put(state, number, worker._replace(at=At.COMMITS))
@@ -219,7 +219,7 @@ def _publishes(config: Config, state: State, number: int, worker: Worker) -> Ite
 
 
 def _asked(config: Config, state: State, number: int, worker: Worker) -> Iterator[tuple[bool, str, State]]:
-    """Pub/Sub takes a request or not, and says so or not."""
+    """Pub/Sub accepts a request or not, and answers or not."""
     request = worker.asks
 
     def answered(outcome: Outcome, of: State = state) -> State:
@@ -258,11 +258,11 @@ def _commits(config: Config, state: State, number: int, worker: Worker) -> Itera
     repeats = _sent(worker) if len(state.workers) > 1 else set()  # another one may be faster
     yield True, "is aborted by Spanner", _allow(aborted, repeats)
     yield True, "does not commit", _allow(_failed(config, state, number, worker), repeats)
-    yield True, "commits, and nobody says so", _failed(config, done, number, worker)
+    yield True, "commits without an answer", _failed(config, done, number, worker)
 
 
 def _failed(config: Config, state: State, number: int, worker: Worker) -> State:
-    """Give a batch up, and remember what was published of it."""
+    """Give a batch up, and remember its published tasks."""
     doubts = {*worker.doubts, *_sent(worker)} if config.keeps("doubts") else set()
     return _put(state, number, Worker(doubts=tuple(sorted(doubts))))
 

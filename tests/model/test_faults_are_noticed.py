@@ -43,7 +43,7 @@ def reads_a_range(real: Any) -> Any:
     return ours
 
 
-#: Each rule of the protocol, the attribute that keeps it, and what makes the wrong one of the real one.
+#: Each rule of the protocol, the attribute that keeps it, and the function that breaks it.
 FAULTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "SentAt is read again under the lock": (delivery, "skip_reasons", always({})),
     "no range is read under the lock": (Delivery, "_check", reads_a_range),

@@ -30,7 +30,7 @@ IN_LONG_FORM = [pytest.mark.long("smaller scopes are above"), pytest.mark.timeou
 
 
 @pytest.mark.parametrize("scope", [*SMALL, *(pytest.param(each, marks=IN_LONG_FORM) for each in LARGE)], ids=str)
-def test_nothing_is_lost_out_of_order_uncommitted_or_sent_twice_without_a_cause(scope: Config) -> None:
+def test_no_history_loses_reorders_or_repeats_a_task_without_a_cause(scope: Config) -> None:
     found = explore(scope)
     print(f"{found.states:,} states")
     assert not found.broken, "\n".join(found.way)

@@ -76,7 +76,7 @@ def test_the_table_in_memory_is_as_the_real_one(target: DatabaseSettings, databa
     assert sorted(rows_of(database)) == ["a", "b", "c"]
 
 
-def test_every_request_is_of_low_priority_and_tagged(database: Database):
+def test_every_request_has_low_priority_and_a_tag(database: Database):
     watch = Watch(database)
     table = Table(watch.database)
     at = datetime(2090, 1, 1, 0, 0, 0, 123456, UTC)

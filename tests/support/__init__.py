@@ -1,1 +1,1 @@
-"""What several tests use: one module a subject."""
+"""Modules that several tests share, one for each subject."""

@@ -1,7 +1,7 @@
 """Known vulnerabilities of pinned packages, by pip-audit: `python advisories.py constraints.txt` (`make audit`).
 
-Without its data pip-audit may find nothing and be content. So an old version that is known to be vulnerable is looked
-up first: if nothing is known of it, nothing was looked at here, and that is said.
+Without its data pip-audit may find nothing and succeed. So an old version that is known to be vulnerable is checked
+first: if no advisory for it is found, the audit did not run, and that is reported.
 """
 
 import json
@@ -15,7 +15,7 @@ NOT_SCANNED = "not scanned here: the advisory data cannot be reached"
 
 
 def main(file: str) -> int:
-    """Return 0 if nothing is known of the packages in `file`, or if nobody could look; else 1."""
+    """Return 0 if no advisory is found for the packages in `file`, or if the audit cannot run; else 1."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as known:
         known.write(VULNERABLE)
         known.flush()

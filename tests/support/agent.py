@@ -1,4 +1,4 @@
-"""A DogStatsD agent on a loopback UDP port that adds up what it hears."""
+"""A DogStatsD agent on a loopback UDP port that adds up the counts that it receives."""
 
 import contextlib
 import socket

@@ -1,4 +1,4 @@
-"""Sent tasks for tests of archives, and what an archive on a local disk looks like from outside."""
+"""Sent tasks for tests of archives, and the files of an archive on a local disk."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -18,12 +18,12 @@ from outbox_pipeline.jobs.archive.windows import read_archive
 from outbox_pipeline.settings import ArchiveSettings
 from tests.support.operations import row
 
-#: The day of most tests. It is older than what Spanner keeps, so that its windows are read late.
+#: The day of most tests. It is older than Spanner's versions, so that its windows are read late.
 DAY = datetime(2026, 10, 20, tzinfo=UTC)
 NEXT_DAY = DAY + timedelta(days=1)
 MICROSECOND = timedelta(microseconds=1)
 
-#: A task of Spark, by what identifies it in an archive.
+#: A Spark task, by its identity in an archive.
 Sent = tuple[str, datetime]
 
 

@@ -1,4 +1,4 @@
-"""The article's relay, to compare with: a transaction for each task, and nothing remembered of what was published.
+"""The article's relay, to compare with: a transaction for each task, and no record of published tasks.
 
 As a worker's module, with a worker's environment: `python -m tests.support.article run`. It knows no flags. One thread:
 more would abort each other on the emulator, which is no fault of the protocol.

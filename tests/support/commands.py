@@ -31,10 +31,10 @@ from outbox.devtools.emulators import Emulators
 from outbox.storage.task_states import NEVER
 from tests.support import fork_server
 from tests.support.processes import ROOT, Finished, Process, clean_environment, run, started
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import INSTANCE, PROJECT, query
 from tests.support.waiting import eventually
 
-#: What a person finds in no output: a stack trace.
+#: No output has a stack trace.
 TRACE = "Traceback"
 HOUR = timedelta(hours=1)
 #: Rows in one commit.
@@ -152,7 +152,7 @@ class Terminal:
         os.write(self._file, text.encode())
 
     def wait(self) -> int:
-        """Return the exit code; a terminal that nobody reads would stop it."""
+        """Return the exit code; an unread terminal would block the command."""
 
         def ended() -> bool:
             return self.seen is not None and self.child.poll() is not None
@@ -190,14 +190,7 @@ def fill(database: Database, rows: Sequence[Sequence[Any]]) -> None:
 
 def table(database: Database, condition: str = "TRUE") -> dict[str, tuple[Any, ...]]:
     statement = f"SELECT Id, SentAt, AvailableAt, Attempts FROM AsynchronousTasks WHERE {condition}"
-    with database.snapshot() as snapshot:
-        return {id: tuple(values) for id, *values in snapshot.execute_sql(statement)}
-
-
-def count(database: Database, condition: str) -> int:
-    with database.snapshot() as snapshot:
-        [[number]] = snapshot.execute_sql(f"SELECT COUNT(*) FROM AsynchronousTasks WHERE {condition}")
-    return int(number)
+    return {id: tuple(values) for id, *values in query(database, statement)}
 
 
 def control_codes(text: str) -> list[str]:

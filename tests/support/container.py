@@ -20,13 +20,13 @@ from tests.support.waiting import eventually
 
 #: Seconds that the manifest gives to whatever stops a worker.
 GRACE_SECONDS = 60
-#: Seconds within which an unhealthy worker must be told from a healthy one.
+#: Seconds within which a probe must notice an unhealthy worker.
 NOTICE_SECONDS = 60
-#: What the manifest allows, bytes.
+#: The limit of the manifest, bytes.
 MEMORY_LIMIT = 512 * 1024 * 1024
 
 #: No rights: a read-only root, one small directory that can be written, an ordinary user, nothing to be gained. The
-#: second user namespace is what makes an ordinary user of the first one's root, whoever runs the tests.
+#: second user namespace is what makes an ordinary user of the first one's root, under any user.
 _CONFINE = """
 mount -t tmpfs -o size=16m,mode=1777 tmpfs "$0" && mount -o remount,ro,bind / &&
 exec unshare --user --map-user=65532 --map-batch=65532 setpriv --no-new-privs "$@"
@@ -53,45 +53,45 @@ def altered(code: str, environment: dict[str, str], *arguments: str) -> Iterator
 
 
 class Probe:
-    """What Kubernetes sees of a worker: the exit code of a command, and what that says."""
+    """A probe as Kubernetes runs it: the exit code of a command, and its output."""
 
     def __init__(self, heartbeat: Path, max_age: float | None = None) -> None:
-        """Look at `heartbeat`; it may be `max_age` seconds old, or as old as the default says."""
+        """Check `heartbeat`, which may be `max_age` seconds old; None is the command's default."""
         # As the manifest has it, without an option, and without the second process that `run` starts.
         self._environment = dict(os.environ) | {"OUTBOX_HEARTBEAT_FILE": str(heartbeat)}
         if max_age is not None:
             self._environment["OUTBOX_MAX_AGE"] = str(max_age)
         self._heartbeat = heartbeat
-        self.said = ""
+        self.output = ""
 
     def __call__(self) -> int:
         command = [sys.executable, "-m", "publishworker", "healthcheck"]
         done = subprocess.run(
             command, cwd=ROOT, env=self._environment, capture_output=True, text=True, timeout=20, check=False
         )
-        self.said = done.stderr.strip()
+        self.output = done.stderr.strip()
         return done.returncode
 
     def is_good(self) -> bool:
         return self() == 0
 
     def is_bad(self) -> bool:
-        """Tell whether the worker would be restarted."""
+        """Return whether the worker would be restarted."""
         return self() == 1
 
-    def longest_gap(self, seconds: float, look: Callable[[], object]) -> float:
-        """Watch the heartbeat for some time, and `look` once a second; return the longest time between two beats.
+    def max_gap(self, seconds: float, check: Callable[[], object]) -> float:
+        """Watch the heartbeat and call `check` once a second; return the max time between two heartbeats.
 
-        What has passed since the last beat counts as well.
+        The time since the last heartbeat counts as well.
         """
-        longest, looked, end = 0.0, 0.0, time.monotonic() + seconds
+        max_gap, checked, end = 0.0, 0.0, time.monotonic() + seconds
         while (now := time.monotonic()) < end:
-            longest = max(longest, time.time() - self._heartbeat.stat().st_mtime)
-            if now - looked >= 1:
-                looked = now
-                look()
+            max_gap = max(max_gap, time.time() - self._heartbeat.stat().st_mtime)
+            if now - checked >= 1:
+                checked = now
+                check()
             eventually(lambda at=now + 0.1: time.monotonic() >= at, seconds=1)  # type: ignore[misc]  # a default of a lambda
-        return longest
+        return max_gap
 
 
 def peak_memory(process: Process) -> int:

@@ -1,4 +1,4 @@
-"""A gRPC server that forwards every call to another one, and counts: what a client asks for, and gets.
+"""A gRPC server that forwards every call to another one, and counts requests and answers.
 
 with Counting(emulators.spanner_host) as proxy:
     worker = start(SPANNER_EMULATOR_HOST=proxy.address)

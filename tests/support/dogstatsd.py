@@ -1,4 +1,4 @@
-"""A DogStatsD agent on a Unix socket that comes and goes, and what it hears, sample by sample."""
+"""A DogStatsD agent on a Unix socket that appears and disappears, and keeps each sample."""
 
 import contextlib
 import socket
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: What DogStatsD calls the types of the table of metrics.
+#: DogStatsD's names for the types in the table of metrics.
 TYPES = {"c": "count", "g": "gauge", "d": "distribution"}
 
 

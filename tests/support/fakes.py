@@ -1,4 +1,4 @@
-"""A store and a publisher in memory. The contract tests hold them to what Spanner and Pub/Sub do."""
+"""A store and a publisher in memory. The contract tests compare them with Spanner and Pub/Sub."""
 
 import contextlib
 import dataclasses
@@ -71,11 +71,11 @@ class FakeStore:
         self.away = False
         #: When each worker was last seen.
         self.seen_at: dict[str, datetime] = {}
-        self.beats = 0
+        self.heartbeats = 0
         #: How often each task has been claimed.
         self.claimed: Counter[str] = Counter()
-        #: What the polls asked for.
-        self.looks: list[PollRequest] = []
+        #: The requests of all polls.
+        self.polls: list[PollRequest] = []
         #: The topics that were known at each discovery.
         self.discoveries: list[frozenset[str]] = []
         self._lock = threading.Lock()
@@ -88,23 +88,23 @@ class FakeStore:
     def shard_of(self, text: str) -> int:
         return zlib.crc32(text.encode()) % len(self.shards)
 
-    def poll(self, look: PollRequest) -> Sequence[Candidate]:
+    def poll(self, request: PollRequest) -> Sequence[Candidate]:
         self._answer()
-        self.looks.append(look)
-        unsent = [row for row in list(self.rows.values()) if row.sent_at is None and row.shard in look.shards]
+        self.polls.append(request)
+        unsent = [row for row in list(self.rows.values()) if row.sent_at is None and row.shard in request.shards]
         found: dict[str, StoredTask] = {}
-        for shard, topic in itertools.product(look.shards, look.topics):
+        for shard, topic in itertools.product(request.shards, request.topics):
             of_range = [row for row in unsent if (row.shard, row.topic) == (shard, topic)]
             ready = sorted(
                 (row for row in of_range if row.available_at is None), key=lambda row: (-row.priority, row.created_at)
             )
             due = [row for row in of_range if row.available_at is not None and row.available_at <= self.now]
             ranges = [ready]
-            if look.below is not None:
-                ranges.append([row for row in ready if row.priority < look.below])
-            if look.due:
+            if request.below is not None:
+                ranges.append([row for row in ready if row.priority < request.below])
+            if request.due:
                 ranges.append(sorted(due, key=lambda row: (row.available_at or NEVER, -row.priority, row.created_at)))
-            found |= {row.id: row for rows in ranges for row in rows[: look.per_range]}
+            found |= {row.id: row for rows in ranges for row in rows[: request.per_range]}
         return tuple(_candidate(row) for row in found.values())
 
     def discover(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
@@ -128,7 +128,7 @@ class FakeStore:
 
     def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
         self._answer()
-        self.beats += 1
+        self.heartbeats += 1
         self.seen_at[worker] = self.now
         for each in remove:
             self.seen_at.pop(each, None)
@@ -261,7 +261,7 @@ def _candidate(row: StoredTask) -> Candidate:
 
 
 class Abort(Exception):
-    """What `FakeStore.before_commit` raises for ABORTED."""
+    """Raised by `FakeStore.before_commit` for ABORTED."""
 
 
 class FakePublisher:
@@ -273,8 +273,8 @@ class FakePublisher:
         self.published: list[tuple[str, str, Any]] = []  # full topic name, task id, message
         #: The ids of each request.
         self.requests: list[list[str]] = []
-        #: Task ids that fail, with the failure; one that meets an outage takes its whole request along. So does
-        #: one with an ordering key, unless it is the message that is refused: then what stands before it goes out.
+        #: Task IDs that fail, with the failure; one that meets an outage fails its whole request. So does
+        #: one with an ordering key, unless its message is refused: then the tasks before it are published.
         self.failing: dict[str, Failed] = {}
         #: Full topic names that fail.
         self.down: dict[str, Failed] = {}
@@ -313,7 +313,7 @@ class FakePublisher:
         ordered = any(row.ordering_key for row in rows)
         refused = {id for id, failure in self.failing.items() if kind_of(failure.reason) is FailureKind.CONTENT}
         if ordered and (culprit := next((id for id in decoded if id in refused | outcomes.keys()), None)):
-            # What stands before it goes out, it fails alone, what follows is not tried.
+            # The tasks before it are published, it fails alone, the tasks behind it are not tried.
             decoded = dict(itertools.takewhile(lambda pair: pair[0] != culprit, decoded.items()))
             outcomes = {culprit: outcomes.get(culprit) or self.failing[culprit]}
         sent = {id: message for id, message in decoded.items() if id not in outcomes}

@@ -1,6 +1,6 @@
 """A streaming query in a process of its own: `python -m tests.support.following DATABASE CHECKPOINT SINK`.
 
-Follows what is sent since 2026, twice a second, into Parquet. SIGTERM stops it as an operator would: the batch in work
+Follows tasks sent since 2026, twice a second, into Parquet. SIGTERM stops it as an operator would: the batch in work
 is finished.
 """
 

@@ -77,7 +77,7 @@ class Child:
             except (BlockingIOError, TimeoutError):
                 return None
             self._connection.close()
-            self.returncode = int(answer) if answer else -signal.SIGKILL  # the server ended, and took the child along
+            self.returncode = int(answer) if answer else -signal.SIGKILL  # the server ended, and the child with it
         return self.returncode
 
 
@@ -136,7 +136,7 @@ def _address(kind: str) -> str:
         [sys.executable, "-m", __name__, kind, address[1:], str(theirs)],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")},
-        stdin=subprocess.PIPE,  # its end tells the server that this process has ended
+        stdin=subprocess.PIPE,  # the server ends when this is closed
         pass_fds=[theirs],
         start_new_session=True,
     )
@@ -149,7 +149,7 @@ def _address(kind: str) -> str:
 
 
 class _Server:
-    """Fork a child for each request, tell the other end its ID and later its exit code, until this test run ends."""
+    """Fork a child for each request, report its ID and later its exit code, until this test run ends."""
 
     def __init__(self, address: str) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,4 +1,4 @@
-"""Rows of tasks for tests of the operators' commands, and a watch over what these ask of Spanner."""
+"""Rows of tasks for tests of the operators' commands, and a watch over their requests to Spanner."""
 
 import base64
 import functools
@@ -15,7 +15,7 @@ from outbox.admin.table import TaskTable
 from outbox.shared.settings import DatabaseSettings
 from outbox.storage.task_states import NEVER
 from tests.support.fakes import serialized
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import INSTANCE, PROJECT, query
 
 #: Every column that is not computed.
 COLUMNS = (
@@ -43,7 +43,7 @@ OF_STATES: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 #: The emulator does not like more in one commit.
 BATCH = 100
-#: What a request about rows is: a query, a read, or the end of a transaction.
+#: The methods of requests about rows: a query, a read, or the end of a transaction.
 CALLS = ("execute_sql", "execute_streaming_sql", "read", "streaming_read", "execute_batch_dml", "commit")
 
 
@@ -75,9 +75,8 @@ def changed(outcomes: Iterable[Outcome]) -> list[str]:
 
 
 def rows_of(database: Database) -> dict[str, dict[str, Any]]:
-    with database.snapshot() as snapshot:
-        found = snapshot.execute_sql(f"SELECT {', '.join(COLUMNS)} FROM AsynchronousTasks")
-        return {values[0]: dict(zip(COLUMNS, values, strict=True)) for values in found}
+    found = query(database, f"SELECT {', '.join(COLUMNS)} FROM AsynchronousTasks")
+    return {values[0]: dict(zip(COLUMNS, values, strict=True)) for values in found}
 
 
 def opened(database: Database) -> Any:
@@ -86,7 +85,7 @@ def opened(database: Database) -> Any:
     )
 
 
-#: The tags of what may take locks.
+#: The tags of requests that may take locks.
 CHANGES = ("outbox-retry", "outbox-purge", "outbox-discard", "outbox-wake", "outbox-topics")
 
 

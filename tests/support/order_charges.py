@@ -1,4 +1,4 @@
-"""What a failure may cost a task: looked at when it is about to be committed."""
+"""Which failed attempts may be recorded: checked when they are about to be committed."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -23,14 +23,14 @@ MAX_ERROR = 1000  # characters of LastError
 
 @dataclass
 class Charges:
-    """What each process was told by Pub/Sub, so that nobody pays for what is not theirs."""
+    """The answers of Pub/Sub to each process, so that no attempt is recorded for a failure of other tasks."""
 
-    #: How often a process was told of an outage when it sent a task.
+    #: How often a process got an outage as the answer for a task.
     outages: Counter[tuple[object, str]] = field(default_factory=Counter)
-    #: How often it was told so of a topic, or that there is none: it rests then.
+    #: How often it got one for a topic, or that the topic is missing: its circuit opens then.
     troubles: Counter[tuple[object, str]] = field(default_factory=Counter)
 
-    def told(self, request: Request, code: grpc.StatusCode) -> None:
+    def answered(self, request: Request, code: grpc.StatusCode) -> None:
         kind = kind_of(code.name.lower())
         if kind is FailureKind.OUTAGE:
             self.outages.update((request.process, id) for id in request.ids)
@@ -52,7 +52,7 @@ class Charges:
         if kind_of(reason) is FailureKind.OUTAGE and self.outages[claim.process, row.id] < 2:
             yield "pays for the first outage that it met"
         if kind_of(reason) is FailureKind.TARGET and self.troubles[claim.process, row.topic] < 2:
-            yield "pays for its topic, which did not rest before"
+            yield "is recorded for its topic, whose circuit was not open before"
 
 
 def _wrong_price(row: StoredTask, mark: FailedAttempt, error: str, locked_at: datetime) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What is known of tasks with ordering keys, and what must never happen to them."""
+"""The known facts about tasks with ordering keys, and the rules that must never be broken."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,9 +30,9 @@ class Task:
     published: int = 0
     deleted: bool = False
     retried: int = 0  # how often an operator had it sent again
-    owed: int = 1  # how often it has to be published in the end, at least
-    risked: bool = False  # a fault met who had marked it, so it may be lost if it is sent at most once
-    #: It has been passed over once, so it may come after what stands behind it.
+    owed: int = 1  # the min number of publishes in the end
+    risked: bool = False  # a fault met the worker that marked it, so an at-most-once task may be lost
+    #: It was skipped once, so it may be published after the tasks behind it.
     excused: bool = False
 
     @property
@@ -45,7 +45,7 @@ def is_dead(row: StoredTask | None) -> bool:
 
 
 class Ledger:
-    """All tasks and what was published; `broken` says what should not have happened."""
+    """All tasks and publishes; `broken` lists the broken promises."""
 
     def __init__(self, store: FakeStore, *, skip_dead: bool) -> None:
         self._rows_of = store
@@ -72,7 +72,7 @@ class Ledger:
                     if not (each.published or each.id in request.ids[:n] or self.is_excused(each)):
                         self.broken.append(f"{id} overtakes {each.id}")
 
-    def check_heads(self, request: Request, fronts_at: datetime) -> None:
+    def check_heads(self, request: Request, heads_at: datetime) -> None:
         for id in request.ids:
             if (mine := self._rows_of.rows.get(id)) is not None and mine.sent_at is not None:
                 self.broken.append(f"{id} goes out and was marked as sent before")
@@ -81,7 +81,7 @@ class Ledger:
                 if row is None or row.sent_at is not None or (row.last_error or "").startswith("deferred"):
                     continue
                 waits = row.available_at is not None and row.available_at > self._rows_of.now
-                since = self.touched[each.id] <= fronts_at
+                since = self.touched[each.id] <= heads_at
                 if waits and since and not self._is_passed_over(row):
                     self.broken.append(f"{id} goes out behind {each.id}, which is not due")
 
@@ -104,9 +104,9 @@ class Ledger:
                 self.broken.append(f"{id} is deferred until {mark.available_at}")
             if isinstance(mark, FailedAttempt) and (mark.error or "").startswith("invalid_argument") and not task.bad:
                 self.broken.append(f"{id} pays for another task, which is bad")
-            if isinstance(mark, FailedAttempt) and mark.error is not None:  # else it is awake, no more
+            if isinstance(mark, FailedAttempt) and mark.error is not None:  # else it is only released
                 task.excused = task.excused or self.is_excused(task) or (mark.dead and self.skip_dead)
-                # Where dead tasks hold back none, each may have a verdict of its own.
+                # If dead tasks are skipped, each task may have a failure of its own.
                 own = self.skip_dead and kind_of(mark.error.partition(":")[0]) is FailureKind.CONTENT
                 if task.key is not None and not own and not mark.error.startswith("expired"):
                     if (task.topic, task.key) in recorded:

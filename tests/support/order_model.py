@@ -30,14 +30,14 @@ class Worker(Crew):
         super().__init__(name)
         self.world = world
         self.ahead = 0.0
-        self.fronts_at: datetime | None = None
+        self.heads_at: datetime | None = None
         self.snapshots: dict[Stepper, datetime] = {}
         self.turning: Stepper | None = None
         self.relay: Relay = world.relay(self)
 
     def spawn(self, run: Callable[[], Any]) -> Stepper:
         stepper = super().spawn(run)
-        self.snapshots[stepper] = self.fronts_at or self.world.store.now
+        self.snapshots[stepper] = self.heads_at or self.world.store.now
         return stepper
 
     def clock(self) -> float:
@@ -57,7 +57,7 @@ class World:
         self.ledger = Ledger(self.store, skip_dead=skip_dead)
         self.repeats = Repeats()
         self.records = Charges()
-        self.late: list[Request] = []  # nobody waits for them, and they may still be executed
+        self.late: list[Request] = []  # no caller waits for them, and they may still be executed
         self._sequence = itertools.count(1)
         self._seed = itertools.count(1)
         self.workers = [Worker(self, f"worker {n}") for n in range(workers)]
@@ -76,7 +76,7 @@ class World:
         )
 
     def draw(self, *tasks: Task) -> list[Task]:
-        """Register tasks in a transaction that is still open; those of which the id ends with 0 without a number."""
+        """Register tasks in a transaction that is still open; tasks whose ID ends with 0 have no number."""
         for task in tasks:
             task.sequence = None if task.id.endswith("0") else next(self._sequence)
         return list(tasks)
@@ -142,7 +142,7 @@ class World:
         self.seconds += seconds if workers else 0
         self.store.now += timedelta(seconds=seconds if database else 0)
 
-    # What workers do.
+    # The workers.
 
     def ready(self, stepper: Stepper, fate: Fate = Fate.GO) -> bool:
         match stepper.point:
@@ -153,7 +153,7 @@ class World:
         return True
 
     def step(self, stepper: Stepper, fate: Fate = Fate.GO) -> None:
-        """Let a thread go on; its errors are ours, but for those of the store, which end a turn."""
+        """Let a thread continue; raise its errors, except those of the store, which end a turn."""
         if not self.ready(stepper, fate):
             return
         if fate is not Fate.GO:
@@ -214,22 +214,22 @@ class World:
                 if self.ready(each, Fate.IMPATIENT):
                     self.step(each, Fate.IMPATIENT if each.point is Point.LANDING else Fate.GO)
 
-    def quiet(self, most: int = 40) -> None:
+    def quiet(self, max_turns: int = 40) -> None:
         self.finish()
-        for _ in range(most):
+        for _ in range(max_turns):
             if not sum([self.rush(worker) for worker in self.workers]):
                 return
         self.ledger.broken.append("the workers come to no end")
 
-    # What Pub/Sub does.
+    # Pub/Sub.
 
     def send(self, request: Request) -> None:
-        """Take a request in; what goes out is looked at here, what is published in `execute`."""
+        """Accept a request. Its tasks are checked here, its publishes in `execute`."""
         claim = self.store.claim_of(here())
         worker: Any = here().crew
         request.sender, request.process = worker, worker.relay
         claim.in_flight.append(request)
-        # A failure says nothing of a row that somebody else has written since it was locked: it is tried afresh.
+        # A failure says nothing about a row that was written since it was locked: the task is tried again.
         touched = self.ledger.touched
         fresh = {id for id, locked_at in claim.in_vain.items() if id in touched and touched[id] > locked_at}
         if again := claim.answered.intersection(request.ids) - fresh:
@@ -238,7 +238,7 @@ class World:
             self.ledger.broken.append(f"{request.ids} are of several keys")
         self.ledger.check_order(request)
         if claim.holds:
-            self.ledger.check_heads(request, claim.fronts_at)
+            self.ledger.check_heads(request, claim.heads_at)
 
     def _risk(self, stepper: Stepper, *, landed: bool = False) -> None:
         if (claim := self.store.claims.get(stepper) or self.store.past.get(stepper)) is not None:
@@ -272,7 +272,7 @@ class World:
             claim.answered.update(request.ids)
             if code is not grpc.StatusCode.OK and claim.locked_at is not None:
                 claim.in_vain |= dict.fromkeys(request.ids, claim.locked_at)
-        self.records.told(request, code)
+        self.records.answered(request, code)
         request.answer(code)
         return True
 

@@ -1,4 +1,4 @@
-"""Pub/Sub as the real publisher sees it: a channel whose requests somebody else executes and answers."""
+"""Pub/Sub as the real publisher sees it: a channel whose requests the model executes and answers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

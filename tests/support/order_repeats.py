@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-#: Seconds for which a worker remembers what it has published and could not mark (publishworker/in_doubt.py).
+#: Seconds for which a worker remembers tasks in doubt (publishworker/in_doubt.py).
 REMEMBERED = 60.0
 
 

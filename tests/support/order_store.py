@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Claim:
     ids: Sequence[str]
     process: object
-    fronts_at: datetime  # the snapshot that it goes back to
+    heads_at: datetime  # the snapshot that it goes back to
     holds: bool = False  # the locks, whatever the worker believes
     in_flight: list[Request] = field(default_factory=list)
     answered: set[str] = field(default_factory=set)
@@ -29,24 +29,24 @@ class Claim:
 
 
 class ModelStore(FakeStore):
-    """A store of which every verb is a point to stand at, with row locks that may be lost."""
+    """A store whose every method is a point to stop at, with row locks that may be lost."""
 
     def __init__(self, world: "World") -> None:
         super().__init__(shards=2)
         self.world = world
         self.holders: dict[str, tuple[Stepper, Claim]] = {}
-        self.ranges: dict[Key, Claim] = {}  # what was read as a range in a transaction
+        self.ranges: dict[Key, Claim] = {}  # ranges read in a transaction
         self.claims: dict[Stepper, Claim] = {}
-        self.past: dict[Stepper, Claim] = {}  # ended, and what was marked at most once goes out after it
+        self.past: dict[Stepper, Claim] = {}  # ended; at-most-once tasks are published afterwards
 
     def tick(self) -> datetime:
         self.now += timedelta(microseconds=1)
         return self.now
 
-    def poll(self, look: PollRequest) -> Sequence[Candidate]:
-        poll = super().poll(look)
+    def poll(self, request: PollRequest) -> Sequence[Candidate]:
+        poll = super().poll(request)
         worker: Any = here().crew
-        worker.fronts_at = None
+        worker.heads_at = None
         self._read(Point.POLLED)
         return poll
 
@@ -55,7 +55,7 @@ class ModelStore(FakeStore):
         if (claim := self.claims.get(here())) is not None and claim.holds:
             self.ranges |= dict.fromkeys(keys, claim)
         worker: Any = here().crew
-        worker.fronts_at = worker.fronts_at or self.now  # a turn may look several times: the first counts
+        worker.heads_at = worker.heads_at or self.now  # a turn may read several times: the first counts
         key_heads = super().key_heads(keys, per_key, skip_dead=skip_dead)
         self._read(Point.KEY_HEADS)
         return key_heads

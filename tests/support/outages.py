@@ -1,4 +1,4 @@
-"""What an outage costs: the tasks that were recorded for it, the lines that were logged, the CPU that was used."""
+"""The costs of an outage: recorded attempts, logged lines, CPU."""
 
 import json
 import os
@@ -14,18 +14,19 @@ from google.cloud.spanner_v1.database import Database
 import outbox
 from tests.support.processes import Process
 from tests.support.pubsub_server import accept
+from tests.support.spanner import count
 from tests.support.waiting import eventually
 
-#: Seconds between two looks while an outage lasts.
-LOOK_SECONDS = 0.5
+#: Seconds between two checks while an outage lasts.
+CHECK_SECONDS = 0.5
 
 
-def lasting(seconds: float, look: Callable[[], object] = lambda: None) -> None:
+def lasting(seconds: float, act: Callable[[], object] = lambda: None) -> None:
     end = time.monotonic() + seconds
     while (now := time.monotonic()) < end:
-        look()
-        next_look = min(now + LOOK_SECONDS, end)
-        eventually(lambda at=next_look: time.monotonic() >= at, seconds=LOOK_SECONDS + 1)  # type: ignore[misc]  # a default of a lambda
+        act()
+        next_check = min(now + CHECK_SECONDS, end)
+        eventually(lambda at=next_check: time.monotonic() >= at, seconds=CHECK_SECONDS + 1)  # type: ignore[misc]  # a default of a lambda
 
 
 def seconds_until(condition: Callable[[], Any], seconds: float, message: str) -> float:
@@ -37,12 +38,6 @@ def seconds_until(condition: Callable[[], Any], seconds: float, message: str) ->
 def register_beside(database: Database, topic: str, tasks: int) -> list[str]:
     with database.batch(default_retry_delay=0.02) as batch:  # it aborts either of the two, at random
         return [outbox.register(batch, topic, b"late") for _ in range(tasks)]
-
-
-def count(database: Database, condition: str) -> int:
-    with database.snapshot() as snapshot:
-        [[tasks]] = snapshot.execute_sql(f"SELECT COUNT(*) FROM AsynchronousTasks WHERE {condition}")
-    return int(tasks)
 
 
 def recorded(database: Database) -> int:
@@ -62,7 +57,7 @@ def log_lines(process: Process) -> list[dict[str, Any]]:
     return [json.loads(line) for line in process.stderr.splitlines()]
 
 
-def told(process: Process, action: str, about: str = "") -> int:
+def log_count(process: Process, action: str, about: str = "") -> int:
     return sum(line["action"] == action and about in line["message"] for line in log_lines(process))
 
 

@@ -45,15 +45,5 @@ def relay_of(
     )
 
 
-def look(
-    *topics: str,
-    shards: Iterable[int] = range(10),
-    per_range: int = 100,
-    **more: Any,
-) -> PollRequest:
-    return PollRequest(
-        shards=tuple(shards),
-        topics=frozenset(topics),
-        per_range=per_range,
-        **more,
-    )
+def poll_request(*topics: str, shards: Iterable[int] = range(10), per_range: int = 100, **more: Any) -> PollRequest:
+    return PollRequest(shards=tuple(shards), topics=frozenset(topics), per_range=per_range, **more)

@@ -21,7 +21,7 @@ from outbox_pipeline.jobs.register.job import Registered, register
 from outbox_pipeline.jobs.replay.executor import Replay
 from outbox_pipeline.spanner import Table
 
-#: What a user may give, in the types that Spark reads from Parquet.
+#: A user's columns, in the types that Spark reads from Parquet.
 ROWS = StructType([field for field in schemas.INPUT if field.name not in ("line", "reason")])
 
 
@@ -65,14 +65,14 @@ class FakeTable:
         return self.time
 
     def insert(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], tag: str) -> bool:
-        made = [dict(zip(columns, each, strict=True)) for each in rows]
-        ids = [each["Id"] for each in made]
+        created = [dict(zip(columns, each, strict=True)) for each in rows]
+        ids = [each["Id"] for each in created]
         self.calls.append(("insert", ids, tag))
         self.before_insert(ids)
         if self.rows.keys() & set(ids) or len(set(ids)) < len(ids):
             return False
         committed = self.now()
-        for each in made:
+        for each in created:
             if each["CreatedAt"] == COMMIT_TIMESTAMP:
                 each["CreatedAt"] = committed
             self.rows[each["Id"]] = each

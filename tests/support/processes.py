@@ -23,7 +23,7 @@ from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 
-#: What a command gets from our environment; everything else that it needs is given by the test.
+#: The variables of our environment that a command gets; the test gives all others.
 KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "JAVA_HOME", "SPARK_SUBMIT_OPTS", "CLOUDSDK_ROOT_DIR", "VIRTUAL_ENV")
 #: The same by prefix: coverage of child processes.
 KEPT_PREFIXES = ("COV_", "COVERAGE_")
@@ -140,7 +140,7 @@ def kill_family(pid: int) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Return whether a process has ended; one that nobody has waited for has, too."""
+    """Return whether a process has ended, also if no process has waited for it."""
     return _processes().get(pid, (0, "Z"))[1] == "Z"
 
 

@@ -1,4 +1,4 @@
-"""A TCP proxy on the loopback interface whose network can fail or be far: for tests of what an outage does.
+"""A TCP proxy on the loopback interface whose network can fail or be slow.
 
 In a process of its own, so that it costs the one that is measured nothing:
 
@@ -41,7 +41,7 @@ class Proxy:
         self._accepted = 0
 
     def __enter__(self) -> Self:
-        # Bound for the whole time: while we refuse, the port can become nobody else's, nor the source port of a client
+        # Bound for the whole time: while we refuse, no other process gets the port, nor is it a client's source port
         # that dials it (which would then be connected to itself).
         self._reservation = _bound(0)
         self._listen()
@@ -82,7 +82,7 @@ class Proxy:
         self.cut()
 
     def cut(self) -> None:
-        """Cut the connections that are open; what was held back in them is lost."""
+        """Cut the open connections; data that was delayed in them is lost."""
         self.on_break()
         with self._state:
             links, self._links = self._links, set()
@@ -96,7 +96,7 @@ class Proxy:
                 link.truncated = True
 
     def half_close(self) -> None:
-        """End the client's direction of each open connection; the server may go on answering."""
+        """End the client's direction of each open connection; the server may still answer."""
         self.on_break()
         with self._state:
             for link in self._links:
@@ -204,11 +204,11 @@ def _address(target: str) -> tuple[str, int]:
 
 def _bound(port: int) -> socket.socket:
     # Both sockets of the proxy's port need both options; the one that never listens gets no connection.
-    made = socket.socket()
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    made.bind((LOOPBACK, port))
-    return made
+    created = socket.socket()
+    created.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    created.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    created.bind((LOOPBACK, port))
+    return created
 
 
 def _close(end: socket.socket) -> None:

@@ -33,7 +33,7 @@ class Subscription:
     def pull_until(self, count: int, seconds: float = 10.0) -> list[PubsubMessage]:
         """Return at least `count` messages in the order of their arrival. Raises AssertionError after `seconds`.
 
-        More than `count` are returned if a pull gave more. What was published later is found by `drain`.
+        More than `count` are returned if a pull gave more. Later messages are found by `drain`.
         """
         messages: list[PubsubMessage] = []
 

@@ -1,4 +1,4 @@
-"""A gRPC server in Pub/Sub's place that answers as a test says: for what the emulator cannot do.
+"""A gRPC server in Pub/Sub's place that answers as a test tells it, such as with failures.
 
 The emulator knows no permissions, no outages and few limits.
 """

@@ -1,4 +1,4 @@
-"""A relay between fakes, and what may happen to it: for tests of the relay without emulators."""
+"""A relay between fakes, for tests without emulators."""
 
 import threading
 import time
@@ -42,10 +42,10 @@ class Bench:
         at = self.store.rows[id].available_at
         return None if at is None else (at - self.store.now).total_seconds()
 
-    def turns(self, most: int = 20) -> list[Turn]:
+    def turns(self, max_turns: int = 20) -> list[Turn]:
         done: list[Turn] = []
         end = time.monotonic() + 20
-        while len(done) < most and time.monotonic() < end:
+        while len(done) < max_turns and time.monotonic() < end:
             turn = self.relay.turn()
             if turn.made_progress or not turn.in_flight:
                 done.append(turn)
@@ -53,7 +53,7 @@ class Bench:
                     return done
             else:
                 time.sleep(0.001)  # a batch is on its way on a thread of its own
-        pytest.fail(f"no end after {most} turns: {done}")
+        pytest.fail(f"no end after {max_turns} turns: {done}")
 
     def wait(self, seconds: float) -> None:
         self.seconds += seconds

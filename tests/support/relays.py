@@ -1,4 +1,4 @@
-"""Tasks on the emulators, workers as processes, and an account of what arrived: from outside of the relay."""
+"""Tasks on the emulators, workers as processes, and an account of received messages: from outside of the relay."""
 
 import contextlib
 import json
@@ -11,17 +11,16 @@ from typing import Any
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
-from google.cloud.spanner_v1.param_types import STRING
 from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox.devtools.emulators import Emulators
 from tests.support.processes import ROOT, Process, started
 from tests.support.pubsub import Subscription
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import INSTANCE, PROJECT, query
 from tests.support.waiting import eventually
 
-#: What AsynchronousTasks.Data may hold and no PubsubMessage is, as the client wants it.
+#: A value of AsynchronousTasks.Data that is no PubsubMessage, encoded as the client wants it.
 UNDECODABLE = b"////"
 
 
@@ -34,8 +33,7 @@ def register(database: Database, topic: str, count: int, data: bytes = b"x" * 30
 
 
 def unsent(database: Database) -> list[str]:
-    with database.snapshot() as snapshot:
-        return [row[0] for row in snapshot.execute_sql("SELECT Id FROM AsynchronousTasks WHERE SentAt IS NULL")]
+    return [id for [id] in query(database, "SELECT Id FROM AsynchronousTasks WHERE SentAt IS NULL")]
 
 
 def wait_until_all_sent(database: Database, seconds: float = 60) -> None:
@@ -44,14 +42,14 @@ def wait_until_all_sent(database: Database, seconds: float = 60) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What a subscriber received, beside what was registered."""
+    """The messages of a subscriber, compared with the registered tasks."""
 
     lost: frozenset[str]
     unexpected: frozenset[str]
     duplicates: int
 
 
-#: What an account should be.
+#: No task is lost, unexpected or duplicated.
 EACH_ONCE = Account(frozenset(), frozenset(), 0)
 
 
@@ -81,11 +79,10 @@ def execute(database: Database, statement: str) -> int:
 def key_orders(database: Database, topic: str) -> dict[str, list[str]]:
     statement = """
 SELECT OrderingKey, Id FROM AsynchronousTasks
-WHERE OrderingKey IS NOT NULL AND Topic = @of_topic ORDER BY CreatedAt, Sequence, Id"""
+WHERE OrderingKey IS NOT NULL AND Topic IN UNNEST(@topics) ORDER BY CreatedAt, Sequence, Id"""
     orders: dict[str, list[str]] = {}
-    with database.snapshot() as snapshot:
-        for key, id in snapshot.execute_sql(statement, {"of_topic": topic}, {"of_topic": STRING}):
-            orders.setdefault(key, []).append(id)
+    for key, id in query(database, statement, topics=[topic]):
+        orders.setdefault(key, []).append(id)
     return orders
 
 
@@ -121,7 +118,7 @@ def worker(
     directory: Path = ROOT,
     **environment: str,
 ) -> Iterator[Process]:
-    """Start `publishworker` on a database; its environment is what `outbox emulators` prints but for one variable.
+    """Start `publishworker` on a database; its environment is that of `outbox emulators`, except for one variable.
 
     In another `directory` it is that one's. A `module` of our own may prepare the process.
     """

@@ -1,4 +1,4 @@
-"""Settings of replays for tests, and what was noted of them."""
+"""Settings of replays for tests, and their records."""
 
 from typing import Any
 

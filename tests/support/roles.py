@@ -1,4 +1,4 @@
-"""schema/roles.sql, read: who may do what to which columns."""
+"""schema/roles.sql, parsed: the privileges of each role on each column."""
 
 import functools
 import re
@@ -56,7 +56,7 @@ def refused(allowed: Grants, commits: list[CommitRequest]) -> Iterator[str]:
 
 
 class Heard:
-    """What a database was asked through its client: commits, sessions, the tables of queries and reads."""
+    """The requests of a database's client: commits, sessions, the tables of queries and reads."""
 
     def __init__(self, database: Database) -> None:
         self.commits: list[CommitRequest] = []

@@ -26,7 +26,7 @@ from tests.support.proxy import Proxy
 THREADS = 64
 #: Seconds for which an answer is on its way back at most: if the connection breaks then, it is lost.
 ON_ITS_WAY = 0.2
-#: Seconds from which on a time limit is none.
+#: Seconds from which on a time limit counts as none.
 FOR_EVER = 1e6
 
 _UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
@@ -76,11 +76,11 @@ class Forwarding:
 
 
 class Fault(Enum):
-    #: It is not made: UNAVAILABLE.
+    #: It is not forwarded: UNAVAILABLE.
     REFUSED = "refused"
-    #: It is made, and its answer is lost: all connections are cut.
+    #: It is forwarded, and its answer is lost: all connections are cut.
     LOST = "lost"
-    #: It is made, and its answer is UNAVAILABLE: other calls on the connection go on.
+    #: It is forwarded, and its answer is UNAVAILABLE: other calls on the connection continue.
     UNANSWERED = "unanswered"
     #: Of a Commit: the transaction is rolled back, the answer is ABORTED.
     ABORTED = "aborted"
@@ -89,7 +89,7 @@ class Fault(Enum):
 class Faulty(Forwarding):
     """Stands behind a proxy of connections, its `network`, in which calls may fail as well.
 
-    `fault` is asked for each call, by the name of its method; `seen` counts what it said.
+    `fault` is called with the method of each call; `seen` counts its answers.
     """
 
     def __init__(self, target: str, network: Proxy) -> None:

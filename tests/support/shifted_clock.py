@@ -10,7 +10,7 @@ import grpc._channel
 import time_machine
 
 if __name__ == "__main__":
-    # gRPC's core keeps the machine's clock, and would take its Python's time limits for long past.
+    # gRPC's core keeps the machine's clock, and would see Python's time limits as long past.
     of_machine: Any = SimpleNamespace(**vars(time) | {"time": time_machine.escape_hatch.time.time})
     grpc._channel.time = of_machine  # type: ignore[attr-defined]  # a module of gRPC's own
     with time_machine.travel(time.time() + float(os.environ["SHIFTED_CLOCK_SECONDS"])):

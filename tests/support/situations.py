@@ -1,4 +1,4 @@
-"""The situations of the runbook: what a database, and what is around it, looks like in each of them."""
+"""The situations of the runbook: the state of the database and of its surroundings in each of them."""
 
 import contextlib
 import dataclasses

@@ -37,7 +37,7 @@ TABLES = ("AsynchronousTasks", "AsynchronousTaskTopics", "AsynchronousTaskWorker
 
 
 def client(host: str, project: str = PROJECT) -> spanner.Client:
-    # The client reads the variable, and only while it is made.
+    # The client reads the variable, and only while it is created.
     with mock.patch.dict(os.environ, {"SPANNER_EMULATOR_HOST": host}):
         return spanner.Client(
             project=project,
@@ -47,12 +47,12 @@ def client(host: str, project: str = PROJECT) -> spanner.Client:
 
 
 def instance(host: str, instance_id: str = INSTANCE, project: str = PROJECT) -> Instance:
-    made: Instance = client(host, project).instance(
+    created: Instance = client(host, project).instance(
         instance_id, configuration_name=f"projects/{project}/instanceConfigs/emulator-config"
     )
     with contextlib.suppress(AlreadyExists):  # another process of this test run was first
-        made.create().result(timeout=ADMIN_SECONDS)
-    return made
+        created.create().result(timeout=ADMIN_SECONDS)
+    return created
 
 
 @contextlib.contextmanager
@@ -78,6 +78,11 @@ def query(database: Database, sql: str, **ids: list[str]) -> list[list[Any]]:
     types = {name: param_types.Array(param_types.STRING) for name in ids}
     with database.snapshot() as snapshot:
         return [list(row) for row in snapshot.execute_sql(sql, params=ids or None, param_types=types or None)]
+
+
+def count(database: Database, condition: str) -> int:
+    [[number]] = query(database, f"SELECT COUNT(*) FROM AsynchronousTasks WHERE {condition}")
+    return int(number)
 
 
 class Pool:

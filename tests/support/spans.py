@@ -1,4 +1,4 @@
-"""A tracer provider for a test, and what it exports."""
+"""A tracer provider for a test, and its exported spans."""
 
 import pytest
 from opentelemetry import trace

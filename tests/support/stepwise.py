@@ -1,4 +1,4 @@
-"""Threads that go one step at a time: each stands at a point until it is told how it goes on, and one runs at a time.
+"""Threads that run one step at a time: each stops at a point until the test lets it continue, and only one runs.
 
 `patched` puts them in place of the threads and the queue of `publishworker.in_flight`.
 """
@@ -34,7 +34,7 @@ class Point(enum.Enum):
 
 class Fate(enum.Enum):
     GO = enum.auto()
-    ABORT = enum.auto()  # the transaction loses its locks: at LOCK another one does, at ANSWER nobody notices
+    ABORT = enum.auto()  # the transaction loses its locks: at LOCK another one does, at ANSWER without notice
     FAIL = enum.auto()  # no answer, and nothing happened
     LANDED = enum.auto()  # no answer, but it happened
     LATE = enum.auto()  # DEADLINE_EXCEEDED, and the request may be executed later
@@ -44,7 +44,7 @@ class Fate(enum.Enum):
     IMPATIENT = enum.auto()  # the turn waits no longer
 
 
-#: What may happen at a point beside GO.
+#: The faults that may happen at a point.
 FAULTS = {
     Point.POLLED: (Fate.FAIL,),
     Point.KEY_HEADS: (Fate.FAIL,),
@@ -90,7 +90,7 @@ class Stepper:
         self._back.acquire()
 
     def pause(self, point: Point) -> Fate:
-        """Stand here until told to go on; called by the thread itself."""
+        """Stop here until the test lets the thread continue; called by the thread itself."""
         if self._killed:
             raise Killed
         self.point = point
@@ -172,7 +172,7 @@ class _Thread:
 
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
-    """Let batches fly on such threads; the worker's log says nothing."""
+    """Run batches on such threads, with the worker's log disabled."""
     threads = mock.Mock(Thread=_Thread)
     landings = mock.Mock(SimpleQueue=Mailbox, Empty=queue.Empty)
     with (

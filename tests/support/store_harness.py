@@ -13,7 +13,7 @@ from publishworker.spanner.emulator import EmulatorStore
 from publishworker.spanner.store import Store
 from publishworker.types import Key, TopicLimit
 from tests.support.fakes import FakeStore, serialized
-from tests.support.parts import look
+from tests.support.parts import poll_request
 from tests.support.spanner import INSTANCE, PROJECT
 
 
@@ -100,4 +100,4 @@ Harness = FakeHarness | SpannerHarness
 
 
 def poll_ids(store: Store, *topics: str, **options: Any) -> list[str]:
-    return [each.id for each in store.poll(look(*topics, **options))]
+    return [each.id for each in store.poll(poll_request(*topics, **options))]

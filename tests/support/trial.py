@@ -1,4 +1,4 @@
-"""A trial of the relay under faults: what was registered and rolled back, held against what subscribers received.
+"""A trial of the relay under faults: registered and rolled back tasks, compared with received messages.
 
 trial = Trial(emulators, database, pubsub, seed=1)
 with trial.workers(3) as workers, trial.load():
@@ -31,10 +31,11 @@ from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub, Subscription
 from tests.support.relays import divided, execute, first_deliveries, unsent, worker
 from tests.support.rpc import Fault, Faulty
+from tests.support.spanner import query
 from tests.support.waiting import eventually
 
 BATCH_SIZE, BATCHES = 20, 4
-#: Tasks that one worker has in flight at most: what a worker that dies may have published and not marked.
+#: Tasks that one worker has in flight at most: a killed worker may have published and not marked them.
 IN_FLIGHT = BATCH_SIZE * BATCHES
 OPTIONS = (
     "--batch-size", f"{BATCH_SIZE}", "--concurrency", f"{BATCHES}", "--poll-interval", "0.2", "--publish-timeout", "2",
@@ -45,10 +46,10 @@ KEYS = [f"key-{number}" for number in range(5)]
 TOGETHER = 6
 #: Of so many transactions one is rolled back, after its tasks were registered and its statements sent.
 ROLLED_BACK = 5
-#: Nothing hangs: that all is marked, or one thing registered, takes no longer.
+#: Max seconds until all tasks are marked, or one transaction is registered.
 SETTLE_SECONDS, REGISTER_SECONDS = 480.0, 120.0
-#: Seconds between two looks at the backlog.
-LOOK_SECONDS = 0.1
+#: Seconds between two counts of the backlog.
+CHECK_SECONDS = 0.1
 #: Seconds after which sent tasks are deleted, where a trial lasts: the emulator scans the table for each poll.
 RETENTION_SECONDS = 30
 _ANY_SENT = "SELECT Id FROM AsynchronousTasks WHERE SentAt IS NOT NULL"
@@ -62,7 +63,7 @@ class _RollBack(Exception):
 
 @dataclasses.dataclass(slots=True)
 class Ledger:
-    """What the application did: ids of committed and of rolled back tasks, and the ids of each ordering key in turn.
+    """The application's tasks: IDs of committed and of rolled back ones, and the IDs of each ordering key in order.
 
     `at` are the commit timestamps.
     """
@@ -75,7 +76,7 @@ class Ledger:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """What came of a trial. Duplicates are messages that the relay published again, and how many are promised at most.
+    """The result of a trial. Duplicates are messages that the relay published again; the max is promised.
 
     `recovery` are the seconds from the end of the last fault until everything was marked.
     """
@@ -119,7 +120,7 @@ class Trial:
         self.received: list[PubsubMessage] = []
         self._recovery = 0.0
         self.figures: Figures | None = None
-        #: What else a scenario has measured.
+        #: Further measurements of a scenario.
         self.notes: dict[str, float] = {}
 
     def subscribe(self) -> None:
@@ -145,12 +146,12 @@ class Trial:
         batch comes twice.
         """
         with contextlib.ExitStack() as stack:
-            made = [stack.enter_context(self.worker(*flags, module=module, **environment)) for _ in range(count)]
-            for each in made:
+            created = [stack.enter_context(self.worker(*flags, module=module, **environment)) for _ in range(count)]
+            for each in created:
                 each.wait_for_text("relaying")
             if count > 1 and module == "publishworker":
-                eventually(lambda: divided(made), seconds=40, message="the workers divide the shards")
-            yield made
+                eventually(lambda: divided(created), seconds=40, message="the workers divide the shards")
+            yield created
 
     @contextlib.contextmanager
     def proxy(self, service: str) -> Iterator[Proxy]:
@@ -178,7 +179,7 @@ class Trial:
     def load(self, per_second: float = 8) -> Iterator[None]:
         """Do so many transactions a second during the block, or as many as the emulator takes."""
         random = Random(self.seed + 1)
-        with beside(lambda: self.transaction(random), every=1 / per_second):
+        with in_background(lambda: self.transaction(random), every=1 / per_second):
             yield
 
     def transaction(self, random: Random) -> None:
@@ -211,11 +212,11 @@ class Trial:
     def settle(self, seconds: float = SETTLE_SECONDS) -> float:
         begin = next_look = time.monotonic()
 
-        def is_settled() -> bool:  # the emulator reads the whole table for each look
+        def is_settled() -> bool:  # the emulator reads the whole table for each count
             nonlocal next_look
             if (now := time.monotonic()) < next_look:
                 return False
-            next_look = now + LOOK_SECONDS
+            next_look = now + CHECK_SECONDS
             return self.backlog() == 0
 
         eventually(is_settled, seconds=seconds, message="all tasks marked")
@@ -234,8 +235,7 @@ class Trial:
 
     def send_again(self, tasks: int) -> int:
         """Make some sent tasks unsent, as an operator does by SQL; return how many there were."""
-        with self.database.snapshot() as snapshot:
-            ids = [id for (id,) in snapshot.execute_sql(f"{_ANY_SENT} LIMIT {tasks}")]
+        ids = [id for [id] in query(self.database, f"{_ANY_SENT} LIMIT {tasks}")]
         quoted = ", ".join(f"'{id}'" for id in ids)
         return execute(self.database, f"{_AGAIN} ({quoted})") if ids else 0
 
@@ -249,7 +249,7 @@ class Trial:
         return ids
 
     def audit(self, *, duplicates: int) -> Figures:
-        """Hold what was received against what was registered, where so many duplicates are promised at most."""
+        """Compare received messages with registered tasks; at most so many duplicates are promised."""
         ordered = [message for each in self._ordered for message in each.drain()]
         self.received = [*ordered, *(message for each in self._subscriptions for message in each.drain())]
         received = {id_of(each) for each in self.received}
@@ -269,7 +269,7 @@ class Trial:
 
 
 @contextlib.contextmanager
-def beside(work: Callable[[], object], *, every: float) -> Iterator[None]:
+def in_background(work: Callable[[], object], *, every: float) -> Iterator[None]:
     end, failures = threading.Event(), list[BaseException]()
 
     def loop() -> None:

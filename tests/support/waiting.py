@@ -6,7 +6,7 @@ from typing import TypeVar
 
 Value = TypeVar("Value")
 
-#: Seconds between two looks: short beside what is waited for, long beside one look.
+#: Seconds between two checks: short compared with the wait, long compared with one check.
 INTERVAL = 0.02
 
 

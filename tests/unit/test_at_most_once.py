@@ -21,7 +21,7 @@ INVALID = Failed("invalid_argument", "no")
 NO_ANSWER = StoreError("deadline exceeded")
 
 
-def test_it_is_marked_before_it_is_published_in_a_batch_of_its_own(bench: Bench) -> None:
+def test_an_at_most_once_task_is_marked_before_its_own_batch_is_published(bench: Bench) -> None:
     marked, publish = dict[str, bool](), bench.publisher.publish
 
     def watch(topic: str, rows: Sequence[LockedRow], *arguments: Any) -> dict[str, Outcome]:
@@ -38,14 +38,14 @@ def test_it_is_marked_before_it_is_published_in_a_batch_of_its_own(bench: Bench)
     assert (bench.count(m.PUBLISHED), bench.count(m.UNCONFIRMED)) == (2, 0)
 
 
-def test_what_was_surely_not_marked_is_in_no_doubt(bench: Bench) -> None:
-    """The commit of the mark is aborted, and the rows cannot be locked again: they are as they were."""
+def test_a_task_whose_mark_was_aborted_is_not_in_doubt(bench: Bench) -> None:
+    """The commit of the mark is aborted, and the rows cannot be locked again, so they are unchanged."""
     bench.insert("once", at_most_once=True)
 
     def abort_the_mark() -> None:
         bench.abort_once(lambda: setattr(bench.store, "away", True))
 
-    bench.store.before_commit = abort_the_mark  # after the commit that found out what kind of task it is
+    bench.store.before_commit = abort_the_mark  # after the commit that detected the task's mode
     with pytest.raises(StoreError):
         bench.turns()
     assert (bench.store.rows["once"].sent_at, bench.count(m.UNCONFIRMED)) == (None, 0)
@@ -54,8 +54,8 @@ def test_what_was_surely_not_marked_is_in_no_doubt(bench: Bench) -> None:
     assert (bench.publisher.ids(), bench.count(m.UNCONFIRMED)) == (["once"], 0)
 
 
-def test_a_task_that_waits_for_its_own_batch_is_taken_by_no_other(bench: Bench) -> None:
-    """The batch that finds it out ends between two turns, and the poll still sees the task."""
+def test_a_task_that_waits_for_its_own_batch_joins_no_other(bench: Bench) -> None:
+    """The batch that detects the task ends between two turns, and the poll still returns the task."""
     bench.relay = bench.another(batches=4, stragglers=3, patience=0.0)
     in_flight_batches, claims, hold = bench.relay._in_flight, list[Sequence[str]](), threading.Event()
 
@@ -93,10 +93,10 @@ def test_a_task_that_waits_for_its_own_batch_is_taken_by_no_other(bench: Bench) 
         ([None, None, NO_ANSWER], False, MISSING, []),
     ],
 )
-def test_a_task_that_may_be_marked_or_published_is_in_doubt_and_not_published_again(
+def test_an_at_most_once_task_in_doubt_is_counted_and_not_published_again(
     bench: Bench, commits: list[Exception | None], landed: bool, failure: Failed | None, published: list[str]
 ) -> None:
-    """This is the window: what is in doubt is counted. The first commit is of the batch that finds the task out."""
+    """The first commit belongs to the batch that detects the at-most-once task."""
     bench.insert("a", at_most_once=True)
     bench.store.failed_commits_land = landed
     bench.commits(*commits)
@@ -114,8 +114,8 @@ def test_a_task_that_may_be_marked_or_published_is_in_doubt_and_not_published_ag
     ("reason", "attempts"),
     [("invalid_argument", 3), ("not_found", 2), ("credentials", 2), ("resource_exhausted", 2), ("unauthenticated", 2)],
 )
-def test_what_pubsub_surely_refused_is_unsent_again(bench: Bench, reason: str, attempts: int) -> None:
-    """A refusal is no loss: the row has what it had before, and pays as any other task would."""
+def test_a_task_that_pubsub_refused_is_unsent_again(bench: Bench, reason: str, attempts: int) -> None:
+    """A refusal loses nothing: the row gets its values back, and attempts count as for any other task."""
     due_at = bench.store.now
     bench.insert("a", at_most_once=True, attempts=2, available_at=due_at, expires_at=NEVER)
     bench.publisher.failing["a"] = Failed(reason, "no")
@@ -133,7 +133,7 @@ def test_what_pubsub_surely_refused_is_unsent_again(bench: Bench, reason: str, a
     assert bench.publisher.ids() == ["a"]
 
 
-def test_what_there_was_no_time_for_is_unsent_again(bench: Bench) -> None:
+def test_a_task_not_tried_before_the_deadline_is_unsent_again(bench: Bench) -> None:
     bench.insert("late", "early", at_most_once=True)
     bench.publisher.out_of_time.add("late")
     bench.relay.turn(), bench.relay.turn(), bench.relay.turn()
@@ -147,21 +147,21 @@ def test_what_there_was_no_time_for_is_unsent_again(bench: Bench) -> None:
 
 
 #: Two batches in flight, probes after 1, 2, 4, 8, 10 s; a worker without credentials loses no task.
-@pytest.mark.parametrize(("failure", "most"), [(LOST, 2 * 10 + 8), (Failed("credentials", "no token"), 0)])
-def test_an_outage_takes_few_of_them(bench: Bench, failure: Failed, most: int) -> None:
+@pytest.mark.parametrize(("failure", "max_lost"), [(LOST, 2 * 10 + 8), (Failed("credentials", "no token"), 0)])
+def test_an_outage_loses_few_at_most_once_tasks(bench: Bench, failure: Failed, max_lost: int) -> None:
     bench.insert(*[str(n) for n in range(60)], at_most_once=True)
     bench.publisher.down[TOPIC] = failure
     bench.run_for(30)
     lost = bench.count(m.UNCONFIRMED)
-    assert lost <= most
+    assert lost <= max_lost
     bench.publisher.down.clear()
     bench.run_for(12)
     assert bench.unsent() == []
     assert len(set(bench.publisher.ids())) == len(bench.publisher.ids()) == 60 - lost
 
 
-def test_it_is_not_marked_while_its_circuit_is_open(bench: Bench) -> None:
-    """The other tasks of its first batch found the topic down: it waits, and is sent when that works again."""
+def test_an_at_most_once_task_is_not_marked_while_its_circuit_is_open(bench: Bench) -> None:
+    """Other tasks of its first batch opened the circuit. The task is sent after the circuit closes."""
     bench.insert("once", at_most_once=True)
     bench.insert("other")
     bench.publisher.down[TOPIC] = LOST
@@ -174,7 +174,7 @@ def test_it_is_not_marked_while_its_circuit_is_open(bench: Bench) -> None:
     assert bench.unsent() == []
 
 
-def test_commits_that_are_refused_make_no_busy_loop(bench: Bench) -> None:
+def test_refused_commits_cause_no_busy_loop(bench: Bench) -> None:
     bench.insert("a", at_most_once=True)
     bench.turns()
     bench.change("a", sent_at=None)
@@ -182,8 +182,8 @@ def test_commits_that_are_refused_make_no_busy_loop(bench: Bench) -> None:
     assert sum(bench.relay.turn().made_progress for _ in range(20)) <= 1
 
 
-def test_a_refusal_leaves_alone_what_somebody_has_touched_since(bench: Bench) -> None:
-    """An operator has set SentAt to NULL, or another worker has sent it again: their change stays."""
+def test_a_refusal_does_not_overwrite_a_later_change(bench: Bench) -> None:
+    """An operator has set SentAt to NULL, or another worker has sent the task again: their change stays."""
     bench.insert("a", at_most_once=True)
     bench.publisher.failing["a"] = MISSING
     claim, claims = bench.store.claim, []
@@ -201,8 +201,8 @@ def test_a_refusal_leaves_alone_what_somebody_has_touched_since(bench: Bench) ->
     assert bench.store.rows["a"].attempts == 0
 
 
-def test_what_cannot_be_published_at_all_is_dead_without_a_mark(bench: Bench) -> None:
-    """Undecodable or expired: nothing is lost. One that is refused was marked first; all dead tasks are counted."""
+def test_an_undecodable_or_expired_task_is_dead_without_a_mark(bench: Bench) -> None:
+    """Nothing is lost. A task that Pub/Sub refuses was marked before. All dead tasks are counted."""
     bench.store.insert("bad", "orders", b"\xff\xff", at_most_once=True)
     bench.insert("late", at_most_once=True, expires_at=bench.store.now)
     bench.insert("refused", "good", at_most_once=True)
@@ -213,12 +213,12 @@ def test_what_cannot_be_published_at_all_is_dead_without_a_mark(bench: Bench) ->
     assert rows["bad"].sent_at is rows["late"].sent_at is rows["refused"].sent_at is None
     assert bench.publisher.ids() == ["good"]
     assert bench.count(m.DEAD) == 3
-    # Only a task that was marked is claimed a third time, to take the mark back.
+    # Only a task that was marked is claimed a third time, to remove the mark.
     assert [bench.store.claimed[id] for id in ("bad", "late")] == [2, 2]
 
 
-def test_what_another_worker_marked_between_two_transaction_attempts_is_not_published(bench: Bench) -> None:
-    """The second attempt decides, not the first; publishing begins when the transaction has ended."""
+def test_a_task_that_another_worker_marked_between_two_attempts_is_not_published(bench: Bench) -> None:
+    """The second transaction attempt decides. Publishing begins after the transaction has ended."""
     bench.insert("theirs", "ours", at_most_once=True)
 
     def abort_the_mark() -> None:
@@ -230,7 +230,7 @@ def test_what_another_worker_marked_between_two_transaction_attempts_is_not_publ
     assert bench.count(m.UNCONFIRMED) == 0
 
 
-def test_after_a_stop_nothing_is_marked_any_more(bench: Bench) -> None:
+def test_no_task_is_marked_after_a_stop(bench: Bench) -> None:
     bench.insert("a", at_most_once=True)
     bench.relay.turn()
     stop = iter([False, True])
@@ -239,7 +239,7 @@ def test_after_a_stop_nothing_is_marked_any_more(bench: Bench) -> None:
     assert bench.unsent() == ["a"]
 
 
-def test_a_result_has_the_batch_of_those_that_wait_for_one() -> None:
+def test_a_result_contains_the_batch_of_its_at_most_once_tasks() -> None:
     once = Skipped("at_most_once")
 
     def waits(outcomes: dict[str, Outcome], *keys: str | None) -> Batch | None:

@@ -94,26 +94,26 @@ def words(text: str) -> str:
     return " ".join(" ".join(body.itertext()).split())
 
 
-def test_the_numbers_and_the_samples_are_there(rich_page: str) -> None:
-    made = rich()
-    told = words(rich_page)
+def test_the_page_shows_the_numbers_and_the_samples(rich_page: str) -> None:
+    data = rich()
+    shown_text = words(rich_page)
     for name in CLASSES:
-        assert re.search(rf"\b{made[name]:,} +{name.replace('_', ' ')}\b", told), name
+        assert re.search(rf"\b{data[name]:,} +{name.replace('_', ' ')}\b", shown_text), name
     for text in (HOSTILE[0], HOSTILE[1], "both", "10m", "2.5s"):
-        assert text in told
+        assert text in shown_text
     for time in ("12:00:00.000000Z", "14:00:00.000000Z", "14:59:59.000000Z", "15:00:00.500000Z"):
-        assert f"2026-11-20T{time}".replace(".000000Z", "Z") in told
-    for name, rows in made["samples"].items():
+        assert f"2026-11-20T{time}".replace(".000000Z", "Z") in shown_text
+    for name, rows in data["samples"].items():
         for value in rows[0].values():
             shown = value.isoformat().replace("+00:00", "Z") if isinstance(value, datetime) else value
             shown = f"{shown:,}" if isinstance(shown, int) else escaped(shown).replace(".000000Z", "Z")
-            assert " ".join(shown.split()) in told, name
+            assert " ".join(shown.split()) in shown_text, name
     for meaning in [each for batch in audit_page._GROUPS.values() for each in batch.values()]:
-        assert meaning in told
-    assert "outbox retry ID" in told
+        assert meaning in shown_text
+    assert "outbox retry ID" in shown_text
 
 
-def test_the_tables_lines_are_those_of_the_topics() -> None:
+def test_the_table_has_a_line_for_each_topic() -> None:
     lines = [row("big", 4_000, hour(0), republished=5, redelivered=7), row("bad", 10, hour(0), lost=10)]
     table = next(each for each in parsed(page(summary(*lines))).iter("table"))
     cells = [["".join(cell.itertext()) for cell in line] for line in table.iter("tr")]
@@ -124,7 +124,7 @@ def test_the_tables_lines_are_those_of_the_topics() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "kind", "headline"),
+    ("data", "kind", "headline"),
     [
         (summary(row("orders", 9, hour(0), mismatched=3), unknown=2), "good", "\u2713 Nothing is lost"),
         (summary(row("orders", 9, hour(0), lost=1)), "bad", "\u2717 1 task is lost"),
@@ -132,17 +132,17 @@ def test_the_tables_lines_are_those_of_the_topics() -> None:
         (summary(since=None), "none", "No task was created in the window"),
     ],
 )
-def test_the_headline_says_whether_anything_is_lost(made: dict[str, Any], kind: str, headline: str) -> None:
-    """In words and by a sign, not by its colour alone; other faults stand there, too, with a link to their samples."""
-    verdict = next(parsed(page(made | {"samples": {"unknown": [{"task_id": "x"}]}})).iter("header"))
+def test_the_headline_says_whether_anything_is_lost(data: dict[str, Any], kind: str, headline: str) -> None:
+    """Words and a sign say so, not only a color. Other faults are named with a link to their samples."""
+    verdict = next(parsed(page(data | {"samples": {"unknown": [{"task_id": "x"}]}})).iter("header"))
     assert verdict.attrib["class"] == f"verdict {kind}"
     assert verdict.findtext("h1") == headline
     faults = "Not as it should be, all the same: 3 mismatched, 2 unknown." in "".join(verdict.itertext())
-    assert faults is bool(made["unknown"])
+    assert faults is bool(data["unknown"])
     assert [link.attrib["href"] for link in verdict.iter("a")] == ["#unknown"] * faults
 
 
-def test_it_needs_nothing_and_can_do_nothing(rich_page: str) -> None:
+def test_the_page_loads_nothing_and_runs_no_script(rich_page: str) -> None:
     root = parsed(rich_page)
     ids = [each.attrib["id"] for each in root.iter() if "id" in each.attrib]
     assert len(ids) == len(set(ids))
@@ -161,7 +161,7 @@ def test_it_needs_nothing_and_can_do_nothing(rich_page: str) -> None:
     assert policy.startswith("default-src 'none'")
 
 
-def test_hostile_texts_stay_texts(rich_page: str) -> None:
+def test_hostile_text_is_escaped(rich_page: str) -> None:
     root = parsed(rich_page)
     assert root.findtext("head/title") == f"Audit of {HOSTILE[0]}"
     cells = {"".join(each.itertext()) for each in root.iter("td")}
@@ -177,15 +177,15 @@ def test_hostile_texts_stay_texts(rich_page: str) -> None:
 
 def test_many_topics_are_cut_with_a_note() -> None:
     lines = [row(f"topic {place:04}", 1_000 + place, hour(place % 24 % 8)) for place in range(1_000)]
-    made = summary(*lines)
-    root = parsed(page(made | {"tasks": made["tasks"] + 5}))
+    data = summary(*lines)
+    root = parsed(page(data | {"tasks": data["tasks"] + 5}))
     captions = [each.text for each in root.iter("figcaption")]
     assert captions == [f"topic {place:04}" for place in range(999, 991, -1)]
     assert len(list(root.iter("tr"))) == 1 + audit_page.MOST_ROWS
     notes = " ".join(each.text or "" for each in root.iter("p") if each.attrib.get("class") == "note")
     assert "The 8 largest of 1,000 topics" in notes
     assert "200 of 1,000 topics; summary.json has the others" in notes
-    assert notes.count(f"{made['tasks']:,} of {made['tasks'] + 5:,} tasks") == 2
+    assert notes.count(f"{data['tasks']:,} of {data['tasks'] + 5:,} tasks") == 2
 
 
 @pytest.mark.parametrize(

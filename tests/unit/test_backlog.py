@@ -96,8 +96,8 @@ def _grouped(
     ]
 
 
-def read(table: FakeTable, limit: int, looks: int = backlog.MAX_QUERIES) -> Backlog:
-    with mock.patch.object(backlog, "MAX_QUERIES", looks):
+def read(table: FakeTable, limit: int, queries: int = backlog.MAX_QUERIES) -> Backlog:
+    with mock.patch.object(backlog, "MAX_QUERIES", queries):
         return backlog._read_at(cast("TaskTable", table), NOW, limit)
 
 
@@ -129,9 +129,9 @@ TASKS = st.lists(
 @example([Task(0, "a", 1, "due"), Task(0, "a", 5, "due"), Task(0, "a", 5, "dead")], 1, 20)
 @example([Task(0, "a", 9, "ready"), Task(0, "a", 5, "ready"), Task(0, "a", 5, "dead")], 1, 1)
 @example([Task(0, "a", 9, "ready"), Task(0, "a", 9, "ready"), Task(1, "a", 5, "ready"), Task(1, "a", 5, "ready")], 2, 1)
-def test_a_count_is_exact_or_named_as_a_lower_bound(tasks: list[Task], limit: int, looks: int):
-    """Also where the looks come to an end early: what is not said to be a bound can be relied on."""
-    found, true = read(FakeTable(tasks), limit, looks), truth(tasks)
+def test_a_count_is_exact_or_reported_as_a_lower_bound(tasks: list[Task], limit: int, queries: int):
+    """Also where the queries stop early: a count that is not reported as a bound is exact."""
+    found, true = read(FakeTable(tasks), limit, queries), truth(tasks)
     lines = {(line.topic, line.priority): line for line in found.lines}
     assert set(lines) <= set(true)
     for place, line in lines.items():
@@ -151,7 +151,7 @@ def test_a_count_is_exact_or_named_as_a_lower_bound(tasks: list[Task], limit: in
 
 @given(TASKS)
 def test_without_a_limit_everything_is_counted(tasks: list[Task]):
-    """`--exact` names no lower bound, asks each question once, and knows every oldest task."""
+    """`--exact` reports no lower bound, runs each query once, and finds every oldest task."""
     table = FakeTable(tasks)
     found, true = read(table, backlog.NO_LIMIT), truth(tasks)
     assert {(line.topic, line.priority): {name: getattr(line, name) for name in COUNTS} for line in found.lines} == {
@@ -165,7 +165,7 @@ def test_without_a_limit_everything_is_counted(tasks: list[Task]):
 
 @given(TASKS, st.integers(1, 6), st.sets(st.sampled_from(["a", "b", "row only"])))
 def test_totals_and_topics_are_the_sums_of_lines(tasks: list[Task], limit: int, paused: set[str]):
-    """Pending tasks of a paused topic are in no total: neither their number, nor their age, nor an early stop."""
+    """Pending tasks of a paused topic are in no total: neither their count, nor their age, nor an early stop."""
     found = read(FakeTable(tasks, paused), limit)
     before = [dataclasses.replace(line, at_least=set(line.at_least)) for line in found.lines]
     going = [line for line in found.lines if line.topic not in paused]

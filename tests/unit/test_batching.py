@@ -28,7 +28,7 @@ def due(id: str, **columns: Any) -> Candidate:
     return dataclasses.replace(candidate(id, **columns), available_at=NOON)
 
 
-def run(key: str, tasks: int, **columns: Any) -> Candidate:
+def prefix(key: str, tasks: int, **columns: Any) -> Candidate:
     ids = tuple(f"{key}{n}" for n in range(tasks))
     head = candidate(ids[0], **columns)
     return dataclasses.replace(head, ordering_key=key, behind=ids[1:], releases=f"{key}{tasks}")
@@ -61,26 +61,26 @@ candidates = st.lists(
 
 
 @given(candidates, st.integers(1, 12), st.integers(1000, 9000), st.integers(1, 6), st.integers())
-def test_batches_keep_every_limit(found: list[Candidate], size: int, most_bytes: int, most: int, seed: int) -> None:
+def test_batches_keep_every_limit(found: list[Candidate], size: int, max_bytes: int, places: int, seed: int) -> None:
     by_id = {each.id: each for each in found}
-    batches = sample(found, Limits(size, most_bytes, most), Random(seed))
-    assert len(batches) <= most
+    batches = sample(found, Limits(size, max_bytes, places), Random(seed))
+    assert len(batches) <= places
     assert len(ids(batches)) == len(set(ids(batches)))
     for batch in batches:
         assert 1 <= len(batch.ids) <= size
         assert {by_id[id].topic for id in batch.ids} == {batch.topic}
-        assert len(batch.ids) == 1 or sum(by_id[id].bytes for id in batch.ids) <= most_bytes
+        assert len(batch.ids) == 1 or sum(by_id[id].bytes for id in batch.ids) <= max_bytes
     if batches:
         assert max(by_id[id].priority for id in batches[0].ids) == max(each.priority for each in found)
-    assert sample(found, Limits(size, most_bytes, most), Random(seed)) == batches
+    assert sample(found, Limits(size, max_bytes, places), Random(seed)) == batches
 
 
 @given(candidates, randoms)
-def test_everything_is_taken_when_it_fits(found: list[Candidate], random: Random) -> None:
+def test_all_candidates_are_selected_when_they_fit(found: list[Candidate], random: Random) -> None:
     assert sorted(ids(sample(found, Limits(1, BYTES, 1000), random))) == sorted(each.id for each in found)
 
 
-def test_within_a_slice_the_oldest_of_a_priority_goes_first() -> None:
+def test_within_a_slice_the_oldest_task_of_a_priority_is_first() -> None:
     found = [candidate("young", age=1), candidate("old", age=9), candidate("urgent", priority=99)]
     assert ids(sample(found, Limits(3, 1000, 1), Random(1))) == ["urgent", "old", "young"]
     longer = dataclasses.replace(due("longer", age=0), available_at=NOON - timedelta(hours=1))
@@ -88,14 +88,14 @@ def test_within_a_slice_the_oldest_of_a_priority_goes_first() -> None:
 
 
 def test_priority_is_global() -> None:
-    """A less urgent task does not ride along with an urgent one of its shard while urgent ones of others wait."""
+    """A batch has no less urgent task of its shard while urgent tasks of other shards are pending."""
     found = [candidate(f"{value}-{shard}", shard=shard, priority=value) for shard in range(10) for value in (9, 1)]
     first, second = sample(found, Limits(10, 10**6, 2), Random(1))
     assert (kinds([first]), kinds([second])) == ({"9": 10}, {"1": 10})
 
 
-def test_one_topic_takes_at_most_half_while_another_waits() -> None:
-    """Half is rounded up, so a single place is no topic's loss. A topic takes all if there is nothing else."""
+def test_one_topic_gets_at_most_half_while_another_has_tasks() -> None:
+    """Half is rounded up, so a topic can use a single place. A topic gets everything if no other has tasks."""
     flood = [candidate(f"f{n}", shard=n) for n in range(8)]
     batches = sample([*flood, candidate("small", topic="invoices")], Limits(1, 1000, 4), Random(1))
     assert topics(batches) == {"orders": 3, "invoices": 1}
@@ -156,8 +156,8 @@ def test_one_topic_leaves_a_place_to_a_less_urgent_one() -> None:
     assert topics(sample([*flood, other], Limits(1, 1000, 4), Random(1))) == {"orders": 4}
 
 
-def test_batches_in_flight_count_for_the_places_and_for_a_topics_half() -> None:
-    """Two of four places are taken, by the topic that floods: the others get the rest, or the flood if it is alone."""
+def test_in_flight_batches_count_towards_the_limit_and_a_topics_half() -> None:
+    """The flooding topic has two of four places: other topics get the rest, or the flood does if it is alone."""
     flood = [candidate(f"f{n}", shard=n) for n in range(8)]
     others = [candidate(f"o{n}", topic="invoices") for n in range(8)]
     batches = sample([*flood, *others], Limits(1, 1000, 4), Random(1), {"orders": 2})
@@ -174,7 +174,7 @@ def test_batches_are_filled_up() -> None:
 
 
 def test_slices_stay_whole_where_they_fit() -> None:
-    """Workers that share shards meet in few slices, each of one shard, whatever the ages of its tasks."""
+    """Workers that share shards collide in few slices, each of one shard, whatever the ages of its tasks."""
     mixed = [candidate(f"{shard}-{n}", shard=shard, age=n) for n in range(20) for shard in range(10)]
     assert all(len(kinds([batch])) == 1 for batch in sample(mixed, Limits(20, BYTES, 10), Random(1)))
     ready = [candidate(f"{shard}-{n}", shard=shard) for shard in (1, 2) for n in range(3)]
@@ -189,7 +189,7 @@ def test_slices_stay_whole_where_they_fit() -> None:
 
 
 @pytest.mark.parametrize(("size", "batches"), [(100, 4), (100, 1), (10, 3), (1, 40)])
-def test_ready_and_due_tasks_of_one_priority_get_half_each_while_both_wait(size: int, batches: int) -> None:
+def test_ready_and_due_tasks_of_one_priority_get_half_each(size: int, batches: int) -> None:
     """Retries and replays do not starve new tasks of their priority, nor the reverse."""
     found = [
         made(f"{kind}-{n}", shard=n % 2) for n in range(400) for kind, made in (("ready", candidate), ("due", due))
@@ -199,8 +199,8 @@ def test_ready_and_due_tasks_of_one_priority_get_half_each_while_both_wait(size:
     assert abs(taken["ready"] - taken["due"]) <= -(-size // 2)
 
 
-def test_a_single_place_goes_to_ready_and_due_tasks_in_turn() -> None:
-    """A worker of one task at a time starves neither. Due tasks get everything while nothing else waits."""
+def test_a_single_place_alternates_between_ready_and_due_tasks() -> None:
+    """A worker with one batch at a time starves neither. Due tasks get everything while there are no others."""
     random = Random(1)
     found = [candidate("ready"), due("due")]
     taken = Counter(id for _ in range(200) for id in ids(sample(found, Limits(1, 1000, 1), random)))
@@ -209,10 +209,10 @@ def test_a_single_place_goes_to_ready_and_due_tasks_in_turn() -> None:
     assert len(ids(sample(found, Limits(10, BYTES, 4), random))) == 40
 
 
-def test_ready_and_due_runs_get_half_of_the_tasks_each() -> None:
+def test_ready_and_due_prefixes_get_half_of_the_tasks_each() -> None:
     """An ordering key counts for as many tasks as it has: long due ones do not starve ready tasks."""
     ready = [candidate(f"ready-{n}", shard=n % 10) for n in range(100)]
-    late = [run(f"due-{n}-", 9, shard=n % 10) for n in range(40)]
+    late = [prefix(f"due-{n}-", 9, shard=n % 10) for n in range(40)]
     late = [dataclasses.replace(each, available_at=NOON - timedelta(seconds=n)) for n, each in enumerate(late)]
     taken = kinds(sample([*ready, *late], Limits(20, 10**6, 5), Random(1)))
     assert 35 <= taken["ready"] <= 65
@@ -220,7 +220,7 @@ def test_ready_and_due_runs_get_half_of_the_tasks_each() -> None:
 
 
 def test_a_sample_is_uniform_over_slices() -> None:
-    """Each of ten equal slices is among the three taken about as often as any other (A23)."""
+    """Each of ten equal slices is among the three selected about as often as any other (A23)."""
     found = [candidate(str(shard), shard=shard) for shard in range(10)]
     random = Random(7)
     taken = Counter(id for _ in range(2500) for id in ids(sample(found, Limits(1, 1000, 3), random)))
@@ -229,8 +229,8 @@ def test_a_sample_is_uniform_over_slices() -> None:
 
 
 @pytest.mark.parametrize(("workers", "expected"), [(2, 0.05), (3, 0.10), (5, 0.18), (10, 0.35)])
-def test_workers_rarely_meet(workers: int, expected: float) -> None:
-    """Double picks follow 1 - L(1-(1-S/L)^W)/(W*S) for L = 100 slices and S = 10 taken (A24)."""
+def test_workers_rarely_pick_the_same_slice(workers: int, expected: float) -> None:
+    """Double picks follow 1 - L(1-(1-S/L)^W)/(W*S) for L = 100 slices and S = 10 selected (A24)."""
     found = [candidate(str(shard), shard=shard) for shard in range(100)]
     random, rounds = Random(3), 600 // workers  # as many picks for each number of workers
     doubles = 0
@@ -241,10 +241,10 @@ def test_workers_rarely_meet(workers: int, expected: float) -> None:
 
 
 @given(candidates, st.dictionaries(st.sampled_from(["a", "b", "x"]), st.integers(0, 8)), st.integers(1, 12), randoms)
-def test_a_topic_gets_no_more_tasks_than_allowed_and_no_fewer_if_there_is_room(
+def test_a_topic_gets_exactly_its_allowance_if_there_is_room(
     found: list[Candidate], allowed: dict[str, int], size: int, random: Random
 ) -> None:
-    """Over all its batches, ready and due together; topics without a limit are untouched, and so is the mapping."""
+    """In all its batches together, ready and due. Topics without a limit and the mapping stay unchanged."""
     found = [dataclasses.replace(each, available_at=random.choice([None, NOON])) for each in found]
     by_id = {each.id: each for each in found}
     before = dict(allowed)
@@ -254,7 +254,7 @@ def test_a_topic_gets_no_more_tasks_than_allowed_and_no_fewer_if_there_is_room(
     assert allowed == before
 
 
-def test_what_is_allowed_of_a_topic_is_cut_inside_a_batch() -> None:
+def test_a_topics_allowance_can_end_inside_a_batch() -> None:
     found = [candidate(f"{n:02}", priority=100 - n) for n in range(20)]
     for allowed, sizes in ((0, []), (1, [1]), (4, [4]), (5, [4, 1]), (9, [4, 4, 1]), (99, [4] * 5)):
         batches = sample(found, Limits(4, BYTES, 100), Random(1), None, {"orders": allowed})
@@ -262,8 +262,8 @@ def test_what_is_allowed_of_a_topic_is_cut_inside_a_batch() -> None:
         assert ids(batches) == [f"{n:02}" for n in range(min(20, allowed))]
 
 
-def test_what_is_allowed_of_a_topic_is_divided_between_ready_and_due_tasks() -> None:
-    """They share it as they share the places. What a topic may not take it leaves to others."""
+def test_a_topics_allowance_is_divided_between_ready_and_due_tasks() -> None:
+    """They share it like the places. Other topics get the places that the topic may not use."""
     found = [candidate(f"ready-{n}") for n in range(20)] + [due(f"due-{n}") for n in range(20)]
     taken = kinds(sample(found, Limits(4, BYTES, 100), Random(1), None, {"orders": 8}))
     assert taken == {"ready": 4, "due": 4}
@@ -275,10 +275,10 @@ def test_what_is_allowed_of_a_topic_is_divided_between_ready_and_due_tasks() -> 
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=20), st.integers(0, 9), st.none() | st.integers(0, 30), randoms)
-def test_a_run_stays_whole_and_in_order_or_gives_its_beginning(
+def test_a_sendable_prefix_stays_in_order_and_is_cut_only_at_its_end(
     lengths: list[int], loose: int, allowed: int | None, random: Random
 ) -> None:
-    found = [run(f"key{n:02}-", length) for n, length in enumerate(lengths)]
+    found = [prefix(f"key{n:02}-", length) for n, length in enumerate(lengths)]
     found += [candidate(f"loose{n}") for n in range(loose)]
     batches = sample(found, Limits(6, 10**6, 100), random, allowed={} if allowed is None else {"orders": allowed})
     total = sum(lengths) + loose
@@ -307,14 +307,16 @@ def test_a_run_stays_whole_and_in_order_or_gives_its_beginning(
         ((), 0, True, 0),
     ],
 )
-def test_no_more_bytes_are_started_than_fit(sizes: tuple[int, ...], free: int, alone: bool, expected: int) -> None:
-    """But a message that is too large for all limits goes alone."""
+def test_started_batches_stay_within_the_byte_limit(
+    sizes: tuple[int, ...], free: int, alone: bool, expected: int
+) -> None:
+    """A message that is larger than all limits goes alone."""
     batches = [Batch("orders", (str(number),), bytes=size) for number, size in enumerate(sizes)]
     assert len(fitting(batches, free, alone=alone)) == expected
 
 
-def test_a_batch_may_have_just_as_many_bytes_as_are_allowed() -> None:
-    """And not one more. It says how many it has, so that those in flight can be added up."""
+def test_a_batch_may_have_exactly_the_allowed_bytes() -> None:
+    """It has not one byte more. It knows its bytes, so that those in flight can be summed."""
     found = [candidate("a", size=60), candidate("b", size=40)]
     [batch] = sample(found, Limits(5, 100, 9), Random(1))
     assert (len(batch.ids), batch.bytes) == (2, 100)

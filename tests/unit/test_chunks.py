@@ -1,4 +1,4 @@
-"""The report of a command that changes many tasks: how many, which not, and where to go on when it ends early."""
+"""The report of a command that changes many tasks: changed and skipped tasks, and how to continue."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ def outcomes(*changed: int, then: Any = None) -> Iterator[Outcome]:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "code", "said"),
+    ("outcome", "code", "output"),
     [
         (Outcome(("x",), {}, ()), 0, ""),
         (Outcome((), {"a": "pending"}, ()), 0, "1 task not changed, they go: a"),
@@ -34,16 +34,18 @@ def outcomes(*changed: int, then: Any = None) -> Iterator[Outcome]:
         (Outcome(("a",), {}, (), "tails wait"), 0, "tails wait"),
     ],
 )
-def test_what_was_not_changed_is_explained(outcome: Outcome, code: int, said: str, capsys: pytest.CaptureFixture[str]):
+def test_tasks_that_were_not_changed_are_explained(
+    outcome: Outcome, code: int, output: str, capsys: pytest.CaptureFixture[str]
+):
     """A missing task or a wrong state is a failure. A task that needs no change, or a warning, is not."""
     report = chunks.carry_out(iter([outcome]), Count(1), GO_ON)
     assert report.explain({"pending": "they go"}, "are {state}") == code
     assert report.changed == len(outcome.changed)
-    assert capsys.readouterr().err == (said and f"outbox: {said}\n")
+    assert capsys.readouterr().err == (output and f"outbox: {output}\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_between_two_chunks(number: signal.Signals, capfd: pytest.CaptureFixture[str]):
+def test_a_signal_ends_a_command_between_two_chunks(number: signal.Signals, capfd: pytest.CaptureFixture[str]):
     """The error says how many tasks were changed and how to continue. A second signal has its usual effect."""
     before = signal.getsignal(number)
     taken = outcomes(500, 500, 500, then=lambda: os.kill(os.getpid(), number))
@@ -56,8 +58,8 @@ def test_a_signal_ends_it_between_two_chunks(number: signal.Signals, capfd: pyte
     assert len(list(taken)) == 1
 
 
-def test_an_error_says_what_was_done_and_how_to_go_on():
-    """The error keeps its type, so that the exit code stays what it is."""
+def test_an_error_reports_the_progress_and_how_to_continue():
+    """The error keeps its type, so that the exit code stays the same."""
     with pytest.raises(NotReached) as raised:
         chunks.carry_out(outcomes(500, 500, then=NotReached("Spanner did not answer")), Count(1000), GO_ON)
     assert str(raised.value) == (

@@ -58,12 +58,12 @@ def candidates(ids: Iterable[str], topic: str = "orders") -> list[Candidate]:
 
 
 @pytest.mark.parametrize(
-    ("failure", "longest"), [(AWAY, MAX_OUTAGE_PROBE_SECONDS), (MISSING, circuit_breaker.MAX_TARGET_PROBE_SECONDS)]
+    ("failure", "max_delay"), [(AWAY, MAX_OUTAGE_PROBE_SECONDS), (MISSING, circuit_breaker.MAX_TARGET_PROBE_SECONDS)]
 )
-def test_a_topic_that_fails_rests_for_a_second_and_twice_as_long_after_each_probe_that_fails(
-    watch: Watch, failure: Failed, longest: float
+def test_an_open_circuit_is_probed_after_a_second_then_after_growing_delays(
+    watch: Watch, failure: Failed, max_delay: float
 ) -> None:
-    """Up to ten seconds in an outage, up to five minutes where a person has to act. Other topics go on."""
+    """Up to ten seconds in an outage, up to five minutes where an operator must act. Other topics continue."""
     watch.fail(failure, "a", "b")
     nominal = 1.0
     for _ in range(12):
@@ -74,12 +74,12 @@ def test_a_topic_that_fails_rests_for_a_second_and_twice_as_long_after_each_prob
         watch.seconds += wait
         assert (watch.suspended(), watch.seconds_to_probe()) == (frozenset(), None)
         watch.probe(failure)
-        nominal = min(nominal * 2, longest)
-    assert nominal == longest
+        nominal = min(nominal * 2, max_delay)
+    assert nominal == max_delay
 
 
-def test_what_is_the_tasks_own_matter_rests_no_topic(watch: Watch) -> None:
-    """Poison, unknown errors, and tasks of other workers say nothing of the topic; nor does one failure of several."""
+def test_failures_of_single_tasks_open_no_circuit(watch: Watch) -> None:
+    """Poison, unknown errors and tasks of other workers say nothing about a topic, nor does one failure of several."""
     for outcome in (Failed("undecodable", "no message"), Skipped("sent"), Failed("data_loss", "?")):
         assert not watch.ended(Batch("orders", ("a",)), a=outcome)
     watch.ended(Batch("orders", ("a", "b")), a=Sent("1"), b=AWAY)
@@ -87,7 +87,7 @@ def test_what_is_the_tasks_own_matter_rests_no_topic(watch: Watch) -> None:
     assert watch.next("a", "b", "c").suspects == {"b"}  # it is remembered instead
 
 
-def test_what_was_published_ends_the_rest_and_the_next_one_begins_with_a_second(watch: Watch) -> None:
+def test_a_publish_closes_the_circuit_and_resets_its_delay(watch: Watch) -> None:
     watch.fail(AWAY, "a")
     watch.probe(AWAY)
     watch.probe(Sent("1"))
@@ -99,8 +99,8 @@ def test_what_was_published_ends_the_rest_and_the_next_one_begins_with_a_second(
     assert watch.suspended() == frozenset()
 
 
-def test_each_change_of_a_circuit_says_what_happened_and_since_when(watch: Watch) -> None:
-    """It opens, a probe fails, it closes. Failures beside the probe and successes while closed change nothing."""
+def test_each_change_of_a_circuit_reports_its_failure_and_duration(watch: Watch) -> None:
+    """It opens, a probe fails, it closes. Failures of other batches and successes while closed change nothing."""
     opened = watch.learn(BatchResult(Batch("orders", ("a",)), tried={"a": MISSING}))
     assert opened == CircuitChange("orders", MISSING, 0.0)
     assert watch.learn(BatchResult(Batch("orders", ("b",)), tried={"b": AWAY})) is None
@@ -113,7 +113,7 @@ def test_each_change_of_a_circuit_says_what_happened_and_since_when(watch: Watch
     assert watch.learn(BatchResult(watch.next("e"), tried={"e": Sent("2")})) is None
 
 
-def test_a_circuit_is_open_until_its_probe_and_half_open_then(watch: Watch) -> None:
+def test_a_circuit_is_open_until_its_probe_then_half_open(watch: Watch) -> None:
     watch.fail(MISSING, "a")
     assert watch.states() == {"orders": True}
     watch.seconds += 1
@@ -143,8 +143,8 @@ def test_batches_that_fail_together_are_one_failure(watch: Watch) -> None:
     assert 1.7 <= (watch.seconds_to_probe() or 0) <= 2
 
 
-def test_while_a_probe_is_in_flight_there_is_no_second_one(watch: Watch) -> None:
-    """Nor a reason to poll. One that says nothing, as its task was poison or sent by others, is followed by another."""
+def test_a_circuit_has_one_probe_in_flight(watch: Watch) -> None:
+    """The worker need not poll then. If a probe says nothing, because its task was poison or sent, another follows."""
     watch.fail(AWAY, "a")
     for outcome in (Skipped("sent"), Failed("undecodable", "no message")):
         watch.seconds += 1
@@ -161,14 +161,14 @@ def test_a_missing_topic_is_probed_with_ten_tasks_an_outage_with_one(watch: Watc
     kept, allowed = watch.probes([*mine, *others, *candidates("o", "other")])
     assert allowed == {"orders": 10, "invoices": 1}
     assert Counter(each.topic for each in kept) == {"orders": 30, "invoices": 1, "other": 1}
-    for failure in (*[MISSING] * 8, AWAY):  # the last failure says what is wrong, and how long the next rest may be
+    for failure in (*[MISSING] * 8, AWAY):  # the last failure is the reason, and sets the max delay of the next probe
         watch.probe(failure)
     assert (watch.seconds_to_probe() or 0) <= MAX_OUTAGE_PROBE_SECONDS
     assert watch.probes(candidates("ab"))[1]["orders"] == 1
 
 
-def test_in_an_outage_every_task_is_drawn_before_one_is_drawn_again(watch: Watch) -> None:
-    """One message that always times out does not hold its topic for long. A due task, which may have, goes last."""
+def test_outage_probes_use_every_task_before_repeating_one(watch: Watch) -> None:
+    """A message that always times out does not block its topic for long. A due task, perhaps the cause, goes last."""
     watch.fail(AWAY, "a")
     drawn = []
     due = [replace(each, available_at=each.created_at) for each in candidates(map(str, range(50)))]
@@ -181,8 +181,8 @@ def test_in_an_outage_every_task_is_drawn_before_one_is_drawn_again(watch: Watch
     assert drawn != list("abcde")
 
 
-def test_probes_of_outages_have_a_quarter_of_the_places(watch: Watch) -> None:
-    """They may hang. Topics that have waited longest go first; missing topics are not held back."""
+def test_outage_probes_use_at_most_a_quarter_of_the_places(watch: Watch) -> None:
+    """They may hang. Topics that have waited longest go first. Probes of missing topics are not limited."""
     topics = [f"t{n}" for n in range(6)]
     for topic in topics:
         watch.fail(AWAY, "a", topic=topic)
@@ -199,8 +199,8 @@ def test_probes_of_outages_have_a_quarter_of_the_places(watch: Watch) -> None:
     assert len(watch.suspended()) == 5
 
 
-def test_at_most_once_tasks_are_risked_in_an_outage_only_where_nothing_else_is_found(watch: Watch) -> None:
-    """Three draws are spared. A missing topic risks nothing, as it refuses; a batch that is no probe waits."""
+def test_an_outage_is_probed_with_at_most_once_tasks_only_as_a_last_resort(watch: Watch) -> None:
+    """Three draws skip them. A missing topic risks nothing, because it refuses. A batch that is no probe waits."""
 
     def is_risked(*, probe: bool = True) -> bool:
         result = BatchResult(Batch("orders", ("once",), probe=probe))
@@ -216,8 +216,8 @@ def test_at_most_once_tasks_are_risked_in_an_outage_only_where_nothing_else_is_f
     assert is_risked()
 
 
-def test_who_met_an_outage_is_a_suspect_until_it_is_sent(watch: Watch) -> None:
-    """Once its topic works again. In a probe there are no suspects, and a probe makes none: the outage was known."""
+def test_a_task_that_met_an_outage_is_a_suspect_until_it_is_sent(watch: Watch) -> None:
+    """Once its topic works again. A probe has no suspects and creates none, because the outage was known."""
     watch.fail(AWAY, "a", "b")
     watch.probe(AWAY)
     watch.seconds += 2
@@ -226,8 +226,8 @@ def test_who_met_an_outage_is_a_suspect_until_it_is_sent(watch: Watch) -> None:
     assert watch.next("a", "b", "c", "probe").suspects == {"b"}
 
 
-def test_who_met_an_outage_before_the_last_one_is_no_suspect(watch: Watch) -> None:
-    """Other tasks have met one since, so it was no task's fault. Batches that fail together are one outage."""
+def test_only_tasks_of_the_last_outage_are_suspects(watch: Watch) -> None:
+    """Other tasks have met one since, so no task caused it. Batches that fail together are one outage."""
     watch.fail(AWAY, "a")
     watch.fail(AWAY, "b")
     watch.fail(AWAY, "i", topic="invoices")
@@ -238,8 +238,8 @@ def test_who_met_an_outage_before_the_last_one_is_no_suspect(watch: Watch) -> No
     assert watch.next("a", "b", "c").suspects == {"c"}
 
 
-def test_a_suspect_that_was_charged_rests_no_topic_and_stays_one(watch: Watch) -> None:
-    """The outage was its own, but no proof that others would not fail: the topic works once it publishes something."""
+def test_a_suspect_whose_failure_is_recorded_opens_no_circuit(watch: Watch) -> None:
+    """It stays a suspect: other tasks might fail as well, so the topic works only once it publishes something."""
     watch.ended(Batch("orders", ("a", "b")), a=Sent("1"), b=AWAY)
     batch = watch.next("b")
     assert (batch.suspects, batch.works) == ({"b"}, True)
@@ -251,7 +251,7 @@ def test_a_suspect_that_was_charged_rests_no_topic_and_stays_one(watch: Watch) -
     assert watch.next("b").works
 
 
-def test_the_memory_of_suspects_is_bounded_and_the_oldest_go_first(watch: Watch) -> None:
+def test_suspects_are_bounded_and_the_oldest_are_forgotten_first(watch: Watch) -> None:
     """An outage of a large topic does not grow the worker. A topic without tasks to probe is forgotten with them."""
     ids = [str(n) for n in range(circuit_breaker.MAX_SUSPECTS + 10)]
     watch.fail(AWAY, *ids)
@@ -263,8 +263,8 @@ def test_the_memory_of_suspects_is_bounded_and_the_oldest_go_first(watch: Watch)
     assert watch.next("a", "20") == Batch("orders", ("a", "20"))
 
 
-def test_the_poll_looks_deeper_while_it_sees_probes_only(watch: Watch) -> None:
-    """And only where the topic has more than it showed: each time twice as deep, up to a bound."""
+def test_the_poll_reads_deeper_while_it_returns_only_probed_tasks(watch: Watch) -> None:
+    """Only where the topic has more than the poll returned: each time twice as deep, up to a bound."""
     watch.fail(AWAY, "a")
     watch.probe(AWAY)
     watch.seconds += MAX_OUTAGE_PROBE_SECONDS

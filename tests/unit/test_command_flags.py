@@ -1,4 +1,4 @@
-"""Flags that several commands have: ids, a selection, and the command line that goes on."""
+"""Flags that several commands have: IDs, a selection, and the printed command to continue."""
 
 import argparse
 import importlib.util
@@ -22,8 +22,10 @@ from outbox.cli.output import as_json
 from outbox.errors import SettingError
 from outbox.shared.settings import DatabaseSettings
 from outbox.shared.times import shown
+from tests.support.commands import here
 
 NOW = datetime(2026, 11, 21, 13, tzinfo=UTC)
+DATABASE = {"OUTBOX_PROJECT": "my-project", "OUTBOX_INSTANCE": "main", "OUTBOX_DATABASE": "shop"}
 PLACE = ["--project", "my-project", "--instance", "main", "--database", "shop"]
 BURST = "a whole number from 1 to 1,000,000,000"
 RATE = "a finite number of tasks a second, 1e-09 or more"
@@ -71,8 +73,8 @@ def test_a_line_is_an_id_or_json(ids_of: Any):
     assert ids_of(b"\n", "a") == ("a",)
 
 
-def test_a_line_that_is_no_id_is_a_wrong_value(ids_of: Any):
-    """It is named with its place, and no id is used: half of a list is not what the user meant."""
+def test_a_line_that_is_not_an_id_is_refused(ids_of: Any):
+    """The error names the line, and no ID is used: half of a list would be a surprise."""
     for data, sentence in {
         b"a\n" + b"x" * 65: "line 2: '"
         + "x" * 65
@@ -98,7 +100,7 @@ def test_a_line_that_is_no_id_is_a_wrong_value(ids_of: Any):
         assert len(str(raised.value)) < 400
 
 
-def test_no_ids_are_none():
+def test_ids_are_none_if_not_given_and_refused_if_invalid():
     assert ids(parsed("retry")) is None
     assert ids(parsed("retry", "b", "a", "b")) == ("b", "a")
     for wrong in ("", "x" * 65, "\udcff"):
@@ -108,7 +110,7 @@ def test_no_ids_are_none():
 
 @given(st.lists(st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=64), min_size=1, max_size=5))
 @example(["a\nb", "\x85", "\u2028", " ", "\ufeff", '"', "{", "\x00"])
-def test_ids_as_list_writes_them_are_read_again(names: list[str]):
+def test_ids_printed_by_list_can_be_read_back(names: list[str]):
     """`outbox list --json` is an `--ids-file` of exactly its tasks, whatever characters the ids have."""
     data = "".join(as_json({"id": name, "state": "dead"}) + "\n" for name in names).encode()
     with pytest.MonkeyPatch.context() as patch:
@@ -116,8 +118,8 @@ def test_ids_as_list_writes_them_are_read_again(names: list[str]):
         assert ids(parsed("retry", "--ids-file", "-")) == tuple(dict.fromkeys(names))
 
 
-def test_a_selection_is_of_the_databases_now():
-    """A time ago is counted from there; a flag that is not given narrows nothing; no time between is a wrong value."""
+def test_a_selection_uses_the_databases_time():
+    """An age counts from it; a flag that is not given narrows nothing; an empty range of times is a wrong value."""
     options = parsed("retry", "--state", "dead", "--topic", "orders", "--since", "2h", "--until", "15m", "--error", "X")
     chosen = selection(options, NOW, ("a",))
     assert (chosen.state, chosen.ids, chosen.topic, chosen.error) == ("dead", ("a",), "orders", "X")
@@ -164,18 +166,48 @@ def test_a_selection_is_of_the_databases_now():
         ("limit ab --off", f"topic 'ab' {NO_TOPIC}: 3 to 255 of letters"),
         ("pause orders google-orders", f"topic 'google-orders' {NO_TOPIC}"),
         ("resume projects/p/orders", f"topic 'projects/p/orders' {NO_TOPIC}"),
+        ("emulators --pubsub-port=65536", "--pubsub-port: '65536' is not allowed: it must be a whole number"),
+        ("emulators --create p/main", "--create: 'p/main' is not allowed: it must be PROJECT/INSTANCE/DATABASE"),
+        ("emulators --create p/Main/shop", "--instance: 'Main' is not allowed: it must be 2 to 64 of"),
+        ("emulators --topic goog1", "--topic: 'goog1' is not allowed: it must be an ID that Pub/Sub allows"),
+        ("emulators --topic orders", "--topic, --subscription and --ddl-file need --create PROJECT/INSTANCE"),
+        ("emulators --create p/main/shop --subscription abc --topic abc", "a --topic before it"),
+        ("emulators --create p/main/shop --ddl-file /gone", "--ddl-file: '/gone' cannot be read: [Errno 2] No such"),
+        ("list --state lost", "it must be pending or retrying or scheduled or dead or sent"),
+        ("schema print --shards 0", "--shards: '0' is not allowed: it must be a whole number from 1 to"),
+        ("schema apply --retention 0", "--retention: '0' is not allowed: it must be none, or days"),
+        ("show ''", "1 to 64 characters"),
+        ("retry", "no tasks given. Pass IDs"),
+        ("discard --reason x", "no tasks given. Pass IDs"),
+        ("discard x --yes", "--reason"),
+        ("list --until 2026-11-21T13:00:00", "a time with its offset"),
+        ("purge --sent-before 30", "90s, 15m, 2h or 7d"),
+        ("status --max-age -1h", "--max-age"),
+        ("status --max-pending many", "a whole number"),
+        ("status --watch --max-age 1h", "--watch has no exit code"),
+        ("tail --since yesterday", "90s, 15m, 2h or 7d"),
+        ("retry --ids-file /gone", "'/gone' cannot be read: No such file or directory"),
+        ("discard --reason x --ids-file /gone", "'/gone' cannot be read: No such file or directory"),
     ],
 )
-def test_a_wrong_value_is_one_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]):
-    assert cli.main([*words.split(), *PLACE]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("outbox: ")
-    assert sentence in captured.err
-    assert (captured.out, captured.err.count("\n")) == ("", 1)
+def test_a_wrong_value_is_refused_before_any_request(words: str, sentence: str):
+    """In one sentence, behind the usage if a flag is unknown to argparse or its value is refused there."""
+    done = here(*shlex.split(words), environment=DATABASE)
+    assert (done.code, done.stdout) == (2, "")
+    assert sentence in done.stderr
+    assert done.stderr.startswith(f"usage: outbox {words.split(maxsplit=1)[0]}") or re.fullmatch(
+        "outbox: .*\n", done.stderr
+    )
+
+
+def test_an_empty_file_of_ids_changes_nothing():
+    done = here("retry", "--ids-file", "/dev/null", environment=DATABASE)
+    assert (done.code, done.stdout) == (1, "")
+    assert done.stderr == "outbox: /dev/null contains no task IDs. Nothing was changed\n"
 
 
 @pytest.mark.parametrize("command", ["pause", "resume", "limit"])
-def test_what_is_missing_is_named_and_help_is_enough(command: str, capsys: pytest.CaptureFixture[str]):
+def test_a_missing_argument_is_named_and_help_needs_none(command: str, capsys: pytest.CaptureFixture[str]):
     off = ["--off"] if command == "limit" else []
     assert cli.main([command, "orders", *off, *PLACE[:4]]) == 2
     assert "--database is missing: give it, or set OUTBOX_DATABASE" in capsys.readouterr().err
@@ -256,7 +288,7 @@ PRINTABLE = st.text(st.characters(exclude_categories=("C", "Z"), include_charact
     place=st.sampled_from([[], PLACE, PLACE[2:]]),
 )
 @example("dead", "-t", "-e' \"$x`\\", None, None, ["-a", "--", "--yes", "$(b)"], "-", PLACE)
-def test_the_command_that_goes_on_is_read_as_the_same_selection(  # noqa: PLR0917 - drawn
+def test_the_printed_command_to_continue_has_the_same_selection(  # noqa: PLR0917 - drawn
     state: str | None, topic: str | None, error: str | None, since: timedelta | None, until: timedelta | None,
     names: list[str], file: str | None, place: list[str],
 ):  # fmt: skip
@@ -276,8 +308,8 @@ def test_the_command_that_goes_on_is_read_as_the_same_selection(  # noqa: PLR091
         assert vars(read).get(name) == vars(options).get(name)
 
 
-def test_the_command_that_goes_on_names_what_it_replaces():
-    """A time ago becomes a time; flags of other commands are left out."""
+def test_the_printed_command_to_continue_has_absolute_times():
+    """Flags of other commands are left out."""
     purging = parsed("purge", *PLACE, "--sent-before", "30d", "--topic", "orders")
     line = again("purge", purging, sent_before=shown(NOW))
     assert line == f"outbox purge {' '.join(PLACE)} --topic orders --sent-before 2026-11-21T13:00:00.000000Z"

@@ -6,8 +6,8 @@ from google.api_core.exceptions import DeadlineExceeded
 from publishworker.spanner.connection import Deadline
 
 
-def test_a_deadline_holds_over_all_restarts_of_a_stream() -> None:
-    """The client restarts a broken stream with the full timeout each time; ours is what is left of the whole."""
+def test_a_deadline_includes_all_restarts_of_a_stream() -> None:
+    """The client restarts a broken stream with the full timeout; the deadline passes only the time that remains."""
     now, seen = [0.0], []
     deadline = Deadline(10, lambda: now[0])
 

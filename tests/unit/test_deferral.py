@@ -33,8 +33,8 @@ def released(bench: Bench, tasks: int) -> list[str]:
 
 
 @pytest.mark.parametrize("state", ["scheduled", "retrying", "dead"])
-def test_a_head_that_is_not_due_holds_back_its_key_and_nothing_else(bench: Bench, state: str) -> None:
-    """The tasks behind it wait for its time, at most an hour, and look neither failed nor dead."""
+def test_a_head_that_is_not_due_blocks_only_its_key(bench: Bench, state: str) -> None:
+    """The tasks behind it are deferred to its time, at most by an hour, and appear neither failed nor dead."""
     at = NEVER if state == "dead" else bench.store.now + timedelta(seconds=90)
     bench.line("head", available_at=at, attempts=0 if state == "scheduled" else 3)
     bench.line("a", "b")
@@ -52,8 +52,8 @@ def test_a_head_that_is_not_due_holds_back_its_key_and_nothing_else(bench: Bench
     assert bench.relay.turn().polled == 0
 
 
-def test_a_dead_head_blocks_until_an_operator_acts_then_all_goes_at_once(bench: Bench) -> None:
-    """The deferred tasks do not wait for their time, also if there are more of them than a batch holds."""
+def test_a_dead_head_blocks_its_key_until_an_operator_acts(bench: Bench) -> None:
+    """Then the deferred tasks are sent at once, even if there are more of them than a batch holds."""
     tail = [f"t{n:02}" for n in range(35)]
     bench.line("head", *tail)
     bench.publisher.failing = {"head": REFUSED}
@@ -70,8 +70,8 @@ def test_a_dead_head_blocks_until_an_operator_acts_then_all_goes_at_once(bench: 
     assert bench.publisher.ids() == ["head", *tail]
 
 
-def test_any_worker_goes_on_with_deferred_tasks_whose_head_has_gone(bench: Bench) -> None:
-    """The commit that marks a batch makes the next deferred task ready, so each poll finds the key by it."""
+def test_any_worker_sends_deferred_tasks_whose_head_is_gone(bench: Bench) -> None:
+    """The commit that marks a batch releases the next deferred task, so each poll finds the key by it."""
     ids = released(bench, 35)
     expiry = bench.store.now + timedelta(days=1)
     bench.change("t09", attempts=3, expires_at=expiry)
@@ -84,7 +84,7 @@ def test_any_worker_goes_on_with_deferred_tasks_whose_head_has_gone(bench: Bench
     assert bench.publisher.ids() == ids
 
 
-def test_deferred_tasks_that_are_not_released_go_when_their_time_comes(bench: Bench) -> None:
+def test_deferred_tasks_that_are_not_released_are_sent_when_due(bench: Bench) -> None:
     first, second = released(bench, 25)[1:], ["u1", "u2"]
     del bench.store.rows["head"]
     bench.turns()
@@ -101,8 +101,8 @@ def test_deferred_tasks_that_are_not_released_go_when_their_time_comes(bench: Be
     assert bench.publisher.ids() == [*first, "u1", "u2", "u3"]
 
 
-def test_what_there_was_no_time_for_is_ready_again(bench: Bench) -> None:
-    """Deferred tasks of the batch that were not tried are in no poll, so the first of them is made ready."""
+def test_a_task_not_tried_before_the_deadline_is_ready_again(bench: Bench) -> None:
+    """Untried deferred tasks of the batch are in no poll, so the first of them is released."""
     ids = released(bench, 5)
     bench.change("t02", attempts=1)  # in a request of its own
     bench.publisher.out_of_time = {"t02"}
@@ -114,7 +114,7 @@ def test_what_there_was_no_time_for_is_ready_again(bench: Bench) -> None:
     assert bench.publisher.ids() == ids
 
 
-def test_a_limited_topic_sends_the_beginning_of_a_key(bench: Bench) -> None:
+def test_a_limited_topic_sends_a_part_of_a_key(bench: Bench) -> None:
     bench.store.limits["orders"] = TopicLimit(rate=0.5, burst=3)
     ids = released(bench, 9)
     bench.run_for(30, step=6)
@@ -124,7 +124,7 @@ def test_a_limited_topic_sends_the_beginning_of_a_key(bench: Bench) -> None:
 
 @pytest.mark.parametrize("failure", [UNKNOWN, Failed("unavailable", "no")])
 def test_a_deferred_task_that_fails_brings_its_key_back_to_the_poll(bench: Bench, failure: Failed) -> None:
-    """The task before it has gone. After a failure it has a time of its own, after an outage it is ready."""
+    """Its head is gone. After a failure the task has a retry time; after an outage it is ready."""
     ids = released(bench, 5)
     bench.change("head", attempts=1)  # so it goes alone
     bench.publisher.failing = {"t00": failure}
@@ -136,8 +136,8 @@ def test_a_deferred_task_that_fails_brings_its_key_back_to_the_poll(bench: Bench
 
 
 @pytest.mark.parametrize("skip_dead", [False, True])
-def test_a_head_that_is_passed_over_releases_the_next(skip_dead: bool) -> None:
-    """It expired, or died under `skip`, alone in its batch: the deferred task behind it is the head now."""
+def test_a_skipped_head_releases_the_next_task(skip_dead: bool) -> None:
+    """It expired, or died in skip mode, alone in its batch, so the deferred task behind it becomes the head."""
     bench = Bench(size=1, skip_dead=skip_dead)
     ids = released(bench, 3)
     if skip_dead:
@@ -151,8 +151,8 @@ def test_a_head_that_is_passed_over_releases_the_next(skip_dead: bool) -> None:
     assert bench.publisher.ids() == ids[1:]
 
 
-def test_deferred_tasks_go_when_their_head_expires(bench: Bench) -> None:
-    """They do not wait out their hour then, nor the head's backoff beyond its expiry."""
+def test_deferred_tasks_are_sent_when_their_head_expires(bench: Bench) -> None:
+    """They wait neither for the rest of their hour nor for the head's backoff beyond its expiry."""
     in_a_minute = bench.store.now + timedelta(seconds=60)
     bench.line("dead", "a", key="k")
     bench.line("failing", "b", key="l")
@@ -175,14 +175,14 @@ def test_deferred_tasks_go_when_their_head_expires(bench: Bench) -> None:
         (lambda bench: bench.change("head", available_at=None), None, ["head", "a"]),  # retried
         (lambda bench: bench.change("head", available_at=None, at_most_once=True), None, ["head", "a"]),
         (lambda bench: bench.store.rows.pop("head"), None, ["a"]),
-        (lambda bench: bench.change("head", available_at=NEVER), None, ["a"]),  # and dead tasks are passed over
+        (lambda bench: bench.change("head", available_at=NEVER), None, ["a"]),  # and dead tasks are skipped
         (lambda bench: bench.change("a", available_at=bench.store.now + 9 * HOUR), 9 * 3600, []),
     ],
 )
 def test_nothing_is_deferred_behind_a_head_that_has_changed(
     act: Callable[[Bench], object], wait: float | None, sent: list[str]
 ) -> None:
-    """The rows under the lock decide: behind a head that may go or is gone, and on a later task, nothing is written."""
+    """The locked rows decide: if the head is sendable or gone, or the task is due later, nothing is written."""
     bench = Bench(skip_dead=True)
     bench.line("head", "a")
     bench.change("head", available_at=bench.store.now + HOUR)
@@ -205,9 +205,9 @@ def test_a_deferral_that_fails_is_reported_and_tried_again(bench: Bench, caplog:
     assert bench.count(m.DEFERRED) == 2
 
 
-@pytest.mark.parametrize(("batches", "most"), [(1, 40), (2, 20), (8, 5)])
-def test_a_blocked_key_without_end_keeps_nobody_waiting(batches: int, most: int) -> None:
-    """Deferring has a part of the places only, also where there is one place, and where its key gets new tasks."""
+@pytest.mark.parametrize(("batches", "max_turns"), [(1, 40), (2, 20), (8, 5)])
+def test_an_endless_blocked_key_delays_no_other_task(batches: int, max_turns: int) -> None:
+    """Deferring uses a part of the places, even if there is only one and the key gets new tasks."""
     bench = Bench(batches=batches)
     block(bench, 300)
     bench.insert("x", topic="invoices")
@@ -216,11 +216,11 @@ def test_a_blocked_key_without_end_keeps_nobody_waiting(batches: int, most: int)
         bench.relay.turn()
         bench.line(*(f"u{turns}-{n}" for n in range(10)))
         turns += 1
-        assert turns < most
+        assert turns < max_turns
 
 
-def test_deferring_has_half_of_the_places_while_nothing_can_be_sent() -> None:
-    """A long tail is out of the way soon. Locked heads leave the other half to tasks that come meanwhile."""
+def test_deferring_uses_half_of_the_places_while_no_task_is_sendable() -> None:
+    """A long tail is deferred soon. Locked heads leave the other half to tasks that arrive meanwhile."""
     bench = Bench(batches=8)
     block(bench, 200)
     assert max(turn.deferred for turn in bench.turns(30)) > 20
@@ -243,7 +243,7 @@ def test_deferring_has_half_of_the_places_while_nothing_can_be_sent() -> None:
 
 
 @pytest.mark.parametrize("first", ["deferring", "sending", "both"])
-def test_deferring_takes_nothing_of_a_topics_rate(first: str) -> None:
+def test_deferring_uses_none_of_a_topics_rate(first: str) -> None:
     bench = Bench(batches=8)
     bench.store.limits["orders"] = TopicLimit(rate=0.001, burst=5)
     if first == "sending":
@@ -259,7 +259,7 @@ def test_deferring_takes_nothing_of_a_topics_rate(first: str) -> None:
 
 
 def test_deferring_does_not_count_as_in_flight_for_a_topics_limit() -> None:
-    """It waits for a lock; the one task that may be in flight is another one."""
+    """Deferring waits for a lock, so another task can be the one in flight."""
     bench = Bench(batches=8)
     bench.store.limits["orders"] = TopicLimit(in_flight=1)
     block(bench, 1)

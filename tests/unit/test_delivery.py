@@ -1,4 +1,4 @@
-"""What one batch writes and reports: its marks, how long it took, how long its tasks waited, the trace ids."""
+"""The marks of one batch, and its report: durations, waiting times, trace IDs."""
 
 from datetime import timedelta
 from random import Random
@@ -53,8 +53,8 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_a_batch_tells_how_long_its_phases_took_and_how_long_its_tasks_waited(bench: Bench) -> None:
-    """By Spanner's clock up to the lock, then by the worker's; an aborted attempt counts as a part of the claim."""
+def test_a_batch_reports_its_phases_and_how_long_its_tasks_waited(bench: Bench) -> None:
+    """By Spanner's clock up to the lock, then by the worker's. An aborted attempt counts towards the claim."""
     now = bench.store.now
     bench.insert("ready", created_at=now - HOUR)
     bench.insert("due", created_at=now - 9 * HOUR, available_at=now - 2 * HOUR)
@@ -73,20 +73,8 @@ def test_a_batch_tells_how_long_its_phases_took_and_how_long_its_tasks_waited(be
     assert result.phases.keys() == {m.CLAIM}
 
 
-def test_what_stands_behind_a_failed_task_is_deferred_in_the_same_commit(bench: Bench) -> None:
-    bench.failing = {"a": Failed("data_loss", "no")}
-    for number, id in enumerate("abc"):
-        bench.insert(id, ordering_key="k", sequence=number)
-    result = bench.deliver("a", "b", "c", keys=("k", "k", "k"))
-    assert result.deferred.keys() == {"b", "c"}
-    rows = bench.store.rows.values()
-    assert [row.attempts for row in rows] == [1, 0, 0]
-    [available_at] = {row.available_at for row in rows}
-    assert available_at is not None
-
-
-def test_what_a_batch_has_sent_itself_shows_that_its_topic_works(bench: Bench) -> None:
-    """A suspect that meets an outage beside a sent task is recorded; alone it is not, as nothing shows its fault."""
+def test_a_batch_that_sent_a_task_shows_that_its_topic_works(bench: Bench) -> None:
+    """A suspect that meets an outage is recorded if its batch sent another task. Alone it may not be the cause."""
     bench.failing = {"a": Failed("deadline_exceeded", "no answer")}
     bench.insert("a", "b")
     suspects = frozenset({"a"})
@@ -94,8 +82,8 @@ def test_what_a_batch_has_sent_itself_shows_that_its_topic_works(bench: Bench) -
     assert bench.deliver("a", "b", suspects=suspects, works=False).recorded.keys() == {"a"}
 
 
-def test_behind_a_dead_task_that_is_passed_over_the_run_goes_on(bench: Bench) -> None:
-    """It died between the poll and the lock."""
+def test_tasks_behind_a_skipped_dead_task_are_sent(bench: Bench) -> None:
+    """The task died between the poll and the lock."""
     bench.insert("a", ordering_key="k", sequence=1, available_at=NEVER)
     bench.insert("b", ordering_key="k", sequence=2)
     bench.deliver("a", "b", keys=("k", "k"))
@@ -104,8 +92,8 @@ def test_behind_a_dead_task_that_is_passed_over_the_run_goes_on(bench: Bench) ->
     assert bench.ids() == ["b"]
 
 
-def test_what_was_sent_in_an_aborted_attempt_is_reported_though_its_row_is_gone(bench: Bench) -> None:
-    """It is in doubt, so the worker must know the version of the row."""
+def test_a_task_published_in_an_aborted_attempt_is_reported_without_its_row(bench: Bench) -> None:
+    """The task is in doubt, so the worker must know the version of the row."""
     bench.insert("a", "b")
     errors = [StoreError("no answer"), Abort()]
 
@@ -119,7 +107,7 @@ def test_what_was_sent_in_an_aborted_attempt_is_reported_though_its_row_is_gone(
     assert result.published_versions().keys() == {"a", "b"}
 
 
-def test_the_traces_of_what_is_charged_are_told_and_no_others(bench: Bench) -> None:
+def test_only_recorded_failures_report_their_traces(bench: Bench) -> None:
     expired = {"expires_at": bench.store.now - HOUR}
     for number, (id, columns) in enumerate({"expired": expired, "failing": {}, "good": {}}.items(), 1):
         message = RawPubsubMessage(attributes={"googclient_traceparent": f"00-{number:032x}-{1:016x}-01"})

@@ -40,7 +40,7 @@ def links(page: Path) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def anchors(page: Path) -> set[str]:
-    """Return what a link may name in a page: its headings, as GitHub writes them, and its own anchors."""
+    """Return the targets of links in a page: its headings, as GitHub writes them, and its own anchors."""
     text = prose(page)
     headings = [re.sub(r"[^\w\- ]", "", line.lower()) for line in re.findall(r"^#+ +(.+)$", text, re.MULTILINE)]
     return {heading.strip().replace(" ", "-") for heading in headings} | set(re.findall(r'<a id="([^"]+)">', text))
@@ -58,8 +58,8 @@ def row_cells(page: Path) -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
-def test_generated_pages_are_what_the_code_says() -> None:
-    """A new setting or metric without `make docs` is noticed."""
+def test_generated_pages_match_the_code() -> None:
+    """A new setting or metric without `make docs` fails here."""
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     assert spec is not None
     assert spec.loader is not None
@@ -71,7 +71,7 @@ def test_generated_pages_are_what_the_code_says() -> None:
         assert page.read_text(encoding="utf-8") == text, "run `make docs`"
 
 
-def test_pages_of_results_are_written_from_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_pages_match_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their figures are not edited by hand, and each fault scenario has its promise."""
     monkeypatch.setattr(benchmarks, "draw", lambda _name, _section, file: file)
     benchmarks.write(results.load(), tmp_path / "benchmarks.md")
@@ -82,7 +82,7 @@ def test_pages_of_results_are_written_from_the_results(tmp_path: Path, monkeypat
 
 
 @each_page
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for text, target in links(page):
         path, _, anchor = target.partition("#")
         linked = (page.parent / path).resolve() if path else page
@@ -116,7 +116,7 @@ def test_make_targets_exist(page: Path) -> None:
     assert page != ROOT / "README.md" or {"demo", "test"} <= set(named)
 
 
-def test_the_limits_are_those_of_the_code() -> None:
+def test_documented_limits_match_the_code() -> None:
     rows = [
         cells for cells in row_cells(ROOT / "docs/architecture/relay.md") if re.match(r"`\w+(\.\w+)+\.[A-Z]", cells[0])
     ]

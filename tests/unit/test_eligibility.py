@@ -1,4 +1,4 @@
-"""What may be sent of the rows under the lock, in tables."""
+"""Which of the locked rows may be sent, in tables."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LATER = NOW + timedelta(seconds=1)
 BEFORE = NOW - timedelta(seconds=1)
 
-#: A row, by a word: its columns, the reason to leave it, and whether what follows in its key may be sent.
+#: A row, by a word: its columns, its skip reason, and whether the tasks behind it in its key may be sent.
 ROWS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "ready": ({}, "", True),
     "due": ({"available_at": NOW}, "", True),
@@ -47,31 +47,31 @@ def reasons(
 
 
 @pytest.mark.parametrize("word", ROWS)
-def test_what_a_row_says_of_itself_and_of_what_follows(word: str) -> None:
-    """Sent, gone and expired tasks are passed over. A task that is not due blocks its key, and no other."""
-    columns, reason, goes_on = ROWS[word]
+def test_a_row_decides_about_itself_and_the_tasks_behind_it(word: str) -> None:
+    """Sent, gone and expired tasks are skipped. A task that is not due blocks only its key."""
+    columns, reason, continues = ROWS[word]
     batch = Batch("orders", ("first", "next", "other"), keys=("k", "k", "m"))
     expected = {"first": reason} if reason else {}
-    if not goes_on:
+    if not continues:
         expected["next"] = "blocked"
     assert reasons(batch, row("next"), row("other", ordering_key="m"), row("first", **columns)) == expected
-    # If nothing is written of the first row, what follows it is made ready only if the first is passed over.
+    # If nothing is written to the first row, the next one is released only if the first is skipped.
     batch = Batch("orders", ("first",), keys=("k",), releases=("next",))
     rows = [row("first", **columns), row("next", available_at=LATER, deferred=True)]
-    awake = {"deferred": ["first"], "ready": [], "due": [], "expired and due": ["next"]}
-    awake = awake.get(word, ["next"] if reason and goes_on else [])
-    assert [each.id for each in released(batch, rows, {}, NOW, skip_dead=False)] == awake
+    released_ids = {"deferred": ["first"], "ready": [], "due": [], "expired and due": ["next"]}
+    released_ids = released_ids.get(word, ["next"] if reason and continues else [])
+    assert [each.id for each in released(batch, rows, {}, NOW, skip_dead=False)] == released_ids
 
 
-def test_dead_tasks_are_passed_over_if_so_wished_and_others_are_not() -> None:
+def test_only_dead_tasks_are_skipped_in_skip_mode() -> None:
     batch = Batch("orders", ("a", "b"), keys=("k", "k"))
     almost = NEVER - timedelta(microseconds=1)
     assert reasons(batch, row("a", available_at=NEVER), row("b"), skip_dead=True) == {"a": "not_due"}
     assert reasons(batch, row("a", available_at=almost), row("b"), skip_dead=True) == {"a": "not_due", "b": "blocked"}
 
 
-def test_without_a_key_nothing_is_held_and_nothing_counts_as_deferred() -> None:
-    """A task that was given a key after the poll is left for its new place."""
+def test_a_task_without_a_key_is_neither_blocked_nor_deferred() -> None:
+    """A task that got a key after the poll is left to a poll that knows the key."""
     late, ready = row("a", available_at=LATER, ordering_key=None), row("b", ordering_key=None)
     deferred = replace(late, id="deferred", deferred=True)
     batch = Batch("orders", ("a", "b", "deferred", "keyed", "gone"))
@@ -79,8 +79,8 @@ def test_without_a_key_nothing_is_held_and_nothing_counts_as_deferred() -> None:
     assert reasons(batch, late, ready, deferred, row("keyed")) == expected
 
 
-def test_what_was_published_needs_its_mark_wherever_it_stands() -> None:
-    """An earlier transaction attempt has published it; what blocks the key now came later."""
+def test_a_published_task_is_marked_even_behind_a_blocked_head() -> None:
+    """An earlier transaction attempt published it; the key was blocked later."""
     batch = Batch("orders", ("a", "b", "c"), keys=("k", "k", "k"))
     rows = (row("a", available_at=LATER), row("b", available_at=LATER, deferred=True), row("c"))
     published = {each.id: Version.of(each) for each in rows[1:]}
@@ -101,7 +101,7 @@ def test_what_was_published_needs_its_mark_wherever_it_stands() -> None:
         {"expires_at": LATER},
     ],
 )
-def test_what_was_published_and_is_written_since_is_left_to_the_next_poll(columns: dict[str, Any]) -> None:
+def test_a_published_task_whose_row_changed_is_left_to_the_next_poll(columns: dict[str, Any]) -> None:
     batch = Batch("orders", ("a", "b"), keys=("k", "k"))
     published = {"a": Version.of(row("a"))}
     assert reasons(batch, replace(row("a"), **columns), row("b"), published=published) == {"a": "sent"}
@@ -114,8 +114,8 @@ def test_rows_are_put_in_the_order_of_the_batch() -> None:
     assert in_order(replace(batch, keys=()), rows) == rows
 
 
-def test_nothing_is_tried_behind_a_failure_of_its_key() -> None:
-    """Whatever the failure was, except that the time has passed; other keys and tasks without one go on."""
+def test_no_task_is_tried_behind_a_failure_of_its_key() -> None:
+    """Whatever the failure was, except an exceeded deadline. Other keys and tasks without a key continue."""
     keys = {"a": "k", "b": "k", "c": "l", "d": "l", "e": "m", "f": "m", "g": None, "h": None}
     rows = [row(id, ordering_key=key) for id, key in keys.items()]
     tried: dict[str, Outcome] = {"a": Failed("unavailable", "no"), "c": Failed("expired", "late"), "e": Sent("1")}
@@ -124,7 +124,7 @@ def test_nothing_is_tried_behind_a_failure_of_its_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("marks", "skip_dead", "woken_ids"),
+    ("marks", "skip_dead", "released_ids"),
     [
         ({"a": Sent("1"), "b": Sent("2")}, False, ["c"]),
         ({"a": Sent("1")}, False, ["b"]),
@@ -136,10 +136,10 @@ def test_nothing_is_tried_behind_a_failure_of_its_key() -> None:
         ({"a": Sent("1"), "b": FailedAttempt(1, LATER, None, "no")}, False, []),
     ],
 )
-def test_the_deferred_task_that_stands_at_the_front_after_the_commit_is_woken(
-    marks: dict[str, Mark], skip_dead: bool, woken_ids: list[str]
+def test_the_deferred_task_that_becomes_the_head_is_released(
+    marks: dict[str, Mark], skip_dead: bool, released_ids: list[str]
 ) -> None:
     deferred = {"available_at": LATER, "deferred": True}
     rows = [row("a"), row("b", **deferred), row("c", **deferred), row("d", ordering_key="l", **deferred)]
     batch = Batch("orders", ("a", "b"), keys=("k", "k"), releases=("c", "d"))
-    assert [each.id for each in released(batch, rows, marks, NOW, skip_dead=skip_dead)] == woken_ids
+    assert [each.id for each in released(batch, rows, marks, NOW, skip_dead=skip_dead)] == released_ids

@@ -33,16 +33,16 @@ def test_every_status_has_one_row_in_the_table() -> None:
         assert each.meaning.endswith(".")
 
 
-def test_the_kinds_are_those_of_the_design() -> None:
-    """The kind decides who pays: a row in the wrong place kills tasks, or keeps them for ever."""
+def test_each_status_has_its_kind() -> None:
+    """The kind decides which attempts are recorded: a wrong row kills tasks, or keeps them for ever."""
     for kind, names in KINDS.items():
         assert {each.name for each in REASONS if each.kind is kind} == set(names.split())
         assert {kind_of(name) for name in names.split()} == {kind}
-    # Only the task pays for a reason without a row; its topic goes on.
+    # A reason without a row is recorded on the task; its topic continues.
     assert {kind_of(name) for name in ("", "new_in_grpc", "NOT_FOUND")} == {FailureKind.UNKNOWN}
 
 
-def test_what_pubsub_has_surely_not_taken() -> None:
+def test_which_failures_prove_that_nothing_was_published() -> None:
     """A refusal, or a call that never left the worker; not a message that Pub/Sub may have published."""
     content_and_target = f"{KINDS[FailureKind.CONTENT]} {KINDS[FailureKind.TARGET]}".split()
     refused = {*content_and_target, "resource_exhausted", "unauthenticated", "credentials"}

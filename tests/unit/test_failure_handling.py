@@ -30,7 +30,7 @@ def states(bench: Bench) -> dict[str, str]:
         elif row.available_at is None:
             found[row.id] = "ready"
         else:
-            found[row.id] = "dead" if row.available_at >= NEVER else "put off"
+            found[row.id] = "dead" if row.available_at >= NEVER else "retrying"
     return found
 
 
@@ -55,7 +55,7 @@ def test_a_failure_is_written_in_the_same_commit_as_its_batches_successes(bench:
     assert bench.unsent() == []
 
 
-def test_an_unknown_error_is_tried_again_with_growing_waits_and_then_dead(bench: Bench) -> None:
+def test_an_unknown_error_is_retried_with_backoff_and_then_dead(bench: Bench) -> None:
     bench.insert("bad")
     bench.publisher.failing["bad"] = ODD
     bench.turns()
@@ -75,7 +75,7 @@ def test_an_unknown_error_is_tried_again_with_growing_waits_and_then_dead(bench:
     assert len(bench.publisher.requests) == tried == 10
 
 
-def test_what_no_repetition_can_mend_is_dead_at_once(bench: Bench) -> None:
+def test_an_error_that_no_retry_can_fix_is_dead_at_once(bench: Bench) -> None:
     refused = ("invalid_argument", "too_large", "topic_not_allowed")
     bench.insert("good", *refused)
     bench.publisher.failing = {reason: Failed(reason, "no") for reason in refused}
@@ -90,7 +90,7 @@ def test_what_no_repetition_can_mend_is_dead_at_once(bench: Bench) -> None:
     assert (attempts(bench), bench.count(m.DEAD)) == (5, 5)
 
 
-def test_an_outage_costs_no_attempt_and_no_write_and_no_other_topic(bench: Bench) -> None:
+def test_an_outage_records_no_attempt_and_affects_no_other_topic(bench: Bench) -> None:
     bench.insert(*[f"o{n}" for n in range(50)])
     bench.insert("i0", topic="invoices")
     bench.publisher.down[TOPIC] = AWAY
@@ -111,15 +111,15 @@ def test_an_outage_costs_no_attempt_and_no_write_and_no_other_topic(bench: Bench
     assert bench.count(m.DEAD) == 0
 
 
-def test_who_met_an_outage_goes_alone_afterwards(bench: Bench) -> None:
-    """So does a task that failed on another worker: one message that caused a failure takes no others along."""
+def test_a_task_that_met_an_outage_is_published_alone_afterwards(bench: Bench) -> None:
+    """So is a task that failed on another worker: one message that caused a failure affects no others."""
     bench.insert("a", "b", "c")
     bench.relay.turn()
     bench.publisher.down[TOPIC] = AWAY
     # The turn that opens the circuit is followed by a poll without the topic at once, not by a wait.
-    polls = len(bench.store.looks)
+    polls = len(bench.store.polls)
     assert [turn.made_progress for turn in bench.turns()] == [True, False]
-    assert len(bench.store.looks) == polls + 1
+    assert len(bench.store.polls) == polls + 1
     bench.publisher.down.clear()
     bench.wait(1)
     bench.turns()
@@ -131,7 +131,7 @@ def test_who_met_an_outage_goes_alone_afterwards(bench: Bench) -> None:
     assert sorted(map(sorted, bench.publisher.requests)) == [["again"], ["d", "e"]]
 
 
-def test_a_message_that_always_times_out_is_charged_alone_and_becomes_dead(bench: Bench) -> None:
+def test_a_message_that_always_times_out_becomes_dead_alone(bench: Bench) -> None:
     bench.insert(*[str(n) for n in range(9)], "poison")
     bench.publisher.failing["poison"] = LATE
     bench.run_for(30)
@@ -148,8 +148,8 @@ def test_a_message_that_always_times_out_is_charged_alone_and_becomes_dead(bench
     assert attempts(bench) == 10
 
 
-def test_an_outage_after_a_success_makes_nobody_dead(bench: Bench) -> None:
-    """A task that meets two outages, with nothing of its topic sent in between, pays for one at most."""
+def test_an_outage_after_a_success_makes_no_task_dead(bench: Bench) -> None:
+    """A task that meets two outages, with no task of its topic sent in between, records at most one attempt."""
     bench.insert("a", "b", "c")
     bench.publisher.down[TOPIC] = AWAY
     bench.turns()
@@ -167,8 +167,8 @@ def test_an_outage_after_a_success_makes_nobody_dead(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("reason", ["credentials", "unauthenticated", "resource_exhausted"])
-def test_what_no_message_can_cause_is_charged_to_none(bench: Bench, reason: str) -> None:
-    """Even while other tasks of the topic are sent all the time, as when a quota is nearly used up."""
+def test_a_failure_that_no_message_can_cause_is_recorded_on_no_task(bench: Bench, reason: str) -> None:
+    """Even while other tasks of the topic are sent, such as when a quota is nearly used up."""
     bench.insert(*[str(n) for n in range(10)], "a", "b")
     bench.publisher.failing |= dict.fromkeys("ab", Failed(reason, "?"))
     for n in range(30):
@@ -180,7 +180,7 @@ def test_what_no_message_can_cause_is_charged_to_none(bench: Bench, reason: str)
     assert bench.unsent() == []
 
 
-def test_poison_messages_that_fail_together_are_found_together() -> None:
+def test_poison_messages_that_fail_together_are_isolated_together() -> None:
     bench = Bench(size=1, batches=8)
     bench.insert(*[f"poison{n}" for n in range(20)], *[f"good{n}" for n in range(50)])
     bench.publisher.failing = {f"poison{n}": LATE for n in range(20)}
@@ -191,7 +191,7 @@ def test_poison_messages_that_fail_together_are_found_together() -> None:
         assert minutes < 12
 
 
-def test_a_missing_topic_opens_its_circuit_and_only_probed_tasks_are_charged(bench: Bench) -> None:
+def test_a_missing_topic_opens_its_circuit_and_records_only_its_probes(bench: Bench) -> None:
     bench.insert(*[str(n) for n in range(100)], topic="missing")
     bench.turns()
     costs = [attempts(bench)]
@@ -200,11 +200,11 @@ def test_a_missing_topic_opens_its_circuit_and_only_probed_tasks_are_charged(ben
         bench.turns()
         costs.append(attempts(bench))
     assert costs == [0, 10, 20, 30, 40]
-    assert set(states(bench).values()) == {"ready", "put off"}
+    assert set(states(bench).values()) == {"ready", "retrying"}
 
 
-def test_a_topic_that_comes_back_within_the_hour_loses_nothing(bench: Bench) -> None:
-    """However often its tasks failed: none is dead before it is a day old; then all are sent and clean."""
+def test_a_topic_that_is_back_within_an_hour_loses_no_task(bench: Bench) -> None:
+    """However often its tasks failed, none is dead before it is a day old. Then all are sent and clean."""
     bench.insert(*[str(n) for n in range(30)], topic="missing", created_at=bench.store.now)
     bench.run_for(3600, step=5)
     assert max(row.attempts for row in bench.store.rows.values()) >= 3
@@ -216,17 +216,17 @@ def test_a_topic_that_comes_back_within_the_hour_loses_nothing(bench: Bench) -> 
     assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
 
 
-def test_tasks_of_a_topic_that_never_comes_are_dead_after_a_day(bench: Bench) -> None:
+def test_tasks_of_a_topic_that_is_never_created_are_dead_after_a_day(bench: Bench) -> None:
     bench.insert("a", topic="missing", created_at=bench.store.now)
     bench.run_for(23.9 * 3600, step=600)
-    assert states(bench) == {"a": "put off"}
+    assert states(bench) == {"a": "retrying"}
     assert bench.store.rows["a"].attempts > 10
     bench.run_for(2 * 3600, step=600)
     assert states(bench) == {"a": "dead"}
     assert (bench.store.rows["a"].last_error or "").startswith("not_found: ")
 
 
-def test_a_failed_commit_charges_nothing(bench: Bench) -> None:
+def test_a_failed_commit_records_no_attempt(bench: Bench) -> None:
     bench.insert("bad")
     bench.publisher.failing["bad"] = REFUSED
     bench.commits(StoreError("deadline exceeded"))
@@ -251,7 +251,7 @@ def test_a_failed_commit_charges_nothing(bench: Bench) -> None:
         (None, {}, {"attempts": 1, "available_at": LATER}, (1, 1)),
     ],
 )
-def test_what_was_written_to_a_row_between_two_transaction_attempts_stands(
+def test_a_change_between_two_transaction_attempts_is_kept(
     bench: Bench, failure: Failed | None, before: dict[str, Any], written: dict[str, Any], counted: tuple[int, int]
 ) -> None:
     """The outcome of the aborted attempt says nothing about a row that another writer has changed since."""
@@ -260,8 +260,8 @@ def test_what_was_written_to_a_row_between_two_transaction_attempts_stands(
         bench.publisher.failing["a"] = failure
     bench.abort_once(lambda: bench.change("a", **written))
     turns = bench.turns()
-    put_off = "available_at" in written
-    assert states(bench) == {"a": "put off" if put_off else "sent"}
+    later = "available_at" in written
+    assert states(bench) == {"a": "retrying" if later else "sent"}
     assert {name: getattr(bench.store.rows["a"], name) for name in written} == written
     assert (bench.count(m.PUBLISHED), bench.count(m.ALREADY_PUBLISHED)) == counted
     assert (bench.count(m.DEAD), sum(turn.recorded for turn in turns)) == (0, 0)
@@ -271,7 +271,7 @@ def test_what_was_written_to_a_row_between_two_transaction_attempts_stands(
     bench.wait(3600)
     bench.turns()
     assert states(bench) == {"a": "sent"}
-    assert len(bench.publisher.ids()) == counted[0] + put_off
+    assert len(bench.publisher.ids()) == counted[0] + later
 
 
 def test_an_expired_task_is_dead_and_not_sent(bench: Bench) -> None:

@@ -22,8 +22,8 @@ def priorities(found: list[Candidate]) -> list[int]:
     return [each.priority for each in found]
 
 
-def test_the_next_lower_priority_each_time_then_from_the_top_again() -> None:
-    """Below the last one, not the lowest of all: each gets its turn."""
+def test_the_fair_share_goes_to_each_lower_priority_in_turn() -> None:
+    """The next one is below the last one served, not the lowest of all."""
     fair, every = FairShare(1.0), tasks(100, 50, 20, 20, 0)
     served = []
     for _ in range(8):
@@ -32,8 +32,8 @@ def test_the_next_lower_priority_each_time_then_from_the_top_again() -> None:
     assert served == [[50], [20, 20], [0], [], [50], [20, 20], [0], []]
 
 
-def test_where_no_lower_task_waits_nothing_is_owed() -> None:
-    """Asked once in vain from the top, it asks again when the next share has been earned, not at every poll."""
+def test_without_lower_priorities_no_fair_share_accumulates() -> None:
+    """After one vain poll from the top, the next one comes when the next share is earned, not at every turn."""
     fair = FairShare(0.5)
     fair.count(4, 0, top=100)
     assert fair.below == 100
@@ -44,7 +44,7 @@ def test_where_no_lower_task_waits_nothing_is_owed() -> None:
     fair.count(1, 0, top=100)
     assert fair.below == 100
     fair = FairShare(1.0)
-    fair.count(8, 0, top=None)  # no task was left behind, so there is no priority to look below
+    fair.count(8, 0, top=None)  # no task was left behind, so there is no priority to poll below
     assert fair.below is None
 
 
@@ -61,7 +61,7 @@ def test_ready_and_due_tasks_have_a_share_and_what_is_owed_is_bounded() -> None:
 
 
 def test_a_high_priority_task_goes_before_ten_thousand_low_ones() -> None:
-    """Over all shards, however old the others are; only the batches that are in flight when it comes go before it."""
+    """In all shards, however old the others are. Only batches that are in flight when it is committed go first."""
     bench = Bench(size=50, batches=2)
     bench.insert(*[f"low{n}" for n in range(10_000)], priority=0)
     bench.insert(*[f"high{n}" for n in range(10)], priority=100)
@@ -74,12 +74,12 @@ def test_a_high_priority_task_goes_before_ten_thousand_low_ones() -> None:
     assert "high" in bench.publisher.ids()[before : before + 100]
 
 
-def endless(bench: Bench, worker: Relay, sent: int, most: int) -> Counter[str]:
-    """Turn with an endless stream of urgent tasks and many of two lower priorities; count what is sent."""
+def endless(bench: Bench, worker: Relay, sent: int, max_turns: int) -> Counter[str]:
+    """Turn with an endless stream of urgent tasks and many of two lower priorities; count the sent tasks."""
     bench.insert(*[f"mid{n}" for n in range(sent)], priority=50)
     bench.insert(*[f"low{n}" for n in range(sent)], priority=0)
     urgent = 0
-    for _ in range(most):
+    for _ in range(max_turns):
         waiting = sum(row.sent_at is None and row.priority == 100 for row in list(bench.store.rows.values()))
         bench.insert(*[f"high{urgent + n}" for n in range(sent - waiting)], priority=100)
         urgent += sent - waiting
@@ -111,8 +111,8 @@ def test_lower_priorities_keep_their_share_while_batches_are_slow(monkeypatch: p
     assert kinds["mid"] + kinds["low"] >= 15
 
 
-def test_a_task_that_goes_by_the_share_does_not_go_with_the_others_as_well() -> None:
-    """The urgent tasks are suddenly few, and the rest of the places take what there is: each task is claimed once."""
+def test_a_task_sent_by_its_fair_share_is_claimed_once() -> None:
+    """The urgent tasks are suddenly few, so lower priorities fill the other places as well."""
     bench = Bench(size=10, batches=4, fair_share=0.5)
     bench.insert(*[f"high{n}" for n in range(200)], priority=100)
     bench.insert(*[f"low{n}" for n in range(5)], priority=0)
@@ -124,21 +124,21 @@ def test_a_task_that_goes_by_the_share_does_not_go_with_the_others_as_well() -> 
     assert set(bench.store.claimed.values()) == {1}
 
 
-def test_an_idle_worker_does_not_look_for_lower_priorities(bench: Bench) -> None:
-    """What a poll reads whole has no tail. With `--fair-share 0` priority is strict, and no poll asks for others."""
+def test_an_idle_worker_does_not_poll_for_lower_priorities(bench: Bench) -> None:
+    """A poll that reads a range whole leaves nothing below. With `--fair-share 0` no poll asks for lower priorities."""
     bench.insert(*[str(n) for n in range(60)], priority=100)
     bench.turns()
-    bench.store.looks.clear()
+    bench.store.polls.clear()
     for _ in range(5):
         bench.relay.turn()
-    assert all(look.below is None for look in bench.store.looks)
+    assert all(request.below is None for request in bench.store.polls)
     bench = Bench(size=10, batches=2, fair_share=0)
     bench.insert(*[f"high{n}" for n in range(500)], priority=100)
     bench.insert("low", priority=0)
     for _ in range(20):
         bench.relay.turn()
     assert "low" not in bench.publisher.ids()
-    assert all(look.below is None for look in bench.store.looks)
+    assert all(request.below is None for request in bench.store.polls)
 
 
 def test_priority_is_strict_without_a_fair_share() -> None:

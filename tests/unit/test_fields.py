@@ -1,4 +1,4 @@
-"""The decoding of a row's `Data`: every message that Pub/Sub takes, and none that would fill the memory."""
+"""The decoding of a row's `Data`: every message that Pub/Sub accepts, and none that would fill the memory."""
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ UNKNOWN = b"\x78\x00\x79" + bytes(8) + b"\x7d" + bytes(4)
 
 
 @given(st.binary(max_size=2000), st.text(max_size=9), st.integers(0, MAX_ATTRIBUTES), st.sampled_from("\x12\x92k"))
-def test_whatever_pubsub_takes_is_decoded(data: bytes, key: str, attributes: int, letter: str) -> None:
+def test_every_message_that_pubsub_accepts_is_decoded(data: bytes, key: str, attributes: int, letter: str) -> None:
     """Also where the bytes of the body look like the tags of attributes."""
     message = RawPubsubMessage(data=data + b"\x12\x92" * MAX_FIELDS, ordering_key=key)
     message.attributes.update({f"{n}": letter * n for n in range(attributes)})
@@ -31,7 +31,7 @@ def test_whatever_pubsub_takes_is_decoded(data: bytes, key: str, attributes: int
     }.items(),
     ids=lambda item: item[0],
 )
-def test_more_fields_are_not_decoded(data: tuple[str, bytes]) -> None:
+def test_too_many_fields_are_not_decoded(data: tuple[str, bytes]) -> None:
     """However they are written: each of these is a message for protobuf."""
     RawPubsubMessage.FromString(data[1])
     assert has_too_many_fields(data[1])
@@ -40,8 +40,8 @@ def test_more_fields_are_not_decoded(data: tuple[str, bytes]) -> None:
 
 @pytest.mark.parametrize("tag", [b"\x12", b"\x92\x80\x00"])
 @pytest.mark.parametrize("before", [b"", UNKNOWN], ids=["alone", "behind fields that no message has"])
-def test_as_many_fields_as_are_allowed_are_decoded(before: bytes, tag: bytes) -> None:
-    """Pub/Sub says itself what it does not take of these. Each has a byte more that could be an attribute's tag."""
+def test_the_max_number_of_fields_is_decoded(before: bytes, tag: bytes) -> None:
+    """Pub/Sub itself may refuse these. Each has a byte more that could be an attribute's tag."""
     number = MAX_FIELDS - (3 if before else 0)
     found = parsed(before + b"".join(tag + b"\x09\x0a\x04%04d\x12\x01\x12" % each for each in range(number)))
     assert found is not None
@@ -57,5 +57,5 @@ def test_as_many_fields_as_are_allowed_are_decoded(before: bytes, tag: bytes) ->
     ],
     ids=["ends with the row", "begins late", "never ends"],
 )
-def test_a_number_without_an_end_is_no_message(data: bytes) -> None:
+def test_an_endless_number_is_not_a_message(data: bytes) -> None:
     assert parsed(data) is None

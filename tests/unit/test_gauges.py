@@ -1,4 +1,4 @@
-"""What a worker reports of itself and of the table: how often, which worker does, and for how long after."""
+"""The gauges of a worker and of the table: how often, by which worker, and for how long."""
 
 import logging
 import threading
@@ -34,25 +34,25 @@ class Relay:
     topics = ("invoices", "orders")
 
     def __init__(self) -> None:
-        self.rests: dict[str, bool] = {}
+        self.circuits: dict[str, bool] = {}
         self.asked = 0
         self.seconds = 1000.0
         self.client = Tagged()
-        self.report = WorkerGauges(Metrics(self.client), fleet(), self, lambda: self.seconds)
+        self.report = WorkerGauges(Metrics(self.client), membership(), self, lambda: self.seconds)
 
     def open_circuits(self) -> Mapping[str, bool]:
         self.asked += 1
-        return self.rests
+        return self.circuits
 
 
-def fleet(shards: Sequence[int] = range(10)) -> Membership:
-    made = Membership(FakeStore(), "me", range(10))
-    made.shards = tuple(shards)
-    return made
+def membership(shards: Sequence[int] = range(10)) -> Membership:
+    created = Membership(FakeStore(), "me", range(10))
+    created.shards = tuple(shards)
+    return created
 
 
 def test_a_report_is_sent_every_15_seconds() -> None:
-    """Whatever the number of turns. Without an agent nothing is made, not even the numbers."""
+    """Whatever the number of turns. Without an agent no number is computed."""
     relay = Relay()
     for _ in range(60):
         relay.report()
@@ -65,19 +65,19 @@ def test_a_report_is_sent_every_15_seconds() -> None:
     [build] = [tags for name, *tags in client.values if name == m.BUILD.name]
     assert [tag.partition(":")[0] for tag in build] == list(m.BUILD.tags)
     assert all(tag.partition(":")[2] for tag in build)
-    WorkerGauges(Metrics(None), fleet(), relay)()
+    WorkerGauges(Metrics(None), membership(), relay)()
     assert relay.asked == 4
 
 
-def test_breakers_are_told_while_they_rest_and_for_ten_minutes_after() -> None:
-    """Otherwise the last value would stay in the graph; and topics that work cost nothing."""
+def test_circuits_are_reported_while_open_and_for_ten_minutes_after() -> None:
+    """Otherwise the last value would stay in the graph. Topics that work cost nothing."""
     relay = Relay()
-    for wait, rests, state in (
+    for wait, circuits, state in (
         (0, {}, None), (0, {"orders": True}, m.OPEN), (0, {"orders": False}, m.HALF_OPEN), (0, {}, m.CLOSED),
         (550, {}, m.CLOSED), (600, {}, None),
     ):  # fmt: skip
         relay.client.values.clear()
-        relay.rests = rests
+        relay.circuits = circuits
         relay.seconds += wait + 15
         relay.report()
         assert relay.client.values.get((m.CIRCUIT_STATE.name, "topic:orders")) == state
@@ -87,7 +87,7 @@ def found(*lines: Line) -> Backlog:
     return Backlog(datetime.now(UTC), 1, lines)
 
 
-def test_tasks_are_told_by_topic_and_state() -> None:
+def test_tasks_are_reported_by_topic_and_state() -> None:
     lines = [
         Line("orders", 100, pending=1, dead=2),
         Line("orders", 50, pending=10, retrying=3, scheduled=4, sent_last_minute=9),
@@ -103,7 +103,7 @@ def test_tasks_are_told_by_topic_and_state() -> None:
     }
 
 
-def test_what_has_been_sent_is_told_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_topics_without_tasks_are_reported_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Tagged()
     counts = BacklogCounts(Metrics(client), lambda: ["known"], lambda: 0.0)
     now = found(Line("orders", 50, pending=7), Line("paused", 50, paused=True, pending=5))
@@ -120,70 +120,72 @@ def test_what_has_been_sent_is_told_as_zero(monkeypatch: pytest.MonkeyPatch) -> 
     }
 
 
-class Look(BacklogSampler):
-    """The lookout of a worker with these shards; a look takes its time, and fails if a test wants it."""
+class Sampler(BacklogSampler):
+    """The sampler of a worker with these shards; a count takes its time, and fails if a test wants it."""
 
     def __init__(self, shards: Sequence[int] = range(10), takes: float = 0.1) -> None:
         self.seconds, self.takes = 1000.0, takes
         self.tables: list[Any] = []
         self.opened = 0
         self.error: Exception | None = None
-        super().__init__(self.look, self.open, fleet(shards), lambda: self.seconds)
+        super().__init__(self.count, self.open, membership(shards), lambda: self.seconds)
 
     def open(self) -> Any:
         self.opened += 1
         return self.opened
 
-    def look(self, table: Any) -> None:
+    def count(self, table: Any) -> None:
         self.tables.append(table)
         self.seconds += self.takes
         if self.error is not None:
             raise self.error
 
 
-def test_a_look_that_takes_long_is_followed_by_a_long_wait() -> None:
-    """Every 15 s if it is quick; but never so late that the autoscaler takes the figure for unknown."""
+def test_a_slow_count_of_the_backlog_is_followed_by_a_long_wait() -> None:
+    """Every 15 s if it is quick, but never so rarely that the autoscaler takes the figure for unknown."""
     for takes, waits in ((0.1, 15), (3, 15), (10, 40), (60, 120), (1000, 120)):
-        assert Look(takes=takes).once() == pytest.approx(waits)
+        assert Sampler(takes=takes).once() == pytest.approx(waits)
 
 
-def test_only_the_worker_of_shard_0_looks() -> None:
-    for shards, looks in (((0,), 1), ((0, 5), 1), ((1, 2), 0), ((), 0)):
-        look = Look(shards)
-        assert look.once() == 15
-        assert len(look.tables) == looks
+def test_only_the_worker_of_shard_0_counts_the_backlog() -> None:
+    for shards, counts in (((0,), 1), ((0, 5), 1), ((1, 2), 0), ((), 0)):
+        sampler = Sampler(shards)
+        assert sampler.once() == 15
+        assert len(sampler.tables) == counts
 
 
-def test_a_look_that_fails_is_told_once_a_minute_and_holds_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
-    """However long it took; and the table is opened anew: its session may be lost."""
-    look = Look(takes=60)
-    look.error = NotReached("no answer")
+def test_a_failed_count_is_logged_once_a_minute_and_delays_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """However long it took. The table is opened again, because its session may be lost."""
+    sampler = Sampler(takes=60)
+    sampler.error = NotReached("no answer")
     with caplog.at_level(logging.INFO, "publishworker"):
         for _ in range(4):
-            assert look.once() == 15
-            look.takes = 0.1
-            look.seconds += 15
-        look.error = None
-        look.once(), look.once()
+            assert sampler.once() == 15
+            sampler.takes = 0.1
+            sampler.seconds += 15
+        sampler.error = None
+        sampler.once(), sampler.once()
     assert [record.getMessage() for record in caplog.records] == ["The backlog could not be counted: no answer"]
-    assert look.tables == [1, 2, 3, 4, 5, 5]
+    assert sampler.tables == [1, 2, 3, 4, 5, 5]
 
 
-def test_a_lookout_looks_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """On a thread of its own, which outlives a defect of a figure."""
+def test_the_backlog_is_counted_until_the_sampler_stops(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a thread of its own, which survives a defect of a count."""
     monkeypatch.setattr(gauges, "INTERVAL", 0.01)
     monkeypatch.setattr(gauges, "FIRST_WAIT", 0)
     monkeypatch.setattr(gauges, "PAUSE_FACTOR", 0)
-    looks = [0]
+    counts = [0]
 
-    def look_at(_table: Any) -> None:
-        looks[0] += 1
-        if looks[0] == 2:
+    def count(_table: Any) -> None:
+        counts[0] += 1
+        if counts[0] == 2:
             raise ZeroDivisionError("a defect")
 
-    out = BacklogSampler(look_at, lambda: None, fleet())
+    out = BacklogSampler(count, lambda: None, membership())
     out.start()
-    eventually(lambda: looks[0] > 5)
+    eventually(lambda: counts[0] > 5)
     out.stop()
     eventually(lambda: not any(thread.name == "lookout" for thread in threading.enumerate()))
     assert [record.__dict__["action"] for record in caplog.records] == ["backlog"]

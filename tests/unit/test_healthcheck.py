@@ -1,4 +1,4 @@
-"""The heartbeat file: what a probe says of it, and a worker that cannot write it."""
+"""The heartbeat file: the answer of a probe, and a worker that cannot write it."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ from publishworker import healthcheck
 from publishworker.heartbeat import Heartbeat
 
 
-def test_the_health_check_tells_young_old_and_missing_apart(
+def test_the_health_check_reports_fresh_old_and_missing_heartbeats(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "heartbeat"
@@ -28,7 +28,7 @@ def test_the_health_check_tells_young_old_and_missing_apart(
         assert f"{wrong!r} is not allowed" in capsys.readouterr().err
 
 
-def test_a_heartbeat_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_heartbeat_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "publishworker"):
         heartbeat = Heartbeat(tmp_path / "missing" / "heartbeat")
         heartbeat(), heartbeat(), heartbeat()

@@ -1,4 +1,4 @@
-"""Published tasks whose commit failed: what is remembered of them, and for how long."""
+"""Tasks in doubt: which facts a worker remembers, and for how long."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ AT_NOON = Version.of(ROW)
 
 
 def test_tasks_in_doubt_are_bounded_and_stay_until_they_are_marked() -> None:
-    """The oldest beyond 10,000 are forgotten; batches keep the limits of a turn, and are of one topic each."""
+    """The oldest beyond 10,000 are forgotten. Batches keep the limits of a turn and have one topic each."""
     doubts = memory()
     doubts.remember("orders", {str(n): AT_NOON for n in range(MAX_TASKS + 5)})
     assert len(doubts.ids()) == MAX_TASKS
@@ -40,7 +40,7 @@ def test_tasks_in_doubt_are_bounded_and_stay_until_they_are_marked() -> None:
 
 
 def test_a_task_is_in_doubt_for_a_minute() -> None:
-    """To its end; after that it is published again. Marking a task that was forgotten is no error."""
+    """After that it is published again. Forgetting a task twice is no error."""
     seconds = [0.0]
     doubts = memory(clock=lambda: seconds[0])
     doubts.remember("orders", {"a": AT_NOON})
@@ -60,8 +60,8 @@ def test_a_task_is_in_doubt_for_a_minute() -> None:
         {"expires_at": NOON},
     ],
 )  # fmt: skip
-def test_a_doubt_is_about_one_row_as_it_was(columns: dict[str, Any]) -> None:
-    """A task that was registered again under its ID has not been sent; one that was written since perhaps not."""
+def test_a_task_in_doubt_matches_only_its_unchanged_row(columns: dict[str, Any]) -> None:
+    """A task that was registered again under its ID was not sent; one whose row was written since may not have been."""
     doubts = memory()
     doubts.remember("orders", {"a": AT_NOON})
     assert doubts.is_about(ROW)

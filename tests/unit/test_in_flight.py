@@ -1,4 +1,4 @@
-"""Batches in flight: a slow one holds back no other, none is lost, a defect is raised, turns leave some behind."""
+"""In-flight batches: a slow one delays no other, none is lost, a defect is raised, turns leave stragglers."""
 
 import threading
 import time
@@ -49,9 +49,9 @@ class Batches:
 
 @pytest.fixture
 def batches() -> Iterator[Batches]:
-    made = Batches()
-    yield made
-    made.end(*made.ends)
+    created = Batches()
+    yield created
+    created.end(*created.ends)
 
 
 def test_every_batch_has_a_thread_of_its_own(batches: Batches) -> None:
@@ -69,7 +69,7 @@ def test_every_batch_has_a_thread_of_its_own(batches: Batches) -> None:
 
 
 def test_a_straggler_is_left_and_collected_later(batches: Batches) -> None:
-    """It does not hold back the others, and its result is not lost. A wait ends with its patience or its limit."""
+    """It delays no other batch, and its result is not lost. A wait ends after its patience or its limit."""
     batches.start("a", "b", "c", "slow")
     batches.end("a", "b", "c")
     assert batches.wait(leave=1) == ["a", "b", "c"]
@@ -102,7 +102,7 @@ def test_a_defect_is_raised_after_the_others_have_ended(
 
 
 def test_a_batch_that_does_not_end_is_stuck_after_two_minutes(batches: Batches) -> None:
-    """It is named, and given up: what it returns later is dropped."""
+    """The error names it, and its later result is dropped."""
     slow, _ = batches.start("slow", "a")
     for _ in range(12):
         batches.seconds += 10
@@ -121,8 +121,8 @@ def test_a_batch_that_does_not_end_is_stuck_after_two_minutes(batches: Batches) 
     assert batches.wait() == ["b"]
 
 
-def test_a_process_that_slept_has_no_stuck_batches(batches: Batches) -> None:
-    """Its batches have slept as well: they get the time to notice. Nor is a batch stuck that has ended."""
+def test_a_process_that_was_paused_has_no_stuck_batches(batches: Batches) -> None:
+    """Its batches were paused as well, so they get time to end. A batch that has ended is not stuck."""
     [thread] = batches.start("a")
     batches.seconds += 3600
     batches.in_flight_batches.check()
@@ -137,10 +137,10 @@ def test_a_process_that_slept_has_no_stuck_batches(batches: Batches) -> None:
     assert batches.wait() == ["a"]
 
 
-def test_who_waits_for_all_shows_signs_of_life_and_gives_up_a_stuck_batch(
+def test_waiting_for_all_batches_keeps_the_heartbeat_and_gives_up_stuck_ones(
     batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wait without a limit is not without an end. Those that have ended can be collected before, one by one."""
+    """A wait without a limit ends nevertheless. Results can be collected before, one by one."""
     monkeypatch.setattr(in_flight, "WATCH_SECONDS", 0.001)
     [thread] = batches.start("a")
     batches.end("a")
@@ -161,7 +161,7 @@ def bench_of(publisher: SlowPublisher, orders: int, invoices: int = 0, **options
     return bench
 
 
-def test_a_slow_batch_does_not_hold_the_others_back(slow: SlowPublisher) -> None:
+def test_a_slow_batch_does_not_delay_the_others(slow: SlowPublisher) -> None:
     bench = bench_of(slow, 200, 1, batches=4, stragglers=1, patience=0.01)
     slow.hanging = {"invoices"}
     turns = [bench.relay.turn() for _ in range(40)]
@@ -174,7 +174,7 @@ def test_a_slow_batch_does_not_hold_the_others_back(slow: SlowPublisher) -> None
     assert set(bench.store.claimed.values()) == {1}
 
 
-def test_places_in_flight_count_for_a_topics_half(slow: SlowPublisher) -> None:
+def test_in_flight_batches_count_towards_a_topics_half(slow: SlowPublisher) -> None:
     bench = bench_of(slow, 20, 20, size=1, batches=4, stragglers=4, patience=0.01)
     slow.hanging = {"invoices"}
     for _ in range(8):
@@ -183,8 +183,8 @@ def test_places_in_flight_count_for_a_topics_half(slow: SlowPublisher) -> None:
     assert len(slow.ids()) >= 4
 
 
-def test_a_poll_that_left_nothing_behind_waits_for_its_batches(slow: SlowPublisher) -> None:
-    """Where no task waits there is no hurry: the turn reports all that it started, stragglers or not."""
+def test_a_turn_without_leftover_tasks_waits_for_its_batches(slow: SlowPublisher) -> None:
+    """There is no hurry without pending tasks: the turn reports all that it started, stragglers or not."""
     slow.seconds = 0.02
     bench = bench_of(slow, 40, size=5, batches=4, stragglers=3, patience=0.0)
     by_shard = {row.shard: row for row in bench.store.rows.values()}
@@ -194,10 +194,10 @@ def test_a_poll_that_left_nothing_behind_waits_for_its_batches(slow: SlowPublish
 
 
 @pytest.mark.parametrize(("stragglers", "patience"), [(3, None), (0, 0.0)])
-def test_stragglers_are_left_behind_while_tasks_wait(
+def test_stragglers_are_left_in_flight_while_tasks_are_pending(
     slow: SlowPublisher, monkeypatch: pytest.MonkeyPatch, stragglers: int, patience: float | None
 ) -> None:
-    """The turn ends when the wanted number has ended, or when patience has: the rest is reported later."""
+    """The turn ends after the wanted number of batches or its patience. The rest is reported later."""
     monkeypatch.setattr(relay_module, "MAX_TURN_WAIT_SECONDS", 25.0)
     begin = time.monotonic()
     slow.hanging = {"invoices"}
@@ -209,31 +209,31 @@ def test_stragglers_are_left_behind_while_tasks_wait(
     assert time.monotonic() - begin < 20
 
 
-def test_while_every_place_is_taken_the_relay_waits_without_polls(slow: SlowPublisher) -> None:
-    """All batches hang: no poll, no busy loop, and a turn ends now and then so that the loop can beat."""
+def test_the_relay_does_not_poll_while_every_place_is_in_use(slow: SlowPublisher) -> None:
+    """All batches hang: no poll, no busy loop, and a turn ends now and then so that the worker writes its heartbeat."""
     slow.hanging = {"orders"}
     bench = bench_of(slow, 40, batches=2, stragglers=0, patience=0.01)
     bench.relay.turn(), bench.relay.turn()
-    polls = len(bench.store.looks)
+    polls = len(bench.store.polls)
     assert bench.relay.turn() == Turn(in_flight=2, waits=True)
-    assert len(bench.store.looks) == polls
+    assert len(bench.store.polls) == polls
     slow.release.set()
     while bench.unsent():
         bench.relay.turn()
     assert sorted(slow.ids()) == sorted(bench.store.rows)
 
 
-def test_large_messages_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three at once where there is room for three; a turn that can start none waits for one to end."""
+def test_large_messages_wait_for_free_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three are in flight if three fit. A turn that can start none waits until one ends."""
     monkeypatch.setattr(batching, "MIN_BYTES", 0)
-    most = [0]
+    max_in_flight = [0]
     publishing: list[str] = []
 
     class Watched(FakePublisher):
         def publish(self, topic: str, rows: Any, *arguments: Any, **keywords: Any) -> dict[str, Outcome]:
             publishing.extend(row.id for row in rows)
-            most[0] = max(most[0], len(publishing))
-            eventually(lambda: most[0] >= 3)
+            max_in_flight[0] = max(max_in_flight[0], len(publishing))
+            eventually(lambda: max_in_flight[0] >= 3)
             answer = super().publish(topic, rows, *arguments, **keywords)
             for row in rows:
                 publishing.remove(row.id)
@@ -244,4 +244,4 @@ def test_large_messages_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
         bench.store.insert(f"{number}", "orders", serialized(b"x" * 120))
     bench.turns(60)
     assert bench.unsent() == []
-    assert most[0] == 3
+    assert max_in_flight[0] == 3

@@ -1,4 +1,4 @@
-"""One topic must not hold up another: poison, missing topics, pauses, limits, schedules, at size; on the fakes."""
+"""One topic must not delay another: poison, missing topics, pauses, limits, schedules, at size; on the fakes."""
 
 from datetime import timedelta
 
@@ -24,8 +24,8 @@ def add_poison(bench: Bench, topics: int) -> None:
 
 
 @pytest.mark.parametrize("topics", [0, 1, 20])
-def test_poison_keeps_good_tasks_waiting_for_one_poll_after_its_first_attempt(large: Bench, topics: int) -> None:
-    """Once all the poison that is before them has been tried, the next poll's turn sends the good ones."""
+def test_poison_delays_good_tasks_by_one_poll_after_its_first_attempt(large: Bench, topics: int) -> None:
+    """Once all poison before them was tried, the next turn sends the good tasks."""
     add_poison(large, topics)
     of = {row.id: row.topic if topics else row.id for row in large.store.rows.values()}
     large.insert(*[f"good{n}" for n in range(100)], priority=0)
@@ -42,20 +42,24 @@ def test_poison_keeps_good_tasks_waiting_for_one_poll_after_its_first_attempt(la
     assert sum(id.startswith("good") for id in large.publisher.ids()) == 100
 
 
-def test_a_paused_topic_holds_no_other_and_is_not_asked_for(large: Bench) -> None:
-    """A thousand urgent tasks that wait behind a pause cost the poll nothing."""
+def test_a_paused_topic_delays_no_other_and_is_not_polled(large: Bench) -> None:
+    """A thousand urgent tasks of a paused topic cost the poll nothing."""
     large.insert(*[f"p{n}" for n in range(MANY)], topic="invoices", priority=100)
     large.store.paused = {"invoices"}
     large.insert(*[f"good{n}" for n in range(100)], priority=0)
     turns = large.turns()
     assert len(large.publisher.ids()) == 100
     assert len(turns) <= 3
-    assert all("invoices" not in look.topics for look in large.store.looks)
+    assert all("invoices" not in request.topics for request in large.store.polls)
     assert max(turn.polled for turn in turns) == 100
+    large.store.paused = set()
+    large.relay.turn()  # reads the topic controls
+    large.turns()
+    assert large.unsent() == []
 
 
 def test_scheduled_tasks_are_sent_when_they_are_due_and_never_before(large: Bench) -> None:
-    """By the database's time, whatever the worker's own clock says; the most urgent of the due ones first."""
+    """By the database's time, whatever the worker's clock says. The most urgent of the due tasks is first."""
     due_at = large.store.now + timedelta(minutes=10)
     large.insert(*[f"later{n}" for n in range(MANY)], available_at=due_at)
     large.insert("urgent", available_at=due_at, priority=100)
@@ -71,7 +75,7 @@ def test_scheduled_tasks_are_sent_when_they_are_due_and_never_before(large: Benc
     assert large.unsent() == []
 
 
-def test_a_rate_is_kept_and_holds_no_other_topic(bench: Bench) -> None:
+def test_a_rate_limit_is_kept_and_delays_no_other_topic(bench: Bench) -> None:
     bench.insert(*[str(n) for n in range(100)], priority=100)
     bench.store.limits = {"orders": TopicLimit(rate=10, burst=5)}
     sent = []
@@ -90,19 +94,19 @@ def test_a_rate_is_kept_and_holds_no_other_topic(bench: Bench) -> None:
     assert bench.unsent() == []
 
 
-def test_a_topic_that_waits_for_its_rate_wakes_the_worker_in_time(bench: Bench) -> None:
-    """Not at the end of a poll interval; until then the poll does not ask for it. A topic that rests does so, too."""
+def test_the_next_poll_comes_when_a_limited_topic_may_send_again(bench: Bench) -> None:
+    """Before that the poll does not ask for the topic. The same holds for a topic whose circuit is open."""
     bench.insert("a", "b")
     bench.store.limits = {"orders": TopicLimit(rate=4, burst=1)}
     turns = bench.turns()
     assert turns[-1].again_in == pytest.approx(0.25)
     assert len(bench.publisher.ids()) == 1
-    polls = len(bench.store.looks)
+    polls = len(bench.store.polls)
     bench.relay.turn()
-    assert len(bench.store.looks) == polls  # no topic to poll
+    assert len(bench.store.polls) == polls  # no topic to poll
     bench.wait(0.25)
     bench.relay.turn()
-    assert bench.store.looks[-1].topics == {"orders"}
+    assert bench.store.polls[-1].topics == {"orders"}
     bench.turns()
     assert bench.unsent() == []
     bench.insert("c", topic="missing")
@@ -111,8 +115,8 @@ def test_a_topic_that_waits_for_its_rate_wakes_the_worker_in_time(bench: Bench) 
     assert again_in <= 1
 
 
-def test_what_was_taken_and_not_sent_costs_no_rate(bench: Bench) -> None:
-    """Another worker had sent it: the tokens are given back."""
+def test_a_claimed_task_that_is_not_sent_uses_no_rate(bench: Bench) -> None:
+    """Another worker had sent it, so the tokens are returned."""
     bench.store.limits = {"orders": TopicLimit(rate=0.001, burst=3)}
     bench.insert("warm")
     bench.turns()
@@ -124,7 +128,7 @@ def test_what_was_taken_and_not_sent_costs_no_rate(bench: Bench) -> None:
     assert sorted(bench.publisher.ids()) == ["b", "c", "warm"]
 
 
-def test_no_more_than_the_allowed_number_is_in_flight(bench: Bench) -> None:
+def test_tasks_in_flight_stay_within_the_topics_limit(bench: Bench) -> None:
     bench.insert(*[str(n) for n in range(20)])
     bench.store.limits = {"orders": TopicLimit(in_flight=3)}
     bench.turns()
@@ -132,7 +136,7 @@ def test_no_more_than_the_allowed_number_is_in_flight(bench: Bench) -> None:
     assert bench.unsent() == []
 
 
-def test_the_parts_of_a_fleet_add_up_to_the_limit(bench: Bench) -> None:
+def test_the_parts_of_all_live_workers_add_up_to_the_limit(bench: Bench) -> None:
     bench.store.seen_at = {"other": bench.store.now}
     bench.insert(*[str(n) for n in range(50)])
     bench.store.limits = {"orders": TopicLimit(rate=10, burst=10)}
@@ -152,7 +156,7 @@ def test_a_pause_keeps_the_limits(bench: Bench) -> None:
     assert len(bench.publisher.ids()) == 5
 
 
-def test_the_share_of_lower_priorities_counts_for_the_limit() -> None:
+def test_the_fair_share_counts_towards_the_topics_limit() -> None:
     bench = Bench(fair_share=0.5)
     bench.insert(*[f"high{n}" for n in range(200)], priority=100)
     bench.insert(*[f"low{n}" for n in range(200)], priority=0)

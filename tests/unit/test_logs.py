@@ -1,4 +1,4 @@
-"""Lines of the log: how they are formatted, and how few there are of what goes wrong again and again."""
+"""Lines of the log: their format, and the limit on repeated ones."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ from outbox.shared.logs import JsonFormatter, TextFormatter
 from outbox.shared.throttled_log import ThrottledLog
 
 
-def test_a_log_line_is_one_json_object_with_the_fields_that_mean_something() -> None:
+def test_a_log_line_is_one_json_object_without_empty_fields() -> None:
     record = logging.LogRecord("publishworker", logging.WARNING, __file__, 1, "%d tasks\nfailed", (3,), None)
     record.action = "publish_failed"
     line = JsonFormatter().format(record)
@@ -34,19 +34,19 @@ def test_a_text_line_is_one_line() -> None:
     assert line.isprintable()
 
 
-def test_the_same_complaint_is_logged_once_a_minute_with_the_count(caplog: pytest.LogCaptureFixture) -> None:
-    """Another topic or reason is another complaint. What was counted is logged, even if it has not occurred since."""
+def test_a_repeated_warning_is_logged_once_a_minute_with_its_count(caplog: pytest.LogCaptureFixture) -> None:
+    """Another topic or reason is another warning. The count is logged even if the warning did not occur again."""
     seconds = [0.0]
-    complaints = ThrottledLog(lambda: seconds[0])
+    throttled = ThrottledLog(lambda: seconds[0])
     for _ in range(5):
-        complaints.log("publish_failed", "orders", "orders fail")
-    complaints.log("publish_failed", "invoices", "invoices fail")
+        throttled.log("publish_failed", "orders", "orders fail")
+    throttled.log("publish_failed", "invoices", "invoices fail")
     seconds[0] = 61
-    complaints.log("publish_failed", "orders", "orders fail")
+    throttled.log("publish_failed", "orders", "orders fail")
     for _ in range(5000):
-        complaints.log("dead", "orders", "a task is dead", max_lines=100)
+        throttled.log("dead", "orders", "a task is dead", max_lines=100)
     seconds[0] = 122
-    complaints.log("dead", "invoices", "another one")
+    throttled.log("dead", "invoices", "another one")
     lines = [record.getMessage() for record in caplog.records]
     assert [line for line in lines if line != "a task is dead"] == [
         "orders fail",

@@ -1,4 +1,4 @@
-"""How the live workers divide the shards, what a worker does about its own heartbeat, and which tasks it takes."""
+"""How live workers divide the shards, write their heartbeats, and claim only tasks of their shards."""
 
 import logging
 from collections import Counter
@@ -19,7 +19,7 @@ names = st.sets(st.text(min_size=1, max_size=8), min_size=1, max_size=40)
 
 
 @given(names, st.integers(1, 64), st.randoms())
-def test_every_shard_and_every_worker_has_its_part(workers: set[str], shards: int, random: object) -> None:
+def test_every_shard_has_a_worker_and_every_worker_a_shard(workers: set[str], shards: int, random: object) -> None:
     parts = divide(workers, range(shards))
     assert set(parts) == workers
     assert {shard for part in parts.values() for shard in part} == set(range(shards))
@@ -57,15 +57,15 @@ class Watch(Membership):
         return self.shards
 
 
-def test_alone_a_worker_has_all_shards_and_with_others_its_part() -> None:
+def test_a_single_worker_has_all_shards_and_several_divide_them() -> None:
     watch = Watch()
     assert watch.shards == ALL
     assert watch.see("other", "me") == divide({"me", "other"}, ALL)["me"]
     assert watch.see("me") == ALL
 
 
-def test_after_an_outage_nobody_believes_to_be_alone() -> None:
-    """All heartbeats are old then, one's own as well: the division stays until the others had time to beat."""
+def test_after_an_outage_no_worker_takes_all_shards() -> None:
+    """All heartbeats are old then, its own as well: the assignment stays until the others had time for a heartbeat."""
     watch = Watch()
     mine = watch.see("me", "other")
     watch.seconds += 60
@@ -76,7 +76,7 @@ def test_after_an_outage_nobody_believes_to_be_alone() -> None:
 
 
 def test_the_heartbeat_is_written_every_five_seconds() -> None:
-    """At once at the start, then when it is time; long gone rows go with it, but never the worker's own."""
+    """Starting at once. It deletes the rows of workers that were silent for an hour, but never its own."""
     watch = Watch()
     assert watch.seconds_to_beat == 0
     watch.beat()
@@ -93,8 +93,8 @@ def test_the_heartbeat_is_written_every_five_seconds() -> None:
     assert not watch.store.seen_at
 
 
-def test_a_heartbeat_that_fails_stops_nothing_and_is_said_when_polls_succeed(caplog: pytest.LogCaptureFixture) -> None:
-    """While Spanner is away there is one line for all; a table that refuses the heartbeat has one of its own."""
+def test_a_failed_heartbeat_is_logged_once_polls_succeed(caplog: pytest.LogCaptureFixture) -> None:
+    """While Spanner is unavailable one line covers everything. A table that refuses the heartbeat gets its own line."""
     watch = Watch()
     watch.store.away = True
     with caplog.at_level(logging.WARNING, "publishworker"):
@@ -117,8 +117,8 @@ def test_an_assignment_is_logged_when_it_changes(caplog: pytest.LogCaptureFixtur
     assert caplog.messages[0].startswith("2 live workers; this one polls shards ")
 
 
-def test_a_worker_takes_tasks_of_its_own_shards_only(bench: Bench) -> None:
-    """From the turn that reads the heartbeat of another worker."""
+def test_a_worker_claims_only_tasks_of_its_own_shards(bench: Bench) -> None:
+    """From the poll that reports another worker on, including the candidates of that poll."""
     bench.store.seen_at["worker"] = bench.store.now
     bench.insert("known")
     bench.turns()
@@ -127,7 +127,7 @@ def test_a_worker_takes_tasks_of_its_own_shards_only(bench: Bench) -> None:
     bench.insert(*[str(n) for n in range(200)])
     mine = set(divide({"worker", "other"}, ALL)["worker"])
     bench.turns(50)
-    assert {bench.store.rows[id].shard for id in bench.publisher.ids()} == set(bench.store.looks[-1].shards) == mine
+    assert {bench.store.rows[id].shard for id in bench.publisher.ids()} == set(bench.store.polls[-1].shards) == mine
     assert bench.unsent()
     bench.store.now += timedelta(seconds=statements.LIVENESS_TIMEOUT_SECONDS)
     bench.store.seen_at["worker"] = bench.store.now
@@ -136,7 +136,7 @@ def test_a_worker_takes_tasks_of_its_own_shards_only(bench: Bench) -> None:
     assert sorted(["known", *bench.publisher.ids()]) == sorted(bench.store.rows)
 
 
-def test_a_wrong_division_costs_collisions_and_loses_nothing() -> None:
+def test_overlapping_shard_assignments_lose_no_task() -> None:
     bench = Bench(batches=1)
     bench.insert(*[str(n) for n in range(200)])
     others = bench.another(batches=1)

@@ -30,10 +30,10 @@ tasks = st.builds(
     once=st.booleans(),  # where there is no key
 )
 registrations = st.lists(tasks, min_size=1, max_size=4)
-#: Which worker goes on, which of its threads, and which of the faults it meets that there are at its point, or 0. A
+#: Which worker continues, which of its threads, and which of the faults of its point it meets, or 0. A
 #: commit that fails comes more often than the others.
 step = st.tuples(st.integers(0, 2), st.integers(0, 3), st.sampled_from([0] * 9 + [*range(1, 8), 3, 3]))
-#: What else happens to workers and tasks, and to which.
+#: Other events of workers and tasks.
 EVENTS = ("retry", "retry_plainly", "retry_dead", "execute_late", "lose_locks", "kill", "delete")
 
 
@@ -176,8 +176,8 @@ def until(world: World, worker: Worker, point: Point) -> Stepper:
     pytest.fail(f"{worker.name} does not come to {point}")
 
 
-def test_what_an_operator_asks_for_is_sent_again_though_a_worker_is_late() -> None:
-    """It has published, lost its locks to one that marked the task, and runs again when that is unsent once more."""
+def test_an_operators_retry_is_sent_though_a_worker_is_late() -> None:
+    """It published, lost its locks to a worker that marked the task, and its transaction runs again after the retry."""
     with patched():
         world = World()
         world.register(Task(id="a", key=None))

@@ -14,7 +14,7 @@ from publishworker.batching import Limits
 from publishworker.ordering import MAX_KEY_HEAD_ROWS, Ordering, ResolvedKeys, cut
 from publishworker.types import Key, KeyHeads, QueuedTask
 from tests.support.fakes import FakeStore, serialized
-from tests.support.parts import look
+from tests.support.parts import poll_request
 from tests.support.relay_bench import Bench, SlowPublisher, overtake
 
 
@@ -34,7 +34,7 @@ class Recording(FakeStore):
         return super().key_heads(keys, per_key, skip_dead=skip_dead)
 
     def sendable(self, size: int) -> dict[str, tuple[str, ...]]:
-        found = self.poll(look("orders"))
+        found = self.poll(poll_request("orders"))
         parts = Ordering(self, Limits(size, 10_000_000, 2), self.random, skip_dead=False)
         candidates = parts.resolve(found, frozenset()).candidates
         return {each.ordering_key or "": (each.id, *each.behind) for each in candidates}
@@ -45,8 +45,8 @@ def places(key: str, *numbers: int) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])
-def test_fronts_are_read_as_far_as_there_is_something_to_take(size: int) -> None:
-    """One row more than can be sent shows whether a deferred one follows; a key that has enough is not read again."""
+def test_a_key_is_read_as_far_as_a_batch_can_send_it(size: int) -> None:
+    """One row more shows whether a deferred task follows. A key that fills a batch is not read again."""
     store = Recording({"k": "r" * (size + 3)})
     assert store.sendable(size) == {"k": places("k", *range(size))}
     assert store.asked == [({"k"}, size + 1)]
@@ -55,7 +55,7 @@ def test_fronts_are_read_as_far_as_there_is_something_to_take(size: int) -> None
     assert [rows for _, rows in store.asked] == [MAX_KEY_HEAD_ROWS // 100 + 1]
 
 
-def test_without_ordered_tasks_no_front_is_read() -> None:
+def test_without_ordered_tasks_no_key_head_is_read() -> None:
     store = Recording({"": "r"})
     assert store.sendable(4) == {"": ("00",)}
     assert store.asked == []
@@ -76,19 +76,19 @@ def bounded() -> Iterator[None]:
             {"all": (12, 13), "few": (0, 1), "full": (0, 1, 2, 3)},
             [("all few full", 5), ("all", 10), ("all", 20)],
         ),
-        # By what was passed over, not by what it has found.
+        # By the number of skipped rows, not of sendable ones.
         ({"k": "r" + "x" * 5 + "rrrr"}, {"k": (0, 6, 7, 8)}, [("k", 5), ("k", 9), ("k", 14)]),
-        # What was found before the bound goes.
+        # Tasks found before the bound are sent.
         ({"k": "x" * 10 + "r" + "x" * 40 + "r"}, {"k": (10,)}, [("k", 5), ("k", 10), ("k", 20), ("k", 39)]),
     ],
 )
-def test_behind_what_is_passed_over_it_reads_further_of_such_keys_only(
+def test_only_keys_with_skipped_tasks_are_read_further(
     caplog: pytest.LogCaptureFixture,
     lines: dict[str, str],
     sendable: dict[str, tuple[int, ...]],
     reads: list[tuple[str, int]],
 ) -> None:
-    """By as many rows as were passed over, until a batch is full or the key has no more."""
+    """By as many rows as were skipped, until a batch is full or the key has no more."""
     store = Recording(lines)
     assert store.sendable(4) == {key: places(key, *numbers) for key, numbers in sendable.items()}
     assert store.asked == [(set(keys.split()), rows) for keys, rows in reads]
@@ -96,8 +96,8 @@ def test_behind_what_is_passed_over_it_reads_further_of_such_keys_only(
 
 
 @pytest.mark.usefixtures("bounded")
-def test_a_key_of_which_very_much_is_passed_over_waits(caplog: pytest.LogCaptureFixture) -> None:
-    """Its rows are not read without end, it keeps no other from being sent, and a warning names the first."""
+def test_a_key_with_too_many_expired_tasks_is_blocked_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Its rows are not read without end, and it delays no other key. The warning names the first task."""
     store = Recording({"endless": "x" * 40 + "r", "other": "r"})
     assert store.sendable(4) == {"other": ("other00",)}
     assert store.asked == [({"endless", "other"}, 5), *(({"endless"}, rows) for rows in (10, 20, 40))]
@@ -110,8 +110,8 @@ def test_a_key_of_which_very_much_is_passed_over_waits(caplog: pytest.LogCapture
 
 
 @pytest.mark.usefixtures("bounded")
-def test_of_many_such_keys_few_are_read_in_a_turn(caplog: pytest.LogCaptureFixture) -> None:
-    """Any of them, so that each has its turn; there is no warning, as none of them waits for good."""
+def test_few_keys_with_many_expired_tasks_are_read_in_a_turn(caplog: pytest.LogCaptureFixture) -> None:
+    """They are drawn at random, so that each has its turn. There is no warning, because none is blocked for good."""
     keys = [f"{n}/" for n in range(9)]
     store = Recording(dict.fromkeys(keys, "x" * 19 + "r"))
     sendable = [store.sendable(4) for _ in range(60)]
@@ -127,27 +127,27 @@ def test_tasks_are_cut_where_a_batch_is_full_to_the_byte() -> None:
     assert pieces == [[5, 5], [5, 5], [1, 1], [1], [11], [2]]
 
 
-def test_a_key_is_one_candidate_as_urgent_as_the_most_urgent_that_was_seen(bench: Bench) -> None:
-    """It has the size of all its tasks; of equally urgent ones the oldest says how long it has waited."""
+def test_a_key_is_one_candidate_with_its_highest_priority(bench: Bench) -> None:
+    """It has the size of all its tasks. The oldest of the most urgent ones says how long it has waited."""
     at = bench.store.now
     bench.line("a", priority=0, created_at=at)
     bench.line("b", priority=100, created_at=at + timedelta(seconds=1))
     bench.line("c", priority=100, created_at=at + timedelta(seconds=2))
     ordering = Ordering(bench.store, Limits(10, 10_000, 2), Random(1), skip_dead=False)
-    seen = bench.store.poll(look("orders"))
+    seen = bench.store.poll(poll_request("orders"))
     key_heads = ordering.resolve(seen, frozenset())
-    [run] = key_heads.candidates
+    [key] = key_heads.candidates
     assert not key_heads.busy
-    assert (run.id, run.behind, run.priority, run.created_at) == ("a", ("b", "c"), 100, at + timedelta(seconds=1))
-    assert (run.tasks, run.bytes, run.releases) == (3, 3 * len(serialized()), None)
+    assert (key.id, key.behind, key.priority, key.created_at) == ("a", ("b", "c"), 100, at + timedelta(seconds=1))
+    assert (key.tasks, key.bytes, key.releases) == (3, 3 * len(serialized()), None)
     in_flight = frozenset({Key("orders", "k")})
     assert ordering.resolve(seen, in_flight) == ResolvedKeys([], busy=True)
     other = replace(seen[0], id="other", ordering_key="other")
     assert ordering.resolve([*seen, other], in_flight).busy
 
 
-def test_a_key_goes_out_in_its_order_in_requests_as_large_as_a_batch(bench: Bench) -> None:
-    """Not in the order of IDs or of priorities. A task that is too large for any batch goes alone."""
+def test_a_key_is_published_in_order_in_requests_of_batch_size(bench: Bench) -> None:
+    """Not in the order of IDs or priorities. A task that is too large for any batch goes alone."""
     ids = [f"{n:02}" for n in Random(7).sample(range(100), 25)]
     bench.line(*ids)
     bench.store.rows[ids[3]].priority = 100
@@ -161,7 +161,7 @@ def test_a_key_goes_out_in_its_order_in_requests_as_large_as_a_batch(bench: Benc
 
 
 def test_keys_share_a_batch_with_each_other_and_with_tasks_without_a_key() -> None:
-    """A transaction for each key would be slow; each key stays whole, in a request of its own."""
+    """A transaction for each key would be slow. Each key stays whole, in a request of its own."""
     bench = Bench(size=20)
     bench.line("a1", "a2", key="a")
     bench.line("b1", "b2", "b3", key="b")
@@ -187,10 +187,10 @@ def test_an_urgent_task_makes_its_key_urgent() -> None:
         (lambda bench: (bench.change("c", sent_at=bench.store.now), bench.store.rows.pop("e")), "df", ""),
         (lambda bench: bench.change("d", ordering_key="other"), "cef", "d"),
     ],
-    ids=["put off", "sent and deleted", "moved to another key"],
+    ids=["rescheduled", "sent and deleted", "moved to another key"],
 )
-def test_the_rows_under_the_lock_decide(bench: Bench, act: Callable[[Bench], object], sent: str, after: str) -> None:
-    """Another worker or an operator wrote them after they were read: only what is put off blocks the key."""
+def test_the_locked_rows_of_a_key_decide(bench: Bench, act: Callable[[Bench], object], sent: str, after: str) -> None:
+    """Another writer changed them after they were read. Only a rescheduled task blocks the key."""
     bench.line("a")
     bench.turns()
     bench.line(*"cdef")

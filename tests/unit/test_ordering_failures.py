@@ -1,4 +1,4 @@
-"""What a failure does to the tasks behind it in their key, between fakes."""
+"""The effect of a failure on the tasks behind it in their key, between fakes."""
 
 from datetime import timedelta
 
@@ -22,14 +22,15 @@ def dead(bench: Bench) -> list[str]:
     return [id for id, row in bench.store.rows.items() if row.available_at == NEVER]
 
 
-def test_a_failing_head_gets_the_failure_and_the_others_its_time(bench: Bench) -> None:
-    """The head pays one attempt; then it goes alone, and the others when it has gone."""
+def test_a_failing_head_records_the_failure_and_defers_the_others(bench: Bench) -> None:
+    """The head records one attempt. Then it goes alone, and the others follow when it is sent."""
     bench.line("a", "b", "c")
     bench.publisher.failing = {"a": UNKNOWN}
     bench.turns()
     assert bench.publisher.ids() == []
     rows = bench.store.rows
     assert attempts(bench) == {"a": 1, "b": 0, "c": 0}
+    assert bench.store.claimed == {"a": 1, "b": 1, "c": 1}  # in one commit
     assert rows["a"].available_at == rows["b"].available_at == rows["c"].available_at
     assert (rows["a"].last_error, rows["c"].blocked_by) == ("data_loss: no", "a")
     bench.publisher.failing = {}
@@ -40,8 +41,8 @@ def test_a_failing_head_gets_the_failure_and_the_others_its_time(bench: Bench) -
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_what_follows_a_refused_task_is_deferred(bench: Bench, aborted: bool) -> None:
-    """What stands before it is sent. A transaction attempt after an abort remembers the failure."""
+def test_tasks_behind_a_refused_task_are_deferred(bench: Bench, aborted: bool) -> None:
+    """Tasks before it are sent. A transaction attempt after an abort remembers the failure."""
     bench.line(*"abcd")
     bench.publisher.failing = {"b": REFUSED}
     if aborted:
@@ -72,7 +73,7 @@ def test_an_outage_defers_nothing(bench: Bench) -> None:
     assert bench.publisher.ids() == ["c", "b", "a"]
 
 
-def test_a_dead_head_is_passed_over_if_so_wished() -> None:
+def test_a_dead_head_is_skipped_in_skip_mode() -> None:
     bench = Bench(skip_dead=True)
     bench.line("dead", "a", "bad", "b", "worse", "c")
     bench.store.rows["dead"].available_at = NEVER
@@ -82,8 +83,8 @@ def test_a_dead_head_is_passed_over_if_so_wished() -> None:
     assert (bench.count(m.DEFERRED), bench.count(m.DEAD)) == (0, 2)
 
 
-def test_a_failing_head_is_not_passed_over_before_it_is_dead() -> None:
-    """Its key waits as long as it may still be sent; the others in its last request do not die with it."""
+def test_a_failing_head_is_not_skipped_before_it_is_dead() -> None:
+    """Its key is blocked while it may still be sent. The other tasks of its last request do not die with it."""
     bench = Bench(skip_dead=True, retries={"max_attempts": 2})
     bench.line("a", "b", "c")
     bench.publisher.failing = {"a": UNKNOWN}
@@ -102,10 +103,8 @@ def test_a_failing_head_is_not_passed_over_before_it_is_dead() -> None:
 
 
 @pytest.mark.parametrize(("skip_dead", "dead_tasks"), [(False, 1), (True, 4)])
-def test_verdicts_of_their_own_are_charged_to_each_if_none_holds_back_the_others(
-    skip_dead: bool, dead_tasks: int
-) -> None:
-    """One turn for all of a key, not one for each of its tasks; in block mode the head alone is dead."""
+def test_own_failures_of_a_key_are_recorded_together_in_skip_mode(skip_dead: bool, dead_tasks: int) -> None:
+    """One turn records all of a key, not one turn for each task. In block mode only the head is dead."""
     bench = Bench(skip_dead=skip_dead)
     refusal = Failed("topic_not_allowed", "orders is not allowed")
     bench.publisher.publish = lambda _topic, rows, *_: dict.fromkeys((row.id for row in rows), refusal)
@@ -131,8 +130,8 @@ def test_an_expired_head_never_blocks(skip_dead: bool) -> None:
 
 
 @pytest.mark.parametrize("skip_dead", [False, True])
-def test_many_tasks_that_hold_back_nothing_hide_no_other(skip_dead: bool) -> None:
-    """The key is read as far as it takes to see a task that may go, or that blocks it."""
+def test_many_expired_tasks_hide_no_other_task(skip_dead: bool) -> None:
+    """The key is read until a task is sendable or blocks it."""
     bench = Bench(skip_dead=skip_dead)
     past = bench.store.now - timedelta(seconds=1)
     bench.line(*(f"{n:02}" for n in range(60)), available_at=NEVER, expires_at=past, attempts=1)
@@ -147,8 +146,8 @@ def test_many_tasks_that_hold_back_nothing_hide_no_other(skip_dead: bool) -> Non
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_at_most_once_with_a_key_keeps_its_place(bench: Bench, failing: bool) -> None:
-    """`register` refuses the two together, another writer may not. While the task before it fails, it is unmarked."""
+def test_an_at_most_once_task_with_a_key_keeps_its_order(bench: Bench, failing: bool) -> None:
+    """`register` refuses the combination, another writer may not. While the task before it fails, it is not marked."""
     bench.line("a")
     bench.line("once", at_most_once=True)
     bench.line("b")
@@ -164,8 +163,8 @@ def test_at_most_once_with_a_key_keeps_its_place(bench: Bench, failing: bool) ->
     assert bench.unsent() == []
 
 
-def test_a_head_that_always_meets_an_outage_stops_no_other_task_of_its_shard(bench: Bench) -> None:
-    """Its long key is one candidate, and was a probe: the next ones read deeper, find another, and it is recorded."""
+def test_a_head_that_always_times_out_delays_no_other_task_of_its_shard(bench: Bench) -> None:
+    """Its long key is one candidate, and was probed: the next polls read deeper and find another task."""
     bench.line(*(f"h{n:03}" for n in range(150)))
     others = [f"o{n}" for n in range(300)]
     bench.insert(*others, created_at=bench.store.now)

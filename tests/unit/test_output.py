@@ -36,12 +36,12 @@ def harmless(text: str) -> bool:
     ],
 )  # fmt: skip
 def test_a_cell_is_readable(value: object, shown: str):
-    """NULL is empty, numbers have their thousands, times are in UTC; what is not printable is written as in Python."""
+    """NULL is empty, numbers have thousands separators, times are in UTC, unprintable text is escaped as in Python."""
     assert cell(value) == shown
 
 
-def test_texts_stand_to_the_left_and_numbers_to_the_right():
-    """A column is one of numbers if all of it is: NULL and counts that stopped early are, no rows are not."""
+def test_text_is_left_aligned_and_numbers_are_right_aligned():
+    """NULL and counts that stopped early are numbers. A column without rows is text."""
     rows = [["orders", 1_000, ">= 20,000", 5, None, "x"], ["a", 7, 3, "none", 0.5, None]]
     assert table(("TOPIC", "PENDING", "DEAD", "MIXED", "N", "END"), rows).split("\n") == [
         "TOPIC   PENDING       DEAD  MIXED    N  END",
@@ -118,22 +118,22 @@ def test_json_is_one_line_without_control_codes(value: object):
         (bytes(33), "hex", " ".join(["00"] * 32) + "\n00"),
     ],
 )  # fmt: skip
-def test_data_is_shown_as_what_it_is(data: bytes, kind: str, shown: str):
-    """JSON with its indents, other text by its lines, and hex for bytes that are no text or hold control codes."""
+def test_data_is_shown_as_json_text_or_hex(data: bytes, kind: str, shown: str):
+    """JSON is indented, other text keeps its lines, and bytes that are no text or hold control codes are hex."""
     assert tasks._readable(data, whole=True) == (kind, shown.split("\n"))
 
 
 @given(st.binary(max_size=80) | TEXT.map(lambda text: text.encode(errors="surrogatepass")), st.booleans())
-def test_no_data_reaches_the_terminal_as_it_is(data: bytes, whole: bool):
-    """Whatever was published: what is shown has no control code."""
+def test_no_control_code_of_data_reaches_the_terminal(data: bytes, whole: bool):
+    """Whatever was published."""
     kind, lines = tasks._readable(data, whole=whole)
     assert kind in ("JSON", "text", "hex")
     assert all(harmless(line) for line in lines)
 
 
 @pytest.mark.parametrize("before", range(4))
-def test_a_character_that_is_cut_makes_no_hex_of_a_text(before: int, monkeypatch: pytest.MonkeyPatch):
-    """The limit is in bytes, a character may have four: its remaining part is left out. Other bytes make it hex."""
+def test_text_that_is_cut_inside_a_character_stays_text(before: int, monkeypatch: pytest.MonkeyPatch):
+    """The limit is in bytes, and a character may have four: its remaining part is left out. Other bytes make it hex."""
     monkeypatch.setattr(tasks, "SHOWN_BYTES", 8)
     data = ("a" * (5 + before) + "🎉" + "b" * 20).encode()
     assert list(tasks._data_lines(data)) == [

@@ -1,4 +1,4 @@
-"""What each poll reads: unknown topics and due tasks now and then, lower priorities when they are owed."""
+"""The requests of each poll: topic discovery and due tasks at intervals, lower priorities by their fair share."""
 
 from datetime import timedelta
 
@@ -17,16 +17,12 @@ class Watch:
         self.seconds = 100.0
         self.membership = Membership(self.store, "me", self.store.shards, clock=lambda: self.seconds)
         self.poller = Poller(
-            self.store,
-            self.membership,
-            target_rows=100,
-            discovery_seconds=1.0,
-            clock=lambda: self.seconds,
+            self.store, self.membership, target_rows=100, discovery_seconds=1.0, clock=lambda: self.seconds
         )
 
     def poll(self, below: int | None = None) -> PollRequest:
         self.poller.poll(below, ())
-        return self.store.looks[-1]
+        return self.store.polls[-1]
 
     def find(self, **columns: object) -> None:
         self.store.insert("a", "orders", **columns)
@@ -35,16 +31,16 @@ class Watch:
 
 @pytest.fixture
 def watch() -> Watch:
-    made = Watch()
-    made.poller.poll(None, ())
-    return made
+    created = Watch()
+    created.poller.poll(None, ())
+    return created
 
 
 def test_topics_are_discovered_at_an_interval_and_again_until_none_is_unknown(watch: Watch) -> None:
     """Without known topics there is no poll."""
     assert watch.store.discoveries == [frozenset()]
     assert not watch.poller.poll(None, ()).discovered
-    assert (len(watch.store.discoveries), watch.store.looks) == (1, [])
+    assert (len(watch.store.discoveries), watch.store.polls) == (1, [])
     watch.find()
     assert watch.poller.poll(None, ()).discovered
     assert [each.id for each in watch.poller.poll(None, ()).candidates] == ["a"]
@@ -95,7 +91,7 @@ def test_a_poll_stays_near_its_target_however_the_backlog_is_spread(ranges: int)
 
 
 def test_only_ranges_that_are_cut_off_widen_the_window() -> None:
-    """One that gave twice its rows, ready ones and lower ones, is full and no more; a small backlog says nothing."""
+    """A range that returned twice its rows, ready and lower ones, is only full. A small backlog says nothing."""
     window = PollSize(target=100, shards=10)
     window.adapt({str(n): 3 for n in range(10)})
     assert (window.per_range, window.cut_off) == (10, frozenset())

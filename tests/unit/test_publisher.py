@@ -1,4 +1,4 @@
-"""The publisher against a server that refuses, waits and fails: what the emulator cannot do."""
+"""The publisher against a server that refuses, hangs and fails, as the emulator cannot."""
 
 import threading
 import time
@@ -50,8 +50,10 @@ def test_a_batch_is_one_request(publisher: PubSubPublisher, server: PubSubServer
     assert [(request.topic, len(request.messages)) for request in server.requests] == [(TOPIC, 1000)]
 
 
-def test_a_request_refused_as_invalid_goes_out_singly(publisher: PubSubPublisher, server: PubSubServer) -> None:
-    """Nothing of it was published, and one message may be the culprit: only that one fails."""
+def test_a_request_refused_as_invalid_is_published_task_by_task(
+    publisher: PubSubPublisher, server: PubSubServer
+) -> None:
+    """Nothing of it was published, and one message may be the cause: only that one fails."""
     server.publish = refuse_poison
     outcomes = publisher.publish("orders", [row("a"), row("bad", b"poison"), row("b")], 5)
     assert sent(outcomes) == {"a", "b"}
@@ -67,10 +69,10 @@ ADVICE = {"PERMISSION_DENIED": "roles/pubsub.publisher", "NOT_FOUND": "topics cr
 
 
 @pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
-def test_a_failure_says_why_and_what_to_do(
+def test_a_failure_has_a_reason_and_advice(
     publisher: PubSubPublisher, server: PubSubServer, code: grpc.StatusCode
 ) -> None:
-    """The reason is a metric's tag, the sentence is for a person; no status is retried here or raised."""
+    """The reason is a metric's tag, the sentence is for an operator. No status is retried or raised here."""
     for details in ("refused", ""):
         server.publish = refuse(code, details)
         outcomes = publisher.publish("orders", rows("ab"), 5, ["b"])
@@ -83,8 +85,8 @@ def test_a_failure_says_why_and_what_to_do(
     assert sent(publisher.publish("orders", rows("a"), 5)) == {"a"}
 
 
-def test_an_answer_that_does_not_come_is_given_up_in_time(publisher: PubSubPublisher, server: PubSubServer) -> None:
-    """All requests of a batch have one deadline; those without an answer fail, and no other."""
+def test_a_request_without_an_answer_fails_at_the_deadline(publisher: PubSubPublisher, server: PubSubServer) -> None:
+    """All requests of a batch have one deadline. Only those without an answer fail."""
     seconds_left: list[float] = []
 
     def hang_on_poison(request: Any, context: grpc.ServicerContext) -> Any:
@@ -125,10 +127,10 @@ def slow_publish(server: PubSubServer, *seconds: float) -> Publish:
 
 
 @pytest.mark.parametrize("key", [None, "k"])
-def test_what_was_refused_together_and_not_told_apart_in_time_goes_singly_next(
+def test_a_refused_request_that_ran_out_of_time_is_published_task_by_task_next(
     server: PubSubServer, key: str | None
 ) -> None:
-    """Else it would be refused together for ever. Without an outcome it stays as it was; later it is as any task."""
+    """Otherwise it would be refused together for ever. Without an outcome a task stays unchanged."""
     publish = slow_publish(server, 3)
     mixed = [row("a", key=key), row("bad", b"poison", key=key), row("c", key=key)]
     assert publish(mixed) == {}
@@ -145,7 +147,7 @@ def test_what_was_refused_together_and_not_told_apart_in_time_goes_singly_next(
         (None, (3,), 2, [1, 1, 2, 4]),  # the oldest are forgotten, and share a request again
     ],
 )
-def test_only_what_was_refused_together_last_goes_singly(
+def test_only_the_last_refused_tasks_are_published_singly(
     server: PubSubServer, key: str | None, seconds: tuple[float, ...], bound: int, sizes: list[int]
 ) -> None:
     publish = slow_publish(server, *seconds)
@@ -155,24 +157,24 @@ def test_only_what_was_refused_together_last_goes_singly(
     assert sorted(len(request.messages) for request in server.requests) == sizes
 
 
-def test_a_later_request_has_half_of_the_time_or_is_not_tried(server: PubSubServer) -> None:
-    """A healthy message must not fail because those before it in its key took long."""
+def test_a_request_starts_only_if_half_of_the_timeout_remains(server: PubSubServer) -> None:
+    """A healthy message must not fail because earlier ones of its key took long."""
     for third, in_time in ((2.4, "abc"), (2.6, "ab")):
         seconds = iter([0.0, 0.0, 1.0, third])
         publisher = publisher_to(server.address, clock=lambda seconds=seconds: next(seconds))
         assert set(publisher.publish("orders", rows("abc", "k"), 5, set("abc"))) == set(in_time)
 
 
-def test_a_body_that_no_request_can_hold_fails_alone(publisher: PubSubPublisher, server: PubSubServer) -> None:
-    """Another writer's row of 10 MiB, or of no message, is not sent to the service, and costs its neighbors nothing."""
+def test_a_body_that_is_too_large_for_a_request_fails_alone(publisher: PubSubPublisher, server: PubSubServer) -> None:
+    """A row of 10 MiB, or of no message, that another writer inserted is not published and affects no other task."""
     for singly in ((), ("large", "broken", "good")):
         outcomes = publisher.publish("orders", [*BAD, row("good")], 5, singly)
         assert (reasons(outcomes), sent(outcomes)) == (BAD_REASONS, {"good"})
     assert requests(server) == [["good"]] * 2
 
 
-def test_a_server_that_is_not_there_is_told_from_credentials_without_a_token(server: PubSubServer) -> None:
-    """The status of gRPC is the same, but a call without a token never leaves."""
+def test_an_unreachable_server_is_distinguished_from_missing_credentials(server: PubSubServer) -> None:
+    """The status of gRPC is the same, but a call without a token never leaves the worker."""
     assert reasons(publisher_to("127.0.0.1:1").publish("orders", rows("a"), 2)) == {"a": "unavailable"}
 
     def no_token(_context: Any, callback: Any) -> None:
@@ -203,10 +205,8 @@ def test_requests_are_cut_by_count_and_bytes_and_lanes_by_key() -> None:
         assert messages.too_large(request) is None
 
 
-def test_tasks_of_their_own_go_out_beside_the_rest_at_the_same_time(
-    publisher: PubSubPublisher, server: PubSubServer
-) -> None:
-    """Each of them in a request of its own, the rest in one, none after another's answer; so does the fake."""
+def test_single_tasks_are_published_in_parallel_with_the_rest(publisher: PubSubPublisher, server: PubSubServer) -> None:
+    """Each has a request of its own, the rest has one, and none waits for another. The fake does the same."""
     all_here = threading.Barrier(4, timeout=10)
 
     def wait_for_the_others(request: Any, context: grpc.ServicerContext) -> Any:
@@ -220,7 +220,7 @@ def test_tasks_of_their_own_go_out_beside_the_rest_at_the_same_time(
     assert requests(server) == sorted(fake.requests) == [["a", "c", "f"], ["b"], ["d"], ["e"]]
 
 
-def test_what_cannot_be_sent_is_known_without_a_request(server: PubSubServer) -> None:
+def test_an_unsendable_message_fails_without_a_request(server: PubSubServer) -> None:
     publisher = publisher_to(server.address, lambda name: name != "projects/project/topics/secret")
     mixed = [*BAD, row("a"), row("keyed", key="k")]
     refusals = publisher.refusals("orders", mixed)
@@ -234,8 +234,8 @@ def test_what_cannot_be_sent_is_known_without_a_request(server: PubSubServer) ->
     assert server.requests == []
 
 
-def test_a_topic_that_is_not_allowed_gets_nothing(server: PubSubServer) -> None:
-    """A writer of the table cannot reach every topic that the worker can; the failure names the setting."""
+def test_a_topic_that_is_not_allowed_gets_no_message(server: PubSubServer) -> None:
+    """A writer of the table cannot reach every topic that the worker can. The failure names the setting."""
     publisher = publisher_to(server.address, messages.topic_filter("orders", "project"))
     failure = Failed("topic_not_allowed", "projects/other/topics/orders matches no pattern of --allowed-topics")
     outcomes = publisher.publish("projects/other/topics/orders", [*rows("ab"), BAD[1]], 5, ["b"])
@@ -262,15 +262,15 @@ def test_a_topic_that_is_not_allowed_gets_nothing(server: PubSubServer) -> None:
         ("a%20b~c", ["own:a%20b~c"], ["own:a b~c"]),
     ],
 )
-def test_patterns_of_topics(patterns: str, yes: list[str], no: list[str]) -> None:
-    """A star is any text of a name; everything else is itself; a pattern without a project is of the worker's own."""
+def test_topic_patterns_match_whole_names(patterns: str, yes: list[str], no: list[str]) -> None:
+    """A star is any text of a name, everything else is literal. A pattern without a project has the worker's own."""
     allowed = messages.topic_filter(patterns, "own")
     names = {each: "projects/{}/topics/{}".format(*each.split(":")) for each in yes + no}
     assert {each for each, name in names.items() if allowed(name)} == set(yes)
 
 
 def test_a_pattern_never_matches_across_a_slash() -> None:
-    """The star ends where the name of a project or of a topic ends; a project may hold a dot, which is itself."""
+    """A star ends where the name of a project or topic ends. A dot in a project is literal."""
     paths = ["topics/a/b", "x/topics/b", "topics/", "topics", "topics/orders/subscriptions/x"]
     for name in ["orders", "x/projects/own/topics/orders", *(f"projects/own/{path}" for path in paths)]:
         for patterns in ("orders*", "projects/*/topics/orders*", "a*b", "projects/o*n/topics/b", "*s/x"):
@@ -282,7 +282,7 @@ def test_a_pattern_never_matches_across_a_slash() -> None:
 
 
 def test_an_answer_with_too_few_message_ids_is_a_failure(publisher: PubSubPublisher, server: PubSubServer) -> None:
-    """It does not say which messages it is about, so none counts as sent, and nothing of its key follows."""
+    """It does not say which messages were published, so none counts as published, and the key stops."""
     server.publish = lambda _request, _context: PublishResponse.pb()(message_ids=["1"])
     failure = Failed("unknown", f"{TOPIC}: Pub/Sub returned 1 message IDs for 2 messages")
     assert publisher.publish("orders", rows("ab"), 5) == {"a": failure, "b": failure}

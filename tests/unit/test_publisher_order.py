@@ -1,6 +1,6 @@
 """The publisher and ordering keys, against a server that keeps a record: one request of a key at a time, and no more.
 
-A failure ends what is sent of its key and of no other; what was not tried has no outcome.
+A failure stops its key and no other; tasks that were not tried have no outcome.
 """
 
 import threading
@@ -25,13 +25,13 @@ KEPT_BACK = 0.05
 
 
 class Recorder:
-    """Answers as `answer` says, a little late, and keeps what was accepted and how many requests of a key met."""
+    """Calls `answer`, a little late, and keeps accepted IDs and the max number of concurrent requests of a key."""
 
     def __init__(self) -> None:
         self.answer: Answer = accept
         self.requests: list[tuple[str, list[str]]] = []  # the key and the ids of each, as they came
         self.accepted: list[str] = []
-        self.most: Counter[str] = Counter()  # requests at once, by key
+        self.max_requests: Counter[str] = Counter()  # requests at once, by key
         self._now: Counter[str] = Counter()
         self._met = threading.Event()
         self._lock = threading.Lock()
@@ -42,7 +42,7 @@ class Recorder:
         with self._lock:
             self.requests.append((key, ids))
             self._now[key] += 1
-            self.most[key] = max(self.most[key], self._now[key])
+            self.max_requests[key] = max(self.max_requests[key], self._now[key])
             if key and self._now[key] > 1:
                 self._met.set()
         try:
@@ -67,12 +67,12 @@ def record(server: PubSubServer) -> Recorder:
 
 
 def row(id: str, key: str | None = "k", data: bytes = b"data") -> LockedRow:
-    """Return a row under the lock; its message says another key than its column, which is the truth."""
+    """Return a locked row whose message has another key than its column, which decides."""
     message = serialized(data, ordering_key="another") if data != b"broken" else b"\xff\xff\xff"
     return LockedRow(id, "orders", message, key, datetime.now(UTC), None, None)
 
 
-def run(count: int, key: str = "k", size: int = 4) -> list[LockedRow]:
+def prefix(count: int, key: str = "k", size: int = 4) -> list[LockedRow]:
     return [row(f"{key}{n}", key, bytes(size)) for n in range(count)]
 
 
@@ -80,8 +80,8 @@ def ids(rows: Sequence[LockedRow]) -> list[str]:
     return [each.id for each in rows]
 
 
-def test_the_run_of_a_key_is_one_request_in_its_order(publisher: PubSubPublisher, record: Recorder) -> None:
-    x, y = run(30, "x"), run(30, "y")
+def test_a_sendable_prefix_is_one_request_in_order(publisher: PubSubPublisher, record: Recorder) -> None:
+    x, y = prefix(30, "x"), prefix(30, "y")
     mixed = [each for pair in zip(x, y, [row(f"{n}", None) for n in range(30)], strict=True) for each in pair]
     all_here = threading.Barrier(3, timeout=10)
 
@@ -96,16 +96,16 @@ def test_the_run_of_a_key_is_one_request_in_its_order(publisher: PubSubPublisher
 
 
 @pytest.mark.parametrize(("count", "size", "requests"), [(5, 3_000_000, [3, 2]), (2_001, 1, [1000, 1000, 1])])
-def test_a_run_that_no_request_can_hold_goes_out_in_several_one_after_the_other(
+def test_a_prefix_too_large_for_a_request_is_published_in_several_in_order(
     publisher: PubSubPublisher, record: Recorder, count: int, size: int, requests: list[int]
 ) -> None:
-    """Each after the answer to the one before, in order; another key's go out beside them."""
+    """Each request follows the answer to the one before. Other keys are published in parallel."""
     assert 3 * 3_000_000 < MAX_REQUEST_BYTES < 4 * 3_000_000
-    large, small = run(count, "large", size), run(3, "small")
+    large, small = prefix(count, "large", size), prefix(3, "small")
     assert sent(publisher.publish("orders", [*large, *small], 8)) == set(ids([*large, *small]))
     assert [len(each) for each in record.of("large")] == requests
     assert [id for each in record.of("large") for id in each] == ids(large)
-    assert record.most == {"large": 1, "small": 1}
+    assert record.max_requests == {"large": 1, "small": 1}
     assert record.requests.index(("small", ids(small))) < len(requests)
 
 
@@ -113,16 +113,16 @@ CODES = {code.name.lower(): code for code in grpc.StatusCode if code.name not in
 
 
 @pytest.mark.parametrize(("reason", "failing"), [("deadline_exceeded", 0), *((reason, 2) for reason in CODES)])
-def test_a_failure_of_any_kind_is_tried_once_and_ends_its_key(
+def test_any_failure_stops_its_key_after_one_try(
     publisher: PubSubPublisher, record: Recorder, reason: str, failing: int
 ) -> None:
-    """What follows has no outcome, another key goes on. It is not remembered: the key goes out when given again."""
+    """Tasks behind it have no outcome; other keys continue. The next call publishes the key again."""
     hangs = reason == "deadline_exceeded"
-    rows = run(6)
+    rows = prefix(6)
     rows[failing] = row(f"k{failing}", data=b"failing")
     record.answer = to_message(b"failing", hang if hangs else refuse(CODES[reason]))
     begin = time.monotonic()
-    outcomes = publisher.publish("orders", [*rows, *run(2, "other")], 0.4 if hangs else 5, ids(rows))
+    outcomes = publisher.publish("orders", [*rows, *prefix(2, "other")], 0.4 if hangs else 5, ids(rows))
     assert time.monotonic() - begin < 4
     assert sent(outcomes) == {*ids(rows)[:failing], "other0", "other1"}
     assert reasons(outcomes) == {f"k{failing}": reason}
@@ -133,34 +133,34 @@ def test_a_failure_of_any_kind_is_tried_once_and_ends_its_key(
 
 
 @pytest.mark.parametrize("place", range(8))
-def test_a_poisonous_message_fails_alone_and_nothing_of_its_key_follows(
+def test_a_poison_message_fails_alone_and_stops_its_key(
     publisher: PubSubPublisher, record: Recorder, place: int
 ) -> None:
-    rows = run(8)
+    rows = prefix(8)
     rows[place] = row(f"k{place}", data=b"poison")
     record.answer = to_message(b"poison", refuse(grpc.StatusCode.INVALID_ARGUMENT))
-    outcomes = publisher.publish("orders", [*rows, *run(2, "other")], 5)
+    outcomes = publisher.publish("orders", [*rows, *prefix(2, "other")], 5)
     assert [id for id in record.accepted if id.startswith("k")] == ids(rows)[:place]
     assert reasons(outcomes) == {f"k{place}": "invalid_argument"}
     assert sent(outcomes) == {*ids(rows)[:place], "other0", "other1"}
-    assert record.most["k"] == 1
+    assert record.max_requests["k"] == 1
     assert len(record.of("k")) <= 1 + 2 * 3
 
 
 @pytest.mark.parametrize(("size", "reason"), [(None, "undecodable"), (10_400_000, "too_large")])
-def test_what_cannot_be_sent_ends_its_key(
+def test_an_unsendable_message_stops_its_key(
     publisher: PubSubPublisher, record: Recorder, size: int | None, reason: str
 ) -> None:
     bad = row("bad", data=b"broken" if size is None else bytes(size))
-    outcomes = publisher.publish("orders", [*run(3), bad, row("after"), row("loose", None)], 5)
+    outcomes = publisher.publish("orders", [*prefix(3), bad, row("after"), row("loose", None)], 5)
     assert reasons(outcomes) == {"bad": reason}
     assert sent(outcomes) == {"k0", "k1", "k2", "loose"}
     assert record.of("k") == [["k0", "k1", "k2"]]
 
 
-def test_tasks_that_go_singly_keep_their_place(publisher: PubSubPublisher, record: Recorder) -> None:
-    assert len(sent(publisher.publish("orders", run(5), 5, {"k2"}))) == 5
+def test_tasks_published_singly_keep_their_order(publisher: PubSubPublisher, record: Recorder) -> None:
+    assert len(sent(publisher.publish("orders", prefix(5), 5, {"k2"}))) == 5
     assert record.of("k") == [["k0", "k1"], ["k2"], ["k3", "k4"]]
-    assert record.most["k"] == 1
+    assert record.max_requests["k"] == 1
     record.answer = refuse(grpc.StatusCode.UNAVAILABLE)
-    assert reasons(publisher.publish("orders", run(5), 5, {"k2"})) == dict.fromkeys(["k0", "k1"], "unavailable")
+    assert reasons(publisher.publish("orders", prefix(5), 5, {"k2"})) == dict.fromkeys(["k0", "k1"], "unavailable")

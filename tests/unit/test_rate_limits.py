@@ -36,31 +36,31 @@ def throttle() -> Timed:
     workers=st.integers(1, 20),
     steps=st.lists(st.tuples(st.floats(0, 20), st.floats(0, 1)), max_size=40),
 )
-def test_no_asking_gets_more_than_rate_and_burst(
+def test_no_history_of_requests_exceeds_rate_and_burst(
     per_second: float, burst: int, workers: int, steps: list[tuple[float, float]]
 ) -> None:
-    """At any times, with any part of the allowance taken, and whatever is learned again in between."""
+    """At any times, with any part of the allowance used, whatever limits are read again in between."""
     throttle, total = Timed(), 0
-    most = max(1.0, burst / workers)
+    max_tasks = max(1.0, burst / workers)
     for seconds, part in [(0.0, 1.0), *steps]:
         throttle.now += seconds
         throttle.limit(per_second, burst, workers=workers)
         tasks = throttle.allowed()
         assert tasks is not None
-        assert 0 <= tasks <= most
+        assert 0 <= tasks <= max_tasks
         throttle.take("orders", int(tasks * part))
         total += int(tasks * part)
-    assert total <= most + (throttle.now - BEGIN) * per_second / workers + 1e-6 * (1 + total)
+    assert total <= max_tasks + (throttle.now - BEGIN) * per_second / workers + 1e-6 * (1 + total)
 
 
 @pytest.mark.parametrize(
     ("per_second", "burst", "saved"),
     [(100.0, 1000, 20), (100.0, 7, 7), (4.0, 1000, 1), (0.5, 3, 1), (50.0, 10, 10), (5.0, 10, 1)],
 )
-def test_a_fifth_of_a_second_is_saved_before_the_topic_is_asked_for(
+def test_a_topic_is_polled_once_it_has_tokens_for_a_fifth_of_a_second(
     throttle: Timed, per_second: float, burst: int, saved: int
 ) -> None:
-    """Or the burst, if that is less, or one: few batches of some size instead of many of one task each."""
+    """Or the burst, if that is less, or one: few larger batches instead of many of one task each."""
     throttle.limit(per_second, burst)
     assert throttle.allowed() == burst
     throttle.take("orders", burst - saved)
@@ -77,7 +77,7 @@ def test_a_fifth_of_a_second_is_saved_before_the_topic_is_asked_for(
 @pytest.mark.parametrize(
     ("workers", "burst", "in_flight"), [(1, 20, 7), (2, 10, 3), (3, 6, 2), (4, 5, 1), (7, 2, 1), (20, 1, 1), (50, 1, 1)]
 )
-def test_each_worker_has_its_part(throttle: Timed, workers: int, burst: int, in_flight: int) -> None:
+def test_each_worker_gets_its_part_of_the_limits(throttle: Timed, workers: int, burst: int, in_flight: int) -> None:
     throttle.learn({"orders": TopicLimit(10, 20), "invoices": TopicLimit(None, None, 7)}, workers)
     assert throttle.allowances({}) == {"orders": burst, "invoices": in_flight}
     throttle.take("orders", burst)
@@ -90,8 +90,8 @@ def test_each_worker_has_its_part(throttle: Timed, workers: int, burst: int, in_
     assert 1000 / workers - burst - 2 <= total <= 1000 / workers + 1
 
 
-def test_tasks_that_were_not_sent_are_given_back_and_more_than_was_allowed_is_paid_back(throttle: Timed) -> None:
-    """Tasks that others had sent cost no part of the rate, but give no more than the burst."""
+def test_unsent_tasks_return_their_tokens_and_overdrafts_are_repaid(throttle: Timed) -> None:
+    """Tasks that other workers sent use none of the rate, but never raise the tokens above the burst."""
     throttle.limit(1, 10)
     for tasks, allowed in ((10, 0), (-4, 4), (-400, 10), (-400, 10), (10, 0), (-10, 10), (13, 0)):
         throttle.take("orders", tasks)
@@ -102,8 +102,8 @@ def test_tasks_that_were_not_sent_are_given_back_and_more_than_was_allowed_is_pa
     assert throttle.allowed() == 1
 
 
-def test_changed_limits_are_followed_and_keep_what_was_saved(throttle: Timed) -> None:
-    """Reading the limits again gives no burst for nothing, and frees from no debt; a smaller burst cuts the savings."""
+def test_changed_limits_apply_at_once_and_keep_saved_tokens(throttle: Timed) -> None:
+    """Reading limits again neither grants a burst nor clears an overdraft. A smaller burst cuts the saved tokens."""
     throttle.limit(1, 100)
     throttle.take("orders", 70)
     throttle.limit(1, 1000)
@@ -130,7 +130,7 @@ def test_changed_limits_are_followed_and_keep_what_was_saved(throttle: Timed) ->
 
 
 def test_a_topic_without_a_limit_is_not_limited(throttle: Timed) -> None:
-    """None was read, it was removed, or the row is wrong now. A topic that is limited again has a full burst."""
+    """There is none, it was removed, or the row is invalid now. A topic that is limited again has a full burst."""
     assert throttle.allowances({"orders": 10**6}) == {}
     throttle.limit(1, 5, 2)
     throttle.take("invoices", 100)
@@ -150,7 +150,7 @@ def test_a_topic_without_a_limit_is_not_limited(throttle: Timed) -> None:
     assert throttle.allowed() == 2
 
 
-def test_tasks_in_flight_count(throttle: Timed) -> None:
+def test_tasks_in_flight_count_towards_the_limit(throttle: Timed) -> None:
     throttle.learn({"orders": TopicLimit(None, None, 5), "invoices": TopicLimit(None, None, 5)}, 1)
     assert [throttle.allowed(in_flight) for in_flight in (0, 1, 4, 5, 6, 100)] == [5, 4, 1, 0, 0, 0]
     assert throttle.allowances({"orders": 5, "others": 3}) == {"orders": 0, "invoices": 5}
@@ -164,10 +164,10 @@ def test_tasks_in_flight_count(throttle: Timed) -> None:
 
 
 @given(per_second=st.floats(1e-6, 1e6), burst=st.integers(1, 10**6), taken=st.floats(0, 1), waited=st.floats(0, 1))
-def test_after_the_seconds_to_the_next_the_topic_is_allowed_and_not_before(
+def test_a_topic_is_allowed_exactly_after_seconds_to_next(
     per_second: float, burst: int, taken: float, waited: float
 ) -> None:
-    """The worker sleeps as long and then has something to do."""
+    """The worker waits that long and then has tasks to send."""
     throttle = Timed()
     throttle.limit(per_second, burst)
     throttle.take("orders", math.ceil(burst * taken))
@@ -185,7 +185,7 @@ def test_after_the_seconds_to_the_next_the_topic_is_allowed_and_not_before(
     assert throttle.seconds_to_next() is None
 
 
-def test_the_first_of_several_topics_says_how_long_to_wait(throttle: Timed) -> None:
+def test_the_wait_is_that_of_the_first_topic_to_be_allowed(throttle: Timed) -> None:
     throttle.learn({"slow": TopicLimit(0.1, 1), "faster": TopicLimit(2, 1), "full": TopicLimit(9, 9)}, 1)
     assert throttle.seconds_to_next() is None
     throttle.take("slow", 1)
@@ -202,7 +202,7 @@ PAIR = "RatePerSecond and Burst go together. Set both, or both to NULL"
 
 
 @pytest.mark.parametrize(
-    ("limit", "says"),
+    ("limit", "sentence"),
     [
         (TopicLimit(5.0, None), PAIR),
         (TopicLimit(None, 5), PAIR),
@@ -214,11 +214,11 @@ PAIR = "RatePerSecond and Burst go together. Set both, or both to NULL"
         (TopicLimit(5.0, 5, -7), "MaxInFlight is -7, it must be at least 1"),
     ],
 )
-def test_a_row_that_makes_no_sense_limits_nothing_and_is_complained_about(
-    throttle: Timed, caplog: pytest.LogCaptureFixture, limit: TopicLimit, says: str
+def test_invalid_limits_are_ignored_and_logged(
+    throttle: Timed, caplog: pytest.LogCaptureFixture, limit: TopicLimit, sentence: str
 ) -> None:
-    assert problem(limit) == says
-    line = f"Invalid limits of topic wrong in AsynchronousTaskTopics are ignored: {says}"
+    assert problem(limit) == sentence
+    line = f"Invalid limits of topic wrong in AsynchronousTaskTopics are ignored: {sentence}"
     with caplog.at_level(logging.WARNING, "publishworker"):
         for seconds in (0.0, 1.0, 58.9):
             throttle.now += seconds

@@ -34,7 +34,7 @@ def registered(topic: str = "orders", message: object = b"", *attributes: Any, *
     return row | {"message": RawPubsubMessage.FromString(base64.b64decode(row["Data"], validate=True))}
 
 
-def test_adds_one_insert_and_returns_the_id() -> None:
+def test_register_adds_one_insert_and_returns_the_id() -> None:
     row = registered("orders", b"data")
     assert (row["Topic"], row["Priority"], row["OrderingKey"]) == ("orders", 50, None)
     assert row["CreatedAt"] == COMMIT_TIMESTAMP
@@ -118,7 +118,7 @@ def test_the_limits_themselves_are_allowed(topic: str, attributes: Any, options:
     ],
 )
 def test_the_largest_message_makes_a_request_of_ten_million_bytes(topic: str, name: str) -> None:
-    """The size is that of the publish request: a topic ID counts as the longest full name, a full name as it is."""
+    """The size is that of the publish request: a topic ID counts as the longest full name, a full name as itself."""
 
     def request(size: int) -> int:
         message = registered(topic, bytes(size), task_id="x")["message"]
@@ -149,7 +149,7 @@ def test_a_broken_recorder_never_fails_the_caller(
     assert len(caplog.records) == 1
 
 
-def test_the_public_names_are_these() -> None:
+def test_the_public_api_has_these_names() -> None:
     """Applications may rely on these names; a change here is a change of the version."""
     assert set(outbox.__all__) == {
         "TASK_ID_ATTRIBUTE", "InvalidMessage", "OutboxError", "Priority", "Recorder", "__version__", "register",
@@ -159,7 +159,7 @@ def test_the_public_names_are_these() -> None:
     assert [(each.name, int(each)) for each in outbox.Priority] == [("LOW", 0), ("NORMAL", 50), ("HIGH", 100)]
 
 
-def test_an_application_sees_in_its_own_tests_what_it_registered() -> None:
+def test_the_recording_transaction_shows_registered_tasks() -> None:
     transaction = RecordingTransaction()
     transaction.insert("Orders", ("Id",), [("1",)])
     first = outbox.register(transaction, "orders", b"one", {"a": "b"}, priority=outbox.Priority.HIGH)

@@ -49,8 +49,8 @@ def test_a_new_task_is_one_read_by_key_and_one_insert() -> None:
     assert [each[:2] for each in transaction.inserts] == [("AsynchronousTasks", registration.COLUMNS)]
 
 
-def test_it_takes_what_register_takes() -> None:
-    """The same arguments with the same defaults; only the id must be given."""
+def test_register_once_has_the_arguments_of_register() -> None:
+    """The defaults are the same as well; only the ID is required."""
     ours, of_register = (dict(inspect.signature(each).parameters) for each in (outbox.register_once, outbox.register))
     assert ours.pop("task_id").default is inspect.Parameter.empty
     assert of_register.pop("task_id").default is None
@@ -58,7 +58,7 @@ def test_it_takes_what_register_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "sentence"),
     [
         ({"message": bytes(10_000_000)}, "10000"),
         ({"task_id": "x" * 65}, "65 characters"),
@@ -68,10 +68,10 @@ def test_it_takes_what_register_takes() -> None:
         ({"at_most_once": True, "ordering_key": "k"}, "exclude"),
     ],
 )
-def test_what_register_refuses_is_refused_before_anything_is_read(options: dict[str, Any], says: str) -> None:
-    """Whether or not the id is there: a fault shows at the first call, not at the first new id."""
+def test_invalid_arguments_are_refused_before_anything_is_read(options: dict[str, Any], sentence: str) -> None:
+    """Whether or not the ID exists: a mistake shows at the first call, not at the first new ID."""
     transaction = Recorded("t")
-    with pytest.raises(outbox.InvalidMessage, match=says):
+    with pytest.raises(outbox.InvalidMessage, match=sentence):
         once(transaction, **options)
     assert (transaction.reads, transaction.inserts) == ([], [])
 
@@ -84,7 +84,7 @@ SESSION = mock.Mock()
     [None, object(), Batch(SESSION), MutationGroup(SESSION), Snapshot(SESSION), AsyncTransaction(SESSION)],
     ids=lambda each: type(each).__name__,
 )
-def test_what_cannot_read_and_insert_is_a_type_error(transaction: object) -> None:
+def test_an_object_that_cannot_read_and_insert_is_a_type_error(transaction: object) -> None:
     """The sentence names the type and the remedy. The read of an AsyncTransaction would have to be awaited."""
     with pytest.raises(TypeError) as caught:
         once(transaction)
@@ -94,7 +94,7 @@ def test_what_cannot_read_and_insert_is_a_type_error(transaction: object) -> Non
     )
 
 
-def test_only_a_task_that_is_not_there_is_registered_and_counted(set_metrics: Callable[[Any], None]) -> None:
+def test_only_a_new_task_is_registered_and_counted(set_metrics: Callable[[Any], None]) -> None:
     counter = mock.Mock()
     set_metrics(counter)
     transaction = Recorded("there")
@@ -105,7 +105,7 @@ def test_only_a_task_that_is_not_there_is_registered_and_counted(set_metrics: Ca
     counter.increment.assert_called_once_with("outbox.registered_task_count", 1, ["topic:orders"])
 
 
-def test_what_was_registered_in_the_same_transaction_is_there() -> None:
+def test_a_task_registered_in_the_same_transaction_exists() -> None:
     """A read would not see buffered inserts, so `register_once` knows these ids without one."""
     transaction = Transaction(mock.Mock())
     with mock.patch.object(Transaction, "read", return_value=[]) as read:
@@ -127,8 +127,8 @@ def test_given_ids_are_forgotten_with_their_transaction() -> None:
     assert len(registration._given) == before
 
 
-def test_an_application_sees_in_its_own_tests_what_it_registered_once() -> None:
-    """`outbox.testing` answers as a transaction would: for what is there, and for what it registered itself."""
+def test_the_recording_transaction_answers_register_once() -> None:
+    """It answers as a transaction would: for existing tasks, and for those that it registered itself."""
     transaction = RecordingTransaction(["there"])
     outbox.register(transaction, "orders", b"", task_id="before")
     assert [once(transaction, id) for id in ("there", "before", "new", "new")] == [False, False, True, False]

@@ -1,4 +1,4 @@
-"""The refusals of `outbox.register`: full sentences that name the culprit, its value and what is allowed."""
+"""The refusals of `outbox.register`: full sentences that name the argument, its value and the allowed values."""
 
 import time
 from datetime import UTC, datetime, timedelta, timezone
@@ -123,7 +123,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         *(pytest.param(*each, id=f"contradiction {place}") for place, each in enumerate(CONTRADICTIONS)),
     ],
 )
-def test_what_pubsub_would_refuse_is_refused_here(arguments: dict[str, Any], sentence: str) -> None:
+def test_register_refuses_messages_that_pubsub_would_refuse(arguments: dict[str, Any], sentence: str) -> None:
     transaction = RecordingTransaction()
     with pytest.raises(outbox.InvalidMessage) as caught:
         outbox.register(transaction, **{"topic": "orders", "message": b"", **arguments})
@@ -134,7 +134,7 @@ def test_what_pubsub_would_refuse_is_refused_here(arguments: dict[str, Any], sen
 
 @pytest.mark.parametrize("wrong", [None, "text", {"a": 1}, 7, object()])
 def test_a_message_or_a_transaction_of_another_type_is_a_type_error(wrong: object) -> None:
-    """The sentence names the types that are allowed. A text is not bytes: the caller decides on the encoding."""
+    """The sentence names the allowed types. Text is not bytes: the caller decides on the encoding."""
     transaction, name = RecordingTransaction(), type(wrong).__name__
     for arguments, sentence in (
         ((transaction, "orders", wrong), f"message is {name}, it must be bytes, a PubsubMessage or a protobuf message"),
@@ -146,7 +146,7 @@ def test_a_message_or_a_transaction_of_another_type_is_a_type_error(wrong: objec
     assert transaction.inserts == []
 
 
-def test_the_range_of_a_time_is_that_of_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_limited_in_utc(monkeypatch: pytest.MonkeyPatch) -> None:
     """In any zone of the machine, here one in which the last moment is in the year 10,000."""
     monkeypatch.setenv("TZ", "UTC-14")
     time.tzset()

@@ -22,7 +22,7 @@ NO_ANSWER = StoreError("deadline exceeded")
 LATER = datetime(2026, 1, 1, 13, tzinfo=UTC)
 
 
-def test_a_run_again_after_an_abort_publishes_nothing_twice(bench: Bench) -> None:
+def test_an_aborted_transaction_publishes_no_task_twice(bench: Bench) -> None:
     bench.insert("first")
     bench.turns()
     assert bench.count(m.ABORTED) == 0
@@ -44,9 +44,9 @@ def test_a_run_again_after_an_abort_publishes_nothing_twice(bench: Bench) -> Non
         (lambda bench: bench.store.rows.pop("a"), [("b", ORDERS)], 0),
         (lambda bench: bench.change("a", topic="invoices"), [("a", INVOICES), ("b", ORDERS)], 0),
     ],
-    ids=["sent", "put off", "deleted", "moved"],
+    ids=["sent", "rescheduled", "deleted", "moved"],
 )
-def test_the_row_under_the_lock_decides(
+def test_the_locked_row_decides(
     bench: Bench, act: Callable[[Bench], object], published: list[tuple[str, str]], already: int
 ) -> None:
     """Another worker or an operator changed the task between the poll and the lock: the poll's version is ignored."""
@@ -85,7 +85,7 @@ def test_a_failed_commit_is_marked_later_without_publishing_again(bench: Bench, 
     ids=["old", "registered again", "retried"],
 )
 def test_an_old_or_changed_row_in_doubt_is_published_again(bench: Bench, act: Callable[[Bench], None]) -> None:
-    """What is remembered is too old, or is not about this row: a duplicate with the same id, never a loss."""
+    """The record is too old or does not match the row: a duplicate with the same ID, never a loss."""
     bench.insert("a")
     bench.commits(NO_ANSWER)
     bench.relay.turn(), bench.relay.turn()
@@ -96,8 +96,8 @@ def test_an_old_or_changed_row_in_doubt_is_published_again(bench: Bench, act: Ca
     assert bench.unsent() == []
 
 
-def test_commits_that_are_refused_for_good_make_no_duplicates(bench: Bench) -> None:
-    """While what is in doubt cannot be marked nothing is published, neither again nor anew; the turn is no success."""
+def test_permanently_refused_commits_cause_no_duplicates(bench: Bench) -> None:
+    """While tasks in doubt cannot be marked, no task is published, and the turn is no success."""
     bench.insert("a")
     bench.commits(*[StoreError("no permission to update")] * 100)
     assert not [turn for turn in (bench.relay.turn(), bench.relay.turn()) if turn.published and turn.made_progress]
@@ -113,7 +113,7 @@ def test_commits_that_are_refused_for_good_make_no_duplicates(bench: Bench) -> N
 
 
 def test_tasks_in_doubt_that_cannot_be_marked_in_time_end_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is marked, the other hangs: only that one stays in doubt, and the loop does not wait for ever."""
+    """One is marked, the other hangs: only that one stays in doubt, and the worker does not wait for ever."""
     monkeypatch.setattr(in_flight, "WATCH_SECONDS", 0.001)
     bench = Bench(size=1, batches=2, beat=lambda: bench.wait(5))
     bench.insert("a", "b")
@@ -135,7 +135,7 @@ def test_tasks_in_doubt_that_cannot_be_marked_in_time_end_the_worker(monkeypatch
         let_go.set()
 
 
-def test_a_stop_during_the_poll_takes_nothing_more(bench: Bench) -> None:
+def test_a_stop_during_the_poll_claims_no_task(bench: Bench) -> None:
     bench.insert("a")
     bench.relay.turn()
     assert bench.relay.turn(lambda: True).published == 0
@@ -146,7 +146,7 @@ def test_a_topic_without_tasks_is_forgotten_and_found_again(bench: Bench) -> Non
     """A name that was used once does not cost every poll for ever."""
     bench.insert("o")
     bench.turns()
-    assert bench.store.looks[-1].topics == {"orders"}
+    assert bench.store.polls[-1].topics == {"orders"}
     bench.seconds += 601
     bench.relay.turn(), bench.relay.turn()
     assert bench.relay.topics == set()
@@ -155,26 +155,8 @@ def test_a_topic_without_tasks_is_forgotten_and_found_again(bench: Bench) -> Non
     assert bench.publisher.ids() == ["o", "o2"]
 
 
-def test_a_paused_topic_waits_and_holds_no_other(bench: Bench) -> None:
-    bench.insert("i", topic="invoices")
-    bench.turns()
-    bench.insert("i2", topic="invoices")
-    bench.insert("o")
-    bench.store.paused = {"invoices"}
-    bench.relay.turn()
-    assert bench.store.looks[-1].topics == {"invoices"}
-    assert bench.publisher.ids() == ["i"]
-    bench.turns()
-    assert bench.store.looks[-1].topics == {"orders"}
-    assert bench.publisher.ids() == ["i", "o"]
-    bench.store.paused = set()
-    bench.relay.turn()  # learns of it
-    bench.turns()
-    assert bench.publisher.ids() == ["i", "o", "i2"]
-
-
 def test_a_store_that_does_not_answer_and_a_defect_are_raised(bench: Bench) -> None:
-    """The loop decides: nothing is taken, and a half-working worker is worse than a dead one."""
+    """The worker decides: nothing is claimed, and a half-working worker is worse than a dead one."""
     bench.insert("a")
     bench.store.away = True
     with pytest.raises(StoreError):
@@ -209,7 +191,7 @@ def test_a_batch_that_does_not_end_ends_the_worker(
     assert bench.count(m.PUBLISHED) == 1
 
 
-def test_a_relay_says_what_it_is_busy_with(bench: Bench) -> None:
+def test_a_relay_reports_its_batches_topics_and_circuits(bench: Bench) -> None:
     bench.insert("a")
     bench.insert("b", topic="missing")
     assert (bench.relay.in_flight, bench.relay.topics, dict(bench.relay.open_circuits())) == (0, frozenset(), {})
@@ -223,7 +205,7 @@ def test_a_relay_says_what_it_is_busy_with(bench: Bench) -> None:
     assert bench.relay.open_circuits() == {"missing": False}
 
 
-def test_batches_that_have_ended_are_counted_though_polls_fail(bench: Bench, slow: SlowPublisher) -> None:
+def test_finished_batches_are_counted_though_polls_fail(bench: Bench, slow: SlowPublisher) -> None:
     """Otherwise an outage of minutes would lose the outcome, and the batch would seem stuck."""
     bench.insert("a", "b", topic="invoices")
     slow.hanging = {"invoices"}

@@ -1,4 +1,4 @@
-"""What the relay logs and counts of batches, turns and topics: enough, in pairs, and not again and again."""
+"""The logs and counts of batches, turns and topics: complete, in pairs, and without repetition."""
 
 import logging
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from tests.support.fakes import Counted
 
 AWAY = Failed("unavailable", "connection refused")
 MISSING = Failed("not_found", "no such topic")
-REST, BACK = "circuit_open", "circuit_closed"
+OPENED, CLOSED = "circuit_open", "circuit_closed"
 
 
 class Watch(Counted):
@@ -37,7 +37,7 @@ class Watch(Counted):
         super().distribution(metric, value, tags, sample_rate)
         self.samples.append((metric, value, tags, sample_rate))
 
-    def told(self) -> list[str]:
+    def actions(self) -> list[str]:
         actions = [record.action for record in self.caplog.records]
         self.caplog.clear()
         return actions
@@ -64,34 +64,34 @@ def watch(caplog: pytest.LogCaptureFixture) -> Watch:
     return Watch(caplog)
 
 
-def test_a_rest_and_its_end_are_told_once_each(watch: Watch) -> None:
-    """However many probes fail in between. A rest that ended unseen, with no task to probe, is followed by another."""
+def test_an_opened_and_a_closed_circuit_are_logged_once_each(watch: Watch) -> None:
+    """However many probes fail in between. If a circuit closed without a probe, the next opening is logged."""
     watch.change(AWAY)
     watch.keep_failing(300)
-    assert watch.told() == [REST]
+    assert watch.actions() == [OPENED]
     watch.change(None, 300)
-    assert watch.told() == [BACK]
+    assert watch.actions() == [CLOSED]
     for _ in range(2):
         watch.seconds += 1000
         watch.change(AWAY)
-        assert watch.told() == [REST]
+        assert watch.actions() == [OPENED]
 
 
-def test_a_topic_that_flaps_is_told_of_once_a_minute_and_in_pairs(watch: Watch) -> None:
-    """Rest and return every second for ten minutes: no return is logged without its rest. One that lasts is logged."""
+def test_a_flapping_circuit_is_logged_once_a_minute_and_in_pairs(watch: Watch) -> None:
+    """It opens and closes every second for ten minutes: no closing is logged without its opening."""
     for _ in range(300):
         watch.change(AWAY)
         watch.seconds += 1
         watch.change(None, 1)
         watch.seconds += 1
-    assert watch.told() == [REST, BACK] * 10
+    assert watch.actions() == [OPENED, CLOSED] * 10
     watch.seconds += 60
     watch.change(AWAY)
     watch.change(None, 1)
     watch.change(AWAY)
-    assert watch.told() == [REST, BACK]
+    assert watch.actions() == [OPENED, CLOSED]
     watch.keep_failing(62)
-    assert watch.told() == [REST]
+    assert watch.actions() == [OPENED]
 
 
 def failing(ids: Sequence[str], *, dead: int = 0) -> BatchResult:
@@ -102,7 +102,7 @@ def failing(ids: Sequence[str], *, dead: int = 0) -> BatchResult:
     return result
 
 
-def test_each_failure_has_a_line(watch: Watch) -> None:
+def test_each_failure_is_logged(watch: Watch) -> None:
     result = failing("abc", dead=1)
     result.traces = {"a": "1" * 32}
     watch.reporter.batch(result)
@@ -119,21 +119,21 @@ def test_each_failure_has_a_line(watch: Watch) -> None:
         ),
         *((again.format(id), {**about, "task_id": id, "attempt": 2}) for id in ("b", "c")),
     ]
-    assert watch.told() == ["dead", "publish_failed", "publish_failed"]
+    assert watch.actions() == ["dead", "publish_failed", "publish_failed"]
     assert watch.counts == {m.FAILED.name: 3, m.DEAD.name: 1, m.BATCH_SIZE.name: 1}
 
 
 def test_ten_thousand_failures_are_a_hundred_lines_a_minute(watch: Watch) -> None:
     watch.reporter.batch(failing([f"task-{n}" for n in range(10_000)]))
-    assert watch.told() == ["publish_failed"] * 100
+    assert watch.actions() == ["publish_failed"] * 100
     watch.seconds += 60
     watch.reporter.batch(failing(["late"]))
     assert watch.caplog.messages[0].endswith("[and 9900 more times since the last such line]")
-    assert watch.told() == ["publish_failed"]
+    assert watch.actions() == ["publish_failed"]
 
 
-def test_an_outage_has_a_line_for_each_task_only_at_debug(watch: Watch) -> None:
-    """No task pays for it; the rest of the topic is logged. Each turn with work is such a line, with its numbers."""
+def test_an_outage_logs_each_task_only_at_debug(watch: Watch) -> None:
+    """No attempt is recorded, and the open circuit is logged. Each turn with work is such a line, with its numbers."""
     watch.caplog.set_level(logging.DEBUG, "publishworker")
     watch.reporter.batch(BatchResult(Batch("orders", ("a", "b")), tried=dict.fromkeys("ab", AWAY)))
     assert [record.levelname for record in watch.caplog.records] == ["DEBUG"] * 2
@@ -145,19 +145,19 @@ def test_an_outage_has_a_line_for_each_task_only_at_debug(watch: Watch) -> None:
     assert fields["published"] == 3
 
 
-def test_what_was_done_is_told_once_a_minute(watch: Watch) -> None:
+def test_a_summary_is_logged_once_a_minute(watch: Watch) -> None:
     watch.turns(150, Turn(published=10, already_sent=1), worked=True)
-    assert watch.told() == ["summary"] * 2
+    assert watch.actions() == ["summary"] * 2
     watch.reporter.end()
     fields = {"published": 280, "sent by others": 28, "seconds": 28.0}
     assert watch.lines() == [("tasks in 28 s: 280 published, 28 sent by others", fields)]
     watch.caplog.clear()
     watch.turns(150, Turn(), worked=False)
     watch.reporter.end()
-    assert watch.told() == []
+    assert watch.actions() == []
     watch.turns(1, Turn(published=1), worked=True)
     watch.turns(61, Turn(), worked=False)
-    assert watch.told() == ["summary"]
+    assert watch.actions() == ["summary"]
 
 
 def test_durations_and_latencies_are_sampled(watch: Watch) -> None:
@@ -179,7 +179,7 @@ def test_durations_and_latencies_are_sampled(watch: Watch) -> None:
     assert [rate for metric, _, _, rate in watch.samples if metric == m.LATENCY.name] == [1, 1, *[0.02] * 1000]
 
 
-def test_topics_that_can_be_none_share_a_tag(watch: Watch) -> None:
+def test_invalid_topics_share_a_tag(watch: Watch) -> None:
     """A program that writes rows by hand must not create a thousand time series."""
     for topic in ("orders", "projects/p-1/topics/orders", "no topic", "x" * 400, "goog-like"):
         watch.reporter.batch(BatchResult(Batch(topic, ("a",)), tried={"a": Sent("1")}))

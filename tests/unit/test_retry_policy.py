@@ -1,4 +1,4 @@
-"""What a failure costs: waits, dead tasks and the text of LastError, by the database's time alone."""
+"""The backoff of a failure, dead tasks and the text of LastError, by the database's time alone."""
 
 from datetime import UTC, datetime, timedelta
 from random import Random
@@ -47,8 +47,8 @@ def wait(recorded: FailedAttempt) -> float:
     ("attempts", "full"),
     [(0, 2), (1, 4), (2, 8), (3, 16), (6, 100), (7, 100), (59, 100), (61, 100), (1100, 100), (2**62, 100), (-5, 2)],
 )
-def test_waits_double_up_to_the_longest_each_between_half_and_full(attempts: int, full: float) -> None:
-    """Over many seeds: never outside, and spread over all of it; no number of attempts overflows."""
+def test_backoff_doubles_up_to_its_max_with_jitter(attempts: int, full: float) -> None:
+    """Over many seeds: between half and full, spread over all of it. No number of attempts overflows."""
     options: dict[str, Any] = {"initial": 2, "longest": 100, "max_attempts": 2**63}
     waits = [wait(record(UNKNOWN, attempts, random=Random(seed), **options)) for seed in range(300)]
     assert full / 2 <= min(waits) < full * 0.52
@@ -56,7 +56,7 @@ def test_waits_double_up_to_the_longest_each_between_half_and_full(attempts: int
     assert sum(waits) / 300 == pytest.approx(full * 0.75, rel=0.05)
 
 
-def test_the_wait_is_the_drawn_part_of_the_full_wait_from_the_given_time() -> None:
+def test_the_backoff_is_a_random_part_of_the_full_wait() -> None:
     for part, seconds in ((0.5, 4), (0.75, 6), (1.0, 8)):
         drawn = Mock(uniform=Mock(return_value=part))
         assert record(UNKNOWN, 2, initial=2, random=drawn).available_at == NOW + timedelta(seconds=seconds)
@@ -73,17 +73,17 @@ def test_a_content_error_is_dead_at_once() -> None:
 
 
 @pytest.mark.parametrize("failure", [OUTAGE, UNKNOWN, Failed("not in the table", "no")])
-@pytest.mark.parametrize("most", [1, 2, 10])
-def test_a_tasks_own_error_is_dead_exactly_at_the_last_attempt(failure: Failed, most: int) -> None:
+@pytest.mark.parametrize("max_attempts", [1, 2, 10])
+def test_a_tasks_own_error_is_dead_exactly_at_the_last_attempt(failure: Failed, max_attempts: int) -> None:
     for age in (timedelta(0), OLD):
-        recorded = [record(failure, before, age, max_attempts=most) for before in range(most + 1)]
-        assert [each.dead for each in recorded] == [False] * (most - 1) + [True, True]
-        assert [each.attempts for each in recorded] == [*range(1, most + 2)]
+        recorded = [record(failure, before, age, max_attempts=max_attempts) for before in range(max_attempts + 1)]
+        assert [each.dead for each in recorded] == [False] * (max_attempts - 1) + [True, True]
+        assert [each.attempts for each in recorded] == [*range(1, max_attempts + 2)]
 
 
 @pytest.mark.parametrize("reason", ["not_found", "permission_denied", "failed_precondition"])
-def test_a_missing_topic_makes_no_task_dead_that_is_young(reason: str) -> None:
-    """Both must be: the attempts used up, and the age by the database's clock. Until then the wait is the longest."""
+def test_a_missing_topic_makes_no_young_task_dead(reason: str) -> None:
+    """Both must hold: the attempts used up, and the age by the database's clock. Until then the max backoff applies."""
     for before, age, dead in (
         (0, OLD, False), (8, OLD, False), (9, OLD, True), (9, HOUR, True), (9, HOUR - MICROSECOND, False),
         (8, HOUR, False), (500, HOUR - MICROSECOND, False), (500, HOUR, True), (500, -HOUR, False),
@@ -107,15 +107,15 @@ def test_times_follow_the_databases_clock_alone(now: datetime, failure: Failed) 
 
 @pytest.mark.parametrize("failure", [CONTENT, TARGET, OUTAGE, UNKNOWN])
 def test_the_expiry_is_carried_over(failure: Failed) -> None:
-    """A mark before publishing has taken it from the row; a failure gives it back."""
+    """A mark before publishing removed it from the row; a failure restores it."""
     for expires_at in (None, NOW + HOUR, NOW - HOUR):
         assert record(failure, expires_at=expires_at).expires_at == expires_at
 
 
 @pytest.mark.parametrize("character", ["x", "ü", "\U0001f600", "\ud800"])
 @pytest.mark.parametrize(("length", "expected"), [(988, 999), (989, 1000), (990, 1000), (100_000, 1000)])
-def test_the_text_has_a_thousand_characters_at_most(character: str, length: int, expected: int) -> None:
-    """Cut by characters of any width, and halves of one. It begins with the reason, for which people search."""
+def test_last_error_has_at_most_a_thousand_characters(character: str, length: int, expected: int) -> None:
+    """Cut by characters of any width, and halves of one. It begins with the reason, for which operators search."""
     text = record(Failed("not_found", character * length)).error or ""
     assert len(text) == expected
     assert text.startswith("not_found: ")
@@ -123,7 +123,7 @@ def test_the_text_has_a_thousand_characters_at_most(character: str, length: int,
 
 
 @given(st.text(st.characters(), max_size=30), st.integers(0, 40))
-def test_the_text_is_what_a_column_can_hold(error: str, copies: int) -> None:
+def test_last_error_fits_its_column(error: str, copies: int) -> None:
     text = last_error(Failed("internal", error * copies))
     expected = "".join("?" if 0xD800 <= ord(each) < 0xE000 else each for each in f"internal: {error * copies}")
     assert text == expected[:1000]
@@ -133,11 +133,11 @@ def test_the_text_is_what_a_column_can_hold(error: str, copies: int) -> None:
 @pytest.mark.parametrize("probe", [False, True])
 @pytest.mark.parametrize("suspect", [False, True])
 @pytest.mark.parametrize("works", [False, True])
-def test_who_pays(probe: bool, suspect: bool, works: bool) -> None:
-    """The task, or its topic, which rests then; another task that is suspect changes nothing."""
+def test_which_failures_are_recorded_on_the_task(probe: bool, suspect: bool, works: bool) -> None:
+    """The other failures open the circuit. Another task that is suspect changes nothing."""
     batch = Batch("orders", ("a", "b"), frozenset({"b", *(["a"] if suspect else [])}), probe=probe)
     # A missing or closed topic costs its probes. An outage costs a task that has met one, while its topic works; a
-    # probe does not know that it does. What no message can cause costs no task.
+    # probe does not know that it does. A failure that no message can cause is recorded on no task.
     met_again = suspect and works and not probe
     expected = {"invalid_argument": True, "data_loss": True, "not_found": probe}
     expected |= dict.fromkeys(("unavailable", "deadline_exceeded", "internal"), met_again)

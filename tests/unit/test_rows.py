@@ -15,9 +15,9 @@ NOON = datetime(2026, 1, 1, 12, 0, 0, 123456, tzinfo=UTC)
 
 
 def values(*row: Any) -> list[Value]:
-    made = ListValue()
-    made.extend([each if each is None or isinstance(each, bool) else str(each) for each in row])
-    return list(made.values)
+    created = ListValue()
+    created.extend([each if each is None or isinstance(each, bool) else str(each) for each in row])
+    return list(created.values)
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def values(*row: Any) -> list[Value]:
     [
         ("2026-01-01T12:00:00Z", datetime(2026, 1, 1, 12, tzinfo=UTC)),
         ("2026-01-01T12:00:00.1Z", datetime(2026, 1, 1, 12, 0, 0, 100_000, tzinfo=UTC)),
-        ("2026-01-01T12:00:00.123456789Z", NOON),  # nanoseconds are cut: what is compared is cut on both sides
+        ("2026-01-01T12:00:00.123456789Z", NOON),  # nanoseconds are cut on both sides of a comparison
         ("0001-01-01T00:00:00Z", datetime(1, 1, 1, tzinfo=UTC)),
         ("9999-12-31T23:59:59.999999999Z", datetime(9999, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC)),
     ],
@@ -40,7 +40,7 @@ def test_a_task_in_two_ranges_is_one_candidate() -> None:
     assert [each.id for each in rows.candidates([task, task])] == ["a"]
 
 
-def test_a_task_is_due_and_expired_at_the_moment_that_its_row_names() -> None:
+def test_a_task_is_due_or_expired_exactly_at_its_time() -> None:
     before = NOON - timedelta(microseconds=1)
     task = LockedRow("a", "orders", b"", None, NOON, available_at=NOON, sent_at=None, expires_at=NOON)
     assert (task.is_due(before), task.is_due(NOON), task.is_expired(before), task.is_expired(NOON)) == (False, True) * 2

@@ -21,12 +21,12 @@ def shapes(**options: Any) -> dict[str, dict[str, str]]:
 
 
 def test_the_default_is_schema_sql_without_comments():
-    """What apply sends is the file, so reading the file is reading what happens."""
-    made = schema.statements()
+    """Apply sends the file, so reading the file is enough."""
+    created = schema.statements()
 
     code = [line.partition("--")[0].split() for line in SCHEMA_SQL.splitlines()]
-    assert " ".join(made).split() == [word.rstrip(";") for line in code for word in line if word != ";"]
-    assert not [statement for statement in made if "--" in statement or ";" in statement]
+    assert " ".join(created).split() == [word.rstrip(";") for line in code for word in line if word != ";"]
+    assert not [statement for statement in created if "--" in statement or ";" in statement]
     # Tools that split the files at semicolons get whole statements.
     for path in (ROOT / "schema").rglob("*.sql"):
         assert not [comment for comment in re.findall("--.*", path.read_text()) if re.search("[;'\"]", comment)]
@@ -62,10 +62,7 @@ def test_further_objects_are_optional():
     for option in ("exclude_update = true", "exclude_delete = true", "exclude_ttl_deletes = true"):
         assert option in stream
     left_out = [each for each in schema.statements() if each not in schema.statements(relay_only=True)]
-    assert [ddl.parse(each).title for each in left_out] == [
-        "table AsynchronousTaskOperations",
-        "table ProcessedTasks",
-    ]
+    assert [ddl.parse(each).title for each in left_out] == ["table AsynchronousTaskOperations", "table ProcessedTasks"]
 
 
 def test_numbers_out_of_range_are_refused():
@@ -128,7 +125,7 @@ def test_an_index_that_is_being_filled_exists_but_is_not_ready():
     database.update_ddl.assert_not_called()
 
 
-def test_the_guide_shows_the_files_that_the_test_runs():
+def test_the_guide_shows_the_migration_files():
     guide = (ROOT / "docs" / "guide" / "from-the-article.md").read_text()
 
     shown = re.findall(r"```sql\n(.+?)```", guide, re.DOTALL)

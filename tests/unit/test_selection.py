@@ -1,4 +1,4 @@
-"""Which batches start: deferrals beside tasks that can be sent, what is left behind, limits of bytes and of topics."""
+"""Which batches start: deferrals and sendable tasks, leftover tasks, limits of bytes and of topics."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -26,7 +26,7 @@ class Bench:
         self.selector = Selector(self.limits, self.topics, self.random, 0.0)
         self.in_flight = InFlight(BatchResult)
 
-    def fly(self, *batches: Batch) -> None:
+    def start(self, *batches: Batch) -> None:
         for batch in batches:
             self.in_flight.start(batch)
 
@@ -48,17 +48,17 @@ def tasks(count: int, topic: str = "orders", bytes: int = 1, **columns: int) -> 
     ("places", "in_flight", "candidates", "deferrals"),
     [(8, 0, 5, 2), (8, 0, 0, 4), (20, 0, 5, 5), (8, 1, 5, 1), (8, 2, 5, 0), (2, 0, 0, 1), (1, 0, 0, 1)],
 )
-def test_deferrals_have_a_quarter_of_the_places_or_half_if_nothing_can_be_sent(
+def test_deferrals_get_a_quarter_of_the_places_or_half_if_none_is_sendable(
     places: int, in_flight: int, candidates: int, deferrals: int
 ) -> None:
-    """Those in flight count; of one or two places they get one while there is nothing to send."""
+    """Those in flight count. Of one or two places they get one while no task is sendable."""
     bench = Bench(places)
-    bench.fly(*[Batch("orders", ("head", "a"), defers=True)] * in_flight)
+    bench.start(*[Batch("orders", ("head", "a"), defers=True)] * in_flight)
     batches = bench.select(tasks(candidates), blocked=20)
     assert sum(batch.defers for batch in batches) == deferrals
 
 
-def test_of_few_places_deferrals_get_one_in_a_quarter_of_the_turns() -> None:
+def test_with_few_places_deferrals_get_one_in_a_quarter_of_the_turns() -> None:
     turns = [Bench(3) for _ in range(400)]
     for number, bench in enumerate(turns):
         bench.random.seed(number)
@@ -66,7 +66,7 @@ def test_of_few_places_deferrals_get_one_in_a_quarter_of_the_turns() -> None:
     assert 60 <= deferred <= 140
 
 
-def test_tasks_are_left_behind_if_a_place_or_the_poll_was_too_small() -> None:
+def test_leftover_tasks_are_noticed() -> None:
     for count, cut_off, left in ((20, (), False), (21, (), True), (20, ("orders",), True)):
         bench = Bench(batches=2)
         bench.select(tasks(count), cut_off=frozenset(cut_off))
@@ -77,20 +77,20 @@ def test_tasks_are_left_behind_if_a_place_or_the_poll_was_too_small() -> None:
     assert (len(batch.ids), bench.selector.left_tasks) == (5, False)
 
 
-def test_bytes_in_flight_leave_tasks_behind() -> None:
-    """The limit is that of four batches; a batch that is alone may be larger."""
+def test_too_many_bytes_in_flight_leave_tasks_pending() -> None:
+    """The limit is that of four batches. A single batch may be larger."""
     bench = Bench(batches=8)
     large = bench.limits.bytes // 2
     assert len(bench.select(tasks(40, bytes=large // 10))) == 4
     assert bench.selector.crowded
-    bench.fly(Batch("invoices", ("a",), bytes=bench.limits.bytes))
+    bench.start(Batch("invoices", ("a",), bytes=bench.limits.bytes))
     assert bench.select(tasks(1)) == []
     alone = Bench()
     assert len(alone.select(tasks(1, bytes=2 * alone.limits.bytes))) == 1
     assert not alone.selector.crowded
 
 
-def test_a_topic_whose_circuit_is_open_gets_the_tasks_of_a_probe() -> None:
+def test_a_topic_with_an_open_circuit_gets_a_probe() -> None:
     bench = Bench(size=50)
     failed = BatchResult(Batch("orders", ("a",)), tried={"a": Failed("not_found", "no such topic")})
     bench.topics.learn(failed)

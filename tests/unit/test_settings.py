@@ -19,14 +19,14 @@ def read(environment: dict[str, str] | None = None, **flags: str) -> WorkerSetti
     return WorkerSettings.read({**NEEDED, **flags}, environment or {})
 
 
-def test_defaults_are_those_of_the_documentation() -> None:
+def test_defaults_match_the_documentation() -> None:
     settings = read()
     assert (settings.batch_size, settings.publish_timeout, settings.poll_interval) == (100, 5.0, 1.0)
     assert (settings.backoff_initial, settings.backoff_max, settings.max_attempts) == (1.0, 3600.0, 10)
     assert (settings.dead_after, settings.allowed_topics) == (86_400.0, "*")
 
 
-def test_a_flag_wins_over_its_environment_twin_which_wins_over_the_default() -> None:
+def test_a_flag_overrides_its_variable_which_overrides_the_default() -> None:
     assert read({"OUTBOX_BATCH_SIZE": "7"}).batch_size == 7
     assert read({"OUTBOX_BATCH_SIZE": "7"}, batch_size="8").batch_size == 8
     needed = {"instance": "main", "database": "orders"}
@@ -35,7 +35,7 @@ def test_a_flag_wins_over_its_environment_twin_which_wins_over_the_default() -> 
     assert {field.name for field in fields_of(WorkerSettings) if field.variable} == {"project"}
 
 
-#: By the flag: what is allowed, values beyond it, and the edges inside.
+#: By the flag: the allowed values, values beyond them, and the boundaries inside.
 VALUES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "batch_size": ("a whole number from 1 to 1,000", ("0", "1001", "ten"), ("1", "1000")),
     "concurrency": ("a whole number from 1 to 100", ("-1",), ("1", "100")),
@@ -63,7 +63,7 @@ VALUES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("flag", VALUES)
-def test_a_wrong_value_names_the_flag_the_value_and_what_is_allowed(flag: str) -> None:
+def test_a_wrong_value_names_the_flag_and_the_allowed_values(flag: str) -> None:
     allowed, wrong, right = VALUES[flag]
     name, variable = "--" + flag.replace("_", "-"), f"OUTBOX_{flag.upper()}"
     needed = {key: text for key, text in NEEDED.items() if key != flag}
@@ -103,12 +103,12 @@ def test_the_known_variables_are_those_of_all_settings() -> None:
     assert {field.name.upper() for each in classes for field in fields_of(each)} | {"MAX_AGE"} == NAMES
 
 
-def test_a_missing_value_says_where_it_may_come_from() -> None:
+def test_a_missing_value_names_its_flag_and_variables() -> None:
     with pytest.raises(SettingError, match="--instance is missing: give it, or set OUTBOX_INSTANCE"):
         WorkerSettings.read({"project": "p", "database": "d1"}, {})
 
 
-def test_help_names_every_flag_its_twin_and_its_default() -> None:
+def test_help_names_every_flag_its_variable_and_its_default() -> None:
     parser = argparse.ArgumentParser()
     WorkerSettings.add_flags(parser)
     help_text = " ".join(parser.format_help().split())
@@ -125,7 +125,7 @@ class Shares(DatabaseSettings):
     full_share: int = setting("7", whole_number(1, 100), "100 % of it, or %(prog)s.")
 
 
-def test_a_percent_sign_in_a_help_text_is_one() -> None:
+def test_a_percent_sign_in_a_help_text_is_kept() -> None:
     parser = argparse.ArgumentParser()
     Shares.add_flags(parser)
     assert "100 % of it, or %(prog)s." in " ".join(parser.format_help().split())
@@ -133,7 +133,7 @@ def test_a_percent_sign_in_a_help_text_is_one() -> None:
     assert flags == {"full_share": "8", "project": "p", "instance": None, "database": None, "database_role": None}
 
 
-def test_the_deadline_is_a_flag_that_is_no_setting() -> None:
+def test_the_deadline_is_a_flag_but_not_a_setting() -> None:
     parser = argparse.ArgumentParser()
     add_deadline(parser)
     assert [parser.parse_args(["--deadline", text]).deadline for text in ("0", "0.5", "1e9")] == [0, 0.5, 1e9]
@@ -147,7 +147,7 @@ def test_the_deadline_is_a_flag_that_is_no_setting() -> None:
     assert "--deadline SECONDS Stop after this time with exit code 4 (default: never)." in help_text
 
 
-def test_a_first_backoff_beyond_the_longest_is_refused() -> None:
+def test_an_initial_backoff_above_the_max_is_refused() -> None:
     with pytest.raises(SettingError, match=r"--backoff-initial: 10 is not allowed: .* --backoff-max, which is 5"):
         read(backoff_initial="10", backoff_max="5")
     assert read(backoff_initial="5", backoff_max="5").backoff_max == 5

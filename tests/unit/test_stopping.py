@@ -8,8 +8,8 @@ import pytest
 from publishworker.stopping import run_on_thread, stop_on_signals
 
 
-def test_a_loop_on_a_thread_ends_in_time_or_not_and_raises_its_defect() -> None:
-    """After the stop it has its time, and no more. A defect ends the command: there is never a silent half-worker."""
+def test_a_worker_on_a_thread_ends_in_time_and_raises_its_defect() -> None:
+    """After the stop it has its timeout and no more. A defect ends the command: there is no silent half-worker."""
     stop, release = threading.Event(), threading.Event()
     assert run_on_thread(stop.set, stop, 5)
     assert not run_on_thread(lambda: release.wait(30), stop, 0.01)
@@ -23,7 +23,7 @@ def test_a_loop_on_a_thread_ends_in_time_or_not_and_raises_its_defect() -> None:
 
 
 def test_the_first_signal_asks_to_stop_and_the_handlers_are_restored() -> None:
-    """The Spark task of a drain goes on in a process whose handlers are not the worker's."""
+    """The Spark task of a drain continues in a process whose handlers are not the worker's."""
     before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
     with stop_on_signals() as stop:
         signal.raise_signal(signal.SIGTERM)

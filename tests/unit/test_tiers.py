@@ -37,8 +37,8 @@ def is_quick(test: str) -> bool:
 
 
 @pytest.mark.parametrize(("promise", "tests"), list(promises()))
-def test_make_test_shows_every_promise_of_the_readme(promise: str, tests: list[str]) -> None:
-    """A promise that only `make test-all` shows would break unnoticed for too long."""
+def test_make_test_covers_every_promise_of_the_readme(promise: str, tests: list[str]) -> None:
+    """A promise that only `make test-all` covers would break unnoticed for too long."""
     assert any(map(is_quick, tests)), promise
 
 

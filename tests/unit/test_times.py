@@ -33,7 +33,7 @@ TIMES = {
     "0002-01-01T00:00:00+23:59": datetime(1, 12, 31, 0, 1, tzinfo=UTC),
     "9998-12-31T23:59:59-23:59": datetime(9999, 1, 1, 23, 58, 59, tzinfo=UTC),
 }
-#: Without an offset, in another form, or in a year that has times which are none in UTC.
+#: Without an offset, in another form, or at times that are outside of the years 1 to 9999 in UTC.
 NO_TIMES = (
     "2026-11-21T13:00:00", "2026-11-21", "2026-11-21 13:00:00Z", "2026-11-21T", "2026-11-21T13:00:00z",
     "2026-11-21T13:00:00Z\n", " 2026-11-21T13:00:00Z", "2026-11-21T13:00:00+24:00", "2026-11-21T24:00:01Z",
@@ -78,14 +78,14 @@ def test_a_time_has_an_offset(text: str, time: datetime):
         *((MOMENT, text) for text in NO_TIMES),
     ],
 )
-def test_what_is_neither_a_duration_nor_a_time_is_a_value_error(kind: type, text: str):
+def test_an_invalid_duration_or_time_is_a_value_error(kind: type, text: str):
     """Nothing else is raised, so the user gets the sentence of a wrong value."""
     with pytest.raises(ValueError):  # noqa: PT011 - the sentence is that of the kind
         kind.parse(text)
 
 
 @given(st.from_regex(r"[0-9]{1,16}(\.[0-9]{1,10})?[smhd]", fullmatch=True))
-def test_no_number_of_digits_is_too_many(text: str):
+def test_any_number_of_digits_is_handled(text: str):
     """A duration is at most a hundred years, so it can be subtracted from any time of a database."""
     try:
         value = MOMENT.parse(text)
@@ -99,8 +99,8 @@ def test_no_number_of_digits_is_too_many(text: str):
     st.datetimes(datetime(2, 1, 2), datetime(9998, 12, 30)),  # noqa: DTZ001 - the offset is drawn
     st.integers(-14 * 60, 14 * 60),
 )
-def test_what_is_shown_is_read_again(naive: datetime, minutes: int):
-    """`--until` of the command that goes on is the same time: to the microsecond, from any offset, with a Z."""
+def test_a_printed_time_can_be_read_back(naive: datetime, minutes: int):
+    """`--until` of the printed command is the same time: to the microsecond, from any offset, with a Z."""
     time = naive.replace(tzinfo=timezone(timedelta(minutes=minutes)))
     text = shown(time)
     assert text.endswith("Z")
@@ -109,5 +109,5 @@ def test_what_is_shown_is_read_again(naive: datetime, minutes: int):
 
 
 @pytest.mark.parametrize(("seconds", "text"), SPOKEN.items())
-def test_a_duration_is_spoken_in_its_two_largest_units(seconds: float, text: str):
+def test_a_duration_is_printed_in_its_two_largest_units(seconds: float, text: str):
     assert spoken(seconds) == text

@@ -45,7 +45,7 @@ def registered(message: object = b"", **options: object) -> PubsubMessage:
 
 
 @pytest.mark.usefixtures("current")
-def test_a_context_that_the_message_brings_along_is_kept() -> None:
+def test_a_context_that_the_message_already_has_is_kept() -> None:
     brought = {"googclient_traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-00"}
     attributes = registered(attributes=brought).attributes
     assert attributes["googclient_traceparent"] == brought["googclient_traceparent"]
@@ -53,7 +53,7 @@ def test_a_context_that_the_message_brings_along_is_kept() -> None:
 
 
 @pytest.mark.usefixtures("current")
-def test_what_has_no_room_for_it_is_registered_without() -> None:
+def test_a_message_without_room_is_registered_without_a_context() -> None:
     """100 attributes and a request of 10,000,000 bytes are allowed; `register` refuses no message for its context."""
     for given, noted in ((97, True), (98, False), (99, False)):
         attributes = registered(attributes={str(number): "" for number in range(given)}).attributes
@@ -71,7 +71,7 @@ def test_what_has_no_room_for_it_is_registered_without() -> None:
 
 
 @pytest.mark.parametrize("characters", [1_024, 1_025])
-def test_a_state_that_is_too_long_for_an_attribute_is_left_out(characters: int) -> None:
+def test_a_trace_state_that_is_too_long_is_left_out(characters: int) -> None:
     state = TraceState([*((f"v{number}", "x" * 200) for number in range(4)), ("w", "x" * (characters - 818))])
     with trace.use_span(NonRecordingSpan(SpanContext(TRACE, SPAN, True, TraceFlags(1), state))):
         attributes = registered().attributes
@@ -85,8 +85,8 @@ def messages(*parents: str | None) -> list[RawPubsubMessage]:
     ]
 
 
-def test_a_batch_is_one_span_with_links_to_where_its_tasks_come_from(spans: InMemorySpanExporter) -> None:
-    """Messages without a context, or with one that is none, have no link; an error of the block ends the span, too."""
+def test_a_batch_is_one_span_with_links_to_the_spans_of_its_tasks(spans: InMemorySpanExporter) -> None:
+    """Messages without a valid context have no link. An error of the block ends the span, too."""
     parents = messages(TRACEPARENT, None, "00-nonsense")
     with pytest.raises(ZeroDivisionError), tracing.sending("projects/p/topics/orders", parents, {"a": Sent("1")}):
         raise ZeroDivisionError
@@ -99,7 +99,7 @@ def test_a_batch_is_one_span_with_links_to_where_its_tasks_come_from(spans: InMe
     assert span.status.status_code is StatusCode.UNSET
 
 
-def test_the_span_says_what_failed(spans: InMemorySpanExporter) -> None:
+def test_the_span_reports_failures(spans: InMemorySpanExporter) -> None:
     outcomes = {"a": Failed("not_found", "x"), "b": Failed("too_large", "x"), "c": Failed("not_found", "x")}
     with tracing.sending("projects/p/topics/orders", messages(*[None] * 4), outcomes):
         pass
@@ -117,10 +117,10 @@ def broken(step: str) -> TracerProvider:
 
 
 @pytest.mark.parametrize("step", ["start", "end", "make"])
-def test_a_provider_that_fails_costs_its_spans_only(
+def test_a_failing_provider_loses_only_its_spans(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
 ) -> None:
-    """Above all no messages after Pub/Sub has them; a provider that cannot be made is a variable that names none."""
+    """Above all no messages after Pub/Sub has them. A provider that cannot be created is an invalid variable."""
     monkeypatch.setattr(tracing, "_failed", set())
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", None if step == "make" else broken(step))
     monkeypatch.setenv("OTEL_PYTHON_TRACER_PROVIDER", "nonsense")
@@ -147,7 +147,7 @@ def configured() -> Iterator[None]:
 
 @pytest.mark.usefixtures("configured")
 def test_a_failed_task_is_logged_with_its_trace(capfd: pytest.CaptureFixture[str]) -> None:
-    """Attributes that are no context have none, and reach no log, in which OpenTelemetry would quote them."""
+    """Invalid attributes have none, and reach no log, in which OpenTelemetry would quote them."""
     [message] = messages(TRACEPARENT)
     message.attributes["googclient_tracestate"] = "card=4111 1111,\u00e9"
     assert trace_id(message.SerializeToString()) == f"{TRACE:032x}"
@@ -155,9 +155,9 @@ def test_a_failed_task_is_logged_with_its_trace(capfd: pytest.CaptureFixture[str
     for none in messages(None, "00-nonsense"):
         assert trace_id(none.SerializeToString()) is None
     assert trace_id(b"\xff") is None
-    # A state longer than Pub/Sub takes is not read: megabytes of it would take the square of their time.
-    most = ",".join(f"v{number}={'x' * 200}" for number in range(4))
-    for state, known in ((f"{most},w={'x' * 206}", True), (f"{most},w={'x' * 207}", False)):
+    # A state longer than Pub/Sub accepts is not read: its time would grow with the square of its size.
+    full = ",".join(f"v{number}={'x' * 200}" for number in range(4))
+    for state, known in ((f"{full},w={'x' * 206}", True), (f"{full},w={'x' * 207}", False)):
         message = RawPubsubMessage(attributes={"googclient_traceparent": TRACEPARENT, "googclient_tracestate": state})
         span = span_of(message.attributes)
         assert span is not None

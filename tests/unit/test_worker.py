@@ -1,4 +1,4 @@
-"""The loop: when it polls again, what it logs and reports while Spanner is away, how it ends."""
+"""The worker: when it polls again, its logs and reports while Spanner is unavailable, how it ends."""
 
 import logging
 import threading
@@ -78,36 +78,36 @@ class Script:
         return self.stop.waits
 
 
-def test_after_work_it_polls_again_at_once() -> None:
-    """There may be more. After a turn that waited in vain as well: a backlog must not wait a poll interval for it."""
+def test_after_work_the_worker_polls_again_at_once() -> None:
+    """Also after a turn that waited in vain: a backlog must not wait a poll interval for it."""
     assert Script(WORK, WORK, WORK).run() == []
     assert Script(IDLE, IDLE, Turn(in_flight=8, waits=True), WORK).run() == pytest.approx([0.05, 0.1], rel=0.15)
 
 
 def near(*nominal: float) -> list[Any]:
-    """Return what is equal to waits of these seconds, each up to 15 % shorter."""
+    """Return values that equal waits of these seconds, each up to 15 % shorter."""
     return [pytest.approx(each * 0.925, abs=each * 0.0751) for each in nominal]
 
 
 def test_without_work_the_wait_doubles_up_to_the_interval() -> None:
-    """Low delay right after work, a poll a second when idle; each wait with jitter. Work makes the wait short again."""
+    """Low delay right after work, a poll a second when idle; each wait has jitter. Work makes the wait short again."""
     waits = Script(*[IDLE] * 10).run()
     assert waits == near(0.05, 0.1, 0.2, 0.4, 0.8, 1, 1, 1, 1)
     assert len(set(waits)) == len(waits)
     assert Script(*[IDLE] * 6, WORK, IDLE, IDLE).run()[-1] == near(0.05)[0]
 
 
-def test_a_turn_that_knows_when_to_poll_again_shortens_the_wait_only() -> None:
-    """A topic that has tokens again soon is polled then; one that has none for long delays no other."""
+def test_a_turn_can_shorten_but_not_lengthen_the_wait() -> None:
+    """A topic that soon has tokens is polled then; one that has none for long delays no other."""
     assert Script(Turn(again_in=0.01), Turn(again_in=60.0), IDLE).run() == [0.01, near(0.1)[0]]
 
 
-def test_two_workers_do_not_keep_step() -> None:
+def test_two_workers_poll_at_different_times() -> None:
     one, other = (Pause(1, 1, Random(seed)) for seed in (1, 2))
     assert [one.next() for _ in range(5)] != [other.next() for _ in range(5)]
 
 
-def test_an_outage_is_said_once_and_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_logged_once_and_followed_by_growing_waits(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "publishworker"):
         waits = Script(WORK, *[AWAY] * 8, WORK, AWAY, WORK).run()
     assert waits == near(0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5, 0.2)
@@ -120,8 +120,8 @@ def test_an_outage_is_said_once_and_waited_for(caplog: pytest.LogCaptureFixture)
 ROUND = ["beat", "report"]
 
 
-def test_the_heart_beats_while_idle_and_while_spanner_is_away() -> None:
-    """A turn that failed may have taken long, so it beats after that, too. A worker that waits beats and reports."""
+def test_the_heartbeat_file_is_written_while_idle_and_during_outages() -> None:
+    """A turn that failed may have taken long, so a heartbeat follows it, too. A waiting worker beats and reports."""
     script = Script(AWAY, AWAY)
     script.run()
     assert script.events == [*[*ROUND, "turn", "beat"] * 2, "finish"]
@@ -143,8 +143,8 @@ def test_published_but_uncommitted_is_no_progress() -> None:
     assert Turn(published=10, uncommitted=9).made_progress
 
 
-def test_it_ends_when_the_condition_says_so() -> None:
-    """`drain` uses it, and reads the database in it: that may fail as a turn may. After a signal it is not asked."""
+def test_a_worker_ends_when_its_condition_holds() -> None:
+    """`drain` uses it. It reads the database, so it may fail like a turn. After a signal it is not called."""
     seen: list[Turn] = []
 
     def until(turn: Turn) -> bool:
@@ -161,16 +161,16 @@ def test_it_ends_when_the_condition_says_so() -> None:
     assert len(seen) == 3
 
 
-def test_at_the_end_the_worker_leaves_and_then_finishes_what_is_in_flight() -> None:
-    """The others have its shards at once; nothing that was begun is dropped."""
+def test_a_stopping_worker_leaves_and_then_finishes_its_in_flight_batches() -> None:
+    """The others get its shards at once; no started batch is dropped."""
     script = Script(WORK)
     script.run()
     assert script.events[-2:] == ["turn", "finish"]
 
 
 @pytest.mark.parametrize("others", [(), (Batch("orders", ("b",)), Batch("invoices", ("c",)))])
-def test_a_stuck_batch_ends_the_loop_when_the_others_have_ended(others: tuple[Batch, ...]) -> None:
-    """The shards are given away first; then the caller gets an error that names all stuck batches."""
+def test_a_stuck_batch_ends_the_worker_after_the_others(others: tuple[Batch, ...]) -> None:
+    """The worker leaves its shards first; then the caller gets an error that names all stuck batches."""
     script = Script(StuckBatch([Batch("orders", ("a",))], 121), end=StuckBatch(others, 122) if others else None)
     with pytest.raises(StuckBatch, match="1 tasks of topic orders has been in flight for 121 s") as caught:
         script.run(beats=True)
@@ -180,15 +180,15 @@ def test_a_stuck_batch_ends_the_loop_when_the_others_have_ended(others: tuple[Ba
     assert str(caught.value).endswith(", and 2 more") == bool(others)
 
 
-def test_a_defect_ends_the_loop() -> None:
+def test_a_defect_ends_the_worker() -> None:
     script = Script(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         script.run()
     assert script.events[-1] == "turn"
 
 
-def test_the_heartbeat_row_is_kept_up_in_long_waits() -> None:
-    """A poll interval of 30 s must not make the others think that the worker is gone."""
+def test_the_heartbeat_row_is_written_in_long_waits() -> None:
+    """A poll interval of 30 s must not make the other workers think that this one is gone."""
     script = Script(*[IDLE] * 14)
     beats: list[float] = []
     heartbeat = script.store.heartbeat
@@ -204,15 +204,15 @@ def test_the_heartbeat_row_is_kept_up_in_long_waits() -> None:
     assert max(later - earlier for earlier, later in pairwise(beats)) <= HEARTBEAT_INTERVAL_SECONDS + 0.01
 
 
-def test_a_worker_that_is_never_idle_beats_as_well() -> None:
+def test_a_worker_that_is_never_idle_writes_its_heartbeat_row() -> None:
     script = Script(*[WORK] * 20, seconds=2)
     assert script.run(beats=True) == []
-    assert script.store.beats >= 6
+    assert script.store.heartbeats >= 6
 
 
-def test_a_worker_whose_turns_fail_does_not_beat() -> None:
-    """It would keep its shards and serve no task of them: the others must have them."""
+def test_a_worker_whose_turns_fail_writes_no_heartbeat_row() -> None:
+    """It would keep its shards without sending their tasks, so the others must get them."""
     script = Script(*[AWAY] * 20)
     script.run(beats=True)
     assert script.stop.seconds > 15
-    assert script.store.beats == 1
+    assert script.store.heartbeats == 1

@@ -8,23 +8,18 @@ from google.cloud.spanner_v1.database import Database
 from outbox.devtools.emulators import Emulators
 from tests.support.pubsub import PubSub
 from tests.support.relays import account, divided, register, wait_until_all_sent, worker
+from tests.support.spanner import query
 from tests.support.waiting import eventually
 
-#: Seconds after which a silent worker's shards have others, and a little for a busy machine.
-LEASE = 15.0
+#: Seconds after which the liveness timeout assigns a silent worker's shards to others, and a little for a busy machine.
+TIMEOUT = 15.0
 SLACK = 10.0
-
-
-def rows(database: Database) -> int:
-    with database.snapshot() as snapshot:
-        [[count]] = snapshot.execute_sql("SELECT COUNT(*) FROM AsynchronousTaskWorkers")
-    return int(count)
 
 
 def test_workers_join_crash_freeze_come_back_and_leave(
     emulators: Emulators, database: Database, topic: str, pubsub: PubSub
 ) -> None:
-    """After each event the shards are divided anew, within a lease at most; tasks of every shard go on being sent."""
+    """After each event the shards are assigned anew within the liveness timeout; tasks of every shard are sent."""
     subscription = pubsub.new_subscription(topic)
     ids: list[str] = []
 
@@ -39,12 +34,14 @@ def test_workers_join_crash_freeze_come_back_and_leave(
 
         crashing.stop(signal.SIGKILL)
         ids.extend(register(database, topic, 40))
-        eventually(lambda: divided([first, freezing]), seconds=LEASE + SLACK, message="two workers have the dead one's")
+        eventually(
+            lambda: divided([first, freezing]), seconds=TIMEOUT + SLACK, message="two have the dead one's shards"
+        )
         wait_until_all_sent(database)
 
         freezing.stop(signal.SIGSTOP)
         ids.extend(register(database, topic, 40))
-        eventually(lambda: divided([first]), seconds=LEASE + SLACK, message="one worker has all shards")
+        eventually(lambda: divided([first]), seconds=TIMEOUT + SLACK, message="one worker has all shards")
         wait_until_all_sent(database)
 
         freezing.stop(signal.SIGCONT)
@@ -52,8 +49,9 @@ def test_workers_join_crash_freeze_come_back_and_leave(
         send_some()
 
         freezing.end(signal.SIGTERM)
-        eventually(lambda: divided([first]), seconds=SLACK, message="the leaver's shards are taken at once")
+        eventually(lambda: divided([first]), seconds=SLACK, message="the leaver's shards are assigned at once")
         send_some()
-        assert rows(database) == 2  # the first one, and the dead one for an hour
+        # The first one, and the dead one for an hour.
+        assert query(database, "SELECT COUNT(*) FROM AsynchronousTaskWorkers") == [[2]]
     result = account(ids, subscription)
     assert (result.lost, result.unexpected) == (frozenset(), frozenset())

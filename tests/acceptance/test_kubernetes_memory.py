@@ -23,10 +23,10 @@ from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransp
 import outbox
 from outbox.devtools.emulators import Emulators
 from tests.support.container import MEMORY_LIMIT, altered, peak_memory, settings
-from tests.support.outages import count
 from tests.support.pubsub import Subscription
 from tests.support.relays import register, unsent, worker
 from tests.support.rpc import Forwarding
+from tests.support.spanner import count
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
@@ -37,7 +37,7 @@ BACKLOG = 10_000
 PIECE = 1_000_000
 ANY_SIZE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 OURS = b"large-"
-#: The types of what the lock query returns.
+#: The types of the lock query's columns.
 LOCKED = (
     ("STRING",) * 2 + ("BYTES", "STRING") + ("TIMESTAMP",) * 3 + ("BOOL", "INT64", "TIMESTAMP", "BOOL", "BOOL")
     + ("TIMESTAMP",)
@@ -61,7 +61,7 @@ class Gateway(Forwarding):
         self.most_open = 0
 
     def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Answer the locks, enlarge the polls, commit what was locked here in a transaction of its own."""
+        """Answer the locks, enlarge the polls, commit rows locked here in a transaction of their own."""
         name = method.rpartition("/")[2]
         query = ExecuteSqlRequest.pb().FromString(request) if name == "ExecuteStreamingSql" else None
         tag = query.request_options.request_tag if query else ""

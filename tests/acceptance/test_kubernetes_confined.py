@@ -1,6 +1,6 @@
 """A worker in a container: process 1, an ordinary user without rights, one small directory that can be written.
 
-Linux namespaces do it, without an engine. They are what an engine without root needs, too.
+Linux namespaces do it, without an engine. An engine without root needs them, too.
 """
 
 import json
@@ -20,7 +20,7 @@ from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.extended
 
-#: Says from the inside what the worker is, and tries to write where its own files are, and beside them.
+#: Reports the worker's process from inside, and tries to write in its own folders and next to them.
 LOOK = """
 import json, os
 from pathlib import Path
@@ -46,12 +46,12 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_works_as_process_1_without_rights_on_a_read_only_file_system(
+def test_a_worker_runs_as_process_1_without_rights_on_a_read_only_file_system(
     emulators: Emulators, database: Database, subscription: Subscription, directory: Path
 ) -> None:
     """It sends tasks, writes its heartbeat and nothing else, starts no process, and ends with 0 at SIGTERM.
 
-    Process 1 has no default handlers: a signal that nobody handles would be lost.
+    Process 1 has no default handlers: a signal without a handler would be lost.
     """
     ids = register(database, subscription.topic, 60)
     environment = settings(emulators, database.database_id, directory / "heartbeat")
@@ -71,5 +71,5 @@ def test_it_works_as_process_1_without_rights_on_a_read_only_file_system(
         }  # fmt: skip
         warnings = [line for line in process.stderr.splitlines() if json.loads(line)["status"] != "info"]
     assert warnings == []
-    assert not any(directory.iterdir())  # what was written was in the namespace
+    assert not any(directory.iterdir())  # the files were written in the namespace
     assert account(ids, subscription) == EACH_ONCE

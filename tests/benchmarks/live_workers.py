@@ -1,4 +1,4 @@
-"""Fleets of 1 to 8 workers: what they ask of Spanner while idle, and how often they meet under a steady load."""
+"""1 to 8 live workers: their requests to Spanner while idle, and their collisions under a steady load."""
 
 import contextlib
 import signal
@@ -34,7 +34,7 @@ CONDITIONS = f"""\
 - Aborted: transactions that ran again, of all. The emulator has one lock for a whole database and aborts whoever meets
   it, whatever the rows: it cannot show how rarely the rows of two workers are the same.
 - Polls are the requests, and grow with the workers: each polls once a second when idle, so that a task waits no longer
-  in a large fleet than in a small one ([workers](architecture/workers.md#what-it-costs)).
+  with many workers than with few ([workers](architecture/workers.md#what-it-costs)).
 - Skipped over: from SIGKILL of one worker until the others have said that they poll its shards."""
 
 
@@ -44,7 +44,7 @@ ALONE = """\
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class LiveWorkers:
     table: Table
     proxy: Counting
     agent: Agent
@@ -52,47 +52,47 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def fleet(bench: Bench, size: int, *, agent_is_told: bool = True) -> Iterator[Fleet]:
+def live_workers(bench: Bench, size: int, *, with_agent: bool = True) -> Iterator[LiveWorkers]:
     with contextlib.ExitStack() as stack:
         table = stack.enter_context(fresh_table(bench))
         proxy = stack.enter_context(Counting(bench.emulators.spanner_host))
         agent = stack.enter_context(listening())
         hosts = replace(bench.emulators, spanner_host=proxy.address)
-        variables: Any = agent.environment if agent_is_told else {}
+        variables: Any = agent.environment if with_agent else {}
         workers = [stack.enter_context(worker(hosts, table.database, **variables)) for _ in range(size)]
         table.fill(1)
         wait_until_all_sent(table.database)
         eventually(lambda: divided(workers), seconds=60, message=f"{size} workers know of each other")
         time.sleep(SETTLE)
-        yield Fleet(table, proxy, agent, workers)
+        yield LiveWorkers(table, proxy, agent, workers)
 
 
-def idle(fleet: Fleet, seconds: int) -> dict[str, float]:
-    fleet.proxy.clear()
+def idle(live: LiveWorkers, seconds: int) -> dict[str, float]:
+    live.proxy.clear()
     time.sleep(seconds)
-    return {REQUESTS: fleet.proxy.counts[POLL] * 60 / seconds, SHARDS: fleet.proxy.shards[POLL] * 60 / seconds}
+    return {REQUESTS: live.proxy.counts[POLL] * 60 / seconds, SHARDS: live.proxy.shards[POLL] * 60 / seconds}
 
 
-def busy(fleet: Fleet, seconds: int) -> dict[str, float]:
-    before = fleet.agent.counts.copy()
-    fleet.proxy.clear()
+def busy(live: LiveWorkers, seconds: int) -> dict[str, float]:
+    before = live.agent.counts.copy()
+    live.proxy.clear()
     commits = int(seconds / EVERY)
     end = time.monotonic()
     for _ in range(commits):
         end += EVERY
-        fleet.table.fill(ARRIVALS)
+        live.table.fill(ARRIVALS)
         time.sleep(max(0.0, end - time.monotonic()))
-    wait_until_all_sent(fleet.table.database)
+    wait_until_all_sent(live.table.database)
     sent = before[m.PUBLISHED.name] + commits * ARRIVALS
-    eventually(lambda: fleet.agent.counts[m.PUBLISHED.name] >= sent, seconds=30, message="the counts have arrived")
-    heard = {metric: fleet.agent.counts[metric.name] - before[metric.name] for metric in m.METRICS}
+    eventually(lambda: live.agent.counts[m.PUBLISHED.name] >= sent, seconds=30, message="the counts have arrived")
+    heard = {metric: live.agent.counts[metric.name] - before[metric.name] for metric in m.METRICS}
     claimed = heard[m.PUBLISHED] + heard[m.ALREADY_PUBLISHED]
-    runs = fleet.proxy.counts["Commit", "outbox-relay"] + heard[m.ABORTED]
+    runs = live.proxy.counts["Commit", "outbox-relay"] + heard[m.ABORTED]
     return {MET: 100 * heard[m.ALREADY_PUBLISHED] / claimed, ABORTED: 100 * heard[m.ABORTED] / max(1, runs)}
 
 
-def take_over(fleet: Fleet) -> dict[str, float]:
-    killed, *others = fleet.workers
+def take_over(live: LiveWorkers) -> dict[str, float]:
+    killed, *others = live.workers
     parts = [shards_of(each) for each in others]
     killed.stop(signal.SIGKILL)
     begin = time.monotonic()
@@ -103,9 +103,11 @@ def take_over(fleet: Fleet) -> dict[str, float]:
 
 def alone(bench: Bench) -> Section:
     seconds = bench.choose(60, 5)
-    with fleet(bench, 1, agent_is_told=False) as made:
-        polls = idle(made, seconds)[REQUESTS]
-        per_minute = {" ".join(key).strip(): count * 60 / seconds for key, count in sorted(made.proxy.counts.items())}
+    with live_workers(bench, 1, with_agent=False) as created:
+        polls = idle(created, seconds)[REQUESTS]
+        per_minute = {
+            " ".join(key).strip(): count * 60 / seconds for key, count in sorted(created.proxy.counts.items())
+        }
     per_minute = {"all": sum(per_minute.values())} | per_minute
     samples = [(row, ANY, value) for row, value in per_minute.items()]
     section = Section("An idle worker", figures(samples), ALONE, "All of it.")
@@ -119,12 +121,12 @@ def run(bench: Bench) -> Section:
     samples = []
     sizes = SIZES[: bench.choose(len(SIZES), 1)]
     for size in sizes:
-        with fleet(bench, size) as made:
-            found = idle(made, seconds) | busy(made, seconds)
+        with live_workers(bench, size) as created:
+            found = idle(created, seconds) | busy(created, seconds)
             if size > 1:
-                found |= take_over(made)
+                found |= take_over(created)
             samples += [(f"{size}", column, value) for column, value in found.items()]
-    section = Section("Fleets", figures(samples), CONDITIONS, "All but the aborts: they are the emulator's.")
+    section = Section("Live workers", figures(samples), CONDITIONS, "All but the aborts: they are the emulator's.")
     largest = sizes[-1]
     one, most = (section.value(f"{size}", SHARDS) for size in (1, largest))
     requests = section.value(f"{largest}", REQUESTS) / section.value(f"{sizes[0]}", REQUESTS)

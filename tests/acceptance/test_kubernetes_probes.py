@@ -17,7 +17,7 @@ from publishworker.telemetry import metrics as m
 from publishworker.topics.circuit_breaker import MAX_OUTAGE_PROBE_SECONDS
 from tests.support.agent import listening
 from tests.support.container import NOTICE_SECONDS, Probe, altered, settings
-from tests.support.outages import cpu_seconds, log_lines, recorded, seconds_until, told
+from tests.support.outages import cpu_seconds, log_count, log_lines, recorded, seconds_until
 from tests.support.processes import Process
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub
@@ -38,7 +38,7 @@ def blocked(self, stopping):
     return turns[0] if len(turns) == 1 else threading.Event().wait()
 Relay.turn = blocked
 """
-#: A tenth of the limits that together make the longest time between two beats.
+#: A tenth of the limits that add up to the max time between two heartbeats.
 SHORT_LIMITS = """
 from publishworker import worker
 from publishworker.spanner import store
@@ -46,7 +46,7 @@ store.POLL_SECONDS, store.HEARTBEAT_TIMEOUT_SECONDS, worker.MAX_OUTAGE_WAIT_SECO
 """
 
 
-#: Batches of one topic never end, and stuck is what lasts for more than 3 s.
+#: Batches of one topic never end, and a batch is stuck after 3 s.
 STUCK = """
 import threading
 from publishworker import delivery, in_flight
@@ -79,12 +79,12 @@ def test_a_stopped_process_fails_its_probe_and_a_continued_one_does_not(
     probe = Probe(heartbeat, None if long else SHORT_AGE)
     with worker(emulators, database, OUTBOX_HEARTBEAT_FILE=str(heartbeat)) as process:
         assert probe.is_bad()  # nothing has been touched yet
-        assert "No heartbeat" in probe.said
+        assert "No heartbeat" in probe.output
         eventually(probe.is_good, seconds=30)
         with frozen(process):
             after = seconds_until(probe.is_bad, NOTICE_SECONDS, "the probe sees a stopped process")
             assert probe.is_bad()
-            assert "--max-age is" in probe.said
+            assert "--max-age is" in probe.output
         eventually(probe.is_good)
     assert after > (MAX_AGE if long else SHORT_AGE) - 2
 
@@ -102,11 +102,11 @@ def test_a_blocked_loop_fails_its_probe(emulators: Emulators, database: Database
 def test_a_probe_stays_good_while_a_service_is_silent(
     emulators: Emulators, database: Database, topic: str, heartbeat: Path, *, long: bool, silent: str
 ) -> None:
-    """A service that accepts and never answers, under load: an outage must not restart the fleet, or busy a core.
+    """A service that accepts and never answers, under load: an outage must neither restart workers nor use a core.
 
-    It is told once, records no task, and the first task is sent within 10 s of its end, or of a topic's rest.
+    It is logged once, records no attempt, and the first task is sent within 10 s of its end, or of the next probe.
     """
-    seconds, most = 60 if long else 12, 10.0 if silent == "Spanner" else MAX_OUTAGE_PROBE_SECONDS + 10
+    seconds, max_seconds = 60 if long else 12, 10.0 if silent == "Spanner" else MAX_OUTAGE_PROBE_SECONDS + 10
     probe = Probe(heartbeat, None if long else SHORT_AGE)
     host = emulators.spanner_host if silent == "Spanner" else emulators.pubsub_host
     variable = "SPANNER_EMULATOR_HOST" if silent == "Spanner" else "PUBSUB_EMULATOR_HOST"
@@ -119,28 +119,30 @@ def test_a_probe_stays_good_while_a_service_is_silent(
             eventually(lambda: len(unsent(database)) < 120, seconds=30)
             proxy.hang()
             before = cpu_seconds(process.pid)
-            gap = probe.longest_gap(seconds, lambda: check(probe))
+            gap = probe.max_gap(seconds, lambda: check(probe))
             share = (cpu_seconds(process.pid) - before) / seconds
             assert recorded(database) == 0
             waiting = len(unsent(database))
             proxy.forward()
-            first = seconds_until(lambda: len(unsent(database)) < waiting, most, "a task is sent")
+            first = seconds_until(lambda: len(unsent(database)) < waiting, max_seconds, "a task is sent")
             wait_until_all_sent(database)
             if silent == "Spanner":
-                eventually(lambda: told(process, "spanner_unavailable") == told(process, "spanner_available") == 1)
+                eventually(
+                    lambda: log_count(process, "spanner_unavailable") == log_count(process, "spanner_available") == 1
+                )
             process.end()
-    print(f"{silent} silent: {gap:.1f} s between two beats, {share:.1%} of a core, first sent after {first:.1f} s")
+    print(f"{silent} silent: {gap:.1f} s between two heartbeats, {share:.1%} of a core, first sent after {first:.1f} s")
     assert share < 0.05
 
 
 def check(probe: Probe) -> None:
-    assert probe.is_good(), probe.said
+    assert probe.is_good(), probe.output
 
 
-def test_a_stuck_batch_is_counted_and_said_and_ends_the_worker(
+def test_a_stuck_batch_is_counted_and_logged_and_ends_the_worker(
     emulators: Emulators, database: Database, pubsub: PubSub, heartbeat: Path
 ) -> None:
-    """Exit 1, `outbox.stuck_batch_count`, a line; other tasks go on meanwhile, another worker sends the stuck ones."""
+    """Exit 1, `outbox.stuck_batch_count`, a line; other tasks are sent meanwhile, and another worker sends these."""
     topics = pubsub.new_topic("never-ends"), pubsub.new_topic()
     subscriptions = [pubsub.new_subscription(topic) for topic in topics]
     with listening() as agent:

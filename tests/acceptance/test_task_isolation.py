@@ -1,4 +1,4 @@
-"""Tasks that wait for a time, a topic or an operator, and delay no other task; with a real worker."""
+"""Scheduled and failing tasks, which delay no other task; with a real worker."""
 
 import base64
 import time
@@ -9,14 +9,15 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from tests.support.commands import count, fill, row
+from tests.support.commands import fill, row
 from tests.support.outages import dead, hang, is_sent, recorded, register_beside
 from tests.support.pubsub import Subscription
 from tests.support.pubsub_server import accept, pubsub_server, refuse
 from tests.support.relays import UNDECODABLE, register, worker
+from tests.support.spanner import count
 from tests.support.waiting import eventually
 
-#: More than a worker has in flight.
+#: More tasks than a worker has in flight.
 MANY = 1_000
 
 
@@ -42,7 +43,7 @@ def test_a_scheduled_task_is_sent_when_it_is_due_and_not_before(
 
 @pytest.mark.extended
 @pytest.mark.parametrize("missing", [True, False], ids=["missing-topic", "undecodable"])
-def test_urgent_tasks_that_fail_keep_no_good_one_waiting(
+def test_failing_urgent_tasks_delay_no_good_task(
     emulators: Emulators, own_database: Database, topic: str, subscription: Subscription, missing: bool
 ) -> None:
     """Good tasks of the lowest priority are sent while the others are still there, or dead."""
@@ -69,8 +70,8 @@ def test_urgent_tasks_that_fail_keep_no_good_one_waiting(
 
 
 @pytest.mark.extended
-def test_topics_that_do_not_work_hold_up_no_other(emulators: Emulators, database: Database) -> None:
-    """One topic is silent, one fails: their tasks wait, without failed attempts. A third one's are sent in seconds."""
+def test_failing_topics_delay_no_other_topic(emulators: Emulators, database: Database) -> None:
+    """One topic hangs, one fails: their tasks wait without failed attempts. Those of a third are sent in seconds."""
     answers = {"silent": hang, "failing": refuse(grpc.StatusCode.UNAVAILABLE)}
     options = ("--batch-size", "20", "--publish-timeout", "0.5")
     with (
