@@ -87,6 +87,7 @@ class App:
             skip_dead=skip_dead,
             stragglers=settings.concurrency // 4,
             patience=PATIENCE_SECONDS,
+            shutdown_seconds=settings.shutdown_timeout,
             beat=beat,
         )
         self._worker = Worker(

@@ -1,32 +1,49 @@
 """Tasks in doubt: Pub/Sub has them, but their commit failed or its outcome is unknown."""
 
+import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 from outbox.storage.sql import chunked
 from publishworker.batching import Limits
 from publishworker.in_flight import InFlight
-from publishworker.spanner.store import Decide, StoreError
-from publishworker.types import Batch, BatchResult, LockedRow, Mark, Sent, Version
+from publishworker.spanner.store import Decide
+from publishworker.types import Batch, BatchResult, Key, LockedRow, Mark, Sent, Version
 
 #: Seconds after which a task in doubt is forgotten and published again: a duplicate rather than a loss.
-MAX_SECONDS = 60.0
+MAX_SECONDS = 900.0
 MAX_TASKS = 10_000
+#: Seconds between two tasks that are published as a probe while no transaction commits.
+PROBE_SECONDS = 30.0
+#: Seconds until a task that could not be marked alone is tried again; doubles up to PROBE_SECONDS.
+FIRST_RETRY_SECONDS = 1.0
+#: Max seconds that a turn waits for a mark while nothing may be published, and seconds between two marks at exit.
+MARK_WAIT_SECONDS = 0.25
+
+_log = logging.getLogger("publishworker")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Published:
-    """A task in doubt: its topic, its row when it was published, and since when it is in doubt."""
+    """A task in doubt: its topic, its row when it was published, and since when it is in doubt.
+
+    `pause` is 0 until a transaction with this task failed although others commit. The task is then marked alone.
+    """
 
     topic: str
     version: Version
     since: float
+    pause: float = 0.0
+    retry_at: float = 0.0
 
 
 class InDoubt:
-    """A bounded memory of tasks that must be marked without publishing them again."""
+    """A bounded memory of tasks that must be marked without publishing them again. It belongs to the relay's thread.
+
+    Marks have in-flight batches of their own, so that they delay neither heartbeats nor other tasks.
+    """
 
     def __init__(
         self,
@@ -36,64 +53,125 @@ class InDoubt:
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         """Mark tasks by `mark`, in batches within `limits`; `beat` is called while they are waited for."""
-        self._mark = mark
         self._limits = limits
         self._clock = clock
-        self._beat = beat
         self._tasks: dict[str, _Published] = {}
+        self._marking = InFlight(lambda batch: mark(batch, self._marks), clock, beat)
+        self._suspended = False
+        self._probed_at = float("-inf")
 
-    def remember(self, topic: str, published: Mapping[str, Version]) -> None:
-        """Remember published tasks by their IDs. Beyond MAX_TASKS the oldest are forgotten."""
-        now = self._clock()
+    def __len__(self) -> int:
+        """Return the number of in-flight batches that mark tasks."""
+        return len(self._marking)
+
+    @property
+    def suspends(self) -> bool:
+        """Tell whether nothing may be published: tasks are in doubt, and no transaction has committed since."""
+        return self._suspended and bool(self._tasks)
+
+    @property
+    def may_publish(self) -> bool:
+        """Tell whether anything may be published now: everything, or a probe."""
+        return not self.suspends or self._clock() - self._probed_at >= PROBE_SECONDS
+
+    def learn(self, result: BatchResult) -> None:
+        """Take in a finished batch. If its commit failed, its published tasks are in doubt.
+
+        Beyond MAX_TASKS the oldest are forgotten.
+        """
+        if result.error is None:
+            self._resume()
+            return
+        now, published = self._clock(), result.published_versions()
+        if published and not self._suspended:
+            self._suspended, self._probed_at = True, now
+            _log.warning(
+                "Publishing is paused, except for one task every %g s, until a transaction commits: %s",
+                PROBE_SECONDS, result.error, extra={"action": "publishing_paused"},
+            )  # fmt: skip
         for id, version in published.items():
-            self._tasks.setdefault(id, _Published(topic, version, now))
+            self._tasks.setdefault(id, _Published(result.batch.topic, version, now))
         for id in list(self._tasks)[: max(0, len(self._tasks) - MAX_TASKS)]:
             del self._tasks[id]
 
-    def forget(self, ids: Iterable[str]) -> None:
-        """Forget tasks that are marked."""
-        for id in ids:
-            self._tasks.pop(id, None)
-
     def ids(self) -> frozenset[str]:
-        """Return the IDs of the tasks in doubt, without those that are too old."""
-        oldest = self._clock() - MAX_SECONDS
-        self._tasks = {id: task for id, task in self._tasks.items() if task.since >= oldest}
+        """Return the IDs of the tasks in doubt. They must not be claimed for anything but their mark."""
         return frozenset(self._tasks)
+
+    def keys(self) -> frozenset[Key]:
+        """Return the ordering keys of the tasks in doubt. Their later tasks wait."""
+        pairs = ((task.topic, task.version.ordering_key) for task in self._tasks.values())
+        return frozenset(Key(topic, key) for topic, key in pairs if key is not None)
+
+    def probe(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return `batches`, or only their first task while `suspends`: if it commits, publishing resumes."""
+        if not self.suspends or not batches:
+            return list(batches)
+        self._probed_at = self._clock()
+        first = batches[0]
+        return [Batch(first.topic, first.ids[:1], keys=first.keys[:1], bytes=first.bytes)]
+
+    def mark(self) -> None:
+        """Start transactions that set `SentAt` of the tasks in doubt, and take in those that have ended.
+
+        While nothing may be published, wait a moment for them. Raises StuckBatch if one does not end.
+        """
+        self._settle(self._marking.collect())
+        self._marking.check()
+        oldest, now = self._clock() - MAX_SECONDS, self._clock()
+        self._tasks = {id: task for id, task in self._tasks.items() if task.since >= oldest}
+        busy = self._marking.ids()
+        idle = {id: task for id, task in self._tasks.items() if id not in busy and task.retry_at <= now}
+        for batch in self._batches(idle)[: self._limits.batches - len(self._marking)]:
+            self._marking.start(batch)
+        if self.suspends:
+            self._settle(self._marking.wait(self._marking.all_but_one(), longest=MARK_WAIT_SECONDS))
+
+    def finish(self, seconds: float) -> None:
+        """Try to mark all tasks in doubt for at most `seconds`, at least once.
+
+        Raises StuckBatch if a mark does not end.
+        """
+        end = self._clock() + seconds
+        while True:
+            self.mark()
+            while len(self._marking):
+                self._settle(self._marking.wait(self._marking.all_but_one()))
+            if not self._tasks or self._clock() >= end:
+                return
+            time.sleep(MARK_WAIT_SECONDS)
 
     def is_about(self, row: LockedRow) -> bool:
         """Tell whether this row is in doubt, and unchanged since its task was published."""
         task = self._tasks.get(row.id)
         return task is not None and task.version == Version.of(row)
 
-    def batches(self) -> list[Batch]:
-        """Return batches of one topic each, as many as may be in flight, the oldest tasks first."""
+    def _batches(self, tasks: Mapping[str, _Published]) -> list[Batch]:
+        """Return batches of one topic each, then the tasks that are marked alone; the oldest first."""
         by_topic: dict[str, list[str]] = {}
-        for id in self.ids() and self._tasks:
-            by_topic.setdefault(self._tasks[id].topic, []).append(id)
+        for id, task in tasks.items():
+            if not task.pause:
+                by_topic.setdefault(task.topic, []).append(id)
         size = self._limits.batch_size
-        return [Batch(topic, tuple(some)) for topic, ids in by_topic.items() for some in chunked(ids, size)][
-            : self._limits.batches
-        ]
+        together = [Batch(topic, tuple(some)) for topic, ids in by_topic.items() for some in chunked(ids, size)]
+        return together + [Batch(task.topic, (id,)) for id, task in tasks.items() if task.pause]
 
-    def mark(self) -> None:
-        """Set `SentAt` of the tasks in doubt, in transactions that publish nothing.
+    def _settle(self, finished: Sequence[BatchResult]) -> None:
+        for result in finished:
+            if result.error is None:
+                for id in result.batch.ids:
+                    self._tasks.pop(id, None)
+                self._resume()
+        for result in finished:
+            for id in result.batch.ids if result.error is not None and not self._suspended else ():
+                if (task := self._tasks.get(id)) is not None:
+                    task.pause = min(PROBE_SECONDS, 2 * task.pause or FIRST_RETRY_SECONDS)
+                    task.retry_at = self._clock() + (task.pause if len(result.batch.ids) == 1 else 0.0)
 
-        Raises StoreError if a commit fails again: while Spanner refuses commits, publishing more would only make
-        duplicates.
-        """
-        marking = InFlight(lambda batch: self._mark(batch, self._marks), self._clock, self._beat)
-        for batch in self.batches():
-            marking.start(batch)
-        errors = []
-        while len(marking):
-            for result in marking.wait(marking.all_but_one()):
-                if result.error is None:
-                    self.forget(result.batch.ids)
-                else:
-                    errors.append(result.error)
-        if errors:
-            raise StoreError(f"Published tasks could not be marked: {errors[0]}")
+    def _resume(self) -> None:
+        if self._suspended:
+            self._suspended = False
+            _log.info("Publishing resumes: a transaction has committed", extra={"action": "publishing_resumed"})
 
     def _marks(self, rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, Mark]:
         return {row.id: Sent("") for row in rows if row.sent_at is None and self.is_about(row)}

@@ -77,7 +77,7 @@ class Membership:
         workers = self._store.workers()
         if self._failure is not None:  # logged here, because the store answers polls; otherwise the outage is logged
             self._throttled_log.log(
-                "heartbeat", "", f"Heartbeat failed; other workers take over the shards: {self._failure}"
+                "heartbeat_failed", "", f"Heartbeat failed; other workers take over the shards: {self._failure}"
             )
         self._gone = workers.gone - {self._worker}
         seen = self._worker in workers.live
@@ -100,7 +100,7 @@ class Membership:
             self._store.leave(self._worker)
         except StoreError as error:
             self._throttled_log.log(
-                "heartbeat",
+                "heartbeat_failed",
                 "",
                 f"The heartbeat row was not deleted; other workers take over after the liveness timeout: {error}",
             )

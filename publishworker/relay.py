@@ -3,7 +3,6 @@
 Settle the batches that have ended, mark tasks in doubt, poll, resolve ordering keys, select and start batches, report.
 """
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
@@ -16,7 +15,7 @@ from publishworker.membership import Membership
 from publishworker.ordering import Ordering, ResolvedKeys
 from publishworker.poller import Polled, Poller
 from publishworker.selection import Selector
-from publishworker.spanner.store import Store, StoreError
+from publishworker.spanner.store import Store
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.topics.availability import Topics
@@ -44,6 +43,7 @@ class Relay:
         skip_dead: bool = False,
         stragglers: int = 0,
         patience: float | None = None,
+        shutdown_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
@@ -62,12 +62,14 @@ class Relay:
             skip_dead: a dead task does not block its ordering key.
             stragglers: a turn ends when at most this many of its batches are still in flight.
             patience: or this many seconds after the first of them has ended. A later turn reports the others.
+            shutdown_seconds: for how long `finish` tries to mark tasks in doubt, at least once.
             clock: monotonic seconds.
             beat: called before each step that may take long, because a slow turn is not a hung one.
         """
         self._limits = limits
         self._stragglers = stragglers
         self._patience = patience
+        self._shutdown_seconds = shutdown_seconds
         self._clock = clock
         self._beat = beat
         self._store = store
@@ -88,25 +90,25 @@ class Relay:
     def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
         """Run one turn and return its numbers. It starts no batch once `stopping()` is true.
 
-        Raises StoreError if Spanner does not answer the poll or refuses to mark tasks in doubt, and StuckBatch if a
-        batch does not end. Nothing new is published then.
+        Raises StoreError if Spanner does not answer a read, and StuckBatch if a batch does not end. Nothing new is
+        published then.
         """
         self._beat()
         finished = self._in_flight.collect()  # batches whose transaction has ended
         changed = self._settle(finished, stopping)  # circuits, limits, tasks in doubt, metrics and logs
         self._in_flight.check()
-        self._in_doubt.mark()  # before anything new is published
+        self._in_doubt.mark()  # until one commits, nothing new is published
         self._refresh()  # live workers, pauses and limits
         polled = self._poll()  # no task while every place is taken
         ready = self._resolve(polled)  # key heads, sendable prefixes, blocked keys
         started = self._start(self._select(polled, ready, stopping))
-        waits = polled.skipped or started or ready.busy or self._selector.crowded
+        waits = len(self._in_flight) > 0 and (polled.skipped or started or ready.busy or self._selector.crowded)
         later = self._wait(polled) if waits else self._in_flight.collect()
         changed |= self._settle(later, stopping)
         return self._report(polled, finished + later, waits=waits, discovered=polled.discovered or changed)
 
     def finish(self) -> Turn:
-        """Wait for all batches in flight, try once to mark tasks in doubt, and return the numbers.
+        """Wait for all batches in flight, try to mark tasks in doubt, and return the numbers.
 
         Raises StuckBatch if a batch does not end.
         """
@@ -116,16 +118,15 @@ class Relay:
                 ended = self._in_flight.wait(self._in_flight.all_but_one())
                 self._settle(ended, stopping=lambda: True)
                 finished += ended
-            with contextlib.suppress(StoreError):  # the failed commit was logged
-                self._in_doubt.mark()
+            self._in_doubt.finish(self._shutdown_seconds)
             return self._report(Polled(), finished)
         finally:
             self._reporter.end()
 
     @property
     def in_flight(self) -> int:
-        """Return the number of batches in flight."""
-        return len(self._in_flight)
+        """Return the number of batches in flight, including those that mark tasks in doubt."""
+        return len(self._in_flight) + len(self._in_doubt)
 
     @property
     def topics(self) -> frozenset[str]:
@@ -144,8 +145,7 @@ class Relay:
         changed = False
         for result in finished:
             self._reporter.batch(result)
-            if result.error is not None:
-                self._in_doubt.remember(result.batch.topic, result.published_versions())
+            self._in_doubt.learn(result)
             if (change := self._topics.learn(result)) is not None:
                 self._reporter.circuit(change)
                 changed = True
@@ -166,8 +166,11 @@ class Relay:
         self._beat()
         if not self._in_flight.has_room(self._limits):
             return Polled(skipped=True)
+        if not self._in_doubt.may_publish:
+            return Polled()
         # Also the IDs of batches that end before the poll does: the poll's snapshot may not show their marks.
-        in_flight, unavailable = self._in_flight.ids(), self._topics.unavailable(self._in_flight.tasks_by_topic())
+        in_flight = self._in_flight.ids() | self._in_doubt.ids()
+        unavailable = self._topics.unavailable(self._in_flight.tasks_by_topic())
         began = self._clock()
         polled = self._poller.poll(self._selector.below, in_flight, unavailable, self._topics.circuits.depth())
         self._reporter.poll(self._clock() - began)
@@ -175,13 +178,13 @@ class Relay:
 
     def _resolve(self, polled: Polled) -> ResolvedKeys:
         self._beat()
-        return self._ordering.resolve(polled.candidates, self._in_flight.keys())
+        return self._ordering.resolve(polled.candidates, self._in_flight.keys() | self._in_doubt.keys())
 
     def _select(self, polled: Polled, ready: ResolvedKeys, stopping: Callable[[], bool]) -> list[Batch]:
         self._beat()
         if polled.skipped or stopping():
             return []
-        return self._selector.select(ready, self._in_flight, polled.cut_off)
+        return self._in_doubt.probe(self._selector.select(ready, self._in_flight, polled.cut_off))
 
     def _start(self, batches: Sequence[Batch]) -> bool:
         """Start batches; return whether there were any."""
@@ -209,7 +212,7 @@ class Relay:
         turn = turn_of(
             finished,
             polled=len(polled.candidates),
-            in_flight=len(self._in_flight),
+            in_flight=self.in_flight,
             waits=waits and not finished,
             discovered=discovered,
             again_in=self._topics.seconds_until_available(),

@@ -6,11 +6,12 @@ already published. It reads the whole table for each range of an index.
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator, Mapping
 
 from publishworker.spanner import rows, statements
 from publishworker.spanner.connection import LimitedDatabase
-from publishworker.spanner.store import SpannerStore, StoreError
+from publishworker.spanner.store import NotWritten, SpannerStore
 from publishworker.types import Key, KeyHeads
 
 #: With more ordering keys than this, all tasks of the keys are read at once.
@@ -36,11 +37,15 @@ class EmulatorStore(SpannerStore):
         return super().key_heads(keys, per_key, skip_dead=skip_dead)
 
     @contextlib.contextmanager
-    def _transaction_slot(self, seconds: float = -1) -> Iterator[None]:
-        """Wait until no other transaction of this store runs, at most `seconds` unless they are -1."""
+    def _transaction_slot(self, seconds: float) -> Iterator[float]:
+        """Wait until no other transaction of this store runs. Raises NotWritten after `seconds`.
+
+        Heartbeats do not wait: while Spanner refuses commits, the transactions before them take all their time.
+        """
+        began = time.monotonic()
         if not self._one_at_a_time.acquire(timeout=seconds):
-            raise StoreError(f"The emulator runs one transaction at a time; this worker's did not end in {seconds:g} s")
+            raise NotWritten(f"The emulator runs one transaction at a time; others took {seconds:g} s")
         try:
-            yield
+            yield max(0.0, seconds - (time.monotonic() - began))
         finally:
             self._one_at_a_time.release()

@@ -187,10 +187,10 @@ class SpannerStore:
             _mark(transaction, locked, decide(locked, now))
             return transaction
 
-        with self._failures(), self._transaction_slot():
+        with self._failures(), self._transaction_slot(ABORTED_SECONDS) as seconds:
             transaction = self._database.run_in_transaction(
                 work,
-                timeout_secs=ABORTED_SECONDS,
+                timeout_secs=seconds,
                 default_retry_delay=ABORTED_DELAY_SECONDS,
                 transaction_tag="outbox-relay",
                 **PESSIMISTIC,
@@ -200,7 +200,7 @@ class SpannerStore:
 
     def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
         """See Store. One request, a commit without reads."""
-        with self._failures(), self._transaction_slot(HEARTBEAT_TIMEOUT_SECONDS), self._batch() as batch:
+        with self._failures(), self._batch() as batch:
             batch.insert_or_update(
                 "AsynchronousTaskWorkers", statements.HEARTBEAT_COLUMNS, [(worker, started_at, COMMIT_TIMESTAMP)]
             )
@@ -209,7 +209,7 @@ class SpannerStore:
 
     def leave(self, worker: str) -> None:
         """See Store."""
-        with self._failures(), self._transaction_slot(HEARTBEAT_TIMEOUT_SECONDS), self._batch() as batch:
+        with self._failures(), self._batch() as batch:
             batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[worker]]))
 
     def unsent(self, shards: Sequence[int] | None = None) -> list[Unsent]:
@@ -242,9 +242,12 @@ class SpannerStore:
                 )
             )
 
-    def _transaction_slot(self, _seconds: float = -1) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which one transaction runs. The emulator's store lets one in at a time."""
-        return contextlib.nullcontext()
+    def _transaction_slot(self, seconds: float) -> contextlib.AbstractContextManager[float]:
+        """Return a context in which a transaction runs, and the part of `seconds` that it has left.
+
+        The emulator's store lets one in at a time.
+        """
+        return contextlib.nullcontext(seconds)
 
     def _batch(self) -> Any:
         return self._database.batch(

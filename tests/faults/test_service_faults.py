@@ -5,9 +5,9 @@ from typing import NamedTuple
 import pytest
 
 from tests.faults.faults import Harm, away, broken, calls, field_of, slow
-from tests.support.outages import dead, lasting, recorded
+from tests.support.outages import dead, lasting, log_lines, recorded
 from tests.support.pubsub import CALL_SECONDS
-from tests.support.rpc import Fault
+from tests.support.rpc import RELAY_COMMIT, Fault
 from tests.support.spanner import count
 from tests.support.trial import IN_FLIGHT, Trial
 from tests.support.waiting import eventually
@@ -97,6 +97,27 @@ def test_a_service_fails(trial: Trial, fault_seconds: float, scenario: str) -> N
                     assert recorded(trial.database) == 0
         trial.settle()
     assert trial.audit(duplicates=effect.duplicates()).kept()
+
+
+@pytest.mark.extended
+def test_every_relay_commit_is_aborted(trial: Trial, fault_seconds: float) -> None:
+    """Spanner is overloaded: it aborts each commit of claimed tasks, while registrations, reads and heartbeats work.
+
+    Promised: No task is lost. Each worker publishes its in-flight batches, and then one task every 30 s, which it marks
+    as soon as a commit succeeds. Workers stay alive and keep their shards.
+    """
+    with field_of(trial, 2, SPANNER) as field:
+        spanner = field.services["spanner"]
+        with trial.load():
+            trial.wait_for_first_task()
+            with spanner.failing(trial.chance(1, Fault.ABORTED, RELAY_COMMIT)):
+                lasting(max(fault_seconds * 3, 30))  # an aborted batch gives up after 20 s
+                eventually(field.is_stalled, seconds=40, message="the workers publish nothing")
+        trial.settle()
+        for each in field.workers:
+            assert len([line for line in log_lines(each) if line["action"] == "assigned"]) <= 2
+            each.end()
+    assert trial.audit(duplicates=field.in_flight + 2 * round(fault_seconds // 10)).kept()
 
 
 @pytest.mark.extended

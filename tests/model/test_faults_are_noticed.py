@@ -49,7 +49,7 @@ FAULTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "no range is read under the lock": (Delivery, "_check", reads_a_range),
     "a transaction attempt remembers outcomes": (delivery, "untried", lambda _: lambda rows, _tried: rows),
     "it marks what an earlier attempt published": (BatchResult, "published_versions", always({})),
-    "a failed commit is remembered": (InDoubt, "remember", always(None)),
+    "a failed commit is remembered": (InDoubt, "learn", always(None)),
     "tasks in doubt are marked": (InDoubt, "mark", always(None)),
     "a key is sent from its head on": (
         Ordering, "resolve", lambda _: lambda _self, candidates, *_: ResolvedKeys(candidates)

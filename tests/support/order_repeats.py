@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 #: Seconds for which a worker remembers tasks in doubt (publishworker/in_doubt.py).
-REMEMBERED = 60.0
+REMEMBERED = 900.0
 
 
 @dataclass(frozen=True, slots=True)

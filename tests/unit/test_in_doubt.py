@@ -1,55 +1,78 @@
-"""Tasks in doubt: which facts a worker remembers, and for how long."""
+"""Tasks in doubt: which facts a worker remembers, for how long, and when it may publish again."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from publishworker.batching import Limits
-from publishworker.in_doubt import MAX_TASKS, InDoubt
-from publishworker.types import Batch, BatchResult, LockedRow, Version
+from publishworker.in_doubt import MAX_SECONDS, MAX_TASKS, PROBE_SECONDS, InDoubt
+from publishworker.types import Batch, BatchResult, Key, LockedRow, Sent, Version
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
-
-
-def memory(limits: Limits | None = None, clock: Callable[[], float] = lambda: 0.0) -> InDoubt:
-    return InDoubt(lambda batch, _decide: BatchResult(batch), limits or Limits(1000, 1, 4), clock)
-
-
 ROW = LockedRow("a", "orders", b"", None, NOON, None, None)
 AT_NOON = Version.of(ROW)
 
 
+class Memory(InDoubt):
+    """Tasks in doubt whose marks fail for the IDs in `refused`. `seconds` is the time."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.seconds = 0.0
+        self.refused: Callable[[str], bool] = lambda _id: False
+        self.marked: list[tuple[str, ...]] = []
+        super().__init__(lambda batch, _decide: self.answer(batch), limits or Limits(1000, 1, 4), lambda: self.seconds)
+
+    def answer(self, batch: Batch) -> BatchResult:
+        self.marked.append(batch.ids)
+        return BatchResult(batch, error="no" if any(map(self.refused, batch.ids)) else None)
+
+    def fail(self, *ids: str, topic: str = "orders", key: str | None = None) -> None:
+        version = replace(AT_NOON, ordering_key=key)
+        tried, versions = dict.fromkeys(ids, Sent("1")), dict.fromkeys(ids, version)
+        self.learn(BatchResult(Batch(topic, ids), tried=dict(tried), versions=versions, error="no answer"))
+
+    def commit(self) -> None:
+        self.learn(BatchResult(Batch("orders", ("other",))))
+
+    def tries(self) -> list[tuple[str, ...]]:
+        """Return the batches of marks that were tried now."""
+        self.marked.clear()
+        self.mark()
+        while len(self):
+            self._settle(self._marking.wait())
+        return self.marked
+
+
 def test_tasks_in_doubt_are_bounded_and_stay_until_they_are_marked() -> None:
     """The oldest beyond 10,000 are forgotten. Batches keep the limits of a turn and have one topic each."""
-    doubts = memory()
-    doubts.remember("orders", {str(n): AT_NOON for n in range(MAX_TASKS + 5)})
+    doubts = Memory()
+    doubts.fail(*[str(n) for n in range(MAX_TASKS + 5)])
     assert len(doubts.ids()) == MAX_TASKS
-    batches = doubts.batches()
-    assert [len(batch.ids) for batch in batches] == [1000] * 4
-    assert batches[0].ids[0] == "5"
-    for batch in batches:
-        doubts.forget(batch.ids)
+    batches = doubts.tries()
+    assert min(int(ids[0]) for ids in batches) == 5
+    assert [len(ids) for ids in batches] == [1000] * 4
     assert len(doubts.ids()) == MAX_TASKS - 4000
-    doubts = memory(Limits(10, 1, 9))
-    doubts.remember("orders", {"a": AT_NOON})
-    doubts.remember("invoices", {"b": AT_NOON})
-    assert doubts.batches() == [Batch("orders", ("a",)), Batch("invoices", ("b",))]
+    doubts = Memory(Limits(10, 1, 9))
+    doubts.fail("a")
+    doubts.fail("b", topic="invoices")
+    assert sorted(doubts.tries()) == [("a",), ("b",)]
+    assert doubts.ids() == frozenset()
 
 
-def test_a_task_is_in_doubt_for_a_minute() -> None:
-    """After that it is published again. Forgetting a task twice is no error."""
-    seconds = [0.0]
-    doubts = memory(clock=lambda: seconds[0])
-    doubts.remember("orders", {"a": AT_NOON})
-    seconds[0] = 60.0
-    assert doubts.ids() == {"a"}
-    seconds[0] = 60.001
-    assert doubts.ids() == frozenset()
-    doubts.forget(["a"])
-    assert doubts.ids() == frozenset()
+def test_a_task_is_in_doubt_for_fifteen_minutes() -> None:
+    """After that it is published again."""
+    doubts = Memory()
+    doubts.refused = lambda _id: True
+    doubts.fail("a", key="k")
+    assert doubts.keys() == {Key("orders", "k")}
+    doubts.seconds = MAX_SECONDS
+    assert doubts.tries() == [("a",)]
+    doubts.seconds += 0.001
+    assert (doubts.tries(), doubts.ids(), doubts.suspends) == ([], frozenset(), False)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +80,70 @@ def test_a_task_is_in_doubt_for_a_minute() -> None:
     [
         {"id": "b"}, {"created_at": NOON + timedelta(seconds=1)}, {"available_at": NOON}, {"attempts": 1},
         {"available_at": NOON + timedelta(days=1)}, {"deferred": True}, {"topic": "invoices"}, {"ordering_key": "k"},
-        {"expires_at": NOON},
+        {"expires_at": NOON}, {"times_sent": 1},
     ],
 )  # fmt: skip
 def test_a_task_in_doubt_matches_only_its_unchanged_row(columns: dict[str, Any]) -> None:
-    """A task that was registered again under its ID was not sent; one whose row was written since may not have been."""
-    doubts = memory()
-    doubts.remember("orders", {"a": AT_NOON})
+    """A task that was registered again was not sent; one that was marked and then reset is to be sent again."""
+    doubts = Memory()
+    doubts.fail("a")
     assert doubts.is_about(ROW)
     assert not doubts.is_about(replace(ROW, **columns))
+
+
+def test_nothing_is_published_until_a_transaction_commits_except_probes() -> None:
+    """A probe is one task every 30 s. A mark that commits, or any other transaction, ends the suspension."""
+    batches = [Batch("orders", ("x", "y"), keys=("k", "k"), releases=("z",), bytes=9), Batch("invoices", ("i",))]
+    doubts = Memory()
+    assert (doubts.may_publish, doubts.probe(batches)) == (True, batches)
+    for resume in (doubts.commit, doubts.tries):
+        doubts.refused = lambda _id: True
+        doubts.fail("a", "b")
+        assert doubts.tries() == [("a", "b")]
+        assert (doubts.suspends, doubts.may_publish) == (True, False)
+        doubts.seconds += PROBE_SECONDS
+        assert doubts.may_publish
+        assert doubts.probe([]) == []
+        assert doubts.probe(batches) == [Batch("orders", ("x",), keys=("k",), bytes=9)]
+        assert not doubts.may_publish
+        doubts.refused = lambda _id: False
+        resume()
+        assert (doubts.suspends, doubts.probe(batches)) == (False, batches)
+
+
+def test_a_batch_without_published_tasks_suspends_nothing() -> None:
+    doubts = Memory()
+    doubts.learn(BatchResult(Batch("orders", ("a",)), error="no lock"))
+    assert (doubts.suspends, doubts.ids()) == (False, frozenset())
+
+
+def test_while_others_commit_a_task_that_cannot_be_marked_is_tried_alone_and_less_often() -> None:
+    """One refused row delays neither the other tasks of its batch nor the publishing of others."""
+    doubts = Memory()
+    doubts.refused = "bad".__eq__
+    doubts.fail("a", "bad", "b")
+    doubts.commit()
+    assert doubts.tries() == [("a", "bad", "b")]
+    assert sorted(doubts.tries()) == [("a",), ("b",), ("bad",)]
+    assert (doubts.ids(), doubts.suspends) == ({"bad"}, False)
+    times = []
+    for doubts.seconds in map(float, range(200)):
+        times += [doubts.seconds] * len(doubts.tries())
+    pauses = [after - before for before, after in pairwise(times)]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == PROBE_SECONDS
+
+
+def test_at_exit_marks_are_tried_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    doubts = Memory()
+
+    def sleep(seconds: float) -> None:
+        doubts.seconds += seconds
+
+    monkeypatch.setattr("publishworker.in_doubt.time.sleep", sleep)
+    doubts.refused = lambda _id: doubts.seconds < 1
+    doubts.fail("a")
+    doubts.finish(0.5)
+    assert doubts.ids() == {"a"}
+    doubts.finish(5)
+    assert doubts.ids() == frozenset()

@@ -104,7 +104,7 @@ def test_a_failed_heartbeat_is_logged_once_polls_succeed(caplog: pytest.LogCaptu
         watch.see("other")
         watch.store.away = True
         watch.leave()
-    assert [record.__dict__["action"] for record in caplog.records] == ["heartbeat"]
+    assert [record.__dict__["action"] for record in caplog.records] == ["heartbeat_failed"]
     assert "the fake store is away" in caplog.records[0].getMessage()
 
 

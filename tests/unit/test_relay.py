@@ -1,8 +1,7 @@
 """One turn on the fake store and publisher: the outcome of each task, and the counters."""
 
-import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,7 +11,7 @@ from publishworker import in_flight
 from publishworker.in_flight import StuckBatch
 from publishworker.spanner.store import StoreError
 from publishworker.telemetry import metrics as m
-from publishworker.types import Failed
+from publishworker.types import Failed, Mark
 from tests.support.fakes import Abort
 from tests.support.relay_bench import Bench, SlowPublisher, overtake
 from tests.support.waiting import eventually
@@ -78,7 +77,7 @@ def test_a_failed_commit_is_marked_later_without_publishing_again(bench: Bench, 
 @pytest.mark.parametrize(
     "act",
     [
-        lambda bench: setattr(bench, "seconds", 61),  # tasks are remembered for 60 s
+        lambda bench: setattr(bench, "seconds", 901),  # tasks are remembered for 15 minutes
         lambda bench: bench.insert("a", created_at=bench.store.now),  # purged, and registered again
         lambda bench: (bench.wait(1), bench.change("a", available_at=bench.store.now), bench.wait(1)),  # `outbox retry`
     ],
@@ -96,41 +95,68 @@ def test_an_old_or_changed_row_in_doubt_is_published_again(bench: Bench, act: Ca
     assert bench.unsent() == []
 
 
-def test_permanently_refused_commits_cause_no_duplicates(bench: Bench) -> None:
-    """While tasks in doubt cannot be marked, no task is published, and the turn is no success."""
-    bench.insert("a")
-    bench.commits(*[StoreError("no permission to update")] * 100)
-    assert not [turn for turn in (bench.relay.turn(), bench.relay.turn()) if turn.published and turn.made_progress]
-    bench.insert("b")
-    for _ in range(20):
-        with pytest.raises(StoreError, match="no permission"):
-            bench.relay.turn()
-    assert bench.publisher.ids() == ["a"]
-    bench.commits()
+def test_refused_commits_cause_no_stream_of_duplicates(bench: Bench) -> None:
+    """Nothing is published but one task every 30 s. The turns go on, so that heartbeats do, and publishing resumes."""
+    bench.insert("a", "b", "c")
+    refused = StoreError("no permission to update")
+
+    def refuse() -> None:
+        raise refused
+
+    bench.store.before_commit = refuse
     bench.turns()
-    assert bench.publisher.ids() == ["a", "b"]
-    assert bench.unsent() == []
-
-
-def test_tasks_in_doubt_that_cannot_be_marked_in_time_end_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is marked, the other hangs: only that one stays in doubt, and the worker does not wait for ever."""
-    monkeypatch.setattr(in_flight, "WATCH_SECONDS", 0.001)
-    bench = Bench(size=1, batches=2, beat=lambda: bench.wait(5))
-    bench.insert("a", "b")
-    bench.commits(StoreError("lost"), StoreError("lost"))
-    while bench.count(m.UNCOMMITTED) < 2:
+    assert sorted(bench.publisher.ids()) == ["a", "b", "c"]
+    bench.insert(*[f"later{n}" for n in range(9)])
+    for _ in range(61):
         bench.relay.turn()
-    let_go, commits = threading.Event(), itertools.count()
+        bench.wait(1)
+    later = bench.publisher.ids()[3:]
+    assert len(later) == len(set(later)) == 2
+    bench.store.before_commit = lambda: None
+    bench.turns(), bench.turns()
+    assert bench.unsent() == []
+    assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
 
-    def hang() -> None:
-        if next(commits) == 0:
-            let_go.wait(30)
 
-    bench.store.before_commit = hang
+def test_only_the_key_of_a_task_in_doubt_waits(bench: Bench) -> None:
+    """Its row cannot be marked. Other tasks are published, and the later tasks of its key are not."""
+    bench.line("a1", "a2", key="a")
+    bench.relay.turn()
+    mark = bench.store._mark
+
+    def refuse_a1(marks: Mapping[str, Mark]) -> datetime:
+        if "a1" in marks:
+            raise StoreError("refused")
+        return mark(marks)
+
+    bench.store._mark = refuse_a1
+    bench.relay.turn()
+    bench.line("a3", key="a")
+    bench.line("b1", "b2", key="b")
+    bench.insert("c")
+    for _ in range(40):
+        bench.relay.turn()
+        bench.wait(1)
+    assert sorted(set(bench.publisher.ids()) & {"b1", "b2", "c"}) == ["b1", "b2", "c"]
+    assert bench.publisher.ids().count("a1") == 1
+    assert "a3" not in bench.publisher.ids()
+    bench.store._mark = mark
+    bench.wait(30)
+    bench.turns()
+    assert bench.unsent() == []
+    assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
+
+
+def test_a_mark_that_does_not_end_ends_the_worker(bench: Bench) -> None:
+    bench.insert("a")
+    bench.commits(StoreError("lost"))
+    while not bench.count(m.UNCOMMITTED):
+        bench.relay.turn()
+    let_go = threading.Event()
+    bench.store.before_commit = lambda: let_go.wait(30)
     try:
         with pytest.raises(StuckBatch):
-            bench.relay.turn()
-        assert len(bench.unsent()) == 1
+            [(bench.relay.turn(), bench.wait(45)) for _ in range(9)]
     finally:
         let_go.set()
 
