@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,11 @@ def run(options: argparse.Namespace) -> int:
             variables = emulators.environment()
             if place:
                 os.environ.update(variables)  # the clients read it
-                _create(place, ddl, options)
+                from outbox.devtools import resources  # noqa: PLC0415 - the clients: half a second
+
+                resources.create(place, ddl, options.pubsub)
+                others = "".join(f", {kind} {id}" for kind, id in options.pubsub)
+                note(f"database {options.create} with the outbox's tables{others}: ready")
                 names = ("project", "instance", "database")
                 variables = {PREFIX + name.upper(): getattr(place, name) for name in names} | variables
             print(_exports(variables), flush=True)
@@ -120,23 +123,6 @@ def _plan(options: argparse.Namespace) -> tuple[DatabaseSettings | None, list[st
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"--ddl-file: {options.ddl_file!r} cannot be read: {error}") from None
     return place, [each.strip() for each in re.split(r";[ \t]*(?:\n|$)", ddl) if each.strip()]
-
-
-def _create(place: DatabaseSettings, ddl: Sequence[str], options: argparse.Namespace) -> None:
-    """Create the database, topics and subscriptions on the emulators. Raises SchemaDiffers, OutboxError."""
-    from outbox.devtools import resources  # noqa: PLC0415 - the clients: half a second
-
-    resources.create_database(place.project, place.instance, place.database, ddl)
-    topic = ""
-    for kind, id in options.pubsub:
-        name = f"projects/{place.project}/{kind}s/{id}"
-        if kind == "topic":
-            topic = name
-            resources.create_topic(topic)
-        else:
-            resources.create_subscription(name, topic)
-    others = "".join(f", {kind} {id}" for kind, id in options.pubsub)
-    note(f"database {options.create} with the outbox's tables{others}: ready")
 
 
 def _exports(environment: dict[str, str]) -> str:

@@ -57,7 +57,7 @@ def text(found: Sequence[dict[str, Any]]) -> str:
          shortened(each["error"])]
         for each in found[:GROUPS]
     ]  # fmt: skip
-    more = f"\n... {len(found) - GROUPS:,} more errors" if len(found) > GROUPS else ""
+    more = f"\n... and {len(found) - GROUPS:,} more" if len(found) > GROUPS else ""
     return "\n" + table(("TASKS", "STATE", "TOPIC", "ERROR"), rows) + more
 
 

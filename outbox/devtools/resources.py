@@ -1,53 +1,47 @@
 """Create what an application needs on the emulators: an instance, a database, topics and subscriptions."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from google.api_core.exceptions import AlreadyExists, GoogleAPIError
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import pubsub_v1, spanner
-from google.cloud.spanner_v1.database import Database
 
 from outbox.errors import OutboxError
+from outbox.shared.settings import DatabaseSettings
 from outbox.storage import schema
 
 #: Timeout of one call in seconds. The emulators take milliseconds.
 SECONDS = 30.0
 
 
-def create_database(project: str, instance_id: str, database_id: str, ddl: Sequence[str] = ()) -> Database:
-    """Create the instance, and the database with `ddl` and the outbox's tables. Raises SchemaDiffers, OutboxError.
+def create(place: DatabaseSettings, ddl: Sequence[str], pubsub: Iterable[tuple[str, str]]) -> None:
+    """Create the database with `ddl` and the outbox's tables, and topics and subscriptions.
 
-    What exists already is kept. In a database that exists, `ddl` is not executed. The emulator is the one that
-    SPANNER_EMULATOR_HOST names.
+    `pubsub` has pairs such as ("topic", "orders") and ("subscription", "billing"). A subscription belongs to the topic
+    before it and keeps the order of ordering keys. What exists already is kept, and a database that exists does not get
+    `ddl`. The emulators are those that the environment names. Raises SchemaDiffers, OutboxError.
     """
-    client = spanner.Client(project=project, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
-    config = f"projects/{project}/instanceConfigs/emulator-config"
-    with _errors(f"instance {instance_id}"), contextlib.suppress(AlreadyExists):
-        client.instance(instance_id, configuration_name=config).create().result(timeout=SECONDS)
-    database: Database = client.instance(instance_id).database(database_id, ddl_statements=ddl)
-    with _errors(f"database {database_id}"), contextlib.suppress(AlreadyExists):
-        database.create().result(timeout=SECONDS)
-    schema.apply(database, schema.statements())
-    return database
-
-
-def create_topic(name: str) -> None:
-    """Create the topic `projects/P/topics/T`, unless it exists. Raises OutboxError."""
-    with _errors(f"topic {name}"), contextlib.suppress(AlreadyExists):
-        pubsub_v1.PublisherClient().create_topic(name=name, timeout=SECONDS)
-
-
-def create_subscription(name: str, topic: str) -> None:
-    """Create a subscription with ordering keys, unless it exists. Raises OutboxError."""
-    request = {"name": name, "topic": topic, "enable_message_ordering": True}
-    with _errors(f"subscription {name}"), contextlib.suppress(AlreadyExists):
-        pubsub_v1.SubscriberClient().create_subscription(request=request, timeout=SECONDS)
-
-
-@contextlib.contextmanager
-def _errors(name: str) -> Iterator[None]:
+    client = spanner.Client(project=place.project, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
+    config = f"projects/{place.project}/instanceConfigs/emulator-config"
+    instance = client.instance(place.instance, configuration_name=config)
+    database = instance.database(place.database, ddl_statements=ddl)
+    what, topic = f"instance {place.instance}", ""
     try:
-        yield
+        with suppress(AlreadyExists):
+            instance.create().result(timeout=SECONDS)
+        what = f"database {place.database}"
+        with suppress(AlreadyExists):
+            database.create().result(timeout=SECONDS)
+        for kind, id in pubsub:
+            what, name = f"{kind} {id}", f"projects/{place.project}/{kind}s/{id}"
+            topic = name if kind == "topic" else topic
+            with suppress(AlreadyExists):
+                if kind == "topic":
+                    pubsub_v1.PublisherClient().create_topic(name=name, timeout=SECONDS)
+                else:
+                    request = {"name": name, "topic": topic, "enable_message_ordering": True}
+                    pubsub_v1.SubscriberClient().create_subscription(request=request, timeout=SECONDS)
     except GoogleAPIError as error:
-        raise OutboxError(f"could not create {name} on the emulator: {error}") from error
+        raise OutboxError(f"could not create {what} on the emulator: {error}") from error
+    schema.apply(database, schema.statements())

@@ -8,6 +8,7 @@ import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
+from outbox.cli import errors
 from tests.support.commands import HOUR, TRACE, Commands, fill, row
 from tests.support.processes import Process
 from tests.support.waiting import eventually
@@ -63,6 +64,18 @@ def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Data
     assert [line.split() for line in lines[3:5]] == [["all", "4", "4", "6", "7", "8", "3h"], []]
     error = {"topic": "orders", "state": "retrying", "error": "unavailable: it is away"}
     assert whole["errors"][1] == error | {"tasks": 4, "at_least": False}
+
+
+def test_errors_that_are_not_all_read_are_lower_bounds(
+    outbox: Commands, database: Database, monkeypatch: pytest.MonkeyPatch
+):
+    """At most READ tasks of a state are read, and at most GROUPS errors are shown."""
+    fill(database, [row(f"dead-{n}", "dead", LastError=f"error {n % 2}") for n in range(5)] + [row("r", "retrying")])
+    monkeypatch.setattr(errors, "READ", 4)
+    monkeypatch.setattr(errors, "GROUPS", 2)
+    lines = outbox.here("status", "--exact").stdout.partition("\n\n")[2].splitlines()
+    assert [line.split()[:3] for line in lines[1:3]] == [[">=", "2", "dead"]] * 2
+    assert lines[3:] == ["... and 1 more"]
 
 
 def test_an_exceeded_age_or_count_is_exit_code_1(outbox: Commands, database: Database):
