@@ -1,4 +1,4 @@
-"""The role `outbox_pipeline` of schema/roles.sql against what the jobs ask of Spanner; they need no Spark for it."""
+"""The jobs' requests to Spanner stay within the role `outbox_pipeline` of schema/roles.sql. No Spark is needed."""
 
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -52,6 +52,6 @@ def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Dat
     for privilege in ("INSERT", "UPDATE"):
         writes = [getattr(each, privilege.lower()) for commit in heard.commits for each in commit.mutations]
         written = {column for write in writes if write.table == "AsynchronousTasks" for column in write.columns}
-        # What `drain` writes: tests/integration/test_roles.py has the relay write it in this role.
+        # tests/integration/test_roles.py checks the writes of `drain`.
         written |= of_relays.get((privilege, "AsynchronousTasks"), set())
         assert written == allowed[privilege, "AsynchronousTasks"], "a grant that nothing needs"

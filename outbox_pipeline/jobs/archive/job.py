@@ -1,4 +1,4 @@
-"""`archive`: writes sent tasks to Parquet, window by window. `--purge` then deletes them from the table."""
+"""`archive`: writes sent tasks to Parquet, one window at a time. `--purge` then deletes them from the table."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +24,10 @@ from outbox_pipeline.spark.counts import totals
 
 @dataclass(slots=True)
 class Archived:
-    """The result: finished windows, written tasks and, for a purge, the outcomes of the tasks."""
+    """The number of finished windows and written tasks and, for a purge, the outcomes of its tasks.
+
+    `until` is the end of the last window. `seconds` is the duration of the job.
+    """
 
     windows: int = 0
     written: int = 0
@@ -44,12 +47,12 @@ def run(
     late: bool = False,
     note: Callable[[str], None] = lambda _text: None,
 ) -> Archived:
-    """Archive all windows that have ended since the last run. `note` gets a sentence about each.
+    """Archive all windows that ended since the last run. `note` gets a sentence about each.
 
     Raises:
-        SettingError: `until` is less than a minute ago.
+        SettingError: `until` is less than 1 minute ago.
         NotReached: Spanner, the database, the table or a permission is missing.
-        OutboxError: the archive is of another database, or a window is too old to be read as of its end.
+        OutboxError: the archive belongs to another database, or a window is older than the version retention period.
     """
     begin = time.monotonic()
     register_source(spark)
@@ -85,8 +88,8 @@ class _Job:
         end = resolved(settings.until, now)
         if end > now - MIN_AGE:
             raise SettingError(
-                f"--until {shown(end)} is less than a minute ago (the database has {shown(now)}): a task to be sent at "
-                "most once is marked as sent before it is published"
+                f"--until {shown(end)} is less than a minute ago. The database's time is {shown(now)}. An at-most-once "
+                "task is marked before it is published, and a failed publish takes the mark back within a minute"
             )
         if windows:
             return list(bounds(windows[-1].manifest.until, end, settings.window))
@@ -106,7 +109,7 @@ class _Job:
             "partitions": str(max(8, 4 * self.spark.sparkContext.defaultParallelism)),
         }  # fmt: skip
         tasks = archivable(self.spark.read.format("outbox").options(**options).load())
-        # Observe after the shuffle, because Spark may compute, and count, the rows before it more than once.
+        # Observe after the shuffle, because Spark can compute, and count, the rows before it more than once.
         together(tasks).observe(observed, *proof()).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(
             str(folder / data)
         )
@@ -138,8 +141,8 @@ class _Job:
                 self.purge(window, done)
         if damaged:
             raise OutboxError(
-                f"{'; '.join(damaged)}. Nothing of {'it' if len(damaged) == 1 else 'them'} was deleted from the table, "
-                "where retention may delete it: bring the files back, or register and archive it elsewhere"
+                f"{'; '.join(damaged)}. Their tasks were not purged, but the table's row deletion policy can delete "
+                "them. Restore the files"
             )
 
     def _prove(self, window: ArchiveWindow) -> None:
@@ -148,8 +151,8 @@ class _Job:
         [(rows, checksum)] = self.to.read([window]).select(*proof()).collect()
         if (rows, checksum) != (manifest.rows, manifest.checksum):
             raise OutboxError(
-                f"{window.folder} holds {rows:,} tasks with the checksum {checksum}, its manifest says "
-                f"{manifest.rows:,} with {manifest.checksum}"
+                f"{window.folder} contains {rows:,} tasks with checksum {checksum}, but its manifest has "
+                f"{manifest.rows:,} tasks with checksum {manifest.checksum}"
             )
 
     def purge(self, window: ArchiveWindow, done: Archived) -> None:
@@ -167,7 +170,7 @@ class _Job:
         self.note(f"purged {row.deleted:,} tasks sent from {shown(manifest.since)} to {shown(manifest.until)}")
 
     def _read_timestamp(self, since: datetime, until: datetime, *, late: bool) -> datetime:
-        """Return the timestamp for reading a window: after its end, when no mark in it can be taken back any more."""
+        """Return the read timestamp of a window: MIN_AGE after its end, when all its marks are final."""
         now = self.table.now()
         retention = self.table.retention()
         at = until + MIN_AGE
@@ -177,8 +180,8 @@ class _Job:
             return now
         kept = spoken(retention.total_seconds())
         raise OutboxError(
-            f"the window from {shown(since)} to {shown(until)} ended {spoken((now - until).total_seconds())} ago, and "
-            f"Spanner keeps old versions for {kept} (version_retention_period): as of its end it cannot be read any "
-            "more. Archive more often, or raise the retention to seven days at most. With --read-late it is read as of "
-            "now, without what was sent again or deleted since"
+            f"The window from {shown(since)} to {shown(until)} ended {spoken((now - until).total_seconds())} ago and "
+            f"cannot be read as of its end, because Spanner keeps old versions of rows for {kept} "
+            "(version_retention_period). Archive more often, or raise version_retention_period to at most 7 days. Pass "
+            "--read-late to read the window as of now, without tasks that were resent or deleted since"
         )
