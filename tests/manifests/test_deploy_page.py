@@ -35,7 +35,7 @@ from tests.manifests.test_spark import refusals
 WORKER, PIPELINE = "docs/operations/deploy.md", "docs/operations/pipeline-deploy.md"
 PAGES = (WORKER, PIPELINE, "k8s/README.md")
 PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.cli._parser}
-TOOLS = ("gcloud", "kubectl", "docker", "helm", "pip", "python", *PARSERS)
+TOOLS = ("gcloud", "kubectl", "docker", "helm", "pip", "python", "outbox-pipeline", "spark-submit", *PARSERS)
 NAMESPACES = {"outbox": OVERLAYS["production"], "outbox-development": OVERLAYS["development"]}
 #: The answers of the registry and the project.
 REGISTRY, NUMBER = "registry.example/my-project/outbox", "123456789012"
