@@ -1,6 +1,6 @@
 """Spanner for the jobs: on the driver, in the planner of the data source and on executors.
 
-A client cannot be pickled and does not survive a fork, so executors get the `DatabaseSettings`, and `table_of` opens
+A client cannot be pickled and does not survive a fork, so executors get the `DatabaseSettings`, and `open_table` opens
 one client in each process. All requests have LOW priority and a tag, except requests with Data Boost, which does not
 use the instance's compute capacity. Rows are read and written by key, so a job's cost depends on the rows it touches.
 """
@@ -127,7 +127,7 @@ class Table(TaskTable):
                 return False
         return True
 
-    def of_ids(self, columns: Sequence[str], ids: Iterable[str], tag: str) -> list[list[Any]]:
+    def read_ids(self, columns: Sequence[str], ids: Iterable[str], tag: str) -> list[list[Any]]:
         """Return the decoded rows of the `ids` that exist."""
         return self.read(TABLE, columns, KeySet(keys=[[id] for id in ids]), tag, seconds=CALL_SECONDS)
 
@@ -177,7 +177,7 @@ def _table(settings: DatabaseSettings, _emulator: str | None, _process: int) -> 
     return Table(open_database(settings, CALL_SECONDS))
 
 
-def table_of(settings: DatabaseSettings) -> Table:
+def open_table(settings: DatabaseSettings) -> Table:
     """Return this process's table of the database. Raises NotReached, SchemaDiffers."""
     return _table(settings, os.environ.get("SPANNER_EMULATOR_HOST"), os.getpid())
 

@@ -19,7 +19,7 @@ from outbox.shared.times import resolved, shown
 from outbox_pipeline import schemas
 from outbox_pipeline.source import columns, parts
 from outbox_pipeline.source.options import Options, RowFilter, parse
-from outbox_pipeline.spanner import TO_SEND, Table, table_of, too_old
+from outbox_pipeline.spanner import TO_SEND, Table, open_table, too_old
 
 try:
     from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
@@ -93,7 +93,7 @@ class _Reading:
 
     @property
     def _table(self) -> Table:
-        return table_of(self._options.database)
+        return open_table(self._options.database)
 
     def read(self, partition: Any) -> Iterator[pa.RecordBatch]:
         """Yield the batches of one part. Spark calls this on an executor."""
@@ -120,13 +120,13 @@ class OutboxReader(_Reading, DataSourceReader):
             raise OutboxError(too_old(at))
         selection = options.at(at)
         names = columns.needed((*self._schema.fieldNames(), *selection.needs))
-        found: Sequence[parts.Part] = parts.of_keys(options.partitions)
+        found: Sequence[parts.Part] = parts.key_parts(options.partitions)
         if options.data_boost:
-            found = parts.of_query(table, names, selection, at, options.partitions)
+            found = parts.query_parts(table, names, selection, at, options.partitions)
         elif selection.state == "sent" and selection.since:
             until = min(filter(None, (selection.until, at + _TICK)))
             if parts.share_of_sent(table, selection.since, until, at) < parts.INDEX_PAYS:
-                found = parts.of_sent(table.shards, selection.since, until, options.partitions)
+                found = parts.sent_parts(table.shards, selection.since, until, options.partitions)
         return self._planned(found, selection, at)
 
 
@@ -195,11 +195,11 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
                 f"{too_old(until)}. To continue, start with a new checkpoint and the option since={shown(since)}. The "
                 "stream then repeats the tasks sent since that time"
             )
-        found = parts.of_sent(table.shards, since, until, self._options.partitions, after=True)
+        found = parts.sent_parts(table.shards, since, until, self._options.partitions, after=True)
         return self._planned(found, RowFilter(topic=self._options.topic), until)
 
     def _any_sent(self, since: datetime, until: datetime) -> bool:
-        [part] = parts.of_sent(self._table.shards, since, until, 1, after=True)
+        [part] = parts.sent_parts(self._table.shards, since, until, 1, after=True)
         return any(True for _ in self._table.rows(("Id",), part.keys, until, index=TO_SEND, limit=1))
 
 

@@ -43,7 +43,7 @@ _KINDS = {
 NAMES = ("state", "topic", "since", "until", "columns", "readTimestamp", "partitions", "dataBoost")
 
 
-def of_database(settings: DatabaseSettings) -> dict[str, str]:
+def database_options(settings: DatabaseSettings) -> dict[str, str]:
     """Return the options that name a database."""
     return {option: getattr(settings, field) for option, field in _DATABASE.items()}
 

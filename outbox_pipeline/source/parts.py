@@ -98,13 +98,13 @@ class QueryPart:
         return _selected(_batches(table.partition_rows(self.snapshot, self.partition), names), selection, at)
 
 
-def of_keys(count: int) -> list[KeyPart]:
+def key_parts(count: int) -> list[KeyPart]:
     """Return `count` ranges that cover the whole primary key. They have equal sizes if the IDs are random UUIDs."""
     bounds = ["", *(f"{number * 2**32 // count:08x}" for number in range(1, count)), ""]
     return [KeyPart(first, last) for first, last in itertools.pairwise(bounds)]
 
 
-def of_sent(
+def sent_parts(
     shards: Sequence[int], since: datetime, until: datetime, count: int, *, after: bool = False
 ) -> list[SentPart]:
     """Return parts for the tasks sent from `since` to `until`, divided by shards, and by time if `count` is larger."""
@@ -130,7 +130,7 @@ def share_of_sent(table: Table, since: datetime, until: datetime, at: datetime) 
     return 1.0
 
 
-def of_query(table: Table, names: Sequence[str], selection: RowFilter, at: datetime, count: int) -> list[QueryPart]:
+def query_parts(table: Table, names: Sequence[str], selection: RowFilter, at: datetime, count: int) -> list[QueryPart]:
     """Return the partitions of a Data Boost query for the selection.
 
     Data Boost does not use the instance's compute capacity, and Spanner returns selected rows only:

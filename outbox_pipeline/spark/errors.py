@@ -20,10 +20,10 @@ def spark_errors() -> Iterator[None]:
     try:
         yield
     except (PySparkException, Py4JError) as error:
-        raise of_text(str(error)) from error
+        raise error_from(str(error)) from error
 
 
-def of_text(text: str) -> OutboxError:
+def error_from(text: str) -> OutboxError:
     """Return the OutboxError that Spark's error text contains, or a new one with the reason that the text names."""
     if found := _OURS.findall(text):
         name, sentence = found[-1]

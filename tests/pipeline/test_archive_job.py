@@ -25,7 +25,7 @@ from outbox_pipeline import read_archive, schemas
 from outbox_pipeline.jobs.archive import job
 from outbox_pipeline.jobs.archive.job import run
 from outbox_pipeline.jobs.archive.windows import Archive, Manifest, floor
-from outbox_pipeline.spanner import table_of
+from outbox_pipeline.spanner import open_table
 from tests.support.archives import (
     DAY,
     MICROSECOND,
@@ -116,7 +116,7 @@ def test_many_tasks_are_archived_once_despite_failed_spark_tasks(
     tasks = [sent(ids[each], DAY + MICROSECOND * each, Topic=topics[each]) for each in range(number)]
     insert(database, tasks)
     failed = tmp_path / "a reading task failed", tmp_path / "a writing task failed"
-    for name, note in zip(("archivable", "together"), failed, strict=True):
+    for name, note in zip(("archivable", "rebalanced"), failed, strict=True):
         monkeypatch.setattr(job, name, failing(getattr(job, name), note))
     done = run(spark, settings_of(target, tmp_path), late=True)
     assert all(note.exists() for note in failed)
@@ -186,7 +186,7 @@ def test_windows_adjoin_and_only_archived_tasks_are_purged(
 def test_a_window_is_read_as_of_one_minute_after_its_end(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
-    table = table_of(target)
+    table = open_table(target)
     length = timedelta(seconds=2)
     since = floor(table.now() - MINUTE, length) + length
     sent_at, until = since + MICROSECOND, since + length
@@ -211,7 +211,7 @@ def test_an_archive_that_cannot_run_says_what_to_do(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
     # An at-most-once task is marked before it is published, and a failed publish takes the mark back.
-    for until in ("59s", "0s", shown(table_of(target).now() - MINUTE + timedelta(seconds=20))):
+    for until in ("59s", "0s", shown(open_table(target).now() - MINUTE + timedelta(seconds=20))):
         with pytest.raises(SettingError, match=r"^--until \S+ is less than a minute ago\. The database's time is "):
             run(spark, settings_of(target, tmp_path, until=until))
     # Without a sent task there is no first window.

@@ -20,7 +20,7 @@ from outbox_pipeline import cli
 from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.settings import AuditSettings
-from outbox_pipeline.spanner import table_of
+from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.errors import spark_errors
 from tests.support.archives import DAY, NEXT_DAY, settings_of
 from tests.support.avro import SCHEMA, avro_message, write_avro
@@ -166,7 +166,7 @@ def test_an_audit_without_tasks_fails_unless_it_is_allowed(
 ):
     """A task that is younger than the grace period is not in the window of an audit without --until."""
     receive(tmp_path, [])
-    at = table_of(target).now()
+    at = open_table(target).now()
     insert(database, [row("young", CreatedAt=at - 30 * SECOND, SentAt=at)])
 
     def job(output: str, *more: str) -> int:

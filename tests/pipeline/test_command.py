@@ -25,7 +25,7 @@ from outbox_pipeline import summary as report
 from outbox_pipeline.jobs.archive.job import Archived
 from outbox_pipeline.jobs.register.job import Registered
 from outbox_pipeline.spark import session
-from outbox_pipeline.spark.errors import of_text, spark_errors
+from outbox_pipeline.spark.errors import error_from, spark_errors
 from publishworker.telemetry import datadog
 from publishworker.telemetry.metrics import Metrics
 from tests.support.operations import rows_of
@@ -158,7 +158,7 @@ def test_a_stack_trace_of_spark_becomes_one_sentence():
         ("", OutboxError, "Spark: no reason is given"),
     )
     for text, kind, sentence in cases:
-        made = of_text(text)
+        made = error_from(text)
         assert (type(made), str(made)) == (kind, sentence)
     with pytest.raises(ZeroDivisionError), spark_errors():
         raise ZeroDivisionError

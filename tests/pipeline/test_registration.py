@@ -13,7 +13,7 @@ from outbox.message import RawPubsubMessage
 from outbox.registration import COLUMNS
 from outbox.shared.settings import DatabaseSettings
 from outbox_pipeline.jobs.register.executor import ANSWER, CHUNK_BYTES, CHUNK_ROWS, COUNTS, TRIES, Writer
-from outbox_pipeline.spanner import Table, table_of
+from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.pacing import Pace
 from tests.support.operations import Watch, rows_of
 from tests.support.pipeline import FakeTable, FakeTime, row
@@ -62,15 +62,15 @@ def test_the_fake_table_behaves_like_the_real_one(target: DatabaseSettings, data
 
         seen = ("Id", "Topic", "Data", "OrderingKey")
         began = table.now()
-        told: list[Any] = [table.of_ids(seen, ["a", "b"], TAG)]
+        told: list[Any] = [table.read_ids(seen, ["a", "b"], TAG)]
         told += [table.insert(COLUMNS, made("a", "b"), TAG), table.insert(COLUMNS, made("c", "b", topic="x"), TAG)]
-        told += [table.insert(COLUMNS, made("d", "d"), TAG), sorted(table.of_ids(seen, ["d", "b", "c", "a"], TAG))]
-        [[created], [other]] = table.of_ids(("CreatedAt",), ["a", "b"], TAG)
+        told += [table.insert(COLUMNS, made("d", "d"), TAG), sorted(table.read_ids(seen, ["d", "b", "c", "a"], TAG))]
+        [[created], [other]] = table.read_ids(("CreatedAt",), ["a", "b"], TAG)
         told += [created == other, created >= began, table.insert(COLUMNS, made("c"), TAG), created < table.now()]
-        [[second]] = table.of_ids(("CreatedAt",), ["c"], TAG)
+        [[second]] = table.read_ids(("CreatedAt",), ["c"], TAG)
         return [*told, second > created]
 
-    real = story(table_of(target))
+    real = story(open_table(target))
     assert real == story(FakeTable())
     assert real == [[], True, False, False, [["a", "orders", data, "k"], ["b", "orders", data, "k"]], *[True] * 5]
     assert sorted(rows_of(database)) == ["a", "b", "c"]

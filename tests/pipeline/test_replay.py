@@ -26,7 +26,7 @@ from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.jobs.replay import job
 from outbox_pipeline.jobs.replay.executor import CHUNK_ROWS, replay
 from outbox_pipeline.jobs.replay.job import Replayed, run
-from outbox_pipeline.spanner import Table, table_of
+from outbox_pipeline.spanner import Table, open_table
 from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, delete, rewrite, sent, settings_of, window_folders
 from tests.support.fakes import serialized
 from tests.support.operations import PAST, Watch, insert, opened, row, rows_of, update
@@ -320,7 +320,7 @@ def test_only_a_replay_needs_the_table_of_replays(
 def test_a_rate_applies_to_all_spark_tasks_together(spark: SparkSession, target: DatabaseSettings, database: Database):
     """Each Spark task gets an equal share of the rate, and a chunk that is too early waits."""
     insert(database, [sent(f"{number:04d}", DAY) for number in range(2 * CHUNK_ROWS + 50)])
-    began = table_of(target).now()
+    began = open_table(target).now()
     done = run(spark, replay_settings(target, where="true", max_rows_per_second="250"))
     assert done.replayed == 2 * CHUNK_ROWS + 50
     due = [stored["AvailableAt"] for stored in rows_of(database).values()]
@@ -361,7 +361,7 @@ def test_a_killed_replay_is_resumed_and_each_task_is_sent_once(  # noqa: PLR0917
     assert (note["FinishedAt"], note["Tasks"]) == (None, None)
     assert f"continue it with --resume {note['OperationId']}" in said
     send(emulators, database)
-    insert(database, [sent("new", table_of(target).now(), Topic=topic)])
+    insert(database, [sent("new", open_table(target).now(), Topic=topic)])
 
     done = run(spark, replay_settings(target), resume=note["OperationId"])
     assert done.replay_id == note["OperationId"]

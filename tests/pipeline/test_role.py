@@ -11,7 +11,7 @@ from outbox_pipeline.jobs.archive.executor import purge
 from outbox_pipeline.jobs.register.executor import Writer
 from outbox_pipeline.jobs.replay.executor import replay
 from outbox_pipeline.source.datasource import OutboxDataSource
-from outbox_pipeline.spanner import table_of
+from outbox_pipeline.spanner import open_table
 from tests.support import pipeline
 from tests.support.operations import insert, row, rows_of
 from tests.support.roles import Heard, grants, refused
@@ -22,7 +22,7 @@ SENT = datetime(2026, 6, 1, tzinfo=UTC)
 def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Database):
     insert(database, [row("sent", SentAt=SENT), *(row(f"unsent{number}") for number in range(9))])
     settings = replace(target, database_role="outbox_pipeline")
-    table = table_of(settings)
+    table = open_table(settings)
     heard = Heard(table._database)
     assert table.first_sent() == SENT
     table.retention()

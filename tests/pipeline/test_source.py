@@ -205,19 +205,19 @@ def test_invalid_options_are_named(target: DatabaseSettings):
 
 
 def test_a_process_has_one_client_for_each_database(target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch):
-    one = spanner.table_of(target)
-    assert spanner.table_of(dataclasses.replace(target)) is one
+    one = spanner.open_table(target)
+    assert spanner.open_table(dataclasses.replace(target)) is one
     monkeypatch.setattr("os.getpid", lambda: -1)
-    assert spanner.table_of(target) is not one
+    assert spanner.open_table(target) is not one
     monkeypatch.undo()
-    assert spanner.table_of(target) is one
+    assert spanner.open_table(target) is one
 
 
 def test_the_version_retention_period_of_the_database_applies(
     target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch
 ):
     """1 hour, unless the database has another value. The emulator accepts the option but does not return it."""
-    table = spanner.table_of(target)
+    table = spanner.open_table(target)
     assert table.retention() == timedelta(hours=1)
     for rows, hours in (([], 1), ([["1h"]], 1), ([["7d"]], 168), ([["5400s"]], 1.5), ([["90m"]], 1.5)):
         monkeypatch.setattr(table, "query", lambda *_arguments, rows=rows: rows)

@@ -18,7 +18,7 @@ from outbox.errors import OutboxError, SettingError
 from outbox.shared.settings import DatabaseSettings
 from outbox.shared.times import shown
 from outbox_pipeline.source.datasource import OutboxDataSource, OutboxStreamReader
-from outbox_pipeline.spanner import table_of
+from outbox_pipeline.spanner import open_table
 from tests.support.archives import delete
 from tests.support.following import COLUMNS
 from tests.support.operations import insert, row, rows_of, update
@@ -124,7 +124,7 @@ def test_a_query_starts_at_since(target: DatabaseSettings, database: Database):
 def test_a_batch_before_the_retention_period_says_what_to_do(target: DatabaseSettings):
     """The query was down for longer than the version retention period, with a planned batch unfinished."""
     of = reader(target)
-    now = table_of(target).now()
+    now = open_table(target).now()
     start, end = ({"sent_at": shown(now - timedelta(hours=hours))} for hours in (3, 2))
     with pytest.raises(OutboxError, match=rf"version_retention_period.*since={start['sent_at']}"):
         of.partitions(start, end)

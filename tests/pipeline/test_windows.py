@@ -15,7 +15,7 @@ from pyspark.sql import functions as f
 from outbox.errors import OutboxError
 from outbox.shared.times import shown
 from outbox_pipeline import read_archive, schemas
-from outbox_pipeline.jobs.archive.transforms import archivable, proof, together
+from outbox_pipeline.jobs.archive.transforms import archivable, checksum_columns, rebalanced
 from outbox_pipeline.jobs.archive.windows import Archive, Manifest, bounds, floor, parsed
 from tests.support.archives import (
     DAY,
@@ -78,7 +78,7 @@ def test_files_from_before_a_column_was_added_are_readable(spark: SparkSession, 
     # Spark's hash skips NULL, so the checksum of an old manifest still proves its files.
     before = [each for each in tasks.columns if each not in ("BlockedBy", "TimesSent")]
     checksum = f.sum(f.xxhash64(*before).cast("decimal(20,0)")).cast("string")
-    assert tasks.select(proof()[1]).collect()[0][0] == tasks.select(checksum).collect()[0][0]
+    assert tasks.select(checksum_columns()[1]).collect()[0][0] == tasks.select(checksum).collect()[0][0]
 
 
 def test_a_day_is_from_midnight_to_midnight():
@@ -238,19 +238,19 @@ def test_the_checksum_differs_for_different_tasks(spark: SparkSession):
     same = {
         "both": archivable(one.union(two)),
         "in another order": archivable(two.union(one)),
-        "in one partition": together(archivable(one.union(two))),
+        "in one partition": rebalanced(archivable(one.union(two))),
         "in more partitions": archivable(one.union(two)).repartition(3),
     }
     others = {column.name: archivable(one.withColumn(column.name, _other(column.name))) for column in schemas.TABLE}
     others |= {"one": archivable(one), "twice": archivable(one.union(one)), "two": archivable(two)}
     others["twice the other"] = archivable(two.union(two))
     tagged = [tasks.withColumn("case", f.lit(case)) for case, tasks in (same | others).items()]
-    rows = reduce(DataFrame.union, tagged).groupBy("case").agg(*proof()).collect()
+    rows = reduce(DataFrame.union, tagged).groupBy("case").agg(*checksum_columns()).collect()
     found = {case: (rows, checksum) for case, rows, checksum in rows}
     assert {found[case] for case in same} == {(2, found["both"][1])}
     assert found["twice"][0] == 2
     assert len(set(found.values())) == 1 + len(others), "each of all cases but the same ones"
-    assert [tuple(row) for row in archivable(one.limit(0)).select(*proof()).collect()] == [(0, None)]
+    assert [tuple(row) for row in archivable(one.limit(0)).select(*checksum_columns()).collect()] == [(0, None)]
 
 
 def _other(name: str) -> Column:

@@ -12,7 +12,7 @@ from outbox.registration import TABLE
 from outbox.shared.settings import DatabaseSettings
 from outbox.storage.sql import chunked
 from outbox_pipeline import schemas
-from outbox_pipeline.spanner import Table, table_of
+from outbox_pipeline.spanner import Table, open_table
 
 #: Max tasks in one transaction.
 CHUNK_ROWS = 200
@@ -27,7 +27,7 @@ class Purge:
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Purge the rows in chunks."""
-        table = table_of(self.database)
+        table = open_table(self.database)
         answer = schemas.arrow(schemas.PURGED)
         for batch in batches:
             # In UTC, because in an hour that occurs twice Python never treats times of two time zones as equal.

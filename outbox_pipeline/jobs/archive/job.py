@@ -13,12 +13,12 @@ from outbox.shared.times import resolved, shown, spoken
 from outbox.storage.task_states import MIN_AGE
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.executor import Purge
-from outbox_pipeline.jobs.archive.transforms import archivable, proof, together
+from outbox_pipeline.jobs.archive.transforms import archivable, checksum_columns, rebalanced
 from outbox_pipeline.jobs.archive.windows import Archive, ArchiveWindow, Manifest, bounds, floor
 from outbox_pipeline.settings import ArchiveSettings
 from outbox_pipeline.source.datasource import register_source
-from outbox_pipeline.source.options import of_database
-from outbox_pipeline.spanner import READING, Table, table_of
+from outbox_pipeline.source.options import database_options
+from outbox_pipeline.spanner import READING, Table, open_table
 from outbox_pipeline.spark.counts import totals
 
 
@@ -57,7 +57,7 @@ def run(
     begin = time.monotonic()
     register_source(spark)
     target = settings.database_settings
-    job = _Job(spark, Archive(spark, settings.archive), target, table_of(target), note)
+    job = _Job(spark, Archive(spark, settings.archive), target, open_table(target), note)
     done = Archived()
     windows = job.to.windows_of(job.table.name)
     for since, until in job.due(settings, windows):
@@ -104,13 +104,13 @@ class _Job:
         folder = self.to.folder_of(since, until)
         data = self.to.new_run()
         observed = Observation(f"archive {data}")
-        options = of_database(self.target) | {
+        options = database_options(self.target) | {
             "state": "sent", "since": shown(since), "until": shown(until), "readTimestamp": shown(at),
             "partitions": str(max(8, 4 * self.spark.sparkContext.defaultParallelism)),
         }  # fmt: skip
         tasks = archivable(self.spark.read.format("outbox").options(**options).load())
         # Observe after the shuffle, because Spark can compute, and count, the rows before it more than once.
-        together(tasks).observe(observed, *proof()).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(
+        rebalanced(tasks).observe(observed, *checksum_columns()).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(
             str(folder / data)
         )
         found = observed.get
@@ -148,7 +148,7 @@ class _Job:
     def _prove(self, window: ArchiveWindow) -> None:
         """Check that the files of a window match its manifest. Raises OutboxError."""
         manifest = window.manifest
-        [(rows, checksum)] = self.to.read([window]).select(*proof()).collect()
+        [(rows, checksum)] = self.to.read([window]).select(*checksum_columns()).collect()
         if (rows, checksum) != (manifest.rows, manifest.checksum):
             raise OutboxError(
                 f"{window.folder} contains {rows:,} tasks with checksum {checksum}, but its manifest has "

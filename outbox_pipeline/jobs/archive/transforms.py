@@ -23,12 +23,12 @@ def archivable(tasks: DataFrame) -> DataFrame:
     return stored.select(*schemas.STORED.fieldNames())
 
 
-def together(tasks: DataFrame) -> DataFrame:
+def rebalanced(tasks: DataFrame) -> DataFrame:
     """Return the tasks with each day and topic in as few partitions as possible, so that the files are large."""
     return tasks.hint("rebalance", *schemas.ARCHIVE_PARTITIONS)
 
 
-def proof() -> tuple[Column, Column]:
+def checksum_columns() -> tuple[Column, Column]:
     """Return the number of tasks and their checksum, which tell whether two sets of archived tasks are equal."""
     whole = f.xxhash64(*schemas.ARCHIVED.fieldNames())
     return f.count(f.lit(1)).alias("rows"), f.sum(whole.cast("decimal(20,0)")).cast("string").alias("checksum")

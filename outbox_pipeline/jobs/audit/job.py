@@ -23,8 +23,8 @@ from outbox_pipeline.jobs.audit.avro import read_avro
 from outbox_pipeline.jobs.audit.page import page
 from outbox_pipeline.settings import AuditSettings
 from outbox_pipeline.source.datasource import register_source
-from outbox_pipeline.source.options import of_database
-from outbox_pipeline.spanner import Table, table_of
+from outbox_pipeline.source.options import database_options
+from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.files import Folder, format_of
 
 SUMMARY, REPORT, FINDINGS = "summary.json", "report.html", "findings"
@@ -75,7 +75,7 @@ def run(spark: SparkSession, settings: AuditSettings) -> Audited:
     if output.exists():
         raise OutboxError(f"--output {output} exists. Each audit needs a new folder")
     register_source(spark)
-    job = _Job(spark, settings, table_of(settings.database_settings))
+    job = _Job(spark, settings, open_table(settings.database_settings))
     rules, tasks = job.rules_and_tasks()
     bodies, deliveries = job.deliveries()
     rows = audit.judged(audit.sends(tasks, bodies=bodies), deliveries, rules).persist(StorageLevel.DISK_ONLY)
@@ -132,7 +132,7 @@ class _Job:
 
     def _of_table(self, at: datetime, since: datetime | None) -> DataFrame:
         """Return the tasks that can have messages since `since`: unsent tasks, and tasks sent since then."""
-        options = of_database(self.settings.database_settings) | {
+        options = database_options(self.settings.database_settings) | {
             "columns": ",".join(audit.OF_TASKS),
             "readTimestamp": shown(at),
             "partitions": str(max(8, 4 * self.spark.sparkContext.defaultParallelism)),

@@ -18,7 +18,7 @@ from outbox.message import parsed
 from outbox.registration import COLUMNS
 from outbox.shared.settings import DatabaseSettings
 from outbox_pipeline import schemas
-from outbox_pipeline.spanner import Table, table_of
+from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.pacing import Pace
 
 #: Max tasks, and max bytes of messages, in one commit. If one ID exists, the whole chunk is tried again.
@@ -51,7 +51,7 @@ class Registration:
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Register rows of `schemas.INPUT` and yield rows of ANSWER."""
-        writer = Writer(table_of(self.database), self.began, Pace(self.rate))
+        writer = Writer(open_table(self.database), self.began, Pace(self.rate))
         answer = schemas.arrow(ANSWER)
         # Cast to UTC, because in the session's time zone the last hours of 9999 can be in the year 10000.
         rows = schemas.arrow(schemas.INPUT)
@@ -126,7 +126,7 @@ class Writer:
 
     def _remove_existing(self, chunk: dict[str, tuple[_Row, dict[str, Any]]]) -> bool:
         """Remove the rows whose tasks exist from the chunk. Return whether there were any."""
-        found = self.table.of_ids(_SAME, chunk, _TAG)
+        found = self.table.read_ids(_SAME, chunk, _TAG)
         for id, topic, data, key, created in found:
             task, row = chunk.pop(id)
             if not _same(task, (id, topic, data, None, key)):

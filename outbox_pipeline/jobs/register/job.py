@@ -14,9 +14,9 @@ from outbox.errors import SettingError
 from outbox.shared.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register.executor import ANSWER, COUNTS, Registration
-from outbox_pipeline.jobs.register.transforms import TIMES, UNREAD, WHY, in_order, of_json_lines, prepared
+from outbox_pipeline.jobs.register.transforms import TIMES, UNREAD, WHY, in_order, parse_json_lines, prepared
 from outbox_pipeline.settings import FORMATS, RegisterSettings
-from outbox_pipeline.spanner import table_of
+from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.errors import spark_errors
 from outbox_pipeline.spark.files import Folder, format_of
 from outbox_pipeline.spark.pacing import shared
@@ -96,7 +96,7 @@ def read(spark: SparkSession, path: str, format: str, key: Sequence[str] = ()) -
     if format == "parquet":
         return spark.read.parquet(path)
     if format == "json":
-        return of_json_lines(spark.read.text(path), key)
+        return parse_json_lines(spark.read.text(path), key)
     # If Spark detected the line separator itself, it would also change line breaks inside quotes.
     first = spark.read.text(path, lineSep="\n").first()
     end = "\r\n" if first and first["value"].endswith("\r") else "\n"
@@ -113,7 +113,7 @@ def read(spark: SparkSession, path: str, format: str, key: Sequence[str] = ()) -
 def _register(tasks: DataFrame, target: DatabaseSettings, rejects: str, per_second: int) -> Registered:
     begin = time.monotonic()
     spark = tasks.sparkSession
-    began = table_of(target).now()
+    began = open_table(target).now()
     parts, rate = shared(spark, per_second)
     registration = Registration(target, began, rate)
     observed = Observation("register")

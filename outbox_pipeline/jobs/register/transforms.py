@@ -82,7 +82,7 @@ _READ = {
 }
 
 
-def of_json_lines(lines: DataFrame, key: Sequence[str] = ()) -> DataFrame:
+def parse_json_lines(lines: DataFrame, key: Sequence[str] = ()) -> DataFrame:
     """Return rows of texts from JSON lines in a column `value`.
 
     If a line is not a JSON object or has an unknown name, UNREAD is the line and WHY the reason.

@@ -21,7 +21,7 @@ from outbox.registration import COLUMNS, TABLE
 from outbox.shared.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.chunks import chunks
-from outbox_pipeline.spanner import Table, table_of
+from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.pacing import Pace
 
 #: Max tasks, and max bytes of archived messages, in one transaction.
@@ -43,7 +43,7 @@ class Replay:
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Replay the rows in chunks."""
-        table, pace = table_of(self.database), Pace(self.rate)
+        table, pace = open_table(self.database), Pace(self.rate)
         answer = schemas.arrow(schemas.REPLAYED)
         for batch in batches:
             # Cast to UTC from the session's time zone.

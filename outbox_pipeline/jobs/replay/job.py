@@ -21,8 +21,8 @@ from outbox_pipeline.jobs.replay.executor import Replay
 from outbox_pipeline.jobs.replay.transforms import ORDER, in_order, latest, selected
 from outbox_pipeline.settings import ReplaySettings
 from outbox_pipeline.source.datasource import register_source
-from outbox_pipeline.source.options import of_database
-from outbox_pipeline.spanner import READING, Table, table_of
+from outbox_pipeline.source.options import database_options
+from outbox_pipeline.spanner import READING, Table, open_table
 from outbox_pipeline.spark.counts import totals
 from outbox_pipeline.spark.messages import decoded
 from outbox_pipeline.spark.pacing import shared
@@ -95,7 +95,7 @@ def run(
     _check_flags(settings, dry_run=dry_run, resume=resume)
     register_source(spark)
     target = settings.database_settings
-    table = table_of(target)
+    table = open_table(target)
     if not dry_run:
         table.require_replays()
     now = table.now()
@@ -216,7 +216,7 @@ class _Job:
             columns = schemas.TASK.fieldNames()
         else:
             columns = [*ORDER, "Topic", "SentAt", *(["Attributes"] if given.attribute else [])]
-        options = of_database(self.target) | {
+        options = database_options(self.target) | {
             "state": "sent", "until": shown(until), "readTimestamp": shown(at), "columns": ",".join(columns),
             "partitions": str(max(8, 4 * self.spark.sparkContext.defaultParallelism)),
         }  # fmt: skip
