@@ -50,12 +50,13 @@ OTHER_FLAGS = f"""\
 | `publishworker check` | `TOPIC ...` | Topics to look at beside those of pending rows. |
 | `publishworker healthcheck` | `--heartbeat-file` (`OUTBOX_HEARTBEAT_FILE`) | The worker's file of that name. |
 | `publishworker healthcheck` | `--max-age` (`OUTBOX_MAX_AGE`) | Oldest heartbeat, in seconds; default {MAX_AGE:g}. |
-| `python -m outbox_pipeline JOB` | `--json` | The summary as one line of JSON. |
-| `python -m outbox_pipeline archive` | `--purge` | Then delete from the table what the archive holds. |
-| `python -m outbox_pipeline archive` | `--read-late` | Read windows that are too old for it as of now. |
-| `python -m outbox_pipeline drain` | `--deadline SECONDS` | As for `publishworker drain`. |
-| `python -m outbox_pipeline replay` | `--dry-run` | Change nothing: count the tasks by topic, show some. |
-| `python -m outbox_pipeline replay` | `--resume ID` | Go on with a replay that ended early, with its selection. |
+| `outbox-pipeline JOB` | `--json` | The summary as one line of JSON. |
+| `outbox-pipeline archive` | `--purge` | Then delete the archived tasks from the table. |
+| `outbox-pipeline archive` | `--read-late` | Read a window that is too old for a snapshot as of now. |
+| `outbox-pipeline audit` | `--allow-empty` | Exit with code 0 if no task is in the window. |
+| `outbox-pipeline drain` | `--deadline SECONDS` | As for `publishworker drain`. |
+| `outbox-pipeline replay` | `--dry-run` | Count the selected tasks by topic and change nothing. |
+| `outbox-pipeline replay` | `--resume ID` | Continue an interrupted replay with its own selection. |
 | `outbox emulators` | `--create`, `--ddl-file`, `--topic`, `--subscription` | \
 See [the emulators](../operations/worker.md#emulators). |
 | `outbox schema` | `--shards`, `--retention`, `--change-stream` | See [the schema](../guide/schema.md). |
@@ -156,7 +157,7 @@ operators](../operations/commands.md).",
             (_row(field) for field in fields_of(WorkerSettings) if field.name not in shared),
         ),
         "## Pipeline",
-        "For `python -m outbox_pipeline JOB`, beside those of the database. See [its pages](../pipeline/register.md).",
+        "For `outbox-pipeline JOB`, plus the settings of the database. See [its pages](../pipeline/register.md).",
         *_jobs(),
         "## Emulators",
         "For `outbox emulators`.",

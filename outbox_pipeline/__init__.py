@@ -1,4 +1,4 @@
-"""The outbox on Spark: reading its table, registering in bulk, draining a backlog, archiving what was sent.
+"""The outbox on Spark: a data source for the table, and jobs that register, drain, archive, audit and replay tasks.
 
     outbox_pipeline.register_source(spark)
     tasks = spark.read.format("outbox").options(project="shop", instance="main", database="orders").load()
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Registered", "decoded", "read_archive", "register", "register_source", "task_id"]
 
-#: Where each name is; PySpark is imported with the first of them, so that a command can say what is missing.
+#: The module of each name. The first use of a name imports PySpark, so a command can report that PySpark is missing.
 _MODULES = {
     "Registered": "jobs.register.job",
     "decoded": "spark.messages",
@@ -31,6 +31,6 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module  # noqa: PLC0415 - of this function only
+    from importlib import import_module  # noqa: PLC0415 - only this function needs it
 
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

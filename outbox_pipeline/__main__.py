@@ -1,4 +1,4 @@
-"""Run a job as `python -m outbox_pipeline`, or by `spark-submit .../outbox_pipeline/__main__.py`."""
+"""Run a job with `python -m outbox_pipeline` or `spark-submit .../outbox_pipeline/__main__.py`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""`python -m outbox_pipeline JOB`: inside this process, or what spark-submit runs.
+"""`outbox-pipeline JOB`: run a job with Spark in this process, or as the application of spark-submit.
 
-Exit codes: 0 done, 1 failed, or some rows were rejected, 2 usage, 3 a service, the table, a permission, Java or a
-package is missing, 4 a drain ran out of time with work left, 130 when Ctrl-C ended it.
+Exit codes: 0 success; 1 the job failed, rows were rejected, or an audit found a lost task or no task; 2 usage; 3 a
+service, the table, a permission, Java or a package is missing; 4 a drain ended with work left; 130 after Ctrl-C.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from typing import Any
 from outbox._version import __version__
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.shared import logs
+from outbox.shared.times import shown
 from outbox_pipeline.settings import (
     ArchiveSettings,
     AuditSettings,
@@ -28,64 +29,64 @@ from publishworker.settings import add_deadline
 _log = logging.getLogger("outbox_pipeline")
 
 REGISTER = """\
-Register rows of files as tasks: month-start batches of millions, at LOW priority. A row
-whose task is there is not registered again, so the job can be run again.
+Register the rows of files as tasks, in batches of millions. You can run the job again:
+it skips each row whose task is already in the table.
 
-    python -m outbox_pipeline register --input gs://shop/2026-12/*.parquet --key customer,month \\
+    outbox-pipeline register --input gs://shop/2026-12/*.parquet --key customer,month \\
         --rejects gs://shop/rejects --project shop --instance main --database orders"""
 ARCHIVE = """\
-Write tasks that were sent to Parquet, a folder for each window of time, from where the
-last run stopped up to now. With --purge they are deleted from the table then.
+Write sent tasks to Parquet, one folder for each time window. Each run continues where the
+last run stopped. With --purge, the job then deletes the archived tasks from the table.
 
-    python -m outbox_pipeline archive --archive gs://shop/outbox --window 1d --purge \\
+    outbox-pipeline archive --archive gs://shop/outbox --window 1d --purge \\
         --project shop --instance main --database orders"""
 DRAIN = """\
-Send a backlog that is too large for the workers, by relays on Spark's executors, which share
-the shards with workers that run. Ends when nothing is left to send, and says what stays.
+Send a backlog that is too large for the live workers, with more workers on Spark's executors.
+The job ends when no task is pending or retrying, and counts the tasks that are left.
 
-    python -m outbox_pipeline drain --deadline 3600 \\
+    outbox-pipeline drain --deadline 3600 \\
         --project shop --instance main --database orders"""
 AUDIT = """\
-Hold the tasks of a time against the messages that subscribers received, as Pub/Sub's
-subscriptions to BigQuery and Cloud Storage write them. Writes report.html, summary.json and
-every finding. Exit code 1 if a message is lost.
+Compare tasks with the messages that Pub/Sub's subscriptions to BigQuery or Cloud Storage
+received. Writes report.html, summary.json and every finding. Exit code 1 if a task is lost,
+or if there was no task to audit.
 
-    python -m outbox_pipeline audit --received gs://shop/received/*.parquet --since 1d \\
+    outbox-pipeline audit --received gs://shop/received/*.avro --since 1d \\
         --output gs://shop/audits/2026-11-21 --project shop --instance main --database orders"""
 REPLAY = """\
-Send again what was sent: out of the table, or out of the archive, from which tasks that were
-purged come back. Each is sent once more, also when the job is interrupted and resumed.
+Send sent tasks again, from the table or from the archive. A replay from the archive also
+restores purged tasks. Each task is sent once more, even if the job is interrupted and resumed.
 
-    python -m outbox_pipeline replay --topic orders --since 2h --dry-run \\
+    outbox-pipeline replay --topic orders --since 2h --dry-run \\
         --project shop --instance main --database orders"""
 
 _Settings = JobSettings | DrainSettings
-#: Runs a job: given its settings and flags that are no settings, returns its result and the exit code.
+#: Runs a job with its settings and its other flags. Returns the result and the exit code.
 _Job = Callable[[Any, argparse.Namespace], tuple[Any, int]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one job and return its exit code. An expected fault is one sentence on stderr."""
+    """Run one job and return its exit code. An expected error is one sentence on stderr."""
     try:
         options = _parser().parse_args(arguments)
         return _run(options.job, options.settings.read(vars(options)), options)
     except KeyboardInterrupt:
         return INTERRUPTED
     except OutboxError as error:
-        print(f"outbox_pipeline: {error}", file=sys.stderr)
+        print(f"outbox-pipeline: {error}", file=sys.stderr)
         if isinstance(error, SettingError):
             return USAGE
         return NOT_REACHED if isinstance(error, NotReached) else FAILED
 
 
 def _run(name: str, settings: _Settings, options: argparse.Namespace) -> int:
-    from outbox_pipeline.spark.session import check_packages  # noqa: PLC0415 - what follows needs the packages
+    from outbox_pipeline.spark.session import check_packages  # noqa: PLC0415 - the imports below need the packages
 
     check_packages()
 
     from outbox_pipeline import summary as report  # noqa: PLC0415 - see above
     from outbox_pipeline.spark.errors import spark_errors  # noqa: PLC0415 - see above
-    from publishworker.telemetry import datadog  # noqa: PLC0415 - half a second, for nothing if a flag is wrong
+    from publishworker.telemetry import datadog  # noqa: PLC0415 - it takes half a second, wasted if a flag is wrong
 
     logs.configure(settings.log_format, settings.log_level)
     metrics = datadog.from_environment()
@@ -106,7 +107,7 @@ def _register(settings: RegisterSettings, _options: argparse.Namespace) -> tuple
     result = register.run(_session("register"), settings)
     if result.rejected:
         extra = {"action": "rejected", "fields": {"rejected": result.rejected}}
-        _log.warning("%s rows were rejected, see %s", f"{result.rejected:,}", result.rejects, extra=extra)
+        _log.warning("%s rows were rejected. See %s", f"{result.rejected:,}", result.rejects, extra=extra)
     return result, FAILED if result.rejected else DONE
 
 
@@ -118,14 +119,21 @@ def _archive(settings: ArchiveSettings, options: argparse.Namespace) -> tuple[An
     return result, DONE
 
 
-def _audit(settings: AuditSettings, _options: argparse.Namespace) -> tuple[Any, int]:
+def _audit(settings: AuditSettings, options: argparse.Namespace) -> tuple[Any, int]:
     from outbox_pipeline.jobs.audit import job as audit  # noqa: PLC0415 - see _run
 
     result = audit.run(_session("audit"), settings)
     if result.lost:
         extra = {"action": "lost", "fields": {"lost": result.lost}}
-        _log.error("%s tasks are lost, see %s", f"{result.lost:,}", result.report, extra=extra)
-    return result, FAILED if result.lost else DONE
+        _log.error("%s tasks are lost. See %s", f"{result.lost:,}", result.report, extra=extra)
+    if not result.tasks:
+        since = f"from {shown(result.since)} " if result.since else ""
+        headline = f"Nothing was audited: no task was created {since}before {shown(result.until)}"
+        if options.json:
+            _log.error(headline, extra={"action": "empty"})
+        else:
+            print(headline)
+    return result, FAILED if result.lost or not (result.tasks or options.allow_empty) else DONE
 
 
 def _drain(settings: DrainSettings, options: argparse.Namespace) -> tuple[Any, int]:
@@ -135,7 +143,7 @@ def _drain(settings: DrainSettings, options: argparse.Namespace) -> tuple[Any, i
     result = drain.run(_session("drain"), settings, deadline=options.deadline, note=note)
     if result.work_left:
         left = result.pending + result.retrying
-        _log.warning("stopped with %s tasks left to send", f"{left:,}", extra={"action": "work_left"})
+        _log.warning("Drain stopped with %s tasks left to send", f"{left:,}", extra={"action": "work_left"})
     return result, WORK_LEFT if result.work_left else DONE
 
 
@@ -153,7 +161,7 @@ def _session(name: str) -> Any:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m outbox_pipeline", description="The outbox on Spark.")
+    parser = argparse.ArgumentParser(prog="outbox-pipeline", description="Jobs of the outbox on Spark.")
     parser.add_argument("--version", action="version", version=f"spanner-outbox {__version__}")
     jobs = parser.add_subparsers(metavar="JOB", required=True, dest="job")
 
@@ -168,18 +176,19 @@ def _parser() -> argparse.ArgumentParser:
 
     add("register", RegisterSettings, _register, "register rows of files as tasks", REGISTER)
     archive = add("archive", ArchiveSettings, _archive, "write sent tasks to Parquet", ARCHIVE)
-    archive.add_argument("--purge", action="store_true", help="Then delete from the table what the archive holds.")
+    archive.add_argument("--purge", action="store_true", help="Then delete the archived tasks from the table.")
     archive.add_argument(
         "--read-late",
         action="store_true",
-        help="Read windows that are too old for it as of now, without what was sent again or deleted since.",
+        help="Read a window that is too old for a snapshot as of now, without tasks that were resent or deleted since.",
     )
     drain = add("drain", DrainSettings, _drain, "send a large backlog", DRAIN)
     add_deadline(drain)
-    add("audit", AuditSettings, _audit, "hold tasks against received messages", AUDIT)
-    replay = add("replay", ReplaySettings, _replay, "send again what was sent", REPLAY)
-    replay.add_argument("--dry-run", action="store_true", help="Change nothing: count the tasks by topic, show some.")
+    audit = add("audit", AuditSettings, _audit, "compare tasks with received messages", AUDIT)
+    audit.add_argument("--allow-empty", action="store_true", help="Exit with code 0 if no task is in the window.")
+    replay = add("replay", ReplaySettings, _replay, "send sent tasks again", REPLAY)
+    replay.add_argument("--dry-run", action="store_true", help="Count the selected tasks by topic and change nothing.")
     replay.add_argument(
-        "--resume", metavar="ID", default="", help="Go on with a replay that ended early, with its selection."
+        "--resume", metavar="ID", default="", help="Continue an interrupted replay with its own selection."
     )
     return parser

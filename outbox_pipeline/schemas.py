@@ -1,4 +1,4 @@
-"""The columns of DataFrames: of tasks as they are read, of rows to be registered, of what the jobs answer."""
+"""The schemas of DataFrames: tasks, rows to register, and the results of Spark tasks."""
 
 from inspect import signature
 from typing import Any
@@ -42,8 +42,8 @@ TABLE = StructType(
         StructField("SentAt", _TIME),
     ]
 )
-#: What is worked out of them: the state at the time of the reading, and the message in Data as subscribers get it, NULL
-#: where Data is no message.
+#: Columns derived from the table: the state at the read timestamp, and the message in Data as subscribers get it. The
+#: message is NULL if Data is not a message.
 DERIVED = StructType(
     [
         StructField("State", _TEXT, nullable=False),
@@ -51,10 +51,10 @@ DERIVED = StructType(
         StructField("Payload", _BYTES),
     ]
 )
-#: Every column that the data source can give.
+#: All columns of the data source.
 TASK = StructType([*TABLE.fields, *DERIVED.fields])
 
-#: A row to be registered, after its columns have been read; `reason` says why it cannot be.
+#: A row to register, after its columns were parsed. `reason` is why the row is rejected, or NULL.
 INPUT = StructType(
     [
         StructField("task_id", _TEXT),
@@ -72,13 +72,14 @@ INPUT = StructType(
     ]
 )
 
-#: What an archived task has: the table's columns, and the day (UTC) of its SentAt.
+#: An archived task: the table's columns, and the day (UTC) of its SentAt.
 ARCHIVED = StructType([*TABLE.fields, StructField("SentDate", DateType(), nullable=False)])
-#: By what its files are parted, and all that they hold. A folder cannot have each name that a topic can.
+#: The partition columns of the archive, and all its columns. TopicFolder exists because not every topic is a valid
+#: folder name.
 ARCHIVE_PARTITIONS = ("SentDate", "TopicFolder")
 STORED = StructType([*ARCHIVED.fields, StructField("TopicFolder", _TEXT, nullable=False)])
 
-#: One row a chunk of a purge.
+#: One row for each chunk of a purge.
 PURGED = StructType(
     [
         StructField("deleted", _NUMBER, nullable=False),
@@ -99,7 +100,7 @@ DRAINED = StructType(
     ]
 )
 
-#: A sending of a task, or an unsent task, as the audit moves it: no body.
+#: A sending of a task, or an unsent task, as the audit shuffles it: without the message.
 SEND = StructType(
     [
         StructField("task_id", _TEXT),
@@ -112,8 +113,8 @@ SEND = StructType(
         StructField("digest", _NUMBER),
     ]
 )
-#: The same with what came of it. Of an id that no task has, all that is the task's is NULL. `state` is NULL outside of
-#: the window; `first` tells that no earlier sending of the id is known.
+#: A sending with the outcome. If no task has the ID, the task's columns are NULL. `state` is NULL outside the window.
+#: `first` is true if no earlier sending of the ID is known.
 JUDGED = StructType(
     [
         *(field for field in SEND if field.name not in ("dead", "digest")),
@@ -126,7 +127,8 @@ JUDGED = StructType(
         StructField("first", _YES),
     ]
 )
-#: What the audit tells of one task, or of one id that no task has; `overtaken_at` is when a later task of its key came.
+#: A finding of the audit: a task, or an ID that no task has. `overtaken_at` is when an earlier task of its ordering key
+#: was first published.
 FOUND = StructType(
     [
         StructField("class", _TEXT),
@@ -135,18 +137,18 @@ FOUND = StructType(
     ]
 )
 
-#: What of an archived task is inserted again.
+#: The columns of an archived task that a replay inserts again.
 ARCHIVED_ROW = StructType(
     [TABLE[name] for name in ("Id", "Topic", "Data", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AtMostOnce")]
 )
-#: One row a chunk of a replay.
+#: One row for each chunk of a replay.
 REPLAYED = StructType(
     [StructField(name, _NUMBER, nullable=False) for name in ("replayed", "registered", "waiting", "changed", "missing")]
 )
 
 
 def arrow(schema: StructType) -> pa.Schema:
-    """Return the Arrow schema that Spark expects of batches of these columns, to the last nullability."""
-    # Spark 4.0 has no such argument: its times are in UTC here.
+    """Return the Arrow schema that Spark expects for batches of these columns, including nullability."""
+    # Spark 4.0 has no argument `timezone` and always uses UTC.
     zoned: dict[str, Any] = {"timezone": "UTC"} if "timezone" in signature(to_arrow_schema).parameters else {}
     return to_arrow_schema(schema, **zoned)

@@ -11,7 +11,7 @@ from publishworker.settings import RelaySettings
 FORMATS = ("parquet", "json", "csv")
 
 _PATH = matching(r"\S(?:.*\S)?", "a path or URL that Spark can use, such as gs://bucket/folder")
-#: Where Spark would take the letters of a pattern for one.
+#: Without the characters of a glob, because Spark would expand them.
 _NO_PATTERN = r"[^\s*?\[\]{}](?:[^*?\[\]{}]*[^\s*?\[\]{}])?"
 _FOLDER = matching(_NO_PATTERN, "a path or URL, without any of *?[]{}")
 _ANY_FOLDER = matching(f"(?:{_NO_PATTERN})?", f"{_FOLDER.allowed}; or nothing")
@@ -23,12 +23,12 @@ def _or_nothing(kind: SettingType) -> SettingType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSettings(DatabaseSettings):
-    """Settings of every job. A drain has those of RelaySettings."""
+    """Settings of every job except `drain`, which has the settings of the relay."""
 
     log_format: str = setting(
-        "auto", one_of("auto", "json", "text"), "How to log; auto is text on a terminal, else json."
+        "auto", one_of("auto", "json", "text"), "Log format. auto is text on a terminal and json otherwise."
     )
-    log_level: str = setting("info", one_of("debug", "info", "warning", "error"), "What to log at least.")
+    log_level: str = setting("info", one_of("debug", "info", "warning", "error"), "Min level of log lines.")
 
     @property
     def database_settings(self) -> DatabaseSettings:
@@ -42,19 +42,19 @@ class JobSettings(DatabaseSettings):
 class RegisterSettings(JobSettings):
     """Settings of `register`."""
 
-    input: str = setting(None, _PATH, "Files to read: a path, a folder or a glob.")
+    input: str = setting(None, _PATH, "Input files: a path, a folder or a glob.")
     input_format: str = setting(
-        "auto", one_of("auto", *FORMATS), "Format of the files; auto goes by the ending, json is a JSON object a line."
+        "auto", one_of("auto", *FORMATS), "Input format. auto uses the file extension, json is JSON lines."
     )
-    rejects: str = setting(None, _PATH, "Folder for the rows that were refused, each with the reason, as JSON lines.")
-    topic: str = setting("", matching(r"\S*", "a topic, or nothing"), "Topic of the rows that name none.")
+    rejects: str = setting(None, _PATH, "Folder for rejected rows with their reasons, as JSON lines.")
+    topic: str = setting("", matching(r"\S*", "a topic, or nothing"), "Topic of rows without a topic.")
     key: str = setting(
         "",
         matching(r"(?:[^,\s][^,]*(?:,[^,\s][^,]*)*)?", "names of columns, separated by commas, or nothing"),
-        "Columns whose values make the task's id; nothing: the whole row does, or the column task_id.",
+        "Columns from which the task ID derives. If empty, the ID is the column task_id or derives from all columns.",
     )
     max_rows_per_second: int = setting(
-        "0", whole_number(0, 10_000_000), "Register at most so many rows a second; 0 is no limit."
+        "0", whole_number(0, 10_000_000), "Max rows per second of the whole job. 0 is no limit."
     )
 
 
@@ -66,17 +66,17 @@ class ArchiveSettings(JobSettings):
     window: float = setting(
         "1d",
         SettingType(lambda text: _window(SECONDS.parse(text)), "a duration from 1s to 31d, such as 15m, 1h or 1d"),
-        "Length of a window; its bounds are multiples of it in UTC.",
+        "Length of a window. Windows start and end at multiples of this length in UTC.",
     )
     since: timedelta | datetime | None = setting(
         "",
         _or_nothing(MOMENT),
-        "Where to begin while nothing is archived; nothing: at the task that was sent first.",
+        "Start of the first window of a new archive. If empty, the SentAt of the first sent task.",
     )
     until: timedelta | datetime = setting(
         "1m",
         MOMENT,
-        "Archive windows that end by then; at least a minute ago.",
+        "Archive the windows that end by this time, which must be at least 1 minute ago.",
     )
 
 
@@ -87,50 +87,50 @@ _DURATION = SettingType(SECONDS.parse, SECONDS.allowed)
 class AuditSettings(JobSettings):
     """Settings of `audit`."""
 
-    received: str = setting(None, _PATH, "Files of messages that subscribers received: a path, a folder or a glob.")
+    received: str = setting(None, _PATH, "Files of received messages: a path, a folder or a glob.")
     received_format: str = setting(
-        "auto", one_of("auto", "parquet", "json"), "Format of the files; auto goes by the ending, json is one a line."
+        "auto",
+        one_of("auto", "avro", "parquet", "json"),
+        "Format of the files. auto uses the extension, json is JSON lines.",
     )
     received_data: str = setting(
-        "base64", one_of("base64", "text"), "What a text in the column data is; bytes are taken as they are."
+        "base64", one_of("base64", "text"), "Encoding of a text column data. Binary data needs no encoding."
     )
     received_until: timedelta | datetime = setting(
-        "0s", MOMENT, "Until when the files hold what was received: the time of the export."
+        "0s", MOMENT, "Time of the export. The files contain the messages received until then."
     )
-    tasks: str = setting("table", one_of("table", "archive", "both"), "Where the tasks are read.")
-    archive: str = setting(
-        "",
-        _ANY_FOLDER,
-        "Folder of the archive, for archive and both.",
-    )
+    tasks: str = setting("table", one_of("table", "archive", "both"), "Source of the tasks.")
+    archive: str = setting("", _ANY_FOLDER, "Folder of the archive, for --tasks archive and both.")
     since: timedelta | datetime | None = setting(
+        "", _or_nothing(MOMENT), "Start of the window, by CreatedAt. If empty, all earlier tasks are in the window."
+    )
+    until: timedelta | datetime | None = setting(
         "",
         _or_nothing(MOMENT),
-        "Judge tasks that were created from then on; nothing: all.",
+        "End of the window, by CreatedAt. If empty, the latest time at which every task can be audited: --grace ago.",
     )
-    until: timedelta | datetime = setting("15m", MOMENT, "Judge tasks that were created before; at least a grace ago.")
-    grace: float = setting("10m", _DURATION, "How long a message may be on its way before it is lost.")
-    clock_skew: float = setting("1s", _DURATION, "How far the clocks of Spanner and Pub/Sub may be apart.")
-    output: str = setting(None, _FOLDER, "Folder for the report; it must not be there yet.")
-    samples: int = setting("20", whole_number(0, 1000), "Examples of each class in the report.")
+    grace: float = setting("10m", _DURATION, "Time that a message may take. After it, an unreceived task is lost.")
+    clock_skew: float = setting("1s", _DURATION, "Max difference between the clocks of Spanner and Pub/Sub.")
+    output: str = setting(None, _FOLDER, "Folder for the report. It must not exist.")
+    samples: int = setting("20", whole_number(0, 1000), "Max samples of each class in the report.")
 
     def __post_init__(self) -> None:
         """Check settings that depend on each other. Raises SettingError."""
         if (self.tasks == "table") == bool(self.archive):
             raise SettingError(
-                f"--archive: {self.archive or 'nothing'!r} is not allowed with --tasks {self.tasks}: an archive is "
-                "given for archive and both, and for nothing else"
+                f"--archive: {self.archive or 'nothing'!r} is not allowed with --tasks {self.tasks}: pass --archive "
+                "with --tasks archive or both, and only then"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainSettings(RelaySettings):
-    """Settings of `drain`: those of the relay, and the number of workers."""
+    """Settings of `drain`: the settings of the relay, and the number of workers."""
 
     workers: int = setting(
         "0",
         whole_number(0, 1000),
-        "Tasks of Spark that relay, never more than the table has shards; 0 is as many as Spark runs at once.",
+        "Max workers, one for each Spark task and at most one for each shard. 0 is as many as Spark can run at once.",
     )
 
 
@@ -141,23 +141,23 @@ class ReplaySettings(JobSettings):
     archive: str = setting(
         "",
         _ANY_FOLDER,
-        "Folder of the archive to replay from; nothing: from the table.",
+        "Folder of the archive to replay from. If empty, the job replays from the table.",
     )
-    topic: str = setting("", matching(r"\S*", "a topic, or nothing"), "Only of this topic, as rows have it.")
-    since: timedelta | datetime | None = setting("", _or_nothing(MOMENT), "Only what was sent from then on.")
-    until: timedelta | datetime | None = setting("", _or_nothing(MOMENT), "Only what was sent before then.")
+    topic: str = setting("", matching(r"\S*", "a topic, or nothing"), "Only tasks with this value of Topic.")
+    since: timedelta | datetime | None = setting("", _or_nothing(MOMENT), "Only tasks sent at or after this time.")
+    until: timedelta | datetime | None = setting("", _or_nothing(MOMENT), "Only tasks sent before this time.")
     attribute: str = setting(
         "",
         matching(r"(?:[^=]+(?:=.*)?)?", "KEY=VALUE, or KEY for any value, or nothing"),
-        "Only messages that have this attribute.",
+        "Only tasks whose message has this attribute.",
     )
     where: str = setting(
         "",
         SettingType(str, "an expression of Spark's SQL, or nothing"),
-        "Only tasks that meet a predicate over their columns.",
+        "Only tasks for which this Spark SQL predicate is true.",
     )
     max_rows_per_second: int = setting(
-        "0", whole_number(0, 10_000_000), "Replay at most so many tasks a second; 0 is no limit."
+        "0", whole_number(0, 10_000_000), "Max tasks per second of the whole job. 0 is no limit."
     )
 
 

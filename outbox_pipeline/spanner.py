@@ -1,8 +1,8 @@
 """Spanner for the jobs: on the driver, in the planner of the data source and on executors.
 
-A client cannot be sent to another process and does not survive a fork, so executors get the `DatabaseSettings`, and
-`table_of` opens one client in each process. All requests have LOW priority and a tag, except those of Data Boost, which
-has machines of its own. Rows are read and written by key, so that a job only costs what it touches.
+A client cannot be pickled and does not survive a fork, so executors get the `DatabaseSettings`, and `open_table` opens
+one client in each process. All requests have LOW priority and a tag, except requests with Data Boost, which does not
+use the instance's compute capacity. Rows are read and written by key, so a job's cost depends on the rows it touches.
 """
 
 import contextlib
@@ -27,19 +27,19 @@ from outbox.storage import schema
 
 TO_SEND = "AsynchronousTasksToSend"
 
-#: Seconds for a commit or another call of the client's own, and for one whole read of a range.
+#: Timeouts in seconds: for a commit or another unary call, and for a streaming read of a range.
 CALL_SECONDS, READ_SECONDS = 30.0, 3600.0
-#: Seconds to wait before a commit is tried again that Spanner aborted without naming a pause, as the emulator does; the
-#: client's own is 1 s and doubles.
+#: Seconds before retrying a commit that was aborted without a retry delay, as on the emulator. The client's default is
+#: 1 s and doubles.
 AGAIN_SECONDS = 0.005
 
-#: How long a reading may take whose time Spanner must not forget before it ends.
+#: The time reserved for a snapshot read. A snapshot that leaves the version retention period sooner is not started.
 READING = timedelta(minutes=5)
 
 _LOW = RequestOptions.Priority.PRIORITY_LOW
 _RETENTION = """
 SELECT option_value FROM information_schema.database_options WHERE option_name = 'version_retention_period'"""
-#: What Spanner keeps if nothing else is set: https://cloud.google.com/spanner/docs/pitr
+#: Spanner's default version retention period: https://cloud.google.com/spanner/docs/pitr
 DEFAULT_RETENTION = timedelta(hours=1)
 
 
@@ -47,12 +47,12 @@ class Table(TaskTable):
     """The table of tasks of one database, in this process."""
 
     def retention(self) -> timedelta:
-        """Return for how long Spanner keeps the versions of rows: no older time can be read."""
+        """Return the database's version retention period. No older timestamp can be read."""
         rows = self.query(_RETENTION, "outbox-retention")
         return timedelta(seconds=SECONDS.parse(rows[0][0])) if rows else DEFAULT_RETENTION
 
     def first_sent(self) -> datetime | None:
-        """Return when the task was sent that was sent first, or None if none is."""
+        """Return the earliest SentAt, or None if no task is sent."""
         now = self.now()
         ranges = (KeyRange(start_open=[shard, None], end_closed=[shard]) for shard in self.shards)
         with self._errors():
@@ -71,7 +71,7 @@ class Table(TaskTable):
     def rows(
         self, columns: Sequence[str], keys: KeySet, at: datetime, *, index: str = "", limit: int = 0
     ) -> Iterator[list[Any]]:
-        """Yield rows as they were `at` that time, as they come; values are as the client gives them undecoded."""
+        """Yield rows as of `at` while they arrive. Values are the client's undecoded protobuf values."""
         with self._errors(), _too_old_errors(at), self._database.snapshot(read_timestamp=at) as snapshot:
             yield from snapshot.read(
                 TABLE, columns, keys, index=index, limit=limit, lazy_decode=True,
@@ -90,7 +90,7 @@ class Table(TaskTable):
         since: datetime | None,
         until: datetime | None,
     ) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
-        """Return the partitions that Spanner makes of a query for Data Boost, and the snapshot that they share."""
+        """Return the snapshot and the partitions of a Data Boost query. All partitions share the snapshot."""
         conditions = [] if topic is None else ["Topic = @topic"]
         conditions += [] if sent is None else [f"SentAt IS {'NOT ' if sent else ''}NULL"]
         conditions += [] if since is None else ["COALESCE(SentAt, CreatedAt) >= @since"]
@@ -112,13 +112,13 @@ class Table(TaskTable):
 
     def partition_rows(self, snapshot: Mapping[str, Any], partition: Mapping[str, Any]) -> Iterator[list[Any]]:
         """Yield the rows of one of `partitions`, undecoded."""
-        # Never closed, and in no `with`: that would delete the session that all partitions share.
+        # Not closed, because closing it would delete the session that all partitions share.
         shared = BatchSnapshot.from_dict(self._database, dict(snapshot))
         with self._errors(), _too_old_errors(snapshot["read_timestamp"]):
             yield from shared.process_query_batch(dict(partition), lazy_decode=True, **schema.limits(READ_SECONDS))
 
     def insert(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], tag: str) -> bool:
-        """Insert all of `rows` in one commit, or none: return False if one of their ids is there."""
+        """Insert all of `rows` in one commit. Return False, and insert none, if one of the IDs exists."""
         with self._errors():
             try:
                 with self._batch(tag) as batch:
@@ -127,25 +127,25 @@ class Table(TaskTable):
                 return False
         return True
 
-    def of_ids(self, columns: Sequence[str], ids: Iterable[str], tag: str) -> list[list[Any]]:
-        """Return the rows of `ids` that are there now, decoded."""
+    def read_ids(self, columns: Sequence[str], ids: Iterable[str], tag: str) -> list[list[Any]]:
+        """Return the decoded rows of the `ids` that exist."""
         return self.read(TABLE, columns, KeySet(keys=[[id] for id in ids]), tag, seconds=CALL_SECONDS)
 
     def require_replays(self) -> None:
-        """Return if a replay can be noted. Raises NotReached."""
+        """Check that the schema is current, so that a replay can be recorded. Raises NotReached."""
         if wrong := schema.differences(self._database, schema.statements(), request_options=SCHEMA_OPTIONS):
             raise NotReached(f"{self.name}: {'; '.join(wrong)}. Run `outbox schema apply`")
 
     def begin_replay(self, id: str, selection: str) -> datetime:
-        """Note a replay, and return when it began: what was sent before then is sent again."""
+        """Insert the row of a replay and return its StartedAt. Only tasks that were sent earlier are replayed."""
         columns = ("OperationId", "Operation", "StartedAt", "Principal", "Selection")
         with self._errors(), self._batch("outbox-pipeline-replay") as batch:
             batch.insert(schema.OPERATIONS, columns, [(id, "replay", COMMIT_TIMESTAMP, self._principal, selection)])
-        # A plain time, which travels to executors.
+        # A plain datetime can be pickled for the executors.
         return datetime.fromisoformat(shown(batch.committed))
 
     def replay(self, id: str) -> tuple[datetime, datetime | None, str] | None:
-        """Return StartedAt, FinishedAt and Selection of a replay, or None if there is none with this ID."""
+        """Return StartedAt, FinishedAt and Selection of a replay, or None if it does not exist."""
         columns = ("Operation", "StartedAt", "FinishedAt", "Selection")
         rows = self.read(schema.OPERATIONS, columns, KeySet(keys=[[id]]), "outbox-pipeline-replay")
         if not rows or rows[0][0] != "replay":
@@ -154,16 +154,16 @@ class Table(TaskTable):
         return datetime.fromisoformat(shown(started_at)), finished_at, selection
 
     def end_replay(self, id: str, tasks: int) -> None:
-        """Note that a replay is finished, and how many tasks it was about."""
+        """Set FinishedAt and Tasks of a replay."""
         with self._errors(), self._batch("outbox-pipeline-replay") as batch:
             batch.update(schema.OPERATIONS, ("OperationId", "FinishedAt", "Tasks"), [(id, COMMIT_TIMESTAMP, tasks)])
 
     @property
     def _principal(self) -> str | None:
-        """Return the account of the credentials, if they contain it; None on the emulator."""
+        """Return the account of the credentials, or None if they do not contain it, as on the emulator."""
         credentials = self._database._instance._client.credentials  # noqa: SLF001 - the client of a database
         names = (getattr(credentials, name, None) for name in ("service_account_email", "signer_email", "account"))
-        # A machine's account is called `default` until its first token is there.
+        # A VM's account is called `default` until its first token arrives.
         return next((name for name in names if name and name != "default"), None)
 
     def _batch(self, tag: str) -> Any:
@@ -177,14 +177,14 @@ def _table(settings: DatabaseSettings, _emulator: str | None, _process: int) -> 
     return Table(open_database(settings, CALL_SECONDS))
 
 
-def table_of(settings: DatabaseSettings) -> Table:
+def open_table(settings: DatabaseSettings) -> Table:
     """Return this process's table of the database. Raises NotReached, SchemaDiffers."""
     return _table(settings, os.environ.get("SPANNER_EMULATOR_HOST"), os.getpid())
 
 
 @contextlib.contextmanager
 def _too_old_errors(at: datetime) -> Iterator[None]:
-    """Turn Spanner's error for a timestamp that is too old into a sentence."""
+    """Turn Spanner's error for a timestamp that is too old into an OutboxError."""
     try:
         yield
     except FailedPrecondition as error:
@@ -194,9 +194,9 @@ def _too_old_errors(at: datetime) -> Iterator[None]:
 
 
 def too_old(at: datetime) -> str:
-    """Return the sentence for a time that cannot be read any more."""
+    """Return the error message for a timestamp outside the version retention period."""
     return (
-        f"the table as of {at.isoformat()} cannot be read any more: Spanner keeps old versions of rows for the "
-        "database's version_retention_period, an hour by default. Raise it, to seven days at most: "
+        f"the table cannot be read as of {at.isoformat()}: Spanner keeps old versions of rows for the database's "
+        "version_retention_period, 1 hour by default. Raise it to at most 7 days: "
         "ALTER DATABASE ... SET OPTIONS (version_retention_period = '7d')"
     )

@@ -1,4 +1,4 @@
-"""What a job says at its end, to people, programs and Datadog."""
+"""The result of a job, for people, programs and Datadog."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,7 @@ from outbox.cli.output import as_json, cell
 from outbox.shared.times import spoken
 from publishworker.telemetry.metrics import PIPELINE_DURATION, PIPELINE_ROWS, PIPELINE_RUNS, Metrics
 
-#: What counts rows, in the results of the jobs.
+#: The fields of results that count rows.
 _ROWS = (
     "registered", "existing", "repeated", "rejected", "written", "deleted", "replayed", "waiting", "changed", "missing",
     "delivered", "late", "lost", "unknown", "republished", "redelivered", "mismatched", "out_of_order",
@@ -16,7 +16,7 @@ _ROWS = (
 
 
 def summary(job: str, result: Any, *, json: bool) -> str:
-    """Return the fields of a result: as one line of JSON, or a line each."""
+    """Return the fields of a result as one line of JSON, or one field per line."""
     values = dataclasses.asdict(result)
     if json:
         return as_json({"job": job, **values, "seconds": round(values["seconds"], 3)})
@@ -31,7 +31,7 @@ def _shown(value: object) -> str:
     if isinstance(value, dict):
         value = [{"tasks": number, "topic": topic} for topic, number in value.items()]
     if isinstance(value, list):
-        # Below each other, behind the names.
+        # One per line, indented to the column of values.
         return f"\n{'':<15} ".join("  ".join(cell(each) for each in row.values()) for row in value)
     return cell(value)
 
@@ -43,7 +43,7 @@ def _ended(result: Any) -> str:
 
 
 def record(metrics: Metrics, job: str, result: Any | None) -> None:
-    """Send what became of the rows, and how long it took; of a job that failed only that it did."""
+    """Send metrics of the rows and the duration. For a failed job, only count the failure."""
     metrics.count(PIPELINE_RUNS, 1, job=job, result="failed" if result is None else _ended(result))
     if result is None:
         return

@@ -1,4 +1,4 @@
-"""From rows as Spanner sends them to Arrow: a column at a time, without a Python object for each value.
+"""Converts rows from Spanner to Arrow, one column at a time, without a Python object for each value.
 
 Values come as `google.protobuf.Value`: text for all types but BOOL (https://cloud.google.com/spanner/docs/reference/rest/v1/TypeCode).
 """
@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from outbox.message import TASK_ID_ATTRIBUTE, parsed
 from outbox.storage.task_states import NEVER
 
-#: What a derived column is worked out of.
+#: The columns from which a derived column is computed.
 NEEDS = {
     "State": ("SentAt", "AvailableAt", "Attempts", "BlockedBy"),
     "Attributes": ("Id", "Data"),
@@ -24,12 +24,12 @@ _NUMBERS = {"Bytes", "Priority", "Sequence", "Shard", "Attempts", "TimesSent"}
 _TIMES = {"CreatedAt", "AvailableAt", "ExpiresAt", "SentAt"}
 _NULLABLE = {"OrderingKey", "BlockedBy", "LastError"}
 _TIME = pa.timestamp("us", tz="UTC")
-#: Characters of a time up to its microseconds, which is as far as Spark's times go.
+#: The length of a time up to its microseconds, the precision of Spark's times.
 _TO_MICROSECONDS = len("2026-11-21T13:00:00.123456")
 
 
 def needed(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the columns of the table that must be read for columns of `names`, each once."""
+    """Return the table's columns that must be read for the columns `names`, each once."""
     return tuple(dict.fromkeys(column for name in names for column in NEEDS.get(name, (name,))))
 
 
@@ -40,7 +40,7 @@ def column(name: str, values: Sequence[Any]) -> pa.Array:
     if name == "Data":
         return pa.array([b64decode(value.string_value) for value in values], pa.binary())
     if name in _NUMBERS or name in _TIMES:
-        # The text of NULL is empty, that of no number and no time is.
+        # Only NULL has an empty text.
         texts = pa.array([value.string_value or None for value in values], pa.string())
         return texts.cast(pa.int64()) if name in _NUMBERS else times(texts)
     if name in _NULLABLE:
@@ -49,13 +49,13 @@ def column(name: str, values: Sequence[Any]) -> pa.Array:
 
 
 def times(texts: pa.Array) -> pa.Array:
-    """Return RFC 3339 texts in UTC, as Spanner writes them, as times; what is less than a microsecond is cut off."""
+    """Parse RFC 3339 texts in UTC, as Spanner writes them, and truncate them to microseconds."""
     cut = pc.utf8_slice_codeunits(pc.utf8_rtrim(texts, characters="Z"), 0, _TO_MICROSECONDS)
     return cut.cast(pa.timestamp("us")).cast(_TIME)
 
 
 def states(columns: Mapping[str, pa.Array], at: datetime) -> pa.Array:
-    """Return the state of each task `at` that time. docs/guide/schema.md describes the states."""
+    """Return the state of each task at the time `at`. docs/guide/schema.md describes the states."""
     available = columns["AvailableAt"]
     return pc.case_when(
         pc.make_struct(
@@ -73,21 +73,21 @@ def states(columns: Mapping[str, pa.Array], at: datetime) -> pa.Array:
 
 
 def batch(columns: Mapping[str, pa.Array], wanted: pa.Schema, at: datetime) -> pa.RecordBatch:
-    """Return the wanted columns, those that are derived worked out of the others."""
-    made: dict[str, Any] = dict(columns)
+    """Return the wanted columns, including the derived ones."""
+    values: dict[str, Any] = dict(columns)
     if "State" in wanted.names:
-        made["State"] = states(columns, at)
+        values["State"] = states(columns, at)
     if "Attributes" in wanted.names or "Payload" in wanted.names:
-        made |= message_columns(columns["Id"].to_pylist(), columns["Data"].to_pylist())
-    return pa.RecordBatch.from_arrays([_of_type(made[field.name], field.type) for field in wanted], schema=wanted)
+        values |= message_columns(columns["Id"].to_pylist(), columns["Data"].to_pylist())
+    return pa.RecordBatch.from_arrays([_of_type(values[field.name], field.type) for field in wanted], schema=wanted)
 
 
 def message_columns(ids: Sequence[str], data: Sequence[bytes]) -> dict[str, pa.Array]:
-    """Return `Attributes` and `Payload` of tasks; NULL for what is no message.
+    """Return `Attributes` and `Payload` of tasks, NULL if `data` is not a message.
 
-    Subscribers get the id that the relay takes from the row, whatever the message says.
+    The attribute with the task ID comes from `ids`, because the relay sets it from the row.
     """
-    # One list of all names instead of one for each task: half of the time of this went into making those.
+    # One list of all names is twice as fast as one list for each task.
     starts: list[int | None] = []
     names: list[str] = []
     texts: list[str] = []
@@ -98,7 +98,7 @@ def message_columns(ids: Sequence[str], data: Sequence[bytes]) -> dict[str, pa.A
         payloads.append(None if message is None else message.data)
         if message is not None:
             attributes = message.attributes
-            for name in attributes:  # half the time of its items()
+            for name in attributes:  # twice as fast as items()
                 if name != TASK_ID_ATTRIBUTE:
                     names.append(name)
                     texts.append(attributes[name])

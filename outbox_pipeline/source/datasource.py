@@ -1,7 +1,7 @@
 """`spark.read.format("outbox")` and `spark.readStream.format("outbox")`.
 
-Spark makes these objects in a process beside its driver, plans there, and sends the parts to executors; whatever
-travels is plain data. The API is that of Spark 4.0: https://spark.apache.org/docs/4.0.0/api/python/tutorial/sql/python_data_source.html.
+Spark creates these objects in a Python process next to the driver, plans there, and sends the parts to executors. Parts
+are plain data that can be pickled. The API is from Spark 4.0: https://spark.apache.org/docs/4.0.0/api/python/tutorial/sql/python_data_source.html.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,84 +19,84 @@ from outbox.shared.times import resolved, shown
 from outbox_pipeline import schemas
 from outbox_pipeline.source import columns, parts
 from outbox_pipeline.source.options import Options, RowFilter, parse
-from outbox_pipeline.spanner import TO_SEND, Table, table_of, too_old
+from outbox_pipeline.spanner import TO_SEND, Table, open_table, too_old
 
 try:
     from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
-except ImportError:  # Spark before 4.2 asks no source written in Python
+except ImportError:  # Spark before 4.2 does not support Trigger.AvailableNow in Python sources
 
-    class SupportsTriggerAvailableNow:  # type: ignore[no-redef]  # it stands in for the one above
-        """Nothing."""
+    class SupportsTriggerAvailableNow:  # type: ignore[no-redef]  # replaces the import
+        """An empty base class."""
 
 
-#: The smallest difference between two times in Spark.
+#: The precision of Spark's times.
 _TICK = timedelta(microseconds=1)
 
 
 def register_source(spark: SparkSession) -> None:
-    """Make the format `outbox` known to `spark`."""
+    """Register the format `outbox` in a Spark session."""
     spark.dataSource.register(OutboxDataSource)
 
 
 class OutboxDataSource(DataSource):
-    """The table AsynchronousTasks; docs/pipeline/source.md has the options and columns."""
+    """The table AsynchronousTasks. docs/pipeline/source.md describes the options and columns."""
 
     @classmethod
     def name(cls) -> str:
-        """Return what stands in `format(...)`."""
+        """Return the name for `format(...)`."""
         return "outbox"
 
     def schema(self) -> StructType:
-        """Return the columns that the options ask for."""
+        """Return the columns that the options select."""
         return parse(self.options).schema
 
     def reader(self, schema: StructType) -> "OutboxReader":
-        """Return what plans and reads."""
+        """Return the batch reader."""
         return OutboxReader(parse(self.options), _checked(schema))
 
-    def streamReader(self, schema: StructType) -> "OutboxStreamReader":  # noqa: N802 - a name of Spark
-        """Return what follows the tasks that are sent."""
+    def streamReader(self, schema: StructType) -> "OutboxStreamReader":  # noqa: N802 - Spark's name
+        """Return the stream reader, which follows sent tasks."""
         return OutboxStreamReader(parse(self.options), _checked(schema))
 
 
 def _checked(schema: StructType) -> StructType:
-    """Return the schema that the user gave, or `schema` gave. Raises SettingError for a column that there is not."""
+    """Return the schema. Raises SettingError if it has an unknown column or a column of the wrong type."""
     for field in schema:
         if field.name not in schemas.TASK.fieldNames():
-            raise SettingError(f"column {field.name!r} is not known; there are {', '.join(schemas.TASK.fieldNames())}")
+            raise SettingError(f"Unknown column {field.name!r}. Known columns: {', '.join(schemas.TASK.fieldNames())}")
         if field.dataType.simpleString() != (ours := schemas.TASK[field.name].dataType.simpleString()):
-            raise SettingError(f"column {field.name} is {ours}, not {field.dataType.simpleString()}")
+            raise SettingError(f"Column {field.name} is {ours}, not {field.dataType.simpleString()}")
     return schema
 
 
 @dataclass
 class _Part(InputPartition):
-    """A part with what its reader must know."""
+    """A part with the data that its reader needs."""
 
     part: parts.Part
     selection: RowFilter
     at: datetime
 
     def __init__(self, part: parts.Part, selection: RowFilter, at: datetime) -> None:
-        """Keep them; the base class keeps nothing that is needed."""
+        """Store the arguments. The value of the base class is not used."""
         super().__init__(None)
         self.part, self.selection, self.at = part, selection, at
 
 
 class _Reading:
-    """What both readers share: options, columns, and how a part is read."""
+    """The base class of both readers."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
-        """Keep them."""
+        """Store the arguments."""
         self._options = options
         self._schema = schema
 
     @property
     def _table(self) -> Table:
-        return table_of(self._options.database)
+        return open_table(self._options.database)
 
     def read(self, partition: Any) -> Iterator[pa.RecordBatch]:
-        """Yield the batches of one part; on an executor."""
+        """Yield the batches of one part. Spark calls this on an executor."""
         wanted = schemas.arrow(self._schema)
         needs = columns.needed((*self._schema.fieldNames(), *partition.selection.needs))
         for each in partition.part.read(self._table, needs, partition.selection, partition.at):
@@ -107,71 +107,72 @@ class _Reading:
 
 
 class OutboxReader(_Reading, DataSourceReader):
-    """Reads the table as of one time."""
+    """Reads the table at one timestamp."""
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Return the parts, for executors to read. Raises SettingError, NotReached, OutboxError."""
+        """Return the parts for the executors. Raises SettingError, NotReached, OutboxError."""
         options, table = self._options, self._table
         now = table.now()
         at = now if options.read_timestamp is None else resolved(options.read_timestamp, now)
         if at > now:
-            raise SettingError(f"option readTimestamp: {shown(at)} is to come: the database has {shown(now)}")
+            raise SettingError(f"Option readTimestamp: {shown(at)} is in the future. The database has {shown(now)}")
         if at < now - table.retention():
             raise OutboxError(too_old(at))
         selection = options.at(at)
         names = columns.needed((*self._schema.fieldNames(), *selection.needs))
-        found: Sequence[parts.Part] = parts.of_keys(options.partitions)
+        found: Sequence[parts.Part] = parts.key_parts(options.partitions)
         if options.data_boost:
-            found = parts.of_query(table, names, selection, at, options.partitions)
+            found = parts.query_parts(table, names, selection, at, options.partitions)
         elif selection.state == "sent" and selection.since:
             until = min(filter(None, (selection.until, at + _TICK)))
             if parts.share_of_sent(table, selection.since, until, at) < parts.INDEX_PAYS:
-                found = parts.of_sent(table.shards, selection.since, until, options.partitions)
+                found = parts.sent_parts(table.shards, selection.since, until, options.partitions)
         return self._planned(found, selection, at)
 
 
 class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Follows what is sent: every (Id, SentAt) once, in batches of which each is what one snapshot of the table shows.
+    """Follows sent tasks: yields every (Id, SentAt) once. Each batch reads one snapshot of the table.
 
-    An offset is a time. The batch from `start` to `end` is what was sent after `start` and not after `end`, read as of
-    `end`. SentAt is a commit timestamp, so nothing that is committed later can belong to it, and whoever reads it again
-    reads the same: https://cloud.google.com/spanner/docs/true-time-external-consistency.
+    An offset is a time. The batch from `start` to `end` contains the tasks with `start` < SentAt <= `end`, read as of
+    `end`. SentAt is a commit timestamp, so no later commit can add a task to the batch, and reading the batch again
+    gives the same tasks: https://cloud.google.com/spanner/docs/true-time-external-consistency.
     """
 
     def __init__(self, options: Options, schema: StructType) -> None:
-        """Refuse what a stream cannot have. Raises SettingError."""
+        """Check the options. Raises SettingError if a stream does not support one."""
         super().__init__(options, schema)
         if options.state not in (None, "sent"):
-            raise SettingError(f"option state: a stream follows what is sent, not {options.state}")
+            raise SettingError(f"Option state: a stream follows sent tasks only, not {options.state}")
         for name, value in (
             ("until", options.until), ("readTimestamp", options.read_timestamp), ("dataBoost", options.data_boost)
         ):  # fmt: skip
             if value:
-                raise SettingError(f"option {name} is not for a stream")
+                raise SettingError(f"Option {name} is not supported for a stream. Remove it")
         if isinstance(options.since, timedelta):
-            # Spark asks for the beginning again if the query ends before its first batch has: it must be the same.
-            raise SettingError("option since: a stream needs a time, such as 2026-11-21T13:00:00Z, not how long ago")
+            # If the query ends before its first batch, Spark asks for the start again. It must be the same time.
+            raise SettingError("Option since: a stream needs a time such as 2026-11-21T13:00:00Z, not a duration")
         self._since = options.since
         self._last: datetime | None = None
-        #: Where a query begins by itself, until its first batch, which is to be empty: Spark keeps where it ends only.
+        #: The start of a query without `since`. Its first batch ends here and is empty, because Spark stores only the
+        #: ends of batches in the checkpoint.
         self._first: datetime | None = None
-        #: Where a query ends that reads what is there.
+        #: The end of a query with Trigger.AvailableNow.
         self._target: datetime | None = None
 
-    def initialOffset(self) -> dict[str, str]:  # noqa: N802 - a name of Spark
-        """Return where a query begins that has no checkpoint: `since`, or now."""
+    def initialOffset(self) -> dict[str, str]:  # noqa: N802 - Spark's name
+        """Return the start of a query without a checkpoint: `since` or now."""
         if self._since is not None:
-            # What was sent just then belongs to the stream: a batch begins after its start.
+            # `since` is inclusive, but the start of a batch is exclusive.
             return _offset(self._since - _TICK)
         self._first = self._table.now()
         return _offset(self._first)
 
-    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - a name of Spark
-        """Note where the query ends. Without this Spark ends it after a batch that an earlier run left unfinished."""
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
+        """Set the end of the query. Without it, Spark would stop after a batch that an earlier run did not finish."""
         self._target = self._table.now()
 
     def latestOffset(self, start: dict[str, str] | None = None, limit: object = None) -> dict[str, str]:  # noqa: N802 - `limit` is of Spark 4.2
-        """Return now, or `start` if nothing was sent since: then Spark runs nothing."""
+        """Return now, or `start` if no task was sent since, so that Spark runs no batch."""
         if self._first is not None:
             self._last, self._first = self._first, None
             return _offset(self._last)
@@ -183,22 +184,22 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
         return _offset(now)
 
     def partitions(self, start: dict[str, str], end: dict[str, str]) -> Sequence[InputPartition]:
-        """Return the parts of a batch. Raises OutboxError if it was planned so long ago that it cannot be read."""
+        """Return the parts of a batch. Raises OutboxError if the batch is older than the version retention period."""
         since, until = _time(start), _time(end)
         table = self._table
         if until <= since:
             return []
         if until < table.now() - table.retention():
             raise OutboxError(
-                f"the batch of what was sent after {shown(since)} was planned and not finished when the query ended: "
-                f"{too_old(until)}. To go on now, begin with a new checkpoint and the option since={shown(since)}: "
-                "what was sent from then on comes again"
+                f"The batch of tasks sent after {shown(since)} was not finished when the query ended, and "
+                f"{too_old(until)}. To continue, start with a new checkpoint and the option since={shown(since)}. The "
+                "stream then repeats the tasks sent since that time"
             )
-        found = parts.of_sent(table.shards, since, until, self._options.partitions, after=True)
+        found = parts.sent_parts(table.shards, since, until, self._options.partitions, after=True)
         return self._planned(found, RowFilter(topic=self._options.topic), until)
 
     def _any_sent(self, since: datetime, until: datetime) -> bool:
-        [part] = parts.of_sent(self._table.shards, since, until, 1, after=True)
+        [part] = parts.sent_parts(self._table.shards, since, until, 1, after=True)
         return any(True for _ in self._table.rows(("Id",), part.keys, until, index=TO_SEND, limit=1))
 
 

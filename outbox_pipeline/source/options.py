@@ -1,4 +1,4 @@
-"""The options of `spark.read.format("outbox")`: what they are, and what of a task they select."""
+"""The options of `spark.read.format("outbox")`, and the tasks that they select."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from outbox.storage.task_states import STATES
 from outbox_pipeline import schemas
 from outbox_pipeline.source.columns import states
 
-#: Of the database: an option, or the environment variable of the command's flag.
+#: Options of the database, and their settings, whose environment variables are the defaults.
 _DATABASE = {"project": "project", "instance": "instance", "database": "database", "databaserole": "database_role"}
 _COLUMNS = tuple(schemas.TASK.fieldNames())
 
@@ -31,26 +31,26 @@ def _columns(text: str) -> tuple[str, ...]:
 
 _KINDS = {
     "state": one_of(*STATES),
-    "topic": SettingType(str, "a topic as rows have it"),
+    "topic": SettingType(str, "a value of the column Topic"),
     "since": MOMENT,
     "until": MOMENT,
-    "columns": SettingType(_columns, f"names out of {', '.join(_COLUMNS)}, separated by commas, each once"),
+    "columns": SettingType(_columns, f"unique names from {', '.join(_COLUMNS)}, separated by commas"),
     "readtimestamp": MOMENT,
     "partitions": whole_number(1, 100_000),
     "databoost": one_of("true", "false"),
 }
-#: As users write them; Spark's options know no case.
+#: The names as documented. Spark's options are case-insensitive.
 NAMES = ("state", "topic", "since", "until", "columns", "readTimestamp", "partitions", "dataBoost")
 
 
-def of_database(settings: DatabaseSettings) -> dict[str, str]:
+def database_options(settings: DatabaseSettings) -> dict[str, str]:
     """Return the options that name a database."""
     return {option: getattr(settings, field) for option, field in _DATABASE.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is to be read. Times may be how long ago they are, until `at` resolves them."""
+    """The parsed options. A timedelta means a time that long ago, and `at` resolves it."""
 
     database: DatabaseSettings
     state: str | None
@@ -64,20 +64,24 @@ class Options:
 
     @property
     def schema(self) -> StructType:
-        """Return the columns asked for."""
+        """Return the selected columns."""
         return StructType([schemas.TASK[name] for name in self.columns])
 
     def at(self, time: datetime) -> "RowFilter":
-        """Return what is selected at `time`. Raises SettingError: nothing can be between since and until."""
+        """Return the selection as of `time`. Raises SettingError if since is not before until."""
         since, until = (None if each is None else resolved(each, time) for each in (self.since, self.until))
         if since and until and since >= until:
-            raise SettingError(f"option since: {shown(since)} is not before until, {shown(until)}")
+            raise SettingError(f"Option since: {shown(since)} is not before until, {shown(until)}")
         return RowFilter(self.state, self.topic, since, until)
 
 
 @dataclass(frozen=True, slots=True)
 class RowFilter:
-    """Which tasks. `since` is inclusive, `until` exclusive: of SentAt of sent tasks, of CreatedAt of others."""
+    """A selection of tasks.
+
+    `since` is inclusive, `until` exclusive. They apply to the SentAt of a sent task and the CreatedAt of any other
+    task.
+    """
 
     state: str | None = None
     topic: str | None = None
@@ -86,14 +90,14 @@ class RowFilter:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Return the columns that tell whether a task is selected."""
+        """Return the columns that the selection depends on."""
         names = ["State"] if self.state else []
         names += ["Topic"] if self.topic is not None else []
         names += ["SentAt", "CreatedAt"] if self.since or self.until else []
         return tuple(names)
 
     def mask(self, columns: Mapping[str, pa.Array], at: datetime) -> pa.Array | None:
-        """Return which of the tasks are selected, or None for all."""
+        """Return a mask of the selected tasks, or None if all are selected."""
         masks = []
         if self.state:
             masks.append(pc.equal(states(columns, at), self.state))
@@ -104,7 +108,7 @@ class RowFilter:
         return reduce(pc.and_, masks) if masks else None
 
     def between(self, times: pa.Array) -> pa.Array:
-        """Return which of the times are neither before `since` nor at or after `until`; NULL is not."""
+        """Return a mask of the times from `since` on and before `until`. NULL is not in it."""
         masks = [pc.is_valid(times)]
         masks += [pc.greater_equal(times, pa.scalar(self.since, times.type))] if self.since else []
         masks += [pc.less(times, pa.scalar(self.until, times.type))] if self.until else []
@@ -112,11 +116,11 @@ class RowFilter:
 
 
 def parse(options: Mapping[str, str]) -> Options:
-    """Return what `options` say. Raises SettingError: one that is unknown, missing or not allowed."""
+    """Parse `options`. Raises SettingError if one is unknown, missing or not allowed."""
     given = {name.lower(): value for name, value in options.items()}
     known = {name.lower() for name in NAMES} | _DATABASE.keys()
     if unknown := sorted(given.keys() - known):
-        raise SettingError(f"option {unknown[0]} is not known; there are {', '.join((*NAMES, *_DATABASE))}")
+        raise SettingError(f"Unknown option {unknown[0]}. Known options: {', '.join((*NAMES, *_DATABASE))}")
     values = {name: _value(name, given[name]) for name in _KINDS if name in given}
     flags = {field: given.get(option) for option, field in _DATABASE.items()}
     return Options(
@@ -137,4 +141,4 @@ def _value(name: str, text: str) -> Any:
     try:
         return kind.parse(text)
     except ValueError:
-        raise SettingError(f"option {name}: {text!r} is not allowed: it must be {kind.allowed}") from None
+        raise SettingError(f"Option {name}: {text!r} is not allowed. It must be {kind.allowed}") from None

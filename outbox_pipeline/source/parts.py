@@ -1,6 +1,6 @@
-"""How a read is divided into parts, one for each Spark task. All parts read at the same timestamp.
+"""Divides a read into parts, one for each Spark task. All parts read at the same timestamp.
 
-A part is plain data: it is sent to an executor, and may be read again.
+A part is plain data, because Spark sends it to an executor and may read it more than once.
 """
 
 import itertools
@@ -13,32 +13,33 @@ from uuid import uuid4
 import pyarrow as pa
 from google.cloud.spanner_v1 import KeyRange, KeySet
 
+from outbox_pipeline.chunks import chunks
 from outbox_pipeline.source import columns as arrow
 from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import TO_SEND, Table
 
-#: Max tasks and bytes of messages in a batch, and so in the memory of a part. A single task may have 10 MB.
+#: Max tasks, and max bytes of messages, in a batch and so in memory. A single task can have 10 MB.
 BATCH_ROWS, BATCH_BYTES = 2_000, 8_000_000
 #: The columns in the index. Only the others must be read from the table.
 INDEXED = (
     "Id", "Shard", "SentAt", "Topic", "AvailableAt", "Priority", "CreatedAt", "OrderingKey", "Bytes", "Attempts",
 )  # fmt: skip
-#: Tasks that are looked at to guess how many are wanted; a task that the index names costs some three times as much
-#: to read as one that is read where it lies among others.
-LOOKED_AT, INDEX_PAYS = 500, 1 / 3
+#: The size of the sample, and the share of tasks below which an index read is faster. Reading a task by its key after
+#: an index read costs about three times as much as reading it in a scan.
+SAMPLED, INDEX_PAYS = 500, 1 / 3
 Columns = Mapping[str, pa.Array]
 
 
 class Part(Protocol):
-    """A part of a reading."""
+    """A part of a read."""
 
     def read(self, table: Table, names: Sequence[str], selection: RowFilter, at: datetime) -> Iterator[Columns]:
-        """Yield batches of the columns `names` of the table, of selected tasks."""
+        """Yield batches of the selected tasks with the table's columns `names`."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPart:
-    """A range of the primary key, from `first` on, up to `last` and without it; "" is the end of the table."""
+    """A range of the primary key from `first` to `last`, without `last`. "" is the end of the table."""
 
     first: str
     last: str
@@ -52,9 +53,9 @@ class KeyPart:
 
 @dataclass(frozen=True, slots=True)
 class SentPart:
-    """What was sent in a time, in some shards: read in the index, so it costs what it gives and not what is there.
+    """Tasks of some shards that were sent in a period, read through the index, so the cost depends on their number.
 
-    From `since` on, up to `until` and without it; of a stream the bounds are the other way round: `after` says so.
+    `since` is inclusive and `until` exclusive. With `after`, for a stream, `since` is exclusive and `until` inclusive.
     """
 
     shards: tuple[int, ...]
@@ -72,7 +73,7 @@ class SentPart:
         return KeySet(ranges=[KeyRange(**each) for each in bounds])
 
     def read(self, table: Table, names: Sequence[str], selection: RowFilter, at: datetime) -> Iterator[Columns]:
-        """Read the ranges of the index, and the tasks that it names."""
+        """Read the ranges of the index and then the tasks by key."""
         found = tuple(name for name in INDEXED if name in {*names, "Id", "Bytes", "Topic"})
         rows = table.rows(found, self.keys, at, index=TO_SEND)
         narrowed = RowFilter(topic=selection.topic)
@@ -87,7 +88,7 @@ class SentPart:
 
 @dataclass(frozen=True, slots=True)
 class QueryPart:
-    """A partition that Spanner made of a query, with the session and transaction that all of them share."""
+    """A partition of a query, with the session and transaction that all its partitions share."""
 
     snapshot: Mapping[str, Any]
     partition: Mapping[str, Any]
@@ -97,19 +98,16 @@ class QueryPart:
         return _selected(_batches(table.partition_rows(self.snapshot, self.partition), names), selection, at)
 
 
-def of_keys(count: int) -> list[KeyPart]:
-    """Return `count` ranges of the primary key, of equal size where ids are random UUIDs or their like.
-
-    The first one begins at the beginning and the last one ends at the end, whatever ids users have chosen.
-    """
+def key_parts(count: int) -> list[KeyPart]:
+    """Return `count` ranges that cover the whole primary key. They have equal sizes if the IDs are random UUIDs."""
     bounds = ["", *(f"{number * 2**32 // count:08x}" for number in range(1, count)), ""]
     return [KeyPart(first, last) for first, last in itertools.pairwise(bounds)]
 
 
-def of_sent(
+def sent_parts(
     shards: Sequence[int], since: datetime, until: datetime, count: int, *, after: bool = False
 ) -> list[SentPart]:
-    """Return parts for what was sent from `since` to `until`: by shards, and by time where there are more parts."""
+    """Return parts for the tasks sent from `since` to `until`, divided by shards, and by time if `count` is larger."""
     groups = [tuple(shards[start::count]) for start in range(min(count, len(shards)))]
     slices = -(-count // len(groups))
     step = max((until - since) / slices, timedelta(microseconds=1))
@@ -118,13 +116,13 @@ def of_sent(
 
 
 def share_of_sent(table: Table, since: datetime, until: datetime, at: datetime) -> float:
-    """Return the share of all tasks that were sent from `since` to `until`, estimated from a sample.
+    """Estimate the share of all tasks that were sent from `since` to `until`.
 
-    They are those behind a random UUID, or the first ones where ids are of another kind.
+    The sample starts at a random UUID, or at the start of the table if no ID follows that UUID.
     """
     for first in (str(uuid4()), ""):
         keys = KeySet(ranges=[KeyRange(start_closed=[first], end_closed=[])])
-        rows = list(table.rows(("SentAt",), keys, at, limit=LOOKED_AT))
+        rows = list(table.rows(("SentAt",), keys, at, limit=SAMPLED))
         if rows:
             sent = arrow.column("SentAt", [value for (value,) in rows])
             inside = RowFilter("sent", since=since, until=until).between(sent)
@@ -132,10 +130,10 @@ def share_of_sent(table: Table, since: datetime, until: datetime, at: datetime) 
     return 1.0
 
 
-def of_query(table: Table, names: Sequence[str], selection: RowFilter, at: datetime, count: int) -> list[QueryPart]:
-    """Return the partitions that Spanner makes of the selection, to be read with Data Boost.
+def query_parts(table: Table, names: Sequence[str], selection: RowFilter, at: datetime, count: int) -> list[QueryPart]:
+    """Return the partitions of a Data Boost query for the selection.
 
-    Spanner reads with machines of its own then, and answers what is selected only:
+    Data Boost does not use the instance's compute capacity, and Spanner returns selected rows only:
     https://cloud.google.com/spanner/docs/databoost/databoost-overview.
     """
     snapshot, partitions = table.partitions(
@@ -146,22 +144,17 @@ def of_query(table: Table, names: Sequence[str], selection: RowFilter, at: datet
 
 
 def _batches(rows: Iterable[Sequence[Any]], names: Sequence[str]) -> Iterator[Columns]:
-    """Cut rows into batches, and these into columns."""
-    kept: list[Sequence[Any]] = []
-    size = 0
+    """Collect rows into batches of columns."""
     data = names.index("Data") if "Data" in names else None
-    sizes = names.index("Bytes") if data is None and "Bytes" in names else None
-    for row in rows:
-        kept.append(row)
+    sizes = names.index("Bytes") if "Bytes" in names else None
+
+    def size(row: Sequence[Any]) -> int:
         if data is not None:
-            size += len(row[data].string_value) * 3 // 4
-        elif sizes is not None:
-            size += int(row[sizes].string_value)
-        if len(kept) >= BATCH_ROWS or size >= BATCH_BYTES:
-            yield _columns(kept, names)
-            kept, size = [], 0
-    if kept:
-        yield _columns(kept, names)
+            return len(row[data].string_value) * 3 // 4
+        return 0 if sizes is None else int(row[sizes].string_value)
+
+    for batch in chunks(rows, BATCH_ROWS, BATCH_BYTES, size):
+        yield _columns(batch, names)
 
 
 def _columns(rows: Sequence[Sequence[Any]], names: Sequence[str]) -> Columns:

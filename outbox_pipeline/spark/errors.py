@@ -1,4 +1,4 @@
-"""What goes wrong inside Spark, as one sentence of our own instead of two stack traces."""
+"""Turns the stack traces of Spark errors into one sentence."""
 
 import contextlib
 import re
@@ -10,28 +10,28 @@ from pyspark.errors import PySparkException
 from outbox import errors
 from outbox.errors import OutboxError
 
-#: How Python ends a stack trace, which Spark hands on as text: those of executors, and of the planner.
+#: The last line of a Python stack trace from an executor or the planner, which Spark passes on as text.
 _OURS = re.compile(r"\boutbox\.errors\.(\w+): (.+)")
 
 
 @contextlib.contextmanager
 def spark_errors() -> Iterator[None]:
-    """Turn the errors of Spark inside the block into errors of this project; what a task raised is raised here."""
+    """Turn Spark's errors inside the block into OutboxErrors. An OutboxError of a Spark task keeps its class."""
     try:
         yield
     except (PySparkException, Py4JError) as error:
-        raise of_text(str(error)) from error
+        raise error_from(str(error)) from error
 
 
-def of_text(text: str) -> OutboxError:
-    """Return the error of ours that a text of Spark tells of, or one that says how the text begins."""
+def error_from(text: str) -> OutboxError:
+    """Return the OutboxError that Spark's error text contains, or a new one with the reason that the text names."""
     if found := _OURS.findall(text):
         name, sentence = found[-1]
         kind = getattr(errors, name, OutboxError)
-        made: OutboxError = kind(sentence.strip())
-        return made
+        error: OutboxError = kind(sentence.strip())
+        return error
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    # The last line of a Python stack trace says what happened, of Java's the first one after what was called.
+    # The reason is in the last line of a Python stack trace, and in the first line with a class name of a Java one.
     python = [line for line in lines if re.match(r"[\w.]*(?:Error|Exception): ", line)]
     java = [line[2:] for line in lines if re.match(r": [\w.$]+: ", line)]
     reason = python[-1] if python else [*java, *lines, "no reason is given"][0]

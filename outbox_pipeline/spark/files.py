@@ -1,4 +1,4 @@
-"""Small files and folders of the jobs, through Hadoop's file systems: wherever Spark reads and writes."""
+"""Small files and folders of the jobs, through Hadoop's file systems, so every URL that Spark supports works."""
 
 from typing import Any
 
@@ -7,23 +7,23 @@ from pyspark.sql import SparkSession
 
 from outbox.errors import OutboxError
 
-_ENDINGS = {"parquet": "parquet", "jsonl": "json", "ndjson": "json", "json": "json", "csv": "csv"}
-#: Endings of files that are compressed, which Spark reads as they are.
+_ENDINGS = {"parquet": "parquet", "avro": "avro", "jsonl": "json", "ndjson": "json", "json": "json", "csv": "csv"}
+#: Extensions of compressed files, which Spark decompresses by itself.
 _COMPRESSED = ("gz", "bz2", "zst", "lz4", "snappy")
 
 
 class Folder:
-    """A folder, by a path or URL of any file system that Spark has."""
+    """A folder or file, named by a path or URL of any file system that Spark supports."""
 
     def __init__(self, spark: SparkSession, path: str) -> None:
-        """Name it; it need not exist."""
+        """Store the path, which does not need to exist."""
         jvm: Any = spark.sparkContext._jvm  # noqa: SLF001 - the only way to Hadoop's file systems
         self._spark = spark
         self._path = jvm.org.apache.hadoop.fs.Path(path)
         self._system = self._path.getFileSystem(spark.sparkContext._jsc.hadoopConfiguration())  # noqa: SLF001 - the same
 
     def __str__(self) -> str:
-        """Return the path as it was given."""
+        """Return the path."""
         return str(self._path.toString())
 
     @property
@@ -32,23 +32,23 @@ class Folder:
         return str(self._path.getName())
 
     def __truediv__(self, name: str) -> "Folder":
-        """Return what is called `name` in it."""
+        """Return the child `name`."""
         return Folder(self._spark, f"{self}/{name}")
 
     def exists(self) -> bool:
-        """Tell whether it is there."""
+        """Tell whether it exists."""
         return bool(self._system.exists(self._path))
 
     def folders(self) -> list["Folder"]:
-        """Return the folders in it, sorted by name; none if it is not there."""
+        """Return its subfolders, sorted by name, or none if it does not exist."""
         if not self.exists():
             return []
         found = [each.getPath().getName() for each in self._system.listStatus(self._path) if each.isDirectory()]
         return [self / str(name) for name in sorted(found)]
 
     def read(self, name: str) -> str | None:
-        """Return the text of a file in it, or None if it is not there. Raises OutboxError."""
-        file = (self / name)._path  # noqa: SLF001 - of its own class
+        """Return the text of a file in it, or None if the file does not exist. Raises OutboxError."""
+        file = (self / name)._path  # noqa: SLF001 - an object of this class
         if not self._system.exists(file):
             return None
         stream = self._system.open(file)
@@ -61,12 +61,12 @@ class Folder:
             stream.close()
 
     def create(self, name: str, text: str) -> bool:
-        """Write a file that is not there yet; return False if it is there: of two writers one wins."""
-        file = (self / name)._path  # noqa: SLF001 - of its own class
+        """Create a file. Return False if it exists, so only one of two writers succeeds. Raises OutboxError."""
+        file = (self / name)._path  # noqa: SLF001 - an object of this class
         try:
             stream = self._system.create(file, False)
             stream.write(bytearray(text.encode()))
-            stream.close()  # a store of objects may find only here that another writer was faster
+            stream.close()  # an object store may detect only here that another writer was first
         except Py4JJavaError as error:
             if "AlreadyExists" in type_of(error) or self._system.exists(file):
                 return False
@@ -74,22 +74,22 @@ class Folder:
         return True
 
     def delete(self) -> None:
-        """Delete it with all that is in it."""
+        """Delete it with its contents."""
         self._system.delete(self._path, True)
 
 
 def format_of(path: str) -> str | None:
-    """Return the format that the ending of a path or glob names, or None."""
+    """Return the format of a path or glob by its extension, or None."""
     words = path.rstrip("/*").lower().rsplit("/", 1)[-1].split(".")
     ending = next((word for word in reversed(words) if word not in _COMPRESSED), "")
     return _ENDINGS.get(ending)
 
 
 def type_of(error: Py4JJavaError) -> str:
-    """Return the class of an error of Java."""
+    """Return the class name of a Java error."""
     return str(error.java_exception.getClass().getName())
 
 
 def sentence_of(error: Py4JJavaError) -> str:
-    """Return what an error of Java says, in one line."""
+    """Return the first line of a Java error's message."""
     return str(error.java_exception.getMessage()).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""What is in the messages of tasks, wherever the tasks were read."""
+"""Decodes the messages of tasks, from the table or from the archive."""
 
 from collections.abc import Iterator
 
@@ -13,13 +13,13 @@ _DECODED = [schemas.DERIVED["Attributes"], schemas.DERIVED["Payload"]]
 
 
 def decoded(tasks: DataFrame) -> DataFrame:
-    """Return tasks with `Attributes` and `Payload`, as the data source has them, from their `Id` and `Data`."""
+    """Add the data source's columns `Attributes` and `Payload` to tasks with `Id` and `Data`."""
     return tasks.mapInArrow(_decode, StructType([*tasks.schema.fields, *_DECODED]))
 
 
 def _decode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     added = schemas.arrow(StructType(_DECODED))
     for batch in batches:
-        made = message_columns(batch["Id"].to_pylist(), batch["Data"].to_pylist())
-        arrays = [*batch.columns, *(made[field.name].cast(field.type) for field in added)]
+        messages = message_columns(batch["Id"].to_pylist(), batch["Data"].to_pylist())
+        arrays = [*batch.columns, *(messages[field.name].cast(field.type) for field in added)]
         yield pa.RecordBatch.from_arrays(arrays, schema=pa.schema([*batch.schema, *added]))

@@ -1,4 +1,4 @@
-"""A limit of rows a second for all Spark tasks of a job together."""
+"""A limit of rows per second for all Spark tasks of a job together."""
 
 import time
 from collections.abc import Callable
@@ -8,9 +8,9 @@ from pyspark.sql import SparkSession
 
 
 def shared(spark: SparkSession, per_second: int) -> tuple[int, float]:
-    """Return among how many Spark tasks to divide a limit, and the rate of each; no limit: 0 and 0.
+    """Divide a limit: return the number of Spark tasks and the rows per second of each, or 0 and 0 without a limit.
 
-    No more of them may run at once than there are parts of the limit.
+    The job must not run more Spark tasks than this at once.
     """
     parts = spark.sparkContext.defaultParallelism if per_second else 0
     return parts, per_second / parts if parts else 0.0
@@ -18,7 +18,7 @@ def shared(spark: SparkSession, per_second: int) -> tuple[int, float]:
 
 @dataclass
 class Pace:
-    """The rate of one Spark task, in rows a second; 0 is no limit. It is kept over the whole time."""
+    """The rate of one Spark task in rows per second, averaged since its first row. 0 is no limit."""
 
     rate: float = 0.0
     clock: Callable[[], float] = time.monotonic
@@ -27,7 +27,7 @@ class Pace:
     _start: float | None = None
 
     def wait(self, rows: int) -> None:
-        """Return when `rows` more may be written."""
+        """Sleep until `rows` more rows may be written."""
         if not self.rate:
             return
         now = self.clock()

@@ -16,23 +16,25 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _LOGGING = Path(__file__).with_name("log4j2.properties")
-#: The lowest major version of Java that Spark 4 takes: https://spark.apache.org/docs/4.0.0/
+#: The lowest major version of Java that Spark 4 supports: https://spark.apache.org/docs/4.0.0/
 JAVA = 17
-#: Package, lowest version, and the first that is too new: those of the extra in pyproject.toml.
+#: The packages of the extra in pyproject.toml: name, lowest version, and the first version that is too new.
 PACKAGES = (
     ("pyspark", (4,), (5,)),
     ("pandas", (2, 2), (3,)),
     ("pyarrow", (18,), None),
     ("matplotlib", (3, 10), None),
+    ("jinja2", (3, 1), None),
+    ("fastavro", (1, 9), None),
 )
 HOW_TO_GET_THEM = "pip install 'spanner-outbox[spark]'"
 
-#: What the jobs rely on everywhere. Speculation would run a task's writes twice. Times are in UTC.
+#: Options that every job needs. Speculation would run the writes of a Spark task twice. Times are in UTC.
 _ALWAYS = {
     "spark.speculation": "false",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.sources.partitionOverwriteMode": "static",
-    "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",  # the default is a type that other readers drop
+    "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",  # the default, INT96, is deprecated in Parquet
     "spark.sql.ansi.enabled": "true",
     # A job reads its cached rows only a few times, so compressing them takes longer than it saves.
     "spark.sql.inMemoryColumnarStorage.compressed": "false",
@@ -42,9 +44,9 @@ _ALWAYS = {
     "spark.sql.execution.arrow.maxRecordsPerBatch": "2000",
     "spark.sql.execution.arrow.maxBytesPerBatch": "16777216",
 }
-#: Spark inside this process: a task is tried four times, as on a cluster.
+#: Spark inside this process. A Spark task has four attempts, as on a cluster.
 EMBEDDED = "local[*,4]"
-#: There nothing listens beyond this machine, and only what is wrong is logged.
+#: Inside this process, Spark accepts connections from this machine only.
 _EMBEDDED = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
@@ -53,16 +55,16 @@ _EMBEDDED = {
 
 
 def session(name: str, master: str = EMBEDDED) -> "SparkSession":
-    """Return the Spark session of a job: that of `spark-submit`, or one with `master`, by default in this process.
+    """Return the Spark session of a job: the session of `spark-submit`, or a new one with `master`.
 
     Raises NotReached if Java or a package of the extra is missing or has the wrong version, or if Java does not start.
     """
     check_packages()
-    # spark-submit has chosen a master, and started the JVM already.
+    # spark-submit has already chosen a master and started the JVM.
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     if not submitted:
         check_java()
-        # Workers of this interpreter, whatever `python3` is in PATH.
+        # Otherwise Spark starts its Python workers with the `python3` in PATH.
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
@@ -74,7 +76,7 @@ def session(name: str, master: str = EMBEDDED) -> "SparkSession":
     embedded = {
         "spark.master": master,
         "spark.ui.showConsoleProgress": str(sys.stderr.isatty()).lower(),
-        # The 200 of a cluster cost more than they gain where a few tasks run at once.
+        # The default of 200 is for clusters.
         "spark.sql.shuffle.partitions": str(4 * (os.cpu_count() or 1)),
         "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={_LOGGING.as_uri()}",
         **_EMBEDDED,
@@ -82,30 +84,30 @@ def session(name: str, master: str = EMBEDDED) -> "SparkSession":
     for key, value in (({} if submitted else embedded) | _ALWAYS).items():
         builder = builder.config(key, value)
     try:
-        made = builder.getOrCreate()
+        created = builder.getOrCreate()
     except PySparkRuntimeError as error:
         if error.getCondition() != "JAVA_GATEWAY_EXITED":
             raise
         raise NotReached(
-            "Java did not start Spark; if it said why, that stands above. Where a client of Spanner or Pub/Sub was "
-            "used before in this process, gRPC may have ended Java's: make the session first, or set "
+            "Java did not start Spark. Java's own messages are above. If this process used a client of Spanner or "
+            "Pub/Sub before, gRPC may have ended the JVM: create the Spark session first, or set "
             "GRPC_ENABLE_FORK_SUPPORT=0 (https://github.com/grpc/grpc/issues/43055)"
         ) from error
-    made.sparkContext.setLogLevel("ERROR")
-    return made
+    created.sparkContext.setLogLevel("ERROR")
+    return created
 
 
 def check_packages() -> None:
     """Check that the packages of the extra have supported versions. Raises NotReached."""
-    for name, least, end in PACKAGES:
+    for name, lowest, end in PACKAGES:
         found = _version(name)
         if found is None:
-            raise NotReached(f"the package {name} is missing: {HOW_TO_GET_THEM}")
+            raise NotReached(f"Package {name} is not installed. Run: {HOW_TO_GET_THEM}")
         number = tuple(int(part) for part in re.findall(r"\d+", found)[:3])
-        if number < least or (end and number >= end):
-            before = f", before {'.'.join(map(str, end))}" if end else ""
-            wanted = f"{'.'.join(map(str, least))} or newer{before}"
-            raise NotReached(f"{name} {found} is installed, {wanted} is needed: {HOW_TO_GET_THEM}")
+        if number < lowest or (end and number >= end):
+            below = f",<{'.'.join(map(str, end))}" if end else ""
+            wanted = f"{name}>={'.'.join(map(str, lowest))}{below}"
+            raise NotReached(f"{name} {found} is installed, but {wanted} is required. Run: {HOW_TO_GET_THEM}")
 
 
 def _version(name: str) -> str | None:
@@ -113,7 +115,7 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         pass
-    # A Spark that pip did not install, as that of Dataproc and of Spark's own images, has no metadata.
+    # A Spark that pip did not install, such as Dataproc's, has no package metadata.
     try:
         return str(import_module(name).__version__)
     except ImportError:
@@ -121,17 +123,17 @@ def _version(name: str) -> str | None:
 
 
 def check_java() -> None:
-    """Check that there is a Java that Spark supports. Raises NotReached."""
+    """Check that Java is installed in a version that Spark supports. Raises NotReached."""
     home = os.environ.get("JAVA_HOME")
     java = shutil.which("java", path=str(Path(home, "bin"))) if home else shutil.which("java")
-    where = f"below JAVA_HOME, {home}" if home else "in PATH, and JAVA_HOME is not set"
-    get_it = f"install Java {JAVA} or newer (Debian: apt-get install openjdk-17-jre-headless), or set JAVA_HOME"
+    where = f"in JAVA_HOME, {home}" if home else "in PATH, and JAVA_HOME is not set"
+    get_it = f"Install Java {JAVA} or newer (Debian: apt-get install openjdk-17-jre-headless), or set JAVA_HOME"
     if java is None:
-        raise NotReached(f"Spark needs Java, and there is none {where}: {get_it}")
-    said = subprocess.run([java, "-version"], check=False, capture_output=True, text=True).stderr  # noqa: S603 - no shell
-    # 'openjdk version "17.0.15"', and of Java 8 "1.8.0_392".
-    match = re.search(r'version "(?:1\.)?(\d+)', said)
+        raise NotReached(f"Spark needs Java, but no java is {where}. {get_it}")
+    answer = subprocess.run([java, "-version"], check=False, capture_output=True, text=True).stderr  # noqa: S603 - no shell
+    # For example 'openjdk version "17.0.15"'. Java 8 prints "1.8.0_392".
+    match = re.search(r'version "(?:1\.)?(\d+)', answer)
     if match is None:
-        raise NotReached(f"{java} -version does not say which Java it is ({said.strip()[:100]!r}): {get_it}")
+        raise NotReached(f"{java} -version printed no version ({answer.strip()[:100]!r}). {get_it}")
     if int(match[1]) < JAVA:
-        raise NotReached(f"{java} is Java {match[1]}, Spark needs {JAVA} or newer: {get_it}")
+        raise NotReached(f"{java} is Java {match[1]}, but Spark needs {JAVA} or newer. {get_it}")

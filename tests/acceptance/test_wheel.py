@@ -11,6 +11,7 @@ pytestmark = pytest.mark.xdist_group("wheel")  # the wheel is built and installe
 
 ROOT = Path(__file__).parents[2]
 UV = Path(sys.executable).with_name("uv")
+REPORT = "outbox_pipeline/jobs/audit/report.html.jinja"
 PINS = ("--constraint", ROOT / "constraints.txt")
 
 
@@ -30,7 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_the_packages_the_ddl_and_the_types(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"outbox/py.typed", "publishworker/py.typed", "outbox/ddl/schema.sql"} <= set(names)
+    assert {"outbox/py.typed", "publishworker/py.typed", "outbox/ddl/schema.sql", REPORT} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {
         "outbox",
@@ -50,6 +51,7 @@ def test_an_installed_wheel_imports_and_its_commands_run(wheel: Path, tmp_path: 
     assert str(tmp_path) in imported
     assert "CREATE TABLE AsynchronousTasks" in shell(bin / "outbox", "schema", "print", cwd=tmp_path)
     assert "drain" in shell(bin / "publishworker", "--help", cwd=tmp_path)
+    assert "audit" in shell(bin / "outbox-pipeline", "--help", cwd=tmp_path)
     packages = shell(UV, "pip", "list", "--python", bin / "python", "--format", "freeze", cwd=tmp_path)
     assert "datadog" in packages
     assert not {"pyspark", "pytest", "hatchling"} & {line.partition("==")[0] for line in packages.splitlines()}

@@ -17,11 +17,11 @@ from pyspark.sql import functions as f
 from outbox.message import TASK_ID_ATTRIBUTE, parsed
 from outbox.shared.times import shown
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.archive.transforms import archivable, proof, together
+from outbox_pipeline.jobs.archive.transforms import archivable, checksum_columns, rebalanced
 from outbox_pipeline.jobs.archive.windows import Archive, Manifest
 from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.settings import AuditSettings
-from outbox_pipeline.spanner import table_of
+from outbox_pipeline.spanner import open_table
 from tests.benchmarks.bench import Bench, fresh_table
 from tests.benchmarks.results import Section
 from tests.benchmarks.spark import DAY, LOOP, SPARK, TOPICS, Sample, beside_loops, here, in_turns, timed
@@ -97,12 +97,12 @@ def _archive(engine: SparkSession, database: str, folder: Path, size: int) -> No
     archive = Archive(engine, str(folder / "archive"))
     since, until = DAY, UNTIL + GRACE + timedelta(hours=1)
     window, data_folder = archive.folder_of(since, until), archive.new_run()
-    together(archivable(tasks)).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(window / data_folder))
+    rebalanced(archivable(tasks)).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(window / data_folder))
     [(rows, checksum)] = (
-        engine.read.schema(schemas.STORED).parquet(str(window / data_folder)).select(*proof()).collect()
+        engine.read.schema(schemas.STORED).parquet(str(window / data_folder)).select(*checksum_columns()).collect()
     )
     flags = AuditSettings.read(_flags(database, folder, 0), {})
-    name = table_of(flags.database_settings).name
+    name = open_table(flags.database_settings).name
     archive.finish(window, Manifest(name, since, until, until, rows, checksum, data_folder, datetime.now(UTC)))
 
 

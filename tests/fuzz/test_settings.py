@@ -71,7 +71,7 @@ words = st.sampled_from(
 
 @given(arguments=st.lists(words.filter(lambda word: "\x00" not in word), max_size=7))
 def _called(arguments: list[str]) -> None:
-    for main, name in ((cli.main, "outbox"), (worker.main, "publishworker"), (pipeline.main, "outbox_pipeline")):
+    for main, name in ((cli.main, "outbox"), (worker.main, "publishworker"), (pipeline.main, "outbox-pipeline")):
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch("sys.stdin", io.StringIO()):
             try:

@@ -35,7 +35,7 @@ from tests.manifests.test_spark import refusals
 WORKER, PIPELINE = "docs/operations/deploy.md", "docs/operations/pipeline-deploy.md"
 PAGES = (WORKER, PIPELINE, "k8s/README.md")
 PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.cli._parser}
-TOOLS = ("gcloud", "kubectl", "docker", "helm", "pip", "python", *PARSERS)
+TOOLS = ("gcloud", "kubectl", "docker", "helm", "pip", "python", "outbox-pipeline", "spark-submit", *PARSERS)
 NAMESPACES = {"outbox": OVERLAYS["production"], "outbox-development": OVERLAYS["development"]}
 #: The answers of the registry and the project.
 REGISTRY, NUMBER = "registry.example/my-project/outbox", "123456789012"
@@ -261,7 +261,7 @@ def test_the_agents_values_fit_the_page() -> None:
 def test_jobs_take_the_arguments_of_the_pipelines_page() -> None:
     """Both the job on one machine and the batch have no variables; the batch's image has its main file."""
     [batch] = calls(PIPELINE, *BATCH)
-    local = [words[3:] for words in calls(PIPELINE, "python", "-m", "outbox_pipeline")]
+    local = [words[1:] for words in calls(PIPELINE, "outbox-pipeline")]
     for words in [*local, batch[batch.index("--") + 1 :]]:
         assert list(refusals(list(words), {})) == []
     assert len(local) == 1

@@ -1,4 +1,4 @@
-"""One Spark for all tests of the pipeline, in one process: the second number of its master is tries of a task."""
+"""One Spark session for all tests of the pipeline, in one process. Its master allows three attempts of a Spark task."""
 
 import os
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from outbox_pipeline.source.datasource import register_source
 from outbox_pipeline.spark import session as jobs_session
 from tests.support import quick, spanner
 
-# Processes of minutes: the second compiler and its threads cost more than they gain.
+# In processes of minutes, the second compiler of the JVM costs more than it gains.
 os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 
 #: One partition and no adaptive plans: a test has few rows, and planning costs more than the work on them.
@@ -22,7 +22,7 @@ SMALL_DATA = {"spark.sql.shuffle.partitions": "1", "spark.sql.adaptive.enabled":
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep these tests in one process of pytest-xdist: each process would start a Spark of its own."""
+    """Keep these tests in one process of pytest-xdist, because each process would start its own Spark."""
     for item in items:
         if "tests/pipeline/" in item.nodeid:
             item.add_marker(pytest.mark.xdist_group("spark"))
@@ -43,7 +43,7 @@ def spark(emulators: Emulators) -> Iterator[SparkSession]:  # noqa: ARG001 - who
 
 @pytest.fixture
 def many_partitions(spark: SparkSession) -> Iterator[None]:
-    """Plan as a cluster does, with several partitions and adaptive plans, for a test whose rows are many or uneven."""
+    """Plan as on a cluster, with several partitions and adaptive plans, for tests with many or uneven rows."""
     as_deployed = {"spark.sql.shuffle.partitions": "4", "spark.sql.adaptive.enabled": "true"}
     for name, value in as_deployed.items():
         spark.conf.set(name, value)
@@ -54,7 +54,7 @@ def many_partitions(spark: SparkSession) -> Iterator[None]:
 
 @pytest.fixture
 def in_process(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let commands run in this process use the Spark of the tests, and leave logging as it is."""
+    """Let commands in this process use the Spark session of the tests, and do not configure logging."""
     monkeypatch.setattr(jobs_session, "session", lambda _name: spark)
     monkeypatch.setattr("outbox.shared.logs.configure", lambda *_arguments: None)
 

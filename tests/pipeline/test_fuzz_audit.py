@@ -1,4 +1,4 @@
-"""What subscribers received and what hostile writers inserted, as bad as it gets: each row is read or counted."""
+"""Random invalid messages and tasks: the audit reads every row or counts it as unreadable."""
 
 import base64
 import json
@@ -55,7 +55,7 @@ def _body(random: Random) -> str | None:
 
 
 @pytest.mark.parametrize("base64_", [True, False], ids=["base64", "text"])
-def test_what_was_received_is_read_or_counted_as_unreadable(spark: SparkSession, long: bool, base64_: bool):
+def test_every_received_row_is_read_or_counted_as_unreadable(spark: SparkSession, long: bool, base64_: bool):
     random = Random(1)
     rows: list[Any] = [
         (f"{number}" if random.random() < 0.9 else None, random.choice([*TIMES, None]), _json(random), _body(random))
@@ -95,8 +95,8 @@ def _task_id(text: str | None) -> str | None:
     return read.get(TASK_ID_ATTRIBUTE) if isinstance(read, dict) else None
 
 
-def test_what_is_no_message_is_null_and_what_is_one_is_not_altered(spark: SparkSession, long: bool):
-    """Bytes of any kind in `Data`: random ones, messages, and messages of which a byte is another."""
+def test_a_message_is_decoded_unchanged_and_other_bytes_are_null(spark: SparkSession, long: bool):
+    """`Data` is random bytes, a message, or a message with one changed byte."""
     random = Random(2)
     rows: list[Any] = []
     for number in range(20_000 if long else 2_000):
@@ -118,7 +118,7 @@ def test_what_is_no_message_is_null_and_what_is_one_is_not_altered(spark: SparkS
             assert found[id]["Attributes"] == {**message.attributes, TASK_ID_ATTRIBUTE: id}
 
 
-def test_times_are_those_that_they_say(spark: SparkSession):
+def test_times_are_parsed_exactly(spark: SparkSession):
     messages = spark.createDataFrame(
         [(str(n), time, "{}", "") for n, time in enumerate(TIMES)],
         "message_id STRING, publish_time STRING, attributes STRING, data STRING",

@@ -1,4 +1,4 @@
-"""The pages of the pipeline: their Python and their commands, run as they stand there."""
+"""The Python code and the commands of the pages in docs/pipeline."""
 
 import dataclasses
 import json
@@ -24,6 +24,7 @@ from outbox_pipeline import cli, task_id
 from outbox_pipeline.jobs.audit.transforms import FLAWS, OUT_OF_ORDER, STATES
 from outbox_pipeline.jobs.drain.job import Drained
 from tests.support import spanner
+from tests.support.avro import avro_message, write_avro
 from tests.support.fakes import serialized
 from tests.support.operations import insert, row, rows_of
 from tests.support.processes import ROOT
@@ -31,7 +32,7 @@ from tests.support.pubsub import PubSub
 from tests.support.relays import register, unsent
 
 PAGES = ROOT / "docs" / "pipeline"
-#: What the pages name as a user would, whose folder is that of Spark: the tests have one of their own.
+#: The paths on the pages, which the tests replace by a temporary folder.
 PATHS = re.compile(r"(?<![\w/.-])(?:/tmp/outbox|(?=invoices\.jsonl|rejects\b(?!=)))/?")
 
 
@@ -64,7 +65,7 @@ def blocks(page: str, language: str) -> list[str]:
 def jobs(page: str, folder: Path) -> list[list[str]]:
     lines = [line for block in blocks(page, "console") for line in block.replace("\\\n", "").splitlines()]
     words = [[PATHS.sub(f"{folder}/", word) for word in shlex.split(line.removeprefix("$ "))] for line in lines]
-    return [each[3:] for each in words if each[:3] == ["python", "-m", "outbox_pipeline"]]
+    return [each[1:] for each in words if each[0] == "outbox-pipeline"]
 
 
 def execute(page: str, folder: Path, names: dict[str, object]) -> dict[str, object]:
@@ -105,7 +106,7 @@ def test_the_page_of_the_drain(shop: Database, here: Path, pubsub: PubSub):
     [command] = jobs("drain.md", here)
     assert cli.main(command) == 0
     assert unsent(shop) == []
-    counted = (PAGES / "drain.md").read_text(encoding="utf-8").partition("## What is counted")[2]
+    counted = (PAGES / "drain.md").read_text(encoding="utf-8").partition("## Counts")[2]
     named = [name for line in counted.splitlines() if line.startswith("| `") for name in re.findall(r"`(\w+)`", line)]
     assert {*named, "seconds"} >= {field.name for field in dataclasses.fields(Drained)}
 
@@ -114,7 +115,7 @@ def test_the_pages_of_the_archive_and_of_replaying(shop: Database, here: Path, c
     now = datetime.now(UTC)
     message = {"data": b'{"cents": 1200}', "attributes": {"kind": "paid"}}
     insert(shop, [row("a", SentAt=now, Data=serialized(**message)), row("b", SentAt=now)])
-    # Two days ago: what is written now was not there yet a minute after a day that has just ended.
+    # Two days ago, because a row that is inserted now is not in a snapshot of one minute after the last midnight.
     insert(shop, [row("purged", SentAt=now - timedelta(days=2), Data=serialized(**message))])
     [command] = jobs("archive.md", here)
     assert cli.main([*command, "--read-late", "--purge"]) == 0
@@ -143,14 +144,15 @@ def test_the_pages_of_the_archive_and_of_replaying(shop: Database, here: Path, c
     assert {id for id, each in rows_of(shop).items() if each["SentAt"] is None} == {"a", "purged"}
     with shop.snapshot() as snapshot:
         found = list(snapshot.execute_sql(blocks("replay.md", "sql")[0]))
-    assert [(each[3], each[6]) for each in found] == [(str(here / "archive"), 1), ("table", 1)]
+    sources = [(json.loads(selection).get("archive"), tasks) for *_, selection, tasks in found]
+    assert sources == [(str(here / "archive"), 1), (None, 1)]
 
 
 def test_the_page_of_the_audit(shop: Database, here: Path):
     at = datetime.now(UTC) - timedelta(hours=2)
     insert(shop, [row("a", CreatedAt=at, SentAt=at), row("b", CreatedAt=at, SentAt=at)])
-    message = {"message_id": "1", "publish_time": at.isoformat(), "attributes": '{"asynchronous_task_id": "a"}'}
-    (here / "received.jsonl").write_text(json.dumps(message) + "\n", encoding="utf-8")
+    (here / "received").mkdir()
+    write_avro(here / "received" / "1.avro", [avro_message("1", at, {"asynchronous_task_id": "a"})])
     [command] = jobs("audit.md", here)
     assert cli.main(command) == 1
     [file] = (here / "audit").glob("findings/class=lost/*.json")

@@ -1,4 +1,4 @@
-"""What a purge deletes, and the job that ends while it deletes and is run again; others are in test_archive_job.py."""
+"""The purge of the job `archive`, and a purge that fails and is run again. See also test_archive_job.py."""
 
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ def batch(tasks: list[Sent], zone: str = "UTC") -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.array([id for id, _ in tasks], pa.string()), times], names=["Id", "SentAt"])
 
 
-def test_only_what_is_as_it_was_archived_is_deleted(database: Database):
+def test_a_purge_deletes_only_tasks_with_the_archived_sent_at(database: Database):
     names = ("same", "again", "reset", "dead", "other")
     insert(database, [sent(id, DAY) for id in names])
     update(database, "again", SentAt=DAY + MICROSECOND)
@@ -47,7 +47,7 @@ def test_only_what_is_as_it_was_archived_is_deleted(database: Database):
     assert sorted(rows_of(database)) == ["again", "dead", "other", "reset"]
 
 
-def test_a_task_that_was_reset_since_the_look_stays(database: Database, monkeypatch: pytest.MonkeyPatch):
+def test_a_purge_keeps_a_task_that_is_reset_before_its_transaction(database: Database, monkeypatch: pytest.MonkeyPatch):
     insert(database, [sent("a", DAY), sent("b", DAY)])
     table = Table(Watch(database).database)
     meddle(monkeypatch, table, lambda: update(database, "a", SentAt=None))
@@ -55,7 +55,7 @@ def test_a_task_that_was_reset_since_the_look_stays(database: Database, monkeypa
     assert list(rows_of(database)) == ["a"]
 
 
-def test_tasks_are_deleted_in_groups(database: Database, target: DatabaseSettings):
+def test_tasks_are_purged_in_chunks(database: Database, target: DatabaseSettings):
     tasks = [(f"{number:04d}", DAY + MICROSECOND * number) for number in range(2 * CHUNK_ROWS + 1)]
     insert(database, [sent(id, at) for id, at in tasks])
     insert(database, [row("unsent"), row("scheduled", AvailableAt=FUTURE)])
@@ -65,8 +65,8 @@ def test_tasks_are_deleted_in_groups(database: Database, target: DatabaseSetting
     assert sorted(rows_of(database)) == ["scheduled", "unsent"]
 
 
-def test_the_time_zone_of_the_session_changes_nothing(database: Database, target: DatabaseSettings):
-    """Not even in the hour that a zone has twice, in which Python takes no time to be equal to one of another zone."""
+def test_a_purge_does_not_depend_on_the_session_time_zone(database: Database, target: DatabaseSettings):
+    """Not even in an hour that occurs twice, in which Python never treats times of two time zones as equal."""
     first = datetime.fromisoformat("2026-10-25T00:30:00Z")
     tasks = [("first", first), ("second", first + timedelta(hours=1)), ("before", first - timedelta(days=1))]
     insert(database, [sent(id, at) for id, at in tasks])
@@ -75,10 +75,10 @@ def test_the_time_zone_of_the_session_changes_nothing(database: Database, target
     assert rows_of(database) == {}
 
 
-def test_a_purge_whose_spark_tasks_fail_is_ended_by_the_next_run(
+def test_the_next_run_finishes_a_purge_whose_spark_tasks_failed(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Half is deleted, as after a kill, and nothing is noted; the next run writes nothing and deletes the rest."""
+    """Half of the tasks are deleted, as after a kill, without _purged.json. The next run deletes the rest."""
     tasks = [sent(f"{number:03d}", DAY + MICROSECOND * number) for number in range(300)]
     everything = [(each["Id"], each["SentAt"]) for each in tasks]
     left = [row("waits"), row("dead", AvailableAt=NEVER), sent("next", NEXT_DAY + timedelta(hours=1))]

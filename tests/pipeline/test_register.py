@@ -56,7 +56,7 @@ def test_rows_become_tasks_and_a_second_run_adds_none(
     assert (one["AvailableAt"], one["ExpiresAt"]) == (full["available_at"], full["expires_at"])
     assert sorted(message_of(each).data for each in stored.values()) == sorted(each["data"] for each in given)
     assert [each["AtMostOnce"] for each in stored.values()].count(True) == 1
-    # Half of them are there, in another order, and a few twice.
+    # Half of the tasks exist. The rows have another order, and a few are repeated.
     more = [{"data": f"more {number}".encode()} for number in range(250)]
     mixed = [*given, *more, *given[-5:], *more[:5]]
     random.Random(3).shuffle(mixed)
@@ -71,7 +71,7 @@ def test_rows_become_tasks_and_a_second_run_adds_none(
 
 
 @pytest.mark.usefixtures("many_partitions")
-def test_repeated_rows_and_other_tasks_of_an_id_are_told_apart(
+def test_repeated_rows_are_counted_and_different_tasks_of_an_id_are_rejected(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
     keyed = [
@@ -90,11 +90,11 @@ def test_repeated_rows_and_other_tasks_of_an_id_are_told_apart(
     )
     assert [id for *_, id in of_key] == [each["task_id"] for each in keyed]
     assert {each["reason"].partition(",")[0] for each in refused(done.rejects)} <= {
-        "'one' comes twice", "a task 'one' is there with another message"
+        "task ID 'one' occurs twice", "task 'one' exists with another message"
     }  # fmt: skip
     assert done.rejects is not None
     assert Path(done.rejects).parent == tmp_path
-    # Whichever of the four was the first: the others are refused again, and nothing of it changes.
+    # Whichever of the four rows was first, the others are rejected again, and no row of the table changes.
     second = registered(rows(spark, given), target, tmp_path, topic="orders")
     assert (second.read, second.registered) == (257, 0)
     assert second.existing + second.repeated + second.rejected == 257
@@ -104,10 +104,10 @@ def test_repeated_rows_and_other_tasks_of_an_id_are_told_apart(
     assert (others.registered, others.existing) == (0, 0)
 
 
-def test_refused_rows_are_kept_and_can_be_registered_when_they_are_mended(
+def test_rejected_rows_can_be_corrected_and_registered(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
-    """As lines of JSON: with all that they had, if they could be read, else with the line; times as they were."""
+    """A rejected row has all its columns if it could be parsed, otherwise its line. Times are exact."""
     path = tmp_path / "rows.jsonl"
     bad = {
         "topic": "goog", "data_base64": base64.b64encode(b"\xff" * 100).decode(), "attributes": {"a": "é\n"},
@@ -124,17 +124,17 @@ def test_refused_rows_are_kept_and_can_be_registered_when_they_are_mended(
     assert by_name["task_id"] == task_id("goog", "7")
     assert by_name["available_at"] == "2090-01-01T00:00:00.000001Z"
     assert [(each["reason"].partition(" ")[0], each.get("line")) for each in found if each is not by_name] == [
-        ("n,", '{"data":"z"}'),
+        ("key", '{"data":"z"}'),
         ("priority", '{"data":"y","priority":"high","n":"9"}'),
         ("the", '{"data":"a"} {"data":"b"}'),
         ("the", '{"data":"\ufffd"}'),
     ]
-    # As they are, they are refused again, each for a reason.
+    # Uncorrected, they are rejected again.
     again = job.run(spark, settings(f"{done.rejects}/*.json", str(tmp_path / "no"), target.database, topic="usual"))
     assert counts(again) == (5, 0, 0, 0, 5)
-    # Mended, they are what they were to be.
-    mended = [by_name | {"topic": "orders"}, json.loads(found[1]["line"]) | {"priority": 1}]
-    path.write_text("\n".join(map(json.dumps, mended)))
+    # Corrected, they are registered.
+    corrected = [by_name | {"topic": "orders"}, json.loads(found[1]["line"]) | {"priority": 1}]
+    path.write_text("\n".join(map(json.dumps, corrected)))
     assert counts(job.run(spark, given)) == (2, 2, 0, 0, 0)
     stored = rows_of(database)
     assert set(stored) == {task_id("usual", "8"), task_id("usual", "9"), task_id("goog", "7")}
@@ -164,9 +164,11 @@ def test_files_of_every_format_become_tasks(
     }  # fmt: skip
 
 
-def test_no_row_and_one_row(spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path):
+def test_empty_input_and_a_single_row(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+):
     unknown = spark.createDataFrame([("d", "orders", 1)], "data string, topic string, colour int")
-    with pytest.raises(SettingError, match="column 'colour' is not known"):
+    with pytest.raises(SettingError, match="Unknown column 'colour'"):
         registered(unknown, target, tmp_path)
     one = spark.createDataFrame([("d", "orders")], "data string, topic string")
     for given, count in ((one.limit(0), 0), (one.where("false"), 0), (one, 1)):
@@ -175,10 +177,10 @@ def test_no_row_and_one_row(spark: SparkSession, target: DatabaseSettings, datab
     assert list(tmp_path.iterdir()) == []
 
 
-def test_times_at_the_ends_of_the_calendar_in_any_zone(
+def test_the_first_and_last_times_in_any_time_zone(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
-    """The zone of the session changes no time, and a time that Python has not refuses its row, not the job."""
+    """The session's time zone changes no time. A time outside Python's range rejects its row, not the job."""
     east = spark.newSession()
     east.conf.set("spark.sql.session.timeZone", "Asia/Kathmandu")
     west = spark.newSession()
@@ -203,8 +205,8 @@ def test_times_at_the_ends_of_the_calendar_in_any_zone(
         assert stored[topic, b"c"]["AvailableAt"] == AT
 
 
-def test_a_rate_is_that_of_all_tasks_together(spark: SparkSession, target: DatabaseSettings, tmp_path: Path):
-    """There are as many tasks as may run at once, and each gets its part; without a rate none has one."""
+def test_a_rate_applies_to_all_spark_tasks_together(spark: SparkSession, target: DatabaseSettings, tmp_path: Path):
+    """Each Spark task that can run at once gets an equal share of the rate. Without a rate there is no limit."""
     given = spark.createDataFrame([("d", "orders")], "data string, topic string")
     with (
         mock.patch.object(job, "Registration", wraps=job.Registration) as made,
@@ -218,10 +220,10 @@ def test_a_rate_is_that_of_all_tasks_together(spark: SparkSession, target: Datab
 
 
 @pytest.mark.usefixtures("many_partitions")
-def test_a_task_that_fails_after_its_writes_adds_nothing_twice(
+def test_a_retried_spark_task_registers_no_task_twice(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Every Spark task fails twice, when it has written a part and when it has written all; counts are of the rows."""
+    """Every Spark task fails twice, after writing a part and after writing all rows. Each row is counted once."""
     there = [{"data": f"there {number}".encode()} for number in range(150)]
     assert registered(rows(spark, there), target, tmp_path, topic="orders").registered == 150
     keyed = [
@@ -243,11 +245,11 @@ def test_a_task_that_fails_after_its_writes_adds_nothing_twice(
     assert counts(registered(rows(spark, given), target, tmp_path, topic="orders"))[1:3] == (0, 900)
 
 
-@pytest.mark.long("test_a_task_that_fails_after_its_writes_adds_nothing_twice leaves what a kill leaves")
-def test_a_job_that_was_killed_is_run_again_and_finishes(
+@pytest.mark.long("test_a_retried_spark_task_registers_no_task_twice leaves what a kill leaves")
+def test_a_killed_job_finishes_when_it_runs_again(
     spark: SparkSession, target: DatabaseSettings, database: Database, emulators: Emulators, tmp_path: Path
 ):
-    """SIGKILL to the whole of it, when it has written a part: the next run registers the rest, and nothing twice."""
+    """SIGKILL after a part of the rows: the next run registers the rest, and no task twice."""
     path = str(tmp_path / "rows.parquet")
     given = spark.range(3000).select(f.concat(f.lit("row "), f.col("id")).alias("data"), f.lit("orders").alias("topic"))
     given.write.parquet(path)

@@ -1,4 +1,4 @@
-"""What a Spark task does with its rows, on a table in memory that is held to the emulator."""
+"""Registration in one Spark task, on a fake table that a contract test compares with the emulator."""
 
 import base64
 from datetime import UTC, datetime, timedelta
@@ -13,7 +13,7 @@ from outbox.message import RawPubsubMessage
 from outbox.registration import COLUMNS
 from outbox.shared.settings import DatabaseSettings
 from outbox_pipeline.jobs.register.executor import ANSWER, CHUNK_BYTES, CHUNK_ROWS, COUNTS, TRIES, Writer
-from outbox_pipeline.spanner import Table, table_of
+from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.pacing import Pace
 from tests.support.operations import Watch, rows_of
 from tests.support.pipeline import FakeTable, FakeTime, row
@@ -52,8 +52,8 @@ def plain(*ids: str) -> list[dict[str, Any]]:
     return [row(task_id=id) for id in ids]
 
 
-def test_the_table_in_memory_is_as_the_real_one(target: DatabaseSettings, database: Database):
-    """All or none of a group, whatever the reason; only rows that are there are found; Data is as it was given."""
+def test_the_fake_table_behaves_like_the_real_one(target: DatabaseSettings, database: Database):
+    """An insert writes all rows or none. A read returns the existing rows only, with unchanged Data."""
     data = base64.b64encode(b"abcd")
 
     def story(table: Any) -> list[Any]:
@@ -62,15 +62,15 @@ def test_the_table_in_memory_is_as_the_real_one(target: DatabaseSettings, databa
 
         seen = ("Id", "Topic", "Data", "OrderingKey")
         began = table.now()
-        told: list[Any] = [table.of_ids(seen, ["a", "b"], TAG)]
+        told: list[Any] = [table.read_ids(seen, ["a", "b"], TAG)]
         told += [table.insert(COLUMNS, made("a", "b"), TAG), table.insert(COLUMNS, made("c", "b", topic="x"), TAG)]
-        told += [table.insert(COLUMNS, made("d", "d"), TAG), sorted(table.of_ids(seen, ["d", "b", "c", "a"], TAG))]
-        [[created], [other]] = table.of_ids(("CreatedAt",), ["a", "b"], TAG)
+        told += [table.insert(COLUMNS, made("d", "d"), TAG), sorted(table.read_ids(seen, ["d", "b", "c", "a"], TAG))]
+        [[created], [other]] = table.read_ids(("CreatedAt",), ["a", "b"], TAG)
         told += [created == other, created >= began, table.insert(COLUMNS, made("c"), TAG), created < table.now()]
-        [[second]] = table.of_ids(("CreatedAt",), ["c"], TAG)
+        [[second]] = table.read_ids(("CreatedAt",), ["c"], TAG)
         return [*told, second > created]
 
-    real = story(table_of(target))
+    real = story(open_table(target))
     assert real == story(FakeTable())
     assert real == [[], True, False, False, [["a", "orders", data, "k"], ["b", "orders", data, "k"]], *[True] * 5]
     assert sorted(rows_of(database)) == ["a", "b", "c"]
@@ -86,7 +86,7 @@ def test_every_request_has_low_priority_and_a_tag(database: Database):
         row(task_id="b", available_at=at, expires_at=at + timedelta(seconds=1), at_most_once=True),
     )
     add(made, row(task_id="b", topic="others"), row(task_id="c", priority=0))
-    assert answered(made) == ((3, 0, 0), ["'b' comes twice, with another message, topic or ordering key"])
+    assert answered(made) == ((3, 0, 0), ["task ID 'b' occurs twice, with another message, topic or ordering key"])
     assert answered(writer(table, row(task_id="c"))) == ((0, 1, 0), [])
     watch.check()
     assert TAG in watch.tags()
@@ -103,7 +103,7 @@ def test_every_request_has_low_priority_and_a_tag(database: Database):
     assert (stored["b"]["AvailableAt"], stored["b"]["ExpiresAt"]) == (at, at + timedelta(seconds=1))
 
 
-def test_it_reads_only_as_long_as_tasks_exist():
+def test_the_writer_reads_first_while_it_finds_tasks():
     table = FakeTable()
     made = writer(table)
     add(made, *plain(*ids(2 * CHUNK_ROWS)), flush=False)
@@ -124,8 +124,8 @@ def test_it_reads_only_as_long_as_tasks_exist():
 
 
 @pytest.mark.parametrize("older", [True, False])
-def test_it_reads_again_after_a_collision(older: bool):
-    """The time of an existing task tells whether this job registered it."""
+def test_the_writer_reads_again_after_a_collision(older: bool):
+    """CreatedAt of an existing task tells whether this job registered it."""
     table = FakeTable()
     made = writer(table, *plain(*ids(CHUNK_ROWS)))
     began = made.began
@@ -141,8 +141,8 @@ def test_it_reads_again_after_a_collision(older: bool):
     assert answered(made) == ((2 * CHUNK_ROWS - 3, 3, 0) if older else (2 * CHUNK_ROWS, 0, 0), [])
 
 
-def test_a_task_is_of_this_job_from_the_moment_at_which_that_began():
-    """A commit may have the very time that was asked for before it."""
+def test_a_task_created_since_the_start_belongs_to_this_job():
+    """A commit timestamp can be equal to the start time that was read before."""
     table = FakeTable()
     writer(table, *plain("same", "before"))
     began = table.rows["same"]["CreatedAt"]
@@ -152,20 +152,20 @@ def test_a_task_is_of_this_job_from_the_moment_at_which_that_began():
     assert answered(again) == ((1, 1, 0), [])
 
 
-def test_another_writer_that_deletes_its_rows_ends_the_job():
-    """A row that is inserted and deleted before it can be read never causes an endless loop."""
+def test_a_concurrent_deleter_ends_the_job_with_an_error():
+    """A row that is inserted and deleted before each read causes no endless loop."""
     table, others = FakeTable(), FakeTable()
     writer(others, row(task_id="b"))
     table.before_insert = lambda _ids: table.rows.update(others.rows)
     table.before_look = lambda _ids: table.rows.clear()
     made = writer(table)
-    with pytest.raises(OutboxError, match="ids come and go while they are registered, such as 'b': are two jobs at"):
+    with pytest.raises(OutboxError, match="Task 'b' was inserted and deleted 10 times while this job registered it"):
         add(made, row(task_id="b"))
     assert table.kinds() == ["look", "insert"] * TRIES
     assert answered(made) == ((0, 0, 0), [])
 
 
-def test_a_task_that_comes_between_the_read_and_the_insert_is_found():
+def test_a_task_inserted_between_read_and_insert_is_found():
     table, others = FakeTable(), FakeTable()
     writer(others, row(task_id="b", data=b"other"))
     came = []
@@ -176,7 +176,7 @@ def test_a_task_that_comes_between_the_read_and_the_insert_is_found():
 
     table.before_insert = come
     made = writer(table, *plain(*"abc"))
-    assert answered(made) == ((2, 0, 0), ["a task 'b' is there with another message, topic or ordering key"])
+    assert answered(made) == ((2, 0, 0), ["task 'b' exists with another message, topic or ordering key"])
     assert sorted(table.rows) == ["a", "b", "c"]
     assert [given for _, given, _ in table.calls] == [["a", "b", "c"]] * 3 + [["a", "c"]]
 
@@ -196,7 +196,7 @@ SAME = (
 
 
 @pytest.mark.parametrize("where", ["in the table", "in its group", "at the end of the group before"])
-def test_another_task_of_the_same_id_is_refused_and_the_same_one_is_not(where: str):
+def test_a_different_task_of_the_same_id_is_rejected(where: str):
     base = {"attributes": {"a": "1"}}
     for other, refused in [(each, True) for each in OTHERS] + [(each, False) for each in SAME]:
         table = FakeTable()
@@ -210,13 +210,13 @@ def test_another_task_of_the_same_id_is_refused_and_the_same_one_is_not(where: s
         counted, reasons = answered(made)
         first = 0 if where == "in the table" else 1
         assert counted == (first, int(not refused and not first), int(not refused and bool(first))), other
-        what = "a task 'one' is there" if where == "in the table" else "'one' comes twice,"
+        what = "task 'one' exists" if where == "in the table" else "task ID 'one' occurs twice,"
         assert reasons == [f"{what} with another message, topic or ordering key"] * refused, other
         assert len(table.rows) == 1
 
 
-def test_one_message_may_be_serialized_in_two_ways():
-    """Attributes have no order in a message; a Data that is no message is another one."""
+def test_serialization_does_not_matter_for_equality():
+    """Attributes of a message have no order. Data that is not a message is a different task."""
     table = FakeTable()
     writer(table, row(attributes={"a": "1", "b": "2"}))
     [stored] = table.rows.values()
@@ -231,8 +231,8 @@ def test_one_message_may_be_serialized_in_two_ways():
         assert answered(again)[0] == (0, there, 0), data
 
 
-def test_repeated_rows_are_counted_wherever_they_are_in_a_group():
-    """Side by side, with others between them, and where a group ends; a row that was refused is none to repeat."""
+def test_repeated_rows_are_counted_anywhere_in_a_chunk():
+    """Adjacent, with other rows between them, and across chunks. A rejected row cannot be repeated."""
     table = FakeTable()
     several = [*ids(CHUNK_ROWS - 1), "0098", "0098", *ids(60, CHUNK_ROWS), "0150", *ids(40, 160)]
     made = writer(table, row(task_id="z", topic="goog"), *plain("z", *several))
@@ -242,8 +242,8 @@ def test_repeated_rows_are_counted_wherever_they_are_in_a_group():
     assert len(table.rows) == 2 * CHUNK_ROWS
 
 
-def test_groups_have_so_many_rows_and_so_many_bytes():
-    """A message of nine megabytes goes with those before it, and the next one in another commit."""
+def test_chunks_have_max_rows_and_max_bytes():
+    """A message of 9 MB ends its chunk, and the next message is in another commit."""
     sizes = [9_000_000, 10, 10, 9_000_000, CHUNK_BYTES // 4, CHUNK_BYTES // 4, CHUNK_BYTES // 4, 10, 10]
     table = FakeTable()
     made = writer(table, *(row(task_id=str(number), data=b"x" * size) for number, size in enumerate(sizes)))
@@ -252,8 +252,8 @@ def test_groups_have_so_many_rows_and_so_many_bytes():
     assert answered(made) == ((9, 0, 0), [])
 
 
-def test_a_rate_is_kept_over_the_whole_time():
-    """The first batch goes at once; a job that was slower than the rate need not wait, and may catch up."""
+def test_a_rate_is_averaged_since_the_start():
+    """The first chunk does not wait. A job that was slower than the rate can catch up."""
     time = FakeTime()
     made = writer(FakeTable(), pace=Pace(50.0, time.clock, time.sleep))
     for start, passes, slept in ((0, 0, []), (100, 0, [2.0]), (200, 0.5, [2.0, 1.5]), (300, 10, [2.0, 1.5])):
@@ -273,10 +273,10 @@ def test_a_rate_is_kept_over_the_whole_time():
 
 
 AT = datetime(2026, 11, 21, 13, tzinfo=UTC)
-#: What is refused of a row; `outbox.register` refuses most of it, tests/unit/test_register_refusals.py has all that.
+#: Invalid columns and their reasons. tests/unit/test_register_refusals.py has all refusals of `outbox.register`.
 REFUSED = [
     ({"task_id": None}, "task_id is NULL"),
-    ({"data": None}, "data is NULL: an empty message has empty data"),
+    ({"data": None}, "data is NULL. For a message without data"),
     ({"task_id": ""}, "task_id has 0 characters, 1 to 64 are allowed"),
     ({"topic": None}, "topic is NoneType, it must be a str"),
     ({"topic": "goog-orders"}, "topic 'goog-orders' is not a name that Pub/Sub allows"),
@@ -289,7 +289,7 @@ REFUSED = [
     ({"reason": "it could not be read", "topic": None}, "it could not be read"),
     ({"reason": ""}, ""),
 ]  # fmt: skip
-#: The same at its limit: taken.
+#: Valid columns at their limits.
 TAKEN = (
     {"topic": "projects/project-1/topics/orders"}, {"available_at": AT, "expires_at": AT + timedelta.resolution},
     {"attributes": {str(number): "" for number in range(99)}}, {"data": b"x" * 9_990_000}, {"data": b""},
@@ -298,7 +298,7 @@ TAKEN = (
 )  # fmt: skip
 
 
-def test_what_register_refuses_is_a_reject():
+def test_rows_that_register_refuses_are_rejected():
     for columns, reason in REFUSED:
         table = FakeTable()
         given = row(**columns)
@@ -315,8 +315,8 @@ def test_what_register_refuses_is_a_reject():
     assert len(table.rows) == len(TAKEN)
 
 
-def test_rows_of_a_group_rise_in_sequence_in_the_order_in_which_they_came():
-    """All of a commit have one CreatedAt; the relay orders them by their Sequence."""
+def test_sequences_rise_in_input_order_within_a_chunk():
+    """All tasks of a commit have the same CreatedAt, so the relay orders them by Sequence."""
     table = FakeTable()
     given = [f"{(number * 37) % 150:03}" for number in range(150)]
     writer(table, *(row(task_id=id, ordering_key="k") for id in given))

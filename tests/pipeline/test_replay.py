@@ -1,4 +1,4 @@
-"""The job `replay`: what is selected, written and noted, also when it is killed and resumed."""
+"""The job `replay`: selection, writes and the record, also if the job is killed and resumed."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.jobs.replay import job
 from outbox_pipeline.jobs.replay.executor import CHUNK_ROWS, replay
 from outbox_pipeline.jobs.replay.job import Replayed, run
-from outbox_pipeline.spanner import Table, table_of
+from outbox_pipeline.spanner import Table, open_table
 from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, delete, rewrite, sent, settings_of, window_folders
 from tests.support.fakes import serialized
 from tests.support.operations import PAST, Watch, insert, opened, row, rows_of, update
@@ -45,7 +45,7 @@ def counts(done: Replayed) -> tuple[int, int, int, int, int, int]:
     return (done.selected, done.replayed, done.registered, done.waiting, done.changed, done.missing)
 
 
-def test_what_is_selected_from_the_table_and_from_the_archive(
+def test_a_selection_gives_the_same_tasks_from_table_and_archive(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
     tasks = {
@@ -90,7 +90,7 @@ def test_what_is_selected_from_the_table_and_from_the_archive(
     assert noted(database) == []
 
 
-def test_a_dry_run_shows_few_of_many(spark: SparkSession, target: DatabaseSettings, database: Database):
+def test_a_dry_run_counts_all_tasks_and_shows_some(spark: SparkSession, target: DatabaseSettings, database: Database):
     topics = [f"topic-{number:02d}" for number in range(job.TOPICS + 5)]
     insert(database, [sent(f"{t}-{n}", DAY, Topic=t) for place, t in enumerate(topics) for n in range(1 + place % 3)])
     done = run(spark, replay_settings(target, where="true"), dry_run=True)
@@ -102,7 +102,7 @@ def test_a_dry_run_shows_few_of_many(spark: SparkSession, target: DatabaseSettin
     assert len({each["id"] for each in done.sample}) == job.SAMPLE
 
 
-def test_the_table_is_left_as_by_retry_and_workers_send_it_once(  # noqa: PLR0917 - fixtures
+def test_replayed_tasks_are_as_after_retry_and_are_sent_once(  # noqa: PLR0917 - fixtures
     spark: SparkSession,
     target: DatabaseSettings,
     database: Database,
@@ -110,7 +110,7 @@ def test_the_table_is_left_as_by_retry_and_workers_send_it_once(  # noqa: PLR091
     topic: str,
     new_subscription: Callable[..., Subscription],
 ):
-    """Every column as `outbox retry` writes it; keys keep the order of their commits; the replay is noted."""
+    """Every column is as `outbox retry` writes it, keys keep the order of their commits, and there is a record."""
     odd = {"Attempts": 4, "ExpiresAt": PAST, "AvailableAt": PAST, "Sequence": 7, "Priority": -1, "AtMostOnce": True}
     twins = [sent(f"{by}{number}", DAY, **odd) for by in ("retry", "replay") for number in (1, 2)]
     of_key = [
@@ -143,7 +143,7 @@ def test_the_table_is_left_as_by_retry_and_workers_send_it_once(  # noqa: PLR091
     assert note["StartedAt"] < after["replay1"]["AvailableAt"] < note["FinishedAt"]
     assert {**json.loads(note["Selection"]), "until": ""} == {"where": where, "until": ""}
     assert len(notes) == 1
-    assert f"--resume {done.replay_id} goes on" in notes[0]
+    assert f"continue it with --resume {done.replay_id}" in notes[0]
 
     subscription = new_subscription(topic, ordered=True)
     delete(database, *(each["Id"] for each in (*twins, *stay)))
@@ -152,11 +152,11 @@ def test_the_table_is_left_as_by_retry_and_workers_send_it_once(  # noqa: PLR091
     messages = subscription.drain(0.5)
     assert first_deliveries(messages) == {"k": [each["Id"] for each in of_key]}
     assert len(messages) == len(of_key), "nothing twice"
-    # What was sent by it is not selected again: it was sent after the replay began.
+    # Tasks that the replay has sent are not selected again, because they were sent after it began.
     assert counts(run(spark, replay_settings(target, topic=topic, until=shown(note["StartedAt"])))) == (0,) * 6
 
 
-def test_what_was_purged_comes_back_from_the_archive_as_it_was(
+def test_purged_tasks_are_restored_from_the_archive(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
     full = {
@@ -169,7 +169,7 @@ def test_what_was_purged_comes_back_from_the_archive_as_it_was(
     insert(database, [*gone, *large, *there])
     archive.run(spark, settings_of(target, tmp_path), late=True, purge=False)
     archived = rows_of(database)
-    # Sent again: in two windows; by another key, and so in another place.
+    # Tasks that were sent again are in two windows, one of them with another ordering key.
     update(database, "plain", SentAt=NEXT_DAY, Topic="again", OrderingKey="other")
     archive.run(spark, settings_of(target, tmp_path, until=shown(NEXT_DAY + 24 * HOUR)), late=True)
     delete(database, *(each["Id"] for each in (*gone, *large)))
@@ -201,10 +201,10 @@ def test_what_was_purged_comes_back_from_the_archive_as_it_was(
 
 
 @pytest.mark.usefixtures("many_partitions")
-def test_spark_tasks_that_fail_after_their_writes_send_nothing_twice(
+def test_a_retried_spark_task_replays_no_task_twice(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A worker that sends between two tries included; the number that is noted is right all the same."""
+    """Even if a worker sends tasks between two attempts. The record has the right number of tasks."""
     tasks = [sent(f"{number:04d}", DAY) for number in range(900)]
     insert(database, tasks)
     archive.run(spark, settings_of(target, tmp_path), late=True)
@@ -221,8 +221,8 @@ def test_spark_tasks_that_fail_after_their_writes_send_nothing_twice(
     assert note["Tasks"] == 900
 
 
-def test_each_group_is_looked_at_under_its_lock(database: Database, monkeypatch: pytest.MonkeyPatch):
-    """Sent, deleted or made unsent since: nothing of it is changed. Requests are of LOW priority and tagged."""
+def test_each_chunk_is_checked_under_its_locks(database: Database, monkeypatch: pytest.MonkeyPatch):
+    """A task that was sent, deleted or reset since is not changed. Requests have LOW priority and a tag."""
     began = DAY + HOUR
     insert(database, [sent(id, DAY) for id in ("sent", "unsent", "gone", "again", "other")])
     insert(database, [sent("at once", began), sent("just before", began - MICROSECOND)])
@@ -248,28 +248,28 @@ def test_each_group_is_looked_at_under_its_lock(database: Database, monkeypatch:
         assert name == "commit" or options.request_tag == "outbox-pipeline-replay"
 
 
-def test_what_cannot_be_replayed_is_refused_before_anything_is_noted(
+def test_an_invalid_replay_is_refused_before_its_record_is_written(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
     insert(database, [sent("a", DAY)])
     before = rows_of(database)
     refused: list[tuple[dict[str, str], dict[str, Any], str]] = [
-        ({}, {}, "nothing is selected: .* all that was ever sent is --where true"),
-        ({"archive": "a"}, {}, "nothing is selected"),
+        ({}, {}, "No tasks are selected.* --where true selects all sent tasks"),
+        ({"archive": "a"}, {}, "No tasks are selected"),
         ({"where": "Priority >"}, {}, r"^--where Priority >: \[PARSE_SYNTAX_ERROR\]"),
         ({"where": "Color = 1"}, {}, r"^--where Color = 1: \[UNRESOLVED_COLUMN.*`Color`"),
         ({"where": "Priority"}, {}, "^--where Priority: .*FILTER_NOT_BOOLEAN"),
-        ({"where": "rand() < 0.5"}, {}, "selects others each time"),
+        ({"where": "rand() < 0.5"}, {}, "is not deterministic"),
         ({"since": "1h", "until": "2h"}, {}, "^--since .*Z is not before --until .*Z$"),
         ({"since": "2090-01-01T00:00:00Z"}, {}, "^--since 2090-01-01.* is not before now, "),
-        ({"topic": "orders"}, {"resume": "x"}, "leave --topic away, and OUTBOX_TOPIC too"),
-        ({}, {"resume": "x", "dry_run": True}, "give one of them"),
-        ({}, {"resume": "x"}, "^--resume x: .* no such replay in AsynchronousTaskOperations"),
+        ({"topic": "orders"}, {"resume": "x"}, "Remove --topic and OUTBOX_TOPIC"),
+        ({}, {"resume": "x", "dry_run": True}, "exclude each other"),
+        ({}, {"resume": "x"}, "^--resume x: AsynchronousTaskOperations of .* has no replay with this ID"),
     ]
     for flags, how, sentence in refused:
         with pytest.raises(SettingError, match=sentence):
             run(spark, replay_settings(target, **flags), **how)
-    with pytest.raises(OutboxError, match="holds no finished window"):
+    with pytest.raises(OutboxError, match="has no finished window"):
         run(spark, replay_settings(target, archive=str(tmp_path / "no"), where="true"), dry_run=True)
     archive.run(spark, settings_of(target, tmp_path), late=True)
     [folder] = window_folders(tmp_path)
@@ -280,13 +280,13 @@ def test_what_cannot_be_replayed_is_refused_before_anything_is_noted(
     assert noted(database) == []
 
     done = run(spark, replay_settings(target, topic="nothing"))
-    with pytest.raises(SettingError, match=r"it was finished at .*Z; begin a new one"):
+    with pytest.raises(SettingError, match=r"this replay finished at .*Z\. Start a new one"):
         run(spark, replay_settings(target), resume=str(done.replay_id))
     assert rows_of(database) == before
 
 
-def test_whose_replay_it_was_is_noted_if_credentials_say_it(database: Database, monkeypatch: pytest.MonkeyPatch):
-    """A service account or a user; an account of a machine that has no name yet is none."""
+def test_the_record_has_the_account_of_the_credentials(database: Database, monkeypatch: pytest.MonkeyPatch):
+    """A service account or a user. `default`, the account of a VM before its first token, is not recorded."""
     cases: list[tuple[dict[str, Any], str | None]] = [
         ({"service_account_email": "job@shop"}, "job@shop"),
         ({"service_account_email": "default", "signer_email": "default"}, None),
@@ -304,7 +304,7 @@ def test_whose_replay_it_was_is_noted_if_credentials_say_it(database: Database, 
         assert note["FinishedAt"] > began
 
 
-def test_without_the_table_of_replays_only_a_replay_is_refused(
+def test_only_a_replay_needs_the_table_of_replays(
     spark: SparkSession, target: DatabaseSettings, own_database: Database
 ):
     database, target = own_database, dataclasses.replace(target, database=str(own_database.database_id))
@@ -317,10 +317,10 @@ def test_without_the_table_of_replays_only_a_replay_is_refused(
     assert outcome.changed == ("a",)
 
 
-def test_a_rate_is_that_of_all_tasks_together(spark: SparkSession, target: DatabaseSettings, database: Database):
-    """As many Spark tasks as may run at once, and each has its part; a group that comes too early waits."""
+def test_a_rate_applies_to_all_spark_tasks_together(spark: SparkSession, target: DatabaseSettings, database: Database):
+    """Each Spark task gets an equal share of the rate, and a chunk that is too early waits."""
     insert(database, [sent(f"{number:04d}", DAY) for number in range(2 * CHUNK_ROWS + 50)])
-    began = table_of(target).now()
+    began = open_table(target).now()
     done = run(spark, replay_settings(target, where="true", max_rows_per_second="250"))
     assert done.replayed == 2 * CHUNK_ROWS + 50
     due = [stored["AvailableAt"] for stored in rows_of(database).values()]
@@ -339,7 +339,7 @@ def send(emulators: Emulators, database: Database) -> None:
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_a_replay_that_was_killed_is_resumed_and_sends_each_task_once(  # noqa: PLR0917 - fixtures
+def test_a_killed_replay_is_resumed_and_each_task_is_sent_once(  # noqa: PLR0917 - fixtures
     spark: SparkSession,
     emulators: Emulators,
     target: DatabaseSettings,
@@ -347,7 +347,7 @@ def test_a_replay_that_was_killed_is_resumed_and_sends_each_task_once(  # noqa: 
     topic: str,
     subscription: Subscription,
 ):
-    """Though a worker has sent a part of them in between, and others were sent by themselves."""
+    """Even if a worker has sent some of them before the replay is resumed, and other tasks were sent meanwhile."""
     insert(database, [sent(f"{number:05d}", DAY + MICROSECOND * number, Topic=topic) for number in range(TASKS)])
     command = (
         "outbox_pipeline", "replay", "--project", PROJECT, "--instance", INSTANCE, "--database", database.database_id,
@@ -359,9 +359,9 @@ def test_a_replay_that_was_killed_is_resumed_and_sends_each_task_once(  # noqa: 
         said = process.stderr
     [note] = noted(database)
     assert (note["FinishedAt"], note["Tasks"]) == (None, None)
-    assert f"--resume {note['OperationId']} goes on with it" in said
+    assert f"continue it with --resume {note['OperationId']}" in said
     send(emulators, database)
-    insert(database, [sent("new", table_of(target).now(), Topic=topic)])
+    insert(database, [sent("new", open_table(target).now(), Topic=topic)])
 
     done = run(spark, replay_settings(target), resume=note["OperationId"])
     assert done.replay_id == note["OperationId"]

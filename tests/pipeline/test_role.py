@@ -1,4 +1,4 @@
-"""The role `outbox_pipeline` of schema/roles.sql against what the jobs ask of Spanner; they need no Spark for it."""
+"""The jobs' requests to Spanner stay within the role `outbox_pipeline` of schema/roles.sql. No Spark is needed."""
 
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -11,7 +11,7 @@ from outbox_pipeline.jobs.archive.executor import purge
 from outbox_pipeline.jobs.register.executor import Writer
 from outbox_pipeline.jobs.replay.executor import replay
 from outbox_pipeline.source.datasource import OutboxDataSource
-from outbox_pipeline.spanner import table_of
+from outbox_pipeline.spanner import open_table
 from tests.support import pipeline
 from tests.support.operations import insert, row, rows_of
 from tests.support.roles import Heard, grants, refused
@@ -22,7 +22,7 @@ SENT = datetime(2026, 6, 1, tzinfo=UTC)
 def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Database):
     insert(database, [row("sent", SentAt=SENT), *(row(f"unsent{number}") for number in range(9))])
     settings = replace(target, database_role="outbox_pipeline")
-    table = table_of(settings)
+    table = open_table(settings)
     heard = Heard(table._database)
     assert table.first_sent() == SENT
     table.retention()
@@ -52,6 +52,6 @@ def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Dat
     for privilege in ("INSERT", "UPDATE"):
         writes = [getattr(each, privilege.lower()) for commit in heard.commits for each in commit.mutations]
         written = {column for write in writes if write.table == "AsynchronousTasks" for column in write.columns}
-        # What `drain` writes: tests/integration/test_roles.py has the relay write it in this role.
+        # tests/integration/test_roles.py checks the writes of `drain`.
         written |= of_relays.get((privilege, "AsynchronousTasks"), set())
         assert written == allowed[privilege, "AsynchronousTasks"], "a grant that nothing needs"

@@ -1,4 +1,4 @@
-"""The data source `outbox`: what its planner and parts read, without Spark, and what Spark makes of that."""
+"""The data source `outbox`: its planner and parts without Spark, and reads with Spark."""
 
 import dataclasses
 import itertools
@@ -49,7 +49,7 @@ def ids(table: pa.Table) -> list[str]:
 
 @pytest.fixture
 def every_state(database: Database) -> dict[str, str]:
-    """A table with tasks of every state and edge, in several topics; returns the states by id, as SQL has them."""
+    """A table with tasks of every state in several topics. Returns the states by ID, computed in SQL."""
     chance = random.Random(8)
     names = ("AvailableAt", "Attempts", "OrderingKey", "LastError")
     of_each = itertools.product((None, PAST, FUTURE, NEVER), (0, 2), (None, "k"), (None, "head"), (None, DAY))
@@ -66,7 +66,7 @@ def every_state(database: Database) -> dict[str, str]:
     return dict(TaskTable(opened(database)).query(statement, "outbox-show"))
 
 
-def test_every_column_is_as_in_the_table(every_state: dict[str, str], target: DatabaseSettings, database: Database):
+def test_every_column_matches_the_table(every_state: dict[str, str], target: DatabaseSettings, database: Database):
     got = {each["Id"]: each for each in read(options(target, columns=",".join(schemas.TASK.fieldNames()))).to_pylist()}
     assert {id: each["State"] for id, each in got.items()} == every_state
     assert set(every_state.values()) == set(STATES)
@@ -81,7 +81,7 @@ def test_every_column_is_as_in_the_table(every_state: dict[str, str], target: Da
         assert dict(task["Attributes"]) == {**message.attributes, "asynchronous_task_id": id}
 
 
-def test_every_task_is_read_once_whatever_its_id(target: DatabaseSettings, database: Database):
+def test_every_task_is_read_once_for_any_kind_of_id(target: DatabaseSettings, database: Database):
     chance = random.Random(7)
     for empty in ({}, {"state": "sent", "since": "1h"}):
         assert read(options(target, **empty)).num_rows == 0
@@ -92,7 +92,7 @@ def test_every_task_is_read_once_whatever_its_id(target: DatabaseSettings, datab
         assert found == sorted(made), (count, boost)
 
 
-def test_what_is_asked_for_is_read(every_state: dict[str, str], target: DatabaseSettings, database: Database):
+def test_options_select_tasks(every_state: dict[str, str], target: DatabaseSettings, database: Database):
     stored = rows_of(database)
     cases: list[dict[str, str]] = [{"state": state} for state in STATES]
     cases += [{"topic": "topic1"}, {"topic": "none"}, {"state": "sent", "topic": "topic2"}]
@@ -107,8 +107,8 @@ def test_what_is_asked_for_is_read(every_state: dict[str, str], target: Database
 
 
 @pytest.mark.parametrize("few", [True, False])
-def test_a_time_is_met_to_the_microsecond(target: DatabaseSettings, database: Database, few: bool):
-    """Since is inclusive, until is not, whether the index is read or the table: that depends on how many were sent."""
+def test_bounds_are_exact_to_the_microsecond(target: DatabaseSettings, database: Database, few: bool):
+    """`since` is inclusive and `until` exclusive, in reads of the index and of the table."""
     times = [DAY + timedelta(microseconds=number) for number in range(6)]
     insert(database, [row(f"sent{number}", SentAt=time) for number, time in enumerate(times)])
     insert(database, [row(f"unsent{number}") for number in range(60 if few else 0)])
@@ -120,7 +120,7 @@ def test_a_time_is_met_to_the_microsecond(target: DatabaseSettings, database: Da
     assert ids(read(options(target, columns="Id", since=shown(times[5]), state="sent"))) == ["sent5"]
 
 
-def test_times_of_unsent_tasks_are_those_of_their_commits(target: DatabaseSettings, database: Database):
+def test_bounds_apply_to_created_at_of_unsent_tasks(target: DatabaseSettings, database: Database):
     insert(database, [row("old", CreatedAt=PAST), row("new", CreatedAt=DAY), row("sent", CreatedAt=PAST, SentAt=DAY)])
     for boost in ("false", "true"):
         given = options(target, columns="Id", dataBoost=boost)
@@ -128,7 +128,7 @@ def test_times_of_unsent_tasks_are_those_of_their_commits(target: DatabaseSettin
         assert ids(read({**given, "until": shown(DAY)})) == ["old"]
 
 
-def test_all_parts_show_the_table_as_of_one_time(target: DatabaseSettings, database: Database):
+def test_all_parts_read_at_one_timestamp(target: DatabaseSettings, database: Database):
     insert(database, [row(id) for id in ("1", "9")])
     reader = reader_of(options(target, columns="Id,SentAt"))
     planned = reader.partitions()
@@ -141,24 +141,24 @@ def test_all_parts_show_the_table_as_of_one_time(target: DatabaseSettings, datab
     assert len(ids(read(options(target, columns="Id")))) == 5
 
 
-def test_a_time_that_cannot_be_read_is_said_to_be_one(target: DatabaseSettings):
-    """Older than what Spanner keeps, in the future, or of a part of a job that took too long: Spanner's own refusal."""
+def test_an_unreadable_timestamp_is_an_error_that_says_why(target: DatabaseSettings):
+    """A timestamp before the retention period, in the future, or of a part that is read too late."""
     for boost in ("false", "true"):
         with pytest.raises(OutboxError, match="version_retention_period"):
             read(options(target, readTimestamp="2h", dataBoost=boost))
-    with pytest.raises(SettingError, match="is to come"):
+    with pytest.raises(SettingError, match="is in the future"):
         read(options(target, readTimestamp=shown(datetime.now(UTC) + timedelta(hours=1))))
     reader = reader_of(options(target))
     [part, *_] = reader.partitions()
     part.at -= timedelta(hours=2)
-    with pytest.raises(OutboxError, match=r"cannot be read any more.*version_retention_period"):
+    with pytest.raises(OutboxError, match=r"cannot be read as of.*version_retention_period"):
         list(reader.read(part))
 
 
-def test_a_part_holds_a_batch_and_no_more(
+def test_a_part_holds_one_batch_in_memory(
     target: DatabaseSettings, database: Database, monkeypatch: pytest.MonkeyPatch
 ):
-    """Neither more tasks nor many more bytes than a batch may have, in the table and by the index."""
+    """In reads of the table and of the index, a batch is limited in tasks and bytes."""
     big = PubsubMessage(data=b"x" * 1_000)
     insert(database, [row(f"{n:02}", SentAt=DAY, Data=PubsubMessage.serialize(big)) for n in range(20)])
     insert(database, [row(f"unsent{n:02}") for n in range(60)])
@@ -174,8 +174,8 @@ def test_a_part_holds_a_batch_and_no_more(
                     assert sum(map(weight, batch["Payload"].to_pylist()[:-1])) < limit
 
 
-def test_a_body_that_is_no_message_is_null(target: DatabaseSettings, database: Database):
-    """Rows of hostile or broken writers do not end a job; messages without data and attributes are messages."""
+def test_a_body_that_is_not_a_message_is_null(target: DatabaseSettings, database: Database):
+    """Invalid rows of other programs do not end a job. An empty message is a message."""
     insert(database, [row("bad", Data=b"\xff\xff"), row("empty", Data=b"")])
     for columns in ("Id,Payload", "Id,Attributes", "Id,Attributes,Payload"):
         got = {each["Id"]: each for each in read(options(target, columns=columns)).to_pylist()}
@@ -184,15 +184,15 @@ def test_a_body_that_is_no_message_is_null(target: DatabaseSettings, database: D
             assert got["empty"][name] == {"Payload": b"", "Attributes": [("asynchronous_task_id", "empty")]}[name]
 
 
-def test_options_that_are_wrong_are_named(target: DatabaseSettings):
+def test_invalid_options_are_named(target: DatabaseSettings):
     cases = (
-        ({"stat": "sent"}, "option stat is not known"),
-        ({"state": "gone"}, "option state: 'gone' is not allowed: it must be pending or"),
-        ({"columns": "Id,Nope"}, "option columns: 'Id,Nope' is not allowed"),
-        ({"columns": "Id,Id"}, "each once"),
-        ({"since": "yesterday"}, "option since: 'yesterday' is not allowed"),
-        ({"partitions": "0"}, "option partitions: '0'"),
-        ({"dataBoost": "yes"}, "option databoost: 'yes'"),
+        ({"stat": "sent"}, "Unknown option stat"),
+        ({"state": "gone"}, "Option state: 'gone' is not allowed. It must be pending or"),
+        ({"columns": "Id,Nope"}, "Option columns: 'Id,Nope' is not allowed"),
+        ({"columns": "Id,Id"}, "unique names"),
+        ({"since": "yesterday"}, "Option since: 'yesterday' is not allowed"),
+        ({"partitions": "0"}, "Option partitions: '0'"),
+        ({"dataBoost": "yes"}, "Option databoost: 'yes'"),
         ({"since": "1h", "until": "2h"}, "is not before until"),
         ({"project": "-"}, "--project: '-' is not allowed"),
     )
@@ -204,18 +204,20 @@ def test_options_that_are_wrong_are_named(target: DatabaseSettings):
         read(options(target, database="not-there"))
 
 
-def test_a_process_has_one_client_for_a_database(target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch):
-    one = spanner.table_of(target)
-    assert spanner.table_of(dataclasses.replace(target)) is one
+def test_a_process_has_one_client_for_each_database(target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch):
+    one = spanner.open_table(target)
+    assert spanner.open_table(dataclasses.replace(target)) is one
     monkeypatch.setattr("os.getpid", lambda: -1)
-    assert spanner.table_of(target) is not one
+    assert spanner.open_table(target) is not one
     monkeypatch.undo()
-    assert spanner.table_of(target) is one
+    assert spanner.open_table(target) is one
 
 
-def test_the_retention_of_the_database_counts(target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch):
-    """An hour, unless the database says otherwise. The emulator takes the option, and does not show it."""
-    table = spanner.table_of(target)
+def test_the_version_retention_period_of_the_database_applies(
+    target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch
+):
+    """1 hour, unless the database has another value. The emulator accepts the option but does not return it."""
+    table = spanner.open_table(target)
     assert table.retention() == timedelta(hours=1)
     for rows, hours in (([], 1), ([["1h"]], 1), ([["7d"]], 168), ([["5400s"]], 1.5), ([["90m"]], 1.5)):
         monkeypatch.setattr(table, "query", lambda *_arguments, rows=rows: rows)
@@ -227,7 +229,7 @@ def tasks(spark: SparkSession, target: DatabaseSettings, schema: str | None = No
     return (reader.schema(schema) if schema else reader).load()
 
 
-def test_the_table_is_a_dataframe(spark: SparkSession, target: DatabaseSettings, database: Database):
+def test_the_table_can_be_read_as_a_dataframe(spark: SparkSession, target: DatabaseSettings, database: Database):
     insert(database, [row("a", OrderingKey="k", Priority=7), row("b", Topic="other")])
     plain = tasks(spark, target)
     assertSchemaEqual(plain.schema, schemas.TABLE)
@@ -249,7 +251,9 @@ def test_the_table_is_a_dataframe(spark: SparkSession, target: DatabaseSettings,
     assert spark.sql("SELECT COUNT(*) FROM outbox_tasks").collect()[0][0] == 2
 
 
-def test_it_can_be_joined_grouped_and_filtered(spark: SparkSession, target: DatabaseSettings, database: Database):
+def test_the_dataframe_can_be_joined_grouped_and_filtered(
+    spark: SparkSession, target: DatabaseSettings, database: Database
+):
     insert(database, [row(f"{number:03}", Topic=f"topic{number % 3}") for number in range(100)])
     read = tasks(spark, target, columns="Id,Topic", partitions="3")
     assert dict(read.groupBy("Topic").count().collect()) == {"topic0": 34, "topic1": 33, "topic2": 33}
@@ -258,12 +262,12 @@ def test_it_can_be_joined_grouped_and_filtered(spark: SparkSession, target: Data
     assert read.rdd.getNumPartitions() == 3
 
 
-def test_what_is_wrong_is_one_sentence(spark: SparkSession, target: DatabaseSettings):
-    """Spark wraps an error of the planner or of an executor into two stack traces; jobs print it as one sentence."""
+def test_an_expected_error_is_one_sentence(spark: SparkSession, target: DatabaseSettings):
+    """Spark wraps an error of the planner or of an executor into two stack traces. Jobs print one sentence."""
     cases: list[tuple[dict[str, str], type[OutboxError], str]] = [
-        ({"stat": "sent"}, SettingError, "option stat is not known"),
-        ({"schema": "Id STRING, Nope STRING"}, SettingError, "column 'Nope' is not known"),
-        ({"schema": "Id STRING, Priority STRING"}, SettingError, "column Priority is bigint, not string"),
+        ({"stat": "sent"}, SettingError, "Unknown option stat"),
+        ({"schema": "Id STRING, Nope STRING"}, SettingError, "Unknown column 'Nope'"),
+        ({"schema": "Id STRING, Priority STRING"}, SettingError, "Column Priority is bigint, not string"),
         ({"database": "not-there"}, NotReached, "not-there not found"),
         ({"readTimestamp": "2h"}, OutboxError, "version_retention_period"),
     ]
@@ -274,7 +278,7 @@ def test_what_is_wrong_is_one_sentence(spark: SparkSession, target: DatabaseSett
         assert "\n" not in str(raised.value)
     with pytest.raises(NotReached, match=r"there is no database$"), spark_errors():
         spark.range(1).mapInArrow(_failing, "id LONG").count()
-    # The source reads; `register` writes.
+    # The source cannot write.
     frame = spark.createDataFrame([("a",)], "Id STRING")
     with pytest.raises(OutboxError, match=r"(?i)writ"), spark_errors():
         frame.write.format("outbox").mode("append").options(database=target.database).save()

@@ -18,7 +18,7 @@ from outbox.errors import OutboxError, SettingError
 from outbox.shared.settings import DatabaseSettings
 from outbox.shared.times import shown
 from outbox_pipeline.source.datasource import OutboxDataSource, OutboxStreamReader
-from outbox_pipeline.spanner import table_of
+from outbox_pipeline.spanner import open_table
 from tests.support.archives import delete
 from tests.support.following import COLUMNS
 from tests.support.operations import insert, row, rows_of, update
@@ -40,7 +40,7 @@ def batch(of: OutboxStreamReader, start: dict[str, str], end: dict[str, str]) ->
 
 
 def begun(of: OutboxStreamReader) -> dict[str, str]:
-    """Begin a query that is not told where, and return that place: its first batch is empty."""
+    """Start a query without `since`, and return its start. Its first batch is empty."""
     start = of.initialOffset()
     assert of.latestOffset(start) == start
     return start
@@ -55,7 +55,7 @@ def sent(database: Database) -> Sent:
 
 
 def streamed(spark: SparkSession, sink: Path) -> Sent:
-    """Return what the query has written; a file that no finished batch names is none of it."""
+    """Return the output of finished batches."""
     if not (sink / "_spark_metadata").exists():
         return Counter()
     rows = spark.read.schema("Id STRING, SentAt TIMESTAMP").parquet(str(sink))
@@ -63,7 +63,7 @@ def streamed(spark: SparkSession, sink: Path) -> Sent:
     return Counter((id, time) for id, time in times)
 
 
-def test_batches_meet_without_a_gap(target: DatabaseSettings, database: Database):
+def test_batches_adjoin_without_a_gap(target: DatabaseSettings, database: Database):
     of, of_topic = reader(target), reader(target, topic="other")
     start = begun(of)
     send(database, "a")
@@ -78,7 +78,7 @@ def test_batches_meet_without_a_gap(target: DatabaseSettings, database: Database
     assert batch(of_topic, start, of_topic.latestOffset(start)) == ["b"], "a topic is followed alone"
 
 
-def test_a_batch_that_is_read_again_is_the_same(target: DatabaseSettings, database: Database):
+def test_reading_a_batch_again_gives_the_same_tasks(target: DatabaseSettings, database: Database):
     of = reader(target)
     start = begun(of)
     send(database, "again", "deleted")
@@ -91,8 +91,8 @@ def test_a_batch_that_is_read_again_is_the_same(target: DatabaseSettings, databa
     assert batch(of, end, of.latestOffset(end)) == ["again", "later"]
 
 
-def test_nothing_is_run_while_nothing_is_sent(target: DatabaseSettings, database: Database):
-    """The offset stays where it is, whether Spark tells the start (from 4.2 on) or not."""
+def test_no_batch_runs_while_no_task_is_sent(target: DatabaseSettings, database: Database):
+    """The offset does not change, whether Spark passes the start (since 4.2) or not."""
     of = reader(target)
     start = begun(of)
     insert(database, [row("unsent")])
@@ -105,12 +105,12 @@ def test_nothing_is_run_while_nothing_is_sent(target: DatabaseSettings, database
     assert of.latestOffset(start) != start
 
 
-def test_a_query_begins_where_it_is_told(target: DatabaseSettings, database: Database):
+def test_a_query_starts_at_since(target: DatabaseSettings, database: Database):
     send(database, "before")
     now = reader(target)
     start = now.initialOffset()
     send(database, "later")
-    # Spark keeps where a batch ends: whoever is killed in the first one begins again, at another time.
+    # Spark stores the ends of batches only, so a query that is killed in its first batch asks for the start again.
     assert now.latestOffset(start) == start
     assert batch(now, start, now.latestOffset(start)) == ["later"]
     time = rows_of(database)["before"]["SentAt"]
@@ -121,18 +121,18 @@ def test_a_query_begins_where_it_is_told(target: DatabaseSettings, database: Dat
     assert batch(after, after.initialOffset(), after.latestOffset()) == ["later"]
 
 
-def test_a_batch_that_is_too_old_to_be_read_says_what_to_do(target: DatabaseSettings):
-    """A query that was away for longer than Spanner keeps versions, with a batch planned and not finished."""
+def test_a_batch_before_the_retention_period_says_what_to_do(target: DatabaseSettings):
+    """The query was down for longer than the version retention period, with a planned batch unfinished."""
     of = reader(target)
-    now = table_of(target).now()
+    now = open_table(target).now()
     start, end = ({"sent_at": shown(now - timedelta(hours=hours))} for hours in (3, 2))
     with pytest.raises(OutboxError, match=rf"version_retention_period.*since={start['sent_at']}"):
         of.partitions(start, end)
-    # What was sent long ago is no trouble: the table is read as of the end.
+    # An old start is no problem, because the table is read as of the end.
     assert batch(of, start, {"sent_at": shown(now)}) == []
 
 
-def test_what_a_stream_cannot_do_is_refused(target: DatabaseSettings):
+def test_unsupported_stream_options_are_refused(target: DatabaseSettings):
     for name, value in (
         ("state", "pending"), ("until", "1h"), ("readTimestamp", "1m"), ("dataBoost", "true"), ("since", "1h")
     ):  # fmt: skip
@@ -153,13 +153,13 @@ def query(spark: SparkSession, target: DatabaseSettings, checkpoint: Path, sink:
     assert all_there.awaitTermination(60)
 
 
-def test_what_is_available_now_is_read_though_a_batch_was_left_unfinished(
+def test_available_now_reads_everything_after_an_unfinished_batch(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
     sink, checkpoint = tmp_path / "sink", tmp_path / "checkpoint"
     send(database, "a")
     query(spark, target, checkpoint, sink)
-    # As a kill before the end of the batch leaves it.
+    # The checkpoint as a kill during the batch leaves it.
     for folder in (checkpoint / "commits", sink / "_spark_metadata"):
         (folder / "0").unlink()
         (folder / ".0.crc").unlink()
@@ -170,7 +170,7 @@ def test_what_is_available_now_is_read_though_a_batch_was_left_unfinished(
 
 @contextmanager
 def _writing(database: Database) -> Iterator[None]:
-    """Send tasks all the time, some of them in one commit; at the end all that was begun is committed."""
+    """Send tasks continuously, some of them in one commit. At the end, every started commit is complete."""
     stop = threading.Event()
 
     def write() -> None:
@@ -196,9 +196,9 @@ def _writing(database: Database) -> Iterator[None]:
 ENDS = ((signal.SIGKILL, "offsets", 0), (signal.SIGKILL, "commits", 2), (signal.SIGTERM, "commits", 2))
 
 
-@pytest.mark.long("test_what_is_available_now_is_read_though_a_batch_was_left_unfinished is what a kill leaves")
+@pytest.mark.long("test_available_now_reads_everything_after_an_unfinished_batch is what a kill leaves")
 @pytest.mark.timeout(720)
-def test_nothing_is_lost_or_doubled_when_the_query_is_killed_stopped_and_started_again(
+def test_each_sent_task_is_streamed_once_despite_kills_and_restarts(
     spark: SparkSession,
     emulators: Emulators,
     target: DatabaseSettings,

@@ -1,4 +1,4 @@
-"""What the shape of the package promises: no data on the driver, nothing that is made at import."""
+"""Rules for the modules of the package: no rows on the driver, and transformations without input or output."""
 
 import ast
 from pathlib import Path
@@ -9,9 +9,9 @@ import outbox_pipeline
 
 FOLDER = Path(outbox_pipeline.__file__).parent
 MODULES = sorted(FOLDER.rglob("*.py"))
-#: What brings rows of a DataFrame to the driver.
+#: Methods that collect rows on the driver.
 TO_DRIVER = {"collect", "toPandas", "toLocalIterator", "take", "head", "first", "tail", "show", "toArrow"}
-#: Where it is used: on rows of counts, on the first line of a file, and on a few rows that a person reads.
+#: Their allowed uses: rows of counts, the first line of a file, and a few rows for people.
 OF_FEW = {
     "jobs/archive/job.py": 2,
     "jobs/audit/job.py": 3,
@@ -27,7 +27,7 @@ PURE = [
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(FOLDER)))
-def test_no_rows_come_to_the_driver(module: Path):
+def test_no_rows_are_collected_on_the_driver(module: Path):
     tree = ast.parse(module.read_text(encoding="utf-8"))
     called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     calls = [each.attr for each in called if isinstance(each, ast.Attribute) and each.attr in TO_DRIVER]
@@ -35,7 +35,7 @@ def test_no_rows_come_to_the_driver(module: Path):
 
 
 @pytest.mark.parametrize("module", PURE, ids=lambda path: str(path.relative_to(FOLDER)))
-def test_transformations_know_neither_spanner_nor_files(module: Path):
+def test_transformations_import_neither_spanner_nor_files(module: Path):
     tree = ast.parse(module.read_text(encoding="utf-8"))
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not [name for name in imported if "spanner" in name or name.endswith((".files", ".jobs", ".session"))]

@@ -1,4 +1,4 @@
-"""What the audit finds of seeded defects: each of them, and no other; without files and without Spanner."""
+"""The audit finds each seeded defect and no other. These tests need neither files nor Spanner."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ EDGES = (
     (IN_TIME, NOON + 10 * MINUTE, NOON + 10 * MINUTE, "late"),
     (IN_TIME, NOON + 50 * MINUTE - SECOND, None, "lost"),
     (IN_TIME, NOON + 50 * MINUTE, None, "arriving"),
-    # Pub/Sub's clock is ahead of Spanner's, or behind it.
+    # Pub/Sub's clock is ahead of or behind Spanner's clock.
     (IN_TIME, IN_TIME + SECOND, IN_TIME + 3 * SECOND, "delivered"),
     (IN_TIME, IN_TIME + SECOND, IN_TIME - 3 * SECOND, "delivered"),
 )
@@ -214,8 +214,8 @@ def test_each_defect_is_found_and_no_other(judged: Judged):
     assert found_of["lost"] > 2
 
 
-def test_edges(judged: Judged):
-    """The window is of CreatedAt; the grace is behind its end, and before the horizon."""
+def test_the_bounds_of_window_and_grace(judged: Judged):
+    """The window selects by CreatedAt. The grace period follows its end and precedes the horizon."""
     states = {id: state for (case, id), state in judged.states.items() if case == "edges"}
     assert states == {str(place): state for place, (*_, state) in enumerate(EDGES)}
 
@@ -226,26 +226,26 @@ def test_a_message_is_unknown_only_if_its_task_must_have_been_read(judged: Judge
 
 
 def test_each_sending_of_an_id_has_its_own_messages(judged: Judged):
-    """A task that was sent again and archived both times is no duplicate; a sending without its message is lost."""
+    """A task that was sent again and archived twice is not republished. A sending without its own message is lost."""
     assert judged.findings["sent again"] == Counter(
         {("lost", "one"): 1, ("republished", "one"): 1, ("lost", "none"): 2, ("pending", "waits"): 1}
     )
 
 
-def test_the_order_of_a_key_is_that_of_its_first_messages(judged: Judged):
-    """By CreatedAt, Sequence, Id, of one topic; repeats, and tasks from before the window, may come at any time."""
+def test_out_of_order_compares_first_messages(judged: Judged):
+    """The order is CreatedAt, Sequence, Id in one topic. Republished messages and older tasks do not count."""
     assert [id for name, id in judged.findings["order"].elements() if name == "out_of_order"] == ["c"]
 
 
-def test_latencies_are_those_of_the_tasks_that_were_received(judged: Judged):
-    """Lost and pending tasks have no latency, nor has a topic without messages; no clock makes one less than 0."""
+def test_latencies_are_measured_for_received_tasks(judged: Judged):
+    """Lost and pending tasks, and topics without messages, have no latency. Clock skew makes no latency negative."""
     wanted = {"ahead": (0.0,) * 4, "orders": (4.0,) * 4, "silent": (None,) * 4, "many": (10.5, 19.05, 19.81, 20.0)}
     for topic, latencies in wanted.items():
         numbers = judged.numbers["latency", topic, 11]
         assert tuple(numbers[name] for name in ("p50", "p95", "p99", "max")) == latencies, topic
 
 
-def test_both_sides_have_one_digest(spark: SparkSession):
+def test_task_and_message_have_the_same_digest(spark: SparkSession):
     random = Random(5)
     alphabet = [*map(chr, range(128)), "é", "ß", "\u2028", "\ufeff", "\uffff", "😀", "\U0010ffff"]
 
@@ -268,7 +268,7 @@ def test_both_sides_have_one_digest(spark: SparkSession):
             assert {row.message_id: row.digest for row in theirs} == {row[0]: row[place] for row in expected}
 
 
-def test_attributes_that_no_message_has_are_unreadable(spark: SparkSession):
+def test_impossible_attributes_are_unreadable(spark: SparkSession):
     wrong = ("{", "[]", "3", "null", '["a"]', "a", "[" * 100_000, "\u0000")
     messages = spark.createDataFrame([(str(n), NOON, each, b"") for n, each in enumerate(wrong)], JSON_MESSAGES)
     found = received(messages, base64=False).collect()
@@ -276,7 +276,7 @@ def test_attributes_that_no_message_has_are_unreadable(spark: SparkSession):
     assert {(row.readable, row.task_id, row.digest) for row in found} == {(False, None, None)}
 
 
-def test_what_others_add_to_a_message_changes_no_digest(spark: SparkSession):
+def test_added_attributes_do_not_change_the_digest(spark: SparkSession):
     added = (TASK_ID_ATTRIBUTE, "ordering_key", "googclient_schemaencoding", "CloudPubSubDeadLetterSourceTopic")
     same = [(b"data", {"a": "b"} | dict.fromkeys(names, "x")) for names in ((), *((name,) for name in added), added)]
     others = [
@@ -292,7 +292,7 @@ def test_what_others_add_to_a_message_changes_no_digest(spark: SparkSession):
     assert len(set(digests)) == 1 + len(others)
 
 
-def test_texts_are_read_as_bigquery_writes_them(spark: SparkSession):
+def test_texts_are_parsed_as_bigquery_writes_them(spark: SparkSession):
     at = "2026-11-20 11:30:00.123456 UTC"
     rows = [
         ("1", at, '{"asynchronous_task_id": "a", "x": "ü"}', "aGk="),
@@ -318,12 +318,12 @@ def test_texts_are_read_as_bigquery_writes_them(spark: SparkSession):
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ("message_id STRING, publish_time TIMESTAMP", "column attributes is missing .* does the subscription write"),
-        ("message_id STRING, publish_time LONG, attributes STRING", "publish_time is bigint, it must be a time"),
-        ("message_id STRING, publish_time TIMESTAMP, attributes INT", "attributes is int, it must be a map or a text"),
-        ("message_id STRING, publish_time STRING, attributes STRING, data INT", "data is int, it must be bytes or a"),
+        ("message_id STRING, publish_time TIMESTAMP", "have no column attributes, .* Set write_metadata"),
+        ("message_id STRING, publish_time LONG, attributes STRING", "publish_time is bigint, but must be a time"),
+        ("message_id STRING, publish_time TIMESTAMP, attributes INT", "attributes is int, but must be a map or a JSON"),
+        ("message_id STRING, publish_time STRING, attributes STRING, data INT", "data is int, but must be binary or a"),
     ],
 )
-def test_columns_that_cannot_be_read_are_named(spark: SparkSession, columns: str, said: str):
+def test_unreadable_columns_are_named(spark: SparkSession, columns: str, said: str):
     with pytest.raises(SettingError, match=said):
         received(spark.createDataFrame([], columns), base64=True)

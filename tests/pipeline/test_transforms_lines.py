@@ -1,4 +1,4 @@
-"""Files become rows, of which those that cannot be read are kept; the order in which rows are written."""
+"""Parsing of input files, rejected lines, and the write order of rows."""
 
 import gzip
 import json
@@ -15,16 +15,16 @@ from outbox_pipeline.jobs.register.job import read
 from outbox_pipeline.jobs.register.transforms import in_order, prepared
 from tests.support.pipeline import row
 
-NO_OBJECT = "the line is no JSON object, or has a name twice"
-BAD_CSV = "the line has more or fewer columns than the head, or bad quotes"
+NO_OBJECT = "the line is not a JSON object, or has a duplicate name"
+BAD_CSV = "the line has more or fewer columns than the header, or bad quotes"
 BROKEN = (
     '{"data":"a"', '{"data":"a"} junk', '{"data":"a"}{"data":"b"}', '{"data":"a"},{"data":"b"}', '{"data":"a"}]',
     '{"data":"a"},', '[{"data":"a"}]', "[", "5", "null", '"text"', "text", '{"data":"a","data":"b"}', "{data}",
 )  # fmt: skip
 
 
-def test_lines_of_json_become_rows(spark: SparkSession, tmp_path: Path):
-    """Values of other types than texts are taken as their JSON; empty lines are nothing."""
+def test_json_lines_are_parsed_to_rows(spark: SparkSession, tmp_path: Path):
+    """Values that are not texts become their JSON. Empty lines are ignored."""
     path = tmp_path / "rows.jsonl"
     full = {"data": "é\x00😀", "topic": "orders", "priority": 5, "at_most_once": True, "attributes": {"a": "b", "c": 1}}
     lines = [
@@ -44,26 +44,26 @@ def test_lines_of_json_become_rows(spark: SparkSession, tmp_path: Path):
     ]  # fmt: skip
 
 
-def test_lines_that_are_no_rows_are_kept(spark: SparkSession, tmp_path: Path):
-    """Of a line with two objects none is taken: the other one would be lost without a word."""
+def test_invalid_json_lines_are_kept(spark: SparkSession, tmp_path: Path):
+    """A line with two objects is rejected. Otherwise the second one would be lost without an error."""
     path = tmp_path / "rows.json"
     unknown = '{"data":"a","dat":"b","Topic":"c","topic":"orders"}'
     lines = [line.encode() for line in (*BROKEN, unknown)] + [b'{"data":"\xff"}', b'{"data":"fine"}']
     path.write_bytes(b"\n".join(lines))
     rows = prepared(read(spark, str(path), "json"), topic="usual").select("data", "topic", "reason", "line")
-    # A worker could not read it else; what is collected here looks the same.
+    # Python cannot decode other lines.
     rows = rows.where("line IS NULL OR is_valid_utf8(line)")
     assert [tuple(each) for each in rows.collect()] == [
         *((None, None, NO_OBJECT, line) for line in BROKEN),
-        (None, None, "the line has names that are no columns: dat, Topic", unknown),
+        (None, None, "the line has unknown columns: dat, Topic", unknown),
         (None, None, "the line is not valid UTF-8", '{"data":"\ufffd"}'),
         (b"fine", "usual", None, None),
     ]
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_csv_is_read_as_rfc_4180_says(spark: SparkSession, tmp_path: Path, end: str):
-    """Quotes, commas and ends of lines in quotes stay as they are; nothing is NULL, and quotes of nothing are empty."""
+def test_csv_follows_rfc_4180(spark: SparkSession, tmp_path: Path, end: str):
+    """Quotes, commas and line breaks inside quotes do not change. A missing value is NULL, "" is an empty text."""
     path = tmp_path / "rows.csv"
     lines = [
         "data,topic,a.b", '"a ""q"", b",orders,1', '"two\r\nlines\nthree",orders,2', ",orders,3", '"",orders,4',
@@ -79,7 +79,7 @@ def test_csv_is_read_as_rfc_4180_says(spark: SparkSession, tmp_path: Path, end: 
     ]  # fmt: skip
 
 
-def test_lines_of_csv_that_are_no_rows_are_kept(spark: SparkSession, tmp_path: Path):
+def test_invalid_csv_lines_are_kept(spark: SparkSession, tmp_path: Path):
     path = tmp_path / "rows.csv"
     path.write_text(
         'data,topic,reason\nfine,orders,\nfew,orders\nmany,orders,,\nx,orders,y\n"open,orders,z\nw,orders,\n'
@@ -94,7 +94,7 @@ def test_lines_of_csv_that_are_no_rows_are_kept(spark: SparkSession, tmp_path: P
     ]
 
 
-def test_formats_go_by_the_ending(spark: SparkSession, tmp_path: Path):
+def test_the_format_follows_the_file_extension(spark: SparkSession, tmp_path: Path):
     rows = spark.createDataFrame([("d", "orders")], "data string, topic string")
     rows.write.parquet(str(tmp_path / "rows.parquet"))
     line = b'{"data":"d","topic":"orders"}\n'
@@ -108,17 +108,17 @@ def test_formats_go_by_the_ending(spark: SparkSession, tmp_path: Path):
     [found] = prepared(read(spark, f"{tmp_path}/rows", "json")).collect()
     assert found.data == b"d"
     for path in ("rows", "rows.txt", "rows.gz", "csv.d/rows"):
-        with pytest.raises(SettingError, match="the ending names no format: give --input-format parquet, json, csv"):
+        with pytest.raises(SettingError, match=r"unknown extension\. Pass --input-format: parquet, json, csv"):
             read(spark, f"{tmp_path}/{path}", "auto")
 
 
-def test_a_file_of_nothing_but_its_head_has_no_rows(spark: SparkSession, tmp_path: Path):
+def test_a_file_with_only_a_header_has_no_rows(spark: SparkSession, tmp_path: Path):
     (tmp_path / "head.csv").write_text("data,topic\n")
     (tmp_path / "nothing.csv").write_text("")
     (tmp_path / "nothing.jsonl").write_text("")
     assert prepared(read(spark, f"{tmp_path}/head.csv", "auto")).collect() == []
     assert prepared(read(spark, f"{tmp_path}/nothing.jsonl", "auto")).collect() == []
-    with pytest.raises(SettingError, match="column data is missing"):
+    with pytest.raises(SettingError, match="Column data or data_base64 is missing"):
         prepared(read(spark, f"{tmp_path}/nothing.csv", "auto"))
 
 
@@ -137,8 +137,8 @@ def parts(ordered: DataFrame) -> list[list[dict[str, object]]]:
     return [found[part] for part in sorted(found)]
 
 
-def test_what_has_an_order_is_in_one_partition_and_in_it(spark: SparkSession):
-    """Rows of an ordering key by their sequence, those without one first, of equal ones by their id."""
+def test_tasks_of_a_key_are_sorted_in_one_partition(spark: SparkSession):
+    """Rows of a key are sorted by sequence, NULL first, then by ID."""
     given = [
         {"task_id": f"{(number * 7) % 40:02}", "ordering_key": f"k{number % 5}", "sequence": -3 + number // 8}
         for number in range(40)
@@ -158,7 +158,7 @@ def test_what_has_an_order_is_in_one_partition_and_in_it(spark: SparkSession):
         assert places == sorted(places)
 
 
-def test_rows_without_an_order_go_by_their_ids(spark: SparkSession):
+def test_rows_without_a_key_are_sorted_by_id(spark: SparkSession):
     given = [{"task_id": f"{number:03}"} for number in range(90)]
     ordered = in_order(tasks(spark, *given), 3)
     assert ordered.columns == schemas.INPUT.fieldNames()
@@ -167,12 +167,12 @@ def test_rows_without_an_order_go_by_their_ids(spark: SparkSession):
     assert len(found) == 3
     assert all(part == sorted(part) for part in found)
     assert sorted(id for part in found for id in part) == [each["task_id"] for each in given]
-    # Rows that could not be read have no id and no key: not all of them belong to one Spark task.
+    # Rejected rows have neither an ID nor a key, and must not all be in one partition.
     lost = [{"task_id": None, "topic": None, "data": None, "reason": "x", "line": str(number)} for number in range(40)]
     assert len(parts(in_order(tasks(spark, *lost), 4))) > 1
 
 
-def test_rows_of_one_id_stand_side_by_side_where_the_first_one_belongs(spark: SparkSession):
+def test_rows_of_one_id_are_adjacent_at_the_first_sequence(spark: SparkSession):
     given = [{"task_id": f"{number:02}", "ordering_key": "k", "sequence": number} for number in range(30)]
     twice = {"task_id": "05", "ordering_key": "k"}
     given += [twice | {"sequence": 28}, twice | {"sequence": None}]
@@ -186,8 +186,8 @@ def test_rows_of_one_id_stand_side_by_side_where_the_first_one_belongs(spark: Sp
         assert ids.index("alone") + 1 == len(ids) - 1 - ids[::-1].index("alone")
 
 
-def test_of_several_rows_with_one_id_always_the_same_one_comes_first(spark: SparkSession):
-    """So that a second run, and another try of a Spark task, refuse the same ones."""
+def test_rows_of_one_id_have_a_deterministic_order(spark: SparkSession):
+    """So a second run, and a retried Spark task, reject the same rows."""
     given = [
         {"data": data, "attributes": {"a": str(number)}, "priority": number, "topic": topic}
         for data in (b"a", b"b") for number in (0, 1) for topic in ("orders", "other")

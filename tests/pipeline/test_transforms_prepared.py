@@ -1,4 +1,4 @@
-"""Rows of users become rows to be registered: values, reasons, ids, and columns that cannot be taken."""
+"""Preparation of users' rows: values, reasons, IDs, and invalid columns."""
 
 import json
 import random
@@ -36,7 +36,7 @@ def texts(spark: SparkSession, given: list[dict[str, str]], *names: str) -> Data
     return spark.createDataFrame([tuple(each.get(name) for name in columns) for each in given], schema)
 
 
-def test_typed_columns_are_taken_as_they_are(spark: SparkSession):
+def test_typed_columns_are_not_changed(spark: SparkSession):
     made = prepared(rows(spark, [FULL, row(task_id="id-2", data=b"")]))
     assertSchemaEqual(made.schema, schemas.INPUT, ignoreNullable=True)
     narrow = spark.sql(
@@ -52,7 +52,7 @@ def test_typed_columns_are_taken_as_they_are(spark: SparkSession):
     assertDataFrameEqual(made.union(prepared(narrow)), frame(spark, wanted))
 
 
-def test_texts_become_the_same_values(spark: SparkSession):
+def test_texts_are_parsed_to_the_same_values(spark: SparkSession):
     full = {
         "task_id": "id-1", "topic": "orders", "data_base64": "AP8=", "attributes": '{"b":"2", "a":"é"}',
         "priority": "-7", "ordering_key": "k", "available_at": "2026-11-21T14:00:00.123456+01:00",
@@ -97,8 +97,8 @@ UNREADABLE = {
 }
 
 
-def test_a_text_that_cannot_be_read_is_named_and_only_its_line_is_kept(spark: SparkSession):
-    """The line is the whole row: half of one must not be registered. The reason shows a hundred characters."""
+def test_an_invalid_text_is_rejected_and_only_its_line_is_kept(spark: SparkSession):
+    """The line is the whole row, so that no incomplete row is registered. The reason shows 100 characters."""
     given = [
         {"data": "d", "topic": "orders", name: value}
         for name, (values, _) in (UNREADABLE | {"priority": (("9" * 1000, *UNREADABLE["priority"][0]), "")}).items()
@@ -116,7 +116,7 @@ def test_a_text_that_cannot_be_read_is_named_and_only_its_line_is_kept(spark: Sp
         assert {value for column, value in made.asDict().items() if column not in ("line", "reason")} == {None}
 
 
-def test_other_rows_that_cannot_be_read(spark: SparkSession):
+def test_other_invalid_rows_are_rejected(spark: SparkSession):
     given = spark.sql(
         "SELECT *, n AS k FROM VALUES "
         "(1, 'fine', NULL, NULL, NULL, NULL), "
@@ -142,12 +142,12 @@ def test_other_rows_that_cannot_be_read(spark: SparkSession):
         (f"available_at {years}", None, "6"),
         (f"expires_at {years}", None, "7"),
         (None, task_id("orders", "8"), None),
-        ("k, of the key, is NULL", None, None),
+        ("key column k is NULL", None, None),
         ("both data and data_base64", None, "10"),
     ]
 
 
-def test_the_line_of_a_typed_row_can_be_read_again(spark: SparkSession):
+def test_the_line_of_a_rejected_row_can_be_parsed_again(spark: SparkSession):
     given = rows(spark, [FULL | {"task_id": None, "data": b"\xff"}]).withColumn("n", f.lit(None).cast("long"))
     [made] = prepared(given, key=["n"]).collect()
     assert json.loads(made.line) == {
@@ -157,8 +157,8 @@ def test_the_line_of_a_typed_row_can_be_read_again(spark: SparkSession):
     }  # fmt: skip
 
 
-def test_each_column_makes_another_id_of_a_row_without_a_key(spark: SparkSession):
-    """So does the same value in another column, or NULL instead of an empty value; an empty ordering key is NULL."""
+def test_without_a_key_every_column_changes_the_id(spark: SparkSession):
+    """So does the same value in another column, or NULL instead of "". An empty ordering key is NULL."""
     base = {"topic": "orders", "data": b"d", "attributes": {"a": "1", "b": "2"}}
     others = [
         base, {"topic": "other"}, {"data": b"e"}, {"data": b""}, {"attributes": {"a": "2", "b": "1"}},
@@ -175,7 +175,7 @@ def test_each_column_makes_another_id_of_a_row_without_a_key(spark: SparkSession
     assert empty.ordering_key is None
 
 
-def test_the_id_of_a_row_without_a_key_is_the_same_however_it_is_given(spark: SparkSession):
+def test_without_a_key_the_id_does_not_depend_on_the_input_format(spark: SparkSession):
     typed = FULL | {"task_id": None, "data": b"x" * 200}
     turned = typed | {"attributes": dict(reversed(typed["attributes"].items()))}
     text = {
@@ -183,7 +183,7 @@ def test_the_id_of_a_row_without_a_key_is_the_same_however_it_is_given(spark: Sp
         "available_at": "2026-11-21T13:00:00.123456Z", "expires_at": "2026-11-21T15:00:00.000001+0100",
         "at_most_once": "no",
     }  # fmt: skip
-    # A map of Python has lost its order on its way to Spark, an object of JSON keeps it.
+    # Spark does not keep the order of a Python dict, but it keeps the order of a JSON object.
     swapped = text | {"attributes": '{"b":"2","a":"é"}'}
     minimal = [{"topic": "orders", "data": "d"}, {"topic": "orders", "data": "", "attributes": "{}"}]
     other = spark.newSession()
@@ -198,14 +198,14 @@ def test_the_id_of_a_row_without_a_key_is_the_same_however_it_is_given(spark: Sp
         )
         for each in prepared(given, topic=topic).select("task_id").collect()
     ]
-    # As it was in the first version: registering the same rows again adds no task.
+    # The ID of the first version. If it changed, registering the same rows again would add tasks.
     same = "0e2f3ba6-f3ee-51c8-89c2-26c3e13f68ae"
     others = ["005c636f-392b-5d50-be60-b2f3879bfcbb", "6a5ebb71-aa6a-5492-93b5-0e7dd36b7465"]
     assert found == [*[same] * 4, *others, same]
 
 
-def test_a_key_may_be_one_of_the_columns(spark: SparkSession):
-    """Such as the ordering key, or the text of the data; an ID of the row comes before its key, and needs none."""
+def test_a_key_column_can_be_a_column_of_the_task(spark: SparkSession):
+    """For example the ordering key or the data. A task_id takes precedence over the key."""
     given = [
         {"data": "d", "ordering_key": "k"},
         {"data": "d", "ordering_key": "k", "task_id": "own"},
@@ -220,30 +220,28 @@ def test_a_key_may_be_one_of_the_columns(spark: SparkSession):
 @pytest.mark.parametrize(
     ("schema", "keywords", "said"),
     [
-        ("data string, topic string, colour string", {}, "column 'colour' is not known: drop it, or name it"),
-        ("data string, Topic string", {"topic": "orders"}, "column 'Topic' is not known"),
-        ("topic string", {}, "column data is missing, or data_base64: there are topic"),
-        ("data string", {}, "column topic is missing, and no topic is given: there are data"),
-        ("data string, topic int", {}, "column topic is int, it must be a text"),
-        ("data int, topic string", {}, "column data is int, it must be a text"),
-        ("data_base64 binary, topic string", {}, "column data_base64 is binary, it must be base64"),
-        ("data string, topic string, task_id bigint", {}, "column task_id is bigint, it must be a text"),
-        ("data string, topic string, ordering_key int", {}, "column ordering_key is int, it must be a text"),
-        ("data string, topic string, priority double", {}, "column priority is double, it must be a whole number"),
-        ("data string, topic string, sequence decimal(9,0)", {}, "column sequence is decimal(9,0), it must be"),
-        ("data string, topic string, at_most_once int", {}, "column at_most_once is int, it must be true or false"),
-        ("data string, topic string, available_at date", {}, "column available_at is date, it must be a time with"),
-        ("data string, topic string, expires_at timestamp_ntz", {}, "column expires_at is timestamp_ntz, it must be"),
-        ("data string, topic string, attributes array<string>", {}, "column attributes is array<string>, it must be"),
-        ("data string, topic string", {"key": ["n"]}, "column 'n' of the key is missing: there are data, topic"),
-        ("data string, topic string, n double", {"key": ["n"]}, "column n of the key is double: cast it to a text"),
-        ("data binary, topic string", {"key": ["data"]}, "column data of the key is binary: cast it to a text"),
-        ("data string, topic string, n timestamp", {"key": ["n"]}, "column n of the key is timestamp: cast it"),
+        ("data string, topic string, colour string", {}, "Unknown column 'colour'. Drop it or add it"),
+        ("data string, Topic string", {"topic": "orders"}, "Unknown column 'Topic'"),
+        ("topic string", {}, "Column data or data_base64 is missing. The rows have topic"),
+        ("data string", {}, "Column topic is missing. Add it or pass a topic. The rows have data"),
+        ("data string, topic int", {}, "Column topic is int, but must be a text"),
+        ("data int, topic string", {}, "Column data is int, but must be a text"),
+        ("data_base64 binary, topic string", {}, "Column data_base64 is binary, but must be base64"),
+        ("data string, topic string, task_id bigint", {}, "Column task_id is bigint, but must be a text"),
+        ("data string, topic string, ordering_key int", {}, "Column ordering_key is int, but must be a text"),
+        ("data string, topic string, priority double", {}, "Column priority is double, but must be a whole number"),
+        ("data string, topic string, sequence decimal(9,0)", {}, "Column sequence is decimal(9,0), but must be"),
+        ("data string, topic string, at_most_once int", {}, "Column at_most_once is int, but must be true or false"),
+        ("data string, topic string, available_at date", {}, "Column available_at is date, but must be a time with"),
+        ("data string, topic string, expires_at timestamp_ntz", {}, "Column expires_at is timestamp_ntz, but must be"),
+        ("data string, topic string, attributes array<string>", {}, "Column attributes is array<string>, but must be"),
+        ("data string, topic string", {"key": ["n"]}, "Key column 'n' is missing. The rows have data, topic"),
+        ("data string, topic string, n double", {"key": ["n"]}, "Key column n is double. Cast it to a text"),
+        ("data binary, topic string", {"key": ["data"]}, "Key column data is binary. Cast it to a text"),
+        ("data string, topic string, n timestamp", {"key": ["n"]}, "Key column n is timestamp. Cast it"),
     ],
 )
-def test_columns_that_cannot_be_taken_are_named(
-    spark: SparkSession, schema: str, keywords: dict[str, object], said: str
-):
+def test_invalid_columns_are_named(spark: SparkSession, schema: str, keywords: dict[str, object], said: str):
     with pytest.raises(SettingError) as raised:
         prepared(spark.createDataFrame([], schema), **keywords)
     assert str(raised.value).startswith(said)
@@ -257,20 +255,20 @@ TEXTS = (
 
 
 def test_the_id_of_a_key_never_changes():
-    """Whoever has registered with an older version of this package gets the same ids again."""
+    """A newer version of this package derives the same IDs."""
     assert task_id("orders", "4711") == str(uuid5(UUID("3b0c7e0e-9b50-5d3c-8f43-6d6e2a6d1c55"), "6:orders4:4711"))
     assert task_id("orders", "4711") == "46618fde-581f-5fd8-ad68-d583d85b0fd5"
     assert task_id("orders") != task_id("orders", "")
 
 
-def test_keys_that_look_alike_have_ids_of_their_own():
-    """Where one value ends and the next begins is part of the name, and so is their order."""
+def test_similar_keys_have_different_ids():
+    """The name contains the boundaries and the order of the values."""
     keys = [("a", "bc"), ("ab", "c"), ("abc",), ("abc", ""), ("", "abc"), ("c", "ab"), ("1:a", "bc"), ("a", "b", "c")]
     keys += [("e\u0301",), ("\u00e9",), ("a:bc",), ("-",), ()]
     assert len({task_id("orders", *key) for key in keys} | {task_id("other", "a", "bc")}) == len(keys) + 1
 
 
-def test_spark_makes_the_same_ids_as_python(spark: SparkSession):
+def test_spark_derives_the_same_ids_as_python(spark: SparkSession):
     dice = random.Random(4711)
     letters = "".join(map(chr, [*range(256), *range(0x2000, 0x2070), *range(0x1F600, 0x1F640)]))
     texts = [*TEXTS, *("".join(dice.choices(letters, k=dice.randrange(40))) for _ in range(300))]
@@ -287,7 +285,7 @@ def test_spark_makes_the_same_ids_as_python(spark: SparkSession):
         assert UUID(each.both).version == 5
 
 
-def test_the_key_of_a_row_makes_its_id(spark: SparkSession):
+def test_the_id_of_a_row_derives_from_its_key(spark: SparkSession):
     given = spark.sql(
         "SELECT 'x' AS data, topic, `a.b`, `c``d`, _topic, whole, day, yes FROM VALUES "
         "('orders', 'é', 'q', 't', 7, DATE'2026-11-21', true), "
@@ -302,7 +300,7 @@ def test_the_key_of_a_row_makes_its_id(spark: SparkSession):
     }
 
 
-def test_null_is_a_name_of_its_own(spark: SparkSession):
+def test_null_differs_from_every_text(spark: SparkSession):
     given = spark.createDataFrame([(None, "a"), ("", "a"), ("-", "a"), ("a", None)], "one string, two string")
     found = given.select(named([f.col("one"), f.col("two")]).alias("name")).collect()
     assert [each.name for each in found] == ["-1:a", "0:1:a", "1:-1:a", "1:a-"]

@@ -1,4 +1,4 @@
-"""The windows of an archive: their bounds, their manifests, and what a reader sees of them; Spanner is not needed."""
+"""The windows of an archive: bounds, manifests and reads, without Spanner."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from pyspark.sql import functions as f
 from outbox.errors import OutboxError
 from outbox.shared.times import shown
 from outbox_pipeline import read_archive, schemas
-from outbox_pipeline.jobs.archive.transforms import archivable, proof, together
+from outbox_pipeline.jobs.archive.transforms import archivable, checksum_columns, rebalanced
 from outbox_pipeline.jobs.archive.windows import Archive, Manifest, bounds, floor, parsed
 from tests.support.archives import (
     DAY,
@@ -78,7 +78,7 @@ def test_files_from_before_a_column_was_added_are_readable(spark: SparkSession, 
     # Spark's hash skips NULL, so the checksum of an old manifest still proves its files.
     before = [each for each in tasks.columns if each not in ("BlockedBy", "TimesSent")]
     checksum = f.sum(f.xxhash64(*before).cast("decimal(20,0)")).cast("string")
-    assert tasks.select(proof()[1]).collect()[0][0] == tasks.select(checksum).collect()[0][0]
+    assert tasks.select(checksum_columns()[1]).collect()[0][0] == tasks.select(checksum).collect()[0][0]
 
 
 def test_a_day_is_from_midnight_to_midnight():
@@ -111,7 +111,7 @@ def test_windows_are_contiguous_and_end_at_multiples(begin: datetime, seconds: f
 
 
 @given(TIMES, LENGTHS, st.lists(st.floats(0, 5), min_size=1, max_size=5))
-def test_windows_are_the_same_however_often_the_job_runs(begin: datetime, seconds: float, steps: list[float]):
+def test_windows_do_not_depend_on_how_often_the_job_runs(begin: datetime, seconds: float, steps: list[float]):
     length, end, reached = timedelta(seconds=seconds), begin, begin
     together: list[tuple[datetime, datetime]] = []
     for step in steps:
@@ -121,7 +121,7 @@ def test_windows_are_the_same_however_often_the_job_runs(begin: datetime, second
     assert together == list(bounds(begin, end, seconds))
 
 
-def test_a_manifest_is_read_as_it_was_written():
+def test_a_manifest_survives_a_round_trip():
     for manifest in (MANIFEST, dataclasses.replace(MANIFEST, rows=0, checksum=None, since=DAY + MICROSECOND)):
         assert parsed(manifest.text(), "here") == manifest
     values = json.loads(MANIFEST.text())
@@ -129,19 +129,21 @@ def test_a_manifest_is_read_as_it_was_written():
     assert values["version"] == 1
 
 
-def test_a_file_that_is_no_manifest_is_named():
-    """Whatever is wrong with it; a manifest of another version may have other fields, and is not broken."""
+def test_an_invalid_manifest_is_an_error_with_its_path():
+    """For any kind of damage. A manifest of another version can have other fields and is not damaged."""
     for text in ("", "{", "[]", "null", "{}", '{"since": 1}', MANIFEST.text().replace("rows", "lines"), "\udcff"):
-        with pytest.raises(OutboxError, match=r"^gs://shop/window=x/_manifest\.json is no manifest: "):
+        with pytest.raises(OutboxError, match=r"^gs://shop/window=x/_manifest\.json is not a manifest: "):
             parsed(text, "gs://shop/window=x")
     for more in ({}, {"zone": "eu"}):
         text = json.dumps({**json.loads(MANIFEST.text()), "version": 2, **more})
-        with pytest.raises(OutboxError, match=r"^here/_manifest\.json is of version 2, this package reads 1: upgrade"):
+        with pytest.raises(
+            OutboxError, match=r"^here/_manifest\.json has version 2, but this package reads 1\. Upgrade"
+        ):
             parsed(text, "here")
 
 
-def test_a_window_is_there_as_soon_as_it_has_a_manifest(spark: SparkSession, tmp_path: Path):
-    """Readers see no data folder that no manifest names, and the manifest removes it; what is not ours stays."""
+def test_a_window_is_finished_when_its_manifest_exists(spark: SparkSession, tmp_path: Path):
+    """Readers ignore data folders that no manifest names, and finishing the window deletes them. Other files stay."""
     archive = Archive(spark, str(tmp_path))
     folder = archive.folder_of(DAY, NEXT_DAY)
     assert folder.name == "window=20261020T000000Z_20261021T000000Z"
@@ -162,11 +164,11 @@ def test_a_window_is_there_as_soon_as_it_has_a_manifest(spark: SparkSession, tmp
     assert sorted(each.name for each in path.iterdir() if each.is_dir()) == ["notes", "run=0123"]
 
 
-def test_readers_choose_times_and_get_windows_in_order(spark: SparkSession, tmp_path: Path):
-    """`since` is inclusive and `until` exclusive, at the microsecond; windows without tasks are no trouble."""
+def test_read_archive_selects_by_time_and_sorts_windows(spark: SparkSession, tmp_path: Path):
+    """`since` is inclusive and `until` exclusive, to the microsecond. Windows can be empty."""
     tasks = [(f"{number}", DAY + HOUR * (number + 0.5)) for number in range(4)]
     at = tasks[2][1]
-    # Written in another order than that of time.
+    # Written in another order than by time.
     for hour in (2, 0, 3, 1):
         finish(spark, tmp_path, DAY + HOUR * hour, DAY + HOUR * (hour + 1), tasks[hour : hour + 1] if hour != 1 else [])
     archive = Archive(spark, str(tmp_path))
@@ -184,7 +186,7 @@ def test_readers_choose_times_and_get_windows_in_order(spark: SparkSession, tmp_
     assert read(until=at + MICROSECOND) == ["0", "2"]
     assert read(since=DAY + HOUR, until=DAY + HOUR * 2) == []
     assert read(since=DAY - HOUR, until=DAY) == []
-    # Files of another time may be gone, or be in a store that is slow.
+    # Files of other windows may be missing.
     for window in windows:
         if window.manifest.rows and window.manifest.since != DAY + HOUR * 2:
             folder = tmp_path / archive.folder_of(window.manifest.since, window.manifest.until).name
@@ -192,7 +194,7 @@ def test_readers_choose_times_and_get_windows_in_order(spark: SparkSession, tmp_
     assert read(since=DAY + HOUR * 2, until=DAY + HOUR * 3) == ["2"]
 
 
-def test_a_damaged_manifest_is_named_and_nothing_is_read(spark: SparkSession, tmp_path: Path):
+def test_a_damaged_manifest_fails_the_read_with_its_path(spark: SparkSession, tmp_path: Path):
     finish(spark, tmp_path, DAY, NEXT_DAY, [])
     [folder] = window_folders(tmp_path)
     file = folder / "_manifest.json"
@@ -200,27 +202,27 @@ def test_a_damaged_manifest_is_named_and_nothing_is_read(spark: SparkSession, tm
     with pytest.raises(OutboxError, match=r"_manifest\.json cannot be read: .*[Cc]hecksum"):
         read_archive(spark, str(tmp_path))
     rewrite(file, "{")
-    with pytest.raises(OutboxError, match=r"_manifest\.json is no manifest"):
+    with pytest.raises(OutboxError, match=r"_manifest\.json is not a manifest"):
         read_archive(spark, str(tmp_path))
 
 
-def test_windows_that_overlap_or_are_gone_are_named(spark: SparkSession, tmp_path: Path):
-    """A task would be twice in windows that overlap; tasks of a window that is gone would be missing unnoticed."""
+def test_overlapping_and_missing_windows_are_errors(spark: SparkSession, tmp_path: Path):
+    """A task would be in two overlapping windows, and the tasks of a missing window would be lost without an error."""
     for hour in range(3):
         finish(spark, tmp_path, DAY + HOUR * hour, DAY + HOUR * (hour + 1), [])
     assert len(Archive(spark, str(tmp_path)).windows()) == 3
     # Two jobs with windows of different lengths.
     finish(spark, tmp_path, DAY + HOUR * 2.5, DAY + HOUR * 3, [])
-    with pytest.raises(OutboxError, match=r"window=20261020T02\w+ and \S+window=20261020T0230\w+ hold the same"):
+    with pytest.raises(OutboxError, match=r"window=20261020T02\w+ and \S+window=20261020T0230\w+ overlap"):
         read_archive(spark, str(tmp_path))
     _, middle, _, last = window_folders(tmp_path)
     (last / "_manifest.json").unlink()
     (middle / "_manifest.json").unlink()
-    with pytest.raises(OutboxError, match=r"no window holds the time between \S+T01\w+ and \S+T02"):
+    with pytest.raises(OutboxError, match=r"A window between \S+T01\w+ and \S+T02"):
         Archive(spark, str(tmp_path)).windows()
 
 
-def test_a_purge_is_noted_once(spark: SparkSession, tmp_path: Path):
+def test_the_files_of_a_purge_are_written_once(spark: SparkSession, tmp_path: Path):
     finish(spark, tmp_path, DAY, NEXT_DAY, [])
     [window] = Archive(spark, str(tmp_path)).windows()
     assert not window.purged
@@ -230,25 +232,25 @@ def test_a_purge_is_noted_once(spark: SparkSession, tmp_path: Path):
     assert purges(tmp_path) == [{"deleted": 3, "changed": 2, "missing": 1, "purged_at": shown(NEXT_DAY)}]
 
 
-def test_the_proof_tells_tasks_apart(spark: SparkSession):
-    """It depends on each column and on how often a task is there, not on the order nor on how they are divided."""
+def test_the_checksum_differs_for_different_tasks(spark: SparkSession):
+    """It depends on each column and on repeated rows, but not on the order or the partitions."""
     one, two = frame(spark, [("a", DAY)]), frame(spark, [("b", DAY)])
     same = {
         "both": archivable(one.union(two)),
         "in another order": archivable(two.union(one)),
-        "in one partition": together(archivable(one.union(two))),
+        "in one partition": rebalanced(archivable(one.union(two))),
         "in more partitions": archivable(one.union(two)).repartition(3),
     }
     others = {column.name: archivable(one.withColumn(column.name, _other(column.name))) for column in schemas.TABLE}
     others |= {"one": archivable(one), "twice": archivable(one.union(one)), "two": archivable(two)}
     others["twice the other"] = archivable(two.union(two))
     tagged = [tasks.withColumn("case", f.lit(case)) for case, tasks in (same | others).items()]
-    rows = reduce(DataFrame.union, tagged).groupBy("case").agg(*proof()).collect()
+    rows = reduce(DataFrame.union, tagged).groupBy("case").agg(*checksum_columns()).collect()
     found = {case: (rows, checksum) for case, rows, checksum in rows}
     assert {found[case] for case in same} == {(2, found["both"][1])}
     assert found["twice"][0] == 2
     assert len(set(found.values())) == 1 + len(others), "each of all cases but the same ones"
-    assert [tuple(row) for row in archivable(one.limit(0)).select(*proof()).collect()] == [(0, None)]
+    assert [tuple(row) for row in archivable(one.limit(0)).select(*checksum_columns()).collect()] == [(0, None)]
 
 
 def _other(name: str) -> Column:

@@ -78,7 +78,7 @@ class FakeTable:
             self.rows[each["Id"]] = each
         return True
 
-    def of_ids(self, columns: Sequence[str], ids: Iterable[str], tag: str) -> list[list[Any]]:
+    def read_ids(self, columns: Sequence[str], ids: Iterable[str], tag: str) -> list[list[Any]]:
         asked = list(ids)
         self.calls.append(("look", asked, tag))
         self.before_look(asked)

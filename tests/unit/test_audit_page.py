@@ -108,7 +108,7 @@ def test_the_page_shows_the_numbers_and_the_samples(rich_page: str) -> None:
             shown = value.isoformat().replace("+00:00", "Z") if isinstance(value, datetime) else value
             shown = f"{shown:,}" if isinstance(shown, int) else escaped(shown).replace(".000000Z", "Z")
             assert " ".join(shown.split()) in shown_text, name
-    for meaning in [each for batch in audit_page._GROUPS.values() for each in batch.values()]:
+    for meaning in [each for batch in audit_page.GROUPS.values() for each in batch.values()]:
         assert meaning in shown_text
     assert "outbox retry ID" in shown_text
 
@@ -126,7 +126,7 @@ def test_the_table_has_a_line_for_each_topic() -> None:
 @pytest.mark.parametrize(
     ("data", "kind", "headline"),
     [
-        (summary(row("orders", 9, hour(0), mismatched=3), unknown=2), "good", "\u2713 Nothing is lost"),
+        (summary(row("orders", 9, hour(0), mismatched=3), unknown=2), "good", "\u2713 No task is lost"),
         (summary(row("orders", 9, hour(0), lost=1)), "bad", "\u2717 1 task is lost"),
         (summary(row("orders", 9_000, hour(0), lost=2_000)), "bad", "\u2717 2,000 tasks are lost"),
         (summary(since=None), "none", "No task was created in the window"),
@@ -137,7 +137,7 @@ def test_the_headline_says_whether_anything_is_lost(data: dict[str, Any], kind: 
     verdict = next(parsed(page(data | {"samples": {"unknown": [{"task_id": "x"}]}})).iter("header"))
     assert verdict.attrib["class"] == f"verdict {kind}"
     assert verdict.findtext("h1") == headline
-    faults = "Not as it should be, all the same: 3 mismatched, 2 unknown." in "".join(verdict.itertext())
+    faults = "Other findings: 3 mismatched, 2 unknown." in "".join(verdict.itertext())
     assert faults is bool(data["unknown"])
     assert [link.attrib["href"] for link in verdict.iter("a")] == ["#unknown"] * faults
 
@@ -184,7 +184,7 @@ def test_many_topics_are_cut_with_a_note() -> None:
     assert len(list(root.iter("tr"))) == 1 + audit_page.MOST_ROWS
     notes = " ".join(each.text or "" for each in root.iter("p") if each.attrib.get("class") == "note")
     assert "The 8 largest of 1,000 topics" in notes
-    assert "200 of 1,000 topics; summary.json has the others" in notes
+    assert "200 of 1,000 topics. summary.json has the others" in notes
     assert notes.count(f"{data['tasks']:,} of {data['tasks'] + 5:,} tasks") == 2
 
 

@@ -1,1 +1,1 @@
-"""`archive`: sent tasks go to Parquet, window by window, and may then be purged."""
+"""`archive`: writes sent tasks to Parquet, one window at a time, and can purge them from the table."""

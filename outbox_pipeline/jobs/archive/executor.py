@@ -1,4 +1,4 @@
-"""What a Spark task does with tasks to be purged: delete those that are still as they were archived."""
+"""Purges archived tasks in a Spark task: deletes each task whose SentAt has not changed since it was archived."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,36 +10,37 @@ from google.cloud.spanner_v1 import KeySet
 from outbox.admin.table import LOCK_SECONDS, Transaction
 from outbox.registration import TABLE
 from outbox.shared.settings import DatabaseSettings
+from outbox.storage.sql import chunked
 from outbox_pipeline import schemas
-from outbox_pipeline.spanner import Table, table_of
+from outbox_pipeline.spanner import Table, open_table
 
-#: Tasks in one transaction.
+#: Max tasks in one transaction.
 CHUNK_ROWS = 200
 _TAG = "outbox-pipeline-purge"
 
 
 @dataclass(frozen=True)
 class Purge:
-    """Given to `mapInArrow`: takes rows of Id and SentAt, yields `schemas.PURGED`."""
+    """A function for `mapInArrow` that purges rows with Id and SentAt and yields `schemas.PURGED`."""
 
     database: DatabaseSettings
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Delete them, chunk by chunk."""
-        table = table_of(self.database)
+        """Purge the rows in chunks."""
+        table = open_table(self.database)
         answer = schemas.arrow(schemas.PURGED)
         for batch in batches:
-            # In UTC: Python takes no time in the hour that a zone has twice to be equal to one of another zone.
+            # In UTC, because in an hour that occurs twice Python never treats times of two time zones as equal.
             times = batch["SentAt"].cast(pa.timestamp("us", tz="UTC"))
             rows = list(zip(batch["Id"].to_pylist(), times.to_pylist(), strict=True))
-            chunks = (rows[start : start + CHUNK_ROWS] for start in range(0, len(rows), CHUNK_ROWS))
-            yield pa.RecordBatch.from_pylist([purge(table, chunk) for chunk in chunks], answer)
+            counts = [purge(table, chunk) for chunk in chunked(rows, CHUNK_ROWS)]
+            yield pa.RecordBatch.from_pylist(counts, answer)
 
 
 def purge(table: Table, rows: Sequence[tuple[str, datetime]]) -> dict[str, int]:
-    """Delete those of `rows` whose SentAt is still the same, in one transaction; return how many, by what happened.
+    """Delete the tasks whose SentAt is still the archived one, in one transaction. Return the number of each outcome.
 
-    A task that was sent again, or is to be, is `changed` and stays; one that is gone is `missing`.
+    A task with another SentAt, or none, is `changed` and stays in the table. A task that does not exist is `missing`.
     """
     wanted = dict(rows)
 

@@ -1,4 +1,4 @@
-"""`archive`: writes sent tasks to Parquet, window by window. `--purge` then deletes them from the table."""
+"""`archive`: writes sent tasks to Parquet, one window at a time. `--purge` then deletes them from the table."""
 
 import time
 from collections.abc import Callable
@@ -13,18 +13,21 @@ from outbox.shared.times import resolved, shown, spoken
 from outbox.storage.task_states import MIN_AGE
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.executor import Purge
-from outbox_pipeline.jobs.archive.transforms import archivable, proof, together
+from outbox_pipeline.jobs.archive.transforms import archivable, checksum_columns, rebalanced
 from outbox_pipeline.jobs.archive.windows import Archive, ArchiveWindow, Manifest, bounds, floor
 from outbox_pipeline.settings import ArchiveSettings
 from outbox_pipeline.source.datasource import register_source
-from outbox_pipeline.source.options import of_database
-from outbox_pipeline.spanner import READING, Table, table_of
+from outbox_pipeline.source.options import database_options
+from outbox_pipeline.spanner import READING, Table, open_table
 from outbox_pipeline.spark.counts import totals
 
 
 @dataclass(slots=True)
 class Archived:
-    """The result: finished windows, written tasks and, for a purge, the outcomes of the tasks."""
+    """The number of finished windows and written tasks and, for a purge, the outcomes of its tasks.
+
+    `until` is the end of the last window. `seconds` is the duration of the job.
+    """
 
     windows: int = 0
     written: int = 0
@@ -44,17 +47,17 @@ def run(
     late: bool = False,
     note: Callable[[str], None] = lambda _text: None,
 ) -> Archived:
-    """Archive all windows that have ended since the last run. `note` gets a sentence about each.
+    """Archive all windows that ended since the last run. `note` gets a sentence about each.
 
     Raises:
-        SettingError: `until` is less than a minute ago.
+        SettingError: `until` is less than 1 minute ago.
         NotReached: Spanner, the database, the table or a permission is missing.
-        OutboxError: the archive is of another database, or a window is too old to be read as of its end.
+        OutboxError: the archive belongs to another database, or a window is older than the version retention period.
     """
     begin = time.monotonic()
     register_source(spark)
     target = settings.database_settings
-    job = _Job(spark, Archive(spark, settings.archive), target, table_of(target), note)
+    job = _Job(spark, Archive(spark, settings.archive), target, open_table(target), note)
     done = Archived()
     windows = job.to.windows_of(job.table.name)
     for since, until in job.due(settings, windows):
@@ -85,8 +88,8 @@ class _Job:
         end = resolved(settings.until, now)
         if end > now - MIN_AGE:
             raise SettingError(
-                f"--until {shown(end)} is less than a minute ago (the database has {shown(now)}): a task to be sent at "
-                "most once is marked as sent before it is published"
+                f"--until {shown(end)} is less than a minute ago. The database's time is {shown(now)}. An at-most-once "
+                "task is marked before it is published, and a failed publish takes the mark back within a minute"
             )
         if windows:
             return list(bounds(windows[-1].manifest.until, end, settings.window))
@@ -101,13 +104,13 @@ class _Job:
         folder = self.to.folder_of(since, until)
         data = self.to.new_run()
         observed = Observation(f"archive {data}")
-        options = of_database(self.target) | {
+        options = database_options(self.target) | {
             "state": "sent", "since": shown(since), "until": shown(until), "readTimestamp": shown(at),
             "partitions": str(max(8, 4 * self.spark.sparkContext.defaultParallelism)),
         }  # fmt: skip
         tasks = archivable(self.spark.read.format("outbox").options(**options).load())
-        # Observe after the shuffle, because Spark may compute, and count, the rows before it more than once.
-        together(tasks).observe(observed, *proof()).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(
+        # Observe after the shuffle, because Spark can compute, and count, the rows before it more than once.
+        rebalanced(tasks).observe(observed, *checksum_columns()).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(
             str(folder / data)
         )
         found = observed.get
@@ -138,18 +141,18 @@ class _Job:
                 self.purge(window, done)
         if damaged:
             raise OutboxError(
-                f"{'; '.join(damaged)}. Nothing of {'it' if len(damaged) == 1 else 'them'} was deleted from the table, "
-                "where retention may delete it: bring the files back, or register and archive it elsewhere"
+                f"{'; '.join(damaged)}. Their tasks were not purged, but the table's row deletion policy can delete "
+                "them. Restore the files"
             )
 
     def _prove(self, window: ArchiveWindow) -> None:
         """Check that the files of a window match its manifest. Raises OutboxError."""
         manifest = window.manifest
-        [(rows, checksum)] = self.to.read([window]).select(*proof()).collect()
+        [(rows, checksum)] = self.to.read([window]).select(*checksum_columns()).collect()
         if (rows, checksum) != (manifest.rows, manifest.checksum):
             raise OutboxError(
-                f"{window.folder} holds {rows:,} tasks with the checksum {checksum}, its manifest says "
-                f"{manifest.rows:,} with {manifest.checksum}"
+                f"{window.folder} contains {rows:,} tasks with checksum {checksum}, but its manifest has "
+                f"{manifest.rows:,} tasks with checksum {manifest.checksum}"
             )
 
     def purge(self, window: ArchiveWindow, done: Archived) -> None:
@@ -167,7 +170,7 @@ class _Job:
         self.note(f"purged {row.deleted:,} tasks sent from {shown(manifest.since)} to {shown(manifest.until)}")
 
     def _read_timestamp(self, since: datetime, until: datetime, *, late: bool) -> datetime:
-        """Return the timestamp for reading a window: after its end, when no mark in it can be taken back any more."""
+        """Return the read timestamp of a window: MIN_AGE after its end, when all its marks are final."""
         now = self.table.now()
         retention = self.table.retention()
         at = until + MIN_AGE
@@ -177,8 +180,8 @@ class _Job:
             return now
         kept = spoken(retention.total_seconds())
         raise OutboxError(
-            f"the window from {shown(since)} to {shown(until)} ended {spoken((now - until).total_seconds())} ago, and "
-            f"Spanner keeps old versions for {kept} (version_retention_period): as of its end it cannot be read any "
-            "more. Archive more often, or raise the retention to seven days at most. With --read-late it is read as of "
-            "now, without what was sent again or deleted since"
+            f"The window from {shown(since)} to {shown(until)} ended {spoken((now - until).total_seconds())} ago and "
+            f"cannot be read as of its end, because Spanner keeps old versions of rows for {kept} "
+            "(version_retention_period). Archive more often, or raise version_retention_period to at most 7 days. Pass "
+            "--read-late to read the window as of now, without tasks that were resent or deleted since"
         )

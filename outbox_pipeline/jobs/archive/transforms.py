@@ -1,4 +1,4 @@
-"""What is written to the archive, and what proves that it is there."""
+"""The rows of the archive, and the checksum that proves that they were written."""
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
@@ -6,7 +6,7 @@ from pyspark.sql import functions as f
 from outbox_pipeline import schemas
 
 _DAY = 86_400_000_000
-#: Topics that are the names of their folders: a file system takes 255 bytes, and each / or % becomes three of them.
+#: Topics that are used as folder names. A file system allows 255 bytes, and each / or % becomes three bytes.
 _SHORT = r"^[A-Za-z][A-Za-z0-9._~+%/-]{0,71}$"
 
 
@@ -19,16 +19,16 @@ def archivable(tasks: DataFrame) -> DataFrame:
     folder = f.when(f.col("Topic").rlike(_SHORT), f.col("Topic")).otherwise(
         f.concat(f.lit("~"), plain, f.lit("~"), f.hex(f.xxhash64("Topic")))
     )
-    made = tasks.withColumns({"SentDate": f.date_from_unix_date(days), "TopicFolder": folder})
-    return made.select(*schemas.STORED.fieldNames())
+    stored = tasks.withColumns({"SentDate": f.date_from_unix_date(days), "TopicFolder": folder})
+    return stored.select(*schemas.STORED.fieldNames())
 
 
-def together(tasks: DataFrame) -> DataFrame:
-    """Return the same, with the tasks of a day and topic in as few partitions as they fit: large files."""
+def rebalanced(tasks: DataFrame) -> DataFrame:
+    """Return the tasks with each day and topic in as few partitions as possible, so that the files are large."""
     return tasks.hint("rebalance", *schemas.ARCHIVE_PARTITIONS)
 
 
-def proof() -> tuple[Column, Column]:
-    """Return what tells whether two sets of archived tasks are the same: their number, and a sum of hashes."""
+def checksum_columns() -> tuple[Column, Column]:
+    """Return the number of tasks and their checksum, which tell whether two sets of archived tasks are equal."""
     whole = f.xxhash64(*schemas.ARCHIVED.fieldNames())
     return f.count(f.lit(1)).alias("rows"), f.sum(whole.cast("decimal(20,0)")).cast("string").alias("checksum")

@@ -1,13 +1,14 @@
-"""The archive on disk: a folder for each window of time, complete as soon as its manifest is there.
+"""The files of the archive: one folder for each time window. A window is finished when its manifest exists.
 
     ARCHIVE/window=20261120T000000Z_20261121T000000Z/
         run=5f0c.../SentDate=2026-11-20/TopicFolder=orders/part-....parquet
-        _manifest.json    written last, once: names the data folder, how many tasks it holds, and their checksum
-        _purging.json     from when on they were deleted from the table: what is in the files may be nowhere else
-        _purged.json      when that was done, and how many
+        _manifest.json    written last, once: the data folder, the number of its tasks, and their checksum
+        _purging.json     when the purge began: from then on, the files can be the only copy of the tasks
+        _purged.json      when the purge ended, and its counts
 
-A run that ended early leaves a data folder that no manifest names; readers do not see it. All folders are named like
-partitions, by names that no column has: Spark reads several windows as one table only if all of the path is that.
+A run that ended early leaves a data folder that no manifest names, and readers ignore it. All folders are named like
+partitions whose names are not columns, because Spark reads several windows as one table only if the whole path consists
+of partitions.
 """
 
 import itertools
@@ -27,13 +28,13 @@ from outbox_pipeline.spark.files import Folder
 
 MANIFEST, PURGING, PURGED = "_manifest.json", "_purging.json", "_purged.json"
 _PREFIX, _RUN = "window=", "run="
-#: Of the manifest's form.
+#: The version of the manifest's format.
 VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a finished window says of itself. It holds what was sent from `since` on and before `until`."""
+    """The manifest of a finished window, which contains the tasks sent from `since` on and before `until`."""
 
     database: str
     since: datetime
@@ -52,19 +53,19 @@ class Manifest:
 
 
 def parsed(text: str, where: str) -> Manifest:
-    """Return the manifest of a text. Raises OutboxError."""
+    """Parse a manifest. Raises OutboxError."""
     try:
         values: dict[str, Any] = json.loads(text)
         if values["version"] != VERSION:
             raise OutboxError(
-                f"{where}/{MANIFEST} is of version {values['version']}, this package reads {VERSION}: upgrade"
+                f"{where}/{MANIFEST} has version {values['version']}, but this package reads {VERSION}. Upgrade it"
             )
         times = ("since", "until", "read_timestamp", "written_at")
         return Manifest(**{**values, **{name: datetime.fromisoformat(values[name]) for name in times}})
     except (ValueError, TypeError, KeyError) as error:
         raise OutboxError(
-            f"{where}/{MANIFEST} is no manifest: {type(error).__name__}: {error}. A run that is killed may leave half "
-            f"of one: if this is the last window, and there is no {PURGING} in it, delete its folder and start again"
+            f"{where}/{MANIFEST} is not a manifest: {type(error).__name__}: {error}. A killed run can leave an "
+            f"incomplete one. If this is the last window and has no {PURGING}, delete its folder and run the job again"
         ) from error
 
 
@@ -77,28 +78,28 @@ class ArchiveWindow:
 
     @property
     def data(self) -> str:
-        """Return the folder of its files."""
+        """Return the folder of its Parquet files."""
         return str(self.folder / self.manifest.data)
 
     @property
     def purged(self) -> bool:
-        """Tell whether its tasks were deleted from the table."""
+        """Tell whether its tasks were purged."""
         return self.folder.read(PURGED) is not None
 
     def note_purging(self, at: datetime) -> None:
-        """Note that its tasks are about to be deleted from the table."""
+        """Write the file that says that its purge begins."""
         self.folder.create(PURGING, json.dumps({"since": shown(at)}) + "\n")
 
     def note_purged(self, counts: Mapping[str, int], at: datetime) -> None:
-        """Note that its tasks were deleted from the table, and how many."""
+        """Write the file that says that its purge ended, with the counts."""
         self.folder.create(PURGED, json.dumps({**counts, "purged_at": shown(at)}, indent=1) + "\n")
 
 
 class Archive:
-    """All windows below one folder."""
+    """The windows in one folder."""
 
     def __init__(self, spark: SparkSession, path: str) -> None:
-        """Name it; it need not exist."""
+        """Store the path, which does not need to exist."""
         self._spark = spark
         self._folder = Folder(spark, path)
 
@@ -107,7 +108,7 @@ class Archive:
         return str(self._folder)
 
     def windows(self) -> list[ArchiveWindow]:
-        """Return the finished windows by time. Raises OutboxError for a manifest that cannot be read."""
+        """Return the finished windows by time. Raises OutboxError if a manifest is damaged or windows do not adjoin."""
         found = [each for each in self._folder.folders() if each.name.startswith(_PREFIX)]
         texts = ((folder, folder.read(MANIFEST)) for folder in found)
         windows = [ArchiveWindow(folder, parsed(text, str(folder))) for folder, text in texts if text is not None]
@@ -115,29 +116,29 @@ class Archive:
         for one, next in itertools.pairwise(windows):
             if one.manifest.until > next.manifest.since:
                 raise OutboxError(
-                    f"{one.folder} and {next.folder} hold the same time: two jobs with different windows have archived "
-                    f"here at once. Stop one job, and move the window away that has no {PURGING} and holds less"
+                    f"{one.folder} and {next.folder} overlap, because two jobs with different windows archived to this "
+                    f"folder. Stop one job, and move away the shorter window, unless it has {PURGING}"
                 )
             if one.manifest.until < next.manifest.since:
                 raise OutboxError(
-                    f"no window holds the time between {one.folder} and {next.folder}: the folder of one, or its "
-                    "manifest, was taken away. Bring it back, or give another folder for what comes"
+                    f"A window between {one.folder} and {next.folder} is missing, because its folder or manifest was "
+                    "removed. Restore it, or use another folder for new windows"
                 )
         return windows
 
     def windows_of(self, database: str) -> list[ArchiveWindow]:
-        """Return the same. Raises OutboxError too if they are of another database than that of the full name."""
+        """Return `windows`. Raises OutboxError also if one belongs to another database than `database`."""
         windows = self.windows()
         for window in windows:
             if window.manifest.database != database:
                 raise OutboxError(
-                    f"{self} is the archive of {window.manifest.database}, not of {database}: give another folder"
+                    f"{self} is the archive of {window.manifest.database}, not of {database}. Use another folder"
                 )
         return windows
 
     @staticmethod
     def new_run() -> str:
-        """Return a name for the files of a window that no other run takes."""
+        """Return a unique name for the data folder of a run."""
         return f"{_RUN}{uuid4().hex[:12]}"
 
     def folder_of(self, since: datetime, until: datetime) -> Folder:
@@ -145,11 +146,11 @@ class Archive:
         return self._folder / f"{_PREFIX}{_compact(since)}_{_compact(until)}"
 
     def finish(self, folder: Folder, manifest: Manifest) -> None:
-        """Write the manifest: from now on the window is there. Raises OutboxError if another run was faster."""
-        # The file may be ours all the same: a store may carry out twice what it answered once.
+        """Write the manifest, which finishes the window. Raises OutboxError if another run finished it first."""
+        # An existing manifest can be ours, because an object store can execute a retried request twice.
         if not folder.create(MANIFEST, manifest.text()) and folder.read(MANIFEST) != manifest.text():
             (folder / manifest.data).delete()
-            raise OutboxError(f"{folder} was finished by another run meanwhile: do two jobs archive to one folder?")
+            raise OutboxError(f"Another run finished {folder} first. Run only one archive job for each folder")
         for other in folder.folders():
             if other.name.startswith(_RUN) and other.name != manifest.data:
                 other.delete()
@@ -159,7 +160,7 @@ class Archive:
         paths = [window.data for window in windows if window.manifest.rows]
         if not paths:
             return self._spark.createDataFrame([], schemas.ARCHIVED)
-        # The schema is given, so that no folder of a topic is taken for a number.
+        # Without a schema, Spark would infer a number from a topic folder such as 2026.
         tasks = self._spark.read.schema(schemas.STORED).option("basePath", str(self)).parquet(*paths)
         return tasks.select(*schemas.ARCHIVED.fieldNames())
 
@@ -169,7 +170,8 @@ def read_archive(
 ) -> DataFrame:
     """Return the archived tasks that were sent from `since` on and before `until`, each (Id, SentAt) once.
 
-    Only finished windows are read. The columns are those of `outbox_pipeline.schemas.ARCHIVED`. Raises OutboxError.
+    Only finished windows are read. The columns are `outbox_pipeline.schemas.ARCHIVED`. Raises OutboxError if a manifest
+    is damaged or a window is missing.
     """
     archive = Archive(spark, path)
     windows = [
@@ -183,7 +185,7 @@ def read_archive(
 
 
 def bounds(begin: datetime, end: datetime, seconds: float) -> Iterator[tuple[datetime, datetime]]:
-    """Yield the windows from `begin` that end by `end`: each ends at a multiple of `seconds`."""
+    """Yield the windows from `begin` that end by `end`. Each window ends at a multiple of `seconds`."""
     length = timedelta(seconds=seconds)
     since = begin
     while (until := floor(since, length) + length) <= end:

@@ -1,1 +1,1 @@
-"""`audit`: tasks are compared with the messages that subscribers received."""
+"""`audit`: compares tasks with the messages that a subscription received."""

@@ -1,21 +1,21 @@
-"""One digest of a message on both sides, so that the audit moves no bodies: pure."""
+"""The digest of a message, computed for tasks and for received messages, so that the audit does not shuffle bodies."""
 
 from pyspark.sql import Column
 from pyspark.sql import functions as f
 
 from outbox.message import TASK_ID_ATTRIBUTE
 
-#: Attributes that the relay, Pub/Sub or a subscription adds, and so are no part of what was registered: the id; the
-#: ordering key, which subscriptions write among the attributes; those of the service and of tracing; those of a
-#: dead-letter topic. https://cloud.google.com/pubsub/docs/handling-failures#track-delivery-attempts
+#: Attributes that were not registered, because the relay, Pub/Sub or a subscription adds them: the task ID; the
+#: ordering key, which subscriptions write into the attributes; Google's own and tracing attributes; the attributes of a
+#: dead-letter topic, see https://cloud.google.com/pubsub/docs/handling-failures#track-delivery-attempts
 _ADDED = (TASK_ID_ATTRIBUTE, "ordering_key")
 _ADDED_PREFIXES = ("goog", "CloudPubSubDeadLetter")
 
 
 def digest(attributes: Column, data: Column) -> Column:
-    """Return the digest of a message, an int64; NULL without attributes, and of the attributes alone without data.
+    """Return the digest of a message as an int64, or NULL if the attributes are NULL. NULL data is left out.
 
-    Not one that withstands people: a message is compared with that of its own task, not with all others.
+    The hash finds corruption, not forgeries. 64 bits suffice, because each message is compared with its own task only.
     """
     entries = f.sort_array(f.map_entries(f.map_filter(attributes, _is_registered)))
     return f.when(attributes.isNotNull(), f.xxhash64(entries, data))

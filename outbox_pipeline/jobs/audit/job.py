@@ -1,4 +1,4 @@
-"""`audit`: the tasks of a time against the messages that subscribers received."""
+"""`audit`: compares the tasks of a window with the messages that a subscription received."""
 
 import dataclasses
 import time
@@ -19,24 +19,28 @@ from outbox.shared.times import resolved, shown
 from outbox_pipeline.jobs.archive.windows import Archive
 from outbox_pipeline.jobs.audit import received
 from outbox_pipeline.jobs.audit import transforms as audit
+from outbox_pipeline.jobs.audit.avro import read_avro
 from outbox_pipeline.jobs.audit.page import page
 from outbox_pipeline.settings import AuditSettings
 from outbox_pipeline.source.datasource import register_source
-from outbox_pipeline.source.options import of_database
-from outbox_pipeline.spanner import Table, table_of
+from outbox_pipeline.source.options import database_options
+from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.files import Folder, format_of
 
 SUMMARY, REPORT, FINDINGS = "summary.json", "report.html", "findings"
-#: Tasks that are not to have come yet are not written in full: the table has them.
+#: Classes without files of findings: these tasks are in the table, and their messages are not due yet.
 UNSENT = ("pending", "dead", "arriving")
 _RFC_3339 = "yyyy-MM-dd'T'HH:mm:ss.SSSSSS'Z'"
-#: Lines of hours, of topics, and of both in the summary: of the largest topics, where that is not all.
+#: Max entries of each list in the summary. If there are more, the summary has the largest topics.
 MOST_LINES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """What was found. Tasks are those of the window; the other numbers are in docs/pipeline/audit.md."""
+    """The counts of an audit, described in docs/pipeline/audit.md, and the bounds of the window.
+
+    `report` is the path of the HTML page. `seconds` is the duration of the job.
+    """
 
     since: datetime | None
     until: datetime
@@ -60,18 +64,18 @@ class Audited:
 
 
 def run(spark: SparkSession, settings: AuditSettings) -> Audited:
-    """Audit, and write the report to a folder of its own.
+    """Compare tasks and messages, and write the report to a new folder.
 
     Raises:
-        SettingError: the window is too young to be judged, or columns of the messages are missing.
-        NotReached: Spanner, the database, the table or a permission.
-        OutboxError: the output is there already, or the archive does not reach to the window.
+        SettingError: the window ends too late, or columns of the messages are missing.
+        NotReached: Spanner, the database, the table or a permission is missing.
+        OutboxError: the output folder exists, or the archive has no finished window.
     """
     output = Folder(spark, settings.output)
     if output.exists():
-        raise OutboxError(f"{output} is there already: an audit keeps its folder, give another one")
+        raise OutboxError(f"--output {output} exists. Each audit needs a new folder")
     register_source(spark)
-    job = _Job(spark, settings, table_of(settings.database_settings))
+    job = _Job(spark, settings, open_table(settings.database_settings))
     rules, tasks = job.rules_and_tasks()
     bodies, deliveries = job.deliveries()
     rows = audit.judged(audit.sends(tasks, bodies=bodies), deliveries, rules).persist(StorageLevel.DISK_ONLY)
@@ -83,17 +87,17 @@ def run(spark: SparkSession, settings: AuditSettings) -> Audited:
 
 @dataclass(frozen=True)
 class _Job:
-    """What all steps need."""
+    """What all steps share."""
 
     spark: SparkSession
     settings: AuditSettings
     table: Table
-    #: Numbers of messages that are of no task.
+    #: The numbers of foreign and unreadable messages.
     counted: Observation = dataclasses.field(default_factory=partial(Observation, "audit"))
     begin: float = dataclasses.field(default_factory=time.monotonic)
 
     def rules_and_tasks(self) -> tuple[audit.Rules, DataFrame]:
-        """Return what is judged, and the tasks with the columns of `audit.OF_TASKS`.
+        """Return the rules of the audit, and the tasks with the columns `audit.OF_TASKS`.
 
         Raises SettingError, OutboxError.
         """
@@ -101,33 +105,34 @@ class _Job:
         archive = Archive(self.spark, settings.archive) if settings.tasks != "table" else None
         windows = archive.windows() if archive else []
         if settings.tasks == "archive" and not windows:
-            raise OutboxError(f"{archive} has no finished window")
+            raise OutboxError(f"--archive {archive} has no finished window. Check the path")
         read_at = windows[-1].manifest.until if settings.tasks == "archive" else now
         horizon = min(read_at, resolved(settings.received_until, now))
         grace, skew = timedelta(seconds=settings.grace), timedelta(seconds=settings.clock_skew)
-        until = resolved(settings.until, now)
-        since = resolved(settings.since, now) if settings.since else None
-        if until > horizon - grace:
+        latest = horizon - grace
+        until = latest if settings.until is None else resolved(settings.until, now)
+        since = None if settings.since is None else resolved(settings.since, now)
+        if until > latest:
             raise SettingError(
-                f"--until {shown(until)} is later than {shown(horizon - grace)}: tasks are judged when the grace, "
-                f"{settings.grace:g} s, has passed by {shown(horizon)}, until when tasks and messages are known"
+                f"--until {shown(until)} is later than {shown(latest)}. The tasks and messages are known until "
+                f"{shown(horizon)}, and a task is audited only after --grace, {settings.grace:g} s"
             )
         if since is not None and since >= until:
-            raise SettingError(f"--since {shown(since)} is not before --until, {shown(until)}")
-        # What is published may be marked later: the archive has it a grace later, the table has it unsent meanwhile.
+            raise SettingError(f"--since {shown(since)} is not before the end of the window, {shown(until)}")
+        # A published task can be marked later. The table contains it before that, the archive only afterwards.
         known_until = read_at - (grace if settings.tasks == "archive" else skew)
         sources = [] if settings.tasks == "archive" else [self._of_table(now, since)]
         if archive:
             wanted = [each for each in windows if since is None or each.manifest.until > since]
             sources.append(archive.read(wanted).select(*audit.OF_TASKS))
         tasks = reduce(DataFrame.unionByName, sources)
-        if len(sources) > 1:  # a task that is archived and not purged yet
+        if len(sources) > 1:  # an archived task can still be in the table
             tasks = tasks.dropDuplicates(["Id", "CreatedAt", "SentAt"])
         return audit.Rules(since, until, horizon, known_until, grace, skew), tasks
 
     def _of_table(self, at: datetime, since: datetime | None) -> DataFrame:
-        """Return the tasks that messages since `since` may be of: those sent since then, and all that are not sent."""
-        options = of_database(self.settings.database_settings) | {
+        """Return the tasks that can have messages since `since`: unsent tasks, and tasks sent since then."""
+        options = database_options(self.settings.database_settings) | {
             "columns": ",".join(audit.OF_TASKS),
             "readTimestamp": shown(at),
             "partitions": str(max(8, 4 * self.spark.sparkContext.defaultParallelism)),
@@ -136,10 +141,14 @@ class _Job:
         return tasks if since is None else tasks.where(f.col("SentAt").isNull() | (f.col("SentAt") >= f.lit(since)))
 
     def deliveries(self) -> tuple[bool, DataFrame]:
-        """Return whether the messages have their data, and the deliveries. Raises SettingError."""
+        """Return whether the messages have a column data, and the deliveries. Raises SettingError."""
         settings = self.settings
         form = settings.received_format
-        if (format_of(settings.received) or "parquet" if form == "auto" else form) == "json":
+        if form == "auto":
+            form = format_of(settings.received) or "parquet"
+        if form == "avro":
+            messages = read_avro(self.spark, settings.received)
+        elif form == "json":
             messages = self.spark.read.schema(received.LINES).json(settings.received)
         else:
             messages = self.spark.read.parquet(settings.received)
@@ -152,19 +161,19 @@ class _Job:
         return "data" in messages.columns, numbers
 
     def report(self, rows: DataFrame, rules: audit.Rules, output: Folder, *, bodies: bool) -> Audited:
-        """Write what was found, and return the numbers."""
+        """Write the report and return the counts."""
         counts = audit.counted(rows).persist()
         [total] = audit.numbers(counts).collect()
-        hours = _told(audit.numbers(counts, "hour").orderBy("hour").limit(MOST_LINES))
-        topics = _told(audit.numbers(counts, "topic").orderBy(f.desc("tasks"), "topic").limit(MOST_LINES))
+        hours = _rows(audit.numbers(counts, "hour").orderBy("hour").limit(MOST_LINES))
+        topics = _rows(audit.numbers(counts, "topic").orderBy(f.desc("tasks"), "topic").limit(MOST_LINES))
         largest = [each["topic"] for each in topics[: max(1, MOST_LINES // max(1, len(hours)))]]
         of_largest = counts.where(f.col("topic").isin(largest))
-        lines = _told(audit.numbers(of_largest, "hour", "topic").orderBy("hour", "topic").limit(MOST_LINES))
+        lines = _rows(audit.numbers(of_largest, "hour", "topic").orderBy("hour", "topic").limit(MOST_LINES))
         [(unknown,)] = counts.select(f.coalesce(f.sum("unknown"), f.lit(0))).collect()
         overtaken = audit.out_of_order(rows).persist()
         found = audit.findings(rows, overtaken)
         found.where(~f.col("class").isin(*UNSENT)).write.partitionBy("class").json(str(output / FINDINGS))
-        samples = _told(audit.samples(found, self.settings.samples).orderBy("class", "task_id"))
+        samples = _rows(audit.samples(found, self.settings.samples).orderBy("class", "task_id"))
         done = Audited(
             since=rules.since,
             until=rules.until,
@@ -199,8 +208,8 @@ class _Job:
         return done
 
 
-def _told(rows: DataFrame) -> list[dict[str, Any]]:
-    """Return a few rows, times as texts: the driver may be in another zone than Spark."""
+def _rows(rows: DataFrame) -> list[dict[str, Any]]:
+    """Collect a few rows with their times as texts, because the driver can be in another time zone than Spark."""
     times = [field.name for field in rows.schema if isinstance(field.dataType, TimestampType)]
     texts = rows.withColumns({name: f.date_format(name, _RFC_3339) for name in times})
     return [row.asDict() for row in texts.collect()]

@@ -1,4 +1,4 @@
-"""The plots of an audit's report, as SVG to stand in its page. No text of the data is in them."""
+"""The plots of an audit's report as inline SVG. They contain no text from the data."""
 
 import io
 import math
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: The states of tasks, from the bottom of the plot, with their colours and what tells them apart without colours.
+#: The states of tasks from the bottom of the plot, with colors, and hatches for readers who cannot tell the colors
+#: apart.
 STATES = {
     "delivered": ("#3f9c6b", None),
     "late": ("#d9a300", "//"),
@@ -21,7 +22,7 @@ STATES = {
     "dead": ("#8250df", "--"),
 }
 _PERCENTILES = {"p50": ("#3f9c6b", "-"), "p95": ("#2f81d6", "--"), "p99": ("#d1242f", ":")}
-#: Becomes the colour of the page's text, light or dark.
+#: A placeholder that `_svg` replaces by the page's text color, which depends on the light or dark mode.
 _INK = "#0a0b0c"
 _LOOKS = {
     "svg.fonttype": "none",
@@ -37,13 +38,13 @@ _LOOKS = {
     "legend.frameon": False,
 }
 _HOUR = timedelta(hours=1)
-#: What is received sooner is drawn here, in seconds.
+#: The min latency of the plots, in seconds.
 _SOONEST = 0.001
 
 
 def tasks_per_hour(lines: Iterable[Mapping[str, Any]]) -> str:
-    """Return the tasks of each hour by state; once more in scales of their own those lost, and what else is amiss."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - only those who audit need it
+    """Plot the tasks of each hour by state. Lost tasks, and the other undelivered tasks, have panels of their own."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - only the audit needs it
 
     hours: dict[datetime, dict[str, int]] = defaultdict(lambda: dict.fromkeys(STATES, 0))
     for line in lines:
@@ -52,7 +53,7 @@ def tasks_per_hour(lines: Iterable[Mapping[str, Any]]) -> str:
             of_hour[name] += line[name]
     used = [name for name in STATES if any(of_hour[name] for of_hour in hours.values())]
     others = [name for name in used if name not in ("delivered", "lost")]
-    # Among millions that are delivered, few that are not cannot be seen.
+    # A few undelivered tasks are invisible among millions of delivered ones.
     panels = {"all tasks": used, "lost": ["lost"] if "lost" in used else [], "others": others}
     panels = {title: names for title, names in panels.items() if names}
 
@@ -72,7 +73,7 @@ def tasks_per_hour(lines: Iterable[Mapping[str, Any]]) -> str:
 
 
 def latencies(lines: Sequence[Mapping[str, Any]], topics: Sequence[str]) -> list[str]:
-    """Return the percentiles of each hour for each of the topics, all in the same scales."""
+    """Plot the latency percentiles of each hour for each topic, with the same scales."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - the same
 
     by_topic: dict[str, dict[datetime, Mapping[str, Any]]] = {topic: {} for topic in topics}
@@ -82,19 +83,19 @@ def latencies(lines: Sequence[Mapping[str, Any]], topics: Sequence[str]) -> list
     every = [_time(line["hour"]) for line in lines]
     values = [line[name] for rows in by_topic.values() for line in rows.values() for name in _PERCENTILES]
     known = [max(value, _SOONEST) for value in values if value is not None] or [_SOONEST]
-    least = math.floor(math.log10(min(known)))
-    most = max(math.ceil(math.log10(max(known))), least + 1)
+    lowest = math.floor(math.log10(min(known)))
+    highest = max(math.ceil(math.log10(max(known))), lowest + 1)
 
     def draw(rows: Mapping[datetime, Mapping[str, Any]]) -> Figure:
         figure = Figure(figsize=(4.2, 2.2))
         axes = figure.subplots(gridspec_kw={"left": 0.17, "right": 0.95, "bottom": 0.22, "top": 0.87})
         edges, steps = _steps(rows)
-        for name, (colour, dashes) in _PERCENTILES.items():
+        for name, (color, dashes) in _PERCENTILES.items():
             points = [rows[at][name] if at in rows else None for at in steps]
             known = [math.nan if value is None else max(value, _SOONEST) for value in points]
-            axes.stairs(known, edges, baseline=None, color=colour, linestyle=dashes, linewidth=1.8, label=name)
+            axes.stairs(known, edges, baseline=None, color=color, linestyle=dashes, linewidth=1.8, label=name)
         axes.set_yscale("log")
-        axes.set_ylim(10.0**least, 10.0**most)
+        axes.set_ylim(10.0**lowest, 10.0**highest)
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_ylabel("seconds")
@@ -111,11 +112,11 @@ def _stack(axes: "Axes", hours: Mapping[datetime, Mapping[str, int]], names: Seq
     below = [0] * len(steps)
     for name in names:
         above = [low + (hours[at][name] if at in hours else 0) for at, low in zip(steps, below, strict=True)]
-        colour, hatch = STATES[name]
-        # A step without height would still have an edge.
+        color, hatch = STATES[name]
+        # A step of height 0 would still have an edge.
         tops = [math.nan if high == low else high for high, low in zip(above, below, strict=True)]
-        patch = axes.stairs(tops, edges, baseline=below, fill=True, facecolor=colour, label=name, linewidth=0.4)
-        patch.set(edgecolor=_INK if hatch else colour, hatch=hatch)
+        patch = axes.stairs(tops, edges, baseline=below, fill=True, facecolor=color, label=name, linewidth=0.4)
+        patch.set(edgecolor=_INK if hatch else color, hatch=hatch)
         below = above
     axes.set_ylim(bottom=0)
     axes.locator_params(axis="y", integer=True, nbins=4, min_n_ticks=1)
@@ -125,7 +126,7 @@ def _stack(axes: "Axes", hours: Mapping[datetime, Mapping[str, int]], names: Seq
 
 
 def _steps(hours: Iterable[datetime]) -> tuple[Any, list[datetime]]:
-    """Return the edges of a plot's steps, and the begin of each step: hours, and what is between them as one."""
+    """Return the edges of a plot's steps, and the start of each step. A gap between hours is one step."""
     from matplotlib.dates import date2num  # noqa: PLC0415 - the same
 
     edges: list[datetime] = []
@@ -143,7 +144,7 @@ def _time_axis(axes: "Axes", hours: Iterable[datetime]) -> None:
     first, last = min(every), max(every) + _HOUR
     axes.set_xlim(*date2num([first, last]))
     locator = AutoDateLocator(tz=UTC, minticks=3, maxticks=8)
-    # For each unit from years to seconds: how a tick is told, and how one where the next larger unit begins.
+    # For each unit from years to seconds: the format of a tick, and of a tick at the start of the next larger unit.
     ticks = ["%Y", "%Y-%m", "%m-%d", "%H:%M", "%H:%M", "%H:%M:%S"]
     begins = ["", "%Y", "%m-%d", "%m-%d", "%H:%M", "%H:%M"]
     formatter = ConciseDateFormatter(locator, tz=UTC, formats=ticks, zero_formats=begins, show_offset=False)
@@ -153,7 +154,7 @@ def _time_axis(axes: "Axes", hours: Iterable[datetime]) -> None:
 
 
 def _svg(draw: Any, name: str) -> str:
-    """Return the same text for the same plot. `name` sets its ids apart from those of other plots of the page."""
+    """Draw a plot as SVG. Its text is deterministic, and `name` makes its IDs unique in the page."""
     from matplotlib import style  # noqa: PLC0415 - the same
 
     file = io.StringIO()
@@ -161,7 +162,7 @@ def _svg(draw: Any, name: str) -> str:
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         draw().savefig(file, format="svg", transparent=True, metadata=nothing)
     text = file.getvalue()
-    text = re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg") :])  # the ids that nothing refers to are not unique
+    text = re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg") :])  # unused IDs, the same in each plot
     return text.replace(_INK, "currentColor")
 
 

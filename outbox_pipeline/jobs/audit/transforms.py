@@ -1,7 +1,7 @@
-"""Tasks held against the messages that subscribers received: pure.
+"""Compares tasks with received messages.
 
-Only ids, times, numbers and digests are shuffled. The clocks: a window and a task's times are Spanner's, a message's
-time is Pub/Sub's (publish_time), and `Rules.skew` is how far the two may be apart.
+Only IDs, times, numbers and digests are shuffled. The window and a task's times are by Spanner's clock, publish_time is
+by Pub/Sub's clock, and `Rules.skew` is the max difference between the two.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from outbox_pipeline import schemas
 from outbox_pipeline.jobs.audit.digests import digest
 from outbox_pipeline.spark.messages import decoded
 
-#: What the audit reads of a task.
+#: The columns of tasks that the audit reads.
 OF_TASKS = ("Id", "Topic", "Data", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "SentAt")
-#: Each task in the window has one of these; docs/pipeline/audit.md says what they mean.
+#: Each task of the window is in one of these states, described in docs/pipeline/audit.md.
 STATES = ("delivered", "late", "lost", "arriving", "pending", "dead")
-#: What may be wrong with the messages of a task, each with how often.
+#: Possible flaws of a task's messages. A column of this name counts each of them.
 FLAWS = ("republished", "redelivered", "mismatched")
 OUT_OF_ORDER = "out_of_order"
 PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
@@ -27,11 +27,11 @@ PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is judged, and when.
+    """The window and the deadlines of an audit.
 
-    Tasks created from `since` on, None for all, and before `until`. All that was sent a `grace` before `horizon` must
-    have been received by it; what was received a grace after `until` is late. `known_until` is until when published
-    messages must be those of a task that was read.
+    The window contains the tasks created from `since` on (None: from the first task on) and before `until`. A task sent
+    more than `grace` before `horizon` must have been received by `horizon`. A task received more than `grace` after
+    `until` is late. A message published before `known_until` must belong to a task that was read.
     """
 
     since: datetime | None
@@ -43,7 +43,7 @@ class Rules:
 
 
 def sends(tasks: DataFrame, *, bodies: bool) -> DataFrame:
-    """Return one row a sending, or an unsent task: `schemas.SEND`. The digest is without the data unless `bodies`."""
+    """Return `schemas.SEND`: a row for each sending or unsent task. With `bodies`, the digest covers the data."""
     key = f.when(f.col("OrderingKey").isNotNull(), f.xxhash64("Topic", "OrderingKey"))
     dead = f.coalesce(f.col("AvailableAt") >= f.lit(NEVER), f.lit(False))
     return decoded(tasks).select(
@@ -59,16 +59,16 @@ def sends(tasks: DataFrame, *, bodies: bool) -> DataFrame:
 
 
 def judged(sendings: DataFrame, deliveries: DataFrame, rules: Rules) -> DataFrame:
-    """Return `schemas.JUDGED`: a row for each sending with what came of it, and one for each id that has none.
+    """Return `schemas.JUDGED`: a row for each sending with its outcome, and a row for each received ID without a task.
 
-    `sendings` are those of `sends`, `deliveries` those of `received.received`, both whole.
+    `sendings` come from `sends`, and `deliveries` from `received.received`.
     """
     of_it = f.col("task_id") == f.col("received_id")
     joined = _bounded(sendings, rules).join(_by_task(deliveries), of_it, "full_outer")
-    # Nearly each task was sent once: what holds for an array of one is found without a look into each.
+    # Almost every task was sent once, so the common case avoids the slow functions on array elements.
     after, before = f.col("after"), f.col("before")
-    own = f.when(after.isNull() & before.isNull(), f.col("came")).otherwise(
-        f.filter("came", lambda each: _between(each["at"], after, before))
+    own = f.when(after.isNull() & before.isNull(), f.col("received")).otherwise(
+        f.filter("received", lambda each: _between(each["at"], after, before))
     )
     digest = f.col("digest")
     columns = {
@@ -92,16 +92,17 @@ def judged(sendings: DataFrame, deliveries: DataFrame, rules: Rules) -> DataFram
 
 
 def _by_task(deliveries: DataFrame) -> DataFrame:
-    """Return a row for each id that was received, with its deliveries in an array: when, of which message, digest."""
+    """Return a row for each received ID with an array of its deliveries: publish time, message and digest."""
     of_outbox = deliveries.where("readable AND task_id IS NOT NULL").withColumnRenamed("task_id", "received_id")
     delivery = f.struct(f.col("publish_time").alias("at"), f.xxhash64("message_id").alias("message"), "digest")
-    # Side by side first: nearly each id was received once, so there is nothing to gain by grouping before that.
-    side_by_side = of_outbox.repartition("received_id").sortWithinPartitions("received_id")
-    return side_by_side.groupBy("received_id").agg(f.collect_list(delivery).alias("came"))
+    # Shuffle and sort first. Almost every ID was received once, so a partial aggregation before the shuffle saves
+    # nothing.
+    adjacent = of_outbox.repartition("received_id").sortWithinPartitions("received_id")
+    return adjacent.groupBy("received_id").agg(f.collect_list(delivery).alias("received"))
 
 
 def _distinct(deliveries: Column | str) -> Column:
-    """Return of how many messages some deliveries are; 0 of NULL."""
+    """Return the number of distinct messages of an array of deliveries, 0 if it is NULL."""
     array = f.col(deliveries) if isinstance(deliveries, str) else deliveries
     many = f.array_size(f.array_distinct(array["message"]))
     return f.coalesce(f.when(f.array_size(array) == 1, 1).otherwise(many), f.lit(0)).cast("long")
@@ -112,22 +113,22 @@ def _between(at: Column, after: Column, before: Column) -> Column:
 
 
 def _bounded(sendings: DataFrame, rules: Rules) -> DataFrame:
-    """Return the sendings of each id with the times between which their messages were published: `after`, `before`.
+    """Add `after` and `before` to the sendings: the times between which the messages of a sending were published.
 
-    A message is published before its task is marked, so what was published between two SentAt of an id belongs to the
-    later one. The bound is a skew behind the SentAt, but never behind the middle between two of them.
+    A task is marked after its message was published, so a message published between two SentAt of an ID belongs to the
+    later one. The bound is SentAt plus the clock skew, but at most the middle between this SentAt and the next.
     """
     of_id = Window.partitionBy("task_id").orderBy(f.col("sent_at").asc_nulls_last(), "created_at")
     micros, next_micros = f.unix_micros("sent_at"), f.unix_micros(f.lead("sent_at").over(of_id))
     middle = f.timestamp_micros(micros + f.floor((next_micros - micros) / 2))
     last = f.lead("created_at").over(of_id).isNull()
-    # The least of what is not NULL: there is no middle where the next one is not sent.
+    # `least` ignores NULL: there is no middle if the next sending is not sent.
     ends = sendings.withColumn("before", f.when(~last, f.least(f.col("sent_at") + f.lit(rules.skew), middle)))
     return ends.withColumn("after", f.lag("before").over(of_id))
 
 
 def _is_known(at: Column, rules: Rules) -> Column:
-    """Return whether a message was published when its task must have been read."""
+    """Return whether a message was published at a time for which all tasks were read."""
     before = at < f.lit(rules.known_until)
     return before if rules.since is None else before & (at >= f.lit(rules.since + rules.skew))
 
@@ -147,17 +148,17 @@ def _state(rules: Rules) -> Column:
         .when(received >= f.lit(rules.until + rules.grace), f.lit("late"))
         .otherwise(f.lit("delivered"))
     )
-    # Near the bounds a message may belong to a task that was not read.
+    # Near the bounds, a message can belong to a task that was not read.
     unknown = f.when(f.col("known"), f.lit("unknown"))
     return f.when(created.isNull(), unknown).when(inside, of_task)
 
 
 def out_of_order(rows: DataFrame) -> DataFrame:
-    """Return those of `judged` whose first message was published before that of an earlier task of their key.
+    """Return the rows of `judged` whose first message was published before the first message of an earlier task.
 
-    The order of a key is that of CreatedAt, Sequence, Id (docs/guide/ordering.md). Repeats may come at any time, so
-    only the first sending that is known of a task counts, and only of tasks of the window: of an older one the first
-    sending may be unknown.
+    The order of a key is CreatedAt, Sequence, Id (docs/guide/ordering.md). Republished messages can have any order, so
+    only the first known sending of a task counts. Only tasks of the window are compared, because the first sending of
+    an older task may not be known.
     """
     before = (
         Window.partitionBy("key")
@@ -169,13 +170,13 @@ def out_of_order(rows: DataFrame) -> DataFrame:
 
 
 def counted(rows: DataFrame) -> DataFrame:
-    """Return few rows out of many, of which `numbers` makes each number: by topic, hour, and rounded latency.
+    """Count by topic, hour and rounded latency. `numbers` computes every number of the report from these few rows.
 
-    A latency, in microseconds here, is from CreatedAt to the first publish_time of what was received; clocks that
-    differ make none less than 0. Rounded to three digits.
+    The latency in microseconds is the time from CreatedAt to the first publish_time, at least 0 despite clock skew,
+    rounded to three significant digits.
     """
     took = f.unix_micros("first_at") - f.unix_micros("created_at")
-    latency = f.when(took.isNotNull(), f.greatest(took, f.lit(0)))  # the greatest of NULL and 0 is 0
+    latency = f.when(took.isNotNull(), f.greatest(took, f.lit(0)))  # greatest(NULL, 0) is 0
     unit = f.pow(f.lit(10), f.greatest(f.floor(f.log10(f.greatest(latency, f.lit(1)))) - 2, f.lit(0)))
     columns = {
         "latency": latency,
@@ -197,7 +198,7 @@ def counted(rows: DataFrame) -> DataFrame:
 
 
 def numbers(counts: DataFrame, *by: str) -> DataFrame:
-    """Return the numbers of the window's tasks, for each value of `by` (of `topic`, `hour`): latencies in seconds."""
+    """Return the counts, and the latencies in seconds, of the window's tasks for each value of `by` (topic, hour)."""
     tasks = counts.where("tasks > 0")
     points = f.percentile("rounded", list(PERCENTILES.values()), f.col("tasks"))
     summed = tasks.groupBy(*by).agg(
@@ -210,7 +211,7 @@ def numbers(counts: DataFrame, *by: str) -> DataFrame:
 
 
 def findings(rows: DataFrame, overtaken: DataFrame) -> DataFrame:
-    """Return `schemas.FOUND`: a row for each thing that is not as it should be, from `judged` and `out_of_order`."""
+    """Return `schemas.FOUND`: a row for each finding, from `judged` and `out_of_order`."""
     of_window = f.col("state").isin(*STATES)
     classes = [f.when(f.col("state") == name, f.lit(name)) for name in (*STATES[1:], "unknown")]
     classes += [f.when(of_window & (f.col(name) > 0), f.lit(name)) for name in FLAWS]
@@ -221,7 +222,7 @@ def findings(rows: DataFrame, overtaken: DataFrame) -> DataFrame:
     )
 
 
-def samples(found: DataFrame, most: int) -> DataFrame:
-    """Return at most so many of each class, the first by their ids."""
+def samples(found: DataFrame, count: int) -> DataFrame:
+    """Return at most `count` findings of each class, sorted by ID."""
     of_class = Window.partitionBy("class").orderBy("task_id", "sent_at")
-    return found.withColumn("place", f.row_number().over(of_class)).where(f.col("place") <= most).drop("place")
+    return found.withColumn("place", f.row_number().over(of_class)).where(f.col("place") <= count).drop("place")

@@ -1,7 +1,7 @@
 """Run a worker in a Spark task until its shards are drained.
 
-The worker handles no signals, and it stops by the database's clock. If Spark retries the Spark task, the worker has the
-same ID, so it gets the same shards at once.
+The worker handles no signals, and its deadline is by the database's clock. If Spark retries the Spark task, the new
+worker has the same ID, so it gets the same shards at once.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ class Workers:
         finally:
             tally.stop()
         if code == exits.FAILED:
-            raise OutboxError(f"Worker {id} failed. See the log of its executor for the reason")
+            raise OutboxError(f"Worker {id} failed. See the log of its executor")
         return {name: tally.sums[metric] for name, metric in _COUNTED.items()}
 
     @contextlib.contextmanager

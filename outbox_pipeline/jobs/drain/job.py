@@ -80,7 +80,7 @@ def run(
     until = None if deadline is None else TaskTable(store.database).now() + timedelta(seconds=deadline)
     workers = min(settings.workers or spark.sparkContext.defaultParallelism, len(store.shards))
     counts, rounds = Counter(dict.fromkeys(schemas.DRAINED.fieldNames(), 0)), 0
-    pause = Pause(settings.poll_interval, LONGEST_WAIT, Random())  # noqa: S311 - it spreads load
+    pause = Pause(settings.poll_interval, LONGEST_WAIT, Random())  # noqa: S311 - jitter, not security
     while _work(left := store.unsent()) and (remaining := end - time.monotonic()) > 0:
         if rounds:
             time.sleep(min(pause.next(), remaining))

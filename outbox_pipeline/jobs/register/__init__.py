@@ -1,1 +1,1 @@
-"""`register`: rows of files or DataFrames become tasks."""
+"""`register`: turns the rows of files or DataFrames into tasks."""

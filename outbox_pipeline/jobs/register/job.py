@@ -1,4 +1,4 @@
-"""`register`: rows of a DataFrame or of files become tasks."""
+"""`register`: turns the rows of files or of a DataFrame into tasks."""
 
 import time
 from collections.abc import Sequence
@@ -14,23 +14,23 @@ from outbox.errors import SettingError
 from outbox.shared.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register.executor import ANSWER, COUNTS, Registration
-from outbox_pipeline.jobs.register.transforms import TIMES, UNREAD, WHY, in_order, of_json_lines, prepared
+from outbox_pipeline.jobs.register.transforms import TIMES, UNREAD, WHY, in_order, parse_json_lines, prepared
 from outbox_pipeline.settings import FORMATS, RegisterSettings
-from outbox_pipeline.spanner import table_of
+from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.errors import spark_errors
 from outbox_pipeline.spark.files import Folder, format_of
 from outbox_pipeline.spark.pacing import shared
 
-#: What an empty text in quotes is read as, to tell it from nothing at all, which is NULL.
+#: The value that stands for an empty text in quotes while CSV is read. A missing text is NULL.
 _EMPTY = "\ue000an empty text\ue000"
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """What became of the rows: each is counted once.
+    """The outcomes of the rows. Each row is counted once.
 
-    `registered` were inserted by this job, `existing` were there before it began, `repeated` are equal to another row,
-    `rejected` are in the folder `rejects`.
+    This job inserted `registered` rows. The tasks of `existing` rows existed before the job began. `repeated` rows are
+    equal to another row. `rejected` rows are in the folder `rejects`. `seconds` is the duration of the job.
     """
 
     read: int
@@ -54,23 +54,23 @@ def register(
     key: Sequence[str] = (),
     max_rows_per_second: int = 0,
 ) -> Registered:
-    """Register each row as a task, at LOW priority; what is there already is not registered again.
+    """Register each row as a task, with requests of LOW priority. A row whose task exists is not registered again.
 
     Args:
-        dataframe: columns as in docs/pipeline/register.md; at least `data`, and `topic` unless one is given.
-        rejects: folder for refused rows, with their reasons, as JSON lines; each run makes a folder of its own in it.
-        project: of the database; without it OUTBOX_PROJECT or GOOGLE_CLOUD_PROJECT.
-        instance: without it OUTBOX_INSTANCE.
-        database: without it OUTBOX_DATABASE.
-        database_role: without it OUTBOX_DATABASE_ROLE, or none.
-        topic: of rows that name none.
-        key: columns whose values, with the topic, make the id (`outbox_pipeline.task_id`) of a row that has no
-            `task_id`. Without it the whole row makes it: two equal rows are one task.
-        max_rows_per_second: of all executors together; 0 is no limit.
+        dataframe: rows with the columns of docs/pipeline/register.md, at least `data`, and `topic` unless you pass it.
+        rejects: folder for rejected rows with their reasons, as JSON lines. Each run creates a subfolder.
+        project: project of the database. The default is OUTBOX_PROJECT or GOOGLE_CLOUD_PROJECT.
+        instance: the default is OUTBOX_INSTANCE.
+        database: the default is OUTBOX_DATABASE.
+        database_role: the default is OUTBOX_DATABASE_ROLE or no role.
+        topic: topic of rows without a topic.
+        key: columns from which, with the topic, the ID of a row without `task_id` is derived. See
+            `outbox_pipeline.task_id`. Without a key, the ID derives from the whole row, so two equal rows are one task.
+        max_rows_per_second: limit of all executors together. 0 is no limit.
 
     Raises:
         SettingError: a column is unknown, missing or of a wrong type, or a setting is not allowed.
-        NotReached: Spanner, the database, the table or a permission.
+        NotReached: Spanner, the database, the table or a permission is missing.
     """
     target = DatabaseSettings.read(
         {"project": project, "instance": instance, "database": database, "database_role": database_role}
@@ -80,7 +80,7 @@ def register(
 
 
 def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
-    """Register the rows of files. Raises as `register`."""
+    """Register the rows of files. Raises the errors of `register`."""
     key = tuple(name.strip() for name in settings.key.split(",")) if settings.key else ()
     rows = read(spark, settings.input, settings.input_format, key)
     tasks = prepared(rows, topic=settings.topic, key=key)
@@ -88,23 +88,23 @@ def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
 
 
 def read(spark: SparkSession, path: str, format: str, key: Sequence[str] = ()) -> DataFrame:
-    """Return the rows of files. Raises SettingError: no format is given, and the ending names none."""
+    """Return the rows of files. Raises SettingError if the format is auto and the extension is unknown."""
     if format == "auto":
         format = format_of(path) or ""
-        if not format:
-            raise SettingError(f"--input {path}: the ending names no format: give --input-format {', '.join(FORMATS)}")
+        if format not in FORMATS:
+            raise SettingError(f"--input {path}: unknown extension. Pass --input-format: {', '.join(FORMATS)}")
     if format == "parquet":
         return spark.read.parquet(path)
     if format == "json":
-        return of_json_lines(spark.read.text(path), key)
-    # Not detected by Spark, which then changes the ends of lines within quotes, too.
+        return parse_json_lines(spark.read.text(path), key)
+    # If Spark detected the line separator itself, it would also change line breaks inside quotes.
     first = spark.read.text(path, lineSep="\n").first()
     end = "\r\n" if first and first["value"].endswith("\r") else "\n"
     reader = spark.read.options(header=True, quote='"', escape='"', multiLine=True, lineSep=end, emptyValue=_EMPTY)
     head = reader.csv(path)
     schema = StructType([*head.schema.fields, StructField(UNREAD, StringType())])
     rows = reader.schema(schema).options(enforceSchema=False, columnNameOfCorruptRecord=UNREAD).csv(path)
-    why = f.when(f.col(UNREAD).isNotNull(), f.lit("the line has more or fewer columns than the head, or bad quotes"))
+    why = f.when(f.col(UNREAD).isNotNull(), f.lit("the line has more or fewer columns than the header, or bad quotes"))
     texts = {name: f.col(f"`{name}`") for name in head.columns}
     texts = {name: f.when(text == _EMPTY, f.lit("")).otherwise(text) for name, text in texts.items()}
     return rows.withColumns({**texts, WHY: why})
@@ -113,7 +113,7 @@ def read(spark: SparkSession, path: str, format: str, key: Sequence[str] = ()) -
 def _register(tasks: DataFrame, target: DatabaseSettings, rejects: str, per_second: int) -> Registered:
     begin = time.monotonic()
     spark = tasks.sparkSession
-    began = table_of(target).now()
+    began = open_table(target).now()
     parts, rate = shared(spark, per_second)
     registration = Registration(target, began, rate)
     observed = Observation("register")

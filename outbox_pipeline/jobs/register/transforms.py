@@ -1,4 +1,4 @@
-"""From rows of users to rows that can be registered: columns checked, texts read, ids made, in the order of writing."""
+"""Prepares the rows of users for registration: checks columns, parses texts, derives IDs and sorts the rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,32 +23,32 @@ from outbox.errors import SettingError
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register.ids import as_uuid5, named
 
-#: Columns that rows may have; docs/pipeline/register.md says what each means.
+#: The columns of rows, described in docs/pipeline/register.md.
 COLUMNS = (
     "task_id", "topic", "data", "data_base64", "attributes", "priority", "ordering_key", "available_at", "expires_at",
     "at_most_once", "sequence",
 )  # fmt: skip
-#: Further columns of the rejects, so that they can be corrected and registered.
+#: More columns of rejected rows. They are accepted as input, so that corrected rows can be registered.
 OF_REJECTS = ("reason", "line")
-#: What a reader makes of a line that it cannot read: the line, and why.
+#: Columns for a line that cannot be parsed: the line, and the reason.
 UNREAD, WHY = "_line", "_why"
-#: The prefix of our own columns. Users choose the names of key columns.
+#: The prefix of temporary columns, which must not collide with the users' key columns.
 _OURS = "_outbox_"
 
 _WHOLE = (ByteType, ShortType, IntegerType, LongType)
-#: Types with the same text in every session.
+#: Types whose conversion to text does not depend on the session.
 _NAMES = (StringType, *_WHOLE, BooleanType, DateType)
-#: A day, without which Spark would take today, a time, and an offset, without which it would take the session's zone.
+#: Date, time and offset. Spark would replace a missing date by today and a missing offset by the session's time zone.
 _MOMENT = r"^\d{4}-\d\d-\d\d[T ]\d\d:\d\d.*(?:Z|[+-]\d\d:?\d\d)$"
-#: The years 1 to 9999 in microseconds since 1970; Spark has more, Python and Spanner do not.
+#: The years 1 to 9999 in microseconds since 1970. Spark supports more years, Python and Spanner do not.
 _YEARS = (-62_135_596_800_000_000, 253_402_300_799_999_999)
-#: As Spark writes a time, it can be read again.
+#: The format of times in rejected rows, which this job can parse again.
 TIMES = "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX"
 
 
 @dataclass(frozen=True)
 class _Read:
-    """How a text becomes a value of a column, which other types that has, and what is said of a text that does not."""
+    """How to parse a text of a column, which other types the column can have, and what an error calls a valid text."""
 
     parse: Callable[[Column], Column]
     types: tuple[type[DataType], ...]
@@ -60,8 +60,8 @@ def _time(text: Column) -> Column:
 
 
 def _object(text: Column) -> Column:
-    """Return the map of a JSON object; NULL if the text is something else, more than that, or has a name twice."""
-    # Spark reads the first value of a text and passes over the rest: as the first of two it must be all of it.
+    """Return a JSON object as a map, or NULL if the text is not exactly one object or has a duplicate name."""
+    # Spark parses the first value of a text and ignores the rest, so the text is parsed as the first item of an array.
     found = f.from_json(f.concat(f.lit("["), text, f.lit(",{}]")), "array<map<string,string>>")
     names = f.map_keys(found[0])
     return f.when((f.size(found) == 2) & (f.size(names) == f.size(f.array_distinct(names))), found[0])
@@ -82,20 +82,20 @@ _READ = {
 }
 
 
-def of_json_lines(lines: DataFrame, key: Sequence[str] = ()) -> DataFrame:
-    """Return rows of texts, from a column `value` of lines of JSON.
+def parse_json_lines(lines: DataFrame, key: Sequence[str] = ()) -> DataFrame:
+    """Return rows of texts from JSON lines in a column `value`.
 
-    A line that is no JSON object, or that has a name which is no column, is in UNREAD, and why in WHY.
+    If a line is not a JSON object or has an unknown name, UNREAD is the line and WHY the reason.
     """
     names = [*COLUMNS, *OF_REJECTS, *(name for name in key if name not in COLUMNS)]
     parsed = lines.where(f.col("value").rlike(r"\S")).select("value", _object(f.col("value")).alias("found"))
     unknown = f.array_except(f.map_keys("found"), f.array(*map(f.lit, names)))
     reason = (
         f.when(~f.is_valid_utf8("value"), f.lit("the line is not valid UTF-8"))
-        .when(f.col("found").isNull(), f.lit("the line is no JSON object, or has a name twice"))
+        .when(f.col("found").isNull(), f.lit("the line is not a JSON object, or has a duplicate name"))
         .when(
             f.size(unknown) > 0,
-            f.concat(f.lit("the line has names that are no columns: "), f.array_join(unknown, ", ")),
+            f.concat(f.lit("the line has unknown columns: "), f.array_join(unknown, ", ")),
         )
     )
     return parsed.select(
@@ -106,12 +106,12 @@ def of_json_lines(lines: DataFrame, key: Sequence[str] = ()) -> DataFrame:
 
 
 def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> DataFrame:
-    """Return `rows` with the columns of `schemas.INPUT`, each with its id.
+    """Return `rows` with the columns of `schemas.INPUT` and their task IDs.
 
-    A row that cannot be read has a reason, and `line` is the original row as JSON. Its columns are NULL, so that a
-    second run cannot register half of it.
+    For a row that cannot be parsed, `reason` is set and `line` is the original row as JSON. Its other columns are NULL,
+    so that nobody can register an incomplete row by accident.
 
-    Raises SettingError: a column is unknown, missing or of a type that cannot be taken.
+    Raises SettingError: a column is unknown, missing or of a wrong type.
     """
     _check(rows, topic, key)
     _check_key(rows, key)
@@ -127,17 +127,17 @@ def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> Da
         f.when(values["data"].isNotNull() & values["data_base64"].isNotNull(), f.lit("both data and data_base64"))
     )
     values["topic"] = f.coalesce(values["topic"], f.lit(topic or None))
-    # No key, as for outbox.register: rows without one have no place that they must share.
+    # An empty key is no key, as in outbox.register, so rows without a key need not be in one partition.
     values["ordering_key"] = f.nullif(values["ordering_key"], f.lit(""))
     values["data"] = f.coalesce(values["data"], values["data_base64"])
     columns = {field.name: field.dataType for field in schemas.INPUT if field.name not in ("line", "reason")}
-    # In steps, so that nothing is worked out once for each column that it goes into.
-    made = rows.withColumns({f"{_OURS}{name}": values[name].cast(type_) for name, type_ in columns.items()})
+    # In steps, so that Spark computes a value once even if several columns use it.
+    parsed = rows.withColumns({f"{_OURS}{name}": values[name].cast(type_) for name, type_ in columns.items()})
     name_of_id, no_id = _id(key)
     reasons.append(f.when(values["task_id"].isNull(), no_id))
     whole = _whole([name for name in rows.columns if name not in (UNREAD, WHY)], rows)
     line = f.coalesce(f.col(UNREAD), whole) if UNREAD in has else whole
-    stepped = made.withColumns(
+    stepped = parsed.withColumns(
         {
             f"{_OURS}reason": f.make_valid_utf8(f.coalesce(*reasons).cast("string")),
             f"{_OURS}line": f.make_valid_utf8(line),
@@ -154,13 +154,13 @@ def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> Da
 
 
 def _value(name: str, type_: DataType) -> tuple[Column, list[Column]]:
-    """Return the value of a column, and the reasons for which it may not be one."""
+    """Return the value of a column, and the possible reasons to reject it."""
     source, read = _column(name), _READ[name]
     value, text, reasons = source, source, []
     if isinstance(type_, StringType):
         value = read.parse(source)
-        said = f.concat(f.lit(f"{name} "), f.substring(source, 1, 100), f.lit(f" is not {read.wanted}"))
-        reasons.append(f.when(source.isNotNull() & value.isNull(), said))
+        message = f.concat(f.lit(f"{name} "), f.substring(source, 1, 100), f.lit(f" is not {read.wanted}"))
+        reasons.append(f.when(source.isNotNull() & value.isNull(), message))
     elif isinstance(type_, MapType):
         value = source.cast(schemas.INPUT["attributes"].dataType)
         text = f.concat_ws("", f.map_keys(value), f.map_values(value))
@@ -173,7 +173,7 @@ def _value(name: str, type_: DataType) -> tuple[Column, list[Column]]:
 
 
 def _whole(names: Sequence[str], rows: DataFrame) -> Column:
-    """Return a row as a line of JSON that can be corrected and registered."""
+    """Return a row as a JSON line that users can correct and register."""
     each = [
         _column(name).alias("data_base64" if isinstance(rows.schema[name].dataType, BinaryType) else name)
         for name in names
@@ -186,14 +186,14 @@ def _column(name: str) -> Column:
 
 
 def _id(key: Sequence[str]) -> tuple[Column, Column]:
-    """Return the name that makes the id of a row without one, and the reason why there is none."""
+    """Return the name from which the ID of a row without `task_id` derives, and the reason if there is none."""
     if key:
         parts = [_column(name).cast("string") for name in key]
         missing = [
-            f.when(part.isNull(), f.lit(f"{name}, of the key, is NULL")) for name, part in zip(key, parts, strict=True)
+            f.when(part.isNull(), f.lit(f"key column {name} is NULL")) for name, part in zip(key, parts, strict=True)
         ]
         return named([f.col(f"{_OURS}topic"), *parts]), f.coalesce(*missing)
-    # Texts that are the same for the same values, in any run and with any settings of the session.
+    # These texts depend on the values only, not on the run or the session's options.
     attributes = f.array_sort(f.map_entries(f"{_OURS}attributes"))
     texts = [
         f.col(f"{_OURS}topic"),
@@ -206,17 +206,17 @@ def _id(key: Sequence[str]) -> tuple[Column, Column]:
 
 
 def in_order(tasks: DataFrame, partitions: int = 0) -> DataFrame:
-    """Return tasks in the order in which they are written: tasks with an order, or with equal IDs, in one partition.
+    """Return tasks in write order. Tasks of one ordering key, or with equal IDs, are in one partition.
 
-    Neighboring IDs are neighbors in the table, so a commit touches few of its splits:
-    https://cloud.google.com/spanner/docs/bulk-loading. Tasks of an ordering key go by `sequence`, then by id.
+    Tasks without an ordering key are sorted by ID, so a commit touches few splits of the table:
+    https://cloud.google.com/spanner/docs/bulk-loading. Tasks of an ordering key are sorted by `sequence`, then by ID.
     """
     placed = tasks.withColumn("_place", f.coalesce("ordering_key", "task_id", "line"))
     parted = placed.repartition(partitions, "_place") if partitions else placed.repartition("_place")
-    # Of rows with one id all stand at the first one's place, whatever their own sequence: else the later ones would be
-    # found in the table, and could not be told from what an earlier run of the Spark task wrote.
+    # Rows with equal IDs are adjacent, whatever their sequences. Otherwise a later row would find its task in the
+    # table, where it looks like a task that an earlier attempt of the Spark task wrote.
     first = f.min("sequence").over(Window.partitionBy("_place", "task_id"))
-    # The hash, so that of two different rows with one id always the same one comes first.
+    # The hash makes the order of two different rows with one ID deterministic.
     whole = f.xxhash64("topic", "data", f.to_json(f.struct(f.array_sort(f.map_entries("attributes")))), "priority")
     ordered = parted.withColumn("_first", first)
     return ordered.sortWithinPartitions("ordering_key", "_first", "task_id", "sequence", whole).drop("_place", "_first")
@@ -226,22 +226,22 @@ def _check(rows: DataFrame, topic: str, key: Sequence[str]) -> None:
     known = {*COLUMNS, *OF_REJECTS, UNREAD, WHY, *key}
     if unknown := [name for name in rows.columns if name not in known]:
         raise SettingError(
-            f"column {unknown[0]!r} is not known: drop it, or name it in the key. There are {', '.join(COLUMNS)}"
+            f"Unknown column {unknown[0]!r}. Drop it or add it to the key. Known columns: {', '.join(COLUMNS)}"
         )
     if not {"data", "data_base64"} & set(rows.columns):
-        raise SettingError(f"column data is missing, or data_base64: there are {', '.join(rows.columns)}")
+        raise SettingError(f"Column data or data_base64 is missing. The rows have {', '.join(rows.columns)}")
     if not topic and "topic" not in rows.columns:
-        raise SettingError(f"column topic is missing, and no topic is given: there are {', '.join(rows.columns)}")
+        raise SettingError(f"Column topic is missing. Add it or pass a topic. The rows have {', '.join(rows.columns)}")
     for name in COLUMNS:
         if name in rows.columns:
             type_ = rows.schema[name].dataType
             if not isinstance(type_, (StringType, *_READ[name].types)):
-                raise SettingError(f"column {name} is {type_.simpleString()}, it must be {_READ[name].wanted}")
+                raise SettingError(f"Column {name} is {type_.simpleString()}, but must be {_READ[name].wanted}")
 
 
 def _check_key(rows: DataFrame, key: Sequence[str]) -> None:
     for name in key:
         if name not in rows.columns:
-            raise SettingError(f"column {name!r} of the key is missing: there are {', '.join(rows.columns)}")
+            raise SettingError(f"Key column {name!r} is missing. The rows have {', '.join(rows.columns)}")
         if not isinstance(type_ := rows.schema[name].dataType, _NAMES):
-            raise SettingError(f"column {name} of the key is {type_.simpleString()}: cast it to a text of your own")
+            raise SettingError(f"Key column {name} is {type_.simpleString()}. Cast it to a text")

@@ -1,7 +1,7 @@
-"""What a Spark task does with tasks to be replayed: make each unsent that is as it was, under its lock.
+"""Replays tasks in a Spark task: locks each row and resets SentAt if the task was sent before the replay began.
 
-A task may run again, and so may the whole replay: what is unsent already, or was sent since the replay began, is left
-alone, so that nothing is sent twice.
+Spark can run a Spark task again, and a replay can be resumed. A task that is already unsent, or was sent since the
+replay began, is not changed, so no task is replayed twice.
 """
 
 import base64
@@ -20,19 +20,21 @@ from outbox.admin.table import LOCK_SECONDS, Transaction
 from outbox.registration import COLUMNS, TABLE
 from outbox.shared.settings import DatabaseSettings
 from outbox_pipeline import schemas
-from outbox_pipeline.spanner import Table, table_of
+from outbox_pipeline.chunks import chunks
+from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.pacing import Pace
 
-#: Tasks, and bytes of archived messages, in one transaction.
+#: Max tasks, and max bytes of archived messages, in one transaction.
 CHUNK_ROWS, CHUNK_BYTES = 200, 4_000_000
 _TAG = "outbox-pipeline-replay"
 
 
 @dataclass(frozen=True)
 class Replay:
-    """Given to `mapInArrow`: takes rows of Id, or of `schemas.ARCHIVED_ROW`, yields `schemas.REPLAYED`.
+    """A function for `mapInArrow` that replays rows with Id, or `schemas.ARCHIVED_ROW`, and yields `schemas.REPLAYED`.
 
-    `started_at` is when the replay began, in the database's time; `rate` of this Spark task, 0 is none.
+    `started_at` is the start of the replay by the database's clock. `rate` is rows per second of this Spark task, 0 is
+    no limit.
     """
 
     database: DatabaseSettings
@@ -40,24 +42,25 @@ class Replay:
     rate: float = 0.0
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Replay them, chunk by chunk."""
-        table, pace = table_of(self.database), Pace(self.rate)
+        """Replay the rows in chunks."""
+        table, pace = open_table(self.database), Pace(self.rate)
         answer = schemas.arrow(schemas.REPLAYED)
         for batch in batches:
-            # In UTC whatever the session's zone is.
+            # Cast to UTC from the session's time zone.
             wanted = schemas.arrow(StructType([schemas.TABLE[name] for name in batch.schema.names]))
             counts = []
-            for chunk in _chunks(batch.cast(wanted).to_pylist()):
+            rows = batch.cast(wanted).to_pylist()
+            for chunk in chunks(rows, CHUNK_ROWS, CHUNK_BYTES, lambda row: len(row.get("Data", b""))):
                 pace.wait(len(chunk))
                 counts.append(replay(table, chunk, self.started_at))
             yield pa.RecordBatch.from_pylist(counts, answer)
 
 
 def replay(table: Table, rows: Sequence[Mapping[str, Any]], started_at: datetime) -> dict[str, int]:
-    """Make those of `rows` unsent that were sent before `started_at`, in one transaction; return how many, by outcome.
+    """Reset SentAt of tasks that were sent before `started_at`, in one transaction. Return the number of each outcome.
 
-    A row of more than its id comes from the archive, and is inserted if its id is not in the table: the same as if it
-    had never been deleted. A task that is unsent is `waiting`, one that was sent since is `changed`.
+    A row with Data comes from the archive and is inserted again if its ID is not in the table. An unsent task is
+    `waiting`. A task that was sent since is `changed`.
     """
     wanted = {row["Id"]: row for row in rows}
 
@@ -68,7 +71,8 @@ def replay(table: Table, rows: Sequence[Mapping[str, Any]], started_at: datetime
         gone = [row for id, row in wanted.items() if id not in found]
         again = [row for row in gone if "Data" in row]
         if before or again:
-            # Behind the locks: a worker tells by it that a task was made due after it had published it.
+            # Read after locking: by this time, a worker with the task in doubt knows that it was reset after the
+            # publish.
             [[now]] = transaction.query(statements.NOW, {})
             transaction.update(TABLE, RETRIED, [retried(id, now) for id in before])
             transaction.insert(TABLE, COLUMNS, [_inserted(row, now) for row in again])
@@ -85,22 +89,9 @@ def replay(table: Table, rows: Sequence[Mapping[str, Any]], started_at: datetime
 
 
 def _inserted(row: Mapping[str, Any], now: datetime) -> list[Any]:
-    """Return an archived row as `outbox retry` would have left it; the other columns have their defaults.
+    """Return an archived row in the state that `outbox retry` leaves. The other columns have their defaults.
 
-    It keeps its CreatedAt, which is its place in the order of its key among tasks that were not deleted.
+    The row keeps its CreatedAt, and so its place in the order of its ordering key.
     """
     values = {**row, "Data": base64.b64encode(row["Data"]), "AvailableAt": now, "ExpiresAt": None}
     return [values[name] for name in COLUMNS]
-
-
-def _chunks(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    chunk: list[Mapping[str, Any]] = []
-    size = 0
-    for row in rows:
-        chunk.append(row)
-        size += len(row.get("Data", b""))
-        if len(chunk) >= CHUNK_ROWS or size >= CHUNK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk

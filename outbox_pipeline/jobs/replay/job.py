@@ -21,23 +21,24 @@ from outbox_pipeline.jobs.replay.executor import Replay
 from outbox_pipeline.jobs.replay.transforms import ORDER, in_order, latest, selected
 from outbox_pipeline.settings import ReplaySettings
 from outbox_pipeline.source.datasource import register_source
-from outbox_pipeline.source.options import of_database
-from outbox_pipeline.spanner import READING, Table, table_of
+from outbox_pipeline.source.options import database_options
+from outbox_pipeline.spanner import READING, Table, open_table
 from outbox_pipeline.spark.counts import totals
 from outbox_pipeline.spark.messages import decoded
 from outbox_pipeline.spark.pacing import shared
 
-#: What a dry run shows: so many topics, those with the most tasks, and so many tasks.
+#: Max topics and tasks that a dry run shows. Topics with the most tasks come first.
 TOPICS, SAMPLE = 20, 10
 _TIMES = ("since", "until")
 
 
 @dataclass(slots=True)
 class Replayed:
-    """What became of the selected tasks: each is counted once, by the last try of its Spark task.
+    """The outcomes of the selected tasks. Each is counted once, by the last attempt of its Spark task.
 
-    `replayed` were made unsent, `registered` were inserted again, `waiting` were unsent already, `changed` were sent
-    since the replay began, `missing` are not in the table. `topics` and `sample` are of a dry run.
+    `replayed` tasks were made unsent, `registered` tasks were inserted again, `waiting` tasks were already unsent,
+    `changed` tasks were sent since the replay began, and `missing` tasks are not in the table. A dry run sets `topics`
+    and `sample`. `seconds` is the duration of the job.
     """
 
     replay_id: str | None = None
@@ -54,7 +55,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySelection:
-    """Which tasks, of those that were sent. `since` is inclusive, `until` exclusive; empty is no limit."""
+    """A selection of sent tasks. `since` is inclusive, `until` exclusive. An empty field selects all tasks."""
 
     archive: str = ""
     topic: str = ""
@@ -64,13 +65,13 @@ class ReplaySelection:
     where: str = ""
 
     def text(self) -> str:
-        """Return what is given, as JSON."""
+        """Return the fields that are not empty, as JSON."""
         given = {name: value for name, value in asdict(self).items() if value}
         return json.dumps(given | {name: shown(given[name]) for name in _TIMES if name in given}, ensure_ascii=False)
 
     @classmethod
     def parsed(cls, text: str) -> "ReplaySelection":
-        """Return the selection of a text."""
+        """Parse a text of `text`."""
         given = json.loads(text)
         return cls(**given | {name: datetime.fromisoformat(given[name]) for name in _TIMES if name in given})
 
@@ -86,15 +87,15 @@ def run(
     """Replay the selected tasks, or continue the replay with the ID `resume`. `note` first gets the ID.
 
     Raises:
-        SettingError: nothing is selected, or what cannot be; there is nothing to resume.
-        NotReached: Spanner, the database, a table or a permission.
-        OutboxError: the archive is of another database, or cannot be read.
+        SettingError: the selection is empty or invalid, or there is no unfinished replay to resume.
+        NotReached: Spanner, the database, a table or a permission is missing.
+        OutboxError: the archive belongs to another database or is damaged.
     """
     begin = time.monotonic()
     _check_flags(settings, dry_run=dry_run, resume=resume)
     register_source(spark)
     target = settings.database_settings
-    table = table_of(target)
+    table = open_table(target)
     if not dry_run:
         table.require_replays()
     now = table.now()
@@ -107,7 +108,7 @@ def run(
         id = resume or str(uuid4())
         if not resume:
             started_at = table.begin_replay(id, selection.text())
-        note(f"replay {id} of {selection.text()}: if it ends early, --resume {id} goes on with it")
+        note(f"Replay {id} of {selection.text()}. If it is interrupted, continue it with --resume {id}")
         done = job.replay(started_at, settings.max_rows_per_second)
         done.replay_id = id
         table.end_replay(id, done.selected - done.missing)
@@ -118,21 +119,20 @@ def run(
 def _check_flags(settings: ReplaySettings, *, dry_run: bool, resume: str) -> None:
     given = [field.name for field in fields(ReplaySelection) if getattr(settings, field.name) not in ("", None)]
     if resume and dry_run:
-        raise SettingError("--resume goes on with a replay, --dry-run writes nothing: give one of them")
+        raise SettingError("--resume and --dry-run exclude each other. Pass only one of them")
     if resume and given:
         raise SettingError(
-            f"--resume takes the selection that the replay began with: leave --{given[0]} away, and "
-            f"OUTBOX_{given[0].upper()} too"
+            f"--resume uses the selection of the interrupted replay. Remove --{given[0]} and OUTBOX_{given[0].upper()}"
         )
     if not resume and not set(given) - {"archive"}:
         raise SettingError(
-            "nothing is selected: give --topic, --since, --until, --attribute or --where; all that was ever sent is "
-            "--where true"
+            "No tasks are selected. Pass --topic, --since, --until, --attribute or --where. --where true selects all "
+            "sent tasks"
         )
 
 
 def _of(settings: ReplaySettings, now: datetime) -> ReplaySelection:
-    """Return the selection of the settings. Raises SettingError: nothing can be in its time."""
+    """Return the selection of the settings. Raises SettingError if since is not before until."""
     since, until = (None if each is None else resolved(each, now) for each in (settings.since, settings.until))
     if since and since >= (end := min(until or now, now)):
         raise SettingError(f"--since {shown(since)} is not before {'--until' if until else 'now,'} {shown(end)}")
@@ -140,35 +140,35 @@ def _of(settings: ReplaySettings, now: datetime) -> ReplaySelection:
 
 
 def _resumed(table: Table, id: str) -> tuple[ReplaySelection, datetime]:
-    """Return the selection of a replay that is not finished, and when it began. Raises SettingError."""
+    """Return the selection and StartedAt of an unfinished replay. Raises SettingError."""
     found = table.replay(id)
     if found is None:
-        raise SettingError(f"--resume {id}: {table.name} has no such replay in AsynchronousTaskOperations")
+        raise SettingError(f"--resume {id}: AsynchronousTaskOperations of {table.name} has no replay with this ID")
     started_at, finished_at, predicate = found
     if finished_at is not None:
-        raise SettingError(f"--resume {id}: it was finished at {shown(finished_at)}; begin a new one without --resume")
+        raise SettingError(f"--resume {id}: this replay finished at {shown(finished_at)}. Start a new one instead")
     return ReplaySelection.parsed(predicate), started_at
 
 
 def _check(spark: SparkSession, selection: ReplaySelection) -> None:
-    """Return if Spark can read the predicate. Raises SettingError."""
+    """Check that Spark can parse the predicate and that it is deterministic. Raises SettingError."""
     try:
         found: Any = selected(spark.createDataFrame([], schemas.TASK), where=selection.where)
     except (ParseException, AnalysisException) as error:
-        said = next(line for line in str(error).splitlines() if line)
-        raise SettingError(f"--where {selection.where}: {said}") from error
-    if not found._jdf.queryExecution().analyzed().deterministic():  # noqa: SLF001 - nothing public says it
-        raise SettingError(f"--where {selection.where}: it selects others each time, so it could not be resumed")
+        reason = next(line for line in str(error).splitlines() if line)
+        raise SettingError(f"--where {selection.where}: {reason}") from error
+    if not found._jdf.queryExecution().analyzed().deterministic():  # noqa: SLF001 - no public API
+        raise SettingError(f"--where {selection.where} is not deterministic, so the replay could not be resumed")
 
 
 def _time(micros: int) -> datetime:
-    """Return a time of Spark; as a time of its own it would come in the zone of the machine."""
+    """Convert unix_micros. A collected timestamp would be in the time zone of the machine."""
     return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=micros)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What all steps need."""
+    """What all steps share."""
 
     spark: SparkSession
     table: Table
@@ -176,8 +176,8 @@ class _Job:
     selection: ReplaySelection
 
     def dry_run(self, started_at: datetime) -> Replayed:
-        """Count the selected tasks, and show some of them."""
-        # Kept, so that it is read once.
+        """Count the selected tasks and return some of them."""
+        # Persist, so that the table is read once for both results.
         tasks = self._selected(started_at).select("Id", "Topic", f.unix_micros("SentAt").alias("SentAt")).persist()
         observed = Observation("replay")
         counts = tasks.groupBy("Topic").count().observe(observed, f.sum("count").alias("selected"))
@@ -200,7 +200,7 @@ class _Job:
         return Replayed(selected=sum(counts), **counts.asDict())
 
     def _selected(self, started_at: datetime) -> DataFrame:
-        """Return the tasks, at least with the columns of `schemas.ARCHIVED_ROW` or `ORDER`, Topic and SentAt."""
+        """Return the tasks with at least `schemas.ARCHIVED_ROW` or ORDER, Topic and SentAt."""
         until = min(self.selection.until or started_at, started_at)
         if self.selection.archive:
             return self._of_archive(until, started_at)
@@ -209,13 +209,14 @@ class _Job:
     def _of_table(self, until: datetime, started_at: datetime) -> DataFrame:
         given = self.selection
         now = self.table.now()
-        # Of a replay that is resumed late what is left is the same: what it has done is unsent, or was sent since.
+        # A replay that is resumed too late for a snapshot at `started_at` reads the table as of now. The remaining
+        # tasks are the same, because the finished ones are unsent or were sent since.
         at = started_at if started_at > now - self.table.retention() + READING else now
         if given.where:
             columns = schemas.TASK.fieldNames()
         else:
             columns = [*ORDER, "Topic", "SentAt", *(["Attributes"] if given.attribute else [])]
-        options = of_database(self.target) | {
+        options = database_options(self.target) | {
             "state": "sent", "until": shown(until), "readTimestamp": shown(at), "columns": ",".join(columns),
             "partitions": str(max(8, 4 * self.spark.sparkContext.defaultParallelism)),
         }  # fmt: skip
@@ -227,12 +228,12 @@ class _Job:
     def _of_archive(self, until: datetime, started_at: datetime) -> DataFrame:
         given = self.selection
         if not Archive(self.spark, given.archive).windows_of(self.table.name):
-            raise OutboxError(f"--archive {given.archive} holds no finished window: is that the folder of the archive?")
+            raise OutboxError(f"--archive {given.archive} has no finished window. Check the path")
         tasks = read_archive(self.spark, given.archive, since=given.since, until=until)
         tasks = tasks.where(f.col("Topic") == given.topic) if given.topic else tasks
         if given.attribute or given.where:
             tasks = decoded(tasks).withColumn("State", f.lit("sent")).select(*schemas.TASK.fieldNames())
             tasks = selected(tasks, attribute=given.attribute, where=given.where)
-        # What this replay had sent before it was interrupted may be archived, and purged, since.
+        # A resumed replay excludes tasks that were replayed, sent and archived before the interruption.
         since = read_archive(self.spark, given.archive, since=started_at).select("Id")
         return latest(tasks).join(since, "Id", "left_anti")

@@ -1,16 +1,16 @@
-"""Which tasks are replayed, and in which order."""
+"""Selects and orders the tasks of a replay."""
 
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as f
 
-#: What `in_order` needs.
+#: The columns that `in_order` needs.
 ORDER = ("Id", "OrderingKey", "CreatedAt", "Sequence")
 
 
 def selected(tasks: DataFrame, *, attribute: str = "", where: str = "") -> DataFrame:
-    """Return those tasks whose messages have an attribute, `key=value` or `key`, and that meet a predicate of SQL.
+    """Return the tasks whose message has the attribute, `key=value` or `key`, and for which the SQL predicate is true.
 
-    Raises errors of Spark: the predicate cannot be parsed, or names what there is not.
+    Raises Spark's ParseException or AnalysisException for an invalid predicate.
     """
     if attribute:
         key, given, value = attribute.partition("=")
@@ -25,15 +25,15 @@ def _has(key: str, value: str | None) -> Column:
 
 
 def latest(tasks: DataFrame) -> DataFrame:
-    """Return each id once, as it was sent last."""
+    """Return each ID once, with its last SentAt."""
     last = Window.partitionBy("Id").orderBy(f.desc("SentAt"))
     return tasks.withColumn("_number", f.row_number().over(last)).where("_number = 1").drop("_number")
 
 
 def in_order(tasks: DataFrame, partitions: int = 0) -> DataFrame:
-    """Return tasks as they are to be written: those of an ordering key side by side in the order of their commits.
+    """Return tasks in write order: the tasks of an ordering key are adjacent and sorted by commit.
 
-    So no worker finds one of them unsent before those that come first. The others go by id, as they lie in the table.
+    So a task is never unsent while an earlier task of its key is still sent. Tasks without a key are sorted by ID.
     """
     placed = tasks.withColumn("_place", f.coalesce("OrderingKey", "Id"))
     parted = placed.repartition(partitions, "_place") if partitions else placed.repartition("_place")
