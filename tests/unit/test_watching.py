@@ -1,0 +1,59 @@
+"""Commands that go on until they are stopped: an outage of Spanner is one line, and they continue."""
+
+import argparse
+from datetime import UTC, datetime
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from outbox.admin import backlog
+from outbox.admin import tasks as tasks_of
+from outbox.cli import status, tasks
+from outbox.errors import NotReached
+
+AWAY = NotReached("Spanner did not answer")
+OPTIONS = argparse.Namespace(json=False, exact=False, max_age=None, max_pending=5)
+
+
+class Stop(Exception):
+    """Ends a loop without end."""
+
+
+def test_status_goes_on_after_an_outage_but_not_after_a_failed_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("outbox.cli.status.time.sleep", lambda _seconds: None)
+    monkeypatch.setattr(status, "_rendered", lambda _tasks, found, _options: found)
+    monkeypatch.setattr(status, "_read", mock.Mock(side_effect=["first", AWAY, AWAY, "later", Stop]))
+    with pytest.raises(Stop):
+        status._watch(mock.Mock(), OPTIONS)
+    printed = capsys.readouterr()
+    assert printed.out == "first\nlater\n"
+    assert printed.err.count("Spanner did not answer. Retrying") == 2
+    monkeypatch.setattr(status, "_read", mock.Mock(side_effect=AWAY))
+    with pytest.raises(NotReached):
+        status._watch(mock.Mock(), OPTIONS)
+
+
+def test_status_says_that_not_all_topics_are_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = mock.Mock(whole=False, oldest=None, total=mock.Mock(pending=0))
+    monkeypatch.setattr(backlog, "read", lambda _tasks, **_options: found)
+    assert status._read(mock.Mock(), OPTIONS) is found
+    assert "Only the first 1,000 are counted" in capsys.readouterr().err
+    assert status._beyond(found, OPTIONS) == [
+        "--max-age and --max-pending cannot be checked, because not all topics are counted"
+    ]
+
+
+def test_tail_retries_until_spanner_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row: dict[str, Any] = {"Id": "a"}
+    monkeypatch.setattr("outbox.cli.tasks.time.sleep", lambda _seconds: None)
+    monkeypatch.setattr(tasks_of, "sent_after", mock.Mock(side_effect=[AWAY, AWAY, [row]]))
+    position = tasks_of.Position(datetime(2026, 1, 1, tzinfo=UTC), "")
+    assert tasks._next(mock.Mock(), position, None) == [row]
+    assert capsys.readouterr().err.count("no task will be missed") == 1
