@@ -69,7 +69,9 @@ def to_message(data: bytes, answer: Answer) -> Answer:
 
 
 def publisher_to(address: str, *arguments: Any, **options: Any) -> PubSubPublisher:
-    transport = PublisherGrpcTransport(channel=grpc.insecure_channel(address))
+    # gRPC shares connections by address: one that failed would make a later server on the same port look unavailable.
+    options_of_channel = [("grpc.use_local_subchannel_pool", 1)]
+    transport = PublisherGrpcTransport(channel=grpc.insecure_channel(address, options_of_channel))
     return PubSubPublisher(transport, "project", *arguments, **options)
 
 
