@@ -81,7 +81,7 @@ def test_an_interrupted_demo_stops_its_processes(emulators: Emulators, number: s
         family = children(process.pid)
         assert len(family) == 2
         process.stop(number)
-        assert process.wait(60) == 130
+        assert process.wait(60) in {130, -signal.SIGINT}  # a shell shows 130 for both
         eventually(lambda: all(gone(pid) for pid in family), message="no worker left")
         assert process.stderr == "demo: interrupted; what it had started is stopped\n"
 

@@ -59,7 +59,7 @@ def test_an_interrupted_demo_stops_its_processes(emulators: Emulators, tmp_path:
         family = children(process.pid)
         assert family
         process.stop(number)
-        # Python ends itself by SIGINT if the KeyboardInterrupt went through an exec() of text. A shell shows 130 for both.
+        # Python ends by SIGINT if the KeyboardInterrupt went through an exec() of text. A shell shows 130 for both.
         assert process.wait(100) in {130, -signal.SIGINT}
         eventually(lambda: all(gone(pid) for pid in family), message="no process left")
         assert process.stderr.endswith("demo: interrupted; what it had started is stopped\n")
