@@ -36,7 +36,8 @@ class TaskSelection:
 
     `since` is inclusive, `until` exclusive. Both are compared with SentAt of sent tasks and CreatedAt of others.
     `error` is a part of LastError, ignoring case. With `ids` and no state, pending and deferred tasks are excluded: a
-    pending task needs no retry, and a deferred one is released by the head of its key.
+    pending task needs no retry, and a deferred one is released by the head of its key. Without `expired`, unsent tasks
+    whose ExpiresAt has passed are excluded.
     """
 
     state: str | None = None
@@ -45,6 +46,12 @@ class TaskSelection:
     since: datetime | None = None
     until: datetime | None = None
     error: str | None = None
+    expired: bool = True
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the names of the conditions that narrow the selection."""
+        return frozenset(self.values) | (frozenset() if self.expired or self.state == "sent" else {"unexpired"})
 
     @property
     def values(self) -> dict[str, Any]:
@@ -57,7 +64,7 @@ class TaskSelection:
         """Return the selection as an SQL condition, without the IDs."""
         pending, deferred = statements.CONDITIONS["pending"], statements.IS_DEFERRED
         state = statements.CONDITIONS[self.state] if self.state else f"NOT ({pending}) AND NOT ({deferred})"
-        return state + statements.narrowed(self.state, self.values)
+        return state + statements.narrowed(self.state, self.names)
 
     def dml(self, statement: str) -> str:
         """Return `statement` with the selection as a WHERE clause with literals."""
@@ -93,7 +100,10 @@ class Outcome:
 
 
 class _Row(NamedTuple):
-    """A row of `statements.by_ids` and `statements.locked`. `now` is the database's time."""
+    """A row of `statements.by_ids` and `statements.locked`. `now` is the database's time.
+
+    `expires_at` is in the future, or None.
+    """
 
     id: str
     topic: str
@@ -102,6 +112,7 @@ class _Row(NamedTuple):
     state: str
     matches: bool
     now: datetime
+    expires_at: datetime | None
 
 
 #: Buffers the writes of one transaction for the matching rows, at least one.
@@ -116,7 +127,7 @@ def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> Count:
         rows = (table.query(statement, "outbox-count", selection.values | {"ids": ids}) for ids in chunks)
         return Count(sum(_Row(*row).matches for found in rows for row in found))
     limit = NO_LIMIT if exact else COUNTED
-    statement = statements.counted(_state(selection), selection.values)
+    statement = statements.counted(_state(selection), selection.names)
     values = selection.values | _places(table, selection) | {"limit": limit}
     seconds = COUNT_SECONDS if exact else SCAN_SECONDS
     numbers = [number for (number,) in table.query(statement, "outbox-count", values, seconds=seconds)]
@@ -132,14 +143,14 @@ def retry(table: TaskTable, selection: TaskSelection) -> Iterator[Outcome]:
         raise ValueError("a selection of sent tasks needs `until`, and pending tasks need no retry")
 
     def write(transaction: Transaction, rows: Sequence[_Row]) -> None:
-        transaction.update(_TABLE, RETRIED, [retried(row.id, row.now) for row in rows])
+        transaction.update(_TABLE, RETRIED, [retried(row.id, row.now, row.expires_at) for row in rows])
 
     return _change(table, selection, "outbox-retry", write)
 
 
-def retried(id: str, now: datetime) -> tuple[object, ...]:
-    """Return the values of RETRIED: unsent, due `now`, without failed attempts and without an expiry."""
-    return (id, None, None, None, 0, now)
+def retried(id: str, now: datetime, expires_at: datetime | None = None) -> tuple[object, ...]:
+    """Return the values of RETRIED: unsent, due `now`, without failed attempts."""
+    return (id, None, None, expires_at, 0, now)
 
 
 def purge(table: TaskTable, selection: TaskSelection) -> Iterator[Outcome]:
@@ -230,7 +241,7 @@ def _outcome(ids: Sequence[str], rows: Sequence[_Row]) -> Outcome:
 def _found(table: TaskTable, selection: TaskSelection, tag: str) -> Iterator[list[str]]:
     """Yield the IDs of the selection in chunks, shard by shard."""
     state = _state(selection)
-    statement = statements.next_ids(state, selection.values)
+    statement = statements.next_ids(state, selection.names)
     topics = {name: value for name, value in _places(table, selection).items() if name == "topics"}
     for shard in table.shards:
         values = selection.values | topics | {"shard": shard, "limit": PAGE}

@@ -7,7 +7,7 @@ because names are case-insensitive.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -22,6 +22,7 @@ _IS_DEFERRED = "BlockedBy IS NOT NULL"
 _WAITS = f"AvailableAt > CURRENT_TIMESTAMP() AND AvailableAt < {_NEVER}"
 _RETRIES = f"{_WAITS} AND Attempts > 0 AND BlockedBy IS NULL"
 _SCHEDULED = f"{_WAITS} AND (Attempts = 0 OR {_IS_DEFERRED})"
+_IS_EXPIRED = "(SentAt IS NULL AND COALESCE(ExpiresAt <= CURRENT_TIMESTAMP(), FALSE))"
 _DEAD = f"AvailableAt >= {_NEVER}"
 
 #: The rows of each state, as a condition for DML.
@@ -168,7 +169,7 @@ COUNT_SENT = _counted(
 )
 
 
-def narrowed(state: str | None, names: Mapping[str, Any]) -> str:
+def narrowed(state: str | None, names: Collection[str]) -> str:
     """Return the conditions for `topic`, `since`, `until` and `error`, if in `names`. Each begins with AND.
 
     Times are compared with SentAt of sent tasks, and with CreatedAt of others.
@@ -179,11 +180,12 @@ def narrowed(state: str | None, names: Mapping[str, Any]) -> str:
         "since": f"{time} >= @since",
         "until": f"{time} < @until",
         "error": "STRPOS(LOWER(LastError), LOWER(@error)) > 0",
+        "unexpired": f"NOT {_IS_EXPIRED}",
     }
     return "".join(f" AND {condition}" for name, condition in conditions.items() if name in names)
 
 
-def _parts(state: str, columns: str, names: Mapping[str, Any]) -> list[str]:
+def _parts(state: str, columns: str, names: Collection[str]) -> list[str]:
     more = narrowed(state, names)
     if state == "sent":
         return [
@@ -200,7 +202,7 @@ def _places(state: str) -> str:
     return "" if state == "sent" else ", UNNEST(@topics) AS of_topic"
 
 
-def listed(state: str, columns: str, names: Mapping[str, Any]) -> str:
+def listed(state: str, columns: str, names: Collection[str]) -> str:
     """Return the statement for `columns` of the first @limit tasks in a state at @now. Sent tasks are newest first."""
     order = {"pending": _PENDING_ORDER, "sent": "SentAt DESC"}.get(state, _AS_INDEXED)
     # The arrays hold only the columns for sorting. The other columns are read only for the tasks in the result.
@@ -220,7 +222,7 @@ ORDER BY {order}, Id"""
     return statement.replace("CURRENT_TIMESTAMP()", "@now")
 
 
-def counted(state: str, names: Mapping[str, Any]) -> str:
+def counted(state: str, names: Collection[str]) -> str:
     """Return the statement that counts the tasks of a state, up to @limit in each shard and topic, one row for each."""
     # Without ORDER BY, because a count needs no order and sorting costs time.
     return "\nUNION ALL".join(
@@ -231,7 +233,7 @@ SELECT part.number FROM UNNEST(@shards) AS in_shard{_places(state)}, UNNEST(ARRA
     )
 
 
-def next_ids(state: str, names: Mapping[str, Any]) -> str:
+def next_ids(state: str, names: Collection[str]) -> str:
     """Return the statement for the next @limit tasks (Id, SentAt) of @shard, and of @topics unless the state is sent.
 
     Sent tasks are in index order, starting at @after, because all earlier tasks have been changed. Other tasks start
@@ -250,7 +252,7 @@ WHERE Id > @after_id{more}
 ORDER BY Id LIMIT @limit"""
 
 
-def sent_after(names: Mapping[str, Any]) -> str:
+def sent_after(names: Collection[str]) -> str:
     """Return the statement for the first @limit tasks that were sent after the position (@after, @after_id)."""
     return f"""
 SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
@@ -263,11 +265,13 @@ ORDER BY SentAt, Id LIMIT @limit"""
 def by_ids(condition: str) -> str:
     """Return the statement that reads tasks by @ids. The plan makes one seek for each, so it locks no other rows.
 
-    The state of a deferred task is `deferred` here.
+    Further states here are `deferred`, and `expired`: not pending, and ExpiresAt has passed.
     """
     return f"""
-SELECT Id, Topic, OrderingKey, Shard, IF({IS_DEFERRED}, 'deferred', {_STATE}), COALESCE({condition}, FALSE),
-  CURRENT_TIMESTAMP()
+SELECT Id, Topic, OrderingKey, Shard,
+  CASE WHEN {IS_DEFERRED} THEN 'deferred' WHEN {_IS_EXPIRED} AND NOT ({CONDITIONS["pending"]}) THEN 'expired'
+    ELSE {_STATE} END,
+  COALESCE({condition}, FALSE), CURRENT_TIMESTAMP(), IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL)
 FROM UNNEST(@ids) AS wanted
 JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} ON Id = wanted"""
 
@@ -300,7 +304,8 @@ SELECT first.Id FROM (
 
 RETRY = """\
 UPDATE AsynchronousTasks
-SET SentAt = NULL, ExpiresAt = NULL, BlockedBy = NULL, Attempts = 0, AvailableAt = CURRENT_TIMESTAMP()"""
+SET SentAt = NULL, ExpiresAt = IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL), BlockedBy = NULL, Attempts = 0,
+  AvailableAt = CURRENT_TIMESTAMP()"""
 DELETE = "DELETE FROM AsynchronousTasks"
 
 

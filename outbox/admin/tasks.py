@@ -70,7 +70,7 @@ def _of_state(
     table: TaskTable, state: str, selection: TaskSelection, limit: int, now: datetime, **places: Any
 ) -> list[Task]:
     values = selection.values | places | {"shards": list(table.shards), "limit": limit}
-    statement = statements.listed(state, ", ".join(_COLUMNS), values)
+    statement = statements.listed(state, ", ".join(_COLUMNS), selection.names)
     if "@now" in statement:
         values["now"] = now
     rows = table.query(statement, "outbox-list", values, at=now, seconds=SCAN_SECONDS)

@@ -8,6 +8,7 @@ from outbox.cli.output import table
 
 if TYPE_CHECKING:
     from outbox.admin.backlog import Backlog
+    from outbox.admin.changes import TaskSelection
     from outbox.admin.table import TaskTable
     from outbox.admin.tasks import Task
 
@@ -48,6 +49,18 @@ def of_backlog(database: "TaskTable", backlog: "Backlog") -> list[dict[str, Any]
             some = tasks.listed(database, TaskSelection(state=state), READ, backlog.as_of)
             found += groups(some, at_least=len(some) == READ)
     return sorted(found, key=lambda group: -int(group["tasks"]))
+
+
+def of_selection(database: "TaskTable", selection: "TaskSelection") -> list[dict[str, Any]]:
+    """Count the first READ tasks of a selection by topic and LastError. Raises NotReached, OutboxError."""
+    from outbox.admin import tasks  # noqa: PLC0415 - see open_table
+
+    some = tasks.listed(database, selection, READ)
+    counts = Counter((task.columns["Topic"], task.state, task.columns["LastError"]) for task in some)
+    return [
+        {"topic": topic, "state": state, "error": error, "tasks": number, "at_least": len(some) == READ}
+        for (topic, state, error), number in counts.most_common()
+    ]
 
 
 def text(found: Sequence[dict[str, Any]]) -> str:

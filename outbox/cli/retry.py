@@ -4,15 +4,17 @@ import argparse
 import dataclasses
 from typing import Any
 
-from outbox.cli import chunks, flags
+from outbox.cli import chunks, errors, flags
+from outbox.cli.output import note
 from outbox.errors import SettingError
 from outbox.shared.times import shown
 
 DESCRIPTION = """\
 Make tasks due now. Dead and retrying tasks get all their attempts again. Sent tasks are
 sent again with the same ID. A scheduled task is sent now if you pass its ID. Pending
-tasks and tasks blocked by the head of their ordering key are not changed. Due tasks
-share the capacity with new tasks, so a large retry does not delay new tasks.
+tasks and tasks blocked by the head of their ordering key are not changed, and expired
+tasks only with --include-expired. Due tasks share the capacity with new tasks, so a
+large retry does not delay new tasks.
 
     outbox retry 0e3c... 7f21... --project my-project --instance main --database shop
     outbox retry --state dead --topic orders --dry-run ...
@@ -24,6 +26,7 @@ STATES = ("dead", "sent", "retrying")
 #: Why tasks are not changed.
 LEFT = {
     "pending": "because pending tasks need no retry",
+    "expired": "because ExpiresAt has passed; --include-expired sends them all the same",
     "deferred": "because the head of their ordering key blocks them; retry or discard it (`outbox show` names it)",
 }
 OUTSIDE = "because the state is {state} and --state, --topic, --since, --until or --error does not match"
@@ -35,7 +38,12 @@ def add(commands: Any) -> None:
     flags.add_ids(parser)
     flags.add_selection(parser, *STATES)
     parser.add_argument("--dry-run", action="store_true", help="Only print the number of tasks and equivalent DML.")
-    parser.add_argument("--yes", action="store_true", help=f"Skip the confirmation above {chunks.UNASKED:,} tasks.")
+    parser.add_argument(
+        "--yes",
+        action="store_true",
+        help=f"Skip the confirmation, which --state without --topic and more than {chunks.UNASKED:,} tasks need.",
+    )
+    parser.add_argument("--include-expired", action="store_true", help="Also send tasks whose ExpiresAt has passed.")
     parser.set_defaults(run=run)
 
 
@@ -53,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     now = table.now()
     chosen = flags.selection(options, now, wanted)
     # A task that is sent again meanwhile has a later SentAt, so it is not selected twice, now or when continued.
-    chosen = dataclasses.replace(chosen, until=min(chosen.until or now, now))
+    chosen = dataclasses.replace(chosen, until=min(chosen.until or now, now), expired=options.include_expired)
     flags.check_window(chosen.since, chosen.until)
     count = changes.count(table, chosen, exact=options.dry_run)
     if options.dry_run:
@@ -62,7 +70,10 @@ def run(options: argparse.Namespace) -> int:
         if not count.number and wanted is None:
             flags.explain_none(table, chosen, options)
         return 0
-    if count.number > chunks.UNASKED:
+    over_topics = wanted is None and options.topic is None and count.number > 0
+    if over_topics and not options.yes:
+        note(f"tasks by topic and reason:{errors.text(errors.of_selection(table, chosen))}")
+    if over_topics or count.number > chunks.UNASKED:
         chunks.confirm(f"{count} will be sent again.", yes=options.yes)
     since = {} if chosen.since is None else {"since": shown(chosen.since)}
     go_on = flags.again("retry", options, "--yes", **since, until=shown(chosen.until or now))

@@ -94,3 +94,29 @@ def test_a_selection_and_its_dml_change_the_same_tasks(outbox: Commands, databas
         dry = outbox.here("retry", "--state", "sent", *until, "--dry-run")
         [end] = re.findall(r"SentAt < TIMESTAMP '(.+)'", dry.stdout)
         assert abs(datetime.fromisoformat(end) - datetime.now(UTC)) < HOUR
+
+
+def test_a_retry_over_all_topics_shows_them_and_asks_first(outbox: Commands, database: Database):
+    """The count of each topic and reason. Expired tasks are left out, and the dry run shows the condition."""
+    columns = {"ExpiresAt": datetime.now(UTC) - HOUR}
+    fill(
+        database,
+        [
+            *[row(f"a{n}", "dead", LastError="not_found: no topic") for n in range(3)],
+            row("b", "dead", topic="invoices", LastError="internal: 500"),
+            row("expired", "dead", **columns),
+        ],
+    )
+    before = table(database)
+    done = outbox.here("retry", "--state", "dead")
+    assert done.code == 2
+    assert re.search(r"3 +dead +orders +not_found: no topic\n +1 +dead +invoices +internal: 500\n", done.stderr)
+    assert "4 tasks will be sent again. Not a terminal. Pass --yes to confirm. Nothing was changed" in done.stderr
+    assert table(database) == before
+    assert "ExpiresAt <= CURRENT_TIMESTAMP()" in outbox.here("retry", "--state", "dead", "--dry-run").stdout
+    done = outbox.here("retry", "expired")
+    assert (done.code, done.stdout) == (0, "will be sent again: 0 tasks\n")
+    assert "because ExpiresAt has passed; --include-expired sends them all the same: expired" in done.stderr
+    assert outbox.here("retry", "--state", "dead", "--yes").stdout == "will be sent again: 4 tasks\n"
+    done = outbox.here("retry", "--state", "dead", "--include-expired", "--yes")
+    assert done.stdout == "will be sent again: 1 task\n"

@@ -201,6 +201,33 @@ def test_a_deferred_task_is_left_to_the_head_of_its_key(database: Database, tabl
     assert outcome.left == {"deferred": "deferred", "deferred again": "deferred"}
 
 
+def test_expired_tasks_are_sent_again_only_if_asked_for(database: Database, table: TaskTable):
+    """Whatever LastError says. A retry keeps an ExpiresAt in the future."""
+    dead = {"AvailableAt": NEVER, "Attempts": 1}
+    insert(
+        database,
+        [
+            row("expired", ExpiresAt=PAST, LastError="expired: at 12:00", **dead),
+            row("failed", ExpiresAt=PAST, LastError="internal: no", **dead),
+            row("in time", ExpiresAt=FUTURE, LastError="internal: no", **dead),
+            row("without", **dead),
+        ],
+    )
+    unexpired = TaskSelection(state="dead", expired=False)
+    assert changes.count(table, unexpired, exact=True).number == 2
+    with_ids = TaskSelection(ids=("expired", "failed", "in time"), expired=False)
+    assert changes.count(table, with_ids, exact=True).number == 1
+    [outcome] = changes.retry(table, with_ids)
+    assert (outcome.changed, outcome.left) == (("in time",), {"expired": "expired", "failed": "expired"})
+    assert {id for each in changes.retry(table, unexpired) for id in each.changed} == {"without"}
+    assert {id for each in changes.retry(table, TaskSelection(state="dead")) for id in each.changed} == {
+        "expired",
+        "failed",
+    }
+    found = {id: columns["ExpiresAt"] for id, columns in rows_of(database).items()}
+    assert found == {"expired": None, "failed": None, "in time": FUTURE, "without": None}
+
+
 AWKWARD = (
     "it's", 'say "hi"', "back\\slash", "\\", "\\'", "'", '"', '\\"', "'''", "new\nline", "tab\tand\rreturn", "nul\x00",
     "\x1b[31m", "\x7f\x85\x9b", "a\u2028b", "\u202egpj", "größe", "東京", "🎉🎊", "@ids @topic", "%s {x}", "--",
