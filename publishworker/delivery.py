@@ -12,6 +12,7 @@ from publishworker.retry_policy import RetryPolicy, is_recorded, last_error
 from publishworker.spanner.store import Decide, NotWritten, Store, StoreError
 from publishworker.telemetry.metrics import CLAIM, COMMIT, PUBLISH
 from publishworker.types import (
+    MARKED,
     Batch,
     BatchResult,
     Deferred,
@@ -110,7 +111,7 @@ class Delivery:
             publishable = [row for row in eligible if row.id not in result.tried]
             result.tried |= self._publisher.refusals(batch.topic, publishable)
             marked = {row.id: row for row in eligible if row.id not in result.tried}
-            return self._marks(result, eligible, now) | {id: Sent("") for id in marked}
+            return self._marks(result, eligible, now) | dict.fromkeys(marked, MARKED)
 
         committed = self._claim(result, attempt)
         if committed is None:

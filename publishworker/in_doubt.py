@@ -10,7 +10,7 @@ from outbox.storage.sql import chunked
 from publishworker.batching import Limits
 from publishworker.in_flight import InFlight
 from publishworker.spanner.store import Decide
-from publishworker.types import Batch, BatchResult, Key, LockedRow, Mark, Sent, Version
+from publishworker.types import MARKED, Batch, BatchResult, Key, LockedRow, Mark, Version
 
 #: Seconds after which a task in doubt is forgotten and published again: a duplicate rather than a loss.
 MAX_SECONDS = 900.0
@@ -174,4 +174,4 @@ class InDoubt:
             _log.info("Publishing resumes: a transaction has committed", extra={"action": "publishing_resumed"})
 
     def _marks(self, rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, Mark]:
-        return {row.id: Sent("") for row in rows if row.sent_at is None and self.is_about(row)}
+        return {row.id: MARKED for row in rows if row.sent_at is None and self.is_about(row)}

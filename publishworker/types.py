@@ -176,6 +176,10 @@ class Sent:
     message_id: str
 
 
+#: The mark of a task whose message ID is not known any more. No row stores message IDs.
+MARKED = Sent("")
+
+
 @dataclass(frozen=True, slots=True)
 class Skipped:
     """The task is not published in this batch.

@@ -1,6 +1,7 @@
 """Which batches start: deferrals and sendable tasks, leftover tasks, limits of bytes and of topics."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from random import Random
 
@@ -19,11 +20,11 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 class Bench:
     """A selector whose batches in flight never end."""
 
-    def __init__(self, batches: int = 8, size: int = 10) -> None:
+    def __init__(self, batches: int = 8, size: int = 10, fair_share: float = 0.0) -> None:
         self.random = Random(1)
         self.limits = Limits(size, 100_000_000, batches)
         self.topics = Topics(self.random, lambda: 0.0, places=batches)
-        self.selector = Selector(self.limits, self.topics, self.random, 0.0)
+        self.selector = Selector(self.limits, self.topics, self.random, fair_share)
         self.in_flight = InFlight(BatchResult)
 
     def start(self, *batches: Batch) -> None:
@@ -97,3 +98,14 @@ def test_a_topic_with_an_open_circuit_gets_a_probe() -> None:
     [batch] = bench.select(tasks(30))
     assert len(batch.ids) == 10
     assert bench.topics.start(batch).probe
+
+
+def test_the_fair_share_counts_towards_the_limit_of_its_topic() -> None:
+    bench = Bench(batches=4, fair_share=0.5)
+    bench.topics.rate_limits.learn({"orders": TopicLimit(rate=5, burst=5)}, 1)
+    bench.selector._fair_share.count(2, 0, top=100)
+    low = [replace(each, id=f"low-{each.id}") for each in tasks(3, priority=0)]
+    batches = bench.select([*tasks(20, priority=100), *low])
+    chosen = [id for batch in batches for id in batch.ids]
+    assert len(chosen) == 5
+    assert {each.id for each in low} <= set(chosen)
