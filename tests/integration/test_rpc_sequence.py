@@ -47,6 +47,7 @@ INTERVAL_TAGS = ("outbox-workers", "outbox-controls", "outbox-discover")
 @pytest.fixture
 def mock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpannerServicer]:
     monkeypatch.delenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", raising=False)
+    monkeypatch.setattr("publishworker.relay.MAX_TURN_WAIT_SECONDS", 20.0)  # a turn waits for its batch
     server, servicer, _admin, port = start_mock_server()
     monkeypatch.setenv("SPANNER_EMULATOR_HOST", f"localhost:{port}")
     yield servicer
