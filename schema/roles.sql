@@ -25,6 +25,10 @@ GRANT SELECT(Id) ON TABLE AsynchronousTasks TO ROLE outbox_application;
 GRANT INSERT(Id, Topic, Data, Priority, OrderingKey, Sequence, CreatedAt, AvailableAt, ExpiresAt, AtMostOnce)
   ON TABLE AsynchronousTasks TO ROLE outbox_application;
 
+-- Subscribers with the inbox. Grant it in their own database, beside the privileges for their own tables.
+CREATE ROLE outbox_subscriber;
+GRANT SELECT(Consumer, TaskId), INSERT(Consumer, TaskId, ProcessedAt) ON TABLE ProcessedTasks TO ROLE outbox_subscriber;
+
 -- The jobs on Spark: `register` inserts, `archive` reads, `archive --purge` deletes, `drain` does what the relay does,
 -- `replay` updates, and inserts what was purged.
 CREATE ROLE outbox_pipeline;

@@ -49,12 +49,12 @@ CREATE TABLE AsynchronousTasks (
   -- Only sent tasks are deleted: a SentAt of NULL never becomes old, so unsent and dead tasks stay.
   ROW DELETION POLICY (OLDER_THAN(SentAt, INTERVAL 7 DAY));
 
--- Everything that the poll reads, without a join back to the table. For each shard and topic, ready tasks are one range
--- (AvailableAt IS NULL: by priority, then age) and due tasks another. It begins with the shard, not with a timestamp
--- (hot spot).
+-- Everything that the poll and the counts by state read, without a join back to the table. For each shard and topic,
+-- ready tasks are one range (AvailableAt IS NULL: by priority, then age) and due tasks another. It begins with the
+-- shard, not with a timestamp (hot spot).
 CREATE INDEX AsynchronousTasksToSend
   ON AsynchronousTasks (Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt)
-  STORING (OrderingKey, Bytes, Attempts);
+  STORING (OrderingKey, Bytes, Attempts, BlockedBy);
 
 -- The first unsent tasks of an ordering key. Tasks without a key are not in it, so they do not pay for it. It begins with
 -- the shard, because ordering keys are often rising numbers (hot spot).
@@ -91,7 +91,7 @@ CREATE TABLE AsynchronousTaskOperations (
   StartedAt   TIMESTAMP   NOT NULL OPTIONS (allow_commit_timestamp = true),
   -- NULL: it runs, or it ended early. A replay can then be resumed.
   FinishedAt  TIMESTAMP   OPTIONS (allow_commit_timestamp = true),
-  -- The account that made the change. NULL: not known.
+  -- The account of the credentials, or the local user and host if the credentials name none.
   Principal   STRING(MAX),
   -- The selection as JSON.
   Selection   STRING(MAX) NOT NULL,

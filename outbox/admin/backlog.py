@@ -12,25 +12,27 @@ from google.api_core.exceptions import FailedPrecondition, InvalidArgument, NotF
 from outbox.admin import statements
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable
 from outbox.errors import OutboxError
+from outbox.storage.task_states import UNSENT
 
 T = TypeVar("T")
 
 #: A count stops at this many tasks in each shard and topic, which is 100,000 for ten shards.
-COUNTED = 10_000
+COUNT_LIMIT = 10_000
 NO_LIMIT = 2**62
-#: Age of the snapshot that is read. Any replica can serve a snapshot of ten seconds ago.
+#: Age of the snapshot that metrics read. Any replica can serve a snapshot of ten seconds ago.
 #: https://cloud.google.com/spanner/docs/timestamp-bounds
 STALENESS = timedelta(seconds=10)
-#: Max tasks that all counts of a state read together, if that leaves MIN_COUNTED for each shard and topic.
-MAX_TOTAL, MIN_COUNTED = 1_000_000, 100
+#: The counts of one state read at most MAX_TOTAL tasks together, but each may read MIN_COUNT_LIMIT.
+MAX_TOTAL, MIN_COUNT_LIMIT = 1_000_000, 100
 #: Max topics that are counted.
 MAX_TOPICS = 1_000
-#: Max queries for the ready tasks of a topic. If a query reaches the limit, the next one reads lower priorities.
+#: Max queries for the ready tasks of a topic. A query that stops at its limit of tasks is followed by one for the lower
+#: priorities.
 MAX_QUERIES = 20
 #: Due tasks of a shard and topic that are read to find the oldest.
 FIRST_DUE = 100
 _HIGHEST, _LOWEST = 2**63 - 1, -(2**63)
-COUNTS = ("pending", "retrying", "scheduled", "dead", "sent_last_minute")
+COUNTS = (*UNSENT, "sent_last_minute")
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,6 +48,7 @@ class Line:
     pending: int = 0
     retrying: int = 0
     scheduled: int = 0
+    blocked: int = 0
     dead: int = 0
     sent_last_minute: int = 0
     oldest: datetime | None = None
@@ -113,7 +116,7 @@ class BacklogCounter:
         self._unreached: dict[str, int] = {}
 
     def add(self, rows: Iterable[Sequence[Any]], *names: str) -> None:
-        """Add rows of the counts `names`, which were limited by shard and topic."""
+        """Add rows of a query that had a limit for each shard and topic. `names` are the counts in the rows."""
         full: dict[tuple[int, str], int] = defaultdict(int)
         for shard, topic, priority, state, number, oldest in rows:
             self._add(topic, priority, state, number, oldest)
@@ -135,8 +138,8 @@ class BacklogCounter:
     def add_ready(self, rows: Sequence[Sequence[Any]]) -> dict[str, int]:
         """Add rows of ready tasks. Return the topics that need another query, each with its max priority.
 
-        If the count of a shard stopped early, it has not reached the lower priorities of that topic. They are then not
-        added from any shard.
+        If the count of a shard stopped early, the lower priorities of that topic are left out for all shards, because
+        their counts would be incomplete.
         """
         full: dict[tuple[int, str], int] = defaultdict(int)
         lowest: dict[tuple[int, str], int] = {}
@@ -144,9 +147,9 @@ class BacklogCounter:
             full[shard, topic] += number
             lowest[shard, topic] = min(priority, lowest.get((shard, topic), priority))
         reached: dict[str, int] = {}
-        for place, number in full.items():
+        for each, number in full.items():
             if number >= self._limit:
-                reached[place[1]] = max(lowest[place], reached.get(place[1], lowest[place]))
+                reached[each[1]] = max(lowest[each], reached.get(each[1], lowest[each]))
         for _, topic, priority, state, number, oldest in rows:
             if topic not in reached or priority >= reached[topic]:
                 self._add(topic, priority, state, number, oldest)
@@ -171,19 +174,22 @@ class BacklogCounter:
             line.oldest = oldest
 
 
-def read(table: TaskTable, *, exact: bool = False, limit: int | None = None, of_sent: bool = True) -> Backlog:
-    """Return the backlog of ten seconds ago, or the current one without limits if `exact`. Read at one timestamp.
+def read(table: TaskTable, *, exact: bool = False, limit: int | None = None) -> Backlog:
+    """Return the current backlog, read at one timestamp. Raises NotReached, OutboxError.
 
-    Each count stops at `limit` in a shard and topic, by default COUNTED, or less if there are many topics. If `of_sent`
-    is false, sent tasks and live workers are not counted. Raises NotReached, OutboxError.
+    Unless `exact`, each count stops at `limit` in a shard and topic, by default COUNT_LIMIT, or less if there are many
+    topics.
     """
-    if exact:
-        return _read_at(table, table.now(), NO_LIMIT)
-    return _lately(table, lambda at: _read_at(table, at, limit, of_sent=of_sent))
+    return _read_at(table, table.now(), NO_LIMIT if exact else limit)
+
+
+def read_unsent_lately(table: TaskTable) -> Backlog:
+    """Return the backlog of ten seconds ago, without sent tasks and live workers. Raises NotReached, OutboxError."""
+    return _lately(table, lambda at: _read_at(table, at, None, of_sent=False))
 
 
 def oldest_age(table: TaskTable) -> float:
-    """Return the age of the oldest pending task ten seconds ago in seconds, or 0 if none. Paused topics are ignored.
+    """Return the age of the oldest pending task in seconds, as of ten seconds ago, or 0. Paused topics are ignored.
 
     Seeks in the index find it, so the cost does not depend on the number of tasks of a priority. The result is exact
     unless there are more than MAX_TOPICS topics (only the first are read), or a shard and topic has more than
@@ -204,28 +210,28 @@ def _lately(table: TaskTable, read_at: Callable[[datetime], T]) -> T:
 
 
 def _oldest_age_at(table: TaskTable, at: datetime) -> float:
-    def ask(statement: str, **values: Any) -> list[list[Any]]:
-        return table.query(statement, "outbox-age", values, at=at, seconds=SCAN_SECONDS)
+    def ask(statement: str, **parameters: Any) -> list[list[Any]]:
+        return table.query(statement, "outbox-age", parameters, at=at, seconds=SCAN_SECONDS)
 
     paused = {topic for topic, is_paused, *_ in ask(statements.CONTROLS) if is_paused}
     topics = [topic for topic in table.topics(MAX_TOPICS + len(paused), at) if topic not in paused][:MAX_TOPICS]
     found = ask(statements.OLDEST_DUE, shards=list(table.shards), topics=topics, limit=FIRST_DUE, now=at)[0]
-    belows = dict.fromkeys(product(table.shards, topics), _HIGHEST)
+    max_priorities = dict.fromkeys(product(table.shards, topics), _HIGHEST)
     for _ in range(MAX_QUERIES):
-        if belows:
-            rows = ask(statements.OLDEST_READY, **_places(belows))
+        if max_priorities:
+            rows = ask(statements.OLDEST_READY, **_range_values(max_priorities))
             found += [created for _, _, _, created in rows]
-            belows = {(shard, topic): priority - 1 for shard, topic, priority, _ in rows if priority > _LOWEST}
-    if belows:
-        limit = max(MIN_COUNTED, min(COUNTED, MAX_TOTAL // len(belows)))
-        found += ask(statements.OLDEST_OF_SOME_READY, **_places(belows), limit=limit)[0]
+            max_priorities = {(shard, topic): priority - 1 for shard, topic, priority, _ in rows if priority > _LOWEST}
+    if max_priorities:
+        limit = max(MIN_COUNT_LIMIT, min(COUNT_LIMIT, MAX_TOTAL // len(max_priorities)))
+        found += ask(statements.OLDEST_OF_SOME_READY, **_range_values(max_priorities), limit=limit)[0]
     oldest = min((each for each in found if each), default=at)
     return max(0.0, (at - oldest).total_seconds())
 
 
-def _places(belows: Mapping[tuple[int, str], int]) -> dict[str, Any]:
-    shards, names = [shard for shard, _ in belows], [topic for _, topic in belows]
-    return {"places": shards, "names": names, "belows": list(belows.values())}
+def _range_values(max_priorities: Mapping[tuple[int, str], int]) -> dict[str, Any]:
+    shards, topics = [shard for shard, _ in max_priorities], [topic for _, topic in max_priorities]
+    return {"range_shards": shards, "range_topics": topics, "max_priorities": list(max_priorities.values())}
 
 
 def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool = True) -> Backlog:
@@ -233,25 +239,30 @@ def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool
     whole = len(topics) <= MAX_TOPICS
     del topics[MAX_TOPICS:]
     if limit is None:
-        limit = max(MIN_COUNTED, min(COUNTED, MAX_TOTAL // (max(1, len(topics)) * len(table.shards))))
-    places: dict[str, Any] = {"shards": list(table.shards), "limit": limit}
+        limit = max(MIN_COUNT_LIMIT, min(COUNT_LIMIT, MAX_TOTAL // (max(1, len(topics)) * len(table.shards))))
+    values: dict[str, Any] = {"shards": list(table.shards), "limit": limit}
     seconds = COUNT_SECONDS if limit == NO_LIMIT else SCAN_SECONDS
 
-    def ask(statement: str, **values: Any) -> list[list[Any]]:
-        return table.query(statement, "outbox-status", values, at=at, seconds=seconds)
+    def ask(statement: str, **parameters: Any) -> list[list[Any]]:
+        return table.query(statement, "outbox-status", parameters, at=at, seconds=seconds)
 
     counter = BacklogCounter(limit)
-    belows = dict.fromkeys(topics, _HIGHEST)
+    max_priorities = dict.fromkeys(topics, _HIGHEST)
     for _ in range(MAX_QUERIES):
-        if belows:
-            ready = ask(statements.COUNT_READY, **places, topics=list(belows), belows=list(belows.values()))
-            belows = counter.add_ready(ready)
-    counter.add(ask(statements.COUNT_DUE, **places, topics=topics, now=at), "pending")
-    counter.add(ask(statements.COUNT_WAITING, **places, topics=topics, now=at), "retrying", "scheduled")
-    counter.add(ask(statements.COUNT_DEAD, **places, topics=topics), "dead")
+        if max_priorities:
+            ready = ask(
+                statements.COUNT_READY,
+                **values,
+                topics=list(max_priorities),
+                max_priorities=list(max_priorities.values()),
+            )
+            max_priorities = counter.add_ready(ready)
+    counter.add(ask(statements.COUNT_DUE, **values, topics=topics, now=at), "pending")
+    counter.add(ask(statements.COUNT_WAITING, **values, topics=topics, now=at), "retrying", "scheduled", "blocked")
+    counter.add(ask(statements.COUNT_DEAD, **values, topics=topics), "dead")
     workers = 0
     if of_sent:
-        counter.add_sent(ask(statements.COUNT_SENT, **places, now=at))
+        counter.add_sent(ask(statements.COUNT_SENT, **values, now=at))
         [[workers]] = ask(statements.LIVE_WORKERS, now=at)
     paused = {topic for topic, is_paused, *_ in ask(statements.CONTROLS) if is_paused}
     return Backlog(at, workers, counter.lines(paused), whole=whole)

@@ -13,21 +13,23 @@ from typing import Any, NamedTuple
 from google.cloud.spanner_v1 import KeySet
 
 from outbox.admin import statements
-from outbox.admin.backlog import COUNTED, NO_LIMIT
+from outbox.admin.backlog import COUNT_LIMIT, NO_LIMIT
+from outbox.admin.operations import ChunkedRecord
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, Transaction
 from outbox.errors import OutboxError
+from outbox.storage.sql import chunked
 from outbox.storage.task_states import STATES
 
 _TABLE = "AsynchronousTasks"
 #: Tasks in one transaction. They need about ten thousand of the 80,000 mutations that a commit may have.
 CHUNK = 500
-#: Task IDs that are read at once.
+#: Task IDs that one query reads.
 PAGE = 20 * CHUNK
-#: Ordering keys whose head is read at once.
+#: Ordering keys whose heads one query reads.
 RELEASED_AT_ONCE = 20
 _LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
-#: The columns that a retry writes. `retried` returns the values.
-RETRIED = ("Id", "SentAt", "BlockedBy", "ExpiresAt", "Attempts", "AvailableAt")
+#: The columns that a retry writes. `retry_values` returns the values.
+RETRY_COLUMNS = ("Id", "SentAt", "BlockedBy", "ExpiresAt", "Attempts", "AvailableAt")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +37,8 @@ class TaskSelection:
     """The tasks of a state or with one of the `ids`, narrowed by all other fields.
 
     `since` is inclusive, `until` exclusive. Both are compared with SentAt of sent tasks and CreatedAt of others.
-    `error` is a part of LastError, ignoring case. With `ids` and no state, pending and deferred tasks are excluded: a
-    pending task needs no retry, and a deferred one is released by the head of its key. Without `expired`, unsent tasks
+    `error` is a part of LastError, ignoring case. With `ids` and no state, pending and blocked tasks are excluded: a
+    pending task needs no retry, and a blocked one is released by the head of its key. Without `expired`, unsent tasks
     whose ExpiresAt has passed are excluded.
     """
 
@@ -62,15 +64,19 @@ class TaskSelection:
     @property
     def condition(self) -> str:
         """Return the selection as an SQL condition, without the IDs."""
-        pending, deferred = statements.CONDITIONS["pending"], statements.IS_DEFERRED
-        state = statements.CONDITIONS[self.state] if self.state else f"NOT ({pending}) AND NOT ({deferred})"
+        pending, blocked = statements.CONDITIONS["pending"], statements.CONDITIONS["blocked"]
+        state = statements.CONDITIONS[self.state] if self.state else f"NOT ({pending}) AND NOT ({blocked})"
         return state + statements.narrowed(self.state, self.names)
 
-    def dml(self, statement: str) -> str:
-        """Return `statement` with the selection as a WHERE clause with literals."""
-        condition, values = self.condition, self.values
-        if self.ids is not None:
-            condition, values = f"Id IN @ids AND {condition}", values | {"ids": self.ids}
+    def dml(self, statement: str, shards: Sequence[int]) -> str:
+        """Return `statement` with the selection as a WHERE clause with literals.
+
+        Without IDs it names all `shards`, so that the index can serve it. It forces no index, because emulator
+        1.5.28 fails if DML does.
+        """
+        condition, values = f"Id IN @ids AND {self.condition}", self.values | {"ids": self.ids}
+        if self.ids is None:
+            condition, values = f"Shard IN ({', '.join(map(str, shards))}) AND {self.condition}", self.values
         return statements.written_out(statement, condition, values)
 
 
@@ -88,13 +94,10 @@ class Count:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one chunk: IDs that were changed, states of tasks that were not changed, and IDs without a row.
-
-    The state of a deferred task is `deferred` here.
-    """
+    """The outcome of one chunk: IDs that were changed, states of tasks that were not changed, and IDs without a row."""
 
     changed: tuple[str, ...]
-    left: Mapping[str, str]
+    unchanged: Mapping[str, str]
     missing: tuple[str, ...]
     warning: str | None = None
 
@@ -115,41 +118,41 @@ class _Row(NamedTuple):
     expires_at: datetime | None
 
 
-#: Buffers the writes of one transaction for the matching rows, at least one.
+#: Buffers the writes of one transaction for its matching rows. Called only if there are some.
 _Write = Callable[[Transaction, Sequence[_Row]], None]
 
 
 def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> Count:
-    """Return the number of selected tasks. Unless `exact`, stop at COUNTED of each shard and topic."""
+    """Return the number of selected tasks. Unless `exact`, count at most COUNT_LIMIT in each shard and topic."""
     if selection.ids is not None:
         statement = statements.by_ids(selection.condition)
-        chunks = cut(selection.ids)
+        chunks = chunked(selection.ids, CHUNK)
         rows = (table.query(statement, "outbox-count", selection.values | {"ids": ids}) for ids in chunks)
         return Count(sum(_Row(*row).matches for found in rows for row in found))
-    limit = NO_LIMIT if exact else COUNTED
-    statement = statements.counted(_state(selection), selection.names)
-    values = selection.values | _places(table, selection) | {"limit": limit}
+    limit = NO_LIMIT if exact else COUNT_LIMIT
+    statement = statements.count_of_state(_state(selection), selection.names)
+    values = selection.values | _ranges(table, selection) | {"limit": limit}
     seconds = COUNT_SECONDS if exact else SCAN_SECONDS
     numbers = [number for (number,) in table.query(statement, "outbox-count", values, seconds=seconds)]
     return Count(sum(numbers), limit in numbers)
 
 
 def retry(table: TaskTable, selection: TaskSelection) -> Iterator[Outcome]:
-    """Make the selected tasks due now, with all their attempts, chunk by chunk.
+    """Make the selected tasks due now, with 0 failed attempts, chunk by chunk.
 
     A selection of sent tasks needs `until`. Otherwise it would also select the tasks that it sends again.
     """
     if selection.state == "pending" or (selection.state == "sent" and selection.until is None):
-        raise ValueError("a selection of sent tasks needs `until`, and pending tasks need no retry")
+        raise ValueError("pending tasks need no retry, and a selection of sent tasks needs `until`")
 
     def write(transaction: Transaction, rows: Sequence[_Row]) -> None:
-        transaction.update(_TABLE, RETRIED, [retried(row.id, row.now, row.expires_at) for row in rows])
+        transaction.update(_TABLE, RETRY_COLUMNS, [retry_values(row.id, row.now, row.expires_at) for row in rows])
 
-    return _change(table, selection, "outbox-retry", write)
+    return _change(table, selection, "retry", write)
 
 
-def retried(id: str, now: datetime, expires_at: datetime | None = None) -> tuple[object, ...]:
-    """Return the values of RETRIED: unsent, due `now`, without failed attempts."""
+def retry_values(id: str, now: datetime, expires_at: datetime | None = None) -> tuple[object, ...]:
+    """Return the values of RETRY_COLUMNS: unsent, due `now`, without failed attempts."""
     return (id, None, None, expires_at, 0, now)
 
 
@@ -157,15 +160,16 @@ def purge(table: TaskTable, selection: TaskSelection) -> Iterator[Outcome]:
     """Delete the selected tasks, chunk by chunk. Only sent tasks may be selected."""
     if selection.state != "sent":
         raise ValueError(f"purge is for sent tasks, not for {selection.state}")
-    return _change(table, selection, "outbox-purge", _delete)
+    return _change(table, selection, "purge", _delete)
 
 
 def discard(
     table: TaskTable,
     ids: Sequence[str],
+    reason: str,
     log: Callable[[Sequence[str], bool], None] = lambda _ids, _surely: None,
 ) -> Iterator[Outcome]:
-    """Delete the dead tasks among `ids`, and release the tasks that they blocked.
+    """Delete the dead tasks among `ids`, and release the tasks that they blocked. The record contains the `reason`.
 
     After each commit, `log` is called with the deleted IDs and True, or False if the outcome of the commit is unknown.
     """
@@ -176,11 +180,11 @@ def discard(
         _delete(transaction, rows)
 
     try:
-        for outcome in _change(table, TaskSelection(state="dead", ids=tuple(ids)), "outbox-discard", write):
+        for outcome in _change(table, TaskSelection(state="dead", ids=tuple(ids)), "discard", write, reason=reason):
             log(outcome.changed, True)
             keys = {(row.topic, row.ordering_key, row.shard) for row in deleting if row.ordering_key}
             deleting.clear()
-            yield dataclasses.replace(outcome, warning=_release_heads(table, sorted(keys)))
+            yield dataclasses.replace(outcome, warning=_release_heads(table, sorted(keys)) or outcome.warning)
     finally:
         if deleting:
             log([row.id for row in deleting], False)
@@ -191,30 +195,36 @@ def _delete(transaction: Transaction, rows: Sequence[_Row]) -> None:
 
 
 def _release_heads(table: TaskTable, keys: Sequence[tuple[str, str, int]]) -> str | None:
-    """Make the head of each key due if it is deferred. The relay releases the tasks behind it.
+    """Make the head of each key due if it is blocked. The relay releases the tasks behind it.
 
-    Return a warning if that failed, or None. Without it, the tasks are sent when their deferred time ends.
+    Return None, or a warning if that failed. The tasks are then sent when their deferral ends.
     """
     try:
-        for start in range(0, len(keys), RELEASED_AT_ONCE):
-            some = keys[start : start + RELEASED_AT_ONCE]
-            values = {name: [key[place] for key in some] for place, name in enumerate(("topics", "keys", "shards"))}
+        for some in chunked(keys, RELEASED_AT_ONCE):
+            values = {
+                name: [key[position] for key in some] for position, name in enumerate(("topics", "keys", "shards"))
+            }
             key_heads = [id for (id,) in table.query(statements.KEY_HEADS, "outbox-wake", values, seconds=SCAN_SECONDS)]
             if key_heads:
                 table.transact("outbox-wake", functools.partial(_release, sorted(key_heads)))
     except OutboxError as error:
-        return f"tasks blocked by the deleted ones are sent later, when their deferral ends: {error}"
+        return f"tasks that the deleted ones blocked were not released, so they are sent after their deferral: {error}"
     return None
 
 
 def _release(ids: Sequence[str], transaction: Transaction) -> None:
-    rows = [_Row(*row) for row in transaction.query(statements.locked(statements.IS_DEFERRED), {"ids": ids})]
+    rows = [_Row(*row) for row in transaction.query(statements.locked(statements.CONDITIONS["blocked"]), {"ids": ids})]
     columns = ("Id", "AvailableAt", "BlockedBy")
     transaction.update(_TABLE, columns, [(row.id, row.now, None) for row in rows if row.matches])
 
 
-def _change(table: TaskTable, selection: TaskSelection, tag: str, write: _Write) -> Iterator[Outcome]:
-    chunks = _found(table, selection, tag) if selection.ids is None else cut(selection.ids)
+def _change(
+    table: TaskTable, selection: TaskSelection, name: str, write: _Write, reason: str | None = None
+) -> Iterator[Outcome]:
+    """Change the selection with `write`, and record it as the operation `name` in the same transactions."""
+    tag = f"outbox-{name}"
+    record = ChunkedRecord(table, name, dataclasses.asdict(selection) | {"reason": reason})
+    chunks = _found(table, selection, tag) if selection.ids is None else chunked(selection.ids, CHUNK)
     statement = statements.locked(selection.condition)
     for ids in chunks:
         # Sorted, so that two commands lock the rows in the same order.
@@ -224,25 +234,30 @@ def _change(table: TaskTable, selection: TaskSelection, tag: str, write: _Write)
             rows = [_Row(*row) for row in transaction.query(statement, values)]
             if matching := [row for row in rows if row.matches]:
                 write(transaction, matching)
+                record.add(transaction, len(matching))
             return rows
 
-        yield _outcome(ids, table.transact(tag, work))
+        outcome = _outcome(ids, table.transact(tag, work))
+        record.committed(len(outcome.changed))
+        yield outcome
+    if warning := record.finish():
+        yield Outcome((), {}, (), warning)
 
 
 def _outcome(ids: Sequence[str], rows: Sequence[_Row]) -> Outcome:
     found = {row.id for row in rows}
     return Outcome(
         changed=tuple(row.id for row in rows if row.matches),
-        left={row.id: row.state for row in rows if not row.matches},
+        unchanged={row.id: row.state for row in rows if not row.matches},
         missing=tuple(id for id in ids if id not in found),
     )
 
 
-def _found(table: TaskTable, selection: TaskSelection, tag: str) -> Iterator[list[str]]:
+def _found(table: TaskTable, selection: TaskSelection, tag: str) -> Iterator[Sequence[str]]:
     """Yield the IDs of the selection in chunks, shard by shard."""
     state = _state(selection)
     statement = statements.next_ids(state, selection.names)
-    topics = {name: value for name, value in _places(table, selection).items() if name == "topics"}
+    topics = {name: value for name, value in _ranges(table, selection).items() if name == "topics"}
     for shard in table.shards:
         values = selection.values | topics | {"shard": shard, "limit": PAGE}
         values |= {"after": selection.since or _LONG_AGO} if state == "sent" else {"after_id": ""}
@@ -250,14 +265,17 @@ def _found(table: TaskTable, selection: TaskSelection, tag: str) -> Iterator[lis
         while more and (rows := table.query(statement, tag, values, seconds=SCAN_SECONDS)):
             more = len(rows) == PAGE
             if rows[0][0] == first:
-                raise OutboxError(f"changed tasks, such as {first!r}, match the selection again immediately. Stopped")
+                raise OutboxError(
+                    f"stopped, because task {first!r} was changed and matches the selection again. Does another "
+                    "program change the same tasks?"
+                )
             first = rows[0][0]
-            yield from cut([id for id, _ in rows])
+            yield from chunked([id for id, _ in rows], CHUNK)
             values |= {"after": rows[-1][1]} if state == "sent" else {"after_id": rows[-1][0]}
 
 
-def _places(table: TaskTable, selection: TaskSelection) -> dict[str, Any]:
-    """Return the ranges of the index to read. Sent tasks are not separated by topic there, so they need no topics."""
+def _ranges(table: TaskTable, selection: TaskSelection) -> dict[str, Any]:
+    """Return the shards and topics of the index ranges to read. The range of sent tasks has no topics."""
     if selection.state == "sent":
         return {"shards": list(table.shards)}
     topics = [selection.topic] if selection.topic is not None else table.topics()
@@ -268,9 +286,3 @@ def _state(selection: TaskSelection) -> str:
     if selection.state not in STATES:
         raise ValueError(f"a selection without ids needs a state, not {selection.state}")
     return selection.state
-
-
-def cut(ids: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the IDs in chunks of CHUNK."""
-    for start in range(0, len(ids), CHUNK):
-        yield list(ids[start : start + CHUNK])

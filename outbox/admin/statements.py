@@ -1,8 +1,8 @@
-"""The statements of the operators' commands. Values are always parameters, never part of the text.
+"""The statements of the operators' commands. Values are parameters, except in `written_out`.
 
 Tasks are read from ranges of the index AsynchronousTasksToSend (Shard, SentAt, Topic, AvailableAt, Priority DESC,
-CreatedAt), each with a limit, so the cost of a query does not depend on the backlog. Aliases differ from column names,
-because names are case-insensitive.
+CreatedAt), each with a limit, so the cost of a query does not depend on the backlog. In a WHERE clause, aliases
+differ from column names, because names are compared without case.
 """
 
 import json
@@ -14,33 +14,34 @@ from typing import Any
 from google.cloud.spanner_v1 import param_types
 
 from outbox.shared.times import shown
+from outbox.storage.sql import BY_ID, IN_ORDER, IN_ORDER_ORDER, NEVER, SEEK, TO_SEND, TO_SEND_ORDER
 from outbox.storage.task_states import STATES
 
-_INDEX = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}"
-_NEVER = "TIMESTAMP '9999-12-31T00:00:00Z'"
-_IS_DEFERRED = "BlockedBy IS NOT NULL"
-_WAITS = f"AvailableAt > CURRENT_TIMESTAMP() AND AvailableAt < {_NEVER}"
+_WAITS = f"AvailableAt > CURRENT_TIMESTAMP() AND AvailableAt < {NEVER}"
 _RETRIES = f"{_WAITS} AND Attempts > 0 AND BlockedBy IS NULL"
-_SCHEDULED = f"{_WAITS} AND (Attempts = 0 OR {_IS_DEFERRED})"
+_SCHEDULED = f"{_WAITS} AND Attempts = 0 AND BlockedBy IS NULL"
+_BLOCKED = f"{_WAITS} AND BlockedBy IS NOT NULL"
 _IS_EXPIRED = "(SentAt IS NULL AND COALESCE(ExpiresAt <= CURRENT_TIMESTAMP(), FALSE))"
-_DEAD = f"AvailableAt >= {_NEVER}"
+_DEAD = f"AvailableAt >= {NEVER}"
 
 #: The rows of each state, as a condition for DML.
 CONDITIONS = {
     "pending": "SentAt IS NULL AND (AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP())",
     "retrying": f"SentAt IS NULL AND {_RETRIES}",
     "scheduled": f"SentAt IS NULL AND {_SCHEDULED}",
+    "blocked": f"SentAt IS NULL AND {_BLOCKED}",
     "dead": f"SentAt IS NULL AND {_DEAD}",
     "sent": "SentAt IS NOT NULL",
 }
-IS_DEFERRED = f"{CONDITIONS['scheduled']} AND {_IS_DEFERRED}"
 _STATE = "CASE {} END".format(" ".join(f"WHEN {CONDITIONS[state]} THEN '{state}'" for state in STATES))
 
-# In the index, a state is one range for each shard and topic. Pending tasks are two ranges.
+# In the index, a state lies in one range for each shard and topic, and pending tasks in two. Retrying, scheduled and
+# blocked tasks share one.
 _RANGES = {
     "pending": ("AvailableAt IS NULL", "AvailableAt <= CURRENT_TIMESTAMP()"),
     "retrying": (_RETRIES,),
     "scheduled": (_SCHEDULED,),
+    "blocked": (_BLOCKED,),
     "dead": (_DEAD,),
 }
 _AS_INDEXED = "AvailableAt, Priority DESC, CreatedAt"
@@ -49,16 +50,16 @@ _PENDING_ORDER = "Priority DESC, CreatedAt"
 TYPES = {
     "after": param_types.TIMESTAMP,
     "after_id": param_types.STRING,
-    "belows": param_types.Array(param_types.INT64),
+    "max_priorities": param_types.Array(param_types.INT64),
     "error": param_types.STRING,
     "from_topic": param_types.STRING,
     "id": param_types.STRING,
     "ids": param_types.Array(param_types.STRING),
     "keys": param_types.Array(param_types.STRING),
     "limit": param_types.INT64,
-    "names": param_types.Array(param_types.STRING),
+    "range_topics": param_types.Array(param_types.STRING),
     "now": param_types.TIMESTAMP,
-    "places": param_types.Array(param_types.INT64),
+    "range_shards": param_types.Array(param_types.INT64),
     "shard": param_types.INT64,
     "shards": param_types.Array(param_types.INT64),
     "since": param_types.TIMESTAMP,
@@ -69,108 +70,108 @@ TYPES = {
 
 NOW = "SELECT CURRENT_TIMESTAMP()"
 
-# The topics of the next @limit tasks of each shard, in the order of the index. A small backlog needs one query, a topic
-# with very many tasks needs one of its own.
+# The topics of the next @limit tasks of each shard, in the order of the index. A small backlog needs one query, and
+# each topic with very many tasks another one.
 NEXT_TOPICS = f"""
 SELECT in_shard, part.Topic, part.number FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
   SELECT AS STRUCT Topic, COUNT(*) AS number FROM (
-    SELECT Topic FROM {_INDEX}
+    SELECT Topic FROM {TO_SEND}
     WHERE Shard = in_shard AND SentAt IS NULL AND Topic >= @from_topic
-    ORDER BY Topic LIMIT @limit)
+    ORDER BY {TO_SEND_ORDER} LIMIT @limit)
   GROUP BY Topic)) AS part"""
 CONTROLLED_TOPICS = "SELECT Topic FROM AsynchronousTaskTopics"
 WAITING_TOPICS = f"""
 SELECT name FROM UNNEST(@topics) AS name, UNNEST(ARRAY(
-  SELECT 1 FROM {_INDEX} WHERE Shard IN UNNEST(@shards) AND SentAt IS NULL AND Topic = name LIMIT 1))"""
+  SELECT 1 FROM {TO_SEND} WHERE Shard IN UNNEST(@shards) AND SentAt IS NULL AND Topic = name LIMIT 1))"""
 PAUSED_TOPICS = "SELECT Topic FROM AsynchronousTaskTopics WHERE Paused ORDER BY Topic LIMIT @limit"
 CONTROLS = "SELECT Topic, Paused, RatePerSecond, Burst, MaxInFlight FROM AsynchronousTaskTopics ORDER BY Topic"
+
+LATEST_OPERATIONS = """
+SELECT OperationId, Operation, StartedAt, FinishedAt, Principal, Selection, Tasks
+FROM AsynchronousTaskOperations@{FORCE_INDEX=_BASE_TABLE}
+ORDER BY StartedAt DESC, OperationId LIMIT @limit"""
 
 #: Workers whose liveness timeout of 15 s (docs/architecture/workers.md) has not passed.
 LIVE_WORKERS = "SELECT COUNT(*) FROM AsynchronousTaskWorkers WHERE SeenAt > TIMESTAMP_SUB(@now, INTERVAL 15 SECOND)"
 
 
-def _counted(places: str, rows: str) -> str:
-    """Return the statement that counts `rows` by topic, priority and state, at most @limit in each shard and place.
+def _count_by_priority(topics: str, rows: str) -> str:
+    """Return the statement that counts `rows` by topic, priority and state, at most @limit in each shard and topic.
 
     `oldest` is when the oldest of the tasks became ready or due.
     """
     return f"""
 SELECT in_shard, part.topic, part.priority, part.state, part.number, part.oldest
-FROM UNNEST(@shards) AS in_shard{places}, UNNEST(ARRAY(
+FROM UNNEST(@shards) AS in_shard{topics}, UNNEST(ARRAY(
   SELECT AS STRUCT topic, priority, state, COUNT(*) AS number, MIN(ready_since) AS oldest
   FROM ({rows} LIMIT @limit) GROUP BY topic, priority, state)) AS part"""
 
 
-# Priorities above `below` have already been counted for the topic.
-_TOPICS = """, (
-  SELECT of_topic, @belows[OFFSET(place)] AS below FROM UNNEST(@topics) AS of_topic WITH OFFSET AS place)"""
+# Priorities above `max_priority` have already been counted for the topic.
+_TOPICS_UP_TO = """, (
+  SELECT of_topic, @max_priorities[OFFSET(position)] AS max_priority
+  FROM UNNEST(@topics) AS of_topic WITH OFFSET AS position)"""
 _OF_TOPIC = "Shard = in_shard AND SentAt IS NULL AND Topic = of_topic"
 
-# The n-th place consists of the n-th shard in @places, the n-th topic in @names and the n-th priority in @belows.
-_PLACES = """(
-  SELECT in_shard, @names[OFFSET(place)] AS of_topic, @belows[OFFSET(place)] AS below
-  FROM UNNEST(@places) AS in_shard WITH OFFSET AS place)"""
-_READY_BELOW = f"{_OF_TOPIC} AND AvailableAt IS NULL AND Priority <= below ORDER BY Priority DESC, CreatedAt"
+# The n-th range has the n-th shard of @range_shards, the n-th topic of @range_topics and the n-th max priority.
+_TOPIC_RANGES = """(
+  SELECT in_shard, @range_topics[OFFSET(position)] AS of_topic, @max_priorities[OFFSET(position)] AS max_priority
+  FROM UNNEST(@range_shards) AS in_shard WITH OFFSET AS position)"""
+_READY_UP_TO = f"{_OF_TOPIC} AND AvailableAt IS NULL AND Priority <= max_priority ORDER BY {TO_SEND_ORDER}"
 
 OLDEST_READY = f"""
-SELECT in_shard, of_topic, first.Priority, first.CreatedAt FROM {_PLACES}, UNNEST(ARRAY(
-  SELECT AS STRUCT Priority, CreatedAt FROM {_INDEX} WHERE {_READY_BELOW} LIMIT 1)) AS first"""
-# For very many priorities: the oldest of the first @limit tasks of each place.
+SELECT in_shard, of_topic, first.Priority, first.CreatedAt FROM {_TOPIC_RANGES}, UNNEST(ARRAY(
+  SELECT AS STRUCT Priority, CreatedAt FROM {TO_SEND} WHERE {_READY_UP_TO} LIMIT 1)) AS first"""
+# For very many priorities: the oldest of the first @limit tasks of each range.
 OLDEST_OF_SOME_READY = f"""
-SELECT MIN(next.CreatedAt) FROM {_PLACES}, UNNEST(ARRAY(
-  SELECT AS STRUCT CreatedAt FROM {_INDEX} WHERE {_READY_BELOW} LIMIT @limit)) AS next"""
-# A task whose AvailableAt was already past at registration has been due since CreatedAt, so the first @limit tasks are
-# read, not only the first.
+SELECT MIN(next.CreatedAt) FROM {_TOPIC_RANGES}, UNNEST(ARRAY(
+  SELECT AS STRUCT CreatedAt FROM {TO_SEND} WHERE {_READY_UP_TO} LIMIT @limit)) AS next"""
+# The first task by AvailableAt need not be the longest due: if AvailableAt was past at registration, the task has been
+# due since CreatedAt. So the first @limit tasks are compared.
 OLDEST_DUE = f"""
 SELECT MIN(GREATEST(first.CreatedAt, first.AvailableAt))
 FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
-  SELECT AS STRUCT CreatedAt, AvailableAt FROM {_INDEX}
-  WHERE {_OF_TOPIC} AND AvailableAt <= @now ORDER BY AvailableAt LIMIT @limit)) AS first"""
+  SELECT AS STRUCT CreatedAt, AvailableAt FROM {TO_SEND}
+  WHERE {_OF_TOPIC} AND AvailableAt <= @now ORDER BY {TO_SEND_ORDER} LIMIT @limit)) AS first"""
 
-COUNT_READY = _counted(
-    _TOPICS,
+COUNT_READY = _count_by_priority(
+    _TOPICS_UP_TO,
     f"""
-    SELECT Topic AS topic, Priority AS priority, 'pending' AS state, CreatedAt AS ready_since FROM {_INDEX}
-    WHERE {_OF_TOPIC} AND AvailableAt IS NULL AND Priority <= below
-    ORDER BY Priority DESC, CreatedAt""",
+    SELECT Topic AS topic, Priority AS priority, 'pending' AS state, CreatedAt AS ready_since FROM {TO_SEND}
+    WHERE {_OF_TOPIC} AND AvailableAt IS NULL AND Priority <= max_priority
+    ORDER BY {TO_SEND_ORDER}""",
 )
-COUNT_DUE = _counted(
+COUNT_DUE = _count_by_priority(
     ", UNNEST(@topics) AS of_topic",
     f"""
     SELECT Topic AS topic, Priority AS priority, 'pending' AS state, GREATEST(CreatedAt, AvailableAt) AS ready_since
-    FROM {_INDEX} WHERE {_OF_TOPIC} AND AvailableAt <= @now
-    ORDER BY AvailableAt""",
+    FROM {TO_SEND} WHERE {_OF_TOPIC} AND AvailableAt <= @now
+    ORDER BY {TO_SEND_ORDER}""",
 )
-# A deferred task counts as scheduled, even after failed attempts. The index does not distinguish it from a retrying
-# task, so the table is read for the few tasks that may be either.
-COUNT_WAITING = _counted(
+COUNT_WAITING = _count_by_priority(
     ", UNNEST(@topics) AS of_topic",
     f"""
-    SELECT task.Topic AS topic, task.Priority AS priority,
-      IF(task.Attempts = 0 OR whole.BlockedBy IS NOT NULL, 'scheduled', 'retrying') AS state,
+    SELECT Topic AS topic, Priority AS priority,
+      CASE WHEN BlockedBy IS NOT NULL THEN 'blocked' WHEN Attempts > 0 THEN 'retrying' ELSE 'scheduled' END AS state,
       CAST(NULL AS TIMESTAMP) AS ready_since
-    FROM {_INDEX} AS task
-    LEFT JOIN@{{JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} AS whole
-    ON whole.Id = task.Id AND task.OrderingKey IS NOT NULL AND task.Attempts > 0
-    WHERE task.Shard = in_shard AND task.SentAt IS NULL AND task.Topic = of_topic
-      AND task.AvailableAt > @now AND task.AvailableAt < {_NEVER}""",
+    FROM {TO_SEND} WHERE {_OF_TOPIC} AND AvailableAt > @now AND AvailableAt < {NEVER}""",
 )
-COUNT_DEAD = _counted(
+COUNT_DEAD = _count_by_priority(
     ", UNNEST(@topics) AS of_topic",
     f"""
     SELECT Topic AS topic, Priority AS priority, 'dead' AS state, CAST(NULL AS TIMESTAMP) AS ready_since
-    FROM {_INDEX} WHERE {_OF_TOPIC} AND {_DEAD}""",
+    FROM {TO_SEND} WHERE {_OF_TOPIC} AND {_DEAD}""",
 )
-COUNT_SENT = _counted(
+COUNT_SENT = _count_by_priority(
     "",
     f"""
     SELECT Topic AS topic, Priority AS priority, 'sent' AS state, CAST(NULL AS TIMESTAMP) AS ready_since
-    FROM {_INDEX} WHERE Shard = in_shard AND SentAt > TIMESTAMP_SUB(@now, INTERVAL 1 MINUTE)""",
+    FROM {TO_SEND} WHERE Shard = in_shard AND SentAt > TIMESTAMP_SUB(@now, INTERVAL 1 MINUTE)""",
 )
 
 
 def narrowed(state: str | None, names: Collection[str]) -> str:
-    """Return the conditions for `topic`, `since`, `until` and `error`, if in `names`. Each begins with AND.
+    """Return the conditions in `names`: `topic`, `since`, `until`, `error` or `unexpired`. Each begins with AND.
 
     Times are compared with SentAt of sent tasks, and with CreatedAt of others.
     """
@@ -189,16 +190,15 @@ def _parts(state: str, columns: str, names: Collection[str]) -> list[str]:
     more = narrowed(state, names)
     if state == "sent":
         return [
-            f"SELECT {columns} FROM {_INDEX} WHERE Shard = in_shard AND SentAt IS NOT NULL{more} ORDER BY SentAt DESC"
+            f"SELECT {columns} FROM {TO_SEND} WHERE Shard = in_shard AND SentAt IS NOT NULL{more} ORDER BY SentAt DESC"
         ]
-    orders = (_PENDING_ORDER, _AS_INDEXED) if state == "pending" else (_AS_INDEXED,)
     return [
-        f"SELECT {columns} FROM {_INDEX} WHERE {_OF_TOPIC} AND {each}{more} ORDER BY {order}"
-        for each, order in zip(_RANGES[state], orders, strict=True)
+        f"SELECT {columns} FROM {TO_SEND} WHERE {_OF_TOPIC} AND {each}{more} ORDER BY {TO_SEND_ORDER}"
+        for each in _RANGES[state]
     ]
 
 
-def _places(state: str) -> str:
+def _topic_join(state: str) -> str:
     return "" if state == "sent" else ", UNNEST(@topics) AS of_topic"
 
 
@@ -208,7 +208,7 @@ def listed(state: str, columns: str, names: Collection[str]) -> str:
     # The arrays hold only the columns for sorting. The other columns are read only for the tasks in the result.
     union = "\nUNION ALL".join(
         f"""
-  SELECT task.* FROM UNNEST(@shards) AS in_shard{_places(state)}, UNNEST(ARRAY(
+  SELECT task.* FROM UNNEST(@shards) AS in_shard{_topic_join(state)}, UNNEST(ARRAY(
     {part.replace("SELECT", "SELECT AS STRUCT", 1)} LIMIT @limit)) AS task"""
         for part in _parts(state, "Id, SentAt, AvailableAt, Priority, CreatedAt", names)
     )
@@ -216,18 +216,18 @@ def listed(state: str, columns: str, names: Collection[str]) -> str:
 SELECT {columns} FROM (
   SELECT Id AS found FROM ({union})
   ORDER BY {order}, Id LIMIT @limit)
-JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} ON Id = found
+{SEEK} {BY_ID} ON Id = found
 ORDER BY {order}, Id"""
     # Each state has its own query. With CURRENT_TIMESTAMP(), a task could be in none of them, or in two.
     return statement.replace("CURRENT_TIMESTAMP()", "@now")
 
 
-def counted(state: str, names: Collection[str]) -> str:
+def count_of_state(state: str, names: Collection[str]) -> str:
     """Return the statement that counts the tasks of a state, up to @limit in each shard and topic, one row for each."""
     # Without ORDER BY, because a count needs no order and sorting costs time.
     return "\nUNION ALL".join(
         f"""
-SELECT part.number FROM UNNEST(@shards) AS in_shard{_places(state)}, UNNEST(ARRAY(
+SELECT part.number FROM UNNEST(@shards) AS in_shard{_topic_join(state)}, UNNEST(ARRAY(
   SELECT AS STRUCT COUNT(*) AS number FROM ({part.partition(" ORDER BY ")[0]} LIMIT @limit))) AS part"""
         for part in _parts(state, "Id", names)
     )
@@ -236,18 +236,18 @@ SELECT part.number FROM UNNEST(@shards) AS in_shard{_places(state)}, UNNEST(ARRA
 def next_ids(state: str, names: Collection[str]) -> str:
     """Return the statement for the next @limit tasks (Id, SentAt) of @shard, and of @topics unless the state is sent.
 
-    Sent tasks are in index order, starting at @after, because all earlier tasks have been changed. Other tasks start
-    after @after_id, so that a task that fails and is dead again is not selected twice.
+    A page of sent tasks begins at @after, in index order, because all tasks before it have been changed. A page of
+    other tasks begins after @after_id, so that a task that fails and is dead again is not selected twice.
     """
     more = narrowed(state, names)
     if state == "sent":
         return f"""
-SELECT Id, SentAt FROM {_INDEX} WHERE Shard = @shard AND SentAt >= @after{more}
-ORDER BY SentAt, Topic, AvailableAt, Priority DESC, CreatedAt, Id LIMIT @limit"""
+SELECT Id, SentAt FROM {TO_SEND} WHERE Shard = @shard AND SentAt >= @after{more}
+ORDER BY {TO_SEND_ORDER}, Id LIMIT @limit"""
     [range_] = _RANGES[state]
     return f"""
 SELECT Id, SentAt FROM UNNEST(@topics) AS of_topic
-JOIN {_INDEX} ON Shard = @shard AND SentAt IS NULL AND Topic = of_topic AND {range_}
+{SEEK} {TO_SEND} ON Shard = @shard AND SentAt IS NULL AND Topic = of_topic AND {range_}
 WHERE Id > @after_id{more}
 ORDER BY Id LIMIT @limit"""
 
@@ -256,7 +256,7 @@ def sent_after(names: Collection[str]) -> str:
     """Return the statement for the first @limit tasks that were sent after the position (@after, @after_id)."""
     return f"""
 SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
-  SELECT AS STRUCT SentAt, Id, Topic, Priority, OrderingKey, Bytes, CreatedAt FROM {_INDEX}
+  SELECT AS STRUCT SentAt, Id, Topic, Priority, OrderingKey, Bytes, CreatedAt FROM {TO_SEND}
   WHERE Shard = in_shard AND SentAt >= @after AND (SentAt > @after OR Id > @after_id){narrowed("sent", names)}
   ORDER BY SentAt, Id LIMIT @limit)) AS task
 ORDER BY SentAt, Id LIMIT @limit"""
@@ -265,15 +265,15 @@ ORDER BY SentAt, Id LIMIT @limit"""
 def by_ids(condition: str) -> str:
     """Return the statement that reads tasks by @ids. The plan makes one seek for each, so it locks no other rows.
 
-    Further states here are `deferred`, and `expired`: not pending, and ExpiresAt has passed.
+    A further state here is `expired`: neither blocked nor pending, and ExpiresAt has passed.
     """
     return f"""
 SELECT Id, Topic, OrderingKey, Shard,
-  CASE WHEN {IS_DEFERRED} THEN 'deferred' WHEN {_IS_EXPIRED} AND NOT ({CONDITIONS["pending"]}) THEN 'expired'
+  CASE WHEN {_IS_EXPIRED} AND NOT ({CONDITIONS["pending"]}) AND NOT ({CONDITIONS["blocked"]}) THEN 'expired'
     ELSE {_STATE} END,
   COALESCE({condition}, FALSE), CURRENT_TIMESTAMP(), IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL)
 FROM UNNEST(@ids) AS wanted
-JOIN@{{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}} AsynchronousTasks@{{FORCE_INDEX=_BASE_TABLE}} ON Id = wanted"""
+{SEEK} {BY_ID} ON Id = wanted"""
 
 
 def locked(condition: str) -> str:
@@ -281,32 +281,39 @@ def locked(condition: str) -> str:
     return "@{LOCK_SCANNED_RANGES=exclusive}" + by_ids(condition)
 
 
+#: The ID and SentAt of tasks, locked as by `locked`: two transactions that read with shared locks and then write would
+#: abort each other.
+LOCK_SENT_AT = f"""
+@{{LOCK_SCANNED_RANGES=exclusive}}
+SELECT Id, SentAt FROM UNNEST(@ids) AS wanted
+{SEEK} {BY_ID} ON Id = wanted"""
+
 # The first tasks whose ID begins with each of @ids. The task with that ID itself comes first.
-BEGINNING_WITH = """
+BEGINNING_WITH = f"""
 SELECT prefix, task.Id FROM UNNEST(@ids) AS prefix, UNNEST(ARRAY(
-  SELECT AS STRUCT Id FROM AsynchronousTasks@{FORCE_INDEX=_BASE_TABLE}
+  SELECT AS STRUCT Id FROM {BY_ID}
   WHERE Id BETWEEN prefix AND CONCAT(prefix, '\\U0010FFFF') ORDER BY Id LIMIT @limit)) AS task"""
 
 
 def task(columns: str) -> str:
     """Return the statement for the `columns` and the state of the task @id."""
-    return f"SELECT {columns}, {_STATE} FROM AsynchronousTasks WHERE Id = @id"
+    return f"SELECT {columns}, {_STATE} FROM {BY_ID} WHERE Id = @id"
 
 
 # The n-th key consists of the n-th topic in @topics, the n-th ordering key in @keys and its shard in @shards.
-KEY_HEADS = """
+KEY_HEADS = f"""
 SELECT first.Id FROM (
-  SELECT of_key, @topics[OFFSET(place)] AS of_topic, @shards[OFFSET(place)] AS in_shard
-  FROM UNNEST(@keys) AS of_key WITH OFFSET AS place), UNNEST(ARRAY(
-  SELECT AS STRUCT Id FROM AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksInOrder}
+  SELECT of_key, @topics[OFFSET(position)] AS of_topic, @shards[OFFSET(position)] AS in_shard
+  FROM UNNEST(@keys) AS of_key WITH OFFSET AS position), UNNEST(ARRAY(
+  SELECT AS STRUCT Id FROM {IN_ORDER}
   WHERE OrderingKey IS NOT NULL AND Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic AND SentAt IS NULL
-  ORDER BY CreatedAt, Sequence, Id LIMIT 1)) AS first"""
+  ORDER BY {IN_ORDER_ORDER} LIMIT 1)) AS first"""
 
-RETRY = """\
+RETRY_DML = """\
 UPDATE AsynchronousTasks
 SET SentAt = NULL, ExpiresAt = IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL), BlockedBy = NULL, Attempts = 0,
   AvailableAt = CURRENT_TIMESTAMP()"""
-DELETE = "DELETE FROM AsynchronousTasks"
+DELETE_DML = "DELETE FROM AsynchronousTasks"
 
 
 def written_out(statement: str, condition: str, values: Mapping[str, Any]) -> str:
@@ -318,7 +325,7 @@ def _literal(value: Any) -> str:
     if isinstance(value, datetime):
         return f"TIMESTAMP '{shown(value)}'"
     if isinstance(value, str):
-        # GoogleSQL accepts JSON's escapes. Single quotes, because a shell often has the statement in double quotes.
+        # GoogleSQL accepts JSON's escapes. The quotes are single, because a shell's are often double.
         text = json.dumps(value, ensure_ascii=False)[1:-1].replace('\\"', '"').replace("'", "\\'")
         return "'" + "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in text) + "'"
     return f"({', '.join(map(_literal, value))})"

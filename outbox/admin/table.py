@@ -1,18 +1,22 @@
 """Access to the outbox's tables for operators' commands. Every request has LOW priority, a tag and a timeout."""
 
 import contextlib
+import getpass
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
 
-from google.api_core.exceptions import Aborted, GoogleAPIError
-from google.cloud.spanner_v1 import RequestOptions, TransactionOptions
+from google.api_core.exceptions import Aborted, GoogleAPIError, NotFound
+from google.cloud.spanner_v1 import RequestOptions
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import statements
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.storage import schema
+from outbox.storage.connection import retry_and_timeout
+from outbox.storage.sql import PESSIMISTIC
 
 T = TypeVar("T")
 
@@ -21,12 +25,28 @@ QUERY_SECONDS, SCAN_SECONDS, COUNT_SECONDS = 5.0, 60.0, 600.0
 #: Max tasks of a shard that one query for topics reads.
 TOPIC_ROWS = 200
 #: How long an aborted transaction is retried, and the delay before a retry if Spanner names none.
-ABORTED_SECONDS, AGAIN_SECONDS = 60.0, 0.05
+ABORTED_SECONDS, ABORTED_DELAY_SECONDS = 60.0, 0.05
 #: Timeout of a locking query. A worker that publishes holds the locks for up to 8 s (`--publish-timeout`).
 LOCK_SECONDS = 20.0
 
 _LOW = RequestOptions.Priority.PRIORITY_LOW
 SCHEMA_OPTIONS = {"priority": _LOW, "request_tag": "outbox-schema"}
+
+
+def principal(database: Database) -> str:
+    """Return the account of the credentials, or `USER on HOST` if they name no account, like those of most people."""
+    credentials = database._instance._client.credentials  # noqa: SLF001 - the client of a database
+    names = (getattr(credentials, name, None) for name in ("service_account_email", "signer_email", "account"))
+    # A VM's account is called `default` until its first token arrives.
+    account = next((name for name in names if name and name != "default"), None)
+    return str(account or f"{_user()} on {socket.gethostname()}")
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container whose user ID has no name
+        return "unknown user"
 
 
 class TaskTable:
@@ -41,6 +61,11 @@ class TaskTable:
     def name(self) -> str:
         """Return the full name of the database."""
         return str(self._database.name)
+
+    @property
+    def principal(self) -> str:
+        """Return who makes the changes, for their record."""
+        return principal(self._database)
 
     def now(self) -> datetime:
         """Return the database's time. The times of tasks come from the same clock."""
@@ -66,7 +91,7 @@ class TaskTable:
                     params=values,
                     param_types={name: statements.TYPES[name] for name in values},
                     request_options={"priority": _LOW, "request_tag": tag},
-                    **schema.limits(seconds),
+                    **retry_and_timeout(seconds),
                 )
             )
 
@@ -76,12 +101,12 @@ class TaskTable:
         """Return the rows of `keys`, read now. Takes no locks."""
         with self._errors(), self._database.snapshot() as snapshot:
             options = {"priority": _LOW, "request_tag": tag}
-            return list(snapshot.read(table, columns, keys, request_options=options, **schema.limits(seconds)))
+            return list(snapshot.read(table, columns, keys, request_options=options, **retry_and_timeout(seconds)))
 
     def topics(self, count: int | None = None, at: datetime | None = None) -> list[str]:
         """Return the topics that have an unsent task or a row of AsynchronousTaskTopics, sorted, at most `count`."""
         found = {name for (name,) in self.query(statements.CONTROLLED_TOPICS, "outbox-topics", at=at)}
-        seen: str | None = ""  # all topics up to this one are found; None: all topics
+        seen: str | None = ""  # `found` is complete up to this topic, and as a whole if this is None
         begin = ""  # another writer may have inserted the empty name
         while seen is not None and (count is None or sum(name <= seen for name in found) < count):
             values = {"shards": list(self.shards), "from_topic": begin, "limit": TOPIC_ROWS}
@@ -104,11 +129,10 @@ class TaskTable:
             result: T = self._database.run_in_transaction(
                 lambda transaction: work(Transaction(transaction, self.name, tag)),
                 timeout_secs=ABORTED_SECONDS,
-                default_retry_delay=AGAIN_SECONDS,
+                default_retry_delay=ABORTED_DELAY_SECONDS,
                 transaction_tag=tag,
                 commit_request_options={"priority": _LOW},
-                isolation_level=TransactionOptions.IsolationLevel.SERIALIZABLE,
-                read_lock_mode=TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC,
+                **PESSIMISTIC,
             )
         return result
 
@@ -118,11 +142,11 @@ class TaskTable:
         try:
             with schema.service_errors(self.name):
                 yield
-        except (NotReached, SchemaDiffers):
-            raise
         except OutboxError as error:
-            expected = schema.statements(relay_only=True)
-            if wrong := schema.differences(self._database, expected, request_options=SCHEMA_OPTIONS):
+            # NOT_FOUND is the answer for a missing database and for a missing table.
+            if isinstance(error, NotReached | SchemaDiffers) and not isinstance(error.__cause__, NotFound):
+                raise
+            if wrong := schema.differences(self._database, schema.statements(), request_options=SCHEMA_OPTIONS):
                 raise NotReached(f"{self.name}: {'; '.join(wrong)}. See `outbox schema apply`.") from error
             raise
 
@@ -138,22 +162,22 @@ class Transaction:
     def query(self, statement: str, parameters: Mapping[str, Any]) -> list[list[Any]]:
         """Return all rows of one statement."""
         types = {name: statements.TYPES[name] for name in parameters}
-        with self._own_errors():
+        with self._translated_errors():
             return list(
                 self._transaction.execute_sql(
                     statement,
                     params=parameters,
                     param_types=types,
                     request_options=self._options,
-                    **schema.limits(LOCK_SECONDS),
+                    **retry_and_timeout(LOCK_SECONDS),
                 )
             )
 
-    def read(self, table: str, columns: Sequence[str], keys: Any, *, seconds: float = QUERY_SECONDS) -> list[list[Any]]:
-        """Return the rows of `keys`. A read of tasks may have to wait for a worker's locks: see LOCK_SECONDS."""
-        with self._own_errors():
-            limits = schema.limits(seconds)
-            return list(self._transaction.read(table, columns, keys, request_options=self._options, **limits))
+    def read(self, table: str, columns: Sequence[str], keys: Any) -> list[list[Any]]:
+        """Return the rows of `keys`, with shared locks."""
+        with self._translated_errors():
+            options = {"request_options": self._options, **retry_and_timeout(QUERY_SECONDS)}
+            return list(self._transaction.read(table, columns, keys, **options))
 
     def update(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Buffer an update of `rows`. Do nothing if there are none, because Spanner rejects an empty update."""
@@ -174,8 +198,8 @@ class Transaction:
         self._transaction.delete(table, keys)
 
     @contextlib.contextmanager
-    def _own_errors(self) -> Iterator[None]:
-        """Translate errors of the client, because it does not roll back for its own errors."""
+    def _translated_errors(self) -> Iterator[None]:
+        """Translate the errors of the client, because it rolls back after any error except those of its own classes."""
         try:
             yield
         except Aborted:

@@ -8,8 +8,9 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from outbox.admin import statements
-from outbox.admin.changes import TaskSelection, cut
+from outbox.admin.changes import CHUNK, TaskSelection
 from outbox.admin.table import SCAN_SECONDS, TaskTable
+from outbox.storage.sql import chunked
 from outbox.storage.task_states import UNSENT
 
 _COLUMNS = (
@@ -61,7 +62,7 @@ def _newest(table: TaskTable, selection: TaskSelection, limit: int, now: datetim
     for window in WINDOWS:
         since = max(filter(None, (selection.since, until - window)))
         found = _of_state(table, "sent", dataclasses.replace(selection, since=since), limit, now)
-        if len(found) >= limit or since == selection.since:
+        if len(found) >= limit or (selection.since is not None and since <= selection.since):
             return found
     return _of_state(table, "sent", selection, limit, now)
 
@@ -80,8 +81,8 @@ def _of_state(
 def beginning_with(table: TaskTable, prefixes: Sequence[str], limit: int) -> dict[str, list[str]]:
     """Return the IDs of the first `limit` tasks that begin with each of `prefixes`, sorted, if there are any."""
     found: dict[str, list[str]] = defaultdict(list)
-    for ids in cut(prefixes):
-        for prefix, id in table.query(statements.BEGINNING_WITH, "outbox-show", {"ids": ids, "limit": limit}):
+    for ids in chunked(prefixes, CHUNK):
+        for prefix, id in table.query(statements.BEGINNING_WITH, "outbox-show", {"ids": list(ids), "limit": limit}):
             found[prefix].append(id)
     return {prefix: sorted(ids) for prefix, ids in found.items()}
 

@@ -10,6 +10,7 @@ from typing import Any
 from google.cloud.spanner_v1 import KeySet
 
 from outbox.admin import statements
+from outbox.admin.operations import record
 from outbox.admin.table import TaskTable, Transaction
 
 _TABLE = "AsynchronousTaskTopics"
@@ -58,11 +59,13 @@ class TopicTable:
         """Return all rows by topic."""
         return {topic: Control(*row) for topic, *row in self._table.query(statements.CONTROLS, _TAG)}
 
-    def change(self, topics: Sequence[str], values: Mapping[str, Any]) -> dict[str, Control]:
+    def change(self, operation: str, topics: Sequence[str], values: Mapping[str, Any]) -> dict[str, Control]:
         """Write `values`, by column, to the rows of all `topics` in one transaction, and return the new rows.
 
-        Missing rows are created. Columns that are not in `values` keep their values.
+        Missing rows are created. Columns that are not in `values` keep their values. The transaction also records the
+        `operation`: pause, resume or limit.
         """
+        principal = self._table.principal
 
         def work(transaction: Transaction) -> dict[str, Control]:
             rows = transaction.read(_TABLE, ("Topic", *_COLUMNS), KeySet(keys=[[topic] for topic in topics]))
@@ -71,6 +74,7 @@ class TopicTable:
             # All columns, so that the result does not depend on the treatment of omitted ones.
             written = [(topic, *dataclasses.astuple(control)) for topic, control in after.items()]
             transaction.insert_or_update(_TABLE, ("Topic", *_COLUMNS), written)
+            record(transaction, principal, operation, {"topics": list(topics), "values": dict(values)})
             return after
 
         return self._table.transact(_TAG, work)

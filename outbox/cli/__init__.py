@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from outbox._version import __version__
-from outbox.cli import completion, emulators, flags, output, removal, retry, schema, status, tasks, topics
+from outbox.cli import completion, emulators, flags, operations, output, removal, retry, schema, status, tasks, topics
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.shared.settings import did_you_mean, unknown_variables
 
 DONE, FAILED, USAGE, NOT_REACHED, INTERRUPTED = 0, 1, 2, 3, 130
 
-COMMANDS = (emulators, schema, status, tasks, retry, removal, topics, completion)
+COMMANDS = (emulators, schema, status, tasks, retry, removal, topics, operations, completion)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

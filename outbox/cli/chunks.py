@@ -15,16 +15,16 @@ from outbox.errors import OutboxError, SettingError
 if TYPE_CHECKING:
     from outbox.admin.changes import Count, Outcome
 
-#: The commands ask for confirmation above this number of tasks.
-UNASKED = 1_000
+#: The commands ask for confirmation above this number of tasks. One DML statement could not change many more.
+CONFIRM_ABOVE = 1_000
 
 
 @dataclasses.dataclass(slots=True)
 class Report:
-    """The outcomes of all chunks. A task that no longer matches the selection is not changed or is missing."""
+    """The outcomes of all chunks. `unchanged`: states of tasks that no longer match. `missing`: IDs without a row."""
 
     changed: int = 0
-    left: dict[str, str] = dataclasses.field(default_factory=dict)
+    unchanged: dict[str, str] = dataclasses.field(default_factory=dict)
     missing: list[str] = dataclasses.field(default_factory=list)
 
     def print_changed(self, done: str) -> None:
@@ -34,14 +34,15 @@ class Report:
     def explain(self, reasons: Mapping[str, str], otherwise: str) -> int:
         """Print on stderr which tasks were not changed, and why. Return 1 if one is missing or has the wrong state.
 
-        `reasons` explains the states in which a task need not be changed, `otherwise` any other `{state}`.
+        `reasons` has a text for each state in which a task need not be changed. `otherwise` is the text for the other
+        states, with the placeholder {state}.
         """
-        for state in sorted(set(self.left.values())):
-            ids = [id for id, its in self.left.items() if its == state]
+        for state in sorted(set(self.unchanged.values())):
+            ids = [id for id, its in self.unchanged.items() if its == state]
             note(f"{_tasks(len(ids))} not changed, {reasons.get(state) or otherwise.format(state=state)}: {named(ids)}")
         if self.missing:
             note(f"{_tasks(len(self.missing))} not in the table: {named(self.missing)}")
-        return 1 if self.missing or set(self.left.values()) - set(reasons) else 0
+        return 1 if self.missing or set(self.unchanged.values()) - set(reasons) else 0
 
     def so_far(self) -> str:
         """Return how many tasks were changed before the work ended early."""
@@ -61,10 +62,10 @@ def confirm(question: str, *, yes: bool) -> None:
 
 def note_size(count: "Count") -> None:
     """Warn if the DML of a dry run changes too many tasks for one statement."""
-    if count.number > UNASKED:
+    if count.number > CONFIRM_ABOVE:
         note(
             "these are too many tasks for one statement (80,000 mutations, several for each task). Without --dry-run, "
-            "the command changes them in several transactions"
+            "the command changes them in several transactions. With gcloud, use --enable-partitioned-dml"
         )
 
 
@@ -80,7 +81,7 @@ def carry_out(outcomes: "Iterator[Outcome]", count: "Count", go_on: str) -> Repo
         try:
             for outcome in outcomes:
                 report.changed += len(outcome.changed)
-                report.left |= outcome.left
+                report.unchanged |= outcome.unchanged
                 report.missing += outcome.missing
                 progress(len(outcome.changed))
                 if outcome.warning:

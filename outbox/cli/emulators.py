@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import functools
 import os
-import re
 import signal
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from outbox.cli.flags import command
 from outbox.cli.output import note
 from outbox.errors import OutboxError, SettingError
 from outbox.shared.settings import PREFIX, DatabaseSettings, Settings, flag_of, matching, setting, whole_number
+from outbox.storage.ddl import cut
 
 PORT = whole_number(0, 65_535)
 #: https://cloud.google.com/pubsub/docs/pubsub-basics#resource_names
@@ -63,7 +63,7 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--ddl-file", metavar="FILE",
-        help="DDL of your own tables for a new database. Each statement ends with ; at the end of a line.",
+        help="DDL of your own tables for a new database. Each statement ends with a semicolon.",
     )  # fmt: skip
     for kind in ("topic", "subscription"):
         # Both flags append to one list, because the order says to which topic a subscription belongs.
@@ -122,7 +122,7 @@ def _plan(options: argparse.Namespace) -> tuple[DatabaseSettings | None, list[st
         ddl = Path(options.ddl_file).read_text(encoding="utf-8") if options.ddl_file else ""
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"--ddl-file: {options.ddl_file!r} cannot be read: {error}") from None
-    return place, [each.strip() for each in re.split(r";[ \t]*(?:\n|$)", ddl) if each.strip()]
+    return place, cut(ddl)
 
 
 def _exports(environment: dict[str, str]) -> str:

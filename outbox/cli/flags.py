@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.cli.output import OutputSettings, escaped, named, note
 from outbox.errors import OutboxError, SettingError
-from outbox.shared.settings import DatabaseSettings, SettingType, did_you_mean, fields_of, flag_of, one_of
+from outbox.shared.settings import SWITCH, DatabaseSettings, SettingType, did_you_mean, fields_of, flag_of, one_of
 from outbox.shared.times import MOMENT, resolved, shown
 
 if TYPE_CHECKING:
@@ -58,9 +58,10 @@ def open_table(options: argparse.Namespace) -> "TaskTable":
     """Return the table of the database that the flags name. Raises SettingError, NotReached, SchemaDiffers."""
     settings = DatabaseSettings.read(vars(options))
 
-    from outbox.admin import database  # noqa: PLC0415 - the Spanner client: half a second, only if the flags are valid
+    from outbox.admin.table import TaskTable  # noqa: PLC0415 - the import takes half a second, which wrong flags need not wait for
+    from outbox.storage.connection import open_database  # noqa: PLC0415 - the same
 
-    return database.open_table(settings)
+    return TaskTable(open_database(settings))
 
 
 def _text(longest: int) -> SettingType:
@@ -128,7 +129,7 @@ def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
     where = "stdin" if options.ids_file == "-" else options.ids_file
     try:
         data = sys.stdin.buffer.read() if options.ids_file == "-" else Path(options.ids_file).read_bytes()
-        # Not splitlines: it ends a line at characters that a line of JSON may hold as they are.
+        # splitlines would also split at U+2028 and others, which a line of JSON may contain.
         lines = data.decode("utf-8-sig").split("\n")
     except OSError as error:
         raise SettingError(f"--ids-file: {where!r} cannot be read: {error.strerror}") from None
@@ -143,7 +144,7 @@ def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
 def full_ids(table: "TaskTable", options: argparse.Namespace, wanted: Sequence[str]) -> tuple[str, ...]:
     """Return `wanted` with the full ID in place of each prefix in `options.ids`, and print it. Raises OutboxError.
 
-    `options.ids` then has the full IDs, too, so that no command line with them matches another task after a deletion.
+    `options.ids` then has the full IDs, too, so that the command that continues names the same tasks after deletions.
     """
     from outbox.admin import tasks  # noqa: PLC0415 - see open_table
 
@@ -183,7 +184,7 @@ def _id(line: str, where: str) -> str:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
-            raise SettingError(f"{where}: {line[:80]!r} is not valid JSON, but begins like it") from None
+            raise SettingError(f"{where}: {line[:80]!r} is not valid JSON, although it begins like JSON") from None
     if isinstance(value, dict):
         value = value.get("id")
     try:
@@ -192,7 +193,7 @@ def _id(line: str, where: str) -> str:
         raise SettingError(f"{where}: {str(value)[:80]!r} is not a task ID: it must be {ID.allowed}") from None
 
 
-def again(name: str, options: argparse.Namespace, *more: str, **flags: str) -> str:
+def continue_command(name: str, options: argparse.Namespace, *more: str, **flags: str) -> str:
     """Return the command line that continues with the same selection, quoted for a shell.
 
     `flags` replace or add flags; `more` are appended.
@@ -204,9 +205,13 @@ def again(name: str, options: argparse.Namespace, *more: str, **flags: str) -> s
     }
     given |= {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
     words = ["outbox", name]
+    switches = {field.flag for field in fields_of(DatabaseSettings) if field.kind is SWITCH}
     for flag, value in given.items():
-        # Without the =, a value that begins with - would be parsed as a flag.
-        words += [] if not value else [f"{flag}={value}"] if value.startswith("-") else [flag, value]
+        if value and flag in switches:
+            words.append(flag)
+        elif value:
+            # Without the =, a value that begins with - would be parsed as a flag.
+            words += [f"{flag}={value}"] if value.startswith("-") else [flag, value]
     ids = getattr(options, "ids", [])
     end = ["--"] if any(id.startswith("-") for id in ids) else []
     line = " ".join(map(shlex.quote, [*words, *more, *end, *ids]))

@@ -24,7 +24,7 @@ class OutputSettings(Settings):
     color: str = setting(
         "auto",
         one_of("auto", "always", "never"),
-        "Whether tables have colors; auto is on a terminal, unless NO_COLOR is set.",
+        "Whether tables have colors. With auto they have them on a terminal, unless NO_COLOR is set.",
     )
 
 

@@ -7,23 +7,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from outbox.cli import chunks
-from outbox.cli.flags import TEXT, add_ids, add_topic, again, command, full_ids, ids, open_table
+from outbox.cli.flags import TEXT, add_ids, add_topic, command, continue_command, full_ids, ids, open_table
 from outbox.cli.output import escaped
 from outbox.errors import OutboxError, SettingError
 from outbox.shared import logs
 from outbox.shared.settings import flag_of
 from outbox.shared.times import MOMENT, resolved, shown
-from outbox.storage.task_states import MIN_AGE
+from outbox.storage.task_states import MARKS_FINAL_AFTER
 
 PURGE_DESCRIPTION = """\
 Delete only tasks that were sent before a time. The retention of the table deletes sent
-tasks too, typically within three days after they expire (`outbox schema`).
+tasks too, typically within three days after that age (`outbox schema`).
 
     outbox purge --sent-before 30d --project my-project --instance main --database shop
     outbox purge --sent-before 7d --topic orders --dry-run ..."""
 DISCARD_DESCRIPTION = """\
 Delete dead tasks permanently. They are never sent. The command logs each task ID with
-the reason on stderr. Tasks that a dead task of their ordering key blocked are released.
+the reason on stderr. Tasks that were blocked by a deleted task of the same ordering key
+are released.
 
     outbox discard 0e3c... --reason 'order was cancelled, ticket 4711' \\
         --project my-project --instance main --database shop"""
@@ -40,7 +41,9 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     add_topic(purging)
     purging.add_argument("--dry-run", action="store_true", help="Only print the number of tasks and equivalent DML.")
-    purging.add_argument("--yes", action="store_true", help=f"Skip the confirmation above {chunks.UNASKED:,} tasks.")
+    purging.add_argument(
+        "--yes", action="store_true", help=f"Skip the confirmation above {chunks.CONFIRM_ABOVE:,} tasks."
+    )
     purging.set_defaults(run=run_purge)
     discarding = command(commands, "discard", "delete dead tasks permanently", DISCARD_DESCRIPTION)
     add_ids(discarding)
@@ -59,7 +62,7 @@ def run_purge(options: argparse.Namespace) -> int:
 
     now = table.now()
     before = resolved(options.sent_before, now)
-    if before > now - MIN_AGE:
+    if before > now - MARKS_FINAL_AFTER:
         raise SettingError(
             f"--sent-before {shown(before)} is less than a minute ago (database time {shown(now)}). Pass an earlier "
             "time: an at-most-once task is marked as sent shortly before it is published"
@@ -67,12 +70,12 @@ def run_purge(options: argparse.Namespace) -> int:
     chosen = changes.TaskSelection(state="sent", topic=options.topic, until=before)
     count = changes.count(table, chosen, exact=options.dry_run)
     if options.dry_run:
-        print(f"{count} would be deleted. Equivalent DML:\n{chosen.dml(statements.DELETE)}")
+        print(f"{count} would be deleted. Equivalent DML:\n{chosen.dml(statements.DELETE_DML, table.shards)}")
         chunks.note_size(count)
         return 0
-    if count.number > chunks.UNASKED and sys.stdin.isatty():
+    if count.number > chunks.CONFIRM_ABOVE and sys.stdin.isatty():
         chunks.confirm(f"{count} sent before {shown(before)} will be deleted.", yes=options.yes)
-    go_on = again("purge", options, "--yes", sent_before=shown(before))
+    go_on = continue_command("purge", options, "--yes", sent_before=shown(before))
     chunks.carry_out(changes.purge(table, chosen), count, go_on).print_changed("deleted:")
     return 0
 
@@ -102,7 +105,7 @@ def run_discard(options: argparse.Namespace) -> int:
                 extra={"action": "discarded", "fields": {"task_id": id, "reason": options.reason}},
             )  # fmt: skip
 
-    go_on = again("discard", options, "--yes", reason=options.reason)
-    report = chunks.carry_out(changes.discard(table, wanted, log), count, go_on)
+    go_on = continue_command("discard", options, "--yes", reason=options.reason)
+    report = chunks.carry_out(changes.discard(table, wanted, options.reason, log), count, go_on)
     report.print_changed("deleted:")
     return report.explain({}, "because they are not dead but {state}")

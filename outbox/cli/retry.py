@@ -12,9 +12,9 @@ from outbox.shared.times import shown
 DESCRIPTION = """\
 Make tasks due now. Dead and retrying tasks get all their attempts again. Sent tasks are
 sent again with the same ID. A scheduled task is sent now if you pass its ID. Pending
-tasks and tasks blocked by the head of their ordering key are not changed, and expired
-tasks only with --include-expired. Due tasks share the capacity with new tasks, so a
-large retry does not delay new tasks.
+tasks and tasks blocked by the head of their ordering key are not changed. Expired tasks
+are sent only with --include-expired. While new tasks wait, retried tasks get at most
+half of the capacity.
 
     outbox retry 0e3c... 7f21... --project my-project --instance main --database shop
     outbox retry --state dead --topic orders --dry-run ...
@@ -26,8 +26,8 @@ STATES = ("dead", "sent", "retrying")
 #: Why tasks are not changed.
 LEFT = {
     "pending": "because pending tasks need no retry",
-    "expired": "because ExpiresAt has passed; --include-expired sends them all the same",
-    "deferred": "because the head of their ordering key blocks them; retry or discard it (`outbox show` names it)",
+    "expired": "because ExpiresAt has passed; --include-expired sends them anyway",
+    "blocked": "because the head of their ordering key blocks them; retry or discard it (`outbox show` names it)",
 }
 OUTSIDE = "because the state is {state} and --state, --topic, --since, --until or --error does not match"
 
@@ -41,7 +41,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--yes",
         action="store_true",
-        help=f"Skip the confirmation, which --state without --topic and more than {chunks.UNASKED:,} tasks need.",
+        help="Do not ask for confirmation. The command asks for --state without --topic, and for more than "
+        f"{chunks.CONFIRM_ABOVE:,} tasks.",
     )
     parser.add_argument("--include-expired", action="store_true", help="Also send tasks whose ExpiresAt has passed.")
     parser.set_defaults(run=run)
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     flags.check_window(chosen.since, chosen.until)
     count = changes.count(table, chosen, exact=options.dry_run)
     if options.dry_run:
-        print(f"{count} would be sent again. Equivalent DML:\n{chosen.dml(statements.RETRY)}")
+        print(f"{count} would be sent again. Equivalent DML:\n{chosen.dml(statements.RETRY_DML, table.shards)}")
         chunks.note_size(count)
         if not count.number and wanted is None:
             flags.explain_none(table, chosen, options)
@@ -73,10 +74,10 @@ def run(options: argparse.Namespace) -> int:
     over_topics = wanted is None and options.topic is None and count.number > 0
     if over_topics and not options.yes:
         note(f"tasks by topic and reason:{errors.text(errors.of_selection(table, chosen))}")
-    if over_topics or count.number > chunks.UNASKED:
+    if over_topics or count.number > chunks.CONFIRM_ABOVE:
         chunks.confirm(f"{count} will be sent again.", yes=options.yes)
     since = {} if chosen.since is None else {"since": shown(chosen.since)}
-    go_on = flags.again("retry", options, "--yes", **since, until=shown(chosen.until or now))
+    go_on = flags.continue_command("retry", options, "--yes", **since, until=shown(chosen.until or now))
     report = chunks.carry_out(changes.retry(table, chosen), count, go_on)
     report.print_changed("will be sent again:")
     if wanted is None and not report.changed:

@@ -77,8 +77,8 @@ def run_apply(options: argparse.Namespace) -> int:
     settings = DatabaseSettings.read(flags)
     free = {part for flag, part in (("shards", ddl.SHARD_COUNT), ("retention", ddl.RETENTION)) if flag not in flags}
 
-    from outbox.admin.database import open_database  # noqa: PLC0415 - the same
     from outbox.storage import schema  # noqa: PLC0415 - the Spanner client: half a second, for nothing if a flag is wrong
+    from outbox.storage.connection import open_database  # noqa: PLC0415 - the same
 
     database = open_database(settings)
     for name, state in schema.apply(database, _statements(options), free=free):

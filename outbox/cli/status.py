@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Count the unsent tasks of each topic and priority, and those sent in the last minute.
-Show the age of the oldest pending task, and count equal errors of dead and retrying
-tasks, of at most 1,000 tasks in each state.
+Show the age of the oldest pending task, and group dead and retrying tasks by error
+(at most 1,000 tasks of each state).
 
-The command reads the index as it was ten seconds ago, at LOW priority. It stops
-counting at 10,000 tasks of each shard and topic (>=), or earlier if there are more
-than ten topics. --exact counts all tasks as they are now.
+The command reads the index at LOW priority and takes no locks. It stops counting at
+10,000 tasks of each shard and topic (shown as >=), or earlier if there are many topics.
+--exact counts all tasks.
 
     outbox status --project my-project --instance main --database shop
     outbox status --watch ...
@@ -42,12 +42,12 @@ def add(commands: Any) -> None:
     parser = command(commands, "status", "unsent tasks by topic and priority", DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
     parser.add_argument("--watch", action="store_true", help="Update every five seconds, until Ctrl-C.")
-    parser.add_argument("--exact", action="store_true", help="Count all tasks, as they are now.")
+    parser.add_argument("--exact", action="store_true", help="Count all tasks, without a limit.")
     parser.add_argument(
         "--max-age",
         type=flag_of("--max-age", SECONDS),
         metavar="S",
-        help="Exit code 1 if a task has been pending for longer: " + SECONDS.allowed + ".",
+        help="Exit code 1 if a task has been pending for longer than this: " + SECONDS.allowed + ".",
     )
     parser.add_argument(
         "--max-pending",
@@ -80,7 +80,7 @@ def _read(tasks: "TaskTable", options: argparse.Namespace) -> "Backlog":
     from outbox.admin import backlog  # noqa: PLC0415 - see open_table
 
     # Count far enough to decide whether --max-pending is exceeded.
-    limit = None if options.max_pending is None else max(backlog.COUNTED, options.max_pending + 1)
+    limit = None if options.max_pending is None else max(backlog.COUNT_LIMIT, options.max_pending + 1)
     found = backlog.read(tasks, exact=options.exact, limit=limit)
     if not found.whole:
         note(f"there are more than {backlog.MAX_TOPICS:,} topics. Only the first {backlog.MAX_TOPICS:,} are counted")
@@ -127,7 +127,7 @@ def _rendered(tasks: "TaskTable", backlog: "Backlog", options: argparse.Namespac
     return _text(backlog) + (f"\n{errors.text(groups)}" if groups else "")
 
 
-HEADS = ("PENDING", "RETRYING", "SCHEDULED", "DEAD", "SENT/MIN", "OLDEST")
+HEADS = ("PENDING", "RETRYING", "SCHEDULED", "BLOCKED", "DEAD", "SENT/MIN", "OLDEST")
 
 
 def cells(backlog: "Backlog", line: "Line") -> list[object]:

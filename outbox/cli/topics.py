@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from outbox.cli.flags import COMPARED, command, open_table
 from outbox.cli.output import as_json, named, note, table
 from outbox.cli.status import HEADS, cells, fields
-from outbox.errors import InvalidMessage, OutboxError, SettingError
-from outbox.shared.settings import DatabaseSettings, SettingType, did_you_mean, flag_of, whole_number
+from outbox.errors import InvalidMessage, NotReached, OutboxError, SettingError
+from outbox.shared.settings import DatabaseSettings, PubSubSettings, SettingType, did_you_mean, flag_of, whole_number
 from outbox.shared.times import shown
 from outbox.storage.ddl import MIN_RATE
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from outbox.admin.topics import Control, TopicTable
 
 TOPICS_DESCRIPTION = """\
-Show the pauses and limits of topics with their backlog. Every topic is listed that has
+Show the pauses and limits of topics with their backlog. The list has every topic that has
 a row in AsynchronousTaskTopics, an unsent task, or a task sent in the last minute.
 
     outbox topics --project my-project --instance main --database shop"""
@@ -68,7 +68,7 @@ def add(commands: Any) -> None:
     """Add the four commands to the subparsers `commands`."""
     showing = command(commands, "topics", "pauses, limits and backlog of topics", TOPICS_DESCRIPTION)
     showing.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
-    showing.add_argument("--exact", action="store_true", help="Count all tasks, as they are now.")
+    showing.add_argument("--exact", action="store_true", help="Count all tasks, without a limit.")
     showing.set_defaults(run=run_topics)
     pausing = command(commands, "pause", "stop publishing tasks of topics", PAUSE_DESCRIPTION)
     resuming = command(commands, "resume", "publish paused topics again", RESUME_DESCRIPTION)
@@ -85,6 +85,8 @@ def add(commands: Any) -> None:
             help=f"{text} Allowed: {kind.allowed}.",
         )
     limiting.add_argument("--off", action="store_true", help="Remove all limits.")
+    for parser in (pausing, limiting):
+        PubSubSettings.add_flags(parser, without=DatabaseSettings)
     pausing.set_defaults(run=run_pause)
     resuming.set_defaults(run=run_resume)
     limiting.set_defaults(run=run_limit)
@@ -132,18 +134,18 @@ def _plain(control: "Control") -> dict[str, Any]:
 
 def run_pause(options: argparse.Namespace) -> int:
     """Pause topics; returns 0. Raises SettingError, NotReached, OutboxError."""
-    topics, project = _open(options)
-    _note_other_spellings(topics, options.topics, project)
-    _require_known(topics, options.topics, project)
-    _print(topics.change(options.topics, {"Paused": True}))
+    topics, settings = _open(options)
+    _note_other_spellings(topics, options.topics, settings.project)
+    _require_known(topics, options.topics, settings)
+    _print(topics.change("pause", options.topics, {"Paused": True}))
     note(FOLLOW)
     return 0
 
 
 def run_resume(options: argparse.Namespace) -> int:
     """Resume topics; returns 0. Raises SettingError, NotReached, OutboxError."""
-    topics, project = _open(options)
-    _note_other_spellings(topics, options.topics, project)
+    topics, settings = _open(options)
+    _note_other_spellings(topics, options.topics, settings.project)
     there = topics.rows(options.topics)
     missing = [topic for topic in options.topics if topic not in there]
     if missing:
@@ -152,7 +154,7 @@ def run_resume(options: argparse.Namespace) -> int:
             f"cannot resume {named(missing)}: no row in AsynchronousTaskTopics. Nothing was written. "
             f"{_suggestions(missing, paused)}Paused topics: {named(paused) or 'none'}"
         )
-    _print(topics.change(options.topics, {"Paused": False}), unpaused="resumed")
+    _print(topics.change("resume", options.topics, {"Paused": False}), unpaused="resumed")
     note(FOLLOW)
     return 0
 
@@ -160,10 +162,10 @@ def run_resume(options: argparse.Namespace) -> int:
 def run_limit(options: argparse.Namespace) -> int:
     """Limit a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
     values = _limits(options)
-    topics, project = _open(options)
-    _note_other_spellings(topics, [options.topic], project)
-    _require_known(topics, [options.topic], project)
-    _print(topics.change([options.topic], values))
+    topics, settings = _open(options)
+    _note_other_spellings(topics, [options.topic], settings.project)
+    _require_known(topics, [options.topic], settings)
+    _print(topics.change("limit", [options.topic], values))
     note(f"{FOLLOW}; {SHARED}")
     return 0
 
@@ -187,30 +189,35 @@ def _limits(options: argparse.Namespace) -> dict[str, Any]:
     return {LIMITS[flag][0]: value for flag, value in given.items()}
 
 
-def _open(options: argparse.Namespace) -> "tuple[TopicTable, str]":
-    """Return the table, and the project of topic IDs without one. Raises SettingError, NotReached, OutboxError."""
+def _open(options: argparse.Namespace) -> "tuple[TopicTable, PubSubSettings]":
+    """Return the table, and the settings of Pub/Sub. Raises SettingError, NotReached, OutboxError."""
+    settings = PubSubSettings.read(vars(options))
     table = open_table(options)
 
     from outbox.admin.topics import TopicTable  # noqa: PLC0415 - see open_table
 
-    return TopicTable(table), DatabaseSettings.read(vars(options)).project
+    return TopicTable(table), settings
 
 
 def _note_other_spellings(table: "TopicTable", topics: Sequence[str], project: str) -> None:
     others = {other: topic for topic in topics if (other := _other_spelling(topic, project)) not in topics}
     for other in sorted(table.waiting(others)):
-        note(f"unsent tasks also use {other}, another name of {others[other]}. Name it too, or it does not change")
+        note(
+            f"unsent tasks also use {other}, which is the same topic as {others[other]}. Pass {other} too; otherwise "
+            "its tasks are not affected"
+        )
 
 
-def _require_known(table: "TopicTable", topics: Sequence[str], project: str) -> None:
+def _require_known(table: "TopicTable", topics: Sequence[str], settings: PubSubSettings) -> None:
     """Raise OutboxError unless each topic has a row, an unsent task, or exists in Pub/Sub, to catch typing errors."""
     known = table.rows(topics) | table.waiting(topics)
-    unknown = [topic for topic in topics if topic not in known and not _in_pubsub(_full_name(topic, project))]
+    full = {topic: _full_name(topic, settings.project) for topic in topics}
+    unknown = [topic for topic in topics if topic not in known and not _in_pubsub(full[topic], settings)]
     if unknown:
         names = table.known(COMPARED)
         raise OutboxError(
             f"unknown topic {named(unknown)}: no unsent task and no row in AsynchronousTaskTopics has it, and Pub/Sub "
-            f"has no {named([_full_name(topic, project) for topic in unknown])}. Nothing was written. "
+            f"has no {named([full[topic] for topic in unknown])}. Nothing was written. "
             f"{_suggestions(unknown, names)}Known topics: {named(names) or 'none'}"
         )
 
@@ -219,17 +226,19 @@ def _suggestions(unknown: Sequence[str], known: Sequence[str]) -> str:
     return "".join(f"{did_you_mean(topic, known).strip()} " for topic in unknown).lstrip()
 
 
-def _in_pubsub(name: str) -> bool:
+def _in_pubsub(name: str, settings: PubSubSettings) -> bool:
     """Ask Pub/Sub whether the topic exists. If the request fails, print a note and return True."""
     from google.api_core.exceptions import GoogleAPIError, NotFound  # noqa: PLC0415 - only for an unknown name
     from google.auth.exceptions import GoogleAuthError  # noqa: PLC0415 - see open_table
-    from google.cloud.pubsub_v1 import PublisherClient  # noqa: PLC0415 - see open_table
+    from google.pubsub_v1 import PublisherClient  # noqa: PLC0415 - see open_table
+
+    from outbox.shared.pubsub import open_pubsub  # noqa: PLC0415 - see open_table
 
     try:
-        PublisherClient().get_topic(topic=name, timeout=PUBSUB_SECONDS, retry=None)
+        PublisherClient(transport=open_pubsub(settings)).get_topic(topic=name, timeout=PUBSUB_SECONDS, retry=None)
     except NotFound:
         return False
-    except (GoogleAPIError, GoogleAuthError) as error:
+    except (GoogleAPIError, GoogleAuthError, NotReached) as error:
         reason = str(error).partition("\n")[0]
         note(f"could not check in Pub/Sub whether {name} exists. Continuing without the check: {reason}")
     return True

@@ -182,4 +182,4 @@ def _reserved(title: str, port: int) -> Iterator[int]:
 
 
 def _taken(title: str, port: int, why: str) -> str:
-    return f"the {title} cannot have port {port} of {LOOPBACK}: {why}"
+    return f"the {title} cannot use {LOOPBACK}:{port}: {why}"

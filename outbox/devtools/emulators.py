@@ -33,7 +33,7 @@ USUAL_ROOTS = (
     Path("/usr/local/share/google-cloud-sdk"),
 )
 
-HOW_TO_GET_THEM = """Any one of these gives them:
+HOW_TO_GET_THEM = """Install them or name them in one of these ways:
   Cloud SDK  gcloud components install cloud-spanner-emulator pubsub-emulator
   Debian     apt-get install google-cloud-cli-spanner-emulator google-cloud-cli-pubsub-emulator (Google's repository)
   Docker     docker run -d --rm -p 127.0.0.1:9010:9010 gcr.io/cloud-spanner-emulator/emulator
@@ -120,6 +120,20 @@ def running_spanner(port: int = 0, flags: Sequence[str] = ()) -> Iterator[str]:
     """
     check_installed(SPANNER)
     with _started(SPANNER, port, flags) as child:
+        yield child.host
+
+
+@contextlib.contextmanager
+def running_one(program: Program) -> Iterator[str]:
+    """Yield the host of the emulator that its variable names, or of one that runs for the time of the block.
+
+    Raises NotReached, as `running` does.
+    """
+    if os.environ.get(program.variable):
+        yield _named(program)
+        return
+    check_installed(program)
+    with _started(program, 0) as child:
         yield child.host
 
 

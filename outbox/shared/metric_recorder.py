@@ -7,7 +7,7 @@ _log = logging.getLogger("outbox")
 
 
 class Recorder(Protocol):
-    """What `set_metrics` accepts, for example `datadog.DogStatsd`."""
+    """Counts metrics, for example `datadog.DogStatsd`. It may raise: the caller of `register` is not affected."""
 
     def increment(self, metric: str, value: float, tags: list[str]) -> object:
         """Add `value` to the counter `metric`; tags are `key:value`."""
@@ -18,19 +18,34 @@ _complained = False
 
 
 def set_metrics(recorder: Recorder | None) -> None:
-    """Count registered tasks of this process through `recorder`; None (the default) counts nothing."""
+    """Count registered and processed tasks of this process through `recorder`.
+
+    Args:
+        recorder: called in the thread that registers or processes. None, the default, counts nothing. Its first error
+            is logged with a traceback, later ones are ignored.
+    """
     global _recorder, _complained
     _recorder, _complained = recorder, False
 
 
-def count_registered(topic: str) -> None:
-    """Count one call of `register`. A recorder that fails is logged once and never fails the caller."""
+def count_registered(topic: str, count: int = 1) -> None:
+    """Count registered tasks."""
+    _count("outbox.registered_task_count", count, f"topic:{topic}")
+
+
+def count_delivery(consumer: str, outcome: str) -> None:
+    """Count a message that `outbox.inbox.Handler` received."""
+    _count("outbox.inbox_message_count", 1, f"consumer:{consumer}", f"outcome:{outcome}")
+
+
+def _count(metric: str, count: int, *tags: str) -> None:
+    """Add to a counter. A recorder that fails is logged once and never fails the caller."""
     global _complained
     if _recorder is None:
         return
     try:
-        _recorder.increment("outbox.registered_task_count", 1, [f"topic:{topic}"])
+        _recorder.increment(metric, count, list(tags))
     except Exception:  # metrics must not fail a transaction
         if not _complained:
             _complained = True
-            _log.warning("The metrics recorder failed; registered tasks are not counted", exc_info=True)
+            _log.warning("The metrics recorder failed; metrics of this process are lost", exc_info=True)

@@ -19,10 +19,11 @@ PREFIX = "OUTBOX_"
 #: The names after PREFIX of all settings of all commands, so that each command can report a misspelled one.
 NAMES = frozenset(
     """ALLOWED_TOPICS ARCHIVE ATTRIBUTE BACKOFF_INITIAL BACKOFF_MAX BATCH_BYTES BATCH_SIZE CLOCK_SKEW COLOR CONCURRENCY
-    DATABASE DATABASE_ROLE DEAD_AFTER FAIR_SHARE GRACE HEARTBEAT_FILE INPUT INPUT_FORMAT INSTANCE KEY LOG_FORMAT
-    LOG_LEVEL MAX_AGE MAX_ATTEMPTS MAX_ROWS_PER_SECOND ON_ORDERING_FAILURE OUTPUT POLL_INTERVAL PROJECT PUBLISH_TIMEOUT
-    PUBSUB_ENDPOINT PUBSUB_PORT RECEIVED RECEIVED_DATA RECEIVED_FORMAT RECEIVED_UNTIL REJECTS SAMPLES SHUTDOWN_TIMEOUT
-    SINCE SPANNER_PORT TASKS TOPIC UNTIL WHERE WINDOW WORKERS""".split()  # noqa: SIM905 - a list would have 49 lines
+    DATABASE DATABASE_ROLE DEAD_AFTER FAIR_SHARE GRACE HEARTBEAT_FILE IDLE_INTERVAL INBOX INBOX_DATABASE INPUT
+    INPUT_FORMAT INSTANCE KEY LOG_FORMAT LOG_LEVEL MAX_AGE MAX_ATTEMPTS MAX_ROWS_PER_SECOND METRICS
+    ON_ORDERING_FAILURE OUTPUT POLL_INTERVAL PROJECT PUBLISH_TIMEOUT PUBSUB_ENDPOINT PUBSUB_PLAINTEXT PUBSUB_PORT
+    RECEIVED RECEIVED_DATA RECEIVED_FORMAT RECEIVED_UNTIL REJECTS REQUEST_PRIORITY SAMPLES SHUTDOWN_TIMEOUT SINCE
+    SPANNER_ENDPOINT SPANNER_PLAINTEXT SPANNER_PORT TASKS TOPIC UNTIL WAKE WHERE WINDOW WORKERS""".split()  # noqa: SIM905 - a list would have 56 lines
 )
 #: Kubernetes sets these in every container for a Service whose name begins with `outbox`.
 _OF_KUBERNETES = re.compile(r"OUTBOX_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
@@ -118,9 +119,16 @@ def flag_of(name: str, kind: SettingType) -> Callable[[str], Any]:
     return lambda text: kind.value(text, name)
 
 
+#: A switch is a flag without a value. Its variable is true or false.
+SWITCH = SettingType(lambda text: ("false", "true").index(text) == 1, "true or false")
+ENDPOINT = matching(
+    r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?"
+    r"(?::(?:[1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]))?)?",
+    "a host, or HOST:PORT, or empty for the global endpoint",
+)
 PROJECT_ID = matching(r"[A-Za-z0-9][A-Za-z0-9.:-]{0,99}", "a Google Cloud project id")
-INSTANCE_ID = matching(r"[a-z][a-z0-9-]{1,63}", "2 to 64 of a-z, 0-9 and -, beginning with a letter")
-DATABASE_ID = matching(r"[a-z][a-z0-9_-]{1,29}", "2 to 30 of a-z, 0-9, - and _, beginning with a letter")
+INSTANCE_ID = matching(r"[a-z][a-z0-9-]{1,63}", "2 to 64 characters of a-z, 0-9 and -, beginning with a letter")
+DATABASE_ID = matching(r"[a-z][a-z0-9_-]{1,29}", "2 to 30 characters of a-z, 0-9, - and _, beginning with a letter")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,13 +136,15 @@ class Settings:
     """The base class: a settings class has fields made by `setting`."""
 
     @classmethod
-    def add_flags(cls, parser: argparse._ActionsContainer) -> None:
-        """Give `parser` one flag a field."""
-        for field in fields_of(cls):
+    def add_flags(cls, parser: argparse._ActionsContainer, *, without: type | None = None) -> None:
+        """Give `parser` one flag per field, except for the fields of the class `without`."""
+        others = {field.name for field in dataclasses.fields(without)} if without else set()
+        for field in (each for each in fields_of(cls) if each.name not in others):
+            form: dict[str, Any] = {"metavar": field.metavar}
+            if field.kind is SWITCH:
+                form = {"action": "store_const", "const": "true"}
             # A percent sign in a help text is argparse's own format.
-            parser.add_argument(
-                field.flag, dest=field.name, metavar=field.metavar, help=field.help_text.replace("%", "%%")
-            )
+            parser.add_argument(field.flag, dest=field.name, help=field.help_text.replace("%", "%%"), **form)
 
     @classmethod
     def read(cls, flags: Mapping[str, str | None], environment: Mapping[str, str] = os.environ) -> Self:
@@ -147,14 +157,57 @@ class DatabaseSettings(Settings):
     """Which database; every command that reads the table has these."""
 
     project: str = setting(
-        None, PROJECT_ID, "Project of the database and of topics without one.", variable="GOOGLE_CLOUD_PROJECT"
+        None,
+        PROJECT_ID,
+        "Project of the database, and of topics that name no project.",
+        variable="GOOGLE_CLOUD_PROJECT",
     )
     instance: str = setting(None, INSTANCE_ID, "Spanner instance.")
     database: str = setting(None, DATABASE_ID, "Spanner database.")
     database_role: str = setting(
         "",
         matching(r"(?:[A-Za-z][A-Za-z0-9_]{0,127})?", "a database role, or nothing"),
-        "Role of Spanner's fine-grained access control to act in; see schema/roles.sql.",
+        "Database role (fine-grained access control) to use; see schema/roles.sql.",
+    )
+    spanner_endpoint: str = setting(
+        "",
+        ENDPOINT,
+        "Spanner's endpoint, for example a private one or Spanner Omni. It overrides SPANNER_EMULATOR_HOST.",
+    )
+    spanner_plaintext: bool = setting(
+        "false", SWITCH, "Reach --spanner-endpoint without TLS and credentials, for example if it is Spanner Omni."
+    )
+
+    def __post_init__(self) -> None:
+        """Check values that depend on each other. Raises SettingError."""
+        if self.spanner_plaintext and not self.spanner_endpoint:
+            raise SettingError("--spanner-plaintext is given without --spanner-endpoint: pass both")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PubSubSettings(DatabaseSettings):
+    """Which database, and where Pub/Sub is."""
+
+    pubsub_endpoint: str = setting(
+        "",
+        ENDPOINT,
+        "Pub/Sub's endpoint, such as europe-west1-pubsub.googleapis.com. Ordering keys need an endpoint of one region.",
+    )
+    pubsub_plaintext: bool = setting("false", SWITCH, "Reach --pubsub-endpoint without TLS and credentials.")
+
+    def __post_init__(self) -> None:
+        """Check values that depend on each other. Raises SettingError."""
+        DatabaseSettings.__post_init__(self)
+        if self.pubsub_plaintext and not self.pubsub_endpoint:
+            raise SettingError("--pubsub-plaintext is given without --pubsub-endpoint: pass both")
+
+
+def metrics_setting() -> Any:
+    """Declare the field `metrics` of a process that sends metrics."""
+    return setting(
+        "datadog",
+        one_of("datadog", "opentelemetry", "none"),
+        "Where metrics go: to a DogStatsD agent if DD_AGENT_HOST is set, to OTEL_EXPORTER_OTLP_ENDPOINT, or nowhere.",
     )
 
 
@@ -181,7 +234,7 @@ class Field:
     @property
     def metavar(self) -> str:
         """Return the word for the value in help texts."""
-        return self.name.split("_")[-1].upper()
+        return "" if self.kind is SWITCH else self.name.split("_")[-1].upper()
 
     @property
     def help_text(self) -> str:

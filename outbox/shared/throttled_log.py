@@ -53,5 +53,5 @@ class ThrottledLog:
             if now - since >= INTERVAL:
                 del self._seen[action, about]
                 if times > max_lines:
-                    more = f"occurred {times - max_lines} more times than it was logged"
+                    more = f"occurred {times - max_lines} more times without being logged"
                     _log.warning("%s: %s, %s", action, about, more, extra={"action": action})

@@ -1,7 +1,7 @@
 """The DDL of the outbox, and its objects cut into named parts that can be compared.
 
-`schema/schema.sql` is the truth. A statement of it, like an object that a database has, is a `Shape`: the text of each
-part by name, such as "column Shard". So neither spaces nor the order of columns matter, nor what else is there.
+`schema/schema.sql` is the truth. Each of its statements, and each object of a database, is turned into a `Shape`: the
+text of each part by name, for example "column Shard". Spaces, the order of columns and further objects do not matter.
 Standard library only.
 """
 
@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-#: Min tasks a second, one in thirty years. A smaller RatePerSecond is a mistake, and cannot be divided by workers.
+#: Min tasks a second, one in thirty years. A smaller RatePerSecond is a mistake, and could become 0 for each worker.
 MIN_RATE = 1e-9
 MAX_SHARDS = 1000
 #: Ten years; a policy counts in days.
@@ -25,8 +25,9 @@ OPERATIONS = "AsynchronousTaskOperations"
 #: Tables that the relay does not need.
 _NOT_OF_RELAY = (OPERATIONS, "ProcessedTasks")
 
-#: For a release-up, or a copy elsewhere: one record for each registered task, none for marks, purges and retention.
-_CHANGE_STREAM = """CREATE CHANGE STREAM AsynchronousTasksInserts
+CHANGE_STREAM = "AsynchronousTasksInserts"
+#: For readers that want to know of new tasks: one record for each registered task, none for marks and deletions.
+_CHANGE_STREAM = f"""CREATE CHANGE STREAM {CHANGE_STREAM}
   FOR AsynchronousTasks(SentAt)
   OPTIONS (
     retention_period = '7d', exclude_update = true, exclude_delete = true, exclude_ttl_deletes = true
@@ -75,9 +76,14 @@ def statements(
     return [table, *others, *([_CHANGE_STREAM] if change_stream else [])]
 
 
+#: A text in quotes, a comment, or the end of a statement.
+_TOKEN = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|\s*--[^\n]*|\s*/\*.*?\*/|(;)""", re.DOTALL)
+
+
 def cut(sql: str) -> list[str]:
-    """Return the statements of a file of schema/ without semicolons and comments, which the emulator refuses."""
-    return [statement.strip() for statement in re.sub(r"\s*--.*", "", sql).split(";") if statement.strip()]
+    """Return the statements of a file without semicolons and comments, which the emulator refuses."""
+    text = _TOKEN.sub(lambda token: token[1] or ("\0" if token[2] else ""), sql)
+    return [statement.strip() for statement in text.split("\0") if statement.strip()]
 
 
 def _schema_sql() -> str:
@@ -90,7 +96,7 @@ def _schema_sql() -> str:
 def _replace(pattern: str, replacement: str, text: str) -> str:
     changed, count = re.subn(pattern, replacement, text)
     if count != 1:
-        raise ValueError(f"schema.sql has {pattern} {count} times, it must be there once")
+        raise ValueError(f"schema.sql has {pattern} {count} times, but must have it once")
     return changed
 
 
@@ -121,11 +127,11 @@ def parse(statement: str) -> Shape:
         name, table, key, stored, filtered = match.groups()
         parts = index(table, key, _split(stored or ""))
         if filtered:
-            # A filter is not in INFORMATION_SCHEMA, and whether it shows as null filtering is not documented.
+            # INFORMATION_SCHEMA does not show the WHERE clause. IS_NULL_FILTERED of such an index is not documented.
             del parts["null filtered"]
         return Shape(f"index {name}", parts)
     if match := _STREAM.fullmatch(text):
-        # Its options are not compared: a longer retention is the user's business, and not all are shown.
+        # Its options are not compared, because users may choose a longer retention.
         return Shape(f"change stream {match[1]}", {"watches": match[2]})
     raise ValueError(f"not a statement that schema.sql uses: {text}")
 
@@ -152,7 +158,7 @@ def _element(text: str) -> dict[str, str]:
     if match := _COLUMN.fullmatch(text):
         name, type_, required, generated, default, commit_timestamp = match.groups()
         for expression in (generated, default):
-            _split(expression or "")  # refuses what only looks like one expression
+            _split(expression or "")  # raises if the pattern has matched several expressions
         return column(
             name, type_, required=required, generated=generated, default=default, commit_timestamp=commit_timestamp
         )
@@ -163,7 +169,7 @@ def column(
     name: str, type: str, *, required: object, generated: str | None, default: str | None, commit_timestamp: object,
     stored: object = True,
 ) -> dict[str, str]:  # fmt: skip
-    """Return the parts that a column makes: its text, and for Shard the number of shards."""
+    """Return the parts of a column: its text, and for Shard the number of shards."""
     parts = {}
     if normal(name) == "shard" and generated and (count := re.search(r"\b(\d+)\W*$", generated)):
         # A part of its own, so that any number can be accepted.
@@ -177,11 +183,11 @@ def column(
 
 
 def retention(policy: str | None) -> dict[str, str]:
-    """Return the parts that the row deletion policy of AsynchronousTasks makes."""
+    """Return the parts of the row deletion policy of AsynchronousTasks."""
     days = re.fullmatch(r"older_thansentat,interval(\d+)day", normal(policy or ""))
     return {
         RETENTION: f"{days[1]} days" if days else "for ever",
-        # Any other policy loses tasks: a SentAt of NULL is never old, another column may be.
+        # Any other policy deletes unsent tasks, because only SentAt is NULL until a task is sent.
         "deletion of unsent tasks": policy if policy and not days else "never",
     }
 
@@ -220,5 +226,5 @@ def compare(shape: Shape, found: Mapping[str, str] | None, free: Collection[str]
 
 
 def normal(text: str) -> str:
-    """Return what two texts share that mean the same: names have no case, expressions any spaces and parentheses."""
+    """Return a text in lower case without spaces and parentheses, so that equivalent texts become equal."""
     return re.sub(r"[\s()]", "", text).casefold()

@@ -1,6 +1,6 @@
-"""The outbox's tables in a database: differences from the DDL, and creating what is missing.
+"""Compare the outbox's tables in a database with the DDL, and create missing ones.
 
-A database is compared by its INFORMATION_SCHEMA, part by part (see `ddl`). Nothing here alters or drops anything.
+A database is compared by its INFORMATION_SCHEMA, part by part (see `ddl`). Nothing here alters or drops an object.
 """
 
 import contextlib
@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from google.api_core import exceptions as google
-from google.api_core.retry import Retry, if_exception_type
 from google.auth.exceptions import GoogleAuthError
 from google.cloud.spanner_v1 import CreateSessionRequest, Session, param_types
 from google.cloud.spanner_v1.database import Database
 
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
+from outbox.storage.connection import retry_and_timeout
 from outbox.storage.ddl import (
     OPERATIONS,
     OWN_CHOICES,
@@ -38,14 +38,14 @@ __all__ = [
     "SHARD_COUNT",
     "apply",
     "differences",
-    "limits",
     "service_errors",
     "shard_count",
     "statements",
 ]
 
-#: Seconds for the first call, and for each query after it. An unreachable Spanner is reported within 15 s.
-REACH_SECONDS, QUERY_SECONDS = 5.0, 5.0
+#: Seconds for the first call, which reports an unreachable Spanner, and for a read of INFORMATION_SCHEMA after it. In a
+#: database with very many objects this read takes many seconds.
+REACH_SECONDS, SCHEMA_SECONDS = 5.0, 30.0
 
 
 def differences(
@@ -60,7 +60,7 @@ def differences(
         request: `retry` and `timeout` of the Spanner client for each query.
 
     Raises:
-        NotReached: Spanner, the database or a permission to read it.
+        NotReached: Spanner does not answer, or the database or the permission to read it is missing.
     """
     try:
         found = _read(database, shapes := [parse(statement) for statement in expected], request)
@@ -71,22 +71,24 @@ def differences(
 
 def shard_count(database: Database, **request: Any) -> int:
     """Return the number of shards of the table in `database`. Raises NotReached, SchemaDiffers."""
-    table = "table AsynchronousTasks"
-    parts = _read(database, [Shape(table, {})], request).get(normal(table))
-    if parts is None:
-        raise NotReached(f"{database.name}: {table} is missing; run `outbox schema apply`")
-    if normal(SHARD_COUNT) not in parts:
-        raise SchemaDiffers(f"{database.name}: {table}, column Shard has no number of shards")
-    return int(parts[normal(SHARD_COUNT)])
+    columns = _query(database, _SHARD, request)
+    if not columns:
+        raise NotReached(f"{database.name}: table AsynchronousTasks is missing; run `outbox schema apply`")
+    parts = column("Shard", "INT64", required=True, generated=columns[-1][0], default=None, commit_timestamp=False)
+    if SHARD_COUNT not in parts:
+        raise SchemaDiffers(
+            f"{database.name}: the number of shards cannot be read from column Shard of AsynchronousTasks"
+        )
+    return int(parts[SHARD_COUNT])
 
 
 def apply(
     database: Database, wanted: Sequence[str], *, free: Collection[str] = (), **request: Any
 ) -> list[tuple[str, str]]:
-    """Make what is missing of `wanted` in one schema update, and wait for it: an index of a large table takes long.
+    """Create the missing objects in one schema update, and wait for it. An index of a large table takes long.
 
     Args:
-        database: a GoogleSQL database; other objects, and further columns and indexes of ours, stay as they are.
+        database: a GoogleSQL database. Other objects, and additional columns and indexes, are not changed.
         wanted: DDL from `statements`.
         free: names of parts in which an object that exists may differ, such as SHARD_COUNT.
         request: `retry` and `timeout` of the Spanner client for each query.
@@ -95,19 +97,24 @@ def apply(
         "table AsynchronousTasks" and the like with "created" or "exists", in the order of the statements.
 
     Raises:
-        SchemaDiffers: an object exists with another shape; nothing was made.
-        NotReached: Spanner, the database or a permission.
-        OutboxError: Spanner refused the update, for instance because another one is making the same tables.
+        SchemaDiffers: an object exists with another shape. Nothing was created.
+        NotReached: Spanner does not answer, or the database or a permission is missing.
+        OutboxError: Spanner refused the update, for instance because another client is creating the same tables.
     """
     shapes = [parse(statement) for statement in wanted]
     found = _read(database, shapes, request)
-    # An index that is still being filled is there.
+    # An index whose backfill has not finished counts as existing.
     free = {*free, "state"}
     there = [shape for shape in shapes if normal(shape.title) in found]
     wrong = [sentence for shape in there for sentence in compare(shape, found[normal(shape.title)], free)]
     if wrong:
         raise SchemaDiffers(
-            "\n  ".join([f"{database.name}: nothing was made, because these exist with another shape:", *wrong])
+            "\n  ".join(
+                [
+                    f"{database.name}: nothing was created, because these objects have a different definition:",
+                    *wrong,
+                ]
+            )
         )
     missing = [statement for statement, shape in zip(wanted, shapes, strict=True) if shape not in there]
     if missing:
@@ -117,80 +124,98 @@ def apply(
 
 
 _DIALECT = "SELECT option_value FROM information_schema.database_options WHERE option_name = 'database_dialect'"
-_TABLES = """
-SELECT TABLE_NAME, ROW_DELETION_POLICY_EXPRESSION
-FROM INFORMATION_SCHEMA.TABLES
-WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) IN UNNEST(@names)"""
-_COLUMNS = """
-SELECT TABLE_NAME, COLUMN_NAME, SPANNER_TYPE, IS_NULLABLE, GENERATION_EXPRESSION, IS_STORED, COLUMN_DEFAULT,
-  EXISTS(SELECT 1 FROM INFORMATION_SCHEMA.COLUMN_OPTIONS AS o
-         WHERE o.TABLE_SCHEMA = '' AND o.TABLE_NAME = c.TABLE_NAME AND o.COLUMN_NAME = c.COLUMN_NAME
-           AND o.OPTION_NAME = 'allow_commit_timestamp' AND UPPER(o.OPTION_VALUE) = 'TRUE')
-FROM INFORMATION_SCHEMA.COLUMNS AS c
-WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) IN UNNEST(@names)"""
-_CHECKS = """
-SELECT t.TABLE_NAME, t.CONSTRAINT_NAME, c.CHECK_CLAUSE
-FROM INFORMATION_SCHEMA.TABLE_CONSTRAINTS AS t
-JOIN INFORMATION_SCHEMA.CHECK_CONSTRAINTS AS c USING (CONSTRAINT_SCHEMA, CONSTRAINT_NAME)
-WHERE t.TABLE_SCHEMA = '' AND LOWER(t.TABLE_NAME) IN UNNEST(@names)"""
-#: A column without a position is a stored one.
-_INDEXES = """
-SELECT i.TABLE_NAME, INDEX_NAME, IS_UNIQUE, IS_NULL_FILTERED, INDEX_STATE,
-  ARRAY(SELECT CONCAT(COLUMN_NAME, IF(COLUMN_ORDERING = 'DESC', ' DESC', ''))
-        FROM INFORMATION_SCHEMA.INDEX_COLUMNS AS c
-        WHERE c.TABLE_SCHEMA = '' AND c.TABLE_NAME = i.TABLE_NAME AND c.INDEX_NAME = i.INDEX_NAME
-          AND ORDINAL_POSITION IS NOT NULL
-        ORDER BY ORDINAL_POSITION),
-  ARRAY(SELECT COLUMN_NAME
-        FROM INFORMATION_SCHEMA.INDEX_COLUMNS AS c
-        WHERE c.TABLE_SCHEMA = '' AND c.TABLE_NAME = i.TABLE_NAME AND c.INDEX_NAME = i.INDEX_NAME
-          AND ORDINAL_POSITION IS NULL)
-FROM INFORMATION_SCHEMA.INDEXES AS i
-WHERE i.TABLE_SCHEMA = ''
-  AND (LOWER(i.INDEX_NAME) IN UNNEST(@names)
-       OR (i.INDEX_TYPE = 'PRIMARY_KEY' AND LOWER(i.TABLE_NAME) IN UNNEST(@names)))"""
-_STREAMS = """
-SELECT CHANGE_STREAM_NAME,
-  ARRAY(SELECT CONCAT(TABLE_NAME, '(', COLUMN_NAME, ')')
-        FROM INFORMATION_SCHEMA.CHANGE_STREAM_COLUMNS AS c
-        WHERE c.CHANGE_STREAM_NAME = s.CHANGE_STREAM_NAME)
-FROM INFORMATION_SCHEMA.CHANGE_STREAMS AS s
-WHERE LOWER(CHANGE_STREAM_NAME) IN UNNEST(@names)"""
+_SHARD = """
+SELECT GENERATION_EXPRESSION FROM INFORMATION_SCHEMA.COLUMNS
+WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) = 'asynchronoustasks' AND LOWER(COLUMN_NAME) IN ('id', 'shard')
+ORDER BY LOWER(COLUMN_NAME)"""
+# Tables, columns, checks, indexes and change streams in one request. A stored column of an index has no position.
+_OBJECTS = """
+SELECT
+  ARRAY(SELECT AS STRUCT TABLE_NAME, ROW_DELETION_POLICY_EXPRESSION
+        FROM INFORMATION_SCHEMA.TABLES
+        WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) IN UNNEST(@names)),
+  ARRAY(SELECT AS STRUCT TABLE_NAME, COLUMN_NAME, SPANNER_TYPE, IS_NULLABLE, GENERATION_EXPRESSION, IS_STORED,
+          COLUMN_DEFAULT,
+          EXISTS(SELECT 1 FROM INFORMATION_SCHEMA.COLUMN_OPTIONS AS o
+                 WHERE o.TABLE_SCHEMA = '' AND o.TABLE_NAME = c.TABLE_NAME AND o.COLUMN_NAME = c.COLUMN_NAME
+                   AND o.OPTION_NAME = 'allow_commit_timestamp' AND UPPER(o.OPTION_VALUE) = 'TRUE')
+        FROM INFORMATION_SCHEMA.COLUMNS AS c
+        WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) IN UNNEST(@names)),
+  ARRAY(SELECT AS STRUCT t.TABLE_NAME, t.CONSTRAINT_NAME, c.CHECK_CLAUSE
+        FROM INFORMATION_SCHEMA.TABLE_CONSTRAINTS AS t
+        JOIN INFORMATION_SCHEMA.CHECK_CONSTRAINTS AS c USING (CONSTRAINT_SCHEMA, CONSTRAINT_NAME)
+        WHERE t.TABLE_SCHEMA = '' AND LOWER(t.TABLE_NAME) IN UNNEST(@names)),
+  ARRAY(SELECT AS STRUCT i.TABLE_NAME, INDEX_NAME, IS_UNIQUE, IS_NULL_FILTERED, INDEX_STATE,
+          ARRAY(SELECT CONCAT(COLUMN_NAME, IF(COLUMN_ORDERING = 'DESC', ' DESC', ''))
+                FROM INFORMATION_SCHEMA.INDEX_COLUMNS AS c
+                WHERE c.TABLE_SCHEMA = '' AND c.TABLE_NAME = i.TABLE_NAME AND c.INDEX_NAME = i.INDEX_NAME
+                  AND ORDINAL_POSITION IS NOT NULL
+                ORDER BY ORDINAL_POSITION),
+          ARRAY(SELECT COLUMN_NAME
+                FROM INFORMATION_SCHEMA.INDEX_COLUMNS AS c
+                WHERE c.TABLE_SCHEMA = '' AND c.TABLE_NAME = i.TABLE_NAME AND c.INDEX_NAME = i.INDEX_NAME
+                  AND ORDINAL_POSITION IS NULL)
+        FROM INFORMATION_SCHEMA.INDEXES AS i
+        WHERE i.TABLE_SCHEMA = ''
+          AND (LOWER(i.INDEX_NAME) IN UNNEST(@names)
+               OR (i.INDEX_TYPE = 'PRIMARY_KEY' AND LOWER(i.TABLE_NAME) IN UNNEST(@names)))),
+  ARRAY(SELECT AS STRUCT CHANGE_STREAM_NAME,
+          ARRAY(SELECT CONCAT(TABLE_NAME, '(', COLUMN_NAME, ')')
+                FROM INFORMATION_SCHEMA.CHANGE_STREAM_COLUMNS AS c
+                WHERE c.CHANGE_STREAM_NAME = s.CHANGE_STREAM_NAME)
+        FROM INFORMATION_SCHEMA.CHANGE_STREAMS AS s
+        WHERE LOWER(CHANGE_STREAM_NAME) IN UNNEST(@names))"""
 
 
 def _read(database: Database, shapes: Sequence[Shape], request: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the parts of those objects that are there, titles and parts by their `normal` names."""
+    """Return the parts of each object that exists: by the `normal` title of the object, then by the `normal` part."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
-    names = [shape.name.lower() for shape in shapes]
-    request = {**limits(QUERY_SECONDS), **request}
 
     def add(title: str, parts: Mapping[str, str]) -> None:
         found[normal(title)] |= {normal(name): text for name, text in parts.items()}
 
+    names = [shape.name.lower() for shape in shapes]
+    [[tables, columns, checks, indexes, streams]] = _query(database, _OBJECTS, request, names=names)
+    for table, policy in tables:
+        add(f"table {table}", retention(policy))
+    for table, name, type_, nullable, generated, stored, default, timestamp in columns:
+        parts = column(
+            name, type_, required=nullable == "NO", generated=generated, default=default,
+            commit_timestamp=timestamp, stored=stored == "YES",
+        )  # fmt: skip
+        add(f"table {table}", parts)
+    for table, name, clause in checks:
+        add(f"table {table}", {f"constraint {name}": f"CHECK ({clause})"})
+    for table, name, unique, null_filtered, state, key, stored in indexes:
+        if name == "PRIMARY_KEY":
+            add(f"table {table}", {"primary key": ", ".join(key)})
+        else:
+            parts = index(table, ", ".join(key), stored, unique=unique, null_filtered=null_filtered, state=state)
+            add(f"index {name}", parts)
+    for name, watched in streams:
+        add(f"change stream {name}", {"watches": ", ".join(sorted(watched)) or "whole tables, or nothing"})
+    return dict(found)
+
+
+def _query(database: Database, sql: str, request: Mapping[str, Any], **parameters: Any) -> list[Any]:
+    """Return the rows of one statement. Raises NotReached, SchemaDiffers, OutboxError."""
+    request = {**retry_and_timeout(SCHEMA_SECONDS), **request}
+    types = {name: param_types.Array(param_types.STRING) for name in parameters}
+
+    def read(sql: str, **request: Any) -> list[Any]:
+        with database.snapshot() as snapshot:
+            return list(snapshot.execute_sql(sql, **request))
+
     with service_errors(database.name):
         _reach(database)
-        _require_googlesql(database, request)
-        for table, policy in _rows(database, _TABLES, names, request):
-            add(f"table {table}", retention(policy))
-        for table, name, type_, nullable, generated, stored, default, timestamp in _rows(
-            database, _COLUMNS, names, request
-        ):
-            parts = column(
-                name, type_, required=nullable == "NO", generated=generated, default=default,
-                commit_timestamp=timestamp, stored=stored == "YES",
-            )  # fmt: skip
-            add(f"table {table}", parts)
-        for table, name, clause in _rows(database, _CHECKS, names, request):
-            add(f"table {table}", {f"constraint {name}": f"CHECK ({clause})"})
-        for table, name, unique, null_filtered, state, key, stored in _rows(database, _INDEXES, names, request):
-            if name == "PRIMARY_KEY":
-                add(f"table {table}", {"primary key": ", ".join(key)})
-            else:
-                parts = index(table, ", ".join(key), stored, unique=unique, null_filtered=null_filtered, state=state)
-                add(f"index {name}", parts)
-        for name, columns in _rows(database, _STREAMS, names, request):
-            add(f"change stream {name}", {"watches": ", ".join(sorted(columns)) or "no single column"})
-    return dict(found)
+        try:
+            return read(sql, params=parameters, param_types=types, **request)
+        except google.InvalidArgument:
+            if read(_DIALECT, **request) == [["POSTGRESQL"]]:
+                raise SchemaDiffers(
+                    f"{database.name} has the PostgreSQL dialect: use a database of the GoogleSQL dialect"
+                ) from None
+            raise
 
 
 def _reach(database: Database) -> None:
@@ -198,30 +223,7 @@ def _reach(database: Database) -> None:
     # A multiplexed session leaves nothing behind: it needs no deletion and is not counted.
     session = Session(multiplexed=True, creator_role=database.database_role or "")
     request = CreateSessionRequest(database=database.name, session=session)
-    database.spanner_api.create_session(request=request, **limits(REACH_SECONDS))
-
-
-def _require_googlesql(database: Database, request: Mapping[str, Any]) -> None:
-    with database.snapshot() as snapshot:
-        dialect = [value for (value,) in snapshot.execute_sql(_DIALECT, **request)]
-    if dialect == ["POSTGRESQL"]:
-        raise SchemaDiffers(f"{database.name} has the PostgreSQL dialect: use a database of the GoogleSQL dialect")
-
-
-def _rows(database: Database, sql: str, names: Sequence[str], request: Mapping[str, Any]) -> list[Any]:
-    # One snapshot a query: on the emulator one of several queries ends transactions of other threads.
-    with database.snapshot() as snapshot:
-        types = {"names": param_types.Array(param_types.STRING)}
-        return list(snapshot.execute_sql(sql, params={"names": names}, param_types=types, **request))
-
-
-def limits(seconds: float) -> dict[str, Any]:
-    """Return `retry` and `timeout` for one call of the Spanner client.
-
-    Without a Retry of our own, a read or a query to a service that is away loops inside the client for ever.
-    """
-    retry = Retry(predicate=if_exception_type(google.ServiceUnavailable), initial=0.1, maximum=1.0, timeout=seconds)
-    return {"retry": retry, "timeout": seconds}
+    database.spanner_api.create_session(request=request, **retry_and_timeout(REACH_SECONDS))
 
 
 @contextlib.contextmanager

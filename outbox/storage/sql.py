@@ -11,8 +11,11 @@ T = TypeVar("T")
 NEVER = "TIMESTAMP '9999-12-31T00:00:00Z'"
 #: The index for polls: (Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt).
 TO_SEND = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}"
+#: The whole key of that index. A statement that orders by it needs no sort, whatever the optimizer infers.
+TO_SEND_ORDER = "Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt"
 #: The index for ordering keys: the unsent tasks of a topic and key in order.
 IN_ORDER = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksInOrder}"
+IN_ORDER_ORDER = "Shard, OrderingKey, Topic, SentAt, CreatedAt, Sequence, Id"
 #: The table by primary key: one seek for each ID of a joined list, so that a transaction locks nothing else.
 BY_ID = "AsynchronousTasks@{FORCE_INDEX=_BASE_TABLE}"
 #: A join that seeks once for each row on its left.

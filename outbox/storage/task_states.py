@@ -1,4 +1,4 @@
-"""The states of a task: pending (ready or due), retrying, scheduled, dead or sent.
+"""The states of a task: pending (ready or due), retrying, scheduled, blocked, dead or sent.
 
 docs/guide/schema.md shows the columns in each state.
 """
@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 NEVER = datetime(9999, 12, 31, tzinfo=UTC)
 
 #: Max time for which an at-most-once task may be marked and not yet published.
-MIN_AGE = timedelta(minutes=1)
+MARKS_FINAL_AFTER = timedelta(minutes=1)
 
-UNSENT = ("pending", "retrying", "scheduled", "dead")
+UNSENT = ("pending", "retrying", "scheduled", "blocked", "dead")
 STATES = (*UNSENT, "sent")

@@ -24,7 +24,7 @@ CREATE TABLE AsynchronousTasks (
 
 CREATE INDEX AsynchronousTasksToSend
   ON AsynchronousTasks (Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt)
-  STORING (OrderingKey, Bytes, Attempts);
+  STORING (OrderingKey, Bytes, Attempts, BlockedBy);
 
 CREATE INDEX AsynchronousTasksInOrder
   ON AsynchronousTasks (Shard, OrderingKey, Topic, SentAt, CreatedAt, Sequence)

@@ -1,0 +1,47 @@
+"""Channels and credentials for Spanner and Pub/Sub: the service, an endpoint, or an emulator."""
+
+from collections.abc import Callable
+from typing import Any
+
+import google.auth
+import google.auth.exceptions
+import grpc
+from google.auth.credentials import AnonymousCredentials
+
+from outbox.errors import NotReached
+
+#: Seconds between attempts to reconnect. The default grows to 120 s.
+RECONNECT_SECONDS = 2.0
+
+_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_reconnect_backoff_ms", int(RECONNECT_SECONDS * 1000)),
+    ("grpc.keepalive_time_ms", 30_000),
+)
+
+
+def credentials(service: str, *, plaintext: object) -> Any:
+    """Return the default credentials, or none for a plaintext endpoint. Raises NotReached."""
+    if plaintext:
+        return AnonymousCredentials()
+    try:
+        found, _ = google.auth.default()
+    except google.auth.exceptions.DefaultCredentialsError as error:
+        raise NotReached(
+            f"{service}: no credentials found. Run `gcloud auth application-default login`, give the pod a service "
+            f"account, or set the emulators' variables (`outbox emulators` prints them). {error}"
+        ) from error
+    return found
+
+
+def channel(transport: Any, plaintext: str | None) -> grpc.Channel | Callable[..., grpc.Channel]:
+    """Return a channel to the host `plaintext`, or a function that opens a secure channel for `transport`."""
+    if plaintext:
+        return grpc.insecure_channel(plaintext, options=_OPTIONS)
+
+    def secure(host: str, **arguments: Any) -> grpc.Channel:
+        opened: grpc.Channel = transport.create_channel(host, **{**arguments, "options": _OPTIONS})
+        return opened
+
+    return secure
