@@ -13,21 +13,37 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outbox._version import __version__
-    from outbox.errors import InvalidMessage, OutboxError
-    from outbox.message import TASK_ID_ATTRIBUTE
-    from outbox.registration import Priority, register, register_once
+    from outbox.errors import InvalidConsumer, InvalidMessage, InvalidTransaction, MissingTaskId, OutboxError
+    from outbox.message import TASK_ID_ATTRIBUTE, Message
+    from outbox.registration import (
+        Priority,
+        SupportsInsert,
+        SupportsReadInsert,
+        Task,
+        register,
+        register_many,
+        register_once,
+    )
     from outbox.shared.metric_recorder import Recorder, set_metrics
 else:
     # The names are imported when they are first used, because the clients take half a second to import, and `outbox
     # --help` does not need them. Type checkers do not see this function: it would give every name the type Any.
     _MODULES = {
         "TASK_ID_ATTRIBUTE": "message",
+        "InvalidConsumer": "errors",
         "InvalidMessage": "errors",
+        "InvalidTransaction": "errors",
+        "Message": "message",
+        "MissingTaskId": "errors",
         "OutboxError": "errors",
         "Priority": "registration",
         "Recorder": "shared.metric_recorder",
+        "SupportsInsert": "registration",
+        "SupportsReadInsert": "registration",
+        "Task": "registration",
         "__version__": "_version",
         "register": "registration",
+        "register_many": "registration",
         "register_once": "registration",
         "set_metrics": "shared.metric_recorder",
     }
@@ -44,12 +60,20 @@ else:
 
 __all__ = [
     "TASK_ID_ATTRIBUTE",
+    "InvalidConsumer",
     "InvalidMessage",
+    "InvalidTransaction",
+    "Message",
+    "MissingTaskId",
     "OutboxError",
     "Priority",
     "Recorder",
+    "SupportsInsert",
+    "SupportsReadInsert",
+    "Task",
     "__version__",
     "register",
+    "register_many",
     "register_once",
     "set_metrics",
 ]

@@ -4,9 +4,12 @@ A message carries it in the attributes that Google's Pub/Sub clients use:
 https://cloud.google.com/pubsub/docs/open-telemetry-tracing
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 from opentelemetry import trace
+from opentelemetry.trace import Link, NonRecordingSpan, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 #: The prefix of `traceparent` and `tracestate` in attributes.
@@ -34,6 +37,26 @@ def span_of(attributes: Mapping[str, str]) -> trace.SpanContext | None:
     context = {name: value for name, value in found.items() if 0 < len(value) <= MAX_CHARACTERS}
     span = trace.get_current_span(_propagator.extract(context)).get_span_context() if context else None
     return span if span is not None and span.is_valid else None
+
+
+@contextmanager
+def processing(consumer: str, message: Any) -> Iterator[None]:
+    """Continue the trace of a received message in a span for the block. A current span, as of a request, is linked."""
+    parent = span_of(message.attributes)
+    current = trace.get_current_span().get_span_context()
+    with trace.get_tracer("outbox").start_as_current_span(
+        f"process {consumer}",
+        context=trace.set_span_in_context(NonRecordingSpan(parent)) if parent else None,
+        kind=SpanKind.CONSUMER,
+        attributes={
+            "messaging.system": "gcp_pubsub",
+            "messaging.operation.name": "process",
+            "messaging.operation.type": "process",
+            "messaging.message.id": message.message_id,
+        },
+        links=[Link(current)] if parent and current.is_valid else [],
+    ):
+        yield
 
 
 def ids() -> dict[str, str]:

@@ -1,0 +1,211 @@
+"""Register and process tasks on a DB-API connection (`google.cloud.spanner_dbapi`).
+
+After ABORTED the connection replays its statements, but not mutations. So tasks are an INSERT with parameters that are
+fixed before its first execution, and a replay inserts the same rows.
+"""
+
+import re
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, TypedDict, Unpack
+
+from google.cloud.spanner_dbapi import Connection, Cursor
+from google.cloud.spanner_dbapi.batch_dml_executor import BatchMode
+from google.cloud.spanner_dbapi.exceptions import OperationalError, ProgrammingError
+
+from outbox.errors import InvalidTransaction
+from outbox.inbox import COLUMNS as INBOX_COLUMNS
+from outbox.inbox import TABLE as INBOX
+from outbox.inbox import Key, ReceivedMessage, inbox_row, table_errors
+from outbox.message import Message
+from outbox.registration import COLUMNS, TABLE, Task, count_rows, task_row, task_rows
+from outbox.shared.metric_recorder import count_registered
+
+#: The values of one row. CreatedAt is the time of the commit.
+_VALUES = "({})".format(
+    ", ".join("PENDING_COMMIT_TIMESTAMP()" if column == "CreatedAt" else f"@{column}{{n}}" for column in COLUMNS)
+)
+#: Rows of one statement. Spanner allows 950 parameters: https://cloud.google.com/spanner/quotas#query-limits
+_MAX_ROWS = 100
+
+
+class Options(TypedDict, total=False):
+    """The optional arguments of `outbox.register`, except `task_id`."""
+
+    priority: int
+    ordering_key: str
+    available_at: datetime | None
+    expires_at: datetime | None
+    at_most_once: bool
+
+
+def register(
+    connection: Connection,
+    topic: str,
+    message: Message,
+    attributes: Mapping[str, str] | None = None,
+    *,
+    task_id: str | None = None,
+    **options: Unpack[Options],
+) -> str:
+    """Insert one task in the transaction of `connection` and return its ID.
+
+    Executes one INSERT, which also takes the lock of the ID. After it, statements of the same transaction cannot read
+    the table.
+
+    Args:
+        connection: a Connection of `google.cloud.spanner_dbapi`, not in autocommit mode or after BEGIN.
+        topic: see `outbox.register`.
+        message: see `outbox.register`.
+        attributes: see `outbox.register`.
+        task_id: see `outbox.register`.
+        options: the other arguments of `outbox.register`.
+
+    Raises:
+        InvalidMessage: see `outbox.register`.
+        InvalidTransaction: `connection` would not commit the task together with the other statements.
+        IntegrityError: the driver's; a task with this `task_id` exists.
+        TypeError: `connection` or `message` has another type.
+    """
+    _check(connection)
+    task_id = str(uuid.uuid4()) if task_id is None else task_id
+    row = task_row(topic, message, attributes, task_id=task_id, **options)
+    _insert(connection.cursor(), [row])
+    count_registered(topic)
+    return task_id
+
+
+def register_once(
+    connection: Connection,
+    topic: str,
+    message: Message,
+    attributes: Mapping[str, str] | None = None,
+    *,
+    task_id: str,
+    **options: Unpack[Options],
+) -> bool:
+    """Insert the task unless a row with `task_id` exists; return whether it was inserted.
+
+    See `outbox.register_once`. If a replay finds another answer than the first execution, the connection raises its
+    RetryAborted, and the caller has to run its transaction again.
+
+    Raises:
+        InvalidMessage: see `outbox.register`.
+        InvalidTransaction: see `register`.
+        OperationalError: the driver's; the answer was lost. Roll back.
+        TypeError: see `register`.
+    """
+    _check(connection)
+    row = task_row(topic, message, attributes, task_id=task_id, **options)
+    cursor = connection.cursor()
+    _insert(cursor, [row], verb="INSERT OR IGNORE", end="THEN RETURN Id")
+    if not _was_inserted(cursor, task_id):
+        return False
+    count_registered(topic)
+    return True
+
+
+def register_many(connection: Connection, tasks: Iterable[Task]) -> list[str]:
+    """Insert all tasks in the transaction of `connection` and return their IDs in the same order.
+
+    See `outbox.register_many`. Executes one INSERT for each 100 tasks.
+
+    Raises:
+        InvalidMessage: see `outbox.register_many`.
+        InvalidTransaction: see `register`.
+        IntegrityError: the driver's; a task with one of the IDs exists.
+        TypeError: see `outbox.register_many`.
+    """
+    _check(connection)
+    rows, _ = task_rows(tasks)
+    for first in range(0, len(rows), _MAX_ROWS):
+        _insert(connection.cursor(), rows[first : first + _MAX_ROWS])
+    count_rows(rows)
+    return [row[0] for row in rows]
+
+
+def process_once(connection: Connection, message: ReceivedMessage, *, consumer: str, key: Key = "task_id") -> bool:
+    """Record the task of `message` as processed, and return whether this is the first time.
+
+    See `outbox.inbox.process_once`. Executes one INSERT, and is called once in a transaction: Spanner may refuse
+    another one. If a replay finds another answer than the first execution, see `register_once`.
+
+    Raises:
+        MissingTaskId: see `outbox.inbox.process_once`.
+        InvalidConsumer: the name of the consumer.
+        InvalidTransaction: see `register`, or the transaction has a record already.
+        NotReached: the database has no table ProcessedTasks.
+        OperationalError: the driver's; the answer was lost. Roll back.
+        TypeError: `connection` or `message` has another type.
+    """
+    _check(connection)
+    row = inbox_row(message, consumer, key)
+    cursor = connection.cursor()
+    sql = (
+        f"INSERT OR IGNORE INTO {INBOX} ({', '.join(INBOX_COLUMNS)}) "
+        "VALUES (@consumer, @task_id, PENDING_COMMIT_TIMESTAMP()) THEN RETURN TaskId"
+    )
+    with table_errors():
+        _execute(cursor, sql, {"consumer": row[0], "task_id": row[1]}, "process one message in a transaction")
+    return _was_inserted(cursor, row[1])
+
+
+def _was_inserted(cursor: Cursor, task_id: str) -> bool:
+    """Return whether an INSERT OR IGNORE has inserted its row. Raises OperationalError if the answer was lost."""
+    # A replay compares the rows that were fetched, but not the row count of a single statement.
+    cursor.fetchall()
+    # `fetchall` returns no rows if it fails, but then the count is unknown as well.
+    if cursor.rowcount not in (0, 1):
+        raise OperationalError(f"no answer to the INSERT of task {task_id!r}. Roll back and run the transaction again")
+    return bool(cursor.rowcount)
+
+
+def _check(connection: object) -> None:
+    """Refuse a connection on which the task and the other statements would not be one transaction."""
+    if not isinstance(connection, Connection):
+        raise TypeError(
+            f"connection is {type(connection).__name__}, it must be a Connection of google.cloud.spanner_dbapi"
+        )
+    if connection.is_closed:
+        raise InvalidTransaction("the connection is closed. Register before you close it")
+    if connection.read_only:
+        raise InvalidTransaction("the connection is read-only. Set read_only to False before the transaction begins")
+    if connection.autocommit and not _has_begun(connection):
+        raise InvalidTransaction(
+            "the connection is in autocommit mode, so the task would be committed alone. Turn autocommit off, or "
+            'execute "BEGIN" with a cursor first (not connection.begin(), which a replay does not repeat)'
+        )
+    if connection._batch_mode is not BatchMode.NONE:
+        raise InvalidTransaction('the connection is collecting a batch of DML. Execute "RUN BATCH" first')
+
+
+def _has_begun(connection: Connection) -> bool:
+    """Tell whether the statements that a replay executes begin with BEGIN."""
+    statements = connection._transaction_helper._statement_result_details_list
+    first = getattr(statements[0], "sql", "") if statements else ""
+    return re.match(r"\s*(BEGIN|START)\b", first, re.IGNORECASE) is not None
+
+
+def _insert(cursor: Cursor, rows: Sequence[tuple[Any, ...]], *, verb: str = "INSERT", end: str = "") -> None:
+    values = ", ".join(_VALUES.format(n=n) for n in range(len(rows)))
+    parameters = {
+        f"{column}{n}": value
+        for n, row in enumerate(rows)
+        for column, value in zip(COLUMNS, row, strict=True)
+        if column != "CreatedAt"
+    }
+    sql = f"{verb} INTO {TABLE} ({', '.join(COLUMNS)}) VALUES {values} {end}"
+    _execute(cursor, sql, parameters, "insert the tasks with one call of register_many")
+
+
+def _execute(cursor: Cursor, sql: str, parameters: Mapping[str, Any], instead: str) -> None:
+    try:
+        cursor.execute(sql, parameters)
+    except ProgrammingError as error:
+        if "pending CommitTimestamp" not in str(error.__cause__):
+            raise
+        raise InvalidTransaction(
+            "Spanner does not accept this statement after a row was inserted into the table in the same transaction, "
+            f"and its emulator accepts one such statement. Roll back, and {instead}"
+        ) from error

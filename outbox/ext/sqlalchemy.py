@@ -1,0 +1,126 @@
+"""Register and process tasks in the transactions of SQLAlchemy (`sqlalchemy-spanner`)."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Unpack
+
+from sqlalchemy.engine import Connection
+from sqlalchemy.orm import Session, scoped_session
+
+from outbox.errors import InvalidTransaction
+from outbox.ext import dbapi
+from outbox.ext.dbapi import Options
+from outbox.inbox import Key, ReceivedMessage
+from outbox.message import Message
+from outbox.registration import Task
+
+AnySession = Session | scoped_session[Any] | Connection
+
+
+def register(
+    session: AnySession,
+    topic: str,
+    message: Message,
+    attributes: Mapping[str, str] | None = None,
+    *,
+    task_id: str | None = None,
+    **options: Unpack[Options],
+) -> str:
+    """Insert one task in the open transaction of a session or connection and return its ID.
+
+    See `outbox.ext.dbapi.register`. A session with several engines needs `session.connection(bind_arguments=...)`.
+
+    Args:
+        session: a Session, a scoped_session or a Connection of SQLAlchemy, with an open transaction.
+        topic: see `outbox.register`.
+        message: see `outbox.register`.
+        attributes: see `outbox.register`.
+        task_id: see `outbox.register`.
+        options: the other arguments of `outbox.register`.
+
+    Raises:
+        InvalidMessage: see `outbox.register`.
+        InvalidTransaction: the session has no open transaction, or its transaction cannot hold a task.
+        IntegrityError: of `google.cloud.spanner_dbapi`; a task with this `task_id` exists.
+        TypeError: `session` or `message` has another type, or the database is not Spanner.
+    """
+    return dbapi.register(_connection(session), topic, message, attributes, task_id=task_id, **options)
+
+
+def register_once(
+    session: AnySession,
+    topic: str,
+    message: Message,
+    attributes: Mapping[str, str] | None = None,
+    *,
+    task_id: str,
+    **options: Unpack[Options],
+) -> bool:
+    """Insert the task unless a row with `task_id` exists; return whether it was inserted.
+
+    See `outbox.ext.dbapi.register_once`.
+
+    Raises:
+        InvalidMessage: see `outbox.register`.
+        InvalidTransaction: see `register`.
+        OperationalError: of `google.cloud.spanner_dbapi`; the answer was lost. Roll back.
+        TypeError: see `register`.
+    """
+    return dbapi.register_once(_connection(session), topic, message, attributes, task_id=task_id, **options)
+
+
+def register_many(session: AnySession, tasks: Iterable[Task]) -> list[str]:
+    """Insert all tasks in the open transaction and return their IDs in the same order.
+
+    See `outbox.ext.dbapi.register_many`.
+
+    Raises:
+        InvalidMessage: see `outbox.register_many`.
+        InvalidTransaction: see `register`.
+        IntegrityError: of `google.cloud.spanner_dbapi`; a task with one of the IDs exists.
+        TypeError: see `register`.
+    """
+    return dbapi.register_many(_connection(session), tasks)
+
+
+def process_once(session: AnySession, message: ReceivedMessage, *, consumer: str, key: Key = "task_id") -> bool:
+    """Record the task of `message` as processed, and return whether this is the first time.
+
+    See `outbox.ext.dbapi.process_once`.
+
+    Raises:
+        MissingTaskId: see `outbox.inbox.process_once`.
+        InvalidConsumer: the name of the consumer.
+        InvalidTransaction: see `register`, or the transaction has a record already.
+        NotReached: the database has no table ProcessedTasks.
+        OperationalError: of `google.cloud.spanner_dbapi`; the answer was lost. Roll back.
+        TypeError: see `register`.
+    """
+    return dbapi.process_once(_connection(session), message, consumer=consumer, key=key)
+
+
+def _connection(session: object) -> Any:
+    """Return the DB-API connection. Raises InvalidTransaction, or TypeError for another type."""
+    if isinstance(session, scoped_session):
+        session = session()
+    if isinstance(session, Session):
+        if not session.is_active:
+            raise InvalidTransaction("the session's transaction has failed. Call session.rollback() first")
+        _check_open(session, "session")
+        session = session.connection()
+    if not isinstance(session, Connection):
+        raise TypeError(f"session is {type(session).__name__}, it must be a Session or a Connection of SQLAlchemy")
+    if session.closed or session.invalidated:
+        raise InvalidTransaction("the connection is closed or invalidated. Register before you close it")
+    _check_open(session, "connection")
+    # The driver applies these options only when SQLAlchemy executes a statement.
+    if session.get_execution_options().get("read_only"):
+        raise InvalidTransaction("the connection has the execution option read_only. Use one without it")
+    return session.connection.dbapi_connection
+
+
+def _check_open(session: Session | Connection, name: str) -> None:
+    if not session.in_transaction():
+        raise InvalidTransaction(
+            f"the {name} has no open transaction, so the task might never be committed. Register in `with "
+            f"{name}.begin():`, or after the first statement"
+        )

@@ -1,0 +1,370 @@
+"""The subscriber's inbox: each task takes effect once, although Pub/Sub delivers its message more than once.
+
+    @inbox.Handler(database, consumer="billing")
+    def charge(transaction, message): ...
+
+    subscriber.subscribe(subscription, charge)
+
+`process_once` records the ID of a task in the table ProcessedTasks of the subscriber's own database, in the transaction
+that also changes the subscriber's rows. `Handler` does this for each message, and acknowledges after the commit.
+"""
+
+import inspect
+import logging
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol, TypeAlias, get_args
+
+from google.api_core.exceptions import Aborted, GoogleAPICallError
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
+from google.cloud.spanner_v1.database import Database
+from google.cloud.spanner_v1.transaction import Transaction
+from google.protobuf.json_format import ParseDict, ParseError
+from google.pubsub_v1.types import PubsubMessage
+
+from outbox.errors import InvalidConsumer, InvalidMessage, InvalidTransaction, MissingTaskId, NotReached
+from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
+from outbox.registration import READ_SECONDS, SupportsReadInsert, is_given, read_and_insert, refuse_replayed, remember
+from outbox.shared.metric_recorder import count_delivery
+from outbox.storage.connection import retry_and_timeout
+from outbox.tracing import processing
+
+TABLE = "ProcessedTasks"
+COLUMNS = ("Consumer", "TaskId", "ProcessedAt")
+#: The lengths of the columns.
+MAX_CONSUMER_CHARACTERS, MAX_ID_CHARACTERS = 256, 128
+
+#: With "task_id", a message without a task ID is an error. With "message_id", its message ID identifies it.
+Key: TypeAlias = Literal["task_id", "message_id"]
+
+#: For a message without a task ID: "nack" asks Pub/Sub to redeliver it, "raise" ends the streaming pull.
+Missing: TypeAlias = Literal["nack", "raise"]
+
+_log = logging.getLogger("outbox")
+
+
+class ReceivedMessage(Protocol):
+    """A received message with `attributes` and `message_id`: that of a streaming pull, or a PubsubMessage."""
+
+    @property
+    def attributes(self) -> Mapping[str, str]:
+        """Return the attributes."""
+
+    @property
+    def message_id(self) -> str:
+        """Return the ID that Pub/Sub gave the message."""
+
+
+class Delivery(ReceivedMessage, Protocol):
+    """A message that can be acknowledged, such as `google.cloud.pubsub_v1.subscriber.message.Message`."""
+
+    def ack_with_response(self) -> Any:
+        """Acknowledge the message and return a future."""
+
+    def nack(self) -> object:
+        """Ask Pub/Sub to deliver the message again."""
+
+
+def process_once(
+    transaction: SupportsReadInsert, message: ReceivedMessage, *, consumer: str, key: Key = "task_id"
+) -> bool:
+    """Record the task of `message` as processed, and return whether this is the first time.
+
+    Reads one row by its key and adds one insert. Change your own rows in the same transaction if the answer is True,
+    and do nothing if it is False. Of two concurrent transactions, one gets True, and the other runs again and gets
+    False. Acknowledge the message after the commit.
+
+    Args:
+        transaction: the Spanner Transaction that `database.run_in_transaction` passes to its function.
+        message: a message of Pub/Sub's clients, or `pushed_message` of a push request.
+        consumer: names the subscriber, 1 to 256 printable characters without spaces at the ends. Each consumer
+            processes each task once, so under a new name all messages are processed again.
+        key: with "message_id", a message without a task ID is recorded by its message ID. Message IDs are unique
+            within a topic, so use a consumer for each topic then.
+
+    Raises:
+        MissingTaskId: the message has no task ID, or one longer than 128 characters, and `key` is "task_id".
+        InvalidConsumer: the name of the consumer.
+        InvalidTransaction: `transaction` belongs to a DB-API connection, which would drop the record after an abort.
+        NotReached: the database has no table ProcessedTasks.
+        RetryError, DeadlineExceeded: Google's; Spanner was unavailable, or another transaction held the record, for
+            30 s.
+        ValueError: `key` has another value.
+        TypeError: `transaction` cannot read or write, or `message` is not a message.
+    """
+    read, insert = read_and_insert(transaction, "process_once")
+    refuse_replayed(transaction, "process_once")
+    row = inbox_row(message, consumer, key)
+    if is_given(transaction, row):
+        return False
+    options = {"request_options": {"request_tag": "outbox-process-once"}, **retry_and_timeout(READ_SECONDS)}
+    with table_errors():
+        # Read to the end, because until then the client blocks the next statement of the transaction.
+        found = list(read(TABLE, ("TaskId",), KeySet(keys=[list(row)]), **options))
+    if found:
+        return False
+    insert(TABLE, COLUMNS, [(*row, COMMIT_TIMESTAMP)])
+    remember(transaction, row)
+    return True
+
+
+def inbox_row(message: ReceivedMessage, consumer: str, key: Key) -> tuple[str, str]:
+    """Return the values of Consumer and TaskId. Raises MissingTaskId, InvalidConsumer, TypeError."""
+    _check_consumer(consumer)
+    _check_choice("key", key, Key)
+    attributes: Any = getattr(message, "attributes", None)
+    if not hasattr(attributes, "get"):
+        raise TypeError(f"message is {type(message).__name__}, it must be a Pub/Sub message with attributes")
+    task_id: str = attributes.get(TASK_ID_ATTRIBUTE, "")
+    if 1 <= len(task_id) <= MAX_ID_CHARACTERS:
+        return consumer, task_id
+    message_id = message.message_id
+    if key == "message_id" and message_id:
+        # Message IDs rise, so they must not begin the key: https://cloud.google.com/spanner/docs/schema-design
+        return consumer, f"{zlib.crc32(message_id.encode()):08x}-message-{message_id}"
+    problem = (
+        f"an {TASK_ID_ATTRIBUTE} of {len(task_id)} characters, {MAX_ID_CHARACTERS} are allowed"
+        if task_id
+        else f"no attribute {TASK_ID_ATTRIBUTE}"
+    )
+    raise MissingTaskId(
+        f"message {message_id!r} has {problem}, so it did not come from the outbox. Pass key='message_id' to process "
+        "it by its message ID, or let Pub/Sub forward it to a dead-letter topic"
+    )
+
+
+@contextmanager
+def table_errors() -> Iterator[None]:
+    """Raise NotReached if the table is missing."""
+    try:
+        yield
+    except Exception as error:
+        # Of a driver, the client's error is the cause.
+        if not any(f"Table not found: {TABLE}" in str(each) for each in (error, error.__cause__)):
+            raise
+        raise NotReached(
+            f"table {TABLE} is missing in the database of this transaction. Create it in the subscriber's database "
+            "with `outbox schema apply`, and pass a transaction of that database"
+        ) from error
+
+
+def _check_choice(name: str, value: object, choices: object) -> None:
+    if value not in (allowed := get_args(choices)):
+        raise ValueError(f"{name} is {value!r}, it must be {' or '.join(map(repr, allowed))}")
+
+
+def _check_consumer(consumer: str) -> None:
+    if not isinstance(consumer, str):
+        raise InvalidConsumer(f"consumer is {type(consumer).__name__}, it must be a str")
+    if not 1 <= len(consumer) <= MAX_CONSUMER_CHARACTERS:
+        raise InvalidConsumer(f"consumer has {len(consumer)} characters, 1 to {MAX_CONSUMER_CHARACTERS} are allowed")
+    if not consumer.isprintable() or consumer != consumer.strip():
+        raise InvalidConsumer(
+            f"consumer {consumer!r} begins or ends with a space, or has a character that cannot be printed"
+        )
+
+
+def pushed_message(body: Any) -> PubsubMessage:
+    """Return the message in the body of a push request.
+
+    Args:
+        body: the parsed JSON, a dictionary with `message`.
+
+    Raises:
+        InvalidMessage: the body has another form.
+    """
+    try:
+        # Push requests have some fields twice: messageId and message_id.
+        fields = {name: value for name, value in body["message"].items() if "_" not in name}
+        raw = ParseDict(fields, RawPubsubMessage(), ignore_unknown_fields=True)
+    except (TypeError, KeyError, AttributeError, ParseError) as error:
+        raise InvalidMessage(
+            "the body is not that of a push request of Pub/Sub, which is JSON with a `message`. If the subscription "
+            f"has payload unwrapping, turn it off ({type(error).__name__}: {error})"
+        ) from error
+    message: PubsubMessage = PubsubMessage.wrap(raw)
+    return message
+
+
+#: Changes the subscriber's rows in the transaction, and returns nothing that is awaited.
+Handle: TypeAlias = Callable[[Transaction, Any], object]
+
+
+class Handler:
+    """Wraps a function `handle(transaction, message)`, which then runs once for each task.
+
+    A decorator. Its result is a `Receiver`: the callback for `SubscriberClient.subscribe`.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        consumer: str,
+        key: Key = "task_id",
+        missing_task_id: Missing = "nack",
+        **transaction_options: Any,
+    ) -> None:
+        """Check the settings; nothing is sent.
+
+        Args:
+            database: the subscriber's database, with the table ProcessedTasks.
+            consumer: see `process_once`.
+            key: see `process_once`.
+            missing_task_id: what happens to a message without a task ID if `key` is "task_id". With "nack" Pub/Sub
+                redelivers it, and forwards it to the dead-letter topic of the subscription. With "raise" the
+                streaming pull ends, and its future raises MissingTaskId.
+            transaction_options: for `database.run_in_transaction`, such as `timeout_secs` or `transaction_tag`.
+
+        Raises:
+            InvalidConsumer: see `process_once`.
+            ValueError: `key` or `missing_task_id` has another value.
+        """
+        _check_consumer(consumer)
+        _check_choice("key", key, Key)
+        _check_choice("missing_task_id", missing_task_id, Missing)
+        self.database, self.consumer, self.key = database, consumer, key
+        self.missing_task_id, self.transaction_options = missing_task_id, transaction_options
+
+    def __call__(self, handle: Handle) -> "Receiver":
+        """Return the callback.
+
+        Args:
+            handle: called with the transaction and the message, again after each ABORTED. Its result is ignored.
+
+        Raises:
+            TypeError: `handle` is a coroutine function, which would have no effect.
+        """
+        if inspect.iscoroutinefunction(handle):
+            raise TypeError(f"{handle.__qualname__} is a coroutine function, it must be a plain function")
+        return Receiver(self, handle)
+
+
+class Receiver:
+    """The callback for a streaming pull, and `process` for push requests and other ways to receive."""
+
+    def __init__(self, settings: Handler, handle: Handle) -> None:
+        """Use `Handler`. `handle` is the wrapped function, for its unit tests."""
+        self._settings, self.handle = settings, handle
+
+    def __call__(self, message: Delivery) -> None:
+        """Process the message, and acknowledge it after the commit. A failure is logged and negatively acknowledged.
+
+        Raises:
+            NotReached: the table ProcessedTasks is missing. It ends the streaming pull, because no message can be
+                processed.
+            MissingTaskId: the same, if `missing_task_id` is "raise".
+        """
+        try:
+            self.process(message)
+        except Exception as error:
+            if isinstance(error, NotReached) or (
+                isinstance(error, MissingTaskId) and self._settings.missing_task_id == "raise"
+            ):
+                raise  # the streaming pull negatively acknowledges the message
+            with_traceback = not isinstance(error, MissingTaskId)
+            text = "%s failed and will be redelivered: %s"
+            _log.error(text, self._describe(message), error, exc_info=with_traceback)
+            message.nack()
+            return
+        message.ack_with_response().add_done_callback(lambda future: self._acknowledged(message, future))
+
+    def process(self, message: ReceivedMessage) -> bool:
+        """Run the function in a transaction, unless the task was processed before; return whether it ran.
+
+        Does not acknowledge. In a push endpoint, answer with 2xx after it returns, and with an error if it raises.
+
+        Raises:
+            MissingTaskId: see `process_once`.
+            InvalidTransaction: the function has called `commit` or `rollback`. Nothing was committed.
+            NotReached: see `process_once`.
+            TypeError: the function returned an awaitable or a generator. Nothing was committed.
+            Exception: whatever the function or Spanner raised.
+        """
+        outcome = "failed"
+        try:
+            inbox_row(message, self._settings.consumer, self._settings.key)  # before a transaction begins
+            with processing(self._settings.consumer, message):
+                first = self._run(message)
+            outcome = "processed" if first else "duplicate"
+        except MissingTaskId:
+            outcome = "missing_task_id"
+            raise
+        finally:
+            count_delivery(self._settings.consumer, outcome)
+        return first
+
+    def _run(self, message: ReceivedMessage) -> bool:
+        database, begun = self._settings.database, False
+
+        def attempt(transaction: Transaction) -> bool:
+            nonlocal begun
+            begun = True
+            try:
+                return self._attempt(transaction, message)
+            except Aborted:
+                raise
+            except GoogleAPICallError as error:
+                raise _RollBack(error) from error  # for other errors of this class the client keeps the locks
+
+        try:
+            return bool(database.run_in_transaction(attempt, **self._settings.transaction_options))
+        except _RollBack as error:
+            raise error.error from None
+        except RuntimeError:
+            raise  # the client's if this thread runs a transaction already
+        except Exception:
+            if not begun:
+                # If the client gets no session, it refuses all later transactions of this thread:
+                # https://github.com/googleapis/google-cloud-python/issues/18375
+                database._local.transaction_running = False  # noqa: SLF001 - nothing public resets it
+            raise
+
+    def _attempt(self, transaction: Transaction, message: ReceivedMessage) -> bool:
+        settings = self._settings
+        if not process_once(transaction, message, consumer=settings.consumer, key=settings.key):
+            return False
+        with _uncommitted(transaction):
+            result = self.handle(transaction, message)
+        if inspect.isawaitable(result) or inspect.isgenerator(result):
+            raise TypeError(f"the function returned a {type(result).__name__}, so it had no effect: use a plain one")
+        return True
+
+    def _acknowledged(self, message: ReceivedMessage, future: Any) -> None:
+        """Count a message of an exactly-once subscription that was not acknowledged. It comes again, as a duplicate."""
+        if error := future.exception():
+            count_delivery(self._settings.consumer, "not_acknowledged")
+            _log.warning("%s was not acknowledged and may be redelivered: %s", self._describe(message), error)
+
+    def _describe(self, message: ReceivedMessage) -> str:
+        task_id = message.attributes.get(TASK_ID_ATTRIBUTE, "")
+        return f"Consumer {self._settings.consumer}: task {task_id or 'without an ID'} (message {message.message_id})"
+
+
+class _RollBack(Exception):
+    """Makes the client roll the transaction back, because of `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextmanager
+def _uncommitted(transaction: Transaction) -> Iterator[None]:
+    """Refuse `commit` and `rollback` in the block: the rest of the function would be lost, or all of it."""
+
+    def refuse(*_arguments: object, **_options: object) -> None:
+        raise InvalidTransaction(
+            "the function has called commit or rollback of its transaction. Return instead, and the transaction is "
+            "committed; raise an exception, and it is rolled back"
+        )
+
+    names = ("commit", "rollback")
+    for name in names:
+        setattr(transaction, name, refuse)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(transaction, name)

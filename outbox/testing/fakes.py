@@ -1,0 +1,275 @@
+"""A Spanner transaction that records what an application writes, and answers its reads from prepared rows."""
+
+import base64
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NamedTuple, TypeAlias
+
+from google.cloud.spanner_v1 import KeyRange, KeySet
+from google.cloud.spanner_v1.streamed import StreamedResultSet
+from google.cloud.spanner_v1.transaction import Transaction
+from google.cloud.spanner_v1.types import ExecuteBatchDmlResponse, ResultSetMetadata, StructType
+from google.pubsub_v1.types import PubsubMessage
+
+from outbox.message import RawPubsubMessage
+from outbox.registration import TABLE
+
+#: A prepared row, by column. For `read` it begins with the columns of the key, for `execute_sql` it has their order.
+Row: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredTask:
+    """One registered task. `message` has the task ID in its attributes, and the times are aware."""
+
+    id: str
+    topic: str
+    message: PubsubMessage
+    priority: int
+    ordering_key: str
+    available_at: datetime | None
+    expires_at: datetime | None
+    at_most_once: bool
+
+
+class Mutation(NamedTuple):
+    """One mutation: `method` is "insert", "update", "insert_or_update", "replace" or "delete"."""
+
+    method: str
+    table: str
+    columns: tuple[str, ...]
+    values: Any  # the rows, as a list of tuples; of a delete the KeySet
+
+
+class Statement(NamedTuple):
+    """One query or DML statement."""
+
+    sql: str
+    params: dict[str, Any]
+
+
+class RecordingTransaction(Transaction):
+    """A Spanner Transaction without a database, for unit tests.
+
+    `mutations` and `statements` have what the application wrote and executed, in order. `inserts` has the inserts as
+    (table, columns, rows), `tasks` those of `outbox.register` and `register_once`. Reads return the prepared rows,
+    whatever the transaction has written. A request of another kind, such as a commit, is an AttributeError.
+    """
+
+    def __init__(
+        self,
+        task_ids: Collection[str] = (),
+        *,
+        rows: Mapping[str, Iterable[Row]] | None = None,
+        execute: Callable[[str, dict[str, Any]], Iterable[Row] | int] | None = None,
+    ) -> None:
+        """Prepare what reads and statements return.
+
+        Args:
+            task_ids: tasks with these IDs exist already, for `register_once`.
+            rows: the rows of each table, for `read`. A read by an index uses the rows under the index's name.
+            execute: called with each statement and its parameters. Returns the rows of a query, or the number of rows
+                that DML changes. Without it, each DML statement changes one row, and a query is a LookupError.
+        """
+        super().__init__(_NoSession())  # type: ignore[no-untyped-call]
+        self.mutations: list[Mutation] = []
+        self.statements: list[Statement] = []
+        self._prepared = {TABLE: [{"Id": id} for id in task_ids]} | {
+            name: list(of) for name, of in (rows or {}).items()
+        }
+        self._execute = execute
+
+    @property
+    def inserts(self) -> list[tuple[str, tuple[str, ...], list[tuple[Any, ...]]]]:
+        """Return the inserts as (table, columns, rows)."""
+        return [each[1:] for each in self.mutations if each.method == "insert"]
+
+    @property
+    def tasks(self) -> list[RegisteredTask]:
+        """Return the registered tasks."""
+        return [
+            task_of(dict(zip(columns, row, strict=True)))
+            for table, columns, rows in self.inserts
+            if table == TABLE
+            for row in rows
+        ]
+
+    def insert(self, table: str, columns: Sequence[str], values: Iterable[Sequence[Any]]) -> None:
+        """Record an insert."""
+        self._write("insert", table, columns, values)
+
+    def update(self, table: str, columns: Sequence[str], values: Iterable[Sequence[Any]]) -> None:
+        """Record an update."""
+        self._write("update", table, columns, values)
+
+    def insert_or_update(self, table: str, columns: Sequence[str], values: Iterable[Sequence[Any]]) -> None:
+        """Record an insert or update."""
+        self._write("insert_or_update", table, columns, values)
+
+    def replace(self, table: str, columns: Sequence[str], values: Iterable[Sequence[Any]]) -> None:
+        """Record a replace."""
+        self._write("replace", table, columns, values)
+
+    def delete(self, table: str, keyset: KeySet) -> None:
+        """Record a delete."""
+        Transaction.delete(self, table, keyset)  # refuses what is no KeySet
+        self.mutations.append(Mutation("delete", table, (), keyset))
+
+    def read(  # noqa: PLR0917 - the client's parameters
+        self,
+        table: str,
+        columns: Sequence[str],
+        keyset: KeySet,
+        index: str = "",
+        limit: int = 0,
+        partition: Any = None,
+        request_options: Any = None,
+        data_boost_enabled: bool = False,
+        directed_read_options: Any = None,
+        *,
+        retry: Any = None,
+        timeout: Any = None,
+        column_info: Any = None,
+        lazy_decode: bool = False,
+    ) -> StreamedResultSet:
+        """Return the prepared rows that `keyset` selects.
+
+        Raises:
+            LookupError: no rows of the table or index are prepared, or one has no value of a column.
+        """
+        name = index or table
+        if name not in self._prepared:
+            row = ", ".join(f"{column!r}: ..." for column in columns)
+            raise LookupError(
+                f"no rows of {name} are prepared: use RecordingTransaction(rows={{{name!r}: [{{{row}}}]}}), where "
+                "each row begins with the columns of the key"
+            )
+        found = [each for each in self._prepared[name] if _selects(keyset, list(each.values()))]
+        for each in found:
+            if missing := [column for column in columns if column not in each]:
+                raise LookupError(f"the row {dict(each)} of {name} has no {', '.join(missing)}: add it to `rows`")
+        return _Result(columns, [[each[column] for column in columns] for each in found[: limit or None]])
+
+    def execute_sql(  # noqa: PLR0917 - the client's parameters
+        self,
+        sql: str,
+        params: Mapping[str, Any] | None = None,
+        param_types: Any = None,
+        query_mode: Any = None,
+        query_options: Any = None,
+        request_options: Any = None,
+        last_statement: bool = False,
+        partition: Any = None,
+        retry: Any = None,
+        timeout: Any = None,
+        data_boost_enabled: bool = False,
+        directed_read_options: Any = None,
+        column_info: Any = None,
+        lazy_decode: bool = False,
+    ) -> StreamedResultSet:
+        """Record a query, or DML with THEN RETURN, and return the rows of `execute`.
+
+        Raises:
+            LookupError: `execute` is missing or returns no rows.
+        """
+        answer = self._run(sql, params)
+        if answer is None or isinstance(answer, int):
+            raise LookupError(
+                f"no rows of the query {sql!r} are prepared: use RecordingTransaction(execute=...) with a function of "
+                "(sql, params) that returns them, such as [{'OrderId': 'order-1'}]"
+            )
+        rows = list(answer)
+        return _Result(list(rows[0]) if rows else [], [list(row.values()) for row in rows])
+
+    def execute_update(  # noqa: PLR0917 - the client's parameters
+        self,
+        dml: str,
+        params: Mapping[str, Any] | None = None,
+        param_types: Any = None,
+        query_mode: Any = None,
+        query_options: Any = None,
+        request_options: Any = None,
+        last_statement: bool = False,
+        *,
+        retry: Any = None,
+        timeout: Any = None,
+    ) -> int:
+        """Record a DML statement and return the number of rows that `execute` says, or 1."""
+        answer = self._run(dml, params)
+        return answer if isinstance(answer, int) else 1
+
+    def batch_update(
+        self,
+        statements: Iterable[str | tuple[str, Mapping[str, Any] | None, Any]],
+        request_options: Any = None,
+        last_statement: bool = False,
+        *,
+        retry: Any = None,
+        timeout: Any = None,
+    ) -> tuple[Any, list[int]]:
+        """Record DML statements and return the status OK and their numbers of rows, like `execute_update`."""
+        of = [(each, None) if isinstance(each, str) else each[:2] for each in statements]
+        return ExecuteBatchDmlResponse().status, [self.execute_update(*each) for each in of]
+
+    def _write(self, method: str, table: str, columns: Sequence[str], values: Iterable[Sequence[Any]]) -> None:
+        rows = [tuple(row) for row in values]
+        getattr(Transaction, method)(self, table, columns, rows)  # refuses values that the client cannot send
+        self.mutations.append(Mutation(method, table, tuple(columns), rows))
+
+    def _run(self, sql: str, params: Mapping[str, Any] | None) -> Iterable[Row] | int | None:
+        statement = Statement(sql, dict(params or {}))
+        self.statements.append(statement)
+        return self._execute(*statement) if self._execute else None
+
+
+class _NoSession:
+    """Where the methods of the real Transaction that need a database fail."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"RecordingTransaction has no session, and so no {name!r}: use a database of the emulator")
+
+
+class _Result(StreamedResultSet):
+    """Prepared rows with the methods of the client's result."""
+
+    def __init__(self, columns: Sequence[str], rows: list[list[Any]]) -> None:
+        super().__init__(iter(()))
+        self._columns = columns
+        self._prepared = iter(rows)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        fields = [StructType.Field(name=column) for column in self._columns]
+        self._metadata = ResultSetMetadata.pb(ResultSetMetadata(row_type=StructType(fields=fields)))
+        yield from self._prepared
+
+
+def task_of(row: Mapping[str, Any]) -> RegisteredTask:
+    """Return the task in a row of AsynchronousTasks, as the client takes and returns it."""
+    return RegisteredTask(
+        id=row["Id"],
+        topic=row["Topic"],
+        message=PubsubMessage.wrap(RawPubsubMessage.FromString(base64.b64decode(row["Data"]))),
+        priority=row["Priority"],
+        ordering_key=row.get("OrderingKey") or "",
+        available_at=row.get("AvailableAt"),
+        expires_at=row.get("ExpiresAt"),
+        at_most_once=row.get("AtMostOnce", False),
+    )
+
+
+def _selects(keyset: KeySet, values: list[Any]) -> bool:
+    """Tell whether a row is one of a KeySet, by its first values."""
+    return (
+        keyset.all_
+        or any(values[: len(key)] == list(key) for key in keyset.keys)
+        or any(_is_within(each, values) for each in keyset.ranges)
+    )
+
+
+def _is_within(of: KeyRange, values: list[Any]) -> bool:
+    start, end = (list(each or ()) for each in (of.start_open or of.start_closed, of.end_open or of.end_closed))
+    first, last = values[: len(start)], values[: len(end)]
+    return bool(start <= first and last <= end) and not (
+        (of.start_open and first == start) or (of.end_open and last == end)
+    )

@@ -1,0 +1,64 @@
+"""A subscription that delivers more than once, to test whether a callback is idempotent."""
+
+import queue
+from collections import Counter
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import Any
+
+from google.cloud.pubsub_v1.subscriber._protocol.requests import AckRequest
+from google.cloud.pubsub_v1.subscriber.message import Message
+from google.pubsub_v1.types import PubsubMessage
+
+#: How often a message is delivered before its acknowledgement is given up.
+MAX_DELIVERIES = 10
+
+
+class RedeliveringSubscriber:
+    """Delivers each message at least twice and in random order. Within an ordering key the order is kept.
+
+    RedeliveringSubscriber(published("orders")).deliver(take_from_stock)
+    """
+
+    def __init__(self, messages: Iterable[PubsubMessage], *, seed: int = 0) -> None:
+        """Take the messages, those of an ordering key in their order. Each seed gives another order."""
+        self._lanes: dict[tuple[str, str | int], list[PubsubMessage]] = {}  # what must stay in order
+        for number, each in enumerate(messages):
+            lane = ("key", each.ordering_key) if each.ordering_key else ("message", number)
+            self._lanes.setdefault(lane, []).append(each)
+        self._random = Random(seed)  # noqa: S311 - an order that can be repeated, and no secret
+
+    def deliver(self, callback: Callable[[Message], object]) -> None:
+        """Call `callback` with one delivery after the other, as a streaming pull does, until all are acknowledged.
+
+        After a negative acknowledgement, or none, the message is delivered again, and those behind it with the same key
+        wait. After the last message of a key, all of its messages are delivered once more. An exception of the callback
+        is raised here.
+
+        Raises:
+            AssertionError: a message was delivered ten times and not acknowledged.
+        """
+        __tracebackhide__ = True  # pytest shows the line of the test
+        waiting = {lane: [*messages, *messages] for lane, messages in self._lanes.items()}
+        refused: Counter[tuple[str, str | int]] = Counter()
+        while waiting:
+            lane = self._random.choice([*waiting])
+            message = waiting[lane][0]
+            if _deliver(message, callback):
+                del waiting[lane][0], refused[lane]
+                if not waiting[lane]:
+                    del waiting[lane]
+                continue
+            refused[lane] += 1
+            if refused[lane] == MAX_DELIVERIES:
+                raise AssertionError(
+                    f"message {message.message_id!r} with the attributes {dict(message.attributes)} was not "
+                    f"acknowledged in {MAX_DELIVERIES} deliveries"
+                )
+
+
+def _deliver(message: PubsubMessage, callback: Callable[[Message], object]) -> bool:
+    """Return whether the callback has acknowledged the message."""
+    requests: queue.Queue[Any] = queue.Queue()
+    callback(Message(PubsubMessage.pb(message), "test", 0, requests))
+    return not requests.empty() and isinstance(requests.get(), AckRequest)
