@@ -10,10 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from random import Random
 
+from google.api_core.exceptions import DeadlineExceeded
+
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
-from outbox.shared.settings import DatabaseSettings
+from outbox.shared.pubsub import open_pubsub
 from outbox.storage import schema
+from outbox.storage.connection import LimitedDatabase, open_database, uses_emulator
 from publishworker import exits
 from publishworker.batching import Limits
 from publishworker.delivery import Delivery
@@ -24,9 +27,10 @@ from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.relay import Relay
 from publishworker.retry_policy import RetryPolicy
 from publishworker.settings import RelaySettings
-from publishworker.spanner.connection import LimitedDatabase, open_pubsub, open_relay_database
+from publishworker.spanner.change_stream import ChangeStream
 from publishworker.spanner.emulator import EmulatorStore
-from publishworker.spanner.store import SpannerStore, Unsent
+from publishworker.spanner.grants import verify_grants
+from publishworker.spanner.store import Missing, SpannerStore
 from publishworker.stopping import run_on_thread
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.gauges import BacklogCounts, BacklogSampler, WorkerGauges, oldest_age
@@ -52,12 +56,12 @@ class App:
         *,
         id: str,
         metrics: Metrics,
-        beat: Callable[[], None] = lambda: None,
+        touch_file: Callable[[], None] = lambda: None,
     ) -> None:
         """Connect and verify the table. Raises NotReached.
 
-        `id` is unique to this process, at most 64 characters. `beat` is called while the loop turns. The caller stops
-        `metrics`.
+        `id` is unique to this process, at most 64 characters. `touch_file` is called while the loop turns, for liveness
+        probes. The caller stops `metrics`.
         """
         self._settings = settings
         self._metrics = metrics
@@ -66,7 +70,7 @@ class App:
         self.membership = Membership(self.store, id, self.store.shards)
         allowed = topic_filter(settings.allowed_topics, settings.project)
         skip_dead = settings.on_ordering_failure == "skip"
-        publisher = PubSubPublisher(open_pubsub(settings.pubsub_endpoint), settings.project, allowed)
+        publisher = PubSubPublisher(open_pubsub(settings), settings.project, allowed)
         retries = RetryPolicy(
             initial=settings.backoff_initial,
             longest=settings.backoff_max,
@@ -80,7 +84,8 @@ class App:
             self._metrics,
             self.membership,
             limits=Limits(settings.batch_size, settings.batch_bytes, settings.concurrency),
-            discovery_seconds=min(settings.poll_interval / 2, 1.0),  # so that each idle poll does, whatever its jitter
+            # So that each idle poll also discovers topics, whatever its jitter.
+            discovery_seconds=min(settings.poll_interval / 2, 1.0),
             refresh_seconds=REFRESH_SECONDS,
             random=random,
             fair_share=settings.fair_share,
@@ -88,33 +93,46 @@ class App:
             stragglers=settings.concurrency // 4,
             patience=PATIENCE_SECONDS,
             shutdown_seconds=settings.shutdown_timeout,
-            beat=beat,
+            touch_file=touch_file,
+        )
+        self._stream = (
+            ChangeStream(lambda: self.store.database, self.relay.wake) if settings.wake == "change-stream" else None
         )
         self._worker = Worker(
             self.relay,
             self.membership,
             poll_interval=settings.poll_interval,
-            beat=beat,
+            idle_interval=self._idle_interval if self._stream else None,
+            touch_file=touch_file,
             report=WorkerGauges(self._metrics, self.membership, self.relay),
             random=random,
         )
         counts = BacklogCounts(self._metrics, lambda: self.relay.topics)
         samplers = (oldest_age(self._metrics), counts) if self._metrics.wanted else ()
-        self._samplers = [
+        self._background: list[BacklogSampler | ChangeStream] = [
             BacklogSampler(sample, lambda: TaskTable(self.store.database), self.membership) for sample in samplers
         ]
+        if self._stream:
+            self._background.append(self._stream)
 
-    def until_stopped(self, stop: threading.Event, until: Callable[[Turn], bool], *, late: int) -> int:
+    def _idle_interval(self) -> float:
+        """Return the max seconds between polls, as long as the change stream announces new tasks."""
+        interval = self._settings.poll_interval
+        return max(interval, self._settings.idle_interval) if self._stream and self._stream.works else interval
+
+    def until_stopped(self, stop: threading.Event, until: Callable[[Turn], bool], *, late_exit_code: int) -> int:
         """Run the worker until `stop` is set or `until(turn)` is true; return the exit code.
 
-        It is `late` if the batches in flight do not end within --shutdown-timeout after `stop`.
+        It is `late_exit_code` if the batches in flight do not end within --shutdown-timeout after `stop`.
         """
         where = (self._settings.project, self._settings.instance, self._settings.database)
         _log.info("relaying %s/%s/%s, %d shards", *where, len(self.store.shards), extra={"action": "start"})
-        for sampler in self._samplers:
-            sampler.start()
+        for each in self._background:
+            each.start()
         try:
-            in_time = run_on_thread(lambda: self._worker.run(stop, until), stop, self._settings.shutdown_timeout)
+            in_time = run_on_thread(
+                lambda: self._worker.run(stop, until), stop, self._settings.shutdown_timeout, self.relay.wake
+            )
         except StuckBatch as error:
             for batch in error.batches:
                 self._metrics.count(m.STUCK, 1, topic=batch.topic)
@@ -123,6 +141,9 @@ class App:
                 extra={"action": "stuck"},
             )  # fmt: skip
             return exits.FAILED
+        except Missing as error:
+            _log.critical("The worker ends, because its database is missing: %s", error, extra={"action": "missing"})
+            return exits.NOT_REACHED
         except Exception:
             _log.critical(
                 "The worker failed with an unexpected error. Please report it.", exc_info=True, extra={"action": "died"}
@@ -134,51 +155,57 @@ class App:
                 return exits.DONE
             self._metrics.count(m.SHUTDOWN_TIMEOUT, 1)
             _log.error(
-                "Stopped after --shutdown-timeout with batches in flight. Their tasks stay unsent, and may be "
-                "published twice.", extra={"action": "shutdown_timeout"},
+                "Stopped after --shutdown-timeout with batches in flight. Their tasks are not marked as sent, so "
+                "another worker may publish them again.", extra={"action": "shutdown_timeout"},
             )  # fmt: skip
-            return late
+            return late_exit_code
         finally:
-            for sampler in self._samplers:
-                sampler.stop()
+            for each in self._background:
+                each.stop()
 
 
-def open_store(settings: DatabaseSettings) -> SpannerStore:
-    """Connect and verify the table. Raises NotReached."""
-    emulator = bool(os.environ.get("SPANNER_EMULATOR_HOST"))
+def open_store(settings: RelaySettings) -> SpannerStore:
+    """Connect, and verify the table and the permission to write to it. Raises NotReached."""
+    emulator = uses_emulator(settings)
     if emulator:
         # Emulators before 1.5.38 end a session's transaction when another begins, so threads must not share one.
         os.environ.setdefault("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "false")
-    database = open_relay_database(settings.project, settings.instance, settings.database, settings.database_role)
+    database = open_database(settings)
+    shards = verified_shards(database)
+    verify_grants(database)
     store = EmulatorStore if emulator else SpannerStore
-    return store(database, verified_shards(database))
+    return store(database, shards, settings.request_priority)
 
 
 def verified_shards(database: LimitedDatabase) -> int:
     """Return the table's shard count. Raises NotReached if the table is missing or has another shape."""
-    wrong = schema.differences(database, schema.statements(relay_only=True))
+    wrong = []
+    try:
+        wrong = schema.differences(database, schema.statements(relay_only=True))
+    except NotReached as error:
+        if not isinstance(error.__cause__, DeadlineExceeded):
+            raise
+        # Otherwise no worker could start in a database with very many objects.
+        _log.warning("The schema was not compared with the DDL: %s", error, extra={"action": "schema_not_compared"})
     if wrong:
         raise NotReached(f"database {database.name}: " + "; ".join(wrong) + ". See `outbox schema apply`.")
     return schema.shard_count(database)
 
 
-def is_work(unsent: Unsent) -> bool:
-    """Tell whether tasks in this state will be sent without an operator, and not only at a scheduled time."""
-    return unsent.state in ("pending", "retrying")
-
-
 def until_drained(store: SpannerStore, shards: Callable[[], Sequence[int]], interval: float) -> Callable[[Turn], bool]:
-    """Return a function of a turn: are `shards` drained, with no progress, no batch in flight and no pending task?
+    """Return a function that tells, after a turn, whether `shards` are drained.
 
-    The table is counted at most every `interval` seconds, because a count reads the whole backlog.
+    They are if the turn made no progress, no batch is in flight, and no task is pending or retrying.
+
+    The table is read at most every `interval` seconds.
     """
-    counted_at = float("-inf")
+    read_at = float("-inf")
 
     def drained(turn: Turn) -> bool:
-        nonlocal counted_at
-        if turn.made_progress or turn.in_flight or time.monotonic() - counted_at < interval:
+        nonlocal read_at
+        if turn.made_progress or turn.in_flight or time.monotonic() - read_at < interval:
             return False
-        counted_at = time.monotonic()
-        return not any(map(is_work, store.unsent(shards())))
+        read_at = time.monotonic()
+        return not store.has_work(shards())
 
     return drained

@@ -3,7 +3,7 @@
 Priority comes first, over all candidates. Candidates are cut into slices by topic, shard and priority. Slices of equal
 priority are shuffled, so that workers that read the same backlog rarely choose the same tasks. A batch holds one topic.
 It is filled with whole slices and with the beginning of the next one, because a full batch costs Spanner no more than
-another. The sendable prefix of an ordering key stays whole, unless fewer tasks of its topic may be sent.
+a smaller one. The sendable prefix of an ordering key stays whole, unless fewer tasks of its topic may be sent.
 """
 
 from collections import Counter, defaultdict, deque
@@ -13,8 +13,8 @@ from random import Random
 
 from publishworker.types import Batch, Candidate
 
-#: How many full batches' bytes may be in flight, and the min of that limit. In memory a message takes several times its
-#: size: as Spanner sends it, decoded, as a message, in the request, and on the wire.
+#: The bytes in flight are limited to this many full batches, but never to less than MIN_BYTES. In memory a message
+#: takes several times its size: as Spanner sends it, decoded, as a message, in the request, and on the wire.
 BATCHES_OF_BYTES, MIN_BYTES = 4, 32_000_000
 
 
@@ -41,19 +41,19 @@ def sample(
     *,
     leaves_place: bool = False,
 ) -> list[Batch]:
-    """Return the batches to start next to those in flight (their number by topic), the most urgent first.
+    """Return the batches to start in addition to those `in_flight` (counted by topic), the most urgent first.
 
     A batch starts only if no batch of a higher priority is left behind. Among equal priorities, one topic gets at most
     half of the places (rounded up) while another topic waits, and ready and due tasks get half of the places each while
-    both wait. A topic in `allowed` gets at most that many tasks. With `leaves_place`, one topic never takes all of two
-    or more places while another topic waits, whatever its priority: a slow topic then delays no other.
+    both wait. A topic in `allowed` gets at most that many tasks. The exception is `leaves_place`: one of two or more
+    places is left to another waiting topic, even of a lower priority. A slow topic then delays no other.
     """
     packed = _pack(_most_urgent_first(candidates, limits, random), limits, dict(allowed or {}))
     return _places(packed, limits.batches, Counter(in_flight or {}), leaves_place=leaves_place)
 
 
 def fitting(batches: Sequence[Batch], free: int, *, alone: bool) -> list[Batch]:
-    """Return those of `batches` that fit into `free` bytes together. If they are `alone`, one always fits."""
+    """Return the batches that fit into `free` bytes together. If nothing is in flight (`alone`), one always fits."""
     started: list[Batch] = []
     for batch in batches:
         if batch.bytes <= free or (alone and not started):
@@ -159,9 +159,9 @@ def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, 
     return packed
 
 
-def _beginning(run: Candidate, tasks: int) -> Candidate:
+def _beginning(prefix: Candidate, tasks: int) -> Candidate:
     """Return the first tasks of a prefix, which are a prefix too."""
-    return replace(run, behind=run.behind[: tasks - 1], releases=run.behind[tasks - 1])
+    return replace(prefix, behind=prefix.behind[: tasks - 1], releases=prefix.behind[tasks - 1])
 
 
 def _places(batches: list[_Packing], places: int, in_flight: Counter[str], *, leaves_place: bool) -> list[Batch]:

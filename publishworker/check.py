@@ -12,13 +12,15 @@ from google.pubsub_v1 import PublisherClient
 
 from outbox.errors import InvalidMessage, NotReached
 from outbox.message import check_topic
+from outbox.shared.pubsub import open_pubsub
 from outbox.shared.settings import unknown_variables
 from outbox.storage import schema
+from outbox.storage.connection import LimitedDatabase, open_database
 from publishworker import exits
 from publishworker.pubsub.messages import topic_filter, topic_name
 from publishworker.settings import WorkerSettings
-from publishworker.spanner.connection import LimitedDatabase, open_pubsub, open_relay_database
-from publishworker.spanner.store import SpannerStore, Unsent, describe
+from publishworker.spanner.grants import verify_grants
+from publishworker.spanner.store import SpannerStore, describe
 from publishworker.topics.rate_limit import problem
 from publishworker.types import TopicControls
 
@@ -30,18 +32,18 @@ _TOPIC_SECONDS = 5.0
 class Finding:
     """One line of the output."""
 
-    verdict: Literal["ok", "unknown", "warning", "wrong", "unreachable"]
+    verdict: Literal["ok", "unknown", "warning", "wrong", "missing", "unreachable"]
     text: str
 
 
 def check(options: argparse.Namespace) -> int:
-    """Print the findings; return 0 if nothing is wrong, 3 if a service did not answer, else 1."""
+    """Print the findings; return 0 if all is well, 3 if a service, the table or a permission is missing, else 1."""
     settings = WorkerSettings.read(vars(options))
     verdicts = set()
     for finding in _findings(settings, options.topics):
         verdicts.add(finding.verdict)
         print(f"{finding.verdict:<12}{finding.text}", flush=True)
-    if "unreachable" in verdicts:
+    if verdicts & {"missing", "unreachable"}:
         return exits.NOT_REACHED
     return exits.FAILED if "wrong" in verdicts else exits.DONE
 
@@ -51,20 +53,22 @@ def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Findi
     yield from (Finding("warning", sentence) for sentence in unknown_variables())
     yield Finding("ok", "settings: " + ", ".join(f"{name}={value}" for name, value in values.items()))
     try:
-        database = open_relay_database(settings.project, settings.instance, settings.database, settings.database_role)
+        database = open_database(settings)
         table = _table(database)
         yield table
         named = set(topics)
         if table.verdict == "ok":
+            verify_grants(database)
+            yield Finding("ok", "permissions: marks and heartbeats may be written")
             store = SpannerStore(database, schema.shard_count(database))
-            unsent = store.unsent()
-            named |= {each.topic for each in unsent if each.state in ("pending", "retrying")}
-            if not settings.pubsub_endpoint:
-                yield from _one_region(unsent)
+            working, ordered = store.topics_in_use()
+            named |= working
+            if ordered and not settings.pubsub_endpoint:
+                yield _one_region(ordered)
             controls = store.topic_controls()
             named |= controls.paused | controls.limits.keys()
             yield from _controls(controls)
-        client = PublisherClient(transport=open_pubsub(settings.pubsub_endpoint))
+        client = PublisherClient(transport=open_pubsub(settings))
         allowed = topic_filter(settings.allowed_topics, settings.project)
         for topic in sorted(named):
             yield _topic(client, topic, settings.project, allowed)
@@ -75,17 +79,16 @@ def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Findi
 def _table(database: LimitedDatabase) -> Finding:
     wrong = schema.differences(database, schema.statements(relay_only=True))
     if wrong:
-        return Finding("wrong", f"table: {'; '.join(wrong)}. Run `outbox schema apply`, or see docs/guide/schema.md")
+        return Finding("missing", f"table: {'; '.join(wrong)}. Run `outbox schema apply`, or see docs/guide/schema.md")
     return Finding("ok", f"table: {database.name}, {schema.shard_count(database)} shards")
 
 
-def _one_region(unsent: Iterable[Unsent]) -> Iterator[Finding]:
-    if topics := sorted({each.topic for each in unsent if each.ordered}):
-        yield Finding(
-            "warning",
-            f"ordering keys are used ({', '.join(topics)}) and --pubsub-endpoint is not set. Pub/Sub keeps order only "
-            "within one region: give all workers the same endpoint, such as europe-west1-pubsub.googleapis.com",
-        )
+def _one_region(topics: Iterable[str]) -> Finding:
+    return Finding(
+        "warning",
+        f"ordering keys are used ({', '.join(sorted(topics))}) and --pubsub-endpoint is not set. Pub/Sub keeps order "
+        "only within one region: give all workers the same endpoint, such as europe-west1-pubsub.googleapis.com",
+    )
 
 
 def _controls(controls: TopicControls) -> Iterator[Finding]:

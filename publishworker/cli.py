@@ -20,7 +20,7 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. An expected error is one sentence on stderr."""
+    """Run one command and return its exit code. Expected errors are printed as one sentence on stderr."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["healthcheck"]:
         from publishworker import healthcheck  # noqa: PLC0415 - a probe must be cheap
@@ -56,10 +56,16 @@ def _main(arguments: Sequence[str]) -> int:
     return code
 
 
+def _verify(options: argparse.Namespace) -> int:
+    from publishworker.verify.command import verify  # noqa: PLC0415 - only this command needs it
+
+    return verify(options)
+
+
 def _parser() -> argparse.ArgumentParser:
     from outbox import __version__  # noqa: PLC0415 - see main
     from publishworker import commands  # noqa: PLC0415 - see main
-    from publishworker.settings import WorkerSettings, add_deadline  # noqa: PLC0415 - see main
+    from publishworker.settings import WorkerSettings, add_deadline, add_verify_flags  # noqa: PLC0415 - see main
 
     parser = argparse.ArgumentParser(
         prog="publishworker",
@@ -85,5 +91,6 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "topics", nargs="*", metavar="TOPIC", help="Check these topics as well as those with pending tasks."
     )
+    add_verify_flags(add("verify", _verify, "Verify plans, locks, limits and speed on a scratch database."))
     subparsers.add_parser("healthcheck", help="Exit 0 while the worker is alive: for liveness probes.")
     return parser

@@ -13,12 +13,13 @@ from pathlib import Path
 from outbox.shared import logs
 from outbox.shared.settings import unknown_variables
 from publishworker import exits
-from publishworker.app import App, is_work, until_drained
+from publishworker.app import App, until_drained
 from publishworker.check import check
 from publishworker.heartbeat import Heartbeat
 from publishworker.settings import WorkerSettings
 from publishworker.stopping import stop_on_signals
-from publishworker.telemetry import datadog
+from publishworker.telemetry.clients import client
+from publishworker.telemetry.metrics import Metrics
 
 __all__ = ["check", "drain", "run"]
 
@@ -29,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     """Publish tasks until a signal; return the exit code."""
     settings = WorkerSettings.read(vars(options))
     with stop_on_signals() as stop, _worker(settings) as worker:
-        return worker.until_stopped(stop, lambda _turn: False, late=exits.FAILED)
+        return worker.until_stopped(stop, lambda _turn: False, late_exit_code=exits.FAILED)
 
 
 def drain(options: argparse.Namespace) -> int:
@@ -42,12 +43,11 @@ def drain(options: argparse.Namespace) -> int:
             timer.start()
         store = worker.store
         drained = until_drained(store, lambda: store.shards, settings.poll_interval)
-        if (code := worker.until_stopped(stop, drained, late=exits.WORK_LEFT)) != exits.DONE:
+        if (code := worker.until_stopped(stop, drained, late_exit_code=exits.WORK_LEFT)) != exits.DONE:
             return code
-    left = store.unsent()
-    for each in left:
-        print(f"{each.count} {each.state} of {each.topic}")
-    if any(map(is_work, left)):
+    for each in store.unsent():
+        print(f"{'at least ' if each.is_cut else ''}{each.count} {each.state} of {each.topic}")
+    if store.has_work():
         print("not drained: stopped with work left")
         return exits.WORK_LEFT
     print("drained")
@@ -60,13 +60,13 @@ def _worker(settings: WorkerSettings) -> Iterator[App]:
     logs.configure(settings.log_format, settings.log_level)
     for sentence in unknown_variables():
         _log.warning("%s", sentence, extra={"action": "unknown_variable"})
-    metrics = datadog.from_environment()
+    metrics = Metrics(client(settings.metrics))
     try:
         worker = App(
             settings,
             id=worker_id(),
             metrics=metrics,
-            beat=Heartbeat(Path(settings.heartbeat_file)),
+            touch_file=Heartbeat(Path(settings.heartbeat_file)),
         )
         # Imported objects live as long as the process, so the garbage collector need not scan them, which took 30 ms of
         # CPU every few thousand tasks.

@@ -17,9 +17,9 @@ from publishworker.types import (
     BatchResult,
     Deferred,
     Failed,
-    FailedAttempt,
     LockedRow,
     Mark,
+    NotSent,
     Outcome,
     Sent,
     Skipped,
@@ -28,7 +28,7 @@ from publishworker.types import (
 
 
 class Delivery:
-    """Delivers batches, several at once on threads of their own. It keeps no state between them."""
+    """Delivers batches, and may be called on several threads at once. It keeps no state between batches."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Delivery:
         skip_dead: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Publish each batch within `publish_seconds` after its rows are locked.
+        """Give each publish `publish_seconds`.
 
         With `skip_dead` a dead task does not block its ordering key.
         """
@@ -52,7 +52,7 @@ class Delivery:
         self._publish_seconds = publish_seconds
 
     def run(self, batch: Batch) -> BatchResult:
-        """Send a batch in the way that it needs."""
+        """Deliver a batch according to its kind."""
         if batch.defers:
             return self.defer(batch)
         if batch.at_most_once:
@@ -62,8 +62,8 @@ class Delivery:
     def deliver(self, batch: Batch) -> BatchResult:
         """Claim a batch, publish its tasks and mark them, in one transaction.
 
-        The transaction function runs again after an abort. `result` is the only thing that survives: a later attempt
-        publishes only tasks that were never tried, and writes the outcomes of all attempts.
+        The transaction function runs again after an abort. Only `result` survives. A later attempt publishes the tasks
+        that no attempt has tried, and failed ones whose row has changed since. It writes the outcomes of all attempts.
         """
         result = BatchResult(batch)
 
@@ -75,11 +75,11 @@ class Delivery:
             marks = self._marks(result, eligible, now)
             return marks | self._releases(batch, rows, marks, now)
 
-        self._claim(result, attempt)
+        self._transact(result, attempt)
         return result
 
     def defer(self, batch: Batch) -> BatchResult:
-        """Defer tasks behind the head of their key, the first task of the batch, if it is still unsent and not due."""
+        """Defer tasks of a key, if the first task of the batch, the key head, is still unsent and not due."""
         result = BatchResult(batch)
 
         def attempt(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
@@ -91,7 +91,7 @@ class Delivery:
                 result.deferred = dict.fromkeys(blocked, self._retries.defer(head, head.available_at, now))
             return result.deferred
 
-        self._claim(result, attempt)
+        self._transact(result, attempt)
         return result
 
     def deliver_at_most_once(self, batch: Batch) -> BatchResult:
@@ -113,7 +113,7 @@ class Delivery:
             marked = {row.id: row for row in eligible if row.id not in result.tried}
             return self._marks(result, eligible, now) | dict.fromkeys(marked, MARKED)
 
-        committed = self._claim(result, attempt)
+        committed = self._transact(result, attempt)
         if committed is None:
             result.unconfirmed = list(marked) if result.unsure else []
             return result
@@ -127,7 +127,7 @@ class Delivery:
     def mark(self, batch: Batch, decide: Decide) -> BatchResult:
         """Write the marks that `decide` returns, in a transaction that publishes nothing."""
         result = BatchResult(batch)
-        self._claim(result, decide)
+        self._transact(result, decide)
         return result
 
     def _take_back(self, result: BatchResult, before: Mapping[str, LockedRow], committed: datetime) -> None:
@@ -146,7 +146,7 @@ class Delivery:
             result.unconfirmed += before
 
     def _check(self, result: BatchResult, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
-        """Return the rows that may be published, the tasks of a key in order, and note why the others are skipped.
+        """Return the rows that may be published, in key order. Note why the others are skipped.
 
         A task that failed in an earlier attempt is tried again if its row has changed since.
         """
@@ -182,7 +182,7 @@ class Delivery:
         result.recorded, result.deferred = {}, {}
         works = result.batch.works or bool(result.published())
         marks: dict[str, Mark] = {}
-        failed: dict[str, Deferred | None] = {}  # ordering key to what is written to the tasks behind the failed one
+        failed: dict[str, Deferred | None] = {}  # by ordering key: what is written to the tasks behind the failed one
         for row in eligible:
             outcome = result.tried.get(row.id)
             if outcome is not None:
@@ -204,8 +204,8 @@ class Delivery:
         result.traces |= _traces(eligible, result.recorded)
         return marks
 
-    def _behind(self, head: LockedRow, recorded: FailedAttempt | None, now: datetime) -> Deferred | None:
-        """Return what is written to the tasks behind a failed one: nothing if the failure was an outage."""
+    def _behind(self, head: LockedRow, recorded: NotSent | None, now: datetime) -> Deferred | None:
+        """Return what is written to the tasks behind a failed one: nothing if the failure was not recorded."""
         if recorded is None or recorded.available_at is None:
             return None
         return self._retries.defer(head, recorded.available_at, now)
@@ -213,13 +213,13 @@ class Delivery:
     def _releases(
         self, batch: Batch, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime
     ) -> dict[str, Mark]:
-        """Return the marks that make deferred tasks ready again which are the heads of their keys after the commit."""
+        """Return the marks that release the deferred tasks that become key heads by this commit."""
         if not batch.keys:
             return {}
         heads = released(batch, rows, marks, now, skip_dead=self._skip_dead)
-        return {row.id: FailedAttempt(row.attempts, None, row.expires_at, None) for row in heads}
+        return {row.id: NotSent(row.attempts, None, row.expires_at, None) for row in heads}
 
-    def _claim(self, result: BatchResult, decide: Decide) -> datetime | None:
+    def _transact(self, result: BatchResult, decide: Decide) -> datetime | None:
         """Let the store claim the batch and write the marks. Note attempts and seconds; return the commit timestamp."""
         since, phase = self._clock(), CLAIM
 
@@ -228,7 +228,7 @@ class Delivery:
 
         def timed(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
             nonlocal since, phase
-            phase = CLAIM  # in a later attempt this includes the commit that was aborted
+            phase = CLAIM  # after an abort, the time of the failed commit counts as claim
             end_phase()
             result.attempts += 1
             marks = decide(rows, now)
@@ -255,7 +255,7 @@ def _is_surely_not_published(outcome: Outcome | None) -> bool:
     return outcome is None or (isinstance(outcome, Failed) and is_refused(outcome.reason))
 
 
-def _as_it_was(row: LockedRow, outcome: Outcome | None) -> FailedAttempt:
-    """Return the row as it was before its mark. Only LastError, which the relay does not read, says what happened."""
+def _as_it_was(row: LockedRow, outcome: Outcome | None) -> NotSent:
+    """Return the mark that restores the row. Only LastError differs: it says what happened."""
     error = last_error(outcome) if isinstance(outcome, Failed) else None
-    return FailedAttempt(row.attempts, row.available_at, row.expires_at, error)
+    return NotSent(row.attempts, row.available_at, row.expires_at, error)

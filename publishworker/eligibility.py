@@ -11,7 +11,7 @@ from itertools import zip_longest
 
 from outbox.shared.times import shown
 from outbox.storage.task_states import NEVER
-from publishworker.types import Batch, Failed, FailedAttempt, LockedRow, Mark, Outcome, Sent, Skipped, Version
+from publishworker.types import Batch, Failed, LockedRow, Mark, NotSent, Outcome, Sent, Skipped, Version
 
 
 def skip_reasons(
@@ -24,9 +24,9 @@ def skip_reasons(
 ) -> dict[str, Outcome]:
     """Return the tasks of the batch that are not to be sent here, each with the reason.
 
-    Tasks that an earlier transaction attempt has `published` need their mark, unless their rows are gone, sent or
-    changed since. A task that is not due blocks the later tasks of its key, unless it is expired, or dead and
-    `skip_dead` is set.
+    Tasks that an earlier transaction attempt has `published` are not skipped, because they still need their mark,
+    unless their rows are gone, sent or changed since. A task that is skipped for a reason of its own blocks the later
+    tasks of its key, unless it is expired, or dead and `skip_dead` is set.
     """
     by_id = {row.id: row for row in rows}
     reasons: dict[str, Outcome] = {}
@@ -35,8 +35,10 @@ def skip_reasons(
         row, version = by_id.get(id), published.get(id)
         if row is None:
             reasons[id] = Skipped("gone")
-        elif row.sent_at is not None or (version is not None and version != Version.of(row)):
+        elif row.sent_at is not None:
             reasons[id] = Skipped("sent")
+        elif version is not None and version != Version.of(row):
+            reasons[id] = Skipped("changed")
         elif version is not None:
             continue
         elif (row.topic, row.ordering_key) != (batch.topic, key):
@@ -45,7 +47,7 @@ def skip_reasons(
             reasons[id] = Skipped("blocked")
         elif reason := _skip_reason(row, batch, now):
             reasons[id] = reason
-            if key is not None and not _blocks_nothing(row, now, skip_dead=skip_dead):
+            if key is not None and _blocks_key(row, now, skip_dead=skip_dead):
                 blocked.add(key)
     return reasons
 
@@ -53,16 +55,16 @@ def skip_reasons(
 def _skip_reason(row: LockedRow, batch: Batch, now: datetime) -> Skipped | None:
     if not (row.is_due(now) or (row.ordering_key is not None and row.deferred)):
         return Skipped("not_due")
-    # Sent later in a batch of its own, and before the later tasks of its key.
+    # An at-most-once task is sent later, in a batch of its own. Other writers may give it an ordering key.
     return Skipped("at_most_once") if row.at_most_once and not batch.at_most_once else None
 
 
 def in_order(batch: Batch, rows: Sequence[LockedRow]) -> list[LockedRow]:
-    """Return the rows in the order of the batch, which keeps the order of each key, then those that it releases."""
+    """Return the rows of the batch in its order, which is that of each key, and then the rows that it releases."""
     if not batch.keys:
         return list(rows)
-    places = {id: place for place, id in enumerate((*batch.ids, *batch.releases))}
-    return sorted(rows, key=lambda row: places[row.id])
+    positions = {id: position for position, id in enumerate((*batch.ids, *batch.releases))}
+    return sorted(rows, key=lambda row: positions[row.id])
 
 
 def untried(rows: Sequence[LockedRow], tried: Mapping[str, Outcome]) -> list[LockedRow]:
@@ -93,14 +95,14 @@ def released(
             continue
         if row.sent_at is not None or isinstance(mark, Sent):
             continue
-        dead = isinstance(mark, FailedAttempt) and mark.dead
-        if not (_blocks_nothing(row, now, skip_dead=skip_dead) or (dead and (skip_dead or row.is_expired(now)))):
+        dead = isinstance(mark, NotSent) and mark.dead
+        if _blocks_key(row, now, skip_dead=skip_dead) and not (dead and skip_dead):
             heads.setdefault(key, row)
     return [row for row in heads.values() if row.deferred and row.id not in marks]
 
 
 def stops_key(outcome: Outcome | None) -> bool:
-    """Tell whether no later task of the key may follow this outcome: any failure, except that the task has expired."""
+    """Tell whether no later task of the key may follow this outcome: true for every failure except expiry."""
     return isinstance(outcome, Failed) and outcome.reason != "expired"
 
 
@@ -109,7 +111,7 @@ def expired(row: LockedRow) -> Failed:
     return Failed("expired", f"ExpiresAt was {shown(row.expires_at or NEVER)}")
 
 
-def _blocks_nothing(row: LockedRow, now: datetime, *, skip_dead: bool) -> bool:
-    """Tell whether an unsent task does not block its key: it has expired, or it is dead and `skip_dead` is set."""
+def _blocks_key(row: LockedRow, now: datetime, *, skip_dead: bool) -> bool:
+    """Tell whether an unsent task blocks its key. It does not if it has expired, or is dead and `skip_dead` is set."""
     is_dead = row.available_at is not None and row.available_at >= NEVER
-    return row.is_expired(now) or (skip_dead and is_dead)
+    return not (row.is_expired(now) or (skip_dead and is_dead))

@@ -18,7 +18,9 @@ MAX_AGE = 45.0
 
 def main(arguments: Sequence[str]) -> int:
     """Return 0 if the heartbeat is recent, otherwise 1 with a sentence on stderr; 2 for a wrong option."""
-    parser = argparse.ArgumentParser(prog="publishworker healthcheck", description="Exit 0 while the loop turns.")
+    parser = argparse.ArgumentParser(
+        prog="publishworker healthcheck", description="Exit 0 while the worker makes turns."
+    )
     parser.add_argument("--heartbeat-file", default=os.environ.get("OUTBOX_HEARTBEAT_FILE", HEARTBEAT_FILE))
     parser.add_argument("--max-age", default=os.environ.get("OUTBOX_MAX_AGE", str(MAX_AGE)), help="seconds")
     options = parser.parse_args(arguments)

@@ -10,6 +10,7 @@ from outbox.storage.sql import chunked
 from publishworker.batching import Limits
 from publishworker.in_flight import InFlight
 from publishworker.spanner.store import Decide
+from publishworker.threads import REAL_THREADS, Threads
 from publishworker.types import MARKED, Batch, BatchResult, Key, LockedRow, Mark, Version
 
 #: Seconds after which a task in doubt is forgotten and published again: a duplicate rather than a loss.
@@ -17,9 +18,10 @@ MAX_SECONDS = 900.0
 MAX_TASKS = 10_000
 #: Seconds between two tasks that are published as a probe while no transaction commits.
 PROBE_SECONDS = 30.0
-#: Seconds until a task that could not be marked alone is tried again; doubles up to PROBE_SECONDS.
+#: Seconds before the second attempt to mark a task alone. They double up to PROBE_SECONDS.
 FIRST_RETRY_SECONDS = 1.0
-#: Max seconds that a turn waits for a mark while nothing may be published, and seconds between two marks at exit.
+#: Max seconds that a turn waits for a mark while publishing is paused. Also the pause between two rounds of marks at
+#: exit.
 MARK_WAIT_SECONDS = 0.25
 
 _log = logging.getLogger("publishworker")
@@ -27,22 +29,23 @@ _log = logging.getLogger("publishworker")
 
 @dataclass(slots=True)
 class _Published:
-    """A task in doubt: its topic, its row when it was published, and since when it is in doubt.
+    """A task in doubt: its topic, its row when it was published, and the time at which its commit failed.
 
-    `pause` is 0 until a transaction with this task failed although others commit. The task is then marked alone.
+    `retry_delay` is 0 until a transaction with this task fails while others commit. The task is then marked alone,
+    after so many seconds.
     """
 
     topic: str
     version: Version
     since: float
-    pause: float = 0.0
+    retry_delay: float = 0.0
     retry_at: float = 0.0
 
 
 class InDoubt:
-    """A bounded memory of tasks that must be marked without publishing them again. It belongs to the relay's thread.
+    """A bounded memory of tasks that must be marked without being published again. It belongs to the relay's thread.
 
-    Marks have in-flight batches of their own, so that they delay neither heartbeats nor other tasks.
+    Marks are written by batches of their own, so that they delay neither heartbeats nor other tasks.
     """
 
     def __init__(
@@ -50,14 +53,16 @@ class InDoubt:
         mark: Callable[[Batch, Decide], BatchResult],
         limits: Limits,
         clock: Callable[[], float] = time.monotonic,
-        beat: Callable[[], None] = lambda: None,
+        touch_file: Callable[[], None] = lambda: None,
+        threads: Threads = REAL_THREADS,
     ) -> None:
-        """Mark tasks by `mark`, in batches within `limits`; `beat` is called while they are waited for."""
+        """Mark tasks by `mark`, in batches within `limits`; `touch_file` is called while waiting for them."""
         self._limits = limits
         self._clock = clock
+        self._threads = threads
         self._tasks: dict[str, _Published] = {}
-        self._marking = InFlight(lambda batch: mark(batch, self._marks), clock, beat)
-        self._suspended = False
+        self._marking = InFlight(lambda batch: mark(batch, self._marks), clock, touch_file, threads)
+        self._paused = False
         self._probed_at = float("-inf")
 
     def __len__(self) -> int:
@@ -65,14 +70,14 @@ class InDoubt:
         return len(self._marking)
 
     @property
-    def suspends(self) -> bool:
-        """Tell whether nothing may be published: tasks are in doubt, and no transaction has committed since."""
-        return self._suspended and bool(self._tasks)
+    def is_paused(self) -> bool:
+        """Tell whether publishing is paused, except for probes: tasks are in doubt, and nothing was committed since."""
+        return self._paused and bool(self._tasks)
 
     @property
     def may_publish(self) -> bool:
         """Tell whether anything may be published now: everything, or a probe."""
-        return not self.suspends or self._clock() - self._probed_at >= PROBE_SECONDS
+        return not self.is_paused or self._clock() - self._probed_at >= PROBE_SECONDS
 
     def learn(self, result: BatchResult) -> None:
         """Take in a finished batch. If its commit failed, its published tasks are in doubt.
@@ -83,11 +88,11 @@ class InDoubt:
             self._resume()
             return
         now, published = self._clock(), result.published_versions()
-        if published and not self._suspended:
-            self._suspended, self._probed_at = True, now
+        if published and not self._paused:
+            self._paused, self._probed_at = True, now
             _log.warning(
-                "Publishing is paused, except for one task every %g s, until a transaction commits: %s",
-                PROBE_SECONDS, result.error, extra={"action": "publishing_paused"},
+                "A commit failed: %s. Until one succeeds, only one task every %g s is published.",
+                result.error, PROBE_SECONDS, extra={"action": "publishing_paused"},
             )  # fmt: skip
         for id, version in published.items():
             self._tasks.setdefault(id, _Published(result.batch.topic, version, now))
@@ -104,31 +109,31 @@ class InDoubt:
         return frozenset(Key(topic, key) for topic, key in pairs if key is not None)
 
     def probe(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return `batches`, or only their first task while `suspends`: if it commits, publishing resumes."""
-        if not self.suspends or not batches:
+        """Return `batches`, or only the first task while publishing is paused: a probe, whose commit ends the pause."""
+        if not self.is_paused or not batches:
             return list(batches)
         self._probed_at = self._clock()
         first = batches[0]
         return [Batch(first.topic, first.ids[:1], keys=first.keys[:1], bytes=first.bytes)]
 
     def mark(self) -> None:
-        """Start transactions that set `SentAt` of the tasks in doubt, and take in those that have ended.
+        """Start transactions that set `SentAt` of the tasks in doubt, and learn from those that have ended.
 
-        While nothing may be published, wait a moment for them. Raises StuckBatch if one does not end.
+        While publishing is paused, wait a moment for them. Raises StuckBatch if one does not end.
         """
         self._settle(self._marking.collect())
-        self._marking.check()
+        self._marking.raise_if_stuck()
         oldest, now = self._clock() - MAX_SECONDS, self._clock()
         self._tasks = {id: task for id, task in self._tasks.items() if task.since >= oldest}
         busy = self._marking.ids()
         idle = {id: task for id, task in self._tasks.items() if id not in busy and task.retry_at <= now}
         for batch in self._batches(idle)[: self._limits.batches - len(self._marking)]:
             self._marking.start(batch)
-        if self.suspends:
-            self._settle(self._marking.wait(self._marking.all_but_one(), longest=MARK_WAIT_SECONDS))
+        if self.is_paused:
+            self._settle(self._marking.wait(leave=self._marking.all_but_one(), longest=MARK_WAIT_SECONDS))
 
     def finish(self, seconds: float) -> None:
-        """Try to mark all tasks in doubt for at most `seconds`, at least once.
+        """For at most `seconds`, but at least once, try to mark all tasks in doubt.
 
         Raises StuckBatch if a mark does not end.
         """
@@ -136,12 +141,12 @@ class InDoubt:
         while True:
             self.mark()
             while len(self._marking):
-                self._settle(self._marking.wait(self._marking.all_but_one()))
+                self._settle(self._marking.wait(leave=self._marking.all_but_one()))
             if not self._tasks or self._clock() >= end:
                 return
-            time.sleep(MARK_WAIT_SECONDS)
+            self._threads.sleep(MARK_WAIT_SECONDS)
 
-    def is_about(self, row: LockedRow) -> bool:
+    def holds(self, row: LockedRow) -> bool:
         """Tell whether this row is in doubt, and unchanged since its task was published."""
         task = self._tasks.get(row.id)
         return task is not None and task.version == Version.of(row)
@@ -150,11 +155,11 @@ class InDoubt:
         """Return batches of one topic each, then the tasks that are marked alone; the oldest first."""
         by_topic: dict[str, list[str]] = {}
         for id, task in tasks.items():
-            if not task.pause:
+            if not task.retry_delay:
                 by_topic.setdefault(task.topic, []).append(id)
         size = self._limits.batch_size
         together = [Batch(topic, tuple(some)) for topic, ids in by_topic.items() for some in chunked(ids, size)]
-        return together + [Batch(task.topic, (id,)) for id, task in tasks.items() if task.pause]
+        return together + [Batch(task.topic, (id,)) for id, task in tasks.items() if task.retry_delay]
 
     def _settle(self, finished: Sequence[BatchResult]) -> None:
         for result in finished:
@@ -163,15 +168,15 @@ class InDoubt:
                     self._tasks.pop(id, None)
                 self._resume()
         for result in finished:
-            for id in result.batch.ids if result.error is not None and not self._suspended else ():
+            for id in result.batch.ids if result.error is not None and not self._paused else ():
                 if (task := self._tasks.get(id)) is not None:
-                    task.pause = min(PROBE_SECONDS, 2 * task.pause or FIRST_RETRY_SECONDS)
-                    task.retry_at = self._clock() + (task.pause if len(result.batch.ids) == 1 else 0.0)
+                    task.retry_delay = min(PROBE_SECONDS, 2 * task.retry_delay or FIRST_RETRY_SECONDS)
+                    task.retry_at = self._clock() + (task.retry_delay if len(result.batch.ids) == 1 else 0.0)
 
     def _resume(self) -> None:
-        if self._suspended:
-            self._suspended = False
+        if self._paused:
+            self._paused = False
             _log.info("Publishing resumes: a transaction has committed", extra={"action": "publishing_resumed"})
 
     def _marks(self, rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, Mark]:
-        return {row.id: MARKED for row in rows if row.sent_at is None and self.is_about(row)}
+        return {row.id: MARKED for row in rows if row.sent_at is None and self.holds(row)}

@@ -1,23 +1,23 @@
 """In-flight batches: each on a thread of its own, so that a slow one delays no other."""
 
 import queue
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from publishworker.batching import Limits
+from publishworker.threads import REAL_THREADS, Queue, Thread, Threads
 from publishworker.types import Batch, BatchResult, Key
 
 #: Seconds after which a batch counts as stuck. The time limits of all its steps add up to less.
 STUCK_SECONDS = 120.0
-#: Max seconds between two checks that count. No step of the worker takes longer unless the process was suspended, and
-#: then the batches were suspended too.
+#: A batch ages by at most this much between two checks, in seconds. No step of the worker takes longer, so a longer gap
+#: means that the process was suspended, and its batches with it.
 MAX_STEP_SECONDS = 45.0
 #: Seconds for the other batches to end after one has raised an unexpected error, which ends the process.
 JOIN_SECONDS = 30.0
-#: Seconds between two calls of `beat` while waiting for all batches; None: no calls.
+#: Seconds between two calls of `touch_file` while waiting for all batches; None: no calls.
 WATCH_SECONDS: float | None = 1.0
 
 
@@ -28,7 +28,7 @@ class StuckBatch(Exception):
         """Name the batches; the first has been in flight for `seconds`."""
         batch = batches[0]
         some = ", ".join(batch.ids[:5]) + (", ..." if len(batch.ids) > 5 else "")
-        others = f", and {len(batches) - 1} more" if len(batches) > 1 else ""
+        others = f" (and {len(batches) - 1} more batches)" if len(batches) > 1 else ""
         super().__init__(
             f"Batch of {len(batch.ids)} tasks of topic {batch.topic} has been in flight for {seconds:.0f} s: "
             f"{some}{others}"
@@ -49,22 +49,24 @@ class InFlight:
     """Starts batches and collects their results. It belongs to one thread; only `run` is called on others.
 
     Each batch has a thread of its own, not one of a pool: a thread on which the Spanner client once failed to get a
-    session can run no transaction any more (google-cloud-python #18375).
+    session can never run a transaction again (google-cloud-python #18375).
     """
 
     def __init__(
         self,
         run: Callable[[Batch], BatchResult],
         clock: Callable[[], float] = time.monotonic,
-        beat: Callable[[], None] = lambda: None,
+        touch_file: Callable[[], None] = lambda: None,
+        threads: Threads = REAL_THREADS,
     ) -> None:
-        """Call `run` for each batch, and `beat` while waiting, which may take long."""
+        """Call `run` for each batch on a thread of `threads`, and `touch_file` while waiting, which may take long."""
         self._run_batch = run
         self._clock = clock
-        self._beat = beat
-        self._threads: dict[_Entry, threading.Thread] = {}
+        self._touch_file = touch_file
+        self._make = threads
+        self._threads: dict[_Entry, Thread] = {}
         self._looked_at = clock()
-        self._ended: queue.SimpleQueue[tuple[_Entry, BatchResult | BaseException]] = queue.SimpleQueue()
+        self._ended: Queue = threads.queue()  # of entries, each with its BatchResult or BaseException
 
     def __len__(self) -> int:
         """Return the number of batches that have been started and not been collected."""
@@ -93,7 +95,7 @@ class InFlight:
         return len(self) < limits.batches and self.bytes() < limits.bytes
 
     def all_but_one(self) -> int:
-        """Return the number of batches that are left once one more has ended: an argument for `wait`."""
+        """Return the number of batches less one: as `leave`, it makes `wait` return once one more has ended."""
         return max(0, len(self) - 1)
 
     def bytes(self) -> int:
@@ -111,10 +113,10 @@ class InFlight:
     def start(self, batch: Batch) -> None:
         """Start a batch."""
         entry = _Entry(batch)
-        self._threads[entry] = threading.Thread(target=self._run, args=(entry,), name="batch", daemon=True)
+        self._threads[entry] = self._make.thread("batch", self._run, entry)
         self._threads[entry].start()
 
-    def check(self) -> None:
+    def raise_if_stuck(self) -> None:
         """Raise StuckBatch if batches do not end, and forget these."""
         step, self._looked_at = min(self._clock() - self._looked_at, MAX_STEP_SECONDS), self._clock()
         for entry in self._threads:
@@ -135,7 +137,8 @@ class InFlight:
 
         It waits at most `longest` seconds, and at most `patience` seconds after the first batch has ended. An exception
         of `run` is raised here, after the other batches had JOIN_SECONDS to end. Without `longest` it raises StuckBatch
-        if a batch does not end. A caller that must keep the results of the other batches waits for one at a time.
+        if a batch does not end. An exception discards the results so far, so a caller that must keep them waits for one
+        batch at a time.
         """
         results: list[BatchResult] = []
         end = None if longest is None else self._clock() + longest
@@ -146,8 +149,8 @@ class InFlight:
             except queue.Empty:
                 if end is not None or len(self._threads) <= leave:
                     break
-                self._beat()
-                self.check()
+                self._touch_file()
+                self.raise_if_stuck()
                 continue
             if entry not in self._threads:
                 continue
@@ -167,6 +170,6 @@ class InFlight:
             self._ended.put((entry, error))
 
     def _join(self) -> None:
-        end = time.monotonic() + JOIN_SECONDS
+        end = self._clock() + JOIN_SECONDS
         for thread in self._threads.values():
-            thread.join(max(0.0, end - time.monotonic()))
+            thread.join(max(0.0, end - self._clock()))

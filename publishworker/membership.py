@@ -41,7 +41,7 @@ class Membership:
         self._throttled_log = ThrottledLog(clock)
         self._failure: StoreError | None = None
         self._was_seen = True
-        self._known_until = float("-inf")
+        self._keep_former_until = float("-inf")
         self._started_at = datetime.now(UTC)
         self._beat_at = float("-inf")
         self._living: frozenset[str] = frozenset({worker})
@@ -75,18 +75,18 @@ class Membership:
     def refresh(self) -> None:
         """Read the live workers, and take this worker's part of the shards. Raises StoreError."""
         workers = self._store.workers()
-        if self._failure is not None:  # logged here, because the store answers polls; otherwise the outage is logged
+        if self._failure is not None:  # reads succeed, so it is no outage, which the worker logs
             self._throttled_log.log(
                 "heartbeat_failed", "", f"Heartbeat failed; other workers take over the shards: {self._failure}"
             )
         self._gone = workers.gone - {self._worker}
         seen = self._worker in workers.live
         if self._was_seen and not seen:
-            # After an outage no heartbeat is fresh. Wait until the others had the time to write one.
-            self._known_until = self._clock() + HEARTBEAT_INTERVAL_SECONDS
+            # After an outage no heartbeat is fresh. Keep the former workers until they have had time to write one.
+            self._keep_former_until = self._clock() + HEARTBEAT_INTERVAL_SECONDS
         self._was_seen = seen
-        living = workers.live | {self._worker}  # a worker that reads this is alive
-        if self._clock() < self._known_until:
+        living = workers.live | {self._worker}  # whatever its row says, this worker is alive
+        if self._clock() < self._keep_former_until:
             living |= self._living
         if living != self._living:
             self._living = living
@@ -113,15 +113,16 @@ def divide(workers: Collection[str], shards: Sequence[int]) -> dict[str, tuple[i
     room. If there are more workers than shards, each worker has one shard, and a shard has several workers.
     """
     pairs = sorted(product(workers, shards), key=lambda pair: _score(*pair), reverse=True)
-    many, few = (1, 0) if len(shards) >= len(workers) else (0, 1)  # positions in a pair
+    # The positions, in a pair, of the side with more members (workers or shards) and of the side with fewer.
+    of_many, of_few = (1, 0) if len(shards) >= len(workers) else (0, 1)
     least, over = divmod(max(len(shards), len(workers)), min(len(shards), len(workers)))
     load: Counter[object] = Counter()
     assigned: dict[object, tuple[str, int]] = {}
     for most in (least, least + 1)[: 2 if over else 1]:
         for pair in pairs:
-            if pair[many] not in assigned and load[pair[few]] < most:
-                assigned[pair[many]] = pair
-                load[pair[few]] += 1
+            if pair[of_many] not in assigned and load[pair[of_few]] < most:
+                assigned[pair[of_many]] = pair
+                load[pair[of_few]] += 1
     of: dict[str, list[int]] = {worker: [] for worker in workers}
     for worker, shard in assigned.values():
         of[worker].append(shard)

@@ -1,7 +1,9 @@
-"""From tasks of ordering keys to sendable prefixes: the leading tasks of a key that may be sent, as one candidate.
+"""Find the sendable prefix of each ordering key: the leading tasks that may be sent, as one candidate.
 
-The poll yields keys, not tasks. A snapshot of its own then reads the first unsent tasks of each key, and only these may
-be sent (docs/guide/ordering.md). A later commit has a later CreatedAt than any snapshot, so no task can slip in before
+For tasks with ordering keys, the poll only shows which keys have work. A snapshot of its own then reads the first
+unsent tasks of each key, and only these may
+be sent (docs/guide/ordering.md). A task committed after the snapshot has a later CreatedAt than all tasks in it, so no
+task can slip in before
 the prefix.
 """
 
@@ -18,7 +20,7 @@ from publishworker.types import Batch, Candidate, Key, QueuedTask
 
 #: Max rows, roughly, of one read of key heads. If very many keys have many tasks, their prefixes become shorter.
 MAX_KEY_HEAD_ROWS = 5_000
-#: Max rows of a further read, behind expired tasks. Each row takes four kilobytes of memory while it is read.
+#: Max rows of a repeated read, which goes past expired tasks. Each row takes four kilobytes of memory while it is read.
 MAX_EXPIRED_ROWS = 20_000
 
 _T = TypeVar("_T", Candidate, QueuedTask)
@@ -78,7 +80,8 @@ class Ordering:
 
         A key with more of those than a worker can read is blocked, and logged.
         """
-        # One row more than a prefix may have shows whether a deferred task follows, which no poll reads.
+        # One row beyond the longest prefix is read, to see whether a deferred task follows. No poll reads deferred
+        # tasks.
         wanted = rows = 1 + max(1, min(self._limits.batch_size, MAX_KEY_HEAD_ROWS // len(keys)))
         queues: dict[Key, list[QueuedTask]] = {}
         while keys:
@@ -86,7 +89,7 @@ class Ordering:
             queues |= {key: [each for each in tasks if not each.expired_early] for key, tasks in found.items()}
             further = [key for key, tasks in found.items() if len(tasks) == rows and len(queues[key]) < wanted]
             rows += max((len(found[key]) - len(queues[key]) for key in further), default=0)
-            # A later poll reads the other keys. A key that exceeds the limit alone cannot be read at all.
+            # A later poll reads the other keys. A key that exceeds the limit by itself can never be read.
             chosen = self._random.sample(further, min(len(further), MAX_EXPIRED_ROWS // rows))
             keys = {key: keys[key] for key in chosen}
             for key in further:
@@ -96,8 +99,9 @@ class Ordering:
 
     def _log_crowded_key(self, topic: str, ids: Sequence[str]) -> None:
         sentence = (
-            f"An ordering key of topic {topic} is blocked by at least {len(ids)} expired tasks, beginning with "
-            f"{ids[0]}. Delete them with `outbox discard`."
+            f"An ordering key of topic {topic} is blocked by at least {len(ids)} tasks that expired before they were "
+            f"due, beginning with {ids[0]}. List dead ones with `outbox list --state dead --topic {topic}`, and delete "
+            "them with `outbox discard`."
         )
         self._throttled_log.log("crowded_key", topic, sentence)
 
@@ -126,7 +130,7 @@ def _candidate(tasks: Sequence[Candidate], prefix: Sequence[QueuedTask], followi
 
 
 def _deferrals(key: Key, head: str, tasks: Sequence[Candidate], limits: Limits) -> Iterator[Batch]:
-    """Return batches that defer the tasks of a key that the poll read behind its head."""
+    """Return batches that defer the tasks that the poll read behind the head of a key."""
     for piece in cut([each for each in tasks if each.id != head], limits):
         ids = (head, *(each.id for each in piece))
         yield Batch(key.topic, ids, keys=(key.ordering_key,) * len(ids), defers=True)

@@ -3,12 +3,16 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from publishworker.membership import Membership
 from publishworker.spanner.store import Store
 from publishworker.topics.discovery import KnownTopics
 from publishworker.types import Candidate, PollRequest
+
+#: Max rows, ready or due, that a deep read of one topic returns. 5,000 rows take about 25 MB while they are decoded.
+DEEP_ROWS = 2_500
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +20,7 @@ class Polled:
     """The candidates of one poll.
 
     `discovered` says that the next poll should follow at once, because unknown topics were found.
-    `cut_off` are the topics of which the poll left tasks in the table. `skipped` says that nothing was read, because
+    `cut_off` are the topics whose tasks the poll did not read to the end. `skipped` says that nothing was read, because
     no further batch may start.
     """
 
@@ -50,46 +54,77 @@ class Poller:
         self._topics = KnownTopics(clock)
         self._discovered_at = float("-inf")
         self._discovered_in: tuple[int, ...] = ()
-        self._due_tasks_wait = False  # then every poll reads them
+        self._due_tasks_wait = False  # if True, every poll reads them
+        self._next_shard = 0
 
     @property
     def topics(self) -> frozenset[str]:
         """Return the topics that have, or recently had, unsent tasks."""
-        return self._topics.known
+        return self._topics.recent
 
     def poll(
-        self, below: int | None, without: Collection[str], unavailable: Collection[str] = frozenset(), depth: int = 0
+        self,
+        below: int | None,
+        without: Collection[str],
+        unavailable: Collection[str] = frozenset(),
+        depths: Mapping[str, int] = MappingProxyType({}),
     ) -> Polled:
         """Read candidates, except the IDs in `without` and the topics in `unavailable`. Raises StoreError.
 
-        With `below`, ready tasks of a lower priority than that are read as well. At least `depth` rows are read from
-        each range.
+        With `below`, ready tasks of a lower priority than that are read as well. If a topic in `depths` needs more rows
+        of each range than the others, a query of its own reads them.
         """
         shards = self._membership.shards
         waited = self._clock() - self._discovered_at >= self._discovery_seconds
         discovers = waited or shards != self._discovered_in
         request = PollRequest(
             shards=shards,
-            topics=self._topics.known.difference(unavailable),
-            per_range=max(self._size.per_range, depth),
+            topics=self._topics.polled.difference(unavailable),
+            per_range=self._size.per_range,
             due=discovers or self._due_tasks_wait,
             below=below,
         )
-        candidates = self._store.poll(request) if request.topics else ()
-        self._size.adapt(_by_range(candidates), _by_range(_most_urgent(candidates, without)))
+        candidates, cut_off = self._read(request, without, depths)
         if request.due:
             self._due_tasks_wait = any(each.available_at is not None for each in candidates)
         self._topics.see({each.topic for each in candidates})
+        self._topics.forget(unavailable)
         discovered = discovers and self._discover(shards)
-        return Polled([each for each in candidates if each.id not in without], discovered, self._size.cut_off)
+        return Polled([each for each in candidates if each.id not in without], discovered, cut_off)
+
+    def _read(
+        self, request: PollRequest, without: Collection[str], depths: Mapping[str, int]
+    ) -> tuple[list[Candidate], frozenset[str]]:
+        """Return the candidates, and the topics of which tasks are left in the table.
+
+        If one failing topic decided how deep all topics are read, candidates of the others would fill the memory.
+        """
+        deep = {topic: depths[topic] for topic in request.topics & depths.keys() if depths[topic] > request.per_range}
+        others = replace(request, topics=request.topics - deep.keys())
+        candidates = list(self._store.poll(others)) if others.topics else []
+        self._size.adapt(_by_range(candidates), _by_range(_most_urgent(candidates, without)))
+        cut_off = self._size.cut_off
+        for topic, depth in sorted(deep.items()):
+            shards = self._next_shards(request.shards, DEEP_ROWS // depth)
+            found = self._store.poll(replace(request, shards=shards, topics=frozenset({topic}), per_range=depth))
+            candidates += found
+            if max(_by_range(found).values(), default=0) >= depth:
+                cut_off |= {topic}
+        return candidates, cut_off
+
+    def _next_shards(self, shards: tuple[int, ...], number: int) -> tuple[int, ...]:
+        """Return `number` of the shards, at least one, beginning behind those of the last deep read."""
+        number = min(max(1, number), len(shards))
+        first = self._next_shard % len(shards)
+        self._next_shard = first + number
+        return (*shards[first:], *shards[:first])[:number]
 
     def _discover(self, shards: tuple[int, ...]) -> bool:
-        """Find unknown topics; return whether there may be more, because each gap between known ones gives one."""
-        unknown = self._store.discover(shards, self._topics.known) - self._topics.known
-        self._topics.see(unknown)
+        """Find unknown topics, one in each gap between known topics. Return whether there may be more."""
+        unknown = self._store.discover(shards, self._topics.polled) - self._topics.polled
+        self._topics.discover(unknown)
         if not unknown:
             self._discovered_at, self._discovered_in = self._clock(), shards
-            self._topics.forget()
         return bool(unknown)
 
 
@@ -107,9 +142,9 @@ def _most_urgent(candidates: Sequence[Candidate], in_flight: Collection[str]) ->
 class PollSize:
     """Keeps a poll near `target` rows, whether one range holds the backlog or hundreds do.
 
-    Doubles while ranges are cut off and the poll is short of the target, halves when it brought twice the target. Rows
-    of lower priorities, and of tasks in flight, do not count for the target as long as the poll reads at most four
-    times as much: otherwise less urgent tasks would start before urgent ones that the poll did not reach.
+    `per_range` doubles while ranges are cut off and the poll is short of the target. It halves when the poll returned
+    twice the target. Up to four times the target, only rows of the highest priority that are not in flight count, so
+    that no less urgent task starts before an urgent one that the poll did not reach.
     """
 
     def __init__(self, target: int, shards: int) -> None:
@@ -122,7 +157,7 @@ class PollSize:
     def adapt(
         self, found: Mapping[tuple[str, int, bool], int], urgent: Counter[tuple[str, int, bool]] | None = None
     ) -> None:
-        """Learn from the last poll: how many rows each range gave, or more if another part of the poll read it, too.
+        """Learn from the last poll: how many rows each range gave. A range in two parts of the poll may count twice.
 
         A range is a topic, a shard, and whether its tasks are ready or due. `urgent` are the rows of the highest
         priority that are not in flight; by default all.

@@ -18,6 +18,7 @@ from publishworker.selection import Selector
 from publishworker.spanner.store import Store
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
+from publishworker.threads import REAL_THREADS, Threads
 from publishworker.topics.availability import Topics
 from publishworker.types import Batch, BatchResult, Key, Turn, turn_of
 
@@ -45,7 +46,8 @@ class Relay:
         patience: float | None = None,
         shutdown_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
-        beat: Callable[[], None] = lambda: None,
+        touch_file: Callable[[], None] = lambda: None,
+        threads: Threads = REAL_THREADS,
     ) -> None:
         """Start batches within `limits`.
 
@@ -55,23 +57,26 @@ class Relay:
             metrics: where counts and durations go.
             membership: which shards this worker polls.
             limits: tasks and bytes of a batch, and how many batches may be in flight.
-            discovery_seconds: between two reads of due tasks and unknown topics.
+            discovery_seconds: between two searches for unknown topics. Due tasks are read at least as often.
             refresh_seconds: between two reads of topic controls and live workers.
             random: shuffles slices of tasks, and draws probes.
             fair_share: part of the batches (0 to 0.5) for lower priorities while higher ones keep arriving.
             skip_dead: a dead task does not block its ordering key.
             stragglers: a turn ends when at most this many of its batches are still in flight.
-            patience: or this many seconds after the first of them has ended. A later turn reports the others.
-            shutdown_seconds: for how long `finish` tries to mark tasks in doubt, at least once.
+            patience: the turn also ends this many seconds after its first batch has ended. A later turn reports the
+                others.
+            shutdown_seconds: for which `finish` tries to mark tasks in doubt. It always tries once.
             clock: monotonic seconds.
-            beat: called before each step that may take long, because a slow turn is not a hung one.
+            touch_file: called before each step that may take long, so that the liveness probe does not take a slow turn
+                for a hung one.
+            threads: makes a thread for each batch.
         """
         self._limits = limits
         self._stragglers = stragglers
         self._patience = patience
         self._shutdown_seconds = shutdown_seconds
         self._clock = clock
-        self._beat = beat
+        self._touch_file = touch_file
         self._store = store
         self._membership = membership
         self._refresh_seconds = refresh_seconds
@@ -83,29 +88,40 @@ class Relay:
         )  # fmt: skip
         self._ordering = Ordering(store, limits, random, skip_dead=skip_dead)
         self._selector = Selector(limits, self._topics, random, fair_share)
-        self._in_flight = InFlight(delivery.run, clock, beat)
-        self._in_doubt = InDoubt(delivery.mark, limits, clock, beat)
+        #: Set by `wake`. The worker then ends its pause.
+        self.woken = threads.event()
+        self._in_flight = InFlight(delivery.run, clock, touch_file, threads)
+        self._in_doubt = InDoubt(delivery.mark, limits, clock, touch_file, threads)
         self._reporter = Reporter(metrics, clock)
 
     def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
         """Run one turn and return its numbers. It starts no batch once `stopping()` is true.
 
-        Raises StoreError if Spanner does not answer a read, and StuckBatch if a batch does not end. Nothing new is
-        published then.
+        Raises StoreError if Spanner does not answer a read, and StuckBatch if a batch does not end. In either case the
+        polled tasks are not published.
         """
-        self._beat()
+        self.woken.clear()
+        self._touch_file()
         finished = self._in_flight.collect()  # batches whose transaction has ended
         changed = self._settle(finished, stopping)  # circuits, limits, tasks in doubt, metrics and logs
-        self._in_flight.check()
-        self._in_doubt.mark()  # until one commits, nothing new is published
+        self._in_flight.raise_if_stuck()
+        self._in_doubt.mark()  # while no transaction commits, only a probe is published
         self._refresh()  # live workers, pauses and limits
-        polled = self._poll()  # no task while every place is taken
+        polled = self._poll()  # reads nothing while no batch may start
         ready = self._resolve(polled)  # key heads, sendable prefixes, blocked keys
         started = self._start(self._select(polled, ready, stopping))
         waits = len(self._in_flight) > 0 and (polled.skipped or started or ready.busy or self._selector.crowded)
         later = self._wait(polled) if waits else self._in_flight.collect()
         changed |= self._settle(later, stopping)
         return self._report(polled, finished + later, waits=waits, discovered=polled.discovered or changed)
+
+    def wake(self) -> None:
+        """Let the worker poll now, for example after this process has committed a task. Callable on any thread."""
+        self.woken.set()
+
+    def seconds_until_due(self) -> float | None:
+        """Return the seconds until the next task is due that is not due yet, or None. Raises StoreError."""
+        return self._store.seconds_until_due(self._membership.shards, self._poller.topics)
 
     def finish(self) -> Turn:
         """Wait for all batches in flight, try to mark tasks in doubt, and return the numbers.
@@ -115,7 +131,7 @@ class Relay:
         finished: list[BatchResult] = []
         try:
             while len(self._in_flight):  # one by one, so that each is reported even if another one is stuck
-                ended = self._in_flight.wait(self._in_flight.all_but_one())
+                ended = self._in_flight.wait(leave=self._in_flight.all_but_one())
                 self._settle(ended, stopping=lambda: True)
                 finished += ended
             self._in_doubt.finish(self._shutdown_seconds)
@@ -133,14 +149,14 @@ class Relay:
         """Return the topics that have, or recently had, unsent tasks, except paused ones."""
         return self._poller.topics - self._topics.paused
 
-    def open_circuits(self) -> Mapping[str, bool]:
+    def circuit_states(self) -> Mapping[str, bool]:
         """Return the topics whose circuit is not closed, and whether it is open (True) or half-open (False)."""
         return self._topics.circuits.states()
 
     def _settle(self, finished: Sequence[BatchResult], stopping: Callable[[], bool]) -> bool:
-        """Take in what finished batches say: metrics and logs, tasks in doubt, circuits and limits of their topics.
+        """Learn from finished batches: metrics and logs, tasks in doubt, circuits and limits of their topics.
 
-        Returns whether the circuit of a topic has opened or closed.
+        Returns whether the circuit of a topic has opened or closed, or a probe has failed.
         """
         changed = False
         for result in finished:
@@ -149,7 +165,8 @@ class Relay:
             if (change := self._topics.learn(result)) is not None:
                 self._reporter.circuit(change)
                 changed = True
-            # Found under the lock: they must be marked before they are published, in a batch of their own.
+            # The poll cannot see which tasks are at-most-once. The lock query found these, so start them now in a batch
+            # that marks first.
             if not stopping() and (at_most_once := self._topics.at_most_once(result)) is not None:
                 self._start([at_most_once])
         return changed
@@ -157,31 +174,31 @@ class Relay:
     def _refresh(self) -> None:
         if self._clock() - self._refreshed_at < self._refresh_seconds:
             return
-        self._beat()
+        self._touch_file()
         self._membership.refresh()
         self._topics.control(self._store.topic_controls(), self._membership.size)
         self._refreshed_at = self._clock()
 
     def _poll(self) -> Polled:
-        self._beat()
+        self._touch_file()
         if not self._in_flight.has_room(self._limits):
             return Polled(skipped=True)
         if not self._in_doubt.may_publish:
             return Polled()
-        # Also the IDs of batches that end before the poll does: the poll's snapshot may not show their marks.
+        # Collected before the poll. The poll would return the tasks of a batch that ends during it.
         in_flight = self._in_flight.ids() | self._in_doubt.ids()
         unavailable = self._topics.unavailable(self._in_flight.tasks_by_topic())
         began = self._clock()
-        polled = self._poller.poll(self._selector.below, in_flight, unavailable, self._topics.circuits.depth())
+        polled = self._poller.poll(self._selector.below, in_flight, unavailable, self._topics.circuits.depths())
         self._reporter.poll(self._clock() - began)
         return polled
 
     def _resolve(self, polled: Polled) -> ResolvedKeys:
-        self._beat()
+        self._touch_file()
         return self._ordering.resolve(polled.candidates, self._in_flight.keys() | self._in_doubt.keys())
 
     def _select(self, polled: Polled, ready: ResolvedKeys, stopping: Callable[[], bool]) -> list[Batch]:
-        self._beat()
+        self._touch_file()
         if polled.skipped or stopping():
             return []
         return self._in_doubt.probe(self._selector.select(ready, self._in_flight, polled.cut_off))
@@ -195,8 +212,8 @@ class Relay:
     def _wait(self, polled: Polled) -> list[BatchResult]:
         """Wait for batches in flight, and return the results of those that ended.
 
-        Stragglers are left behind if tasks wait for a place: otherwise another poll would find nothing. If the poll
-        found only keys that are in flight, at least one batch has to end, because the next poll would find the same.
+        Stragglers are left behind only if tasks wait for a free place. If every polled task belongs to a key in flight,
+        at least one batch has to end, because another poll would find nothing new.
         """
         if not self._selector.left_tasks:
             return self._in_flight.wait(longest=MAX_TURN_WAIT_SECONDS)
@@ -215,7 +232,7 @@ class Relay:
             in_flight=self.in_flight,
             waits=waits and not finished,
             discovered=discovered,
-            again_in=self._topics.seconds_until_available(),
+            seconds_to_retry=self._topics.seconds_until_available(),
         )
         self._reporter.turn(turn, worked=bool(finished))
         return turn

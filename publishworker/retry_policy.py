@@ -9,7 +9,7 @@ from random import Random
 
 from outbox.storage.task_states import NEVER
 from publishworker.pubsub.errors import FailureKind, is_refused, kind_of
-from publishworker.types import Batch, Deferred, Failed, FailedAttempt, LockedRow
+from publishworker.types import Batch, Deferred, Failed, LockedRow, NotSent
 
 #: The max of INT64. Another writer may have set the column to any value.
 MAX_ATTEMPTS = 2**63 - 1
@@ -22,7 +22,8 @@ class RetryPolicy:
     """How often and after how many seconds a failed task is tried again.
 
     The delay doubles from `initial` to `longest`, each with jitter between half and full. After `max_attempts` the task
-    is dead. While its topic is missing or closed, it is not dead before it is `dead_after` old.
+    is dead, except that a task of a topic that is missing or refuses messages lives until it is `dead_after` seconds
+    old. A task whose message can never be published is dead at once.
     """
 
     initial: float
@@ -31,12 +32,12 @@ class RetryPolicy:
     dead_after: float
     random: Random
 
-    def record(self, row: LockedRow, failure: Failed, now: datetime) -> FailedAttempt:
+    def record(self, row: LockedRow, failure: Failed, now: datetime) -> NotSent:
         """Return what a failure at `now`, the database's time, writes to its row."""
         attempts = min(row.attempts + 1, MAX_ATTEMPTS)
         dead = self._is_last(row, attempts, kind_of(failure.reason), now)
         available_at = NEVER if dead else now + timedelta(seconds=self._wait(attempts))
-        return FailedAttempt(attempts, available_at, row.expires_at, last_error(failure))
+        return NotSent(attempts, available_at, row.expires_at, last_error(failure))
 
     def defer(self, head: LockedRow, available_at: datetime, now: datetime) -> Deferred:
         """Return what is written to a task behind `head`, which is not due before `available_at`.
@@ -60,10 +61,11 @@ class RetryPolicy:
 
 
 def is_recorded(batch: Batch, id: str, failure: Failed, *, works: bool) -> bool:
-    """Tell whether a failure is recorded as an attempt of its task, rather than of its topic.
+    """Tell whether a failure counts as a failed attempt of its task, or only opens the circuit of its topic.
 
-    A missing or closed topic is recorded on the tasks that probe it. An outage is recorded on a suspect, which was in
-    an earlier one, if the topic `works` for others, but not if no message can cause it, such as a used-up quota.
+    If the topic is missing or refuses messages, only tasks that probe it record the failure. An outage is recorded only
+    on a suspect, which is a task of an earlier outage, and only if the topic `works` for others. An outage that no
+    message can cause, for example an exhausted quota, is never recorded.
     """
     match kind_of(failure.reason):
         case FailureKind.TARGET:

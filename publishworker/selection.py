@@ -22,7 +22,7 @@ class Selector:
         self._random = random
         self._fair_share = FairShare(fair_share)
         self._leaves_place = fair_share > 0
-        #: Whether the last selection left tasks behind that could have started in a free place.
+        #: Whether the last selection left tasks behind that could start if a place were free.
         self.left_tasks = False
         #: Whether it did so because too many bytes are in flight.
         self.crowded = False
@@ -35,23 +35,23 @@ class Selector:
     def select(self, ready: ResolvedKeys, in_flight: InFlight, cut_off: Collection[str]) -> list[Batch]:
         """Return the batches to start next to those in flight.
 
-        `cut_off` are the topics of which the poll left tasks in the table. Deferrals get a quarter of the places,
-        because a blocked task hides others from the poll, or half of them if there is nothing to send.
+        `cut_off` are the topics of which the poll left tasks in the table. Deferrals get at most a quarter of the
+        places, or half if nothing can be sent. They get any because a blocked task hides others from the poll.
         """
         deferrals = list(ready.blocked[: self._places_to_defer(in_flight, nothing_else=not ready.candidates)])
         candidates, probes = self._topics.circuits.probes(ready.candidates, cut_off)
         allowed = self._topics.rate_limits.allowances(in_flight.tasks_by_topic())
         allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
-        shared = self._batches(self._fair_share.choose(candidates), in_flight, deferrals, allowed)
-        shared = shared[: self._fair_share.batches]
-        for batch in shared:
+        for_lower = self._batches(self._fair_share.choose(candidates), in_flight, deferrals, allowed)
+        for_lower = for_lower[: self._fair_share.batches]
+        for batch in for_lower:
             if batch.topic in allowed:
                 allowed[batch.topic] -= len(batch.ids)
-        chosen = {id for batch in shared for id in batch.ids}
+        chosen = {id for batch in for_lower for id in batch.ids}
         others = [each for each in candidates if each.id not in chosen]
-        wanted = shared + self._batches(others, in_flight, deferrals + shared, allowed)
+        wanted = for_lower + self._batches(others, in_flight, deferrals + for_lower, allowed)
         batches = fitting(wanted, self._limits.bytes - in_flight.bytes(), alone=not len(in_flight))
-        self._account(candidates, batches, len(shared), allowed, cut_off)
+        self._account(candidates, batches, len(for_lower), allowed, cut_off)
         self.crowded = len(batches) < len(wanted)
         return deferrals + batches
 
@@ -59,16 +59,19 @@ class Selector:
         self,
         candidates: Sequence[Candidate],
         batches: Sequence[Batch],
-        shared: int,
+        for_lower: int,
         allowed: Mapping[str, int],
         cut_off: Collection[str],
     ) -> None:
-        """Note whether tasks are left behind, and what lower priorities are owed. Limited topics wait for more."""
+        """Note whether tasks are left behind, and what lower priorities are owed.
+
+        Topics with a limit are ignored: their tasks wait for the limit, not for a place.
+        """
         started = sum(len(batch.ids) for batch in batches if batch.topic not in allowed)
         startable = sum(each.tasks for each in candidates if each.topic not in allowed)
         self.left_tasks = bool(set(cut_off) - allowed.keys()) or started < startable
         highest = max((each.priority for each in candidates), default=None)
-        self._fair_share.count(len(batches), min(shared, len(batches)), highest if self.left_tasks else None)
+        self._fair_share.count(len(batches), min(for_lower, len(batches)), highest if self.left_tasks else None)
 
     def _places_to_defer(self, in_flight: InFlight, *, nothing_else: bool) -> int:
         places = self._limits.batches // (2 if nothing_else else 4)

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from outbox.errors import SettingError
 from outbox.shared.settings import (
-    DatabaseSettings,
+    PubSubSettings,
     flag_of,
     fraction,
     matching,
+    metrics_setting,
     one_of,
     seconds,
     setting,
@@ -20,7 +21,7 @@ _PATTERN = r"(?:projects/[A-Za-z0-9.:_*-]+/topics/)?[A-Za-z0-9._~+%*-]+"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RelaySettings(DatabaseSettings):
+class RelaySettings(PubSubSettings):
     """Settings of the relay, in a worker and in the Spark tasks of a drain."""
 
     batch_size: int = setting(
@@ -40,13 +41,10 @@ class RelaySettings(DatabaseSettings):
         matching(rf"{_PATTERN}(?:,{_PATTERN})*", "comma-separated patterns of topics, in which * is any text"),
         "Topics to publish to: topic IDs in the worker's project, or projects/PROJECT/topics/TOPIC.",
     )
-    pubsub_endpoint: str = setting(
-        "",
-        matching(
-            r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?(?::[1-9][0-9]{0,4})?)?",
-            "a host, or empty for the global endpoint",
-        ),
-        "Pub/Sub's endpoint in one region, such as europe-west1-pubsub.googleapis.com. Ordering keys need one.",
+    request_priority: str = setting(
+        "medium",
+        one_of("low", "medium", "high"),
+        "Spanner's request priority of polls, claims and marks. Applications without a setting use high.",
     )
     on_ordering_failure: str = setting(
         "block",
@@ -61,15 +59,24 @@ class RelaySettings(DatabaseSettings):
     dead_after: float = setting(
         "86400",
         seconds(0, 365 * 86_400),
-        "Min age of a task before a missing or closed topic makes it dead.",
+        "Min age of a task before a topic that is missing or refuses messages makes it dead.",
     )
     fair_share: float = setting(
         "0.1", fraction(0, 0.5), "Min share of capacity for lower priorities while higher-priority tasks keep arriving."
     )
     poll_interval: float = setting("1", seconds(0.05, 30), "Max time between polls while there is nothing to send.")
-    shutdown_timeout: float = setting(
-        "30", seconds(0, 3600), "Time to finish batches in flight after SIGTERM; less than the pod's grace."
+    wake: str = setting(
+        "off",
+        one_of("off", "change-stream"),
+        "Whether new tasks start the next poll early: through the change stream AsynchronousTasksInserts.",
     )
+    idle_interval: float = setting(
+        "15", seconds(1, 300), "Max time between polls while there is nothing to send and --wake works."
+    )
+    shutdown_timeout: float = setting(
+        "30", seconds(0, 3600), "Time to finish batches in flight after SIGTERM; less than the pod's grace period."
+    )
+    metrics: str = metrics_setting()
     log_format: str = setting(
         "auto", one_of("auto", "json", "text"), "Log format; auto is text on a terminal, otherwise json."
     )
@@ -77,6 +84,7 @@ class RelaySettings(DatabaseSettings):
 
     def __post_init__(self) -> None:
         """Check values that depend on each other. Raises SettingError."""
+        PubSubSettings.__post_init__(self)
         if self.backoff_initial > self.backoff_max:
             raise SettingError(
                 f"--backoff-initial: {self.backoff_initial:g} is not allowed: it must not exceed --backoff-max, "
@@ -103,3 +111,13 @@ def add_deadline(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="Stop after this time with exit code 4 (default: never).",
     )
+
+
+def add_verify_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `verify`. Its `--database` names the scratch database."""
+    WorkerSettings.add_flags(parser)
+    parser.add_argument("--rows", type=int, default=100_000, help="Tasks to load, at least 100; default 100000.")
+    parser.add_argument("--keep", action="store_true", help="Keep the database and the topic, to look at them.")
+    parser.add_argument("--yes", action="store_true", help="Do not ask before creating them.")
+    parser.add_argument("--json", action="store_true", help="Print the result as one line of JSON.")
+    parser.add_argument("--report", metavar="FILE", help="Write an HTML page with the figures and the plans.")

@@ -10,7 +10,7 @@ from types import FrameType
 
 _log = logging.getLogger("publishworker")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-#: Seconds between checks of the thread. A signal interrupts the wait at once.
+#: Seconds between checks of the thread.
 _LOOK = 0.2
 
 
@@ -37,8 +37,12 @@ def stop_on_signals() -> Iterator[threading.Event]:
             signal.signal(each, handler)
 
 
-def run_on_thread(work: Callable[[], None], stop: threading.Event, shutdown_timeout: float) -> bool:
+def run_on_thread(
+    work: Callable[[], None], stop: threading.Event, shutdown_timeout: float, on_stop: Callable[[], None]
+) -> bool:
     """Call `work` on a thread; return whether it ended within `shutdown_timeout` seconds after `stop`.
+
+    `on_stop` is called when `stop` is set, to end a pause of `work`.
 
     An exception of `work` is raised here.
     """
@@ -54,6 +58,7 @@ def run_on_thread(work: Callable[[], None], stop: threading.Event, shutdown_time
     thread.start()
     while thread.is_alive() and not stop.is_set():
         thread.join(_LOOK)
+    on_stop()
     thread.join(shutdown_timeout)
     if errors:
         raise errors[0]

@@ -65,7 +65,7 @@ class PollRequest:
     per_range: int
     #: Read due tasks as well.
     due: bool = False
-    #: Read as many ready tasks of each range again, of a lower priority than this.
+    #: Also read up to `per_range` ready tasks of each range with a priority below this.
     below: int | None = None
 
 
@@ -96,7 +96,7 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tasks of one topic that are claimed, published and marked in one transaction."""
+    """Tasks of one topic that are claimed in one transaction. The same transaction usually publishes and marks them."""
 
     topic: str
     ids: tuple[str, ...]
@@ -147,10 +147,12 @@ class LockedRow:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A row when its task was published, without the message.
+    """The state of a row when its task was published, without the message.
 
-    What is known about one version says nothing about another: the row was registered again with the same ID, another
-    worker failed to publish it, or an operator wants it sent again (`outbox retry`).
+    A row has another version if it was registered again with the same ID (created_at), another worker failed to publish
+    it (attempts), or an operator wants it sent again (times_sent). What is known about one version does not hold for
+    another. `times_sent` distinguishes a row whose mark never arrived from a row that was marked and then reset: a mark
+    clears all other columns (`statements.MARK_COLUMNS`), so that setting SentAt to NULL makes the task ready again.
     """
 
     topic: str
@@ -176,7 +178,7 @@ class Sent:
     message_id: str
 
 
-#: The mark of a task whose message ID is not known any more. No row stores message IDs.
+#: The mark of a task whose message ID is not known. No row stores message IDs.
 MARKED = Sent("")
 
 
@@ -184,12 +186,13 @@ MARKED = Sent("")
 class Skipped:
     """The task is not published in this batch.
 
-    The reasons: another worker has sent it or its row has changed since it was published (`sent`), the row does not
-    exist any more (`gone`), it is not due, its topic or key has changed (`moved`), it must be marked first in a batch
-    of its own (`at_most_once`), or an earlier task of its ordering key is not due (`blocked`).
+    The reasons: another worker has sent it (`sent`), its row has changed since it was published (`changed`), the row
+    does not exist any more (`gone`), it is not due, its topic or key has changed (`moved`), it must be marked first in
+    a batch of its own (`at_most_once`), or an earlier task of its ordering key is not due (`blocked`). Only `sent` is
+    counted: see `BatchResult.already_sent` and `Reporter.batch`.
     """
 
-    reason: Literal["sent", "gone", "not_due", "moved", "at_most_once", "blocked"]
+    reason: Literal["sent", "changed", "gone", "not_due", "moved", "at_most_once", "blocked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +207,8 @@ Outcome = Sent | Skipped | Failed
 
 
 @dataclass(frozen=True, slots=True)
-class FailedAttempt:
-    """What is written to the row of a task that was not sent: a failed attempt, or the row as it was before a mark."""
+class NotSent:
+    """What is written to the row of a task that is not sent: a failed attempt, a release, or its former values."""
 
     attempts: int
     available_at: datetime | None
@@ -227,15 +230,15 @@ class Deferred:
 
 
 #: What is written to a locked row. A row without a mark is not changed.
-Mark = Sent | FailedAttempt | Deferred
+Mark = Sent | NotSent | Deferred
 
 
 @dataclass(slots=True)
 class BatchResult:
     """The outcome of one batch, and what one transaction attempt leaves to the next.
 
-    If `error` is None, the commit succeeded and every mark is written. Otherwise `unsure` says that the outcome of the
-    commit is unknown.
+    If `error` is None, the commit succeeded and every mark is written. Otherwise `unsure` says whether the outcome of
+    the commit is unknown.
     """
 
     batch: Batch
@@ -248,13 +251,13 @@ class BatchResult:
     #: When the rows were last locked, by the database's clock.
     locked_at: datetime | None = None
     #: Failed attempts and deferrals that the commit writes.
-    recorded: dict[str, FailedAttempt] = field(default_factory=dict)
+    recorded: dict[str, NotSent] = field(default_factory=dict)
     deferred: dict[str, Deferred] = field(default_factory=dict)
     #: At-most-once tasks that are, or may be, marked and were perhaps not published.
     unconfirmed: list[str] = field(default_factory=list)
     #: Trace IDs of the messages whose failure was recorded.
     traces: dict[str, str] = field(default_factory=dict)
-    #: Seconds from when a task was due to Pub/Sub's answer, and seconds of each phase over all attempts.
+    #: Seconds between a task's due time and Pub/Sub's answer, and seconds of each phase over all attempts.
     waited: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     #: Transaction attempts; all but the last were aborted.
@@ -306,7 +309,7 @@ class Turn:
     in_flight: int = 0  # batches that a later turn will report
     waits: bool = False  # the turn waited for batches, and none ended
     discovered: bool = False  # there are new topics or shards to poll, or a circuit has opened or closed
-    again_in: float | None = None  # seconds until a topic that is unavailable now may be tried again
+    seconds_to_retry: float | None = None  # seconds until a topic that is unavailable now may be tried again
 
     @property
     def made_progress(self) -> bool:
@@ -316,7 +319,7 @@ class Turn:
 
 def turn_of(
     finished: Sequence[BatchResult], *, polled: int, in_flight: int, waits: bool, discovered: bool,
-    again_in: float | None,
+    seconds_to_retry: float | None,
 ) -> Turn:  # fmt: skip
     """Return the numbers of a turn in which these batches have `finished`."""
     committed = [result for result in finished if result.error is None]
@@ -331,5 +334,5 @@ def turn_of(
         in_flight=in_flight,
         waits=waits,
         discovered=discovered,
-        again_in=again_in,
+        seconds_to_retry=seconds_to_retry,
     )

@@ -9,7 +9,8 @@ from typing import Protocol
 
 from publishworker.in_flight import StuckBatch
 from publishworker.membership import Membership
-from publishworker.spanner.store import StoreError
+from publishworker.spanner.store import Missing, StoreError
+from publishworker.threads import Event
 from publishworker.types import Turn
 
 _log = logging.getLogger("publishworker")
@@ -18,16 +19,23 @@ _log = logging.getLogger("publishworker")
 FIRST_WAIT = 0.05
 #: Max seconds between two turns while Spanner is unavailable.
 MAX_OUTAGE_WAIT_SECONDS = 5.0
+#: Seconds of NOT_FOUND after which the worker ends: waiting does not bring a dropped database back.
+MAX_MISSING_SECONDS = 300.0
 
 
 class HasTurn(Protocol):
-    """What the worker needs of a relay."""
+    """What the worker needs from a relay."""
+
+    woken: Event
 
     def turn(self, stopping: Callable[[], bool]) -> Turn:
         """Run one turn. Start no batch once `stopping()` is true.
 
         Raises StoreError if the store does not answer, StuckBatch if a batch does not end.
         """
+
+    def seconds_until_due(self) -> float | None:
+        """Return the seconds until the next task is due that is not due yet, or None. Raises StoreError."""
 
     def finish(self) -> Turn:
         """Wait for the batches in flight."""
@@ -36,10 +44,10 @@ class HasTurn(Protocol):
 class Pause:
     """Waits that double from `first` to `longest`, with jitter, so that workers do not act in step."""
 
-    def __init__(self, first: float, longest: float, random: Random) -> None:
-        """Measure in seconds."""
+    def __init__(self, first: float, longest: float | Callable[[], float], random: Random) -> None:
+        """Begin with `first` seconds."""
         self._first = first
-        self._longest = longest
+        self._longest = longest if callable(longest) else lambda: longest
         self._random = random
         self._next = first
 
@@ -48,8 +56,8 @@ class Pause:
         self._next = self._first
 
     def next(self) -> float:
-        """Return the seconds of the next wait, with jitter between 0.85 and 1."""
-        nominal = min(self._next, self._longest)
+        """Return the seconds of the next wait: the nominal ones times a random factor of 0.85 to 1."""
+        nominal = min(self._next, self._longest())
         self._next = nominal * 2
         return nominal * self._random.uniform(0.85, 1)
 
@@ -63,28 +71,33 @@ class Worker:
         membership: Membership,
         *,
         poll_interval: float,
-        beat: Callable[[], None],
+        idle_interval: Callable[[], float] | None = None,
+        touch_file: Callable[[], None],
         report: Callable[[], None] = lambda: None,
         random: Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Wait at most `poll_interval` seconds between polls.
+        """Wait at most `poll_interval` seconds between polls, or `idle_interval()` if new tasks wake the relay.
 
-        `beat` and `report` are called at each turn, even while Spanner is unavailable.
+        `touch_file` and `report` are called at each turn, even while Spanner is unavailable.
         """
         self._relay = relay
         self._membership = membership
-        self._beat = beat
+        self._touch_file = touch_file
         self._report = report
         self._clock = clock
-        self._idle = Pause(FIRST_WAIT, poll_interval, random)
+        self._poll_interval = poll_interval
+        self._max_pause = idle_interval or (lambda: poll_interval)
+        self._idle = Pause(FIRST_WAIT, self._max_pause, random)
         self._outage = Pause(FIRST_WAIT * 4, MAX_OUTAGE_WAIT_SECONDS, random)
         self._unavailable = False
+        self._missing_since: float | None = None
 
     def run(self, stop: threading.Event, until: Callable[[Turn], bool] = lambda _turn: False) -> None:
         """Run turns until `stop` is set or `until(turn)` is true. Then finish the batches in flight.
 
-        Raises StuckBatch, after the other batches have ended.
+        Raises StuckBatch, after the other batches have ended, and Missing if the database or a table has been gone for
+        five minutes.
         """
         try:
             self._turn_until(stop, until)
@@ -97,45 +110,70 @@ class Worker:
         self._end()
 
     def _end(self) -> None:
-        # First, so that other workers take over the shards at once. The tasks in flight are locked.
+        # The worker leaves first, so that others take over its shards at once. Row locks keep them from the tasks in
+        # flight.
         self._membership.leave()
         self._relay.finish()
 
     def _turn_until(self, stop: threading.Event, until: Callable[[Turn], bool]) -> None:
         self._membership.beat()
         while not stop.is_set():
-            self._beat()
+            self._touch_file()
             self._report()
             try:
                 turn = self._relay.turn(stop.is_set)
                 finished = not stop.is_set() and until(turn)
+                seconds = self._seconds_to_next(turn)
             except StoreError as error:
-                self._beat()  # the poll alone may have taken 30 s
+                self._touch_file()  # the poll alone may have taken 30 s
                 self._log_unavailable(error)
+                self._end_if_missing(error)
                 stop.wait(self._outage.next())
                 continue
             self._log_available()
+            self._missing_since = None
             if finished or stop.is_set():
                 return
             self._membership.beat()  # only here, because a worker whose turns fail must lose its shards
-            if turn.made_progress:
-                self._idle.reset()
-            elif not turn.waits:
-                pause = self._idle.next()
-                self._pause(stop, pause if turn.again_in is None else min(pause, turn.again_in))
+            self._pause(stop, seconds)
+
+    def _seconds_to_next(self, turn: Turn) -> float:
+        """Return the seconds until the next poll."""
+        if turn.made_progress:
+            self._idle.reset()
+            return 0.0
+        if turn.waits:
+            return 0.0
+        seconds = self._idle.next()
+        # No record of the change stream announces a task that becomes due.
+        if seconds > self._poll_interval and (due := self._relay.seconds_until_due()) is not None:
+            seconds = min(seconds, due)
+        return seconds if turn.seconds_to_retry is None else min(seconds, turn.seconds_to_retry)
 
     def _pause(self, stop: threading.Event, seconds: float) -> None:
-        """Wait, and keep sending heartbeats."""
-        end = self._clock() + seconds
-        while (left := end - self._clock()) > 0 and not stop.wait(min(left, self._membership.seconds_to_beat)):
-            self._beat()
+        """Wait, at most until the relay is woken, and keep sending heartbeats. The max pause can become shorter."""
+        began = self._clock()
+        while not stop.is_set() and (left := began + min(seconds, self._max_pause()) - self._clock()) > 0:
+            if self._relay.woken.wait(min(left, self._membership.seconds_to_beat, self._poll_interval)):
+                if not stop.is_set():  # one poll for all tasks that are registered in this time
+                    stop.wait(max(0.0, FIRST_WAIT - (self._clock() - began)))
+                return
+            self._touch_file()
             self._report()
             self._membership.beat()
+
+    def _end_if_missing(self, error: StoreError) -> None:
+        if not isinstance(error, Missing):
+            self._missing_since = None
+            return
+        self._missing_since = self._clock() if self._missing_since is None else self._missing_since
+        if self._clock() - self._missing_since >= MAX_MISSING_SECONDS:
+            raise error
 
     def _log_unavailable(self, error: StoreError) -> None:
         if not self._unavailable:
             self._unavailable = True
-            _log.error("Spanner is unavailable; retrying: %s", error, extra={"action": "spanner_unavailable"})
+            _log.error("A request to Spanner failed; retrying: %s", error, extra={"action": "spanner_unavailable"})
 
     def _log_available(self) -> None:
         if self._unavailable:

@@ -39,19 +39,25 @@ class Reason:
 _CONTENT, _TARGET, _OUTAGE, _UNKNOWN = FailureKind.CONTENT, FailureKind.TARGET, FailureKind.OUTAGE, FailureKind.UNKNOWN
 
 REASONS = (
-    Reason("undecodable", _CONTENT, "`DecodeError`", "Data is no PubsubMessage, or has over 200 fields.", True),
+    Reason("undecodable", _CONTENT, "`DecodeError`", "Data is not a PubsubMessage, or has over 200 fields.", True),
     Reason("too_large", _CONTENT, "size", "The publish request would exceed Pub/Sub's 10,000,000 bytes.", True),
-    Reason("invalid_topic", _CONTENT, "`InvalidMessage`", "No topic can have the name in the column Topic.", True),
-    Reason("topic_not_allowed", _CONTENT, "`--allowed-topics`", "The worker may not publish to this topic.", True),
+    Reason("invalid_topic", _CONTENT, "`InvalidMessage`", "The column Topic holds an invalid topic name.", True),
+    Reason(
+        "topic_not_allowed", _CONTENT, "`--allowed-topics`", "The topic matches no pattern of --allowed-topics.", True
+    ),
     Reason("expired", _CONTENT, "`ExpiresAt`", "ExpiresAt passed before the task was sent.", True),
-    Reason("invalid_argument", _CONTENT, "INVALID_ARGUMENT", "Pub/Sub refuses this message on its own.", True),
+    Reason(
+        "invalid_argument", _CONTENT, "INVALID_ARGUMENT", "Pub/Sub refuses this message, even alone in a request.", True
+    ),
     Reason("not_found", _TARGET, "NOT_FOUND", "The topic does not exist.", True),
-    Reason("permission_denied", _TARGET, "PERMISSION_DENIED", "The worker may not publish to the topic.", True),
+    Reason(
+        "permission_denied", _TARGET, "PERMISSION_DENIED", "The worker's account may not publish to the topic.", True
+    ),
     Reason(
         "failed_precondition",
         _TARGET,
         "FAILED_PRECONDITION",
-        "The topic's state forbids it, for example a disabled key.",
+        "The topic's state forbids it, for example a disabled encryption key.",
         True,
     ),
     Reason("unimplemented", _TARGET, "UNIMPLEMENTED", "The endpoint is not Pub/Sub.", True),

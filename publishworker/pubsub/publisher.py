@@ -4,7 +4,6 @@ Plain gRPC futures on the client's own channel: one request for many messages, n
 that holds. A future of the high-level publisher can be given up, but not stopped.
 """
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -20,6 +19,7 @@ from outbox.errors import InvalidMessage
 from outbox.message import check_topic
 from publishworker.pubsub import messages, tracing
 from publishworker.pubsub.errors import reason_of
+from publishworker.threads import REAL_THREADS, Queue, Threads
 from publishworker.types import Failed, LockedRow, Outcome, Sent
 
 #: Max tasks that a publisher remembers because they were refused together. The oldest are forgotten.
@@ -52,11 +52,13 @@ class PubSubPublisher:
         project: str,
         allowed: Callable[[str], bool] = lambda _name: True,
         clock: Callable[[], float] = time.monotonic,
+        threads: Threads = REAL_THREADS,
     ) -> None:
         """Publish to topics of `project` if a task names no project, and only to full names that are `allowed`."""
         self._project = project
         self._allowed = allowed
         self._clock = clock
+        self._threads = threads
         self._refused: dict[str, None] = {}  # refused together, without time to find out which of them was invalid
         self._lock = threading.Lock()
         self._publish = transport.grpc_channel.unary_unary(
@@ -74,7 +76,7 @@ class PubSubPublisher:
         because it started late. Tasks that were refused together and not retried in time go singly in their next batch.
         """
         name = messages.topic_name(topic, self._project)
-        call = _Call(name, self._clock() + seconds)
+        call = _Call(name, self._clock() + seconds, self._threads.queue())
         good, failed = self._prepared(name, rows)
         singly = {row.id for row in rows if row.id in self._refused} | {*singly}
         with tracing.sending(name, [message for _, message in good], call.outcomes):
@@ -136,7 +138,8 @@ class PubSubPublisher:
     def _start(self, lane: messages.Lane, call: "_Call", least: float = 0.0) -> bool:
         """Send the first request of a lane if more than `least` seconds remain; return whether an answer will come.
 
-        A task that is not tried in time has no outcome, and its row is not changed.
+        The requests of a lane must follow one another. A task that is not tried in time has no outcome, and its row is
+        not changed.
         """
         ids, request = lane.requests[0]
         if failure := messages.too_large(request):
@@ -158,16 +161,16 @@ class _Call:
 
     name: str
     deadline: float
+    answers: Queue  # of lanes, each with the future of its answer
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)  # refused with others, and not retried in time
-    answers: queue.SimpleQueue[tuple[messages.Lane, Any]] = field(default_factory=queue.SimpleQueue)
 
 
 def _answered(lane: messages.Lane, future: Any, call: _Call) -> list[messages.Lane]:
     """Note the answer to the first request of a lane; return the lanes that go on.
 
-    A request with several messages that is refused as invalid has published nothing, perhaps because of only one of
-    them. They are sent again in smaller requests.
+    If a request with several messages is refused as invalid, none of them is published, although perhaps only one is
+    invalid. They are sent again in smaller requests.
     """
     ids, request = lane.requests.popleft()
     try:

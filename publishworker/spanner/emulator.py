@@ -9,8 +9,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
+from outbox.storage.connection import LimitedDatabase
+from outbox.storage.sql import IN_ORDER, SEEK
 from publishworker.spanner import rows, statements
-from publishworker.spanner.connection import LimitedDatabase
 from publishworker.spanner.store import NotWritten, SpannerStore
 from publishworker.types import Key, KeyHeads
 
@@ -18,20 +19,25 @@ from publishworker.types import Key, KeyHeads
 FEW_KEYS = 4
 #: Max rows of that read. If there are more, the head of each key is read, as on Spanner.
 WHOLE_KEYS_ROWS = 2_000
+# All unsent tasks of the keys: one scan of the table. If it returns @most rows, some are missing, of any key.
+_WHOLE_KEYS = statements.queued(f"""
+  SELECT Id FROM {statements.KEYS}
+  {SEEK} {IN_ORDER} ON Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic
+  WHERE {statements.UNSENT_OF_KEY} LIMIT @most""")
 
 
 class EmulatorStore(SpannerStore):
     """A SpannerStore whose transactions wait for one another here, which is cheaper than aborts."""
 
-    def __init__(self, database: LimitedDatabase, shards: int) -> None:
-        """Poll all `shards` of the table in `database`."""
-        super().__init__(database, shards)
+    def __init__(self, database: LimitedDatabase, shards: int, priority: str = "medium") -> None:
+        """See SpannerStore."""
+        super().__init__(database, shards, priority)
         self._one_at_a_time = threading.Lock()
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """See Store. Many keys are read at once, because a read of each would scan the table each time."""
         if len(keys) > FEW_KEYS:
-            found = self._read_keys(statements.WHOLE_KEYS, keys, skip_dead=skip_dead, most=WHOLE_KEYS_ROWS)
+            found = self._read_keys(_WHOLE_KEYS, keys, skip_dead=skip_dead, most=WHOLE_KEYS_ROWS)
             if len(found) < WHOLE_KEYS_ROWS:
                 return {key: tasks[:per_key] for key, tasks in rows.key_heads(found).items()}
         return super().key_heads(keys, per_key, skip_dead=skip_dead)

@@ -7,10 +7,11 @@ the columns in `statements`.
 """
 
 from base64 import b64decode
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
+from outbox.storage.task_states import NEVER
 from publishworker.types import Candidate, Key, LockedRow, QueuedTask
 
 
@@ -72,6 +73,60 @@ def locked(values: Iterable[Sequence[Any]]) -> tuple[list[LockedRow], datetime]:
             )
         )
     return rows, now or datetime.min.replace(tzinfo=UTC)
+
+
+class UnsentRow(NamedTuple):
+    """What the index AsynchronousTasksToSend has of an unsent task."""
+
+    id: str
+    shard: int
+    topic: str
+    available_at: datetime | None
+    priority: int
+    created_at: datetime
+    is_ordered: bool
+    attempts: int
+    is_blocked: bool
+
+    @property
+    def place(self) -> list[Any]:
+        """Return its key in the index. Tasks of one transaction may share it."""
+        return [self.shard, None, self.topic, self.available_at, self.priority, self.created_at]
+
+    @property
+    def is_dead(self) -> bool:
+        """Tell whether the task is dead."""
+        return self.available_at is not None and self.available_at >= NEVER
+
+    def state(self, now: datetime, paused: Collection[str] = ()) -> str:
+        """Return pending, retrying, scheduled, blocked, dead, or paused if the topic is in `paused`."""
+        if self.is_dead:
+            return "dead"
+        if self.topic in paused:
+            return "paused"
+        if self.available_at is None or self.available_at <= now:
+            return "pending"
+        if self.is_blocked:
+            return "blocked"
+        return "retrying" if self.attempts else "scheduled"
+
+
+def unsent(values: Iterable[Sequence[Any]]) -> list[UnsentRow]:
+    """Return the rows of a read of unsent tasks."""
+    return [
+        UnsentRow(
+            id.string_value,
+            int(shard.string_value),
+            topic.string_value,
+            _time(available_at),
+            int(priority.string_value),
+            datetime.fromisoformat(created_at.string_value),
+            key.string_value != "",
+            int(attempts.string_value),
+            blocked_by.string_value != "",
+        )
+        for id, shard, topic, available_at, priority, created_at, key, attempts, blocked_by in values
+    ]
 
 
 def _time(value: Any) -> datetime | None:

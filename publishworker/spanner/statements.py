@@ -6,11 +6,12 @@ read with a limit. Aliases differ from column names, because names are compared 
 be true for every row.
 """
 
-from outbox.storage.sql import BY_ID, IN_ORDER, NEVER, SEEK, TO_SEND
+from outbox.storage.ddl import CHANGE_STREAM
+from outbox.storage.sql import BY_ID, IN_ORDER, IN_ORDER_ORDER, NEVER, SEEK, TO_SEND, TO_SEND_ORDER
 
-#: Seconds after its last heartbeat for which a worker counts as live. With the time until the others read heartbeats
-#: again, they take over its shards within the liveness timeout of 15 s.
-LIVENESS_TIMEOUT_SECONDS = 13
+#: Seconds after its last heartbeat for which a worker counts as live. Together with REFRESH_SECONDS it keeps the
+#: take-over of its shards within the liveness timeout of 15 s.
+FRESH_HEARTBEAT_SECONDS = 13
 #: Seconds after its last heartbeat at which a worker's row may be deleted.
 FORGET_WORKER_SECONDS = 3600
 
@@ -19,20 +20,20 @@ _READY = f"""
 SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
   SELECT AS STRUCT Id, Topic, Shard, Priority, CreatedAt, AvailableAt, OrderingKey, Bytes FROM {TO_SEND}
   WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt IS NULL
-  ORDER BY Priority DESC, CreatedAt LIMIT @per_range)) AS task"""
+  ORDER BY {TO_SEND_ORDER} LIMIT @per_range)) AS task"""
 # Ready tasks of lower priorities, for the fair share.
 _LOWER = f"""
 SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
   SELECT AS STRUCT Id, Topic, Shard, Priority, CreatedAt, AvailableAt, OrderingKey, Bytes FROM {TO_SEND}
   WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt IS NULL AND Priority < @below
-  ORDER BY Priority DESC, CreatedAt LIMIT @per_range)) AS task"""
+  ORDER BY {TO_SEND_ORDER} LIMIT @per_range)) AS task"""
 # Due tasks, the longest due first, which is the order of the index.
 _DUE = f"""
 SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
   SELECT AS STRUCT Id, Topic, Shard, Priority, CreatedAt, AvailableAt, OrderingKey, Bytes FROM {TO_SEND}
   WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt <= CURRENT_TIMESTAMP()
-  ORDER BY AvailableAt, Priority DESC, CreatedAt LIMIT @per_range)) AS task"""
-#: The poll, by whether it reads due tasks and ready tasks of lower priorities besides the ready ones.
+  ORDER BY {TO_SEND_ORDER} LIMIT @per_range)) AS task"""
+#: The poll, by (reads due tasks, reads ready tasks of lower priorities). It always reads ready ones.
 POLLS = {
     (False, False): _READY,
     (False, True): f"{_READY} UNION ALL {_LOWER}",
@@ -51,55 +52,63 @@ SELECT found FROM UNNEST(@shards) AS in_shard, (
   WHERE Shard = in_shard AND SentAt IS NULL AND Topic >= low AND Topic < high
   LIMIT 1)) AS found"""
 
+#: When the next task is due that is not due yet. One seek into AsynchronousTasksToSend for each shard and topic.
+NEXT_DUE = f"""
+SELECT MIN(next_at), CURRENT_TIMESTAMP() FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
+  SELECT AvailableAt FROM {TO_SEND}
+  WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt > CURRENT_TIMESTAMP()
+    AND AvailableAt < {NEVER}
+  ORDER BY {TO_SEND_ORDER} LIMIT 1)) AS next_at"""
+
 #: Pauses and limits: the whole of a small table, one row for each topic that an operator has paused or limited.
 TOPIC_CONTROLS = "SELECT Topic, Paused, RatePerSecond, Burst, MaxInFlight FROM AsynchronousTaskTopics"
 
 #: The seconds since each worker's last heartbeat: the whole of a small table, one row for each worker.
 WORKERS = "SELECT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) FROM AsynchronousTaskWorkers"
 
-# The n-th key is the n-th of @topics, @keys and @shards.
-_KEYS = """(
+#: The records of a partition of the change stream. One without changes has a record each 1,000 ms, the least that is
+#: allowed: https://cloud.google.com/spanner/docs/change-streams/details
+CHANGES = f"SELECT ChangeRecord FROM READ_{CHANGE_STREAM}(@start, @end, @token, 1000)"
+
+#: The wanted ordering keys: the n-th consists of the n-th of @keys, @topics and @shards.
+KEYS = """(
     SELECT of_key, @topics[OFFSET(place)] AS of_topic, @shards[OFFSET(place)] AS in_shard
     FROM UNNEST(@keys) AS of_key WITH OFFSET AS place)"""
-# What holds its key back or may go: only columns of the index, so that the limit needs no look into the table.
-_STANDS = f"OrderingKey IS NOT NULL AND SentAt IS NULL AND NOT (@skip_dead AND COALESCE(AvailableAt >= {NEVER}, FALSE))"
+#: Rows of AsynchronousTasksInOrder that are unsent, and not dead if dead tasks are skipped. Only columns of the index,
+#: so that a LIMIT applies before any row of the table is read.
+UNSENT_OF_KEY = (
+    f"OrderingKey IS NOT NULL AND SentAt IS NULL AND NOT (@skip_dead AND COALESCE(AvailableAt >= {NEVER}, FALSE))"
+)
 
 
-def _waiting(ids: str) -> str:
-    """Return the statement that reads from the table what the index of the order does not hold."""
+def queued(ids: str) -> str:
+    """Return the statement that reads the tasks of the statement `ids` from the table, one seek each."""
     return f"""
 SELECT task.Topic, task.OrderingKey, task.Id, task.Bytes,
   task.AvailableAt IS NULL OR task.AvailableAt <= CURRENT_TIMESTAMP(),
   task.BlockedBy IS NOT NULL, COALESCE(task.ExpiresAt <= CURRENT_TIMESTAMP(), FALSE)
-FROM ({ids}) AS front
-{SEEK} {BY_ID} AS task
-ON task.Id = front.Id
+FROM ({ids}) AS unsent
+{SEEK} {BY_ID} AS task ON task.Id = unsent.Id
 ORDER BY task.CreatedAt, task.Sequence, task.Id"""
 
 
-#: The first unsent tasks of each key, due or not, in their order: a short range for each.
-KEY_HEADS = _waiting(f"""
-  SELECT first.Id FROM {_KEYS}, UNNEST(ARRAY(
+#: The first unsent tasks of each key, due or not, in the order of the key. One short range of the index per key.
+KEY_HEADS = queued(f"""
+  SELECT first.Id FROM {KEYS}, UNNEST(ARRAY(
     SELECT AS STRUCT Id FROM {IN_ORDER}
-    WHERE Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic AND {_STANDS}
-    ORDER BY CreatedAt, Sequence, Id LIMIT @per_key)) AS first""")
+    WHERE Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic AND {UNSENT_OF_KEY}
+    ORDER BY {IN_ORDER_ORDER} LIMIT @per_key)) AS first""")
 
-#: All unsent tasks of the keys. If it gives @most rows some may be missing, of any key. The emulator reads the table
-#: once for this, and once for each key for the other one.
-WHOLE_KEYS = _waiting(f"""
-  SELECT Id FROM {_KEYS}
-  {SEEK} {IN_ORDER} ON Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic
-  WHERE {_STANDS} LIMIT @most""")
-
-#: Makes a name the next one after it.
+#: Appended to a topic name, this gives the next possible name.
 NEXT = "\0"
-#: The next one after the last of all names that STRING(400) can hold: the upper edge of the last gap.
+#: The first string after all names that STRING(400) can hold: the end of the last gap.
 AFTER_ALL_TOPICS = "\U0010ffff" * 400 + NEXT
 
-# The lock hint makes two workers wait for one another here instead of aborting each other at the commit. The others fix
-# the plan, one seek into the table for each id, so that nothing else is ever locked; they spare the emulator scans, too
-# (docs/decisions/0004-what-made-the-relay-fast.md). A row that was sent meanwhile gives no body. The result must be
-# read to its end before the next statement (the client's rule).
+# The claim. The lock hint makes a second worker wait here until the first has committed. Without it, both would read,
+# and one would be aborted at its commit. The other hints fix the plan: one seek into the table for each ID, so no other
+# row is ever locked
+# (docs/decisions/0004-what-made-the-relay-fast.md). Data is not read from a row that was sent since the poll. The
+# client requires that the result is read to its end before the next statement.
 LOCK = f"""
 @{{LOCK_SCANNED_RANGES=exclusive}}
 SELECT Id, Topic, IF(SentAt IS NULL, Data, NULL), OrderingKey, CreatedAt, AvailableAt, SentAt,
@@ -108,33 +117,22 @@ SELECT Id, Topic, IF(SentAt IS NULL, Data, NULL), OrderingKey, CreatedAt, Availa
 FROM UNNEST(@ids) AS wanted
 {SEEK} {BY_ID} ON Id = wanted"""
 
-#: A sent task is clean, so that setting SentAt to NULL is all it takes to send it again. A failure writes the same
-#: columns: an at-most-once task, which was marked before it was published, gets back what the mark took.
+#: The columns of a mark. All except SentAt and TimesSent are cleared, so that an operator only has to set SentAt to
+#: NULL to send the task again. A failed attempt writes the same columns, because an at-most-once task was marked before
+#: it was published, and gets its former values back.
 MARK_COLUMNS = ("Id", "SentAt", "TimesSent", "AvailableAt", "BlockedBy", "ExpiresAt", "LastError", "Attempts")
-#: What is written of a task that was clean before: fewer cells to lock and to write.
+#: The columns of a mark if the others have their defaults already: fewer cells to lock and to write.
 MARK_CLEAN_COLUMNS = ("Id", "SentAt", "TimesSent")
-#: What is written of a task that is put behind the head of its key.
+#: Reads the columns of a mark, to test the permission.
+READABLE = f"SELECT {', '.join(MARK_COLUMNS)} FROM {BY_ID} WHERE Id = @id"
+#: The columns of a deferral.
 DEFER_COLUMNS = ("Id", "AvailableAt", "BlockedBy")
 
 HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt")
 
-# Shard by shard, so that sent rows are not read: SentAt is the second column of the index.
-_UNSENT_ROWS = f"UNNEST(@shards) AS in_shard JOIN {TO_SEND} AS task ON task.Shard = in_shard AND task.SentAt IS NULL"
-
-# A deferred task waits for the head of its key, whatever its own attempts. The index does not tell it from a retrying
-# one, so the table is read for the few tasks that may be either.
-UNSENT = f"""
-SELECT Topic, CASE
-  WHEN AvailableAt >= {NEVER} THEN 'dead'
-  WHEN Topic IN (SELECT Topic FROM AsynchronousTaskTopics WHERE Paused) THEN 'paused'
-  WHEN AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP() THEN 'pending'
-  WHEN Attempts > 0 AND NOT Deferred THEN 'retrying'
-  ELSE 'scheduled' END AS State, COUNT(*), COUNT(OrderingKey)
-FROM (
-  SELECT task.Topic, task.AvailableAt, task.Attempts, task.OrderingKey,
-    whole.BlockedBy IS NOT NULL AS Deferred
-  FROM {_UNSENT_ROWS}
-  LEFT JOIN@{{JOIN_METHOD=APPLY_JOIN}} {BY_ID} AS whole
-  ON whole.Id = task.Id AND task.OrderingKey IS NOT NULL AND task.Attempts > 0
-    AND task.AvailableAt > CURRENT_TIMESTAMP())
-GROUP BY Topic, State ORDER BY Topic, State"""
+#: The database's time, and the paused topics.
+NOW_AND_PAUSED = "SELECT CURRENT_TIMESTAMP(), ARRAY(SELECT Topic FROM AsynchronousTaskTopics WHERE Paused)"
+#: What a read of the unsent rows in the index AsynchronousTasksToSend returns.
+UNSENT_COLUMNS = (
+    "Id", "Shard", "Topic", "AvailableAt", "Priority", "CreatedAt", "OrderingKey", "Attempts", "BlockedBy",
+)  # fmt: skip

@@ -2,27 +2,29 @@
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
 
-from google.api_core.exceptions import Aborted, GoogleAPICallError, RetryError
+from google.api_core.exceptions import Aborted, GoogleAPICallError, NotFound, RetryError
 from google.auth.exceptions import GoogleAuthError
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, RequestOptions, param_types
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, RequestOptions, param_types
+from google.rpc.error_details_pb2 import ResourceInfo
 
 from outbox.errors import NotReached
+from outbox.storage.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from outbox.storage.sql import PESSIMISTIC
 from publishworker.spanner import rows, statements
-from publishworker.spanner.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from publishworker.types import (
     Candidate,
     Deferred,
-    FailedAttempt,
     Key,
     KeyHeads,
     LockedRow,
     Mark,
+    NotSent,
     PollRequest,
     Sent,
     TopicControls,
@@ -31,18 +33,25 @@ from publishworker.types import (
 )
 
 #: Seconds for a read. With a large backlog the emulator, which scans whole tables, takes several.
-POLL_SECONDS = 30.0
+READ_SECONDS = 30.0
 #: Seconds for the lock query. Other workers' transactions end within their own limits.
 LOCK_SECONDS = 10.0
 #: Seconds for a heartbeat, including aborts.
 HEARTBEAT_TIMEOUT_SECONDS = 5.0
-#: Seconds within which an aborted transaction is retried.
+#: Seconds for a transaction, including its attempts after ABORTED.
 ABORTED_SECONDS = 20.0
 #: Seconds to wait after ABORTED if Spanner names no delay. The client's default is at least 2 s.
 ABORTED_DELAY_SECONDS = 0.02
 
+#: Rows of the first read of unsent tasks, and of each further read of the same topic.
+FIRST_ROWS, MORE_ROWS = 1_000, 10_000
+#: Unsent tasks of a shard and topic that are counted, rounded up to a whole read.
+COUNT_LIMIT = 10_000
+#: States of tasks that will be sent without an operator, and not only at a scheduled time.
+WORK = ("pending", "retrying")
+
 _IDS = {"ids": param_types.Array(param_types.STRING)}
-_POLL_TYPES = {
+_PARAM_TYPES = {
     "shards": param_types.Array(param_types.INT64),
     "topics": param_types.Array(param_types.STRING),
     "lows": param_types.Array(param_types.STRING),
@@ -61,7 +70,11 @@ Decide = Callable[[Sequence[LockedRow], datetime], Mapping[str, Mark]]
 
 
 class StoreError(NotReached):
-    """Spanner did not answer, or refused. Whether something was written is unknown."""
+    """Spanner did not answer, or refused. Something may have been written, unless it is NotWritten."""
+
+
+class Missing(StoreError):
+    """Spanner has no such database, instance or table, or no longer has it."""
 
 
 class NotWritten(StoreError):
@@ -70,15 +83,15 @@ class NotWritten(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """The number of tasks of a topic in one state: pending, retrying, scheduled, dead or paused.
+    """The number of tasks of a topic in one state: pending, retrying, scheduled, blocked, dead or paused.
 
-    `ordered` of them have an ordering key.
+    With `is_cut`, the count of the topic stopped early, so there may be more.
     """
 
     topic: str
     state: str
     count: int
-    ordered: int = 0
+    is_cut: bool = False
 
 
 class Store(Protocol):
@@ -91,6 +104,9 @@ class Store(Protocol):
 
     def discover(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
         """Return topics that have unsent tasks in `shards` and are not `known`: at least one if there are any."""
+
+    def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
+        """Return the seconds until the next task is due that is not due yet, or None."""
 
     def topic_controls(self) -> TopicControls:
         """Return the paused topics and the limits."""
@@ -116,16 +132,26 @@ class Store(Protocol):
     def leave(self, worker: str) -> None:
         """Delete the worker's row."""
 
-    def unsent(self, shards: Sequence[int] | None = None) -> list[Unsent]:
-        """Count unsent tasks by topic and state, in `shards` or in all. A strong read of the whole index range."""
+    def has_work(self, shards: Sequence[int] | None = None) -> bool:
+        """Tell whether `shards`, or all, have a pending or retrying task outside of paused topics."""
+
+    def topics_in_use(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the topics that have pending or retrying tasks, and the topics that have tasks with ordering keys.
+
+        Only the first unsent tasks of each shard and topic are read.
+        """
+
+    def unsent(self) -> list[Unsent]:
+        """Count unsent tasks by topic and state, up to a limit in each shard and topic."""
 
 
 class SpannerStore:
     """The store on Spanner."""
 
-    def __init__(self, database: LimitedDatabase, shards: int) -> None:
-        """Poll all `shards` of the table in `database`."""
+    def __init__(self, database: LimitedDatabase, shards: int, priority: str = "medium") -> None:
+        """Poll all `shards` of the table in `database`, with the request priority `low`, `medium` or `high`."""
         self._database: Any = database  # its methods carry no types
+        self._priority = RequestOptions.Priority[f"PRIORITY_{priority.upper()}"]
         self.shards: Sequence[int] = range(shards)
 
     @property
@@ -134,7 +160,7 @@ class SpannerStore:
         return self._database
 
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
-        """See Store. A strong single-use read at MEDIUM priority, one request."""
+        """See Store. A strong single-use read at the request priority, one request."""
         parameters = {"shards": request.shards, "topics": sorted(request.topics), "per_range": request.per_range}
         if request.below is not None:
             parameters["below"] = request.below
@@ -142,14 +168,20 @@ class SpannerStore:
         return rows.candidates(self._query(statement, "outbox-poll", parameters, lazy_decode=True))
 
     def discover(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
-        """See Store. A strong single-use read at MEDIUM priority, one request that finds a topic in each gap."""
+        """See Store. A strong single-use read at the request priority, one request: a topic in each gap."""
         names = sorted(known)
         lows = ["", *(topic + statements.NEXT for topic in names)]
         parameters = {"shards": list(shards), "lows": lows, "highs": [*names, statements.AFTER_ALL_TOPICS]}
         return frozenset(topic for [topic] in self._query(statements.DISCOVER_TOPICS, "outbox-discover", parameters))
 
+    def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
+        """See Store. A strong single-use read at the request priority, one request."""
+        parameters = {"shards": list(shards), "topics": sorted(topics)}
+        [[next_at, now]] = self._query(statements.NEXT_DUE, "outbox-next-due", parameters)
+        return None if next_at is None else float((next_at - now).total_seconds())
+
     def topic_controls(self) -> TopicControls:
-        """See Store. A strong single-use read at MEDIUM priority, one request."""
+        """See Store. A strong single-use read at the request priority, one request."""
         found = self._query(statements.TOPIC_CONTROLS, "outbox-controls", {})
         limits = {topic: TopicLimit(rate, burst, in_flight) for topic, _, rate, burst, in_flight in found}
         return TopicControls(
@@ -158,15 +190,18 @@ class SpannerStore:
         )
 
     def workers(self) -> Workers:
-        """See Store. A strong single-use read at MEDIUM priority, one request."""
+        """See Store. A strong single-use read at the request priority, one request."""
         ages = dict(self._query(statements.WORKERS, "outbox-workers", {}))
         return Workers(
-            live=frozenset(id for id, age in ages.items() if age < statements.LIVENESS_TIMEOUT_SECONDS),
+            live=frozenset(id for id, age in ages.items() if age < statements.FRESH_HEARTBEAT_SECONDS),
             gone=frozenset(id for id, age in ages.items() if age > statements.FORGET_WORKER_SECONDS),
         )
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        """See Store. A strong single-use read at MEDIUM priority, one request, and never a range under a lock."""
+        """See Store. A strong single-use read at the request priority, one request.
+
+        It is outside of the claim, so that no range is ever locked.
+        """
         return rows.key_heads(self._read_keys(statements.KEY_HEADS, keys, skip_dead=skip_dead, per_key=per_key))
 
     def _read_keys(self, statement: str, keys: Mapping[Key, int], *, skip_dead: bool, **limit: int) -> list[Any]:
@@ -180,10 +215,10 @@ class SpannerStore:
         return self._query(statement, "outbox-order", parameters, lazy_decode=True)
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
-        """See Store. Serializable and pessimistic, whatever the client's defaults are, because the hint needs it."""
+        """See Store. Serializable and pessimistic, whatever the client's defaults are: LOCK_SCANNED_RANGES needs it."""
 
         def work(transaction: Any) -> Any:
-            locked, now = _lock(transaction, ids)
+            locked, now = _lock(transaction, ids, self._priority)
             _mark(transaction, locked, decide(locked, now))
             return transaction
 
@@ -193,14 +228,19 @@ class SpannerStore:
                 timeout_secs=seconds,
                 default_retry_delay=ABORTED_DELAY_SECONDS,
                 transaction_tag="outbox-relay",
+                commit_request_options={"priority": self._priority},
                 **PESSIMISTIC,
             )
         committed: datetime = transaction.committed
         return committed
 
     def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
-        """See Store. One request, a commit without reads."""
-        with self._failures(), self._batch() as batch:
+        """See Store. One request, a commit without reads.
+
+        Without a request priority, which Spanner treats as high, so that other workers do not take over the shards of
+        this one while Spanner is overloaded.
+        """
+        with self._failures(), self._heartbeat_batch() as batch:
             batch.insert_or_update(
                 "AsynchronousTaskWorkers", statements.HEARTBEAT_COLUMNS, [(worker, started_at, COMMIT_TIMESTAMP)]
             )
@@ -209,16 +249,81 @@ class SpannerStore:
 
     def leave(self, worker: str) -> None:
         """See Store."""
-        with self._failures(), self._batch() as batch:
+        with self._failures(), self._heartbeat_batch() as batch:
             batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[worker]]))
 
-    def unsent(self, shards: Sequence[int] | None = None) -> list[Unsent]:
+    def has_work(self, shards: Sequence[int] | None = None) -> bool:
+        """See Store. All reads use one timestamp. So do `topics_in_use` and `unsent`."""
+        [[now, paused]] = self._query(statements.NOW_AND_PAUSED, "outbox-unsent", {})
+
+        def enough(last: rows.UnsentRow) -> bool:
+            return last.is_dead or last.topic in paused
+
+        found = self._unsent(self.shards if shards is None else shards, now, enough)
+        return any(each.state(now, paused) in WORK for each in found)
+
+    def topics_in_use(self) -> tuple[frozenset[str], frozenset[str]]:
         """See Store."""
-        parameters = {"shards": list(self.shards if shards is None else shards)}
-        found = self._query(
-            statements.UNSENT, "outbox-unsent", parameters, priority=RequestOptions.Priority.PRIORITY_LOW
-        )
-        return [Unsent(*row) for row in found]
+        [[now, _]] = self._query(statements.NOW_AND_PAUSED, "outbox-unsent", {})
+        found = list(self._unsent(self.shards, now, lambda _last: True))
+        working = frozenset(each.topic for each in found if each.state(now) in WORK)
+        return working, frozenset(each.topic for each in found if each.is_ordered)
+
+    def unsent(self) -> list[Unsent]:
+        """See Store."""
+        [[now, paused]] = self._query(statements.NOW_AND_PAUSED, "outbox-unsent", {})
+        counts, read, cut = Counter[tuple[str, str]](), Counter[tuple[int, str]](), set()
+
+        def enough(last: rows.UnsentRow) -> bool:
+            if full := read[last.shard, last.topic] >= COUNT_LIMIT:
+                cut.add(last.topic)
+            return full
+
+        for each in self._unsent(self.shards, now, enough):
+            read[each.shard, each.topic] += 1
+            counts[each.topic, each.state(now, paused)] += 1
+        return [Unsent(*key, counts[key], key[0] in cut) for key in sorted(counts)]
+
+    def _unsent(
+        self, shards: Sequence[int], at: datetime, enough: Callable[[rows.UnsentRow], bool]
+    ) -> Iterator[rows.UnsentRow]:
+        """Yield each unsent task as of `at` once, by shard, topic and time, in reads that are too short to time out.
+
+        If `enough` is true of the last task of a read, the rest of its topic in its shard is left out.
+        """
+        starts: list[list[Any]] = [[shard, None] for shard in sorted(shards)]
+        limit, known = FIRST_ROWS, frozenset[str]()
+        while starts:
+            found = self._read_unsent(starts, at, limit)
+            yield from (each for each in found if each.id not in known)
+            if len(found) < limit:
+                return
+            last = found[-1]
+            start = last.place
+            if enough(last):
+                start, limit, known = [last.shard, None, last.topic + statements.NEXT], FIRST_ROWS, frozenset()
+            else:
+                # A read can start at an index key, but not after a task. Tasks that share the key come again, and are
+                # left out.
+                limit = limit * 2 if start == starts[0] else MORE_ROWS
+                known = frozenset(each.id for each in found if each.place == start)
+            starts = [start, *(each for each in starts if each[0] > last.shard)]
+
+    def _read_unsent(self, starts: Sequence[Sequence[Any]], at: datetime, limit: int) -> list[rows.UnsentRow]:
+        ranges = [KeyRange(start_closed=start, end_closed=[start[0], None]) for start in starts]
+        with self._failures(), self._database.snapshot(read_timestamp=at) as snapshot:
+            found = snapshot.read(
+                "AsynchronousTasks",
+                statements.UNSENT_COLUMNS,
+                KeySet(ranges=ranges),
+                index="AsynchronousTasksToSend",
+                limit=limit,
+                request_options={"priority": self._priority, "request_tag": "outbox-unsent"},
+                retry=STREAM_RETRY,
+                timeout=Deadline(READ_SECONDS),
+                lazy_decode=True,
+            )
+            return rows.unsent(found)
 
     def _query(
         self,
@@ -226,7 +331,6 @@ class SpannerStore:
         tag: str,
         parameters: Mapping[str, Any],
         *,
-        priority: RequestOptions.Priority = RequestOptions.Priority.PRIORITY_MEDIUM,
         lazy_decode: bool = False,
     ) -> list[Any]:
         with self._failures(), self._database.snapshot() as snapshot:
@@ -234,22 +338,22 @@ class SpannerStore:
                 snapshot.execute_sql(
                     statement,
                     params=parameters,
-                    param_types={name: _POLL_TYPES[name] for name in parameters},
-                    request_options={"priority": priority, "request_tag": tag},
+                    param_types={name: _PARAM_TYPES[name] for name in parameters},
+                    request_options={"priority": self._priority, "request_tag": tag},
                     retry=STREAM_RETRY,
-                    timeout=Deadline(POLL_SECONDS),
+                    timeout=Deadline(READ_SECONDS),
                     lazy_decode=lazy_decode,
                 )
             )
 
     def _transaction_slot(self, seconds: float) -> contextlib.AbstractContextManager[float]:
-        """Return a context in which a transaction runs, and the part of `seconds` that it has left.
+        """Return a context in which a transaction runs. It yields how many of the `seconds` are left.
 
         The emulator's store lets one in at a time.
         """
         return contextlib.nullcontext(seconds)
 
-    def _batch(self) -> Any:
+    def _heartbeat_batch(self) -> Any:
         return self._database.batch(
             RequestOptions(transaction_tag="outbox-heartbeat"),
             timeout_secs=HEARTBEAT_TIMEOUT_SECONDS,
@@ -263,15 +367,30 @@ class SpannerStore:
         try:
             yield
         except (*_SERVICE_ERRORS, StoreError) as error:
-            if "Session not found" in str(error) and self._database is used:  # otherwise another thread has replaced it
-                # Spanner has deleted the session, or the database was restored. The client would use it forever.
+            lost = _is_lost_session(error.__cause__ if isinstance(error, StoreError) else error)
+            if lost and self._database is used:  # otherwise another thread has replaced it
+                # Spanner has deleted the session, or the database was restored. The client would keep using the lost
+                # session.
                 self._database = used.renewed()
             if isinstance(error, StoreError):
                 raise
+            if isinstance(error, NotFound) and not lost:
+                raise Missing(describe(error)) from error
             raise (NotWritten if isinstance(error, Aborted) else StoreError)(describe(error)) from error
 
 
-def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[LockedRow], datetime]:
+def _is_lost_session(error: BaseException | None) -> bool:
+    """Tell whether Spanner has no such session. Spanner words this error differently from case to case.
+
+    https://github.com/googleapis/google-cloud-cpp/pull/9183
+    """
+    if not isinstance(error, NotFound):
+        return False
+    resources = (detail.resource_type for detail in error.details if isinstance(detail, ResourceInfo))
+    return any(name.endswith("google.spanner.v1.Session") for name in resources) or "Session not found" in str(error)
+
+
+def _lock(transaction: Any, ids: Sequence[str], priority: RequestOptions.Priority) -> tuple[list[LockedRow], datetime]:
     """Return the locked rows and the database's time. IDs are sorted so that workers lock in one order."""
     try:
         found = list(
@@ -279,7 +398,7 @@ def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[LockedRow], dateti
                 statements.LOCK,
                 params={"ids": sorted(ids)},
                 param_types=_IDS,
-                request_options={"request_tag": "outbox-claim"},
+                request_options={"priority": priority, "request_tag": "outbox-claim"},
                 retry=STREAM_RETRY,
                 timeout=Deadline(LOCK_SECONDS),
                 lazy_decode=True,
@@ -288,8 +407,7 @@ def _lock(transaction: Any, ids: Sequence[str]) -> tuple[list[LockedRow], dateti
     except Aborted:
         raise
     except GoogleAPICallError as error:
-        # After an error of its own the client leaves the transaction open, with its locks. After this one it rolls
-        # back.
+        # The client leaves the transaction and its locks open after a GoogleAPICallError. It rolls back after others.
         raise NotWritten(describe(error)) from error
     return rows.locked(found)
 
@@ -304,8 +422,8 @@ def _mark(transaction: Any, locked: Sequence[LockedRow], marks: Mapping[str, Mar
                 clean.append((row.id, COMMIT_TIMESTAMP, row.times_sent + 1))
             case Sent():
                 others.append((row.id, COMMIT_TIMESTAMP, row.times_sent + 1, None, None, None, None, 0))
-            case FailedAttempt() as failure:
-                # Of a sent row, it takes the mark back.
+            case NotSent() as failure:
+                # On a sent row, this takes the mark back.
                 times_sent = row.times_sent - (row.sent_at is not None)
                 times = failure.available_at, None, failure.expires_at
                 others.append((row.id, None, times_sent, *times, failure.error, failure.attempts))

@@ -51,7 +51,7 @@ class HasState(Protocol):
     def topics(self) -> Collection[str]:
         """Return the topics that have, or recently had, unsent tasks."""
 
-    def open_circuits(self) -> Mapping[str, bool]:
+    def circuit_states(self) -> Mapping[str, bool]:
         """Return the topics whose circuit is not closed, and whether it is open now."""
 
 
@@ -97,7 +97,7 @@ class WorkerGauges:
         self._metrics.sample(m.IN_FLIGHT, self._relay.in_flight)
         for topic in self._relay.topics:  # so that "nothing is published" is visible
             self._metrics.zero(m.PUBLISHED, topic=topic)
-        states = {topic: m.OPEN if is_open else m.HALF_OPEN for topic, is_open in self._relay.open_circuits().items()}
+        states = {topic: m.OPEN if is_open else m.HALF_OPEN for topic, is_open in self._relay.circuit_states().items()}
         for topic, state in self._circuits(states).items():
             self._metrics.gauge(m.CIRCUIT_STATE, state, topic=topic)
 
@@ -115,7 +115,7 @@ class BacklogCounts:
 
     def __call__(self, table: TaskTable) -> None:
         """Count and send. Raises OutboxError."""
-        found = backlog.read(table, of_sent=False)
+        found = backlog.read_unsent_lately(table)
         self._metrics.gauge(m.PENDING, found.total.pending)
         none = {(topic, m.TASK_STATES[0]): 0 for topic in self._topics()}
         for (topic, state), number in (none | self._lately(by_topic_and_state(found))).items():
@@ -127,7 +127,9 @@ def by_topic_and_state(found: Backlog) -> Counter[tuple[str, str]]:
     counts: Counter[tuple[str, str]] = Counter()
     for line in found.lines:
         numbers = (0, line.pending) if line.paused else (line.pending, 0)
-        for state, number in zip(m.TASK_STATES, (*numbers, line.retrying, line.scheduled, line.dead), strict=True):
+        for state, number in zip(
+            m.TASK_STATES, (*numbers, line.retrying, line.scheduled, line.blocked, line.dead), strict=True
+        ):
             counts[line.topic, state] += number
     return +counts
 

@@ -14,7 +14,7 @@ _log = logging.getLogger("publishworker")
 
 Type = Literal["count", "gauge", "distribution"]
 #: States of `TOPIC_TASKS`; pending tasks of a paused topic are `paused`.
-TASK_STATES = ("pending", "paused", "retrying", "scheduled", "dead")
+TASK_STATES = ("pending", "paused", "retrying", "scheduled", "blocked", "dead")
 #: Phases of `PHASE_DURATION`.
 POLL, CLAIM, PUBLISH, COMMIT = "poll", "claim", "publish", "commit"
 #: Seconds in which the last metrics are sent.
@@ -46,6 +46,14 @@ REGISTERED = Metric(
     "task",
     ("topic",),
     "Tasks passed to `outbox.register`, whether or not their transaction commits.",
+)
+INBOX = Metric(
+    "outbox.inbox_message_count",
+    "count",
+    "message",
+    ("consumer", "outcome"),
+    "Messages that an `outbox.inbox.Handler` received, by outcome: `processed` for the first time, `duplicate`, "
+    "`failed`, `missing_task_id`; and `not_acknowledged`, a second outcome with exactly-once delivery.",
 )
 PUBLISHED = Metric(
     "outbox.total_published_task_count",
@@ -92,7 +100,7 @@ UNCONFIRMED = Metric(
     "count",
     "task",
     ("topic",),
-    "Tasks with `at_most_once` that are, or may be, marked as sent, and were perhaps not published.",
+    "Tasks with `at_most_once` that may be lost: their mark may be committed, and Pub/Sub may not have them.",
     -1,
 )
 DEFERRED = Metric(
@@ -116,7 +124,8 @@ PENDING = Metric(
     "task",
     (),
     "Pending tasks of all topics that are not paused, ten seconds ago. The autoscaler uses it. Counting stops at "
-    "10,000 for each shard and topic, earlier if there are more than a hundred of these, and after 1,000 topics.",
+    "10,000 tasks of each shard and topic, or earlier if there are more than 100 pairs of shard and topic. At most "
+    "1,000 topics are counted.",
     -1,
 )
 TOPIC_TASKS = Metric(
@@ -132,8 +141,8 @@ OLDEST_AGE = Metric(
     "gauge",
     "second",
     (),
-    "Age of the task that has been pending longest, in any topic that is not paused (the first 1,000 by name): ten "
-    "seconds ago minus the later of its CreatedAt and AvailableAt; 0 if there was none.",
+    "Age of the task that has been pending longest, as of ten seconds ago, in any topic that is not paused (the first "
+    "1,000 by name). It counts from the later of CreatedAt and AvailableAt, and is 0 if no task is pending.",
     -1,
 )
 LATENCY = Metric(
@@ -141,7 +150,7 @@ LATENCY = Metric(
     "distribution",
     "second",
     ("topic",),
-    "From when a task became due (the later of CreatedAt and AvailableAt) to Pub/Sub's answer, by Spanner's clock. A "
+    "Time from a task's due time (the later of CreatedAt and AvailableAt) to Pub/Sub's answer, by Spanner's clock. A "
     "task that is sent again by plain DML counts from its first due time. Each batch sends about 20 samples.",
     -1,
 )
@@ -168,7 +177,7 @@ CIRCUIT_STATE = Metric(
     "unit",
     ("topic",),
     f"Circuit of a topic in a worker: {OPEN} open, {HALF_OPEN} half-open, {CLOSED} closed again (for ten minutes). "
-    "Topics whose circuit has stayed closed are not sent.",
+    "A topic whose circuit has stayed closed has no value.",
     -1,
 )
 SHARDS = Metric("outbox.owned_shard_count", "gauge", "shard", (), "Shards assigned to this worker.")
@@ -210,11 +219,11 @@ PIPELINE_ROWS = Metric(
     "count",
     "row",
     ("job", "outcome"),
-    "Rows of a job of the pipeline, by what became of them: `registered`, `existing`, `repeated` and `rejected` ones "
-    "are all that `register` has read; `written`, `deleted`, `changed` and `missing` are of `archive` and its purge; "
-    "`published`, `already_published`, `uncommitted` and `became_dead` are of `drain`; `replayed`, `registered`, "
-    "`waiting`, `changed` and `missing` are of `replay`; `delivered`, `late`, `lost`, `unknown`, `republished`, "
-    "`redelivered`, `mismatched` and `out_of_order` are of `audit`.",
+    "Rows of a job of the pipeline, by outcome. `register`: `registered`, `existing`, `repeated`, `rejected`. "
+    "`archive`: `written`, `deleted`, `resent`, `missing`. `drain`: `published`, `already_published`, `uncommitted`, "
+    "`became_dead`. `replay`: `replayed`, `registered`, `unsent`, `resent`, `missing`. `audit`: `delivered`, `late`, "
+    "`lost`, `unknown`, `republished`, `redelivered`, `mismatched`, `out_of_order`, `applied`, `not_applied`, "
+    "`applied_late`, `unregistered`.",
 )
 PIPELINE_DURATION = Metric(
     "outbox.pipeline_duration", "distribution", "second", ("job",), "How long a job of the pipeline took."
@@ -231,7 +240,10 @@ PIPELINE_RUNS = Metric(
 #: Of the jobs on Spark, sent by their drivers. The members of a drain send METRICS, as workers do.
 PIPELINE = (PIPELINE_ROWS, PIPELINE_DURATION, PIPELINE_RUNS)
 
-#: Of the workers; REGISTERED is of applications.
+#: Of applications and subscribers.
+APPLICATION = (REGISTERED, INBOX)
+
+#: Of the workers.
 METRICS = (
     PUBLISHED,
     ALREADY_PUBLISHED,

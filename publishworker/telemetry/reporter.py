@@ -59,7 +59,7 @@ class Reporter:
                 "commit_failed",
                 topic,
                 f"Commit failed for {_tasks(result.batch.ids)} of topic {topic}; {len(published)} published tasks are "
-                f"in doubt and will be marked first: {result.error}",
+                f"in doubt. The worker marks them before it publishes others: {result.error}",
             )
         if result.unconfirmed:
             self._metrics.count(m.UNCONFIRMED, len(result.unconfirmed), topic=topic)
@@ -129,20 +129,19 @@ class Reporter:
             if recorded is None:
                 _log.debug("Task %s of topic %s was not sent: %s", id, topic, failure.error, extra={"fields": fields})
                 continue
-            attempt = f"attempt {recorded.attempts}"
+            what = f"Task {id} of topic {topic} failed in attempt {recorded.attempts}: {recorded.error}"
             if recorded.dead:
                 dead[failure.reason] += 1
                 action = "dead"
-                what = f"Task {id} of topic {topic} is dead after {attempt}. Fix the cause, then run `outbox retry` or "
-                what += "`outbox discard`"
+                what += ". The task is dead. Fix the cause, then run `outbox retry` or `outbox discard`"
             else:
-                action, what = "publish_failed", f"Task {id} of topic {topic} failed in {attempt} and will be retried"
+                action = "publish_failed"
                 if recorded.available_at is not None:
-                    what += f" after {recorded.available_at:%Y-%m-%dT%H:%M:%SZ}"
+                    what += f". It will be retried after {recorded.available_at:%Y-%m-%dT%H:%M:%SZ}"
             self._throttled_log.log(
                 action,
                 f"{topic} {failure.reason}",
-                f"{what}: {recorded.error}",
+                what,
                 max_lines=FAILURE_LINES,
                 fields={**fields, "attempt": recorded.attempts},
             )

@@ -2,8 +2,8 @@
 
 Closed: the topic's tasks are published. Open: the poll does not read the topic, so its tasks cost nothing, however many
 there are. Half-open: one small batch probes the topic. In an outage the probe is a single task, drawn at random; if the
-topic is missing or closed, it is up to ten tasks. A publish that succeeds closes the circuit. A probe that fails
-doubles the time until the next one.
+topic is missing or refuses messages, it is up to ten tasks. A publish that succeeds closes the circuit. A probe that
+fails doubles the time until the next one.
 """
 
 import time
@@ -29,9 +29,10 @@ MAX_SUSPECTS = 1_000
 MAX_PROBED = 100
 #: Seconds after which an open circuit is forgotten if no task was left to probe the topic with.
 FORGET_SECONDS = 600.0
-#: Max rows that a poll reads of a range if all the tasks it has read of a topic were probes before.
-MAX_DEPTH = 5_000
-#: At-most-once tasks that a probe in an outage draws and puts back before it risks one, because a failure loses it.
+#: Max rows that a poll reads of a range if it finds only tasks that have already been probes.
+MAX_DEPTH = 2_500
+#: How many at-most-once tasks are drawn as probes of an outage and put back, one after the other, before one is
+#: published. A failed probe loses its task.
 SPARED_PROBES = 3
 
 
@@ -46,7 +47,7 @@ class _OpenCircuit:
     probing: bool = False
     #: IDs of earlier probes: other tasks go first.
     probed: set[str] = field(default_factory=set)
-    #: How many rows the next poll has to read of each range to find a task that was no probe yet.
+    #: How many rows the next poll has to read of each range to find a task that has not been a probe.
     depth: int = 0
     #: At-most-once tasks that were drawn and put back.
     spared: int = 0
@@ -59,7 +60,10 @@ class _OpenCircuit:
 
 @dataclass(frozen=True, slots=True)
 class CircuitChange:
-    """The circuit of a topic opened or stays open (with a failure), or closed (without); `seconds` since it opened."""
+    """The circuit of a topic has opened or stays open because of `failure`, or has closed if there is none.
+
+    `seconds` is the time since it opened.
+    """
 
     topic: str
     failure: Failed | None
@@ -95,13 +99,14 @@ class CircuitBreakers:
         now = self._clock()
         return {topic: now < circuit.until for topic, circuit in self._open.items()}
 
-    def depth(self) -> int:
-        """Return how many rows of each range the poll has to read to find a task that was no probe yet."""
+    def depths(self) -> dict[str, int]:
+        """Return how many rows of a range the poll must read to find a task that has not been a probe, by topic."""
         now = self._clock()
-        due = (
-            circuit for circuit in self._open.values() if circuit.kind is FailureKind.OUTAGE and circuit.until <= now
-        )
-        return max((max(len(circuit.probed) + 1, circuit.depth) for circuit in due), default=0)
+        return {
+            topic: max(len(circuit.probed) + 1, circuit.depth)
+            for topic, circuit in self._open.items()
+            if circuit.kind is FailureKind.OUTAGE and circuit.until <= now
+        }
 
     def seconds_to_probe(self) -> float | None:
         """Return the seconds until the next topic may be probed, or None if no circuit is open."""
@@ -200,16 +205,16 @@ class CircuitBreakers:
             return None
         failure = result.failed()[of_topic[0]]
         if circuit is None:
-            self._open[topic] = self._suspend(_OpenCircuit(failure, self._clock()))
+            self._open[topic] = self._keep_open(_OpenCircuit(failure, self._clock()))
             return CircuitChange(topic, failure)
-        if result.batch.probe and self._clock() >= circuit.until:  # the first one, if several batches are the probe
+        if result.batch.probe and self._clock() >= circuit.until:  # of several probes, only the first failure counts
             circuit.failure = failure
             circuit.seconds *= 2
-            self._suspend(circuit)
+            self._keep_open(circuit)
             return CircuitChange(topic, failure, self._clock() - circuit.since)
         return None
 
-    def _suspend(self, circuit: _OpenCircuit) -> _OpenCircuit:
+    def _keep_open(self, circuit: _OpenCircuit) -> _OpenCircuit:
         longest = MAX_TARGET_PROBE_SECONDS if circuit.kind is FailureKind.TARGET else MAX_OUTAGE_PROBE_SECONDS
         circuit.seconds = min(circuit.seconds, longest)
         circuit.until = self._clock() + circuit.seconds * self._random.uniform(0.85, 1)
@@ -236,5 +241,5 @@ class CircuitBreakers:
 
 
 def _is_about_topic(kind: FailureKind, *, recorded: bool) -> bool:
-    """Tell whether a failure is about its topic, even if it was recorded on the task that probed it."""
+    """Tell whether a failure is about its topic. An outage is not if it was recorded on a task."""
     return kind is FailureKind.TARGET or (kind is FailureKind.OUTAGE and not recorded)

@@ -1,0 +1,197 @@
+"""Reads the change stream of registrations, so that a worker polls soon after a commit.
+
+Polling remains the source of truth: records are only a reason to poll now. Nothing is stored, so a reader that starts
+again, or misses records, costs at most one poll interval.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from random import Random
+from typing import Any
+
+from google.cloud.spanner_v1 import param_types
+
+from outbox.storage.connection import STREAM_RETRY, Deadline
+from publishworker.spanner import statements
+from publishworker.worker import Pause
+
+_log = logging.getLogger("publishworker")
+
+#: Seconds without a record of some partition after which the worker polls at its usual interval again.
+MAX_SILENCE_SECONDS = 3.0
+#: Seconds without a record after which the stream is read anew.
+STUCK_SECONDS = 10.0
+#: Seconds of one request, so that none is open for long.
+REQUEST_SECONDS = 30.0
+#: Seconds between two attempts to read a stream that fails. They double.
+FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
+
+_TYPES = {"start": param_types.TIMESTAMP, "end": param_types.TIMESTAMP, "token": param_types.STRING}
+
+
+@dataclass(slots=True)
+class Partitions:
+    """Which partitions can be read: a child after all of its parents have ended."""
+
+    _known: set[str] = field(default_factory=set)
+    _ended: set[str] = field(default_factory=set)
+    _waiting: dict[str, tuple[datetime, frozenset[str]]] = field(default_factory=dict)
+
+    def add(self, token: str, start: datetime, parents: Iterable[str]) -> None:
+        """Note a child partition. Each of its parents reports it."""
+        if token not in self._known:
+            self._known.add(token)
+            self._waiting[token] = start, frozenset(parents)
+
+    def end(self, token: str) -> None:
+        """Note that a partition has been read to its end."""
+        self._ended.add(token)
+
+    def next(self) -> Iterator[tuple[str, datetime]]:
+        """Yield the partitions that can be read from now on, each once, with the time from which on."""
+        for token, (start, parents) in list(self._waiting.items()):
+            if parents & self._known <= self._ended:
+                del self._waiting[token]
+                yield token, start
+
+
+class ChangeStream:
+    """Calls a function after each commit that inserts tasks. It needs one thread, and one for each partition."""
+
+    def __init__(
+        self,
+        database: Callable[[], Any],
+        inserted: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Read from `database()`. Call `inserted`, from any thread, soon after a commit, and after each failure."""
+        self._database = database
+        self._inserted = inserted
+        self._clock = clock
+        self._stopped = threading.Event()
+        self._heard: dict[str, float] = {}  # by partition: when its last record came
+        self._failed = False
+
+    @property
+    def works(self) -> bool:
+        """Tell whether every partition is being read, and was heard of in the last 3 s."""
+        oldest = min(list(self._heard.values()), default=float("-inf"))
+        return self._clock() - oldest <= MAX_SILENCE_SECONDS
+
+    def start(self) -> None:
+        """Begin to read, on threads that do not keep the process alive."""
+        threading.Thread(target=self._run, name="change-stream", daemon=True).start()
+
+    def stop(self) -> None:
+        """End. The threads end with their requests, within half a minute."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        pause = Pause(FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, Random())  # noqa: S311 - it spreads load
+        while not self._stopped.is_set():
+            attempt = _Attempt()
+            try:
+                self._find_partitions(attempt)
+                pause.reset()
+                self._follow(attempt)
+            except Exception as error:
+                attempt.ended = True
+                self._heard = {}
+                if not (self._failed or self._stopped.is_set()):
+                    self._failed = True
+                    _log.warning(
+                        "The change stream cannot be read; polling at --poll-interval until it can: %s", error,
+                        extra={"action": "change_stream_failed"},
+                    )  # fmt: skip
+            self._inserted()
+            self._stopped.wait(pause.next())
+
+    def _find_partitions(self, attempt: "_Attempt") -> None:
+        self._heard = {}
+        [[now]] = self._query("SELECT CURRENT_TIMESTAMP()", {}, {}, STUCK_SECONDS)
+        self._read(attempt, "", now, None)
+        if self._failed:
+            self._failed = False
+            _log.info("The change stream can be read again", extra={"action": "change_stream_works"})
+
+    def _follow(self, attempt: "_Attempt") -> None:
+        """Read the partitions, each on a thread, until one fails. Raises its error."""
+        while not self._stopped.is_set():
+            for token, start in attempt.next():
+                self._heard[token] = self._clock()
+                arguments = (attempt, token, start)
+                threading.Thread(target=self._read_all, args=arguments, name="change-stream", daemon=True).start()
+            try:
+                error = attempt.events.get(timeout=MAX_SILENCE_SECONDS)
+            except queue.Empty:
+                error = None
+            if error is not None:
+                raise error
+            silence = self._clock() - min(list(self._heard.values()), default=float("-inf"))
+            if silence > STUCK_SECONDS:
+                raise TimeoutError(f"no record for {silence:.0f} s, although there should be one each second")
+
+    def _read_all(self, attempt: "_Attempt", token: str, start: datetime) -> None:
+        """Read a partition to its end, one request after the other."""
+        try:
+            while not (attempt.ended or self._stopped.is_set()):
+                end = start + timedelta(seconds=REQUEST_SECONDS)
+                if self._read(attempt, token, start, end):
+                    attempt.end(token)
+                    self._heard.pop(token, None)
+                    attempt.events.put(None)
+                    return
+                start = end
+        except Exception as error:
+            attempt.events.put(error)
+
+    def _read(self, attempt: "_Attempt", token: str, start: datetime, end: datetime | None) -> bool:
+        """Send one request, for a partition or for the first tokens; return whether the partition has ended."""
+        has_ended = False
+        values = {"start": start, "end": end, "token": token or None}
+        for [records] in self._query(statements.CHANGES, values, _TYPES, REQUEST_SECONDS + STUCK_SECONDS):
+            if token in self._heard:
+                self._heard[token] = self._clock()
+            for changes, _heartbeats, children in records:
+                if changes:
+                    self._inserted()
+                for begins, _sequence, tokens in children:
+                    has_ended = True
+                    for child, parents in tokens:
+                        attempt.add(child, begins, parents)
+        return has_ended
+
+    def _query(self, statement: str, values: Any, types: Any, seconds: float) -> Iterator[Any]:
+        with self._database().snapshot() as snapshot:
+            yield from snapshot.execute_sql(
+                statement, values, types, request_options={"request_tag": "outbox-change-stream"},
+                retry=STREAM_RETRY, timeout=Deadline(seconds),
+            )  # fmt: skip
+
+
+class _Attempt:
+    """The partitions that the threads of one attempt know. It ends with an error, or when the stream is stopped."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        #: None for a partition that has ended, or the error of one that has failed.
+        self.events: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self._partitions = Partitions()
+        self._lock = threading.Lock()
+
+    def add(self, token: str, start: datetime, parents: Iterable[str]) -> None:
+        with self._lock:
+            self._partitions.add(token, start, parents)
+
+    def end(self, token: str) -> None:
+        with self._lock:
+            self._partitions.end(token)
+
+    def next(self) -> list[tuple[str, datetime]]:
+        with self._lock:
+            return list(self._partitions.next())

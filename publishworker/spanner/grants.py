@@ -1,0 +1,57 @@
+"""Check that a worker may read and mark tasks, before it publishes one that it could not mark."""
+
+import contextlib
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from google.api_core.exceptions import NotFound, PermissionDenied
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, param_types
+
+from outbox.errors import NotReached
+from outbox.storage.connection import LimitedDatabase, retry_and_timeout
+from outbox.storage.schema import service_errors
+from publishworker.spanner.statements import HEARTBEAT_COLUMNS, MARK_COLUMNS, READABLE
+
+#: Seconds for a read of one row.
+READ_SECONDS = 5.0
+
+
+def verify_grants(database: LimitedDatabase) -> None:
+    """Read and update rows that do not exist, so that nothing changes. Raises NotReached if one is not permitted.
+
+    The answer to an update is NOT_FOUND if the columns may be written. A role needs a grant for each column:
+    https://cloud.google.com/spanner/docs/fgac-privileges
+    """
+    limited: Any = database  # its methods carry no types
+    id = str(uuid.uuid4())
+    mark = (id, COMMIT_TIMESTAMP, 1, None, None, None, None, 0)
+    heartbeat = (id, datetime.now(UTC), COMMIT_TIMESTAMP)
+    with _permission(database, "read", "AsynchronousTasks", MARK_COLUMNS), limited.snapshot() as snapshot:
+        types = {"id": param_types.STRING}
+        list(snapshot.execute_sql(READABLE, params={"id": id}, param_types=types, **retry_and_timeout(READ_SECONDS)))
+    for table, columns, row in (
+        ("AsynchronousTasks", MARK_COLUMNS, mark),
+        ("AsynchronousTaskWorkers", HEARTBEAT_COLUMNS, heartbeat),
+    ):
+        with (
+            _permission(database, "update", table, columns),
+            contextlib.suppress(NotFound),
+            limited.batch(request_options={"transaction_tag": "outbox-check"}) as batch,
+        ):
+            batch.update(table, columns, [row])
+
+
+@contextlib.contextmanager
+def _permission(database: LimitedDatabase, verb: str, table: str, columns: tuple[str, ...]) -> Iterator[None]:
+    with service_errors(database.name):
+        try:
+            yield
+        except PermissionDenied as error:
+            role = f"role {database.database_role}" if database.database_role else "this account"
+            raise NotReached(
+                f"{database.name}: {role} may not {verb} {', '.join(columns)} of {table}. Grant "
+                "roles/spanner.databaseUser, or the privileges in schema/roles.sql to the role of "
+                f"--database-role. {error.message}"
+            ) from error

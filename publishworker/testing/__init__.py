@@ -1,0 +1,127 @@
+"""A pytest plugin for the tests of an application: emulators, a database with the outbox's tables, and a relay.
+
+    def test_an_order_is_announced(outbox_database, outbox_relay, published):
+        place_order(outbox_database, "order-1")
+        outbox_relay.drain()
+        [message] = published("orders")
+
+pytest finds it by its entry point once `spanner-outbox[testing]` is installed. The Google clients are imported when a
+fixture is used. A test whose emulator is not installed is skipped. If the variable CI is set, it fails.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.devtools.emulators import PUBSUB, SPANNER, Program
+from outbox.errors import NotReached
+from publishworker.testing.sharing import Sharing, ask, running_here
+
+if TYPE_CHECKING:
+    from google.cloud.spanner_v1.database import Database
+    from google.pubsub_v1.types import PubsubMessage
+
+    from publishworker.testing.database import TestDatabase
+    from publishworker.testing.relay import OutboxRelay
+
+_SHARING = pytest.StashKey[Sharing]()
+_ADDRESS = "outbox_emulators"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the setting `outbox_ddl`."""
+    parser.addini(
+        "outbox_ddl", "files with the DDL of the application's tables, for the fixture outbox_database", type="paths"
+    )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Share the emulators of a run with pytest-xdist: its controller starts each when the first process needs it."""
+    sharing = node.config.stash.setdefault(_SHARING, None) or Sharing()
+    node.config.stash[_SHARING] = sharing
+    node.workerinput[_ADDRESS] = sharing.address
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Stop the shared emulators."""
+    if sharing := config.stash.get(_SHARING, None):
+        sharing.end()
+
+
+@pytest.fixture(scope="session")
+def spanner_emulator(request: pytest.FixtureRequest) -> Iterator[str]:
+    """HOST:PORT of a Spanner emulator, to which the environment points. SPANNER_EMULATOR_HOST can name one."""
+    with _running(request.config, SPANNER) as host:
+        yield host
+
+
+@pytest.fixture(scope="session")
+def pubsub_emulator(request: pytest.FixtureRequest) -> Iterator[str]:
+    """HOST:PORT of a Pub/Sub emulator, to which the environment points. PUBSUB_EMULATOR_HOST can name one."""
+    with _running(request.config, PUBSUB) as host:
+        yield host
+
+
+@contextlib.contextmanager
+def _running(config: pytest.Config, program: Program) -> Iterator[str]:
+    address = getattr(config, "workerinput", {}).get(_ADDRESS)
+    with contextlib.ExitStack() as stack:
+        try:
+            host = stack.enter_context(ask(address, program) if address else running_here(program))
+        except NotReached as error:
+            if os.environ.get("CI"):
+                pytest.fail(str(error), pytrace=False)
+            pytest.skip(str(error))
+        # The last variable: see outbox.devtools.emulators.
+        stack.enter_context(
+            _variables({program.variable: host, "GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW": "false"})
+        )
+        yield host
+
+
+@contextlib.contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="session")
+def _outbox_database(request: pytest.FixtureRequest, spanner_emulator: str) -> Iterator["TestDatabase"]:
+    from publishworker.testing.database import TestDatabase, environment  # noqa: PLC0415 - it imports the clients
+
+    files = request.config.getini("outbox_ddl")
+    with TestDatabase.created(spanner_emulator, files) as created, _variables(environment(created.database)):
+        yield created
+
+
+@pytest.fixture
+def outbox_database(_outbox_database: "TestDatabase") -> "Database":
+    """A database of the emulator with the outbox's tables and those of the setting `outbox_ddl`, all empty.
+
+    Its name is the same for all tests of a process, and OUTBOX_PROJECT, OUTBOX_INSTANCE and OUTBOX_DATABASE are set.
+    """
+    _outbox_database.empty()
+    database: Database = _outbox_database.database
+    return database
+
+
+@pytest.fixture
+def outbox_relay(outbox_database: "Database", pubsub_emulator: str) -> Iterator["OutboxRelay"]:
+    """A relay of `outbox_database` that runs in the test's own thread when the test calls `drain`."""
+    from publishworker.testing.database import environment  # noqa: PLC0415 - it imports the Google clients
+    from publishworker.testing.relay import OutboxRelay  # noqa: PLC0415 - the same
+
+    with OutboxRelay.opened(environment(outbox_database), pubsub_emulator) as relay:
+        yield relay
+
+
+@pytest.fixture
+def published(outbox_relay: "OutboxRelay") -> "Callable[[str], list[PubsubMessage]]":
+    """Return the messages that `outbox_relay` has published to a topic in this test: `published("orders")`."""
+    return outbox_relay.published

@@ -1,0 +1,213 @@
+"""A relay for tests, without a process, threads or waiting."""
+
+import contextlib
+import queue
+import threading
+import time
+import uuid
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Self
+
+import grpc
+from google.api_core.exceptions import AlreadyExists
+from google.pubsub_v1 import PublisherClient, SubscriberClient
+from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
+from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
+from google.pubsub_v1.types import PubsubMessage
+
+from outbox.shared.pubsub import open_pubsub
+from publishworker.app import open_store
+from publishworker.batching import Limits
+from publishworker.delivery import Delivery
+from publishworker.membership import Membership
+from publishworker.pubsub.messages import topic_name
+from publishworker.pubsub.publisher import PubSubPublisher
+from publishworker.relay import Relay
+from publishworker.retry_policy import RetryPolicy
+from publishworker.settings import RelaySettings
+from publishworker.spanner.store import SpannerStore
+from publishworker.telemetry.metrics import Metrics
+from publishworker.threads import Event, Queue
+from publishworker.types import Failed, LockedRow, Outcome, Sent
+
+#: Seconds for one call, and until all published messages have arrived. The emulator takes milliseconds.
+SECONDS = 10.0
+#: Messages in one pull, and the pause between two pulls in seconds.
+PULL_SIZE, PULL_PAUSE = 1_000, 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """What a drain did: the number of messages that were published, and of attempts that failed."""
+
+    published: int
+    failed: int
+
+
+class OutboxRelay:
+    """Relays the tasks of one database when the test says so."""
+
+    def __init__(self, settings: RelaySettings, store: SpannerStore, channel: grpc.Channel) -> None:
+        """Relay from `store` to the Pub/Sub emulator at the other end of `channel`."""
+        self._settings = settings
+        self._store = store
+        self._topics = PublisherClient(transport=PublisherGrpcTransport(channel=channel))
+        self._subscriber = SubscriberClient(transport=SubscriberGrpcTransport(channel=channel))
+        self._subscriptions: dict[str, str] = {}  # by the topic's full name
+        self._messages: defaultdict[str, list[PubsubMessage]] = defaultdict(list)
+        self._publisher = _Publisher(settings)
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, environment: Mapping[str, str], pubsub_host: str) -> Iterator[Self]:
+        """Connect to the database that the variables name."""
+        settings = RelaySettings.read({}, environment)
+        with grpc.insecure_channel(pubsub_host) as channel:
+            relay = cls(settings, open_store(settings), channel)
+            yield relay
+            for name in relay._subscriptions.values():
+                relay._subscriber.delete_subscription(subscription=name, timeout=SECONDS)
+
+    def drain(self) -> Drained:
+        """Publish all tasks that are due now, as a worker does that has just started, in this thread.
+
+        Topics that do not exist are created. A failed task is due again at once, for the next call. Scheduled tasks
+        stay until they are due.
+        """
+        for topic in self._store.topics_in_use()[0]:
+            self._subscribe(topic_name(topic, self._settings.project))
+        relay, published, failed = self._relay(), 0, 0
+        while True:
+            turn = relay.turn()
+            published, failed = published + turn.published, failed + turn.failed
+            # Without the second condition a task that fails would be tried until it is dead.
+            if not turn.made_progress or (turn.failed and not turn.published):
+                relay.finish()
+                return Drained(published, failed)
+
+    def published(self, topic: str) -> list[PubsubMessage]:
+        """Return the messages that were published to a topic in this test, in the order of their publication.
+
+        `topic` is a topic ID or a full name. Raises AssertionError if a message does not arrive within 10 s.
+        """
+        name = topic_name(topic, self._settings.project)
+        messages, expected = self._messages[name], self._publisher.counts[name]
+        end = time.monotonic() + SECONDS
+        while len(messages) < expected:
+            if time.monotonic() > end:
+                raise AssertionError(
+                    f"{len(messages)} of {expected} messages have arrived on {name} within {SECONDS:g} s"
+                )
+            messages += self._pull(self._subscriptions[name])
+        return sorted(messages, key=lambda message: int(message.message_id))  # the emulator numbers them
+
+    @contextlib.contextmanager
+    def losing_publish_answers(self) -> Iterator[None]:
+        """Lose the answers to publish requests in the block: the messages are published, and the relay sees a failure.
+
+        The next drain publishes the tasks again, so subscribers get duplicates with the same task IDs.
+        """
+        self._publisher.loses_answers = True
+        try:
+            yield
+        finally:
+            self._publisher.loses_answers = False
+
+    def _relay(self) -> Relay:
+        """Return a new relay, because the circuits of a used one may be open."""
+        settings, random = self._settings, Random(0)  # noqa: S311 - the same order each time, and no secret
+        retries = RetryPolicy(
+            initial=0, longest=0, max_attempts=settings.max_attempts, dead_after=settings.dead_after, random=random
+        )
+        return Relay(
+            self._store,
+            Delivery(self._store, self._publisher, retries, settings.publish_timeout, skip_dead=False),
+            Metrics(None),
+            Membership(self._store, f"test-{uuid.uuid4().hex}", self._store.shards),
+            limits=Limits(settings.batch_size, settings.batch_bytes, settings.concurrency),
+            discovery_seconds=0,
+            refresh_seconds=0,
+            random=random,
+            threads=_Inline(),
+        )
+
+    def _subscribe(self, topic: str) -> None:
+        """Create the topic if it does not exist, and once a subscription."""
+        if topic in self._subscriptions:
+            return
+        with contextlib.suppress(AlreadyExists):
+            self._topics.create_topic(name=topic, timeout=SECONDS)
+        name = f"projects/{self._settings.project}/subscriptions/test-{uuid.uuid4().hex}"
+        request = {"name": name, "topic": topic, "enable_message_ordering": True}
+        self._subscriber.create_subscription(request, timeout=SECONDS)
+        self._subscriptions[topic] = name
+
+    def _pull(self, subscription: str) -> Sequence[PubsubMessage]:
+        # A pull that waits may lease messages and lose them when its deadline cuts it off. An immediate one cannot.
+        request = {"subscription": subscription, "max_messages": PULL_SIZE, "return_immediately": True}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of return_immediately, for production's sake
+            received = self._subscriber.pull(request, timeout=SECONDS).received_messages
+        if received:
+            ids = [each.ack_id for each in received]
+            self._subscriber.acknowledge(subscription=subscription, ack_ids=ids, timeout=SECONDS)
+        else:
+            time.sleep(PULL_PAUSE)
+        return [each.message for each in received]
+
+
+class _Publisher:
+    """Counts the messages of each topic that the publisher behind it has published, and loses answers on request."""
+
+    def __init__(self, settings: RelaySettings) -> None:
+        self.counts: Counter[str] = Counter()  # by the topic's full name
+        self.loses_answers = False
+        self._project = settings.project
+        self._publisher = PubSubPublisher(open_pubsub(settings), settings.project)
+
+    def publish(
+        self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
+    ) -> dict[str, Outcome]:
+        outcomes = self._publisher.publish(topic, rows, seconds, singly)
+        sent = [id for id, outcome in outcomes.items() if isinstance(outcome, Sent)]
+        self.counts[topic_name(topic, self._project)] += len(sent)
+        if self.loses_answers:
+            outcomes |= dict.fromkeys(sent, Failed("unavailable", f"{topic}: the test has lost the answer"))
+        return outcomes
+
+    def refusals(self, topic: str, rows: Sequence[LockedRow]) -> dict[str, Failed]:
+        return self._publisher.refusals(topic, rows)
+
+
+class _Inline:
+    """Threads that run to their end when they start, so that the order of events is the same each time."""
+
+    def thread(self, _name: str, target: Callable[..., None], *arguments: Any) -> "_Run":
+        return _Run(target, arguments)
+
+    def queue(self) -> Queue:
+        return queue.SimpleQueue()
+
+    def event(self) -> Event:
+        return threading.Event()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class _Run:
+    def __init__(self, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self._target, self._arguments = target, arguments
+
+    def start(self) -> None:
+        self._target(*self._arguments)
+
+    def is_alive(self) -> bool:
+        return False
+
+    def join(self, timeout: float | None = None) -> None:
+        """It has ended."""

@@ -1,0 +1,67 @@
+"""Emulators that the processes of pytest-xdist share: the controller starts each when the first process needs it."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Client, Connection, Listener
+from typing import TypeAlias
+
+from outbox.devtools.child_process import LOOPBACK
+from outbox.devtools.emulators import PUBSUB, SPANNER, Program, running_one
+from outbox.errors import NotReached
+
+#: Host and port of the controller, and the key to it in hexadecimal digits. xdist passes only plain values.
+Address: TypeAlias = tuple[str, int, str]
+
+running_here = running_one
+_PROGRAMS = {program.variable: program for program in (SPANNER, PUBSUB)}
+
+
+class Sharing:
+    """Starts emulators on request, and stops them at the end. It belongs to the controller."""
+
+    def __init__(self) -> None:
+        """Listen on a loopback port."""
+        key = os.urandom(16)
+        self._listener = Listener((LOOPBACK, 0), authkey=key)
+        host, port = self._listener.address
+        self.address: Address = (str(host), int(port), key.hex())
+        # The emulators end with the thread that has started them.
+        self._thread = threading.Thread(target=self._serve, name="outbox-emulators", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop the emulators."""
+        with _connected(self.address) as connection:
+            connection.send("")
+        self._thread.join()
+
+    def _serve(self) -> None:
+        hosts: dict[str, str] = {}
+        with self._listener, contextlib.ExitStack() as stack:
+            while True:
+                with self._listener.accept() as connection:
+                    if not (variable := connection.recv()):
+                        return
+                    try:
+                        hosts[variable] = hosts.get(variable) or stack.enter_context(running_one(_PROGRAMS[variable]))
+                        connection.send((hosts[variable], ""))
+                    except NotReached as error:
+                        connection.send(("", str(error)))
+
+
+@contextlib.contextmanager
+def ask(address: Address, program: Program) -> Iterator[str]:
+    """Yield the host of an emulator that the controller at `address` has started. Raises NotReached."""
+    with _connected(address) as connection:
+        connection.send(program.variable)
+        host, missing = connection.recv()
+    if missing:
+        raise NotReached(missing)
+    yield host
+
+
+def _connected(address: Address) -> Connection:
+    host, port, key = address
+    return Client((host, port), authkey=bytes.fromhex(key))

@@ -1,0 +1,1 @@
+"""`publishworker verify`: proves on a scratch database what the emulator cannot show."""

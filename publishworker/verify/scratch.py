@@ -1,0 +1,124 @@
+"""The scratch database and topic of a verification: created, filled, and dropped."""
+
+import contextlib
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from google.api_core.exceptions import GoogleAPIError
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
+from google.pubsub_v1 import PublisherClient
+
+import outbox
+from outbox.errors import NotReached, OutboxError
+from outbox.shared.pubsub import open_pubsub
+from outbox.storage import schema
+from outbox.storage.connection import LimitedDatabase, open_database, uses_emulator
+from outbox.testing import RecordingTransaction
+from publishworker.settings import WorkerSettings
+from publishworker.spanner.emulator import EmulatorStore
+from publishworker.spanner.store import SpannerStore
+
+#: Topics of the loaded tasks, of which nothing is published.
+TOPICS = ("verify-a", "verify-b", "verify-c", "verify-d")
+#: Tasks of one commit while loading: about 20,000 of the 80,000 mutations that it may have.
+CHUNK = 1_000
+#: Of the loaded tasks, one in this many is pending. The others are sent.
+PENDING_EACH = 10
+SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """The database and the topic."""
+
+    settings: WorkerSettings
+    database: LimitedDatabase
+    topics: PublisherClient
+    #: Full name of the topic.
+    topic: str
+    rows: int
+
+    @property
+    def is_emulator(self) -> bool:
+        """Tell whether the database is on the emulator, which shows no plans and has no roles."""
+        return uses_emulator(self.settings)
+
+    def store(self) -> SpannerStore:
+        """Return a store of the scratch database."""
+        kind = EmulatorStore if self.is_emulator else SpannerStore
+        return kind(self.database, schema.shard_count(self.database), self.settings.request_priority)
+
+    def register(self, topic: str, count: int) -> list[str]:
+        """Register tasks in transactions of up to CHUNK, and return their IDs."""
+        ids: list[str] = []
+        while len(ids) < count:
+            with self._batch() as batch:
+                tasks = [outbox.Task(topic, b"x" * 300) for _ in range(min(CHUNK, count - len(ids)))]
+                ids += outbox.register_many(batch, tasks)
+        return ids
+
+    def load(self) -> None:
+        """Insert `rows` tasks: one in PENDING_EACH is pending, the others were sent within the last hour."""
+        now = datetime.now(UTC)
+        message = RecordingTransaction()
+        outbox.register(message, TOPICS[0], b"x" * 300)
+        data = message.inserts[0][2][0][message.inserts[0][1].index("Data")]
+        for start in range(0, self.rows, CHUNK):
+            with self._batch() as batch:
+                rows = [
+                    (
+                        str(uuid.uuid4()), TOPICS[number % len(TOPICS)], data, 50, COMMIT_TIMESTAMP,
+                        f"key-{number % 1000}" if number % 5 == 0 else None,
+                        None if number % PENDING_EACH == 0 else now - timedelta(seconds=number % 3600),
+                    )
+                    for number in range(start, min(start + CHUNK, self.rows))
+                ]  # fmt: skip
+                columns = ("Id", "Topic", "Data", "Priority", "CreatedAt", "OrderingKey", "SentAt")
+                batch.insert("AsynchronousTasks", columns, rows)
+
+    def _batch(self) -> Any:
+        database: Any = self.database  # its methods carry no types
+        return database.batch(request_options={"transaction_tag": "outbox-verify"})
+
+
+def named(settings: WorkerSettings, name: str) -> WorkerSettings:
+    """Return the settings for the scratch database `name`, or for a new random name."""
+    return replace(settings, database=name or f"outbox-verify-{uuid.uuid4().hex[:8]}")
+
+
+@contextlib.contextmanager
+def scratch(settings: WorkerSettings, rows: int, *, keep: bool) -> Iterator[Scratch]:
+    """Create the database and the topic, and drop them at the end unless `keep`. Raises OutboxError, NotReached.
+
+    A database that exists is never touched. What could not be dropped is named on stderr.
+    """
+    database: Any = open_database(settings)  # its methods carry no types
+    topics = PublisherClient(transport=open_pubsub(settings))
+    topic = f"projects/{settings.project}/topics/{settings.database}"
+    with schema.service_errors(f"instance {settings.instance}"):
+        if database.exists():
+            raise OutboxError(f"database {settings.database} exists. verify creates its own: omit --database")
+    created: list[tuple[str, Any]] = []
+    try:
+        with schema.service_errors(f"instance {settings.instance}"):
+            created.append((f"database {settings.database}", database.drop))
+            database.create().result(timeout=SECONDS)
+        try:
+            topics.create_topic(name=topic, timeout=30)
+        except GoogleAPIError as error:
+            raise NotReached(f"topic {topic} cannot be created: {error}. verify needs pubsub.topics.create") from error
+        created.append((f"topic {topic}", lambda: topics.delete_topic(topic=topic, timeout=30)))
+        yield Scratch(settings, database, topics, topic, rows)
+    finally:
+        for name, drop in reversed(created):
+            if keep:
+                print(f"publishworker: {name} was kept", file=sys.stderr)
+                continue
+            try:
+                drop()
+            except Exception as error:  # whatever happens, the user must know what is left
+                print(f"publishworker: {name} could not be dropped, so drop it: {error}", file=sys.stderr)
