@@ -29,7 +29,7 @@ from publishworker.settings import add_deadline
 _log = logging.getLogger("outbox_pipeline")
 
 REGISTER = """\
-Register the rows of files as tasks, in batches of millions. You can run the job again:
+Register the rows of files as tasks, even millions of them. You can run the job again:
 it skips each row whose task is already in the table.
 
     outbox-pipeline register --input gs://shop/2026-12/*.parquet --key customer,month \\
@@ -86,10 +86,11 @@ def _run(name: str, settings: _Settings, options: argparse.Namespace) -> int:
 
     from outbox_pipeline import summary as report  # noqa: PLC0415 - see above
     from outbox_pipeline.spark.errors import spark_errors  # noqa: PLC0415 - see above
-    from publishworker.telemetry import datadog  # noqa: PLC0415 - it takes half a second, wasted if a flag is wrong
+    from publishworker.telemetry.clients import client  # noqa: PLC0415 - half a second, wasted if a flag is wrong
+    from publishworker.telemetry.metrics import Metrics  # noqa: PLC0415 - the same
 
     logs.configure(settings.log_format, settings.log_level)
-    metrics = datadog.from_environment()
+    metrics = Metrics(client(settings.metrics))
     result = None
     try:
         with spark_errors():
@@ -126,6 +127,9 @@ def _audit(settings: AuditSettings, options: argparse.Namespace) -> tuple[Any, i
     if result.lost:
         extra = {"action": "lost", "fields": {"lost": result.lost}}
         _log.error("%s tasks are lost. See %s", f"{result.lost:,}", result.report, extra=extra)
+    if result.not_applied:
+        extra = {"action": "not_applied", "fields": {"not_applied": result.not_applied}}
+        _log.error("%s tasks have no effect. See %s", f"{result.not_applied:,}", result.report, extra=extra)
     if not result.tasks:
         since = f"from {shown(result.since)} " if result.since else ""
         headline = f"Nothing was audited: no task was created {since}before {shown(result.until)}"
@@ -133,7 +137,7 @@ def _audit(settings: AuditSettings, options: argparse.Namespace) -> tuple[Any, i
             _log.error(headline, extra={"action": "empty"})
         else:
             print(headline)
-    return result, FAILED if result.lost or not (result.tasks or options.allow_empty) else DONE
+    return result, FAILED if result.lost or result.not_applied or not (result.tasks or options.allow_empty) else DONE
 
 
 def _drain(settings: DrainSettings, options: argparse.Namespace) -> tuple[Any, int]:
@@ -142,8 +146,7 @@ def _drain(settings: DrainSettings, options: argparse.Namespace) -> tuple[Any, i
     note = partial(_log.info, extra={"action": "drain"})
     result = drain.run(_session("drain"), settings, deadline=options.deadline, note=note)
     if result.work_left:
-        left = result.pending + result.retrying
-        _log.warning("Drain stopped with %s tasks left to send", f"{left:,}", extra={"action": "work_left"})
+        _log.warning("Drain stopped with tasks left to send", extra={"action": "work_left"})
     return result, WORK_LEFT if result.work_left else DONE
 
 
@@ -180,7 +183,8 @@ def _parser() -> argparse.ArgumentParser:
     archive.add_argument(
         "--read-late",
         action="store_true",
-        help="Read a window that is too old for a snapshot as of now, without tasks that were resent or deleted since.",
+        help="If a window is too old for a snapshot, read the table as of now. Tasks that were resent or deleted since "
+        "are missing.",
     )
     drain = add("drain", DrainSettings, _drain, "send a large backlog", DRAIN)
     add_deadline(drain)

@@ -83,7 +83,7 @@ STORED = StructType([*ARCHIVED.fields, StructField("TopicFolder", _TEXT, nullabl
 PURGED = StructType(
     [
         StructField("deleted", _NUMBER, nullable=False),
-        StructField("changed", _NUMBER, nullable=False),
+        StructField("resent", _NUMBER, nullable=False),
         StructField("missing", _NUMBER, nullable=False),
     ]
 )
@@ -128,12 +128,13 @@ JUDGED = StructType(
     ]
 )
 #: A finding of the audit: a task, or an ID that no task has. `overtaken_at` is when an earlier task of its ordering key
-#: was first published.
+#: was first published, `processed_at` is from the inbox.
 FOUND = StructType(
     [
         StructField("class", _TEXT),
         *(JUDGED[name] for name in ("task_id", "topic", "created_at", "sent_at", "first_at", "messages")),
         StructField("overtaken_at", _TIME),
+        StructField("processed_at", _TIME),
     ]
 )
 
@@ -143,7 +144,7 @@ ARCHIVED_ROW = StructType(
 )
 #: One row for each chunk of a replay.
 REPLAYED = StructType(
-    [StructField(name, _NUMBER, nullable=False) for name in ("replayed", "registered", "waiting", "changed", "missing")]
+    [StructField(name, _NUMBER, nullable=False) for name in ("replayed", "registered", "unsent", "resent", "missing")]
 )
 
 

@@ -1,10 +1,18 @@
 """The settings of the jobs. Flags, environment variables, help and docs/reference/settings.md derive from them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 
 from outbox.errors import SettingError
-from outbox.shared.settings import DatabaseSettings, SettingType, matching, one_of, setting, whole_number
+from outbox.shared.settings import (
+    DatabaseSettings,
+    SettingType,
+    matching,
+    metrics_setting,
+    one_of,
+    setting,
+    whole_number,
+)
 from outbox.shared.times import MOMENT, SECONDS
 from publishworker.settings import RelaySettings
 
@@ -14,6 +22,7 @@ _PATH = matching(r"\S(?:.*\S)?", "a path or URL that Spark can use, such as gs:/
 #: Without the characters of a glob, because Spark would expand them.
 _NO_PATTERN = r"[^\s*?\[\]{}](?:[^*?\[\]{}]*[^\s*?\[\]{}])?"
 _FOLDER = matching(_NO_PATTERN, "a path or URL, without any of *?[]{}")
+_ANY_NAME = matching(r"(?:\S(?:.*\S)?)?", "a name, or nothing")
 _ANY_FOLDER = matching(f"(?:{_NO_PATTERN})?", f"{_FOLDER.allowed}; or nothing")
 
 
@@ -29,13 +38,12 @@ class JobSettings(DatabaseSettings):
         "auto", one_of("auto", "json", "text"), "Log format. auto is text on a terminal and json otherwise."
     )
     log_level: str = setting("info", one_of("debug", "info", "warning", "error"), "Min level of log lines.")
+    metrics: str = metrics_setting()
 
     @property
     def database_settings(self) -> DatabaseSettings:
         """Return the settings that executors need."""
-        return DatabaseSettings(
-            project=self.project, instance=self.instance, database=self.database, database_role=self.database_role
-        )
+        return DatabaseSettings(**{field.name: getattr(self, field.name) for field in fields(DatabaseSettings)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +102,9 @@ class AuditSettings(JobSettings):
         "Format of the files. auto uses the extension, json is JSON lines.",
     )
     received_data: str = setting(
-        "base64", one_of("base64", "text"), "Encoding of a text column data. Binary data needs no encoding."
+        "base64",
+        one_of("base64", "text"),
+        "Encoding of the column `data`, if it contains text. Binary data needs no encoding.",
     )
     received_until: timedelta | datetime = setting(
         "0s", MOMENT, "Time of the export. The files contain the messages received until then."
@@ -109,18 +119,26 @@ class AuditSettings(JobSettings):
         _or_nothing(MOMENT),
         "End of the window, by CreatedAt. If empty, the latest time at which every task can be audited: --grace ago.",
     )
-    grace: float = setting("10m", _DURATION, "Time that a message may take. After it, an unreceived task is lost.")
+    grace: float = setting(
+        "10m", _DURATION, "Time that a message may take. After it, an unreceived task counts as lost."
+    )
     clock_skew: float = setting("1s", _DURATION, "Max difference between the clocks of Spanner and Pub/Sub.")
+    inbox: str = setting("", _ANY_NAME, "Consumer whose records in ProcessedTasks are compared. If empty, none are.")
+    inbox_database: str = setting(
+        "", _ANY_NAME, "The subscriber's database: an ID, or projects/P/instances/I/databases/D. If empty, --database."
+    )
     output: str = setting(None, _FOLDER, "Folder for the report. It must not exist.")
     samples: int = setting("20", whole_number(0, 1000), "Max samples of each class in the report.")
 
     def __post_init__(self) -> None:
         """Check settings that depend on each other. Raises SettingError."""
+        if self.inbox_database and not self.inbox:
+            raise SettingError("--inbox-database needs --inbox. Pass both, or neither")
         if (self.tasks == "table") == bool(self.archive):
-            raise SettingError(
-                f"--archive: {self.archive or 'nothing'!r} is not allowed with --tasks {self.tasks}: pass --archive "
-                "with --tasks archive or both, and only then"
+            needs = (
+                "--archive needs --tasks archive or both" if self.archive else f"--tasks {self.tasks} needs --archive"
             )
+            raise SettingError(f"{needs}. Pass both, or neither")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,13 +17,13 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, RequestO
 from google.cloud.spanner_v1.database import BatchSnapshot
 
 from outbox.admin import statements
-from outbox.admin.database import open_database
 from outbox.admin.table import SCHEMA_OPTIONS, TaskTable
 from outbox.errors import NotReached, OutboxError
 from outbox.registration import TABLE
 from outbox.shared.settings import DatabaseSettings
 from outbox.shared.times import SECONDS, shown
 from outbox.storage import schema
+from outbox.storage.connection import open_database, retry_and_timeout
 
 TO_SEND = "AsynchronousTasksToSend"
 
@@ -31,10 +31,10 @@ TO_SEND = "AsynchronousTasksToSend"
 CALL_SECONDS, READ_SECONDS = 30.0, 3600.0
 #: Seconds before retrying a commit that was aborted without a retry delay, as on the emulator. The client's default is
 #: 1 s and doubles.
-AGAIN_SECONDS = 0.005
+ABORTED_DELAY_SECONDS = 0.005
 
 #: The time reserved for a snapshot read. A snapshot that leaves the version retention period sooner is not started.
-READING = timedelta(minutes=5)
+TIME_TO_READ = timedelta(minutes=5)
 
 _LOW = RequestOptions.Priority.PRIORITY_LOW
 _RETENTION = """
@@ -64,7 +64,7 @@ class Table(TaskTable):
             rows = snapshot.read(
                 TABLE, ("SentAt",), keys, index=TO_SEND, limit=1,
                 request_options={"priority": _LOW, "request_tag": "outbox-pipeline-first"},
-                **schema.limits(CALL_SECONDS),
+                **retry_and_timeout(CALL_SECONDS),
             )  # fmt: skip
             return next((sent_at for (sent_at,) in rows), None)
 
@@ -76,7 +76,7 @@ class Table(TaskTable):
             yield from snapshot.read(
                 TABLE, columns, keys, index=index, limit=limit, lazy_decode=True,
                 request_options={"priority": _LOW, "request_tag": "outbox-pipeline-read"},
-                **schema.limits(READ_SECONDS),
+                **retry_and_timeout(READ_SECONDS),
             )  # fmt: skip
 
     def partitions(
@@ -106,7 +106,7 @@ class Table(TaskTable):
                 param_types={name: statements.TYPES[name] for name in values},
                 max_partitions=count,
                 data_boost_enabled=True,
-                **schema.limits(CALL_SECONDS),
+                **retry_and_timeout(CALL_SECONDS),
             )
             return snapshot.to_dict(), list(partitions)
 
@@ -115,7 +115,7 @@ class Table(TaskTable):
         # Not closed, because closing it would delete the session that all partitions share.
         shared = BatchSnapshot.from_dict(self._database, dict(snapshot))
         with self._errors(), _too_old_errors(snapshot["read_timestamp"]):
-            yield from shared.process_query_batch(dict(partition), lazy_decode=True, **schema.limits(READ_SECONDS))
+            yield from shared.process_query_batch(dict(partition), lazy_decode=True, **retry_and_timeout(READ_SECONDS))
 
     def insert(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], tag: str) -> bool:
         """Insert all of `rows` in one commit. Return False, and insert none, if one of the IDs exists."""
@@ -136,11 +136,11 @@ class Table(TaskTable):
         if wrong := schema.differences(self._database, schema.statements(), request_options=SCHEMA_OPTIONS):
             raise NotReached(f"{self.name}: {'; '.join(wrong)}. Run `outbox schema apply`")
 
-    def begin_replay(self, id: str, selection: str) -> datetime:
-        """Insert the row of a replay and return its StartedAt. Only tasks that were sent earlier are replayed."""
+    def begin_operation(self, id: str, name: str, selection: str) -> datetime:
+        """Insert the row of an operation and return its StartedAt."""
         columns = ("OperationId", "Operation", "StartedAt", "Principal", "Selection")
-        with self._errors(), self._batch("outbox-pipeline-replay") as batch:
-            batch.insert(schema.OPERATIONS, columns, [(id, "replay", COMMIT_TIMESTAMP, self._principal, selection)])
+        with self._errors(), self._batch(f"outbox-pipeline-{name}") as batch:
+            batch.insert(schema.OPERATIONS, columns, [(id, name, COMMIT_TIMESTAMP, self.principal, selection)])
         # A plain datetime can be pickled for the executors.
         return datetime.fromisoformat(shown(batch.committed))
 
@@ -153,22 +153,14 @@ class Table(TaskTable):
         [[_, started_at, finished_at, selection]] = rows
         return datetime.fromisoformat(shown(started_at)), finished_at, selection
 
-    def end_replay(self, id: str, tasks: int) -> None:
-        """Set FinishedAt and Tasks of a replay."""
-        with self._errors(), self._batch("outbox-pipeline-replay") as batch:
+    def end_operation(self, id: str, name: str, tasks: int) -> None:
+        """Set FinishedAt and Tasks of an operation."""
+        with self._errors(), self._batch(f"outbox-pipeline-{name}") as batch:
             batch.update(schema.OPERATIONS, ("OperationId", "FinishedAt", "Tasks"), [(id, COMMIT_TIMESTAMP, tasks)])
-
-    @property
-    def _principal(self) -> str | None:
-        """Return the account of the credentials, or None if they do not contain it, as on the emulator."""
-        credentials = self._database._instance._client.credentials  # noqa: SLF001 - the client of a database
-        names = (getattr(credentials, name, None) for name in ("service_account_email", "signer_email", "account"))
-        # A VM's account is called `default` until its first token arrives.
-        return next((name for name in names if name and name != "default"), None)
 
     def _batch(self, tag: str) -> Any:
         return self._database.batch(
-            request_options={"priority": _LOW, "transaction_tag": tag}, default_retry_delay=AGAIN_SECONDS
+            request_options={"priority": _LOW, "transaction_tag": tag}, default_retry_delay=ABORTED_DELAY_SECONDS
         )
 
 

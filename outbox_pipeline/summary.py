@@ -9,8 +9,9 @@ from publishworker.telemetry.metrics import PIPELINE_DURATION, PIPELINE_ROWS, PI
 
 #: The fields of results that count rows.
 _ROWS = (
-    "registered", "existing", "repeated", "rejected", "written", "deleted", "replayed", "waiting", "changed", "missing",
+    "registered", "existing", "repeated", "rejected", "written", "deleted", "replayed", "unsent", "resent", "missing",
     "delivered", "late", "lost", "unknown", "republished", "redelivered", "mismatched", "out_of_order",
+    "applied", "not_applied", "applied_late", "unregistered",
     "published", "already_published", "uncommitted", "became_dead",
 )  # fmt: skip
 

@@ -115,7 +115,9 @@ class OutboxReader(_Reading, DataSourceReader):
         now = table.now()
         at = now if options.read_timestamp is None else resolved(options.read_timestamp, now)
         if at > now:
-            raise SettingError(f"Option readTimestamp: {shown(at)} is in the future. The database has {shown(now)}")
+            raise SettingError(
+                f"Option readTimestamp: {shown(at)} is in the future. The database's time is {shown(now)}"
+            )
         if at < now - table.retention():
             raise OutboxError(too_old(at))
         selection = options.at(at)

@@ -18,7 +18,10 @@ from outbox_pipeline import schemas
 from outbox_pipeline.source.columns import states
 
 #: Options of the database, and their settings, whose environment variables are the defaults.
-_DATABASE = {"project": "project", "instance": "instance", "database": "database", "databaserole": "database_role"}
+_DATABASE = {
+    "project": "project", "instance": "instance", "database": "database", "databaserole": "database_role",
+    "spannerendpoint": "spanner_endpoint", "spannerplaintext": "spanner_plaintext",
+}  # fmt: skip
 _COLUMNS = tuple(schemas.TASK.fieldNames())
 
 
@@ -45,7 +48,8 @@ NAMES = ("state", "topic", "since", "until", "columns", "readTimestamp", "partit
 
 def database_options(settings: DatabaseSettings) -> dict[str, str]:
     """Return the options that name a database."""
-    return {option: getattr(settings, field) for option, field in _DATABASE.items()}
+    values = {option: getattr(settings, field) for option, field in _DATABASE.items()}
+    return values | {"spannerplaintext": str(settings.spanner_plaintext).lower()}
 
 
 @dataclass(frozen=True, slots=True)

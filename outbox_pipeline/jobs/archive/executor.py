@@ -7,7 +7,8 @@ from datetime import datetime
 import pyarrow as pa
 from google.cloud.spanner_v1 import KeySet
 
-from outbox.admin.table import LOCK_SECONDS, Transaction
+from outbox.admin import statements
+from outbox.admin.table import Transaction
 from outbox.registration import TABLE
 from outbox.shared.settings import DatabaseSettings
 from outbox.storage.sql import chunked
@@ -40,16 +41,15 @@ class Purge:
 def purge(table: Table, rows: Sequence[tuple[str, datetime]]) -> dict[str, int]:
     """Delete the tasks whose SentAt is still the archived one, in one transaction. Return the number of each outcome.
 
-    A task with another SentAt, or none, is `changed` and stays in the table. A task that does not exist is `missing`.
+    A task with another SentAt, or none, is `resent` and stays in the table. A task that does not exist is `missing`.
     """
     wanted = dict(rows)
 
     def work(transaction: Transaction) -> dict[str, int]:
-        keys = KeySet(keys=[[id] for id in wanted])
-        found = transaction.read(TABLE, ("Id", "SentAt"), keys, seconds=LOCK_SECONDS)
+        found = transaction.query(statements.LOCK_SENT_AT, {"ids": sorted(wanted)})
         same = [id for id, sent_at in found if sent_at == wanted[id]]
         if same:
             transaction.delete(TABLE, KeySet(keys=[[id] for id in same]))
-        return {"deleted": len(same), "changed": len(found) - len(same), "missing": len(wanted) - len(found)}
+        return {"deleted": len(same), "resent": len(found) - len(same), "missing": len(wanted) - len(found)}
 
     return table.transact(_TAG, work)

@@ -1,16 +1,18 @@
 """`archive`: writes sent tasks to Parquet, one window at a time. `--purge` then deletes them from the table."""
 
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from pyspark.sql import Observation, SparkSession
 
+from outbox.admin.operations import as_json
 from outbox.errors import OutboxError, SettingError
 from outbox.shared.settings import DatabaseSettings
 from outbox.shared.times import resolved, shown, spoken
-from outbox.storage.task_states import MIN_AGE
+from outbox.storage.task_states import MARKS_FINAL_AFTER
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.executor import Purge
 from outbox_pipeline.jobs.archive.transforms import archivable, checksum_columns, rebalanced
@@ -18,15 +20,16 @@ from outbox_pipeline.jobs.archive.windows import Archive, ArchiveWindow, Manifes
 from outbox_pipeline.settings import ArchiveSettings
 from outbox_pipeline.source.datasource import register_source
 from outbox_pipeline.source.options import database_options
-from outbox_pipeline.spanner import READING, Table, open_table
+from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.counts import totals
 
 
 @dataclass(slots=True)
 class Archived:
-    """The number of finished windows and written tasks and, for a purge, the outcomes of its tasks.
+    """The number of finished `windows`, and of the tasks `written` to them.
 
-    `until` is the end of the last window. `seconds` is the duration of the job.
+    For a purge: `deleted` tasks, tasks that were `resent` since they were archived and so were not deleted, and tasks
+    that were already `missing`. `until` is the end of the last window. `seconds` is the duration of the job.
     """
 
     windows: int = 0
@@ -34,7 +37,7 @@ class Archived:
     until: datetime | None = None
     purged_windows: int = 0
     deleted: int = 0
-    changed: int = 0
+    resent: int = 0
     missing: int = 0
     seconds: float = 0.0
 
@@ -51,7 +54,7 @@ def run(
 
     Raises:
         SettingError: `until` is less than 1 minute ago.
-        NotReached: Spanner, the database, the table or a permission is missing.
+        NotReached: Spanner does not answer, or the database, the table or a permission is missing.
         OutboxError: the archive belongs to another database, or a window is older than the version retention period.
     """
     begin = time.monotonic()
@@ -59,7 +62,7 @@ def run(
     target = settings.database_settings
     job = _Job(spark, Archive(spark, settings.archive), target, open_table(target), note)
     done = Archived()
-    windows = job.to.windows_of(job.table.name)
+    windows = job.files.windows_of(job.table.name)
     for since, until in job.due(settings, windows):
         window = job.archive(since, until, late=late)
         windows.append(window)
@@ -77,7 +80,7 @@ class _Job:
     """What all steps share."""
 
     spark: SparkSession
-    to: Archive
+    files: Archive
     target: DatabaseSettings
     table: Table
     note: Callable[[str], None]
@@ -86,10 +89,11 @@ class _Job:
         """Return the bounds of the windows to archive now."""
         now = self.table.now()
         end = resolved(settings.until, now)
-        if end > now - MIN_AGE:
+        if end > now - MARKS_FINAL_AFTER:
             raise SettingError(
                 f"--until {shown(end)} is less than a minute ago. The database's time is {shown(now)}. An at-most-once "
-                "task is marked before it is published, and a failed publish takes the mark back within a minute"
+                "task is marked before it is published, and a failed publish takes the mark back within a minute. Pass "
+                "--until 1m or an earlier time"
             )
         if windows:
             return list(bounds(windows[-1].manifest.until, end, settings.window))
@@ -101,9 +105,9 @@ class _Job:
     def archive(self, since: datetime, until: datetime, *, late: bool) -> ArchiveWindow:
         """Write one window and its manifest."""
         at = self._read_timestamp(since, until, late=late)
-        folder = self.to.folder_of(since, until)
-        data = self.to.new_run()
-        observed = Observation(f"archive {data}")
+        folder = self.files.folder_of(since, until)
+        run_folder = self.files.new_run()
+        observed = Observation(f"archive {run_folder}")
         options = database_options(self.target) | {
             "state": "sent", "since": shown(since), "until": shown(until), "readTimestamp": shown(at),
             "partitions": str(max(8, 4 * self.spark.sparkContext.defaultParallelism)),
@@ -111,7 +115,7 @@ class _Job:
         tasks = archivable(self.spark.read.format("outbox").options(**options).load())
         # Observe after the shuffle, because Spark can compute, and count, the rows before it more than once.
         rebalanced(tasks).observe(observed, *checksum_columns()).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(
-            str(folder / data)
+            str(folder / run_folder)
         )
         found = observed.get
         manifest = Manifest(
@@ -121,11 +125,11 @@ class _Job:
             read_timestamp=at,
             rows=found["rows"],
             checksum=found["checksum"],
-            data=data,
+            data=run_folder,
             written_at=self.table.now(),
         )
         self._prove(ArchiveWindow(folder, manifest))
-        self.to.finish(folder, manifest)
+        self.files.finish(folder, manifest)
         self.note(f"archived {manifest.rows:,} tasks sent from {shown(since)} to {shown(until)}")
         return ArchiveWindow(folder, manifest)
 
@@ -148,7 +152,7 @@ class _Job:
     def _prove(self, window: ArchiveWindow) -> None:
         """Check that the files of a window match its manifest. Raises OutboxError."""
         manifest = window.manifest
-        [(rows, checksum)] = self.to.read([window]).select(*checksum_columns()).collect()
+        [(rows, checksum)] = self.files.read([window]).select(*checksum_columns()).collect()
         if (rows, checksum) != (manifest.rows, manifest.checksum):
             raise OutboxError(
                 f"{window.folder} contains {rows:,} tasks with checksum {checksum}, but its manifest has "
@@ -157,24 +161,27 @@ class _Job:
 
     def purge(self, window: ArchiveWindow, done: Archived) -> None:
         """Delete the tasks of a finished window from the table."""
-        manifest = window.manifest
+        manifest, operation = window.manifest, str(uuid.uuid4())
+        selection = {"archive": str(window.folder), "since": manifest.since, "until": manifest.until}
+        self.table.begin_operation(operation, "purge", as_json(selection))
         window.note_purging(self.table.now())
-        tasks = self.to.read([window])
+        tasks = self.files.read([window])
         answers = tasks.select("Id", "SentAt").repartition("Id").sortWithinPartitions("Id")
         [row] = totals(answers.mapInArrow(Purge(self.target), schemas.PURGED)).collect()
         window.note_purged(row.asDict(), self.table.now())
+        self.table.end_operation(operation, "purge", row.deleted)
         done.purged_windows += 1
         done.deleted += row.deleted
-        done.changed += row.changed
+        done.resent += row.resent
         done.missing += row.missing
         self.note(f"purged {row.deleted:,} tasks sent from {shown(manifest.since)} to {shown(manifest.until)}")
 
     def _read_timestamp(self, since: datetime, until: datetime, *, late: bool) -> datetime:
-        """Return the read timestamp of a window: MIN_AGE after its end, when all its marks are final."""
+        """Return the read timestamp of a window: when all its marks are final, or now if that is too old and `late`."""
         now = self.table.now()
         retention = self.table.retention()
-        at = until + MIN_AGE
-        if at > now - retention + READING:
+        at = until + MARKS_FINAL_AFTER
+        if at > now - retention + TIME_TO_READ:
             return at
         if late:
             return now

@@ -58,7 +58,8 @@ def parsed(text: str, where: str) -> Manifest:
         values: dict[str, Any] = json.loads(text)
         if values["version"] != VERSION:
             raise OutboxError(
-                f"{where}/{MANIFEST} has version {values['version']}, but this package reads {VERSION}. Upgrade it"
+                f"{where}/{MANIFEST} has version {values['version']}, but this package reads {VERSION}. "
+                "Upgrade the package"
             )
         times = ("since", "until", "read_timestamp", "written_at")
         return Manifest(**{**values, **{name: datetime.fromisoformat(values[name]) for name in times}})

@@ -56,6 +56,6 @@ def _decode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def _check(path: str, fields: set[str]) -> None:
     if missing := [name for name in _MESSAGES.names if name not in fields]:
         raise SettingError(
-            f"{path} has no field {missing[0]}. Set write_metadata, and not use_topic_schema, in the configuration of "
+            f"{path} has no field {missing[0]}. Set write_metadata and remove use_topic_schema in the configuration of "
             "the subscription"
         )

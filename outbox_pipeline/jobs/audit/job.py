@@ -17,7 +17,7 @@ from outbox.cli.output import as_json
 from outbox.errors import OutboxError, SettingError
 from outbox.shared.times import resolved, shown
 from outbox_pipeline.jobs.archive.windows import Archive
-from outbox_pipeline.jobs.audit import received
+from outbox_pipeline.jobs.audit import effects, received
 from outbox_pipeline.jobs.audit import transforms as audit
 from outbox_pipeline.jobs.audit.avro import read_avro
 from outbox_pipeline.jobs.audit.page import page
@@ -61,6 +61,11 @@ class Audited:
     unreadable: int
     report: str
     seconds: float
+    #: Counts of effects, None without --inbox.
+    applied: int | None = None
+    not_applied: int | None = None
+    applied_late: int | None = None
+    unregistered: int | None = None
 
 
 def run(spark: SparkSession, settings: AuditSettings) -> Audited:
@@ -78,9 +83,10 @@ def run(spark: SparkSession, settings: AuditSettings) -> Audited:
     job = _Job(spark, settings, open_table(settings.database_settings))
     rules, tasks = job.rules_and_tasks()
     bodies, deliveries = job.deliveries()
+    inbox = effects.records(spark, settings) if settings.inbox else None
     rows = audit.judged(audit.sends(tasks, bodies=bodies), deliveries, rules).persist(StorageLevel.DISK_ONLY)
     try:
-        return job.report(rows, rules, output, bodies=bodies)
+        return job.report(rows, rules, output, bodies=bodies, inbox=inbox)
     finally:
         rows.unpersist()
 
@@ -114,8 +120,8 @@ class _Job:
         since = None if settings.since is None else resolved(settings.since, now)
         if until > latest:
             raise SettingError(
-                f"--until {shown(until)} is later than {shown(latest)}. The tasks and messages are known until "
-                f"{shown(horizon)}, and a task is audited only after --grace, {settings.grace:g} s"
+                f"--until {shown(until)} is too late. Pass at most {shown(latest)}: the tasks and messages are known "
+                f"until {shown(horizon)}, and a task is audited only after --grace, {settings.grace:g} s"
             )
         if since is not None and since >= until:
             raise SettingError(f"--since {shown(since)} is not before the end of the window, {shown(until)}")
@@ -160,7 +166,9 @@ class _Job:
         )
         return "data" in messages.columns, numbers
 
-    def report(self, rows: DataFrame, rules: audit.Rules, output: Folder, *, bodies: bool) -> Audited:
+    def report(
+        self, rows: DataFrame, rules: audit.Rules, output: Folder, *, bodies: bool, inbox: DataFrame | None
+    ) -> Audited:
         """Write the report and return the counts."""
         counts = audit.counted(rows).persist()
         [total] = audit.numbers(counts).collect()
@@ -171,7 +179,12 @@ class _Job:
         lines = _rows(audit.numbers(of_largest, "hour", "topic").orderBy("hour", "topic").limit(MOST_LINES))
         [(unknown,)] = counts.select(f.coalesce(f.sum("unknown"), f.lit(0))).collect()
         overtaken = audit.out_of_order(rows).persist()
-        found = audit.findings(rows, overtaken)
+        found, applied = audit.findings(rows, overtaken), dict[str, int]()
+        if inbox is not None:
+            of_inbox = effects.effects(rows, inbox, rules).persist()
+            counted = {row["class"]: row["count"] for row in of_inbox.groupBy("class").count().collect()}
+            applied = {name: counted.get(name, 0) for name in effects.CLASSES}
+            found = found.unionByName(of_inbox.where(f.col("class") != effects.APPLIED))
         found.where(~f.col("class").isin(*UNSENT)).write.partitionBy("class").json(str(output / FINDINGS))
         samples = _rows(audit.samples(found, self.settings.samples).orderBy("class", "task_id"))
         done = Audited(
@@ -183,6 +196,7 @@ class _Job:
             **self.counted.get,
             report=str(output / REPORT),
             seconds=time.monotonic() - self.begin,
+            **applied,
         )
         overtaken.unpersist()
         counts.unpersist()
@@ -192,6 +206,7 @@ class _Job:
             "tasks_from": self.settings.tasks,
             "received_from": self.settings.received,
             "data_compared": bodies,
+            "inbox": self.settings.inbox,
             "known_until": shown(rules.known_until),
             "horizon": shown(rules.horizon),
             "grace_seconds": rules.grace.total_seconds(),

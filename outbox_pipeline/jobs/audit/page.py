@@ -21,30 +21,42 @@ GROUPS = {
         "delivered": "Received in time.",
         "late": "Received, but first published more than the grace period after the end of the window.",
         "lost": "Sent, and not received within the grace period.",
-        "arriving": "Sent less than the grace period before the end of the messages, and not received yet.",
+        "arriving": "Sent less than the grace period before the end of the received messages, and not received yet.",
         "pending": "Not sent yet.",
         "dead": "Not sent, and will not be retried automatically.",
     },
     "Messages of these tasks": {
         "messages": "Different messages that were received for tasks of the window.",
-        "republished": "More messages of a task than its first. Delivery is at least once.",
-        "redelivered": "More deliveries of a message than its first, by Pub/Sub.",
-        "mismatched": "Messages with other attributes, or other data if the files have it, than their task.",
+        "republished": "Further messages of a task, after its first. Delivery is at least once.",
+        "redelivered": "Repeated deliveries of a message by Pub/Sub.",
+        "mismatched": "Messages whose attributes, or data if the files contain it, differ from those of their task.",
         "out_of_order": "Tasks that were published before an earlier task of their ordering key.",
     },
     "Other messages": {
-        "unknown": "Task IDs in messages that no task has.",
+        "unknown": "Messages with a task ID that does not exist.",
         "foreign": "Deliveries without a task ID, from another publisher.",
         "unreadable": "Deliveries without a valid message ID, publish time or attributes.",
     },
 }
+#: The same with --inbox.
+EFFECTS = {
+    "Effects of the consumer": {
+        "applied": "Received, and recorded in the inbox within the grace period.",
+        "not_applied": "Received more than the grace period ago, and not recorded in the inbox.",
+        "applied_late": "Recorded more than the grace period after the first message was published.",
+        "unregistered": "Records of task IDs that do not exist.",
+    }
+}
 #: Counts that should be 0, the most serious first.
-_WRONG = ("lost", "mismatched", "unknown", "out_of_order", "dead", "unreadable")
+_WRONG = ("lost", "not_applied", "mismatched", "unknown", "unregistered", "out_of_order", "dead", "unreadable")
 #: What to do about each class of samples, in the order of the page.
 _ADVICE = {
-    "lost": "If all tasks of a topic are lost, its subscription is probably missing in the files. Otherwise send the "
+    "lost": "If all tasks of a topic are lost, its subscription is probably missing from the files. Otherwise send the "
     "tasks again with <code>outbox retry ID</code>, or all of them with <code>jq -r .task_id "
     "findings/class=lost/*.json | outbox retry --ids-file -</code>. Replay purged tasks from the archive.",
+    "not_applied": "The subscriber acknowledged the task without its effect, or has not processed it yet. Look at the "
+    "dead-letter topic and the log of the subscriber. Send the tasks again with <code>outbox retry ID</code>.",
+    "unregistered": "The task was deleted and is not in the archive, or another database publishes to the topic.",
     "mismatched": "The message or the row was changed after the publish, or another program publishes with this ID. "
     "Compare <code>outbox show ID</code> with the received message.",
     "unknown": "The task was deleted and is not in the archive, or another program or database publishes to the topic.",
@@ -53,13 +65,14 @@ _ADVICE = {
     "dead": "<code>outbox list --state dead</code> shows the reasons. After you have fixed them, run <code>outbox "
     "retry --state dead</code>. <code>outbox discard</code> deletes dead tasks.",
     "late": "These tasks were received. The plots show when they were late. Check the workers at that time.",
+    "applied_late": "These tasks have their effect. The subscriber was behind, or its function had failed before.",
     "republished": "Subscribers must ignore a task ID that they have already handled. Many republished tasks mean that "
     "workers are killed or commits fail.",
     "redelivered": "Subscribers must accept repeated messages. Many redeliveries mean that acknowledgements are late.",
     "pending": "No action, if workers are running. <code>outbox status</code> shows the backlog and its age.",
     "arriving": "No action. An audit with a later <code>--until</code> includes these tasks.",
 }
-_SAMPLED = ("task_id", "topic", "created_at", "sent_at", "first_at", "overtaken_at", "messages")
+_SAMPLED = ("task_id", "topic", "created_at", "sent_at", "first_at", "overtaken_at", "processed_at", "messages")
 _LATENCIES = ("p50", "p95", "p99", "max")
 
 
@@ -76,7 +89,7 @@ def page(summary: Mapping[str, Any]) -> str:
     return _template().render(
         summary=summary,
         facts=_facts(summary),
-        groups=GROUPS,
+        groups=GROUPS | (EFFECTS if summary.get("inbox") else {}),
         states=STATES,
         counts=("tasks", *STATES, "mismatched"),
         wrong=_WRONG,
@@ -114,6 +127,7 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, Any]]:
             "Compared",
             "data and attributes" if summary["data_compared"] else "attributes only, the messages have no data",
         ),
+        *([("Consumer", summary["inbox"])] if summary.get("inbox") else []),
         ("Duration of the audit", spoken(summary["seconds"])),
     ]
 

@@ -30,7 +30,8 @@ def received(messages: DataFrame, *, base64: bool) -> DataFrame:
     has = set(messages.columns)
     if missing := [name for name in _NEEDED if name not in has]:
         raise SettingError(
-            f"The received messages have no column {missing[0]}, but {', '.join(messages.columns)}. Set write_metadata "
+            f"The received messages have no column {missing[0]}. Their columns are {', '.join(messages.columns)}. "
+            "Set write_metadata "
             "in the configuration of the subscription"
         )
     read = messages.select(
@@ -65,7 +66,7 @@ def _attributes(messages: DataFrame) -> Column:
 def _time(messages: DataFrame) -> Column:
     type_ = messages.schema["publish_time"].dataType.simpleString()
     if type_ not in ("timestamp", "string"):
-        raise SettingError(f"Column publish_time is {type_}, but must be a timestamp, or a text with an offset")
+        raise SettingError(f"Column publish_time is {type_}, but must be a timestamp, or a string with an offset")
     time = f.col("publish_time").try_cast("timestamp")
     # Spark supports years that Python's datetime does not.
     return f.when(time.between(f.lit(_FIRST), f.lit(_LAST)), time)
@@ -79,6 +80,6 @@ def _data(messages: DataFrame, *, base64: bool) -> Column:
     if isinstance(type_, BinaryType):
         return f.coalesce(f.col("data"), f.lit(b""))
     if not isinstance(type_, StringType):
-        raise SettingError(f"Column data is {type_.simpleString()}, but must be binary or a text")
+        raise SettingError(f"Column data is {type_.simpleString()}, but must be binary or a string")
     text = f.coalesce(f.col("data"), f.lit(""))
     return f.coalesce(f.try_to_binary(text, f.lit("base64")), f.lit(b"")) if base64 else f.encode(text, "UTF-8")

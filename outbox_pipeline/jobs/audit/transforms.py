@@ -217,9 +217,8 @@ def findings(rows: DataFrame, overtaken: DataFrame) -> DataFrame:
     classes += [f.when(of_window & (f.col(name) > 0), f.lit(name)) for name in FLAWS]
     wrong = rows.where(" OR ".join([f"state != '{STATES[0]}'", *(f"{name} > 0" for name in FLAWS)]))
     each = wrong.withColumn("class", f.explode(f.array_compact(f.array(*classes))))
-    return each.unionByName(overtaken.withColumn("class", f.lit(OUT_OF_ORDER)), allowMissingColumns=True).select(
-        *schemas.FOUND.fieldNames()
-    )
+    both = each.unionByName(overtaken.withColumn("class", f.lit(OUT_OF_ORDER)), allowMissingColumns=True)
+    return both.withColumn("processed_at", f.lit(None).cast("timestamp")).select(*schemas.FOUND.fieldNames())
 
 
 def samples(found: DataFrame, count: int) -> DataFrame:

@@ -20,8 +20,8 @@ from outbox_pipeline import schemas
 from publishworker import exits
 from publishworker.app import App, until_drained
 from publishworker.settings import RelaySettings
-from publishworker.telemetry import datadog
 from publishworker.telemetry import metrics as m
+from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Client, Metric, Metrics
 
 #: The columns of `schemas.DRAINED`, and the relay's metric for each.
@@ -75,12 +75,12 @@ class Workers:
             yield pa.RecordBatch.from_pylist(counts, answer)
 
     def _relay(self, id: str) -> dict[str, int]:
-        tally = Tally(datadog.client())
+        tally = Tally(client(self.settings.metrics))
         try:
             worker = App(self.settings, id=id, metrics=tally)
             drained = until_drained(worker.store, lambda: worker.membership.shards, self.settings.poll_interval)
             with self._stop(worker) as stop:
-                code = worker.until_stopped(stop, drained, late=exits.WORK_LEFT)
+                code = worker.until_stopped(stop, drained, late_exit_code=exits.WORK_LEFT)
         finally:
             tally.stop()
         if code == exits.FAILED:

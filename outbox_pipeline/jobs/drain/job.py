@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from random import Random
@@ -16,8 +16,8 @@ from outbox.admin.table import TaskTable
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.drain.executor import Workers, warm_up
 from outbox_pipeline.settings import DrainSettings
-from publishworker.app import is_work, open_store
-from publishworker.spanner.store import SpannerStore, StoreError, Unsent
+from publishworker.app import open_store
+from publishworker.spanner.store import SpannerStore, StoreError
 from publishworker.worker import Pause
 
 #: Max seconds to wait after a round that published nothing. The first wait is --poll-interval, and each further one is
@@ -29,12 +29,16 @@ _log = logging.getLogger("outbox_pipeline")
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """What the drain's workers did, and how many tasks of all topics are left in each state.
+    """What the drain's workers did, and how many tasks of all topics are left in each state, up to a limit.
 
-    Of the `published` tasks, the commit of `uncommitted` failed, so they may be republished. Another worker had sent
-    `already_published`. `failed` attempts failed, and `became_dead` tasks are dead because of that. `unconfirmed`
-    at-most-once tasks are marked, or may be. `aborted` transactions were retried. The counts of a killed executor are
-    missing. The drain took `rounds` of `workers` each.
+    - `published` tasks, of which the commits of `uncommitted` failed, so that these may be published again
+    - `already_published`: tasks that another worker had sent
+    - `failed` attempts, and `became_dead` tasks that are dead because of them
+    - `unconfirmed`: at-most-once tasks that may be lost
+    - `aborted`: transactions that were retried
+    - `rounds`, each with as many `workers`; `work_left` if pending or retrying tasks are left
+
+    The counts of a killed executor are missing.
     """
 
     published: int
@@ -49,14 +53,11 @@ class Drained:
     pending: int
     retrying: int
     scheduled: int
+    blocked: int
     dead: int
     paused: int
+    work_left: bool
     seconds: float
-
-    @property
-    def work_left(self) -> bool:
-        """Tell whether pending or retrying tasks are left."""
-        return self.pending + self.retrying > 0
 
 
 def run(
@@ -71,8 +72,8 @@ def run(
     The drain's workers share the shards with all live workers. If tasks are left in their shards, another round
     starts with a new shard assignment.
 
-    Raises NotReached: Spanner, the table or a permission. Raises OutboxError if a worker failed as often as Spark tries
-    a Spark task. Sent tasks stay sent, and the job can be run again.
+    Raises NotReached if Spanner does not answer, or the table or a permission is missing. Raises OutboxError if a
+    worker failed in all attempts of its Spark task. Sent tasks stay sent, and the job can be run again.
     """
     begin = time.monotonic()
     end = float("inf") if deadline is None else begin + deadline
@@ -81,7 +82,7 @@ def run(
     workers = min(settings.workers or spark.sparkContext.defaultParallelism, len(store.shards))
     counts, rounds = Counter(dict.fromkeys(schemas.DRAINED.fieldNames(), 0)), 0
     pause = Pause(settings.poll_interval, LONGEST_WAIT, Random())  # noqa: S311 - jitter, not security
-    while _work(left := store.unsent()) and (remaining := end - time.monotonic()) > 0:
+    while (work_left := store.has_work()) and (remaining := end - time.monotonic()) > 0:
         if rounds:
             time.sleep(min(pause.next(), remaining))
         else:
@@ -90,20 +91,17 @@ def run(
                 "append"
             ).save()
         rounds += 1
-        note(f"Round {rounds}: {workers} workers, {_work(left):,} tasks to send")
+        note(f"Round {rounds}: {workers} workers")
         done = _round(spark, settings, store, workers, until)
         counts.update(done)
         if done["published"]:
             pause.reset()
     of_state = Counter[str]()
-    for each in left:
+    for each in store.unsent():
         of_state[each.state] += each.count
-    states = {state: of_state[state] for state in ("pending", "retrying", "scheduled", "dead", "paused")}
-    return Drained(**counts, rounds=rounds, workers=workers, **states, seconds=time.monotonic() - begin)
-
-
-def _work(unsent: Sequence[Unsent]) -> int:
-    return sum(each.count for each in unsent if is_work(each))
+    states = {state: of_state[state] for state in ("pending", "retrying", "scheduled", "blocked", "dead", "paused")}
+    seconds = time.monotonic() - begin
+    return Drained(**counts, rounds=rounds, workers=workers, **states, work_left=work_left, seconds=seconds)
 
 
 def _round(

@@ -140,7 +140,7 @@ class Writer:
         if _same(task, before):
             self._counts["repeated"] += 1
         else:
-            self._reject(row, f"task ID {task[_ID]!r} occurs twice, with another message, topic or ordering key")
+            self._reject(row, f"task ID {task[_ID]!r} occurs twice, with different messages, topics or ordering keys")
 
     def _reject(self, row: dict[str, Any], reason: str) -> None:
         self._rejects.append({**row, "reason": reason, **dict.fromkeys(COUNTS, 0)})
@@ -161,7 +161,7 @@ def _task(row: dict[str, Any]) -> _Row:
     if row["task_id"] is None:
         raise InvalidMessage("task_id is NULL")
     if row["data"] is None:
-        raise InvalidMessage("data is NULL. For a message without data, pass an empty text")
+        raise InvalidMessage("data is NULL. For a message without data, pass an empty string")
     register(
         collector,
         row["topic"],

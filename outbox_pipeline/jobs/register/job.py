@@ -21,7 +21,7 @@ from outbox_pipeline.spark.errors import spark_errors
 from outbox_pipeline.spark.files import Folder, format_of
 from outbox_pipeline.spark.pacing import shared
 
-#: The value that stands for an empty text in quotes while CSV is read. A missing text is NULL.
+#: Marks a quoted empty text while CSV is read, to tell it from a missing one, which is NULL.
 _EMPTY = "\ue000an empty text\ue000"
 
 
@@ -64,13 +64,13 @@ def register(
         database: the default is OUTBOX_DATABASE.
         database_role: the default is OUTBOX_DATABASE_ROLE or no role.
         topic: topic of rows without a topic.
-        key: columns from which, with the topic, the ID of a row without `task_id` is derived. See
+        key: columns. A row without `task_id` gets an ID that derives from its topic and these columns. See
             `outbox_pipeline.task_id`. Without a key, the ID derives from the whole row, so two equal rows are one task.
         max_rows_per_second: limit of all executors together. 0 is no limit.
 
     Raises:
         SettingError: a column is unknown, missing or of a wrong type, or a setting is not allowed.
-        NotReached: Spanner, the database, the table or a permission is missing.
+        NotReached: Spanner does not answer, or the database, the table or a permission is missing.
     """
     target = DatabaseSettings.read(
         {"project": project, "instance": instance, "database": database, "database_role": database_role}

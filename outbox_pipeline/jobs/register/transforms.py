@@ -68,7 +68,7 @@ def _object(text: Column) -> Column:
 
 
 _READ = {
-    "attributes": _Read(_object, (MapType,), "a JSON object of texts"),
+    "attributes": _Read(_object, (MapType,), "a JSON object of strings"),
     "priority": _Read(lambda text: text.try_cast("long"), _WHOLE, "a whole number"),
     "sequence": _Read(lambda text: text.try_cast("long"), _WHOLE, "a whole number"),
     "available_at": _Read(_time, (TimestampType,), "a time with its offset, such as 2026-11-21T13:00:00Z"),
@@ -244,4 +244,4 @@ def _check_key(rows: DataFrame, key: Sequence[str]) -> None:
         if name not in rows.columns:
             raise SettingError(f"Key column {name!r} is missing. The rows have {', '.join(rows.columns)}")
         if not isinstance(type_ := rows.schema[name].dataType, _NAMES):
-            raise SettingError(f"Key column {name} is {type_.simpleString()}. Cast it to a text")
+            raise SettingError(f"Key column {name} is {type_.simpleString()}. Cast it to a string")

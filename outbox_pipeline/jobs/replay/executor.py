@@ -11,12 +11,11 @@ from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
-from google.cloud.spanner_v1 import KeySet
 from pyspark.sql.types import StructType
 
 from outbox.admin import statements
-from outbox.admin.changes import RETRIED, retried
-from outbox.admin.table import LOCK_SECONDS, Transaction
+from outbox.admin.changes import RETRY_COLUMNS, retry_values
+from outbox.admin.table import Transaction
 from outbox.registration import COLUMNS, TABLE
 from outbox.shared.settings import DatabaseSettings
 from outbox_pipeline import schemas
@@ -60,13 +59,12 @@ def replay(table: Table, rows: Sequence[Mapping[str, Any]], started_at: datetime
     """Reset SentAt of tasks that were sent before `started_at`, in one transaction. Return the number of each outcome.
 
     A row with Data comes from the archive and is inserted again if its ID is not in the table. An unsent task is
-    `waiting`. A task that was sent since is `changed`.
+    `unsent`. A task that was sent since is `resent`.
     """
     wanted = {row["Id"]: row for row in rows}
 
     def work(transaction: Transaction) -> dict[str, int]:
-        keys = KeySet(keys=[[id] for id in wanted])
-        found = dict(map(tuple, transaction.read(TABLE, ("Id", "SentAt"), keys, seconds=LOCK_SECONDS)))
+        found = dict(map(tuple, transaction.query(statements.LOCK_SENT_AT, {"ids": sorted(wanted)})))
         before = [id for id, sent_at in found.items() if sent_at is not None and sent_at < started_at]
         gone = [row for id, row in wanted.items() if id not in found]
         again = [row for row in gone if "Data" in row]
@@ -74,14 +72,14 @@ def replay(table: Table, rows: Sequence[Mapping[str, Any]], started_at: datetime
             # Read after locking: by this time, a worker with the task in doubt knows that it was reset after the
             # publish.
             [[now]] = transaction.query(statements.NOW, {})
-            transaction.update(TABLE, RETRIED, [retried(id, now) for id in before])
+            transaction.update(TABLE, RETRY_COLUMNS, [retry_values(id, now) for id in before])
             transaction.insert(TABLE, COLUMNS, [_inserted(row, now) for row in again])
-        waiting = sum(sent_at is None for sent_at in found.values())
+        unsent = sum(sent_at is None for sent_at in found.values())
         return {
             "replayed": len(before),
             "registered": len(again),
-            "waiting": waiting,
-            "changed": len(found) - len(before) - waiting,
+            "unsent": unsent,
+            "resent": len(found) - len(before) - unsent,
             "missing": len(gone) - len(again),
         }
 

@@ -22,7 +22,7 @@ from outbox_pipeline.jobs.replay.transforms import ORDER, in_order, latest, sele
 from outbox_pipeline.settings import ReplaySettings
 from outbox_pipeline.source.datasource import register_source
 from outbox_pipeline.source.options import database_options
-from outbox_pipeline.spanner import READING, Table, open_table
+from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.counts import totals
 from outbox_pipeline.spark.messages import decoded
 from outbox_pipeline.spark.pacing import shared
@@ -36,8 +36,8 @@ _TIMES = ("since", "until")
 class Replayed:
     """The outcomes of the selected tasks. Each is counted once, by the last attempt of its Spark task.
 
-    `replayed` tasks were made unsent, `registered` tasks were inserted again, `waiting` tasks were already unsent,
-    `changed` tasks were sent since the replay began, and `missing` tasks are not in the table. A dry run sets `topics`
+    `replayed` tasks were made unsent, `registered` tasks were inserted again, `unsent` tasks were already unsent,
+    `resent` tasks were sent since the replay began, and `missing` tasks are not in the table. A dry run sets `topics`
     and `sample`. `seconds` is the duration of the job.
     """
 
@@ -45,8 +45,8 @@ class Replayed:
     selected: int = 0
     replayed: int = 0
     registered: int = 0
-    waiting: int = 0
-    changed: int = 0
+    unsent: int = 0
+    resent: int = 0
     missing: int = 0
     topics: dict[str, int] | None = None
     sample: list[dict[str, Any]] | None = None
@@ -55,7 +55,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySelection:
-    """A selection of sent tasks. `since` is inclusive, `until` exclusive. An empty field selects all tasks."""
+    """A selection of sent tasks. `since` is inclusive, `until` exclusive. An empty field does not narrow it."""
 
     archive: str = ""
     topic: str = ""
@@ -71,7 +71,7 @@ class ReplaySelection:
 
     @classmethod
     def parsed(cls, text: str) -> "ReplaySelection":
-        """Parse a text of `text`."""
+        """Return the selection that `text` describes."""
         given = json.loads(text)
         return cls(**given | {name: datetime.fromisoformat(given[name]) for name in _TIMES if name in given})
 
@@ -84,11 +84,11 @@ def run(
     resume: str = "",
     note: Callable[[str], None] = lambda _text: None,
 ) -> Replayed:
-    """Replay the selected tasks, or continue the replay with the ID `resume`. `note` first gets the ID.
+    """Replay the selected tasks, or continue the replay with the ID `resume`. `note` is called with the ID first.
 
     Raises:
         SettingError: the selection is empty or invalid, or there is no unfinished replay to resume.
-        NotReached: Spanner, the database, a table or a permission is missing.
+        NotReached: Spanner does not answer, or the database, a table or a permission is missing.
         OutboxError: the archive belongs to another database or is damaged.
     """
     begin = time.monotonic()
@@ -99,7 +99,7 @@ def run(
     if not dry_run:
         table.require_replays()
     now = table.now()
-    selection, started_at = _resumed(table, resume) if resume else (_of(settings, now), now)
+    selection, started_at = _resumed(table, resume) if resume else (_selection_of(settings, now), now)
     _check(spark, selection)
     job = _Job(spark, table, target, selection)
     if dry_run:
@@ -107,11 +107,11 @@ def run(
     else:
         id = resume or str(uuid4())
         if not resume:
-            started_at = table.begin_replay(id, selection.text())
+            started_at = table.begin_operation(id, "replay", selection.text())
         note(f"Replay {id} of {selection.text()}. If it is interrupted, continue it with --resume {id}")
         done = job.replay(started_at, settings.max_rows_per_second)
         done.replay_id = id
-        table.end_replay(id, done.selected - done.missing)
+        table.end_operation(id, "replay", done.selected - done.missing)
     done.seconds = time.monotonic() - begin
     return done
 
@@ -131,11 +131,11 @@ def _check_flags(settings: ReplaySettings, *, dry_run: bool, resume: str) -> Non
         )
 
 
-def _of(settings: ReplaySettings, now: datetime) -> ReplaySelection:
+def _selection_of(settings: ReplaySettings, now: datetime) -> ReplaySelection:
     """Return the selection of the settings. Raises SettingError if since is not before until."""
     since, until = (None if each is None else resolved(each, now) for each in (settings.since, settings.until))
     if since and since >= (end := min(until or now, now)):
-        raise SettingError(f"--since {shown(since)} is not before {'--until' if until else 'now,'} {shown(end)}")
+        raise SettingError(f"--since {shown(since)} is not before {'--until' if end == until else 'now,'} {shown(end)}")
     return ReplaySelection(settings.archive, settings.topic, since, until, settings.attribute, settings.where)
 
 
@@ -144,10 +144,10 @@ def _resumed(table: Table, id: str) -> tuple[ReplaySelection, datetime]:
     found = table.replay(id)
     if found is None:
         raise SettingError(f"--resume {id}: AsynchronousTaskOperations of {table.name} has no replay with this ID")
-    started_at, finished_at, predicate = found
+    started_at, finished_at, selection = found
     if finished_at is not None:
         raise SettingError(f"--resume {id}: this replay finished at {shown(finished_at)}. Start a new one instead")
-    return ReplaySelection.parsed(predicate), started_at
+    return ReplaySelection.parsed(selection), started_at
 
 
 def _check(spark: SparkSession, selection: ReplaySelection) -> None:
@@ -191,7 +191,7 @@ class _Job:
         )
 
     def replay(self, started_at: datetime, per_second: int) -> Replayed:
-        """Reset SentAt of the selected tasks."""
+        """Make the selected tasks unsent, and insert those that only the archive has."""
         parts, rate = shared(self.spark, per_second)
         columns = schemas.ARCHIVED_ROW.fieldNames() if self.selection.archive else ["Id"]
         rows = in_order(self._selected(started_at), parts).select(*columns)
@@ -200,7 +200,7 @@ class _Job:
         return Replayed(selected=sum(counts), **counts.asDict())
 
     def _selected(self, started_at: datetime) -> DataFrame:
-        """Return the tasks with at least `schemas.ARCHIVED_ROW` or ORDER, Topic and SentAt."""
+        """Return the tasks. From the archive they have ARCHIVED_ROW, from the table ORDER, Topic and SentAt."""
         until = min(self.selection.until or started_at, started_at)
         if self.selection.archive:
             return self._of_archive(until, started_at)
@@ -211,7 +211,7 @@ class _Job:
         now = self.table.now()
         # A replay that is resumed too late for a snapshot at `started_at` reads the table as of now. The remaining
         # tasks are the same, because the finished ones are unsent or were sent since.
-        at = started_at if started_at > now - self.table.retention() + READING else now
+        at = started_at if started_at > now - self.table.retention() + TIME_TO_READ else now
         if given.where:
             columns = schemas.TASK.fieldNames()
         else:
@@ -235,5 +235,5 @@ class _Job:
             tasks = decoded(tasks).withColumn("State", f.lit("sent")).select(*schemas.TASK.fieldNames())
             tasks = selected(tasks, attribute=given.attribute, where=given.where)
         # A resumed replay excludes tasks that were replayed, sent and archived before the interruption.
-        since = read_archive(self.spark, given.archive, since=started_at).select("Id")
-        return latest(tasks).join(since, "Id", "left_anti")
+        resent = read_archive(self.spark, given.archive, since=started_at).select("Id")
+        return latest(tasks).join(resent, "Id", "left_anti")

@@ -1,0 +1,103 @@
+"""`audit --inbox CONSUMER`: compares the records of a subscriber's inbox with tasks and messages."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from google.cloud.spanner_v1 import KeyRange, KeySet
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
+from pyspark.sql.types import StructField, StructType
+
+from outbox.errors import OutboxError
+from outbox.inbox import TABLE, table_errors
+from outbox.shared.settings import DatabaseSettings
+from outbox.storage.connection import open_database, retry_and_timeout
+from outbox_pipeline import schemas
+from outbox_pipeline.chunks import chunks
+from outbox_pipeline.jobs.audit.transforms import STATES, Rules
+from outbox_pipeline.settings import AuditSettings
+from outbox_pipeline.source.columns import column, times
+from outbox_pipeline.source.parts import BATCH_ROWS, key_parts
+from outbox_pipeline.spanner import CALL_SECONDS, READ_SECONDS
+
+#: A record, without its consumer.
+RECORD = StructType([StructField("task_id", schemas.FOUND["task_id"].dataType), schemas.FOUND["processed_at"]])
+#: Each record or received task is in at most one of these classes.
+APPLIED, NOT_APPLIED, APPLIED_LATE, UNREGISTERED = CLASSES = ("applied", "not_applied", "applied_late", "unregistered")
+_DATABASE = re.compile(r"projects/([^/]+)/instances/([^/]+)/databases/([^/]+)")
+
+
+@dataclass(frozen=True)
+class Inbox:
+    """The records of a consumer. For `mapInArrow`, it reads ranges of the key and yields `RECORD`."""
+
+    database: DatabaseSettings
+    consumer: str
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Read each range of task IDs: `first`, and `last`, which is not part of it."""
+        schema = schemas.arrow(RECORD)
+        for first, last in (tuple(row.values()) for batch in batches for row in batch.to_pylist()):
+            for rows in chunks(self.rows(first, last), BATCH_ROWS, BATCH_ROWS, lambda _: 1):
+                ids, at = zip(*rows, strict=True)
+                texts = pa.array([value.string_value for value in at], pa.string())
+                yield pa.RecordBatch.from_arrays([column("Id", ids), times(texts)], schema=schema)
+
+    def rows(self, first: str, last: str, limit: int = 0) -> Iterator[list[object]]:
+        """Yield TaskId and ProcessedAt, undecoded. Raises NotReached if the table is missing."""
+        end = {"end_open": [self.consumer, last]} if last else {"end_closed": [self.consumer]}
+        keys = KeySet(ranges=[KeyRange(start_closed=[self.consumer, first], **end)])
+        database: Any = open_database(self.database, CALL_SECONDS)
+        with table_errors(), database.snapshot() as snapshot:
+            yield from snapshot.read(
+                TABLE, ("TaskId", "ProcessedAt"), keys, limit=limit, lazy_decode=True,
+                request_options={"request_tag": "outbox-pipeline-inbox"}, **retry_and_timeout(READ_SECONDS),
+            )  # fmt: skip
+
+
+def records(spark: SparkSession, settings: AuditSettings) -> DataFrame:
+    """Return the records of the consumer. Raises NotReached, or OutboxError if there is none."""
+    database = settings.database_settings
+    if named := _DATABASE.fullmatch(settings.inbox_database):
+        database = dataclasses.replace(database, project=named[1], instance=named[2], database=named[3])
+    elif settings.inbox_database:
+        database = dataclasses.replace(database, database=settings.inbox_database)
+    inbox = Inbox(database, settings.inbox)
+    if not any(True for _ in inbox.rows("", "", limit=1)):
+        raise OutboxError(
+            f"Consumer {settings.inbox!r} has no record in {TABLE} of {database.database}. Check --inbox and "
+            "--inbox-database"
+        )
+    parts = [(part.first, part.last) for part in key_parts(max(8, 4 * spark.sparkContext.defaultParallelism))]
+    ranges = spark.createDataFrame(parts, "first string, last string").repartition(len(parts))
+    return ranges.mapInArrow(inbox, RECORD)
+
+
+def effects(rows: DataFrame, inbox: DataFrame, rules: Rules) -> DataFrame:
+    """Return `schemas.FOUND`: a row for each class that a task of `transforms.judged`, or a record, is in.
+
+    A task is judged by the first of its sendings. A record of a message ID belongs to no task.
+    """
+    firsts = rows.where("first OR topic IS NULL").withColumn("judged", f.lit(True))
+    of_tasks = inbox.where(~f.col("task_id").rlike("^[0-9a-f]{8}-message-"))
+    at, received = f.col("processed_at"), f.col("first_at")
+    applied = f.col("state").isin(*STATES) & at.isNotNull()
+    due = f.col("state").isin(*STATES) & (received < f.lit(rules.horizon - rules.grace))
+    # Earlier records can belong to tasks that were not read.
+    alone = f.col("judged").isNull()
+    if rules.since is not None:
+        alone &= at >= f.lit(rules.since + rules.grace)
+    found = (
+        f.when(applied & (at > received + f.lit(rules.grace)), APPLIED_LATE)
+        .when(applied, APPLIED)
+        .when(due & at.isNull(), NOT_APPLIED)
+        .when((at < f.lit(rules.known_until)) & (alone | (f.col("state") == "unknown")), UNREGISTERED)
+    )
+    joined = firsts.join(of_tasks, "task_id", "full_outer").withColumns({"class": found, "overtaken_at": f.lit(None)})
+    return joined.where("class IS NOT NULL").select(
+        *(f.col(field.name).cast(field.dataType) for field in schemas.FOUND)
+    )
