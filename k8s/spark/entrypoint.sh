@@ -1,8 +1,8 @@
 #!/bin/bash
-# What Spark on Kubernetes asks of an image: `driver ARGUMENTS` and `executor`, with SPARK_* variables. After
+# The entry point that Spark on Kubernetes requires: `driver ARGUMENTS` and `executor`, with SPARK_* variables. From
 # https://github.com/apache/spark/blob/master/resource-managers/kubernetes/docker/src/main/dockerfiles/spark/entrypoint.sh
-# which pip's PySpark does not carry. It writes nothing, so the root file system may be read-only. There is no decom.sh:
-# spark.decommission.enabled is off, as by default.
+# because pip's PySpark does not include it. It writes no files, so the root file system can be read-only. It has no
+# decom.sh, because spark.decommission.enabled is off by default.
 set -euo pipefail
 
 case "${1:-}" in
@@ -12,14 +12,14 @@ case "${1:-}" in
       --deploy-mode client "$@"
     ;;
   executor)
-    # SPARK_JAVA_OPT_0, SPARK_JAVA_OPT_1 and so on: one option each, in this order, spaces and all.
+    # SPARK_JAVA_OPT_0, SPARK_JAVA_OPT_1 and so on: one option each, in this order. Options can contain spaces.
     options=()
     for ((number = 0; ; number++)); do
       name=SPARK_JAVA_OPT_$number
       [[ -v $name ]] || break
       options+=("${!name}")
     done
-    # Configuration first, then what spark.executor.extraClassPath names, then Spark.
+    # Configuration first, then spark.executor.extraClassPath, then Spark.
     classpath=${SPARK_CONF_DIR:-$SPARK_HOME/conf}${HADOOP_CONF_DIR:+:$HADOOP_CONF_DIR}
     classpath+=${SPARK_CLASSPATH:+:$SPARK_CLASSPATH}:$SPARK_HOME/jars/*
     set -- "${JAVA_HOME:+$JAVA_HOME/bin/}java" "${options[@]}" \

@@ -1,9 +1,9 @@
-"""Submit one of the jobs here without the Spark operator: `spark-submit` with what the operator would give it.
+"""Submit a job of this folder without the Spark operator: run `spark-submit` with the operator's arguments.
 
     kubectl kustomize k8s/spark | python k8s/spark/submit.py outbox-archive --master k8s://https://HOST
 
-Flags after the job's name are spark-submit's own. The account, the role and the settings must be in the cluster; a
-schedule and further attempts are what the operator adds. Needs PyYAML.
+Flags after the job's name belong to spark-submit. The account, the role and the settings must exist in the cluster.
+Without the operator, there is no schedule and no retry. Needs PyYAML.
 """  # noqa: INP001 - a script
 
 import os
@@ -17,7 +17,7 @@ import yaml
 
 
 def words(job: dict[str, Any], folder: Path, flags: list[str]) -> Iterator[str]:
-    """Yield the words of the command; the templates of the pods are written to `folder`."""
+    """Yield the words of the command, after writing the pod templates to `folder`."""
     template = job["spec"]["template"]
     driver, executor = template["driver"], template["executor"]
     name, namespace = job["metadata"]["name"], job["metadata"]["namespace"]
@@ -43,17 +43,17 @@ def words(job: dict[str, Any], folder: Path, flags: list[str]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Read the rendered objects, and become spark-submit."""
+    """Read the rendered objects and replace this process by spark-submit."""
     wanted, *flags = sys.argv[1:] or sys.exit(__doc__)
     jobs = {
         each["metadata"]["name"]: each for each in yaml.safe_load_all(sys.stdin) if "schedule" in each.get("spec", {})
     }
     if wanted not in jobs:
         sys.exit(f"no job {wanted}: {', '.join(jobs)}")
-    # Not removed: spark-submit reads it, and this process is gone by then.
+    # Not deleted, because spark-submit reads it after it has replaced this process.
     folder = Path(tempfile.mkdtemp(prefix="outbox-pipeline-"))
     command = list(words(jobs[wanted], folder, flags))
-    os.execvp(command[0], command)  # noqa: S606 - that is what it is for
+    os.execvp(command[0], command)  # noqa: S606 - the purpose of this script
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Make on the emulators what the order service needs: instance, database, customers, topics, subscriptions.
+"""Create the instance, database, customers, topics and subscriptions of the order service on the emulators.
 
 python -m prepare
 
-What exists stays as it is, so that a worker that starts again changes nothing. `outbox schema apply` comes after it.
-"""  # noqa: INP001 - a script that a ConfigMap carries
+It keeps existing objects, so the restart of a worker changes nothing. `outbox schema apply` runs after it.
+"""  # noqa: INP001 - a script in a ConfigMap
 
 import contextlib
 import os
@@ -16,14 +16,14 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud import pubsub_v1, spanner
 from orders import service, shop
 
-#: Seconds until the emulators must answer; the image is pulled before that.
+#: Seconds until the emulators must answer, after their image was pulled.
 WAIT_SECONDS = 60.0
-#: Seconds for a call that makes something; the emulators take milliseconds.
+#: Seconds for a call that creates an object. The emulators need milliseconds.
 CALL_SECONDS = 30.0
 
 
 def main() -> int:
-    """Make it all; return 0, or 1 with a sentence if an emulator does not answer."""
+    """Create all objects; return 0, or 1 with an error if an emulator does not answer."""
     for variable in ("SPANNER_EMULATOR_HOST", "PUBSUB_EMULATOR_HOST"):
         if not _answers(os.environ[variable]):
             print(f"{variable}: {os.environ[variable]} does not answer", file=sys.stderr)

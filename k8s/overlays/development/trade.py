@@ -1,7 +1,7 @@
-"""Place an order a second until SIGTERM, receive the tasks, and say every five or so what came of it.
+"""Place an order per second until SIGTERM, receive the tasks, and print the counts every five orders.
 
 python -m trade
-"""  # noqa: INP001 - a script that a ConfigMap carries
+"""  # noqa: INP001 - a script in a ConfigMap
 
 import os
 import signal
@@ -17,21 +17,21 @@ from orders import service
 from orders.shop import TASKS_PER_ORDER, draw_orders
 from orders.subscriber import Inbox, Subscriber
 
-#: Seconds between two orders, and seconds until the tables must be there.
+#: Seconds between two orders, and seconds until the tables must exist.
 PAUSE_SECONDS, WAIT_SECONDS = 1.0, 120
-#: Orders between two lines.
+#: Orders per line of output.
 LINE_ORDERS = 5
 
 
 def main() -> int:
-    """Trade until SIGTERM; return 0, or 1 with a sentence if the emulators are not prepared."""
+    """Trade until SIGTERM; return 0, or 1 with an error if the tables do not exist."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
     project = os.environ["OUTBOX_PROJECT"]
     client = spanner.Client(project=project, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
     database = client.instance(os.environ["OUTBOX_INSTANCE"]).database(os.environ["OUTBOX_DATABASE"])
     if not _is_prepared(database, stop):
-        print("the tables are not there: see the init containers of publishworker", file=sys.stderr)
+        print("The tables do not exist. See the logs of the init containers of publishworker.", file=sys.stderr)
         return 1
     inbox = Inbox(handle=lambda _message: None)
     subscriptions = [f"projects/{project}/subscriptions/{topic}" for topic in service.TOPICS]
@@ -45,7 +45,7 @@ def _is_prepared(database: Database, stop: threading.Event) -> bool:
         try:
             with database.snapshot() as snapshot:
                 list(snapshot.execute_sql("SELECT Id FROM AsynchronousTasks LIMIT 1", timeout=5))
-        except GoogleAPIError:  # no emulator, no database or no table yet
+        except GoogleAPIError:  # the emulator, the database or the table does not exist yet
             if stop.wait(1):
                 return False
         else:
