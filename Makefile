@@ -1,100 +1,138 @@
-# Two commands matter to a newcomer: `make demo` and `make test`. Everything installs into .venv.
+# Start with `make demo` and `make test`. Every target installs into .venv.
 PYTHON ?= python3
 BIN    := .venv/bin
 STAMP  := .venv/.installed
 DEMO   := .venv/.installed-demo
+SITE   := .venv/.installed-site
 PYTEST := $(BIN)/python -m pytest
-# Processes of a test run: one for each core, because most tests compute.
+# One process per core, because most tests are CPU-bound.
 TESTS  ?= --numprocesses 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pipeline unit test test-all test-long soak coverage mutants lint format docs bench \
-	bench-pipeline audit constraints clean
+.PHONY: help demo demo-pipeline unit test test-all test-real test-long test-versions soak coverage mutants lint format docs docs-serve bench \
+	bench-simulation bench-pipeline audit dist release-check constraints clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
-# uv installs the pinned versions twice as fast as pip does; pip installs uv.
+# pip installs uv, which then installs the pinned versions twice as fast.
 $(BIN)/uv: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": set PYTHON=python3.11")'
 	@$(PYTHON) -m venv .venv || { echo "python3 -m venv failed. On Debian: apt-get install python3-venv"; exit 1; }
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt uv 2> .venv/install.log || $(FAILED)
 	@touch $@
 
-FAILED = { echo "Installing into .venv failed: $$({ grep -m1 '^ERROR' .venv/install.log || grep -v '^ *$$' .venv/install.log | tail -1; } | sed 's/^[^[:alnum:]]*//') (all of it: .venv/install.log). Check the connection to the package index, then run make again."; exit 1; }
+FAILED = { echo "Installing into .venv failed: $$({ grep -m1 '^ERROR' .venv/install.log || grep -v '^ *$$' .venv/install.log | tail -1; } | sed 's/^[^[:alnum:]]*//') (full log: .venv/install.log). Check the connection to the package index and run make again."; exit 1; }
 INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
 $(DEMO): $(BIN)/uv pyproject.toml outbox/_version.py
-	@echo "Installing what the demo needs into .venv (pinned by constraints.txt) ..."
+	@echo "Installing the demo's dependencies into .venv (pinned by constraints.txt) ..."
 	@$(INSTALL) --group demo --editable '.[worker]' 2> .venv/install.log || $(FAILED)
 	@touch $@
 
 $(STAMP): $(BIN)/uv pyproject.toml outbox/_version.py
-	@echo "Installing into .venv (pinned by constraints.txt) ..."
+	@echo "Installing all dependencies into .venv (pinned by constraints.txt) ..."
 	@$(INSTALL) --group dev --editable '.[worker,spark]' 2> .venv/install.log || $(FAILED)
 	@touch $(DEMO) $@
 
-demo: $(DEMO) ## run the whole thing on the emulators: an order service, two workers, a subscriber (TASKS=1000)
+$(SITE): $(STAMP)
+	@$(INSTALL) --group docs 2> .venv/install.log || $(FAILED)
+	@touch $@
+
+demo: $(DEMO) ## run an order service, two workers and a subscriber on the emulators (TASKS=1000)
 	@PYTHONPATH=docs/examples $(BIN)/python -m orders.demo $(if $(TASKS),--tasks $(TASKS))
 
-demo-pipeline: $(STAMP) ## the pipeline on Spark: register, drain beside workers, archive, audit, replay, audit (TASKS=5000)
+demo-pipeline: $(STAMP) ## run the Spark jobs: register, drain with live workers, archive, audit, replay (TASKS=5000)
 	@PYTHONPATH=docs/examples $(BIN)/python -m payments.demo $(if $(TASKS),--tasks $(TASKS)) $(if $(OUTPUT),--output $(OUTPUT))
 
-unit: $(STAMP) ## what needs no emulator and no process, in less than a minute
+unit: $(STAMP) ## run the tests without emulators and processes, in a minute
 	@$(PYTEST) $(TESTS) tests/unit
 
-test: $(STAMP) ## every promise, command and Spark job at least once, on the real emulators, in five minutes
+test: $(STAMP) ## test every promise, command and Spark job on the emulators, in five minutes
 	@$(PYTEST) $(TESTS) -m "not extended and not long"
 
-test-all: $(STAMP) ## everything that `make test` leaves out, in fifteen minutes
+test-all: $(STAMP) ## run the tests that `make test` omits, in fifteen minutes
 	@$(PYTEST) $(TESTS) -m "extended and not long" --durations 30 --durations-min 5
 
-test-long: $(STAMP) ## faults and outages of a minute each, load, 5,000 random histories, 121,000 random inputs; hours
+# One process, because the instance is shared. The Pub/Sub emulator stays.
+test-real: $(STAMP) ## test the store, the relay and faults on another Spanner: SPANNER_ENDPOINT=HOST:PORT, or PROJECT= INSTANCE=
+	@test -n "$(SPANNER_ENDPOINT)$(and $(PROJECT),$(INSTANCE))" || { \
+	  echo "Pass SPANNER_ENDPOINT=HOST:PORT of a plaintext endpoint, or PROJECT= and INSTANCE= of Google Cloud"; exit 2; }
+	@TEST_SPANNER=$(or $(SPANNER_ENDPOINT),cloud) TEST_PROJECT=$(or $(PROJECT),default) TEST_INSTANCE=$(or $(INSTANCE),default) \
+	  $(PYTEST) -m "not long" $(or $(ONLY),tests/contract tests/integration tests/faults)
+
+test-long: $(STAMP) ## run long fault and load tests, an hour of random histories and 121,000 random inputs, for hours
 	@$(PYTEST) --long $(TESTS) -rP -m long_form
 
-soak: $(STAMP) ## mixed load with all faults at random, memory watched; writes build/soak (MINUTES=30)
+# Not part of CI, because it takes long. RUN=oldest runs one row of the page.
+test-versions: $(STAMP) ## test other Python versions and the oldest and newest clients; writes docs/reference/versions.md
+	@nice -n 19 $(BIN)/python -m tests.support.versions $(RUN) --pytest="$(TESTS)"
+
+soak: $(STAMP) ## run mixed load with random faults and measure memory; writes build/soak (MINUTES=30)
 	@$(BIN)/python -m tests.faults.soak $(if $(MINUTES),--minutes $(MINUTES))
 
-# Left out: tests of other code, and three that a measured process fails (it imports and writes more).
-coverage: $(STAMP) ## branch coverage of outbox and publishworker, also in processes; writes build/coverage
+# Omitted: tests of other code, and three that fail under coverage, because it imports and writes more.
+coverage: $(STAMP) ## measure branch coverage of outbox and publishworker, including processes; writes build/coverage
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --cov --cov-report term:skip-covered --cov-report html:build/coverage \
-		--ignore tests/pipeline --ignore tests/manifests --ignore tests/faults --ignore tests/model \
+		--ignore tests/pipeline --ignore tests/manifests --ignore tests/faults \
 		--ignore tests/acceptance/test_demo_pipeline.py --ignore tests/acceptance/test_kubernetes_confined.py \
 		--deselect tests/integration/test_imports.py::test_the_health_check_imports_the_standard_library_only
 
-mutants: $(STAMP) ## mutants of the core, by mutmut; writes mutants (docs/architecture/mutants.md)
+mutants: $(STAMP) ## run mutation tests of the core; writes mutants (docs/architecture/mutants.md)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group mutants
 	@PATH=$(CURDIR)/$(BIN):$$PATH mutmut run --max-children 2
 	@$(BIN)/mutmut results
 
-lint: $(STAMP) ## ruff and mypy --strict
+lint: $(STAMP) ## run ruff and mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-format: $(STAMP) ## let ruff format and mend what it can
+format: $(STAMP) ## format the code and apply ruff's fixes
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-docs: $(STAMP) ## write the generated reference pages again
+docs: $(STAMP) $(SITE) ## generate the reference pages and build the site, strictly; writes build/site
 	@$(BIN)/python docs/generate.py
+	@$(BIN)/python docs/site.py
+	@$(BIN)/zensical build --strict
 
-bench: $(STAMP) ## speed, costs, latency and memory on the emulators, ten minutes; writes docs/benchmarks.md
+docs-serve: docs ## show the site on http://127.0.0.1:8000
+	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
+
+bench: $(STAMP) ## measure the relay on the emulators, in ten minutes; writes docs/benchmarks.md
 	@$(BIN)/python -m tests.benchmarks
 
-bench-pipeline: $(STAMP) ## the jobs on Spark beside plain loops, fifteen minutes; writes docs/benchmarks.md
+bench-simulation: $(STAMP) ## print the figures of the simulation, in a few minutes
+	@PYTHONPATH=. $(BIN)/python -m tests.simulation.bench
+
+bench-pipeline: $(STAMP) ## compare the Spark jobs with plain loops, in about 27 minutes; writes docs/benchmarks.md
 	@$(BIN)/python -m tests.benchmarks --rounds 3 --only spark-read spark-archive spark-audit spark-register
 
-audit: ## known vulnerabilities of the pinned packages, where the advisories can be reached
+audit: ## find known vulnerabilities of the pinned packages; needs access to the advisories
 	@$(PYTHON) -m venv .venv-audit
 	@.venv-audit/bin/python -m pip install --quiet pip-audit
 	@.venv-audit/bin/python tests/support/advisories.py constraints.txt
 	@rm -rf .venv-audit
 
-constraints: $(BIN)/uv ## resolve the newest versions and write constraints.txt
+dist: $(STAMP) ## build wheel and source distribution, check both, run the quick start from the wheel; writes dist
+	@rm -rf dist build/release build/wheel
+	@$(BIN)/uv build --quiet --build-constraint constraints.txt --out-dir dist
+	@$(BIN)/uv venv --quiet --python $(BIN)/python build/release
+	@$(BIN)/uv pip install --quiet --python build/release/bin/python --constraint constraints.txt --group release
+	@build/release/bin/twine check --strict dist/*
+	@$(BIN)/uv venv --quiet --python $(BIN)/python build/wheel
+	@$(BIN)/uv pip install --quiet --python build/wheel/bin/python --constraint constraints.txt dist/*.whl
+	@DIST=$(CURDIR)/dist INSTALLED=$(CURDIR)/build/wheel/bin/python $(PYTEST) tests/acceptance/test_wheel.py \
+	  tests/acceptance/test_readme.py::test_the_quick_start_runs_as_written
+
+release-check: ## compare TAG=v1.2.3 and REPOSITORY=URL with version, changelog and pyproject.toml
+	@$(PYTHON) tests/support/release.py "$(TAG)" "$(REPOSITORY)"
+
+constraints: $(BIN)/uv ## resolve the newest versions; writes constraints.txt
 	@{ echo '# Written by `make constraints`: every version that the targets of the Makefile install.'; \
 	   $(BIN)/uv pip compile --quiet --upgrade --no-header --no-annotate --python $(BIN)/python \
-	   --group dev --extra worker --extra spark pyproject.toml; } > constraints.txt.new
+	   --group dev --group release --group docs --extra worker --extra spark pyproject.toml; } > constraints.txt.new
 	@mv constraints.txt.new constraints.txt
 
 clean: ## remove .venv and caches
