@@ -1,1 +1,0 @@
-"""The protocol as a small transition system, explored in full."""

@@ -1,0 +1,200 @@
+"""What the auditor knows: which tasks were committed, and which messages were received. It judges every history."""
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from math import inf
+from typing import Any
+
+from publishworker.in_doubt import MAX_SECONDS
+from publishworker.pubsub.errors import FailureKind, kind_of
+from publishworker.types import Deferred, LockedRow, Mark, NotSent, Sent, Version
+from tests.simulation.clockwork import Clockwork, Process
+
+#: Max seconds between two attempts, as the workers are set.
+LONGEST_BACKOFF = 600.0
+
+
+@dataclass(slots=True)
+class Known:
+    """A committed task. Times are seconds."""
+
+    topic: str
+    key: str
+    at: float
+    available_at: float
+    expires_at: float = inf
+    bad: bool = False  # Pub/Sub refuses its content
+    once: bool = False  # to be sent at most once
+    position: int = 0  # among the tasks of its key
+    excused: bool = False  # tasks behind it may be sent first
+    received: int = 0
+    last_at: float = -inf
+    resets: int = 0
+    reset_at: float = -inf
+
+
+@dataclass(slots=True)
+class Audit:
+    """Broken promises of a history, as they are seen."""
+
+    clockwork: Clockwork
+    skip_dead: bool = False
+    problems: list[str] = field(default_factory=list)
+    tasks: dict[str, Known] = field(default_factory=dict)
+    duplicates: int = 0
+    #: Events after which tasks may be published twice, each for what one worker has in flight.
+    disturbances: Counter[str] = field(default_factory=Counter)
+    _of_key: dict[tuple[str, str], list[Known]] = field(default_factory=lambda: defaultdict(list))
+    #: How many of the first tasks of each key are received or excused.
+    _settled: Counter[tuple[str, str]] = field(default_factory=Counter)
+    #: How often a worker was told of an outage of a task, and of trouble of a topic.
+    _outages: Counter[tuple[Process, str]] = field(default_factory=Counter)
+    _troubles: Counter[tuple[Process, str]] = field(default_factory=Counter)
+    #: The rows as each worker last locked them, and as they were when it learned that Pub/Sub has the task.
+    _claimed: dict[tuple[Process, str], LockedRow] = field(default_factory=dict)
+    _unfit: dict[tuple[Process, str], str] = field(default_factory=dict)
+    _acknowledged: dict[tuple[Process, str], tuple[float, Version]] = field(default_factory=dict)
+    _digest: Any = field(default_factory=hashlib.sha256)
+
+    def committed(self, id: str, task: Known) -> None:
+        of_key = self._of_key[task.topic, task.key]
+        task.position = len(of_key)
+        self.tasks[id] = task
+        if task.key:
+            of_key.append(task)
+
+    def reset(self, id: str) -> None:
+        """An operator has set SentAt to NULL. The mark has cleared the other columns."""
+        task = self.tasks[id]
+        task.resets += 1
+        task.reset_at, task.available_at, task.expires_at = self.clockwork.now, -inf, inf
+
+    def mended(self, id: str) -> None:
+        """An operator has made a dead task good and ready."""
+        task = self.tasks[id]
+        if not task.bad and task.expires_at > self.clockwork.now:
+            self._problem(f"{id} is dead, and nothing is wrong with it")
+        task.excused = self._is_excused(task)
+        task.bad, task.available_at, task.expires_at = False, -inf, inf
+
+    def deleted(self, id: str) -> None:
+        """An operator has deleted a dead task."""
+        self.mended(id)
+        self.tasks[id].excused = True
+        self.tasks[id].received += 1  # nothing is owed any more
+
+    def _is_excused(self, task: Known) -> bool:
+        return task.excused or task.expires_at <= self.clockwork.now or (task.bad and self.skip_dead)
+
+    def claimed(self, process: Process, rows: Iterable[LockedRow], now: datetime) -> None:
+        for row in rows:
+            self._claimed[process, row.id] = row
+            is_early = not (row.is_due(now) or row.deferred)
+            self._unfit[process, row.id] = (
+                "sent" if row.sent_at else "expired" if row.is_expired(now) else "not due" if is_early else ""
+            )
+
+    def answered(self, process: Process, topic: str, ids: Iterable[str], reason: str) -> None:
+        """The worker knows that Pub/Sub has these tasks (`reason` is "ok"), or that it failed."""
+        kind = None if reason == "ok" else kind_of(reason)
+        for id in ids:
+            if kind is None:
+                self._acknowledged[process, id] = self.clockwork.now, Version.of(self._claimed[process, id])
+            self._outages[process, id] += kind is FailureKind.OUTAGE
+        self._troubles[process, topic] += kind in (FailureKind.OUTAGE, FailureKind.TARGET)
+
+    def marked(self, process: Process, marks: Mapping[str, Mark], latest: datetime) -> None:
+        """A commit writes these marks. `latest` is the latest time of a deferral."""
+        recorded: set[tuple[str, str]] = set()
+        for id, mark in marks.items():
+            task = self.tasks[id]
+            if isinstance(mark, Sent) and not task.once and task.last_at < max(0.0, task.reset_at):
+                self._problem(f"{id} is marked as sent and was not received")
+            if isinstance(mark, Deferred) and mark.available_at > latest:
+                self._problem(f"{id} is deferred until {mark.available_at}")
+            if isinstance(mark, NotSent) and mark.error is not None and not task.once:
+                for problem in self._wrong_failure(process, id, task, mark.error.partition(":")[0]):
+                    self._problem(f"{id} has a failed attempt ({mark.error}), {problem}")
+                own = self.skip_dead and kind_of(mark.error.partition(":")[0]) is FailureKind.CONTENT
+                if task.key and not own and not mark.error.startswith("expired"):
+                    if (task.topic, task.key) in recorded:
+                        self._problem(f"{id} has a failed attempt, and so has a task before it of its key")
+                    recorded.add((task.topic, task.key))
+
+    def _wrong_failure(self, process: Process, id: str, task: Known, reason: str) -> Iterator[str]:
+        kind = kind_of(reason)
+        if reason == "expired" and task.expires_at > self.clockwork.now:
+            yield "and is not expired"
+        if kind is FailureKind.CONTENT and reason != "expired" and not task.bad:
+            yield "and nothing is wrong with it"
+        if kind is FailureKind.OUTAGE and self._outages[process, id] < 2:
+            yield "by the first outage that it met"
+        if kind is FailureKind.TARGET and self._troubles[process, task.topic] < 2:
+            yield "by its topic, whose circuit was not open before"
+
+    def received(self, process: Process, topic: str, messages: Sequence[tuple[str, str]]) -> None:
+        now = self.clockwork.now
+        for id, key in messages:
+            self._digest.update(f"{now:.9f} {process.name} {id}\n".encode())
+            task = self.tasks.get(id)
+            if task is None:
+                self._problem(f"{id} was received and never committed")
+                continue
+            if (task.topic, task.key) != (topic, key):
+                self._problem(f"{id} was received in topic {topic} with key {key!r}")
+            if now < task.available_at - 1e-6:
+                self._problem(f"{id} was received {task.available_at - now:.3f} s before its time")
+            if task.received > task.resets:
+                self.duplicates += 1
+                if task.once:
+                    self._problem(f"{id} was received {task.received + 1} times, and is to be sent at most once")
+            if key and not task.received:
+                self._in_order(id, task)
+            task.received += 1
+            task.last_at = now
+
+    def requested(self, process: Process, ids: Iterable[str]) -> None:
+        """A worker sends a publish request, which may be executed much later."""
+        for id in ids:
+            row = self._claimed[process, id]
+            if state := self._unfit[process, id]:
+                self._problem(f"{id} was {state} when {process.name} claimed it, and was published")
+            at, version = self._acknowledged.get((process, id), (float("-inf"), None))
+            if version == Version.of(row) and self.clockwork.now - at < MAX_SECONDS:
+                self._problem(f"{process.name} knew that Pub/Sub has {id}, and published it again")
+
+    def _in_order(self, id: str, task: Known) -> None:
+        of_key, settled = self._of_key[task.topic, task.key], self._settled[task.topic, task.key]
+        while settled < task.position and (of_key[settled].received or self._is_excused(of_key[settled])):
+            settled += 1
+        self._settled[task.topic, task.key] = settled
+        if settled < task.position:
+            self._problem(f"{id} was received before an earlier task of its key, number {settled}")
+
+    def end(self, unsent: Sequence[Any], bound: int, *, faults: bool) -> None:
+        """Judge the whole history, after faults have ended and all should be sent.
+
+        After a fault of the worker that marked it, an at-most-once task may be lost.
+        """
+        for id, task in self.tasks.items():
+            if task.once and faults:
+                continue
+            if task.received < 1:
+                self._problem(f"{id} was lost: committed at {task.at:.3f} and never received")
+            elif task.last_at < task.reset_at:
+                self._problem(f"{id} was lost: reset at {task.reset_at:.3f} and not received since")
+        for row in unsent:
+            self._problem(f"{row.id} is not sent at the end: {row.available_at}, {row.last_error}")
+        allowed = bound * sum(self.disturbances.values())
+        if self.duplicates > allowed:
+            self._problem(f"{self.duplicates} duplicates; {dict(self.disturbances)} explain at most {allowed}")
+
+    def digest(self) -> str:
+        return str(self._digest.hexdigest())
+
+    def _problem(self, text: str) -> None:
+        if len(self.problems) < 20:
+            self.problems.append(f"{self.clockwork.now:.3f}: {text}")

@@ -1,0 +1,115 @@
+"""A model of Pub/Sub: topics that work, are slow, are missing or do not answer, and every message that was received."""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from outbox.message import TASK_ID_ATTRIBUTE
+from publishworker.pubsub.publisher import PubSubPublisher
+from tests.simulation.audit import Audit
+from tests.simulation.clockwork import Clockwork, Process, VirtualThreads
+
+PROJECT = "test-project"
+
+
+class PubSub:
+    """The service. The auditor is told of each message that it accepts, and of each answer that arrives."""
+
+    def __init__(self, clockwork: Clockwork, audit: Audit) -> None:
+        self.clockwork, self.audit = clockwork, audit
+        self.process = Process("pubsub")
+        #: What a topic answers instead of publishing, by topic ID.
+        self.broken: dict[str, grpc.StatusCode] = {}
+        #: Seconds that each request takes longer.
+        self.slow = 0.0
+        self.requests = 0
+
+    def publisher(
+        self, process: Process, clock: Callable[[], float], median: float, fate: Callable[[str], str | None]
+    ) -> PubSubPublisher:
+        """Return the relay's own publisher, on a channel to this service."""
+        channel: Any = _Channel(self, process, median, fate)
+        return PubSubPublisher(channel, PROJECT, clock=clock, threads=VirtualThreads(self.clockwork, process))
+
+    def execute(self, process: Process, request: Any) -> grpc.StatusCode:
+        topic = request.topic.rpartition("/")[2]
+        if topic in self.broken:
+            return self.broken[topic]
+        if any("bad" in each.attributes for each in request.messages):
+            return grpc.StatusCode.INVALID_ARGUMENT
+        messages = [(each.attributes[TASK_ID_ATTRIBUTE], each.ordering_key) for each in request.messages]
+        self.audit.received(process, topic, messages)
+        return grpc.StatusCode.OK
+
+
+class _Channel:
+    """The channel to Pub/Sub of one process, and the transport that holds it."""
+
+    def __init__(self, pubsub: PubSub, process: Process, median: float, fate: Callable[[str], str | None]) -> None:
+        self._pubsub, self._process, self._median, self._fate = pubsub, process, median, fate
+        self.grpc_channel = self
+
+    def unary_unary(self, *_arguments: Any, **_more: Any) -> "_Channel":
+        return self
+
+    def future(self, request: Any, timeout: float, **_more: Any) -> "_Answer":
+        """Send a request. Its answer comes within `timeout`, but an unanswered request may be executed later."""
+        ids = [each.attributes[TASK_ID_ATTRIBUTE] for each in request.messages]
+        clockwork, pubsub, answer = self._pubsub.clockwork, self._pubsub, _Answer(request.topic, ids)
+        pubsub.requests += 1
+        pubsub.audit.requested(self._process, ids)
+        fate = self._fate("publish")
+        latency = self._median * clockwork.random.uniform(0.7, 1.6) + pubsub.slow
+
+        def serve() -> None:
+            clockwork.sleep(latency / 2)
+            if fate == "refused":
+                return self._answer(answer, grpc.StatusCode.UNAVAILABLE)
+            if fate == "lost":
+                return None
+            code = pubsub.execute(self._process, request)
+            clockwork.sleep(latency / 2)
+            return None if fate == "unanswered" else self._answer(answer, code)
+
+        clockwork.spawn(pubsub.process, serve)
+        clockwork.after(timeout, lambda: self._answer(answer, grpc.StatusCode.DEADLINE_EXCEEDED))
+        return answer
+
+    def _answer(self, answer: "_Answer", code: grpc.StatusCode) -> None:
+        if answer.answered is None:
+            answer.answered = code
+            self._pubsub.audit.answered(self._process, answer.topic, answer.message_ids, code.name.lower())
+            for callback in answer.callbacks:
+                self._pubsub.clockwork.spawn(self._process, lambda each=callback: each(answer))
+
+
+class _Answer:
+    """The future of an answer."""
+
+    def __init__(self, topic: str, ids: list[str]) -> None:
+        self.topic = topic.rpartition("/")[2]
+        self.answered: grpc.StatusCode | None = None
+        self.callbacks: list[Callable[[Any], None]] = []
+        self.message_ids = ids
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self.callbacks.append(callback)
+
+    def result(self) -> "_Answer":
+        assert self.answered is not None
+        if self.answered is not grpc.StatusCode.OK:
+            raise Refused(self.answered)
+        return self
+
+
+class Refused(grpc.RpcError):
+    def __init__(self, code: grpc.StatusCode) -> None:
+        super().__init__(code)
+        self._code = code
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return "no " * 400

@@ -1,0 +1,120 @@
+"""Defects that are put into the relay, one at a time, to find out whether histories notice them."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from publishworker import delivery, eligibility, in_doubt
+from publishworker.delivery import Delivery
+from publishworker.in_doubt import InDoubt
+from publishworker.in_flight import InFlight
+from publishworker.membership import Membership
+from publishworker.ordering import Ordering, ResolvedKeys
+from publishworker.poller import Poller
+from publishworker.pubsub import messages, publisher
+from publishworker.pubsub.messages import Lane
+from publishworker.retry_policy import RetryPolicy
+from publishworker.topics.circuit_breaker import CircuitBreakers
+from publishworker.topics.discovery import KnownTopics
+from publishworker.types import BatchResult, Deferred, LockedRow, Sent, Skipped, Version
+from publishworker.worker import Worker
+
+
+def always(value: object) -> Callable[[Any], Any]:
+    return lambda _real: lambda *_arguments, **_options: value
+
+
+def without(reason: str) -> Callable[[Any], Any]:
+    """Return a maker of `skip_reasons` that never skip a row for this reason."""
+
+    def make(real: Any) -> Any:
+        def ours(*arguments: Any, **options: Any) -> Any:
+            found = real(*arguments, **options)
+            return {id: each for id, each in found.items() if each != Skipped(reason)}  # type: ignore[arg-type]
+
+        return ours
+
+    return make
+
+
+def one_shard_less(real: Any) -> Any:
+    def ours(self: Any) -> None:
+        real(self)
+        self.shards = self.shards[1:]
+
+    return ours
+
+
+def late_mark(real: Any) -> Any:
+    """Return `deliver` that marks tasks whose publish failed."""
+
+    def ours(self: Any, result: Any, eligible: Any, now: Any) -> Any:
+        marks = real(self, result, eligible, now)
+        return marks | {row.id: Sent("") for row in eligible if row.id not in marks}
+
+    return ours
+
+
+#: What the relay no longer does, the attribute that does it, and how the attribute is replaced.
+DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
+    "SentAt is read again under the lock": (delivery, "skip_reasons", without("sent")),
+    "a task that is not due is skipped under the lock": (delivery, "skip_reasons", without("not_due")),
+    "a task behind a blocked one is skipped under the lock": (delivery, "skip_reasons", without("blocked")),
+    "a transaction attempt remembers outcomes": (delivery, "untried", lambda _: lambda rows, _tried: rows),
+    "a later attempt marks what an earlier one published": (BatchResult, "published_versions", always({})),
+    "only published tasks are marked": (Delivery, "_marks", late_mark),
+    "a failed commit is remembered": (InDoubt, "learn", always(None)),
+    "tasks in doubt are marked": (InDoubt, "mark", always(None)),
+    "tasks in doubt are not claimed": (InDoubt, "ids", always(frozenset())),
+    "the keys of tasks in doubt wait": (InDoubt, "keys", always(frozenset())),
+    "tasks in doubt are remembered for 15 minutes": (in_doubt, "MAX_SECONDS", lambda _: 1.0),
+    "a reset row is told from a lost mark": (
+        Version, "of", lambda real: classmethod(lambda _class, row: replace(real(row), times_sent=0))
+    ),
+    "a key is sent from its head on": (
+        Ordering, "resolve", lambda _: lambda _self, candidates, *_: ResolvedKeys(candidates)
+    ),
+    "a key in flight waits": (InFlight, "keys", always(frozenset())),
+    "each request of a key waits for the answer to the last": (
+        messages, "lanes",
+        lambda real: lambda *a: [Lane(deque([each]), lane.ordered) for lane in real(*a) for each in lane.requests],
+    ),
+    "a failed request stops its key": (
+        publisher, "_answered", lambda real: lambda lane, *a: real(lane, *a) or [lane][: len(lane.requests)]
+    ),
+    "no answer is no success": (publisher, "failure_of", always(Sent(""))),
+    "deferred tasks are released": (Delivery, "_releases", always({})),
+    "a deferral ends": (
+        RetryPolicy, "defer",
+        lambda real: lambda self, *a: replace(real(self, *a), available_at=a[2].replace(year=a[2].year + 5))
+    ),
+    "a circuit closes again": (CircuitBreakers, "suspended", lambda _: lambda self: frozenset(self._open)),
+    "at-most-once tasks are marked first": (eligibility, "_skip_reason", always(None)),
+    "an at-most-once task whose publish is refused is not lost": (Delivery, "_take_back", always(None)),
+    "only a probe fails for its topic": (
+        CircuitBreakers, "start", lambda real: lambda self, batch: replace(real(self, batch), probe=True)
+    ),
+    "the first outage costs no attempt": (
+        CircuitBreakers, "start",
+        lambda real: lambda self, batch: replace(real(self, batch), suspects=frozenset(batch.ids))
+    ),
+    "deferred tasks cost no attempt": (Delivery, "_behind", lambda _: lambda _self, _head, recorded, _now: recorded),
+    "a deferral is short": (RetryPolicy, "defer", lambda _: lambda _self, head, at, _now: Deferred(at, head.id)),
+    "a refused request is split": (messages.Lane, "smaller", lambda _: lambda self, _ids, _request: [self]),
+    "an expired task is not sent": (LockedRow, "is_expired", always(False)),
+    "an outage records no attempt": (delivery, "is_recorded", always(True)),
+    "every shard is polled": (Membership, "refresh", one_shard_less),
+    "a topic without candidates is found again": (KnownTopics, "discover", lambda real: lambda self, names: (
+        real(self, [name for name in names if name not in self.recent])
+    )),
+    "due tasks are polled": (
+        Poller, "_read", lambda real: lambda self, request, *a: real(self, replace(request, due=False), *a)
+    ),
+    "a worker goes on after an outage": (
+        Worker, "_log_unavailable", lambda _: lambda self, _error: self._relay.stopped_by_a_defect()
+    ),
+}  # fmt: skip
+
+#: A defect that breaks no promise: a deferred task that is not released waits until its deferral ends.
+MASKED = {"deferred tasks are released"}

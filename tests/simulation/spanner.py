@@ -1,0 +1,484 @@
+"""A model of Spanner: rows with the outbox's index ranges, row locks with wound-wait, latency, capacity, lost answers.
+
+What it does not model: plans, splits that move, replicas, leader changes, and the time that a transaction of many
+participants takes beyond a constant for each.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from enum import IntEnum
+from math import exp
+from typing import Any
+
+from sortedcontainers import SortedList
+
+from publishworker.spanner import store as product
+from publishworker.spanner.store import Decide, NotWritten, StoreError, Unsent
+from publishworker.types import (
+    Candidate,
+    Key,
+    KeyHeads,
+    Mark,
+    PollRequest,
+    QueuedTask,
+    TopicControls,
+    Workers,
+)
+from tests.simulation.audit import LONGEST_BACKOFF, Audit
+from tests.simulation.clockwork import Clockwork, Process
+from tests.support.fakes import NO_SEQUENCE, FakeStore, StoredTask, candidate
+
+#: Seconds without a request after which Spanner may abort a transaction.
+#: https://cloud.google.com/spanner/docs/reference/rest/v1/TransactionOptions
+IDLE_SECONDS = 10.0
+#: Seconds that a request may wait for capacity. Then Spanner pushes back with ABORTED.
+MAX_QUEUE_SECONDS = 2.0
+
+
+class Mode(IntEnum):
+    SHARED, EXCLUSIVE = range(2)
+
+
+class Aborted(Exception):
+    """The transaction has lost its locks, or the database is overloaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Medians in seconds of a request as the client sees it, without waits for locks, and the spread of all.
+
+    The defaults are of the order that users report for a regional instance; `commit` grows by `participant` for each
+    split that it writes to.
+    """
+
+    read: float = 0.006
+    lock: float = 0.007
+    commit: float = 0.012
+    participant: float = 0.0001
+    publish: float = 0.025
+    sigma: float = 0.35
+
+    def times(self, factor: float) -> "Latencies":
+        return Latencies(
+            self.read * factor, self.lock * factor, self.commit * factor, self.participant * factor,
+            self.publish * factor, self.sigma,
+        )  # fmt: skip
+
+
+DEFAULT_LATENCIES = Latencies()
+
+
+@dataclass(eq=False)
+class Transaction:
+    """One transaction attempt. Attempts of one call share their age, so the oldest call wins in the end."""
+
+    age: tuple[float, int]
+    exclusive: bool = True
+    held: dict[str, Mode] = field(default_factory=dict)
+    wounded: bool = False
+    commits: bool = False
+    asked_at: float = 0.0
+    locked_at: float = 0.0
+
+
+class Locks:
+    """Row locks, shared and exclusive. An older transaction aborts younger ones in its way, a younger one waits."""
+
+    def __init__(self, clockwork: Clockwork) -> None:
+        self._clockwork = clockwork
+        self._holders: dict[str, dict[Transaction, Mode]] = defaultdict(dict)
+        self._waiters: dict[str, list[Callable[[Any], None]]] = defaultdict(list)
+        self.waits = 0
+        self.wounds = 0
+        #: How long each committed transaction held its locks.
+        self.held_seconds: list[float] = []
+
+    def acquire(self, transaction: Transaction, id: str, mode: Mode) -> None:
+        """Wait for the lock. Raises Aborted."""
+        while others := self._in_the_way(transaction, id, mode):
+            for other in others:
+                idle = self._clockwork.now - other.asked_at >= IDLE_SECONDS
+                if not other.commits and (idle or transaction.age < other.age):
+                    self.wound(other)
+            if not (others := self._in_the_way(transaction, id, mode)):
+                break
+            self.waits += 1
+            self._waiters[id].append(self._clockwork.waiter())
+            self._clockwork.park(min(IDLE_SECONDS - (self._clockwork.now - other.asked_at) for other in others) + 0.001)
+            if transaction.wounded:
+                raise Aborted("wounded while it waited")
+        if transaction.wounded:
+            raise Aborted("wounded")
+        self._holders[id][transaction] = transaction.held[id] = max(mode, transaction.held.get(id, mode))
+
+    def _in_the_way(self, transaction: Transaction, id: str, mode: Mode) -> list[Transaction]:
+        return [
+            other
+            for other, its in self._holders.get(id, {}).items()
+            if other is not transaction and (mode is Mode.EXCLUSIVE or its is Mode.EXCLUSIVE)
+        ]
+
+    def holders(self, id: str) -> list[Transaction]:
+        return list(self._holders.get(id, ()))
+
+    def wound(self, transaction: Transaction) -> None:
+        self.wounds += 1
+        transaction.wounded = True
+        self.release(transaction)
+
+    def release(self, transaction: Transaction) -> None:
+        for id in transaction.held:
+            self._holders[id].pop(transaction, None)
+            if not self._holders[id]:
+                del self._holders[id]
+            for wake in self._waiters.pop(id, ()):
+                wake(True)
+        transaction.held = {}
+
+
+class Table(FakeStore):
+    """The rows, with the ranges of both indexes. Every method is one instant."""
+
+    def __init__(self, clockwork: Clockwork, shards: int) -> None:
+        super().__init__(shards)
+        self._clockwork, self._epoch, self._last = clockwork, self.now, self.now
+        self._ready: dict[tuple[int, str], SortedList[Any]] = defaultdict(SortedList)
+        self._due: dict[tuple[int, str], SortedList[Any]] = defaultdict(SortedList)
+        self._unsent_of_key: dict[Key, SortedList[Any]] = defaultdict(SortedList)
+        self._unsent_topics: dict[int, dict[str, int]] = defaultdict(dict)
+        self.unsent_count = 0
+
+    def time(self) -> datetime:
+        self.now = self._epoch + timedelta(seconds=self._clockwork.now)
+        return self.now
+
+    def commit_time(self) -> datetime:
+        """Return a commit timestamp: later than all before."""
+        self._last = max(self.time(), self._last + timedelta(microseconds=1))
+        return self._last
+
+    def insert(self, id: str, topic: str, data: bytes = b"", **columns: Any) -> None:
+        super().insert(id, topic, data, **columns)
+        self._index(self.rows[id])
+
+    def delete(self, id: str) -> None:
+        self._unindex(self.rows.pop(id))
+
+    def change(self, id: str, **columns: Any) -> None:
+        row = self.rows[id]
+        self._unindex(row)
+        for name, value in columns.items():
+            setattr(row, name, value)
+        self._index(row)
+
+    def apply(self, marks: Mapping[str, Mark], committed: datetime) -> None:
+        for id in marks:
+            self._unindex(self.rows[id])
+        super().apply(marks, committed)
+        for id in marks:
+            self._index(self.rows[id])
+
+    def _index(self, row: StoredTask) -> None:
+        if row.sent_at is not None:
+            return
+        place = row.shard, row.topic
+        if row.available_at is None:
+            self._ready[place].add((-row.priority, row.created_at, row.id))
+        else:
+            self._due[place].add((row.available_at, -row.priority, row.created_at, row.id))
+        if row.ordering_key is not None:
+            self._unsent_of_key[Key(row.topic, row.ordering_key)].add(_place(row))
+        topics = self._unsent_topics[row.shard]
+        topics[row.topic] = topics.get(row.topic, 0) + 1
+        self.unsent_count += 1
+
+    def _unindex(self, row: StoredTask) -> None:
+        if row.sent_at is not None:
+            return
+        place = row.shard, row.topic
+        if row.available_at is None:
+            self._ready[place].remove((-row.priority, row.created_at, row.id))
+        else:
+            self._due[place].remove((row.available_at, -row.priority, row.created_at, row.id))
+        if row.ordering_key is not None:
+            self._unsent_of_key[Key(row.topic, row.ordering_key)].remove(_place(row))
+        topics = self._unsent_topics[row.shard]
+        topics[row.topic] -= 1
+        self.unsent_count -= 1
+        if not topics[row.topic]:
+            del topics[row.topic]
+
+    def poll(self, request: PollRequest) -> Sequence[Candidate]:
+        now, found = self.time(), dict[str, Candidate]()
+        for place in itertools.product(request.shards, sorted(request.topics)):
+            ids = [each[-1] for each in self._ready[place].islice(stop=request.per_range)]
+            if request.below is not None:
+                lower = self._ready[place].irange(minimum=(1 - request.below,))
+                ids += [each[-1] for each in itertools.islice(lower, request.per_range)]
+            if request.due:
+                due = itertools.takewhile(lambda each: each[0] <= now, self._due[place])
+                ids += [each[-1] for each in itertools.islice(due, request.per_range)]
+            found |= {id: candidate(self.rows[id]) for id in ids}
+        return tuple(found.values())
+
+    def discover(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
+        return frozenset(topic for shard in shards for topic in self._unsent_topics[shard]).difference(known)
+
+    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
+        self.time()
+        found: dict[Key, list[QueuedTask]] = {}
+        for key in keys:
+            rows = (self.rows[id] for _, _, id in self._unsent_of_key[key])
+            wanted = (row for row in rows if not (skip_dead and self.is_dead(row)))
+            if first := [self.waiting(row) for row in itertools.islice(wanted, per_key)]:
+                found[key] = first
+        return found
+
+    def unsent_rows(self) -> list[StoredTask]:
+        return [row for row in self.rows.values() if row.sent_at is None]
+
+
+def _place(row: StoredTask) -> tuple[datetime, int, str]:
+    return row.created_at, NO_SEQUENCE if row.sequence is None else row.sequence, row.id
+
+
+class Spanner:
+    """The service: one table, its locks, and as many requests a second as its capacity allows."""
+
+    def __init__(self, clockwork: Clockwork, shards: int, latencies: Latencies, *, splits: int = 10) -> None:
+        self.clockwork, self.latencies, self.splits = clockwork, latencies, splits
+        self.table = Table(clockwork, shards)
+        self.locks = Locks(clockwork)
+        self.process = Process("spanner")
+        #: Requests that it can serve in a second, or None for any number. More wait, those of low priority longer.
+        self.capacity: float | None = None
+        self._busy_until = self._urgent_until = 0.0
+        self._ages = itertools.count()
+        self.requests: dict[str, int] = defaultdict(int)
+        self.aborts = 0
+
+    def drawn(self, median: float) -> float:
+        """Return a latency of this median."""
+        return median * exp(self.clockwork.random.gauss(0, self.latencies.sigma))
+
+    def age(self) -> tuple[float, int]:
+        return self.clockwork.now, next(self._ages)
+
+    def serve(self, *, urgent: bool) -> None:
+        """Wait for capacity. Raises Aborted if that would take long."""
+        if self.capacity is None:
+            return
+        now, work = self.clockwork.now, 1 / self.capacity
+        end = max(now, self._urgent_until) + work if urgent else max(now, self._busy_until, self._urgent_until) + work
+        if end - now > MAX_QUEUE_SECONDS:
+            raise Aborted("overloaded")
+        if urgent:
+            self._urgent_until = end
+            self._busy_until = max(now, self._busy_until) + work
+        else:
+            self._busy_until = end
+        self.clockwork.sleep(end - now)
+
+    def lock(self, transaction: Transaction, ids: Sequence[str]) -> list[Any]:
+        transaction.asked_at = self.clockwork.now
+        for id in ids:
+            self.locks.acquire(transaction, id, Mode.EXCLUSIVE if transaction.exclusive else Mode.SHARED)
+        transaction.asked_at = transaction.locked_at = self.clockwork.now
+        self.table.time()
+        return [self.table.as_locked(self.table.rows[id]) for id in ids if id in self.table.rows]
+
+    def commit(self, transaction: Transaction, marks: Mapping[str, Mark]) -> datetime:
+        transaction.asked_at = self.clockwork.now
+        for id in sorted(marks):
+            self.locks.acquire(transaction, id, Mode.EXCLUSIVE)
+        if transaction.wounded:
+            raise Aborted("wounded")
+        transaction.commits = True
+        touched = {self.table.rows[id].shard % self.splits for id in marks}
+        self.clockwork.sleep(self.latencies.participant * len(touched))
+        committed = self.table.commit_time()
+        self.table.apply(marks, committed)
+        self.locks.release(transaction)
+        self.locks.held_seconds.append(self.clockwork.now - transaction.locked_at)
+        return committed
+
+
+class Connection:
+    """The store of one worker: each method is a request that takes time, waits, fails or loses its answer."""
+
+    def __init__(
+        self,
+        spanner: Spanner,
+        process: Process,
+        fate: Callable[[str], str | None] = lambda _kind: None,
+        *,
+        exclusive: bool = True,
+        cpu: float = 0.0,
+        audit: Audit | None = None,
+    ) -> None:
+        """`fate` says of each request whether it is `refused`, or its way there (`lost`) or back (`unanswered`) fails.
+
+        `audit` is told of the rows and marks of each claim. Each claimed task costs `cpu` seconds.
+        """
+        self._spanner, self._process, self._fate, self._exclusive = spanner, process, fate, exclusive
+        self._clockwork, self._audit, self._cpu = spanner.clockwork, audit, cpu
+        self.shards = spanner.table.shards
+
+    def _call(self, kind: str, median: float, execute: Callable[[], Any], limit: float, *, urgent: bool = False) -> Any:
+        """Send a request, wait for its answer. Raises StoreError, Aborted."""
+        clockwork, spanner = self._clockwork, self._spanner
+        fate, there, back = self._fate(kind), spanner.drawn(median / 2), spanner.drawn(median / 2)
+        spanner.requests[kind] += 1
+        wake = clockwork.waiter()
+
+        def serve() -> None:
+            clockwork.sleep(there)
+            if fate in ("lost", "refused"):
+                return wake(StoreError("UNAVAILABLE")) if fate == "refused" else None
+            try:
+                spanner.serve(urgent=urgent)
+                answer = execute()
+            except (Aborted, StoreError) as error:
+                answer = error
+            clockwork.sleep(back)
+            return None if fate == "unanswered" else wake((answer,))
+
+        clockwork.spawn(spanner.process, serve)
+        answer = clockwork.park(limit)
+        if answer is None:
+            raise StoreError("DEADLINE_EXCEEDED")
+        if isinstance(answer, StoreError):
+            raise answer
+        [result] = answer
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def _read(self, kind: str, execute: Callable[[], Any]) -> Any:
+        try:
+            return self._call(kind, self._spanner.latencies.read, execute, product.READ_SECONDS)
+        except Aborted as error:
+            raise StoreError(str(error)) from error
+
+    def poll(self, request: PollRequest) -> Sequence[Candidate]:
+        found: Sequence[Candidate] = self._read("poll", lambda: self._spanner.table.poll(request))
+        return found
+
+    def discover(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
+        found: frozenset[str] = self._read("discover", lambda: self._spanner.table.discover(shards, known))
+        return found
+
+    def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
+        table = self._spanner.table
+
+        def execute() -> float | None:
+            table.time()
+            return table.seconds_until_due(shards, topics)
+
+        found: float | None = self._read("next_due", execute)
+        return found
+
+    def topic_controls(self) -> TopicControls:
+        found: TopicControls = self._read("controls", self._spanner.table.topic_controls)
+        return found
+
+    def workers(self) -> Workers:
+        def execute() -> Workers:
+            self._spanner.table.time()
+            return self._spanner.table.workers()
+
+        found: Workers = self._read("workers", execute)
+        return found
+
+    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
+        table = self._spanner.table
+        found: KeyHeads = self._read("key_heads", lambda: table.key_heads(keys, per_key, skip_dead=skip_dead))
+        return found
+
+    def has_work(self, shards: Sequence[int] | None = None) -> bool:
+        found: bool = self._read("has_work", lambda: self._spanner.table.has_work(shards))
+        return found
+
+    def topics_in_use(self) -> tuple[frozenset[str], frozenset[str]]:
+        found: tuple[frozenset[str], frozenset[str]] = self._read("in_use", self._spanner.table.topics_in_use)
+        return found
+
+    def unsent(self) -> list[Unsent]:
+        found: list[Unsent] = self._read("unsent", self._spanner.table.unsent)
+        return found
+
+    def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
+        def execute() -> None:
+            self._spanner.table.time()
+            self._spanner.table.heartbeat(worker, started_at, remove)
+
+        self._write("heartbeat", execute)
+
+    def leave(self, worker: str) -> None:
+        self._write("heartbeat", lambda: self._spanner.table.leave(worker))
+
+    def _write(self, kind: str, execute: Callable[[], Any]) -> None:
+        try:
+            limit = product.HEARTBEAT_TIMEOUT_SECONDS
+            self._call(kind, self._spanner.latencies.commit, execute, limit, urgent=True)
+        except Aborted as error:
+            raise NotWritten(str(error)) from error
+
+    def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
+        """See Store: the transaction attempts of the client, with its limits."""
+        clockwork, spanner = self._clockwork, self._spanner
+        age, end = spanner.age(), clockwork.now + product.ABORTED_SECONDS
+        while True:
+            transaction = Transaction(age, self._exclusive, asked_at=clockwork.now)
+            try:
+                return self._attempt(transaction, sorted(ids), decide)
+            except Aborted as error:
+                spanner.aborts += 1
+                if clockwork.now >= end:
+                    raise NotWritten(f"ABORTED: {error}") from error
+                clockwork.sleep(spanner.drawn(product.ABORTED_DELAY_SECONDS))
+            finally:
+                self._roll_back(transaction)
+
+    def _attempt(self, transaction: Transaction, ids: Sequence[str], decide: Decide) -> datetime:
+        spanner = self._spanner
+        try:
+            rows = self._call(
+                "lock", spanner.latencies.lock, lambda: spanner.lock(transaction, ids), product.LOCK_SECONDS
+            )
+        except StoreError as error:
+            raise NotWritten(str(error)) from error
+        now = spanner.table.time()
+        if self._audit:
+            self._audit.claimed(self._process, rows, now)
+        self._work(len(rows))
+        decided = decide(rows, now)
+        marks = {row.id: decided[row.id] for row in rows if row.id in decided}
+
+        def execute() -> datetime:
+            committed = spanner.commit(transaction, marks)
+            if self._audit:
+                self._audit.marked(self._process, marks, committed + timedelta(seconds=LONGEST_BACKOFF))
+            return committed
+
+        committed: datetime = self._call("commit", spanner.latencies.commit, execute, 10.0)
+        return committed
+
+    def _work(self, tasks: int) -> None:
+        """Take the CPU time of so many tasks; the fibers of a process share one core."""
+        process, now = self._process, self._clockwork.now
+        process.busy_until = max(now, process.busy_until) + tasks * self._cpu
+        self._clockwork.sleep(process.busy_until - now)
+
+    def _roll_back(self, transaction: Transaction) -> None:
+        """Release the locks, unless they are released already or the request is lost: then they stay until idle."""
+        if self._process.alive and not transaction.commits and self._fate("rollback") is None:
+            self._clockwork.after(self._spanner.drawn(0.003), lambda: self._release(transaction))
+
+    def _release(self, transaction: Transaction) -> None:
+        if not transaction.commits:
+            transaction.wounded = True  # a lock query that still waits must not get the locks
+            self._spanner.locks.release(transaction)

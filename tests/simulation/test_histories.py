@@ -1,0 +1,116 @@
+"""Histories by seed: whatever happens, no task is lost, no key leaves its order, and each duplicate has a cause.
+
+docs/architecture/simulation.md says what is modeled, and what is not.
+"""
+
+import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from tests.simulation.seeded_faults import DEFECTS, MASKED
+from tests.simulation.world import Plan, World, shortest
+from tests.support.processes import ROOT
+
+#: CPU seconds of histories.
+QUICK, EXTENDED, LONG = 30.0, 30.0, 3600.0
+#: Defects that few histories notice.
+SLOW = (
+    "a task behind a blocked one is skipped under the lock", "tasks in doubt are not claimed",
+    "the keys of tasks in doubt wait", "an expired task is not sent", "a topic without candidates is found again",
+    *MASKED,
+)  # fmt: skip
+
+
+def problems(plan: Plan) -> list[str]:
+    """Play a history; return the broken promises, or the error that ended a worker."""
+    try:
+        return World(plan).play().problems
+    except Exception as error:
+        return [f"a worker ended with {error!r}"]
+
+
+def seeds(first: int, seconds: float) -> Iterator[int]:
+    end = time.process_time() + seconds
+    yield from itertools.takewhile(lambda _seed: time.process_time() < end, itertools.count(first))
+
+
+def report(plan: Plan) -> str:
+    """Return the failing history as the shortest plan found, which plays it again."""
+    short = shortest(plan)
+    return "\n".join([f"seed {plan.seed} breaks a promise; so does World({short}).play():", *problems(short)])
+
+
+@pytest.mark.parametrize(
+    ("first", "seconds"),
+    [
+        (0, QUICK),
+        pytest.param(100, EXTENDED, marks=[pytest.mark.extended, pytest.mark.timeout(1800)]),
+        pytest.param(200_000, LONG, marks=[pytest.mark.long("an hour of histories"), pytest.mark.timeout(20_000)]),
+    ],
+)
+def test_a_history_breaks_no_promise(first: int, seconds: float) -> None:
+    """Also with faults: nothing is lost, keys keep their order, duplicates have a cause, and all is sent afterwards."""
+    played = 0
+    for seed in seeds(first, seconds):
+        plan = Plan.of(seed)
+        assert not problems(plan), report(plan)
+        played += 1
+    print(f"{played} histories, {played / seconds:.1f} for each CPU second")
+
+
+def test_a_seed_gives_the_same_history_in_every_process() -> None:
+    """Event for event: otherwise a failing seed would be worth nothing."""
+    code = "from tests.simulation.world import *; print([World(Plan.of(s)).play().digest() for s in range(6)])"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}, text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(found) == 1
+
+
+QUICKLY_FOUND = ("SentAt is read again under the lock", "a key is sent from its head on", "every shard is polled")
+
+
+@pytest.mark.parametrize(
+    ("defect", "limit"),
+    [
+        *((name, 40) for name in QUICKLY_FOUND),
+        *(
+            pytest.param(name, 100, marks=[pytest.mark.extended, pytest.mark.timeout(600)])
+            for name in DEFECTS
+            if name not in (*QUICKLY_FOUND, *SLOW)
+        ),
+        *(
+            pytest.param(name, 2_000, marks=[pytest.mark.long("many seeds"), pytest.mark.timeout(3600)])
+            for name in SLOW
+        ),
+    ],
+)
+def test_histories_notice_a_defect(defect: str, limit: int) -> None:
+    """Except where a second mechanism makes good for it, with the same promises."""
+    owner, name, make = DEFECTS[defect]
+    with mock.patch.object(owner, name, make(getattr(owner, name))):
+        found = next((seed for seed in range(limit) if problems(Plan.of(seed))), None)
+    assert (found is None) == (defect in MASKED), found
+
+
+def test_a_failing_history_is_reported_as_the_shortest_that_fails() -> None:
+    owner, name, make = DEFECTS["a failed commit is remembered"]
+    with mock.patch.object(owner, name, make(getattr(owner, name))):
+        plan = next(plan for plan in map(Plan.of, range(200)) if plan.faults and problems(plan))
+        short = shortest(plan)
+        assert problems(short)
+        assert len(short.faults) <= len(plan.faults)
+        assert short.seconds <= plan.seconds
+        assert all(problems(dataclasses.replace(short, faults=())) == [] for _ in short.faults)
+        assert f"seed {plan.seed} breaks a promise" in report(plan)

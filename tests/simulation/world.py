@@ -1,0 +1,330 @@
+"""One history: workers, applications and an operator on models of Spanner and Pub/Sub, with faults, by a seed."""
+
+import dataclasses
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from math import inf
+from random import Random
+from typing import Any
+from unittest import mock
+
+from publishworker.batching import Limits
+from publishworker.delivery import Delivery
+from publishworker.membership import Membership
+from publishworker.relay import Relay
+from publishworker.retry_policy import RetryPolicy
+from publishworker.telemetry.metrics import Metrics
+from publishworker.worker import Worker
+from tests.simulation.audit import LONGEST_BACKOFF, Audit, Known
+from tests.simulation.clockwork import Clockwork, Event, Process, VirtualThreads
+from tests.simulation.faults import FAULTS
+from tests.simulation.pubsub import PubSub
+from tests.simulation.spanner import DEFAULT_LATENCIES, Aborted, Connection, Latencies, Spanner
+from tests.support.fakes import serialized
+
+GOOD, BAD = serialized(), serialized(attributes={"bad": "yes"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Fault:
+    """`kind` begins at `at` and lasts `seconds`; `which` is the number of a worker or of a topic."""
+
+    at: float
+    kind: str
+    which: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """All that a history depends on."""
+
+    seed: int
+    workers: int = 2
+    shards: int = 4
+    batch_size: int = 10
+    concurrency: int = 2
+    fair_share: float = 0.1
+    rate: float = 20.0  # transactions of the applications, per second
+    seconds: float = 60.0  # of registrations and faults
+    keys: float = 0.3  # part of the tasks with an ordering key
+    bad: float = 0.0  # part that Pub/Sub refuses
+    once: float = 0.0  # part of those without a key that are at-most-once
+    lifetimes: tuple[float | None, ...] = (None,)  # seconds until a task expires
+    skip_dead: bool = False
+    faults: tuple[Fault, ...] = ()
+    latencies: Latencies = DEFAULT_LATENCIES
+    exclusive: bool = True
+    cpu: float = 0.0  # seconds of a worker for each task
+
+    @classmethod
+    def of(cls, seed: int) -> "Plan":
+        """Draw a plan."""
+        random = Random(seed)
+        workers, seconds = random.choice([1, 2, 2, 3, 4]), random.choice([5.0, 10.0, 20.0, 60.0])
+        faults = [
+            Fault(random.uniform(0, seconds), random.choice(list(FAULTS)), random.randrange(8), _duration(random))
+            for _ in range(random.choice([0, 1, 3, 6, 10]))
+        ]
+        return cls(
+            seed,
+            workers=workers,
+            shards=random.choice([1, 2, 4, 10]),
+            batch_size=random.choice([1, 3, 10, 100]),
+            concurrency=random.choice([1, 2, 4, 8]),
+            fair_share=random.choice([0.0, 0.1, 0.5]),
+            rate=random.choice([1.0, 5.0, 20.0]),
+            seconds=seconds,
+            keys=random.choice([0.0, 0.3, 1.0]),
+            bad=random.choice([0.0, 0.0, 0.05, 0.2]),
+            once=random.choice([0.0, 0.0, 0.2]),
+            lifetimes=random.choice([(None,), (None,) * 9 + (1.0, 30.0)]),
+            skip_dead=random.random() < 0.3,
+            faults=tuple(sorted(faults)),
+            latencies=DEFAULT_LATENCIES.times(random.choice([0.3, 1, 1, 3, 10])),
+        )
+
+
+def _duration(random: Random) -> float:
+    return min(random.expovariate(1 / 12), 120.0)
+
+
+class Node:
+    """One worker process, and what it may meet."""
+
+    def __init__(self, world: "World", number: int) -> None:
+        self.world, self.number = world, number
+        self.started = 0
+        self.cut: list[str] = []  # services that it does not reach
+        self.process = Process("")
+        self.stop = Event(world.clockwork)
+        self.relay: Relay
+        self.start()
+
+    def start(self) -> None:
+        world, plan = self.world, self.world.plan
+        self.started += 1
+        process = self.process = Process(f"worker-{self.number}.{self.started}")
+        self.stop = Event(world.clockwork)
+        random = Random(f"{plan.seed}/{process.name}")
+        store = Connection(
+            world.spanner, process, self._fate("spanner"), exclusive=plan.exclusive, cpu=plan.cpu, audit=world.audit
+        )
+        publisher = world.pubsub.publisher(process, self.clock, plan.latencies.publish, self._fate("pubsub"))
+        membership = Membership(store, process.name, store.shards, clock=self.clock)
+        retries = RetryPolicy(initial=1, longest=LONGEST_BACKOFF, max_attempts=10, dead_after=86_400, random=random)
+        relay = self.relay = Relay(
+            store,
+            Delivery(store, publisher, retries, 5.0, skip_dead=plan.skip_dead, clock=self.clock),
+            Metrics(None),
+            membership,
+            limits=Limits(plan.batch_size, 8_000_000, plan.concurrency),
+            discovery_seconds=0.5,
+            refresh_seconds=2.0,
+            random=random,
+            fair_share=plan.fair_share,
+            skip_dead=plan.skip_dead,
+            stragglers=plan.concurrency // 4,
+            patience=0.1,
+            shutdown_seconds=20.0,
+            clock=self.clock,
+            threads=VirtualThreads(world.clockwork, process),
+        )
+        worker = Worker(relay, membership, poll_interval=1.0, touch_file=lambda: None, random=random, clock=self.clock)
+        stop: Any = self.stop
+        world.clockwork.spawn(process, lambda: worker.run(stop))
+
+    def clock(self) -> float:
+        return self.world.clockwork.now + self.process.skew
+
+    def kill(self) -> None:
+        self.process.alive = False
+
+    def _fate(self, service: str) -> Callable[[str], str | None]:
+        def fate(kind: str) -> str | None:
+            if service in self.cut:
+                return "lost"
+            for name, part, what in self.world.troubles:
+                if name in (kind, "all") and self.world.clockwork.random.random() < part:
+                    self.world.audit.disturbances[what] += kind in ("commit", "publish", "lock")
+                    return what
+            return None
+
+        return fate
+
+
+class World:
+    """Everything of one history."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.clockwork = Clockwork(plan.seed)
+        self.audit = Audit(self.clockwork, plan.skip_dead)
+        self.spanner = Spanner(self.clockwork, plan.shards, plan.latencies)
+        self.pubsub = PubSub(self.clockwork, self.audit)
+        self.topics = ("orders", "invoices", "refunds")
+        #: Which requests fail, the part of them, and how.
+        self.troubles: list[tuple[str, float, str]] = []
+        self.application = Process("application")
+        self.nodes = [Node(self, number) for number in range(plan.workers)]
+        self._count = 0
+        self.rate = lambda: plan.rate
+        #: Seconds of each registration.
+        self.registered_in: list[float] = []
+
+    def register(self, random: Random) -> None:
+        """One transaction of an application: one to four tasks, sometimes rolled back."""
+        tasks = [self._drawn(random) for _ in range(random.choice([1, 1, 2, 4]))]
+        priority, began = random.choice([50, 50, 50, 0, 100]), self.clockwork.now
+        self.clockwork.sleep(self.spanner.drawn(self.plan.latencies.commit))
+        try:
+            self.spanner.serve(urgent=True)
+        except Aborted:
+            return  # the caller gives up
+        if random.random() < 0.1:
+            return  # it is rolled back
+        self.registered_in.append(self.clockwork.now - began)
+        created_at, now = self.spanner.table.commit_time(), self.clockwork.now
+        for sequence, (id, task) in enumerate(tasks):
+            delay, lifetime = task.available_at, task.expires_at
+            task.at, task.available_at, task.expires_at = now, now + delay, now + lifetime
+            self.spanner.table.insert(
+                id, task.topic, BAD if task.bad else GOOD, ordering_key=task.key or None, priority=priority,
+                created_at=created_at, sequence=sequence, at_most_once=task.once,
+                available_at=created_at + timedelta(seconds=delay) if delay else None,
+                expires_at=None if lifetime == inf else created_at + timedelta(seconds=lifetime),
+            )  # fmt: skip
+            self.audit.committed(id, task)
+
+    def _drawn(self, random: Random) -> tuple[str, Known]:
+        """Return a task with its ID. Its times are seconds after the commit."""
+        self._count += 1
+        plan = self.plan
+        key = f"key-{random.randrange(5)}" if random.random() < plan.keys else ""
+        delay, lifetime = random.choice([0.0] * 8 + [2.0, 20.0]), random.choice(plan.lifetimes)
+        task = Known(
+            random.choice(self.topics), key, 0.0, delay, inf if lifetime is None else delay + lifetime,
+            bad=random.random() < plan.bad, once=not key and random.random() < plan.once,
+        )  # fmt: skip
+        return f"{random.randrange(10**6):06}-{self._count}", task
+
+    def load(self, tasks: int, topic: str = "orders") -> None:
+        """Register a backlog at once."""
+        for number in range(tasks):
+            id = f"{self.clockwork.random.randrange(10**9):09}-{number}"
+            self.spanner.table.insert(id, topic, GOOD, created_at=self.spanner.table.commit_time())
+            self.audit.committed(id, Known(topic, "", self.clockwork.now, self.clockwork.now))
+
+    def applications(self) -> None:
+        """Register until the end of the history."""
+        random = Random(f"{self.plan.seed}/application")
+        while self.clockwork.now < self.plan.seconds:
+            self.clockwork.sleep(random.expovariate(self.rate()))
+            self.clockwork.spawn(self.application, lambda: self.register(random))
+
+    def _operator(self) -> None:
+        """Send tasks again, pause topics, mend or delete dead tasks; after the history only mend."""
+        random, table = Random(f"{self.plan.seed}/operator"), self.spanner.table
+        while self.clockwork.now < self.plan.seconds:
+            self.clockwork.sleep(random.expovariate(1 / 2))
+            latest = [*itertools.islice(reversed(table.rows.values()), 100)]
+            sent = [row.id for row in latest if row.sent_at is not None]
+            dead = [row.id for row in latest if table.is_dead(row) and row.sent_at is None]
+            topic = random.choice(self.topics)
+            match random.randrange(8):
+                case 0 if topic in table.paused:
+                    table.paused.discard(topic)
+                case 0:
+                    table.paused.add(topic)
+                case 1 | 2 if dead:
+                    self._repair(random.choice(dead), delete=random.random() < 0.5)
+                case _ if sent:
+                    self._retry(random.choice(sent))
+        table.paused.clear()
+        while True:
+            self.clockwork.sleep(5.0)
+            for row in [row for row in table.unsent_rows() if table.is_dead(row)]:
+                self._repair(row.id, delete=False)
+
+    def _repair(self, id: str, *, delete: bool) -> None:
+        """Delete a dead task, or mend it and make it ready. Claims of other workers lose its lock."""
+        self._wound(id)
+        if delete:
+            self.audit.deleted(id)
+            self.spanner.table.delete(id)
+        else:
+            self.audit.mended(id)
+            self.spanner.table.change(id, data=GOOD, available_at=None, attempts=0, expires_at=None)
+
+    def _retry(self, id: str) -> None:
+        """As `UPDATE AsynchronousTasks SET SentAt = NULL`."""
+        if self._wound(id) and self.spanner.table.rows[id].sent_at is not None:
+            self.spanner.table.change(id, sent_at=None)
+            self.audit.reset(id)
+
+    def _wound(self, id: str) -> bool:
+        """Take the row's lock, of which a claim may be robbed; return False if one is just being committed."""
+        locks = self.spanner.locks
+        for holder in list(locks.holders(id)):
+            if holder.commits:
+                return False
+            locks.wound(holder)
+            self.audit.disturbances["operator"] += 1
+        return True
+
+    def _begin(self, fault: Fault) -> None:
+        node = self.nodes[fault.which % len(self.nodes)]
+        self.clockwork.after(fault.seconds, FAULTS[fault.kind](self, node, fault))
+
+    def run_until(self, *, unsent: int) -> float:
+        """Run until at most so many tasks are unsent, or for two hours; return the time."""
+        if self.spanner.table.unsent_count > unsent:
+            self.clockwork.run(self.clockwork.now + 7200, lambda: self.spanner.table.unsent_count <= unsent)
+        return self.clockwork.now
+
+    def play(self, limit: float = 3600.0) -> Audit:
+        """Play the history to its end: until all is sent after the faults, or for `limit` seconds."""
+        with quiet():
+            self.clockwork.spawn(self.application, self.applications)
+            self.clockwork.spawn(self.application, self._operator)
+            for fault in self.plan.faults:
+                self.clockwork.after(fault.at, functools.partial(self._begin, fault))
+            last = max((fault.at + fault.seconds for fault in self.plan.faults), default=0.0)
+            self.clockwork.run(max(self.plan.seconds + 1.0, last))
+            self.clockwork.run(self.clockwork.now + limit, lambda: not self.spanner.table.unsent_count)
+            self.clockwork.run(self.clockwork.now + 6.0)  # at-most-once tasks are published after their mark
+            self.audit.disturbances["wound"] = self.spanner.locks.wounds
+            bound = self.plan.batch_size * self.plan.concurrency
+            self.audit.end(self.spanner.table.unsent_rows(), bound, faults=bool(self.plan.faults))
+            self.clockwork.close()
+        return self.audit
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Disable the worker's log."""
+    with mock.patch.object(logging.getLogger("publishworker"), "disabled", True):
+        yield
+
+
+def shortest(plan: Plan) -> Plan:
+    """Return the smallest plan found that still fails: without some of the faults, and cut off earlier."""
+
+    def fails(candidate: Plan) -> bool:
+        return bool(World(candidate).play().problems)
+
+    smaller = True
+    while smaller:
+        smaller = False
+        for fault in plan.faults:
+            candidate = dataclasses.replace(plan, faults=tuple(each for each in plan.faults if each is not fault))
+            if fails(candidate):
+                plan, smaller = candidate, True
+                break
+    while plan.seconds > 1 and fails(shorter := dataclasses.replace(plan, seconds=plan.seconds / 2)):
+        plan = shorter
+    return plan
