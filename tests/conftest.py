@@ -6,7 +6,8 @@ A test that needs an emulator is skipped where there is none, and fails where CI
 import os
 
 # Before any Google client is created. Not multiplexed: outbox/devtools/emulators.py says why.
-os.environ["GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW"] = "false"
+if not os.environ.get("TEST_SPANNER"):
+    os.environ["GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW"] = "false"
 # gRPC may end a process that is forked here before it becomes another program, as PySpark does it with Java:
 # https://github.com/grpc/grpc/issues/43055
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
@@ -16,8 +17,7 @@ for _name in [name for name in os.environ if name.startswith(("OUTBOX_", "DD_"))
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import hypothesis
@@ -25,12 +25,10 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
-from outbox.devtools.emulators import Emulators, running, running_spanner
-from outbox.errors import NotReached
-from tests.support import spanner
+import outbox
+from outbox.devtools.emulators import Emulators, running_spanner
+from tests.support import real, spanner
 from tests.support.pubsub import PubSub, Subscription
-
-Started = TypeVar("Started")
 
 # No limit on the time of an example: the machine may be busy. For `make mutants`: that an example fails is enough.
 hypothesis.settings.register_profile("ours", hypothesis.settings.default, deadline=None)
@@ -45,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--long",
         action="store_true",
-        help="outages of 60 s instead of 10 s, 5,000 random histories of ordering keys instead of 120 and 200",
+        help="outages of 60 s instead of 10 s, an hour of random histories instead of minutes",
     )
     parser.addoption("--seed", type=int, default=0, help="other random choices in the trials of tests/faults")
     parser.addoption("--figures", metavar="FILE", help="append what came of each trial, a line of JSON each")
@@ -57,6 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("long")
         if mark or "long" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.long_form)
+        if real.NAMED and (only := item.get_closest_marker("emulator_only")):
+            item.add_marker(pytest.mark.skip(reason=f"needs the emulator: {only.args[0]}"))
         if mark and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason=f"--long; {mark.args[0]}"))
 
@@ -67,52 +67,32 @@ def long(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--long"))
 
 
-def _needed(stack: contextlib.ExitStack, emulator: AbstractContextManager[Started]) -> Started:
-    try:
-        return stack.enter_context(emulator)
-    except NotReached as error:
-        if os.environ.get("CI"):
-            pytest.fail(str(error))
-        pytest.skip(str(error))
-
-
-_RUN = pytest.StashKey[contextlib.ExitStack]()
-_HOSTS = pytest.StashKey[dict[str, str]]()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """Start the emulators in the controller of a parallel run, once, and give its processes their addresses."""
-    config: pytest.Config = node.config
-    if _RUN not in config.stash:
-        config.stash[_RUN], config.stash[_HOSTS] = contextlib.ExitStack(), {}
-        if any(not argument.startswith("tests/unit") for argument in config.args):
-            with contextlib.suppress(NotReached):  # the test that needs one says what is missing
-                config.stash[_HOSTS] = config.stash[_RUN].enter_context(running()).environment()
-    node.workerinput["emulators"] = config.stash[_HOSTS]
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """Stop the emulators of a parallel run."""
-    if _RUN in config.stash:
-        config.stash[_RUN].close()
+@pytest.fixture
+def set_metrics() -> Iterator[Callable[[Any], None]]:
+    yield outbox.set_metrics
+    outbox.set_metrics(None)
 
 
 @pytest.fixture(scope="session")
 def emulators(request: pytest.FixtureRequest) -> Iterator[Emulators]:
     """Both emulators; the environment points to them until the end of the run."""
-    os.environ |= getattr(request.config, "workerinput", {}).get("emulators", {})
     with contextlib.ExitStack() as stack:
-        created = _needed(stack, running())
-        stack.enter_context(mock.patch.dict(os.environ, created.environment()))
+        if real.NAMED:
+            os.environ["SPANNER_EMULATOR_HOST"] = stack.enter_context(real.endpoint())
+        created = Emulators(*map(request.getfixturevalue, ("spanner_emulator", "pubsub_emulator")))
+        variables = created.environment()
+        stack.enter_context(mock.patch.dict(os.environ, variables | real.settings(variables)))
         yield created
 
 
 @pytest.fixture(scope="session")
-def faulty_spanner() -> Iterator[str]:
-    """The host of a second Spanner emulator, which answers 5 % of first commits with ABORTED."""
-    with contextlib.ExitStack() as stack:
-        yield _needed(stack, running_spanner(flags=["--enable_fault_injection"]))
+def faulty_spanner(spanner_emulator: str) -> Iterator[str]:
+    """The host of a second Spanner emulator beside the first one, which answers 5 % of first commits with ABORTED."""
+    if real.NAMED:
+        pytest.skip("needs the emulator: it aborts commits at random")
+    assert spanner_emulator  # it skips where there is none
+    with running_spanner(flags=["--enable_fault_injection"]) as host:
+        yield host
 
 
 @pytest.fixture(scope="session")

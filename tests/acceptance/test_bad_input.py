@@ -68,18 +68,28 @@ def test_a_wrong_database_or_a_missing_table_is_named(emulators: Emulators, empt
 
 
 def test_a_table_with_another_shape_names_the_column(emulators: Emulators, spanner_instance: Instance) -> None:
-    """Exit 3 from run, 1 from check, and each column that has another type or is missing."""
-    changes = (("Priority    INT64  ", "Priority    STRING(9)"), ("Sequence    INT64,", ""), (", Sequence)", ")"))
+    """Exit 3, the command that creates it, and each column that has another type or is missing."""
+    changes = (
+        ("Priority    INT64  ", "Priority    STRING(9)"),
+        ("Sequence    INT64,", ""),
+        (", Sequence)", ")"),
+        ("TimesSent   INT64       NOT NULL DEFAULT (0),", ""),
+        ("BlockedBy   STRING(64),", ""),
+        (", BlockedBy)", ")"),
+    )
     statements = schema.statements()
     for old, new in changes:
         assert any(old in each for each in statements)
         statements = [each.replace(old, new) for each in statements]
     with fresh_database(spanner_instance, statements) as other:
         done, checked = (publishworker(emulators, command, **on(other)) for command in ("run", "check"))
-    assert (done.code, checked.code) == (3, 1)
+    assert (done.code, checked.code) == (3, 3)
     for text in (done.stderr.splitlines()[-1], checked.stdout):
         assert "Priority" in text
         assert "Sequence" in text
+        assert "column TimesSent is missing" in text
+        assert "column BlockedBy is missing" in text
+        assert "outbox schema apply" in text
 
 
 def test_check_of_a_good_setup_is_all_ok(emulators: Emulators, database: Database, topic: str) -> None:
@@ -91,10 +101,11 @@ def test_check_of_a_good_setup_is_all_ok(emulators: Emulators, database: Databas
     done = publishworker(emulators, "check", **on(database))
     assert done.code == 0
     lines = done.stdout.splitlines()
-    assert [line.split()[:2] for line in lines] == [["ok", "settings:"], ["ok", "table:"], ["ok", "topic"]]
+    names = ("settings:", "table:", "permissions:", "topic")
+    assert [line.split()[:2] for line in lines] == [["ok", name] for name in names]
     assert "batch_size=100" in lines[0]
     assert "10 shards" in lines[1]
-    assert lines[2].endswith(topic)
+    assert lines[3].endswith(topic)
     done = publishworker(emulators, "check", "--allowed-topics", "orders,projects/other/topics/*", **on(database))
     assert done.code == 1
     [line] = [line for line in done.stdout.splitlines() if line.startswith("wrong")]

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -39,8 +38,7 @@ def test_counts_stop_early_unless_max_pending_needs_them(
     emulators: Emulators, database: Database, monkeypatch: pytest.MonkeyPatch
 ):
     """The output marks a count that stopped. --max-pending is decided also above the number where counts stop."""
-    monkeypatch.setattr(backlog, "COUNTED", PENDING)
-    monkeypatch.setattr(backlog, "STALENESS", timedelta(0))
+    monkeypatch.setattr(backlog, "COUNT_LIMIT", PENDING)
     fill(database, [row(f"{n}", OrderingKey="key") for n in range(PENDING)])  # one key, so one shard
     for number, code, stopped in (("99", 1, ["pending"]), ("100", 0, [])):
         done = Commands(emulators, database).here("status", "--json", "--max-pending", number)

@@ -107,7 +107,7 @@ class TestWhereTheyAreInstalled:
             done = processes.run("outbox", "emulators", flag, str(port))
         assert (done.code, done.stdout) == (3, "")
         assert re.fullmatch(
-            rf"outbox: the \S+ emulator cannot have port {port} of 127.0.0.1: Address already in use\n", done.stderr
+            rf"outbox: the \S+ emulator cannot use 127.0.0.1:{port}: Address already in use\n", done.stderr
         )
 
 

@@ -42,7 +42,7 @@ Relay.turn = blocked
 SHORT_LIMITS = """
 from publishworker import worker
 from publishworker.spanner import store
-store.POLL_SECONDS, store.HEARTBEAT_TIMEOUT_SECONDS, worker.MAX_OUTAGE_WAIT_SECONDS = 3.0, 0.5, 0.5
+store.READ_SECONDS, store.HEARTBEAT_TIMEOUT_SECONDS, worker.MAX_OUTAGE_WAIT_SECONDS = 3.0, 0.5, 0.5
 """
 
 

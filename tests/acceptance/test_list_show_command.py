@@ -11,6 +11,7 @@ from google.cloud.spanner_v1.instance import Instance
 
 import outbox as api
 from outbox.devtools.emulators import Emulators
+from outbox.storage.task_states import STATES
 from tests.support.commands import HOUR, Commands, fill, row
 from tests.support.relays import insert_undecodable
 from tests.support.spanner import outbox_database, query
@@ -28,6 +29,7 @@ def filled(emulators: Emulators, spanner_instance: Instance) -> Iterator[Command
             [
                 row("young"), row("old", age=3 * HOUR), row("low", Priority=0, age=9 * HOUR),
                 row("high", Priority=100, AvailableAt=due), row("again", "retrying"), row("later", "scheduled"),
+                row("behind", "blocked"),
                 row("dead", "dead"), row("dead-3", "dead", age=3 * HOUR), row("dead-5", "dead", age=5 * HOUR),
                 row("other", "dead", topic="invoices", age=3 * HOUR, LastError="too_large: 11 MB"),
                 *(row(f"sent-{n}", "sent", age=n * HOUR) for n in (3, 1, 2)),
@@ -42,15 +44,16 @@ def ids(filled: Commands, *words: str) -> list[str]:
 
 def test_each_state_has_its_tasks_in_its_order(filled: Commands):
     """Pending by priority, then age, dead by age, the last sent first; all unsent tasks without a state."""
-    found = {state: ids(filled, "--state", state) for state in ("pending", "retrying", "scheduled", "dead", "sent")}
+    found = {state: ids(filled, "--state", state) for state in STATES}
     assert found == {
         "pending": ["high", "old", "young", "low"],
         "retrying": ["again"],
         "scheduled": ["later"],
+        "blocked": ["behind"],
         "dead": ["dead-5", "dead-3", "other", "dead"],
         "sent": ["sent-1", "sent-2", "sent-3"],
     }
-    assert ids(filled) == [*found["pending"], "again", "later", *found["dead"]]
+    assert ids(filled) == [*found["pending"], "again", "later", "behind", *found["dead"]]
     [columns] = {tuple(json.loads(line)) for line in filled.run("list", "--json").stdout.splitlines()}
     assert columns[:4] == ("id", "state", "topic", "priority")
 

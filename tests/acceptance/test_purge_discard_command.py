@@ -12,7 +12,7 @@ from tests.support.spanner import count
 from tests.support.waiting import eventually
 
 DAY = timedelta(days=1)
-UNSENT = ("pending", "retrying", "scheduled", "dead")
+UNSENT = ("pending", "retrying", "scheduled", "blocked", "dead")
 
 
 def test_purge_deletes_old_sent_tasks_only(outbox: Commands, database: Database):

@@ -116,7 +116,7 @@ def test_a_retry_over_all_topics_shows_them_and_asks_first(outbox: Commands, dat
     assert "ExpiresAt <= CURRENT_TIMESTAMP()" in outbox.here("retry", "--state", "dead", "--dry-run").stdout
     done = outbox.here("retry", "expired")
     assert (done.code, done.stdout) == (0, "will be sent again: 0 tasks\n")
-    assert "because ExpiresAt has passed; --include-expired sends them all the same: expired" in done.stderr
+    assert "because ExpiresAt has passed; --include-expired sends them anyway: expired" in done.stderr
     assert outbox.here("retry", "--state", "dead", "--yes").stdout == "will be sent again: 4 tasks\n"
     done = outbox.here("retry", "--state", "dead", "--include-expired", "--yes")
     assert done.stdout == "will be sent again: 1 task\n"

@@ -23,7 +23,7 @@ def pause(database: Database, *topics: str) -> None:
 
 
 def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Database):
-    """Pending, retrying, scheduled, dead, sent in the last minute, the oldest age and the live workers are right."""
+    """The tasks of each state, those sent in the last minute, the oldest age and the live workers are right."""
     fill(
         database,
         [
@@ -31,7 +31,7 @@ def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Data
             row("due", age=9 * HOUR, AvailableAt=datetime.now(UTC) - MINUTE, Priority=100),
             *[row(f"retrying-{n}", "retrying") for n in range(4)],
             *[row(f"scheduled-{n}", "scheduled") for n in range(5)],
-            row("deferred", "scheduled", OrderingKey="key", Attempts=2, BlockedBy="head"),
+            row("blocked", "blocked"),
             *[row(f"dead-{n}", "dead") for n in range(7)],
             *[row(f"sent-{n}", "sent", topic="invoices", age=5 * SECOND) for n in range(8)],
             *[row(f"long-sent-{n}", "sent", age=2 * MINUTE) for n in range(9)],
@@ -44,26 +44,41 @@ def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Data
         batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt"), rows)
     [whole] = outbox.objects("status", "--exact", "--json")
     table = outbox.run("status", "--exact")
-    names = ("topic", "priority", "pending", "retrying", "scheduled", "dead", "sent_last_minute")
-    counts = [("invoices", 50, 0, 0, 0, 0, 8), ("orders", 100, 1, 0, 0, 0, 0), ("orders", 50, 3, 4, 6, 7, 0)]
+    names = ("topic", "priority", "pending", "retrying", "scheduled", "blocked", "dead", "sent_last_minute")
+    counts = [("invoices", 50, 0, 0, 0, 0, 0, 8), ("orders", 100, 1, 0, 0, 0, 0, 0), ("orders", 50, 3, 4, 5, 1, 7, 0)]
     assert [tuple(line[name] for name in names) for line in whole["topics"]] == counts
-    assert [whole[name] for name in (*names[2:], "workers")] == [4, 4, 6, 7, 8, 2]
+    assert [whole[name] for name in (*names[2:], "workers")] == [4, 4, 5, 1, 7, 8, 2]
     ages = [line["oldest_age"] for line in whole["topics"]]
     assert ages == [None, pytest.approx(60, abs=30), pytest.approx(3 * 3600, abs=30)]
     first, head, *lines = table.stdout.splitlines()
     assert (table.code, table.stderr) == (0, "")
     assert first.startswith("as of 2")
     assert first.endswith("Z, 2 live workers")
-    assert head.split() == ["TOPIC", "PRIORITY", "PENDING", "RETRYING", "SCHEDULED", "DEAD", "SENT/MIN", "OLDEST"]
-    assert [line.split()[:7] for line in lines[:3]] == [[str(each) for each in line] for line in counts]
+    states = ["PENDING", "RETRYING", "SCHEDULED", "BLOCKED", "DEAD"]
+    assert head.split() == ["TOPIC", "PRIORITY", *states, "SENT/MIN", "OLDEST"]
+    assert [line.split()[:8] for line in lines[:3]] == [[str(each) for each in line] for line in counts]
     assert [line.split(maxsplit=3) for line in lines[5:]] == [
         ["TASKS", "STATE", "TOPIC", "ERROR"],
         ["7", "dead", "orders", "gave_up: NOT_FOUND: no such topic"],
         ["4", "retrying", "orders", "unavailable: it is away"],
     ]
-    assert [line.split() for line in lines[3:5]] == [["all", "4", "4", "6", "7", "8", "3h"], []]
+    assert [line.split() for line in lines[3:5]] == [["all", "4", "4", "5", "1", "7", "8", "3h"], []]
     error = {"topic": "orders", "state": "retrying", "error": "unavailable: it is away"}
     assert whole["errors"][1] == error | {"tasks": 4, "at_least": False}
+
+
+def test_a_change_shows_at_once_in_every_command(outbox: Commands, database: Database):
+    """Commands that read the past would contradict each other right after a retry or a pause."""
+    fill(database, [row("dead", "dead"), row("other", topic="invoices")])
+    for words in (("retry", "dead"), ("pause", "invoices")):
+        assert outbox.here(*words).code == 0
+    [status], [topics] = outbox.objects("status", "--json"), outbox.objects("topics", "--json")
+    assert {(task["id"], task["state"]) for task in outbox.objects("list", "--json")} == {
+        ("other", "pending"), ("dead", "pending"),
+    }  # fmt: skip
+    for whole in (status, topics):
+        seen = [(line["topic"], line["paused"], line["pending"], line["dead"]) for line in whole["topics"]]
+        assert seen == [("invoices", True, 1, 0), ("orders", False, 1, 0)]
 
 
 def test_errors_that_are_not_all_read_are_lower_bounds(
@@ -125,9 +140,9 @@ def test_topics_shows_controls_beside_the_backlog(outbox: Commands, database: Da
     assert first.startswith("as of ")
     assert head.split()[:3] == ["TOPIC", "CONTROL", "PENDING"]
     assert [" ".join(line.split()) for line in lines] == [
-        "both paused; at most 5 in flight 1 0 0 1 0 1h",
-        "row-only paused; at most 5 in flight 0 0 0 0 0 -",
-        "tasks-only no limits 1 0 0 0 0 1h",
+        "both paused; at most 5 in flight 1 0 0 0 1 0 1h",
+        "row-only paused; at most 5 in flight 0 0 0 0 0 0 -",
+        "tasks-only no limits 1 0 0 0 0 0 1h",
     ]
     names = ("topic", "paused", "max_in_flight", "rate_per_second", "pending", "dead")
     assert [[line[name] for name in names] for line in whole["topics"]] == [

@@ -1,8 +1,13 @@
-"""The published wheel, installed into an empty environment."""
+"""The published wheel and source distribution. `make dist` sets DIST to the folder of those that it has built."""
 
+import email
+import os
+import re
 import subprocess
 import sys
+import tarfile
 import zipfile
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -22,11 +27,25 @@ def shell(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("wheel")
-    shell(UV, "build", "--quiet", "--wheel", "--out-dir", target, ROOT, cwd=target)
-    [created] = target.glob("*.whl")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if "DIST" in os.environ:
+        return Path(os.environ["DIST"])
+    target = tmp_path_factory.mktemp("dist")
+    shell(UV, "build", "--quiet", "--build-constraint", PINS[1], "--out-dir", target, ROOT, cwd=target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    [created] = dist.glob("*.whl")
     return created
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as file:
+        [name] = [each for each in file.namelist() if each.endswith(".dist-info/METADATA")]
+        return email.message_from_bytes(file.read(name))
 
 
 def test_the_wheel_holds_the_packages_the_ddl_and_the_types(wheel: Path) -> None:
@@ -38,6 +57,32 @@ def test_the_wheel_holds_the_packages_the_ddl_and_the_types(wheel: Path) -> None
         "publishworker",
         "outbox_pipeline",
     }
+
+
+def test_the_source_distribution_holds_what_the_wheel_is_built_from(dist: Path) -> None:
+    """Sources, DDL, licence, README and changelog; no tests, manifests or local files."""
+    [archive] = dist.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
+    assert {name.partition("/")[0] for name in names} == {
+        "outbox", "publishworker", "outbox_pipeline", "schema", "pyproject.toml",
+        "LICENSE", "README.md", "CHANGELOG.md", "PKG-INFO", ".gitignore",
+    }  # fmt: skip
+    assert not [name for name in names if "__pycache__" in name]
+
+
+def test_each_link_of_the_index_page_is_absolute(metadata: Message) -> None:
+    """Links go to the file at the tag of this version, in the repository that the metadata names."""
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    description = metadata.get_payload(decode=True).decode()
+    links = re.findall(r"\]\(([^)]+)\)", description)
+    urls = dict(url.split(", ") for url in metadata.get_all("Project-URL", []))
+    assert urls.keys() == {"Repository", "Documentation", "Changelog", "Issues"}
+    here = f"{urls['Repository']}/blob/v{metadata['Version']}/"
+    files = [link.removeprefix(here).partition("#")[0] for link in links if link.startswith(here)]
+    assert len(files) > 20
+    assert [file for file in files if not (ROOT / file).exists()] == []
+    assert [link for link in links if not link.startswith("https://")] == []
 
 
 @pytest.mark.extended

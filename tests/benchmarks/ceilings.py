@@ -11,12 +11,13 @@ from google.pubsub_v1.types import PublishRequest, PublishResponse
 import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.message import RawPublishRequest, RawPubsubMessage
+from outbox.shared.pubsub import open_pubsub
+from outbox.storage.connection import LimitedDatabase, open_database
 from publishworker.spanner import statements
-from publishworker.spanner.connection import LimitedDatabase, open_pubsub, open_relay_database
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import LockedRow, Sent
 from tests.benchmarks.bench import MESSAGE, ROWS, Bench, Speed, connecting_to, fresh_table, stopwatch
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import place
 
 #: Messages in a request, rows in a transaction: the worker's default.
 BATCH_SIZE = 100
@@ -28,7 +29,7 @@ READ_COLUMNS = ("Id", "Topic", "Data", "OrderingKey", "CreatedAt", "AvailableAt"
 
 def publish_only(bench: Bench, hosts: Emulators) -> Speed:
     with connecting_to(hosts):
-        transport = open_pubsub()
+        transport = open_pubsub(place())
     publish = transport.grpc_channel.unary_unary(
         "/google.pubsub.v1.Publisher/Publish",
         request_serializer=PublishRequest.pb().SerializeToString,
@@ -70,8 +71,8 @@ def read_and_mark_only(bench: Bench, hosts: Emulators) -> Speed:
         def work(transaction: Any) -> None:
             keys = KeySet(keys=[[id] for id in ids])
             found = [row[0] for row in transaction.read("AsynchronousTasks", READ_COLUMNS, keys)]
-            marks = [(id, COMMIT_TIMESTAMP, None, None, None, 0) for id in found]
-            transaction.update("AsynchronousTasks", statements.MARK_COLUMNS, marks)
+            marks = [(id, COMMIT_TIMESTAMP, 1) for id in found]
+            transaction.update("AsynchronousTasks", statements.MARK_CLEAN_COLUMNS, marks)
 
         database.run_in_transaction(work)
 
@@ -81,7 +82,7 @@ def read_and_mark_only(bench: Bench, hosts: Emulators) -> Speed:
 def _claim_all(bench: Bench, hosts: Emulators, claim: Any) -> Speed:
     with fresh_table(bench) as table:
         with connecting_to(hosts):
-            database = open_relay_database(PROJECT, INSTANCE, table.id)
+            database = open_database(place(table.id))
         claim(database, table.fill(1))
         ids = table.fill(ROWS)
         with stopwatch() as watch:

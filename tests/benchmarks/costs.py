@@ -47,7 +47,7 @@ def run(bench: Bench) -> Section:
         "it runs, depend a little on it.",
         Plot([REQUESTS, ROWS, BYTES]),
     )
-    for what, column, limit in ((CPU, CPU, 120), (REQUESTS, REQUESTS, 25), ("rows to the worker/task", ROWS, 3)):
+    for what, column, limit in ((REQUESTS, REQUESTS, 25), ("rows to the worker/task", ROWS, 3)):
         section.at_most(what, section.value("all of it", column), limit)
     return section
 

@@ -5,13 +5,14 @@ from typing import Any
 
 from google.cloud.spanner_v1 import KeyRange, KeySet
 
-from publishworker.spanner.connection import open_relay_database
+from outbox.storage.connection import open_database
+from publishworker.spanner.statements import POLLS
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import PollRequest
 from tests.benchmarks.backlogs import insert
 from tests.benchmarks.bench import Bench, Table, connecting_to, fresh_table, stopwatch
 from tests.benchmarks.results import Section, figures
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import place
 
 SHARDS = 10
 TOPICS = (1, 10, 100)
@@ -96,7 +97,7 @@ def with_topics(bench: Bench) -> Section:
 
 def polled(bench: Bench, table: Table, topics: list[str]) -> Samples:
     with connecting_to(bench.emulators):
-        store = SpannerStore(open_relay_database(PROJECT, INSTANCE, table.id), SHARDS)
+        store = SpannerStore(open_database(place(table.id)), SHARDS)
     per_range = max(1, WINDOW // SHARDS // len(topics))
     ready = PollRequest(shards=tuple(range(SHARDS)), topics=frozenset(topics), per_range=per_range)
     everything = dataclasses.replace(ready, due=True)
@@ -113,6 +114,17 @@ def polled(bench: Bench, table: Table, topics: list[str]) -> Samples:
             samples.append((row, f"{name}: client CPU ms", watch.cpu_seconds * 1000))
             if name == "ready":
                 samples.append((row, "rows", len(found)))
-    samples.append((row, "ready: seeks", SHARDS * len(topics)))
-    samples.append((row, "all: seeks", SHARDS * (3 * len(topics) + 1)))
+    samples.append((row, "ready: seeks", index_ranges(ready)))
+    samples.append((row, "all: seeks", index_ranges(everything) + discovery_ranges(SHARDS, len(topics))))
     return samples
+
+
+def index_ranges(request: PollRequest) -> int:
+    """Return how many ranges of the index the statement of this poll reads."""
+    statement = POLLS[request.due, request.below is not None]
+    return statement.count("FORCE_INDEX") * len(request.shards) * len(request.topics)
+
+
+def discovery_ranges(shards: int, known: int) -> int:
+    """Return how many ranges topic discovery reads: in each shard, one in each gap between the known topics."""
+    return shards * (known + 1)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from outbox.storage.task_states import NEVER
-from publishworker.spanner.store import Unsent
-from publishworker.types import FailedAttempt, LockedRow, Mark, Sent
+from publishworker.types import LockedRow, Mark, NotSent, Sent
 from tests.support.fakes import serialized
 from tests.support.store_harness import Harness, poll_ids
 
@@ -110,15 +109,14 @@ def test_failures_and_sent_tasks_are_written_in_one_commit(harness: Harness) -> 
     marks: dict[str, Mark] = {
         "sent": Sent("1"),
         "sent-again": Sent("2"),
-        "failed": FailedAttempt(1, LATER, None, text),
-        "failed-again": FailedAttempt(2**62, LATER, FUTURE, "data_loss: no"),
+        "failed": NotSent(1, LATER, None, text),
+        "failed-again": NotSent(2**62, LATER, FUTURE, "data_loss: no"),
     }
     committed = harness.store.claim([*marks, "untried"], lambda _rows, _now: marks)
     assert columns(harness, "sent") == columns(harness, "sent-again") == (committed, None, None, None, 0)
     assert columns(harness, "failed") == (None, LATER, None, text, 1)
     assert columns(harness, "failed-again") == (None, LATER, FUTURE, "data_loss: no", 2**62)
     assert columns(harness, "untried") == UNTOUCHED
-    assert harness.store.unsent() == [Unsent("orders", "pending", 1), Unsent("orders", "retrying", 2)]
     row = locked(harness, "failed-again")["failed-again"]
     assert (row.attempts, row.available_at, row.expires_at, row.clean) == (2**62, LATER, FUTURE, False)
     assert (row.sent_at, row.data) == (None, serialized())
@@ -128,20 +126,15 @@ def test_failures_and_sent_tasks_are_written_in_one_commit(harness: Harness) -> 
 
 
 def test_a_failed_task_is_a_candidate_once_its_retry_is_due(harness: Harness) -> None:
-    """It is a candidate of the due range only. A dead task never is one, and is counted with its error."""
+    """It is a candidate of the due range only. A dead task never is one, and keeps its error."""
     times = {"now": PAST, "later": FUTURE, "dead": NEVER}
     for id in (*times, "alive"):
         harness.insert(id, expires_at=FUTURE)
-    marks = {id: FailedAttempt(10, at, FUTURE, "expired: long ago") for id, at in times.items()}
+    marks = {id: NotSent(10, at, FUTURE, "expired: long ago") for id, at in times.items()}
     harness.store.claim([*marks], lambda _rows, _now: marks)
     assert poll_ids(harness.store, "orders") == ["alive"]
     assert sorted(poll_ids(harness.store, "orders", due=True, below=1000)) == ["alive", "now"]
     assert columns(harness, "dead") == (None, NEVER, FUTURE, "expired: long ago", 10)
-    assert harness.store.unsent() == [
-        Unsent("orders", "dead", 1),
-        Unsent("orders", "pending", 2),
-        Unsent("orders", "retrying", 1),
-    ]
 
 
 def test_a_failure_removes_the_mark(harness: Harness) -> None:
@@ -149,7 +142,7 @@ def test_a_failure_removes_the_mark(harness: Harness) -> None:
     harness.insert("a", expires_at=FUTURE, attempts=2, at_most_once=True)
     committed = harness.store.claim(["a"], send_all)
     assert columns(harness, "a") == (committed, None, None, None, 0)
-    harness.store.claim(["a"], lambda _rows, _now: {"a": FailedAttempt(3, PAST, FUTURE, "not_found: no")})
+    harness.store.claim(["a"], lambda _rows, _now: {"a": NotSent(3, PAST, FUTURE, "not_found: no")})
     assert columns(harness, "a") == (None, PAST, FUTURE, "not_found: no", 3)
     assert poll_ids(harness.store, "orders", due=True) == ["a"]
     row = locked(harness, "a")["a"]

@@ -112,21 +112,3 @@ def test_a_deferred_task_is_due_later_and_names_its_head(harness: Harness) -> No
     rows: list[LockedRow] = []
     harness.store.claim(["a", "head"], lambda found, _now: (rows.extend(found), {})[1])
     assert {row.id: row.deferred for row in rows} == {"a": True, "head": False}
-
-
-def test_a_deferred_task_is_scheduled_whatever_its_attempts(harness: Harness) -> None:
-    """Its head may be dead, so `drain` must not wait for it. Tasks with an ordering key are counted: `check` warns."""
-    deferred = {"available_at": FUTURE, "attempts": 2, **DEFERRED}
-    harness.insert("a", ordering_key="k", **deferred)
-    harness.insert("b", ordering_key="k", **{**deferred, "last_error": "internal: no"})
-    harness.insert("c", ordering_key="k", **{**deferred, "blocked_by": None})
-    harness.insert("d", **{**deferred, "blocked_by": None})
-    harness.insert("e", ordering_key="k", **{**deferred, "available_at": PAST})
-    harness.insert("f", ordering_key="k", **{**deferred, "available_at": NEVER})
-    harness.insert("g")
-    assert {(each.state, each.count, each.ordered) for each in harness.store.unsent()} == {
-        ("scheduled", 2, 2),
-        ("retrying", 2, 1),
-        ("pending", 2, 1),
-        ("dead", 1, 1),
-    }

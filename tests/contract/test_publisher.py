@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from outbox.message import TASK_ID_ATTRIBUTE
+from outbox.shared.pubsub import open_pubsub
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
-from publishworker.spanner.connection import open_pubsub
 from publishworker.types import Failed, LockedRow, Sent
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.pubsub import Subscription
+from tests.support.spanner import place
 
 UNDECODABLE = b"\xff\xff\xff"
 REFUSAL = Failed("undecodable", "Data is not a serialized google.pubsub.v1.PubsubMessage")
@@ -31,7 +32,7 @@ class FakeHarness:
 class PubSubHarness:
     def __init__(self, topic: str, subscription: Subscription) -> None:
         self.topic = topic
-        self.publisher: Publisher = PubSubPublisher(open_pubsub(), "test-project")
+        self.publisher: Publisher = PubSubPublisher(open_pubsub(place()), "test-project")
         self._subscription = subscription
 
     def received(self, count: int) -> list[Any]:

@@ -7,11 +7,11 @@ test_claims.py, ordering keys in test_order.py.
 import uuid
 from collections import Counter
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
 from outbox.storage.task_states import NEVER
-from publishworker.spanner.store import Unsent
 from publishworker.types import TopicControls, TopicLimit, Workers
 from tests.support.fakes import serialized
 from tests.support.parts import poll_request
@@ -55,6 +55,21 @@ def test_due_tasks_are_returned_on_request(harness: Harness) -> None:
     assert poll_ids(harness.store, "orders", due=True, per_range=1) == ["longer"]
 
 
+def test_the_next_due_time_is_that_of_the_first_task_that_is_not_due(harness: Harness) -> None:
+    assert harness.store.seconds_until_due(ALL, ["orders"]) is None
+    harness.insert("ready")
+    harness.insert("due", available_at=PAST)
+    harness.insert("dead", available_at=NEVER)
+    harness.insert("other", topic="invoices", available_at=FUTURE - timedelta(days=1))
+    harness.insert("sent", available_at=FUTURE - timedelta(days=1), sent_at=PAST)
+    assert harness.store.seconds_until_due(ALL, ["orders"]) is None
+    harness.insert("later", available_at=FUTURE + timedelta(days=1))
+    harness.insert("scheduled", available_at=FUTURE)
+    seconds = harness.store.seconds_until_due(ALL, ["orders", "refunds"])
+    assert seconds == pytest.approx((FUTURE - NOW).total_seconds(), abs=365 * 86_400)  # the fake has a clock of its own
+    assert harness.store.seconds_until_due([], ["orders"]) is None
+
+
 def test_poll_limits_each_range_and_prefers_priority(harness: Harness) -> None:
     """A range full of urgent tasks shows nothing else; the range of lower priorities begins below theirs."""
     for priority in (1, 9, 5, 9):  # the least urgent is the oldest
@@ -69,7 +84,7 @@ def test_poll_limits_each_range_and_prefers_priority(harness: Harness) -> None:
         assert sorted(id[:2] for id in poll_ids(harness.store, "orders", **options)) == found
 
 
-def test_poll_and_count_cover_only_the_requested_shards(harness: Harness) -> None:
+def test_poll_and_work_cover_only_the_requested_shards(harness: Harness) -> None:
     for n in range(20):
         harness.insert(str(n))
     by_shard = [poll_ids(harness.store, "orders", shards=[shard], per_range=20) for shard in range(10)]
@@ -77,11 +92,9 @@ def test_poll_and_count_cover_only_the_requested_shards(harness: Harness) -> Non
     assert harness.store.poll(poll_request("orders", shards=[])) == ()
     of_shard = Counter(each.shard for each in harness.store.poll(poll_request("orders", per_range=20)))
     assert [of_shard[shard] for shard in range(10)] == [len(ids) for ids in by_shard]
-    for shard, number in of_shard.items():
-        assert harness.store.unsent([shard]) == [Unsent("orders", "pending", number)]
-    first, second, *_ = of_shard
-    [both] = harness.store.unsent([first, second])
-    assert both.count == of_shard[first] + of_shard[second]
+    empty = [shard for shard in ALL if not of_shard[shard]]
+    assert [shard for shard in ALL if harness.store.has_work([shard])] == [shard for shard in ALL if of_shard[shard]]
+    assert (harness.store.has_work(empty), harness.store.has_work([*empty, *of_shard])) == (False, True)
 
 
 @pytest.mark.parametrize("known", [[], ["m"], ["a", "m", "z"], ["b", "y"]])
@@ -150,19 +163,55 @@ def test_a_worker_is_live_until_it_leaves_or_its_heartbeat_is_too_old(harness: H
     assert harness.store.workers() == Workers(frozenset({"here", "fresh"}))
 
 
-def test_unsent_counts_by_topic_and_state(harness: Harness) -> None:
-    """Unsent tasks of a paused topic are paused, but its dead tasks stay dead."""
-    late = NEVER - timedelta(microseconds=1)
-    for id, available_at, attempts in (
-        ("ready", None, 0), ("due", PAST, 2), ("scheduled", FUTURE, 0), ("late", late, 0), ("retrying", FUTURE, 1),
-        ("late again", late, 3), ("dead", NEVER, 10), ("very dead", NEVER + timedelta(hours=23), 0),
-    ):  # fmt: skip
-        for topic in ("orders", "paused"):
-            harness.insert(f"{topic} {id}", topic=topic, available_at=available_at, attempts=attempts)
-    harness.insert("sent", sent_at=PAST)
+LATE = NEVER - timedelta(microseconds=1)
+
+
+@pytest.mark.parametrize(
+    ("columns", "state"),
+    [
+        ({}, "pending"),
+        ({"available_at": PAST, "attempts": 2}, "pending"),
+        ({"available_at": FUTURE, "attempts": 1}, "retrying"),
+        ({"available_at": LATE, "attempts": 3}, "retrying"),
+        ({"available_at": FUTURE}, "scheduled"),
+        ({"available_at": LATE}, "scheduled"),
+        ({"available_at": FUTURE, "attempts": 2, "blocked_by": "head"}, "blocked"),
+        ({"available_at": PAST, "blocked_by": "head"}, "pending"),
+        ({"available_at": NEVER, "attempts": 10}, "dead"),
+        ({"available_at": NEVER + timedelta(hours=23)}, "dead"),
+        ({"sent_at": PAST}, ""),
+    ],
+)
+def test_pending_and_retrying_tasks_are_work(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, columns: dict[str, Any], state: str
+) -> None:
+    """Scheduled, blocked, dead and paused tasks are not: `drain` must not wait for them. Each read takes few rows."""
+    monkeypatch.setattr("publishworker.spanner.store.FIRST_ROWS", 2)
+    monkeypatch.setattr("publishworker.spanner.store.MORE_ROWS", 3)
+    key = {"ordering_key": "same-shard"}
+    for n in range(5):
+        harness.insert(f"dead {n}", topic="dead", available_at=NEVER, **key)
+        harness.insert(f"paused {n}", topic="paused", **key)
+        same = {"available_at": LATE - timedelta(days=n // 4), "created_at": PAST - timedelta(days=n % 2)}
+        harness.insert(f"scheduled {n}", priority=50 + n % 3, **same, **key)
+        harness.insert(f"scheduled at once {n}", available_at=LATE, created_at=PAST, **key)
     harness.pause("paused")
-    assert harness.store.unsent() == [
-        *(Unsent("orders", state, 2) for state in ("dead", "pending", "retrying", "scheduled")),
-        Unsent("paused", "dead", 2),
-        Unsent("paused", "paused", 6),
-    ]
+    assert not harness.store.has_work()
+    harness.insert("a", topic="orders", **columns, **key)
+    assert harness.store.has_work() == (state in ("pending", "retrying"))
+    assert harness.store.topics_in_use()[0] - {"orders"} == {"paused"}
+    counts = {(each.topic, each.state): each.count for each in harness.store.unsent()}
+    own = Counter({("orders", "scheduled"): 10, ("dead", "dead"): 5, ("paused", "paused"): 5})
+    if "sent_at" not in columns:
+        own["orders", state] += 1
+    assert counts == own
+
+
+def test_topics_in_use_have_tasks_to_send_or_ordering_keys(harness: Harness) -> None:
+    """`check` asks Pub/Sub for these topics, and warns of ordering keys without an endpoint of one region."""
+    harness.insert("ready", topic="ready")
+    harness.insert("retrying", topic="retrying", available_at=FUTURE, attempts=1, ordering_key="key")
+    harness.insert("scheduled", topic="scheduled", available_at=FUTURE, ordering_key="key")
+    harness.insert("dead", topic="dead", available_at=NEVER)
+    harness.insert("sent", topic="sent", sent_at=PAST, ordering_key="key")
+    assert harness.store.topics_in_use() == ({"ready", "retrying"}, {"retrying", "scheduled"})

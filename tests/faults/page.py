@@ -15,12 +15,14 @@ from typing import Any
 
 from tests.benchmarks.page import markdown
 from tests.benchmarks.results import ROOT, circumstances
-from tests.faults import test_load, test_service_faults, test_worker_faults
+from tests.faults import test_load, test_service_faults, test_subscriber_faults, test_worker_faults
 
 PAGE = ROOT / "docs" / "reliability.md"
 KEPT = PAGE.with_suffix("") / "results.json"
 #: The scenario about load, which has figures of its own.
 LOAD = "arrivals_above_capacity"
+#: The scenario with subscribers that use the inbox, which has figures of its own as well.
+INBOX = "inbox"
 
 HEAD = """\
 # Reliability
@@ -66,6 +68,13 @@ The same run, of the scenario that is about load. Seconds and rates are the emul
 neither what a poll reads nor what a worker holds follows the backlog.
 """
 
+INBOX_SAYS = """\
+Two subscribers use the [inbox](guide/subscribe.md). They are killed at random, paused for longer than their leases, and
+cut off from Spanner and Pub/Sub. Two workers are killed, too. In the end some tasks are sent again. An effect is a row
+with a random key, so a second effect of a task is a second row. [Another test](../tests/integration/test_inbox.py) lets
+Pub/Sub deliver the same ten messages 10,000 times, and there are ten effects.
+"""
+
 #: The defects that the scenarios found.
 FOUND = Path(__file__).with_name("found.md")
 
@@ -78,9 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     results: dict[str, Any] = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
     if options.scenarios:
-        lines = options.scenarios.read_text(encoding="utf-8").splitlines()
-        results["scenarios"] = sorted(map(json.loads, lines), key=lambda line: str(line["scenario"]))
-        results["scenarios_ran"] = _circumstances()
+        lines = [json.loads(line) for line in options.scenarios.read_text(encoding="utf-8").splitlines()]
+        if others := [line for line in lines if line["scenario"] != INBOX]:
+            results["scenarios"] = sorted(others, key=lambda line: str(line["scenario"]))
+            results["scenarios_ran"] = _circumstances()
+        for line in lines:
+            if line["scenario"] == INBOX:
+                results |= {INBOX: line, "inbox_ran": _circumstances()}
     if options.comparison:
         results["comparison"] = json.loads(options.comparison.read_text(encoding="utf-8"))
         results["comparison_ran"] = _circumstances()
@@ -107,6 +120,9 @@ def text(results: dict[str, Any]) -> str:
         command = f"python -m pytest --long --seed {lines[0]['seed']} --numprocesses 3 tests/faults"
         parts += ["## Scenarios\n", _ran(results["scenarios_ran"], command), _scenarios(lines)]
         parts += ["## Load\n", LOAD_SAYS, _load(lines)]
+    if line := results.get(INBOX):
+        command = f"python -m pytest --long --seed {line['seed']} tests/faults/test_subscriber_faults.py"
+        parts += ["## Effects of subscribers\n", INBOX_SAYS, _ran(results["inbox_ran"], command), _effects(line)]
     if lines := results.get("comparison"):
         tasks = lines[0]["tasks"]
         parts += [
@@ -135,7 +151,7 @@ class Scenario:
 def scenarios() -> dict[str, Scenario]:
     rows = test_service_faults.SCENARIOS.items()
     found = {name: Scenario(each.title, each.promise, "test_service_faults.py") for name, each in rows}
-    for module in (test_service_faults, test_worker_faults, test_load):
+    for module in (test_service_faults, test_worker_faults, test_subscriber_faults, test_load):
         for name, function in vars(module).items():
             title, _, promised = " ".join((inspect.getdoc(function) or "").split()).partition(" Promised: ")
             if name.startswith("test_") and promised:
@@ -167,6 +183,19 @@ def _load(lines: Iterable[dict[str, Any]]) -> str:
             own = [name for name in list(line) if name in _NOTES]
             rows += [[known[line["scenario"]].title, _NOTES[name], f"{line[name]:,}"] for name in own]
     return markdown(["what", "figure", ""], rows)
+
+
+def _effects(line: dict[str, Any]) -> str:
+    names = {
+        "registered": "committed tasks",
+        "rolled_back": "tasks of transactions that were rolled back",
+        "effects": "effects in the subscriber's database",
+        "without_effect": "tasks without an effect",
+        "second_effects": "second effects of a task",
+        "duplicates": "messages published again after a kill, or because the test asked for it",
+        "duplicate_deliveries": "deliveries that the inbox recognized as duplicates",
+    }
+    return markdown(["figure", ""], [[label, f"{line[name]:,}"] for name, label in names.items()])
 
 
 _NOTES = {

@@ -14,8 +14,8 @@ from outbox.storage.task_states import NEVER
 from publishworker.pubsub.messages import topic_filter, topic_name
 from publishworker.pubsub.publisher import PubSubPublisher
 from tests.fuzz.conftest import Fuzz
+from tests.simulation.pubsub import Refused
 from tests.support.fakes import FakeStore
-from tests.support.order_pubsub import Answer, Refused
 from tests.support.parts import relay_of
 
 ALLOWED = "orders,pay*,projects/partner/topics/shared"
@@ -83,7 +83,7 @@ class Service:
             answer.result.side_effect = Refused(grpc.StatusCode.INVALID_ARGUMENT)
         else:
             self.published += [(request.topic, message) for message in request.messages]
-            answer.result.return_value = Answer([str(number) for number in range(len(request.messages))])
+            answer.result.return_value.message_ids = [str(number) for number in range(len(request.messages))]
         return answer
 
 

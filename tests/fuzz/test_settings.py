@@ -91,7 +91,6 @@ def _nothing_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     for place in (
         "google.cloud.spanner.Client", "outbox.devtools.emulators.running",
         "outbox_pipeline.spark.session.check_packages",
-        "publishworker.spanner.connection.open_relay_database", "publishworker.spanner.connection.open_pubsub",
     ):  # fmt: skip
         monkeypatch.setattr(place, mock.Mock(side_effect=NotReached("nothing is there")))
     for main in (cli, worker, pipeline):  # creating parsers would take most of the time

@@ -1,4 +1,4 @@
-"""The benchmarks run: a tiny round of two sections, so that they do not rot. No figure is judged."""
+"""The benchmarks run: a tiny round of some sections, so that they do not rot. No figure is judged."""
 
 import pytest
 
@@ -6,11 +6,12 @@ from outbox.devtools.emulators import Emulators
 from tests.support.processes import run
 
 
+@pytest.mark.emulator_only("the benchmarks create its instance")
 @pytest.mark.extended
 def test_a_tiny_round_prints_its_tables(emulators: Emulators) -> None:
     """The relay in the process itself, in one of its own, and behind the counting proxy."""
-    arguments = ("--quick", "--rounds", "1", "--only", "costs", "poll-topics")
+    arguments = ("--quick", "--rounds", "1", "--only", "throughput", "costs", "marks", "poll-topics")
     finished = run("tests.benchmarks", *arguments, environment=emulators.environment(), seconds=60)
     assert finished.code == 0
-    for text in ("Costs per task", "claim", "client CPU us/task: ", "The poll by topics", "10 topics"):
+    for text in ("Costs per task", "claim", "requests/1,000 tasks: ", "The poll by topics", "10 topics"):
         assert text in finished.stdout

@@ -26,6 +26,9 @@ while True:
 DEAF = f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{LISTEN}"
 
 
+pytestmark = pytest.mark.emulator_only("it starts emulators")
+
+
 @pytest.fixture(autouse=True)
 def _nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("SPANNER_EMULATOR_HOST", "PUBSUB_EMULATOR_HOST", "CLOUDSDK_ROOT_DIR", "JAVA_HOME"):
@@ -156,7 +159,7 @@ LAST_LINES = rf"(\n  \d+){{{child_process.TAIL_LINES - 1}}}\n  libz.so.1: cannot
     ("texts", "sentence"),
     [
         ({"pubsub": None}, "^the Pub/Sub emulator not found: PUBSUB_EMULATOR_HOST not set"),
-        ({"pubsub": "import sys\nsys.exit('Address already in use')"}, "the Pub/Sub emulator cannot have port"),
+        ({"pubsub": "import sys\nsys.exit('Address already in use')"}, "the Pub/Sub emulator cannot use 127.0.0.1:"),
         (
             {"spanner": "import sys\nprint(*range(100), sep='\\n')\nsys.exit('libz.so.1: cannot open it')"},
             rf"^could not start it: the Spanner emulator ended with exit code 1\. Its last lines:{LAST_LINES}$",

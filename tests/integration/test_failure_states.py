@@ -12,16 +12,16 @@ from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
 import outbox
+from outbox.shared.pubsub import open_pubsub
 from outbox.storage.task_states import NEVER
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.relay import Relay
-from publishworker.spanner.connection import open_pubsub
-from publishworker.spanner.emulator import EmulatorStore
+from tests.support import real
 from tests.support.parts import relay_of
 from tests.support.pubsub import PubSub, Subscription
 from tests.support.pubsub_server import accept, pubsub_server, refuse
 from tests.support.relays import UNDECODABLE, account, execute, register, unsent
-from tests.support.spanner import PROJECT, query
+from tests.support.spanner import PROJECT, place, query
 from tests.support.waiting import eventually
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "delivery.md"
@@ -31,8 +31,8 @@ STATE = "SELECT Attempts, LastError, AvailableAt, SentAt FROM AsynchronousTasks 
 
 def make_relay(database: Database, **options: Any) -> Relay:
     """Return a relay of this process that waits little: its clock runs ten times as fast."""
-    store = EmulatorStore(database, shards=10)
-    publisher = options.pop("publisher", None) or PubSubPublisher(open_pubsub(), PROJECT)
+    store = real.Store(database, shards=10)
+    publisher = options.pop("publisher", None) or PubSubPublisher(open_pubsub(place()), PROJECT)
     return relay_of(
         store,
         publisher,

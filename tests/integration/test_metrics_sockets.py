@@ -56,7 +56,7 @@ def received(agent: socket.socket, count: int) -> list[str]:
 def test_counts_and_gauges_arrive_with_their_tags(kind: str, request: pytest.FixtureRequest) -> None:
     """Names, values and tags as in docs/reference/metrics.md."""
     agent = request.getfixturevalue(kind)
-    metrics = datadog.from_environment()
+    metrics = Metrics(datadog.client())
     metrics.count(m.PUBLISHED, 100, topic="orders")
     metrics.count(m.FAILED, 2, topic="orders", reason="not_found")
     metrics.gauge(m.OLDEST_AGE, 1.5)
@@ -84,7 +84,7 @@ def test_without_an_agent_nothing_is_sent_or_logged(
     if url:
         monkeypatch.setenv("DD_DOGSTATSD_URL", url)
     with caplog.at_level(logging.INFO if url else logging.DEBUG):
-        metrics = datadog.from_environment()
+        metrics = Metrics(datadog.client())
         metrics.count(m.PUBLISHED, 1, topic="orders")
         metrics.gauge(m.OLDEST_AGE, 1)
         metrics.stop()
@@ -106,7 +106,7 @@ def test_a_client_that_raises_is_logged_once_and_stops_nothing(caplog: pytest.Lo
 
 def test_an_unavailable_agent_is_logged_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its socket appears, disappears and appears again. Samples sent meanwhile are lost, the rest arrives."""
-    metrics = datadog.from_environment()
+    metrics = Metrics(datadog.client())
     assert isinstance(metrics._client, DogStatsd)
 
     def send(topic: str) -> None:
@@ -131,7 +131,7 @@ def test_an_unavailable_agent_is_logged_once(path: Path, caplog: pytest.LogCaptu
 
 def test_buffered_samples_are_sent_at_the_end(udp: socket.socket) -> None:
     """Samples of a whole batch share a packet, and none is left behind."""
-    metrics = datadog.from_environment()
+    metrics = Metrics(datadog.client())
     for number in range(100):
         metrics.sample(m.LATENCY, number / 10, topic="orders")
     metrics.stop()
@@ -148,7 +148,7 @@ def counted(lines: list[str]) -> int:
 
 def test_a_slow_agent_gets_every_count(unix: socket.socket) -> None:
     """Its socket holds ten packets: other packets wait, and latencies do not crowd them out."""
-    metrics = datadog.from_environment()
+    metrics = Metrics(datadog.client())
     reporter = Reporter(metrics)
     lines: list[str] = []
 
@@ -172,7 +172,7 @@ def test_a_slow_agent_gets_every_count(unix: socket.socket) -> None:
 def test_a_hanging_agent_delays_neither_the_relay_nor_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples for it wait for a while, and are dropped at the end."""
     monkeypatch.setattr(m, "STOP_SECONDS", 0.5)
-    metrics = datadog.from_environment()
+    metrics = Metrics(datadog.client())
     begin = time.monotonic()
     for _ in range(20_000):
         metrics.count(m.PUBLISHED, 1, topic="orders")

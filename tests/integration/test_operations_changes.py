@@ -76,14 +76,14 @@ def test_retry_of_ids_leaves_pending_tasks_and_names_missing_ones(database: Data
     before = rows_of(database)
     [outcome] = changes.retry(table, TaskSelection(state="dead", ids=tuple(STATES)))
     assert outcome.changed == ("dead",)
-    assert outcome.left == {
+    assert outcome.unchanged == {
         "retrying": "retrying", "sent": "sent", "scheduled": "scheduled", "ready": "pending", "due": "pending",
     }  # fmt: skip
     [outcome] = changes.retry(table, TaskSelection(ids=("sent", "retrying"), error="UNAVAIL", until=CREATED + SECOND))
-    assert (outcome.changed, outcome.left) == (("retrying",), {"sent": "sent"})
+    assert (outcome.changed, outcome.unchanged) == (("retrying",), {"sent": "sent"})
     [outcome] = changes.retry(table, TaskSelection(ids=("ready", "gone", "sent", "due", "it's", "scheduled")))
     assert sorted(outcome.changed) == ["scheduled", "sent"]
-    assert outcome.left == {"ready": "pending", "due": "pending"}
+    assert outcome.unchanged == {"ready": "pending", "due": "pending"}
     assert outcome.missing == ("gone", "it's")
     assert touched(before, rows_of(database)) == {"dead", "retrying", "scheduled", "sent"}
 
@@ -156,7 +156,7 @@ def test_a_task_that_is_dead_or_sent_again_is_not_selected_twice(
     # If another client marks them as sent before the end as fast as they are unset, it would never end.
     monkeypatch.setattr(changes, "PAGE", 1)
     monkeypatch.setattr(TaskTable, "transact", lambda *_: [])
-    with pytest.raises(OutboxError, match="match the selection again immediately"):
+    with pytest.raises(OutboxError, match="matches the selection again"):
         list(changes.retry(table, selected("sent")))
 
 
@@ -198,7 +198,7 @@ def test_a_deferred_task_is_left_to_the_head_of_its_key(database: Database, tabl
         table, TaskSelection(ids=("deferred", "deferred again", "scheduled", "no key", "retrying"))
     )
     assert sorted(outcome.changed) == ["no key", "retrying", "scheduled"]
-    assert outcome.left == {"deferred": "deferred", "deferred again": "deferred"}
+    assert outcome.unchanged == {"deferred": "blocked", "deferred again": "blocked"}
 
 
 def test_expired_tasks_are_sent_again_only_if_asked_for(database: Database, table: TaskTable):
@@ -218,7 +218,7 @@ def test_expired_tasks_are_sent_again_only_if_asked_for(database: Database, tabl
     with_ids = TaskSelection(ids=("expired", "failed", "in time"), expired=False)
     assert changes.count(table, with_ids, exact=True).number == 1
     [outcome] = changes.retry(table, with_ids)
-    assert (outcome.changed, outcome.left) == (("in time",), {"expired": "expired", "failed": "expired"})
+    assert (outcome.changed, outcome.unchanged) == (("in time",), {"expired": "expired", "failed": "expired"})
     assert {id for each in changes.retry(table, unexpired) for id in each.changed} == {"without"}
     assert {id for each in changes.retry(table, TaskSelection(state="dead")) for id in each.changed} == {
         "expired",
@@ -247,7 +247,7 @@ def awkward_rows() -> list[dict[str, Any]]:
 
 def by_dml(database: Database, selection: TaskSelection, statement: str) -> int:
     """Run the DML of a dry run, and return how many rows it changed."""
-    text = selection.dml(statement)
+    text = selection.dml(statement, range(10))
     assert all(each.isprintable() for line in text.split("\n") for each in line)
     number: int = database.run_in_transaction(lambda transaction: transaction.execute_update(text))
     return number
@@ -265,21 +265,24 @@ def test_the_dml_of_a_dry_run_does_the_same(database: Database, table: TaskTable
     every = tuple(each["Id"] for each in rows)
     time = {"since": CREATED + 20 * SECOND, "until": CREATED + 120 * SECOND}
     cases: list[tuple[TaskSelection, str]] = [
-        (TaskSelection(ids=(every[0],)), statements.RETRY),
-        (TaskSelection(ids=every[:60], state="dead"), statements.RETRY),
-        *((TaskSelection(state="dead", topic=topic, **time), statements.RETRY) for topic in TOPICS),
-        *((TaskSelection(state="retrying", topic=TOPICS[0], error=text), statements.RETRY) for text in AWKWARD[::3]),
-        (TaskSelection(state="retrying", error="It'S"), statements.RETRY),
-        (TaskSelection(state="sent", topic=TOPICS[1], until=PAST + MICROSECOND), statements.DELETE),
-        (TaskSelection(state="sent", until=PAST), statements.DELETE),
-        (TaskSelection(ids=every), statements.RETRY),
-        (TaskSelection(state="sent", until=FUTURE), statements.DELETE),
+        (TaskSelection(ids=(every[0],)), statements.RETRY_DML),
+        (TaskSelection(ids=every[:60], state="dead"), statements.RETRY_DML),
+        *((TaskSelection(state="dead", topic=topic, **time), statements.RETRY_DML) for topic in TOPICS),
+        *(
+            (TaskSelection(state="retrying", topic=TOPICS[0], error=text), statements.RETRY_DML)
+            for text in AWKWARD[::3]
+        ),
+        (TaskSelection(state="retrying", error="It'S"), statements.RETRY_DML),
+        (TaskSelection(state="sent", topic=TOPICS[1], until=PAST + MICROSECOND), statements.DELETE_DML),
+        (TaskSelection(state="sent", until=PAST), statements.DELETE_DML),
+        (TaskSelection(ids=every), statements.RETRY_DML),
+        (TaskSelection(state="sent", until=FUTURE), statements.DELETE_DML),
     ]
     for each in (database, own_database):
         insert(each, rows)
     total = 0
     for selection, statement in cases:
-        change = changes.purge if statement == statements.DELETE else changes.retry
+        change = changes.purge if statement == statements.DELETE_DML else changes.retry
         number = changes.count(table, selection, exact=True).number
         assert len(changed(change(table, selection))) == number == by_dml(own_database, selection, statement)
         total += number
@@ -300,7 +303,7 @@ def test_a_count_is_exact_or_stops_early(database: Database, table: TaskTable, m
     ids = tuple(f"{state} {n}" for state in (*limited, "pending") for n in range(15))
     assert changes.count(table, TaskSelection(ids=(*ids, "missing")), exact=False) == Count(60)
     assert changes.count(table, TaskSelection(ids=ids, state="dead"), exact=False) == Count(15)
-    monkeypatch.setattr(changes, "COUNTED", 10)
+    monkeypatch.setattr(changes, "COUNT_LIMIT", 10)
     for state in limited:
         assert changes.count(table, TaskSelection(state=state), exact=False) == Count(10, at_least=True)
         assert changes.count(table, TaskSelection(state=state), exact=True) == Count(15)

@@ -10,15 +10,14 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import backlog, changes, tasks
 from outbox.admin.changes import TaskSelection
-from outbox.admin.database import UNLIMITED
 from outbox.admin.table import TaskTable
 from outbox.admin.tasks import Position
 from outbox.admin.topics import TopicTable
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError
-from outbox.storage.schema import limits
+from outbox.storage.connection import UNARY_SECONDS, retry_and_timeout
 from outbox.storage.task_states import NEVER
-from tests.support.operations import FUTURE, PAST, Watch, insert, opened, row, rows_of
+from tests.support.operations import FUTURE, PAST, Watch, insert, opened, row, rows_of, update
 from tests.support.proxy import Proxy
 
 QUERY, READ, COMMIT = "execute_streaming_sql", "streaming_read", "commit"
@@ -45,10 +44,10 @@ WORK: dict[str, Callable[[TaskTable], Any]] = {
     "retry": lambda table: list(changes.retry(table, selected("dead"))),
     "retry ids": lambda table: list(changes.retry(table, TaskSelection(ids=("1",)))),
     "purge": lambda table: list(changes.purge(table, selected("sent"))),
-    "discard": lambda table: list(changes.discard(table, ["1"])),
+    "discard": lambda table: list(changes.discard(table, ["1"], "test")),
     "rows of topics": lambda table: TopicTable(table).rows(["orders"]),
     "waiting topics": lambda table: TopicTable(table).waiting(["orders"]),
-    "pause": lambda table: TopicTable(table).change(["orders"], {"Paused": True}),
+    "pause": lambda table: TopicTable(table).change("pause", ["orders"], {"Paused": True}),
 }
 
 
@@ -94,12 +93,11 @@ def test_no_command_hangs_when_spanner_becomes_unavailable(  # noqa: PLR0917 - p
                 seen.append(name)
                 if len(seen) == number:
                     fault(proxy)
-            given = {**getattr(original, "keywords", {}), **keywords}
-            assert given["timeout"] == given["retry"]._timeout <= 600
+            assert name in UNARY_SECONDS or keywords["timeout"] == keywords["retry"]._timeout <= 600
             away = len(seen) >= number
-            return original(*arguments, **(keywords | limits(SHORT) if away else keywords))
+            return original(*arguments, **(keywords | retry_and_timeout(SHORT) if away else keywords))
 
-        for name in (QUERY, READ, *UNLIMITED):
+        for name in (QUERY, READ, *UNARY_SECONDS):
             original = getattr(ours.spanner_api, name)
             monkeypatch.setattr(ours.spanner_api, name, functools.partial(limited, name, original))
         begun = time.monotonic()
@@ -119,18 +117,25 @@ def test_a_missing_index_is_named(own_database: Database):
     """A missing column as well; a transaction that meets it holds no locks and has changed nothing."""
     fill(own_database)
     table = TaskTable(opened(own_database))
-    own_database.update_ddl(["ALTER TABLE AsynchronousTasks DROP COLUMN BlockedBy"]).result()
+    own_database.update_ddl(["ALTER TABLE AsynchronousTasks DROP COLUMN ExpiresAt"]).result()
     for work in ("show", "retry ids", "list"):
-        with pytest.raises(NotReached, match=r"BlockedBy.*See `outbox schema apply`"):
+        with pytest.raises(NotReached, match=r"ExpiresAt.*See `outbox schema apply`"):
             WORK[work](table)
     with own_database.batch() as batch:
         batch.update("AsynchronousTasks", ("Id", "Attempts"), [("1", 5)])
-    column = "ALTER TABLE AsynchronousTasks ADD COLUMN BlockedBy STRING(64)"
+    column = "ALTER TABLE AsynchronousTasks ADD COLUMN ExpiresAt TIMESTAMP"
     own_database.update_ddl([column, "DROP INDEX AsynchronousTasksToSend"]).result()
     for work in ("status --exact", "list", "tail", "count", "retry", "purge"):
         with pytest.raises(NotReached, match=r"index AsynchronousTasksToSend is missing.*See `outbox schema apply`"):
             WORK[work](table)
     assert all(WORK[work](table) for work in ("show", "retry ids"))  # by the primary key
+    own_database.update_ddl(["DROP TABLE AsynchronousTaskOperations"]).result()
+    update(own_database, "1", AvailableAt=NEVER)
+    before = rows_of(own_database)
+    for work in ("pause", "discard"):  # nothing is changed without its record
+        with pytest.raises(NotReached, match=r"AsynchronousTaskOperations is missing.*See `outbox schema apply`"):
+            WORK[work](table)
+    assert (rows_of(own_database), TopicTable(table).controls()) == (before, {})
 
 
 def test_a_refusal_unrelated_to_the_schema_is_reported_as_it_is(database: Database):
@@ -153,4 +158,4 @@ def test_every_request_has_low_priority_and_a_tag(database: Database, watch: Wat
         work(watch.table)
     assert watch.tags() >= {"outbox-status", "outbox-topics", "outbox-list", "outbox-show", "outbox-tail"}
     tags = {request.request_options.transaction_tag for name, request in watch.requests if name == "commit"}
-    assert tags == {"outbox-retry", "outbox-purge", "outbox-discard", "outbox-topics"}
+    assert tags == {"outbox-retry", "outbox-purge", "outbox-discard", "outbox-topics", "outbox-operations"}

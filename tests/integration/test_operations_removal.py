@@ -17,6 +17,7 @@ from outbox.storage.task_states import NEVER
 from tests.support.operations import FUTURE, MICROSECOND, PAST, SECOND, Watch, changed, insert, row, rows_of, update
 
 UNTIL = PAST + 10 * SECOND
+REASON = "cancelled"
 DEFERRED = {"AvailableAt": FUTURE, "BlockedBy": "head"}
 DEAD = {"AvailableAt": NEVER, "Attempts": 9}
 UNSENT: list[dict[str, Any]] = [
@@ -118,11 +119,11 @@ def test_discard_deletes_dead_tasks_only(database: Database, table: TaskTable, m
     insert(database, [row("retried", AvailableAt=NEVER)])
     before = rows_of(database)
     before_each_transaction(monkeypatch, lambda: update(database, "retried", AvailableAt=PAST))
-    [outcome] = changes.discard(table, [*map(str, range(6)), "sent", "almost", "missing", "retried"])
+    [outcome] = changes.discard(table, [*map(str, range(6)), "sent", "almost", "missing", "retried"], REASON)
     assert outcome == Outcome(
         ("5",),
         {
-            "0": "pending", "1": "pending", "2": "scheduled", "3": "retrying", "4": "deferred", "sent": "sent",
+            "0": "pending", "1": "pending", "2": "scheduled", "3": "retrying", "4": "blocked", "sent": "sent",
             "almost": "scheduled", "retried": "pending",
         },
         ("missing",),
@@ -163,7 +164,7 @@ def test_discard_releases_only_the_first_deferred_task_of_a_key(
     before, begun = rows_of(database), watch.table.now()
     ids = ["a 1", "b' 0", "waits 0", "dies 0", "alone 0", "behind 1", "behind a scheduled one 1"]
     ids = [*(f"orders {id}" for id in ids), "no key"]
-    outcomes = changes.discard(watch.table, ids)
+    outcomes = changes.discard(watch.table, ids, REASON)
     gone = ids[:2] if closed else ids
     assert sorted(next(outcomes).changed) == sorted(gone)
     if closed:
@@ -194,10 +195,13 @@ def test_a_release_that_fails_is_a_warning(database: Database, table: TaskTable,
         return found
 
     monkeypatch.setattr(TaskTable, "query", key_heads)
-    [outcome] = changes.discard(table, ["orders a 0"])
+    [outcome] = changes.discard(table, ["orders a 0"], REASON)
     assert outcome.changed == ("orders a 0",)
-    assert outcome.warning == "tasks blocked by the deleted ones are sent later, when their deferral ends: no answer"
-    assert changed(changes.discard(table, ["orders b 0"])) == ["orders b 0"]
+    assert (
+        outcome.warning
+        == "tasks that the deleted ones blocked were not released, so they are sent after their deferral: no answer"
+    )
+    assert changed(changes.discard(table, ["orders b 0"], REASON)) == ["orders b 0"]
     after = rows_of(database)
     assert after["orders b 1"]["SentAt"] == PAST
     assert {after[id]["AvailableAt"] for id in ("orders a 1", "orders b 1", "orders b 2")} == {FUTURE}
@@ -213,7 +217,7 @@ def test_a_deletion_with_an_unknown_outcome_is_logged(
     def log(ids: Sequence[str], surely: bool) -> None:
         logged.append((sorted(ids), surely))
 
-    assert changed(changes.discard(table, ["a", "missing"], log)) == ["a"]
+    assert changed(changes.discard(table, ["a", "missing"], REASON, log)) == ["a"]
     transact = TaskTable.transact
 
     def lose_the_answer(self: TaskTable, tag: str, work: Any) -> Any:
@@ -222,6 +226,6 @@ def test_a_deletion_with_an_unknown_outcome_is_logged(
 
     monkeypatch.setattr(TaskTable, "transact", lose_the_answer)
     with pytest.raises(NotReached):
-        changed(changes.discard(table, ["b"], log))
+        changed(changes.discard(table, ["b"], REASON, log))
     assert logged == [(["a"], True), (["b"], False)]
     assert rows_of(database) == {}

@@ -32,7 +32,7 @@ def test_each_task_is_listed_in_its_state_and_no_other(database: Database, watch
     watch.requests.clear()
     unsent = tasks.listed(watch.table, TaskSelection(), 100)
     lists = [request for _, request in watch.requests if request.request_options.request_tag == "outbox-list"]
-    assert len(lists) == 4
+    assert len(lists) == 5
     assert len({str(request.transaction.single_use.read_only.read_timestamp) for request in lists}) == 1
     assert not any("CURRENT_TIMESTAMP" in request.sql for request in lists)
     assert [task.state for task in unsent] == [state for state in UNSENT for _ in OF_STATES[state]]
@@ -60,13 +60,14 @@ def test_pending_tasks_are_listed_by_priority_then_age(database: Database, table
     assert ids(table, 5, state="pending", topic="a") == [each["Id"] for each in in_order if each["Topic"] == "a"][:5]
 
 
-@pytest.mark.parametrize("state", ["scheduled", "retrying", "dead"])
+@pytest.mark.parametrize("state", ["scheduled", "retrying", "blocked", "dead"])
 def test_tasks_due_later_are_listed_by_their_due_time(database: Database, table: TaskTable, state: str):
     """Then by priority, age and id; dead ones in the order in which they would come back."""
-    begin, attempts = (NEVER if state == "dead" else FUTURE), (1 if state == "retrying" else 0)
+    begin = NEVER if state == "dead" else FUTURE
+    more = {"Attempts": 1 if state == "retrying" else 0, "BlockedBy": "head" if state == "blocked" else None}
     rows = [
         row(name, AvailableAt=begin + after * SECOND, Priority=priority, CreatedAt=CREATED + age * SECOND)
-        | {"Attempts": attempts}
+        | more
         for name, after, priority, age in (
             ("d", 0, 9, 5), ("b", 0, 9, 6), ("c", 0, 9, 6), ("a", 0, 1, 0), ("e", 1, 5, 0), ("f", 2, 9, 0),
         )

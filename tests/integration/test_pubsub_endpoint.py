@@ -17,9 +17,9 @@ from google.pubsub_v1.services.publisher.transports import PublisherGrpcTranspor
 
 from outbox.devtools.emulators import Emulators
 from outbox.errors import SettingError
+from outbox.shared.pubsub import open_pubsub
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.settings import WorkerSettings
-from publishworker.spanner.connection import open_pubsub
 from publishworker.types import LockedRow, Sent
 from tests.support.fakes import serialized
 from tests.support.processes import run
@@ -27,7 +27,7 @@ from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub
 from tests.support.pubsub_server import pubsub_server
 from tests.support.relays import register, worker
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import INSTANCE, PROJECT, place
 from tests.support.waiting import eventually
 
 ENDPOINT = "europe-west1-pubsub.googleapis.com"
@@ -58,13 +58,15 @@ def test_check_warns_of_ordered_tasks_without_an_endpoint(
     [warning] = warnings()
     assert {topic for topic in topics if topic in warning} == {pending, scheduled}
     assert "--pubsub-endpoint" in warning
-    assert warnings(OUTBOX_PUBSUB_ENDPOINT=ENDPOINT) == []
+    assert warnings(OUTBOX_PUBSUB_ENDPOINT=emulators.pubsub_host, OUTBOX_PUBSUB_PLAINTEXT="true") == []
 
 
-@pytest.mark.parametrize("value", [f"https://{ENDPOINT}", f"{ENDPOINT}/", "two words", "host:port", ":443"])
+@pytest.mark.parametrize(
+    "value", [f"https://{ENDPOINT}", f"{ENDPOINT}/", "two words", "host:port", ":443", "host:0", "host:65536"]
+)
 def test_an_invalid_endpoint_is_refused(value: str) -> None:
     """It is no address of a page, has no path, and its port is a number."""
-    with pytest.raises(SettingError, match=r"^--pubsub-endpoint: .* is not allowed: it must be a host, or empty"):
+    with pytest.raises(SettingError, match=r"^--pubsub-endpoint: .* is not allowed: it must be a host, or HOST:PORT"):
         WorkerSettings.read({**NAMED, "pubsub_endpoint": value}, {})
     with pytest.raises(SettingError, match=r"^OUTBOX_ON_ORDERING_FAILURE: .* is not allowed: it must be block or skip"):
         WorkerSettings.read(NAMED, {"OUTBOX_ON_ORDERING_FAILURE": value})
@@ -89,24 +91,27 @@ def channels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[s
 def test_the_channel_connects_to_the_endpoint(
     channels: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the same limits as the global one's. An emulator takes precedence, so tests never reach the service."""
+    """With the same limits as the global one's. The endpoint wins over the emulator's variable."""
+    monkeypatch.setenv("PUBSUB_EMULATOR_HOST", "127.0.0.1:1")
     for endpoint, target in {
-        "": "pubsub.googleapis.com:443",
         ENDPOINT: f"{ENDPOINT}:443",
         "pubsub.example.com:8443": "pubsub.example.com:8443",
     }.items():
-        open_pubsub(endpoint)
+        open_pubsub(place(pubsub_endpoint=endpoint))
         host, options = channels.pop()
         assert host == target
         assert dict(options["options"])["grpc.max_receive_message_length"] == -1
         assert "grpc.max_reconnect_backoff_ms" in dict(options["options"])
     with pubsub_server() as server:
-        monkeypatch.setenv("PUBSUB_EMULATOR_HOST", server.address)
-        publisher = PubSubPublisher(open_pubsub(ENDPOINT), PROJECT)
+        settings = place(pubsub_endpoint=server.address, pubsub_plaintext="true")
+        publisher = PubSubPublisher(open_pubsub(settings), PROJECT)
         row = LockedRow("a", "orders", serialized(), "key", datetime.now(UTC), None, None)
         assert isinstance(publisher.publish("orders", [row], 5)["a"], Sent)
         assert len(server.requests) == 1
     assert channels == []
+    monkeypatch.delenv("PUBSUB_EMULATOR_HOST")
+    open_pubsub(place())
+    assert channels.pop()[0] == "pubsub.googleapis.com:443"
 
 
 def test_a_worker_publishes_at_its_endpoint(emulators: Emulators, database: Database, tmp_path: Path) -> None:

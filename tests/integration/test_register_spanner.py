@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import outbox
 from outbox.message import RawPubsubMessage
+from outbox.testing import assert_registered
 from tests.support.spanner import query
 
 ORDERS = """
@@ -98,6 +99,36 @@ def test_bytes_and_attributes_round_trip(database: Database, bodies: list[bytes]
             assert message.data == written[id]
             assert dict(message.attributes) == {**attributes, outbox.TASK_ID_ATTRIBUTE: id}
             assert size == len(raw)
+
+
+@pytest.mark.parametrize("run", [in_transaction, in_batch])
+def test_many_tasks_are_registered_in_one_commit(database: Database, run: Callable[..., Any]) -> None:
+    """Omitted columns have their defaults; tasks of a key keep the order of the list."""
+    at = datetime(2040, 1, 1, tzinfo=UTC)
+    plain = [outbox.Task("orders", bytes([n]), ordering_key="k") for n in range(20)]
+    other = outbox.Task("invoices", b"", {"a": "b"}, available_at=at, at_most_once=True)
+    ids = run(database, functools.partial(outbox.register_many, tasks=plain))
+    found = query(database, "SELECT Id, AtMostOnce, AvailableAt, ExpiresAt FROM AsynchronousTasks ORDER BY Sequence")
+    assert found == [[id, False, None, None] for id in ids]
+    assert len(query(database, "SELECT DISTINCT CreatedAt FROM AsynchronousTasks")) == 1
+    [id] = run(database, functools.partial(outbox.register_many, tasks=[other]))
+    found = query(database, "SELECT Id, Topic, AtMostOnce, AvailableAt FROM AsynchronousTasks")
+    assert [id, "invoices", True, at] in found
+
+
+def test_assertions_read_the_table(database: Database) -> None:
+    """In the order of registration, with the message as the application gave it."""
+    ids = []
+    for n in (1, 2):
+        with database.batch() as batch:
+            ids += [outbox.register(batch, "orders", b"data", {"n": str(n)}, ordering_key="k") for _ in "ab"]
+            outbox.register(batch, "invoices", b"", available_at=datetime(2040, 1, 1, tzinfo=UTC), at_most_once=True)
+    found = assert_registered(database, topic="orders", times=4)
+    assert [task.id for task in found] == ids
+    assert {(task.message.data, task.ordering_key, task.priority) for task in found} == {(b"data", "k", 50)}
+    assert assert_registered(database, attributes={"n": "2"}, times=2) == found[2:]
+    with pytest.raises(AssertionError, match=r"^2 of 6 registered tasks match topic='invoices'.*(\n  .*){6}$"):
+        assert_registered(database, topic="invoices")
 
 
 class _Cause:

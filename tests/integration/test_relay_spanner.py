@@ -15,15 +15,16 @@ from google.cloud.spanner_v1.database import Database
 
 import outbox
 from outbox.devtools.emulators import Emulators
+from outbox.shared.pubsub import open_pubsub
+from outbox.storage.connection import open_database
 from outbox.storage.task_states import NEVER
 from publishworker import relay as relay_module
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
 from publishworker.relay import Relay
-from publishworker.spanner.connection import open_pubsub, open_relay_database
-from publishworker.spanner.emulator import EmulatorStore
 from publishworker.spanner.store import SpannerStore, Store
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed, LockedRow, Outcome, Sent
+from tests.support import real
 from tests.support.counting import Counting
 from tests.support.fakes import Counted, FakePublisher, serialized
 from tests.support.parts import poll_request, relay_of
@@ -38,7 +39,7 @@ from tests.support.relays import (
     register,
     unsent,
 )
-from tests.support.spanner import INSTANCE, PROJECT, count, query
+from tests.support.spanner import PROJECT, count, place, query
 from tests.support.waiting import eventually
 
 COMPLETE = Account(lost=frozenset(), unexpected=frozenset(), duplicates=0)
@@ -53,9 +54,9 @@ def make_relay(
     emulator: bool = True,
     **options: Any,
 ) -> Relay:
-    kind = EmulatorStore if emulator else SpannerStore
+    kind = real.Store if emulator else SpannerStore
     store = kind(database, shards=10) if isinstance(database, Database) else database
-    return relay_of(store, publisher or PubSubPublisher(open_pubsub(), PROJECT), counted, size=size, **options)
+    return relay_of(store, publisher or PubSubPublisher(open_pubsub(place()), PROJECT), counted, size=size, **options)
 
 
 def turn_until_all_sent(relay: Relay, database: Database, max_turns: int = 60) -> int:
@@ -223,6 +224,7 @@ def test_the_poll_returns_the_same_tasks_as_a_scan_of_the_table(database: Databa
     assert [[each.id, each.topic, each.shard, each.available_at is None] for each in found] == scanned
 
 
+@pytest.mark.emulator_only("the number of requests holds if no transaction is aborted")
 @pytest.mark.extended
 def test_a_backlog_costs_few_requests_and_few_rows(
     emulators: Emulators, own_database: Database, topic: str, monkeypatch: pytest.MonkeyPatch
@@ -233,8 +235,8 @@ def test_a_backlog_costs_few_requests_and_few_rows(
     register(own_database, topic, 2000, data=b"")
     with Counting(emulators.spanner_host) as proxy:
         monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
-        ours = open_relay_database(PROJECT, INSTANCE, own_database.database_id)
-        store = EmulatorStore(ours, shards=10)
+        ours = open_database(place(own_database.database_id))
+        store = real.Store(ours, shards=10)
         relay = make_relay(store, size=100, batches=8, stragglers=2, discovery_seconds=1000, refresh_seconds=1000)
         relay.turn()
         proxy.clear()

@@ -7,24 +7,25 @@ from datetime import UTC, datetime
 import pytest
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
+from google.pubsub_v1.types import PubsubMessage
 
 import outbox
-from outbox.admin import backlog, changes, tasks
+from outbox import inbox
+from outbox.admin import backlog, changes, operations, tasks
 from outbox.admin.changes import TaskSelection
-from outbox.admin.database import open_database as open_for_operators
-from outbox.admin.database import open_table
+from outbox.admin.table import TaskTable
 from outbox.admin.topics import TopicTable
-from outbox.shared.settings import DatabaseSettings
 from outbox.storage import schema
+from outbox.storage.connection import open_database
 from outbox.storage.task_states import NEVER
-from publishworker.spanner.connection import open_relay_database
-from publishworker.spanner.emulator import EmulatorStore
-from publishworker.types import Deferred, FailedAttempt, Key, Sent
+from publishworker.types import Deferred, Key, NotSent, Sent
+from tests.support import real
 from tests.support.operations import FUTURE, PAST, insert, row
 from tests.support.parts import poll_request
 from tests.support.roles import ALL, Heard, grants, refused, statements
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import place
 
+TASK = {outbox.TASK_ID_ATTRIBUTE: "task-1"}
 TABLES = ("AsynchronousTasks", "AsynchronousTaskTopics", "AsynchronousTaskWorkers")
 
 
@@ -40,29 +41,32 @@ def test_every_statement_is_a_role_or_a_grant_of_existing_objects() -> None:
         for (_, table), columns in grants(created[-1]).items():
             assert f"CREATE TABLE {table} " in ddl
             assert all(re.search(rf"\b{column}\b", ddl) for column in columns - ALL)
-    assert created == ["publishworker", "outbox_operator", "outbox_application", "outbox_pipeline"]
+    assert created == ["publishworker", "outbox_operator", "outbox_application", "outbox_subscriber", "outbox_pipeline"]
 
 
+@pytest.mark.emulator_only("its database has no roles, and only the emulator accepts any name")
 @pytest.mark.parametrize("role", ["publishworker", "outbox_pipeline"])
 def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     """All that a store does, in sessions of that role: the worker's, and that of a drain by Spark."""
     insert(database, [row(id, OrderingKey="k") for id in ("clean", "recorded", "deferred", "old")])
-    ours = open_relay_database(PROJECT, INSTANCE, database.database_id, role)
+    ours = open_database(place(database.database_id, database_role=role))
     heard = Heard(ours)
     schema.differences(ours, schema.statements())
-    store = EmulatorStore(ours, schema.shard_count(ours))
+    store = real.Store(ours, schema.shard_count(ours))
     store.poll(poll_request("orders", per_range=9, due=True, below=0))
     store.discover(range(10), ())
     store.topic_controls()
     store.workers()
     store.key_heads({Key("orders", "k"): 0}, 9, skip_dead=True)
 
-    recorded = FailedAttempt(1, NEVER, None, "error")
+    recorded = NotSent(1, NEVER, None, "error")
     marks = {"clean": Sent("1"), "recorded": recorded, "deferred": Deferred(FUTURE, "recorded"), "old": Sent("2")}
     store.claim(list(marks), lambda _rows, _now: marks)
     store.claim(["recorded"], lambda _rows, _now: {"recorded": Sent("3")})
     store.heartbeat("me", datetime.now(UTC), ["gone"])
     store.leave("me")
+    store.has_work()
+    store.topics_in_use()
     store.unsent()
     allowed = grants(role)
     assert list(refused(allowed, heard.commits)) == []
@@ -77,6 +81,7 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     assert written == allowed["UPDATE", "AsynchronousTasks"], "a grant that nothing needs"
 
 
+@pytest.mark.emulator_only("its database has no roles, and only the emulator accepts any name")
 def test_operators_stay_within_their_role(database: Database) -> None:
     """All commands that change something, and those that look at everything."""
     insert(
@@ -90,17 +95,17 @@ def test_operators_stay_within_their_role(database: Database) -> None:
     )
     name = database.database_id
     role = "outbox_operator"
-    settings = DatabaseSettings(project=PROJECT, instance=INSTANCE, database=name, database_role=role)
-    table = open_table(settings)
+    table = TaskTable(open_database(place(name, database_role=role)))
     heard = Heard(table._database)
     backlog.read(table)
     backlog.oldest_age(table)
     tasks.task(table, "sent")
+    assert operations.latest(table, 1) == []
     works: Sequence[Callable[[], object]] = [
         lambda: list(changes.retry(table, TaskSelection(ids=("dead",)))),
-        lambda: list(changes.discard(table, ["dead too"])),
+        lambda: list(changes.discard(table, ["dead too"], "test")),
         lambda: list(changes.purge(table, TaskSelection(state="sent", until=datetime.now(UTC)))),
-        lambda: TopicTable(table).change(["orders"], {"Paused": True}),
+        lambda: TopicTable(table).change("pause", ["orders"], {"Paused": True}),
     ]
     for work in works:
         before = len(heard.commits)
@@ -110,7 +115,6 @@ def test_operators_stay_within_their_role(database: Database) -> None:
     assert list(refused(allowed, heard.commits)) == []
     assert {("SELECT", table) for table in heard.tables} <= allowed.keys()
     assert heard.roles <= {role}
-    assert open_for_operators(settings).database_role == role
 
 
 def test_applications_stay_within_their_role(database: Database, spanner_instance: Instance) -> None:
@@ -124,3 +128,11 @@ def test_applications_stay_within_their_role(database: Database, spanner_instanc
     assert (heard.tables, allowed["SELECT", "AsynchronousTasks"]) == ({"AsynchronousTasks"}, {"Id"})
     written = {column for commit in heard.commits for each in commit.mutations for column in each.insert.columns}
     assert written == allowed["INSERT", "AsynchronousTasks"], "a grant that nothing needs"
+
+
+def test_subscribers_stay_within_their_role(own_database: Database) -> None:
+    heard = Heard(own_database)
+    inbox.Handler(own_database, consumer="billing")(lambda *_: None).process(PubsubMessage(attributes=TASK))
+    allowed = grants("outbox_subscriber")
+    assert list(refused(allowed, heard.commits)) == []
+    assert heard.tables == {"ProcessedTasks"}

@@ -6,6 +6,7 @@ No other test imports that module: it carries no promise of stability. Sessions 
 import base64
 import time
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -20,15 +21,22 @@ from google.cloud.spanner_v1 import (
 )
 from google.cloud.spanner_v1.testing.mock_spanner import SpannerServicer, start_mock_server
 from google.rpc import code_pb2, status_pb2
+from google.rpc.error_details_pb2 import ResourceInfo
 from grpc_status.rpc_status import to_status
 
 import outbox
+from outbox.errors import NotReached
+from outbox.storage.connection import COMMIT_SECONDS, LimitedDatabase, open_database
+from publishworker.app import open_store
 from publishworker.relay import Relay
+from publishworker.settings import WorkerSettings
 from publishworker.spanner import statements
-from publishworker.spanner.connection import COMMIT_SECONDS, LimitedDatabase, open_relay_database
-from publishworker.spanner.store import NotWritten, SpannerStore, StoreError
+from publishworker.spanner.grants import verify_grants
+from publishworker.spanner.store import Missing, NotWritten, SpannerStore, StoreError
+from tests.benchmarks.cost import cost
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import relay_of
+from tests.support.spanner import place
 
 NOW = "2026-01-01T00:00:00Z"
 STRING, INT64, BYTES, TIMESTAMP, BOOL, FLOAT64 = (
@@ -56,7 +64,7 @@ def mock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpannerServicer]:
 
 @pytest.fixture
 def database(mock: SpannerServicer) -> LimitedDatabase:  # noqa: ARG001 - sets the address
-    return open_relay_database("p", "inst", "db")
+    return open_database(place("db", project="p", instance="inst"))
 
 
 def result(types: Sequence[TypeCode], rows: Sequence[Sequence[Any]]) -> ResultSet:
@@ -85,9 +93,10 @@ def prepare(mock: SpannerServicer, count: int, key: str | None = None) -> list[s
 
 
 def make_relay(
-    database: LimitedDatabase, batch_size: int = 100, batches: int = 1, publisher: FakePublisher | None = None
-) -> Relay:
-    store = SpannerStore(database, 10)
+    database: LimitedDatabase | SpannerStore, batch_size: int = 100, batches: int = 1,
+    publisher: FakePublisher | None = None,
+) -> Relay:  # fmt: skip
+    store = database if isinstance(database, SpannerStore) else SpannerStore(database, 10)
     publisher = publisher or FakePublisher("orders", project="p")
     relay = relay_of(store, publisher, size=batch_size, batches=batches, discovery_seconds=1, refresh_seconds=2)
     relay._poller._topics.see({"orders"})
@@ -145,6 +154,22 @@ def test_a_batch_is_two_requests(mock: SpannerServicer, database: LimitedDatabas
     assert list(commit.mutations[0].update.columns) == list(statements.MARK_CLEAN_COLUMNS)
 
 
+@pytest.mark.parametrize(("count", "key"), [(100, None), (25, None), (100, "key")])
+def test_the_cost_page_counts_what_is_sent(
+    mock: SpannerServicer, database: LimitedDatabase, count: int, key: str | None
+) -> None:
+    prepare(mock, count, key)
+    publisher = FakePublisher("orders", project="p")
+    assert make_relay(database, count, publisher=publisher).turn().published == count
+    commits = [each for each in mock.requests if hasattr(each, "mutations")]
+    marked = sum(len(mutation.update.values) for each in commits for mutation in each.mutations)
+    locks = [each for each in mock.requests if tag(each) == "outbox-claim"]
+    expected = cost(count, batch_size=count, tasks_per_key=count if key else 0)
+    assert (len(locks), len(commits)) == (expected.lock_requests, expected.commits)
+    assert len(publisher.requests) == expected.publish_requests
+    assert marked == expected.mutations - count  # the other mutation of each task is its registration
+
+
 def test_reads_at_an_interval(mock: SpannerServicer, database: LimitedDatabase) -> None:
     """Live workers, topic controls and unknown topics are read by the first turn and not again by the next."""
     prepare(mock, 1)
@@ -180,12 +205,38 @@ def test_an_ordered_batch_is_three_requests(mock: SpannerServicer, database: Lim
     assert names(mock) == ["ExecuteSql", "ExecuteSql", "ExecuteSql", "Commit"]
 
 
+@pytest.mark.parametrize("name", ["", "low", "medium", "high"])
+def test_the_request_priority_is_that_of_the_flag(
+    mock: SpannerServicer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Of all requests of a turn, the commit too. A heartbeat is HIGH, which is the default, whatever the flag says."""
+    ids = prepare(mock, 2, "key")
+    for check in ("verified_shards", "verify_grants"):
+        monkeypatch.setattr(f"publishworker.app.{check}", lambda _database: 10)
+    flags = {"project": "p", "instance": "inst", "database": "db"} | ({"request_priority": name} if name else {})
+    store = open_store(WorkerSettings.read(flags, {}))
+    assert make_relay(store).turn().published == len(ids)
+    store.heartbeat("me", datetime.now(UTC), ())
+    *sent, heartbeat = [each for each in mock.requests if hasattr(each, "request_options")]
+    assert {tag(each) for each in sent} == {"outbox-poll", "outbox-order", "outbox-claim", *INTERVAL_TAGS, ""}
+    assert {each.request_options.priority.name for each in sent} == {f"PRIORITY_{(name or 'medium').upper()}"}
+    assert [each.request_options.transaction_tag for each in sent if not tag(each)] == ["outbox-relay"]
+    assert heartbeat.request_options.priority.name in ("PRIORITY_UNSPECIFIED", "PRIORITY_HIGH")
+
+
 def error(code: int, message: str = "broken") -> Any:
     return to_status(status_pb2.Status(code=code, message=message))
 
 
 #: Spanner's error for a session that it has deleted.
 LOST_SESSION = error(code_pb2.NOT_FOUND, "Session not found: projects/p/instances/inst/...")
+
+
+def with_resource(type: str) -> Any:
+    """Return NOT_FOUND of a resource of this type, with a text that does not name it."""
+    status = status_pb2.Status(code=code_pb2.NOT_FOUND, message="was concurrently deleted")
+    status.details.add().Pack(ResourceInfo(resource_type=f"type.googleapis.com/google.spanner.{type}"))
+    return to_status(status)
 
 
 def test_a_batch_aborted_at_commit_is_published_and_marked_once(
@@ -233,13 +284,19 @@ def test_a_commit_takes_ten_seconds_at_most(mock: SpannerServicer, database: Lim
     assert names(mock).count("Commit") == 1
 
 
-def test_a_lost_session_is_replaced(mock: SpannerServicer, database: LimitedDatabase) -> None:
-    """The client would use it for ever; the next turn has a new one."""
+@pytest.mark.parametrize("lost", [LOST_SESSION, with_resource("v1.Session")])
+def test_a_lost_session_is_replaced(mock: SpannerServicer, database: LimitedDatabase, lost: Any) -> None:
+    """The client would use it for ever; the next turn has a new one. A missing database is not a lost session."""
     prepare(mock, 1)
-    mock.mock_spanner.add_error("ExecuteStreamingSql", LOST_SESSION)
     relay = make_relay(database)
-    with pytest.raises(StoreError, match="Session not found"):
+    mock.mock_spanner.add_error("ExecuteStreamingSql", with_resource("admin.database.v1.Database"))
+    with pytest.raises(Missing):
         relay.turn()
+    assert names(mock).count("CreateSession") == 1
+    mock.mock_spanner.add_error("ExecuteStreamingSql", lost)
+    with pytest.raises(StoreError, match=r"Session not found|was concurrently deleted") as caught:
+        relay.turn()
+    assert caught.type is StoreError
     assert relay.turn().published == 1
     assert names(mock).count("CreateSession") >= 2
 
@@ -261,3 +318,23 @@ def test_a_pooled_session_is_used_without_a_request(
     relay.turn()
     assert relay.turn().published == 1
     assert "CreateSession" in names(mock)
+
+
+def test_missing_grants_are_found_before_a_task_is_published(mock: SpannerServicer, database: LimitedDatabase) -> None:
+    """A read and two commits of rows that do not exist. Spanner answers NOT_FOUND if the columns may be written."""
+    mock.mock_spanner.add_result(statements.READABLE, result((STRING,) * len(statements.MARK_COLUMNS), []))
+    absent, denied = error(code_pb2.NOT_FOUND, "Row not found"), error(code_pb2.PERMISSION_DENIED, "Role r: no")
+    mock.mock_spanner.add_error("Commit", absent)
+    mock.mock_spanner.add_error("Commit", absent)
+    verify_grants(database)
+    commits = [each for each in mock.requests if type(each).__name__ == "CommitRequest"]
+    written = [(each.mutations[0].update.table, *each.mutations[0].update.columns) for each in commits]
+    assert written == [
+        ("AsynchronousTasks", *statements.MARK_COLUMNS),
+        ("AsynchronousTaskWorkers", *statements.HEARTBEAT_COLUMNS),
+    ]
+    for request, verb in (("ExecuteStreamingSql", "read"), ("Commit", "update")):
+        mock.mock_spanner.add_error(request, denied)
+        sentence = rf"may not {verb} Id, SentAt, TimesSent.*BlockedBy.* of AsynchronousTasks\..*roles.sql.*Role r: no"
+        with pytest.raises(NotReached, match=sentence):
+            verify_grants(database)

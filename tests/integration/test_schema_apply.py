@@ -134,8 +134,8 @@ DIFFERENT = [
     ("Priority DESC, CreatedAt", "Priority, CreatedAt", f"{TO_SEND}, key",
      "Shard, SentAt, Topic, AvailableAt, Priority, CreatedAt",
      "Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt"),
-    ("STORING (OrderingKey, Bytes, Attempts)", "STORING (Bytes)", f"{TO_SEND}, stored columns", "Bytes",
-     "Attempts, Bytes, OrderingKey"),
+    ("STORING (OrderingKey, Bytes, Attempts, BlockedBy)", "STORING (Bytes)", f"{TO_SEND}, stored columns", "Bytes",
+     "Attempts, BlockedBy, Bytes, OrderingKey"),
     ("CREATE INDEX AsynchronousTasksToSend", "CREATE NULL_FILTERED INDEX AsynchronousTasksToSend",
      f"{TO_SEND}, null filtered", "yes", "no"),
     ("CREATE INDEX AsynchronousTasksInOrder", "CREATE UNIQUE INDEX AsynchronousTasksInOrder",
@@ -143,7 +143,7 @@ DIFFERENT = [
     ("Burst         INT64", "Burst FLOAT64", "table AsynchronousTaskTopics, column Burst", "FLOAT64", "INT64"),
     ("FOR AsynchronousTasks(SentAt)", "FOR AsynchronousTasks(Topic)", STREAM, "AsynchronousTasks(Topic)",
      "AsynchronousTasks(SentAt)"),
-    ("FOR AsynchronousTasks(SentAt)", "FOR ALL", STREAM, "no single column", "AsynchronousTasks(SentAt)"),
+    ("FOR AsynchronousTasks(SentAt)", "FOR ALL", STREAM, "whole tables, or nothing", "AsynchronousTasks(SentAt)"),
 ]  # fmt: skip
 
 

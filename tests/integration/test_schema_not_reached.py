@@ -1,8 +1,10 @@
 """Databases that are no outbox, do not exist, or are not reached: each ends in one sentence."""
 
+import functools
 import time
 import uuid
 from collections.abc import Callable
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -13,6 +15,7 @@ from google.cloud.spanner_v1.instance import Instance
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.storage import schema
+from publishworker import app
 from tests.support.proxy import Proxy, silent_port
 from tests.support.spanner import client
 
@@ -42,7 +45,7 @@ def test_a_missing_database_or_table_is_not_reached(spanner_instance: Instance, 
         schema.shard_count(empty_database)
     table = "CREATE TABLE AsynchronousTasks (Id STRING(64), Shard INT64) PRIMARY KEY (Id)"
     empty_database.update_ddl([table]).result()
-    with pytest.raises(SchemaDiffers, match="column Shard has no number of shards"):
+    with pytest.raises(SchemaDiffers, match="the number of shards cannot be read from column Shard"):
         schema.shard_count(empty_database)
 
 
@@ -77,5 +80,18 @@ def test_an_unavailable_spanner_is_reported_within_the_limits(
         reported_in_time(lambda: schema.differences(database, schema.statements()))
         monkeypatch.setattr(schema, "_reach", lambda _database: None)
         reported_in_time(lambda: schema.differences(database, schema.statements(), timeout=0.5))
-        monkeypatch.setattr(schema, "QUERY_SECONDS", 0.5)
+        monkeypatch.setattr(schema, "SCHEMA_SECONDS", 0.5)
         reported_in_time(lambda: schema.differences(database, schema.statements()))
+
+
+def test_a_worker_starts_if_the_schema_takes_too_long_to_read(
+    database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a database with very many objects. An unavailable Spanner still stops the start."""
+    monkeypatch.setattr(schema, "differences", functools.partial(schema.differences, timeout=0.001))
+    assert app.verified_shards(cast("Any", database)) == 10
+    assert "The schema was not compared with the DDL" in caplog.text
+    unavailable = mock.Mock(side_effect=NotReached("Spanner did not answer"))
+    monkeypatch.setattr(schema, "differences", unavailable)
+    with pytest.raises(NotReached):
+        app.verified_shards(cast("Any", database))

@@ -54,6 +54,7 @@ def control(database: Database, topic: str, paused: bool = False, *limits: Any) 
         batch.insert("AsynchronousTaskTopics", COLUMNS, [(topic, paused, *(limits or (None, None, None)))])
 
 
+@pytest.mark.emulator_only("another transaction has its one lock")
 def test_pause_and_resume_leave_the_limits_alone(database: Database, command: Command) -> None:
     """Again and again; a transaction that is aborted runs again: here another one has the emulator's locks."""
     control(database, "limited", False, 10.0, 20, 5)
@@ -148,14 +149,14 @@ def test_tasks_under_the_other_spelling_are_reported(
 ) -> None:
     """An id and the full name are two names; both given need no warning, and another project's topic has one name."""
     have(database, "orders", FULL, "projects/other/topics/orders")
-    sentence = "outbox: unsent tasks also use {}, another name of {}. Name it too, or it does not change\n"
+    sentence = "outbox: unsent tasks also use {0}, which is the same topic as {1}. Pass {0} too; otherwise"
     for given, other in (("orders", FULL), (FULL, "orders")):
         code, out, err = command(words.format(given))
         assert (code, out.partition(": ")[0]) == (0, given)
         assert err.startswith(sentence.format(other, given))
-    assert "another name" not in command(words.format("projects/other/topics/orders"))[2]
+    assert "the same topic" not in command(words.format("projects/other/topics/orders"))[2]
     assert command(f"pause orders {FULL}") == (0, f"orders: {state}\n{FULL}: {state}\n", FOLLOW)
-    assert f"unsent tasks also use {FULL}, another name of orders" in command("resume orders")[2]
+    assert f"unsent tasks also use {FULL}, which is the same topic as orders" in command("resume orders")[2]
 
 
 def test_an_unavailable_pubsub_does_not_prevent_a_pause(

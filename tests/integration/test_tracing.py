@@ -15,13 +15,13 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import outbox
+from outbox.shared.pubsub import open_pubsub
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.spanner.connection import open_pubsub
-from publishworker.spanner.emulator import EmulatorStore
+from tests.support import real
 from tests.support.parts import relay_of
 from tests.support.pubsub import Subscription
 from tests.support.relays import unsent
-from tests.support.spanner import PROJECT
+from tests.support.spanner import PROJECT, place
 from tests.support.spans import provided
 from tests.support.waiting import eventually
 
@@ -40,7 +40,7 @@ def place_order(database: Database, topic: str) -> ReadableSpan:
 
 
 def relay_all(database: Database) -> None:
-    relay = relay_of(EmulatorStore(database, 10), PubSubPublisher(open_pubsub(), PROJECT))
+    relay = relay_of(real.Store(database, 10), PubSubPublisher(open_pubsub(place()), PROJECT))
     eventually(lambda: (relay.turn(), not unsent(database))[1])
 
 

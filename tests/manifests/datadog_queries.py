@@ -16,14 +16,17 @@ MONITORS: dict[str, dict[str, Any]] = {
     file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted((FOLDER / "monitors").glob("*.json"))
 }
 
-OURS = (*m.METRICS, m.REGISTERED, *m.PIPELINE)
+OURS = (*m.METRICS, *m.APPLICATION, *m.PIPELINE)
 PERCENTILES = frozenset({"p50", "p75", "p90", "p95", "p99"})
 #: Each worker reports these of the whole table or of all workers, so a sum would be wrong by the number of workers.
 BY_MAX_ONLY = {m.PENDING, m.TOPIC_TASKS, m.OLDEST_AGE, m.WORKERS, m.CIRCUIT_STATE, m.BUILD}
 #: Values that a tag can have, where the code knows all.
 VALUES = {"state": set(m.TASK_STATES), "phase": {m.POLL, m.CLAIM, m.PUBLISH, m.COMMIT}}
 #: The units in use, in the words of docs.datadoghq.com/metrics/units; Datadog's graphs omit others silently.
-UNITS = {"event", "instance", "packet", "percent", "row", "second", "shard", "task", "transaction", "unit", "worker"}
+UNITS = {
+    "event", "instance", "message", "packet", "percent", "row", "second", "shard", "task", "transaction", "unit",
+    "worker",
+}  # fmt: skip
 
 METRIC = re.compile(
     r"(?P<aggregator>[a-z]\w*):(?P<name>[a-zA-Z][\w.]*)\{(?P<scope>[^}]*)\}"
@@ -45,7 +48,7 @@ class Known:
 
 def _known(metric: m.Metric) -> Known:
     # Registrations carry the service of the application.
-    required = frozenset({"env"} if metric is m.REGISTERED else {"env", "service"})
+    required = frozenset({"env"} if metric in m.APPLICATION else {"env", "service"})
     aggregators = {
         "count": frozenset({"sum"}),
         "gauge": frozenset({"max"} if metric in BY_MAX_ONLY else {"avg", "max", "min", "sum"}),

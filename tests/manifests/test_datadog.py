@@ -188,7 +188,7 @@ def test_the_page_has_each_monitor() -> None:
     assert {name: f"severity:{severity}" for name, severity in rows} == {
         name: tag for name, each in MONITORS.items() for tag in each["tags"] if tag.startswith("severity:")
     }
-    assert len({monitor["name"] for monitor in MONITORS.values()}) == len(MONITORS) == 11
+    assert len({monitor["name"] for monitor in MONITORS.values()}) == len(MONITORS) == 12
 
 
 QUERIES = [
@@ -222,7 +222,7 @@ def test_every_metric_has_a_unit_that_datadog_knows() -> None:
 def test_dashboard_and_alarm_have_the_same_objective() -> None:
     markers = [each for graph in leaves(DASHBOARD["widgets"]) for each in graph.get("markers", [])]
     lines = {float(each["value"].removeprefix("y = ")) for each in markers if each["label"].startswith("objective")}
-    [now] = [request for title, request in requests(DASHBOARD) if title == "Longest wait now"]
+    [now] = [request for title, request in requests(DASHBOARD) if title == "Age of the oldest pending task"]
     colours = [colour for formula in now["formulas"] for colour in formula["conditional_formats"]]
     red = {colour["value"] for colour in colours if colour["palette"] == "white_on_red"}
     assert lines == red == {MONITORS["oldest-age"]["options"]["thresholds"]["critical"]}

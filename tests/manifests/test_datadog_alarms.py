@@ -84,6 +84,7 @@ SITUATIONS: dict[str, dict[str, tuple[bool, *tuple[Series, ...]]]] = {
         "no task to probe with, until it is forgotten": (False, [2] * 3 + [1] * 10 + [None] * 2),
     },
     "oldest-age": {"late": (True, [310, 370, 430, 490, 550]), "late for a while": (False, [310, 370, 430, 12, 72])},
+    "poll-latency": {"slow": (True, [1.2] * 15), "slow for a while": (False, [1.2] * 10 + [0.1] * 5)},
     "no-heartbeat": {"just stopped": (False, [4, 4, 0, 0, 0]), "none": (True, [0] * 5)},
     **{
         name: {"one": (True, [None] * 9 + [1]), "none": (False, [0] * 10)}

@@ -95,7 +95,7 @@ def test_the_pods_have_the_user_of_the_image() -> None:
 
 def test_an_environment_has_an_extra_in_pinned_versions_and_no_development_tools() -> None:
     """Only PySpark has no wheel; the worker has no Spark, and Dataproc, which mounts its own, [spark] without it."""
-    packages = {"build": '[worker]"', "pipeline-build": '[spark]"', "dataproc-build": '" datadog'}
+    packages = {"build": '[worker,opentelemetry]"', "pipeline-build": '[spark]"', "dataproc-build": '" datadog'}
     for stage, extra in packages.items():
         *_, tools, install = instructions(stage, "RUN")[-1].split(" && ")
         assert " venv --without-pip " in tools
@@ -113,7 +113,7 @@ def test_every_package_of_the_images_is_in_the_constraints() -> None:
     """A constraint that is missing lets pip take the newest version of a dependency of a dependency."""
     pinned = {canonicalize_name(line.partition("==")[0]) for line in (ROOT / "constraints.txt").read_text().split("\n")}
     found: set[tuple[str, str]] = set()
-    left = [("spanner-outbox", extra) for extra in ("", "worker", "spark")]
+    left = [("spanner-outbox", extra) for extra in ("", "worker", "opentelemetry", "spark")]
     while left:
         found.add(each := left.pop())
         needed = (Requirement(line) for line in metadata.requires(each[0]) or [])

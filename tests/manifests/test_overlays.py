@@ -42,12 +42,14 @@ def composed(folder: Path, *components: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [*OVERLAYS, "components", "spark"])
+@pytest.mark.parametrize("name", [*OVERLAYS, "components", "opentelemetry", "spark"])
 def test_a_kustomization_renders_as_its_golden_file_and_is_valid(name: str, tmp_path: Path) -> None:
-    """`components` is the base with all components but datadog-csi, which production has in place of datadog-udp."""
+    """`components` is the base with all components but datadog-csi, which production has, and opentelemetry."""
     folder = OVERLAYS.get(name, SPARK)
     if name == "components":
         folder = composed(tmp_path / name, "autoscaling", "datadog-udp", "network-policy")
+    if name == "opentelemetry":
+        folder = composed(tmp_path / name, "opentelemetry", "network-policy")
     # Without the texts of scripts in a ConfigMap, whose name has their hash.
     compare(f"{name}.yaml", re.sub(r"(?m)^(  \w+\.py: )\|\n(?: {4}.*\n| *\n)+", r"\1...\n", rendered_text(folder)))
     for each in rendered(folder):
@@ -56,9 +58,22 @@ def test_a_kustomization_renders_as_its_golden_file_and_is_valid(name: str, tmp_
 
 def test_each_component_goes_with_the_base_alone(tmp_path: Path) -> None:
     names = [path.name for path in (K8S / "components").iterdir()]
-    assert set(names) == {"autoscaling", "datadog-csi", "datadog-udp", "network-policy"}
+    assert set(names) == {"autoscaling", "datadog-csi", "datadog-udp", "network-policy", "opentelemetry"}
     for each in names:
         validate(worker(rendered(composed(tmp_path / each, each))))
+
+
+def test_metrics_go_to_the_collector(tmp_path: Path) -> None:
+    """Each pod is an instance of its own, because Cloud Monitoring rejects points without an instance."""
+    objects = rendered(composed(tmp_path / "otel", "opentelemetry"))
+    found = {each["name"]: each for each in container(worker(objects), "publishworker")["env"]}
+    settings = WorkerSettings.read({"project": "project", "instance": "main", "database": "shop"}, {
+        name: each["value"] for name, each in found.items() if "value" in each
+    })  # fmt: skip
+    assert settings.metrics == "opentelemetry"
+    assert list(found).index("POD_NAME") < list(found).index("OTEL_RESOURCE_ATTRIBUTES")
+    assert found["OTEL_RESOURCE_ATTRIBUTES"]["value"] == "service.instance.id=$(POD_NAME)"
+    assert found["OTEL_SERVICE_NAME"]["value"] == "publishworker"
 
 
 @each_overlay
@@ -117,7 +132,7 @@ def test_the_network_policy_allows_the_workers_connections() -> None:
     """Nothing connects to the worker; it reaches DNS, Google, the Agent and the metadata server."""
     policy = the(rendered(OVERLAYS["production"]), "NetworkPolicy")["spec"]
     assert (sorted(policy["policyTypes"]), policy.get("ingress", [])) == (["Egress", "Ingress"], [])
-    assert {port["port"] for rule in policy["egress"] for port in rule["ports"]} == {53, 443, 8125, 988, 80}
+    assert {port["port"] for rule in policy["egress"] for port in rule["ports"]} == {53, 443, 8125, 4318, 988, 80}
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 import re
 
-from outbox.admin.backlog import COUNTED, STALENESS
+from outbox.admin.backlog import COUNT_LIMIT, STALENESS
 from outbox.cli.schema import DEFAULT_SHARDS
 from publishworker.telemetry.gauges import INTERVAL
 from tests.manifests.rendering import OVERLAYS, ROOT, rendered, the
 
 TEXT = (ROOT / "docs/operations/scaling.md").read_text(encoding="utf-8")
+PROSE = " ".join(TEXT.split())
 #: How far the benchmark's figure may be from the one of the page, which is rounded and not generated.
 APART = 2
 
@@ -25,15 +26,14 @@ def test_the_target_follows_from_the_figures_and_the_examples_from_the_target() 
     assert target == figure("averageValue") == int(metric["external"]["target"]["averageValue"])
     assert scaler["maxReplicas"] == DEFAULT_SHARDS == 10
     wanted = target * scaler["maxReplicas"]
-    assert f"{target:,} tasks want one worker" in TEXT
-    assert f"enough for {target * scaler['minReplicas']:,}" in TEXT
-    assert f"{wanted:,} want ten" in TEXT
-    assert f"up to {COUNTED:,} tasks for each shard and topic" in TEXT
-    assert f"up to {COUNTED * DEFAULT_SHARDS:,}, more than the {wanted:,}" in TEXT
-    assert wanted <= COUNTED * DEFAULT_SHARDS
+    assert f"one worker for {target:,} pending tasks and ten for {wanted:,}." in PROSE
+    assert f"enough for {target * scaler['minReplicas']:,}." in PROSE
+    assert f"up to {COUNT_LIMIT:,} tasks for each shard and topic" in PROSE
+    assert f"up to {COUNT_LIMIT * DEFAULT_SHARDS:,}, which is more than the {wanted:,}" in PROSE
+    assert wanted <= COUNT_LIMIT * DEFAULT_SHARDS
     down = scaler["behavior"]["scaleDown"]
     assert (down["stabilizationWindowSeconds"], down["policies"][0]["periodSeconds"]) == (600, 60)
-    assert "Ten minutes without need for a worker take it away, one each minute." in TEXT
+    assert "one worker per minute after ten minutes without need" in PROSE
 
 
 def test_the_rate_is_that_of_the_benchmark() -> None:

@@ -11,7 +11,7 @@ from outbox.errors import SettingError
 from outbox.shared.settings import fields_of
 from outbox_pipeline.cli import _parser
 from outbox_pipeline.settings import ArchiveSettings, RegisterSettings
-from outbox_pipeline.spanner import DEFAULT_RETENTION, READING
+from outbox_pipeline.spanner import DEFAULT_RETENTION, TIME_TO_READ
 from tests.manifests.rendering import OVERLAYS, ROOT, SPARK, Object, of_kind, rendered, the
 from tests.manifests.test_dockerfile import instructions, variables
 
@@ -83,7 +83,7 @@ def test_only_the_archive_is_restarted_and_always_in_time() -> None:
     policy = archive["template"]["restartPolicy"]
     assert (policy["type"], register["template"]["restartPolicy"]["type"]) == ("OnFailure", "Never")
     last = minute * 60 + hour * 3600 + policy["onFailureRetries"] * policy["onFailureRetryInterval"]
-    assert last <= (DEFAULT_RETENTION - READING).total_seconds()
+    assert last <= (DEFAULT_RETENTION - TIME_TO_READ).total_seconds()
     assert archive["schedule"] != register["schedule"]
     assert archive["concurrencyPolicy"] == register["concurrencyPolicy"] == "Forbid"
 

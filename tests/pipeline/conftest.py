@@ -61,6 +61,4 @@ def in_process(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def target(database: Database) -> DatabaseSettings:
-    return DatabaseSettings(
-        project=spanner.PROJECT, instance=spanner.INSTANCE, database=str(database.database_id), database_role=""
-    )
+    return spanner.place(str(database.database_id))

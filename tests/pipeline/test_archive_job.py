@@ -132,7 +132,7 @@ def test_many_tasks_are_archived_once_despite_failed_spark_tasks(
     monkeypatch.undo()
     # The checksum is of the rows that were read back. Otherwise the purge would delete nothing.
     done = run(spark, settings_of(target, tmp_path), purge=True)
-    assert (done.windows, done.purged_windows, done.deleted, done.changed, done.missing) == (0, 1, number, 0, 0)
+    assert (done.windows, done.purged_windows, done.deleted, done.resent, done.missing) == (0, 1, number, 0, 0)
     assert rows_of(database) == {}
     assert len(archived(spark, tmp_path)) == number
 
@@ -157,18 +157,18 @@ def test_windows_adjoin_and_only_archived_tasks_are_purged(
     settings = settings_of(target, tmp_path, window="3h", since=shown(DAY), until=shown(DAY + HOUR * 12))
     second = run(spark, settings, late=True, purge=True, note=notes.append)
     assert (second.windows, second.written, second.until) == (3, 2, DAY + HOUR * 12)
-    assert (second.purged_windows, second.deleted, second.changed, second.missing) == (4, 3, 2, 1)
+    assert (second.purged_windows, second.deleted, second.resent, second.missing) == (4, 3, 2, 1)
     bounds = [DAY + HOUR * hours for hours in (3, 4, 6, 9, 12)]
     assert [(each["since"], each["until"], each["rows"]) for each in manifests(tmp_path)] == [
         (shown(since), shown(until), rows)
         for since, until, rows in zip(bounds[:-1], bounds[1:], (4, 1, 1, 0), strict=True)
     ]
-    counts = [{name: each[name] for name in ("deleted", "changed", "missing")} for each in purges(tmp_path) if each]
+    counts = [{name: each[name] for name in ("deleted", "resent", "missing")} for each in purges(tmp_path) if each]
     assert counts == [
-        {"deleted": 1, "changed": 2, "missing": 1},
-        {"deleted": 1, "changed": 0, "missing": 0},
-        {"deleted": 1, "changed": 0, "missing": 0},
-        {"deleted": 0, "changed": 0, "missing": 0},
+        {"deleted": 1, "resent": 2, "missing": 1},
+        {"deleted": 1, "resent": 0, "missing": 0},
+        {"deleted": 1, "resent": 0, "missing": 0},
+        {"deleted": 0, "resent": 0, "missing": 0},
     ]
     assert notes[-2] == "purged 1 tasks sent from 2026-10-20T06:00:00.000000Z to 2026-10-20T09:00:00.000000Z"
     assert sorted(rows_of(database)) == ["dead", "reset", "too old", "waits"]
@@ -203,7 +203,7 @@ def test_a_window_is_read_as_of_one_minute_after_its_end(
     assert (done.windows, done.written, done.until) == (1, 4, until)
     assert archived(spark, tmp_path) == ids(("again", "gone", "reset", "same"), sent_at)
     assert [each["read_timestamp"] for each in manifests(tmp_path)] == [shown(until + MINUTE)]
-    assert (done.deleted, done.changed, done.missing) == (1, 2, 1)
+    assert (done.deleted, done.resent, done.missing) == (1, 2, 1)
     assert sorted(rows_of(database)) == ["again", "reset", "too late"]
 
 

@@ -19,6 +19,7 @@ from outbox.storage.task_states import NEVER
 from outbox_pipeline import cli
 from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.jobs.audit import job as audit
+from outbox_pipeline.jobs.audit.effects import CLASSES as EFFECTS
 from outbox_pipeline.settings import AuditSettings
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.errors import spark_errors
@@ -145,18 +146,60 @@ def test_the_exit_code_is_1_if_a_task_is_lost(  # noqa: PLR0917 - six fixtures
     assert "a task is audited only after --grace, 600 s" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("in_process")
+def test_the_inbox_of_a_subscriber_is_compared(
+    target: DatabaseSettings, database: Database, own_database: Database, tmp_path: Path, capsys: Any
+):
+    """Each task has one case in its name; the records are in a database of the subscriber."""
+    tasks = ("applied", "late", "not applied", "not received", "sent twice")
+    insert(database, [row(id, Data=b"\x0a\x04data", CreatedAt=AT, SentAt=AT + SECOND) for id in tasks])
+    insert(database, [row("outside", Data=b"\x0a\x04data", CreatedAt=DAY - HOUR, SentAt=AT)])
+    received = ["applied", "late", "not applied", "sent twice", "sent twice", "no task", "no task, no record"]
+    receive(tmp_path, [message(id, AT + n * SECOND / 10) for n, id in enumerate(received)])
+    records = {
+        "applied": AT + SECOND, "late": AT + HOUR, "sent twice": AT + SECOND, "no task": AT, "no message": AT,
+        "outside": AT, "of an earlier task": DAY, "0badcafe-message-4711": AT,
+    }  # fmt: skip
+    with own_database.batch() as batch:
+        rows = [(consumer, id, at) for id, at in records.items() for consumer in ("billing", "stock")]
+        batch.insert("ProcessedTasks", ("Consumer", "TaskId", "ProcessedAt"), [*rows, ("stock", "not applied", AT)])
+
+    def job(output: str, **more: str) -> int:
+        flags = options(target, since=shown(DAY), until=shown(NEXT_DAY), received=f"{tmp_path}/received.jsonl")
+        given = {"output": f"{tmp_path}/{output}", "inbox": "billing", "inbox-database": own_database.name, **more}
+        return cli.main(["audit", *(f"--{name}={value}" for name, value in (flags | given).items()), "--json"])
+
+    assert job("effects") == 1
+    summary = json.loads((tmp_path / "effects/summary.json").read_text(encoding="utf-8"))
+    classes = {name: [each["task_id"] for each in summary["samples"].get(name, [])] for name in EFFECTS}
+    assert classes == {
+        "applied": [], "not_applied": ["not applied"], "applied_late": ["late"],
+        "unregistered": ["no message", "no task"],
+    }  # fmt: skip
+    assert [summary[name] for name in EFFECTS] == [2, 1, 1, 2]
+    assert 'id="not_applied"' in (tmp_path / "effects/report.html").read_text(encoding="utf-8")
+    capsys.readouterr()
+    for more, sentence in (
+        ({"inbox": "biling"}, "Consumer 'biling' has no record"),
+        ({"inbox-database": target.database}, "Consumer 'billing' has no record"),
+        ({"inbox": ""}, "--inbox-database needs --inbox"),
+    ):
+        assert job("wrong", **more) in {1, 2}
+        assert sentence in capsys.readouterr().err
+
+
 def test_an_invalid_audit_is_refused(spark: SparkSession, target: DatabaseSettings, tmp_path: Path):
     receive(tmp_path, [])
-    with pytest.raises(SettingError, match="--archive: 'nothing' is not allowed with --tasks both"):
+    with pytest.raises(SettingError, match="--tasks both needs --archive"):
         settings(target, tmp_path, tasks="both")
-    with pytest.raises(SettingError, match="is not allowed with --tasks table"):
+    with pytest.raises(SettingError, match="--archive needs --tasks archive or both"):
         settings(target, tmp_path, archive=str(tmp_path))
     with pytest.raises(SettingError, match=r"--since .* is not before the end of the window"):
         audit.run(spark, settings(target, tmp_path, since=shown(DAY), until=shown(DAY)))
     with pytest.raises(OutboxError, match="has no finished window"):
         audit.run(spark, settings(target, tmp_path, tasks="archive", archive=str(tmp_path / "not there")))
     early = shown(datetime.now(UTC) - 2 * HOUR)
-    with pytest.raises(SettingError, match="The tasks and messages are known until"):
+    with pytest.raises(SettingError, match="the tasks and messages are known until"):
         audit.run(spark, settings(target, tmp_path, received_until=early, until="15m", since=""))
 
 
@@ -167,7 +210,7 @@ def test_an_audit_without_tasks_fails_unless_it_is_allowed(
     """A task that is younger than the grace period is not in the window of an audit without --until."""
     receive(tmp_path, [])
     at = open_table(target).now()
-    insert(database, [row("young", CreatedAt=at - 30 * SECOND, SentAt=at)])
+    insert(database, [row("young", CreatedAt=at - 30 * SECOND, SentAt=at - 20 * SECOND)])
 
     def job(output: str, *more: str) -> int:
         flags = {"received": f"{tmp_path}/received.jsonl", "output": f"{tmp_path}/{output}"}

@@ -68,7 +68,7 @@ def test_flights_are_registered_archived_and_purged(
     [some] = rows.select("topic", *KEY).limit(1).collect()
     assert tasks.where(tasks.Id == task_id(*some)).count() == 1
     purged = archive.run(spark, settings, purge=True, late=True)
-    assert (purged.deleted, purged.changed, purged.missing) == (count, 0, 0)
+    assert (purged.deleted, purged.resent, purged.missing) == (count, 0, 0)
     left = spark.read.format("outbox").options(**where, columns="Id").load()
     assert left.isEmpty()
 

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 from google.auth.credentials import AnonymousCredentials
 from google.cloud.spanner import Client
-from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
@@ -153,8 +153,13 @@ def test_the_page_of_the_audit(shop: Database, here: Path):
     insert(shop, [row("a", CreatedAt=at, SentAt=at), row("b", CreatedAt=at, SentAt=at)])
     (here / "received").mkdir()
     write_avro(here / "received" / "1.avro", [avro_message("1", at, {"asynchronous_task_id": "a"})])
-    [command] = jobs("audit.md", here)
+    command, effects = jobs("audit.md", here)
     assert cli.main(command) == 1
+    with shop.batch() as batch:
+        columns = ("Consumer", "TaskId", "ProcessedAt")
+        batch.insert("ProcessedTasks", columns, [("billing", "a", COMMIT_TIMESTAMP)])
+    assert cli.main([word.replace("databases/billing", "databases/shop") for word in effects]) == 1
+    assert json.loads((here / "effects/summary.json").read_text(encoding="utf-8"))["applied_late"] == 1
     [file] = (here / "audit").glob("findings/class=lost/*.json")
     assert json.loads(file.read_text(encoding="utf-8"))["task_id"] == "b"
     named = set(re.findall(r"`(\w+)`", (PAGES / "audit.md").read_text(encoding="utf-8")))

@@ -1,5 +1,6 @@
 """The purge of the job `archive`, and a purge that fails and is run again. See also test_archive_job.py."""
 
+import json
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from pyspark.errors import PythonException
 from pyspark.sql import SparkSession
 
 from outbox.shared.settings import DatabaseSettings
+from outbox.shared.times import shown
 from outbox.storage.task_states import NEVER
 from outbox_pipeline.jobs.archive import job
 from outbox_pipeline.jobs.archive.executor import CHUNK_ROWS, Purge, purge
@@ -18,6 +20,7 @@ from outbox_pipeline.spanner import Table
 from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, Sent, archived, purges, sent, settings_of
 from tests.support.operations import FUTURE, Watch, insert, row, rows_of, update
 from tests.support.pipeline import PurgeFails, meddle
+from tests.support.replays import noted
 
 
 def batch(tasks: list[Sent], zone: str = "UTC") -> pa.RecordBatch:
@@ -35,15 +38,15 @@ def test_a_purge_deletes_only_tasks_with_the_archived_sent_at(database: Database
     table = Table(watch.database)
     watch.requests.clear()
     counts = purge(table, [(id, DAY) for id in ("same", "again", "reset", "dead", "gone")])
-    assert counts == {"deleted": 1, "changed": 3, "missing": 1}
+    assert counts == {"deleted": 1, "resent": 3, "missing": 1}
     assert sorted(rows_of(database)) == ["again", "dead", "other", "reset"]
-    assert {name for name, _ in watch.requests} == {"streaming_read", "commit"}
+    assert {name for name, _ in watch.requests} == {"execute_streaming_sql", "commit"}
     for name, request in watch.requests:
         options = request.request_options
         assert options.priority == 1, (name, request)
         assert options.transaction_tag == "outbox-pipeline-purge", (name, request)
         assert name == "commit" or options.request_tag == "outbox-pipeline-purge"
-    assert purge(table, [("same", DAY), ("again", DAY)]) == {"deleted": 0, "changed": 1, "missing": 1}
+    assert purge(table, [("same", DAY), ("again", DAY)]) == {"deleted": 0, "resent": 1, "missing": 1}
     assert sorted(rows_of(database)) == ["again", "dead", "other", "reset"]
 
 
@@ -51,7 +54,7 @@ def test_a_purge_keeps_a_task_that_is_reset_before_its_transaction(database: Dat
     insert(database, [sent("a", DAY), sent("b", DAY)])
     table = Table(Watch(database).database)
     meddle(monkeypatch, table, lambda: update(database, "a", SentAt=None))
-    assert purge(table, [("a", DAY), ("b", DAY)]) == {"deleted": 1, "changed": 1, "missing": 0}
+    assert purge(table, [("a", DAY), ("b", DAY)]) == {"deleted": 1, "resent": 1, "missing": 0}
     assert list(rows_of(database)) == ["a"]
 
 
@@ -60,8 +63,8 @@ def test_tasks_are_purged_in_chunks(database: Database, target: DatabaseSettings
     insert(database, [sent(id, at) for id, at in tasks])
     insert(database, [row("unsent"), row("scheduled", AvailableAt=FUTURE)])
     answers = [each.to_pylist() for each in Purge(target)(iter([batch(tasks), batch([]), batch(tasks[-2:])]))]
-    full, one = ({"deleted": number, "changed": 0, "missing": 0} for number in (CHUNK_ROWS, 1))
-    assert answers == [[full, full, one], [], [{"deleted": 0, "changed": 0, "missing": 2}]]
+    full, one = ({"deleted": number, "resent": 0, "missing": 0} for number in (CHUNK_ROWS, 1))
+    assert answers == [[full, full, one], [], [{"deleted": 0, "resent": 0, "missing": 2}]]
     assert sorted(rows_of(database)) == ["scheduled", "unsent"]
 
 
@@ -71,7 +74,7 @@ def test_a_purge_does_not_depend_on_the_session_time_zone(database: Database, ta
     tasks = [("first", first), ("second", first + timedelta(hours=1)), ("before", first - timedelta(days=1))]
     insert(database, [sent(id, at) for id, at in tasks])
     [answer] = Purge(target)(iter([batch(tasks, "Europe/Berlin")]))
-    assert answer.to_pylist() == [{"deleted": 3, "changed": 0, "missing": 0}]
+    assert answer.to_pylist() == [{"deleted": 3, "resent": 0, "missing": 0}]
     assert rows_of(database) == {}
 
 
@@ -95,5 +98,8 @@ def test_the_next_run_finishes_a_purge_whose_spark_tasks_failed(
     assert archived(spark, tmp_path) == everything
     [note] = purges(tmp_path)
     assert note is not None
-    assert (note["deleted"] + note["missing"], note["changed"]) == (len(everything), 0)
+    assert (note["deleted"] + note["missing"], note["resent"]) == (len(everything), 0)
     assert sorted(rows_of(database)) == ["dead", "next", "waits"]
+    failed, finished = noted(database)
+    assert (failed["Operation"], failed["FinishedAt"], failed["Tasks"]) == ("purge", None, None)
+    assert (finished["Tasks"], json.loads(finished["Selection"])["since"]) == (note["deleted"], shown(DAY))

@@ -86,7 +86,7 @@ def test_every_request_has_low_priority_and_a_tag(database: Database):
         row(task_id="b", available_at=at, expires_at=at + timedelta(seconds=1), at_most_once=True),
     )
     add(made, row(task_id="b", topic="others"), row(task_id="c", priority=0))
-    assert answered(made) == ((3, 0, 0), ["task ID 'b' occurs twice, with another message, topic or ordering key"])
+    assert answered(made) == ((3, 0, 0), ["task ID 'b' occurs twice, with different messages, topics or ordering keys"])
     assert answered(writer(table, row(task_id="c"))) == ((0, 1, 0), [])
     watch.check()
     assert TAG in watch.tags()
@@ -210,8 +210,10 @@ def test_a_different_task_of_the_same_id_is_rejected(where: str):
         counted, reasons = answered(made)
         first = 0 if where == "in the table" else 1
         assert counted == (first, int(not refused and not first), int(not refused and bool(first))), other
-        what = "task 'one' exists" if where == "in the table" else "task ID 'one' occurs twice,"
-        assert reasons == [f"{what} with another message, topic or ordering key"] * refused, other
+        reason = "task ID 'one' occurs twice, with different messages, topics or ordering keys"
+        if where == "in the table":
+            reason = "task 'one' exists with another message, topic or ordering key"
+        assert reasons == [reason] * refused, other
         assert len(table.rows) == 1
 
 
@@ -282,7 +284,7 @@ REFUSED = [
     ({"topic": "goog-orders"}, "topic 'goog-orders' is not a name that Pub/Sub allows"),
     ({"available_at": datetime(9999, 12, 31, tzinfo=UTC)}, "is not before 9999-12-31"),
     ({"available_at": AT, "expires_at": AT}, "expires_at 2026-11-21 13:00:00+00:00 is not after available_at"),
-    ({"attributes": {"a": None}}, "attribute 'a' is str to NoneType, both must be str"),
+    ({"attributes": {"a": None}}, "attribute 'a' maps str to NoneType; both must be str"),
     ({"ordering_key": "é" * 513}, "ordering_key has 1026 bytes, 1024 are allowed"),
     ({"data": b"x" * 10_000_000}, "10000000 are allowed"),
     ({"at_most_once": True, "ordering_key": "k"}, "at_most_once and an ordering key exclude each other"),

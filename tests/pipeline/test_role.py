@@ -37,13 +37,13 @@ def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Dat
     assert purge(table, [("sent", SENT)])["deleted"] == 1
     insert(database, [row("replayed", SentAt=SENT)])
     table.require_replays()
-    began = table.begin_replay("id", "{}")
+    began = table.begin_operation("id", "replay", "{}")
     assert table.replay("id") == (began, None, "{}")
     names = schemas.ARCHIVED_ROW.fieldNames()
     back = {**row("back", Topic="orders"), "Data": b""}
     done = replay(table, [{"Id": "replayed"}, {name: back[name] for name in names}], began)
     assert (done["replayed"], done["registered"]) == (1, 1)
-    table.end_replay("id", 2)
+    table.end_operation("id", "replay", 2)
     assert rows_of(database).keys() == {"new", "replayed", "back", *(f"unsent{number}" for number in range(9))}
     allowed, of_relays = grants("outbox_pipeline"), grants("publishworker")
     assert list(refused(allowed, heard.commits)) == []

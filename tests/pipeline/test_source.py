@@ -14,6 +14,7 @@ from pyspark.testing import assertSchemaEqual
 
 from outbox.admin import statements
 from outbox.admin.table import TaskTable
+from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.shared.settings import DatabaseSettings
 from outbox.shared.times import shown
@@ -23,6 +24,7 @@ from outbox_pipeline.source import parts
 from outbox_pipeline.source.datasource import OutboxDataSource, OutboxReader
 from outbox_pipeline.source.options import parse
 from outbox_pipeline.spark.errors import spark_errors
+from tests.support.counting import Counting
 from tests.support.operations import COLUMNS, FUTURE, PAST, insert, opened, row, rows_of, update
 from tests.support.pipeline import options
 
@@ -51,7 +53,7 @@ def ids(table: pa.Table) -> list[str]:
 def every_state(database: Database) -> dict[str, str]:
     """A table with tasks of every state in several topics. Returns the states by ID, computed in SQL."""
     chance = random.Random(8)
-    names = ("AvailableAt", "Attempts", "OrderingKey", "LastError")
+    names = ("AvailableAt", "Attempts", "OrderingKey", "BlockedBy")
     of_each = itertools.product((None, PAST, FUTURE, NEVER), (0, 2), (None, "k"), (None, "head"), (None, DAY))
     made = []
     for number, (*values, sent) in enumerate(of_each):
@@ -211,6 +213,17 @@ def test_a_process_has_one_client_for_each_database(target: DatabaseSettings, mo
     assert spanner.open_table(target) is not one
     monkeypatch.undo()
     assert spanner.open_table(target) is one
+
+
+def test_executors_use_the_endpoint_of_the_options(
+    spark: SparkSession, target: DatabaseSettings, database: Database, emulators: Emulators
+):
+    """Also where the emulator's variable names another address."""
+    insert(database, [row("a")])
+    with Counting(emulators.spanner_host) as proxy:
+        found = tasks(spark, target, spannerEndpoint=proxy.address, spannerPlaintext="true").collect()
+    assert [each["Id"] for each in found] == ["a"]
+    assert proxy.counts["StreamingRead", "outbox-pipeline-read"] > 0
 
 
 def test_the_version_retention_period_of_the_database_applies(

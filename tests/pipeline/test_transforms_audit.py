@@ -318,7 +318,7 @@ def test_texts_are_parsed_as_bigquery_writes_them(spark: SparkSession):
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ("message_id STRING, publish_time TIMESTAMP", "have no column attributes, .* Set write_metadata"),
+        ("message_id STRING, publish_time TIMESTAMP", "have no column attributes\\. .* Set write_metadata"),
         ("message_id STRING, publish_time LONG, attributes STRING", "publish_time is bigint, but must be a time"),
         ("message_id STRING, publish_time TIMESTAMP, attributes INT", "attributes is int, but must be a map or a JSON"),
         ("message_id STRING, publish_time STRING, attributes STRING, data INT", "data is int, but must be binary or a"),

@@ -92,7 +92,7 @@ UNREADABLE = {
     "at_most_once": (("", "on", "2"), "true or false"),
     "available_at": (NO_MOMENTS, "a time with its offset, such as 2026-11-21T13:00:00Z"),
     "expires_at": (NO_MOMENTS[:4], "a time with its offset, such as 2026-11-21T13:00:00Z"),
-    "attributes": (NO_OBJECTS, "a JSON object of texts"),
+    "attributes": (NO_OBJECTS, "a JSON object of strings"),
     "data_base64": (("!", "a", "_-8="), "base64"),
 }
 
@@ -236,8 +236,8 @@ def test_a_key_column_can_be_a_column_of_the_task(spark: SparkSession):
         ("data string, topic string, expires_at timestamp_ntz", {}, "Column expires_at is timestamp_ntz, but must be"),
         ("data string, topic string, attributes array<string>", {}, "Column attributes is array<string>, but must be"),
         ("data string, topic string", {"key": ["n"]}, "Key column 'n' is missing. The rows have data, topic"),
-        ("data string, topic string, n double", {"key": ["n"]}, "Key column n is double. Cast it to a text"),
-        ("data binary, topic string", {"key": ["data"]}, "Key column data is binary. Cast it to a text"),
+        ("data string, topic string, n double", {"key": ["n"]}, "Key column n is double. Cast it to a string"),
+        ("data binary, topic string", {"key": ["data"]}, "Key column data is binary. Cast it to a string"),
         ("data string, topic string, n timestamp", {"key": ["n"]}, "Key column n is timestamp. Cast it"),
     ],
 )

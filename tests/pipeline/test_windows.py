@@ -226,10 +226,10 @@ def test_the_files_of_a_purge_are_written_once(spark: SparkSession, tmp_path: Pa
     finish(spark, tmp_path, DAY, NEXT_DAY, [])
     [window] = Archive(spark, str(tmp_path)).windows()
     assert not window.purged
-    window.note_purged({"deleted": 3, "changed": 2, "missing": 1}, NEXT_DAY)
-    window.note_purged({"deleted": 0, "changed": 0, "missing": 0}, NEXT_DAY + HOUR)
+    window.note_purged({"deleted": 3, "resent": 2, "missing": 1}, NEXT_DAY)
+    window.note_purged({"deleted": 0, "resent": 0, "missing": 0}, NEXT_DAY + HOUR)
     assert window.purged
-    assert purges(tmp_path) == [{"deleted": 3, "changed": 2, "missing": 1, "purged_at": shown(NEXT_DAY)}]
+    assert purges(tmp_path) == [{"deleted": 3, "resent": 2, "missing": 1, "purged_at": shown(NEXT_DAY)}]
 
 
 def test_the_checksum_differs_for_different_tasks(spark: SparkSession):

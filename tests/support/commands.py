@@ -29,7 +29,7 @@ from outbox import cli
 from outbox.devtools.child_process import tied
 from outbox.devtools.emulators import Emulators
 from outbox.storage.task_states import NEVER
-from tests.support import fork_server
+from tests.support import fork_server, real
 from tests.support.processes import ROOT, Finished, Process, clean_environment, run, started
 from tests.support.spanner import INSTANCE, PROJECT, query
 from tests.support.waiting import eventually
@@ -76,7 +76,8 @@ class Commands:
     def environment(self) -> dict[str, str]:
         where = {"OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE, "OUTBOX_DATABASE": self.database.database_id}
         reached = {"SPANNER_EMULATOR_HOST": self.spanner_host} if self.spanner_host else {}
-        return self.emulators.environment() | where | reached | dict(self.more)
+        variables = self.emulators.environment() | where | reached | dict(self.more)
+        return variables | real.settings(variables)
 
     def run(self, *words: str) -> Finished:
         return run("outbox", *words, environment=self.environment, seconds=SECONDS)
@@ -167,6 +168,7 @@ def row(id: str, state: str = "pending", *, topic: str = "orders", age: timedelt
         "pending": {},
         "retrying": {"AvailableAt": now + HOUR, "Attempts": 3, "LastError": "unavailable: it is away"},
         "scheduled": {"AvailableAt": now + HOUR},
+        "blocked": {"AvailableAt": now + HOUR, "OrderingKey": "key", "Attempts": 2, "BlockedBy": "head"},
         "dead": {"AvailableAt": NEVER, "Attempts": 16, "LastError": "gave_up: NOT_FOUND: no such topic"},
         "sent": {"SentAt": now - age},
     }

@@ -20,11 +20,11 @@ from publishworker.types import (
     Candidate,
     Deferred,
     Failed,
-    FailedAttempt,
     Key,
     KeyHeads,
     LockedRow,
     Mark,
+    NotSent,
     Outcome,
     PollRequest,
     QueuedTask,
@@ -33,6 +33,9 @@ from publishworker.types import (
     TopicLimit,
     Workers,
 )
+
+#: Where a row without Sequence comes in the order of its key.
+NO_SEQUENCE = -(2**63)
 
 
 @dataclasses.dataclass(slots=True)
@@ -105,13 +108,20 @@ class FakeStore:
             if request.due:
                 ranges.append(sorted(due, key=lambda row: (row.available_at or NEVER, -row.priority, row.created_at)))
             found |= {row.id: row for rows in ranges for row in rows[: request.per_range]}
-        return tuple(_candidate(row) for row in found.values())
+        return tuple(candidate(row) for row in found.values())
 
     def discover(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
         self._answer()
         self.discoveries.append(frozenset(known))
         unsent = (row for row in list(self.rows.values()) if row.sent_at is None and row.shard in shards)
         return frozenset({row.topic for row in unsent}.difference(known))
+
+    def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
+        self._answer()
+        unsent = (row for row in list(self.rows.values()) if row.sent_at is None and row.topic in topics)
+        times = (row.available_at for row in unsent if row.available_at is not None and row.shard in shards)
+        later = [each for each in times if self.now < each < NEVER]
+        return (min(later) - self.now).total_seconds() if later else None
 
     def topic_controls(self) -> TopicControls:
         self._answer()
@@ -122,7 +132,7 @@ class FakeStore:
         self._answer()
         ages = {worker: (self.now - seen_at).total_seconds() for worker, seen_at in self.seen_at.items()}
         return Workers(
-            live=frozenset(worker for worker, age in ages.items() if age < statements.LIVENESS_TIMEOUT_SECONDS),
+            live=frozenset(worker for worker, age in ages.items() if age < statements.FRESH_HEARTBEAT_SECONDS),
             gone=frozenset(worker for worker, age in ages.items() if age > statements.FORGET_WORKER_SECONDS),
         )
 
@@ -142,16 +152,19 @@ class FakeStore:
         found: dict[Key, list[QueuedTask]] = {}
         for row in sorted(self.rows.values(), key=_place):
             key = Key(row.topic, row.ordering_key or "")
-            is_dead = row.available_at is not None and row.available_at >= NEVER
-            if keys.get(key) == row.shard and row.sent_at is None and not (skip_dead and is_dead):
-                found.setdefault(key, []).append(self._waiting(row))
+            if keys.get(key) == row.shard and row.sent_at is None and not (skip_dead and self.is_dead(row)):
+                found.setdefault(key, []).append(self.waiting(row))
         return {key: waiting[:per_key] for key, waiting in found.items()}
 
-    def _waiting(self, row: StoredTask) -> QueuedTask:
+    def waiting(self, row: StoredTask) -> QueuedTask:
         is_due = row.available_at is None or row.available_at <= self.now
         deferred = row.blocked_by is not None
         expired_early = self._is_passed_over(row, skip_dead=False)
         return QueuedTask(row.id, len(row.data), is_due or (deferred and not expired_early), deferred, expired_early)
+
+    @staticmethod
+    def is_dead(row: StoredTask) -> bool:
+        return row.available_at is not None and row.available_at >= NEVER
 
     def _is_passed_over(self, row: StoredTask, skip_dead: bool) -> bool:
         if row.available_at is None or row.available_at <= self.now:
@@ -167,7 +180,7 @@ class FakeStore:
                 locks.enter_context(self._lock_of(id))
             while True:
                 self._answer()
-                rows = [self._locked(self.rows[id]) for id in sorted(ids) if id in self.rows]
+                rows = [self.as_locked(self.rows[id]) for id in sorted(ids) if id in self.rows]
                 decided = decide(rows, self.now)
                 marks = {row.id: decided[row.id] for row in rows if row.id in decided}
                 try:
@@ -189,13 +202,30 @@ class FakeStore:
         with self._lock:
             return self._row_locks.setdefault(id, threading.Lock())
 
-    def unsent(self, shards: Sequence[int] | None = None) -> list[Unsent]:
+    def has_work(self, shards: Sequence[int] | None = None) -> bool:
         self._answer()
-        counted = self.shards if shards is None else shards
-        unsent = [row for row in self.rows.values() if row.sent_at is None and row.shard in counted]
-        counts = Counter((row.topic, self._state(row)) for row in unsent)
-        ordered = Counter((row.topic, self._state(row)) for row in unsent if row.ordering_key is not None)
-        return [Unsent(*each, counts[each], ordered[each]) for each in sorted(counts)]
+        of = self.shards if shards is None else shards
+        return any(self._is_work(row) and row.shard in of and row.topic not in self.paused for row in self._unsent())
+
+    def topics_in_use(self) -> tuple[frozenset[str], frozenset[str]]:
+        self._answer()
+        return (
+            frozenset(row.topic for row in self._unsent() if self._is_work(row)),
+            frozenset(row.topic for row in self._unsent() if row.ordering_key is not None),
+        )
+
+    def unsent(self) -> list[Unsent]:
+        self._answer()
+        counts = Counter((row.topic, self._state(row)) for row in self._unsent())
+        return [Unsent(*each, counts[each]) for each in sorted(counts)]
+
+    def _unsent(self) -> list[StoredTask]:
+        return [row for row in self.rows.values() if row.sent_at is None]
+
+    def _is_work(self, row: StoredTask) -> bool:
+        if row.available_at is None or row.available_at <= self.now:
+            return True
+        return row.available_at < NEVER and row.attempts > 0 and not row.blocked_by
 
     def _state(self, row: StoredTask) -> str:
         if row.available_at is not None and row.available_at >= NEVER:
@@ -204,7 +234,9 @@ class FakeStore:
             return "paused"
         if row.available_at is None or row.available_at <= self.now:
             return "pending"
-        return "retrying" if row.attempts and not row.blocked_by else "scheduled"
+        if row.blocked_by:
+            return "blocked"
+        return "retrying" if row.attempts else "scheduled"
 
     def _answer(self) -> None:
         if self.away:
@@ -214,22 +246,25 @@ class FakeStore:
         with self._lock:
             self.now += timedelta(milliseconds=1)
             committed = self.now
+        self.apply(marks, committed)
+        return committed
+
+    def apply(self, marks: Mapping[str, Mark], committed: datetime) -> None:
         for id, mark in marks.items():
             row = self.rows[id]
             if isinstance(mark, Sent):
                 row.sent_at, row.available_at, row.expires_at = committed, None, None
                 row.last_error, row.blocked_by, row.attempts = None, None, 0
                 row.times_sent += 1
-            elif isinstance(mark, FailedAttempt):
+            elif isinstance(mark, NotSent):
                 row.times_sent -= row.sent_at is not None  # a mark that is taken back
                 row.sent_at, row.available_at, row.expires_at = None, mark.available_at, mark.expires_at
                 row.last_error, row.blocked_by, row.attempts = mark.error, None, mark.attempts
             elif isinstance(mark, Deferred):
                 row.available_at, row.blocked_by = mark.available_at, mark.head
-        return committed
 
     @staticmethod
-    def _locked(row: StoredTask) -> LockedRow:
+    def as_locked(row: StoredTask) -> LockedRow:
         data = row.data if row.sent_at is None else b""
         clean = (row.available_at, row.blocked_by, row.expires_at, row.last_error, row.attempts) == (*[None] * 4, 0)
         return LockedRow(
@@ -250,10 +285,10 @@ class FakeStore:
 
 
 def _place(row: StoredTask) -> tuple[datetime, int, str]:
-    return row.created_at, -(2**63) if row.sequence is None else row.sequence, row.id
+    return row.created_at, NO_SEQUENCE if row.sequence is None else row.sequence, row.id
 
 
-def _candidate(row: StoredTask) -> Candidate:
+def candidate(row: StoredTask) -> Candidate:
     size = len(row.data)
     return Candidate(
         row.id, row.topic, row.shard, row.priority, row.created_at, row.available_at, row.ordering_key, size

@@ -10,12 +10,11 @@ from google.cloud.spanner_v1 import RequestOptions, TransactionOptions
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin.changes import Outcome
-from outbox.admin.database import open_database
 from outbox.admin.table import TaskTable
-from outbox.shared.settings import DatabaseSettings
+from outbox.storage.connection import open_database
 from outbox.storage.task_states import NEVER
 from tests.support.fakes import serialized
-from tests.support.spanner import INSTANCE, PROJECT, query
+from tests.support.spanner import place, query
 
 #: Every column that is not computed.
 COLUMNS = (
@@ -26,7 +25,7 @@ CREATED = datetime(2026, 1, 1, tzinfo=UTC)
 PAST, FUTURE = datetime(2026, 2, 1, tzinfo=UTC), datetime(2090, 1, 1, tzinfo=UTC)
 MICROSECOND, SECOND, DAY = timedelta(microseconds=1), timedelta(seconds=1), timedelta(days=1)
 DEFERRED = {"AvailableAt": FUTURE, "OrderingKey": "k", "BlockedBy": "head"}
-#: Columns of tasks, with the edges of each state; a deferred task is scheduled whatever its attempts.
+#: Columns of tasks, with the edges of each state; a deferred task is blocked whatever its attempts.
 OF_STATES: dict[str, list[dict[str, Any]]] = {
     "pending": [{}, {"AvailableAt": PAST}, {"AvailableAt": PAST, "Attempts": 3, "LastError": "x"}],
     "retrying": [
@@ -35,9 +34,9 @@ OF_STATES: dict[str, list[dict[str, Any]]] = {
         {"AvailableAt": NEVER - MICROSECOND, "Attempts": 9, "LastError": "no"},
     ],
     "scheduled": [
-        {"AvailableAt": FUTURE}, DEFERRED, DEFERRED | {"Attempts": 2}, {"AvailableAt": NEVER - MICROSECOND},
-        {"AvailableAt": FUTURE, "LastError": "x"},
+        {"AvailableAt": FUTURE}, {"AvailableAt": NEVER - MICROSECOND}, {"AvailableAt": FUTURE, "LastError": "x"},
     ],
+    "blocked": [DEFERRED, DEFERRED | {"Attempts": 2}],
     "dead": [{"AvailableAt": NEVER}, {"AvailableAt": NEVER + timedelta(hours=23), "Attempts": 1}],
     "sent": [{"SentAt": PAST}, {"SentAt": PAST, "AvailableAt": NEVER, "LastError": "x"}],
 }  # fmt: skip
@@ -80,9 +79,7 @@ def rows_of(database: Database) -> dict[str, dict[str, Any]]:
 
 
 def opened(database: Database) -> Any:
-    return open_database(
-        DatabaseSettings(project=PROJECT, instance=INSTANCE, database=database.database_id, database_role="")
-    )
+    return open_database(place(database.database_id))
 
 
 #: The tags of requests that may take locks.

@@ -1,6 +1,8 @@
 """`python -m tests.support.pipeline_job INPUT REJECTS DATABASE ROWS_PER_SECOND`: the job in a process of its own."""
 
+import dataclasses
 import sys
+from typing import Any
 
 from outbox_pipeline.jobs.register.job import run
 from outbox_pipeline.settings import RegisterSettings
@@ -8,21 +10,12 @@ from outbox_pipeline.spark.session import session
 from tests.support import spanner
 
 
-def settings(input: str, rejects: str, database: str, rate: int = 0, **others: str) -> RegisterSettings:
-    return RegisterSettings(
-        project=spanner.PROJECT,
-        instance=spanner.INSTANCE,
-        database=database,
-        database_role="",
-        log_format="auto",
-        log_level="info",
-        input=input,
-        input_format=others.get("input_format", "auto"),
-        rejects=rejects,
-        topic=others.get("topic", ""),
-        key=others.get("key", ""),
-        max_rows_per_second=rate,
-    )
+def settings(input: str, rejects: str, database: str, rate: int = 0, **others: Any) -> RegisterSettings:
+    given = {
+        "project": spanner.PROJECT, "instance": spanner.INSTANCE, "database": database, "input": input,
+        "rejects": rejects, "max_rows_per_second": str(rate),
+    }  # fmt: skip
+    return dataclasses.replace(RegisterSettings.read(given, {}), **others)
 
 
 if __name__ == "__main__":

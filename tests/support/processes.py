@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from outbox.devtools.child_process import tied
-from tests.support import fork_server
+from tests.support import fork_server, real
 from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -78,19 +78,24 @@ class Process:
 
 @contextlib.contextmanager
 def started(
-    module: str, *arguments: str, environment: Mapping[str, str] | None = None, directory: Path = ROOT
+    module: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    directory: Path = ROOT,
+    python: str = sys.executable,
 ) -> Iterator[Process]:
     """Start `python -m module arguments` in the repository, with few variables of ours and those of `environment`.
 
-    In another `directory` it finds that one's packages first.
+    In another `directory` it finds that one's packages first, and `python` can be that of another environment.
     """
     with tempfile.TemporaryFile("a+b") as stdout, tempfile.TemporaryFile("a+b") as stderr:
-        variables = clean_environment() | dict(environment or {})
+        given = dict(environment or {})
+        variables = clean_environment() | given | real.settings(given)
         child = (
             fork_server.fork(module, arguments, variables, stdout=stdout, stderr=stderr)
             if directory == ROOT and sys.platform == "linux"
             else subprocess.Popen(
-                tied([sys.executable, "-m", module, *arguments]),
+                tied([python, "-m", module, *arguments]),
                 cwd=directory,
                 env=variables,
                 stdin=subprocess.DEVNULL,

@@ -82,13 +82,16 @@ class PubSub:
         self.publisher.create_topic(name=name, timeout=CALL_SECONDS)
         return name
 
-    def new_subscription(self, topic: str, *, ordered: bool = False) -> Subscription:
+    def new_subscription(
+        self, topic: str, *, ordered: bool = False, exactly_once: bool = False, ack_seconds: int = ACK_DEADLINE
+    ) -> Subscription:
         name = f"projects/{PROJECT}/subscriptions/{_random('subscription')}"
         request = {
             "name": name,
             "topic": topic,
-            "ack_deadline_seconds": ACK_DEADLINE,
+            "ack_deadline_seconds": ack_seconds,
             "enable_message_ordering": ordered,
+            "enable_exactly_once_delivery": exactly_once,
         }
         self.subscriber.create_subscription(request, timeout=CALL_SECONDS)
         return Subscription(name, topic, self.subscriber)

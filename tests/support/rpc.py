@@ -29,7 +29,7 @@ ON_ITS_WAY = 0.2
 #: Seconds from which on a time limit counts as none.
 FOR_EVER = 1e6
 
-_UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 _ROLLBACK = "/google.spanner.v1.Spanner/Rollback"
 
 
@@ -42,13 +42,16 @@ class Forwarding:
         self.address = ""
 
     def __enter__(self) -> Self:
-        self._channel = grpc.insecure_channel(self._target, options=_UNLIMITED)
+        self._channel = self._opened()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="forwarding")
-        self._server = grpc.server(self._pool, options=_UNLIMITED)
+        self._server = grpc.server(self._pool, options=UNLIMITED)
         self._server.add_generic_rpc_handlers((_Handler(self.forward),))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
         return self
+
+    def _opened(self) -> grpc.Channel:
+        return grpc.insecure_channel(self._target, options=UNLIMITED)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

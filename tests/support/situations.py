@@ -188,6 +188,7 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "Status": a_day,
         "List, show, tail": a_day,
         "Purge and discard": a_day,
+        "Operations": a_day,
         "Shell completion": lambda _place: None,
     },
     "runbook.md": {

@@ -19,11 +19,14 @@ from google.cloud.spanner_v1 import KeySet, param_types
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
-PROJECT = "test-project"
-INSTANCE = "test-instance"
+from outbox.shared.settings import PubSubSettings
+from tests.support import real
+
+PROJECT = os.environ.get("TEST_PROJECT", "test-project")
+INSTANCE = os.environ.get("TEST_INSTANCE", "test-instance")
 
 #: Seconds for a change of the schema or of the instance; the emulator takes milliseconds.
-ADMIN_SECONDS = 30.0
+ADMIN_SECONDS = 300.0 if real.NAMED else 30.0
 #: Seconds to empty a database of the pool, if another transaction holds the emulator's lock.
 EMPTY_SECONDS = 5.0
 #: Seconds until an emptied database is lent again: commands that read ten seconds back must not see its old rows.
@@ -34,6 +37,12 @@ MANY_ROWS = 300
 POOL_SIZE = 25
 #: The tables that are emptied.
 TABLES = ("AsynchronousTasks", "AsynchronousTaskTopics", "AsynchronousTaskWorkers", "AsynchronousTaskOperations")
+
+
+def place(database: str = "unused", *, project: str = PROJECT, instance: str = INSTANCE, **more: str) -> PubSubSettings:
+    """Return the settings of a database of the tests, independent of variables except the emulator's."""
+    named = {"project": project, "instance": instance, "database": database, **more}
+    return PubSubSettings.read(named, real.settings(os.environ))
 
 
 def client(host: str, project: str = PROJECT) -> spanner.Client:
@@ -50,6 +59,8 @@ def instance(host: str, instance_id: str = INSTANCE, project: str = PROJECT) -> 
     created: Instance = client(host, project).instance(
         instance_id, configuration_name=f"projects/{project}/instanceConfigs/emulator-config"
     )
+    if real.NAMED:
+        return created  # it exists
     with contextlib.suppress(AlreadyExists):  # another process of this test run was first
         created.create().result(timeout=ADMIN_SECONDS)
     return created

@@ -8,13 +8,13 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.param_types import STRING, Array
 
-from publishworker.spanner.connection import open_relay_database
-from publishworker.spanner.emulator import EmulatorStore
+from outbox.storage.connection import open_database
 from publishworker.spanner.store import Store
 from publishworker.types import Key, TopicLimit
+from tests.support import real
 from tests.support.fakes import FakeStore, serialized
 from tests.support.parts import poll_request
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import place
 
 
 class FakeHarness:
@@ -53,7 +53,7 @@ class SpannerHarness:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self.store: Store = EmulatorStore(open_relay_database(PROJECT, INSTANCE, database.database_id), shards=10)
+        self.store: Store = real.Store(open_database(place(database.database_id)), shards=10)
 
     def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
         row = {"priority": 50, "created_at": COMMIT_TIMESTAMP, **columns}

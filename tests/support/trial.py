@@ -177,9 +177,15 @@ class Trial:
 
     @contextlib.contextmanager
     def load(self, per_second: float = 8) -> Iterator[None]:
-        """Do so many transactions a second during the block, or as many as the emulator takes."""
-        random = Random(self.seed + 1)
+        """Do so many transactions a second during the block, or as many as the emulator takes.
+
+        The block begins after a commit: a short one can meet only transactions that are rolled back.
+        """
+        random, before = Random(self.seed + 1), len(self.ledger.committed)
         with in_background(lambda: self.transaction(random), every=1 / per_second):
+            eventually(
+                lambda: len(self.ledger.committed) > before, seconds=REGISTER_SECONDS, message="a transaction commits"
+            )
             yield
 
     def transaction(self, random: Random) -> None:

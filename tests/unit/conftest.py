@@ -1,11 +1,9 @@
 """Fixtures that several of these files share."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-import outbox
 from publishworker.pubsub.publisher import PubSubPublisher
 from tests.support.pubsub_server import PubSubServer, publisher_to, pubsub_server
 from tests.support.relay_bench import Bench, SlowPublisher
@@ -33,9 +31,3 @@ def server() -> Iterator[PubSubServer]:
 @pytest.fixture
 def publisher(server: PubSubServer) -> PubSubPublisher:
     return publisher_to(server.address)
-
-
-@pytest.fixture
-def set_metrics() -> Iterator[Callable[[Any], None]]:
-    yield outbox.set_metrics
-    outbox.set_metrics(None)

@@ -20,8 +20,8 @@ LOWEST, HIGHEST = -(2**63), 2**63 - 1
 SHARDS = 3
 #: The state that a count is of, for each range of the index.
 KINDS = {
-    "ready": "pending", "due": "pending", "retrying": "retrying", "scheduled": "scheduled", "dead": "dead",
-    "sent": "sent_last_minute",
+    "ready": "pending", "due": "pending", "retrying": "retrying", "scheduled": "scheduled", "blocked": "blocked",
+    "dead": "dead", "sent": "sent_last_minute",
 }  # fmt: skip
 
 
@@ -48,7 +48,7 @@ class Task:
 PARTS: dict[str, tuple[tuple[str, ...], Callable[[Task], Any] | None]] = {
     statements.COUNT_READY: (("ready",), lambda task: (-task.priority, -task.since)),
     statements.COUNT_DUE: (("due",), lambda task: -task.since),
-    statements.COUNT_WAITING: (("retrying", "scheduled"), None),
+    statements.COUNT_WAITING: (("retrying", "scheduled", "blocked"), None),
     statements.COUNT_DEAD: (("dead",), None),
 }
 
@@ -73,7 +73,7 @@ class FakeTable:
         limit, topics = values["limit"], values.get("topics", [])
         if statement == statements.COUNT_SENT:
             return _grouped([task for task in self._tasks if task.kind == "sent"], limit, by_topic=False)
-        below = dict(zip(topics, values.get("belows", [HIGHEST] * len(topics)), strict=True))
+        below = dict(zip(topics, values.get("max_priorities", [HIGHEST] * len(topics)), strict=True))
         kinds, order = PARTS[statement]
         tasks = [task for task in self._tasks if task.kind in kinds and task.priority <= below.get(task.topic, LOWEST)]
         return _grouped([task for task in tasks if task.topic in below], limit, order)

@@ -10,7 +10,7 @@ import pytest
 
 from publishworker.topics import circuit_breaker
 from publishworker.topics.circuit_breaker import MAX_OUTAGE_PROBE_SECONDS, CircuitBreakers, CircuitChange
-from publishworker.types import Batch, BatchResult, Candidate, Failed, FailedAttempt, Outcome, Sent, Skipped
+from publishworker.types import Batch, BatchResult, Candidate, Failed, NotSent, Outcome, Sent, Skipped
 
 AWAY = Failed("unavailable", "away")
 MISSING = Failed("not_found", "missing")
@@ -32,7 +32,7 @@ class Watch(CircuitBreakers):
     def ended(self, batch: Batch, *recorded: str, **outcomes: Outcome) -> bool:
         """Learn of a batch, of which some tasks are recorded; return whether its topic's state has changed."""
         result = BatchResult(batch, tried=dict(outcomes))
-        result.recorded = {id: FailedAttempt(1, NOON, None, "unavailable: away") for id in recorded}
+        result.recorded = {id: NotSent(1, NOON, None, "unavailable: away") for id in recorded}
         return self.learn(result) is not None
 
     def fail(self, outcome: Failed, *ids: str, topic: str = "orders") -> None:
@@ -268,14 +268,14 @@ def test_the_poll_reads_deeper_while_it_returns_only_probed_tasks(watch: Watch) 
     watch.fail(AWAY, "a")
     watch.probe(AWAY)
     watch.seconds += MAX_OUTAGE_PROBE_SECONDS
-    assert watch.depth() == 2
+    assert watch.depths() == {"orders": 2}
     for ids, cut_off in ((["probe", "fresh"], {"orders"}), (["probe"], {"invoices"})):
         watch.probes(candidates(ids), cut_off)
-        assert watch.depth() == 2
+        assert watch.depths() == {"orders": 2}
     depths = []
-    for _ in range(9):
+    for _ in range(7):
         watch.probes(candidates(["probe"]), {"orders"})
-        depths.append(watch.depth())
-    assert depths == [100, 200, 400, 800, 1600, 3200, *[circuit_breaker.MAX_DEPTH] * 3]
+        depths.append(watch.depths()["orders"])
+    assert depths == [100, 200, 400, 800, 1600, *[circuit_breaker.MAX_DEPTH] * 2]
     watch.probe(Sent("1"))
-    assert watch.depth() == 0
+    assert watch.depths() == {}

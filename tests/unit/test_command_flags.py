@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outbox import cli
-from outbox.cli.flags import again, ids, selection
+from outbox.cli.flags import continue_command, ids, selection
 from outbox.cli.output import as_json
 from outbox.errors import SettingError
 from outbox.shared.settings import DatabaseSettings
@@ -87,7 +87,7 @@ def test_a_line_that_is_not_an_id_is_refused(ids_of: Any):
         b'{"id": ["a"]}': "is not a task ID",
         b'{"Id": "a"}': "line 1: 'None' is not a task ID",
         rb'"\ud800"': r"line 1: '\ud800' is not a task ID",
-        b'{"id": "a"': 'line 1: \'{"id": "a"\' is not valid JSON, but begins like it',
+        b'{"id": "a"': 'line 1: \'{"id": "a"\' is not valid JSON, although it begins like JSON',
         b'"a': "is not valid JSON",
         b'{"a": ' * 100_000: "is not valid JSON",
         b"ok\n\xff\n": "is not UTF-8: invalid start byte at byte 3",
@@ -136,7 +136,7 @@ def test_a_selection_uses_the_databases_time():
     ("words", "sentence"),
     [
         ("retry --state pending", "--state: 'pending' is not allowed: it must be dead or sent or retrying"),
-        ("list --state gone", "it must be pending or retrying or scheduled or dead or sent\n"),
+        ("list --state gone", "it must be pending or retrying or scheduled or blocked or dead or sent\n"),
         ("list --state ded", "or dead or sent. Did you mean 'dead'?"),
         ("statsu", "unknown command 'statsu'. Did you mean 'status'? `outbox --help` lists the commands"),
         ("schema aply", "unknown command 'aply'. Did you mean 'apply'? `outbox schema --help` lists the commands"),
@@ -163,17 +163,17 @@ def test_a_selection_uses_the_databases_time():
         ("limit orders", "no limit given. Pass --rate with --burst, --max-in-flight, or --off"),
         ("limit orders --off --rate 1 --burst 2", "--off is given with --rate and --burst: it removes all limits"),
         ("limit orders --off --max-in-flight 1", "--off is given with --max-in-flight"),
-        ("limit ab --off", f"topic 'ab' {NO_TOPIC}: 3 to 255 of letters"),
+        ("limit ab --off", f"topic 'ab' {NO_TOPIC}: 3 to 255 letters"),
         ("pause orders google-orders", f"topic 'google-orders' {NO_TOPIC}"),
         ("resume projects/p/orders", f"topic 'projects/p/orders' {NO_TOPIC}"),
         ("emulators --pubsub-port=65536", "--pubsub-port: '65536' is not allowed: it must be a whole number"),
         ("emulators --create p/main", "--create: 'p/main' is not allowed: it must be PROJECT/INSTANCE/DATABASE"),
-        ("emulators --create p/Main/shop", "--instance: 'Main' is not allowed: it must be 2 to 64 of"),
+        ("emulators --create p/Main/shop", "--instance: 'Main' is not allowed: it must be 2 to 64 characters"),
         ("emulators --topic goog1", "--topic: 'goog1' is not allowed: it must be an ID that Pub/Sub allows"),
         ("emulators --topic orders", "--topic, --subscription and --ddl-file need --create PROJECT/INSTANCE"),
         ("emulators --create p/main/shop --subscription abc --topic abc", "a --topic before it"),
         ("emulators --create p/main/shop --ddl-file /gone", "--ddl-file: '/gone' cannot be read: [Errno 2] No such"),
-        ("list --state lost", "it must be pending or retrying or scheduled or dead or sent"),
+        ("list --state lost", "it must be pending or retrying or scheduled or blocked or dead or sent"),
         ("schema print --shards 0", "--shards: '0' is not allowed: it must be a whole number from 1 to"),
         ("schema apply --retention 0", "--retention: '0' is not allowed: it must be none, or days"),
         ("show ''", "1 to 64 characters"),
@@ -297,7 +297,7 @@ def test_the_printed_command_to_continue_has_the_same_selection(  # noqa: PLR091
     words = ["retry", *place, *(f"{flag}={value}" for flag, value in flags.items() if value)]
     options = parsed(*words, "--", *names)
     times = {"since": since and NOW - since, "until": until is not None and NOW - until}
-    line = again("retry", options, "--yes", **{name: shown(time) for name, time in times.items() if time})
+    line = continue_command("retry", options, "--yes", **{name: shown(time) for name, time in times.items() if time})
 
     program, *rest = shlex.split(line, comments=True)
     read = parsed(*rest)
@@ -311,6 +311,6 @@ def test_the_printed_command_to_continue_has_the_same_selection(  # noqa: PLR091
 def test_the_printed_command_to_continue_has_absolute_times():
     """Flags of other commands are left out."""
     purging = parsed("purge", *PLACE, "--sent-before", "30d", "--topic", "orders")
-    line = again("purge", purging, sent_before=shown(NOW))
+    line = continue_command("purge", purging, sent_before=shown(NOW))
     assert line == f"outbox purge {' '.join(PLACE)} --topic orders --sent-before 2026-11-21T13:00:00.000000Z"
     assert parsed(*shlex.split(line)[1:]).sent_before == NOW

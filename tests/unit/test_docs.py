@@ -8,18 +8,25 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import griffe
 import pytest
 
+import outbox
+import outbox.testing
 from tests.benchmarks import page as benchmarks
 from tests.benchmarks import results
 from tests.faults import page as faults
 
 ROOT = Path(__file__).parents[2]
-#: Every page but those of installed packages and caches, whose folders begin with a dot.
+#: Every page but those of installed packages, caches, whose folders begin with a dot, and what targets of make write.
 PAGES = sorted(
-    [*ROOT.glob("*.md")]
-    + [page for folder in ROOT.glob("[!.]*/") for page in folder.rglob("*.md") if "site-packages" not in page.parts]
+    page
+    for folder in ROOT.glob("[!.]*")
+    if folder.name not in {"build", "dist", "mutants"}
+    for page in (folder.rglob("*.md") if folder.is_dir() else [folder])
+    if page.suffix == ".md" and "site-packages" not in page.parts
 )
 STATEMENTS = [*(f"A{number:02}" for number in range(1, 51)), *(f"G{number}" for number in range(1, 7))]
 
@@ -58,17 +65,48 @@ def row_cells(page: Path) -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
-def test_generated_pages_match_the_code() -> None:
-    """A new setting or metric without `make docs` fails here."""
+@functools.cache
+def generate() -> Any:
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     assert spec is not None
     assert spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
-    pages = generate.pages()
-    assert {page.name for page in pages} == {"settings.md", "metrics.md", "errors.md", "metadata.csv"}
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_pages_match_the_code() -> None:
+    """A new setting or metric without `make docs` fails here."""
+    pages = generate().pages()
+    assert {page.name for page in pages} == {"settings.md", "metrics.md", "errors.md", "python.md", "metadata.csv"}
     for page, text in pages.items():
         assert page.read_text(encoding="utf-8") == text, "run `make docs`"
+
+
+def test_the_python_page_has_every_public_name() -> None:
+    """`__version__` needs no explanation."""
+    for module in (outbox, outbox.testing):
+        assert set(generate().PYTHON[module.__name__]) == {*module.__all__} - {"__version__"}
+
+
+def test_docstrings_of_public_functions_have_one_form() -> None:
+    """Args has all parameters in their order, and errors are in Raises, so that the page can show both as tables."""
+    functions = [
+        function
+        for _, _, found in generate().public()
+        for function in [found, *(found.members.values() if found.is_class else ())]
+        if function.is_function and function.docstring
+    ]
+    assert len(functions) > 30
+    for function in functions:
+        sections = griffe.parse_google(function.docstring, warnings=False)
+        assert sections[0].value.partition("\n")[0].endswith("."), function.path
+        for section in sections:
+            if section.kind is griffe.DocstringSectionKind.parameters:
+                names = [each.name.lstrip("*") for each in function.parameters if each.name != "self"]
+                assert [each.name for each in section.value] == names, function.path
+            elif section.kind is griffe.DocstringSectionKind.text:
+                assert not re.search(r"\bRaises:? [A-Z]", section.value), function.path
 
 
 def test_result_pages_match_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,3 +169,22 @@ def test_every_statement_of_the_acceptance_list_has_a_line() -> None:
     assert [cells[0] for cells in rows] == STATEMENTS
     for id, _, shown in rows:
         assert "::test_" in shown or "Not yet" in shown or "real service" in shown, id
+
+
+def test_each_page_is_in_the_navigation_of_the_site() -> None:
+    listed = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = [page.relative_to(ROOT / "docs") for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    assert sorted(listed) == sorted(str(page) for page in pages if page.parts[0] != "examples")
+
+
+def test_links_to_files_that_the_site_does_not_have_lead_to_the_repository() -> None:
+    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "docs/site.py")
+    assert spec
+    assert spec.loader
+    site = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site)
+    text = "[a](register.md#x) [b](../../outbox/cli/) [c](../examples/orders/README.md#y) [d](https://e.org) [f](#g)"
+    assert site.on_site(text, ROOT / "docs/guide", "https://r") == (
+        "[a](register.md#x) [b](https://r/tree/main/outbox/cli) "
+        "[c](https://r/blob/main/docs/examples/orders/README.md#y) [d](https://e.org) [f](#g)"
+    )

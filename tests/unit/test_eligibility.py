@@ -9,7 +9,7 @@ import pytest
 
 from outbox.storage.task_states import NEVER
 from publishworker.eligibility import in_order, released, skip_reasons, untried
-from publishworker.types import Batch, Deferred, Failed, FailedAttempt, LockedRow, Mark, Outcome, Sent, Version
+from publishworker.types import Batch, Deferred, Failed, LockedRow, Mark, NotSent, Outcome, Sent, Version
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LATER = NOW + timedelta(seconds=1)
@@ -104,7 +104,7 @@ def test_a_published_task_is_marked_even_behind_a_blocked_head() -> None:
 def test_a_published_task_whose_row_changed_is_left_to_the_next_poll(columns: dict[str, Any]) -> None:
     batch = Batch("orders", ("a", "b"), keys=("k", "k"))
     published = {"a": Version.of(row("a"))}
-    assert reasons(batch, replace(row("a"), **columns), row("b"), published=published) == {"a": "sent"}
+    assert reasons(batch, replace(row("a"), **columns), row("b"), published=published) == {"a": "changed"}
 
 
 def test_rows_are_put_in_the_order_of_the_batch() -> None:
@@ -129,11 +129,11 @@ def test_no_task_is_tried_behind_a_failure_of_its_key() -> None:
         ({"a": Sent("1"), "b": Sent("2")}, False, ["c"]),
         ({"a": Sent("1")}, False, ["b"]),
         ({}, False, []),  # the head is ready: the poll sees the key by it
-        ({"a": FailedAttempt(1, LATER, None, "no"), "b": Deferred(LATER, "a")}, False, []),
-        ({"a": FailedAttempt(1, NEVER, None, "no")}, False, []),
-        ({"a": FailedAttempt(1, NEVER, None, "no")}, True, ["b"]),
-        ({"a": Sent("1"), "b": FailedAttempt(1, NEVER, None, "no")}, True, ["c"]),
-        ({"a": Sent("1"), "b": FailedAttempt(1, LATER, None, "no")}, False, []),
+        ({"a": NotSent(1, LATER, None, "no"), "b": Deferred(LATER, "a")}, False, []),
+        ({"a": NotSent(1, NEVER, None, "no")}, False, []),
+        ({"a": NotSent(1, NEVER, None, "no")}, True, ["b"]),
+        ({"a": Sent("1"), "b": NotSent(1, NEVER, None, "no")}, True, ["c"]),
+        ({"a": Sent("1"), "b": NotSent(1, LATER, None, "no")}, False, []),
     ],
 )
 def test_the_deferred_task_that_becomes_the_head_is_released(

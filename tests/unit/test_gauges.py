@@ -40,7 +40,7 @@ class Relay:
         self.client = Tagged()
         self.report = WorkerGauges(Metrics(self.client), membership(), self, lambda: self.seconds)
 
-    def open_circuits(self) -> Mapping[str, bool]:
+    def circuit_states(self) -> Mapping[str, bool]:
         self.asked += 1
         return self.circuits
 
@@ -90,13 +90,14 @@ def found(*lines: Line) -> Backlog:
 def test_tasks_are_reported_by_topic_and_state() -> None:
     lines = [
         Line("orders", 100, pending=1, dead=2),
-        Line("orders", 50, pending=10, retrying=3, scheduled=4, sent_last_minute=9),
+        Line("orders", 50, pending=10, retrying=3, scheduled=4, blocked=1, sent_last_minute=9),
         Line("paused", 50, paused=True, pending=5, dead=6),
     ]
     assert by_topic_and_state(found(*lines)) == {
         ("orders", "pending"): 11,
         ("orders", "retrying"): 3,
         ("orders", "scheduled"): 4,
+        ("orders", "blocked"): 1,
         ("orders", "dead"): 2,
         ("paused", "paused"): 5,
         ("paused", "dead"): 6,
@@ -107,7 +108,7 @@ def test_topics_without_tasks_are_reported_as_zero(monkeypatch: pytest.MonkeyPat
     client = Tagged()
     counts = BacklogCounts(Metrics(client), lambda: ["known"], lambda: 0.0)
     now = found(Line("orders", 50, pending=7), Line("paused", 50, paused=True, pending=5))
-    monkeypatch.setattr(backlog, "read", lambda _table, **_keywords: now)
+    monkeypatch.setattr(backlog, "read_unsent_lately", lambda _table: now)
     counts(None)
     assert client.values[m.PENDING.name,] == 7
     now = found()

@@ -10,6 +10,7 @@ import pytest
 
 from publishworker.batching import Limits
 from publishworker.in_doubt import MAX_SECONDS, MAX_TASKS, PROBE_SECONDS, InDoubt
+from publishworker.threads import REAL_THREADS, Queue, Thread
 from publishworker.types import Batch, BatchResult, Key, LockedRow, Sent, Version
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -24,7 +25,18 @@ class Memory(InDoubt):
         self.seconds = 0.0
         self.refused: Callable[[str], bool] = lambda _id: False
         self.marked: list[tuple[str, ...]] = []
-        super().__init__(lambda batch, _decide: self.answer(batch), limits or Limits(1000, 1, 4), lambda: self.seconds)
+        super().__init__(
+            lambda batch, _decide: self.answer(batch), limits or Limits(1000, 1, 4), lambda: self.seconds, threads=self
+        )
+
+    def thread(self, *arguments: Any) -> Thread:
+        return REAL_THREADS.thread(*arguments)
+
+    def queue(self) -> Queue:
+        return REAL_THREADS.queue()
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
 
     def answer(self, batch: Batch) -> BatchResult:
         self.marked.append(batch.ids)
@@ -72,7 +84,7 @@ def test_a_task_is_in_doubt_for_fifteen_minutes() -> None:
     doubts.seconds = MAX_SECONDS
     assert doubts.tries() == [("a",)]
     doubts.seconds += 0.001
-    assert (doubts.tries(), doubts.ids(), doubts.suspends) == ([], frozenset(), False)
+    assert (doubts.tries(), doubts.ids(), doubts.is_paused) == ([], frozenset(), False)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +99,8 @@ def test_a_task_in_doubt_matches_only_its_unchanged_row(columns: dict[str, Any])
     """A task that was registered again was not sent; one that was marked and then reset is to be sent again."""
     doubts = Memory()
     doubts.fail("a")
-    assert doubts.is_about(ROW)
-    assert not doubts.is_about(replace(ROW, **columns))
+    assert doubts.holds(ROW)
+    assert not doubts.holds(replace(ROW, **columns))
 
 
 def test_nothing_is_published_until_a_transaction_commits_except_probes() -> None:
@@ -100,7 +112,7 @@ def test_nothing_is_published_until_a_transaction_commits_except_probes() -> Non
         doubts.refused = lambda _id: True
         doubts.fail("a", "b")
         assert doubts.tries() == [("a", "b")]
-        assert (doubts.suspends, doubts.may_publish) == (True, False)
+        assert (doubts.is_paused, doubts.may_publish) == (True, False)
         doubts.seconds += PROBE_SECONDS
         assert doubts.may_publish
         assert doubts.probe([]) == []
@@ -108,13 +120,13 @@ def test_nothing_is_published_until_a_transaction_commits_except_probes() -> Non
         assert not doubts.may_publish
         doubts.refused = lambda _id: False
         resume()
-        assert (doubts.suspends, doubts.probe(batches)) == (False, batches)
+        assert (doubts.is_paused, doubts.probe(batches)) == (False, batches)
 
 
 def test_a_batch_without_published_tasks_suspends_nothing() -> None:
     doubts = Memory()
     doubts.learn(BatchResult(Batch("orders", ("a",)), error="no lock"))
-    assert (doubts.suspends, doubts.ids()) == (False, frozenset())
+    assert (doubts.is_paused, doubts.ids()) == (False, frozenset())
 
 
 def test_while_others_commit_a_task_that_cannot_be_marked_is_tried_alone_and_less_often() -> None:
@@ -125,7 +137,7 @@ def test_while_others_commit_a_task_that_cannot_be_marked_is_tried_alone_and_les
     doubts.commit()
     assert doubts.tries() == [("a", "bad", "b")]
     assert sorted(doubts.tries()) == [("a",), ("b",), ("bad",)]
-    assert (doubts.ids(), doubts.suspends) == ({"bad"}, False)
+    assert (doubts.ids(), doubts.is_paused) == ({"bad"}, False)
     times = []
     for doubts.seconds in map(float, range(200)):
         times += [doubts.seconds] * len(doubts.tries())
@@ -134,13 +146,8 @@ def test_while_others_commit_a_task_that_cannot_be_marked_is_tried_alone_and_les
     assert pauses[-1] == PROBE_SECONDS
 
 
-def test_at_exit_marks_are_tried_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_exit_marks_are_tried_until_the_time_is_over() -> None:
     doubts = Memory()
-
-    def sleep(seconds: float) -> None:
-        doubts.seconds += seconds
-
-    monkeypatch.setattr("publishworker.in_doubt.time.sleep", sleep)
     doubts.refused = lambda _id: doubts.seconds < 1
     doubts.fail("a")
     doubts.finish(0.5)

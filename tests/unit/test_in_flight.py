@@ -106,13 +106,13 @@ def test_a_batch_that_does_not_end_is_stuck_after_two_minutes(batches: Batches) 
     slow, _ = batches.start("slow", "a")
     for _ in range(12):
         batches.seconds += 10
-        batches.in_flight_batches.check()
+        batches.in_flight_batches.raise_if_stuck()
     batches.end("a")
     assert batches.wait(leave=1) == ["a"]
     batches.seconds += 1
     with pytest.raises(StuckBatch, match="Batch of 1 tasks of topic slow has been in flight for 121 s: task-of-slow"):
-        batches.in_flight_batches.check()
-    batches.in_flight_batches.check()
+        batches.in_flight_batches.raise_if_stuck()
+    batches.in_flight_batches.raise_if_stuck()
     assert len(batches.in_flight_batches) == 0
     batches.end("slow")
     slow.join(10)
@@ -125,15 +125,15 @@ def test_a_process_that_was_paused_has_no_stuck_batches(batches: Batches) -> Non
     """Its batches were paused as well, so they get time to end. A batch that has ended is not stuck."""
     [thread] = batches.start("a")
     batches.seconds += 3600
-    batches.in_flight_batches.check()
+    batches.in_flight_batches.raise_if_stuck()
     batches.seconds += STUCK_SECONDS - MAX_STEP_SECONDS
-    batches.in_flight_batches.check()
+    batches.in_flight_batches.raise_if_stuck()
     assert batches.in_flight_batches.ids() == {"task-of-a"}
     batches.end("a")
     thread.join(10)
     for _ in range(100):  # no result is asked for in a long outage
         batches.seconds += 30
-        batches.in_flight_batches.check()
+        batches.in_flight_batches.raise_if_stuck()
     assert batches.wait() == ["a"]
 
 
@@ -147,7 +147,7 @@ def test_waiting_for_all_batches_keeps_the_heartbeat_and_gives_up_stuck_ones(
     thread.join(10)
     batches.start("slow", "slow-too")
     assert batches.wait(len(batches.in_flight_batches) - 1) == ["a"]
-    with pytest.raises(StuckBatch, match=r"of topic slow has been in flight .*, and 1 more") as caught:
+    with pytest.raises(StuckBatch, match=r"of topic slow has been in flight .* \(and 1 more batches\)") as caught:
         batches.in_flight_batches.wait(len(batches.in_flight_batches) - 1)
     assert [batch.topic for batch in caught.value.batches] == ["slow", "slow-too"]
     assert batches.beats > STUCK_SECONDS

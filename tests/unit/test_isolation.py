@@ -99,7 +99,7 @@ def test_the_next_poll_comes_when_a_limited_topic_may_send_again(bench: Bench) -
     bench.insert("a", "b")
     bench.store.limits = {"orders": TopicLimit(rate=4, burst=1)}
     turns = bench.turns()
-    assert turns[-1].again_in == pytest.approx(0.25)
+    assert turns[-1].seconds_to_retry == pytest.approx(0.25)
     assert len(bench.publisher.ids()) == 1
     polls = len(bench.store.polls)
     bench.relay.turn()
@@ -110,9 +110,9 @@ def test_the_next_poll_comes_when_a_limited_topic_may_send_again(bench: Bench) -
     bench.turns()
     assert bench.unsent() == []
     bench.insert("c", topic="missing")
-    again_in = bench.turns()[-1].again_in
-    assert again_in is not None
-    assert again_in <= 1
+    seconds_to_retry = bench.turns()[-1].seconds_to_retry
+    assert seconds_to_retry is not None
+    assert seconds_to_retry <= 1
 
 
 def test_a_claimed_task_that_is_not_sent_uses_no_rate(bench: Bench) -> None:

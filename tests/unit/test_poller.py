@@ -1,13 +1,16 @@
 """The requests of each poll: topic discovery and due tasks at intervals, lower priorities by their fair share."""
 
+import itertools
 from datetime import timedelta
 
 import pytest
 
+from outbox.storage.task_states import NEVER
 from publishworker.membership import Membership
 from publishworker.poller import Poller, PollSize
-from publishworker.topics.discovery import FORGET_TOPIC_SECONDS
+from publishworker.topics.discovery import FORGET_TOPIC_SECONDS, POLLED_SECONDS
 from publishworker.types import PollRequest
+from tests.benchmarks.polls import discovery_ranges, index_ranges
 from tests.support.fakes import FakeStore
 
 
@@ -66,17 +69,68 @@ def test_due_tasks_are_read_with_each_discovery_and_as_long_as_there_are_any(wat
     assert not watch.poll().due
 
 
-def test_a_topic_that_always_has_tasks_is_never_forgotten(watch: Watch) -> None:
+def test_an_idle_topic_costs_nothing_and_is_found_again_by_the_next_poll(watch: Watch) -> None:
+    """A poll reads only topics that have tasks, however many were used before. Metrics name it for longer."""
     watch.find()
     watch.poller.poll(None, ())
     for _ in range(5):
-        watch.seconds += FORGET_TOPIC_SECONDS / 2
-        watch.poll()
+        watch.seconds += POLLED_SECONDS
         assert watch.poll().topics == {"orders"}
+    del watch.store.rows["a"]
+    watch.seconds += POLLED_SECONDS + 1
+    watch.poller.poll(None, ())
+    polls = len(watch.store.polls)
+    for _ in range(3):
+        watch.seconds += 1
+        watch.poller.poll(None, ())
+    assert (len(watch.store.polls), watch.store.discoveries[-1]) == (polls, frozenset())
+    assert watch.poller.topics == {"orders"}
+    watch.find()
+    assert watch.poller.poll(None, ()).discovered  # the next poll follows at once
+    assert [each.id for each in watch.poller.poll(None, ()).candidates] == ["a"]
     del watch.store.rows["a"]
     watch.seconds += FORGET_TOPIC_SECONDS + 1
     watch.poller.poll(None, ())
     assert watch.poller.topics == frozenset()
+
+
+def test_a_topic_without_candidates_is_discovered_less_and_less_often(watch: Watch) -> None:
+    """For example if all its tasks are dead. A paused topic is not discovered again while it is paused."""
+    watch.find(available_at=NEVER)
+    times = []
+    for _ in range(700):
+        if watch.poller.poll(None, ()).discovered:
+            times.append(watch.seconds)
+        watch.seconds += 1
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert len(times) < 9
+    assert gaps == sorted(gaps)
+    paused = Watch()
+    paused.find()
+    assert paused.poller.poll(None, (), {"orders"}).discovered
+    for _ in range(30):
+        paused.seconds += 1
+        assert not paused.poller.poll(None, (), {"orders"}).discovered
+
+
+def test_a_topic_that_must_be_read_deeply_is_read_alone(watch: Watch) -> None:
+    """Otherwise the candidates of all other topics would fill the memory during the outage of one."""
+    for number in range(30):
+        watch.store.insert(f"a {number}", "away", ordering_key="in one shard")
+        watch.store.insert(f"b {number}", "works")
+    watch.seconds += 1
+    while watch.poller.poll(None, (), {"away"}).discovered:
+        pass
+    for depth, cut_off in ((30, {"away"}), (31, set())):
+        found = watch.poller.poll(None, (), depths={"away": depth, "works": 1, "gone": 99})
+        works, away = watch.store.polls[-2:]
+        assert (works.topics, away.topics, away.per_range) == ({"works"}, {"away"}, depth)
+        assert works.per_range < depth
+        assert len(found.candidates) == 60
+        assert found.cut_off == cut_off
+        assert away.shards == works.shards
+    read = [watch.poller.poll(None, (), depths={"away": 800}) and watch.store.polls[-1].shards for _ in range(4)]
+    assert sorted(shard for shards in read for shard in shards) == sorted([*range(10), *read[0][:2]])
 
 
 @pytest.mark.parametrize("ranges", [1, 3, 10, 100, 1000])
@@ -103,3 +157,29 @@ def test_only_ranges_that_are_cut_off_widen_the_window() -> None:
     for _ in range(9):
         window.adapt({one: 1000})
     assert window.per_range == 100  # never more than the target
+
+
+def idle_ranges(used: int, pending: int) -> int:
+    """Return the index ranges of an idle poll after `used` topics had tasks, of which `pending` still have some."""
+    watch = Watch()
+    for number in range(used):
+        watch.store.insert(f"id-{number}", f"topic-{number}")
+    watch.seconds += 1
+    while watch.poller.poll(None, ()).discovered:
+        pass
+    watch.poller.poll(None, ())
+    assert len(watch.poller.topics) == used
+    for number in range(pending, used):
+        del watch.store.rows[f"id-{number}"]
+    for _ in range(8):
+        watch.seconds += 1
+        watch.store.polls.clear()
+        watch.poller.poll(None, ())
+    return sum(map(index_ranges, watch.store.polls)) + discovery_ranges(10, len(watch.store.discoveries[-1]))
+
+
+@pytest.mark.parametrize(
+    ("used", "pending", "ranges"), [(1, 0, 10), (1_000, 0, 10), (3, 3, 100), (1_000, 3, 100), (1, 1, 40)]
+)
+def test_an_idle_poll_depends_on_the_topics_with_unsent_tasks_only(used: int, pending: int, ranges: int) -> None:
+    assert idle_ranges(used, pending) == ranges

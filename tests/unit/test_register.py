@@ -152,20 +152,9 @@ def test_a_broken_recorder_never_fails_the_caller(
 def test_the_public_api_has_these_names() -> None:
     """Applications may rely on these names; a change here is a change of the version."""
     assert set(outbox.__all__) == {
-        "TASK_ID_ATTRIBUTE", "InvalidMessage", "OutboxError", "Priority", "Recorder", "__version__", "register",
-        "register_once", "set_metrics",
+        "TASK_ID_ATTRIBUTE", "InvalidConsumer", "InvalidMessage", "InvalidTransaction", "Message", "MissingTaskId",
+        "OutboxError", "Priority", "Recorder", "SupportsInsert", "SupportsReadInsert", "Task", "__version__",
+        "register", "register_many", "register_once", "set_metrics",
     }  # fmt: skip
     assert all(hasattr(outbox, name) for name in outbox.__all__)
     assert [(each.name, int(each)) for each in outbox.Priority] == [("LOW", 0), ("NORMAL", 50), ("HIGH", 100)]
-
-
-def test_the_recording_transaction_shows_registered_tasks() -> None:
-    transaction = RecordingTransaction()
-    transaction.insert("Orders", ("Id",), [("1",)])
-    first = outbox.register(transaction, "orders", b"one", {"a": "b"}, priority=outbox.Priority.HIGH)
-    outbox.register(transaction, "invoices", b"two", ordering_key="k", available_at=NOW)
-    [one, two] = transaction.tasks
-    assert (one.id, one.topic, one.message.data, one.priority) == (first, "orders", b"one", 100)
-    assert one.message.attributes["a"] == "b"
-    assert (two.topic, two.ordering_key, two.available_at, two.expires_at) == ("invoices", "k", NOW, None)
-    assert transaction.inserts[0] == ("Orders", ("Id",), [("1",)])

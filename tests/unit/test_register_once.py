@@ -15,7 +15,7 @@ from google.cloud.spanner_v1.snapshot import Snapshot
 from google.cloud.spanner_v1.transaction import Transaction
 
 import outbox
-from outbox import registration
+from outbox import aio, registration
 from outbox.testing import RecordingTransaction
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -43,15 +43,18 @@ def test_a_new_task_is_one_read_by_key_and_one_insert() -> None:
     assert outbox.register_once(transaction, "orders", b"data", {"a": "b"}, **options) is True
 
     outbox.register(plain, "orders", b"data", {"a": "b"}, **options)
-    tag = {"request_options": {"request_tag": "outbox-register-once"}}
-    assert (transaction.reads, plain.reads) == ([([["t"]], tag)], [])
+    [(keys, sent)] = transaction.reads
+    assert (keys, plain.reads) == ([["t"]], [])
+    assert (sent["request_options"], sent["timeout"]) == ({"request_tag": "outbox-register-once"}, 30)
     assert transaction.tasks == plain.tasks
     assert [each[:2] for each in transaction.inserts] == [("AsynchronousTasks", registration.COLUMNS)]
 
 
-def test_register_once_has_the_arguments_of_register() -> None:
-    """The defaults are the same as well; only the ID is required."""
-    ours, of_register = (dict(inspect.signature(each).parameters) for each in (outbox.register_once, outbox.register))
+@pytest.mark.parametrize("function", [outbox.register_once, aio.register_once])
+def test_register_once_has_the_arguments_of_register(function: Callable[..., Any]) -> None:
+    """The defaults are the same as well; only the ID is required, and the transaction must read."""
+    ours, of_register = (dict(inspect.signature(each).parameters) for each in (function, outbox.register))
+    assert ours.pop("transaction").name == of_register.pop("transaction").name
     assert ours.pop("task_id").default is inspect.Parameter.empty
     assert of_register.pop("task_id").default is None
     assert ours == of_register
@@ -90,7 +93,8 @@ def test_an_object_that_cannot_read_and_insert_is_a_type_error(transaction: obje
         once(transaction)
     assert str(caught.value) == (
         f"transaction is {type(transaction).__name__}, it must be a Spanner Transaction, because register_once reads "
-        "before it inserts: call it in a function given to database.run_in_transaction, or use register"
+        "before it inserts: call it in a function given to database.run_in_transaction, or use register. For the "
+        "transaction of an AsyncClient, await outbox.aio.register_once"
     )
 
 
@@ -116,6 +120,7 @@ def test_a_task_registered_in_the_same_transaction_exists() -> None:
 
 def test_given_ids_are_forgotten_with_their_transaction() -> None:
     """An application that runs for years keeps nothing; random ids are not kept at all."""
+    gc.collect()  # of transactions of other tests
     before = len(registration._given)
     transaction = Transaction(mock.Mock())
     outbox.register(transaction, "orders", b"")
@@ -125,13 +130,3 @@ def test_given_ids_are_forgotten_with_their_transaction() -> None:
     del transaction
     gc.collect()
     assert len(registration._given) == before
-
-
-def test_the_recording_transaction_answers_register_once() -> None:
-    """It answers as a transaction would: for existing tasks, and for those that it registered itself."""
-    transaction = RecordingTransaction(["there"])
-    outbox.register(transaction, "orders", b"", task_id="before")
-    assert [once(transaction, id) for id in ("there", "before", "new", "new")] == [False, False, True, False]
-    assert [task.id for task in transaction.tasks] == ["before", "new"]
-    with pytest.raises(NotImplementedError, match=r"Orders. Use an emulator"):
-        transaction.read("Orders", ("Id",), KeySet(all_=True))

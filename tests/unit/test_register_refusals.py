@@ -1,6 +1,8 @@
 """The refusals of `outbox.register`: full sentences that name the argument, its value and the allowed values."""
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
@@ -8,19 +10,52 @@ import pytest
 from google.pubsub_v1.types import PubsubMessage
 
 import outbox
+from outbox.ext import dbapi, sqlalchemy
 from outbox.testing import RecordingTransaction
+from tests.support import spanner
+from tests.support.drivers import STACKS
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 NAIVE = datetime(2026, 1, 1)  # noqa: DTZ001 - without a zone, on purpose
 BAD_TEXT = "\ud800"
 NO_NAME = (
-    "is not a name that Pub/Sub allows: 3 to 255 of letters, digits and -._~+%, beginning with a letter and not with "
-    "'goog', or projects/PROJECT/topics/TOPIC"
+    "is not a name that Pub/Sub allows: 3 to 255 letters, digits or characters of -._~+%, beginning with a letter and "
+    "not with 'goog', or projects/PROJECT/topics/TOPIC"
 )
 GOOG = "begins with 'goog', which Pub/Sub reserves"
 NO_UNICODE = "is not valid Unicode: surrogates not allowed at position 0"
 NO_ZONE = "2026-01-01 00:00:00 has no time zone; give one, such as datetime.now(UTC) + ..."
 IN_ORDER = "at_most_once and an ordering key exclude each other: a lost message would leave a gap"
+
+#: Call `register` or `register_once`, and fail if anything was written or sent.
+Call = Callable[..., object]
+
+
+@pytest.fixture(scope="module", params=["client", *STACKS])
+def call(request: pytest.FixtureRequest) -> Iterator[Call]:
+    """Call `outbox.register` or that of a driver. No server is needed, because refusals send nothing."""
+
+    def of_client(function: str, *arguments: Any, **options: Any) -> None:
+        transaction = RecordingTransaction()
+        try:
+            getattr(outbox, function)(transaction, *arguments, **options)
+        finally:
+            assert transaction.inserts == []
+
+    def of_driver(function: str, *arguments: Any, **options: Any) -> None:
+        with stack.transaction() as handle:
+            try:
+                stack.call(function, handle, *arguments, **options)
+            finally:
+                assert not stack.connection(handle)._spanner_transaction_started
+
+    if request.param == "client":
+        yield of_client
+        return
+    database = spanner.client("host:1").instance("instance").database("database")
+    with closing(STACKS[request.param](database)) as stack:
+        yield of_driver
+
 
 #: By the argument: a value, and the sentence of the refusal.
 REFUSED: dict[str, list[tuple[Any, str]]] = {
@@ -35,19 +70,19 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
     "attributes": [
         (
             {str(n): "" for n in range(100)},
-            "the message has 101 attributes with 'asynchronous_task_id', 100 are allowed",
+            "the message has 101 attributes, including 'asynchronous_task_id'; at most 100 are allowed",
         ),
         ({"": "v"}, "an attribute has an empty key"),
         ({"ü" * 128 + "k": "v"}, f"attribute key '{'ü' * 99}... has 257 bytes, 256 are allowed"),
         ({"k": "v" * 1025}, "the value of attribute 'k' has 1025 bytes, 1024 are allowed"),
         ({"goog-x": "v"}, f"attribute 'goog-x' {GOOG}"),
         ({"goog" + "x" * 200: "v"}, f"attribute 'goog{'x' * 95}... {GOOG}"),
-        ({"k" * 98: 1}, f"attribute '{'k' * 98}' is str to int, both must be str"),  # as long as is shown whole
+        ({"k" * 98: 1}, f"attribute '{'k' * 98}' maps str to int; both must be str"),  # as long as is shown whole
         ({"k" * 99: BAD_TEXT}, f"the value of attribute '{'k' * 99}... {NO_UNICODE}"),
         ({"k": BAD_TEXT}, f"the value of attribute 'k' {NO_UNICODE}"),
         ({BAD_TEXT: "v"}, f"attribute key {NO_UNICODE}"),
-        ({"k": 1}, "attribute 'k' is str to int, both must be str"),
-        ({1: "v"}, "attribute 1 is int to str, both must be str"),
+        ({"k": 1}, "attribute 'k' maps str to int; both must be str"),
+        ({1: "v"}, "attribute 1 maps int to str; both must be str"),
         (["a"], "attributes is list, it must be a mapping of str to str"),
     ],
     "ordering_key": [
@@ -123,27 +158,39 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         *(pytest.param(*each, id=f"contradiction {place}") for place, each in enumerate(CONTRADICTIONS)),
     ],
 )
-def test_register_refuses_messages_that_pubsub_would_refuse(arguments: dict[str, Any], sentence: str) -> None:
-    transaction = RecordingTransaction()
-    with pytest.raises(outbox.InvalidMessage) as caught:
-        outbox.register(transaction, **{"topic": "orders", "message": b"", **arguments})
-    assert str(caught.value) == sentence
-    assert isinstance(caught.value, ValueError)
-    assert transaction.inserts == []
+def test_register_refuses_messages_that_pubsub_would_refuse(
+    call: Call, arguments: dict[str, Any], sentence: str
+) -> None:
+    for function, task_id in (("register", {}), ("register_once", {"task_id": "t" * 36})):
+        with pytest.raises(outbox.InvalidMessage) as caught:
+            call(function, **{"topic": "orders", "message": b"", **task_id, **arguments})
+        assert str(caught.value) == sentence
+        assert isinstance(caught.value, ValueError)
 
 
 @pytest.mark.parametrize("wrong", [None, "text", {"a": 1}, 7, object()])
-def test_a_message_or_a_transaction_of_another_type_is_a_type_error(wrong: object) -> None:
+def test_a_message_of_another_type_is_a_type_error(call: Call, wrong: object) -> None:
     """The sentence names the allowed types. Text is not bytes: the caller decides on the encoding."""
-    transaction, name = RecordingTransaction(), type(wrong).__name__
-    for arguments, sentence in (
-        ((transaction, "orders", wrong), f"message is {name}, it must be bytes, a PubsubMessage or a protobuf message"),
-        ((wrong, "orders", b""), f"transaction is {name}, it must be a Spanner Transaction, Batch or MutationGroup"),
-    ):
-        with pytest.raises(TypeError) as caught:
-            outbox.register(*arguments)
-        assert str(caught.value) == sentence
-    assert transaction.inserts == []
+    with pytest.raises(TypeError) as caught:
+        call("register", "orders", wrong)
+    assert str(caught.value) == (
+        f"message is {type(wrong).__name__}, it must be bytes, a PubsubMessage or a protobuf message"
+    )
+
+
+@pytest.mark.parametrize("wrong", [None, "text", {"a": 1}, 7, object()])
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [
+        (outbox, "transaction is {}, it must be a Spanner Transaction, Batch or MutationGroup"),
+        (dbapi, "connection is {}, it must be a Connection of google.cloud.spanner_dbapi"),
+        (sqlalchemy, "session is {}, it must be a Session or a Connection of SQLAlchemy"),
+    ],
+)
+def test_a_transaction_of_another_type_is_a_type_error(module: Any, sentence: str, wrong: object) -> None:
+    with pytest.raises(TypeError) as caught:
+        module.register(wrong, "orders", b"")
+    assert str(caught.value).startswith(sentence.format(type(wrong).__name__))
 
 
 def test_times_are_limited_in_utc(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,7 @@ def test_a_batch_that_does_not_end_ends_the_worker(
     """A turn or a stop raises an error about it; the other batches of the process still end, and are counted."""
     monkeypatch.setattr(in_flight, "WATCH_SECONDS", 0.001)
     slow.hanging = {"invoices"}
-    bench = Bench(publisher=slow, stragglers=1, patience=0, beat=lambda: bench.wait(10))
+    bench = Bench(publisher=slow, stragglers=1, patience=0, touch_file=lambda: bench.wait(10))
     bench.insert("stuck", topic="invoices")
     bench.insert("good")
     while bench.relay.in_flight < 2 and not bench.count(m.PUBLISHED):
@@ -220,15 +220,15 @@ def test_a_batch_that_does_not_end_ends_the_worker(
 def test_a_relay_reports_its_batches_topics_and_circuits(bench: Bench) -> None:
     bench.insert("a")
     bench.insert("b", topic="missing")
-    assert (bench.relay.in_flight, bench.relay.topics, dict(bench.relay.open_circuits())) == (0, frozenset(), {})
+    assert (bench.relay.in_flight, bench.relay.topics, dict(bench.relay.circuit_states())) == (0, frozenset(), {})
     bench.turns()
     assert bench.relay.in_flight == 0
     assert bench.relay.topics == {"orders", "missing"}
-    assert bench.relay.open_circuits() == {"missing": True}
+    assert bench.relay.circuit_states() == {"missing": True}
     assert bench.count(m.PHASE_DURATION) >= 1 + 3
     assert bench.count(m.LATENCY) == 1
     bench.wait(2)
-    assert bench.relay.open_circuits() == {"missing": False}
+    assert bench.relay.circuit_states() == {"missing": False}
 
 
 def test_finished_batches_are_counted_though_polls_fail(bench: Bench, slow: SlowPublisher) -> None:

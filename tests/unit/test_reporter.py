@@ -11,7 +11,7 @@ from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.topics.circuit_breaker import CircuitChange
-from publishworker.types import Batch, BatchResult, Failed, FailedAttempt, Sent, Turn
+from publishworker.types import Batch, BatchResult, Failed, NotSent, Sent, Turn
 from tests.support.fakes import Counted
 
 AWAY = Failed("unavailable", "connection refused")
@@ -98,7 +98,7 @@ def failing(ids: Sequence[str], *, dead: int = 0) -> BatchResult:
     result = BatchResult(Batch("orders", tuple(ids)), tried=dict.fromkeys(ids, MISSING))
     for place, id in enumerate(ids):
         attempts, available_at = (3, NEVER) if place < dead else (2, NEVER.replace(year=2026))
-        result.recorded[id] = FailedAttempt(attempts, available_at, None, "not_found: no such topic")
+        result.recorded[id] = NotSent(attempts, available_at, None, "not_found: no such topic")
     return result
 
 
@@ -107,13 +107,13 @@ def test_each_failure_is_logged(watch: Watch) -> None:
     result.traces = {"a": "1" * 32}
     watch.reporter.batch(result)
     about = {"topic": "orders", "reason": "not_found"}
-    again = "Task {} of topic orders failed in attempt 2 and will be retried after 2026-12-31T00:00:00Z: "
-    again += "not_found: no such topic"
+    again = "Task {} of topic orders failed in attempt 2: not_found: no such topic. "
+    again += "It will be retried after 2026-12-31T00:00:00Z"
     assert watch.lines() == [
         (
             (
-                "Task a of topic orders is dead after attempt 3. Fix the cause, then run `outbox retry` or "
-                "`outbox discard`: not_found: no such topic"
+                "Task a of topic orders failed in attempt 3: not_found: no such topic. The task is dead. Fix the "
+                "cause, then run `outbox retry` or `outbox discard`"
             ),
             {**about, "task_id": "a", "attempt": 3, "trace_id": "1" * 32},
         ),

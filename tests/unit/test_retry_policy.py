@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outbox.storage.task_states import NEVER
 from publishworker.retry_policy import RetryPolicy, is_recorded, last_error
-from publishworker.types import Batch, Failed, FailedAttempt, LockedRow
+from publishworker.types import Batch, Failed, LockedRow, NotSent
 
 #: Far from the machine's clock.
 NOW = datetime(2055, 5, 5, 5, 5, 5, 123456, tzinfo=UTC)
@@ -33,13 +33,13 @@ def record(
     now: datetime = NOW,
     expires_at: datetime | None = None,
     **changes: Any,
-) -> FailedAttempt:
+) -> NotSent:
     row = LockedRow("a", "orders", b"", None, now - age, None, None, attempts=attempts, expires_at=expires_at)
     values = {"initial": 1.0, "longest": 3600.0, "max_attempts": 10, "dead_after": 86_400.0, "random": Random(1)}
     return RetryPolicy(**{**values, **changes}).record(row, failure, now)
 
 
-def wait(recorded: FailedAttempt) -> float:
+def wait(recorded: NotSent) -> float:
     return (recorded.available_at - NOW).total_seconds()
 
 

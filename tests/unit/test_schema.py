@@ -20,6 +20,17 @@ def shapes(**options: Any) -> dict[str, dict[str, str]]:
     return {shape.title: dict(shape.parts) for shape in map(ddl.parse, schema.statements(**options))}
 
 
+def test_a_file_is_cut_into_statements_without_comments():
+    text = """-- shop.sql; with tables
+CREATE TABLE A (Id STRING(36) DEFAULT ('--;\\''), -- a key
+  Name STRING(9)) /* ; */ PRIMARY KEY (Id); CREATE TABLE B (Id INT64) PRIMARY KEY (Id);
+"""
+    assert ddl.cut(text) == [
+        "CREATE TABLE A (Id STRING(36) DEFAULT ('--;\\''),\n  Name STRING(9)) PRIMARY KEY (Id)",
+        "CREATE TABLE B (Id INT64) PRIMARY KEY (Id)",
+    ]
+
+
 def test_the_default_is_schema_sql_without_comments():
     """Apply sends the file, so reading the file is enough."""
     created = schema.statements()

@@ -12,9 +12,9 @@ import pytest
 
 from publishworker.in_flight import StuckBatch
 from publishworker.membership import HEARTBEAT_INTERVAL_SECONDS, Membership
-from publishworker.spanner.store import StoreError
+from publishworker.spanner.store import Missing, StoreError
 from publishworker.types import Batch, Turn
-from publishworker.worker import Pause, Worker
+from publishworker.worker import MAX_MISSING_SECONDS, Pause, Worker
 from tests.support.fakes import FakeStore
 
 WORK, IDLE, AWAY = Turn(published=1), Turn(), StoreError("connection refused")
@@ -42,6 +42,8 @@ class Script:
 
     def __init__(self, *steps: Turn | Exception, end: Exception | None = None, seconds: float = 0.0) -> None:
         self.stop, self.store = Stop(), FakeStore()
+        self.woken: threading.Event = self.stop  # it is set when the worker stops
+        self.due: float | None = None
         self.events: list[str] = []
         self._steps, self._end, self._seconds = list(steps), end, seconds
 
@@ -56,6 +58,9 @@ class Script:
             raise step
         return step
 
+    def seconds_until_due(self) -> float | None:
+        return self.due
+
     def finish(self) -> Turn:
         self.events.append("finish" if "me" not in self.store.seen_at else "finish with shards")
         if self._end:
@@ -63,14 +68,20 @@ class Script:
         return IDLE
 
     def run(
-        self, until: Callable[[Turn], bool] = lambda _turn: False, *, interval: float = 1.0, beats: bool = False
+        self,
+        until: Callable[[Turn], bool] = lambda _turn: False,
+        *,
+        interval: float = 1.0,
+        beats: bool = False,
+        idle: Callable[[], float] | None = None,
     ) -> list[float]:
         """Run the loop and return its waits; with `beats` time passes for the heartbeat row, too."""
         Worker(
             self,
             Membership(self.store, "me", self.store.shards, clock=lambda: self.stop.seconds if beats else 0.0),
             poll_interval=interval,
-            beat=lambda: self.events.append("beat"),
+            idle_interval=idle,
+            touch_file=lambda: self.events.append("beat"),
             report=lambda: self.events.append("report"),
             random=Random(1),
             clock=lambda: self.stop.seconds,
@@ -99,7 +110,32 @@ def test_without_work_the_wait_doubles_up_to_the_interval() -> None:
 
 def test_a_turn_can_shorten_but_not_lengthen_the_wait() -> None:
     """A topic that soon has tokens is polled then; one that has none for long delays no other."""
-    assert Script(Turn(again_in=0.01), Turn(again_in=60.0), IDLE).run() == [0.01, near(0.1)[0]]
+    assert Script(Turn(seconds_to_retry=0.01), Turn(seconds_to_retry=60.0), IDLE).run() == [0.01, near(0.1)[0]]
+
+
+def test_with_a_change_stream_the_wait_doubles_up_to_the_idle_interval() -> None:
+    """A task that becomes due ends it, and so does a stream that no longer works."""
+    script = Script(*[IDLE] * 8)
+    assert max(script.run(idle=lambda: 15.0)) <= 1  # slices, in which the heartbeat is written
+    assert script.stop.seconds == pytest.approx(0.05 + 0.1 + 0.2 + 0.4 + 0.8 + 1.6 + 3.2, rel=0.15)
+    script = Script(*[IDLE] * 8)
+    script.due = 1.2
+    script.run(idle=lambda: 15.0)
+    assert script.stop.seconds == pytest.approx(0.05 + 0.1 + 0.2 + 0.4 + 0.8 + 1.2 + 1.2, rel=0.15)
+    script = Script(*[IDLE] * 12)
+    script.run(idle=lambda: 15.0 if script.stop.seconds < 5 else 1.0)
+    assert script.stop.seconds == pytest.approx(5 + 4, rel=0.3)
+
+
+def test_a_relay_that_is_woken_polls_before_the_wait_is_over() -> None:
+    class Woken(Script):
+        def turn(self, stopping: Callable[[], bool]) -> Turn:
+            self.woken.set()
+            return super().turn(stopping)
+
+    script = Woken(*[IDLE] * 4)
+    script.woken = threading.Event()
+    assert script.run(interval=30.0) == pytest.approx([0.05] * 3, rel=0.1)
 
 
 def test_two_workers_poll_at_different_times() -> None:
@@ -111,7 +147,7 @@ def test_an_outage_is_logged_once_and_followed_by_growing_waits(caplog: pytest.L
     with caplog.at_level(logging.INFO, "publishworker"):
         waits = Script(WORK, *[AWAY] * 8, WORK, AWAY, WORK).run()
     assert waits == near(0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5, 0.2)
-    away = ("ERROR", "Spanner is unavailable; retrying: connection refused", "spanner_unavailable")
+    away = ("ERROR", "A request to Spanner failed; retrying: connection refused", "spanner_unavailable")
     back = ("INFO", "Spanner is available again", "spanner_available")
     lines = [(each.levelname, each.getMessage(), vars(each)["action"]) for each in caplog.records]
     assert lines == [away, back, away, back]
@@ -177,7 +213,20 @@ def test_a_stuck_batch_ends_the_worker_after_the_others(others: tuple[Batch, ...
     assert script.events[-2:] == ["turn", "finish"]
     assert script.store.seen_at == {}
     assert [batch.ids for batch in caught.value.batches] == [("a",), *(batch.ids for batch in others)]
-    assert str(caught.value).endswith(", and 2 more") == bool(others)
+    assert str(caught.value).endswith(" (and 2 more batches)") == bool(others)
+
+
+def test_a_missing_database_ends_the_worker_after_minutes() -> None:
+    """So that its pod restarts and shows it. A database that comes back in time, or an outage, does not end it."""
+    gone = Missing("404 Database not found")
+    script = Script(*[gone] * 200)
+    with pytest.raises(Missing, match="Database not found"):
+        script.run()
+    assert MAX_MISSING_SECONDS <= script.stop.seconds < MAX_MISSING_SECONDS + 10
+    for back in (IDLE, AWAY):
+        script = Script(*[*[gone] * 50, back] * 4, seconds=1)
+        script.run()
+        assert script.stop.seconds > MAX_MISSING_SECONDS
 
 
 def test_a_defect_ends_the_worker() -> None:

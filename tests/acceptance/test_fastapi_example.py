@@ -1,0 +1,131 @@
+"""The FastAPI example: one task for each order, none for a failed request, and one invoice for each task."""
+
+import contextlib
+import importlib
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from fastapi.testclient import TestClient
+from google.cloud.spanner_v1.database import Database
+from google.cloud.spanner_v1.instance import Instance
+
+import outbox
+from outbox.devtools.emulators import Emulators
+from outbox.storage import ddl, schema
+from tests.support.processes import ROOT
+from tests.support.pubsub import PubSub
+from tests.support.relays import worker
+from tests.support.spanner import INSTANCE, PROJECT, fresh_database, query
+from tests.support.waiting import eventually
+
+EXAMPLES = ROOT / "docs/examples"
+
+
+@pytest.fixture
+def shop(spanner_instance: Instance) -> Iterator[Database]:
+    tables = ddl.cut((EXAMPLES / "fastapi_orders/schema.sql").read_text(encoding="utf-8"))
+    with fresh_database(spanner_instance, [*schema.statements(), *tables]) as database:
+        yield database
+
+
+@pytest.fixture
+def subscriber(shop: Database, emulators: Emulators, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module of the example, on this database."""
+    environment = {"OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE, "OUTBOX_DATABASE": shop.database_id}
+    for name, value in (emulators.environment() | environment).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    found = importlib.import_module("fastapi_orders.subscriber")
+    yield found
+    found.engine.dispose()
+    for name in [name for name in sys.modules if name.startswith("fastapi_orders")]:
+        del sys.modules[name]
+
+
+def test_an_order_becomes_one_task_one_message_and_one_invoice(
+    emulators: Emulators, shop: Database, subscriber: ModuleType, pubsub: PubSub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = pubsub.new_topic()
+    app = sys.modules["fastapi_orders.app"]
+    monkeypatch.setattr(app, "TOPIC", topic)
+    subscription = pubsub.new_subscription(topic)
+    with TestClient(app.app) as client:
+        placed = client.post("/orders", json={"item": "book", "cents": 1999})
+        assert placed.status_code == 201, placed.text
+        assert client.post("/orders", json={"item": "unavailable", "cents": 5}).status_code == 409
+        assert client.post("/orders", json={"item": "", "cents": 5}).status_code == 422
+    order, task = placed.json()["order_id"], placed.json()["task_id"]
+    assert query(shop, "SELECT OrderId, Item, Cents FROM Orders") == [[order, "book", 1999]]
+    assert query(shop, "SELECT Id, Topic FROM AsynchronousTasks") == [[task, topic]]
+    with worker(emulators, shop, "--poll-interval", "0.1"):
+        [message] = subscription.pull_until(1, seconds=30)
+        eventually(lambda: query(shop, "SELECT Id FROM AsynchronousTasks WHERE SentAt IS NOT NULL"), seconds=20)
+    seen: list[str] = []
+    for _ in range(3):  # as if Pub/Sub delivered the message three times
+        delivery = SimpleNamespace(attributes=dict(message.attributes), data=message.data)
+        delivery.ack, delivery.nack = lambda: seen.append("ack"), lambda: seen.append("nack")
+        subscriber.receive(delivery)
+    foreign = SimpleNamespace(attributes={}, data=b"", ack=lambda: seen.append("ack"), nack=lambda: seen.append("nack"))
+    subscriber.receive(foreign)
+    assert seen == ["ack", "ack", "ack", "nack"]
+    assert query(shop, "SELECT TaskId, OrderId, Cents FROM Invoices") == [[task, order, 1999]]
+
+
+def test_a_push_endpoint_writes_one_invoice_for_each_task(
+    shop: Database, subscriber: ModuleType, pubsub: PubSub
+) -> None:
+    """Pub/Sub pushes a message until the answer is 2xx, and may push it again after that."""
+    assert subscriber
+    push = importlib.import_module("fastapi_orders.push")
+    topic = pubsub.new_topic()
+    name = topic.replace("/topics/", "/subscriptions/")
+    with TestClient(push.app, raise_server_exceptions=False) as client, http_server(client) as (endpoint, statuses):
+        request = {"name": name, "topic": topic, "push_config": {"push_endpoint": endpoint}}
+        pubsub.subscriber.create_subscription(request)
+        order = {"data": b'{"order_id": "o-1", "cents": 5}', "attributes": {outbox.TASK_ID_ATTRIBUTE: "task-1"}}
+        pubsub.publisher.publish(topic=topic, messages=[order, order])
+        eventually(lambda: statuses.count(204) >= 2, seconds=20)
+        pubsub.subscriber.delete_subscription(subscription=name)
+        assert client.post("/invoices", json={}).status_code == 400
+        assert client.post("/invoices", json={"message": {"messageId": "1"}}).status_code == 500
+    assert query(shop, "SELECT TaskId, OrderId, Cents FROM Invoices") == [["task-1", "o-1", 5]]
+
+
+@contextlib.contextmanager
+def http_server(client: TestClient) -> Iterator[tuple[str, list[int]]]:
+    """Serve POST requests of Pub/Sub's emulator with the application, and note the statuses of the answers."""
+    statuses: list[int] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            kind = {"Content-Type": self.headers["Content-Type"]}
+            statuses.append(client.post("/invoices", content=body, headers=kind).status_code)
+            self.send_response(statuses[-1])
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Write nothing."""
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/invoices", statuses
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_the_page_names_files_and_commands_that_exist() -> None:
+    page = (EXAMPLES / "fastapi_orders/README.md").read_text(encoding="utf-8")
+    for file in re.findall(r"docs/examples/fastapi_orders/[\w.]+", page):
+        assert Path(ROOT, file).is_file()
+    assert Path(__file__).name in page

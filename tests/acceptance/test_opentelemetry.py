@@ -1,0 +1,123 @@
+"""`publishworker --metrics opentelemetry`: what an OTLP collector receives is the table of metrics."""
+
+import gzip
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+from outbox.devtools.emulators import Emulators
+from publishworker.telemetry import metrics as m
+from publishworker.telemetry.opentelemetry import attribute_of, unit_of
+from tests.support.processes import run
+from tests.support.relays import register, wait_until_all_sent, worker
+from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.waiting import eventually
+
+KINDS = {"count": "sum", "gauge": "gauge", "distribution": "histogram"}
+
+
+class Collector:
+    """An OTLP endpoint over HTTP that keeps every request."""
+
+    def __init__(self) -> None:
+        self.requests: list[ExportMetricsServiceRequest] = []
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if self.headers.get("Content-Encoding") == "gzip":
+                    body = gzip.decompress(body)
+                collector.requests.append(ExportMetricsServiceRequest.FromString(body))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_arguments: object) -> None:
+                """Write nothing."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+
+    @property
+    def metrics(self) -> dict[str, list[tuple[str, str, frozenset[str]]]]:
+        """Return kind, unit and attribute names of all points received so far, by metric."""
+        found: dict[str, list[tuple[str, str, frozenset[str]]]] = {}
+        for request in list(self.requests):
+            for metric in request.resource_metrics[0].scope_metrics[0].metrics:
+                kind = str(metric.WhichOneof("data"))
+                for point in getattr(metric, kind).data_points:
+                    names = frozenset(attribute.key for attribute in point.attributes)
+                    found.setdefault(metric.name, []).append((kind, metric.unit, names))
+        return found
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    created = Collector()
+    thread = threading.Thread(target=created.server.serve_forever)
+    thread.start()
+    yield created
+    created.server.shutdown()
+    thread.join()
+    created.server.server_close()
+
+
+def test_a_collector_receives_the_table_of_metrics(
+    emulators: Emulators, database: Database, topic: str, collector: Collector
+) -> None:
+    """Names, units, kinds and attributes; the last values are exported at the stop. No global provider is set."""
+    register(database, topic, 20)
+    variables = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server.server_port}",
+        "OTEL_METRIC_EXPORT_INTERVAL": "500", "OTEL_RESOURCE_ATTRIBUTES": "service.namespace=shop",
+    }  # fmt: skip
+    wanted = {metric.name: metric for metric in m.METRICS}
+    expected = {m.PUBLISHED, m.LATENCY, m.PHASE_DURATION, m.BATCH_SIZE, m.IN_FLIGHT, m.WORKERS, m.BUILD, m.PENDING}
+    with worker(emulators, database, "--metrics", "opentelemetry", **variables) as process:
+        wait_until_all_sent(database)
+        names = {metric.name for metric in expected}
+        eventually(lambda: names <= collector.metrics.keys(), seconds=40, message="all metrics")
+        process.stop()
+        assert process.wait() == 0
+    for name, points in collector.metrics.items():
+        metric = wanted[name]
+        attributes = {attribute_of(tag) for tag in metric.tags}
+        for kind, unit, given in points:
+            assert (kind, unit) == (KINDS[metric.type], unit_of(metric)), name
+            assert given <= attributes, name
+    attributes_of = collector.requests[-1].resource_metrics[0].resource.attributes
+    resource = {each.key: each.value.string_value for each in attributes_of}
+    assert (resource["service.name"], resource["service.namespace"]) == ("publishworker", "shop")
+    published = [
+        point.as_int
+        for request in collector.requests
+        for metric in request.resource_metrics[0].scope_metrics[0].metrics
+        if metric.name == m.PUBLISHED.name
+        for point in metric.sum.data_points
+    ]
+    assert published[-1] == 20
+
+
+def test_a_missing_collector_delays_no_worker_and_is_logged_once(
+    emulators: Emulators, database: Database, topic: str
+) -> None:
+    register(database, topic, 20)
+    variables = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_METRIC_EXPORT_INTERVAL": "200",
+        "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
+    }  # fmt: skip
+    with worker(emulators, database, "--metrics", "opentelemetry", **variables) as process:
+        wait_until_all_sent(database)
+        eventually(lambda: "Metrics are lost" in process.stderr, seconds=20)
+        process.stop()
+        assert process.wait() == 0
+        assert process.stderr.count("the OTLP endpoint does not accept them") == 1
+
+
+def test_metrics_of_another_kind_are_refused() -> None:
+    where = {"OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE, "OUTBOX_DATABASE": "shop"}
+    done = run("publishworker", "run", "--metrics", "prometheus", environment=where)
+    assert (done.code, "--metrics: 'prometheus' is not allowed: it must be datadog" in done.stderr) == (2, True)

@@ -1,0 +1,431 @@
+"""Tasks in the transactions of DB-API, SQLAlchemy and Django, which replay their statements after ABORTED."""
+
+import enum
+import functools
+import itertools
+import re
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+from unittest import mock
+
+import pytest
+import sqlalchemy
+from google.cloud.spanner_dbapi import Cursor, OperationalError
+from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1.database import Database
+from google.pubsub_v1.types import PubsubMessage
+from sqlalchemy.exc import DBAPIError, ProgrammingError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
+
+import outbox
+from tests.support.drivers import ORDERS, STACKS, DbApi, Django, SqlAlchemy, aborting
+from tests.support.spanner import fresh_database, query
+
+# SQLAlchemy and Django end a transaction that the driver does not have: in autocommit mode, or after a failed commit.
+pytestmark = pytest.mark.filterwarnings("ignore:This method is non-operational:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def orders_database(spanner_instance: Any) -> Iterator[Database]:
+    from outbox.storage import schema
+
+    with fresh_database(spanner_instance, [*schema.statements(), ORDERS]) as created:
+        yield created
+
+
+@pytest.fixture(params=STACKS)
+def stack(request: pytest.FixtureRequest, orders_database: Database) -> Iterator[DbApi]:
+    with closing(STACKS[request.param](orders_database)) as created:
+        yield created
+
+
+def rows(database: Database, *orders: str) -> tuple[list[str], list[str]]:
+    """Return which of the orders and of the tasks with these IDs exist."""
+    order, task = (
+        query(database, f"SELECT {key} FROM {table} WHERE {key} IN UNNEST(@ids) ORDER BY 1", ids=list(orders))
+        for table, key in (("Orders", "OrderId"), ("AsynchronousTasks", "Id"))
+    )
+    return [id for [id] in order], [id for [id] in task]
+
+
+def test_register_refuses_the_transaction_of_a_driver(
+    stack: DbApi, orders_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is buffered, also in the transaction of a replay. The caller's own statements are replayed."""
+    for other in {"google.cloud.sqlalchemy_spanner", "django_spanner"} - {stack.module}:
+        monkeypatch.delitem(sys.modules, other, raising=False)  # another test may have loaded it
+    order = f"{stack.name}-refused"
+    statements = itertools.count()
+    with (
+        aborting(lambda call: call == "execute_sql" and next(statements) == 1) as aborted,
+        stack.transaction() as handle,
+    ):
+        for sql in ("INSERT INTO Orders (OrderId) VALUES (%s)", "UPDATE Orders SET Cents = 1 WHERE OrderId = %s"):
+            stack.execute(handle, sql, order)
+            transaction = stack.connection(handle).transaction_checkout()
+            with pytest.raises(outbox.InvalidTransaction, match=rf"Use outbox\.ext\.{stack.name}\.register$"):
+                outbox.register(transaction, "orders", b"")
+            with pytest.raises(outbox.InvalidTransaction, match=rf"Use outbox\.ext\.{stack.name}\.register_once$"):
+                outbox.register_once(transaction, "orders", b"", task_id=order)
+            assert transaction._mutations == []
+    assert aborted == {"execute_sql": 1}
+    assert rows(orders_database, order) == ([order], [])
+
+
+class Topic(enum.StrEnum):
+    """Values that the driver has no parameter type for must arrive as well."""
+
+    ORDERS = "orders"
+
+
+class Moment(datetime):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        (b"", {}),
+        (b"hell", {"attributes": {"a": "b"}, "priority": outbox.Priority.LOW, "at_most_once": True}),
+        (
+            PubsubMessage(data=b"\x00\xff%s@a", attributes={"k": "ü"}, ordering_key="key"),
+            {
+                "priority": -(2**63),
+                "available_at": Moment(2040, 1, 2, 3, 4, 5, 678901, tzinfo=timezone(timedelta(hours=-7))),
+                "expires_at": datetime(2041, 1, 1, tzinfo=UTC),
+            },
+        ),
+    ],
+)
+def test_a_row_equals_that_of_outbox_register(
+    stack: DbApi, orders_database: Database, message: Any, options: dict[str, Any]
+) -> None:
+    """In every column and byte, whichever function writes it. CreatedAt is the time of the commit."""
+    id = str(uuid.uuid4())
+    columns = "* EXCEPT (CreatedAt, Sequence), CreatedAt > TIMESTAMP_SUB(CURRENT_TIMESTAMP(), INTERVAL 1 MINUTE)"
+
+    def written() -> list[list[Any]]:
+        row = query(orders_database, f"SELECT {columns} FROM AsynchronousTasks WHERE Id IN UNNEST(@ids)", ids=[id])
+        with orders_database.batch() as batch:
+            batch.delete("AsynchronousTasks", KeySet(keys=[[id]]))
+        return row
+
+    with orders_database.batch() as batch:
+        outbox.register(batch, "orders", message, task_id=id, **options)
+    expected = written()
+    with stack.transaction() as handle:
+        assert stack.register(handle, Topic.ORDERS, message, task_id=id, **options) == id
+    assert written() == expected
+    with stack.transaction() as handle:
+        assert stack.register_once(handle, Topic.ORDERS, message, task_id=id, **options) is True
+    assert written() == expected
+    assert expected[0][-1] is True
+
+
+def test_the_task_is_committed_and_rolled_back_with_the_order(
+    stack: DbApi, orders_database: Database, set_metrics: Callable[[Any], None]
+) -> None:
+    """Each call counts once and returns an ID, whatever becomes of the transaction."""
+    counter = mock.Mock()
+    set_metrics(counter)
+    kept, lost = str(uuid.uuid4()), str(uuid.uuid4())
+    with stack.transaction() as handle:
+        stack.order(handle, kept)
+        stack.register(handle, "orders", b"", task_id=kept)
+        assert rows(orders_database, kept) == ([], [])
+
+    def failing() -> None:
+        with stack.transaction() as handle:
+            stack.register(handle, "orders", b"", task_id=lost)
+            stack.order(handle, lost)
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        failing()
+    assert rows(orders_database, kept, lost) == ([kept], [kept])
+    with stack.transaction() as handle:
+        first = stack.register(handle, "orders", b"")
+    with stack.transaction() as handle:
+        assert stack.register_once(handle, "orders", b"", task_id=kept) is False
+        stack.order(handle, first)
+    assert rows(orders_database, first) == ([first], [first])
+    assert counter.increment.call_args_list == [mock.call("outbox.registered_task_count", 1, ["topic:orders"])] * 3
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transactions", [12, pytest.param(1000, marks=pytest.mark.extended)])
+def test_every_replay_inserts_the_same_task(stack: DbApi, orders_database: Database, transactions: int) -> None:
+    """Each transaction is aborted once: at its order, at its task or in its commit. One task per order is committed."""
+    orders = [str(uuid.uuid4()) for _ in range(transactions)]
+    due: list[str] = []
+    with aborting(lambda call: call in due and due.pop() == call) as aborted:
+        for place, order in enumerate(orders):
+            at = ("order", "task", "commit")[place % 3]
+            with stack.transaction() as handle:
+                due += ["execute_sql"] if at == "order" else []
+                stack.order(handle, order)
+                due += ["execute_sql"] if at == "task" else []
+                register = stack.register_once if place % 2 else stack.register
+                register(handle, "orders", order.encode(), task_id=order)
+                due += ["commit"] if at == "commit" else []
+    assert aborted.total() == transactions
+    assert rows(orders_database, *orders) == (sorted(orders), sorted(orders))
+
+
+def test_many_tasks_are_one_statement(stack: DbApi, orders_database: Database) -> None:
+    """Which is all that the emulator accepts in a transaction. Spanner accepts several."""
+    tasks = [outbox.Task("orders", b"", ordering_key="k" * (n % 2), task_id=str(uuid.uuid4())) for n in range(100)]
+    ids = [str(task.task_id) for task in tasks]
+
+    def two_statements() -> None:
+        with stack.transaction() as handle:
+            assert stack.call("register_many", handle, tasks) == ids
+            stack.register(handle, "orders", b"")
+
+    with pytest.raises(outbox.InvalidTransaction, match="with one call of register_many"):
+        two_statements()
+    assert rows(orders_database, *ids) == ([], [])
+    with stack.transaction() as handle:
+        assert stack.call("register_many", handle, tasks) == ids
+        assert stack.call("register_many", handle, []) == []
+    assert rows(orders_database, *ids) == ([], sorted(ids))
+
+
+def test_nested_blocks_of_django(orders_database: Database) -> None:
+    """There are no savepoints: an inner block that fails takes the outer one with it, and `register` says so."""
+    from django.db import transaction
+
+    lost, kept = str(uuid.uuid4()), str(uuid.uuid4())
+    with closing(Django(orders_database)) as stack:
+
+        def nested(order: str, *, fails: bool) -> None:
+            with stack.transaction() as handle:
+                stack.order(handle, order)
+                with suppress(LookupError), transaction.atomic():
+                    stack.register(handle, "orders", b"", task_id=order)
+                    if fails:
+                        raise LookupError
+                if fails:
+                    with pytest.raises(outbox.InvalidTransaction, match="has failed and will be rolled back"):
+                        stack.register(handle, "orders", b"")
+
+        nested(kept, fails=False)
+        nested(lost, fails=True)
+    assert rows(orders_database, kept, lost) == ([kept], [kept])
+
+
+def test_nested_blocks_of_sqlalchemy(orders_database: Database) -> None:
+    """Spanner has no savepoints, so `begin_nested` fails, and with it the transaction."""
+    order = str(uuid.uuid4())
+    with closing(SqlAlchemy(orders_database)) as stack:
+
+        def nested() -> None:
+            with stack.transaction() as session:
+                stack.order(session, order)
+                with session.begin_nested():
+                    stack.register(session, "orders", b"", task_id=order)
+
+        with pytest.raises(ProgrammingError, match="SAVEPOINT"):
+            nested()
+    assert rows(orders_database, order) == ([], [])
+
+
+def test_a_taken_id_fails_at_once_and_holds_no_lock(stack: DbApi, orders_database: Database) -> None:
+    """Also in the first statement. The emulator then refuses the other statements of the transaction; none hangs."""
+    id = str(uuid.uuid4())
+    with stack.transaction() as handle:
+        stack.register(handle, "orders", b"", task_id=id)
+
+    def again() -> None:
+        with stack.transaction() as handle:
+            with pytest.raises(stack.integrity_error):
+                stack.register(handle, "orders", b"", task_id=id)
+            stack.order(handle, id)
+
+    with pytest.raises(Exception, match=r"previously existing row|\[\]"):
+        again()
+    with closing(DbApi(orders_database)) as other, other.transaction() as handle:
+        other.order(handle, id)
+    with stack.transaction() as handle:
+        assert stack.register_once(handle, "orders", b"", task_id=id) is False
+    assert rows(orders_database, id) == ([id], [id])
+
+
+def test_a_replay_with_another_answer_fails(stack: DbApi, orders_database: Database) -> None:
+    """Another transaction commits the ID before the replay: `register_once` has answered True, which is now wrong."""
+    id, order = str(uuid.uuid4()), str(uuid.uuid4())
+
+    def another() -> None:
+        with orders_database.batch() as batch:
+            outbox.register(batch, "orders", b"", task_id=id)
+
+    def work() -> None:
+        with stack.transaction() as handle:
+            stack.order(handle, order)
+            assert stack.register_once(handle, "orders", b"", task_id=id) is True
+
+    due = ["commit"]
+    with (
+        aborting(lambda call: call in due and due.pop() == call, another),
+        pytest.raises(Exception, match="could not be retried due to a concurrent modification"),
+    ):
+        work()
+    assert rows(orders_database, id, order) == ([], [id])
+    with stack.transaction() as handle:
+        assert stack.register_once(handle, "orders", b"", task_id=id) is False
+
+
+def test_a_lost_answer_is_an_error(orders_database: Database) -> None:
+    """The driver's `fetchall` returns no rows if it fails, which would look like an ID that exists."""
+    with (
+        closing(DbApi(orders_database)) as stack,
+        mock.patch.object(Cursor, "rowcount", -1),
+        pytest.raises(OperationalError, match="Roll back and run the transaction again"),
+    ):
+        stack.register_once(stack._connection, "orders", b"", task_id=str(uuid.uuid4()))
+
+
+def refused(register: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(outbox.InvalidTransaction, match=re.escape(sentence)):
+        register()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "sentence"),
+    [
+        (lambda it: it.close(), "the connection is closed"),
+        (lambda it: setattr(it, "read_only", True), "the connection is read-only"),
+        (lambda it: setattr(it, "autocommit", True), "the connection is in autocommit mode"),
+        (
+            lambda it: (setattr(it, "autocommit", True), it.begin()),
+            "connection.begin(), which a replay does not repeat",
+        ),
+        (lambda it: it.cursor().execute("START BATCH DML"), "the connection is collecting a batch of DML"),
+    ],
+)
+def test_wrong_uses_of_dbapi(orders_database: Database, prepare: Callable[[Any], object], sentence: str) -> None:
+    id = str(uuid.uuid4())
+    with closing(DbApi(orders_database)) as stack:
+        connection = stack._connection
+        prepare(connection)
+        refused(lambda: stack.register(connection, "orders", b"", task_id=id), sentence)
+        refused(lambda: stack.register_once(connection, "orders", b"", task_id=id), sentence)
+        assert not connection._spanner_transaction_started
+    assert rows(orders_database, id) == ([], [])
+
+
+def test_begin_in_autocommit_mode_is_replayed_if_a_cursor_executed_it(orders_database: Database) -> None:
+    """After `connection.begin()` the driver replays each statement in a transaction of its own: that is refused."""
+    with closing(DbApi(orders_database)) as stack:
+        connection = stack._connection
+        connection.autocommit = True
+
+        def visible_before_commits(begin: Callable[[], object]) -> list[Any]:
+            def decide(call: str) -> bool:
+                if call == "commit":
+                    visible.append(rows(orders_database, id))
+                return call == "commit" and len(visible) == 1
+
+            id, visible = str(uuid.uuid4()), list[Any]()
+            with aborting(decide):
+                begin()
+                stack.order(connection, id)
+                if begin != connection.begin:
+                    stack.register(connection, "orders", b"", task_id=id)
+                else:
+                    stack.order(connection, f"{id}-2")
+                connection.commit()
+            return visible
+
+        for statement in ("begin", "START TRANSACTION"):
+            seen = visible_before_commits(functools.partial(connection.cursor().execute, statement))
+            assert seen == [([], [])] * 2
+        *before, (orders, _) = visible_before_commits(connection.begin)
+        assert before == [([], [])] * 2
+        assert len(orders) == 1
+        refused(lambda: stack.register(connection, "orders", b""), "the connection is in autocommit mode")
+
+
+def test_sessions_and_connections_of_sqlalchemy(orders_database: Database) -> None:
+    """Sessions, scoped sessions and connections with an open transaction; each wrong use is one clear error."""
+    first, second, third = ids = sorted(str(uuid.uuid4()) for _ in range(3))
+    with closing(SqlAlchemy(orders_database)) as stack:
+
+        def register(session: Any, id: str = "") -> None:
+            stack.register(session, "orders", b"", task_id=id or None)
+
+        with stack.engine.begin() as connection:
+            register(connection, first)
+        scoped = scoped_session(sessionmaker(stack.engine))
+        with scoped.begin():
+            register(scoped, second)
+        scoped.remove()
+        with stack.engine.connect().execution_options(isolation_level="REPEATABLE READ") as connection:
+            refused(lambda: register(connection), "the connection has no open transaction")
+            connection.exec_driver_sql("SELECT 1").all()
+            register(connection, third)
+            connection.commit()
+        refused(lambda: register(connection), "the connection is closed")
+        for options, sentence in (
+            ({"isolation_level": "AUTOCOMMIT"}, "the connection is in autocommit mode"),
+            ({"read_only": True}, "the connection has the execution option read_only"),
+        ):
+            with stack.engine.connect().execution_options(**options) as connection, connection.begin():
+                refused(lambda: register(connection), sentence)
+        with stack.engine.connect() as connection:
+            connection.begin()
+            connection.invalidate()
+            refused(lambda: register(connection), "the connection is closed or invalidated")
+        with Session(stack.engine) as session:
+            refused(lambda: register(session), "the session has no open transaction")
+            session.begin()
+        refused(lambda: register(session), "the session has no open transaction")
+        other = sqlalchemy.create_engine("sqlite://")
+        with other.begin() as connection, pytest.raises(TypeError, match=r"connection is Connection, it must be"):
+            register(connection)
+        other.dispose()
+    assert rows(orders_database, *ids) == ([], ids)
+
+
+def test_a_session_that_failed_is_refused(orders_database: Database) -> None:
+    """Until it is rolled back. SQLAlchemy marks a session as failed if a flush fails."""
+
+    class Base(DeclarativeBase):
+        pass
+
+    class Order(Base):
+        __tablename__ = "Orders"
+        OrderId: Mapped[str] = mapped_column(primary_key=True)
+
+    with closing(SqlAlchemy(orders_database)) as stack, Session(stack.engine) as session:
+        session.add(Order(OrderId="x" * 65))
+        with pytest.raises(DBAPIError):
+            session.flush()
+        refused(lambda: stack.register(session, "orders", b""), "the session's transaction has failed")
+        session.rollback()
+
+
+def test_wrong_uses_of_django(orders_database: Database) -> None:
+    from django.db import connections, transaction
+    from django.utils.connection import ConnectionDoesNotExist
+
+    from outbox.ext import django
+
+    with closing(Django(orders_database)) as stack:
+        refused(lambda: django.register("orders", b""), "database 'default' has no atomic block")
+        refused(lambda: django.register_once("orders", b"", task_id="t"), "database 'default' has no atomic block")
+        with pytest.raises(ConnectionDoesNotExist):
+            django.register("orders", b"", using="other")
+        with transaction.atomic():
+            connections["default"].close()
+            refused(lambda: django.register("orders", b""), "has failed and will be rolled back")
+        connections["default"].settings_dict["ALLOW_TRANSACTIONS_IN_AUTO_COMMIT"] = False
+        try:
+            with stack.transaction() as handle:
+                refused(lambda: stack.register(handle, "orders", b""), "the connection is in autocommit mode")
+        finally:
+            del connections["default"].settings_dict["ALLOW_TRANSACTIONS_IN_AUTO_COMMIT"]

@@ -1,0 +1,281 @@
+"""The inbox on the emulators: one effect for each task, however often and by whom its message is delivered."""
+
+import base64
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from google.api_core.exceptions import Aborted, NotFound, RetryError, ServiceUnavailable
+from google.cloud.pubsub_v1 import SubscriberClient
+from google.cloud.pubsub_v1.subscriber.futures import StreamingPullFuture
+from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1.database import Database
+from google.cloud.spanner_v1.instance import Instance
+from google.pubsub_v1.types import PubsubMessage
+
+import outbox
+from outbox import inbox
+from outbox.devtools.emulators import Emulators
+from outbox.storage import schema
+from tests.support.drivers import STACKS, DbApi, aborting
+from tests.support.proxy import Proxy
+from tests.support.pubsub import PubSub
+from tests.support.spanner import INSTANCE, client, fresh_database, query
+from tests.support.spans import provided
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.filterwarnings("ignore:This method is non-operational:UserWarning")
+
+ACCOUNTS = "CREATE TABLE Accounts (AccountId STRING(36) NOT NULL, Cents INT64 NOT NULL) PRIMARY KEY (AccountId)"
+PROCESSED = "SELECT TaskId FROM ProcessedTasks WHERE Consumer = 'billing' ORDER BY 1"
+#: Seconds between two attempts of an aborted transaction; the emulator says none.
+FAST = {"default_retry_delay": 0.02}
+
+
+@pytest.fixture(scope="module")
+def bank(spanner_instance: Instance) -> Iterator[Database]:
+    with fresh_database(spanner_instance, [*schema.statements(), ACCOUNTS]) as created:
+        yield created
+
+
+@pytest.fixture
+def account(bank: Database) -> str:
+    """A new account, without money."""
+    id = str(uuid.uuid4())
+    with bank.batch() as batch:
+        batch.insert("Accounts", ("AccountId", "Cents"), [(id, 0)])
+    return id
+
+
+def cents(bank: Database, account: str) -> int:
+    [[value]] = query(bank, "SELECT Cents FROM Accounts WHERE AccountId IN UNNEST(@ids)", ids=[account])
+    return int(value)
+
+
+def pays(account: str) -> inbox.Handle:
+    """Return a function that adds one cent: a second effect shows."""
+
+    def handle(transaction: Any, _message: Any) -> None:
+        [[before]] = transaction.read("Accounts", ("Cents",), KeySet(keys=[[account]]))
+        transaction.update("Accounts", ("AccountId", "Cents"), [(account, before + 1)])
+
+    return handle
+
+
+def message(task_id: str) -> Any:
+    return PubsubMessage(attributes={outbox.TASK_ID_ATTRIBUTE: task_id}, message_id=f"{uuid.uuid4()}")
+
+
+def task() -> str:
+    return str(uuid.uuid4())
+
+
+@contextlib.contextmanager
+def pulling(subscription: str, callback: Callable[[Any], None]) -> Iterator[StreamingPullFuture]:
+    with SubscriberClient() as subscriber:
+        future = subscriber.subscribe(subscription, callback)
+        try:
+            yield future
+        finally:
+            future.cancel()
+            with contextlib.suppress(Exception):
+                future.result(10)
+
+
+def test_concurrent_deliveries_have_one_effect(bank: Database, account: str) -> None:
+    """Among them a handler that outlives its acknowledgement deadline: its message is delivered again meanwhile."""
+    receive = inbox.Handler(bank, consumer="billing", **FAST)(pays(account))
+    id, ran = task(), list[bool]()
+    threads = [threading.Thread(target=lambda: ran.append(receive.process(message(id)))) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert sorted(ran) == [False, False, False, True]
+    assert cents(bank, account) == 1
+
+
+def test_a_failure_rolls_back_and_leaves_no_lock(bank: Database, account: str) -> None:
+    """Also an error of a Google client, after which the Spanner client does not roll back. An abort runs again."""
+    errors: list[Exception] = [LookupError(), NotFound("no topic"), Aborted("x", errors=[ServiceUnavailable("x")])]  # type: ignore[no-untyped-call]
+
+    attempts: list[Any] = []
+
+    def fails_at_first(transaction: Any, of: Any) -> None:
+        attempts.append(transaction)
+        pays(account)(transaction, of)
+        if errors:
+            raise errors.pop(0)
+
+    receive = inbox.Handler(bank, consumer="billing", **FAST)(fails_at_first)
+    id = task()
+    for expected in (LookupError, NotFound):
+        with pytest.raises(expected):
+            receive.process(message(id))
+        assert [id] not in query(bank, PROCESSED)
+        assert attempts[-1].rolled_back
+    assert cents(bank, account) == 0
+    assert receive.process(message(id)) is True
+    assert cents(bank, account) == 1
+    assert len(attempts) == 4
+
+
+def test_a_missing_table_is_named(empty_database: Database) -> None:
+    receive = inbox.Handler(empty_database, consumer="billing")(lambda *_: None)
+    with pytest.raises(outbox.OutboxError, match="table ProcessedTasks is missing"):
+        receive(message(task()))
+
+
+def test_a_thread_recovers_from_a_session_that_was_refused(
+    bank: Database, account: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client would refuse all later transactions of this thread."""
+    receive = inbox.Handler(bank, consumer="billing", **FAST)(pays(account))
+    with monkeypatch.context() as patched:
+        manager = SimpleNamespace(get_session=lambda _: (_ for _ in ()).throw(ServiceUnavailable("away")))
+        patched.setattr(bank, "_sessions_manager", manager)
+        with pytest.raises(ServiceUnavailable):
+            receive.process(message(task()))
+    assert receive.process(message(task())) is True
+    with pytest.raises(RuntimeError, match="nested"):  # which is still refused
+        bank.run_in_transaction(lambda _: receive.process(message(task())))
+
+
+@pytest.mark.extended
+def test_an_outage_costs_no_cpu(emulators: Emulators, bank: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client itself would repeat the first read of a transaction without a pause."""
+    monkeypatch.setenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "true")  # the client's default
+    monkeypatch.setattr(inbox, "READ_SECONDS", 2.0)
+    with Proxy(emulators.spanner_host) as proxy:
+        ours = client(proxy.address).instance(INSTANCE).database(bank.database_id)
+        receive = inbox.Handler(ours, consumer="billing", **FAST)(lambda *_: None)
+        assert receive.process(message(task())) is True
+        proxy.refuse()
+        begin = time.process_time()
+        with pytest.raises((RetryError, ServiceUnavailable)):
+            receive.process(message(task()))
+        assert time.process_time() - begin < 1
+        proxy.forward()
+
+        def recovered() -> bool:
+            with contextlib.suppress(RetryError, ServiceUnavailable):
+                return receive.process(message(task()))
+            return False
+
+        eventually(recovered, seconds=60)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("deliveries", [100, pytest.param(10_000, marks=pytest.mark.extended)])
+def test_redeliveries_have_no_second_effect(bank: Database, account: str, pubsub: PubSub, deliveries: int) -> None:
+    """Pub/Sub delivers ten messages again and again to overlapping threads, because none is acknowledged."""
+    topic = pubsub.new_topic()
+    subscription = pubsub.new_subscription(topic)
+    receive = inbox.Handler(bank, consumer="billing", **FAST)(pays(account))
+    seen: list[bool] = []
+
+    def callback(of: Any) -> None:
+        seen.append(receive.process(of))
+        of.ack() if len(seen) >= deliveries else of.nack()
+
+    with pulling(subscription.name, callback):
+        pubsub.publisher.publish(topic=topic, messages=[message(task()) for _ in range(10)])
+        eventually(lambda: len(seen) >= deliveries, seconds=1200)
+    assert (seen.count(True), cents(bank, account)) == (10, 10)
+
+
+@pytest.mark.parametrize("kind", ["unordered", "ordered", "exactly once"])
+def test_a_streaming_pull(bank: Database, account: str, pubsub: PubSub, set_metrics: Any, kind: str) -> None:
+    """Each task is sent twice, and the first delivery of each fails; messages of a key arrive in their order."""
+    topic, ordered = pubsub.new_topic(), kind == "ordered"
+    subscription = pubsub.new_subscription(topic, ordered=ordered, exactly_once=kind == "exactly once")
+    failed, order, outcomes = set[str](), list[bytes](), list[str]()
+    set_metrics(SimpleNamespace(increment=lambda _name, _value, tags: outcomes.append(tags[1].partition(":")[2])))
+
+    @inbox.Handler(bank, consumer="billing", **FAST)
+    def receive(transaction: Any, of: Any) -> None:
+        if of.message_id not in failed and not ordered:
+            failed.add(of.message_id)
+            raise LookupError("the first delivery fails")
+        order.append(of.data)
+        pays(account)(transaction, of)
+
+    ids = [task() for _ in range(5)]
+    messages = [
+        {"data": str(n).encode(), "attributes": {outbox.TASK_ID_ATTRIBUTE: id}, "ordering_key": "k" * ordered}
+        for n, id in enumerate(ids)
+    ]
+    with pulling(subscription.name, receive):
+        pubsub.publisher.publish(topic=topic, messages=messages)
+        pubsub.publisher.publish(topic=topic, messages=messages)
+        # The emulator may redeliver an acknowledged message, and then there are more duplicates.
+        eventually(lambda: outcomes.count("processed") == 5 <= outcomes.count("duplicate"), seconds=60)
+    assert outcomes.count("processed") == 5
+    assert outcomes.count("failed") >= len(failed)
+    assert cents(bank, account) == 5
+    assert not ordered or sorted(set(order)) == list(dict.fromkeys(order))
+
+
+def test_the_trace_continues(bank: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that the handler registers belongs to the trace of the task that it received."""
+    exporter = provided(monkeypatch)
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    of = message(task())
+    of.attributes["googclient_traceparent"] = f"00-{trace_id}-b7ad6b7169203331-01"
+    registered: list[str] = []
+
+    @inbox.Handler(bank, consumer="billing", **FAST)
+    def receive(transaction: Any, _message: Any) -> None:
+        registered.append(outbox.register(transaction, "mails", b""))
+
+    assert receive.process(of) is True
+    span = next(each for each in exporter.get_finished_spans() if each.name == "process billing")
+    assert f"{span.context.trace_id:032x}" == trace_id
+    assert f"{span.parent.span_id:016x}" == "b7ad6b7169203331"  # type: ignore[union-attr]
+    [[data]] = query(bank, "SELECT Data FROM AsynchronousTasks WHERE Id IN UNNEST(@ids)", ids=registered)
+    assert trace_id.encode() in base64.b64decode(data)
+
+
+@pytest.fixture(params=STACKS)
+def stack(request: pytest.FixtureRequest, bank: Database) -> Iterator[DbApi]:
+    with contextlib.closing(STACKS[request.param](bank)) as created:
+        yield created
+
+
+def test_drivers(stack: DbApi, bank: Database, account: str) -> None:
+    """Record and effect are committed or rolled back together, also after an abort."""
+    id = task()
+    due: list[str] = []
+
+    def process(task_id: str, *, fails: bool = False, **options: Any) -> bool:
+        with stack.transaction() as handle:
+            first: bool = stack.call("process_once", handle, message(task_id), consumer="billing", **options)
+            if first:
+                stack.execute(handle, "UPDATE Accounts SET Cents = Cents + 1 WHERE AccountId = %s", account)
+            due.append("commit")
+            if fails:
+                raise LookupError
+        return first
+
+    with pytest.raises(LookupError):
+        process(id, fails=True)
+    assert cents(bank, account) == 0
+    due.clear()
+    with aborting(lambda call: call in due and due.pop() == call) as aborted:
+        assert [process(id), process(id)] == [True, False]
+    assert aborted["commit"] == 2
+    assert cents(bank, account) == 1
+    assert [id] in query(bank, PROCESSED)
+    with pytest.raises(outbox.MissingTaskId):
+        process("")
+    assert process("", key="message_id") is True
+    with stack.transaction() as handle:
+        transaction = stack.connection(handle)
+        stack.execute(handle, "UPDATE Accounts SET Cents = 0 WHERE AccountId = %s", account)
+        with pytest.raises(outbox.InvalidTransaction, match=r"Use outbox\.ext\..*process_once"):
+            inbox.process_once(transaction.transaction_checkout(), message(id), consumer="billing")

@@ -1,0 +1,133 @@
+"""Each change of an operator is recorded in the transactions that make it: who, when, the selection and the count."""
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+
+from outbox.admin import changes, operations
+from outbox.admin.changes import TaskSelection
+from outbox.admin.operations import RECORDED_IDS, Operation
+from outbox.admin.table import TaskTable
+from outbox.admin.topics import TopicTable
+from outbox.errors import NotReached
+from outbox.shared.times import shown
+from outbox.storage.task_states import NEVER
+from tests.support.operations import FUTURE, PAST, insert, row, rows_of
+
+DEAD = {"AvailableAt": NEVER, "Attempts": 9}
+
+
+def recorded(table: TaskTable) -> list[Operation]:
+    """Return all operations, the oldest first."""
+    return operations.latest(table, 100)[::-1]
+
+
+def seen(each: Operation) -> tuple[str, Any, int | None]:
+    return each.name, json.loads(each.selection), each.tasks
+
+
+def test_each_change_has_a_record(database: Database, table: TaskTable):
+    """What changes nothing has none."""
+    insert(database, [row("a", **DEAD), row("b", **DEAD), row("sent", SentAt=PAST), row("pending")])
+    before = table.now()
+    assert [len(each.changed) for each in changes.retry(table, TaskSelection(ids=("a", "pending")))] == [1]
+    assert [each.changed for each in changes.retry(table, TaskSelection(ids=("pending", "missing")))] == [()]
+    list(changes.discard(table, ["b"], "it's wrong"))
+    list(changes.purge(table, TaskSelection(state="sent", topic="orders", until=FUTURE)))
+    topics = TopicTable(table)
+    topics.change("pause", ["orders", "bills"], {"Paused": True})
+    topics.change("limit", ["orders"], {"RatePerSecond": 0.5, "Burst": 3, "MaxInFlight": None})
+    found = recorded(table)
+    assert [seen(each) for each in found] == [
+        ("retry", {"ids": ["a", "pending"], "expired": True}, 1),
+        ("discard", {"state": "dead", "ids": ["b"], "expired": True, "reason": "it's wrong"}, 1),
+        ("purge", {"state": "sent", "topic": "orders", "until": shown(FUTURE), "expired": True}, 1),
+        ("pause", {"topics": ["orders", "bills"], "values": {"Paused": True}}, None),
+        (
+            "limit",
+            {"topics": ["orders"], "values": {"RatePerSecond": 0.5, "Burst": 3, "MaxInFlight": None}},
+            None,
+        ),
+    ]
+    assert {each.principal for each in found} == {table.principal}
+    assert len({each.id for each in found}) == 5
+    times = [time for each in found for time in (each.started_at, each.finished_at)]
+    assert times == sorted(times, key=lambda time: time or FUTURE)
+    assert before < times[0]
+    assert [each.id for each in operations.latest(table, 2)] == [found[4].id, found[3].id]
+
+
+def test_a_change_in_chunks_is_one_record_that_counts_its_tasks(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """It has no end while the change runs, and never one if it was stopped."""
+    monkeypatch.setattr(changes, "CHUNK", 2)
+    insert(database, [row(str(n), **DEAD, OrderingKey="k") for n in range(7)])
+    selection = TaskSelection(state="dead", until=FUTURE)
+    outcomes = changes.retry(table, selection)
+    for chunks in (1, 2):
+        next(outcomes)
+        [running] = recorded(table)
+        assert (running.tasks, running.finished_at) == (2 * chunks, None)
+    outcomes.close()
+    assert recorded(table) == [running]
+    list(changes.retry(table, selection))
+    stopped, finished = recorded(table)
+    assert (stopped, finished.tasks) == (running, 3)
+    assert finished.finished_at is not None
+    assert finished.started_at < finished.finished_at < finished.started_at + timedelta(minutes=1)
+
+
+def test_the_record_and_the_first_chunk_are_one_transaction(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """A transaction that is aborted counts once; if the record cannot be written, no task is changed."""
+    insert(database, [row("a", **DEAD)])
+    original = TaskTable.transact
+
+    def twice(self: TaskTable, tag: str, work: Any) -> Any:
+        def again(transaction: Any) -> Any:
+            work(transaction)  # what Spanner does after an abort, except that it drops these mutations
+            transaction._transaction._mutations.clear()
+            return work(transaction)
+
+        return original(self, tag, again)
+
+    monkeypatch.setattr(TaskTable, "transact", twice)
+    list(changes.retry(table, TaskSelection(ids=("a",))))
+    [record] = recorded(table)
+    assert record.tasks == 1
+
+    before = rows_of(database)
+    monkeypatch.setattr("outbox.admin.operations.as_json", lambda _selection: None)  # the column is NOT NULL
+    insert(database, [row("b", **DEAD)])
+    with pytest.raises(Exception, match="Selection"):
+        list(changes.discard(table, ["b"], "none"))
+    assert rows_of(database).keys() == before.keys() | {"b"}
+
+
+def test_changed_tasks_without_an_end_are_a_warning(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """The tasks are changed, so the command does not fail."""
+    insert(database, [row("a", **DEAD)])
+    original = TaskTable.transact
+
+    def fail(self: TaskTable, tag: str, work: Any) -> Any:
+        if tag == "outbox-operations":
+            raise NotReached("Spanner did not answer")
+        return original(self, tag, work)
+
+    monkeypatch.setattr(TaskTable, "transact", fail)
+    *_, last = changes.retry(table, TaskSelection(ids=("a",)))
+    assert last.warning is not None
+    assert "not recorded as finished: Spanner did not answer" in last.warning
+
+
+def test_a_record_contains_a_limited_number_of_ids():
+    ids = tuple(map(str, range(RECORDED_IDS + 5)))
+    found = json.loads(operations.as_json({"ids": ids, "topic": None}))
+    assert found == {"ids": list(ids[:RECORDED_IDS]), "more_ids": 5}

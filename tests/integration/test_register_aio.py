@@ -1,0 +1,79 @@
+"""Registration with the client's experimental AsyncClient, on the emulator."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+from google.auth.credentials import AnonymousCredentials
+from google.cloud.spanner_v1 import AsyncClient
+from google.cloud.spanner_v1.database import Database
+from google.cloud.spanner_v1.transaction import Transaction
+
+import outbox
+from outbox import aio
+from outbox.devtools.emulators import Emulators
+from outbox.testing import RecordingTransaction, assert_registered
+from tests.support.spanner import INSTANCE, PROJECT
+
+
+@pytest.fixture
+def run(emulators: Emulators, database: Database, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Run an asynchronous function with the database of an AsyncClient."""
+    monkeypatch.setenv("SPANNER_EMULATOR_HOST", emulators.spanner_host)
+
+    async def main(work: Callable[[Any], Awaitable[Any]]) -> Any:
+        client = AsyncClient(project=PROJECT, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
+        return await work(await client.instance(INSTANCE).database(database.database_id))
+
+    return lambda work: asyncio.run(main(work))
+
+
+async def once(transaction: Any, task_id: str = "t") -> bool:
+    return await aio.register_once(transaction, "orders", b"data", {"a": "b"}, task_id=task_id)
+
+
+def test_register_once_registers_in_the_first_transaction_only(run: Callable[..., Any], database: Database) -> None:
+    async def work(asynchronous: Any) -> list[bool]:
+        return [await asynchronous.run_in_transaction(once) for _ in range(2)]
+
+    assert run(work) == [True, False]
+    [task] = assert_registered(database, topic="orders", attributes={"a": "b"})
+    assert (task.id, task.message.data) == ("t", b"data")
+
+
+def test_register_and_register_many_work_as_they_are(run: Callable[..., Any], database: Database) -> None:
+    """In a transaction and in a batch; and `register_once` knows what the same transaction has registered."""
+
+    async def in_transaction(transaction: Any) -> list[bool]:
+        outbox.register(transaction, "orders", b"", task_id="single")
+        outbox.register_many(transaction, [outbox.Task("orders", b"", task_id="many")])
+        return [await once(transaction, id) for id in ("single", "many", "new", "new")]
+
+    async def work(asynchronous: Any) -> Any:
+        async with asynchronous.batch() as batch:
+            outbox.register(batch, "orders", b"", task_id="batch")
+        return await asynchronous.run_in_transaction(in_transaction)
+
+    assert run(work) == [False, False, True, False]
+    assert {task.id for task in assert_registered(database, times=4)} == {"batch", "single", "many", "new"}
+
+
+def test_a_rolled_back_transaction_leaves_no_task(run: Callable[..., Any], database: Database) -> None:
+    async def fail(transaction: Any) -> None:
+        assert await once(transaction)
+        raise LookupError
+
+    async def work(asynchronous: Any) -> None:
+        await asynchronous.run_in_transaction(fail)
+
+    with pytest.raises(LookupError):
+        run(work)
+    assert_registered(database, times=0)
+
+
+@pytest.mark.parametrize("transaction", [Transaction(mock.Mock()), RecordingTransaction(), None])
+def test_another_transaction_is_a_type_error(transaction: Any) -> None:
+    with pytest.raises(TypeError, match=r"the transaction of a Spanner AsyncClient; for .* use outbox\.register_once"):
+        asyncio.run(once(transaction))

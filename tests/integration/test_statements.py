@@ -1,0 +1,119 @@
+"""Every statement that is sent to Spanner, captured from the client, has a plan that does not depend on the optimizer.
+
+The emulator shows no plans. So each statement has to force the index or the primary key of AsynchronousTasks and the
+form of its joins, and to order the rows of an index by the whole key of this index.
+"""
+
+import functools
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+
+from outbox.admin import backlog, changes, operations, tasks
+from outbox.admin.changes import TaskSelection
+from outbox.admin.table import TaskTable
+from outbox.admin.tasks import Position
+from outbox.admin.topics import TopicTable
+from outbox.storage.connection import open_database
+from outbox.storage.sql import IN_ORDER_ORDER, TO_SEND_ORDER
+from outbox.storage.task_states import STATES
+from publishworker.spanner.store import SpannerStore
+from publishworker.types import Key
+from tests.support.operations import FUTURE, PAST, insert, row
+from tests.support.parts import poll_request
+from tests.support.spanner import place
+
+#: The tables with one row for each controlled topic, worker or operation are read as a whole.
+SMALL = ("AsynchronousTaskTopics", "AsynchronousTaskWorkers")
+#: Statements that sort a bounded number of rows: the result of a list, a window of sent tasks, one page of IDs.
+SORTED = {"SentAt DESC", "SentAt, Id", "Id", "StartedAt DESC, OperationId"}
+
+
+def captured(database: Database) -> list[str]:
+    """Return a list to which the database's client appends the SQL of each request."""
+    found: list[str] = []
+    api: Any = database.spanner_api
+
+    def call(original: Any, *arguments: Any, **keywords: Any) -> Any:
+        request = keywords.get("request") or arguments[0]
+        if "INFORMATION_SCHEMA" not in request.sql.upper():
+            found.append(" ".join(request.sql.split()))
+        return original(*arguments, **keywords)
+
+    api.execute_streaming_sql = functools.partial(call, api.execute_streaming_sql)
+    return found
+
+
+def problems(statement: str) -> Iterator[str]:
+    """Yield what leaves the plan of a statement to the optimizer."""
+    for table, hint in re.findall(r"\b(AsynchronousTask\w+)(@\{FORCE_INDEX=\w+\})?", statement):
+        if not hint and table not in SMALL and not statement.startswith(("UPDATE", "DELETE")):
+            yield f"no index is forced for {table}"
+    for join in re.findall(r"\bJOIN\b(?!@\{[^}]*JOIN_METHOD=APPLY_JOIN)[^,]{0,40}", statement):
+        if "UNNEST" not in join:
+            yield f"the form is not forced of {join}"
+    for hint, order in re.findall(
+        r"FROM AsynchronousTasks@\{FORCE_INDEX=(\w+)\}[^()]*?ORDER BY ([\w ,]+?) LIMIT", statement
+    ):
+        whole = {"AsynchronousTasksToSend": TO_SEND_ORDER, "AsynchronousTasksInOrder": IN_ORDER_ORDER}.get(hint, order)
+        if order.removesuffix(", Id") != whole.removesuffix(", Id") and order not in SORTED:
+            yield f"{order} is not the key of {hint}"
+
+
+@pytest.fixture
+def statements(database: Database) -> list[str]:
+    """What the relay and all commands send, with and without each narrowing condition."""
+    insert(database, [row("dead", AvailableAt=FUTURE, OrderingKey="k", BlockedBy="head"), row("sent", SentAt=PAST)])
+    ours = open_database(place(database.database_id))
+    sent = captured(ours)
+    store, table = SpannerStore(ours, 10), TaskTable(ours)
+    for due in (False, True):
+        for below in (None, 50):
+            store.poll(poll_request("orders", due=due, below=below))
+    store.discover(range(10), {"orders"})
+    store.topic_controls(), store.workers(), store.unsent()
+    store.key_heads({Key("orders", "k"): 3}, 10, skip_dead=True)
+    store.claim(["sent"], lambda _rows, _now: {})
+    backlog.read(table), backlog.oldest_age(table), operations.latest(table, 5)
+    narrowed = {"topic": "orders", "since": PAST, "until": datetime.now(UTC), "error": "x"}
+    for state in STATES:
+        for more in ({}, narrowed):
+            tasks.listed(table, TaskSelection(state=state, **more), 5)
+            changes.count(table, TaskSelection(state=state, **more), exact=True)
+    for selection in (TaskSelection(ids=("dead",)), TaskSelection(state="dead"), TaskSelection(state="retrying")):
+        list(changes.retry(table, selection))
+    list(changes.purge(table, TaskSelection(state="sent", until=PAST)))
+    list(changes.discard(table, ["dead"], "test"))
+    (
+        tasks.task(table, "sent"),
+        tasks.beginning_with(table, ["se"], 3),
+        tasks.sent_after(table, Position(PAST), "orders", 5),
+    )
+    topics = TopicTable(table)
+    topics.rows(["orders"]), topics.waiting(["orders"]), topics.paused(5), topics.controls()
+    return sent
+
+
+def test_no_plan_depends_on_the_optimizer(statements: list[str]) -> None:
+    assert len(set(statements)) > 40
+    assert {statement: found for statement in statements if (found := list(problems(statement)))} == {}
+
+
+TO_SEND = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}"
+
+
+@pytest.mark.parametrize(
+    ("statement", "problem"),
+    [
+        ("SELECT Id FROM AsynchronousTasks WHERE SentAt IS NULL", "no index is forced"),
+        (f"SELECT 1 FROM UNNEST(@shards) AS shard JOIN {TO_SEND} ON Shard = shard", "the form is not forced"),
+        (f"SELECT Id FROM {TO_SEND} WHERE Shard = 1 ORDER BY Priority DESC LIMIT 5", "is not the key"),
+    ],
+)
+def test_a_statement_without_hints_is_noticed(statement: str, problem: str) -> None:
+    [found] = problems(statement)
+    assert problem in found

@@ -1,0 +1,121 @@
+"""The pytest plugin for applications: what a test gets, in one process and with pytest-xdist, and without emulators."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outbox.devtools.emulators import Emulators
+from tests.support.processes import ROOT
+
+DDL = """
+CREATE TABLE Parents (Id STRING(36)) PRIMARY KEY (Id);
+CREATE TABLE Children (Id STRING(36), Number INT64, Other STRING(36),
+  CONSTRAINT Known FOREIGN KEY (Other) REFERENCES Parents (Id)) PRIMARY KEY (Id, Number), INTERLEAVE IN PARENT Parents;
+"""
+TESTS = """
+import os
+from datetime import UTC, datetime, timedelta
+
+import outbox
+import pytest
+from google.cloud.spanner_v1 import KeySet
+from outbox.testing import assert_registered, faults
+
+NEXT_YEAR = datetime.now(UTC) + timedelta(days=365)
+
+
+@pytest.mark.parametrize("run", range(3))
+def test_each_test_begins_without_rows(run, outbox_database):
+    with outbox_database.snapshot(multi_use=True) as snapshot:
+        for table in ("AsynchronousTasks", "Parents", "Children"):
+            assert list(snapshot.read(table, [], KeySet(all_=True))) == []
+    with outbox_database.batch() as batch:
+        batch.insert("Parents", ["Id"], [["a"]])
+        batch.insert("Children", ["Id", "Number", "Other"], [["a", 1, "a"]])
+        outbox.register(batch, "orders", b"")
+    assert outbox_database.name.split("/")[1] == os.environ["OUTBOX_PROJECT"]
+
+
+def test_what_is_due_is_published_once_and_in_order(outbox_database, outbox_relay, published):
+    with outbox_database.batch() as batch:
+        ids = [outbox.register(batch, "orders", b"%d" % number, ordering_key="key") for number in range(250)]
+        outbox.register(batch, "projects/other/topics/bills", b"bill", available_at=NEXT_YEAR)
+    assert outbox_relay.drain().published == 250
+    assert [message.attributes["asynchronous_task_id"] for message in published("orders")] == ids
+    assert published("projects/other/topics/bills") == published("unknown") == []
+    assert outbox_relay.drain().published == 0
+
+
+def test_a_lost_answer_is_a_failed_attempt_and_then_a_duplicate(outbox_database, outbox_relay, published):
+    with outbox_database.batch() as batch:
+        outbox.register(batch, "orders", b"")
+    with outbox_relay.losing_publish_answers():
+        assert (outbox_relay.drain().published, outbox_relay.drain().failed) == (0, 1)
+    assert (outbox_relay.drain().published, len(published("orders"))) == (1, 3)
+
+
+def test_an_aborted_transaction_runs_again(outbox_database):
+    runs = []
+
+    def work(transaction):
+        runs.append(transaction)
+        outbox.register(transaction, "orders", b"")
+
+    with faults.abort_next_commit(times=2), faults.delay_commits(0.01):
+        outbox_database.run_in_transaction(work)
+    assert (len(runs), len(assert_registered(outbox_database))) == (3, 1)
+    with pytest.raises(AssertionError, match="0 of 1 transactions were committed"), faults.abort_next_commit():
+        pass
+"""
+
+
+def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    words = [sys.executable, "-m", "pytest", "-p", "no:randomly", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(
+        words, cwd=folder, env=environment | {"PYTHONPATH": str(ROOT)} | variables, capture_output=True, text=True,
+        check=False, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    files = {"test_shop.py": TESTS, "shop.sql": DDL, "pytest.ini": "[pytest]\noutbox_ddl = shop.sql\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize("arguments", [(), ("-n", "2")])
+def test_a_test_gets_emulators_a_database_and_a_relay(
+    arguments: tuple[str, ...], emulators: Emulators, project: Path
+) -> None:
+    ended = run(project, *arguments, **emulators.environment())
+    assert ended.returncode == 0, ended.stdout
+    assert "6 passed" in ended.stdout
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("", "6 skipped"), ("true", "6 errors")])
+@pytest.mark.parametrize("arguments", [(), ("-n", "1")])
+def test_without_an_emulator_tests_are_skipped_and_fail_in_ci(
+    arguments: tuple[str, ...], ci: str, outcome: str, project: Path
+) -> None:
+    nowhere = {"SPANNER_EMULATOR_HOST": "", "CLOUDSDK_ROOT_DIR": "/nowhere", "CI": ci}
+    ended = run(project, "-rsE", *arguments, **nowhere)
+    assert outcome in ended.stdout, ended.stdout
+    assert "the Spanner emulator not found" in ended.stdout
+
+
+def test_ddl_that_the_emulator_refuses_is_an_error_that_names_the_file(emulators: Emulators, project: Path) -> None:
+    (project / "shop.sql").write_text("CREATE TABLE Wrong;")
+    ended = run(project, "-k", "once", **emulators.environment())
+    assert "the emulator refuses the DDL of the setting outbox_ddl" in ended.stdout
+    assert "shop.sql" in ended.stdout
+
+
+def test_loading_the_plugin_imports_no_google_client() -> None:
+    code = "import sys, publishworker.testing; print([name for name in sys.modules if name.startswith('google.')])"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "[]\n"

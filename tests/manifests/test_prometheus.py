@@ -1,0 +1,116 @@
+"""The alerts in PromQL: each Datadog monitor has a twin, which queries metrics that the worker sends."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import promql_parser as promql
+import pytest
+import yaml
+
+from publishworker.telemetry.opentelemetry import attribute_of
+from tests.manifests.datadog_queries import ALARM, METRIC, MONITORS, OURS, ROOT
+from tests.manifests.rendering import validate
+
+RULES: dict[str, Any] = yaml.safe_load((ROOT / "k8s/prometheus/rules.yaml").read_text(encoding="utf-8"))
+[GROUP] = RULES["spec"]["groups"]
+ALERTS: dict[str, dict[str, Any]] = {rule["alert"]: rule for rule in GROUP["rules"]}
+TABLE = {metric.name: metric for metric in OURS}
+#: The metric is of the DogStatsD client. A worker without a collector sends no heartbeats either: `no-heartbeat`.
+ONLY_IN_DATADOG = {"lost-metrics"}
+
+
+def parts(expression: Any, calls: tuple[str, ...] = ()) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """Yield each selector, subquery and aggregation, with the functions around it."""
+    match expression:
+        case promql.BinaryExpr():
+            yield from (*parts(expression.lhs, calls), *parts(expression.rhs, calls))
+        case promql.ParenExpr():
+            yield from parts(expression.expr, calls)
+        case promql.AggregateExpr() | promql.SubqueryExpr():
+            yield expression, calls
+            yield from parts(expression.expr, calls)
+        case promql.Call():
+            for each in expression.args:
+                yield from parts(each, (*calls, expression.func.name))
+        case promql.MatrixSelector() | promql.VectorSelector():
+            yield expression, calls
+
+
+def selected(selector: Any) -> tuple[str, dict[str, str]]:
+    """Return the metric's name and the other labels of a selector. A histogram is a sum and a count."""
+    vector = selector.vector_selector if isinstance(selector, promql.MatrixSelector) else selector
+    labels = {each.name: each.value for each in vector.matchers.matchers}
+    name = labels.pop("__name__")
+    base = re.sub("_(sum|count)$", "", name)
+    return base if base in TABLE and TABLE[base].type == "distribution" else name, labels
+
+
+def complaints_about(expression: str, minutes: int) -> Iterator[str]:
+    """Yield what is wrong with an alert that looks at the last `minutes`."""
+    found = list(parts(promql.parse(expression)))
+    ranges = [part for part, _ in found if isinstance(part, promql.SubqueryExpr | promql.MatrixSelector)]
+    if windows := {part.range.total_seconds() / 60 for part in ranges} - {minutes}:
+        yield f"windows of {windows} minutes, the monitor has {minutes}"
+    allowed = set()
+    for part, calls in found:
+        if isinstance(part, promql.MatrixSelector | promql.VectorSelector):
+            name, labels = selected(part)
+            metric = TABLE.get(name)
+            allowed |= {attribute_of(tag) for tag in (metric.tags if metric else ())}
+            if metric is None:
+                yield f"{name} is in no table"
+            elif (metric.type != "gauge") != bool(calls and calls[-1] in ("increase", "rate")):
+                yield f"{name} is a {metric.type} in {calls}"
+            if labels.pop("job", "") != "publishworker" or labels.keys() - allowed:
+                yield f"{name} of {labels}"
+    aggregations = [part for part, _ in found if isinstance(part, promql.AggregateExpr) and part.modifier]
+    yield from (
+        f"no metric has all of {each.modifier.labels}" for each in aggregations if set(each.modifier.labels) - allowed
+    )
+
+
+@pytest.mark.parametrize("name", sorted(MONITORS.keys() - ONLY_IN_DATADOG))
+def test_an_alert_is_the_twin_of_its_monitor(name: str) -> None:
+    """The same metrics, window and threshold, the same severity, text and page of the runbook."""
+    monitor, alert = MONITORS[name], ALERTS[name]
+    query = ALARM.fullmatch(monitor["query"])
+    assert query
+    minutes = int(re.search(r"last_(\d+)m", monitor["query"])[1])  # type: ignore[index]  # every query has it
+    assert list(complaints_about(alert["expr"], minutes)) == []
+    tree = promql.parse(alert["expr"])
+    names = {
+        selected(part)[0] for part, _ in parts(tree) if isinstance(part, promql.MatrixSelector | promql.VectorSelector)
+    }
+    assert names == {each["name"] for each in METRIC.finditer(query["expression"])}
+    if name != "backlog-stalled":  # "and none is published" is a large factor there, and `unless` here
+        assert (str(tree.op), tree.rhs.val) == (query["sign"], float(query["threshold"]))
+    text = monitor["name"].removeprefix("Outbox: ")
+    for tag in ("topic", "reason"):
+        text = text.replace(f"{{{{{tag}.name}}}}", f'{{{{ index $labels "{attribute_of(tag)}" }}}}')
+    assert alert["annotations"]["summary"] == text
+    assert f"severity:{alert['labels']['severity']}" in monitor["tags"]
+    assert f"${{docs_url}}/{alert['annotations']['runbook']})" in monitor["message"]
+
+
+def test_there_is_no_other_alert() -> None:
+    assert ALERTS.keys() == MONITORS.keys() - ONLY_IN_DATADOG
+    validate(RULES)
+
+
+@pytest.mark.parametrize(
+    ("expression", "complaint"),
+    [
+        ('increase({"outbox.dead_tasks", job="publishworker"}[5m]) > 0', "outbox.dead_tasks is in no table"),
+        ('increase({"outbox.dead_task_count"}[5m]) > 0', "outbox.dead_task_count of {}"),
+        ('max_over_time({"outbox.dead_task_count", job="publishworker"}[5m]) > 0', "is a count in ('max_over_time',)"),
+        ('increase({"outbox.oldest_task_age", job="publishworker"}[5m]) > 0', "is a gauge in ('increase',)"),
+        ('increase({"outbox.dead_task_count", job="publishworker"}[9m]) > 0', "windows of {9.0} minutes"),
+        (
+            'sum by (topic) (increase({"outbox.dead_task_count", job="publishworker"}[5m])) > 0',
+            "no metric has all of ['topic']",
+        ),
+    ],
+)
+def test_a_wrong_alert_is_noticed(expression: str, complaint: str) -> None:
+    assert any(complaint in each for each in complaints_about(expression, 5))

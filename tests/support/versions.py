@@ -1,0 +1,115 @@
+"""Run the tests on other Python versions and dependencies: `make test-versions`; writes docs/reference/versions.md.
+
+Each run has its own environment below build/versions. A Python version that is not installed is reported and left out.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree as ET
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "versions"
+PAGE = ROOT / "docs" / "reference" / "versions.md"
+UV = Path(sys.executable).with_name("uv")
+TESTS = ("tests/unit", "tests/contract", "tests/integration")
+#: The tests of `make test`; the extended ones would take an hour for each run.
+QUICK = "not extended and not long"
+#: The clients whose versions the page shows.
+SHOWN = ("google-cloud-spanner", "google-cloud-pubsub", "protobuf")
+HEADER = f"| run | date | Python | {' | '.join(f'`{name}`' for name in SHOWN)} | passed | failed | skipped | minutes |"
+PINNED = ("--constraint", "constraints.txt")
+#: uv finds a Python of pyenv only if its own folder is in the path.
+PATH = os.pathsep.join([*map(str, Path.home().glob(".pyenv/versions/*/bin")), os.environ["PATH"]])
+
+
+class Run(NamedTuple):
+    """A Python version and the flags that choose the dependencies."""
+
+    python: str
+    flags: tuple[str, ...]
+
+
+RUNS = {
+    "pinned-3.11": Run("3.11", PINNED),
+    "pinned-3.12": Run("3.12", PINNED),
+    "pinned-3.13": Run("3.13", PINNED),
+    "oldest": Run("3.11", ("--resolution", "lowest-direct")),
+    "newest": Run("3.13", ("--upgrade",)),
+}
+
+
+def main() -> int:
+    """Run the chosen tests; return 1 if a test fails or no Python is found."""
+    parser = argparse.ArgumentParser(description=__doc__, prog="make test-versions")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=f"default: {' '.join(RUNS)}")
+    parser.add_argument("--pytest", default="", help="flags for pytest")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.runs) - RUNS.keys():
+        parser.error(f"unknown run {', '.join(sorted(unknown))}. Choose from {', '.join(RUNS)}")
+    codes = [tested(name, arguments.pytest.split()) for name in arguments.runs or RUNS]
+    return max((code for code in codes if code is not None), default=1)
+
+
+def tested(name: str, flags: list[str]) -> int | None:
+    """Run the tests and write their row; return pytest's exit code, or None without that Python version."""
+    run = RUNS[name]
+    python = FOLDER / name / "bin" / "python"
+    if _uv("venv", "--clear", "--no-python-downloads", "--python", run.python, python.parents[1]):
+        print(f"{name}: Python {run.python} is not installed, so it is not tested. Install it and run again.")
+        return None
+    groups = ("--group", "test", "--group", "bench", "--group", "install")  # some tests run uv and draw plots
+    if _uv("pip", "install", "--python", python, *run.flags, *groups, "--editable", ".[worker,spark]"):
+        print(f"{name}: installing the dependencies failed; see the messages of uv above.")
+        return 1
+    report, began = FOLDER / f"{name}.xml", time.monotonic()
+    # One test looks at the rows, which the runs have yet to write.
+    flags = [*flags, "-m", QUICK, "--ignore", "tests/unit/test_versions.py", f"--junit-xml={report}"]
+    command: list[str | Path] = [python, "-m", "pytest", *TESTS, *flags]
+    done = subprocess.run(command, cwd=ROOT, check=False)
+    if not report.exists():
+        return done.returncode
+    PAGE.write_text(
+        with_row(PAGE.read_text(encoding="utf-8"), _row(name, python, report, (time.monotonic() - began) / 60)),
+        encoding="utf-8",
+    )
+    return done.returncode
+
+
+def _uv(*arguments: str | Path) -> int:
+    environment = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"} | {"PATH": PATH}
+    return subprocess.run([UV, *arguments, "--quiet"], cwd=ROOT, check=False, env=environment).returncode
+
+
+def _row(name: str, python: Path, report: Path, minutes: float) -> str:
+    code = f"import platform as p, importlib.metadata as m; print(p.python_version(), *map(m.version, {SHOWN}))"
+    versions = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    suite = ET.parse(report).find("testsuite")
+    assert suite is not None
+    total, failed, errors, skipped = (int(suite.attrib[each]) for each in ("tests", "failures", "errors", "skipped"))
+    counts = (total - failed - errors - skipped, failed + errors, skipped)
+    cells = (name, f"{datetime.now(UTC):%Y-%m-%d}", *versions, *(f"{each:,}" for each in counts), f"{minutes:.0f}")
+    return f"| {' | '.join(cells)} |"
+
+
+def with_row(page: str, row: str) -> str:
+    """Return the page with `row` in the table of runs, in place of the earlier row of this run."""
+    head, table, rest = re.split(rf"({re.escape(HEADER)}\n\|[-|]+\|\n(?:\|.*\n)*)", page)
+    title, line, *rows = table.splitlines()
+    found = {_name(each): each for each in (*rows, row)}
+    kept = (found[name] for name in RUNS if name in found)
+    return head + "\n".join([title, line, *kept]) + "\n" + rest
+
+
+def _name(row: str) -> str:
+    return row.split("|")[1].strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""The files in .github and the check before a release, without GitHub."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.release import problems
+
+ROOT = Path(__file__).parents[2]
+WORKFLOW = ROOT / ".github/workflows/release.yml"
+JOBS: dict[str, Any] = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]
+STEPS = [step for job in JOBS.values() for step in job["steps"]]
+
+
+@pytest.mark.parametrize(
+    ("schema", "pattern"),
+    [
+        ("github-workflows", "workflows/*.yml"),
+        ("github-issue-forms", "ISSUE_TEMPLATE/[!c]*.yml"),
+        ("github-issue-config", "ISSUE_TEMPLATE/config.yml"),
+    ],
+)
+def test_each_file_matches_the_schema_of_github(schema: str, pattern: str) -> None:
+    """check-jsonschema includes these schemas, so nothing is downloaded."""
+    files = list((ROOT / ".github").glob(pattern))
+    assert files
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_workflow_calls_make_targets_and_files_that_exist() -> None:
+    """A renamed target or Dockerfile would be noticed only at the next release."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    commands = "\n".join(step["run"] for step in STEPS if "run" in step)
+    called = re.findall(r"\bmake ([a-z-]+)", commands)
+    assert called == ["release-check", "dist"]
+    assert [name for name in called if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
+    [(file, test)] = re.findall(r"(tests/\S+\.py)::(\w+)$", makefile.partition("\ndist:")[2].partition("\n\n")[0])
+    assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8")
+    files = re.findall(r"(?:--file|bash) (\S+)", commands)
+    assert files == [".ci/run", "k8s/Dockerfile"]
+    assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+def test_actions_are_pinned_and_only_publishing_jobs_may_write() -> None:
+    """A tag of an action can be moved to other code; a commit cannot. No job writes to the repository."""
+    lines = re.findall(r"uses: (.+)", WORKFLOW.read_text(encoding="utf-8"))
+    assert len(lines) >= 5
+    assert [line for line in lines if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)] == []
+    assert "contents: write" not in WORKFLOW.read_text(encoding="utf-8")
+    assert {name for name, job in JOBS.items() if job.get("permissions", {}).get("packages") == "write"} == {"image"}
+    assert all(job["needs"] == "dist" for name, job in JOBS.items() if name != "dist")
+
+
+def test_a_release_needs_the_version_in_tag_and_changelog_and_its_own_repository(tmp_path: Path) -> None:
+    """Each difference is reported with the values; without one nothing is reported."""
+    (tmp_path / "outbox").mkdir()
+    (tmp_path / "outbox/_version.py").write_text('__version__ = "1.2.3"\n')
+    (tmp_path / "pyproject.toml").write_text('[project.urls]\nRepository = "https://github.com/my-org/outbox"\n')
+    changes = tmp_path / "CHANGELOG.md"
+    changes.write_text("## [Unreleased]\n")
+    tag, changelog, repository = problems("v1.2.4", "https://github.com/other/outbox", tmp_path)
+    assert tag == "The tag is v1.2.4, but outbox/_version.py has 1.2.3. Tag v1.2.3, or change the version first."
+    assert "'## [1.2.3] - YYYY-MM-DD'" in changelog
+    assert "https://github.com/other/outbox, but pyproject.toml names https://github.com/my-org/outbox" in repository
+    changes.write_text("## [Unreleased]\n\n## [1.2.3] - 2026-12-01\n")
+    assert list(problems("v1.2.3", "https://github.com/my-org/outbox", tmp_path)) == []
+    list(problems("v0", "", ROOT))  # the files have the form that the check expects

@@ -1,0 +1,198 @@
+"""What the inbox accepts and refuses, and what its callback does with a message, without a service."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
+from google.cloud.spanner_v1.batch import Batch
+from google.pubsub_v1.types import PubsubMessage
+
+import outbox
+from outbox import inbox
+from outbox.testing import RecordingTransaction
+
+
+def message(task_id: str | None = "task-1", **more: Any) -> Any:
+    """Return a delivery that notes its acknowledgement."""
+    attributes = {} if task_id is None else {outbox.TASK_ID_ATTRIBUTE: task_id}
+    acknowledged: Future[None] = Future()
+    acknowledged.set_result(None)
+    seen: list[str] = []
+    return SimpleNamespace(
+        attributes=attributes, message_id="4711", seen=seen, nack=lambda: seen.append("nack"),
+        ack_with_response=lambda: (seen.append("ack"), more.get("acknowledged", acknowledged))[1],
+    )  # fmt: skip
+
+
+def recording(*processed: str) -> RecordingTransaction:
+    return RecordingTransaction(rows={"ProcessedTasks": [{"Consumer": "billing", "TaskId": id} for id in processed]})
+
+
+class FakeDatabase:
+    """Runs transactions as often as an aborting Spanner would, on recording transactions."""
+
+    def __init__(self, *processed: str, attempts: int = 1) -> None:
+        self.processed, self.attempts, self.options = processed, attempts, dict[str, Any]()
+        self.committed: list[Any] = []
+
+    def run_in_transaction(self, work: Any, **options: Any) -> Any:
+        self.options = options
+        for _ in range(self.attempts):
+            transaction = recording(*self.processed)
+            result = work(transaction)
+        self.committed += transaction.mutations
+        return result
+
+
+def receiver(database: FakeDatabase, handle: Any = lambda *_: None, **options: Any) -> inbox.Receiver:
+    return inbox.Handler(database, consumer="billing", **options)(handle)  # type: ignore[arg-type]  # a fake
+
+
+@pytest.mark.parametrize("of", [message(), PubsubMessage(attributes={outbox.TASK_ID_ATTRIBUTE: "task-1"})])
+def test_the_first_time_is_recorded(of: Any) -> None:
+    """Also the second message of one transaction is recognized, whose record a read does not see yet."""
+    transaction = recording()
+    assert inbox.process_once(transaction, of, consumer="billing") is True
+    assert inbox.process_once(transaction, of, consumer="billing") is False
+    assert inbox.process_once(transaction, of, consumer="stock") is True
+    columns = ("Consumer", "TaskId", "ProcessedAt")
+    assert transaction.inserts == [
+        ("ProcessedTasks", columns, [(consumer, "task-1", COMMIT_TIMESTAMP)]) for consumer in ("billing", "stock")
+    ]
+    assert inbox.process_once(recording("task-1"), of, consumer="billing") is False
+
+
+@pytest.mark.parametrize("task_id", [None, "", "x" * 129])
+def test_a_message_without_a_usable_task_id(task_id: str | None) -> None:
+    """Its message ID follows a hash, because a key must not begin with a rising number."""
+    transaction = recording()
+    with pytest.raises(outbox.MissingTaskId, match=r"message '4711' has .* did not come from the outbox"):
+        inbox.process_once(transaction, message(task_id), consumer="billing")
+    assert transaction.mutations == []
+    assert inbox.process_once(transaction, message(task_id), consumer="billing", key="message_id") is True
+    [(_, _, [(_, key, _)])] = transaction.inserts
+    assert key == "e8aa4477-message-4711"
+    with pytest.raises(outbox.MissingTaskId):
+        inbox.process_once(transaction, PubsubMessage(), consumer="billing", key="message_id")
+
+
+@pytest.mark.parametrize("consumer", ["", "x" * 257, " billing", "billing\n", "a\x00b", "\ud800", 5])
+def test_a_consumer_that_the_column_cannot_hold(consumer: Any) -> None:
+    for call in (
+        lambda: inbox.process_once(recording(), message(), consumer=consumer),
+        lambda: inbox.Handler(mock.Mock(), consumer=consumer),
+    ):
+        with pytest.raises(outbox.InvalidConsumer, match=r"^consumer "):
+            call()
+
+
+def test_wrong_arguments() -> None:
+    wrong: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
+        (Batch(mock.Mock()), message(), {}, TypeError, "Batch, it must be a Spanner Transaction"),
+        (recording(), b"data", {}, TypeError, "message is bytes"),
+        (recording(), message(), {"key": "id"}, ValueError, "key is 'id'"),
+    ]
+    for transaction, of, options, error, text in wrong:
+        with pytest.raises(error, match=text):
+            inbox.process_once(transaction, of, consumer="billing", **options)
+    with pytest.raises(TypeError, match="message is bytes"):
+        receiver(FakeDatabase()).process(b"data")  # type: ignore[arg-type]  # the wrong type
+
+
+async def coroutine(_transaction: Any, _message: Any) -> None:
+    """Would have no effect."""
+
+
+def starts_coroutine(*of: Any) -> Any:
+    return coroutine(*of)
+
+
+def commits(transaction: Any, _message: Any) -> None:
+    transaction.commit()
+
+
+def rolls_back(transaction: Any, _message: Any) -> None:
+    transaction.rollback()
+
+
+def fails(_transaction: Any, _message: Any) -> None:
+    raise LookupError
+
+
+@pytest.mark.parametrize(
+    ("handle", "error"),
+    [
+        (starts_coroutine, TypeError),
+        (lambda *of: (each for each in of), TypeError),
+        (commits, outbox.InvalidTransaction),
+        (rolls_back, outbox.InvalidTransaction),
+        (fails, LookupError),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:coroutine 'coroutine' was never awaited")
+def test_a_function_without_an_effect_is_no_success(handle: Any, error: type[Exception]) -> None:
+    """The record must not be committed without the effect: the message is redelivered."""
+    database, of = FakeDatabase(), message()
+    receive = receiver(database, handle)
+    with pytest.raises(error):
+        receive.process(of)
+    receive(of)
+    assert (of.seen, database.committed) == (["nack"], [])
+
+
+def test_a_coroutine_function_is_refused() -> None:
+    with pytest.raises(TypeError, match="coroutine is a coroutine function"):
+        receiver(FakeDatabase(), coroutine)
+
+
+def test_each_message_is_acknowledged_and_counted_once(set_metrics: Any) -> None:
+    """However often its transaction was aborted."""
+    counter = mock.Mock()
+    set_metrics(counter)
+    late: Future[None] = Future()
+    late.set_exception(RuntimeError("the lease has expired"))
+    for database, handle, of, expected in (
+        (FakeDatabase(attempts=3), lambda *_: None, message(), ["ack", "processed"]),
+        (FakeDatabase("task-1"), fails, message(), ["ack", "duplicate"]),
+        (FakeDatabase(), fails, message(), ["nack", "failed"]),
+        (FakeDatabase(), fails, message(None), ["nack", "missing_task_id"]),
+        (FakeDatabase(), lambda *_: None, message(acknowledged=late), ["ack", "processed", "not_acknowledged"]),
+    ):
+        counter.reset_mock()
+        receiver(database, handle, transaction_tag="charge")(of)
+        outcomes = [call.args[2][1].removeprefix("outcome:") for call in counter.increment.mock_calls]
+        assert of.seen + outcomes == expected
+        assert {call.args[:2] for call in counter.increment.mock_calls} == {("outbox.inbox_message_count", 1)}
+        assert {call.args[2][0] for call in counter.increment.mock_calls} == {"consumer:billing"}
+        begun = "missing_task_id" not in expected
+        assert database.options == ({"transaction_tag": "charge"} if begun else {})
+
+
+@pytest.mark.parametrize("options", [{"key": "id"}, {"missing_task_id": "rasie"}])
+def test_a_misspelled_choice_is_refused(options: Any) -> None:
+    with pytest.raises(ValueError, match=r"is '(id|rasie)', it must be '"):
+        inbox.Handler(mock.Mock(), consumer="billing", **options)
+
+
+def test_messages_without_a_task_id_can_end_the_pull() -> None:
+    of = message(None)
+    with pytest.raises(outbox.MissingTaskId):
+        receiver(FakeDatabase(), missing_task_id="raise")(of)
+    assert receiver(FakeDatabase(), key="message_id").process(of) is True
+
+
+def test_the_message_of_a_push_request() -> None:
+    """Some fields come twice, and unknown ones are ignored."""
+    of = {
+        "data": "aGVsbA==", "messageId": "1", "message_id": "1", "attributes": {"a_b": "c"}, "orderingKey": "k",
+        "publishTime": "2026-01-02T03:04:05.678Z", "publish_time": "2026-01-02T03:04:05.678Z", "new": 1,
+    }  # fmt: skip
+    got = inbox.pushed_message({"message": of, "subscription": "projects/p/subscriptions/s", "deliveryAttempt": 5})
+    assert (got.data, got.message_id, dict(got.attributes), got.ordering_key) == (b"hell", "1", {"a_b": "c"}, "k")
+    assert got.publish_time.second == 5
+    for wrong in ({}, [], None, {"message": None}, {"message": {"attributes": [1]}}):
+        with pytest.raises(outbox.InvalidMessage, match="not that of a push request"):
+            inbox.pushed_message(wrong)

@@ -1,0 +1,48 @@
+"""The subscriber of tests: every message at least twice, in another order, the order of a key kept."""
+
+from collections import Counter
+
+import pytest
+from google.pubsub_v1.types import PubsubMessage
+
+from outbox.testing import RedeliveringSubscriber
+
+
+def messages(*keys: str) -> list[PubsubMessage]:
+    return [PubsubMessage(message_id=f"{number}", ordering_key=key) for number, key in enumerate(keys)]
+
+
+def test_each_message_comes_twice_in_an_order_that_the_seed_decides() -> None:
+    orders = []
+    for seed in (1, 1, 2):
+        received: list[str] = []
+        RedeliveringSubscriber(messages(*[""] * 20), seed=seed).deliver(
+            lambda message, received=received: (received.append(message.message_id), message.ack())
+        )
+        assert set(Counter(received).values()) == {2}
+        orders.append(received)
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0][:20] != [f"{number}" for number in range(20)]
+
+
+@pytest.mark.parametrize("refuse", [lambda message: message.nack(), lambda _message: None])
+def test_a_refused_message_of_a_key_comes_again_before_those_behind_it(refuse: object) -> None:
+    received: list[str] = []
+
+    def callback(message: object) -> None:
+        received.append(message.message_id)
+        refuse(message) if len(received) == 2 else message.ack_with_response()
+
+    RedeliveringSubscriber(messages("key", "key", "key")).deliver(callback)
+    assert received == ["0", "1", "1", "2", "0", "1", "2"]
+
+
+def test_a_message_that_is_never_acknowledged_is_an_error_that_names_it() -> None:
+    subscriber = RedeliveringSubscriber(messages("", "a", "a"))
+    with pytest.raises(AssertionError, match=r"message '2' .* not acknowledged in 10 deliveries"):
+        subscriber.deliver(lambda message: message.nack() if message.message_id == "2" else message.ack())
+
+
+def test_an_exception_of_the_callback_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        RedeliveringSubscriber(messages("")).deliver(lambda _message: 1 / 0)

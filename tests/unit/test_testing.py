@@ -1,0 +1,177 @@
+"""`outbox.testing`: a transaction that records, and assertions about registered tasks."""
+
+import inspect
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from google.api_core.exceptions import NotFound
+from google.cloud.spanner_v1 import KeyRange, KeySet
+from google.cloud.spanner_v1.transaction import Transaction
+
+import outbox
+from outbox import testing
+from outbox.testing import RecordingTransaction, assert_registered
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+LINES = [{"Order": order, "Line": line, "Cents": 100 * line} for order in ("a", "b") for line in (1, 2, 3)]
+RECORDED = ["insert", "update", "insert_or_update", "replace", "delete", "read", "execute_sql", "execute_update"]
+
+
+@pytest.mark.parametrize("method", [*RECORDED, "batch_update"])
+def test_a_method_has_the_parameters_of_the_client(method: str) -> None:
+    ours, theirs = (inspect.signature(getattr(of, method)).parameters for of in (RecordingTransaction, Transaction))
+    assert [(each.name, each.kind) for each in ours.values()] == [(each.name, each.kind) for each in theirs.values()]
+
+
+def test_the_names_are_imported_when_they_are_used() -> None:
+    assert all(hasattr(testing, name) for name in testing.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Recording'"):
+        testing.Recording  # noqa: B018
+
+
+def test_registered_tasks_are_shown() -> None:
+    transaction = RecordingTransaction()
+    transaction.insert("Orders", ("Id",), [("1",)])
+    first = outbox.register(transaction, "orders", b"one", {"a": "b"}, priority=outbox.Priority.HIGH)
+    outbox.register(transaction, "invoices", b"two", ordering_key="k", available_at=NOW)
+    [one, two] = transaction.tasks
+    assert (one.id, one.topic, one.message.data, one.priority) == (first, "orders", b"one", 100)
+    assert one.message.attributes["a"] == "b"
+    assert (two.topic, two.ordering_key, two.available_at, two.expires_at) == ("invoices", "k", NOW, None)
+    assert transaction.inserts[0] == ("Orders", ("Id",), [("1",)])
+
+
+def test_register_once_finds_given_and_registered_tasks() -> None:
+    transaction = RecordingTransaction(["there"])
+    outbox.register(transaction, "orders", b"", task_id="before")
+    ids = ("there", "before", "new", "new")
+    once = [outbox.register_once(transaction, "orders", b"", task_id=id) for id in ids]
+    assert once == [False, False, True, False]
+    assert [task.id for task in transaction.tasks] == ["before", "new"]
+
+
+def test_every_mutation_and_statement_is_recorded_in_order() -> None:
+    transaction, gone = RecordingTransaction(), KeySet(keys=[["1"]])
+    for method in RECORDED[:4]:
+        getattr(transaction, method)("Orders", ["Id", "Cents"], [["1", 5], ["2", 6]])
+    transaction.delete("Orders", gone)
+    assert transaction.execute_update("UPDATE Orders SET Cents = @n WHERE true", {"n": 7}) == 1
+    status, counts = transaction.batch_update(["DELETE FROM Orders WHERE true", ("INSERT", {"a": 1}, {})])
+    assert (status.code, counts) == (0, [1, 1])
+    rows = [("1", 5), ("2", 6)]
+    written = [(method, "Orders", ("Id", "Cents"), rows) for method in RECORDED[:4]]
+    assert transaction.mutations == [*written, ("delete", "Orders", (), gone)]
+    assert transaction.statements == [
+        ("UPDATE Orders SET Cents = @n WHERE true", {"n": 7}),
+        ("DELETE FROM Orders WHERE true", {}),
+        ("INSERT", {"a": 1}),
+    ]
+
+
+def test_a_value_that_the_client_cannot_send_is_refused() -> None:
+    transaction = RecordingTransaction()
+    with pytest.raises(ValueError, match="Unknown type"):
+        transaction.insert("Orders", ["Id"], [[object()]])
+    assert transaction.mutations == []
+
+
+@pytest.mark.parametrize(
+    ("keyset", "lines"),
+    [
+        (KeySet(all_=True), "a1 a2 a3 b1 b2 b3"),
+        (KeySet(keys=[["a", 2], ["b", 1]]), "a2 b1"),
+        (KeySet(keys=[["b"]]), "b1 b2 b3"),
+        (KeySet(keys=[["c"]]), ""),
+        (KeySet(ranges=[KeyRange(start_closed=["a", 2], end_open=["b", 2])]), "a2 a3 b1"),
+        (KeySet(ranges=[KeyRange(start_open=["a", 2], end_closed=["b"])]), "a3 b1 b2 b3"),
+        (KeySet(ranges=[KeyRange(start_open=["a"])]), "b1 b2 b3"),
+        (KeySet(keys=[["a", 1]], ranges=[KeyRange(end_open=["a", 2])]), "a1"),
+    ],
+)
+def test_a_read_returns_the_prepared_rows_of_its_keys(keyset: KeySet, lines: str) -> None:
+    transaction = RecordingTransaction(rows={"Lines": LINES})
+    assert " ".join(f"{order}{line}" for line, order in transaction.read("Lines", ["Line", "Order"], keyset)) == lines
+
+
+def test_a_result_is_like_that_of_the_client() -> None:
+    by_price = [{"Cents": 100, "Order": "b"}, {"Cents": 200, "Order": "a"}]
+    transaction: Transaction = RecordingTransaction(
+        rows={"Lines": LINES, "LinesByPrice": by_price}, execute=lambda sql, params: [{"Sum": params["n"]}] * len(sql)
+    )
+    everything, none = KeySet(all_=True), KeySet()
+    assert transaction.read("Lines", ["Order"], KeySet(keys=[["b", 3]])).one() == ["b"]
+    assert transaction.read("Lines", ["Order"], none).one_or_none() is None
+    assert list(transaction.read("Lines", ["Order"], everything, index="LinesByPrice", limit=1)) == [["b"]]
+    with pytest.raises(NotFound):
+        transaction.read("Lines", ["Order"], none).one()
+    assert transaction.execute_sql("ab", {"n": 7}).to_dict_list() == [{"Sum": 7}, {"Sum": 7}]
+    assert list(transaction.execute_sql("", params={"n": 7})) == []
+
+
+def test_the_number_of_changed_rows_can_be_prepared() -> None:
+    transaction = RecordingTransaction(execute=lambda _sql, params: len(params))
+    assert transaction.execute_update("UPDATE", {}) == 0
+    assert transaction.batch_update([("UPDATE", {"a": 1, "b": 2}, {}), "UPDATE"])[1] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("use", "sentence"),
+    [
+        (
+            lambda transaction: transaction.read("Orders", ["Id", "Cents"], KeySet(all_=True)),
+            "no rows of Orders are prepared: use RecordingTransaction(rows={'Orders': [{'Id': ..., 'Cents': ...}]})",
+        ),
+        (
+            lambda transaction: transaction.read("Lines", ["Order", "Weight"], KeySet(keys=[["a", 1]])),
+            "the row {'Order': 'a', 'Line': 1, 'Cents': 100} of Lines has no Weight: add it to `rows`",
+        ),
+        (
+            lambda transaction: transaction.execute_sql("SELECT 1"),
+            "no rows of the query 'SELECT 1' are prepared: use RecordingTransaction(execute=...)",
+        ),
+        (
+            lambda transaction: transaction.rollback() or transaction.commit(),
+            "RecordingTransaction has no session, and so no '_database': use a database of the emulator",
+        ),
+    ],
+)
+def test_what_is_not_prepared_is_an_error_with_the_remedy(use: Any, sentence: str) -> None:
+    with pytest.raises((LookupError, AttributeError)) as caught:
+        use(RecordingTransaction(rows={"Lines": LINES}))
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"times": 3}, "012"),
+        ({"topic": "orders", "times": 2}, "01"),
+        ({"topic": "invoices"}, "2"),
+        ({"attributes": {"kind": "placed"}, "times": 2}, "02"),
+        ({"topic": "orders", "attributes": {"kind": "placed", "a": "b"}}, "0"),
+        ({"topic": "missing", "times": 0}, ""),
+    ],
+)
+def test_assert_registered_returns_the_tasks_that_match(options: Any, found: str) -> None:
+    transaction = RecordingTransaction()
+    outbox.register(transaction, "orders", b"0", {"kind": "placed", "a": "b"})
+    outbox.register(transaction, "orders", b"1")
+    outbox.register(transaction, "invoices", b"2", {"kind": "placed"})
+    assert b"".join(task.message.data for task in assert_registered(transaction, **options)).decode() == found
+
+
+def test_a_failed_assertion_lists_the_registered_tasks() -> None:
+    transaction = RecordingTransaction()
+    with pytest.raises(AssertionError) as none:
+        assert_registered(transaction)
+    nothing = "0 of 0 registered tasks match topic=None, attributes=None; expected 1. Registered:"
+    assert str(none.value) == nothing
+    for n in range(21):
+        outbox.register(transaction, "orders", bytes([65 + n]) * 101, {"n": str(n)}, task_id=f"t{n}")
+    with pytest.raises(AssertionError) as many:
+        assert_registered(transaction, topic="order", attributes={"n": "0"})
+    first, *lines = str(many.value).splitlines()
+    assert first == "0 of 21 registered tasks match topic='order', attributes={'n': '0'}; expected 1. Registered:"
+    assert lines[0] == f"  orders {{'n': '0'}} b'{'A' * 100}' (task t0)"
+    assert (len(lines), lines[-1]) == (21, "  and 1 more")
