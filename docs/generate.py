@@ -1,9 +1,13 @@
-"""Write the reference pages that are made of the code: `make docs`. A test holds the pages to what this returns."""
+"""Write the reference pages from the code: `make docs`. A test compares the pages with the results of `pages`."""
 
 import csv
 import io
+import itertools
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import griffe
 
 from outbox.cli.emulators import EmulatorSettings
 from outbox.cli.output import OutputSettings
@@ -19,10 +23,11 @@ from outbox_pipeline.settings import (
 from publishworker.healthcheck import MAX_AGE
 from publishworker.pubsub.errors import REASONS, FailureKind, Reason
 from publishworker.settings import RelaySettings, WorkerSettings
-from publishworker.telemetry.metrics import METRICS, PIPELINE, REGISTERED, Metric
+from publishworker.telemetry.metrics import APPLICATION, METRICS, PIPELINE, Metric
+from publishworker.telemetry.opentelemetry import instrument_of, unit_of
 
 REFERENCE = Path(__file__).parent / "reference"
-#: Units, descriptions and types as Datadog's API and its Terraform provider want them for each metric.
+#: Unit, description and type of each metric for Datadog's API and its Terraform provider.
 METADATA_COLUMNS = (
     "metric_name", "metric_type", "interval", "unit_name", "per_unit_name", "description", "orientation", "integration",
     "short_name", "curated_metric", "sample_tags",
@@ -32,29 +37,30 @@ METADATA = Path(__file__).parents[1] / "k8s" / "datadog" / "metadata.csv"
 SETTINGS_INTRO = """\
 # Settings
 
-<!-- Written by `make docs` from the lists of fields in the code: change those, not this page. -->
+<!-- Written by `make docs` from the settings classes. Change those, not this page. -->
 
-A flag wins over its environment variable, which wins over the default. A wrong value ends the command with exit code 2
-and a sentence that names where the value came from, the value, and what is allowed. An empty variable is a value, too:
-unset it to get the default. `outbox` and `publishworker` report variables that begin with `OUTBOX_` and that no setting
-knows.
+A flag overrides its environment variable, and the variable overrides the default. For a wrong value the command exits
+with 2 and prints the source of the value, the value and the allowed values. An empty variable is a value, so unset the
+variable to get the default. `outbox` and `publishworker` report unknown variables that begin with `OUTBOX_`.
 
-Variables that are not ours keep their own names: [Environment of others](#environment-of-others)."""
+Variables of other programs keep their names: [Environment of others](#environment-of-others)."""
 
 OTHER_FLAGS = f"""\
-## Flags that are no settings
+## Other flags
 
 | command | flag | meaning |
 |---|---|---|
-| `publishworker drain` | `--deadline SECONDS` | Give up after this time with exit code 4; without it, never. |
-| `publishworker check` | `TOPIC ...` | Topics to look at beside those of pending rows. |
-| `publishworker healthcheck` | `--heartbeat-file` (`OUTBOX_HEARTBEAT_FILE`) | The worker's file of that name. |
-| `publishworker healthcheck` | `--max-age` (`OUTBOX_MAX_AGE`) | Oldest heartbeat, in seconds; default {MAX_AGE:g}. |
-| `outbox-pipeline JOB` | `--json` | The summary as one line of JSON. |
-| `outbox-pipeline archive` | `--purge` | Then delete the archived tasks from the table. |
-| `outbox-pipeline archive` | `--read-late` | Read a window that is too old for a snapshot as of now. |
+| `publishworker drain` | `--deadline SECONDS` | Stop after this time with exit code 4. The default is no limit. |
+| `publishworker check` | `TOPIC ...` | Topics to check in addition to those of pending tasks. |
+| `publishworker verify` | `--database`, `--rows`, `--keep`, `--yes`, `--json`, `--report FILE` | \
+See [verify an instance](../operations/verify.md). |
+| `publishworker healthcheck` | `--heartbeat-file` (`OUTBOX_HEARTBEAT_FILE`) | The heartbeat file of the worker. |
+| `publishworker healthcheck` | `--max-age` (`OUTBOX_MAX_AGE`) | Max heartbeat age in seconds; default {MAX_AGE:g}. |
+| `outbox-pipeline JOB` | `--json` | Print the summary as one line of JSON. |
+| `outbox-pipeline archive` | `--purge` | Delete the archived tasks from the table afterwards. |
+| `outbox-pipeline archive` | `--read-late` | If a window is too old for a snapshot, read the current state. |
 | `outbox-pipeline audit` | `--allow-empty` | Exit with code 0 if no task is in the window. |
-| `outbox-pipeline drain` | `--deadline SECONDS` | As for `publishworker drain`. |
+| `outbox-pipeline drain` | `--deadline SECONDS` | The same as for `publishworker drain`. |
 | `outbox-pipeline replay` | `--dry-run` | Count the selected tasks by topic and change nothing. |
 | `outbox-pipeline replay` | `--resume ID` | Continue an interrupted replay with its own selection. |
 | `outbox emulators` | `--create`, `--ddl-file`, `--topic`, `--subscription` | \
@@ -65,70 +71,105 @@ See [the emulators](../operations/worker.md#emulators). |
 
 | variable | who reads it | meaning |
 |---|---|---|
-| `SPANNER_EMULATOR_HOST`, `PUBSUB_EMULATOR_HOST` | all commands | `HOST:PORT` of an emulator, instead of the service. |
-| `GOOGLE_CLOUD_PROJECT` | all commands with `--project` | The project, if neither the flag nor ours is given. |
-| `GOOGLE_APPLICATION_CREDENTIALS` | Google's clients | Credentials, where no service account gives them. |
-| `GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW` | the Spanner client | `false` against emulators before 1.5.38; \
-the worker sets it there by itself, an application with several threads must. |
-| `DD_DOGSTATSD_URL`, `DD_AGENT_HOST`, `DD_DOGSTATSD_PORT` | `publishworker`, the pipeline | Where the DogStatsD agent \
-is; none of them set: no metrics. |
+| `SPANNER_EMULATOR_HOST`, `PUBSUB_EMULATOR_HOST` | all commands | `HOST:PORT` of an emulator to use. |
+| `GOOGLE_CLOUD_PROJECT` | all commands with `--project` | The project without `--project` and `OUTBOX_PROJECT`. |
+| `GOOGLE_APPLICATION_CREDENTIALS` | Google's clients | Credentials, if the environment has no service account. |
+| `GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW` | the Spanner client | Set it to `false` for emulators before \
+1.5.38 if your application has several threads. The worker sets it itself. |
+| `DD_DOGSTATSD_URL`, `DD_AGENT_HOST`, `DD_DOGSTATSD_PORT` | `publishworker`, the pipeline | Address of the DogStatsD \
+agent. If none is set, no metrics are sent. |
 | `DD_ENV`, `DD_SERVICE`, `DD_VERSION` | `publishworker`, the pipeline | Tags of every metric. |
-| `CLOUDSDK_ROOT_DIR`, `JAVA_HOME` | `outbox emulators`, the pipeline | Where the emulators, and Java, are. |"""
+| `OTEL_*` | `publishworker`, the pipeline | [OpenTelemetry](../operations/opentelemetry.md), with `--metrics \
+opentelemetry`. |
+| `CLOUDSDK_ROOT_DIR`, `JAVA_HOME` | `outbox emulators`, the pipeline | Folders of the Cloud SDK and of Java. |"""
 
 METRICS_INTRO = """\
 # Metrics
 
-<!-- Written by `make docs` from publishworker/telemetry/metrics.py: change that, not this page. -->
+<!-- Written by `make docs` from publishworker/telemetry/metrics.py. Change that, not this page. -->
 
-The worker sends DogStatsD if an agent is configured ([settings](settings.md#environment-of-others)); that needs the
-extra `spanner-outbox[worker]`. Without an agent it sends nothing and warns of nothing. Counts are sent after a commit
-has returned, so a transaction that is run again counts once. Tags are bounded: a topic, a reason, never an id.
+If an agent is configured ([settings](settings.md#environment-of-others)), the worker sends metrics with DogStatsD. This
+needs the extra `spanner-outbox[worker]`. Without an agent it sends no metrics and logs no warning. With `--metrics
+opentelemetry` it sends them to a [collector](../operations/opentelemetry.md) instead. The worker sends
+counts after the commit, so a retried transaction counts once. Tags are bounded: topic, reason and phase, never an ID.
 
-Units, types and descriptions for Datadog are in [metadata.csv](../../k8s/datadog/metadata.csv); what to draw and when
-to be released is in [k8s/datadog](../../k8s/datadog/)."""
+[metadata.csv](../../k8s/datadog/metadata.csv) has units, types and descriptions for Datadog.
+[k8s/datadog](../../k8s/datadog/) has the dashboard and the monitors, [k8s/prometheus](../../k8s/prometheus/) the same
+alerts in PromQL. In OpenTelemetry the names are the same, and [tags are attributes](../operations/opentelemetry.md)."""
 
 METRICS_OUTRO = """\
-## Reading them
+## How to query them
 
-- **Collision rate**: already published / (already published + published). It says how often workers
-  meet on the same task.
-- **Registered minus published** is only about the backlog: a rolled-back registration counts, a task that is sent again
-  counts twice.
-- **Backlog and age** are of the whole table, and sent by the worker that owns shard 0; while workers change they may
-  come from two. Ask for them by `max:`, never by `sum:`. They are read at LOW priority at most every 15 s, and a count
-  that takes long is made less often: it takes a fifth of the time at most.
-- **Gauges of one worker** (shards, breakers): two pods on a node whose tags are the same overwrite each other. Ask for
-  breakers by `max:`.
-- **Durations** are distributions: Datadog computes percentiles over all pods, once they are switched on for the metric.
-- **Reasons** of failed attempts are those of [the table of errors](errors.md)."""
+- **Collision rate**: already published / (already published + published). It shows how often workers choose the same
+  task.
+- **Registered minus published** approximates the change of the backlog. It includes rolled-back registrations, and a
+  task that is sent again is published twice.
+- **Backlog and age** describe the whole table. The worker that owns shard 0 sends them, and two workers can send them
+  while shards move. Query them by `max:`, never by `sum:`. The worker reads them at LOW priority, at most every 15 s,
+  and spends at most a fifth of its time on counting.
+- **Gauges of one worker** (shards, circuits): two pods with the same tags on one node overwrite each other's values.
+  Query circuits by `max:`.
+- **Durations** are distributions. If you enable percentiles for a metric, Datadog computes them over all pods.
+- **Reasons** of failed attempts are explained in [errors](errors.md)."""
 
 ERRORS_INTRO = """\
 # Errors
 
-<!-- Written by `make docs` from publishworker/pubsub/errors.py: change that, not this page. -->
+<!-- Written by `make docs` from publishworker/pubsub/errors.py. Change that, not this page. -->
 
-What a failed attempt to publish a task costs, and whom. The reason is the tag of `outbox.failed_task_count` and
-`outbox.dead_task_count`, and the beginning of `LastError`. The whole story: [what happens to a
-task](../guide/delivery.md). What Pub/Sub has surely not taken cannot come twice; an at-most-once task gets its row
-back."""
+This page lists the reasons why an attempt to publish a task fails, and what the worker then does ([what happens to a
+task](../guide/delivery.md)). The reason is a tag of `outbox.failed_task_count` and `outbox.dead_task_count`, and the
+beginning of `LastError`. If an error proves that Pub/Sub did not accept the message (*refused*), a retry causes no
+duplicate, and an at-most-once task becomes unsent again."""
 
 ERRORS = {
     FailureKind.CONTENT: """\
-The task itself cannot be published, now or later: it is dead at once. Its neighbours are published.""",
+The task itself can never be published, so it is dead at once. The other tasks of its batch are published.""",
     FailureKind.TARGET: """\
-Nothing can be published to the topic until somebody mends it: the topic rests. It is probed with at most ten tasks,
-after 1 s, then twice as long each time, up to 5 min. Only probed tasks are recorded an attempt. They are dead after
-`--max-attempts`, but not before they are `--dead-after` old.""",
+The topic accepts no messages until an operator corrects the cause, so the worker opens the topic's circuit. It probes
+the topic with at most ten tasks after 1 s, and doubles the delay up to 5 min. It records a failed attempt only for
+probed tasks. They are dead after `--max-attempts`, but not before they are `--dead-after` old.""",
     FailureKind.OUTAGE: """\
-The topic rests, and no task is recorded an attempt. It is probed with a single task, drawn at random, after 1 s, then
-twice as long each time, up to 10 s. A task that met the topic's last outage goes out in a request of its own. If it
-has an outage again while the topic publishes others, it is recorded on it: backoff, then dead after
-`--max-attempts`.
-What no message can cause, the errors that are surely refusals, is recorded to none.""",
+The worker opens the topic's circuit and records no failed attempt. It probes the topic with one random task after 1 s,
+and doubles the delay up to 10 s. After an outage, it publishes each affected task in a request of its own. If such a
+task fails again while other tasks of the topic are published, the worker records a failed attempt. The task is then
+retried with backoff, and dead after `--max-attempts`. Errors that are marked as refused below are never caused by a
+message, so the worker never records them.""",
     FailureKind.UNKNOWN: """\
-Nobody knows: the task is recorded an attempt. Backoff, then dead after `--max-attempts`. A gRPC status that is in none
-of these tables counts as this.""",
+The cause is unknown, so the worker records a failed attempt for the task. It retries with backoff, and the task is dead
+after `--max-attempts`. This includes gRPC statuses that are in none of these tables.""",
 }
+
+
+PYTHON_INTRO = """\
+# Python API
+
+<!-- Written by `make docs` from the docstrings. Change those, not this page. -->
+
+The public names that an application imports ([versions](versions.md)), with their signatures and errors. The guides
+show how to use them: [register](../guide/register.md), [drivers](../guide/drivers.md),
+[subscribe](../guide/subscribe.md) and [test](../guide/testing.md)."""
+
+DBAPI = ("register", "register_once", "register_many", "process_once")
+#: The public names of each module, in the order of the page.
+PYTHON = {
+    "outbox": (
+        "register", "register_once", "register_many", "Task", "Priority", "Message", "TASK_ID_ATTRIBUTE",
+        "SupportsInsert", "SupportsReadInsert", "set_metrics", "Recorder", "OutboxError", "InvalidMessage",
+        "InvalidTransaction", "InvalidConsumer", "MissingTaskId",
+    ),
+    "outbox.inbox": (
+        "process_once", "Handler", "Receiver", "pushed_message", "ReceivedMessage", "Delivery", "Key", "Missing",
+    ),
+    "outbox.ext.sqlalchemy": DBAPI,
+    "outbox.ext.django": DBAPI,
+    "outbox.ext.dbapi": (*DBAPI, "Options"),
+    "outbox.testing": (
+        "RecordingTransaction", "Mutation", "Statement", "RegisteredTask", "assert_registered",
+        "RedeliveringSubscriber",
+    ),
+    "outbox.testing.faults": ("abort_next_commit", "delay_commits"),
+}  # fmt: skip
 
 
 def pages() -> dict[Path, str]:
@@ -137,6 +178,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "settings.md": _settings(),
         REFERENCE / "metrics.md": _metrics(),
         REFERENCE / "errors.md": _errors(),
+        REFERENCE / "python.md": _python(),
         METADATA: _metadata(),
     }
 
@@ -147,17 +189,17 @@ def _settings() -> str:
     parts = [
         SETTINGS_INTRO,
         "## Database",
-        "For `publishworker run`, `drain`, `check`, `outbox schema apply` and [all commands of \
+        "For `publishworker run`, `drain`, `check`, `verify`, `outbox schema apply` and [all commands of \
 operators](../operations/commands.md).",
         _table(("flag", "variable", "default", "allowed", "meaning"), map(_row, database)),
         "## Worker",
-        "For `publishworker run`, `drain` and `check`.",
+        "For `publishworker run`, `drain`, `check` and `verify`.",
         _table(
             ("flag", "variable", "default", "allowed", "meaning"),
             (_row(field) for field in fields_of(WorkerSettings) if field.name not in shared),
         ),
         "## Pipeline",
-        "For `outbox-pipeline JOB`, plus the settings of the database. See [its pages](../pipeline/register.md).",
+        "For `outbox-pipeline JOB`, in addition to the database settings. See [the pipeline](../pipeline/register.md).",
         *_jobs(),
         "## Emulators",
         "For `outbox emulators`.",
@@ -186,7 +228,7 @@ def _jobs() -> Iterator[str]:
     yield "### drain"
     own = {field.name for field in fields_of(WorkerSettings)} - {field.name for field in fields_of(RelaySettings)}
     without = " and ".join(f"`{field.flag}`" for field in fields_of(WorkerSettings) if field.name in own)
-    yield f"And [those of a worker](#worker), but for {without}."
+    yield f"Also the [worker's settings](#worker), except {without}."
     shared |= {field.name for field in fields_of(RelaySettings)}
     fields = [field for field in fields_of(DrainSettings) if field.name not in shared]
     yield _table(("flag", "variable", "default", "allowed", "meaning"), map(_row, fields))
@@ -205,33 +247,35 @@ def _row(field: Field) -> tuple[str, ...]:
 
 
 def _metrics() -> str:
-    columns = ("name", "type", "unit", "tags", "meaning")
+    columns = ("name", "type", "unit", "tags", "OpenTelemetry", "meaning")
 
     def row(metric: Metric) -> tuple[str, ...]:
         tags = ", ".join(f"`{tag}`" for tag in metric.tags) or "none"
-        return (f"`{metric.name}`", metric.type, metric.unit, tags, metric.meaning)
+        instrument = f"{instrument_of(metric)}, `{unit_of(metric)}`"
+        return (f"`{metric.name}`", metric.type, metric.unit, tags, instrument, metric.meaning)
 
     parts = [
         METRICS_INTRO,
-        "## Of the worker",
+        "## Worker",
         _table(columns, map(row, METRICS)),
-        "## Of the pipeline",
-        "Sent by the driver of a job at its end, if an agent is configured there.",
+        "## Pipeline",
+        "If an agent is configured, the driver of a job sends them at the end of the job.",
         _table(columns, map(row, PIPELINE)),
-        "## Of the application",
-        "Through the client given to [`outbox.set_metrics`](../guide/register.md#metrics).",
-        _table(columns, [row(REGISTERED)]),
+        "## Application",
+        "Applications and subscribers send them through the client passed to \
+[`outbox.set_metrics`](../guide/register.md#metrics).",
+        _table(columns, map(row, APPLICATION)),
         METRICS_OUTRO,
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def _metadata() -> str:
-    """Return the file in the form of Datadog's own integrations, so that their tools take it."""
+    """Return the file in the format of Datadog's own integrations, which their tools read."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(METADATA_COLUMNS)
-    for metric in (REGISTERED, *METRICS, *PIPELINE):
+    for metric in (*APPLICATION, *METRICS, *PIPELINE):
         short = metric.name.removeprefix("outbox.").replace("_", " ")
         tags = ",".join(metric.tags)
         writer.writerow(
@@ -242,7 +286,7 @@ def _metadata() -> str:
 
 def _errors() -> str:
     def row(reason: Reason) -> tuple[str, ...]:
-        return (f"`{reason.name}`", reason.source, reason.meaning, "yes" if reason.refused else "not known")
+        return (f"`{reason.name}`", reason.source, reason.meaning, "yes" if reason.refused else "unknown")
 
     parts = [ERRORS_INTRO]
     for kind, text in ERRORS.items():
@@ -250,9 +294,81 @@ def _errors() -> str:
         parts += [
             f"## {kind.value.capitalize()}",
             text,
-            _table(("reason", "from", "meaning", "surely not taken"), rows),
+            _table(("reason", "source", "meaning", "refused"), rows),
         ]
     return "\n\n".join(parts) + "\n"
+
+
+def public() -> Iterator[tuple[str, str, griffe.Object]]:
+    """Yield module, name and definition of each public name, from the source, without importing it."""
+    package = griffe.load("outbox", search_paths=[Path(__file__).parents[1]])
+    for module, names in PYTHON.items():
+        for name in names:
+            found = package[f"{module}.{name}".removeprefix("outbox.")]
+            yield module, name, found.final_target if isinstance(found, griffe.Alias) else found
+
+
+def _python() -> str:
+    parts = [PYTHON_INTRO]
+    for module, group in itertools.groupby(public(), key=lambda each: each[0]):
+        parts.append(f"## {module}")
+        for _, name, found in group:
+            parts += [f"### {name}", *_definition(found)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _definition(found: griffe.Object) -> Iterator[str]:
+    if isinstance(found, griffe.Function):
+        yield _code(found.signature())
+    elif isinstance(found, griffe.Attribute):
+        yield _comment(found)
+        yield _code(f"{found.name} = {found.value}")
+    yield from _docstring(found)
+    if not isinstance(found, griffe.Class):
+        return
+    methods = [each for each in found.members.values() if isinstance(each, griffe.Function) and each.docstring]
+    if not methods and found.attributes:  # a dataclass, an enum or a typed dictionary
+        yield _code("\n".join(each.source.strip() for each in found.members.values() if each.is_attribute))
+    for method in methods:
+        if method.name == "__init__":
+            yield _code(method.signature(name=found.name, return_type=False))
+        elif method.name == "__call__" or method.is_public:
+            yield _code(method.signature(name=f"{found.name}.{method.name}"))
+        else:
+            continue
+        yield from _docstring(method)
+
+
+def _comment(found: griffe.Attribute) -> str:
+    """Return the line above a constant or a type, which begins with `#:`."""
+    lines = Path(str(found.filepath)).read_text(encoding="utf-8").splitlines()
+    return lines[(found.lineno or 0) - 2].removeprefix("#: ")
+
+
+def _code(text: str) -> str:
+    """Return a block of code, where a long signature has one line for each parameter."""
+    if len(text) > 100 and "\n" not in text:
+        text = re.sub(r", (?=[*/]|\w+: )", ",\n    ", text.replace("(", "(\n    ", 1))
+        text = re.sub(r"\)( -> [^)]*)?$", r",\n)\1", text)
+    return f"```text\n{text}\n```"
+
+
+def _docstring(found: griffe.Object) -> Iterator[str]:
+    for section in griffe.parse_google(found.docstring, warnings=False) if found.docstring else ():
+        if isinstance(section, griffe.DocstringSectionText):
+            yield section.value
+        elif isinstance(section, griffe.DocstringSectionParameters):
+            yield _table(("argument", "meaning"), ((f"`{each.name}`", _line(each)) for each in section.value))
+        elif isinstance(section, griffe.DocstringSectionRaises):
+            yield _table(
+                ("raises", "if"), ((f"`{str(each.annotation).strip('()')}`", _line(each)) for each in section.value)
+            )
+        else:
+            raise TypeError(f"{found.path} has a section of the kind {section.kind}: use text, Args and Raises")
+
+
+def _line(item: griffe.DocstringElement) -> str:
+    return " ".join(item.description.split())
 
 
 def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

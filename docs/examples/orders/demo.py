@@ -46,7 +46,7 @@ def demonstrate(tasks: int) -> int:
         run, log = _play(tasks, _stage(), emulators)
     numbers = summarize(run)
     wrong = verdict(numbers, run.faults)
-    print("\nWhat came of it. Times are the emulators' on this machine, not those of Spanner and Pub/Sub.")
+    print("\nResults. Times are the emulators' on this machine, not those of Spanner and Pub/Sub.")
     print(text(numbers, run))
     print(f"  {'elapsed':<18}{time.monotonic() - began:>6.1f} s  with the start and the stop of emulators and workers")
     if log:

@@ -35,7 +35,7 @@ def draw_orders(tasks: int, random: Random) -> list[Order]:
 
 
 class Shop:
-    """Places orders from several threads and keeps its own books of what became of each."""
+    """Places orders from several threads, and records the outcome of each on its own."""
 
     def __init__(self, database: Database, orders: Sequence[Order], threads: int) -> None:
         """Begin at once."""

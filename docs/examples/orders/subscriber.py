@@ -1,7 +1,7 @@
-"""An idempotent subscriber: it handles each task once, however often the message comes.
+"""An idempotent subscriber: it handles each task once, even if Pub/Sub delivers several messages of the task.
 
-The relay delivers at least once. A message that comes again has the same task id in its attributes, though perhaps
-another message id: Pub/Sub's own de-duplication does not see the difference, the subscriber must.
+The relay delivers at least once. All messages of a task have the same task ID in their attributes, but their message
+IDs can differ. Pub/Sub deduplicates by message ID, so the subscriber must compare task IDs.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _log = logging.getLogger("orders.subscriber")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Delivery:
-    """One arrival of a message."""
+    """One delivery of a message."""
 
     task_id: str
     message_id: str
@@ -34,10 +34,10 @@ class Delivery:
 
 
 class Inbox:
-    """Calls `handle` once for each task id, and keeps a list of all arrivals for whoever wants to count."""
+    """Calls `handle` once for each task ID, and keeps a list of all deliveries."""
 
     def __init__(self, handle: Callable[[Any], None]) -> None:
-        """Handle messages by `handle`; if it raises, the message comes again."""
+        """Handle messages by `handle`. If it raises an exception, Pub/Sub redelivers the message."""
         self._handle = handle
         self._lock = threading.Lock()
         self._handled: set[str] = set()
@@ -45,24 +45,29 @@ class Inbox:
 
     def receive(self, message: Any) -> None:
         """Handle a message unless its task was handled before, then acknowledge it."""
-        delivery = Delivery(message.attributes.get(TASK_ID_ATTRIBUTE, ""), message.message_id, datetime.now(UTC))
+        task_id = message.attributes.get(TASK_ID_ATTRIBUTE)
+        if not task_id:
+            _log.error("message %s has no task ID: it did not come from the outbox", message.message_id)
+            message.nack()  # Pub/Sub redelivers it or forwards it to the dead-letter topic of the subscription
+            return
+        delivery = Delivery(task_id, message.message_id, datetime.now(UTC))
         _log.debug("received task %s as message %s", delivery.task_id, delivery.message_id)
-        # A set and a lock are enough for one process that keeps no state. Elsewhere the id goes into a table with a
-        # unique key, in the transaction in which the message takes effect.
+        # A set and a lock are enough for one process without state. Other subscribers insert the ID into a table with
+        # a unique key, in the same transaction as the side effect.
         with self._lock:
             self._deliveries.append(delivery)
             if delivery.task_id not in self._handled:
                 try:
                     self._handle(message)
                 except Exception:
-                    _log.exception("task %s was not handled and comes again", delivery.task_id)
+                    _log.exception("task %s failed and will be redelivered", delivery.task_id)
                     message.nack()
                     return
                 self._handled.add(delivery.task_id)
-        message.ack()  # only now: until then a crash brings the message back
+        message.ack()  # last: after a crash before this line, Pub/Sub redelivers the message
 
     def deliveries(self) -> list[Delivery]:
-        """Return all arrivals so far."""
+        """Return all deliveries so far."""
         with self._lock:
             return list(self._deliveries)
 
@@ -73,12 +78,12 @@ class Inbox:
 
 
 class Subscriber:
-    """Hands what several subscriptions deliver to one function while the `with` block runs."""
+    """Calls one function for the messages of several subscriptions while the `with` block runs."""
 
     def __init__(self, subscriptions: Iterable[str], receive: Callable[[Any], None]) -> None:
-        """Begin to receive. The names of the subscriptions are full ones; `receive` acknowledges."""
+        """Subscribe to full subscription names. `receive` must acknowledge each message."""
         client = pubsub_v1.SubscriberClient()
-        # At the end, callbacks that have begun may end and acknowledge; other messages go back to Pub/Sub at once.
+        # On shutdown, running callbacks finish and acknowledge. Other messages return to Pub/Sub at once.
         self._streams = [client.subscribe(name, receive, await_callbacks_on_shutdown=True) for name in subscriptions]
 
     def check(self) -> None:
@@ -97,6 +102,6 @@ class Subscriber:
             stream.cancel()
         deadline = time.monotonic() + STOP_SECONDS
         for stream in self._streams:
-            with contextlib.suppress(Exception):  # `check` has told what ended a stream early
+            with contextlib.suppress(Exception):  # `check` raises the error of a stream that ended early
                 stream.result(max(0.0, deadline - time.monotonic()))
-        # The client stays open: a stream that lost Pub/Sub may still be at work on it, and it ends with the process.
+        # The client stays open, because a stream that lost its connection may still use it.

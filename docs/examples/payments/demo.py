@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def demonstrate(tasks: int, output: Path) -> int:
-    """Run it all, print what came of it, return the exit code. Raises OutboxError."""
+    """Run all jobs, print the results, and return the exit code. Raises OutboxError."""
     began = time.monotonic()
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def demonstrate(tasks: int, output: Path) -> int:
         demo = Demo(spark, made, output)
         first, second, replayed = demo.play(tasks)
     lost = first.lost + second.lost
-    print("\nWhat came of it. Times are the emulators' on this machine, not those of Spanner and Pub/Sub.")
+    print("\nResults. Times are the emulators' on this machine, not those of Spanner and Pub/Sub.")
     print(_summary(tasks, replayed, first, second))
     print(f"  {'elapsed':<20}{time.monotonic() - began:>8.0f} s  with the start of emulators, Spark and workers")
     print(f"The reports, to be read in a browser:\n  {first.report}\n  {second.report}")

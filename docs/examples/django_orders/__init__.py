@@ -1,0 +1,1 @@
+"""An order service with Django. Each order registers one task in its own transaction."""

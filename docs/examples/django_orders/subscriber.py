@@ -1,0 +1,41 @@
+"""Writes one invoice for each order, even if Pub/Sub delivers its message several times.
+
+DJANGO_SETTINGS_MODULE=django_orders.settings python -m django_orders.subscriber SUBSCRIPTION
+"""
+
+import json
+import sys
+from typing import Any
+
+import django
+from google.cloud import pubsub_v1
+
+from outbox import TASK_ID_ATTRIBUTE
+
+
+def receive(message: Any) -> None:
+    """Write the invoice, then acknowledge. A message without a task ID did not come from the outbox."""
+    from django_orders.models import Invoice  # noqa: PLC0415 - models need `django.setup`
+
+    task_id = message.attributes.get(TASK_ID_ATTRIBUTE)
+    if not task_id:
+        message.nack()  # Pub/Sub redelivers it, or forwards it to the dead-letter topic
+        return
+    order = json.loads(message.data)
+    Invoice.objects.get_or_create(task_id=task_id, defaults={"order_id": order["order_id"], "cents": order["cents"]})
+    message.ack()
+
+
+def main(subscription: str) -> None:
+    """Receive until Ctrl-C."""
+    django.setup()
+    stream = pubsub_v1.SubscriberClient().subscribe(subscription, receive)
+    try:
+        stream.result()
+    except KeyboardInterrupt:
+        stream.cancel()
+        stream.result()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
