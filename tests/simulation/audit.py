@@ -32,7 +32,6 @@ class Known:
     excused: bool = False  # tasks behind it may be sent first
     received: int = 0
     last_at: float = -inf
-    resets: int = 0
     reset_at: float = -inf
 
 
@@ -69,7 +68,6 @@ class Audit:
     def reset(self, id: str) -> None:
         """An operator has set SentAt to NULL. The mark has cleared the other columns."""
         task = self.tasks[id]
-        task.resets += 1
         task.reset_at, task.available_at, task.expires_at = self.clockwork.now, -inf, inf
 
     def mended(self, id: str) -> None:
@@ -147,7 +145,7 @@ class Audit:
                 self._problem(f"{id} was received in topic {topic} with key {key!r}")
             if now < task.available_at - 1e-6:
                 self._problem(f"{id} was received {task.available_at - now:.3f} s before its time")
-            if task.received > task.resets:
+            if task.received and task.last_at >= task.reset_at:
                 self.duplicates += 1
                 if task.once:
                     self._problem(f"{id} was received {task.received + 1} times, and is to be sent at most once")

@@ -23,7 +23,7 @@ from tests.simulation.audit import LONGEST_BACKOFF, Audit, Known
 from tests.simulation.clockwork import Clockwork, Event, Process, VirtualThreads
 from tests.simulation.faults import FAULTS
 from tests.simulation.pubsub import PubSub
-from tests.simulation.spanner import DEFAULT_LATENCIES, Aborted, Connection, Latencies, Spanner
+from tests.simulation.spanner import DEFAULT_LATENCIES, MAX_QUEUE_SECONDS, Aborted, Connection, Latencies, Spanner
 from tests.support.fakes import serialized
 
 GOOD, BAD = serialized(), serialized(attributes={"bad": "yes"})
@@ -222,8 +222,8 @@ class World:
     def applications(self) -> None:
         """Register until the end of the history."""
         random = Random(f"{self.plan.seed}/application")
-        while self.clockwork.now < self.plan.seconds:
-            self.clockwork.sleep(random.expovariate(self.rate()))
+        while self.clockwork.now + (pause := random.expovariate(self.rate())) < self.plan.seconds:
+            self.clockwork.sleep(pause)
             self.clockwork.spawn(self.application, lambda: self.register(random))
 
     def _operator(self) -> None:
@@ -294,7 +294,7 @@ class World:
             for fault in self.plan.faults:
                 self.clockwork.after(fault.at, functools.partial(self._begin, fault))
             last = max((fault.at + fault.seconds for fault in self.plan.faults), default=0.0)
-            self.clockwork.run(max(self.plan.seconds + 1.0, last))
+            self.clockwork.run(max(self.plan.seconds + 1.0 + MAX_QUEUE_SECONDS, last))
             self.clockwork.run(self.clockwork.now + limit, lambda: not self.spanner.table.unsent_count)
             self.clockwork.run(self.clockwork.now + 6.0)  # at-most-once tasks are published after their mark
             self.audit.disturbances["wound"] = self.spanner.locks.wounds
