@@ -126,15 +126,16 @@ class ChangeStream:
                 self._heard[token] = self._clock()
                 arguments = (attempt, token, start)
                 threading.Thread(target=self._read_all, args=arguments, name="change-stream", daemon=True).start()
-            try:
-                error = attempt.events.get(timeout=MAX_SILENCE_SECONDS)
-            except queue.Empty:
-                error = None
-            if error is not None:
-                raise error
             silence = self._clock() - min(list(self._heard.values()), default=float("-inf"))
             if silence > STUCK_SECONDS:
                 raise TimeoutError(f"no record for {silence:.0f} s, although there should be one each second")
+            try:
+                event = attempt.events.get(timeout=MAX_SILENCE_SECONDS)
+            except queue.Empty:
+                continue
+            if isinstance(event, Exception):
+                raise event
+            del self._heard[event]  # its children follow
 
     def _read_all(self, attempt: "_Attempt", token: str, start: datetime) -> None:
         """Read a partition to its end, one request after the other."""
@@ -143,8 +144,7 @@ class ChangeStream:
                 end = start + timedelta(seconds=REQUEST_SECONDS)
                 if self._read(attempt, token, start, end):
                     attempt.end(token)
-                    self._heard.pop(token, None)
-                    attempt.events.put(None)
+                    attempt.events.put(token)
                     return
                 start = end
         except Exception as error:
@@ -179,8 +179,8 @@ class _Attempt:
 
     def __init__(self) -> None:
         self.ended = False
-        #: None for a partition that has ended, or the error of one that has failed.
-        self.events: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        #: The token of a partition that has ended, or the error of one that has failed.
+        self.events: queue.SimpleQueue[Exception | str] = queue.SimpleQueue()
         self._partitions = Partitions()
         self._lock = threading.Lock()
 
