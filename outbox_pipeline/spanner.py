@@ -62,7 +62,7 @@ class Table(TaskTable):
     def _first_sent(self, keys: KeySet, at: datetime) -> datetime | None:
         with self._database.snapshot(read_timestamp=at) as snapshot:
             rows = snapshot.read(
-                TABLE, ("SentAt",), keys, index=TO_SEND, limit=1,
+                TABLE, ("SentAt",), keys, index=self.layout.sql(TO_SEND), limit=1,
                 request_options={"priority": _LOW, "request_tag": "outbox-pipeline-first"},
                 **retry_and_timeout(CALL_SECONDS),
             )  # fmt: skip
@@ -71,7 +71,11 @@ class Table(TaskTable):
     def rows(
         self, columns: Sequence[str], keys: KeySet, at: datetime, *, index: str = "", limit: int = 0
     ) -> Iterator[list[Any]]:
-        """Yield rows as of `at` while they arrive. Values are the client's undecoded protobuf values."""
+        """Yield rows as of `at` while they arrive. Values are the client's undecoded protobuf values.
+
+        Column `Shard` is that of the table's layout.
+        """
+        columns = [self.layout.sql(name) for name in columns]
         with self._errors(), _too_old_errors(at), self._database.snapshot(read_timestamp=at) as snapshot:
             yield from snapshot.read(
                 TABLE, columns, keys, index=index, limit=limit, lazy_decode=True,
@@ -101,7 +105,7 @@ class Table(TaskTable):
         with self._errors(), _too_old_errors(at):
             snapshot = self._database.batch_snapshot(read_timestamp=at)
             partitions = snapshot.generate_query_batches(
-                f"SELECT {', '.join(columns)} FROM {TABLE}{where}",  # noqa: S608 - names of our own columns
+                self.layout.sql(f"SELECT {', '.join(columns)} FROM {TABLE}{where}"),  # noqa: S608 - names of our own columns
                 params=values,
                 param_types={name: statements.TYPES[name] for name in values},
                 max_partitions=count,
@@ -133,7 +137,8 @@ class Table(TaskTable):
 
     def require_replays(self) -> None:
         """Check that the schema is current, so that a replay can be recorded. Raises NotReached."""
-        if wrong := schema.differences(self._database, schema.statements(), request_options=SCHEMA_OPTIONS):
+        expected = schema.statements(suffix=self.layout.suffix)
+        if wrong := schema.differences(self._database, expected, request_options=SCHEMA_OPTIONS):
             raise NotReached(f"{self.name}: {'; '.join(wrong)}. Run `outbox schema apply`")
 
     def begin_operation(self, id: str, name: str, selection: str) -> datetime:

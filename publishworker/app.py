@@ -17,6 +17,7 @@ from outbox.errors import NotReached
 from outbox.shared.pubsub import open_pubsub
 from outbox.storage import schema
 from outbox.storage.connection import LimitedDatabase, open_database, uses_emulator
+from outbox.storage.layout import Layout
 from publishworker import exits
 from publishworker.batching import Limits
 from publishworker.delivery import Delivery
@@ -67,7 +68,7 @@ class App:
         self._metrics = metrics
         self.store = open_store(settings)
         random = Random()  # noqa: S311 - it spreads load, and protects nothing
-        self.membership = Membership(self.store, id, self.store.shards)
+        self.membership = Membership(self.store, id)
         allowed = topic_filter(settings.allowed_topics, settings.project)
         skip_dead = settings.on_ordering_failure == "skip"
         publisher = PubSubPublisher(open_pubsub(settings), settings.project, allowed)
@@ -126,7 +127,7 @@ class App:
         It is `late_exit_code` if the batches in flight do not end within --shutdown-timeout after `stop`.
         """
         where = (self._settings.project, self._settings.instance, self._settings.database)
-        _log.info("relaying %s/%s/%s, %d shards", *where, len(self.store.shards), extra={"action": "start"})
+        _log.info("relaying %s/%s/%s, %d shards", *where, self.store.layouts[0].shards, extra={"action": "start"})
         for each in self._background:
             each.start()
         try:
@@ -171,17 +172,17 @@ def open_store(settings: RelaySettings) -> SpannerStore:
         # Emulators before 1.5.38 end a session's transaction when another begins, so threads must not share one.
         os.environ.setdefault("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "false")
     database = open_database(settings)
-    shards = verified_shards(database)
+    layout = verified_layout(database)
     verify_grants(database)
     store = EmulatorStore if emulator else SpannerStore
-    return store(database, shards, settings.request_priority)
+    return store(database, layout, settings.request_priority)
 
 
-def verified_shards(database: LimitedDatabase) -> int:
-    """Return the table's shard count. Raises NotReached if the table is missing or has another shape."""
-    wrong = []
+def verified_layout(database: LimitedDatabase) -> Layout:
+    """Return a layout of the table. Raises NotReached if the table is missing or has another shape."""
+    layout, wrong = schema.layout(database), []
     try:
-        wrong = schema.differences(database, schema.statements(relay_only=True))
+        wrong = schema.differences(database, schema.statements(relay_only=True, suffix=layout.suffix))
     except NotReached as error:
         if not isinstance(error.__cause__, DeadlineExceeded):
             raise
@@ -189,7 +190,7 @@ def verified_shards(database: LimitedDatabase) -> int:
         _log.warning("The schema was not compared with the DDL: %s", error, extra={"action": "schema_not_compared"})
     if wrong:
         raise NotReached(f"database {database.name}: " + "; ".join(wrong) + ". See `outbox schema apply`.")
-    return schema.shard_count(database)
+    return layout
 
 
 def until_drained(store: SpannerStore, shards: Callable[[], Sequence[int]], interval: float) -> Callable[[Turn], bool]:

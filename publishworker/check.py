@@ -60,7 +60,7 @@ def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Findi
         if table.verdict == "ok":
             verify_grants(database)
             yield Finding("ok", "permissions: marks and heartbeats may be written")
-            store = SpannerStore(database, schema.shard_count(database))
+            store = SpannerStore(database, schema.layout(database))
             working, ordered = store.topics_in_use()
             named |= working
             if ordered and not settings.pubsub_endpoint:
@@ -77,10 +77,11 @@ def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Findi
 
 
 def _table(database: LimitedDatabase) -> Finding:
-    wrong = schema.differences(database, schema.statements(relay_only=True))
+    layout = schema.layout(database)
+    wrong = schema.differences(database, schema.statements(relay_only=True, suffix=layout.suffix))
     if wrong:
         return Finding("missing", f"table: {'; '.join(wrong)}. Run `outbox schema apply`, or see docs/guide/schema.md")
-    return Finding("ok", f"table: {database.name}, {schema.shard_count(database)} shards")
+    return Finding("ok", f"table: {database.name}, {layout.shards} shards")
 
 
 def _one_region(topics: Iterable[str]) -> Finding:

@@ -42,7 +42,7 @@ def drain(options: argparse.Namespace) -> int:
             timer.daemon = True
             timer.start()
         store = worker.store
-        drained = until_drained(store, lambda: store.shards, settings.poll_interval)
+        drained = until_drained(store, lambda: store.layouts[0].ids, settings.poll_interval)
         if (code := worker.until_stopped(stop, drained, late_exit_code=exits.WORK_LEFT)) != exits.DONE:
             return code
     for each in store.unsent():

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from itertools import product
 
 from outbox.shared.throttled_log import ThrottledLog
+from outbox.storage.layout import Layout
 from publishworker.spanner.store import Store, StoreError
 
 _log = logging.getLogger("publishworker")
@@ -29,14 +30,14 @@ class Membership:
         self,
         store: Store,
         worker: str,
-        shards: Sequence[int],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin as if no other worker were live."""
         self._store = store
         self._worker = worker
-        self._all = tuple(shards)
+        #: The layouts that this worker polls.
+        self.layouts = tuple(store.layouts)
         self._clock = clock
         self._throttled_log = ThrottledLog(clock)
         self._failure: StoreError | None = None
@@ -46,12 +47,18 @@ class Membership:
         self._beat_at = float("-inf")
         self._living: frozenset[str] = frozenset({worker})
         self._gone: frozenset[str] = frozenset()
-        self.shards = self._all
+        #: The IDs of the shards that this worker polls.
+        self.shards = _ids(self.layouts)
 
     @property
     def size(self) -> int:
         """Return the number of live workers, including this one."""
         return len(self._living)
+
+    @property
+    def counts_backlog(self) -> bool:
+        """Tell whether this worker is the one that counts the backlog: the one with the first shard."""
+        return self.layouts[0].ids[0] in self.shards
 
     @property
     def seconds_to_beat(self) -> float:
@@ -68,12 +75,19 @@ class Membership:
         self._beat_at = self._clock()
         self._failure = None
         try:
-            self._store.heartbeat(self._worker, self._started_at, self._gone)
+            self._write(self.layouts)
         except StoreError as error:
             self._failure = error
 
+    def _write(self, polls: Sequence[Layout]) -> None:
+        self._store.heartbeat(self._worker, self._started_at, polls, self._gone)
+
     def refresh(self) -> None:
-        """Read the live workers, and take this worker's part of the shards. Raises StoreError."""
+        """Read the live workers and layouts, and take this worker's part of the shards. Raises StoreError.
+
+        The heartbeat says which layouts this worker polls before it stops polling one. `outbox schema reshard` relies
+        on that: it retires a layout when the heartbeats of all live workers name the other one.
+        """
         workers = self._store.workers()
         if self._failure is not None:  # reads succeed, so it is no outage, which the worker logs
             self._throttled_log.log(
@@ -88,9 +102,13 @@ class Membership:
         living = workers.live | {self._worker}  # whatever its row says, this worker is alive
         if self._clock() < self._keep_former_until:
             living |= self._living
-        if living != self._living:
-            self._living = living
-            self.shards = divide(living, self._all)[self._worker]
+        layouts = workers.layouts or self.layouts
+        if layouts != self.layouts:
+            self._write(layouts)
+            _log.info("polls %s", " and ".join(each.column for each in layouts), extra={"action": "reshard"})
+        if (living, layouts) != (self._living, self.layouts):
+            self._living, self.layouts = living, layouts
+            self.shards = divide(living, _ids(layouts))[self._worker]
             shards = ", ".join(map(str, self.shards))
             _log.info("%d live workers; this one polls shards %s", len(living), shards, extra={"action": "assigned"})
 
@@ -104,6 +122,10 @@ class Membership:
                 "",
                 f"The heartbeat row was not deleted; other workers take over after the liveness timeout: {error}",
             )
+
+
+def _ids(layouts: Sequence[Layout]) -> tuple[int, ...]:
+    return tuple(id for layout in layouts for id in layout.ids)
 
 
 def divide(workers: Collection[str], shards: Sequence[int]) -> dict[str, tuple[int, ...]]:

@@ -6,6 +6,7 @@ from datetime import datetime
 from itertools import zip_longest
 from typing import Literal
 
+from outbox.storage.layout import Layout
 from outbox.storage.task_states import NEVER
 
 
@@ -57,7 +58,7 @@ KeyHeads = Mapping[Key, Sequence[QueuedTask]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PollRequest:
-    """What one poll reads: the ready tasks of these shards and topics, and optionally more."""
+    """What one poll reads: the ready tasks of these shards (IDs of any layouts) and topics, and optionally more."""
 
     shards: tuple[int, ...]
     topics: frozenset[str]
@@ -88,10 +89,14 @@ class TopicControls:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The IDs of live workers, and of workers whose heartbeat is so old that its row may be deleted."""
+    """The IDs of live workers, and of workers whose heartbeat is so old that its row may be deleted.
+
+    `layouts` are those to poll. None is recorded until the table is resharded for the first time.
+    """
 
     live: frozenset[str] = frozenset()
     gone: frozenset[str] = frozenset()
+    layouts: tuple[Layout, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

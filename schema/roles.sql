@@ -5,19 +5,23 @@
 
 -- The relay. It can register nothing, and change neither a message nor where it goes.
 CREATE ROLE publishworker;
-GRANT SELECT ON TABLE AsynchronousTasks, AsynchronousTaskTopics, AsynchronousTaskWorkers TO ROLE publishworker;
+GRANT SELECT ON TABLE AsynchronousTasks, AsynchronousTaskTopics, AsynchronousTaskWorkers, AsynchronousTaskShards
+  TO ROLE publishworker;
 GRANT UPDATE(Id, SentAt, TimesSent, AvailableAt, BlockedBy, ExpiresAt, LastError, Attempts)
   ON TABLE AsynchronousTasks TO ROLE publishworker;
 GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskWorkers TO ROLE publishworker;
 
 -- Operators, who run the `outbox` commands.
 CREATE ROLE outbox_operator;
-GRANT SELECT ON TABLE AsynchronousTasks, AsynchronousTaskTopics, AsynchronousTaskWorkers, AsynchronousTaskOperations
+GRANT SELECT
+  ON TABLE AsynchronousTasks, AsynchronousTaskTopics, AsynchronousTaskWorkers, AsynchronousTaskShards,
+    AsynchronousTaskOperations
   TO ROLE outbox_operator;
 GRANT UPDATE(Id, SentAt, AvailableAt, BlockedBy, ExpiresAt, Attempts) ON TABLE AsynchronousTasks TO ROLE outbox_operator;
 GRANT DELETE ON TABLE AsynchronousTasks TO ROLE outbox_operator;
 GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskTopics TO ROLE outbox_operator;
 GRANT INSERT, UPDATE ON TABLE AsynchronousTaskOperations TO ROLE outbox_operator;
+GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskShards TO ROLE outbox_operator;
 
 -- Applications. They register tasks, and read no message.
 CREATE ROLE outbox_application;
@@ -35,7 +39,7 @@ CREATE ROLE outbox_pipeline;
 GRANT SELECT, DELETE ON TABLE AsynchronousTasks TO ROLE outbox_pipeline;
 GRANT UPDATE(Id, SentAt, TimesSent, AvailableAt, BlockedBy, ExpiresAt, LastError, Attempts)
   ON TABLE AsynchronousTasks TO ROLE outbox_pipeline;
-GRANT SELECT ON TABLE AsynchronousTaskTopics, AsynchronousTaskWorkers TO ROLE outbox_pipeline;
+GRANT SELECT ON TABLE AsynchronousTaskTopics, AsynchronousTaskWorkers, AsynchronousTaskShards TO ROLE outbox_pipeline;
 GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskWorkers TO ROLE outbox_pipeline;
 GRANT INSERT(Id, Topic, Data, Priority, OrderingKey, Sequence, CreatedAt, AvailableAt, ExpiresAt, AtMostOnce)
   ON TABLE AsynchronousTasks TO ROLE outbox_pipeline;

@@ -77,15 +77,26 @@ CREATE TABLE AsynchronousTaskTopics (
 CREATE TABLE AsynchronousTaskWorkers (
   WorkerId  STRING(64) NOT NULL,
   StartedAt TIMESTAMP  NOT NULL,
-  SeenAt    TIMESTAMP  NOT NULL OPTIONS (allow_commit_timestamp = true)
+  SeenAt    TIMESTAMP  NOT NULL OPTIONS (allow_commit_timestamp = true),
+  -- The columns whose shards the worker polls, such as Shard,Shard32. NULL: Shard.
+  Polls     STRING(64)
 ) PRIMARY KEY (WorkerId);
+
+-- Shard columns, since `outbox schema reshard` ran for the first time. No row: workers poll the shards of column Shard.
+CREATE TABLE AsynchronousTaskShards (
+  -- Shard, or with the number of shards at the end, such as Shard32. The names of its two indexes end like it.
+  ColumnName STRING(16) NOT NULL,
+  Shards     INT64      NOT NULL,
+  -- building: the column or an index is not complete. polled: workers poll it. retired: workers stop polling it.
+  State      STRING(16) NOT NULL
+) PRIMARY KEY (ColumnName);
 
 -- One row for each change that an operator or the pipeline made: who, when, which tasks, and how many. Rows stay. Workers
 -- do not need this table.
 CREATE TABLE AsynchronousTaskOperations (
   -- A random UUID.
   OperationId STRING(64)  NOT NULL,
-  -- retry, purge, discard, pause, resume, limit or replay.
+  -- retry, purge, discard, pause, resume, limit, replay or reshard.
   Operation   STRING(32)  NOT NULL,
   -- The commit timestamp of the first change.
   StartedAt   TIMESTAMP   NOT NULL OPTIONS (allow_commit_timestamp = true),

@@ -17,6 +17,7 @@ from outbox.admin.backlog import COUNT_LIMIT, NO_LIMIT
 from outbox.admin.operations import ChunkedRecord
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, Transaction
 from outbox.errors import OutboxError
+from outbox.storage.layout import Layout
 from outbox.storage.sql import chunked
 from outbox.storage.task_states import STATES
 
@@ -68,15 +69,16 @@ class TaskSelection:
         state = statements.CONDITIONS[self.state] if self.state else f"NOT ({pending}) AND NOT ({blocked})"
         return state + statements.narrowed(self.state, self.names)
 
-    def dml(self, statement: str, shards: Sequence[int]) -> str:
+    def dml(self, statement: str, layout: Layout) -> str:
         """Return `statement` with the selection as a WHERE clause with literals.
 
-        Without IDs it names all `shards`, so that the index can serve it. It forces no index, because emulator
-        1.5.28 fails if DML does.
+        Without IDs it names all shards of `layout`, so that the index can serve it. It forces no index, because
+        emulator 1.5.28 fails if DML does.
         """
         condition, values = f"Id IN @ids AND {self.condition}", self.values | {"ids": self.ids}
         if self.ids is None:
-            condition, values = f"Shard IN ({', '.join(map(str, shards))}) AND {self.condition}", self.values
+            numbers = ", ".join(map(str, range(layout.shards)))
+            condition, values = f"{layout.column} IN ({numbers}) AND {self.condition}", self.values
         return statements.written_out(statement, condition, values)
 
 

@@ -70,6 +70,17 @@ TYPES = {
 
 NOW = "SELECT CURRENT_TIMESTAMP()"
 
+#: What live workers poll: the whole of a small table, one row for each worker. Twice the liveness timeout, so that no
+#: slow worker is overlooked.
+WORKERS_POLL = """
+SELECT WorkerId, Polls FROM AsynchronousTaskWorkers
+WHERE TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) < 30 ORDER BY WorkerId"""
+#: The whole of a table with at most two rows.
+RECORDED_SHARDS = "SELECT ColumnName, Shards, State FROM AsynchronousTaskShards"
+#: A scan of the table: one row for each change by an operator.
+LATEST_RESHARD = """
+SELECT Selection FROM AsynchronousTaskOperations WHERE Operation = 'reshard' ORDER BY StartedAt DESC LIMIT 1"""
+
 # The topics of the next @limit tasks of each shard, in the order of the index. A small backlog needs one query, and
 # each topic with very many tasks another one.
 NEXT_TOPICS = f"""

@@ -16,6 +16,7 @@ from outbox.admin import statements
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.storage import schema
 from outbox.storage.connection import retry_and_timeout
+from outbox.storage.layout import Layout
 from outbox.storage.sql import PESSIMISTIC
 
 T = TypeVar("T")
@@ -53,9 +54,11 @@ class TaskTable:
     """Queries and transactions on the outbox's tables. Every method raises NotReached or OutboxError."""
 
     def __init__(self, database: Database) -> None:
-        """Check that the table exists, and read its number of shards."""
+        """Check that the table exists, and read its layout."""
         self._database: Any = database  # its methods carry no types
-        self.shards: Sequence[int] = range(schema.shard_count(database, request_options=SCHEMA_OPTIONS))
+        self.layout = schema.layout(database, request_options=SCHEMA_OPTIONS)
+        #: The numbers of the shards, which parameters of statements contain.
+        self.shards: Sequence[int] = range(self.layout.shards)
 
     @property
     def name(self) -> str:
@@ -87,7 +90,7 @@ class TaskTable:
         with self._errors(), self._database.snapshot(read_timestamp=at) as snapshot:
             return list(
                 snapshot.execute_sql(
-                    statement,
+                    self.layout.sql(statement),
                     params=values,
                     param_types={name: statements.TYPES[name] for name in values},
                     request_options={"priority": _LOW, "request_tag": tag},
@@ -127,7 +130,7 @@ class TaskTable:
         """
         with self._errors():
             result: T = self._database.run_in_transaction(
-                lambda transaction: work(Transaction(transaction, self.name, tag)),
+                lambda transaction: work(Transaction(transaction, self.name, tag, self.layout)),
                 timeout_secs=ABORTED_SECONDS,
                 default_retry_delay=ABORTED_DELAY_SECONDS,
                 transaction_tag=tag,
@@ -146,7 +149,13 @@ class TaskTable:
             # NOT_FOUND is the answer for a missing database and for a missing table.
             if isinstance(error, NotReached | SchemaDiffers) and not isinstance(error.__cause__, NotFound):
                 raise
-            if wrong := schema.differences(self._database, schema.statements(), request_options=SCHEMA_OPTIONS):
+            if self.layout not in schema.layouts(self._database, request_options=SCHEMA_OPTIONS):
+                raise NotReached(
+                    f"{self.name}: column {self.layout.column} is gone, because the number of shards was changed. "
+                    "Run the command again."
+                ) from error
+            expected = schema.statements(suffix=self.layout.suffix)
+            if wrong := schema.differences(self._database, expected, request_options=SCHEMA_OPTIONS):
                 raise NotReached(f"{self.name}: {'; '.join(wrong)}. See `outbox schema apply`.") from error
             raise
 
@@ -154,9 +163,9 @@ class TaskTable:
 class Transaction:
     """A read-write transaction that releases its locks even if its first statement fails."""
 
-    def __init__(self, transaction: Any, name: str, tag: str) -> None:
+    def __init__(self, transaction: Any, name: str, tag: str, layout: Layout) -> None:
         """Wrap a transaction of the client."""
-        self._transaction, self._name = transaction, name
+        self._transaction, self._name, self._layout = transaction, name, layout
         self._options = {"priority": _LOW, "request_tag": tag}
 
     def query(self, statement: str, parameters: Mapping[str, Any]) -> list[list[Any]]:
@@ -165,7 +174,7 @@ class Transaction:
         with self._translated_errors():
             return list(
                 self._transaction.execute_sql(
-                    statement,
+                    self._layout.sql(statement),
                     params=parameters,
                     param_types=types,
                     request_options=self._options,

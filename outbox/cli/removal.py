@@ -70,7 +70,7 @@ def run_purge(options: argparse.Namespace) -> int:
     chosen = changes.TaskSelection(state="sent", topic=options.topic, until=before)
     count = changes.count(table, chosen, exact=options.dry_run)
     if options.dry_run:
-        print(f"{count} would be deleted. Equivalent DML:\n{chosen.dml(statements.DELETE_DML, table.shards)}")
+        print(f"{count} would be deleted. Equivalent DML:\n{chosen.dml(statements.DELETE_DML, table.layout)}")
         chunks.note_size(count)
         return 0
     if count.number > chunks.CONFIRM_ABOVE and sys.stdin.isatty():

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     flags.check_window(chosen.since, chosen.until)
     count = changes.count(table, chosen, exact=options.dry_run)
     if options.dry_run:
-        print(f"{count} would be sent again. Equivalent DML:\n{chosen.dml(statements.RETRY_DML, table.shards)}")
+        print(f"{count} would be sent again. Equivalent DML:\n{chosen.dml(statements.RETRY_DML, table.layout)}")
         chunks.note_size(count)
         if not count.number and wanted is None:
             flags.explain_none(table, chosen, options)

@@ -6,6 +6,7 @@ from typing import Any
 from outbox.cli.flags import command
 from outbox.shared.settings import DatabaseSettings, SettingType, flag_of, whole_number
 from outbox.storage import ddl
+from outbox.storage.layout import MAX_SHARDS
 
 PRINT_DESCRIPTION = """\
 Print the DDL of the outbox's tables for your own migrations. The command contacts
@@ -19,7 +20,16 @@ object exists with a different definition, it creates nothing and the exit code 
 
     outbox schema apply --project my-project --instance main --database orders"""
 
-SHARDS = whole_number(1, ddl.MAX_SHARDS)
+RESHARD_DESCRIPTION = """\
+Change the number of shards while workers run. The command adds a column and two
+indexes, waits until all live workers poll them, and drops the old ones. It may be
+interrupted and run again at any time. A change of a large table takes hours.
+
+    outbox schema reshard --shards 32
+    outbox schema reshard --status
+    outbox schema reshard --abort"""
+
+SHARDS = whole_number(1, MAX_SHARDS)
 _DAYS = whole_number(1, ddl.MAX_RETENTION_DAYS)
 RETENTION = SettingType(lambda text: None if text == "none" else _DAYS.parse(text), f"none, or days, {_DAYS.allowed}")
 
@@ -38,6 +48,17 @@ def add(commands: Any) -> None:
     applying = command(actions, "apply", "create missing schema objects", APPLY_DESCRIPTION)
     _add_choices(applying, "; an existing table keeps its value, and a different value is an error")
     applying.set_defaults(run=run_apply)
+    resharding = command(actions, "reshard", "change the number of shards", RESHARD_DESCRIPTION)
+    choice = resharding.add_mutually_exclusive_group(required=True)
+    choice.add_argument(
+        "--shards", type=flag_of("--shards", SHARDS), metavar="N",
+        help=f"The new number of shards: {SHARDS.allowed}. Run it again with the same number to continue.",
+    )  # fmt: skip
+    choice.add_argument(
+        "--status", action="store_true", help="Print the layouts and the next step, and change nothing."
+    )
+    choice.add_argument("--abort", action="store_true", help="Return to the former number of shards.")
+    resharding.set_defaults(run=run_reshard)
 
 
 def _add_choices(parser: argparse.ArgumentParser, otherwise: str) -> None:
@@ -83,4 +104,25 @@ def run_apply(options: argparse.Namespace) -> int:
     database = open_database(settings)
     for name, state in schema.apply(database, _statements(options), free=free):
         print(f"{state:<8} {name}")
+    return 0
+
+
+def run_reshard(options: argparse.Namespace) -> int:
+    """Change the number of shards, and print one line for each step; returns 0.
+
+    Raises SettingError, NotReached, OutboxError.
+    """
+    settings = DatabaseSettings.read(vars(options))
+
+    from outbox.admin.reshard import Resharding  # noqa: PLC0415 - the Spanner client: half a second, for nothing if a flag is wrong
+    from outbox.storage.connection import open_database  # noqa: PLC0415 - the same
+
+    resharding = Resharding(open_database(settings))
+    if options.status:
+        print("\n".join(resharding.report()))
+        return 0
+    target = resharding.former() if options.abort else resharding.target(options.shards)
+    for line in resharding.run(target):
+        print(line, flush=True)
+    print(f"The table has {target.shards} shards, in column {target.column}")
     return 0

@@ -11,9 +11,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+from outbox.storage.layout import COLUMN, MAX_SHARDS, renamed
+
 #: Min tasks a second, one in thirty years. A smaller RatePerSecond is a mistake, and could become 0 for each worker.
 MIN_RATE = 1e-9
-MAX_SHARDS = 1000
 #: Ten years; a policy counts in days.
 MAX_RETENTION_DAYS = 3650
 #: Two parts that each database chooses for itself.
@@ -48,7 +49,12 @@ class Shape:
 
 
 def statements(
-    shards: int = 10, retention_days: int | None = 7, *, change_stream: bool = False, relay_only: bool = False
+    shards: int = 10,
+    retention_days: int | None = 7,
+    *,
+    change_stream: bool = False,
+    relay_only: bool = False,
+    suffix: str = "",
 ) -> list[str]:
     """Return the DDL, one statement each, without comments and semicolons.
 
@@ -57,6 +63,7 @@ def statements(
         retention_days: sent tasks are deleted when they are older, 1 to 3,650; None keeps them.
         change_stream: add the change stream AsynchronousTasksInserts.
         relay_only: leave out the tables that the relay does not need.
+        suffix: that of the layout, empty unless the table has been resharded.
 
     Raises:
         ValueError: a number is out of range.
@@ -73,7 +80,21 @@ def statements(
         table = _replace(r",\s*ROW DELETION POLICY \(.+\)$", "", table)
     else:
         table = _replace(r"INTERVAL \d+ DAY", f"INTERVAL {retention_days} DAY", table)
-    return [table, *others, *([_CHANGE_STREAM] if change_stream else [])]
+    return [renamed(each, suffix) for each in (table, *others, *([_CHANGE_STREAM] if change_stream else []))]
+
+
+def added_layout(shards: int) -> list[str]:
+    """Return the DDL that adds the layout of so many shards to a table: its column, and its indexes."""
+    table, *others = statements(shards, suffix=str(shards))
+    [column] = re.findall(rf"^  ({COLUMN}{shards} .+),$", table, re.MULTILINE)
+    indexes = [each for each in others if each.startswith("CREATE INDEX ")]
+    return [f"ALTER TABLE AsynchronousTasks ADD COLUMN {' '.join(column.split())}", *indexes]
+
+
+def dropped_layout(suffix: str, indexes: Collection[str]) -> list[str]:
+    """Return the DDL that removes a layout from a table that still has these of its indexes."""
+    drops = [f"DROP INDEX {each}" for each in sorted(indexes)]
+    return [*drops, f"ALTER TABLE AsynchronousTasks DROP COLUMN {COLUMN}{suffix}"]
 
 
 #: A text in quotes, a comment, or the end of a statement.
@@ -171,7 +192,7 @@ def column(
 ) -> dict[str, str]:  # fmt: skip
     """Return the parts of a column: its text, and for Shard the number of shards."""
     parts = {}
-    if normal(name) == "shard" and generated and (count := re.search(r"\b(\d+)\W*$", generated)):
+    if re.fullmatch(r"shard\d*", normal(name)) and generated and (count := re.search(r"\b(\d+)\W*$", generated)):
         # A part of its own, so that any number can be accepted.
         parts[SHARD_COUNT] = count[1]
         generated = f"{generated[: count.start()]}N{generated[count.end(1) :]}"

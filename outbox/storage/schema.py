@@ -30,6 +30,7 @@ from outbox.storage.ddl import (
     retention,
     statements,
 )
+from outbox.storage.layout import COLUMN, Layout
 
 __all__ = [
     "OPERATIONS",
@@ -38,8 +39,9 @@ __all__ = [
     "SHARD_COUNT",
     "apply",
     "differences",
+    "layout",
+    "layouts",
     "service_errors",
-    "shard_count",
     "statements",
 ]
 
@@ -69,17 +71,41 @@ def differences(
     return [sentence for shape in shapes for sentence in compare(shape, found.get(normal(shape.title)), free)]
 
 
-def shard_count(database: Database, **request: Any) -> int:
-    """Return the number of shards of the table in `database`. Raises NotReached, SchemaDiffers."""
-    columns = _query(database, _SHARD, request)
+def layout(database: Database, **request: Any) -> Layout:
+    """Return a layout of the table in `database` that all tasks are in. Raises NotReached, SchemaDiffers.
+
+    While the number of shards changes, there may be two. If none is complete, return any.
+    """
+    found = layouts(database, **request)
+    return next(
+        (each for each, states in found.items() if list(states.values()) == ["READ_WRITE"] * 2), next(iter(found))
+    )
+
+
+def layouts(database: Database, **request: Any) -> dict[Layout, dict[str, str]]:
+    """Return the layouts of the table in `database`, and the state of each of their indexes that exists, by its name.
+
+    A new index has the state READ_WRITE when it contains all rows. Raises NotReached, SchemaDiffers.
+    """
+    [[columns, indexes]] = _query(database, _LAYOUTS, request)
     if not columns:
         raise NotReached(f"{database.name}: table AsynchronousTasks is missing; run `outbox schema apply`")
-    parts = column("Shard", "INT64", required=True, generated=columns[-1][0], default=None, commit_timestamp=False)
-    if SHARD_COUNT not in parts:
+    found = {}
+    for name, generated in columns:
+        parts = column(name, "INT64", required=True, generated=generated, default=None, commit_timestamp=False)
+        suffix = name.lower().removeprefix(COLUMN.lower())
+        if SHARD_COUNT in parts:
+            states = {
+                index: state
+                for index, state in indexes
+                if index.lower().endswith((f"tosend{suffix}", f"inorder{suffix}"))
+            }
+            found[Layout(int(parts[SHARD_COUNT]), suffix)] = states
+    if not found:
         raise SchemaDiffers(
             f"{database.name}: the number of shards cannot be read from column Shard of AsynchronousTasks"
         )
-    return int(parts[SHARD_COUNT])
+    return found
 
 
 def apply(
@@ -124,10 +150,16 @@ def apply(
 
 
 _DIALECT = "SELECT option_value FROM information_schema.database_options WHERE option_name = 'database_dialect'"
-_SHARD = """
-SELECT GENERATION_EXPRESSION FROM INFORMATION_SCHEMA.COLUMNS
-WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) = 'asynchronoustasks' AND LOWER(COLUMN_NAME) IN ('id', 'shard')
-ORDER BY LOWER(COLUMN_NAME)"""
+# Id, which every table of tasks has, and the columns Shard, Shard32 and the like.
+_LAYOUTS = r"""
+SELECT
+  ARRAY(SELECT AS STRUCT COLUMN_NAME, GENERATION_EXPRESSION FROM INFORMATION_SCHEMA.COLUMNS
+        WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) = 'asynchronoustasks'
+          AND REGEXP_CONTAINS(LOWER(COLUMN_NAME), r'^(id|shard[0-9]*)$')
+        ORDER BY LENGTH(COLUMN_NAME), COLUMN_NAME),
+  ARRAY(SELECT AS STRUCT INDEX_NAME, INDEX_STATE FROM INFORMATION_SCHEMA.INDEXES
+        WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) = 'asynchronoustasks' AND INDEX_STATE IS NOT NULL
+        ORDER BY INDEX_NAME)"""
 # Tables, columns, checks, indexes and change streams in one request. A stored column of an index has no position.
 _OBJECTS = """
 SELECT

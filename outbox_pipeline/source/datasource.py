@@ -19,7 +19,7 @@ from outbox.shared.times import resolved, shown
 from outbox_pipeline import schemas
 from outbox_pipeline.source import columns, parts
 from outbox_pipeline.source.options import Options, RowFilter, parse
-from outbox_pipeline.spanner import TO_SEND, Table, open_table, too_old
+from outbox_pipeline.spanner import Table, open_table, too_old
 
 try:
     from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
@@ -128,7 +128,7 @@ class OutboxReader(_Reading, DataSourceReader):
         elif selection.state == "sent" and selection.since:
             until = min(filter(None, (selection.until, at + _TICK)))
             if parts.share_of_sent(table, selection.since, until, at) < parts.INDEX_PAYS:
-                found = parts.sent_parts(table.shards, selection.since, until, options.partitions)
+                found = parts.sent_parts(table.layout.ids, selection.since, until, options.partitions)
         return self._planned(found, selection, at)
 
 
@@ -197,12 +197,12 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
                 f"{too_old(until)}. To continue, start with a new checkpoint and the option since={shown(since)}. The "
                 "stream then repeats the tasks sent since that time"
             )
-        found = parts.sent_parts(table.shards, since, until, self._options.partitions, after=True)
+        found = parts.sent_parts(table.layout.ids, since, until, self._options.partitions, after=True)
         return self._planned(found, RowFilter(topic=self._options.topic), until)
 
     def _any_sent(self, since: datetime, until: datetime) -> bool:
-        [part] = parts.sent_parts(self._table.shards, since, until, 1, after=True)
-        return any(True for _ in self._table.rows(("Id",), part.keys, until, index=TO_SEND, limit=1))
+        [part] = parts.sent_parts(self._table.layout.ids, since, until, 1, after=True)
+        return any(True for _ in self._table.rows(("Id",), part.keys, until, index=part.index, limit=1))
 
 
 def _offset(time: datetime) -> dict[str, str]:

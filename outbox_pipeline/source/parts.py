@@ -13,6 +13,7 @@ from uuid import uuid4
 import pyarrow as pa
 from google.cloud.spanner_v1 import KeyRange, KeySet
 
+from outbox.storage.layout import by_suffix, renamed, suffix_of
 from outbox_pipeline.chunks import chunks
 from outbox_pipeline.source import columns as arrow
 from outbox_pipeline.source.options import RowFilter
@@ -55,6 +56,7 @@ class KeyPart:
 class SentPart:
     """Tasks of some shards that were sent in a period, read through the index, so the cost depends on their number.
 
+    `shards` are IDs of one layout: the reader may be another process, and find another layout in the table.
     `since` is inclusive and `until` exclusive. With `after`, for a stream, `since` is exclusive and `until` inclusive.
     """
 
@@ -64,18 +66,24 @@ class SentPart:
     after: bool = False
 
     @property
+    def index(self) -> str:
+        """Return the name of the index."""
+        return renamed(TO_SEND, suffix_of(self.shards[0]))
+
+    @property
     def keys(self) -> KeySet:
         """Return the ranges of the index."""
+        [numbers] = by_suffix(self.shards).values()
         if self.after:
-            bounds = [{"start_open": [shard, self.since], "end_closed": [shard, self.until]} for shard in self.shards]
+            bounds = [{"start_open": [shard, self.since], "end_closed": [shard, self.until]} for shard in numbers]
         else:
-            bounds = [{"start_closed": [shard, self.since], "end_open": [shard, self.until]} for shard in self.shards]
+            bounds = [{"start_closed": [shard, self.since], "end_open": [shard, self.until]} for shard in numbers]
         return KeySet(ranges=[KeyRange(**each) for each in bounds])
 
     def read(self, table: Table, names: Sequence[str], selection: RowFilter, at: datetime) -> Iterator[Columns]:
         """Read the ranges of the index and then the tasks by key."""
         found = tuple(name for name in INDEXED if name in {*names, "Id", "Bytes", "Topic"})
-        rows = table.rows(found, self.keys, at, index=TO_SEND)
+        rows = table.rows(found, self.keys, at, index=self.index)
         narrowed = RowFilter(topic=selection.topic)
         for columns in _selected(_batches(rows, found), narrowed, at):
             if set(names) <= set(found):

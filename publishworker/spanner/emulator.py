@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from outbox.storage.connection import LimitedDatabase
+from outbox.storage.layout import Layout, renamed
 from outbox.storage.sql import IN_ORDER, SEEK
 from publishworker.spanner import rows, statements
 from publishworker.spanner.store import NotWritten, SpannerStore
@@ -29,18 +30,18 @@ _WHOLE_KEYS = statements.queued(f"""
 class EmulatorStore(SpannerStore):
     """A SpannerStore whose transactions wait for one another here, which is cheaper than aborts."""
 
-    def __init__(self, database: LimitedDatabase, shards: int, priority: str = "medium") -> None:
+    def __init__(self, database: LimitedDatabase, layout: Layout, priority: str = "medium") -> None:
         """See SpannerStore."""
-        super().__init__(database, shards, priority)
+        super().__init__(database, layout, priority)
         self._one_at_a_time = threading.Lock()
 
-    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        """See Store. Many keys are read at once, because a read of each would scan the table each time."""
+    def _key_heads(self, suffix: str, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
+        """Read many keys at once, because a read of each would scan the table each time."""
         if len(keys) > FEW_KEYS:
-            found = self._read_keys(_WHOLE_KEYS, keys, skip_dead=skip_dead, most=WHOLE_KEYS_ROWS)
+            found = self._read_keys(renamed(_WHOLE_KEYS, suffix), keys, skip_dead=skip_dead, most=WHOLE_KEYS_ROWS)
             if len(found) < WHOLE_KEYS_ROWS:
                 return {key: tasks[:per_key] for key, tasks in rows.key_heads(found).items()}
-        return super().key_heads(keys, per_key, skip_dead=skip_dead)
+        return super()._key_heads(suffix, keys, per_key, skip_dead=skip_dead)
 
     @contextlib.contextmanager
     def _transaction_slot(self, seconds: float) -> Iterator[float]:

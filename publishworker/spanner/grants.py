@@ -27,7 +27,7 @@ def verify_grants(database: LimitedDatabase) -> None:
     limited: Any = database  # its methods carry no types
     id = str(uuid.uuid4())
     mark = (id, COMMIT_TIMESTAMP, 1, None, None, None, None, 0)
-    heartbeat = (id, datetime.now(UTC), COMMIT_TIMESTAMP)
+    heartbeat = (id, datetime.now(UTC), COMMIT_TIMESTAMP, "")
     with _permission(database, "read", "AsynchronousTasks", MARK_COLUMNS), limited.snapshot() as snapshot:
         types = {"id": param_types.STRING}
         list(snapshot.execute_sql(READABLE, params={"id": id}, param_types=types, **retry_and_timeout(READ_SECONDS)))

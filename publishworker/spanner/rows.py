@@ -15,21 +15,24 @@ from outbox.storage.task_states import NEVER
 from publishworker.types import Candidate, Key, LockedRow, QueuedTask
 
 
-def candidates(values: Iterable[Sequence[Any]]) -> tuple[Candidate, ...]:
-    """Return the poll's candidates, each once, because two ranges may hold the same task."""
+def candidates(values: Iterable[Sequence[Any]], first_shard: int = 0) -> dict[str, Candidate]:
+    """Return the poll's candidates by ID, because two ranges may hold the same task.
+
+    `first_shard` is the ID of the layout's first shard.
+    """
     found = {}
     for id, topic, shard, priority, created_at, available_at, ordering_key, size in values:
         found[id.string_value] = Candidate(
             id.string_value,
             topic.string_value,
-            int(shard.string_value),
+            first_shard + int(shard.string_value),
             int(priority.string_value),
             datetime.fromisoformat(created_at.string_value),
             _time(available_at),
             ordering_key.string_value or None,
             int(size.string_value),
         )
-    return tuple(found.values())
+    return found
 
 
 def key_heads(values: Iterable[Sequence[Any]]) -> dict[Key, list[QueuedTask]]:

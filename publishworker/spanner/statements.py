@@ -63,8 +63,12 @@ SELECT MIN(next_at), CURRENT_TIMESTAMP() FROM UNNEST(@shards) AS in_shard, UNNES
 #: Pauses and limits: the whole of a small table, one row for each topic that an operator has paused or limited.
 TOPIC_CONTROLS = "SELECT Topic, Paused, RatePerSecond, Burst, MaxInFlight FROM AsynchronousTaskTopics"
 
-#: The seconds since each worker's last heartbeat: the whole of a small table, one row for each worker.
-WORKERS = "SELECT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) FROM AsynchronousTaskWorkers"
+#: The seconds since each worker's last heartbeat, and the layouts to poll: the whole of two small tables, one row for
+#: each worker, and none, one or two for layouts.
+WORKERS = """
+SELECT
+  ARRAY(SELECT AS STRUCT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) FROM AsynchronousTaskWorkers),
+  ARRAY(SELECT AS STRUCT ColumnName, Shards FROM AsynchronousTaskShards WHERE State = 'polled' ORDER BY ColumnName)"""
 
 #: The records of a partition of the change stream. One without changes has a record each 1,000 ms, the least that is
 #: allowed: https://cloud.google.com/spanner/docs/change-streams/details
@@ -128,7 +132,7 @@ READABLE = f"SELECT {', '.join(MARK_COLUMNS)} FROM {BY_ID} WHERE Id = @id"
 #: The columns of a deferral.
 DEFER_COLUMNS = ("Id", "AvailableAt", "BlockedBy")
 
-HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt")
+HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt", "Polls")
 
 #: The database's time, and the paused topics.
 NOW_AND_PAUSED = "SELECT CURRENT_TIMESTAMP(), ARRAY(SELECT Topic FROM AsynchronousTaskTopics WHERE Paused)"

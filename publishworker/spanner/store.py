@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from google.rpc.error_details_pb2 import ResourceInfo
 
 from outbox.errors import NotReached
 from outbox.storage.connection import STREAM_RETRY, Deadline, LimitedDatabase
+from outbox.storage.layout import COLUMN, Layout, by_suffix, first_id, renamed, suffix_of
 from outbox.storage.sql import PESSIMISTIC
 from publishworker.spanner import rows, statements
 from publishworker.types import (
@@ -26,6 +27,7 @@ from publishworker.types import (
     Mark,
     NotSent,
     PollRequest,
+    QueuedTask,
     Sent,
     TopicControls,
     TopicLimit,
@@ -97,7 +99,8 @@ class Unsent:
 class Store(Protocol):
     """What the relay needs of a store. Each method raises StoreError if the store does not answer."""
 
-    shards: Sequence[int]
+    #: The layouts to poll: as the table had them at the start, and then as `workers` last read them.
+    layouts: Sequence[Layout]
 
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
         """Return the unsent tasks that are requested, each once. Takes no locks."""
@@ -126,13 +129,13 @@ class Store(Protocol):
         Returns the commit timestamp, which is the SentAt of the tasks that are marked as sent.
         """
 
-    def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
+    def heartbeat(self, worker: str, started_at: datetime, polls: Sequence[Layout], remove: Collection[str]) -> None:
         """Write the heartbeat of `worker`, which began at `started_at`. Delete the rows of the workers in `remove`."""
 
     def leave(self, worker: str) -> None:
         """Delete the worker's row."""
 
-    def has_work(self, shards: Sequence[int] | None = None) -> bool:
+    def has_work(self, shards: Iterable[int] | None = None) -> bool:
         """Tell whether `shards`, or all, have a pending or retrying task outside of paused topics."""
 
     def topics_in_use(self) -> tuple[frozenset[str], frozenset[str]]:
@@ -148,11 +151,11 @@ class Store(Protocol):
 class SpannerStore:
     """The store on Spanner."""
 
-    def __init__(self, database: LimitedDatabase, shards: int, priority: str = "medium") -> None:
-        """Poll all `shards` of the table in `database`, with the request priority `low`, `medium` or `high`."""
+    def __init__(self, database: LimitedDatabase, layout: Layout, priority: str = "medium") -> None:
+        """Poll the table in `database`, which has `layout`, with the request priority `low`, `medium` or `high`."""
         self._database: Any = database  # its methods carry no types
         self._priority = RequestOptions.Priority[f"PRIORITY_{priority.upper()}"]
-        self.shards: Sequence[int] = range(shards)
+        self.layouts: Sequence[Layout] = (layout,)
 
     @property
     def database(self) -> Any:
@@ -160,25 +163,30 @@ class SpannerStore:
         return self._database
 
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
-        """See Store. A strong single-use read at the request priority, one request."""
-        parameters = {"shards": request.shards, "topics": sorted(request.topics), "per_range": request.per_range}
+        """See Store. A strong single-use read at the request priority, one request for each layout."""
+        parameters = {"topics": sorted(request.topics), "per_range": request.per_range}
         if request.below is not None:
             parameters["below"] = request.below
         statement = statements.POLLS[request.due, request.below is not None]
-        return rows.candidates(self._query(statement, "outbox-poll", parameters, lazy_decode=True))
+        found: dict[str, Candidate] = {}
+        for suffix, shards in by_suffix(request.shards).items():
+            values = parameters | {"shards": shards}
+            read = self._query(renamed(statement, suffix), "outbox-poll", values, lazy_decode=True)
+            found |= rows.candidates(read, first_id(suffix))
+        return tuple(found.values())
 
     def discover(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
-        """See Store. A strong single-use read at the request priority, one request: a topic in each gap."""
+        """See Store. A strong single-use read at the request priority for each layout: a topic in each gap."""
         names = sorted(known)
-        lows = ["", *(topic + statements.NEXT for topic in names)]
-        parameters = {"shards": list(shards), "lows": lows, "highs": [*names, statements.AFTER_ALL_TOPICS]}
-        return frozenset(topic for [topic] in self._query(statements.DISCOVER_TOPICS, "outbox-discover", parameters))
+        parameters = {"lows": ["", *(topic + statements.NEXT for topic in names)]}
+        parameters["highs"] = [*names, statements.AFTER_ALL_TOPICS]
+        found = self._query_layouts(statements.DISCOVER_TOPICS, "outbox-discover", shards, parameters)
+        return frozenset(topic for [topic] in found)
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
-        """See Store. A strong single-use read at the request priority, one request."""
-        parameters = {"shards": list(shards), "topics": sorted(topics)}
-        [[next_at, now]] = self._query(statements.NEXT_DUE, "outbox-next-due", parameters)
-        return None if next_at is None else float((next_at - now).total_seconds())
+        """See Store. A strong single-use read at the request priority, one request for each layout."""
+        found = self._query_layouts(statements.NEXT_DUE, "outbox-next-due", shards, {"topics": sorted(topics)})
+        return min(((at - now).total_seconds() for at, now in found if at is not None), default=None)
 
     def topic_controls(self) -> TopicControls:
         """See Store. A strong single-use read at the request priority, one request."""
@@ -191,24 +199,37 @@ class SpannerStore:
 
     def workers(self) -> Workers:
         """See Store. A strong single-use read at the request priority, one request."""
-        ages = dict(self._query(statements.WORKERS, "outbox-workers", {}))
+        [[seen, layouts]] = self._query(statements.WORKERS, "outbox-workers", {})
+        ages = dict(seen)
+        recorded = tuple(Layout(shards, name.removeprefix(COLUMN)) for name, shards in layouts)
+        self.layouts = recorded or self.layouts
         return Workers(
             live=frozenset(id for id, age in ages.items() if age < statements.FRESH_HEARTBEAT_SECONDS),
             gone=frozenset(id for id, age in ages.items() if age > statements.FORGET_WORKER_SECONDS),
+            layouts=recorded,
         )
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        """See Store. A strong single-use read at the request priority, one request.
+        """See Store. A strong single-use read at the request priority, one request for each layout.
 
         It is outside of the claim, so that no range is ever locked.
         """
-        return rows.key_heads(self._read_keys(statements.KEY_HEADS, keys, skip_dead=skip_dead, per_key=per_key))
+        found: dict[Key, Sequence[QueuedTask]] = {}
+        for suffix in by_suffix(keys.values()):
+            of_layout = {key: shard for key, shard in keys.items() if suffix_of(shard) == suffix}
+            found |= self._key_heads(suffix, of_layout, per_key, skip_dead=skip_dead)
+        return found
+
+    def _key_heads(self, suffix: str, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
+        statement = renamed(statements.KEY_HEADS, suffix)
+        return rows.key_heads(self._read_keys(statement, keys, skip_dead=skip_dead, per_key=per_key))
 
     def _read_keys(self, statement: str, keys: Mapping[Key, int], *, skip_dead: bool, **limit: int) -> list[Any]:
+        [numbers] = by_suffix(keys.values()).values()
         parameters = {
             "topics": [key.topic for key in keys],
             "keys": [key.ordering_key for key in keys],
-            "shards": list(keys.values()),
+            "shards": numbers,
             "skip_dead": skip_dead,
             **limit,
         }
@@ -234,16 +255,15 @@ class SpannerStore:
         committed: datetime = transaction.committed
         return committed
 
-    def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
+    def heartbeat(self, worker: str, started_at: datetime, polls: Sequence[Layout], remove: Collection[str]) -> None:
         """See Store. One request, a commit without reads.
 
         Without a request priority, which Spanner treats as high, so that other workers do not take over the shards of
         this one while Spanner is overloaded.
         """
         with self._failures(), self._heartbeat_batch() as batch:
-            batch.insert_or_update(
-                "AsynchronousTaskWorkers", statements.HEARTBEAT_COLUMNS, [(worker, started_at, COMMIT_TIMESTAMP)]
-            )
+            row = (worker, started_at, COMMIT_TIMESTAMP, ",".join(layout.column for layout in polls))
+            batch.insert_or_update("AsynchronousTaskWorkers", statements.HEARTBEAT_COLUMNS, [row])
             if remove:
                 batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[id] for id in remove]))
 
@@ -252,20 +272,20 @@ class SpannerStore:
         with self._failures(), self._heartbeat_batch() as batch:
             batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[worker]]))
 
-    def has_work(self, shards: Sequence[int] | None = None) -> bool:
+    def has_work(self, shards: Iterable[int] | None = None) -> bool:
         """See Store. All reads use one timestamp. So do `topics_in_use` and `unsent`."""
         [[now, paused]] = self._query(statements.NOW_AND_PAUSED, "outbox-unsent", {})
 
         def enough(last: rows.UnsentRow) -> bool:
             return last.is_dead or last.topic in paused
 
-        found = self._unsent(self.shards if shards is None else shards, now, enough)
+        found = self._unsent(self.layouts[0].ids if shards is None else shards, now, enough)
         return any(each.state(now, paused) in WORK for each in found)
 
     def topics_in_use(self) -> tuple[frozenset[str], frozenset[str]]:
         """See Store."""
         [[now, _]] = self._query(statements.NOW_AND_PAUSED, "outbox-unsent", {})
-        found = list(self._unsent(self.shards, now, lambda _last: True))
+        found = list(self._unsent(self.layouts[0].ids, now, lambda _last: True))
         working = frozenset(each.topic for each in found if each.state(now) in WORK)
         return working, frozenset(each.topic for each in found if each.is_ordered)
 
@@ -279,13 +299,19 @@ class SpannerStore:
                 cut.add(last.topic)
             return full
 
-        for each in self._unsent(self.shards, now, enough):
+        for each in self._unsent(self.layouts[0].ids, now, enough):
             read[each.shard, each.topic] += 1
             counts[each.topic, each.state(now, paused)] += 1
         return [Unsent(*key, counts[key], key[0] in cut) for key in sorted(counts)]
 
     def _unsent(
-        self, shards: Sequence[int], at: datetime, enough: Callable[[rows.UnsentRow], bool]
+        self, shards: Iterable[int], at: datetime, enough: Callable[[rows.UnsentRow], bool]
+    ) -> Iterator[rows.UnsentRow]:
+        for suffix, numbers in by_suffix(shards).items():
+            yield from self._unsent_of(suffix, numbers, at, enough)
+
+    def _unsent_of(
+        self, suffix: str, shards: Sequence[int], at: datetime, enough: Callable[[rows.UnsentRow], bool]
     ) -> Iterator[rows.UnsentRow]:
         """Yield each unsent task as of `at` once, by shard, topic and time, in reads that are too short to time out.
 
@@ -294,7 +320,7 @@ class SpannerStore:
         starts: list[list[Any]] = [[shard, None] for shard in sorted(shards)]
         limit, known = FIRST_ROWS, frozenset[str]()
         while starts:
-            found = self._read_unsent(starts, at, limit)
+            found = self._read_unsent(suffix, starts, at, limit)
             yield from (each for each in found if each.id not in known)
             if len(found) < limit:
                 return
@@ -309,14 +335,16 @@ class SpannerStore:
                 known = frozenset(each.id for each in found if each.place == start)
             starts = [start, *(each for each in starts if each[0] > last.shard)]
 
-    def _read_unsent(self, starts: Sequence[Sequence[Any]], at: datetime, limit: int) -> list[rows.UnsentRow]:
+    def _read_unsent(
+        self, suffix: str, starts: Sequence[Sequence[Any]], at: datetime, limit: int
+    ) -> list[rows.UnsentRow]:
         ranges = [KeyRange(start_closed=start, end_closed=[start[0], None]) for start in starts]
         with self._failures(), self._database.snapshot(read_timestamp=at) as snapshot:
             found = snapshot.read(
                 "AsynchronousTasks",
-                statements.UNSENT_COLUMNS,
+                [renamed(name, suffix) for name in statements.UNSENT_COLUMNS],
                 KeySet(ranges=ranges),
-                index="AsynchronousTasksToSend",
+                index=renamed("AsynchronousTasksToSend", suffix),
                 limit=limit,
                 request_options={"priority": self._priority, "request_tag": "outbox-unsent"},
                 retry=STREAM_RETRY,
@@ -324,6 +352,13 @@ class SpannerStore:
                 lazy_decode=True,
             )
             return rows.unsent(found)
+
+    def _query_layouts(
+        self, statement: str, tag: str, shards: Iterable[int], parameters: Mapping[str, Any]
+    ) -> Iterator[list[Any]]:
+        """Yield the rows of a statement for each layout of `shards`."""
+        for suffix, numbers in by_suffix(shards).items():
+            yield from self._query(renamed(statement, suffix), tag, {**parameters, "shards": numbers})
 
     def _query(
         self,

@@ -149,7 +149,7 @@ class BacklogSampler:
         membership: Membership,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Call `sample` while shard 0 is assigned to this worker."""
+        """Call `sample` while the first shard is assigned to this worker."""
         self._sample = sample
         self._open_table = open_table
         self._table: TaskTable | None = None
@@ -167,8 +167,8 @@ class BacklogSampler:
         self._stop.set()
 
     def once(self) -> float:
-        """Count if shard 0 is assigned to this worker; return the seconds to wait."""
-        if 0 not in self._membership.shards:
+        """Count if the first shard is assigned to this worker; return the seconds to wait."""
+        if not self._membership.counts_backlog:
             return INTERVAL
         began = self._clock()
         try:

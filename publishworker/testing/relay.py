@@ -127,7 +127,7 @@ class OutboxRelay:
             self._store,
             Delivery(self._store, self._publisher, retries, settings.publish_timeout, skip_dead=False),
             Metrics(None),
-            Membership(self._store, f"test-{uuid.uuid4().hex}", self._store.shards),
+            Membership(self._store, f"test-{uuid.uuid4().hex}"),
             limits=Limits(settings.batch_size, settings.batch_bytes, settings.concurrency),
             discovery_seconds=0,
             refresh_seconds=0,

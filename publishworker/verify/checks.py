@@ -146,8 +146,8 @@ def _sent(scratch: Scratch) -> list[ExecuteSqlRequest]:
         return original(request=request, **more)
 
     api.execute_streaming_sql = record
-    store, table = SpannerStore(database, schema.shard_count(database)), TaskTable(database)
-    shards, topics = tuple(store.shards), frozenset(TOPICS)
+    store, table = SpannerStore(database, schema.layout(database)), TaskTable(database)
+    shards, topics = tuple(store.layouts[0].ids), frozenset(TOPICS)
     for due in (False, True):
         for below in (None, 50):
             found = store.poll(PollRequest(shards=shards, topics=topics, per_range=80, due=due, below=below))
@@ -194,7 +194,7 @@ def _topics(scratch: Scratch) -> Iterator[Check]:
     store, figures = scratch.store(), {}
     for count in POLLED_TOPICS[: 2 if scratch.is_emulator else None]:
         names = frozenset(f"idle-{number}" for number in range(count))
-        request = PollRequest(shards=tuple(store.shards), topics=names, per_range=80, due=True)
+        request = PollRequest(shards=tuple(store.layouts[0].ids), topics=names, per_range=80, due=True)
         figures[f"{count} topics, ms"] = round(statistics.median(_times_ms(partial(store.poll, request), 5)), 1)
     if scratch.is_emulator:
         yield Check("topics", NOT_AVAILABLE, "the emulator scans the table for each range", figures)
@@ -307,7 +307,7 @@ def _relay(scratch: Scratch, batch_size: int, topic: str = "") -> Relay:
         store,
         Delivery(store, _InstantPublisher(), retries, 5.0, skip_dead=False),
         Metrics(None),
-        Membership(store, f"verify-{uuid.uuid4().hex}", store.shards),
+        Membership(store, f"verify-{uuid.uuid4().hex}"),
         limits=Limits(batch_size, 8_000_000, 8),
         discovery_seconds=0.5,
         refresh_seconds=2.0,

@@ -50,7 +50,7 @@ class Scratch:
     def store(self) -> SpannerStore:
         """Return a store of the scratch database."""
         kind = EmulatorStore if self.is_emulator else SpannerStore
-        return kind(self.database, schema.shard_count(self.database), self.settings.request_priority)
+        return kind(self.database, schema.layout(self.database), self.settings.request_priority)
 
     def register(self, topic: str, count: int) -> list[str]:
         """Register tasks in transactions of up to CHUNK, and return their IDs."""

@@ -42,8 +42,15 @@ CREATE TABLE AsynchronousTaskTopics (
 CREATE TABLE AsynchronousTaskWorkers (
   WorkerId  STRING(64) NOT NULL,
   StartedAt TIMESTAMP  NOT NULL,
-  SeenAt    TIMESTAMP  NOT NULL OPTIONS (allow_commit_timestamp = true)
+  SeenAt    TIMESTAMP  NOT NULL OPTIONS (allow_commit_timestamp = true),
+  Polls     STRING(64)
 ) PRIMARY KEY (WorkerId);
+
+CREATE TABLE AsynchronousTaskShards (
+  ColumnName STRING(16) NOT NULL,
+  Shards     INT64      NOT NULL,
+  State      STRING(16) NOT NULL
+) PRIMARY KEY (ColumnName);
 
 CREATE TABLE AsynchronousTaskOperations (
   OperationId STRING(64)  NOT NULL,

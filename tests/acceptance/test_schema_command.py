@@ -49,7 +49,7 @@ def test_apply_keeps_shards_and_retention_unless_they_are_given(outbox: Commands
     choices = ("--shards", "4", "--retention", "none", "--change-stream")
     created = outbox.here("schema", "apply", *choices)
     assert "created  change stream AsynchronousTasksInserts\n" in created.stdout
-    assert schema.shard_count(empty_database) == 4
+    assert schema.layout(empty_database).shards == 4
     assert [outbox.here("schema", "apply", *words).code for words in ((), choices)] == [0, 0]
     other = outbox.here("schema", "apply", "--shards", "10", "--retention", "30")
     assert (other.code, other.stdout, TRACE in other.stderr) == (1, "", False)

@@ -10,17 +10,20 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 import outbox
+from outbox.admin.reshard import POLLED, Resharding
 from outbox.devtools.emulators import Emulators
+from outbox.storage.connection import open_database
+from outbox.storage.layout import Layout
 from tests.support.processes import ROOT
 from tests.support.pubsub import Subscription
 from tests.support.relays import EACH_ONCE, account, divided, first_deliveries, register, wait_until_all_sent, worker
-from tests.support.spanner import ADMIN_SECONDS, query
+from tests.support.spanner import ADMIN_SECONDS, place, query
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.xdist_group("upgrade")  # the older version is installed once
 
 #: The commit that settled the schema. Workers of older commits refuse an index that stores BlockedBy.
-OLDER = "f4a2d10"
+OLDER = "1fa3e38"
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +107,20 @@ def test_a_newer_worker_on_an_old_table_names_missing_objects(emulators: Emulato
     with worker(emulators, own_database) as running:
         assert running.wait() == 3
         assert "index AsynchronousTasksInOrder is missing" in running.stderr
+
+
+@pytest.mark.extended
+def test_a_worker_of_an_older_version_delays_a_change_of_the_shards(
+    emulators: Emulators, own_database: Database, topic: str, older: Path
+) -> None:
+    """It polls the first column only, and sends every task until it is replaced."""
+    resharding = Resharding(open_database(place(own_database.database_id)))
+    with worker(emulators, own_database, directory=older) as old:
+        old.wait_for_text("relaying")
+        steps = resharding.run(resharding.target(4))
+        assert any("also polls Shard4" in line for line in steps)  # waits
+        register(own_database, topic, 20)
+        wait_until_all_sent(own_database)
+        assert resharding.state().status(Layout(10)) == POLLED
+        old.end()
+    assert list(steps)[-1] == "Remove Shard from AsynchronousTaskShards"

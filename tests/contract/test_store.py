@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from outbox.storage.layout import Layout
 from outbox.storage.task_states import NEVER
-from publishworker.types import TopicControls, TopicLimit, Workers
+from publishworker.types import Key, TopicControls, TopicLimit, Workers
 from tests.support.fakes import serialized
 from tests.support.parts import poll_request
 from tests.support.store_harness import Harness, poll_ids
@@ -125,6 +126,29 @@ def test_empty_topics_and_ids_are_found(harness: Harness) -> None:
     assert poll_ids(harness.store, "") == [""]
 
 
+def test_every_task_is_in_every_layout(own_harness: Harness) -> None:
+    """Tasks from before and after a layout is added. A poll of two layouts returns each task once."""
+    harness, first, new = own_harness, Layout(10), Layout(4, "4")
+    for id in "abc":
+        harness.insert(id)
+    harness.reshard(new)
+    harness.insert("d", ordering_key="key", available_at=PAST)
+    harness.insert("e", available_at=FUTURE)
+    assert harness.store.layouts == (first,)
+    assert harness.store.workers().layouts == (first, new) == tuple(harness.store.layouts)
+    for shards in (first.ids, new.ids, [*first.ids, *new.ids]):
+        found = harness.store.poll(poll_request("orders", shards=shards, due=True, below=1000))
+        assert sorted(each.id for each in found) == ["a", "b", "c", "d"]
+        assert {each.shard for each in found} <= set(shards)
+        assert harness.store.discover(tuple(shards), ()) == {"orders"}
+        assert (harness.store.seconds_until_due(tuple(shards), ["orders"]) or 0) > 0
+        assert harness.store.has_work(shards)
+        [head] = [each for each in found if each.ordering_key]
+        key = Key("orders", "key")
+        assert [each.id for each in harness.store.key_heads({key: head.shard}, 5, skip_dead=False)[key]] == ["d"]
+    assert [each.count for each in harness.store.unsent()] == [4, 1]
+
+
 def test_topic_controls(harness: Harness) -> None:
     """To the last digit; a value that is not set is None. A paused topic keeps its limits until it is resumed."""
     limits = {
@@ -151,15 +175,15 @@ def test_topic_controls(harness: Harness) -> None:
 
 def test_a_worker_is_live_until_it_leaves_or_its_heartbeat_is_too_old(harness: Harness) -> None:
     """By the database's clock. A worker that was silent for an hour may be deleted."""
-    harness.store.heartbeat("here", NOW, [])
-    harness.store.heartbeat("here", NOW, [])
-    harness.store.heartbeat("leaving", NOW, [])
+    harness.store.heartbeat("here", NOW, (), [])
+    harness.store.heartbeat("here", NOW, (), [])
+    harness.store.heartbeat("leaving", NOW, (), [])
     for name, seconds in (("fresh", 5), ("silent", 20), ("gone", 7200)):
         harness.seen(name, seconds)
     assert harness.store.workers() == Workers(frozenset({"here", "leaving", "fresh"}), frozenset({"gone"}))
     harness.store.leave("leaving")
     harness.store.leave("never came")
-    harness.store.heartbeat("here", NOW, ["gone", "not there"])
+    harness.store.heartbeat("here", NOW, (), ["gone", "not there"])
     assert harness.store.workers() == Workers(frozenset({"here", "fresh"}))
 
 

@@ -52,7 +52,7 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     ours = open_database(place(database.database_id, database_role=role))
     heard = Heard(ours)
     schema.differences(ours, schema.statements())
-    store = real.Store(ours, schema.shard_count(ours))
+    store = real.Store(ours, schema.layout(ours))
     store.poll(poll_request("orders", per_range=9, due=True, below=0))
     store.discover(range(10), ())
     store.topic_controls()
@@ -63,7 +63,7 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     marks = {"clean": Sent("1"), "recorded": recorded, "deferred": Deferred(FUTURE, "recorded"), "old": Sent("2")}
     store.claim(list(marks), lambda _rows, _now: marks)
     store.claim(["recorded"], lambda _rows, _now: {"recorded": Sent("3")})
-    store.heartbeat("me", datetime.now(UTC), ["gone"])
+    store.heartbeat("me", datetime.now(UTC), (), ["gone"])
     store.leave("me")
     store.has_work()
     store.topics_in_use()

@@ -211,12 +211,12 @@ def test_the_request_priority_is_that_of_the_flag(
 ) -> None:
     """Of all requests of a turn, the commit too. A heartbeat is HIGH, which is the default, whatever the flag says."""
     ids = prepare(mock, 2, "key")
-    for check in ("verified_shards", "verify_grants"):
+    for check in ("verified_layout", "verify_grants"):
         monkeypatch.setattr(f"publishworker.app.{check}", lambda _database: 10)
     flags = {"project": "p", "instance": "inst", "database": "db"} | ({"request_priority": name} if name else {})
     store = open_store(WorkerSettings.read(flags, {}))
     assert make_relay(store).turn().published == len(ids)
-    store.heartbeat("me", datetime.now(UTC), ())
+    store.heartbeat("me", datetime.now(UTC), (), ())
     *sent, heartbeat = [each for each in mock.requests if hasattr(each, "request_options")]
     assert {tag(each) for each in sent} == {"outbox-poll", "outbox-order", "outbox-claim", *INTERVAL_TAGS, ""}
     assert {each.request_options.priority.name for each in sent} == {f"PRIORITY_{(name or 'medium').upper()}"}

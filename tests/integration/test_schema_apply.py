@@ -14,8 +14,9 @@ from google.cloud.spanner_v1.database import Database
 import outbox
 from outbox.errors import SchemaDiffers
 from outbox.storage import ddl, schema
+from outbox.storage.layout import Layout
 from publishworker import check
-from publishworker.app import verified_shards
+from publishworker.app import verified_layout
 from tests.support.spanner import query
 from tests.support.waiting import eventually
 
@@ -88,7 +89,7 @@ def test_apply_creates_everything_once(empty_database: Database, options: dict[s
         assert {name: parts.get(ddl.normal(name)) for name in shape.parts} == shape.parts
         further = set(parts) - {ddl.normal(name) for name in shape.parts}
         assert [name for name in further if not re.match(NOT_COMPARED, name)] == []
-    assert schema.shard_count(empty_database) == options.get("shards", 10)
+    assert schema.layout(empty_database).shards == options.get("shards", 10)
 
 
 def test_only_missing_objects_are_created_in_one_update(own_database: Database) -> None:
@@ -97,7 +98,7 @@ def test_only_missing_objects_are_created_in_one_update(own_database: Database) 
         schema.apply(own_database, schema.statements())
     update.assert_not_called()
     change(own_database, "DROP TABLE AsynchronousTaskOperations")
-    assert verified_shards(cast("Any", own_database)) == 10
+    assert verified_layout(cast("Any", own_database)) == Layout(10)
     assert check._table(cast("Any", own_database)).verdict == "ok"
     change(own_database, "DROP INDEX AsynchronousTasksInOrder", "DROP TABLE AsynchronousTaskTopics")
     missing = [ALL[2], ALL[3], ALL[5]]

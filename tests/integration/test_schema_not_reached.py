@@ -15,6 +15,7 @@ from google.cloud.spanner_v1.instance import Instance
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.storage import schema
+from outbox.storage.layout import Layout
 from publishworker import app
 from tests.support.proxy import Proxy, silent_port
 from tests.support.spanner import client
@@ -42,11 +43,11 @@ def test_a_missing_database_or_table_is_not_reached(spanner_instance: Instance, 
         with pytest.raises(NotReached, match=r"databases/not-there not found. Create it"):
             call(absent, schema.statements())
     with pytest.raises(NotReached, match="table AsynchronousTasks is missing; run `outbox schema apply`"):
-        schema.shard_count(empty_database)
+        schema.layout(empty_database)
     table = "CREATE TABLE AsynchronousTasks (Id STRING(64), Shard INT64) PRIMARY KEY (Id)"
     empty_database.update_ddl([table]).result()
     with pytest.raises(SchemaDiffers, match="the number of shards cannot be read from column Shard"):
-        schema.shard_count(empty_database)
+        schema.layout(empty_database)
 
 
 def test_an_update_that_spanner_refuses_is_one_sentence(database: Database) -> None:
@@ -89,9 +90,9 @@ def test_a_worker_starts_if_the_schema_takes_too_long_to_read(
 ) -> None:
     """As in a database with very many objects. An unavailable Spanner still stops the start."""
     monkeypatch.setattr(schema, "differences", functools.partial(schema.differences, timeout=0.001))
-    assert app.verified_shards(cast("Any", database)) == 10
+    assert app.verified_layout(cast("Any", database)) == Layout(10)
     assert "The schema was not compared with the DDL" in caplog.text
     unavailable = mock.Mock(side_effect=NotReached("Spanner did not answer"))
     monkeypatch.setattr(schema, "differences", unavailable)
     with pytest.raises(NotReached):
-        app.verified_shards(cast("Any", database))
+        app.verified_layout(cast("Any", database))

@@ -63,7 +63,7 @@ def living(settings: DrainSettings, id: str) -> Iterator[None]:
     store, ended = open_store(settings), threading.Event()
 
     def beat() -> None:
-        store.heartbeat(id, datetime.now(UTC), ())
+        store.heartbeat(id, datetime.now(UTC), (), ())
 
     def go_on() -> None:
         while not ended.wait(1):

@@ -4,7 +4,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
+from outbox.admin.reshard import State
 from publishworker import delivery, eligibility, in_doubt
 from publishworker.delivery import Delivery
 from publishworker.in_doubt import InDoubt
@@ -44,6 +46,13 @@ def one_shard_less(real: Any) -> Any:
         self.shards = self.shards[1:]
 
     return ours
+
+
+def with_layouts(membership: Any, refresh: Any) -> None:
+    """Refresh without reading the layouts."""
+    read = replace(membership._store.workers(), layouts=())
+    with mock.patch.object(membership._store, "workers", return_value=read):
+        refresh(membership)
 
 
 def late_mark(real: Any) -> Any:
@@ -113,6 +122,10 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     ),
     "a worker goes on after an outage": (
         Worker, "_log_unavailable", lambda _: lambda self, _error: self._relay.stopped_by_a_defect()
+    ),
+    "workers that do not poll the new layout are waited for": (State, "not_polling", always([])),
+    "workers poll the recorded layouts": (
+        Membership, "refresh", lambda real: lambda self: with_layouts(self, real)
     ),
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ participants takes beyond a constant for each.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import IntEnum
@@ -15,6 +15,7 @@ from typing import Any
 
 from sortedcontainers import SortedList
 
+from outbox.storage.layout import Layout
 from publishworker.spanner import store as product
 from publishworker.spanner.store import Decide, NotWritten, StoreError, Unsent
 from publishworker.types import (
@@ -150,6 +151,18 @@ class Table(FakeStore):
         self._unsent_of_key: dict[Key, SortedList[Any]] = defaultdict(SortedList)
         self._unsent_topics: dict[int, dict[str, int]] = defaultdict(dict)
         self.unsent_count = 0
+        #: The states of layouts, as in AsynchronousTaskShards.
+        self.recorded_states: dict[Layout, str] = {}
+
+    def polled_by_live(self) -> dict[str, frozenset[str]]:
+        """Return the columns that live workers poll, as `outbox schema reshard` reads them: for twice the timeout."""
+        self.time()
+        live = [worker for worker, at in self.seen_at.items() if (self.now - at).total_seconds() < 30]
+        return {worker: frozenset(each.column for each in self.polled_by[worker]) for worker in live}
+
+    def workers(self) -> Workers:
+        self.recorded = tuple(sorted(layout for layout, state in self.recorded_states.items() if state == "polled"))
+        return super().workers()
 
     def time(self) -> datetime:
         self.now = self._epoch + timedelta(seconds=self._clockwork.now)
@@ -166,6 +179,14 @@ class Table(FakeStore):
 
     def delete(self, id: str) -> None:
         self._unindex(self.rows.pop(id))
+
+    def build(self, *layouts: Layout) -> None:
+        """Give the table these layouts and no others."""
+        for row in self.rows.values():
+            self._unindex(row)
+        super().build(*layouts)
+        for row in self.rows.values():
+            self._index(row)
 
     def change(self, id: str, **columns: Any) -> None:
         row = self.rows[id]
@@ -184,34 +205,37 @@ class Table(FakeStore):
     def _index(self, row: StoredTask) -> None:
         if row.sent_at is not None:
             return
-        place = row.shard, row.topic
-        if row.available_at is None:
-            self._ready[place].add((-row.priority, row.created_at, row.id))
-        else:
-            self._due[place].add((row.available_at, -row.priority, row.created_at, row.id))
+        for place in ((shard, row.topic) for shard in row.shards):
+            if row.available_at is None:
+                self._ready[place].add((-row.priority, row.created_at, row.id))
+            else:
+                self._due[place].add((row.available_at, -row.priority, row.created_at, row.id))
         if row.ordering_key is not None:
             self._unsent_of_key[Key(row.topic, row.ordering_key)].add(_place(row))
-        topics = self._unsent_topics[row.shard]
-        topics[row.topic] = topics.get(row.topic, 0) + 1
+        for shard in row.shards:
+            topics = self._unsent_topics[shard]
+            topics[row.topic] = topics.get(row.topic, 0) + 1
         self.unsent_count += 1
 
     def _unindex(self, row: StoredTask) -> None:
         if row.sent_at is not None:
             return
-        place = row.shard, row.topic
-        if row.available_at is None:
-            self._ready[place].remove((-row.priority, row.created_at, row.id))
-        else:
-            self._due[place].remove((row.available_at, -row.priority, row.created_at, row.id))
+        for place in ((shard, row.topic) for shard in row.shards):
+            if row.available_at is None:
+                self._ready[place].remove((-row.priority, row.created_at, row.id))
+            else:
+                self._due[place].remove((row.available_at, -row.priority, row.created_at, row.id))
         if row.ordering_key is not None:
             self._unsent_of_key[Key(row.topic, row.ordering_key)].remove(_place(row))
-        topics = self._unsent_topics[row.shard]
-        topics[row.topic] -= 1
+        for shard in row.shards:
+            topics = self._unsent_topics[shard]
+            topics[row.topic] -= 1
+            if not topics[row.topic]:
+                del topics[row.topic]
         self.unsent_count -= 1
-        if not topics[row.topic]:
-            del topics[row.topic]
 
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
+        self.require(request.shards)
         now, found = self.time(), dict[str, Candidate]()
         for place in itertools.product(request.shards, sorted(request.topics)):
             ids = [each[-1] for each in self._ready[place].islice(stop=request.per_range)]
@@ -221,7 +245,7 @@ class Table(FakeStore):
             if request.due:
                 due = itertools.takewhile(lambda each: each[0] <= now, self._due[place])
                 ids += [each[-1] for each in itertools.islice(due, request.per_range)]
-            found |= {id: candidate(self.rows[id]) for id in ids}
+            found |= {id: candidate(self.rows[id], place[0]) for id in ids}
         return tuple(found.values())
 
     def discover(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
@@ -297,7 +321,7 @@ class Spanner:
         if transaction.wounded:
             raise Aborted("wounded")
         transaction.commits = True
-        touched = {self.table.rows[id].shard % self.splits for id in marks}
+        touched = {self.table.rows[id].shards[0] % self.splits for id in marks}
         self.clockwork.sleep(self.latencies.participant * len(touched))
         committed = self.table.commit_time()
         self.table.apply(marks, committed)
@@ -325,7 +349,7 @@ class Connection:
         """
         self._spanner, self._process, self._fate, self._exclusive = spanner, process, fate, exclusive
         self._clockwork, self._audit, self._cpu = spanner.clockwork, audit, cpu
-        self.shards = spanner.table.shards
+        self.layouts: Sequence[Layout] = spanner.table.layouts
 
     def _call(self, kind: str, median: float, execute: Callable[[], Any], limit: float, *, urgent: bool = False) -> Any:
         """Send a request, wait for its answer. Raises StoreError, Aborted."""
@@ -391,6 +415,7 @@ class Connection:
             return self._spanner.table.workers()
 
         found: Workers = self._read("workers", execute)
+        self.layouts = found.layouts or self.layouts
         return found
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
@@ -398,7 +423,7 @@ class Connection:
         found: KeyHeads = self._read("key_heads", lambda: table.key_heads(keys, per_key, skip_dead=skip_dead))
         return found
 
-    def has_work(self, shards: Sequence[int] | None = None) -> bool:
+    def has_work(self, shards: Iterable[int] | None = None) -> bool:
         found: bool = self._read("has_work", lambda: self._spanner.table.has_work(shards))
         return found
 
@@ -410,10 +435,10 @@ class Connection:
         found: list[Unsent] = self._read("unsent", self._spanner.table.unsent)
         return found
 
-    def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
+    def heartbeat(self, worker: str, started_at: datetime, polls: Sequence[Layout], remove: Collection[str]) -> None:
         def execute() -> None:
             self._spanner.table.time()
-            self._spanner.table.heartbeat(worker, started_at, remove)
+            self._spanner.table.heartbeat(worker, started_at, polls, remove)
 
         self._write("heartbeat", execute)
 

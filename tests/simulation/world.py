@@ -12,6 +12,8 @@ from random import Random
 from typing import Any
 from unittest import mock
 
+from outbox.admin.reshard import POLLED, RETIRED, State, next_step
+from outbox.storage.layout import Layout
 from publishworker.batching import Limits
 from publishworker.delivery import Delivery
 from publishworker.membership import Membership
@@ -26,6 +28,8 @@ from tests.simulation.pubsub import PubSub
 from tests.simulation.spanner import DEFAULT_LATENCIES, MAX_QUEUE_SECONDS, Aborted, Connection, Latencies, Spanner
 from tests.support.fakes import serialized
 
+#: The indexes of a layout that has all tasks.
+COMPLETE = {"AsynchronousTasksInOrder": "READ_WRITE", "AsynchronousTasksToSend": "READ_WRITE"}
 GOOD, BAD = serialized(), serialized(attributes={"bad": "yes"})
 
 
@@ -60,6 +64,7 @@ class Plan:
     latencies: Latencies = DEFAULT_LATENCIES
     exclusive: bool = True
     cpu: float = 0.0  # seconds of a worker for each task
+    reshard: int = 0  # new number of shards, while the applications register
 
     @classmethod
     def of(cls, seed: int) -> "Plan":
@@ -86,6 +91,7 @@ class Plan:
             skip_dead=random.random() < 0.3,
             faults=tuple(sorted(faults)),
             latencies=DEFAULT_LATENCIES.times(random.choice([0.3, 1, 1, 3, 10])),
+            reshard=random.choice([0, 0, 0, 2, 5]),
         )
 
 
@@ -103,6 +109,7 @@ class Node:
         self.process = Process("")
         self.stop = Event(world.clockwork)
         self.relay: Relay
+        self.membership: Membership
         self.start()
 
     def start(self) -> None:
@@ -115,7 +122,7 @@ class Node:
             world.spanner, process, self._fate("spanner"), exclusive=plan.exclusive, cpu=plan.cpu, audit=world.audit
         )
         publisher = world.pubsub.publisher(process, self.clock, plan.latencies.publish, self._fate("pubsub"))
-        membership = Membership(store, process.name, store.shards, clock=self.clock)
+        membership = self.membership = Membership(store, process.name, clock=self.clock)
         retries = RetryPolicy(initial=1, longest=LONGEST_BACKOFF, max_attempts=10, dead_after=86_400, random=random)
         relay = self.relay = Relay(
             store,
@@ -172,6 +179,7 @@ class World:
         self.application = Process("application")
         self.nodes = [Node(self, number) for number in range(plan.workers)]
         self._count = 0
+        self._resharding = bool(plan.reshard)
         self.rate = lambda: plan.rate
         #: Seconds of each registration.
         self.registered_in: list[float] = []
@@ -250,6 +258,42 @@ class World:
             for row in [row for row in table.unsent_rows() if table.is_dead(row)]:
                 self._repair(row.id, delete=False)
 
+    def _reshard(self) -> None:
+        """Run the steps of `outbox schema reshard`, with pauses; sometimes return to the former number, and go on."""
+        random, table = Random(f"{self.plan.seed}/reshard"), self.spanner.table
+        [former] = table.built
+        target = new = Layout(self.plan.reshard, str(self.plan.reshard))
+        while True:
+            self.clockwork.sleep(random.expovariate(1 / 3))
+            state = State(dict.fromkeys(table.built, COMPLETE), table.recorded_states, table.polled_by_live())
+            if (step := next_step(state, target)) is None:
+                self._resharding = False
+                return
+            if step.state != RETIRED and former in table.built and random.random() < 0.1:
+                target = random.choice([former, new])
+                continue
+            match step.kind:
+                case "begin":
+                    table.recorded_states |= {former: POLLED, target: step.state}
+                case "build":
+                    table.build(*table.built, target)
+                case "set":
+                    table.recorded_states[step.layout] = step.state
+                case "drop":
+                    table.build(target)
+                case "forget":
+                    del table.recorded_states[step.layout]
+            for _ in range(random.randrange(8)):
+                self._check_layouts()
+                self.clockwork.sleep(0.7)
+
+    def _check_layouts(self) -> None:
+        """Check that the live workers poll a common layout, so that no shard with unsent tasks is without a worker."""
+        live = self.spanner.table.workers().live
+        polled = [{*node.membership.layouts} for node in self.nodes if node.process.name in live and node.process.alive]
+        if not set(self.spanner.table.built).intersection(*polled):
+            self.audit.problem(f"the live workers poll no common layout: {polled}")
+
     def _repair(self, id: str, *, delete: bool) -> None:
         """Delete a dead task, or mend it and make it ready. Claims of other workers lose its lock."""
         self._wound(id)
@@ -291,11 +335,17 @@ class World:
         with quiet():
             self.clockwork.spawn(self.application, self.applications)
             self.clockwork.spawn(self.application, self._operator)
+            if self._resharding:
+                self.clockwork.spawn(self.application, self._reshard)
             for fault in self.plan.faults:
                 self.clockwork.after(fault.at, functools.partial(self._begin, fault))
             last = max((fault.at + fault.seconds for fault in self.plan.faults), default=0.0)
             self.clockwork.run(max(self.plan.seconds + 1.0 + MAX_QUEUE_SECONDS, last))
-            self.clockwork.run(self.clockwork.now + limit, lambda: not self.spanner.table.unsent_count)
+            self.clockwork.run(
+                self.clockwork.now + limit, lambda: not (self.spanner.table.unsent_count or self._resharding)
+            )
+            if self._resharding:
+                self.audit.problem("the number of shards is still being changed")
             self.clockwork.run(self.clockwork.now + 6.0)  # at-most-once tasks are published after their mark
             self.audit.disturbances["wound"] = self.spanner.locks.wounds
             bound = self.plan.batch_size * self.plan.concurrency

@@ -6,11 +6,12 @@ import itertools
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from outbox.message import RawPubsubMessage
+from outbox.storage.layout import Layout, suffix_of
 from outbox.storage.task_states import NEVER
 from publishworker.pubsub import messages
 from publishworker.pubsub.errors import FailureKind, kind_of
@@ -43,7 +44,8 @@ class StoredTask:
     id: str
     topic: str
     data: bytes
-    shard: int
+    #: In each layout.
+    shards: tuple[int, ...]
     priority: int = 50
     ordering_key: str | None = None
     created_at: datetime = datetime(2026, 1, 1, tzinfo=UTC)
@@ -62,7 +64,13 @@ class FakeStore:
     """Rows in a dictionary, locked row by row, and faults on request."""
 
     def __init__(self, shards: int = 10) -> None:
-        self.shards: Sequence[int] = range(shards)
+        #: The layouts to poll, and those that are recorded, as in the store.
+        self.layouts: Sequence[Layout] = (Layout(shards),)
+        self.recorded: tuple[Layout, ...] = ()
+        #: The layouts that the table has.
+        self.built: tuple[Layout, ...] = (Layout(shards),)
+        #: What each worker polls.
+        self.polled_by: dict[str, tuple[Layout, ...]] = {}
         self.rows: dict[str, StoredTask] = {}
         self.paused: set[str] = set()
         self.limits: dict[str, TopicLimit] = {}
@@ -85,19 +93,31 @@ class FakeStore:
         self._row_locks: dict[str, threading.Lock] = {}
 
     def insert(self, id: str, topic: str, data: bytes = b"", **columns: Any) -> None:
-        shard = self.shard_of(columns.get("ordering_key") or id)
-        self.rows[id] = StoredTask(id, topic, data, shard, **columns)
+        shards = self.shards_of(columns.get("ordering_key") or id)
+        self.rows[id] = StoredTask(id, topic, data, shards, **columns)
 
-    def shard_of(self, text: str) -> int:
-        return zlib.crc32(text.encode()) % len(self.shards)
+    def shards_of(self, text: str) -> tuple[int, ...]:
+        return tuple(layout.ids[zlib.crc32(text.encode()) % layout.shards] for layout in self.built)
+
+    def build(self, *layouts: Layout) -> None:
+        """Give the table these layouts and no others."""
+        self.built = layouts
+        for row in self.rows.values():
+            row.shards = self.shards_of(row.ordering_key or row.id)
+
+    def require(self, shards: Iterable[int]) -> None:
+        """Raise StoreError if the index of one of the shards is gone."""
+        if gone := {suffix_of(shard) for shard in shards} - {layout.suffix for layout in self.built}:
+            raise StoreError(f"no index AsynchronousTasksToSend{gone.pop()}")
 
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
         self._answer()
+        self.require(request.shards)
         self.polls.append(request)
-        unsent = [row for row in list(self.rows.values()) if row.sent_at is None and row.shard in request.shards]
-        found: dict[str, StoredTask] = {}
+        unsent = [row for row in list(self.rows.values()) if row.sent_at is None]
+        found: dict[str, Candidate] = {}
         for shard, topic in itertools.product(request.shards, request.topics):
-            of_range = [row for row in unsent if (row.shard, row.topic) == (shard, topic)]
+            of_range = [row for row in unsent if shard in row.shards and row.topic == topic]
             ready = sorted(
                 (row for row in of_range if row.available_at is None), key=lambda row: (-row.priority, row.created_at)
             )
@@ -107,19 +127,19 @@ class FakeStore:
                 ranges.append([row for row in ready if row.priority < request.below])
             if request.due:
                 ranges.append(sorted(due, key=lambda row: (row.available_at or NEVER, -row.priority, row.created_at)))
-            found |= {row.id: row for rows in ranges for row in rows[: request.per_range]}
-        return tuple(candidate(row) for row in found.values())
+            found |= {row.id: candidate(row, shard) for rows in ranges for row in rows[: request.per_range]}
+        return tuple(found.values())
 
     def discover(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
         self._answer()
         self.discoveries.append(frozenset(known))
-        unsent = (row for row in list(self.rows.values()) if row.sent_at is None and row.shard in shards)
+        unsent = (row for row in list(self.rows.values()) if row.sent_at is None and _is_in(row, shards))
         return frozenset({row.topic for row in unsent}.difference(known))
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
         self._answer()
         unsent = (row for row in list(self.rows.values()) if row.sent_at is None and row.topic in topics)
-        times = (row.available_at for row in unsent if row.available_at is not None and row.shard in shards)
+        times = (row.available_at for row in unsent if row.available_at is not None and _is_in(row, shards))
         later = [each for each in times if self.now < each < NEVER]
         return (min(later) - self.now).total_seconds() if later else None
 
@@ -131,15 +151,18 @@ class FakeStore:
     def workers(self) -> Workers:
         self._answer()
         ages = {worker: (self.now - seen_at).total_seconds() for worker, seen_at in self.seen_at.items()}
+        self.layouts = self.recorded or self.layouts
         return Workers(
             live=frozenset(worker for worker, age in ages.items() if age < statements.FRESH_HEARTBEAT_SECONDS),
             gone=frozenset(worker for worker, age in ages.items() if age > statements.FORGET_WORKER_SECONDS),
+            layouts=self.recorded,
         )
 
-    def heartbeat(self, worker: str, started_at: datetime, remove: Collection[str]) -> None:
+    def heartbeat(self, worker: str, started_at: datetime, polls: Sequence[Layout], remove: Collection[str]) -> None:
         self._answer()
         self.heartbeats += 1
         self.seen_at[worker] = self.now
+        self.polled_by[worker] = tuple(polls)
         for each in remove:
             self.seen_at.pop(each, None)
 
@@ -152,7 +175,7 @@ class FakeStore:
         found: dict[Key, list[QueuedTask]] = {}
         for row in sorted(self.rows.values(), key=_place):
             key = Key(row.topic, row.ordering_key or "")
-            if keys.get(key) == row.shard and row.sent_at is None and not (skip_dead and self.is_dead(row)):
+            if keys.get(key) in row.shards and row.sent_at is None and not (skip_dead and self.is_dead(row)):
                 found.setdefault(key, []).append(self.waiting(row))
         return {key: waiting[:per_key] for key, waiting in found.items()}
 
@@ -202,10 +225,10 @@ class FakeStore:
         with self._lock:
             return self._row_locks.setdefault(id, threading.Lock())
 
-    def has_work(self, shards: Sequence[int] | None = None) -> bool:
+    def has_work(self, shards: Iterable[int] | None = None) -> bool:
         self._answer()
-        of = self.shards if shards is None else shards
-        return any(self._is_work(row) and row.shard in of and row.topic not in self.paused for row in self._unsent())
+        of = set(self.layouts[0].ids if shards is None else shards)
+        return any(self._is_work(row) and _is_in(row, of) and row.topic not in self.paused for row in self._unsent())
 
     def topics_in_use(self) -> tuple[frozenset[str], frozenset[str]]:
         self._answer()
@@ -284,15 +307,17 @@ class FakeStore:
         )
 
 
+def _is_in(row: StoredTask, shards: Collection[int]) -> bool:
+    return any(shard in shards for shard in row.shards)
+
+
 def _place(row: StoredTask) -> tuple[datetime, int, str]:
     return row.created_at, NO_SEQUENCE if row.sequence is None else row.sequence, row.id
 
 
-def candidate(row: StoredTask) -> Candidate:
+def candidate(row: StoredTask, shard: int) -> Candidate:
     size = len(row.data)
-    return Candidate(
-        row.id, row.topic, row.shard, row.priority, row.created_at, row.available_at, row.ordering_key, size
-    )
+    return Candidate(row.id, row.topic, shard, row.priority, row.created_at, row.available_at, row.ordering_key, size)
 
 
 class Abort(Exception):

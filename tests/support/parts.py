@@ -39,7 +39,7 @@ def relay_of(
             skip_dead=options.get("skip_dead", False),
         ),
         Metrics(client),
-        membership or Membership(store, "worker", store.shards),
+        membership or Membership(store, "worker"),
         limits=Limits(size, batch_bytes, batches),
         **{"discovery_seconds": 0, "refresh_seconds": 0, "random": random, **options},
     )

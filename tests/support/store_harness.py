@@ -9,12 +9,14 @@ from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.param_types import STRING, Array
 
 from outbox.storage.connection import open_database
+from outbox.storage.ddl import added_layout
+from outbox.storage.layout import Layout
 from publishworker.spanner.store import Store
 from publishworker.types import Key, TopicLimit
 from tests.support import real
 from tests.support.fakes import FakeStore, serialized
 from tests.support.parts import poll_request
-from tests.support.spanner import place
+from tests.support.spanner import ADMIN_SECONDS, place
 
 
 class FakeHarness:
@@ -28,7 +30,7 @@ class FakeHarness:
         self._fake.insert(id, topic, serialized(), **columns)
 
     def with_shards(self, *keys: Key) -> dict[Key, int]:
-        return {key: self._fake.shard_of(key.ordering_key) for key in keys}
+        return {key: self._fake.shards_of(key.ordering_key)[0] for key in keys}
 
     def column(self, id: str, name: str) -> Any:
         return getattr(self._fake.rows[id], name)
@@ -44,6 +46,11 @@ class FakeHarness:
     def delete(self, id: str) -> None:
         del self._fake.rows[id]
 
+    def reshard(self, *layouts: Layout) -> None:
+        """Add layouts to the first one, and record all."""
+        self._fake.build(*self._fake.built, *layouts)
+        self._fake.recorded = self._fake.built
+
     def seen(self, worker: str, seconds: float) -> None:
         self._fake.seen_at[worker] = self._fake.now - timedelta(seconds=seconds)
 
@@ -53,7 +60,7 @@ class SpannerHarness:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self.store: Store = real.Store(open_database(place(database.database_id)), shards=10)
+        self.store: Store = real.Store(open_database(place(database.database_id)), Layout(10))
 
     def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
         row = {"priority": 50, "created_at": COMMIT_TIMESTAMP, **columns}
@@ -86,6 +93,13 @@ class SpannerHarness:
     def delete(self, id: str) -> None:
         with self._database.batch() as batch:
             batch.delete("AsynchronousTasks", KeySet(keys=[[id]]))
+
+    def reshard(self, *layouts: Layout) -> None:
+        """Add layouts to the first one, and record all. The database is the test's own."""
+        for layout in layouts:
+            self._database.update_ddl(added_layout(layout.shards)).result(ADMIN_SECONDS)
+        for layout in (Layout(10), *layouts):
+            self._insert("AsynchronousTaskShards", ColumnName=layout.column, Shards=layout.shards, State="polled")
 
     def seen(self, worker: str, seconds: float) -> None:
         seen_at = datetime.now(UTC) - timedelta(seconds=seconds)

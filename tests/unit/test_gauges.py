@@ -46,7 +46,7 @@ class Relay:
 
 
 def membership(shards: Sequence[int] = range(10)) -> Membership:
-    created = Membership(FakeStore(), "me", range(10))
+    created = Membership(FakeStore(), "me")
     created.shards = tuple(shards)
     return created
 

@@ -4,13 +4,16 @@ import logging
 from collections import Counter
 from collections.abc import Collection
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outbox.storage.layout import Layout
 from publishworker.membership import HEARTBEAT_INTERVAL_SECONDS, Membership, divide
 from publishworker.spanner import statements
+from publishworker.spanner.store import NotWritten
 from tests.support.fakes import FakeStore
 from tests.support.relay_bench import Bench, run_at_once
 
@@ -48,7 +51,7 @@ def test_a_worker_that_joins_moves_few_shards() -> None:
 class Watch(Membership):
     def __init__(self) -> None:
         self.store, self.seconds = FakeStore(), 100.0
-        super().__init__(self.store, "me", ALL, clock=lambda: self.seconds)
+        super().__init__(self.store, "me", clock=lambda: self.seconds)
 
     def see(self, *live: str, gone: Collection[str] = ()) -> tuple[int, ...]:
         old = timedelta(seconds=statements.FORGET_WORKER_SECONDS + 1)
@@ -117,6 +120,23 @@ def test_an_assignment_is_logged_when_it_changes(caplog: pytest.LogCaptureFixtur
     assert caplog.messages[0].startswith("2 live workers; this one polls shards ")
 
 
+def test_a_worker_polls_the_layouts_that_are_recorded_and_says_so_first() -> None:
+    """In its heartbeat, because `outbox schema reshard` retires a layout when no live worker depends on it."""
+    first, new = Layout(10), Layout(4, "4")
+    watch = Watch()
+    watch.beat()
+    watch.store.built = (first, new)
+    for recorded in ((first, new), (new,)):
+        watch.store.recorded = recorded
+        assert watch.see("me") == tuple(id for each in recorded for id in each.ids)
+        assert watch.store.polled_by["me"] == recorded
+    watch.store.recorded = (first, new)
+    with mock.patch.object(watch.store, "heartbeat", side_effect=NotWritten("away")), pytest.raises(NotWritten):
+        watch.see("me")
+    assert watch.shards == tuple(new.ids)
+    assert watch.see("me") == (*first.ids, *new.ids)
+
+
 def test_a_worker_claims_only_tasks_of_its_own_shards(bench: Bench) -> None:
     """From the poll that reports another worker on, including the candidates of that poll."""
     bench.store.seen_at["worker"] = bench.store.now
@@ -127,7 +147,7 @@ def test_a_worker_claims_only_tasks_of_its_own_shards(bench: Bench) -> None:
     bench.insert(*[str(n) for n in range(200)])
     mine = set(divide({"worker", "other"}, ALL)["worker"])
     bench.turns(50)
-    assert {bench.store.rows[id].shard for id in bench.publisher.ids()} == set(bench.store.polls[-1].shards) == mine
+    assert {bench.store.rows[id].shards[0] for id in bench.publisher.ids()} == set(bench.store.polls[-1].shards) == mine
     assert bench.unsent()
     bench.store.now += timedelta(seconds=statements.FRESH_HEARTBEAT_SECONDS)
     bench.store.seen_at["worker"] = bench.store.now

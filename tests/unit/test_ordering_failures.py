@@ -169,7 +169,7 @@ def test_a_head_that_always_times_out_delays_no_other_task_of_its_shard(bench: B
     others = [f"o{n}" for n in range(300)]
     bench.insert(*others, created_at=bench.store.now)
     for id in others:
-        bench.store.rows[id].shard = bench.store.rows["h000"].shard
+        bench.store.rows[id].shards = bench.store.rows["h000"].shards
     bench.publisher.failing = {"h000": Failed("internal", "no")}
     for _ in range(60):
         bench.turns(100)

@@ -18,7 +18,7 @@ class Watch:
     def __init__(self) -> None:
         self.store = FakeStore()
         self.seconds = 100.0
-        self.membership = Membership(self.store, "me", self.store.shards, clock=lambda: self.seconds)
+        self.membership = Membership(self.store, "me", clock=lambda: self.seconds)
         self.poller = Poller(
             self.store, self.membership, target_rows=100, discovery_seconds=1.0, clock=lambda: self.seconds
         )

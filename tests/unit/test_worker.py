@@ -78,7 +78,7 @@ class Script:
         """Run the loop and return its waits; with `beats` time passes for the heartbeat row, too."""
         Worker(
             self,
-            Membership(self.store, "me", self.store.shards, clock=lambda: self.stop.seconds if beats else 0.0),
+            Membership(self.store, "me", clock=lambda: self.stop.seconds if beats else 0.0),
             poll_interval=interval,
             idle_interval=idle,
             touch_file=lambda: self.events.append("beat"),

@@ -79,7 +79,7 @@ def run(
     end = float("inf") if deadline is None else begin + deadline
     store = open_store(settings)
     until = None if deadline is None else TaskTable(store.database).now() + timedelta(seconds=deadline)
-    workers = min(settings.workers or spark.sparkContext.defaultParallelism, len(store.shards))
+    workers = min(settings.workers or spark.sparkContext.defaultParallelism, store.layouts[0].shards)
     counts, rounds = Counter(dict.fromkeys(schemas.DRAINED.fieldNames(), 0)), 0
     pause = Pause(settings.poll_interval, LONGEST_WAIT, Random())  # noqa: S311 - jitter, not security
     while (work_left := store.has_work()) and (remaining := end - time.monotonic()) > 0:
@@ -113,7 +113,7 @@ def _round(
     try:
         # Write all heartbeats before the first worker polls. Otherwise it polls all shards until it reads the others.
         for id in ids:
-            store.heartbeat(id, datetime.now(UTC), ())
+            store.heartbeat(id, datetime.now(UTC), store.layouts, ())
         counted = spark.range(0, workers, 1, workers).mapInArrow(Workers(settings, ids, until), schemas.DRAINED)
         [row] = counted.agg(*(f.sum(name).alias(name) for name in schemas.DRAINED.fieldNames())).collect()
         counts: dict[str, int] = row.asDict()

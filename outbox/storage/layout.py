@@ -1,0 +1,67 @@
+"""Layouts: a generated column that numbers the shards of the tasks, and the two indexes that begin with it.
+
+A table has one layout, and two while its number of shards changes (`outbox.admin.reshard`). Each task is in all
+layouts.
+The first layout has the names of schema.sql. The names of the others end with the number of shards: `Shard32`,
+`AsynchronousTasksToSend32`, `AsynchronousTasksInOrder32`. SQL is written with the first names; `renamed` changes them.
+
+A shard ID names a shard and its layout: 0 to 999 are shards of the first layout, 32,000 to 32,031 are those of Shard32.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+COLUMN = "Shard"
+MAX_SHARDS = 1000
+
+_NAMES = re.compile(r"\b(Shard|AsynchronousTasksToSend|AsynchronousTasksInOrder)\b")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Layout:
+    """The number of shards, and the end of the names: empty for the first layout, otherwise the number."""
+
+    shards: int
+    suffix: str = ""
+
+    @property
+    def column(self) -> str:
+        """Return the name of the column."""
+        return COLUMN + self.suffix
+
+    @property
+    def ids(self) -> range:
+        """Return the IDs of the shards."""
+        begin = first_id(self.suffix)
+        return range(begin, begin + self.shards)
+
+    def sql(self, statement: str) -> str:
+        """Return a statement for this layout."""
+        return renamed(statement, self.suffix)
+
+
+@lru_cache(maxsize=256)
+def renamed(statement: str, suffix: str) -> str:
+    """Return a statement that is written for the first layout with the names of another one."""
+    return _NAMES.sub(rf"\g<1>{suffix}", statement) if suffix else statement
+
+
+def first_id(suffix: str) -> int:
+    """Return the ID of the first shard of a layout."""
+    return int(suffix or 0) * MAX_SHARDS
+
+
+def suffix_of(shard: int) -> str:
+    """Return the suffix of the layout to which a shard ID belongs."""
+    return str(shard // MAX_SHARDS) if shard >= MAX_SHARDS else ""
+
+
+def by_suffix(shards: Iterable[int]) -> Mapping[str, list[int]]:
+    """Return the numbers of the shards within their layouts, by the suffix of the layout."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for shard in shards:
+        found[suffix_of(shard)].append(shard % MAX_SHARDS)
+    return found

@@ -1,0 +1,98 @@
+"""`outbox schema reshard` under load: the command and workers are killed at each step, and a change is aborted."""
+
+import contextlib
+import signal
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+
+from outbox.storage import schema
+from outbox.storage.layout import Layout
+from tests.support.processes import Process, started
+from tests.support.relays import INSTANCE, PROJECT
+from tests.support.trial import IN_FLIGHT, Trial
+from tests.support.waiting import eventually
+
+#: Steps of a change: begin, build, poll both, retire, drop, forget.
+STEPS = ("Record", "Add", "Let workers poll", "Let workers stop", "Drop", "Remove")
+NEW = Layout(4, "4")
+
+
+@pytest.fixture
+def database(own_database: Database) -> Database:
+    """One whose schema the scenario changes."""
+    return own_database
+
+
+def _command(trial: Trial, stack: contextlib.ExitStack, *flags: str) -> Process:
+    place = ("--project", PROJECT, "--instance", INSTANCE, "--database", trial.database.database_id)
+    hosts = {"SPANNER_EMULATOR_HOST": trial.emulators.spanner_host}
+    return stack.enter_context(started("outbox", "schema", "reshard", *flags, *place, environment=hosts))
+
+
+def _finish(trial: Trial, stack: contextlib.ExitStack, *flags: str) -> str:
+    """Run the command until it succeeds: the emulator refuses a schema update while a transaction is open."""
+    outputs = []
+
+    def succeeds() -> bool:
+        command = _command(trial, stack, *flags)
+        code = command.wait(120)
+        outputs.append(command.stdout)
+        return code == 0
+
+    eventually(succeeds, seconds=200, message=f"outbox schema reshard {' '.join(flags)}")
+    return outputs[-1]
+
+
+def _kill_at(step: str, trial: Trial, stack: contextlib.ExitStack) -> None:
+    """Run the command until it prints the step, and kill it there. It may have been refused before."""
+
+    def killed() -> bool:
+        command = _command(trial, stack, "--shards", str(NEW.shards))
+        eventually(lambda: step in command.stdout or command.child.poll() is not None, seconds=120, message=step)
+        command.stop(signal.SIGKILL)
+        command.wait()
+        return step in command.stdout
+
+    eventually(killed, seconds=200, message=f"the command is killed at {step}")
+
+
+@pytest.mark.extended
+def test_reshard_killed(trial: Trial) -> None:
+    """SIGKILL of the command at each step and of a worker at every other one, under load.
+
+    Promised: No task is lost, and at most the in-flight batches of the killed workers are published again. The command
+    continues where it was.
+    """
+    with contextlib.ExitStack() as stack:
+        workers = stack.enter_context(trial.workers(2))
+        with trial.load(per_second=2):
+            for number, step in enumerate(STEPS):
+                _kill_at(step, trial, stack)
+                if number % 2:
+                    victim = trial.random.randrange(2)
+                    workers[victim].stop(signal.SIGKILL)
+                    workers[victim].wait()
+                    workers[victim] = stack.enter_context(trial.worker())
+            assert "The table has 4 shards" in _finish(trial, stack, "--shards", str(NEW.shards))
+        trial.register(8)
+        trial.settle()
+    assert [*schema.layouts(trial.database)] == [NEW]
+    assert trial.audit(duplicates=(len(STEPS) + 1) * IN_FLIGHT).kept()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("step", ["Add", "Let workers stop"])
+def test_reshard_aborted(step: str, trial: Trial) -> None:
+    """The operator returns to the former number of shards, before and after workers were told to switch.
+
+    Promised: No task is lost or published twice by it; batches may meet while two workers poll different layouts.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(trial.workers(2))
+        with trial.load(per_second=2):
+            _kill_at(step, trial, stack)
+            assert "The table has 10 shards" in _finish(trial, stack, "--abort")
+        trial.settle()
+    assert [*schema.layouts(trial.database)] == [Layout(10)]
+    assert trial.audit(duplicates=2 * IN_FLIGHT).kept()

@@ -1,0 +1,111 @@
+"""The steps of a change of the number of shards: whatever happens between them, some polled layout has every task."""
+
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from outbox.admin.reshard import POLLED, RETIRED, State, next_step
+from outbox.storage.layout import Layout, by_suffix, renamed, suffix_of
+
+FIRST, NEW = Layout(10), Layout(32, "32")
+COMPLETE = {"AsynchronousTasksInOrder": "READ_WRITE", "AsynchronousTasksToSend": "READ_WRITE"}
+
+
+@dataclass
+class Database:
+    """A table, its recorded layouts, and workers that read these now and then."""
+
+    random: Random
+    found: dict[Layout, dict[str, str]] = field(default_factory=lambda: {FIRST: COMPLETE})
+    recorded: dict[Layout, str] = field(default_factory=dict)
+    workers: dict[str, frozenset[str]] = field(default_factory=lambda: {"a": frozenset({"Shard"})})
+
+    def state(self) -> State:
+        return State(self.found, self.recorded, self.workers)
+
+    def polled(self) -> frozenset[str]:
+        recorded = frozenset(each.column for each, state in self.recorded.items() if state == POLLED)
+        return recorded or frozenset(each.column for each in self.found)
+
+    def live(self) -> None:
+        """A worker starts, ends, or reads what to poll; the table is filled."""
+        match self.random.randrange(4):
+            case 0:
+                self.workers[str(self.random.random())] = self.polled()
+            case 1 if len(self.workers) > 1:
+                del self.workers[self.random.choice(sorted(self.workers))]
+            case 2:
+                self.workers[self.random.choice(sorted(self.workers))] = self.polled()
+            case _:
+                self.found = dict.fromkeys(self.found, COMPLETE)
+
+    def step(self, target: Layout) -> bool:
+        step = next_step(self.state(), target)
+        match step and step.kind:
+            case None:
+                return False
+            case "begin":
+                self.recorded |= {target: step.state} | dict.fromkeys(self.found, POLLED)
+            case "build":
+                self.found = {**self.found, target: self.found.get(target, {"AsynchronousTasksToSend32": "WRITE_ONLY"})}
+            case "set":
+                self.recorded |= {step.layout: step.state}
+            case "drop":
+                self.found = {each: states for each, states in self.found.items() if each != step.layout}
+            case "forget":
+                del self.recorded[step.layout]
+        return True
+
+    def covered(self) -> bool:
+        """Tell whether all live workers poll one layout that has every task."""
+        complete = {each.column for each, states in self.found.items() if states == COMPLETE}
+        return bool(frozenset.intersection(frozenset(complete), *self.workers.values()))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_all_workers_poll_a_common_layout_at_every_moment(seed: int) -> None:
+    """Also if the operator changes their mind at any step."""
+    random = Random(seed)
+    database, target = Database(random), NEW
+    for _ in range(400):
+        if random.random() < 0.02 and FIRST in database.found:
+            target = random.choice([FIRST, NEW])
+        if random.random() < 0.5:
+            database.live()
+        else:
+            database.step(target)
+        assert database.covered(), (database, target)
+    while database.step(target):
+        database.live()
+        assert database.covered(), (database, target)
+    assert list(database.found) == [target]
+    assert set(database.recorded.values()) <= {POLLED}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "polls", "expected"),
+    [
+        (POLLED, "Shard", ("wait", NEW, "Waiting until w also polls Shard32")),  # as of a worker without `Polls`
+        (POLLED, "Shard,Shard32", ("set", FIRST, "Let workers stop polling Shard")),
+        (RETIRED, "Shard,Shard32", ("wait", FIRST, "Waiting until w no longer polls Shard")),
+        (RETIRED, "Shard32", ("drop", FIRST, "Drop the indexes of Shard and the column")),
+    ],
+)
+def test_a_layout_is_retired_and_dropped_when_no_live_worker_depends_on_it(
+    recorded: str, polls: str, expected: tuple[object, ...]
+) -> None:
+    workers = {"w": frozenset(polls.split(","))}
+    step = next_step(State({FIRST: COMPLETE, NEW: COMPLETE}, {FIRST: recorded, NEW: POLLED}, workers), NEW)
+    assert step is not None
+    assert (step.kind, step.layout, step.text) == expected
+
+
+def test_statements_and_shard_ids_name_the_layout() -> None:
+    sql = "SELECT Shard, in_shard FROM AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}, AsynchronousTaskShards"
+    assert FIRST.sql(sql) == sql == renamed(sql, "")
+    assert NEW.sql(sql) == sql.replace("Shard,", "Shard32,").replace("ToSend", "ToSend32")
+    assert by_suffix([0, 9, 32_000, 32_031]) == {"": [0, 9], "32": [0, 31]}
+    for layout in (Layout(1000), Layout(1, "1"), Layout(1000, "1000")):
+        assert {suffix_of(id) for id in layout.ids} == {layout.suffix}
+        assert len(layout.ids) == layout.shards
