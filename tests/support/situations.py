@@ -195,7 +195,6 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "The backlog grows": backlog_grows,
         "The oldest age alarms": oldest_age,
         "A topic was deleted": topic_deleted,
-        "A subscriber acknowledged by mistake": acked_by_mistake,
         "A poison message": poison,
         "Pub/Sub is unavailable": pubsub_away,
         "Spanner is unavailable": spanner_unavailable,
@@ -206,6 +205,9 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "A stop takes too long": slow_stop,
         "An at-most-once task is in doubt": in_doubt,
         "A deploy goes wrong": bad_deploy,
+    },
+    "recovery.md": {
+        "A subscriber acknowledged by mistake": acked_by_mistake,
         "The database was restored or cloned": restored,
     },
 }
