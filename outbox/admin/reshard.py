@@ -44,7 +44,7 @@ class State:
     @property
     def layouts(self) -> list[Layout]:
         """Return all layouts, the first one first."""
-        return sorted({*self.found, *self.recorded}, key=lambda each: (bool(each.suffix), each.shards))
+        return sorted({*self.found, *self.recorded})
 
     def is_complete(self, layout: Layout) -> bool:
         """Tell whether every task is in the layout."""

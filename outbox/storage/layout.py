@@ -20,12 +20,18 @@ MAX_SHARDS = 1000
 _NAMES = re.compile(r"\b(Shard|AsynchronousTasksToSend|AsynchronousTasksInOrder)\b")
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Layout:
-    """The number of shards, and the end of the names: empty for the first layout, otherwise the number."""
+    """The number of shards, and the end of the names: empty for the first layout, otherwise the number.
+
+    Layouts are sorted by the names of their columns.
+    """
 
     shards: int
     suffix: str = ""
+
+    def __lt__(self, other: "Layout") -> bool:
+        return self.column < other.column
 
     @property
     def column(self) -> str:

@@ -63,12 +63,12 @@ SELECT MIN(next_at), CURRENT_TIMESTAMP() FROM UNNEST(@shards) AS in_shard, UNNES
 #: Pauses and limits: the whole of a small table, one row for each topic that an operator has paused or limited.
 TOPIC_CONTROLS = "SELECT Topic, Paused, RatePerSecond, Burst, MaxInFlight FROM AsynchronousTaskTopics"
 
-#: The seconds since each worker's last heartbeat, and the layouts to poll: the whole of two small tables, one row for
-#: each worker, and none, one or two for layouts.
+#: The seconds since each worker's last heartbeat, and the number of shards of each layout to poll: the whole of two
+#: small tables, one row for each worker, and none, one or two for layouts.
 WORKERS = """
-SELECT
-  ARRAY(SELECT AS STRUCT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) FROM AsynchronousTaskWorkers),
-  ARRAY(SELECT AS STRUCT ColumnName, Shards FROM AsynchronousTaskShards WHERE State = 'polled' ORDER BY ColumnName)"""
+SELECT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND), FALSE AS is_layout FROM AsynchronousTaskWorkers
+UNION ALL
+SELECT ColumnName, Shards, TRUE FROM AsynchronousTaskShards WHERE State = 'polled'"""
 
 #: The records of a partition of the change stream. One without changes has a record each 1,000 ms, the least that is
 #: allowed: https://cloud.google.com/spanner/docs/change-streams/details

@@ -199,9 +199,10 @@ class SpannerStore:
 
     def workers(self) -> Workers:
         """See Store. A strong single-use read at the request priority, one request."""
-        [[seen, layouts]] = self._query(statements.WORKERS, "outbox-workers", {})
-        ages = dict(seen)
-        recorded = tuple(Layout(shards, name.removeprefix(COLUMN)) for name, shards in layouts)
+        found = self._query(statements.WORKERS, "outbox-workers", {})
+        ages = {worker: age for worker, age, is_layout in found if not is_layout}
+        layouts = (Layout(number, name.removeprefix(COLUMN)) for name, number, is_layout in found if is_layout)
+        recorded = tuple(sorted(layouts))
         self.layouts = recorded or self.layouts
         return Workers(
             live=frozenset(id for id, age in ages.items() if age < statements.FRESH_HEARTBEAT_SECONDS),

@@ -14,6 +14,7 @@ created  index AsynchronousTasksToSend
 created  index AsynchronousTasksInOrder
 created  table AsynchronousTaskTopics
 created  table AsynchronousTaskWorkers
+created  table AsynchronousTaskShards
 created  table AsynchronousTaskOperations
 created  table ProcessedTasks
 """

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from random import Random
 from typing import Any, cast
 
+from outbox.storage.layout import Layout
 from publishworker.spanner.store import Decide
 from publishworker.types import Candidate, Failed, LockedRow, Outcome, PollRequest, Sent, TopicControls, Workers
 from tests.benchmarks.bench import Bench
@@ -57,7 +58,7 @@ class DistantStore:
 
     def __init__(self, tasks: int, seed: int, slow: float, poll: float) -> None:
         """Begin with so many tasks; `slow` is the share of slow calls, `poll` the milliseconds of one."""
-        self.shards: Sequence[int] = range(10)
+        self.layouts = (Layout(10),)
         self.polls = self.rows = 0
         self._random = Random(seed)
         self._slow = slow

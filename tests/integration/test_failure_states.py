@@ -13,6 +13,7 @@ from google.pubsub_v1.services.publisher.transports import PublisherGrpcTranspor
 
 import outbox
 from outbox.shared.pubsub import open_pubsub
+from outbox.storage.layout import Layout
 from outbox.storage.task_states import NEVER
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.relay import Relay
@@ -31,7 +32,7 @@ STATE = "SELECT Attempts, LastError, AvailableAt, SentAt FROM AsynchronousTasks 
 
 def make_relay(database: Database, **options: Any) -> Relay:
     """Return a relay of this process that waits little: its clock runs ten times as fast."""
-    store = real.Store(database, shards=10)
+    store = real.Store(database, Layout(10))
     publisher = options.pop("publisher", None) or PubSubPublisher(open_pubsub(place()), PROJECT)
     return relay_of(
         store,

@@ -17,6 +17,7 @@ import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.shared.pubsub import open_pubsub
 from outbox.storage.connection import open_database
+from outbox.storage.layout import Layout
 from outbox.storage.task_states import NEVER
 from publishworker import relay as relay_module
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
@@ -55,7 +56,7 @@ def make_relay(
     **options: Any,
 ) -> Relay:
     kind = real.Store if emulator else SpannerStore
-    store = kind(database, shards=10) if isinstance(database, Database) else database
+    store = kind(database, Layout(10)) if isinstance(database, Database) else database
     return relay_of(store, publisher or PubSubPublisher(open_pubsub(place()), PROJECT), counted, size=size, **options)
 
 
@@ -150,7 +151,7 @@ def test_a_task_is_sent_again_by_plain_dml(database: Database, topic: str, subsc
 
 def test_polling_neither_blocks_nor_aborts_a_callers_transaction(database: Database, topic: str) -> None:
     """A snapshot takes no locks: a registration that is open all the while commits at its first attempt (A18)."""
-    store = SpannerStore(database, shards=10)
+    store = SpannerStore(database, Layout(10))
     attempts = []
 
     def work(transaction: object) -> None:
@@ -185,7 +186,7 @@ def test_sent_rows_do_not_widen_the_ranges_of_the_poll(database: Database, topic
 
     assert in_range(None, None) == pending
     assert in_range(datetime(1, 1, 1, tzinfo=UTC), datetime.now(UTC)) == due
-    store = SpannerStore(database, shards=10)
+    store = SpannerStore(database, Layout(10))
     assert {each.id for each in store.poll(poll_request(topic))} == pending
     assert {each.id for each in store.poll(poll_request(topic, due=True))} == pending | due
 
@@ -216,7 +217,7 @@ def test_the_poll_returns_the_same_tasks_as_a_scan_of_the_table(database: Databa
         WHERE SentAt IS NULL AND (AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP())
         ORDER BY Shard, Topic, AvailableAt, Priority DESC, CreatedAt""",
     )
-    polled = SpannerStore(database, shards=10).poll(poll_request(topic, other, per_range=150, due=True))
+    polled = SpannerStore(database, Layout(10)).poll(poll_request(topic, other, per_range=150, due=True))
     first = datetime.min.replace(tzinfo=UTC)
     found = sorted(
         polled, key=lambda each: (each.shard, each.topic, each.available_at or first, -each.priority, each.created_at)
@@ -236,7 +237,7 @@ def test_a_backlog_costs_few_requests_and_few_rows(
     with Counting(emulators.spanner_host) as proxy:
         monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
         ours = open_database(place(own_database.database_id))
-        store = real.Store(ours, shards=10)
+        store = real.Store(ours, Layout(10))
         relay = make_relay(store, size=100, batches=8, stragglers=2, discovery_seconds=1000, refresh_seconds=1000)
         relay.turn()
         proxy.clear()
@@ -279,7 +280,7 @@ def test_two_relays_publish_a_task_once(database: Database, topic: str, subscrip
             turn_until_all_sent(first, database)
             super().claim(*arguments)
 
-    second = make_relay(Overtaken(database, shards=10), counted=counted)
+    second = make_relay(Overtaken(database, Layout(10)), counted=counted)
     assert second.turn().discovered
     assert eventually(lambda: second.turn().already_sent) == 1
     assert [message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in subscription.drain()] == [id]

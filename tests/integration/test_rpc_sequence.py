@@ -27,6 +27,7 @@ from grpc_status.rpc_status import to_status
 import outbox
 from outbox.errors import NotReached
 from outbox.storage.connection import COMMIT_SECONDS, LimitedDatabase, open_database
+from outbox.storage.layout import Layout
 from publishworker.app import open_store
 from publishworker.relay import Relay
 from publishworker.settings import WorkerSettings
@@ -84,7 +85,7 @@ def prepare(mock: SpannerServicer, count: int, key: str | None = None) -> list[s
         mock.mock_spanner.add_result(statement, result(CANDIDATE, found))
     mock.mock_spanner.add_result(statements.DISCOVER_TOPICS, result((STRING,), []))
     mock.mock_spanner.add_result(statements.TOPIC_CONTROLS, result((STRING, BOOL, FLOAT64, INT64, INT64), []))
-    mock.mock_spanner.add_result(statements.WORKERS, result((STRING, INT64), []))
+    mock.mock_spanner.add_result(statements.WORKERS, result((STRING, INT64, BOOL), []))
     locked = [(id, "orders", body, key, NOW, None, None, True, 0, None, False, False, 0, NOW) for id in ids]
     mock.mock_spanner.add_result(statements.LOCK, result(LOCKED, locked))
     key_heads = [("orders", key, id, 10, True, False, False) for id in reversed(ids)]
@@ -96,7 +97,7 @@ def make_relay(
     database: LimitedDatabase | SpannerStore, batch_size: int = 100, batches: int = 1,
     publisher: FakePublisher | None = None,
 ) -> Relay:  # fmt: skip
-    store = database if isinstance(database, SpannerStore) else SpannerStore(database, 10)
+    store = database if isinstance(database, SpannerStore) else SpannerStore(database, Layout(10))
     publisher = publisher or FakePublisher("orders", project="p")
     relay = relay_of(store, publisher, size=batch_size, batches=batches, discovery_seconds=1, refresh_seconds=2)
     relay._poller._topics.see({"orders"})
@@ -212,7 +213,7 @@ def test_the_request_priority_is_that_of_the_flag(
     """Of all requests of a turn, the commit too. A heartbeat is HIGH, which is the default, whatever the flag says."""
     ids = prepare(mock, 2, "key")
     for check in ("verified_layout", "verify_grants"):
-        monkeypatch.setattr(f"publishworker.app.{check}", lambda _database: 10)
+        monkeypatch.setattr(f"publishworker.app.{check}", lambda _database: Layout(10))
     flags = {"project": "p", "instance": "inst", "database": "db"} | ({"request_priority": name} if name else {})
     store = open_store(WorkerSettings.read(flags, {}))
     assert make_relay(store).turn().published == len(ids)
@@ -259,7 +260,7 @@ def test_a_surely_failed_commit_differs_from_an_unknown_outcome(
 ) -> None:
     """If the rows were not locked, or the last attempt was aborted; else the outcome is not known."""
     prepare(mock, 1)
-    store = SpannerStore(database, 10)
+    store = SpannerStore(database, Layout(10))
     monkeypatch.setattr("publishworker.spanner.store.ABORTED_SECONDS", 0.0)
     for request, code, kind in (
         ("Commit", code_pb2.INTERNAL, StoreError),

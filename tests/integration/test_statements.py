@@ -19,6 +19,7 @@ from outbox.admin.table import TaskTable
 from outbox.admin.tasks import Position
 from outbox.admin.topics import TopicTable
 from outbox.storage.connection import open_database
+from outbox.storage.layout import Layout
 from outbox.storage.sql import IN_ORDER_ORDER, TO_SEND_ORDER
 from outbox.storage.task_states import STATES
 from publishworker.spanner.store import SpannerStore
@@ -28,7 +29,7 @@ from tests.support.parts import poll_request
 from tests.support.spanner import place
 
 #: The tables with one row for each controlled topic, worker or operation are read as a whole.
-SMALL = ("AsynchronousTaskTopics", "AsynchronousTaskWorkers")
+SMALL = ("AsynchronousTaskTopics", "AsynchronousTaskWorkers", "AsynchronousTaskShards")
 #: Statements that sort a bounded number of rows: the result of a list, a window of sent tasks, one page of IDs.
 SORTED = {"SentAt DESC", "SentAt, Id", "Id", "StartedAt DESC, OperationId"}
 
@@ -70,7 +71,7 @@ def statements(database: Database) -> list[str]:
     insert(database, [row("dead", AvailableAt=FUTURE, OrderingKey="k", BlockedBy="head"), row("sent", SentAt=PAST)])
     ours = open_database(place(database.database_id))
     sent = captured(ours)
-    store, table = SpannerStore(ours, 10), TaskTable(ours)
+    store, table = SpannerStore(ours, Layout(10)), TaskTable(ours)
     for due in (False, True):
         for below in (None, 50):
             store.poll(poll_request("orders", due=due, below=below))

@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 import outbox
 from outbox.shared.pubsub import open_pubsub
+from outbox.storage.layout import Layout
 from publishworker.pubsub.publisher import PubSubPublisher
 from tests.support import real
 from tests.support.parts import relay_of
@@ -40,7 +41,7 @@ def place_order(database: Database, topic: str) -> ReadableSpan:
 
 
 def relay_all(database: Database) -> None:
-    relay = relay_of(real.Store(database, 10), PubSubPublisher(open_pubsub(place()), PROJECT))
+    relay = relay_of(real.Store(database, Layout(10)), PubSubPublisher(open_pubsub(place()), PROJECT))
     eventually(lambda: (relay.turn(), not unsent(database))[1])
 
 
