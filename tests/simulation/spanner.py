@@ -151,18 +151,12 @@ class Table(FakeStore):
         self._unsent_of_key: dict[Key, SortedList[Any]] = defaultdict(SortedList)
         self._unsent_topics: dict[int, dict[str, int]] = defaultdict(dict)
         self.unsent_count = 0
-        #: The states of layouts, as in AsynchronousTaskShards.
-        self.recorded_states: dict[Layout, str] = {}
 
     def polled_by_live(self) -> dict[str, frozenset[str]]:
         """Return the columns that live workers poll, as `outbox schema reshard` reads them: for twice the timeout."""
         self.time()
         live = [worker for worker, at in self.seen_at.items() if (self.now - at).total_seconds() < 30]
         return {worker: frozenset(each.column for each in self.polled_by[worker]) for worker in live}
-
-    def workers(self) -> Workers:
-        self.recorded = tuple(sorted(layout for layout, state in self.recorded_states.items() if state == "polled"))
-        return super().workers()
 
     def time(self) -> datetime:
         self.now = self._epoch + timedelta(seconds=self._clockwork.now)

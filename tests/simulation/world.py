@@ -265,7 +265,7 @@ class World:
         target = new = Layout(self.plan.reshard, str(self.plan.reshard))
         while True:
             self.clockwork.sleep(random.expovariate(1 / 3))
-            state = State(dict.fromkeys(table.built, COMPLETE), table.recorded_states, table.polled_by_live())
+            state = State(dict.fromkeys(table.built, COMPLETE), table.recorded, table.polled_by_live())
             if (step := next_step(state, target)) is None:
                 self._resharding = False
                 return
@@ -274,15 +274,15 @@ class World:
                 continue
             match step.kind:
                 case "begin":
-                    table.recorded_states |= {former: POLLED, target: step.state}
+                    table.recorded |= {former: POLLED, target: step.state}
                 case "build":
                     table.build(*table.built, target)
                 case "set":
-                    table.recorded_states[step.layout] = step.state
+                    table.recorded[step.layout] = step.state
                 case "drop":
                     table.build(target)
                 case "forget":
-                    del table.recorded_states[step.layout]
+                    del table.recorded[step.layout]
             for _ in range(random.randrange(8)):
                 self._check_layouts()
                 self.clockwork.sleep(0.7)

@@ -64,9 +64,9 @@ class FakeStore:
     """Rows in a dictionary, locked row by row, and faults on request."""
 
     def __init__(self, shards: int = 10) -> None:
-        #: The layouts to poll, and those that are recorded, as in the store.
+        #: The layouts to poll, and the states of those that are recorded.
         self.layouts: Sequence[Layout] = (Layout(shards),)
-        self.recorded: tuple[Layout, ...] = ()
+        self.recorded: dict[Layout, str] = {}
         #: The layouts that the table has.
         self.built: tuple[Layout, ...] = (Layout(shards),)
         #: What each worker polls.
@@ -151,11 +151,12 @@ class FakeStore:
     def workers(self) -> Workers:
         self._answer()
         ages = {worker: (self.now - seen_at).total_seconds() for worker, seen_at in self.seen_at.items()}
-        self.layouts = self.recorded or self.layouts
+        recorded = tuple(sorted(layout for layout, state in self.recorded.items() if state == "polled"))
+        self.layouts = recorded or self.layouts
         return Workers(
             live=frozenset(worker for worker, age in ages.items() if age < statements.FRESH_HEARTBEAT_SECONDS),
             gone=frozenset(worker for worker, age in ages.items() if age > statements.FORGET_WORKER_SECONDS),
-            layouts=self.recorded,
+            layouts=recorded,
         )
 
     def heartbeat(self, worker: str, started_at: datetime, polls: Sequence[Layout], remove: Collection[str]) -> None:

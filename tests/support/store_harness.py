@@ -49,7 +49,7 @@ class FakeHarness:
     def reshard(self, *layouts: Layout) -> None:
         """Add layouts to the first one, and record all."""
         self._fake.build(*self._fake.built, *layouts)
-        self._fake.recorded = self._fake.built
+        self._fake.recorded = dict.fromkeys(self._fake.built, "polled")
 
     def seen(self, worker: str, seconds: float) -> None:
         self._fake.seen_at[worker] = self._fake.now - timedelta(seconds=seconds)

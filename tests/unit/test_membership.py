@@ -127,10 +127,10 @@ def test_a_worker_polls_the_layouts_that_are_recorded_and_says_so_first() -> Non
     watch.beat()
     watch.store.built = (first, new)
     for recorded in ((first, new), (new,)):
-        watch.store.recorded = recorded
+        watch.store.recorded = dict.fromkeys(recorded, "polled")
         assert watch.see("me") == tuple(id for each in recorded for id in each.ids)
         assert watch.store.polled_by["me"] == recorded
-    watch.store.recorded = (first, new)
+    watch.store.recorded = dict.fromkeys((first, new), "polled")
     with mock.patch.object(watch.store, "heartbeat", side_effect=NotWritten("away")), pytest.raises(NotWritten):
         watch.see("me")
     assert watch.shards == tuple(new.ids)
