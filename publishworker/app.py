@@ -43,9 +43,6 @@ _log = logging.getLogger("publishworker")
 
 #: Seconds that a turn waits for further batches to end before the next poll, so that one poll serves several batches.
 PATIENCE_SECONDS = 0.1
-#: Seconds between two reads of topic controls and live workers. With the 13 s for which a heartbeat counts, other
-#: workers take over the shards of a killed worker within the liveness timeout of 15 s.
-REFRESH_SECONDS = 2.0
 
 
 class App:
@@ -85,9 +82,8 @@ class App:
             self._metrics,
             self.membership,
             limits=Limits(settings.batch_size, settings.batch_bytes, settings.concurrency),
-            # So that each idle poll also discovers topics, whatever its jitter.
+            # So that each idle turn discovers, whatever its jitter.
             discovery_seconds=min(settings.poll_interval / 2, 1.0),
-            refresh_seconds=REFRESH_SECONDS,
             random=random,
             fair_share=settings.fair_share,
             skip_dead=skip_dead,

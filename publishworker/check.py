@@ -65,7 +65,7 @@ def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Findi
             named |= working
             if ordered and not settings.pubsub_endpoint:
                 yield _one_region(ordered)
-            controls = store.topic_controls()
+            controls = store.discover((), ()).controls
             named |= controls.paused | controls.limits.keys()
             yield from _controls(controls)
         client = PublisherClient(transport=open_pubsub(settings))

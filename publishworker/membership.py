@@ -16,11 +16,12 @@ from itertools import product
 from outbox.shared.throttled_log import ThrottledLog
 from outbox.storage.layout import Layout
 from publishworker.spanner.store import Store, StoreError
+from publishworker.types import Workers
 
 _log = logging.getLogger("publishworker")
 
-#: Seconds between two heartbeats of a worker.
-HEARTBEAT_INTERVAL_SECONDS = 5.0
+#: Seconds between two heartbeats of a worker, and until the next attempt after one that failed.
+HEARTBEAT_INTERVAL_SECONDS, HEARTBEAT_RETRY_SECONDS = 7.5, 2.0
 
 
 class Membership:
@@ -78,17 +79,17 @@ class Membership:
             self._write(self.layouts)
         except StoreError as error:
             self._failure = error
+            self._beat_at += HEARTBEAT_RETRY_SECONDS - HEARTBEAT_INTERVAL_SECONDS
 
     def _write(self, polls: Sequence[Layout]) -> None:
         self._store.heartbeat(self._worker, self._started_at, polls, self._gone)
 
-    def refresh(self) -> None:
-        """Read the live workers and layouts, and take this worker's part of the shards. Raises StoreError.
+    def learn(self, workers: Workers) -> None:
+        """Take this worker's part of the shards. Raises StoreError.
 
         The heartbeat says which layouts this worker polls before it stops polling one. `outbox schema reshard` relies
         on that: it retires a layout when the heartbeats of all live workers name the other one.
         """
-        workers = self._store.workers()
         if self._failure is not None:  # reads succeed, so it is no outage, which the worker logs
             self._throttled_log.log(
                 "heartbeat_failed", "", f"Heartbeat failed; other workers take over the shards: {self._failure}"

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from publishworker.membership import Membership
 from publishworker.spanner.store import Store
 from publishworker.topics.discovery import KnownTopics
-from publishworker.types import Candidate, PollRequest
+from publishworker.types import Candidate, Discovery, PollRequest
 
 #: Max rows, ready or due, that a deep read of one topic returns. 5,000 rows take about 25 MB while they are decoded.
 DEEP_ROWS = 2_500
@@ -31,7 +31,7 @@ class Polled:
 
 
 class Poller:
-    """Reads candidates from the store: ready tasks at each poll, due tasks and unknown topics at an interval."""
+    """Reads the store: ready tasks at each poll, due tasks and what else a worker must know at an interval."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Poller:
     ) -> None:
         """Poll this worker's shards for about `target_rows` rows.
 
-        Due tasks and unknown topics are read every `discovery_seconds`, and when other shards are assigned.
+        `discover` reads every `discovery_seconds`, and when other shards are assigned. So are due tasks, at least.
         """
         self._store = store
         self._membership = membership
@@ -54,13 +54,30 @@ class Poller:
         self._topics = KnownTopics(clock)
         self._discovered_at = float("-inf")
         self._discovered_in: tuple[int, ...] = ()
-        self._due_tasks_wait = False  # if True, every poll reads them
+        self._found_topics = False
+        #: With the first poll after a discovery, and as long as polls find due tasks.
+        self._reads_due_tasks = False
         self._next_shard = 0
 
     @property
     def topics(self) -> frozenset[str]:
         """Return the topics that have, or recently had, unsent tasks."""
         return self._topics.recent
+
+    def discover(self) -> Discovery | None:
+        """Read live workers, topic controls and unknown topics, if it is time for it. Raises StoreError."""
+        shards = self._membership.shards
+        if self._clock() - self._discovered_at < self._discovery_seconds and shards == self._discovered_in:
+            return None
+        known = self._topics.polled
+        found = self._store.discover(shards, known)
+        unknown = found.topics - known
+        self._topics.discover(unknown)
+        self._found_topics = bool(unknown)
+        self._reads_due_tasks = True
+        if not unknown:  # otherwise there may be more, in the same gaps
+            self._discovered_at, self._discovered_in = self._clock(), shards
+        return found
 
     def poll(
         self,
@@ -74,23 +91,20 @@ class Poller:
         With `below`, ready tasks of a lower priority than that are read as well. If a topic in `depths` needs more rows
         of each range than the others, a query of its own reads them.
         """
-        shards = self._membership.shards
-        waited = self._clock() - self._discovered_at >= self._discovery_seconds
-        discovers = waited or shards != self._discovered_in
         request = PollRequest(
-            shards=shards,
+            shards=self._membership.shards,
             topics=self._topics.polled.difference(unavailable),
             per_range=self._size.per_range,
-            due=discovers or self._due_tasks_wait,
+            due=self._reads_due_tasks,
             below=below,
         )
         candidates, cut_off = self._read(request, without, depths)
         if request.due:
-            self._due_tasks_wait = any(each.available_at is not None for each in candidates)
+            self._reads_due_tasks = any(each.available_at is not None for each in candidates)
         self._topics.see({each.topic for each in candidates})
         self._topics.forget(unavailable)
-        discovered = discovers and self._discover(shards)
-        return Polled([each for each in candidates if each.id not in without], discovered, cut_off)
+        found_topics, self._found_topics = self._found_topics, False
+        return Polled([each for each in candidates if each.id not in without], found_topics, cut_off)
 
     def _read(
         self, request: PollRequest, without: Collection[str], depths: Mapping[str, int]
@@ -118,14 +132,6 @@ class Poller:
         first = self._next_shard % len(shards)
         self._next_shard = first + number
         return (*shards[first:], *shards[:first])[:number]
-
-    def _discover(self, shards: tuple[int, ...]) -> bool:
-        """Find unknown topics, one in each gap between known topics. Return whether there may be more."""
-        unknown = self._store.discover(shards, self._topics.polled) - self._topics.polled
-        self._topics.discover(unknown)
-        if not unknown:
-            self._discovered_at, self._discovered_in = self._clock(), shards
-        return bool(unknown)
 
 
 def _by_range(candidates: Iterable[Candidate]) -> Counter[tuple[str, int, bool]]:

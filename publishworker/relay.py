@@ -1,6 +1,7 @@
 """One turn of the relay, in the order in which data moves.
 
-Settle the batches that have ended, mark tasks in doubt, poll, resolve ordering keys, select and start batches, report.
+Settle the batches that have ended, mark tasks in doubt, discover, poll, resolve ordering keys, select and start
+batches, report.
 """
 
 import time
@@ -38,7 +39,6 @@ class Relay:
         *,
         limits: Limits,
         discovery_seconds: float,
-        refresh_seconds: float,
         random: Random,
         fair_share: float = 0.0,
         skip_dead: bool = False,
@@ -57,8 +57,8 @@ class Relay:
             metrics: where counts and durations go.
             membership: which shards this worker polls.
             limits: tasks and bytes of a batch, and how many batches may be in flight.
-            discovery_seconds: between two searches for unknown topics. Due tasks are read at least as often.
-            refresh_seconds: between two reads of topic controls and live workers.
+            discovery_seconds: between two reads of live workers, topic controls and unknown topics. Due tasks are read
+                at least as often.
             random: shuffles slices of tasks, and draws probes.
             fair_share: part of the batches (0 to 0.5) for lower priorities while higher ones keep arriving.
             skip_dead: a dead task does not block its ordering key.
@@ -79,8 +79,6 @@ class Relay:
         self._touch_file = touch_file
         self._store = store
         self._membership = membership
-        self._refresh_seconds = refresh_seconds
-        self._refreshed_at = float("-inf")
         self._topics = Topics(random, clock, places=limits.batches)
         self._poller = Poller(
             store, membership, target_rows=limits.batches * limits.batch_size, discovery_seconds=discovery_seconds,
@@ -106,7 +104,7 @@ class Relay:
         changed = self._settle(finished, stopping)  # circuits, limits, tasks in doubt, metrics and logs
         self._in_flight.raise_if_stuck()
         self._in_doubt.mark()  # while no transaction commits, only a probe is published
-        self._refresh()  # live workers, pauses and limits
+        self._discover()  # live workers, pauses and limits, unknown topics
         polled = self._poll()  # reads nothing while no batch may start
         ready = self._resolve(polled)  # key heads, sendable prefixes, blocked keys
         started = self._start(self._select(polled, ready, stopping))
@@ -121,7 +119,8 @@ class Relay:
 
     def seconds_until_due(self) -> float | None:
         """Return the seconds until the next task is due that is not due yet, or None. Raises StoreError."""
-        return self._store.seconds_until_due(self._membership.shards, self._poller.topics)
+        topics = self._poller.topics
+        return self._store.seconds_until_due(self._membership.shards, topics) if topics else None
 
     def finish(self) -> Turn:
         """Wait for all batches in flight, try to mark tasks in doubt, and return the numbers.
@@ -171,13 +170,11 @@ class Relay:
                 self._start([at_most_once])
         return changed
 
-    def _refresh(self) -> None:
-        if self._clock() - self._refreshed_at < self._refresh_seconds:
-            return
+    def _discover(self) -> None:
         self._touch_file()
-        self._membership.refresh()
-        self._topics.control(self._store.topic_controls(), self._membership.size)
-        self._refreshed_at = self._clock()
+        if (found := self._poller.discover()) is not None:
+            self._membership.learn(found.workers)
+            self._topics.control(found.controls, self._membership.size)
 
     def _poll(self) -> Polled:
         self._touch_file()

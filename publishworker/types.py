@@ -100,6 +100,15 @@ class Workers:
 
 
 @dataclass(frozen=True, slots=True)
+class Discovery:
+    """What a worker needs to know besides candidates: live workers, topic controls, and topics with unsent tasks."""
+
+    workers: Workers = field(default_factory=Workers)
+    controls: TopicControls = field(default_factory=TopicControls)
+    topics: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Tasks of one topic that are claimed in one transaction. The same transaction usually publishes and marks them."""
 

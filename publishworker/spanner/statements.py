@@ -9,8 +9,8 @@ be true for every row.
 from outbox.storage.ddl import CHANGE_STREAM
 from outbox.storage.sql import BY_ID, IN_ORDER, IN_ORDER_ORDER, NEVER, SEEK, TO_SEND, TO_SEND_ORDER
 
-#: Seconds after its last heartbeat for which a worker counts as live. Together with REFRESH_SECONDS it keeps the
-#: take-over of its shards within the liveness timeout of 15 s.
+#: Seconds after its last heartbeat for which a worker counts as live. Workers that discover at least every other second
+#: take over its shards within the liveness timeout of 15 s.
 FRESH_HEARTBEAT_SECONDS = 13
 #: Seconds after its last heartbeat at which a worker's row may be deleted.
 FORGET_WORKER_SECONDS = 3600
@@ -41,16 +41,26 @@ POLLS = {
     (True, True): f"{_READY} UNION ALL {_LOWER} UNION ALL {_DUE}",
 }
 
-#: Topic discovery: one unsent row in each gap between the known topics. The n-th gap begins with the n-th of @lows and
-#: ends before the n-th of @highs. The first gap holds the empty name, which another writer may have inserted. One seek
-#: into AsynchronousTasksToSend for each shard and gap.
-DISCOVER_TOPICS = f"""
-SELECT found FROM UNNEST(@shards) AS in_shard, (
-  SELECT low, high FROM UNNEST(@lows) AS low WITH OFFSET AS of_low
-  JOIN UNNEST(@highs) AS high WITH OFFSET AS of_high ON of_low = of_high), UNNEST(ARRAY(
-  SELECT Topic FROM {TO_SEND}
-  WHERE Shard = in_shard AND SentAt IS NULL AND Topic >= low AND Topic < high
-  LIMIT 1)) AS found"""
+# Topic discovery: one unsent row in each gap between the known topics. The n-th gap begins with the n-th of @lows and
+# ends before the n-th of @highs. The first gap holds the empty name, which another writer may have inserted. One seek
+# into AsynchronousTasksToSend for each shard and gap.
+_TOPICS = f"""
+  SELECT found FROM UNNEST(@shards) AS in_shard, (
+    SELECT low, high FROM UNNEST(@lows) AS low WITH OFFSET AS of_low
+    JOIN UNNEST(@highs) AS high WITH OFFSET AS of_high ON of_low = of_high), UNNEST(ARRAY(
+    SELECT Topic FROM {TO_SEND}
+    WHERE Shard = in_shard AND SentAt IS NULL AND Topic >= low AND Topic < high
+    LIMIT 1)) AS found"""
+# The seconds since each worker's last heartbeat.
+_WORKERS = """
+  SELECT AS STRUCT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) FROM AsynchronousTaskWorkers"""
+# The number of shards of each layout to poll.
+_LAYOUTS = "SELECT AS STRUCT ColumnName, Shards FROM AsynchronousTaskShards WHERE State = 'polled'"
+# Pauses and limits.
+_CONTROLS = "SELECT AS STRUCT Topic, Paused, RatePerSecond, Burst, MaxInFlight FROM AsynchronousTaskTopics"
+#: One request for what a worker needs besides candidates. The last three are the whole of small tables: a row for each
+#: worker, none to two layouts, a row for each topic that an operator has paused or limited.
+DISCOVER = f"SELECT ARRAY({_TOPICS}), ARRAY({_WORKERS}), ARRAY({_LAYOUTS}), ARRAY({_CONTROLS})"
 
 #: When the next task is due that is not due yet. One seek into AsynchronousTasksToSend for each shard and topic.
 NEXT_DUE = f"""
@@ -59,16 +69,6 @@ SELECT MIN(next_at), CURRENT_TIMESTAMP() FROM UNNEST(@shards) AS in_shard, UNNES
   WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt > CURRENT_TIMESTAMP()
     AND AvailableAt < {NEVER}
   ORDER BY {TO_SEND_ORDER} LIMIT 1)) AS next_at"""
-
-#: Pauses and limits: the whole of a small table, one row for each topic that an operator has paused or limited.
-TOPIC_CONTROLS = "SELECT Topic, Paused, RatePerSecond, Burst, MaxInFlight FROM AsynchronousTaskTopics"
-
-#: The seconds since each worker's last heartbeat, and the number of shards of each layout to poll: the whole of two
-#: small tables, one row for each worker, and none, one or two for layouts.
-WORKERS = """
-SELECT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND), FALSE AS is_layout FROM AsynchronousTaskWorkers
-UNION ALL
-SELECT ColumnName, Shards, TRUE FROM AsynchronousTaskShards WHERE State = 'polled'"""
 
 #: The records of a partition of the change stream. One without changes has a record each 1,000 ms, the least that is
 #: allowed: https://cloud.google.com/spanner/docs/change-streams/details

@@ -21,6 +21,7 @@ from publishworker.spanner import rows, statements
 from publishworker.types import (
     Candidate,
     Deferred,
+    Discovery,
     Key,
     KeyHeads,
     LockedRow,
@@ -99,23 +100,20 @@ class Unsent:
 class Store(Protocol):
     """What the relay needs of a store. Each method raises StoreError if the store does not answer."""
 
-    #: The layouts to poll: as the table had them at the start, and then as `workers` last read them.
+    #: The layouts to poll: as the table had them at the start, and then as `discover` last read them.
     layouts: Sequence[Layout]
 
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
         """Return the unsent tasks that are requested, each once. Takes no locks."""
 
-    def discover(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
-        """Return topics that have unsent tasks in `shards` and are not `known`: at least one if there are any."""
+    def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
+        """Return live workers, topic controls and unknown topics.
+
+        The topics have unsent tasks in `shards` and are not `known`: at least one if there are any.
+        """
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
         """Return the seconds until the next task is due that is not due yet, or None."""
-
-    def topic_controls(self) -> TopicControls:
-        """Return the paused topics and the limits."""
-
-    def workers(self) -> Workers:
-        """Return the live workers, and those whose rows may be deleted."""
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """Return the first unsent tasks of each key in order, at most `per_key`. Takes no locks.
@@ -175,40 +173,25 @@ class SpannerStore:
             found |= rows.candidates(read, first_id(suffix))
         return tuple(found.values())
 
-    def discover(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
-        """See Store. A strong single-use read at the request priority for each layout: a topic in each gap."""
+    def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
+        """See Store. A strong single-use read at the request priority, one request for each layout of `shards`."""
         names = sorted(known)
         parameters = {"lows": ["", *(topic + statements.NEXT for topic in names)]}
         parameters["highs"] = [*names, statements.AFTER_ALL_TOPICS]
-        found = self._query_layouts(statements.DISCOVER_TOPICS, "outbox-discover", shards, parameters)
-        return frozenset(topic for [topic] in found)
+        found = list(self._query_layouts(statements.DISCOVER, "outbox-discover", shards, parameters))
+        _, seen, layouts, controls = found[0]
+        recorded = tuple(sorted(Layout(number, column.removeprefix(COLUMN)) for column, number in layouts))
+        self.layouts = recorded or self.layouts
+        return Discovery(
+            _workers(dict(seen), recorded),
+            _controls(controls),
+            frozenset(topic for topics, *_ in found for topic in topics),
+        )
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
         """See Store. A strong single-use read at the request priority, one request for each layout."""
         found = self._query_layouts(statements.NEXT_DUE, "outbox-next-due", shards, {"topics": sorted(topics)})
         return min(((at - now).total_seconds() for at, now in found if at is not None), default=None)
-
-    def topic_controls(self) -> TopicControls:
-        """See Store. A strong single-use read at the request priority, one request."""
-        found = self._query(statements.TOPIC_CONTROLS, "outbox-controls", {})
-        limits = {topic: TopicLimit(rate, burst, in_flight) for topic, _, rate, burst, in_flight in found}
-        return TopicControls(
-            paused=frozenset(topic for topic, paused, *_ in found if paused),
-            limits={topic: limit for topic, limit in limits.items() if limit != TopicLimit()},
-        )
-
-    def workers(self) -> Workers:
-        """See Store. A strong single-use read at the request priority, one request."""
-        found = self._query(statements.WORKERS, "outbox-workers", {})
-        ages = {worker: age for worker, age, is_layout in found if not is_layout}
-        layouts = (Layout(number, name.removeprefix(COLUMN)) for name, number, is_layout in found if is_layout)
-        recorded = tuple(sorted(layouts))
-        self.layouts = recorded or self.layouts
-        return Workers(
-            live=frozenset(id for id, age in ages.items() if age < statements.FRESH_HEARTBEAT_SECONDS),
-            gone=frozenset(id for id, age in ages.items() if age > statements.FORGET_WORKER_SECONDS),
-            layouts=recorded,
-        )
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """See Store. A strong single-use read at the request priority, one request for each layout.
@@ -357,8 +340,8 @@ class SpannerStore:
     def _query_layouts(
         self, statement: str, tag: str, shards: Iterable[int], parameters: Mapping[str, Any]
     ) -> Iterator[list[Any]]:
-        """Yield the rows of a statement for each layout of `shards`."""
-        for suffix, numbers in by_suffix(shards).items():
+        """Yield the rows of a statement for each layout of `shards`, or for one layout if there are none."""
+        for suffix, numbers in (by_suffix(shards) or {self.layouts[0].suffix: []}).items():
             yield from self._query(renamed(statement, suffix), tag, {**parameters, "shards": numbers})
 
     def _query(
@@ -413,6 +396,22 @@ class SpannerStore:
             if isinstance(error, NotFound) and not lost:
                 raise Missing(describe(error)) from error
             raise (NotWritten if isinstance(error, Aborted) else StoreError)(describe(error)) from error
+
+
+def _workers(ages: Mapping[str, int], layouts: tuple[Layout, ...]) -> Workers:
+    return Workers(
+        live=frozenset(id for id, age in ages.items() if age < statements.FRESH_HEARTBEAT_SECONDS),
+        gone=frozenset(id for id, age in ages.items() if age > statements.FORGET_WORKER_SECONDS),
+        layouts=layouts,
+    )
+
+
+def _controls(found: Sequence[Sequence[Any]]) -> TopicControls:
+    limits = {topic: TopicLimit(rate, burst, in_flight) for topic, _, rate, burst, in_flight in found}
+    return TopicControls(
+        paused=frozenset(topic for topic, paused, *_ in found if paused),
+        limits={topic: limit for topic, limit in limits.items() if limit != TopicLimit()},
+    )
 
 
 def _is_lost_session(error: BaseException | None) -> bool:

@@ -130,7 +130,6 @@ class OutboxRelay:
             Membership(self._store, f"test-{uuid.uuid4().hex}"),
             limits=Limits(settings.batch_size, settings.batch_bytes, settings.concurrency),
             discovery_seconds=0,
-            refresh_seconds=0,
             random=random,
             threads=_Inline(),
         )

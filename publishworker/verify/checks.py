@@ -35,7 +35,7 @@ from publishworker.retry_policy import RetryPolicy
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry.metrics import Metrics
-from publishworker.types import Failed, Key, LockedRow, Mark, Outcome, PollRequest, Sent
+from publishworker.types import Failed, Key, LockedRow, Mark, Outcome, PollRequest, Sent, TopicControls
 from publishworker.verify import plans
 from publishworker.verify.scratch import TOPICS, Scratch
 
@@ -151,7 +151,7 @@ def _sent(scratch: Scratch) -> list[ExecuteSqlRequest]:
     for due in (False, True):
         for below in (None, 50):
             found = store.poll(PollRequest(shards=shards, topics=topics, per_range=80, due=due, below=below))
-    store.discover(shards, TOPICS[:2]), store.topic_controls(), store.workers()
+    store.discover(shards, TOPICS[:2])
     ids = [each.id for each in found][:100]
     keyed = {Key(each.topic, each.ordering_key): each.shard for each in found if each.ordering_key}
     store.key_heads(dict(list(keyed.items())[:20]), 100, skip_dead=False)
@@ -300,9 +300,8 @@ def _relay(scratch: Scratch, batch_size: int, topic: str = "") -> Relay:
     store, random = scratch.store(), Random()  # noqa: S311 - it spreads load, and protects nothing
     retries = RetryPolicy(initial=1, longest=3600, max_attempts=10, dead_after=86_400, random=random)
     if topic:
-        controls = store.topic_controls()
-        others = frozenset(TOPICS) | {scratch.settings.database}
-        store.topic_controls = lambda: replace(controls, paused=others)  # type: ignore[method-assign]  # of this store
+        discover, others = store.discover, TopicControls(paused=frozenset(TOPICS) | {scratch.settings.database})
+        store.discover = lambda *given: replace(discover(*given), controls=others)  # type: ignore[method-assign]  # its own
     return Relay(
         store,
         Delivery(store, _InstantPublisher(), retries, 5.0, skip_dead=False),
@@ -310,7 +309,6 @@ def _relay(scratch: Scratch, batch_size: int, topic: str = "") -> Relay:
         Membership(store, f"verify-{uuid.uuid4().hex}"),
         limits=Limits(batch_size, 8_000_000, 8),
         discovery_seconds=0.5,
-        refresh_seconds=2.0,
         random=random,
         patience=0.1,
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from outbox.storage.ddl import statements
 from publishworker.telemetry import metrics as m
 from tests.benchmarks.bench import Bench, Table, fresh_table
 from tests.benchmarks.results import Section, figures
@@ -14,11 +15,12 @@ from tests.support.agent import Agent, listening
 from tests.support.counting import Counting
 from tests.support.processes import Process
 from tests.support.relays import divided, shards_of, wait_until_all_sent, worker
+from tests.support.spanner import ADMIN_SECONDS
 from tests.support.waiting import eventually
 
 SIZES = (1, 2, 4, 8)
-POLL = ("ExecuteStreamingSql", "outbox-poll")
-ANY, REQUESTS, SHARDS = "requests/minute", "polls/minute", "shard polls/minute"
+DISCOVER = ("ExecuteStreamingSql", "outbox-discover")
+REQUESTS, SHARDS = "discoveries/minute", "shards discovered/minute"
 MET, ABORTED, TAKEN_OVER = "already published %", "aborted by the emulator %", "s until taken over"
 
 #: Seconds after the last task until the waits between polls have grown to the poll interval.
@@ -27,20 +29,22 @@ SETTLE = 4
 ARRIVALS, EVERY = 10, 0.25
 
 CONDITIONS = f"""\
-- `publishworker run` processes with default settings on one table of 10 shards, all behind one proxy that counts. A
-  shard poll is one shard in the poll of one worker: what a poll costs Spanner.
+- `publishworker run` processes with default settings on one table of 10 shards, all behind one proxy that counts. An
+  idle worker discovers topics, and polls only those with unsent tasks. Shards are those of all discoveries.
 - Load: {ARRIVALS} tasks in a commit every {EVERY} s. Already published: of the tasks that were claimed, those that
   another worker had sent.
 - Aborted: transactions that ran again, of all. The emulator has one lock for a whole database and aborts whoever meets
   it, whatever the rows: it cannot show how rarely the rows of two workers are the same.
-- Polls are the requests, and grow with the workers: each polls once a second when idle, so that a task waits no longer
+- Discoveries grow with the workers: each reads once a second when idle, so that a task waits no longer
   with many workers than with few ([workers](architecture/workers.md#what-it-costs)).
 - Skipped over: from SIGKILL of one worker until the others have said that they poll its shards."""
 
 
+WAKE = ("--wake", "change-stream")
 ALONE = """\
-- A `publishworker run` process with default settings that knows one topic, 10 shards, no agent for metrics. Counted by
-  a proxy that forwards every call to the emulator, by method and tag."""
+- Requests per minute of all `publishworker run` processes, with default settings and 10 shards, half a minute after the
+  last task, without an agent for metrics. Counted by a proxy that forwards every call to the emulator, by method and
+  tag. The emulator ends each partition of a change stream after 20 to 40 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +56,16 @@ class LiveWorkers:
 
 
 @contextlib.contextmanager
-def live_workers(bench: Bench, size: int, *, with_agent: bool = True) -> Iterator[LiveWorkers]:
+def live_workers(bench: Bench, size: int, *flags: str, with_agent: bool = True) -> Iterator[LiveWorkers]:
     with contextlib.ExitStack() as stack:
         table = stack.enter_context(fresh_table(bench))
+        if flags:
+            table.database.update_ddl(statements(change_stream=True)[-1:]).result(ADMIN_SECONDS)
         proxy = stack.enter_context(Counting(bench.emulators.spanner_host))
         agent = stack.enter_context(listening())
         hosts = replace(bench.emulators, spanner_host=proxy.address)
         variables: Any = agent.environment if with_agent else {}
-        workers = [stack.enter_context(worker(hosts, table.database, **variables)) for _ in range(size)]
+        workers = [stack.enter_context(worker(hosts, table.database, *flags, **variables)) for _ in range(size)]
         table.fill(1)
         wait_until_all_sent(table.database)
         eventually(lambda: divided(workers), seconds=60, message=f"{size} workers know of each other")
@@ -70,7 +76,7 @@ def live_workers(bench: Bench, size: int, *, with_agent: bool = True) -> Iterato
 def idle(live: LiveWorkers, seconds: int) -> dict[str, float]:
     live.proxy.clear()
     time.sleep(seconds)
-    return {REQUESTS: live.proxy.counts[POLL] * 60 / seconds, SHARDS: live.proxy.shards[POLL] * 60 / seconds}
+    return {REQUESTS: live.proxy.counts[DISCOVER] * 60 / seconds, SHARDS: live.proxy.shards[DISCOVER] * 60 / seconds}
 
 
 def busy(live: LiveWorkers, seconds: int) -> dict[str, float]:
@@ -102,17 +108,19 @@ def take_over(live: LiveWorkers) -> dict[str, float]:
 
 
 def alone(bench: Bench) -> Section:
-    seconds = bench.choose(60, 5)
-    with live_workers(bench, 1, with_agent=False) as created:
-        polls = idle(created, seconds)[REQUESTS]
-        per_minute = {
-            " ".join(key).strip(): count * 60 / seconds for key, count in sorted(created.proxy.counts.items())
-        }
-    per_minute = {"all": sum(per_minute.values())} | per_minute
-    samples = [(row, ANY, value) for row, value in per_minute.items()]
-    section = Section("An idle worker", figures(samples), ALONE, "All of it.")
-    section.at_most(REQUESTS, polls, 70)
-    section.at_most(ANY, per_minute["all"], 90)
+    """Idle workers: the requests of one that polls, and of four that a change stream wakes."""
+    seconds, samples, total = bench.choose(120, 5), [], {}
+    for size, flags, name in ((1, (), "1 worker"), (4, WAKE, "4 workers, --wake change-stream")):
+        with live_workers(bench, size, *flags, with_agent=False) as created:
+            time.sleep(bench.choose(30, 1))  # topics are forgotten, and pauses are at their longest
+            created.proxy.clear()
+            time.sleep(seconds)
+            counts = {" ".join(key).strip(): each * 60 / seconds for key, each in sorted(created.proxy.counts.items())}
+        total[size] = sum(counts.values())
+        samples += [(kind, name, value) for kind, value in ({"all": total[size]} | counts).items()]
+    section = Section("Idle workers", figures(samples), ALONE, "All of it.")
+    section.at_most("requests/minute of 1 worker", total[1], 90)
+    section.at_most("requests/minute of 4 workers, with a change stream", total[4], 60)
     return section
 
 
@@ -129,9 +137,7 @@ def run(bench: Bench) -> Section:
     section = Section("Live workers", figures(samples), CONDITIONS, "All but the aborts: they are the emulator's.")
     largest = sizes[-1]
     one, most = (section.value(f"{size}", SHARDS) for size in (1, largest))
-    requests = section.value(f"{largest}", REQUESTS) / section.value(f"{sizes[0]}", REQUESTS)
-    section.at_most(f"shard polls of {largest} workers / of one", most / one, 1.2)
-    section.at_most(f"polls of {largest} workers / of one", requests, 1.2)
+    section.at_most(f"shards discovered by {largest} workers / by one", most / one, 1.2)
     section.at_most("already published, %", section.value(f"{largest}", MET), 1)
     section.at_most("aborted by the emulator, %", section.value(f"{largest}", ABORTED), 1)
     return section

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from outbox.storage.layout import Layout
 from publishworker.spanner.store import Decide
-from publishworker.types import Candidate, Failed, LockedRow, Outcome, PollRequest, Sent, TopicControls, Workers
+from publishworker.types import Candidate, Discovery, Failed, LockedRow, Outcome, PollRequest, Sent
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.results import Section, figures
 from tests.support.parts import relay_of
@@ -82,17 +82,9 @@ class DistantStore:
         self.rows += len(candidates)
         return candidates
 
-    def discover(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
+    def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
         self.travel(self._poll)
-        return frozenset({"topic"}.difference(known))
-
-    def topic_controls(self) -> TopicControls:
-        self.travel(self._poll)
-        return TopicControls()
-
-    def workers(self) -> Workers:
-        self.travel(self._poll)
-        return Workers()
+        return Discovery(topics=frozenset({"topic"}.difference(known)))
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         self.travel(LOCK)
@@ -124,9 +116,7 @@ class DistantPublisher:
 def relay(way: Way, tasks: int, seed: int, slow: float) -> tuple[float, float, float]:
     store = DistantStore(tasks, seed, slow, way.poll)
     limits: dict[str, Any] = {"batches": way.batches, "stragglers": way.left, "patience": way.patience}
-    created = relay_of(
-        cast("Any", store), DistantPublisher(store), size=100, discovery_seconds=0.5, refresh_seconds=2.0, **limits
-    )
+    created = relay_of(cast("Any", store), DistantPublisher(store), size=100, discovery_seconds=0.5, **limits)
     created.turn()  # learns the topic
     store.polls = store.rows = 0
     begin, published = time.perf_counter(), 0

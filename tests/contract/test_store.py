@@ -13,7 +13,7 @@ import pytest
 
 from outbox.storage.layout import Layout
 from outbox.storage.task_states import NEVER
-from publishworker.types import Key, TopicControls, TopicLimit, Workers
+from publishworker.types import Discovery, Key, TopicControls, TopicLimit, Workers
 from tests.support.fakes import serialized
 from tests.support.parts import poll_request
 from tests.support.store_harness import Harness, poll_ids
@@ -26,11 +26,15 @@ FUTURE = datetime(2090, 1, 1, tzinfo=UTC)
 ALL = range(10)
 
 
+def discovered(harness: Harness) -> Discovery:
+    return harness.store.discover(ALL, ())
+
+
 def test_empty_tables(harness: Harness) -> None:
     assert harness.store.poll(poll_request("orders", due=True, below=1)) == ()
-    assert harness.store.discover(ALL, ()) == frozenset()
-    assert harness.store.topic_controls() == TopicControls()
-    assert harness.store.workers() == Workers()
+    assert harness.store.discover(ALL, ()).topics == frozenset()
+    assert discovered(harness).controls == TopicControls()
+    assert discovered(harness).workers == Workers()
 
 
 def test_poll_returns_only_unsent_tasks_of_the_requested_topics(harness: Harness) -> None:
@@ -106,7 +110,7 @@ def test_discovery_finds_topics_in_every_gap(harness: Harness, known: list[str])
         harness.insert(str(uuid.uuid4()), topic=topic)
     harness.insert("sent", topic="old", sent_at=PAST)
     found = set(known)
-    while new := harness.store.discover(ALL, found):
+    while new := harness.store.discover(ALL, found).topics:
         found |= new
     assert found == every
 
@@ -114,15 +118,15 @@ def test_discovery_finds_topics_in_every_gap(harness: Harness, known: list[str])
 def test_discovery_reads_the_given_shards(harness: Harness) -> None:
     harness.insert("a")
     [candidate] = harness.store.poll(poll_request("orders"))
-    assert harness.store.discover([candidate.shard], ()) == {"orders"}
-    assert harness.store.discover([each for each in ALL if each != candidate.shard], ()) == frozenset()
+    assert harness.store.discover([candidate.shard], ()).topics == {"orders"}
+    assert harness.store.discover([each for each in ALL if each != candidate.shard], ()).topics == frozenset()
 
 
 def test_empty_topics_and_ids_are_found(harness: Harness) -> None:
     """Our functions refuse an empty topic or ID. Another writer may have inserted it."""
     harness.insert("", topic="")
-    assert harness.store.discover(ALL, ()) == {""}
-    assert harness.store.discover(ALL, {""}) == frozenset()
+    assert harness.store.discover(ALL, ()).topics == {""}
+    assert harness.store.discover(ALL, {""}).topics == frozenset()
     assert poll_ids(harness.store, "") == [""]
 
 
@@ -135,12 +139,12 @@ def test_every_task_is_in_every_layout(own_harness: Harness) -> None:
     harness.insert("d", ordering_key="key", available_at=PAST)
     harness.insert("e", available_at=FUTURE)
     assert harness.store.layouts == (first,)
-    assert harness.store.workers().layouts == (first, new) == tuple(harness.store.layouts)
+    assert discovered(harness).workers.layouts == (first, new) == tuple(harness.store.layouts)
     for shards in (first.ids, new.ids, [*first.ids, *new.ids]):
         found = harness.store.poll(poll_request("orders", shards=shards, due=True, below=1000))
         assert sorted(each.id for each in found) == ["a", "b", "c", "d"]
         assert {each.shard for each in found} <= set(shards)
-        assert harness.store.discover(tuple(shards), ()) == {"orders"}
+        assert harness.store.discover(tuple(shards), ()).topics == {"orders"}
         assert (harness.store.seconds_until_due(tuple(shards), ["orders"]) or 0) > 0
         assert harness.store.has_work(shards)
         [head] = [each for each in found if each.ordering_key]
@@ -164,13 +168,13 @@ def test_topic_controls(harness: Harness) -> None:
     }
     for topic, limit in limits.items():
         harness.limit(topic, limit)
-    assert harness.store.topic_controls() == TopicControls(frozenset(), limits)
+    assert discovered(harness).controls == TopicControls(frozenset(), limits)
     harness.limit("nothing", TopicLimit())
     harness.pause("all")
     harness.pause("invoices")
-    assert harness.store.topic_controls() == TopicControls(frozenset({"all", "invoices"}), limits)
+    assert discovered(harness).controls == TopicControls(frozenset({"all", "invoices"}), limits)
     harness.limit("no number", TopicLimit(float("nan"), 1))
-    assert str(harness.store.topic_controls().limits["no number"].rate) == "nan"
+    assert str(discovered(harness).controls.limits["no number"].rate) == "nan"
 
 
 def test_a_worker_is_live_until_it_leaves_or_its_heartbeat_is_too_old(harness: Harness) -> None:
@@ -180,11 +184,11 @@ def test_a_worker_is_live_until_it_leaves_or_its_heartbeat_is_too_old(harness: H
     harness.store.heartbeat("leaving", NOW, (), [])
     for name, seconds in (("fresh", 5), ("silent", 20), ("gone", 7200)):
         harness.seen(name, seconds)
-    assert harness.store.workers() == Workers(frozenset({"here", "leaving", "fresh"}), frozenset({"gone"}))
+    assert discovered(harness).workers == Workers(frozenset({"here", "leaving", "fresh"}), frozenset({"gone"}))
     harness.store.leave("leaving")
     harness.store.leave("never came")
     harness.store.heartbeat("here", NOW, (), ["gone", "not there"])
-    assert harness.store.workers() == Workers(frozenset({"here", "fresh"}))
+    assert discovered(harness).workers == Workers(frozenset({"here", "fresh"}))
 
 
 LATE = NEVER - timedelta(microseconds=1)

@@ -238,7 +238,7 @@ def test_a_backlog_costs_few_requests_and_few_rows(
         monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
         ours = open_database(place(own_database.database_id))
         store = real.Store(ours, Layout(10))
-        relay = make_relay(store, size=100, batches=8, stragglers=2, discovery_seconds=1000, refresh_seconds=1000)
+        relay = make_relay(store, size=100, batches=8, stragglers=2, discovery_seconds=1000)
         relay.turn()
         proxy.clear()
         published = 0

@@ -55,8 +55,6 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     store = real.Store(ours, schema.layout(ours))
     store.poll(poll_request("orders", per_range=9, due=True, below=0))
     store.discover(range(10), ())
-    store.topic_controls()
-    store.workers()
     store.key_heads({Key("orders", "k"): 0}, 9, skip_dead=True)
 
     recorded = NotSent(1, NEVER, None, "error")

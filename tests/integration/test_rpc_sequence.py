@@ -40,8 +40,8 @@ from tests.support.parts import relay_of
 from tests.support.spanner import place
 
 NOW = "2026-01-01T00:00:00Z"
-STRING, INT64, BYTES, TIMESTAMP, BOOL, FLOAT64 = (
-    getattr(TypeCode, name) for name in ("STRING", "INT64", "BYTES", "TIMESTAMP", "BOOL", "FLOAT64")
+STRING, INT64, BYTES, TIMESTAMP, BOOL, ARRAY = (
+    getattr(TypeCode, name) for name in ("STRING", "INT64", "BYTES", "TIMESTAMP", "BOOL", "ARRAY")
 )
 CANDIDATE = (STRING, STRING, INT64, INT64, TIMESTAMP, TIMESTAMP, STRING, INT64)
 KEY_HEAD = (STRING, STRING, STRING, INT64, BOOL, BOOL, BOOL)
@@ -50,7 +50,7 @@ LOCKED = (
     TIMESTAMP,
 )  # fmt: skip
 #: Reads that a turn does not run at each poll.
-INTERVAL_TAGS = ("outbox-workers", "outbox-controls", "outbox-discover")
+INTERVAL_TAGS = ("outbox-discover",)
 
 
 @pytest.fixture
@@ -69,10 +69,13 @@ def database(mock: SpannerServicer) -> LimitedDatabase:  # noqa: ARG001 - sets t
 
 
 def result(types: Sequence[TypeCode], rows: Sequence[Sequence[Any]]) -> ResultSet:
-    fields = [StructType.Field(name=f"c{n}", type_=Type(code=code)) for n, code in enumerate(types)]
+    of = [Type(code=code, array_element_type=Type(code=STRING) if code is ARRAY else None) for code in types]
+    fields = [StructType.Field(name=f"c{n}", type_=each) for n, each in enumerate(of)]
     answer = ResultSet(metadata=ResultSetMetadata(row_type=StructType(fields=fields)))
     for row in rows:
-        answer._pb.rows.add().extend([each if each is None or isinstance(each, bool) else str(each) for each in row])
+        answer._pb.rows.add().extend(
+            [each if each is None or isinstance(each, bool | list) else str(each) for each in row]
+        )
     return answer
 
 
@@ -83,9 +86,7 @@ def prepare(mock: SpannerServicer, count: int, key: str | None = None) -> list[s
     found = [(id, "orders", 3 if key else n % 10, 50, NOW, None, key, 10) for n, id in enumerate(ids)]
     for statement in statements.POLLS.values():
         mock.mock_spanner.add_result(statement, result(CANDIDATE, found))
-    mock.mock_spanner.add_result(statements.DISCOVER_TOPICS, result((STRING,), []))
-    mock.mock_spanner.add_result(statements.TOPIC_CONTROLS, result((STRING, BOOL, FLOAT64, INT64, INT64), []))
-    mock.mock_spanner.add_result(statements.WORKERS, result((STRING, INT64, BOOL), []))
+    mock.mock_spanner.add_result(statements.DISCOVER, result((ARRAY,) * 4, [([], [], [], [])]))
     locked = [(id, "orders", body, key, NOW, None, None, True, 0, None, False, False, 0, NOW) for id in ids]
     mock.mock_spanner.add_result(statements.LOCK, result(LOCKED, locked))
     key_heads = [("orders", key, id, 10, True, False, False) for id in reversed(ids)]
@@ -99,7 +100,7 @@ def make_relay(
 ) -> Relay:  # fmt: skip
     store = database if isinstance(database, SpannerStore) else SpannerStore(database, Layout(10))
     publisher = publisher or FakePublisher("orders", project="p")
-    relay = relay_of(store, publisher, size=batch_size, batches=batches, discovery_seconds=1, refresh_seconds=2)
+    relay = relay_of(store, publisher, size=batch_size, batches=batches, discovery_seconds=1)
     relay._poller._topics.see({"orders"})
     return relay
 

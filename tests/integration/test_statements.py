@@ -76,7 +76,7 @@ def statements(database: Database) -> list[str]:
         for below in (None, 50):
             store.poll(poll_request("orders", due=due, below=below))
     store.discover(range(10), {"orders"})
-    store.topic_controls(), store.workers(), store.unsent()
+    store.unsent()
     store.key_heads({Key("orders", "k"): 3}, 10, skip_dead=True)
     store.claim(["sent"], lambda _rows, _now: {})
     backlog.read(table), backlog.oldest_age(table), operations.latest(table, 5)

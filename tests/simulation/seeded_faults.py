@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 from outbox.admin.reshard import State
 from publishworker import delivery, eligibility, in_doubt
@@ -41,18 +40,11 @@ def without(reason: str) -> Callable[[Any], Any]:
 
 
 def one_shard_less(real: Any) -> Any:
-    def ours(self: Any) -> None:
-        real(self)
+    def ours(self: Any, workers: Any) -> None:
+        real(self, workers)
         self.shards = self.shards[1:]
 
     return ours
-
-
-def with_layouts(membership: Any, refresh: Any) -> None:
-    """Refresh without reading the layouts."""
-    read = replace(membership._store.workers(), layouts=())
-    with mock.patch.object(membership._store, "workers", return_value=read):
-        refresh(membership)
 
 
 def late_mark(real: Any) -> Any:
@@ -113,7 +105,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a refused request is split": (messages.Lane, "smaller", lambda _: lambda self, _ids, _request: [self]),
     "an expired task is not sent": (LockedRow, "is_expired", always(False)),
     "an outage records no attempt": (delivery, "is_recorded", always(True)),
-    "every shard is polled": (Membership, "refresh", one_shard_less),
+    "every shard is polled": (Membership, "learn", one_shard_less),
     "a topic without candidates is found again": (KnownTopics, "discover", lambda real: lambda self, names: (
         real(self, [name for name in names if name not in self.recent])
     )),
@@ -125,7 +117,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     ),
     "workers that do not poll the new layout are waited for": (State, "not_polling", always([])),
     "workers poll the recorded layouts": (
-        Membership, "refresh", lambda real: lambda self: with_layouts(self, real)
+        Membership, "learn", lambda real: lambda self, workers: real(self, replace(workers, layouts=()))
     ),
 }  # fmt: skip
 

@@ -20,13 +20,12 @@ from publishworker.spanner import store as product
 from publishworker.spanner.store import Decide, NotWritten, StoreError, Unsent
 from publishworker.types import (
     Candidate,
+    Discovery,
     Key,
     KeyHeads,
     Mark,
     PollRequest,
     QueuedTask,
-    TopicControls,
-    Workers,
 )
 from tests.simulation.audit import LONGEST_BACKOFF, Audit
 from tests.simulation.clockwork import Clockwork, Process
@@ -242,7 +241,7 @@ class Table(FakeStore):
             found |= {id: candidate(self.rows[id], place[0]) for id in ids}
         return tuple(found.values())
 
-    def discover(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
+    def topics_of(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
         return frozenset(topic for shard in shards for topic in self._unsent_topics[shard]).difference(known)
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
@@ -385,8 +384,13 @@ class Connection:
         found: Sequence[Candidate] = self._read("poll", lambda: self._spanner.table.poll(request))
         return found
 
-    def discover(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
-        found: frozenset[str] = self._read("discover", lambda: self._spanner.table.discover(shards, known))
+    def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
+        def execute() -> Discovery:
+            self._spanner.table.time()
+            return self._spanner.table.discover(shards, known)
+
+        found: Discovery = self._read("discover", execute)
+        self.layouts = found.workers.layouts or self.layouts
         return found
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
@@ -397,19 +401,6 @@ class Connection:
             return table.seconds_until_due(shards, topics)
 
         found: float | None = self._read("next_due", execute)
-        return found
-
-    def topic_controls(self) -> TopicControls:
-        found: TopicControls = self._read("controls", self._spanner.table.topic_controls)
-        return found
-
-    def workers(self) -> Workers:
-        def execute() -> Workers:
-            self._spanner.table.time()
-            return self._spanner.table.workers()
-
-        found: Workers = self._read("workers", execute)
-        self.layouts = found.layouts or self.layouts
         return found
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:

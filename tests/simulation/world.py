@@ -131,7 +131,6 @@ class Node:
             membership,
             limits=Limits(plan.batch_size, 8_000_000, plan.concurrency),
             discovery_seconds=0.5,
-            refresh_seconds=2.0,
             random=random,
             fair_share=plan.fair_share,
             skip_dead=plan.skip_dead,

@@ -20,6 +20,7 @@ from publishworker.spanner.store import Decide, NotWritten, StoreError, Unsent
 from publishworker.types import (
     Candidate,
     Deferred,
+    Discovery,
     Failed,
     Key,
     KeyHeads,
@@ -130,9 +131,12 @@ class FakeStore:
             found |= {row.id: candidate(row, shard) for rows in ranges for row in rows[: request.per_range]}
         return tuple(found.values())
 
-    def discover(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
+    def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
         self._answer()
         self.discoveries.append(frozenset(known))
+        return Discovery(self.workers(), self.topic_controls(), self.topics_of(shards, known))
+
+    def topics_of(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
         unsent = (row for row in list(self.rows.values()) if row.sent_at is None and _is_in(row, shards))
         return frozenset({row.topic for row in unsent}.difference(known))
 
@@ -144,12 +148,10 @@ class FakeStore:
         return (min(later) - self.now).total_seconds() if later else None
 
     def topic_controls(self) -> TopicControls:
-        self._answer()
         limits = {topic: limit for topic, limit in self.limits.items() if limit != TopicLimit()}
         return TopicControls(frozenset(self.paused), limits)
 
     def workers(self) -> Workers:
-        self._answer()
         ages = {worker: (self.now - seen_at).total_seconds() for worker, seen_at in self.seen_at.items()}
         recorded = tuple(sorted(layout for layout, state in self.recorded.items() if state == "polled"))
         self.layouts = recorded or self.layouts

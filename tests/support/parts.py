@@ -41,7 +41,7 @@ def relay_of(
         Metrics(client),
         membership or Membership(store, "worker"),
         limits=Limits(size, batch_bytes, batches),
-        **{"discovery_seconds": 0, "refresh_seconds": 0, "random": random, **options},
+        **{"discovery_seconds": 0, "random": random, **options},
     )
 
 

@@ -56,7 +56,7 @@ class Watch(Membership):
     def see(self, *live: str, gone: Collection[str] = ()) -> tuple[int, ...]:
         old = timedelta(seconds=statements.FORGET_WORKER_SECONDS + 1)
         self.store.seen_at = dict.fromkeys(live, self.store.now) | dict.fromkeys(gone, self.store.now - old)
-        self.refresh()
+        self.learn(self.store.workers())
         return self.shards
 
 

@@ -1,13 +1,14 @@
 """The requests of each poll: topic discovery and due tasks at intervals, lower priorities by their fair share."""
 
 import itertools
+from collections.abc import Collection
 from datetime import timedelta
 
 import pytest
 
 from outbox.storage.task_states import NEVER
 from publishworker.membership import Membership
-from publishworker.poller import Poller, PollSize
+from publishworker.poller import Polled, Poller, PollSize
 from publishworker.topics.discovery import FORGET_TOPIC_SECONDS, POLLED_SECONDS
 from publishworker.types import PollRequest
 from tests.benchmarks.polls import discovery_ranges, index_ranges
@@ -23,8 +24,13 @@ class Watch:
             self.store, self.membership, target_rows=100, discovery_seconds=1.0, clock=lambda: self.seconds
         )
 
-    def poll(self, below: int | None = None) -> PollRequest:
-        self.poller.poll(below, ())
+    def turn(self, unavailable: Collection[str] = ()) -> Polled:
+        """Discover if it is time, and poll."""
+        self.poller.discover()
+        return self.poller.poll(None, (), unavailable)
+
+    def poll(self) -> PollRequest:
+        self.turn()
         return self.store.polls[-1]
 
     def find(self, **columns: object) -> None:
@@ -35,34 +41,35 @@ class Watch:
 @pytest.fixture
 def watch() -> Watch:
     created = Watch()
-    created.poller.poll(None, ())
+    created.turn()
     return created
 
 
 def test_topics_are_discovered_at_an_interval_and_again_until_none_is_unknown(watch: Watch) -> None:
     """Without known topics there is no poll."""
     assert watch.store.discoveries == [frozenset()]
-    assert not watch.poller.poll(None, ()).discovered
+    assert not watch.turn().discovered
     assert (len(watch.store.discoveries), watch.store.polls) == (1, [])
     watch.find()
-    assert watch.poller.poll(None, ()).discovered
-    assert [each.id for each in watch.poller.poll(None, ()).candidates] == ["a"]
-    assert not watch.poller.poll(None, ()).discovered
-    watch.poll()
+    found = watch.turn()
+    assert found.discovered  # the next turn follows at once, because there may be more
+    assert [each.id for each in found.candidates] == ["a"]
+    assert not watch.turn().discovered
+    assert not watch.turn().discovered
     assert watch.store.discoveries == [frozenset(), frozenset(), {"orders"}]
 
 
 def test_other_shards_are_searched_for_topics_at_once(watch: Watch) -> None:
     watch.membership.shards = (1, 2)
-    watch.poller.poll(None, ())
-    watch.poller.poll(None, ())
+    watch.turn()
+    watch.turn()
     assert len(watch.store.discoveries) == 2
 
 
 def test_due_tasks_are_read_with_each_discovery_and_as_long_as_there_are_any(watch: Watch) -> None:
     """Half of each turn is theirs only if each poll sees them."""
     watch.find(available_at=watch.store.now - timedelta(hours=1))
-    watch.poller.poll(None, ()), watch.poll()
+    watch.turn(), watch.poll()
     assert [watch.poll().due, watch.poll().due] == [True, True]
     watch.store.rows["a"].available_at = None
     watch.poll()
@@ -72,25 +79,24 @@ def test_due_tasks_are_read_with_each_discovery_and_as_long_as_there_are_any(wat
 def test_an_idle_topic_costs_nothing_and_is_found_again_by_the_next_poll(watch: Watch) -> None:
     """A poll reads only topics that have tasks, however many were used before. Metrics name it for longer."""
     watch.find()
-    watch.poller.poll(None, ())
+    watch.turn()
     for _ in range(5):
         watch.seconds += POLLED_SECONDS
         assert watch.poll().topics == {"orders"}
     del watch.store.rows["a"]
     watch.seconds += POLLED_SECONDS + 1
-    watch.poller.poll(None, ())
+    watch.turn()
     polls = len(watch.store.polls)
     for _ in range(3):
         watch.seconds += 1
-        watch.poller.poll(None, ())
+        watch.turn()
     assert (len(watch.store.polls), watch.store.discoveries[-1]) == (polls, frozenset())
     assert watch.poller.topics == {"orders"}
     watch.find()
-    assert watch.poller.poll(None, ()).discovered  # the next poll follows at once
-    assert [each.id for each in watch.poller.poll(None, ()).candidates] == ["a"]
+    assert [each.id for each in watch.turn().candidates] == ["a"]
     del watch.store.rows["a"]
     watch.seconds += FORGET_TOPIC_SECONDS + 1
-    watch.poller.poll(None, ())
+    watch.turn()
     assert watch.poller.topics == frozenset()
 
 
@@ -99,7 +105,7 @@ def test_a_topic_without_candidates_is_discovered_less_and_less_often(watch: Wat
     watch.find(available_at=NEVER)
     times = []
     for _ in range(700):
-        if watch.poller.poll(None, ()).discovered:
+        if watch.turn().discovered:
             times.append(watch.seconds)
         watch.seconds += 1
     gaps = [after - before for before, after in itertools.pairwise(times)]
@@ -107,10 +113,10 @@ def test_a_topic_without_candidates_is_discovered_less_and_less_often(watch: Wat
     assert gaps == sorted(gaps)
     paused = Watch()
     paused.find()
-    assert paused.poller.poll(None, (), {"orders"}).discovered
+    assert paused.turn({"orders"}).discovered
     for _ in range(30):
         paused.seconds += 1
-        assert not paused.poller.poll(None, (), {"orders"}).discovered
+        assert not paused.turn({"orders"}).discovered
 
 
 def test_a_topic_that_must_be_read_deeply_is_read_alone(watch: Watch) -> None:
@@ -119,7 +125,7 @@ def test_a_topic_that_must_be_read_deeply_is_read_alone(watch: Watch) -> None:
         watch.store.insert(f"a {number}", "away", ordering_key="in one shard")
         watch.store.insert(f"b {number}", "works")
     watch.seconds += 1
-    while watch.poller.poll(None, (), {"away"}).discovered:
+    while watch.turn({"away"}).discovered:
         pass
     for depth, cut_off in ((30, {"away"}), (31, set())):
         found = watch.poller.poll(None, (), depths={"away": depth, "works": 1, "gone": 99})
@@ -165,16 +171,16 @@ def idle_ranges(used: int, pending: int) -> int:
     for number in range(used):
         watch.store.insert(f"id-{number}", f"topic-{number}")
     watch.seconds += 1
-    while watch.poller.poll(None, ()).discovered:
+    while watch.turn().discovered:
         pass
-    watch.poller.poll(None, ())
+    watch.turn()
     assert len(watch.poller.topics) == used
     for number in range(pending, used):
         del watch.store.rows[f"id-{number}"]
     for _ in range(8):
         watch.seconds += 1
         watch.store.polls.clear()
-        watch.poller.poll(None, ())
+        watch.turn()
     return sum(map(index_ranges, watch.store.polls)) + discovery_ranges(10, len(watch.store.discoveries[-1]))
 
 

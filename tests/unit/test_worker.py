@@ -249,14 +249,14 @@ def test_the_heartbeat_row_is_written_in_long_waits() -> None:
     script.store.heartbeat = noted
     script.run(interval=30, beats=True)
     assert script.stop.seconds > 60
-    assert len(beats) >= 12
+    assert len(beats) >= 60 / HEARTBEAT_INTERVAL_SECONDS
     assert max(later - earlier for earlier, later in pairwise(beats)) <= HEARTBEAT_INTERVAL_SECONDS + 0.01
 
 
 def test_a_worker_that_is_never_idle_writes_its_heartbeat_row() -> None:
     script = Script(*[WORK] * 20, seconds=2)
     assert script.run(beats=True) == []
-    assert script.store.heartbeats >= 6
+    assert script.store.heartbeats >= 40 / (HEARTBEAT_INTERVAL_SECONDS + 2)
 
 
 def test_a_worker_whose_turns_fail_writes_no_heartbeat_row() -> None:
