@@ -19,13 +19,11 @@ DEEP_ROWS = 2_500
 class Polled:
     """The candidates of one poll.
 
-    `discovered` says that the next poll should follow at once, because unknown topics were found.
     `cut_off` are the topics whose tasks the poll did not read to the end. `skipped` says that nothing was read, because
     no further batch may start.
     """
 
     candidates: Sequence[Candidate] = ()
-    discovered: bool = False
     cut_off: frozenset[str] = frozenset()
     skipped: bool = False
 
@@ -54,9 +52,8 @@ class Poller:
         self._topics = KnownTopics(clock)
         self._discovered_at = float("-inf")
         self._discovered_in: tuple[int, ...] = ()
-        self._found_topics = False
-        #: With the first poll after a discovery, and as long as polls find due tasks.
-        self._reads_due_tasks = False
+        #: The first poll reads them, the first one after each discovery, and all as long as they find some.
+        self._reads_due_tasks = True
         self._next_shard = 0
 
     @property
@@ -64,20 +61,26 @@ class Poller:
         """Return the topics that have, or recently had, unsent tasks."""
         return self._topics.recent
 
+    @property
+    def polled(self) -> frozenset[str]:
+        """Return the topics that the next poll reads, after a discovery also those with only scheduled tasks."""
+        return self._topics.polled
+
     def discover(self) -> Discovery | None:
-        """Read live workers, topic controls and unknown topics, if it is time for it. Raises StoreError."""
+        """Read live workers, topic controls and unknown topics, if it is time for it. Raises StoreError.
+
+        If there are unknown topics, it is time again at once: there may be more of them between the same known topics.
+        """
         shards = self._membership.shards
         if self._clock() - self._discovered_at < self._discovery_seconds and shards == self._discovered_in:
             return None
         known = self._topics.polled
         found = self._store.discover(shards, known)
-        unknown = found.topics - known
-        self._topics.discover(unknown)
-        self._found_topics = bool(unknown)
+        self._topics.discover(found.topics - known)
         self._reads_due_tasks = True
-        if not unknown:  # otherwise there may be more, in the same gaps
+        if not found.topics - known:
             self._discovered_at, self._discovered_in = self._clock(), shards
-        return found
+        return replace(found, topics=found.topics - known)
 
     def poll(
         self,
@@ -103,8 +106,7 @@ class Poller:
             self._reads_due_tasks = any(each.available_at is not None for each in candidates)
         self._topics.see({each.topic for each in candidates})
         self._topics.forget(unavailable)
-        found_topics, self._found_topics = self._found_topics, False
-        return Polled([each for each in candidates if each.id not in without], found_topics, cut_off)
+        return Polled([each for each in candidates if each.id not in without], cut_off)
 
     def _read(
         self, request: PollRequest, without: Collection[str], depths: Mapping[str, int]

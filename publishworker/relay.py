@@ -1,7 +1,7 @@
 """One turn of the relay, in the order in which data moves.
 
-Settle the batches that have ended, mark tasks in doubt, discover, poll, resolve ordering keys, select and start
-batches, report.
+Settle the batches that have ended, mark tasks in doubt, poll, resolve ordering keys, select and start batches,
+discover, report.
 """
 
 import time
@@ -104,14 +104,14 @@ class Relay:
         changed = self._settle(finished, stopping)  # circuits, limits, tasks in doubt, metrics and logs
         self._in_flight.raise_if_stuck()
         self._in_doubt.mark()  # while no transaction commits, only a probe is published
-        self._discover()  # live workers, pauses and limits, unknown topics
         polled = self._poll()  # reads nothing while no batch may start
         ready = self._resolve(polled)  # key heads, sendable prefixes, blocked keys
         started = self._start(self._select(polled, ready, stopping))
+        changed |= self._discover()  # live workers, pauses and limits, unknown topics, for the next poll
         waits = len(self._in_flight) > 0 and (polled.skipped or started or ready.busy or self._selector.crowded)
         later = self._wait(polled) if waits else self._in_flight.collect()
         changed |= self._settle(later, stopping)
-        return self._report(polled, finished + later, waits=waits, discovered=polled.discovered or changed)
+        return self._report(polled, finished + later, waits=waits, discovered=changed)
 
     def wake(self) -> None:
         """Let the worker poll now, for example after this process has committed a task. Callable on any thread."""
@@ -119,7 +119,7 @@ class Relay:
 
     def seconds_until_due(self) -> float | None:
         """Return the seconds until the next task is due that is not due yet, or None. Raises StoreError."""
-        topics = self._poller.topics
+        topics = self._poller.polled
         return self._store.seconds_until_due(self._membership.shards, topics) if topics else None
 
     def finish(self) -> Turn:
@@ -170,11 +170,15 @@ class Relay:
                 self._start([at_most_once])
         return changed
 
-    def _discover(self) -> None:
+    def _discover(self) -> bool:
+        """Return whether there are new topics or shards to poll."""
         self._touch_file()
-        if (found := self._poller.discover()) is not None:
-            self._membership.learn(found.workers)
-            self._topics.control(found.controls, self._membership.size)
+        shards, found = self._membership.shards, self._poller.discover()
+        if found is None:
+            return False
+        self._membership.learn(found.workers)
+        self._topics.control(found.controls, self._membership.size)
+        return bool(found.topics) or shards != self._membership.shards
 
     def _poll(self) -> Polled:
         self._touch_file()

@@ -11,13 +11,18 @@ from google.cloud import pubsub_v1
 from tqdm import tqdm
 
 import outbox
+from outbox.storage.ddl import statements
 from tests.benchmarks.bench import MESSAGE, Bench, Table, connecting_to, fresh_table
 from tests.benchmarks.results import Plot, Section, figures
 from tests.support.relays import worker
+from tests.support.spanner import ADMIN_SECONDS
 from tests.support.waiting import eventually
 
 #: Tasks a second that are offered, and for how many seconds; fewer in a quick run.
 OFFERED = ((1, 45, 3), (10, 45, 3), (100, 20, 2))
+#: The same with early polls.
+WOKEN = ((1, 40, 3), (10, 30, 3))
+WAKE = ("--wake", "change-stream")
 #: Threads that register, so that one slow commit does not delay the next arrivals.
 REGISTRARS = 8
 #: The pause after ABORTED, which the emulator answers while a relay's transaction is open.
@@ -35,11 +40,14 @@ CONDITIONS = f"""\
 
 def run(bench: Bench) -> Section:
     samples: list[tuple[str, str, float]] = []
-    for rate, seconds, quick_seconds in tqdm(OFFERED, desc="latency", disable=None):
+    runs = [*((each, ()) for each in OFFERED), *((each, WAKE) for each in WOKEN)]
+    for (rate, seconds, quick_seconds), flags in tqdm(runs, desc="latency", disable=None):
         with fresh_table(bench) as table:
-            waits = latencies(bench, table, rate, bench.choose(seconds, quick_seconds))
+            if flags:
+                table.database.update_ddl(statements(change_stream=True)[-1:]).result(ADMIN_SECONDS)
+            waits = latencies(bench, table, rate, bench.choose(seconds, quick_seconds), *flags)
         cuts = quantiles(waits, n=100, method="inclusive")
-        row = f"{rate} tasks/s" if rate > 1 else "1 task/s"
+        row = (f"{rate} tasks/s" if rate > 1 else "1 task/s") + (", change stream" if flags else "")
         samples += [(row, f"p{share} ms", cuts[share - 1] * 1000) for share in (50, 95, 99)]
         samples.append((row, "tasks", len(waits)))
     section = Section(
@@ -51,10 +59,13 @@ def run(bench: Bench) -> Section:
     )
     section.at_most("p50 at 10/s, ms", section.value("10 tasks/s", "p50 ms"), 150)
     section.at_most("p95 at 10/s, ms", section.value("10 tasks/s", "p95 ms"), 600)
+    for row in ("1 task/s, change stream", "10 tasks/s, change stream"):
+        for column, limit in (("p50 ms", 100), ("p95 ms", 250), ("p99 ms", 400)):
+            section.at_most(f"{column} at {row}", section.value(row, column), limit)
     return section
 
 
-def latencies(bench: Bench, table: Table, rate: int, seconds: int) -> list[float]:
+def latencies(bench: Bench, table: Table, rate: int, seconds: int, *flags: str) -> list[float]:
     committed: dict[str, float] = {}
 
     def register() -> None:
@@ -62,7 +73,7 @@ def latencies(bench: Bench, table: Table, rate: int, seconds: int) -> list[float
             id = outbox.register(batch, table.topic, MESSAGE)
         committed[id] = time.monotonic()
 
-    with worker(bench.emulators, table.database), receiving(bench, table.topic) as received:
+    with worker(bench.emulators, table.database, *flags), receiving(bench, table.topic) as received:
         register()
         eventually(lambda: received.keys() >= committed.keys(), seconds=30, message="the first task received")
         committed.clear()

@@ -109,7 +109,7 @@ def take_over(live: LiveWorkers) -> dict[str, float]:
 
 def alone(bench: Bench) -> Section:
     """Idle workers: the requests of one that polls, and of four that a change stream wakes."""
-    seconds, samples, total = bench.choose(120, 5), [], {}
+    seconds, samples, total = bench.choose(60, 5), [], {}
     for size, flags, name in ((1, (), "1 worker"), (4, WAKE, "4 workers, --wake change-stream")):
         with live_workers(bench, size, *flags, with_agent=False) as created:
             time.sleep(bench.choose(30, 1))  # topics are forgotten, and pauses are at their longest

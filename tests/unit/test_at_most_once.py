@@ -232,6 +232,7 @@ def test_a_task_that_another_worker_marked_between_two_attempts_is_not_published
 
 def test_no_task_is_marked_after_a_stop(bench: Bench) -> None:
     bench.insert("a", at_most_once=True)
+    bench.relay.turn()
     stop = iter([False, True])
     bench.relay.turn(lambda: next(stop, True))
     bench.relay.finish()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.storage.layout import Layout
-from publishworker.membership import HEARTBEAT_INTERVAL_SECONDS, Membership, divide
+from publishworker.membership import HEARTBEAT_INTERVAL_SECONDS, HEARTBEAT_RETRY_SECONDS, Membership, divide
 from publishworker.spanner import statements
 from publishworker.spanner.store import NotWritten
 from tests.support.fakes import FakeStore
@@ -78,7 +78,7 @@ def test_after_an_outage_no_worker_takes_all_shards() -> None:
     assert watch.see("me") == ALL
 
 
-def test_the_heartbeat_is_written_every_five_seconds() -> None:
+def test_the_heartbeat_is_written_at_an_interval_and_soon_after_a_failure() -> None:
     """Starting at once. It deletes the rows of workers that were silent for an hour, but never its own."""
     watch = Watch()
     assert watch.seconds_to_beat == 0
@@ -92,6 +92,11 @@ def test_the_heartbeat_is_written_every_five_seconds() -> None:
     watch.seconds += 0.1
     watch.beat()
     assert set(watch.store.seen_at) == {"me"}
+    watch.seconds += HEARTBEAT_INTERVAL_SECONDS
+    watch.store.away = True
+    watch.beat()
+    assert watch.seconds_to_beat == HEARTBEAT_RETRY_SECONDS
+    watch.store.away = False
     watch.leave()
     assert not watch.store.seen_at
 
@@ -138,12 +143,13 @@ def test_a_worker_polls_the_layouts_that_are_recorded_and_says_so_first() -> Non
 
 
 def test_a_worker_claims_only_tasks_of_its_own_shards(bench: Bench) -> None:
-    """From the poll that reports another worker on, including the candidates of that poll."""
+    """From the poll on that follows the discovery of another worker."""
     bench.store.seen_at["worker"] = bench.store.now
     bench.insert("known")
     bench.turns()
     bench.publisher.published.clear()
     bench.store.seen_at["other"] = bench.store.now
+    bench.turns()
     bench.insert(*[str(n) for n in range(200)])
     mine = set(divide({"worker", "other"}, ALL)["worker"])
     bench.turns(50)

@@ -25,9 +25,16 @@ class Watch:
         )
 
     def turn(self, unavailable: Collection[str] = ()) -> Polled:
-        """Discover if it is time, and poll."""
-        self.poller.discover()
-        return self.poller.poll(None, (), unavailable)
+        """Poll, and discover if it is time."""
+        polled = self.poller.poll(None, (), unavailable)
+        found = self.poller.discover()
+        self.discovered = found is not None and bool(found.topics)
+        return polled
+
+    def discovers(self, unavailable: Collection[str] = ()) -> bool:
+        """Return whether a turn finds unknown topics."""
+        self.turn(unavailable)
+        return self.discovered
 
     def poll(self) -> PollRequest:
         self.turn()
@@ -48,14 +55,12 @@ def watch() -> Watch:
 def test_topics_are_discovered_at_an_interval_and_again_until_none_is_unknown(watch: Watch) -> None:
     """Without known topics there is no poll."""
     assert watch.store.discoveries == [frozenset()]
-    assert not watch.turn().discovered
+    assert not watch.discovers()
     assert (len(watch.store.discoveries), watch.store.polls) == (1, [])
     watch.find()
-    found = watch.turn()
-    assert found.discovered  # the next turn follows at once, because there may be more
-    assert [each.id for each in found.candidates] == ["a"]
-    assert not watch.turn().discovered
-    assert not watch.turn().discovered
+    assert watch.discovers()  # the next turn follows at once, because there may be more
+    assert [each.id for each in watch.turn().candidates] == ["a"]
+    assert not watch.discovers()
     assert watch.store.discoveries == [frozenset(), frozenset(), {"orders"}]
 
 
@@ -93,6 +98,7 @@ def test_an_idle_topic_costs_nothing_and_is_found_again_by_the_next_poll(watch: 
     assert (len(watch.store.polls), watch.store.discoveries[-1]) == (polls, frozenset())
     assert watch.poller.topics == {"orders"}
     watch.find()
+    assert watch.discovers()
     assert [each.id for each in watch.turn().candidates] == ["a"]
     del watch.store.rows["a"]
     watch.seconds += FORGET_TOPIC_SECONDS + 1
@@ -105,7 +111,7 @@ def test_a_topic_without_candidates_is_discovered_less_and_less_often(watch: Wat
     watch.find(available_at=NEVER)
     times = []
     for _ in range(700):
-        if watch.turn().discovered:
+        if watch.discovers():
             times.append(watch.seconds)
         watch.seconds += 1
     gaps = [after - before for before, after in itertools.pairwise(times)]
@@ -113,10 +119,10 @@ def test_a_topic_without_candidates_is_discovered_less_and_less_often(watch: Wat
     assert gaps == sorted(gaps)
     paused = Watch()
     paused.find()
-    assert paused.turn({"orders"}).discovered
+    assert paused.discovers({"orders"})
     for _ in range(30):
         paused.seconds += 1
-        assert not paused.turn({"orders"}).discovered
+        assert not paused.discovers({"orders"})
 
 
 def test_a_topic_that_must_be_read_deeply_is_read_alone(watch: Watch) -> None:
@@ -125,7 +131,7 @@ def test_a_topic_that_must_be_read_deeply_is_read_alone(watch: Watch) -> None:
         watch.store.insert(f"a {number}", "away", ordering_key="in one shard")
         watch.store.insert(f"b {number}", "works")
     watch.seconds += 1
-    while watch.turn({"away"}).discovered:
+    while watch.discovers({"away"}):
         pass
     for depth, cut_off in ((30, {"away"}), (31, set())):
         found = watch.poller.poll(None, (), depths={"away": depth, "works": 1, "gone": 99})
@@ -171,7 +177,7 @@ def idle_ranges(used: int, pending: int) -> int:
     for number in range(used):
         watch.store.insert(f"id-{number}", f"topic-{number}")
     watch.seconds += 1
-    while watch.turn().discovered:
+    while watch.discovers():
         pass
     watch.turn()
     assert len(watch.poller.topics) == used

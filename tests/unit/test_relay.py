@@ -66,7 +66,7 @@ def test_a_failed_commit_is_marked_later_without_publishing_again(bench: Bench, 
     bench.insert("a")
     bench.store.failed_commits_land = landed
     bench.commits(NO_ANSWER)
-    bench.relay.turn()
+    bench.relay.turn(), bench.relay.turn()
     assert bench.unsent() == ([] if landed else ["a"])
     bench.relay.finish() if stop else bench.turns()
     assert bench.publisher.ids() == ["a"]
@@ -87,7 +87,7 @@ def test_an_old_or_changed_row_in_doubt_is_published_again(bench: Bench, act: Ca
     """The record is too old or does not match the row: a duplicate with the same ID, never a loss."""
     bench.insert("a")
     bench.commits(NO_ANSWER)
-    bench.relay.turn()
+    bench.relay.turn(), bench.relay.turn()
     assert (bench.publisher.ids(), bench.unsent()) == (["a"], ["a"])
     act(bench)
     bench.turns(), bench.turns()
@@ -121,6 +121,7 @@ def test_refused_commits_cause_no_stream_of_duplicates(bench: Bench) -> None:
 def test_only_the_key_of_a_task_in_doubt_waits(bench: Bench) -> None:
     """Its row cannot be marked. Other tasks are published, and the later tasks of its key are not."""
     bench.line("a1", "a2", key="a")
+    bench.relay.turn()
     mark = bench.store._mark
 
     def refuse_a1(marks: Mapping[str, Mark]) -> datetime:
@@ -162,6 +163,7 @@ def test_a_mark_that_does_not_end_ends_the_worker(bench: Bench) -> None:
 
 def test_a_stop_during_the_poll_claims_no_task(bench: Bench) -> None:
     bench.insert("a")
+    bench.relay.turn()
     assert bench.relay.turn(lambda: True).published == 0
     assert bench.publisher.ids() == []
 
