@@ -81,16 +81,16 @@ def process_once(
         consumer: names the subscriber, 1 to 256 printable characters without spaces at the ends. Each consumer
             processes each task once, so under a new name all messages are processed again.
         key: with "message_id", a message without a task ID is recorded by its message ID. Message IDs are unique
-            within a topic, so use a consumer for each topic then.
+            only within a topic, so use a separate consumer name for each topic.
 
     Raises:
         MissingTaskId: the message has no task ID, or one longer than 128 characters, and `key` is "task_id".
-        InvalidConsumer: the name of the consumer.
+        InvalidConsumer: `consumer` is not a valid name.
         InvalidTransaction: `transaction` belongs to a DB-API connection, which would drop the record after an abort.
         NotReached: the database has no table ProcessedTasks.
-        RetryError, DeadlineExceeded: Google's; Spanner was unavailable, or another transaction held the record, for
-            30 s.
-        ValueError: `key` has another value.
+        RetryError, DeadlineExceeded: of google.api_core. Spanner was unavailable, or another transaction held the
+            record, for 30 s.
+        ValueError: `key` is neither "task_id" nor "message_id".
         TypeError: `transaction` cannot read or write, or `message` is not a message.
     """
     read, insert = read_and_insert(transaction, "process_once")
@@ -140,7 +140,7 @@ def table_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Of a driver, the client's error is the cause.
+        # A driver raises its own error, with the client's error as the cause.
         if not any(f"Table not found: {TABLE}" in str(each) for each in (error, error.__cause__)):
             raise
         raise NotReached(
@@ -187,7 +187,7 @@ def pushed_message(body: Any) -> PubsubMessage:
     return message
 
 
-#: Changes the subscriber's rows in the transaction, and returns nothing that is awaited.
+#: Changes the subscriber's rows in the transaction. It must not be a coroutine function or a generator.
 Handle: TypeAlias = Callable[[Transaction, Any], object]
 
 
@@ -245,7 +245,7 @@ class Receiver:
     """The callback for a streaming pull, and `process` for push requests and other ways to receive."""
 
     def __init__(self, settings: Handler, handle: Handle) -> None:
-        """Use `Handler`. `handle` is the wrapped function, for its unit tests."""
+        """Take the settings of a `Handler`. Unit tests can call the attribute `handle`, the wrapped function."""
         self._settings, self.handle = settings, handle
 
     def __call__(self, message: Delivery) -> None:
@@ -306,14 +306,14 @@ class Receiver:
             except Aborted:
                 raise
             except GoogleAPICallError as error:
-                raise _RollBack(error) from error  # for other errors of this class the client keeps the locks
+                raise _RollBack(error) from error  # after a GoogleAPICallError the client would keep the locks
 
         try:
             return bool(database.run_in_transaction(attempt, **self._settings.transaction_options))
         except _RollBack as error:
             raise error.error from None
         except RuntimeError:
-            raise  # the client's if this thread runs a transaction already
+            raise  # the client raises it if this thread is already in a transaction
         except Exception:
             if not begun:
                 # If the client gets no session, it refuses all later transactions of this thread:
@@ -332,7 +332,7 @@ class Receiver:
         return True
 
     def _acknowledged(self, message: ReceivedMessage, future: Any) -> None:
-        """Count a message of an exactly-once subscription that was not acknowledged. It comes again, as a duplicate."""
+        """Log and count a failed acknowledgement, which only a subscription with exactly-once delivery reports."""
         if error := future.exception():
             count_delivery(self._settings.consumer, "not_acknowledged")
             _log.warning("%s was not acknowledged and may be redelivered: %s", self._describe(message), error)
@@ -352,7 +352,7 @@ class _RollBack(Exception):
 
 @contextmanager
 def _uncommitted(transaction: Transaction) -> Iterator[None]:
-    """Refuse `commit` and `rollback` in the block: the rest of the function would be lost, or all of it."""
+    """Refuse `commit` and `rollback` in the block. Later writes would be lost after the one, all after the other."""
 
     def refuse(*_arguments: object, **_options: object) -> None:
         raise InvalidTransaction(

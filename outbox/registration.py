@@ -42,12 +42,12 @@ COLUMNS = (
 #: limit of our own, the client repeats the read without a pause while Spanner is unavailable.
 READ_SECONDS = 30.0
 
-#: By the module of a driver that is built on DB-API: the module of outbox.ext to use instead of this one.
+#: Maps the module of a DB-API driver to the module of outbox.ext that its users must call.
 _DRIVERS = {"google.cloud.sqlalchemy_spanner": "sqlalchemy", "django_spanner": "django"}
 
 _sequence = itertools.count(1)
-#: The IDs that callers gave, and the rows of the inbox, by transaction, because a read does not see what its own
-#: transaction has buffered. After ABORTED the client calls the function again with a new Transaction, so each attempt
+#: For each transaction, the task IDs and inbox rows that it has inserted. A read does not see the buffered mutations of
+#: its own transaction. After ABORTED the client calls the function again with a new Transaction, so each attempt
 #: begins with none.
 _given: WeakKeyDictionary[object, set[Hashable]] = WeakKeyDictionary()
 
@@ -98,11 +98,11 @@ def register(
         transaction: a Spanner Transaction, Batch (`database.batch()`) or MutationGroup.
         topic: topic ID in the worker's project, or projects/PROJECT/topics/TOPIC.
         message: bytes, a PubsubMessage (proto-plus or plain), or another protobuf message, which becomes the data.
-        attributes: added to those of the message; contradictions are refused.
+        attributes: added to those of the message. An attribute with another value there raises InvalidMessage.
         priority: an int64; higher ones go first.
         ordering_key: tasks of one topic and key are published in the order of their commits; "" is no key.
-        available_at: do not publish before this aware time.
-        expires_at: publish not after this aware time.
+        available_at: do not publish before this timezone-aware time.
+        expires_at: do not publish after this timezone-aware time.
         at_most_once: prefer a loss to a duplicate; not together with an ordering key.
         task_id: 1 to 64 characters; a second insert of the same ID fails the commit with AlreadyExists. Default: a
             random UUID. Never use a rising number, because the ID leads the primary key
@@ -166,7 +166,8 @@ def register_once(
         InvalidMessage: like `register`, before anything is read.
         InvalidTransaction: like `register`.
         TypeError: `transaction` cannot read (a Batch, a MutationGroup) or cannot write, or `message` has a wrong type.
-        RetryError, DeadlineExceeded: Google's; Spanner was unavailable, or another transaction held the row, for 30 s.
+        RetryError, DeadlineExceeded: of google.api_core. Spanner was unavailable, or another transaction held the
+            row, for 30 s.
     """
     read, insert = read_and_insert(transaction, "register_once")
     refuse_replayed(transaction, "register_once")
@@ -243,7 +244,7 @@ def _insert(transaction: object, function: str) -> Callable[..., object]:
 
 
 def read_and_insert(transaction: object, function: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return both methods of a Spanner Transaction. Raises TypeError for another type."""
+    """Return the methods `read` and `insert` of a Spanner Transaction. Raises TypeError for another type."""
     read, insert = getattr(transaction, "read", None), getattr(transaction, "insert", None)
     # The client's AsyncTransaction inserts like the others, but its read must be awaited.
     if callable(read) and callable(insert) and not inspect.iscoroutinefunction(read):
@@ -261,7 +262,8 @@ def read_and_insert(transaction: object, function: str) -> tuple[Callable[..., A
 
 def refuse_replayed(transaction: object, function: str) -> None:
     """Refuse a transaction that a DB-API connection replays after ABORTED. A replay drops mutations."""
-    # `run_in_transaction` sets both attributes on its instance, `session.transaction()` neither, DB-API only one.
+    # The transaction of `run_in_transaction` has both attributes, that of `session.transaction()` has neither, and that
+    # of DB-API has only `isolation_level`.
     if (
         "google.cloud.spanner_dbapi" in sys.modules
         and isinstance(transaction, Transaction)

@@ -139,7 +139,11 @@ class App:
             )  # fmt: skip
             return exits.FAILED
         except Missing as error:
-            _log.critical("The worker ends, because its database is missing: %s", error, extra={"action": "missing"})
+            _log.critical(
+                "The worker exits, because the database, the instance or a table has not existed for five minutes: %s",
+                error,
+                extra={"action": "missing"},
+            )
             return exits.NOT_REACHED
         except Exception:
             _log.critical(

@@ -1,4 +1,4 @@
-"""How one batch is sent: claim, publish, mark. The outcome is data; nothing is counted or logged here."""
+"""How one batch is sent: claim, publish, mark. Each method returns a BatchResult, which `Reporter` counts and logs."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -40,7 +40,7 @@ class Delivery:
         skip_dead: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Give each publish `publish_seconds`.
+        """`publish_seconds` is the time limit for publishing one batch.
 
         With `skip_dead` a dead task does not block its ordering key.
         """
@@ -95,9 +95,9 @@ class Delivery:
         return result
 
     def deliver_at_most_once(self, batch: Batch) -> BatchResult:
-        """Mark a batch, and publish it only after that commit has succeeded: possibly a loss, never a duplicate.
+        """Mark a batch, commit, and only then publish it. A task can be lost but is never published twice.
 
-        If Pub/Sub has certainly not accepted a task, its mark is taken back.
+        If Pub/Sub certainly did not accept a message, a second transaction clears SentAt again.
         """
         result = BatchResult(batch)
         marked: dict[str, LockedRow] = {}
@@ -131,7 +131,7 @@ class Delivery:
         return result
 
     def _take_back(self, result: BatchResult, before: Mapping[str, LockedRow], committed: datetime) -> None:
-        """Take back the marks of rows that still have them, and record the failed attempts."""
+        """Clear SentAt of rows that no other transaction has changed since, and record the failed attempts."""
         recorded_before = result.recorded
 
         def attempt(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
@@ -162,7 +162,7 @@ class Delivery:
         return eligible
 
     def _publish(self, result: BatchResult, rows: Sequence[LockedRow], locked_at: float) -> None:
-        """Publish rows. Those that have failed before go in requests of their own, so that no other fails with them."""
+        """Publish rows. A row that failed before, or is a suspect, is sent alone, so no other row fails with it."""
         if not rows:
             return
         alone = {row.id for row in rows if row.attempts or row.id in result.batch.suspects}
@@ -182,7 +182,8 @@ class Delivery:
         result.recorded, result.deferred = {}, {}
         works = result.batch.works or bool(result.published())
         marks: dict[str, Mark] = {}
-        failed: dict[str, Deferred | None] = {}  # by ordering key: what is written to the tasks behind the failed one
+        #: By ordering key: the deferral for the tasks behind the failed one, if any.
+        failed: dict[str, Deferred | None] = {}
         for row in eligible:
             outcome = result.tried.get(row.id)
             if outcome is not None:
@@ -198,14 +199,14 @@ class Delivery:
                     recorded = marks[row.id] = result.recorded[row.id] = self._retries.record(row, outcome, now)
                 blocks_nothing = recorded is not None and recorded.dead and self._skip_dead
                 if blocks_nothing and kind_of(outcome.reason) is FailureKind.CONTENT:
-                    continue  # the next task of the key may have an outcome of its own
+                    continue  # this dead task blocks nothing, so the next task of the key is marked by its own outcome
                 if row.ordering_key is not None and stops_key(outcome):
                     failed[row.ordering_key] = None if blocks_nothing else self._behind(row, recorded, now)
         result.traces |= _traces(eligible, result.recorded)
         return marks
 
     def _behind(self, head: LockedRow, recorded: NotSent | None, now: datetime) -> Deferred | None:
-        """Return what is written to the tasks behind a failed one: nothing if the failure was not recorded."""
+        """Return the deferral for the tasks behind a failed one, or None if the failure was not recorded."""
         if recorded is None or recorded.available_at is None:
             return None
         return self._retries.defer(head, recorded.available_at, now)
@@ -213,7 +214,7 @@ class Delivery:
     def _releases(
         self, batch: Batch, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime
     ) -> dict[str, Mark]:
-        """Return the marks that release the deferred tasks that become key heads by this commit."""
+        """Return a mark for each deferred task that this commit makes a key head. The mark releases the task."""
         if not batch.keys:
             return {}
         heads = released(batch, rows, marks, now, skip_dead=self._skip_dead)
@@ -228,7 +229,7 @@ class Delivery:
 
         def timed(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
             nonlocal since, phase
-            phase = CLAIM  # after an abort, the time of the failed commit counts as claim
+            phase = CLAIM  # after an abort, the time since the last `decide` counts as claim
             end_phase()
             result.attempts += 1
             marks = decide(rows, now)
@@ -256,6 +257,6 @@ def _is_surely_not_published(outcome: Outcome | None) -> bool:
 
 
 def _as_it_was(row: LockedRow, outcome: Outcome | None) -> NotSent:
-    """Return the mark that restores the row. Only LastError differs: it says what happened."""
+    """Return the mark that restores the row, with a LastError that says what happened."""
     error = last_error(outcome) if isinstance(outcome, Failed) else None
     return NotSent(row.attempts, row.available_at, row.expires_at, error)

@@ -80,7 +80,7 @@ class InDoubt:
         return not self.is_paused or self._clock() - self._probed_at >= PROBE_SECONDS
 
     def learn(self, result: BatchResult) -> None:
-        """Take in a finished batch. If its commit failed, its published tasks are in doubt.
+        """Learn from a finished batch. If its commit failed, its published tasks are in doubt.
 
         Beyond MAX_TASKS the oldest are forgotten.
         """

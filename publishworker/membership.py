@@ -92,7 +92,9 @@ class Membership:
         """
         if self._failure is not None:  # reads succeed, so it is no outage, which the worker logs
             self._throttled_log.log(
-                "heartbeat_failed", "", f"Heartbeat failed; other workers take over the shards: {self._failure}"
+                "heartbeat_failed",
+                "",
+                f"Heartbeat failed: {self._failure}. If this goes on, other workers take over the shards.",
             )
         self._gone = workers.gone - {self._worker}
         seen = self._worker in workers.live

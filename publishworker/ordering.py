@@ -99,9 +99,9 @@ class Ordering:
 
     def _log_crowded_key(self, topic: str, ids: Sequence[str]) -> None:
         sentence = (
-            f"An ordering key of topic {topic} is blocked by at least {len(ids)} tasks that expired before they were "
-            f"due, beginning with {ids[0]}. List dead ones with `outbox list --state dead --topic {topic}`, and delete "
-            "them with `outbox discard`."
+            f"An ordering key of topic {topic} begins with at least {len(ids)} expired tasks, which is more than a "
+            f"worker reads. Its later tasks are not sent. The first one is {ids[0]}. List dead ones with `outbox list "
+            f"--state dead --topic {topic}`, and delete them with `outbox discard`."
         )
         self._throttled_log.log("crowded_key", topic, sentence)
 

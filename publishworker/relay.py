@@ -53,19 +53,19 @@ class Relay:
 
         Args:
             store: where the tasks are.
-            delivery: what publishes a batch.
+            delivery: claims, publishes and marks each batch.
             metrics: where counts and durations go.
             membership: which shards this worker polls.
             limits: tasks and bytes of a batch, and how many batches may be in flight.
-            discovery_seconds: between two reads of live workers, topic controls and unknown topics. Due tasks are read
-                at least as often.
+            discovery_seconds: seconds between two discoveries of live workers, topic controls and topics. The first
+                poll after each discovery also reads due tasks.
             random: shuffles slices of tasks, and draws probes.
             fair_share: part of the batches (0 to 0.5) for lower priorities while higher ones keep arriving.
             skip_dead: a dead task does not block its ordering key.
             stragglers: a turn ends when at most this many of its batches are still in flight.
             patience: the turn also ends this many seconds after its first batch has ended. A later turn reports the
                 others.
-            shutdown_seconds: for which `finish` tries to mark tasks in doubt. It always tries once.
+            shutdown_seconds: how long `finish` keeps trying to mark tasks in doubt. It tries at least once.
             clock: monotonic seconds.
             touch_file: called before each step that may take long, so that the liveness probe does not take a slow turn
                 for a hung one.
@@ -95,8 +95,8 @@ class Relay:
     def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
         """Run one turn and return its numbers. It starts no batch once `stopping()` is true.
 
-        Raises StoreError if Spanner does not answer a read, and StuckBatch if a batch does not end. In either case the
-        polled tasks are not published.
+        Raises StoreError if Spanner does not answer a read, and StuckBatch if a batch does not end. After a
+        StoreError, batches in flight go on, and a later turn reports them.
         """
         self.woken.clear()
         self._touch_file()
@@ -118,7 +118,7 @@ class Relay:
         self.woken.set()
 
     def seconds_until_due(self) -> float | None:
-        """Return the seconds until the next task is due that is not due yet, or None. Raises StoreError."""
+        """Return the seconds until another task becomes due, or None if none will. Raises StoreError."""
         topics = self._poller.polled
         return self._store.seconds_until_due(self._membership.shards, topics) if topics else None
 
@@ -153,7 +153,7 @@ class Relay:
         return self._topics.circuits.states()
 
     def _settle(self, finished: Sequence[BatchResult], stopping: Callable[[], bool]) -> bool:
-        """Learn from finished batches: metrics and logs, tasks in doubt, circuits and limits of their topics.
+        """Report finished batches, and update the tasks in doubt and the circuits and limits of their topics.
 
         Returns whether the circuit of a topic has opened or closed, or a probe has failed.
         """
@@ -186,7 +186,8 @@ class Relay:
             return Polled(skipped=True)
         if not self._in_doubt.may_publish:
             return Polled()
-        # Collected before the poll. The poll would return the tasks of a batch that ends during it.
+        # Batches that end during the poll stay in flight until after the selection. Otherwise the turn could start
+        # their tasks again, which the poll may have returned as unsent.
         in_flight = self._in_flight.ids() | self._in_doubt.ids()
         unavailable = self._topics.unavailable(self._in_flight.tasks_by_topic())
         began = self._clock()
@@ -213,8 +214,9 @@ class Relay:
     def _wait(self, polled: Polled) -> list[BatchResult]:
         """Wait for batches in flight, and return the results of those that ended.
 
-        Stragglers are left behind only if tasks wait for a free place. If every polled task belongs to a key in flight,
-        at least one batch has to end, because another poll would find nothing new.
+        The turn ends before its stragglers only if tasks wait because the max number of batches is in flight. If every
+        polled task belongs to a key in flight, at least one batch has to end, because another poll would find nothing
+        new.
         """
         if not self._selector.left_tasks:
             return self._in_flight.wait(longest=MAX_TURN_WAIT_SECONDS)

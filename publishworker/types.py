@@ -72,7 +72,7 @@ class PollRequest:
 
 @dataclass(frozen=True, slots=True)
 class TopicLimit:
-    """How fast all live workers together may publish to a topic, in tasks. None is no limit."""
+    """The limits of a topic for all live workers together: tasks per second, at once, and in flight. None: no limit."""
 
     rate: float | None = None
     burst: int | None = None
@@ -114,9 +114,10 @@ class Batch:
 
     topic: str
     ids: tuple[str, ...]
-    #: Tasks that were in the topic's last outage. A further outage is recorded on them, if the topic works for others.
+    #: Tasks whose publish failed in the topic's last outage. If one fails again while the topic accepts other tasks, a
+    #: failed attempt is recorded.
     suspects: frozenset[str] = frozenset()
-    #: The topic has published something since its last outage.
+    #: The worker has published a task to the topic since its last outage.
     works: bool = True
     #: The batch probes a topic whose circuit is open.
     probe: bool = False
@@ -143,7 +144,7 @@ class LockedRow:
     created_at: datetime
     available_at: datetime | None
     sent_at: datetime | None
-    clean: bool = False  # no trace of earlier attempts, so a mark only writes SentAt and TimesSent
+    clean: bool = False  # the other columns of a mark have their defaults, so it writes only SentAt, TimesSent
     attempts: int = 0
     expires_at: datetime | None = None
     at_most_once: bool = False
@@ -165,8 +166,8 @@ class Version:
 
     A row has another version if it was registered again with the same ID (created_at), another worker failed to publish
     it (attempts), or an operator wants it sent again (times_sent). What is known about one version does not hold for
-    another. `times_sent` distinguishes a row whose mark never arrived from a row that was marked and then reset: a mark
-    clears all other columns (`statements.MARK_COLUMNS`), so that setting SentAt to NULL makes the task ready again.
+    another. If an operator sets SentAt to NULL, the row looks like one that was never marked, because a mark clears the
+    other columns (`statements.MARK_COLUMNS`). Only `times_sent` distinguishes the two.
     """
 
     topic: str
@@ -192,7 +193,7 @@ class Sent:
     message_id: str
 
 
-#: The mark of a task whose message ID is not known. No row stores message IDs.
+#: A mark without a message ID. Rows do not store message IDs, so a mark needs none.
 MARKED = Sent("")
 
 
@@ -202,8 +203,8 @@ class Skipped:
 
     The reasons: another worker has sent it (`sent`), its row has changed since it was published (`changed`), the row
     does not exist any more (`gone`), it is not due, its topic or key has changed (`moved`), it must be marked first in
-    a batch of its own (`at_most_once`), or an earlier task of its ordering key is not due (`blocked`). Only `sent` is
-    counted: see `BatchResult.already_sent` and `Reporter.batch`.
+    a batch of its own (`at_most_once`), or an earlier task of its ordering key is not due or must be marked first
+    (`blocked`). Only `sent` is counted: see `BatchResult.already_sent` and `Reporter.batch`.
     """
 
     reason: Literal["sent", "changed", "gone", "not_due", "moved", "at_most_once", "blocked"]
@@ -222,7 +223,7 @@ Outcome = Sent | Skipped | Failed
 
 @dataclass(frozen=True, slots=True)
 class NotSent:
-    """What is written to the row of a task that is not sent: a failed attempt, a release, or its former values."""
+    """The values that a commit writes to a task that stays unsent: after a failure, a release, or its former ones."""
 
     attempts: int
     available_at: datetime | None
@@ -237,42 +238,45 @@ class NotSent:
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """What is written to the row of a task behind a key head that is not due."""
+    """The values that a commit writes to a task behind a key head that is not due."""
 
     available_at: datetime
     head: str
 
 
-#: What is written to a locked row. A row without a mark is not changed.
+#: A change to a locked row. A row without a mark is not changed.
 Mark = Sent | NotSent | Deferred
 
 
 @dataclass(slots=True)
 class BatchResult:
-    """The outcome of one batch, and what one transaction attempt leaves to the next.
+    """The outcome of one batch, including the state that later transaction attempts need.
 
     If `error` is None, the commit succeeded and every mark is written. Otherwise `unsure` says whether the outcome of
     the commit is unknown.
     """
 
     batch: Batch
-    #: What survives a transaction attempt: the outcome of each publish, and the row that was published.
+    #: The outcome of each task over all transaction attempts, including those of expired tasks.
     tried: dict[str, Outcome] = field(default_factory=dict)
+    #: The row as it was when its task was published.
     versions: dict[str, Version] = field(default_factory=dict)
     #: What the last attempt decided. If another worker sent a task while this one published it, `tried` says Sent and
     #: `outcomes` says Skipped.
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     #: When the rows were last locked, by the database's clock.
     locked_at: datetime | None = None
-    #: Failed attempts and deferrals that the commit writes.
+    #: Failed attempts that the commit writes.
     recorded: dict[str, NotSent] = field(default_factory=dict)
+    #: Deferrals that the commit writes.
     deferred: dict[str, Deferred] = field(default_factory=dict)
-    #: At-most-once tasks that are, or may be, marked and were perhaps not published.
+    #: At-most-once tasks that may be marked as sent without having been published.
     unconfirmed: list[str] = field(default_factory=list)
     #: Trace IDs of the messages whose failure was recorded.
     traces: dict[str, str] = field(default_factory=dict)
-    #: Seconds between a task's due time and Pub/Sub's answer, and seconds of each phase over all attempts.
+    #: Seconds between a task's due time and Pub/Sub's answer.
     waited: dict[str, float] = field(default_factory=dict)
+    #: Seconds of each phase, over all attempts.
     phases: dict[str, float] = field(default_factory=dict)
     #: Transaction attempts; all but the last were aborted.
     attempts: int = 0
@@ -296,7 +300,10 @@ class BatchResult:
         return {id: outcome for id, outcome in self.tried.items() if isinstance(outcome, Failed)}
 
     def at_most_once(self) -> Batch | None:
-        """Return a batch of the tasks that must be marked first, or None. Those behind a failure of their key wait."""
+        """Return a batch of the tasks that must be marked first, or None.
+
+        Tasks behind a failed one of their ordering key are left out.
+        """
         pairs = list(zip_longest(self.batch.ids, self.batch.keys))
         failed = {key for id, key in pairs if key is not None and isinstance(self.tried.get(id), Failed)}
         once = [
@@ -322,12 +329,12 @@ class Turn:
     uncommitted: int = 0  # published, but the commit failed
     in_flight: int = 0  # batches that a later turn will report
     waits: bool = False  # the turn waited for batches, and none ended
-    discovered: bool = False  # there are new topics or shards to poll, or a circuit has opened or closed
+    discovered: bool = False  # new topics or shards to poll, or a circuit opened, closed or failed a probe
     seconds_to_retry: float | None = None  # seconds until a topic that is unavailable now may be tried again
 
     @property
     def made_progress(self) -> bool:
-        """Tell whether the next turn may find more at once."""
+        """Tell whether the next turn should start without a pause."""
         return self.published > self.uncommitted or self.recorded + self.deferred > 0 or self.discovered
 
 

@@ -56,7 +56,7 @@ class Pause:
         self._next = self._first
 
     def next(self) -> float:
-        """Return the seconds of the next wait: the nominal ones times a random factor of 0.85 to 1."""
+        """Return the next wait in seconds: the doubled wait times a random factor between 0.85 and 1."""
         nominal = min(self._next, self._longest())
         self._next = nominal * 2
         return nominal * self._random.uniform(0.85, 1)
@@ -110,8 +110,8 @@ class Worker:
         self._end()
 
     def _end(self) -> None:
-        # The worker leaves first, so that others take over its shards at once. Row locks keep them from the tasks in
-        # flight.
+        # The heartbeat is deleted before the wait for batches, so that other workers poll the shards immediately. Row
+        # locks keep them from publishing the tasks in flight.
         self._membership.leave()
         self._relay.finish()
 
@@ -145,13 +145,16 @@ class Worker:
         if turn.waits:
             return 0.0
         seconds = self._idle.next()
-        # No record of the change stream announces a task that becomes due.
+        # The change stream reports inserts. It does not report that a scheduled task has become due.
         if seconds > self._poll_interval and (due := self._relay.seconds_until_due()) is not None:
             seconds = min(seconds, due)
         return seconds if turn.seconds_to_retry is None else min(seconds, turn.seconds_to_retry)
 
     def _pause(self, stop: threading.Event, seconds: float) -> None:
-        """Wait, at most until the relay is woken, and keep sending heartbeats. The max pause can become shorter."""
+        """Wait until `seconds` have passed or the relay is woken, and send heartbeats.
+
+        If the change stream fails meanwhile, the pause is cut to the poll interval.
+        """
         began = self._clock()
         while not stop.is_set() and (left := began + min(seconds, self._max_pause()) - self._clock()) > 0:
             if self._relay.woken.wait(min(left, self._membership.seconds_to_beat, self._poll_interval)):

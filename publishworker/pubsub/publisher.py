@@ -1,7 +1,7 @@
-"""Publishes tasks to Pub/Sub and returns an outcome for each. Nothing else in the relay talks to it.
+"""Publishes tasks to Pub/Sub and returns an outcome for each.
 
-Plain gRPC futures on the client's own channel: one request for many messages, no thread per batch, and a time limit
-that holds. A future of the high-level publisher can be given up, but not stopped.
+It uses gRPC futures on the client's channel. One request carries many messages, and the deadline cancels the request.
+The high-level PublisherClient cannot do this: a caller can stop waiting for its future, but cannot cancel the request.
 """
 
 import threading
@@ -22,7 +22,7 @@ from publishworker.pubsub.errors import reason_of
 from publishworker.threads import REAL_THREADS, Queue, Threads
 from publishworker.types import Failed, LockedRow, Outcome, Sent
 
-#: Max tasks that a publisher remembers because they were refused together. The oldest are forgotten.
+#: Max IDs of tasks that were refused in a shared request and are sent alone next time. The oldest are forgotten.
 MAX_REFUSED = 10_000
 
 
@@ -70,10 +70,11 @@ class PubSubPublisher:
     def publish(
         self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
     ) -> dict[str, Outcome]:
-        """See Publisher. All requests share one deadline, and those that need no order are sent at once.
+        """See Publisher. All requests share one deadline. Requests without ordering keys are sent concurrently.
 
         A later request starts only if at least half of the time remains, so that a healthy message never times out
-        because it started late. Tasks that were refused together and not retried in time go singly in their next batch.
+        because it started late. If a shared request was refused and there was no time to split it, each of its tasks is
+        sent alone in its next batch.
         """
         name = messages.topic_name(topic, self._project)
         call = _Call(name, self._clock() + seconds, self._threads.queue())
@@ -100,7 +101,7 @@ class PubSubPublisher:
         return failed
 
     def _prepared(self, name: str, rows: Sequence[LockedRow]) -> tuple[list[tuple[str, Any]], dict[str, Failed]]:
-        """Return the IDs and messages that may be published to the topic with that full name, and the failures.
+        """Return the IDs and messages that may be published to the topic whose full name is `name`, and the failures.
 
         Rows behind a failure of their ordering key are in neither.
         """
@@ -157,7 +158,7 @@ class PubSubPublisher:
 
 @dataclass(slots=True)
 class _Call:
-    """The state of one call of `publish`, to the topic with that full name."""
+    """The state of one call of `publish`, to the topic whose full name is `name`."""
 
     name: str
     deadline: float
@@ -167,7 +168,7 @@ class _Call:
 
 
 def _answered(lane: messages.Lane, future: Any, call: _Call) -> list[messages.Lane]:
-    """Note the answer to the first request of a lane; return the lanes that go on.
+    """Record the answer to the first request of a lane. Return the lanes that have another request to send.
 
     If a request with several messages is refused as invalid, none of them is published, although perhaps only one is
     invalid. They are sent again in smaller requests.
@@ -191,7 +192,7 @@ def _sent(ids: Sequence[str], message_ids: Sequence[str], name: str) -> dict[str
 
 
 def failure_of(error: Any, topic: str) -> Failed:
-    """Return a failure with its reason, and a sentence with what to do or with Pub/Sub's details."""
+    """Return a failure with its reason and either advice or Pub/Sub's error details."""
     reason = reason_of(error)
     advice = {
         "not_found": f"the topic does not exist. Create it: `gcloud pubsub topics create {topic}`",

@@ -62,7 +62,7 @@ _CONTROLS = "SELECT AS STRUCT Topic, Paused, RatePerSecond, Burst, MaxInFlight F
 #: worker, none to two layouts, a row for each topic that an operator has paused or limited.
 DISCOVER = f"SELECT ARRAY({_TOPICS}), ARRAY({_WORKERS}), ARRAY({_LAYOUTS}), ARRAY({_CONTROLS})"
 
-#: When the next task is due that is not due yet. One seek into AsynchronousTasksToSend for each shard and topic.
+#: When another task becomes due. One seek into AsynchronousTasksToSend for each shard and topic.
 NEXT_DUE = f"""
 SELECT MIN(next_at), CURRENT_TIMESTAMP() FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
   SELECT AvailableAt FROM {TO_SEND}
@@ -70,8 +70,8 @@ SELECT MIN(next_at), CURRENT_TIMESTAMP() FROM UNNEST(@shards) AS in_shard, UNNES
     AND AvailableAt < {NEVER}
   ORDER BY {TO_SEND_ORDER} LIMIT 1)) AS next_at"""
 
-#: The records of a partition of the change stream. One without changes has a record each 1,000 ms, the least that is
-#: allowed: https://cloud.google.com/spanner/docs/change-streams/details
+#: The records of a partition of the change stream. A partition without changes returns a record every 1,000 ms, the
+#: minimum that Spanner allows: https://cloud.google.com/spanner/docs/change-streams/details
 CHANGES = f"SELECT ChangeRecord FROM READ_{CHANGE_STREAM}(@start, @end, @token, 1000)"
 
 #: The wanted ordering keys: the n-th consists of the n-th of @keys, @topics and @shards.
@@ -110,9 +110,9 @@ AFTER_ALL_TOPICS = "\U0010ffff" * 400 + NEXT
 
 # The claim. The lock hint makes a second worker wait here until the first has committed. Without it, both would read,
 # and one would be aborted at its commit. The other hints fix the plan: one seek into the table for each ID, so no other
-# row is ever locked
-# (docs/decisions/0004-what-made-the-relay-fast.md). Data is not read from a row that was sent since the poll. The
-# client requires that the result is read to its end before the next statement.
+# row is ever locked (docs/decisions/0004-what-made-the-relay-fast.md). Data is not read from a row that was sent since
+# the poll.
+# The client requires that the result is read to its end before the next statement.
 LOCK = f"""
 @{{LOCK_SCANNED_RANGES=exclusive}}
 SELECT Id, Topic, IF(SentAt IS NULL, Data, NULL), OrderingKey, CreatedAt, AvailableAt, SentAt,
@@ -122,8 +122,8 @@ FROM UNNEST(@ids) AS wanted
 {SEEK} {BY_ID} ON Id = wanted"""
 
 #: The columns of a mark. All except SentAt and TimesSent are cleared, so that an operator only has to set SentAt to
-#: NULL to send the task again. A failed attempt writes the same columns, because an at-most-once task was marked before
-#: it was published, and gets its former values back.
+#: NULL to send the task again. A failed attempt writes the same columns. For an at-most-once task this undoes the
+#: mark that was committed before the publish.
 MARK_COLUMNS = ("Id", "SentAt", "TimesSent", "AvailableAt", "BlockedBy", "ExpiresAt", "LastError", "Attempts")
 #: The columns of a mark if the others have their defaults already: fewer cells to lock and to write.
 MARK_CLEAN_COLUMNS = ("Id", "SentAt", "TimesSent")

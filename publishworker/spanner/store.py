@@ -73,7 +73,7 @@ Decide = Callable[[Sequence[LockedRow], datetime], Mapping[str, Mark]]
 
 
 class StoreError(NotReached):
-    """Spanner did not answer, or refused. Something may have been written, unless it is NotWritten."""
+    """Spanner did not answer, or refused the request. Rows may have been written, unless the error is a NotWritten."""
 
 
 class Missing(StoreError):
@@ -98,7 +98,7 @@ class Unsent:
 
 
 class Store(Protocol):
-    """What the relay needs of a store. Each method raises StoreError if the store does not answer."""
+    """The store as the relay uses it. Each method raises StoreError if the store does not answer."""
 
     #: The layouts to poll: as the table had them at the start, and then as `discover` last read them.
     layouts: Sequence[Layout]
@@ -113,7 +113,7 @@ class Store(Protocol):
         """
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
-        """Return the seconds until the next task is due that is not due yet, or None."""
+        """Return the seconds until another task becomes due, or None if none will."""
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """Return the first unsent tasks of each key in order, at most `per_key`. Takes no locks.
@@ -242,8 +242,8 @@ class SpannerStore:
     def heartbeat(self, worker: str, started_at: datetime, polls: Sequence[Layout], remove: Collection[str]) -> None:
         """See Store. One request, a commit without reads.
 
-        Without a request priority, which Spanner treats as high, so that other workers do not take over the shards of
-        this one while Spanner is overloaded.
+        It sets no request priority, which Spanner treats as high. Otherwise an overloaded Spanner could delay
+        heartbeats, and other workers would take over the shards.
         """
         with self._failures(), self._heartbeat_batch() as batch:
             row = (worker, started_at, COMMIT_TIMESTAMP, ",".join(layout.column for layout in polls))
@@ -297,7 +297,9 @@ class SpannerStore:
     def _unsent_of(
         self, suffix: str, shards: Sequence[int], at: datetime, enough: Callable[[rows.UnsentRow], bool]
     ) -> Iterator[rows.UnsentRow]:
-        """Yield each unsent task as of `at` once, by shard, topic and time, in reads that are too short to time out.
+        """Yield each task that is unsent at `at`, once, sorted by shard, topic and time.
+
+        Each read is small enough not to time out.
 
         If `enough` is true of the last task of a read, the rest of its topic in its shard is left out.
         """
@@ -313,8 +315,8 @@ class SpannerStore:
             if enough(last):
                 start, limit, known = [last.shard, None, last.topic + statements.NEXT], FIRST_ROWS, frozenset()
             else:
-                # A read can start at an index key, but not after a task. Tasks that share the key come again, and are
-                # left out.
+                # A read can start at an index key, but not after a task. The next read returns the tasks at its start
+                # again, so skip the known ones.
                 limit = limit * 2 if start == starts[0] else MORE_ROWS
                 known = frozenset(each.id for each in found if each.place == start)
             starts = [start, *(each for each in starts if each[0] > last.shard)]
@@ -366,9 +368,9 @@ class SpannerStore:
             )
 
     def _transaction_slot(self, seconds: float) -> contextlib.AbstractContextManager[float]:
-        """Return a context in which a transaction runs. It yields how many of the `seconds` are left.
+        """Return a context in which a transaction runs. It yields the remaining `seconds`.
 
-        The emulator's store lets one in at a time.
+        EmulatorStore overrides it, because the emulator runs one transaction at a time.
         """
         return contextlib.nullcontext(seconds)
 

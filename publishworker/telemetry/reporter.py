@@ -58,16 +58,16 @@ class Reporter:
             self._throttled_log.log(
                 "commit_failed",
                 topic,
-                f"Commit failed for {_tasks(result.batch.ids)} of topic {topic}; {len(published)} published tasks are "
-                f"in doubt. The worker marks them before it publishes others: {result.error}",
+                f"Commit failed for {_tasks(result.batch.ids)} of topic {topic}: {result.error}. {len(published)} of "
+                "them are published and in doubt. The worker marks them without publishing them again.",
             )
         if result.unconfirmed:
             self._metrics.count(m.UNCONFIRMED, len(result.unconfirmed), topic=topic)
             self._throttled_log.log(
                 "unconfirmed",
                 topic,
-                f"Unconfirmed: {_tasks(result.unconfirmed)} of topic {topic} with at_most_once may be marked as sent "
-                f"without being published, and are not retried: {_some(result.unconfirmed)}",
+                f"{_tasks(result.unconfirmed)} with at_most_once of topic {topic} may be lost: they may be marked as "
+                f"sent but not published. They are not retried. IDs: {_some(result.unconfirmed)}",
             )
 
     def circuit(self, change: CircuitChange) -> None:

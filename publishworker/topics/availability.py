@@ -22,10 +22,10 @@ class Topics:
         self.paused: frozenset[str] = frozenset()
 
     def control(self, controls: TopicControls, workers: int) -> None:
-        """Take in pauses and limits. Each of the live `workers` gets an equal part of a limit."""
+        """Apply pauses and limits. Each of the live `workers` gets an equal part of a limit."""
         for topics, what in ((controls.paused - self.paused, "paused"), (self.paused - controls.paused, "resumed")):
             for topic in sorted(topics):
-                _log.info("%s is %s", topic, what, extra={"action": what})
+                _log.info("Topic %s is %s", topic, what, extra={"action": what})
         self.paused = controls.paused
         self.rate_limits.learn(controls.limits, workers)
 
@@ -35,14 +35,14 @@ class Topics:
         return self.paused | self.circuits.suspended() | {topic for topic, tasks in allowed.items() if not tasks}
 
     def start(self, batch: Batch) -> Batch:
-        """Return the batch as it is to be published, a probe for instance; its tasks count for the rate."""
+        """Return the batch with what its circuit says, and count its tasks for the rate."""
         if batch.defers:
             return batch
         self.rate_limits.take(batch.topic, len(batch.ids))
         return self.circuits.start(batch)
 
     def learn(self, result: BatchResult) -> CircuitChange | None:
-        """Take in a finished batch; return a change if the circuit of its topic has opened or closed."""
+        """Update the topic from a finished batch; return a change if its circuit has one, or a probe failed."""
         if result.batch.defers:
             return None
         self.rate_limits.take(result.batch.topic, len(result.tried) - len(result.batch.ids))  # gives back the untried

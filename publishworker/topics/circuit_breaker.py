@@ -17,22 +17,22 @@ from publishworker.types import Batch, BatchResult, Candidate, Failed, Sent
 
 #: Seconds until the first probe. Each further wait is twice as long.
 FIRST_PROBE_SECONDS = 1.0
-#: Max seconds between probes. Someone has to create a missing topic; an outage ends by itself.
+#: Max seconds between probes. An outage ends by itself, so it is probed often. A missing topic needs an operator.
 MAX_TARGET_PROBE_SECONDS = 300.0
 MAX_OUTAGE_PROBE_SECONDS = 10.0
 #: Max tasks of one probe.
 TARGET_PROBE_TASKS = 10
 OUTAGE_PROBE_TASKS = 1
-#: Max IDs that are remembered because they were in an outage.
+#: Max suspects that are remembered, over all topics. The oldest are forgotten.
 MAX_SUSPECTS = 1_000
-#: Max IDs of an outage's probes that are remembered. After that, all are drawn again.
+#: Max IDs of probes that are remembered for one outage. Beyond this number any task can be drawn again.
 MAX_PROBED = 100
 #: Seconds after which an open circuit is forgotten if no task was left to probe the topic with.
 FORGET_SECONDS = 600.0
-#: Max rows that a poll reads of a range if it finds only tasks that have already been probes.
+#: Max rows that a poll reads from a range while it searches for a task that has not been a probe.
 MAX_DEPTH = 2_500
-#: How many at-most-once tasks are drawn as probes of an outage and put back, one after the other, before one is
-#: published. A failed probe loses its task.
+#: In an outage, this many draws of an at-most-once task are skipped before one is published, because a failed probe
+#: loses its task.
 SPARED_PROBES = 3
 
 
@@ -74,7 +74,7 @@ class CircuitBreakers:
     """The circuits of all topics, from what this worker has seen. It belongs to the relay's thread."""
 
     def __init__(self, random: Random, clock: Callable[[], float] = time.monotonic, *, places: int = 8) -> None:
-        """Begin with all closed. Probes of outages, which may hang, get at most a quarter of the `places`."""
+        """Close all circuits. Probes of topics with an outage may time out, so they use a quarter of the `places`."""
         self._random = random
         self._clock = clock
         self._most_probes = max(1, places // 4)
@@ -146,10 +146,10 @@ class CircuitBreakers:
         }
 
     def start(self, batch: Batch) -> Batch:
-        """Return the batch as it is to be published: as a probe, or with its suspects.
+        """Return the batch as a probe if the circuit is not closed, otherwise with its suspects.
 
-        Suspects are the tasks that were in the topic's last outage. If other tasks have been in a later one, for
-        example because a quota is used up, the earlier ones are not suspects any more.
+        Suspects are the tasks whose publish failed in the topic's last outage. A later outage, for example because a
+        quota is used up, replaces them.
         """
         if (circuit := self._open.get(batch.topic)) is not None:
             circuit.probing = True
@@ -161,8 +161,8 @@ class CircuitBreakers:
     def may_be_risked(self, result: BatchResult) -> bool:
         """Tell whether the at-most-once tasks that a batch has found may be sent now.
 
-        In an outage they would be lost, so they wait until the circuit is closed. Only after SPARED_PROBES draws does
-        one of them become the probe.
+        In an outage a failed publish loses them, so they normally wait until the circuit closes. After SPARED_PROBES
+        draws, one of them becomes the probe, because there may be no other task.
         """
         circuit = self._open.get(result.batch.topic)
         if circuit is None or not result.batch.probe:
@@ -174,7 +174,7 @@ class CircuitBreakers:
         return True
 
     def learn(self, result: BatchResult) -> CircuitChange | None:
-        """Take in a finished batch; return a change if its circuit has opened, failed another probe or closed."""
+        """Update the circuit from a finished batch. Return a change if it opened or closed, or if a probe failed."""
         topic = result.batch.topic
         circuit = self._open.get(topic)
         if circuit is not None and result.batch.probe:
@@ -241,5 +241,5 @@ class CircuitBreakers:
 
 
 def _is_about_topic(kind: FailureKind, *, recorded: bool) -> bool:
-    """Tell whether a failure is about its topic. An outage is not if it was recorded on a task."""
+    """Tell whether a failure is about its topic. It is not if it was recorded as a failed attempt of a task."""
     return kind is FailureKind.TARGET or (kind is FailureKind.OUTAGE and not recorded)

@@ -29,8 +29,8 @@ def verify(options: argparse.Namespace) -> int:
     settings = named(WorkerSettings.read(flags | {"database": flags["database"] or "scratch"}), flags["database"] or "")
     confirm(
         f"This creates database {settings.database} in instance {settings.instance} and a topic of the same name in "
-        f"project {settings.project}, loads {options.rows:,} tasks, takes minutes, and drops both"
-        f"{' not (--keep)' if options.keep else ''}. No other database is changed. Continue?",
+        f"project {settings.project}, loads {options.rows:,} tasks, and takes minutes. Both are "
+        f"{'kept (--keep)' if options.keep else 'deleted at the end'}. No other database is changed. Continue?",
         yes=options.yes,
     )
     with scratch(settings, options.rows, keep=options.keep) as target:

@@ -51,11 +51,21 @@ def test_a_dead_head_blocks_its_key_or_is_skipped(
     received = subscription.drain()
     assert loose in {message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in received}
     if mode == "skip":
-        assert left == [f"1 blocked of {topic}", f"4 dead of {topic}", f"1 scheduled of {topic}", "drained"]
+        assert left == [
+            f"1 blocked in topic {topic}",
+            f"4 dead in topic {topic}",
+            f"1 scheduled in topic {topic}",
+            "drained",
+        ]
         assert set(unsent(database)) == {"head", *stay}
         assert first_deliveries(received) == sent | {"a": [a1, a2, a3]}
         return
-    assert left == [f"4 blocked of {topic}", f"4 dead of {topic}", f"1 scheduled of {topic}", "drained"]
+    assert left == [
+        f"4 blocked in topic {topic}",
+        f"4 dead in topic {topic}",
+        f"1 scheduled in topic {topic}",
+        "drained",
+    ]
     assert set(unsent(database)) == {"head", a1, a2, a3, *stay}
     assert first_deliveries(received) == sent
     retry = "SET Data = b'', AvailableAt = NULL, Attempts = 0, ExpiresAt = NULL WHERE Id = 'head'"

@@ -72,7 +72,11 @@ def test_drain_empties_the_backlog_and_names_remaining_tasks(
         batch.insert("AsynchronousTaskTopics", ("Topic", "Paused"), [("paused-topic", True)])
     with worker(emulators, database, command="drain") as process:
         assert process.wait(60) == 0
-        assert process.stdout.splitlines() == ["3 paused of paused-topic", f"2 scheduled of {topic}", "drained"]
+        assert process.stdout.splitlines() == [
+            "3 paused in topic paused-topic",
+            f"2 scheduled in topic {topic}",
+            "drained",
+        ]
     assert account(ids, subscription).lost == frozenset()
 
 
