@@ -26,6 +26,7 @@ import publishworker.cli
 from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, check_installed
 from outbox.errors import NotReached
 from outbox.storage.connection import open_database
+from outbox.storage.layout import Layout
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import Failed
 from tests.support.fakes import FakePublisher
@@ -272,7 +273,9 @@ def test_the_guide_to_ordering(emulators: Emulators, shop: Database) -> None:
     [pay] = blocks("docs/guide/ordering.md", "python")
     blocked, again, let_pass, at_once = blocks("docs/guide/ordering.md", "sql")
     publisher = FakePublisher("payments", project=PROJECT)
-    relay = relay_of(SpannerStore(open_database(place("shop", project=PROJECT, instance="main")), 10), publisher)
+    relay = relay_of(
+        SpannerStore(open_database(place("shop", project=PROJECT, instance="main")), Layout(10)), publisher
+    )
 
     def turns() -> None:
         while relay.turn().made_progress:

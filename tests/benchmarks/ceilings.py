@@ -13,6 +13,7 @@ from outbox.devtools.emulators import Emulators
 from outbox.message import RawPublishRequest, RawPubsubMessage
 from outbox.shared.pubsub import open_pubsub
 from outbox.storage.connection import LimitedDatabase, open_database
+from outbox.storage.layout import Layout
 from publishworker.spanner import statements
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import LockedRow, Sent
@@ -59,7 +60,7 @@ def mark_only(bench: Bench, hosts: Emulators) -> Speed:
         return {row.id: Sent("") for row in rows}
 
     def claim(database: LimitedDatabase, ids: Sequence[str]) -> None:
-        SpannerStore(database, 10).claim(ids, sent)
+        SpannerStore(database, Layout(10)).claim(ids, sent)
 
     return _claim_all(bench, hosts, claim)
 

@@ -12,6 +12,7 @@ from outbox.admin import changes, statements
 from outbox.admin.changes import Count, Outcome, TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
+from outbox.storage.layout import Layout
 from outbox.storage.task_states import NEVER
 from tests.support.operations import (
     CREATED,
@@ -247,7 +248,7 @@ def awkward_rows() -> list[dict[str, Any]]:
 
 def by_dml(database: Database, selection: TaskSelection, statement: str) -> int:
     """Run the DML of a dry run, and return how many rows it changed."""
-    text = selection.dml(statement, range(10))
+    text = selection.dml(statement, Layout(10))
     assert all(each.isprintable() for line in text.split("\n") for each in line)
     number: int = database.run_in_transaction(lambda transaction: transaction.execute_update(text))
     return number
