@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run = add("run", commands.run, "Publish tasks until SIGTERM.")
     WorkerSettings.add_flags(run)
-    drain = add("drain", commands.drain, "Publish tasks until none is pending, then print the remaining ones.")
+    drain = add("drain", commands.drain, "Publish until nothing is pending or retrying; print what remains.")
     WorkerSettings.add_flags(drain)
     add_deadline(drain)
     check = add("check", commands.check, "Check settings, database, table and topics, and say how to fix them.")

@@ -27,7 +27,7 @@ class RelaySettings(PubSubSettings):
     batch_size: int = setting(
         "100",
         whole_number(1, 1000),
-        "Max tasks of a batch. 1 is one transaction for each task.",
+        "Max tasks in a batch. With 1, each task has its own transaction.",
     )
     batch_bytes: int = setting("8000000", whole_number(1, 100_000_000), "Max bytes of messages in a batch.")
     concurrency: int = setting("8", whole_number(1, 100), "Max in-flight batches.")
@@ -59,7 +59,7 @@ class RelaySettings(PubSubSettings):
     dead_after: float = setting(
         "86400",
         seconds(0, 365 * 86_400),
-        "Min age of a task before a topic that is missing or refuses messages makes it dead.",
+        "A task does not become dead before this age if its topic is missing or refuses messages.",
     )
     fair_share: float = setting(
         "0.1", fraction(0, 0.5), "Min share of capacity for lower priorities while higher-priority tasks keep arriving."
@@ -68,7 +68,7 @@ class RelaySettings(PubSubSettings):
     wake: str = setting(
         "off",
         one_of("off", "change-stream"),
-        "Whether new tasks start the next poll early: through the change stream AsynchronousTasksInserts.",
+        "With change-stream, the change stream AsynchronousTasksInserts starts a poll soon after a task is registered.",
     )
     idle_interval: float = setting(
         "15", seconds(1, 300), "Max time between polls while there is nothing to send and --wake works."
@@ -117,7 +117,7 @@ def add_verify_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `verify`. Its `--database` names the scratch database."""
     WorkerSettings.add_flags(parser)
     parser.add_argument("--rows", type=int, default=100_000, help="Tasks to load, at least 100; default 100000.")
-    parser.add_argument("--keep", action="store_true", help="Keep the database and the topic, to look at them.")
-    parser.add_argument("--yes", action="store_true", help="Do not ask before creating them.")
+    parser.add_argument("--keep", action="store_true", help="Keep the database and the topic for inspection.")
+    parser.add_argument("--yes", action="store_true", help="Create the database and the topic without confirmation.")
     parser.add_argument("--json", action="store_true", help="Print the result as one line of JSON.")
     parser.add_argument("--report", metavar="FILE", help="Write an HTML page with the figures and the plans.")

@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
             if not emulators.children:
                 note("nothing to start: both variables are set, and both emulators respond")
                 return 0
-            note("running until Ctrl-C. All data in the emulators is lost then")
+            note("Running. Press Ctrl-C to stop the emulators, which deletes all their data")
             while (ended := emulators.ended()) is None:
                 time.sleep(WATCH_SECONDS)
             raise OutboxError(ended)

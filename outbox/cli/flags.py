@@ -39,7 +39,7 @@ def global_flags() -> argparse.ArgumentParser:
     A flag that is not given is not in the namespace, so a command's parser never overwrites a flag that precedes it.
     """
     parent = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    group = parent.add_argument_group("global options", "Before or after the command.")
+    group = parent.add_argument_group("global options", "These options may precede or follow the command.")
     DatabaseSettings.add_flags(group)
     OutputSettings.add_flags(group)
     return parent

@@ -17,7 +17,7 @@ from outbox.storage.task_states import MARKS_FINAL_AFTER
 
 PURGE_DESCRIPTION = """\
 Delete only tasks that were sent before a time. The retention of the table deletes sent
-tasks too, typically within three days after that age (`outbox schema`).
+tasks too, typically within three days after they reach the retention age (`outbox schema`).
 
     outbox purge --sent-before 30d --project my-project --instance main --database shop
     outbox purge --sent-before 7d --topic orders --dry-run ..."""

@@ -57,7 +57,7 @@ REASONS = (
         "failed_precondition",
         _TARGET,
         "FAILED_PRECONDITION",
-        "The topic's state forbids it, for example a disabled encryption key.",
+        "The topic cannot accept messages, for example because its encryption key is disabled.",
         True,
     ),
     Reason("unimplemented", _TARGET, "UNIMPLEMENTED", "The endpoint is not Pub/Sub.", True),
@@ -69,7 +69,9 @@ REASONS = (
     Reason("cancelled", _OUTAGE, "CANCELLED", "The request was cancelled on its way.", False),
     Reason("unknown", _OUTAGE, "UNKNOWN", "Something failed without details.", False),
     Reason("unauthenticated", _OUTAGE, "UNAUTHENTICATED", "The worker's credentials are not accepted.", True),
-    Reason("credentials", _OUTAGE, "`google.auth` errors", "The worker's credentials give no token.", True),
+    Reason(
+        "credentials", _OUTAGE, "`google.auth` errors", "The worker gets no access token from its credentials.", True
+    ),
     Reason(
         "already_exists",
         _UNKNOWN,

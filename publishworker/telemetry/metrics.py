@@ -169,7 +169,7 @@ IN_FLIGHT = Metric(
     "distribution",
     "unit",
     (),
-    "Batches in flight in a worker, every 15 s. At --concurrency the worker is busy.",
+    "Batches in flight in a worker, every 15 s. If the value equals --concurrency, the worker has no free capacity.",
 )
 CIRCUIT_STATE = Metric(
     "outbox.circuit_state",
@@ -187,7 +187,7 @@ HEARTBEAT = Metric(
     "count",
     "unit",
     (),
-    "One from each worker every 15 s, even while a service is unavailable; at least one in 35 s while polls time out.",
+    "Each live worker adds 1 every 15 s, even while a service is unavailable, and every 35 s while polls time out.",
     1,
 )
 BUILD = Metric(

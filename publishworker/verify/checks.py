@@ -77,7 +77,7 @@ def _schema(scratch: Scratch) -> Iterator[Check]:
     again = {state for _, state in schema.apply(scratch.database, wanted)}
     wrong = schema.differences(scratch.database, wanted, free=())
     verdict = PASSED if again == {"exists"} and not wrong else FAILED
-    yield Check("schema", verdict, "; ".join(wrong) or "created once, and found as it is in schema.sql")
+    yield Check("schema", verdict, "; ".join(wrong) or "applied twice without changes, and matches schema.sql")
 
 
 def _roles(scratch: Scratch) -> Iterator[Check]:

@@ -95,7 +95,7 @@ def _of_scan(scan: Node, allowed: set[str], tables: set[str], *, seek: bool, sor
     if target not in allowed and target in tables:
         yield f"{target}: a join back to the table, although the index has all columns"
     elif target not in allowed:
-        yield f"{target}: the statement forces {', '.join(sorted(allowed)) or 'no index'}"
+        yield f"{target} is read, although the statement forces {', '.join(sorted(allowed)) or 'no index'}"
     if scan.metadata.get("Full scan") == "true":
         yield f"{target}: a full scan. The optimizer found no seek condition"
     elif not seek:

@@ -121,4 +121,4 @@ def scratch(settings: WorkerSettings, rows: int, *, keep: bool) -> Iterator[Scra
             try:
                 drop()
             except Exception as error:  # whatever happens, the user must know what is left
-                print(f"publishworker: {name} could not be dropped, so drop it: {error}", file=sys.stderr)
+                print(f"publishworker: {name} could not be dropped. Drop it yourself: {error}", file=sys.stderr)

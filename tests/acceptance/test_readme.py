@@ -152,7 +152,7 @@ def test_the_quick_start_runs_as_written(tmp_path: Path) -> None:
             return Finished(ending.wait(), ending.stdout, ending.stderr)
 
     with process(*ours[0]) as running:
-        running.wait_for_text("running until Ctrl-C")
+        running.wait_for_text("Press Ctrl-C")
         environment |= dict(re.findall(r"^export (\w+)=(.+)$", running.stdout, re.MULTILINE))
         shop = client(environment["SPANNER_EMULATOR_HOST"], PROJECT).instance("main").database("shop")
         with process("register_order") as registering:

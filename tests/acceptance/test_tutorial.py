@@ -36,7 +36,7 @@ def test_the_tutorial_runs_as_written(tmp_path: Path) -> None:
     environment = {"PYTHONPATH": str(ROOT), "SPANNER_DISABLE_BUILTIN_METRICS": "true"}
     environment |= {"OUTBOX_HEARTBEAT_FILE": str(tmp_path / "heartbeat")}
     with started(*command("outbox", "emulators"), environment=environment, directory=tmp_path) as emulators:
-        emulators.wait_for_text("running until Ctrl-C")
+        emulators.wait_for_text("Press Ctrl-C")
         environment |= dict(re.findall(r"^export (\w+)=(.+)$", emulators.stdout, re.MULTILINE))
         shop = client(environment["SPANNER_EMULATOR_HOST"], "my-project").instance("main").database("shop")
         with started(*command("uvicorn"), environment=environment, directory=tmp_path) as service:

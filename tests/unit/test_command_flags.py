@@ -232,7 +232,7 @@ def test_help_is_printed_without_a_command(words: str, title: str, capsys: pytes
     assert cli.main(words.split()) == 0
     captured = capsys.readouterr()
     assert (captured.out.startswith(title), captured.err) == (True, "")
-    assert "Before or after the command" in captured.out
+    assert "may precede or follow the command" in captured.out
 
 
 @pytest.mark.parametrize(
