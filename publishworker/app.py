@@ -31,7 +31,7 @@ from publishworker.settings import RelaySettings
 from publishworker.spanner.change_stream import ChangeStream
 from publishworker.spanner.emulator import EmulatorStore
 from publishworker.spanner.grants import verify_grants
-from publishworker.spanner.store import Missing, SpannerStore
+from publishworker.spanner.store import DatabaseMissing, SpannerStore
 from publishworker.stopping import run_on_thread
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.gauges import BacklogCounts, BacklogSampler, WorkerGauges, oldest_age
@@ -138,7 +138,7 @@ class App:
                 extra={"action": "stuck"},
             )  # fmt: skip
             return exits.FAILED
-        except Missing as error:
+        except DatabaseMissing as error:
             _log.critical(
                 "The worker exits, because the database, the instance or a table has not existed for five minutes: %s",
                 error,

@@ -115,13 +115,13 @@ class Delivery:
 
         committed = self._transact(result, attempt)
         if committed is None:
-            result.unconfirmed = list(marked) if result.unsure else []
+            result.unconfirmed = list(marked) if result.commit_unknown else []
             return result
         self._publish(result, list(marked.values()), locked_at)
         refused = {id: row for id, row in marked.items() if _is_surely_not_published(result.tried.get(id))}
         result.unconfirmed = [id for id in marked.keys() - refused.keys() if not isinstance(result.tried[id], Sent)]
         if refused:
-            self._take_back(result, refused, committed)
+            self._undo_marks(result, refused, committed)
         return result
 
     def mark(self, batch: Batch, decide: Decide) -> BatchResult:
@@ -130,7 +130,7 @@ class Delivery:
         self._transact(result, decide)
         return result
 
-    def _take_back(self, result: BatchResult, before: Mapping[str, LockedRow], committed: datetime) -> None:
+    def _undo_marks(self, result: BatchResult, before: Mapping[str, LockedRow], committed: datetime) -> None:
         """Clear SentAt of rows that no other transaction has changed since, and record the failed attempts."""
         recorded_before = result.recorded
 
@@ -138,10 +138,10 @@ class Delivery:
             ours = [before[row.id] for row in rows if row.sent_at == committed]
             records = self._marks(result, ours, now)
             result.recorded |= recorded_before
-            return {row.id: records.get(row.id) or _as_it_was(row, result.tried.get(row.id)) for row in ours}
+            return {row.id: records.get(row.id) or _restored(row, result.tried.get(row.id)) for row in ours}
 
-        taken_back = self.mark(Batch(result.batch.topic, tuple(before)), attempt)
-        if taken_back.error is not None:
+        undone = self.mark(Batch(result.batch.topic, tuple(before)), attempt)
+        if undone.error is not None:
             result.recorded = recorded_before
             result.unconfirmed += before
 
@@ -201,11 +201,11 @@ class Delivery:
                 if blocks_nothing and kind_of(outcome.reason) is FailureKind.CONTENT:
                     continue  # this dead task blocks nothing, so the next task of the key is marked by its own outcome
                 if row.ordering_key is not None and stops_key(outcome):
-                    failed[row.ordering_key] = None if blocks_nothing else self._behind(row, recorded, now)
+                    failed[row.ordering_key] = None if blocks_nothing else self._deferral_behind(row, recorded, now)
         result.traces |= _traces(eligible, result.recorded)
         return marks
 
-    def _behind(self, head: LockedRow, recorded: NotSent | None, now: datetime) -> Deferred | None:
+    def _deferral_behind(self, head: LockedRow, recorded: NotSent | None, now: datetime) -> Deferred | None:
         """Return the deferral for the tasks behind a failed one, or None if the failure was not recorded."""
         if recorded is None or recorded.available_at is None:
             return None
@@ -239,7 +239,7 @@ class Delivery:
         try:
             return self._store.claim((*result.batch.ids, *result.batch.releases), timed)
         except StoreError as error:
-            result.error, result.unsure = str(error), not isinstance(error, NotWritten)
+            result.error, result.commit_unknown = str(error), not isinstance(error, NotWritten)
             return None
         finally:
             end_phase()
@@ -256,7 +256,7 @@ def _is_surely_not_published(outcome: Outcome | None) -> bool:
     return outcome is None or (isinstance(outcome, Failed) and is_refused(outcome.reason))
 
 
-def _as_it_was(row: LockedRow, outcome: Outcome | None) -> NotSent:
+def _restored(row: LockedRow, outcome: Outcome | None) -> NotSent:
     """Return the mark that restores the row, with a LastError that says what happened."""
     error = last_error(outcome) if isinstance(outcome, Failed) else None
     return NotSent(row.attempts, row.available_at, row.expires_at, error)

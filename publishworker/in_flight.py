@@ -65,7 +65,7 @@ class InFlight:
         self._touch_file = touch_file
         self._make = threads
         self._threads: dict[_Entry, Thread] = {}
-        self._looked_at = clock()
+        self._checked_at = clock()
         self._ended: Queue = threads.queue()  # of entries, each with its BatchResult or BaseException
 
     def __len__(self) -> int:
@@ -118,7 +118,7 @@ class InFlight:
 
     def raise_if_stuck(self) -> None:
         """Raise StuckBatch if batches do not end, and forget these."""
-        step, self._looked_at = min(self._clock() - self._looked_at, MAX_STEP_SECONDS), self._clock()
+        step, self._checked_at = min(self._clock() - self._checked_at, MAX_STEP_SECONDS), self._clock()
         for entry in self._threads:
             entry.seconds += step
         # A batch whose thread has ended only waits to be collected.

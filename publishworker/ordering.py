@@ -86,7 +86,7 @@ class Ordering:
         queues: dict[Key, list[QueuedTask]] = {}
         while keys:
             found = self._store.key_heads(keys, rows, skip_dead=self._skip_dead)
-            queues |= {key: [each for each in tasks if not each.expired_early] for key, tasks in found.items()}
+            queues |= {key: [each for each in tasks if not each.expired_before_due] for key, tasks in found.items()}
             further = [key for key, tasks in found.items() if len(tasks) == rows and len(queues[key]) < wanted]
             rows += max((len(found[key]) - len(queues[key]) for key in further), default=0)
             # A later poll reads the other keys. A key that exceeds the limit by itself can never be read.

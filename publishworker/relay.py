@@ -111,7 +111,7 @@ class Relay:
         waits = len(self._in_flight) > 0 and (polled.skipped or started or ready.busy or self._selector.crowded)
         later = self._wait(polled) if waits else self._in_flight.collect()
         changed |= self._settle(later, stopping)
-        return self._report(polled, finished + later, waits=waits, discovered=changed)
+        return self._report(polled, finished + later, waits=waits, poll_again=changed)
 
     def wake(self) -> None:
         """Let the worker poll now, for example after this process has committed a task. Callable on any thread."""
@@ -226,7 +226,7 @@ class Relay:
         return self._in_flight.wait(leave, self._patience, MAX_TURN_WAIT_SECONDS)
 
     def _report(
-        self, polled: Polled, finished: Sequence[BatchResult], *, waits: bool = False, discovered: bool = False
+        self, polled: Polled, finished: Sequence[BatchResult], *, waits: bool = False, poll_again: bool = False
     ) -> Turn:
         """Return the numbers of a turn, and log them."""
         turn = turn_of(
@@ -234,7 +234,7 @@ class Relay:
             polled=len(polled.candidates),
             in_flight=self.in_flight,
             waits=waits and not finished,
-            discovered=discovered,
+            poll_again=poll_again,
             seconds_to_retry=self._topics.seconds_until_available(),
         )
         self._reporter.turn(turn, worked=bool(finished))

@@ -11,7 +11,7 @@ from types import FrameType
 _log = logging.getLogger("publishworker")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 #: Seconds between checks of the thread.
-_LOOK = 0.2
+_CHECK_SECONDS = 0.2
 
 
 @contextlib.contextmanager
@@ -57,7 +57,7 @@ def run_on_thread(
     thread = threading.Thread(target=run, name="worker", daemon=True)
     thread.start()
     while thread.is_alive() and not stop.is_set():
-        thread.join(_LOOK)
+        thread.join(_CHECK_SECONDS)
     on_stop()
     thread.join(shutdown_timeout)
     if errors:

@@ -49,7 +49,7 @@ class QueuedTask:
     bytes: int
     sendable: bool  # ready, due or deferred: only an earlier task of the key can block it
     deferred: bool = False
-    expired_early: bool = False  # expired before it was due, so it blocks no later task
+    expired_before_due: bool = False  # expired before it was due, so it blocks no later task
 
 
 #: The first unsent tasks of each key, in order.
@@ -252,8 +252,8 @@ Mark = Sent | NotSent | Deferred
 class BatchResult:
     """The outcome of one batch, including the state that later transaction attempts need.
 
-    If `error` is None, the commit succeeded and every mark is written. Otherwise `unsure` says whether the outcome of
-    the commit is unknown.
+    If `error` is None, the commit succeeded and every mark is written. Otherwise `commit_unknown` says whether the
+    outcome of the commit is unknown.
     """
 
     batch: Batch
@@ -281,7 +281,7 @@ class BatchResult:
     #: Transaction attempts; all but the last were aborted.
     attempts: int = 0
     error: str | None = None
-    unsure: bool = False
+    commit_unknown: bool = False
 
     def published(self) -> list[str]:
         """Return the IDs that Pub/Sub has, whether or not the commit succeeded."""
@@ -329,17 +329,17 @@ class Turn:
     uncommitted: int = 0  # published, but the commit failed
     in_flight: int = 0  # batches that a later turn will report
     waits: bool = False  # the turn waited for batches, and none ended
-    discovered: bool = False  # new topics or shards to poll, or a circuit opened, closed or failed a probe
+    poll_again: bool = False  # new topics or shards to poll, or a circuit opened, closed or failed a probe
     seconds_to_retry: float | None = None  # seconds until a topic that is unavailable now may be tried again
 
     @property
     def made_progress(self) -> bool:
         """Tell whether the next turn should start without a pause."""
-        return self.published > self.uncommitted or self.recorded + self.deferred > 0 or self.discovered
+        return self.published > self.uncommitted or self.recorded + self.deferred > 0 or self.poll_again
 
 
 def turn_of(
-    finished: Sequence[BatchResult], *, polled: int, in_flight: int, waits: bool, discovered: bool,
+    finished: Sequence[BatchResult], *, polled: int, in_flight: int, waits: bool, poll_again: bool,
     seconds_to_retry: float | None,
 ) -> Turn:  # fmt: skip
     """Return the numbers of a turn in which these batches have `finished`."""
@@ -354,6 +354,6 @@ def turn_of(
         uncommitted=sum(len(result.published()) for result in finished if result.error is not None),
         in_flight=in_flight,
         waits=waits,
-        discovered=discovered,
+        poll_again=poll_again,
         seconds_to_retry=seconds_to_retry,
     )

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from publishworker.in_flight import StuckBatch
 from publishworker.membership import Membership
-from publishworker.spanner.store import Missing, StoreError
+from publishworker.spanner.store import DatabaseMissing, StoreError
 from publishworker.threads import Event
 from publishworker.types import Turn
 
@@ -23,7 +23,7 @@ MAX_OUTAGE_WAIT_SECONDS = 5.0
 MAX_MISSING_SECONDS = 300.0
 
 
-class HasTurn(Protocol):
+class TurnRunner(Protocol):
     """What the worker needs from a relay."""
 
     woken: Event
@@ -67,7 +67,7 @@ class Worker:
 
     def __init__(
         self,
-        relay: HasTurn,
+        relay: TurnRunner,
         membership: Membership,
         *,
         poll_interval: float,
@@ -96,8 +96,8 @@ class Worker:
     def run(self, stop: threading.Event, until: Callable[[Turn], bool] = lambda _turn: False) -> None:
         """Run turns until `stop` is set or `until(turn)` is true. Then finish the batches in flight.
 
-        Raises StuckBatch, after the other batches have ended, and Missing if the database or a table has been gone for
-        five minutes.
+        Raises StuckBatch, after the other batches have ended, and DatabaseMissing if the database or a table has been
+        gone for five minutes.
         """
         try:
             self._turn_until(stop, until)
@@ -166,7 +166,7 @@ class Worker:
             self._membership.beat()
 
     def _end_if_missing(self, error: StoreError) -> None:
-        if not isinstance(error, Missing):
+        if not isinstance(error, DatabaseMissing):
             self._missing_since = None
             return
         self._missing_since = self._clock() if self._missing_since is None else self._missing_since

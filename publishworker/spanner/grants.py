@@ -12,7 +12,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, param_types
 from outbox.errors import NotReached
 from outbox.storage.connection import LimitedDatabase, retry_and_timeout
 from outbox.storage.schema import service_errors
-from publishworker.spanner.statements import HEARTBEAT_COLUMNS, MARK_COLUMNS, READABLE
+from publishworker.spanner.statements import HEARTBEAT_COLUMNS, MARK_COLUMNS, READ_MARK_COLUMNS
 
 #: Seconds for a read of one row.
 READ_SECONDS = 5.0
@@ -30,7 +30,11 @@ def verify_grants(database: LimitedDatabase) -> None:
     heartbeat = (id, datetime.now(UTC), COMMIT_TIMESTAMP, "")
     with _permission(database, "read", "AsynchronousTasks", MARK_COLUMNS), limited.snapshot() as snapshot:
         types = {"id": param_types.STRING}
-        list(snapshot.execute_sql(READABLE, params={"id": id}, param_types=types, **retry_and_timeout(READ_SECONDS)))
+        list(
+            snapshot.execute_sql(
+                READ_MARK_COLUMNS, params={"id": id}, param_types=types, **retry_and_timeout(READ_SECONDS)
+            )
+        )
     for table, columns, row in (
         ("AsynchronousTasks", MARK_COLUMNS, mark),
         ("AsynchronousTaskWorkers", HEARTBEAT_COLUMNS, heartbeat),

@@ -45,7 +45,7 @@ def key_heads(values: Iterable[Sequence[Any]]) -> dict[Key, list[QueuedTask]]:
             int(size.string_value),
             sendable=due or (deferred.bool_value and not expired.bool_value),
             deferred=deferred.bool_value,
-            expired_early=expired.bool_value and not due,
+            expired_before_due=expired.bool_value and not due,
         )
         found.setdefault(Key(topic.string_value, key.string_value), []).append(waiting)
     return found

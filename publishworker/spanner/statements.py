@@ -11,7 +11,7 @@ from outbox.storage.sql import BY_ID, IN_ORDER, IN_ORDER_ORDER, NEVER, SEEK, TO_
 
 #: Seconds after its last heartbeat for which a worker counts as live. Workers that discover at least every other second
 #: take over its shards within the liveness timeout of 15 s.
-FRESH_HEARTBEAT_SECONDS = 13
+LIVENESS_TIMEOUT_SECONDS = 13
 #: Seconds after its last heartbeat at which a worker's row may be deleted.
 FORGET_WORKER_SECONDS = 3600
 
@@ -128,7 +128,7 @@ MARK_COLUMNS = ("Id", "SentAt", "TimesSent", "AvailableAt", "BlockedBy", "Expire
 #: The columns of a mark if the others have their defaults already: fewer cells to lock and to write.
 MARK_CLEAN_COLUMNS = ("Id", "SentAt", "TimesSent")
 #: Reads the columns of a mark, to test the permission.
-READABLE = f"SELECT {', '.join(MARK_COLUMNS)} FROM {BY_ID} WHERE Id = @id"
+READ_MARK_COLUMNS = f"SELECT {', '.join(MARK_COLUMNS)} FROM {BY_ID} WHERE Id = @id"
 #: The columns of a deferral.
 DEFER_COLUMNS = ("Id", "AvailableAt", "BlockedBy")
 

@@ -76,7 +76,7 @@ class StoreError(NotReached):
     """Spanner did not answer, or refused the request. Rows may have been written, unless the error is a NotWritten."""
 
 
-class Missing(StoreError):
+class DatabaseMissing(StoreError):
     """Spanner has no such database, instance or table, or no longer has it."""
 
 
@@ -260,10 +260,10 @@ class SpannerStore:
         """See Store. All reads use one timestamp. So do `topics_in_use` and `unsent`."""
         [[now, paused]] = self._query(statements.NOW_AND_PAUSED, "outbox-unsent", {})
 
-        def enough(last: rows.UnsentRow) -> bool:
+        def skip_rest(last: rows.UnsentRow) -> bool:
             return last.is_dead or last.topic in paused
 
-        found = self._unsent(self.layouts[0].ids if shards is None else shards, now, enough)
+        found = self._unsent(self.layouts[0].ids if shards is None else shards, now, skip_rest)
         return any(each.state(now, paused) in WORK for each in found)
 
     def topics_in_use(self) -> tuple[frozenset[str], frozenset[str]]:
@@ -278,30 +278,30 @@ class SpannerStore:
         [[now, paused]] = self._query(statements.NOW_AND_PAUSED, "outbox-unsent", {})
         counts, read, cut = Counter[tuple[str, str]](), Counter[tuple[int, str]](), set()
 
-        def enough(last: rows.UnsentRow) -> bool:
+        def skip_rest(last: rows.UnsentRow) -> bool:
             if full := read[last.shard, last.topic] >= COUNT_LIMIT:
                 cut.add(last.topic)
             return full
 
-        for each in self._unsent(self.layouts[0].ids, now, enough):
+        for each in self._unsent(self.layouts[0].ids, now, skip_rest):
             read[each.shard, each.topic] += 1
             counts[each.topic, each.state(now, paused)] += 1
         return [Unsent(*key, counts[key], key[0] in cut) for key in sorted(counts)]
 
     def _unsent(
-        self, shards: Iterable[int], at: datetime, enough: Callable[[rows.UnsentRow], bool]
+        self, shards: Iterable[int], at: datetime, skip_rest: Callable[[rows.UnsentRow], bool]
     ) -> Iterator[rows.UnsentRow]:
         for suffix, numbers in by_suffix(shards).items():
-            yield from self._unsent_of(suffix, numbers, at, enough)
+            yield from self._unsent_of(suffix, numbers, at, skip_rest)
 
     def _unsent_of(
-        self, suffix: str, shards: Sequence[int], at: datetime, enough: Callable[[rows.UnsentRow], bool]
+        self, suffix: str, shards: Sequence[int], at: datetime, skip_rest: Callable[[rows.UnsentRow], bool]
     ) -> Iterator[rows.UnsentRow]:
         """Yield each task that is unsent at `at`, once, sorted by shard, topic and time.
 
         Each read is small enough not to time out.
 
-        If `enough` is true of the last task of a read, the rest of its topic in its shard is left out.
+        If `skip_rest` is true of the last task of a read, the rest of its topic in its shard is left out.
         """
         starts: list[list[Any]] = [[shard, None] for shard in sorted(shards)]
         limit, known = FIRST_ROWS, frozenset[str]()
@@ -312,7 +312,7 @@ class SpannerStore:
                 return
             last = found[-1]
             start = last.place
-            if enough(last):
+            if skip_rest(last):
                 start, limit, known = [last.shard, None, last.topic + statements.NEXT], FIRST_ROWS, frozenset()
             else:
                 # A read can start at an index key, but not after a task. The next read returns the tasks at its start
@@ -396,13 +396,13 @@ class SpannerStore:
             if isinstance(error, StoreError):
                 raise
             if isinstance(error, NotFound) and not lost:
-                raise Missing(describe(error)) from error
+                raise DatabaseMissing(describe(error)) from error
             raise (NotWritten if isinstance(error, Aborted) else StoreError)(describe(error)) from error
 
 
 def _workers(ages: Mapping[str, int], layouts: tuple[Layout, ...]) -> Workers:
     return Workers(
-        live=frozenset(id for id, age in ages.items() if age < statements.FRESH_HEARTBEAT_SECONDS),
+        live=frozenset(id for id, age in ages.items() if age < statements.LIVENESS_TIMEOUT_SECONDS),
         gone=frozenset(id for id, age in ages.items() if age > statements.FORGET_WORKER_SECONDS),
         layouts=layouts,
     )

@@ -74,7 +74,7 @@ def test_many_keys_are_read_as_if_one_by_one(harness: Harness, monkeypatch: pyte
 
 def test_key_heads_include_tasks_that_are_not_due(harness: Harness) -> None:
     """Such a task blocks the following ones, unless it expires before. A deferred task is blocked only by others."""
-    tasks: dict[str, tuple[dict[str, Any], tuple[bool, bool, bool]]] = {  # sendable, deferred, expired_early
+    tasks: dict[str, tuple[dict[str, Any], tuple[bool, bool, bool]]] = {  # sendable, deferred, expired_before_due
         "ready": ({}, (True, False, False)),
         "due": ({"available_at": PAST, "attempts": 2, "last_error": "internal: no"}, (True, False, False)),
         "deferred": ({"available_at": FUTURE, **DEFERRED}, (True, True, False)),
@@ -92,7 +92,7 @@ def test_key_heads_include_tasks_that_are_not_due(harness: Harness) -> None:
     }
     insert_in_order(harness, {id: columns for id, (columns, _) in tasks.items()})
     waiting = harness.store.key_heads(harness.with_shards(KEY), 20, skip_dead=False)[KEY]
-    assert {each.id: (each.sendable, each.deferred, each.expired_early) for each in waiting} == {
+    assert {each.id: (each.sendable, each.deferred, each.expired_before_due) for each in waiting} == {
         id: shown for id, (_, shown) in tasks.items()
     }
     remaining = [id for id in tasks if not id.startswith("dead")]

@@ -281,7 +281,7 @@ def test_two_relays_publish_a_task_once(database: Database, topic: str, subscrip
             super().claim(*arguments)
 
     second = make_relay(Overtaken(database, Layout(10)), counted=counted)
-    assert second.turn().discovered
+    assert second.turn().poll_again
     assert eventually(lambda: second.turn().already_sent) == 1
     assert [message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in subscription.drain()] == [id]
     published, already = counted.counts[m.PUBLISHED.name], counted.counts[m.ALREADY_PUBLISHED.name]

@@ -33,7 +33,7 @@ from publishworker.relay import Relay
 from publishworker.settings import WorkerSettings
 from publishworker.spanner import statements
 from publishworker.spanner.grants import verify_grants
-from publishworker.spanner.store import Missing, NotWritten, SpannerStore, StoreError
+from publishworker.spanner.store import DatabaseMissing, NotWritten, SpannerStore, StoreError
 from tests.benchmarks.cost import cost
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import relay_of
@@ -292,7 +292,7 @@ def test_a_lost_session_is_replaced(mock: SpannerServicer, database: LimitedData
     prepare(mock, 1)
     relay = make_relay(database)
     mock.mock_spanner.add_error("ExecuteStreamingSql", with_resource("admin.database.v1.Database"))
-    with pytest.raises(Missing):
+    with pytest.raises(DatabaseMissing):
         relay.turn()
     assert names(mock).count("CreateSession") == 1
     mock.mock_spanner.add_error("ExecuteStreamingSql", lost)
@@ -324,7 +324,7 @@ def test_a_pooled_session_is_used_without_a_request(
 
 def test_missing_grants_are_found_before_a_task_is_published(mock: SpannerServicer, database: LimitedDatabase) -> None:
     """A read and two commits of rows that do not exist. Spanner answers NOT_FOUND if the columns may be written."""
-    mock.mock_spanner.add_result(statements.READABLE, result((STRING,) * len(statements.MARK_COLUMNS), []))
+    mock.mock_spanner.add_result(statements.READ_MARK_COLUMNS, result((STRING,) * len(statements.MARK_COLUMNS), []))
     absent, denied = error(code_pb2.NOT_FOUND, "Row not found"), error(code_pb2.PERMISSION_DENIED, "Role r: no")
     mock.mock_spanner.add_error("Commit", absent)
     mock.mock_spanner.add_error("Commit", absent)

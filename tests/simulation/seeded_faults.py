@@ -92,7 +92,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     ),
     "a circuit closes again": (CircuitBreakers, "suspended", lambda _: lambda self: frozenset(self._open)),
     "at-most-once tasks are marked first": (eligibility, "_skip_reason", always(None)),
-    "an at-most-once task whose publish is refused is not lost": (Delivery, "_take_back", always(None)),
+    "an at-most-once task whose publish is refused is not lost": (Delivery, "_undo_marks", always(None)),
     "only a probe fails for its topic": (
         CircuitBreakers, "start", lambda real: lambda self, batch: replace(real(self, batch), probe=True)
     ),
@@ -100,7 +100,9 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         CircuitBreakers, "start",
         lambda real: lambda self, batch: replace(real(self, batch), suspects=frozenset(batch.ids))
     ),
-    "deferred tasks cost no attempt": (Delivery, "_behind", lambda _: lambda _self, _head, recorded, _now: recorded),
+    "deferred tasks cost no attempt": (
+        Delivery, "_deferral_behind", lambda _: lambda _self, _head, recorded, _now: recorded
+    ),
     "a deferral is short": (RetryPolicy, "defer", lambda _: lambda _self, head, at, _now: Deferred(at, head.id)),
     "a refused request is split": (messages.Lane, "smaller", lambda _: lambda self, _ids, _request: [self]),
     "an expired task is not sent": (LockedRow, "is_expired", always(False)),

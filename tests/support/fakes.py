@@ -156,7 +156,7 @@ class FakeStore:
         recorded = tuple(sorted(layout for layout, state in self.recorded.items() if state == "polled"))
         self.layouts = recorded or self.layouts
         return Workers(
-            live=frozenset(worker for worker, age in ages.items() if age < statements.FRESH_HEARTBEAT_SECONDS),
+            live=frozenset(worker for worker, age in ages.items() if age < statements.LIVENESS_TIMEOUT_SECONDS),
             gone=frozenset(worker for worker, age in ages.items() if age > statements.FORGET_WORKER_SECONDS),
             layouts=recorded,
         )
@@ -185,8 +185,10 @@ class FakeStore:
     def waiting(self, row: StoredTask) -> QueuedTask:
         is_due = row.available_at is None or row.available_at <= self.now
         deferred = row.blocked_by is not None
-        expired_early = self._is_passed_over(row, skip_dead=False)
-        return QueuedTask(row.id, len(row.data), is_due or (deferred and not expired_early), deferred, expired_early)
+        expired_before_due = self._is_passed_over(row, skip_dead=False)
+        return QueuedTask(
+            row.id, len(row.data), is_due or (deferred and not expired_before_due), deferred, expired_before_due
+        )
 
     @staticmethod
     def is_dead(row: StoredTask) -> bool:

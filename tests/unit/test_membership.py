@@ -155,7 +155,7 @@ def test_a_worker_claims_only_tasks_of_its_own_shards(bench: Bench) -> None:
     bench.turns(50)
     assert {bench.store.rows[id].shards[0] for id in bench.publisher.ids()} == set(bench.store.polls[-1].shards) == mine
     assert bench.unsent()
-    bench.store.now += timedelta(seconds=statements.FRESH_HEARTBEAT_SECONDS)
+    bench.store.now += timedelta(seconds=statements.LIVENESS_TIMEOUT_SECONDS)
     bench.store.seen_at["worker"] = bench.store.now
     bench.turns(50)
     assert bench.unsent() == []

@@ -12,7 +12,7 @@ import pytest
 
 from publishworker.in_flight import StuckBatch
 from publishworker.membership import HEARTBEAT_INTERVAL_SECONDS, Membership
-from publishworker.spanner.store import Missing, StoreError
+from publishworker.spanner.store import DatabaseMissing, StoreError
 from publishworker.types import Batch, Turn
 from publishworker.worker import MAX_MISSING_SECONDS, Pause, Worker
 from tests.support.fakes import FakeStore
@@ -218,9 +218,9 @@ def test_a_stuck_batch_ends_the_worker_after_the_others(others: tuple[Batch, ...
 
 def test_a_missing_database_ends_the_worker_after_minutes() -> None:
     """So that its pod restarts and shows it. A database that comes back in time, or an outage, does not end it."""
-    gone = Missing("404 Database not found")
+    gone = DatabaseMissing("404 Database not found")
     script = Script(*[gone] * 200)
-    with pytest.raises(Missing, match="Database not found"):
+    with pytest.raises(DatabaseMissing, match="Database not found"):
         script.run()
     assert MAX_MISSING_SECONDS <= script.stop.seconds < MAX_MISSING_SECONDS + 10
     for back in (IDLE, AWAY):
