@@ -19,7 +19,7 @@ from tests.simulation.world import Plan, World, shortest
 from tests.support.processes import ROOT
 
 #: CPU seconds of histories.
-QUICK, EXTENDED, LONG = 30.0, 30.0, 3600.0
+QUICK, EXTENDED, LONG = 30.0, 150.0, 3600.0
 #: Defects that few histories notice.
 SLOW = (
     "a task behind a blocked one is skipped under the lock", "tasks in doubt are not claimed",
@@ -51,7 +51,8 @@ def report(plan: Plan) -> str:
     ("first", "seconds"),
     [
         (0, QUICK),
-        pytest.param(100, EXTENDED, marks=[pytest.mark.extended, pytest.mark.timeout(1800)]),
+        pytest.param(1_000, EXTENDED, marks=[pytest.mark.extended, pytest.mark.timeout(1800)]),
+        pytest.param(10_000, EXTENDED, marks=[pytest.mark.extended, pytest.mark.timeout(1800)]),
         pytest.param(200_000, LONG, marks=[pytest.mark.long("an hour of histories"), pytest.mark.timeout(20_000)]),
     ],
 )
