@@ -87,8 +87,9 @@ class Membership:
     def learn(self, workers: Workers) -> None:
         """Take this worker's part of the shards. Raises StoreError.
 
-        The heartbeat says which layouts this worker polls before it stops polling one. `outbox schema reshard` relies
-        on that: it retires a layout when the heartbeats of all live workers name the other one.
+        The worker polls a new layout before its heartbeat names it, and an old one until after its heartbeat does not.
+        `outbox schema reshard` relies on that: it retires a layout when the heartbeats of all live workers name the
+        other one. The answer to a heartbeat may be lost, so until then this worker polls both.
         """
         if self._failure is not None:  # reads succeed, so it is no outage, which the worker logs
             self._throttled_log.log(
@@ -107,8 +108,13 @@ class Membership:
             living |= self._living
         layouts = workers.layouts or self.layouts
         if layouts != self.layouts:
+            self._divide(living, tuple(sorted({*layouts, *self.layouts})))
             self._write(layouts)
             _log.info("polls %s", " and ".join(each.column for each in layouts), extra={"action": "reshard"})
+        self._divide(living, layouts)
+
+    def _divide(self, living: frozenset[str], layouts: tuple[Layout, ...]) -> None:
+        """Take this worker's part of the shards if the live workers or the layouts have changed."""
         if (living, layouts) != (self._living, self.layouts):
             self._living, self.layouts = living, layouts
             self.shards = divide(living, _ids(layouts))[self._worker]

@@ -21,7 +21,7 @@ from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.threads import REAL_THREADS, Threads
 from publishworker.topics.availability import Topics
-from publishworker.types import Batch, BatchResult, Key, Turn, turn_of
+from publishworker.types import Batch, BatchResult, Discovery, Key, Turn, turn_of
 
 #: Seconds that a turn waits for batches in flight. It then ends without them, so that the worker sends its heartbeat.
 MAX_TURN_WAIT_SECONDS = 0.25
@@ -86,6 +86,8 @@ class Relay:
         )  # fmt: skip
         self._ordering = Ordering(store, limits, random, skip_dead=skip_dead)
         self._selector = Selector(limits, self._topics, random, fair_share)
+        #: The last turn has raised StoreError.
+        self._interrupted = False
         #: Set by `wake`. The worker then ends its pause.
         self.woken = threads.event()
         self._in_flight = InFlight(delivery.run, clock, touch_file, threads)
@@ -104,6 +106,9 @@ class Relay:
         changed = self._settle(finished, stopping)  # circuits, limits, tasks in doubt, metrics and logs
         self._in_flight.raise_if_stuck()
         self._in_doubt.mark()  # while no transaction commits, only a probe is published
+        if self._interrupted:  # the index that the last turn read may have been dropped
+            self._learn(self._store.discover((), ()))
+        self._interrupted = True
         polled = self._poll()  # reads nothing while no batch may start
         ready = self._resolve(polled)  # key heads, sendable prefixes, blocked keys
         started = self._start(self._select(polled, ready, stopping))
@@ -111,6 +116,7 @@ class Relay:
         waits = len(self._in_flight) > 0 and (polled.skipped or started or ready.busy or self._selector.crowded)
         later = self._wait(polled) if waits else self._in_flight.collect()
         changed |= self._settle(later, stopping)
+        self._interrupted = False
         return self._report(polled, finished + later, waits=waits, poll_again=changed)
 
     def wake(self) -> None:
@@ -176,9 +182,12 @@ class Relay:
         shards, found = self._membership.shards, self._poller.discover()
         if found is None:
             return False
+        self._learn(found)
+        return bool(found.topics) or shards != self._membership.shards
+
+    def _learn(self, found: Discovery) -> None:
         self._membership.learn(found.workers)
         self._topics.control(found.controls, self._membership.size)
-        return bool(found.topics) or shards != self._membership.shards
 
     def _poll(self) -> Polled:
         self._touch_file()

@@ -70,10 +70,19 @@ def run(options: argparse.Namespace) -> int:
         return 0
     backlog = _read(tasks, options)
     print(_rendered(tasks, backlog, options))
+    _note_reshard(tasks)
     beyond = _beyond(backlog, options)
     for sentence in beyond:
         note(sentence)
     return 1 if beyond else 0
+
+
+def _note_reshard(tasks: "TaskTable") -> None:
+    from outbox.admin import statements  # noqa: PLC0415 - see open_table
+
+    columns = [f"{column} ({state})" for column, _, state in tasks.query(statements.RECORDED_SHARDS, "outbox-status")]
+    if len(columns) > 1:
+        note(f"the number of shards is being changed: {', '.join(columns)}. See `outbox schema reshard --status`")
 
 
 def _read(tasks: "TaskTable", options: argparse.Namespace) -> "Backlog":

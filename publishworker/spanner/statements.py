@@ -61,6 +61,8 @@ _CONTROLS = "SELECT AS STRUCT Topic, Paused, RatePerSecond, Burst, MaxInFlight F
 #: One request for what a worker needs besides candidates. The last three are the whole of small tables: a row for each
 #: worker, none to two layouts, a row for each topic that an operator has paused or limited.
 DISCOVER = f"SELECT ARRAY({_TOPICS}), ARRAY({_WORKERS}), ARRAY({_LAYOUTS}), ARRAY({_CONTROLS})"
+#: The same without topics, for a worker whose index has been dropped.
+DISCOVER_NO_TOPICS = f"SELECT ARRAY<STRING>[], ARRAY({_WORKERS}), ARRAY({_LAYOUTS}), ARRAY({_CONTROLS})"
 
 #: When another task becomes due. One seek into AsynchronousTasksToSend for each shard and topic.
 NEXT_DUE = f"""

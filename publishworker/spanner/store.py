@@ -109,7 +109,8 @@ class Store(Protocol):
     def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
         """Return live workers, topic controls and unknown topics.
 
-        The topics have unsent tasks in `shards` and are not `known`: at least one if there are any.
+        The topics have unsent tasks in `shards` and are not `known`: at least one if there are any. Without shards no
+        index is read, which may have been dropped.
         """
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
@@ -178,7 +179,10 @@ class SpannerStore:
         names = sorted(known)
         parameters = {"lows": ["", *(topic + statements.NEXT for topic in names)]}
         parameters["highs"] = [*names, statements.AFTER_ALL_TOPICS]
-        found = list(self._query_layouts(statements.DISCOVER, "outbox-discover", shards, parameters))
+        if shards:
+            found = list(self._query_layouts(statements.DISCOVER, "outbox-discover", shards, parameters))
+        else:
+            found = self._query(statements.DISCOVER_NO_TOPICS, "outbox-discover", {})
         _, seen, layouts, controls = found[0]
         recorded = tuple(sorted(Layout(number, column.removeprefix(COLUMN)) for column, number in layouts))
         self.layouts = recorded or self.layouts
@@ -342,8 +346,8 @@ class SpannerStore:
     def _query_layouts(
         self, statement: str, tag: str, shards: Iterable[int], parameters: Mapping[str, Any]
     ) -> Iterator[list[Any]]:
-        """Yield the rows of a statement for each layout of `shards`, or for one layout if there are none."""
-        for suffix, numbers in (by_suffix(shards) or {self.layouts[0].suffix: []}).items():
+        """Yield the rows of a statement for each layout of `shards`."""
+        for suffix, numbers in by_suffix(shards).items():
             yield from self._query(renamed(statement, suffix), tag, {**parameters, "shards": numbers})
 
     def _query(

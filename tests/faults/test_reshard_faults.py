@@ -8,7 +8,7 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.storage import schema
 from outbox.storage.layout import Layout
-from tests.support.processes import Process, started
+from tests.support.processes import Process, run, started
 from tests.support.relays import INSTANCE, PROJECT
 from tests.support.trial import IN_FLIGHT, Trial
 from tests.support.waiting import eventually
@@ -24,10 +24,17 @@ def database(own_database: Database) -> Database:
     return own_database
 
 
+def _place(trial: Trial) -> tuple[str, ...]:
+    return "--project", PROJECT, "--instance", INSTANCE, "--database", trial.database.database_id
+
+
+def _hosts(trial: Trial) -> dict[str, str]:
+    return {"SPANNER_EMULATOR_HOST": trial.emulators.spanner_host}
+
+
 def _command(trial: Trial, stack: contextlib.ExitStack, *flags: str) -> Process:
-    place = ("--project", PROJECT, "--instance", INSTANCE, "--database", trial.database.database_id)
-    hosts = {"SPANNER_EMULATOR_HOST": trial.emulators.spanner_host}
-    return stack.enter_context(started("outbox", "schema", "reshard", *flags, *place, environment=hosts))
+    arguments = ("schema", "reshard", *flags, *_place(trial))
+    return stack.enter_context(started("outbox", *arguments, environment=_hosts(trial)))
 
 
 def _finish(trial: Trial, stack: contextlib.ExitStack, *flags: str) -> str:
@@ -92,6 +99,9 @@ def test_reshard_aborted(step: str, trial: Trial) -> None:
         stack.enter_context(trial.workers(2))
         with trial.load(per_second=2):
             _kill_at(step, trial, stack)
+            status = run("outbox", "status", *_place(trial), environment=_hosts(trial))
+            assert "the number of shards is being changed: Shard (" in status.stderr
+            assert "Next: " in _finish(trial, stack, "--status")
             assert "The table has 10 shards" in _finish(trial, stack, "--abort")
         trial.settle()
     assert [*schema.layouts(trial.database)] == [Layout(10)]

@@ -242,10 +242,12 @@ class Table(FakeStore):
         return tuple(found.values())
 
     def topics_of(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
+        self.require(shards)
         return frozenset(topic for shard in shards for topic in self._unsent_topics[shard]).difference(known)
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         self.time()
+        self.require(keys.values())
         found: dict[Key, list[QueuedTask]] = {}
         for key in keys:
             rows = (self.rows[id] for _, _, id in self._unsent_of_key[key])

@@ -137,6 +137,7 @@ class FakeStore:
         return Discovery(self.workers(), self.topic_controls(), self.topics_of(shards, known))
 
     def topics_of(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
+        self.require(shards)
         unsent = (row for row in list(self.rows.values()) if row.sent_at is None and _is_in(row, shards))
         return frozenset({row.topic for row in unsent}.difference(known))
 
@@ -175,6 +176,7 @@ class FakeStore:
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         self._answer()
+        self.require(keys.values())
         found: dict[Key, list[QueuedTask]] = {}
         for row in sorted(self.rows.values(), key=_place):
             key = Key(row.topic, row.ordering_key or "")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from outbox.storage.layout import Layout
 from publishworker.membership import HEARTBEAT_INTERVAL_SECONDS, HEARTBEAT_RETRY_SECONDS, Membership, divide
 from publishworker.spanner import statements
-from publishworker.spanner.store import NotWritten
+from publishworker.spanner.store import NotWritten, StoreError
 from tests.support.fakes import FakeStore
 from tests.support.relay_bench import Bench, run_at_once
 
@@ -138,8 +138,26 @@ def test_a_worker_polls_the_layouts_that_are_recorded_and_says_so_first() -> Non
     watch.store.recorded = dict.fromkeys((first, new), "polled")
     with mock.patch.object(watch.store, "heartbeat", side_effect=NotWritten("away")), pytest.raises(NotWritten):
         watch.see("me")
-    assert watch.shards == tuple(new.ids)
+    assert watch.shards == (*first.ids, *new.ids)  # the heartbeat may name both
     assert watch.see("me") == (*first.ids, *new.ids)
+    watch.store.recorded = dict.fromkeys((first,), "polled")
+    with mock.patch.object(watch.store, "heartbeat", side_effect=NotWritten("away")), pytest.raises(NotWritten):
+        watch.see("me")
+    assert watch.shards == (*first.ids, *new.ids)  # the heartbeat may name the new one only
+
+
+def test_a_worker_whose_index_was_dropped_finds_the_new_one(bench: Bench) -> None:
+    """For example after a pause that was longer than the whole change."""
+    bench.insert("a")
+    bench.turns()
+    new = Layout(4, "4")
+    bench.store.build(new)
+    bench.store.recorded = {new: "polled"}
+    bench.insert("b")
+    with pytest.raises(StoreError):
+        bench.relay.turn()
+    bench.turns()
+    assert bench.publisher.ids() == ["a", "b"]
 
 
 def test_a_worker_claims_only_tasks_of_its_own_shards(bench: Bench) -> None:
