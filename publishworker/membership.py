@@ -15,6 +15,7 @@ from itertools import product
 
 from outbox.shared.throttled_log import ThrottledLog
 from outbox.storage.layout import Layout
+from publishworker.spanner.statements import LIVENESS_TIMEOUT_SECONDS
 from publishworker.spanner.store import Store, StoreError
 from publishworker.types import Workers
 
@@ -46,6 +47,7 @@ class Membership:
         self._keep_former_until = float("-inf")
         self._started_at = datetime.now(UTC)
         self._beat_at = float("-inf")
+        self._learned_at = clock()
         self._living: frozenset[str] = frozenset({worker})
         self._gone: frozenset[str] = frozenset()
         #: The IDs of the shards that this worker polls.
@@ -66,12 +68,17 @@ class Membership:
         """Return the seconds until the next heartbeat."""
         return max(0.0, self._beat_at + HEARTBEAT_INTERVAL_SECONDS - self._clock())
 
+    @property
+    def lapsed(self) -> bool:
+        """Tell whether this process was suspended for so long that it must learn before it writes a heartbeat."""
+        return self._clock() - max(self._beat_at, self._learned_at) > LIVENESS_TIMEOUT_SECONDS
+
     def beat(self) -> None:
-        """Write the heartbeat if it is due.
+        """Write the heartbeat if it is due, unless it has lapsed: the layouts may have changed since.
 
         A failure stops nothing: other workers take over this worker's shards, and the row locks keep them apart.
         """
-        if self.seconds_to_beat > 0:
+        if self.seconds_to_beat > 0 or self.lapsed:
             return
         self._beat_at = self._clock()
         self._failure = None
@@ -91,6 +98,7 @@ class Membership:
         `outbox schema reshard` relies on that: it retires a layout when the heartbeats of all live workers name the
         other one. The answer to a heartbeat may be lost, so until then this worker polls both.
         """
+        self._learned_at = self._clock()
         if self._failure is not None:  # reads succeed, so it is no outage, which the worker logs
             self._throttled_log.log(
                 "heartbeat_failed",

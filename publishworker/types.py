@@ -162,12 +162,12 @@ class LockedRow:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """The state of a row when its task was published, without the message.
+    """The state of a row when its task was published, with a hash of the message.
 
     A row has another version if it was registered again with the same ID (created_at), another worker failed to publish
-    it (attempts), or an operator wants it sent again (times_sent). What is known about one version does not hold for
-    another. If an operator sets SentAt to NULL, the row looks like one that was never marked, because a mark clears the
-    other columns (`statements.MARK_COLUMNS`). Only `times_sent` distinguishes the two.
+    it (attempts), or an operator has repaired it (message) or wants it sent again (times_sent). What is known about one
+    version does not hold for another. If an operator sets SentAt to NULL, the row looks like one that was never marked,
+    because a mark clears the other columns (`statements.MARK_COLUMNS`). Only `times_sent` distinguishes the two.
     """
 
     topic: str
@@ -178,12 +178,13 @@ class Version:
     attempts: int
     deferred: bool
     times_sent: int
+    message: int
 
     @classmethod
     def of(cls, row: LockedRow) -> "Version":
         """Return a row's version."""
         times = row.created_at, row.available_at, row.expires_at
-        return cls(row.topic, row.ordering_key, *times, row.attempts, row.deferred, row.times_sent)
+        return cls(row.topic, row.ordering_key, *times, row.attempts, row.deferred, row.times_sent, hash(row.data))
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,6 +163,8 @@ class Worker:
                 return
             self._touch_file()
             self._report()
+            if self._membership.lapsed:
+                return
             self._membership.beat()
 
     def _end_if_missing(self, error: StoreError) -> None:

@@ -294,8 +294,9 @@ class World:
             self.audit.problem(f"the live workers poll no common layout: {polled}")
 
     def _repair(self, id: str, *, delete: bool) -> None:
-        """Delete a dead task, or mend it and make it ready. Claims of other workers lose its lock."""
-        self._wound(id)
+        """Delete a dead task, or repair it and make it ready, unless a commit is writing it. Claims lose its lock."""
+        if not self._wound(id):
+            return
         if delete:
             self.audit.deleted(id)
             self.spanner.table.delete(id)

@@ -97,6 +97,14 @@ def test_the_heartbeat_is_written_at_an_interval_and_soon_after_a_failure() -> N
     watch.beat()
     assert watch.seconds_to_beat == HEARTBEAT_RETRY_SECONDS
     watch.store.away = False
+    watch.seconds += statements.LIVENESS_TIMEOUT_SECONDS + 0.1  # the process was suspended
+    beats = watch.store.heartbeats
+    watch.beat()
+    assert watch.lapsed
+    assert watch.store.heartbeats == beats
+    watch.see()
+    watch.beat()
+    assert watch.store.heartbeats == beats + 1
     watch.leave()
     assert not watch.store.seen_at
 
