@@ -86,7 +86,7 @@ def test_drain_gives_up_at_its_deadline(emulators: Emulators, database: Database
     with worker(emulators, database, "--deadline", "1", command="drain") as process:
         assert process.wait(30) == 4
         # Retrying if a probe was recorded within the second.
-        assert re.search(r"^1 (pending|retrying) of missing-topic$", process.stdout, re.MULTILINE)
+        assert re.search(r"^1 (pending|retrying) in topic missing-topic$", process.stdout, re.MULTILINE)
         assert "not drained" in process.stdout
         assert "topics create projects/test-project/topics/missing-topic" in process.stderr
 

@@ -86,7 +86,8 @@ def prepare(mock: SpannerServicer, count: int, key: str | None = None) -> list[s
     found = [(id, "orders", 3 if key else n % 10, 50, NOW, None, key, 10) for n, id in enumerate(ids)]
     for statement in statements.POLLS.values():
         mock.mock_spanner.add_result(statement, result(CANDIDATE, found))
-    mock.mock_spanner.add_result(statements.DISCOVER, result((ARRAY,) * 4, [([], [], [], [])]))
+    for statement in (statements.DISCOVER, statements.DISCOVER_NO_TOPICS):
+        mock.mock_spanner.add_result(statement, result((ARRAY,) * 4, [([], [], [], [])]))
     locked = [(id, "orders", body, key, NOW, None, None, True, 0, None, False, False, 0, NOW) for id in ids]
     mock.mock_spanner.add_result(statements.LOCK, result(LOCKED, locked))
     key_heads = [("orders", key, id, 10, True, False, False) for id in reversed(ids)]
