@@ -76,7 +76,7 @@ WORKERS_POLL = """
 SELECT WorkerId, Polls FROM AsynchronousTaskWorkers
 WHERE TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) < 30 ORDER BY WorkerId"""
 #: The whole of a table with at most two rows.
-RECORDED_SHARDS = "SELECT ColumnName, Shards, State FROM AsynchronousTaskShards"
+RECORDED_SHARDS = "SELECT ColumnName, Shards, State FROM AsynchronousTaskShards ORDER BY ColumnName"
 #: A scan of the table: one row for each change by an operator.
 LATEST_RESHARD = """
 SELECT Selection FROM AsynchronousTaskOperations WHERE Operation = 'reshard' ORDER BY StartedAt DESC LIMIT 1"""
