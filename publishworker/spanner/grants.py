@@ -13,6 +13,7 @@ from outbox.errors import NotReached
 from outbox.storage.connection import LimitedDatabase, retry_and_timeout
 from outbox.storage.schema import service_errors
 from publishworker.spanner.statements import HEARTBEAT_COLUMNS, MARK_COLUMNS, READ_MARK_COLUMNS
+from publishworker.spanner.store import ABORTED_DELAY_SECONDS
 
 #: Seconds for a read of one row.
 READ_SECONDS = 5.0
@@ -42,7 +43,7 @@ def verify_grants(database: LimitedDatabase) -> None:
         with (
             _permission(database, "update", table, columns),
             contextlib.suppress(NotFound),
-            limited.batch(request_options={"transaction_tag": "outbox-check"}) as batch,
+            limited.batch({"transaction_tag": "outbox-check"}, default_retry_delay=ABORTED_DELAY_SECONDS) as batch,
         ):
             batch.update(table, columns, [row])
 

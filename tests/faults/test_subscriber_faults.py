@@ -129,6 +129,7 @@ def test_inbox(trial: Trial, spanner_instance: Instance, long: bool) -> None:
         again = trial.send_again(TASKS)
         trial.settle()
         eventually(lambda: len(effects()) >= len(trial.ledger.committed), seconds=120, message="an effect of each task")
+        eventually(lambda: field.outcomes()["duplicate"] >= again, seconds=120, message="each repeated message is known")
         # The messages of killed and paused subscribers are delivered again after their leases.
         lasting(LEASE_SECONDS + 3)
         for each in field.subscribers:
@@ -144,4 +145,3 @@ def test_inbox(trial: Trial, spanner_instance: Instance, long: bool) -> None:
     }
     assert figures.kept()
     assert found == dict.fromkeys(trial.ledger.committed, 1)
-    assert outcomes["duplicate"] >= again

@@ -22,6 +22,7 @@ from outbox.storage.task_states import NEVER
 from publishworker import relay as relay_module
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
 from publishworker.relay import Relay
+from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore, Store
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed, LockedRow, Outcome, Sent
@@ -68,6 +69,16 @@ def turn_until_all_sent(relay: Relay, database: Database, max_turns: int = 60) -
         if not unsent(database):
             return published
     pytest.fail(f"{len(unsent(database))} unsent after {max_turns} turns")
+
+
+def test_a_worker_starts_beside_the_open_transaction_of_a_killed_client(database: Database) -> None:
+    """The emulator aborts the writes of the check at the start several times before it ends that transaction."""
+    session = database.session()
+    session.create()
+    abandoned = session.transaction()
+    abandoned.begin()
+    abandoned.execute_update("DELETE FROM AsynchronousTasks WHERE Id = 'none'")
+    verify_grants(open_database(place(database.database_id)))
 
 
 def test_the_subscriber_receives_the_registered_messages(
