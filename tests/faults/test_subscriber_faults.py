@@ -129,7 +129,7 @@ def test_inbox(trial: Trial, spanner_instance: Instance, long: bool) -> None:
         again = trial.send_again(TASKS)
         trial.settle()
         eventually(lambda: len(effects()) >= len(trial.ledger.committed), seconds=120, message="an effect of each task")
-        eventually(lambda: field.outcomes()["duplicate"] >= again, seconds=120, message="each repeated message is known")
+        eventually(lambda: field.outcomes()["duplicate"] >= again, seconds=120, message="each duplicate")
         # The messages of killed and paused subscribers are delivered again after their leases.
         lasting(LEASE_SECONDS + 3)
         for each in field.subscribers:
