@@ -150,8 +150,8 @@ def test_an_aborted_transaction_registers_one_task(database: Database) -> None:
             raise Aborted("aborted", errors=[_Cause()])
 
     in_transaction(database, work)
-    assert len(attempts) == 2
-    assert ids(database) == sorted([attempts[1], "t"])
+    assert len(attempts) > 1  # the emulator may abort further ones
+    assert ids(database) == sorted([attempts[-1], "t"])
 
 
 def test_a_given_id_makes_the_registration_idempotent(database: Database) -> None:
