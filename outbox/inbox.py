@@ -115,7 +115,7 @@ def inbox_row(message: ReceivedMessage, consumer: str, key: Key) -> tuple[str, s
     _check_choice("key", key, Key)
     attributes: Any = getattr(message, "attributes", None)
     if not hasattr(attributes, "get"):
-        raise TypeError(f"message is {type(message).__name__}, it must be a Pub/Sub message with attributes")
+        raise TypeError(f"message is {type(message).__name__}. It must be a Pub/Sub message with attributes")
     task_id: str = attributes.get(TASK_ID_ATTRIBUTE, "")
     if 1 <= len(task_id) <= MAX_ID_CHARACTERS:
         return consumer, task_id
@@ -151,12 +151,12 @@ def table_errors() -> Iterator[None]:
 
 def _check_choice(name: str, value: object, choices: object) -> None:
     if value not in (allowed := get_args(choices)):
-        raise ValueError(f"{name} is {value!r}, it must be {' or '.join(map(repr, allowed))}")
+        raise ValueError(f"{name} is {value!r}. It must be {' or '.join(map(repr, allowed))}")
 
 
 def _check_consumer(consumer: str) -> None:
     if not isinstance(consumer, str):
-        raise InvalidConsumer(f"consumer is {type(consumer).__name__}, it must be a str")
+        raise InvalidConsumer(f"consumer is {type(consumer).__name__}. It must be a str")
     if not 1 <= len(consumer) <= MAX_CONSUMER_CHARACTERS:
         raise InvalidConsumer(f"consumer has {len(consumer)} characters, 1 to {MAX_CONSUMER_CHARACTERS} are allowed")
     if not consumer.isprintable() or consumer != consumer.strip():
@@ -237,7 +237,7 @@ class Handler:
             TypeError: `handle` is a coroutine function, which would have no effect.
         """
         if inspect.iscoroutinefunction(handle):
-            raise TypeError(f"{handle.__qualname__} is a coroutine function, it must be a plain function")
+            raise TypeError(f"{handle.__qualname__} is a coroutine function. It must be a plain function")
         return Receiver(self, handle)
 
 

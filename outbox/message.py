@@ -66,7 +66,7 @@ Message: TypeAlias = bytes | bytearray | memoryview | PubsubMessage | SupportsSe
 def check_topic(topic: str) -> None:
     """Refuse an invalid topic name. Raises InvalidMessage."""
     if not isinstance(topic, str):
-        raise InvalidMessage(f"topic is {type(topic).__name__}, it must be a str")
+        raise InvalidMessage(f"topic is {type(topic).__name__}. It must be a str")
     if not _TOPIC.fullmatch(topic):
         raise InvalidMessage(
             f"topic {topic[:300]!r} is not a name that Pub/Sub allows: 3 to 255 letters, digits or characters of "
@@ -77,7 +77,7 @@ def check_topic(topic: str) -> None:
 def check_task_id(task_id: str) -> None:
     """Refuse an ID that the table or an attribute cannot hold. Raises InvalidMessage."""
     if not isinstance(task_id, str):
-        raise InvalidMessage(f"task_id is {type(task_id).__name__}, it must be a str")
+        raise InvalidMessage(f"task_id is {type(task_id).__name__}. It must be a str")
     if not 1 <= len(task_id) <= MAX_ID_CHARACTERS:
         raise InvalidMessage(f"task_id has {len(task_id)} characters, 1 to {MAX_ID_CHARACTERS} are allowed")
     _utf8(task_id, "task_id")
@@ -155,7 +155,7 @@ def _copy(message: object) -> Any:
     if isinstance(message, ProtoPlusMessage):
         message = type(message).pb(message)
     if not isinstance(message, ProtobufMessage):
-        raise TypeError(f"message is {type(message).__name__}, it must be bytes, a PubsubMessage or a protobuf message")
+        raise TypeError(f"message is {type(message).__name__}. It must be bytes, a PubsubMessage or a protobuf message")
     try:
         serialized = message.SerializeToString()
     except EncodeError as error:
@@ -169,7 +169,7 @@ def _copy(message: object) -> Any:
 
 def _merge_attributes(built: Any, attributes: Mapping[str, str]) -> None:
     if not isinstance(attributes, Mapping):
-        raise InvalidMessage(f"attributes is {type(attributes).__name__}, it must be a mapping of str to str")
+        raise InvalidMessage(f"attributes is {type(attributes).__name__}. It must be a mapping of str to str")
     for key, value in attributes.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise InvalidMessage(
@@ -202,7 +202,7 @@ def _check_attributes(attributes: Mapping[str, str]) -> None:
 
 def _one_ordering_key(in_message: str, argument: str) -> str:
     if not isinstance(argument, str):
-        raise InvalidMessage(f"ordering_key is {type(argument).__name__}, it must be a str")
+        raise InvalidMessage(f"ordering_key is {type(argument).__name__}. It must be a str")
     if in_message and argument and in_message != argument:
         raise InvalidMessage(
             f"two ordering keys: {in_message[:100]!r} in `message`, {argument[:100]!r} as `ordering_key`"

@@ -236,7 +236,7 @@ def _insert(transaction: object, function: str) -> Callable[..., object]:
     insert: object = getattr(transaction, "insert", None)
     if not callable(insert):
         raise TypeError(
-            f"transaction is {type(transaction).__name__}, it must be a Spanner Transaction, Batch or MutationGroup. "
+            f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, Batch or MutationGroup. "
             f"With SQLAlchemy, Django or DB-API use {function} of outbox.ext.sqlalchemy, .django or .dbapi"
         )
     refuse_replayed(transaction, function)
@@ -250,7 +250,7 @@ def read_and_insert(transaction: object, function: str) -> tuple[Callable[..., A
     if callable(read) and callable(insert) and not inspect.iscoroutinefunction(read):
         return read, insert
     raise TypeError(
-        f"transaction is {type(transaction).__name__}, it must be a Spanner Transaction, because {function} reads "
+        f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, because {function} reads "
         "before it inserts: call it in a function given to database.run_in_transaction"
         + (
             ", or use register. For the transaction of an AsyncClient, await outbox.aio.register_once"
@@ -310,7 +310,7 @@ def task_row(
     _check_times(available_at, expires_at)
     data, key = messages.build(message, topic=topic, attributes=attributes, ordering_key=ordering_key, task_id=task_id)
     if not isinstance(at_most_once, bool):
-        raise InvalidMessage(f"at_most_once is {type(at_most_once).__name__}, it must be a bool")
+        raise InvalidMessage(f"at_most_once is {type(at_most_once).__name__}. It must be a bool")
     if at_most_once and key:
         raise InvalidMessage("at_most_once and an ordering key exclude each other: a lost message would leave a gap")
     return (
@@ -355,7 +355,7 @@ def task_rows(tasks: Iterable[Task]) -> tuple[list[tuple[Any, ...]], Collection[
 
 def _check_priority(priority: int) -> None:
     if isinstance(priority, bool) or not isinstance(priority, int):
-        raise InvalidMessage(f"priority is {type(priority).__name__}, it must be an int")
+        raise InvalidMessage(f"priority is {type(priority).__name__}. It must be an int")
     if not -(2**63) <= priority < 2**63:
         shown = str(priority) if priority.bit_length() <= 64 else f"of {priority.bit_length()} bits"
         raise InvalidMessage(f"priority {shown} is outside of int64")
@@ -366,7 +366,7 @@ def _check_times(available_at: datetime | None, expires_at: datetime | None) -> 
         if time is None:
             continue
         if not isinstance(time, datetime):
-            raise InvalidMessage(f"{name} is {type(time).__name__}, it must be an aware datetime")
+            raise InvalidMessage(f"{name} is {type(time).__name__}. It must be an aware datetime")
         if time.utcoffset() is None:
             raise InvalidMessage(f"{name} {time} has no time zone; give one, such as datetime.now(UTC) + ...")
         try:

@@ -165,7 +165,7 @@ def _check(connection: object) -> None:
     """Refuse a connection on which the task and the other statements would not be one transaction."""
     if not isinstance(connection, Connection):
         raise TypeError(
-            f"connection is {type(connection).__name__}, it must be a Connection of google.cloud.spanner_dbapi"
+            f"connection is {type(connection).__name__}. It must be a Connection of google.cloud.spanner_dbapi"
         )
     if connection.is_closed:
         raise InvalidTransaction("the connection is closed. Register before you close it")

@@ -108,7 +108,7 @@ def _connection(session: object) -> Any:
         _check_open(session, "session")
         session = session.connection()
     if not isinstance(session, Connection):
-        raise TypeError(f"session is {type(session).__name__}, it must be a Session or a Connection of SQLAlchemy")
+        raise TypeError(f"session is {type(session).__name__}. It must be a Session or a Connection of SQLAlchemy")
     if session.closed or session.invalidated:
         raise InvalidTransaction("the connection is closed or invalidated. Register before you close it")
     _check_open(session, "connection")

@@ -69,9 +69,9 @@ def statements(
         ValueError: a number is out of range.
     """
     if not 1 <= shards <= MAX_SHARDS:
-        raise ValueError(f"shards is {shards}, it must be 1 to {MAX_SHARDS}")
+        raise ValueError(f"shards is {shards}. It must be 1 to {MAX_SHARDS}")
     if retention_days is not None and not 1 <= retention_days <= MAX_RETENTION_DAYS:
-        raise ValueError(f"retention_days is {retention_days}, it must be None or 1 to {MAX_RETENTION_DAYS}")
+        raise ValueError(f"retention_days is {retention_days}. It must be None or 1 to {MAX_RETENTION_DAYS}")
     table, *others = cut(_schema_sql())
     if relay_only:
         others = [each for each in others if not any(f"TABLE {name} " in each for name in _NOT_OF_RELAY)]

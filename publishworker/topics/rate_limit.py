@@ -127,8 +127,8 @@ def problem(limit: TopicLimit) -> str:
     if (limit.rate is None) != (limit.burst is None):
         return "RatePerSecond and Burst go together. Set both, or both to NULL"
     if limit.rate is not None and not (math.isfinite(limit.rate) and limit.rate >= MIN_RATE):
-        return f"RatePerSecond is {limit.rate:g}, it must be at least {MIN_RATE:g}. To send nothing, pause the topic"
+        return f"RatePerSecond is {limit.rate:g}. It must be at least {MIN_RATE:g}. To send nothing, pause the topic"
     for name, value in (("Burst", limit.burst), ("MaxInFlight", limit.in_flight)):
         if value is not None and value < 1:
-            return f"{name} is {value}, it must be at least 1"
+            return f"{name} is {value}. It must be at least 1"
     return ""

@@ -280,7 +280,7 @@ REFUSED = [
     ({"task_id": None}, "task_id is NULL"),
     ({"data": None}, "data is NULL. For a message without data"),
     ({"task_id": ""}, "task_id has 0 characters, 1 to 64 are allowed"),
-    ({"topic": None}, "topic is NoneType, it must be a str"),
+    ({"topic": None}, "topic is NoneType. It must be a str"),
     ({"topic": "goog-orders"}, "topic 'goog-orders' is not a name that Pub/Sub allows"),
     ({"available_at": datetime(9999, 12, 31, tzinfo=UTC)}, "is not before 9999-12-31"),
     ({"available_at": AT, "expires_at": AT}, "expires_at 2026-11-21 13:00:00+00:00 is not after available_at"),

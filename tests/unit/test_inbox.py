@@ -91,7 +91,7 @@ def test_a_consumer_that_the_column_cannot_hold(consumer: Any) -> None:
 
 def test_wrong_arguments() -> None:
     wrong: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
-        (Batch(mock.Mock()), message(), {}, TypeError, "Batch, it must be a Spanner Transaction"),
+        (Batch(mock.Mock()), message(), {}, TypeError, "Batch. It must be a Spanner Transaction"),
         (recording(), b"data", {}, TypeError, "message is bytes"),
         (recording(), message(), {"key": "id"}, ValueError, "key is 'id'"),
     ]
@@ -173,7 +173,7 @@ def test_each_message_is_acknowledged_and_counted_once(set_metrics: Any) -> None
 
 @pytest.mark.parametrize("options", [{"key": "id"}, {"missing_task_id": "rasie"}])
 def test_a_misspelled_choice_is_refused(options: Any) -> None:
-    with pytest.raises(ValueError, match=r"is '(id|rasie)', it must be '"):
+    with pytest.raises(ValueError, match=r"is '(id|rasie)'. It must be '"):
         inbox.Handler(mock.Mock(), consumer="billing", **options)
 
 

@@ -197,7 +197,7 @@ def test_the_wait_is_that_of_the_first_topic_to_be_allowed(throttle: Timed) -> N
 
 
 RATES = {0.0: "0", -2.5: "-2.5", math.nan: "nan", math.inf: "inf", -math.inf: "-inf", 5e-324: "4.94066e-324"}
-LEAST = "it must be at least 1e-09. To send nothing, pause the topic"
+LEAST = "It must be at least 1e-09. To send nothing, pause the topic"
 PAIR = "RatePerSecond and Burst go together. Set both, or both to NULL"
 
 
@@ -207,11 +207,11 @@ PAIR = "RatePerSecond and Burst go together. Set both, or both to NULL"
         (TopicLimit(5.0, None), PAIR),
         (TopicLimit(None, 5), PAIR),
         (TopicLimit(None, 5, 3), PAIR),
-        *((TopicLimit(rate, 5), f"RatePerSecond is {shown}, {LEAST}") for rate, shown in RATES.items()),
-        (TopicLimit(5.0, 0), "Burst is 0, it must be at least 1"),
-        (TopicLimit(5.0, -(2**63)), "Burst is -9223372036854775808, it must be at least 1"),
-        (TopicLimit(None, None, 0), "MaxInFlight is 0, it must be at least 1"),
-        (TopicLimit(5.0, 5, -7), "MaxInFlight is -7, it must be at least 1"),
+        *((TopicLimit(rate, 5), f"RatePerSecond is {shown}. {LEAST}") for rate, shown in RATES.items()),
+        (TopicLimit(5.0, 0), "Burst is 0. It must be at least 1"),
+        (TopicLimit(5.0, -(2**63)), "Burst is -9223372036854775808. It must be at least 1"),
+        (TopicLimit(None, None, 0), "MaxInFlight is 0. It must be at least 1"),
+        (TopicLimit(5.0, 5, -7), "MaxInFlight is -7. It must be at least 1"),
     ],
 )
 def test_invalid_limits_are_ignored_and_logged(

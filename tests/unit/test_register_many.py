@@ -90,5 +90,5 @@ def test_tasks_are_counted_by_topic_and_known_to_register_once(set_metrics: Call
 
 def test_an_object_that_cannot_insert_is_a_type_error() -> None:
     snapshot: Any = Snapshot(mock.Mock())
-    with pytest.raises(TypeError, match="transaction is Snapshot, it must be a Spanner Transaction, Batch"):
+    with pytest.raises(TypeError, match=r"transaction is Snapshot\. It must be a Spanner Transaction, Batch"):
         outbox.register_many(snapshot, [])

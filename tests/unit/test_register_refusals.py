@@ -64,7 +64,7 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         ("a" * 999, f"topic '{'a' * 300}' {NO_NAME}"),
         ("projects//topics/orders", f"topic 'projects//topics/orders' {NO_NAME}"),
         ("orders\n", f"topic 'orders\\n' {NO_NAME}"),
-        (7, "topic is int, it must be a str"),
+        (7, "topic is int. It must be a str"),
     ],
     "message": [(bytes(10_000_000), "the message makes a publish request of 10000377 bytes, 10000000 are allowed")],
     "attributes": [
@@ -83,16 +83,16 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         ({BAD_TEXT: "v"}, f"attribute key {NO_UNICODE}"),
         ({"k": 1}, "attribute 'k' maps str to int; both must be str"),
         ({1: "v"}, "attribute 1 maps int to str; both must be str"),
-        (["a"], "attributes is list, it must be a mapping of str to str"),
+        (["a"], "attributes is list. It must be a mapping of str to str"),
     ],
     "ordering_key": [
         ("k" * 1025, "ordering_key has 1025 bytes, 1024 are allowed"),
-        (b"k", "ordering_key is bytes, it must be a str"),
+        (b"k", "ordering_key is bytes. It must be a str"),
     ],
     "task_id": [
         ("", "task_id has 0 characters, 1 to 64 are allowed"),
         ("x" * 65, "task_id has 65 characters, 1 to 64 are allowed"),
-        (7, "task_id is int, it must be a str"),
+        (7, "task_id is int. It must be a str"),
         (BAD_TEXT, f"task_id {NO_UNICODE}"),
     ],
     "priority": [
@@ -101,12 +101,12 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         (2**64, "priority of 65 bits is outside of int64"),
         (10**100, "priority of 333 bits is outside of int64"),
         (-(10**5000), "priority of 16610 bits is outside of int64"),  # of more digits than Python writes
-        ("high", "priority is str, it must be an int"),
-        (True, "priority is bool, it must be an int"),
+        ("high", "priority is str. It must be an int"),
+        (True, "priority is bool. It must be an int"),
     ],
     "available_at": [
         (NAIVE, f"available_at {NO_ZONE}"),
-        (NOW.date(), "available_at is date, it must be an aware datetime"),
+        (NOW.date(), "available_at is date. It must be an aware datetime"),
         (
             datetime(9999, 12, 31, tzinfo=UTC),
             "available_at 9999-12-31 00:00:00+00:00 is not before 9999-12-31 00:00:00+00:00",
@@ -120,8 +120,8 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         ),
     ],
     "at_most_once": [
-        ("False", "at_most_once is str, it must be a bool"),
-        (1, "at_most_once is int, it must be a bool"),
+        ("False", "at_most_once is str. It must be a bool"),
+        (1, "at_most_once is int. It must be a bool"),
     ],
 }
 #: Arguments that contradict each other.
@@ -174,7 +174,7 @@ def test_a_message_of_another_type_is_a_type_error(call: Call, wrong: object) ->
     with pytest.raises(TypeError) as caught:
         call("register", "orders", wrong)
     assert str(caught.value) == (
-        f"message is {type(wrong).__name__}, it must be bytes, a PubsubMessage or a protobuf message"
+        f"message is {type(wrong).__name__}. It must be bytes, a PubsubMessage or a protobuf message"
     )
 
 
@@ -182,9 +182,9 @@ def test_a_message_of_another_type_is_a_type_error(call: Call, wrong: object) ->
 @pytest.mark.parametrize(
     ("module", "sentence"),
     [
-        (outbox, "transaction is {}, it must be a Spanner Transaction, Batch or MutationGroup"),
-        (dbapi, "connection is {}, it must be a Connection of google.cloud.spanner_dbapi"),
-        (sqlalchemy, "session is {}, it must be a Session or a Connection of SQLAlchemy"),
+        (outbox, "transaction is {}. It must be a Spanner Transaction, Batch or MutationGroup"),
+        (dbapi, "connection is {}. It must be a Connection of google.cloud.spanner_dbapi"),
+        (sqlalchemy, "session is {}. It must be a Session or a Connection of SQLAlchemy"),
     ],
 )
 def test_a_transaction_of_another_type_is_a_type_error(module: Any, sentence: str, wrong: object) -> None:

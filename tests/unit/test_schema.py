@@ -79,7 +79,7 @@ def test_further_objects_are_optional():
 def test_numbers_out_of_range_are_refused():
     for name, allowed, highest in (("shards", "1 to 1000", 1000), ("retention_days", "None or 1 to 3650", 3650)):
         for number in (0, highest + 1):
-            with pytest.raises(ValueError, match=f"{name} is {number}, it must be {allowed}"):
+            with pytest.raises(ValueError, match=f"{name} is {number}. It must be {allowed}"):
                 schema.statements(**{name: number})
 
 
