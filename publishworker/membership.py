@@ -46,7 +46,7 @@ class Membership:
         self._was_seen = True
         self._keep_former_until = float("-inf")
         self._started_at = datetime.now(UTC)
-        self._beat_at = float("-inf")
+        self._heartbeat_at = float("-inf")
         self._learned_at = clock()
         self._living: frozenset[str] = frozenset({worker})
         self._gone: frozenset[str] = frozenset()
@@ -64,29 +64,29 @@ class Membership:
         return self.layouts[0].ids[0] in self.shards
 
     @property
-    def seconds_to_beat(self) -> float:
+    def seconds_to_heartbeat(self) -> float:
         """Return the seconds until the next heartbeat."""
-        return max(0.0, self._beat_at + HEARTBEAT_INTERVAL_SECONDS - self._clock())
+        return max(0.0, self._heartbeat_at + HEARTBEAT_INTERVAL_SECONDS - self._clock())
 
     @property
     def lapsed(self) -> bool:
         """Tell whether this process was suspended for so long that it must learn before it writes a heartbeat."""
-        return self._clock() - max(self._beat_at, self._learned_at) > LIVENESS_TIMEOUT_SECONDS
+        return self._clock() - max(self._heartbeat_at, self._learned_at) > LIVENESS_TIMEOUT_SECONDS
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Write the heartbeat if it is due, unless it has lapsed: the layouts may have changed since.
 
         A failure stops nothing: other workers take over this worker's shards, and the row locks keep them apart.
         """
-        if self.seconds_to_beat > 0 or self.lapsed:
+        if self.seconds_to_heartbeat > 0 or self.lapsed:
             return
-        self._beat_at = self._clock()
+        self._heartbeat_at = self._clock()
         self._failure = None
         try:
             self._write(self.layouts)
         except StoreError as error:
             self._failure = error
-            self._beat_at += HEARTBEAT_RETRY_SECONDS - HEARTBEAT_INTERVAL_SECONDS
+            self._heartbeat_at += HEARTBEAT_RETRY_SECONDS - HEARTBEAT_INTERVAL_SECONDS
 
     def _write(self, polls: Sequence[Layout]) -> None:
         self._store.heartbeat(self._worker, self._started_at, polls, self._gone)
@@ -129,10 +129,10 @@ class Membership:
             shards = ", ".join(map(str, self.shards))
             _log.info("%d live workers; this one polls shards %s", len(living), shards, extra={"action": "assigned"})
 
-    def leave(self) -> None:
+    def delete_heartbeat(self) -> None:
         """Delete the heartbeat, so that others take over at once. If that fails, they do after the liveness timeout."""
         try:
-            self._store.leave(self._worker)
+            self._store.delete_heartbeat(self._worker)
         except StoreError as error:
             self._throttled_log.log(
                 "heartbeat_failed",

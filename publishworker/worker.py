@@ -112,11 +112,11 @@ class Worker:
     def _end(self) -> None:
         # The heartbeat is deleted before the wait for batches, so that other workers poll the shards immediately. Row
         # locks keep them from publishing the tasks in flight.
-        self._membership.leave()
+        self._membership.delete_heartbeat()
         self._relay.finish()
 
     def _turn_until(self, stop: threading.Event, until: Callable[[Turn], bool]) -> None:
-        self._membership.beat()
+        self._membership.heartbeat()
         while not stop.is_set():
             self._touch_file()
             self._report()
@@ -134,7 +134,7 @@ class Worker:
             self._missing_since = None
             if finished or stop.is_set():
                 return
-            self._membership.beat()  # only here, because a worker whose turns fail must lose its shards
+            self._membership.heartbeat()  # only here, because a worker whose turns fail must lose its shards
             self._pause(stop, seconds)
 
     def _seconds_to_next(self, turn: Turn) -> float:
@@ -157,7 +157,7 @@ class Worker:
         """
         began = self._clock()
         while not stop.is_set() and (left := began + min(seconds, self._max_pause()) - self._clock()) > 0:
-            if self._relay.woken.wait(min(left, self._membership.seconds_to_beat, self._poll_interval)):
+            if self._relay.woken.wait(min(left, self._membership.seconds_to_heartbeat, self._poll_interval)):
                 if not stop.is_set():  # one poll for all tasks that are registered in this time
                     stop.wait(max(0.0, FIRST_WAIT - (self._clock() - began)))
                 return
@@ -165,7 +165,7 @@ class Worker:
             self._report()
             if self._membership.lapsed:
                 return
-            self._membership.beat()
+            self._membership.heartbeat()
 
     def _end_if_missing(self, error: StoreError) -> None:
         if not isinstance(error, DatabaseMissing):

@@ -131,7 +131,7 @@ class Store(Protocol):
     def heartbeat(self, worker: str, started_at: datetime, polls: Sequence[Layout], remove: Collection[str]) -> None:
         """Write the heartbeat of `worker`, which began at `started_at`. Delete the rows of the workers in `remove`."""
 
-    def leave(self, worker: str) -> None:
+    def delete_heartbeat(self, worker: str) -> None:
         """Delete the worker's row."""
 
     def has_work(self, shards: Iterable[int] | None = None) -> bool:
@@ -255,7 +255,7 @@ class SpannerStore:
             if remove:
                 batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[id] for id in remove]))
 
-    def leave(self, worker: str) -> None:
+    def delete_heartbeat(self, worker: str) -> None:
         """See Store."""
         with self._failures(), self._heartbeat_batch() as batch:
             batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[worker]]))

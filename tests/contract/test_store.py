@@ -185,8 +185,8 @@ def test_a_worker_is_live_until_it_leaves_or_its_heartbeat_is_too_old(harness: H
     for name, seconds in (("fresh", 5), ("silent", 20), ("gone", 7200)):
         harness.seen(name, seconds)
     assert discovered(harness).workers == Workers(frozenset({"here", "leaving", "fresh"}), frozenset({"gone"}))
-    harness.store.leave("leaving")
-    harness.store.leave("never came")
+    harness.store.delete_heartbeat("leaving")
+    harness.store.delete_heartbeat("never came")
     harness.store.heartbeat("here", NOW, (), ["gone", "not there"])
     assert discovered(harness).workers == Workers(frozenset({"here", "fresh"}))
 

@@ -62,7 +62,7 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     store.claim(list(marks), lambda _rows, _now: marks)
     store.claim(["recorded"], lambda _rows, _now: {"recorded": Sent("3")})
     store.heartbeat("me", datetime.now(UTC), (), ["gone"])
-    store.leave("me")
+    store.delete_heartbeat("me")
     store.has_work()
     store.topics_in_use()
     store.unsent()

@@ -78,7 +78,7 @@ def living(settings: DrainSettings, id: str) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        store.leave(id)
+        store.delete_heartbeat(id)
 
 
 @pytest.fixture

@@ -429,8 +429,8 @@ class Connection:
 
         self._write("heartbeat", execute)
 
-    def leave(self, worker: str) -> None:
-        self._write("heartbeat", lambda: self._spanner.table.leave(worker))
+    def delete_heartbeat(self, worker: str) -> None:
+        self._write("heartbeat", lambda: self._spanner.table.delete_heartbeat(worker))
 
     def _write(self, kind: str, execute: Callable[[], Any]) -> None:
         try:

@@ -170,7 +170,7 @@ class FakeStore:
         for each in remove:
             self.seen_at.pop(each, None)
 
-    def leave(self, worker: str) -> None:
+    def delete_heartbeat(self, worker: str) -> None:
         self._answer()
         self.seen_at.pop(worker, None)
 

@@ -81,31 +81,31 @@ def test_after_an_outage_no_worker_takes_all_shards() -> None:
 def test_the_heartbeat_is_written_at_an_interval_and_soon_after_a_failure() -> None:
     """Starting at once. It deletes the rows of workers that were silent for an hour, but never its own."""
     watch = Watch()
-    assert watch.seconds_to_beat == 0
-    watch.beat()
+    assert watch.seconds_to_heartbeat == 0
+    watch.heartbeat()
     assert set(watch.store.seen_at) == {"me"}
-    assert watch.seconds_to_beat == HEARTBEAT_INTERVAL_SECONDS
+    assert watch.seconds_to_heartbeat == HEARTBEAT_INTERVAL_SECONDS
     watch.see(gone=["dead", "me"])  # as after an hour in which heartbeats were refused
     watch.seconds += HEARTBEAT_INTERVAL_SECONDS - 0.1
-    watch.beat()
+    watch.heartbeat()
     assert set(watch.store.seen_at) == {"dead", "me"}
     watch.seconds += 0.1
-    watch.beat()
+    watch.heartbeat()
     assert set(watch.store.seen_at) == {"me"}
     watch.seconds += HEARTBEAT_INTERVAL_SECONDS
     watch.store.away = True
-    watch.beat()
-    assert watch.seconds_to_beat == HEARTBEAT_RETRY_SECONDS
+    watch.heartbeat()
+    assert watch.seconds_to_heartbeat == HEARTBEAT_RETRY_SECONDS
     watch.store.away = False
     watch.seconds += statements.LIVENESS_TIMEOUT_SECONDS + 0.1  # the process was suspended
     beats = watch.store.heartbeats
-    watch.beat()
+    watch.heartbeat()
     assert watch.lapsed
     assert watch.store.heartbeats == beats
     watch.see()
-    watch.beat()
+    watch.heartbeat()
     assert watch.store.heartbeats == beats + 1
-    watch.leave()
+    watch.delete_heartbeat()
     assert not watch.store.seen_at
 
 
@@ -114,12 +114,12 @@ def test_a_failed_heartbeat_is_logged_once_polls_succeed(caplog: pytest.LogCaptu
     watch = Watch()
     watch.store.away = True
     with caplog.at_level(logging.WARNING, "publishworker"):
-        watch.beat()
+        watch.heartbeat()
         assert caplog.records == []
         watch.store.away = False
         watch.see("other")
         watch.store.away = True
-        watch.leave()
+        watch.delete_heartbeat()
     assert [record.__dict__["action"] for record in caplog.records] == ["heartbeat_failed"]
     assert "the fake store is away" in caplog.records[0].getMessage()
 
@@ -137,7 +137,7 @@ def test_a_worker_polls_the_layouts_that_are_recorded_and_says_so_first() -> Non
     """In its heartbeat, because `outbox schema reshard` retires a layout when no live worker depends on it."""
     first, new = Layout(10), Layout(4, "4")
     watch = Watch()
-    watch.beat()
+    watch.heartbeat()
     watch.store.built = (first, new)
     for recorded in ((first, new), (new,)):
         watch.store.recorded = dict.fromkeys(recorded, "polled")

@@ -125,7 +125,7 @@ def _round(
 
 def _leave(store: SpannerStore, id: str) -> None:
     try:
-        store.leave(id)
+        store.delete_heartbeat(id)
     except StoreError as error:
         _log.warning(
             "Heartbeat of %s was not deleted; other workers take over after the liveness timeout: %s", id, error,
