@@ -49,7 +49,7 @@ async def register_once(
     """
     if not inspect.iscoroutinefunction(getattr(transaction, "read", None)):
         raise TypeError(
-            f"transaction is {type(transaction).__name__}. It must be the transaction of a Spanner AsyncClient; for "
+            f"transaction is {type(transaction).__name__}. It must be the transaction of a Spanner AsyncClient. With "
             "that of a Client use outbox.register_once"
         )
     row = task_row(

@@ -72,7 +72,7 @@ class RecordingTransaction(Transaction):
             execute: called with each statement and its parameters. Returns the rows of a query, or the number of rows
                 that DML changes. Without it, each DML statement changes one row, and a query is a LookupError.
         """
-        super().__init__(_NoSession())  # type: ignore[no-untyped-call]
+        super().__init__(_NoSession())  # type: ignore[no-untyped-call]  # the client has no types
         self.mutations: list[Mutation] = []
         self.statements: list[Statement] = []
         self._prepared = {TABLE: [{"Id": id} for id in task_ids]} | {

@@ -122,7 +122,7 @@ def _shown(value: float) -> str:
 
 
 def drain(plan: Plan, **changes: object) -> Callable[[int], Figures]:
-    return lambda seed: drained(replace(plan, seed=seed, **changes))  # type: ignore[arg-type]
+    return lambda seed: drained(replace(plan, seed=seed, **changes))  # type: ignore[arg-type]  # fields by name
 
 
 def fleet(plan: Plan) -> Callable[[int], Figures]:

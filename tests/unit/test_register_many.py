@@ -59,7 +59,7 @@ def test_no_task_is_no_insert() -> None:
     ("bad", "kind", "sentence"),
     [
         (outbox.Task("x", b""), outbox.InvalidMessage, r"tasks\[1\]: topic 'x' is not a name"),
-        (outbox.Task("orders", 7), TypeError, r"tasks\[1\]: message is int"),  # type: ignore[arg-type]
+        (outbox.Task("orders", 7), TypeError, r"tasks\[1\]: message is int"),  # type: ignore[arg-type]  # wrong on purpose
         (outbox.Task("invoices", b"", task_id="t"), outbox.InvalidMessage, r"tasks\[1\]: .* 't' is .* of tasks\[0\]"),
     ],
 )

@@ -51,7 +51,10 @@ def demonstrate(tasks: int) -> int:
     print(f"  {'elapsed':<18}{time.monotonic() - began:>6.1f} s  with the start and the stop of emulators and workers")
     if log:
         print(f"The workers' warnings:\n{log}")
-    print("\n".join(f"WRONG: {each}" for each in wrong) or "Every committed task came, none that was rolled back.")
+    print(
+        "\n".join(f"WRONG: {each}" for each in wrong)
+        or "Every committed task was received. No rolled-back task was received."
+    )
     return exit_code(wrong)
 
 
