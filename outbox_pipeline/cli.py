@@ -14,6 +14,7 @@ from typing import Any
 from outbox._version import __version__
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.shared import logs
+from outbox.shared.settings import unknown_variables
 from outbox.shared.times import shown
 from outbox_pipeline.settings import (
     ArchiveSettings,
@@ -90,6 +91,8 @@ def _run(name: str, settings: _Settings, options: argparse.Namespace) -> int:
     from publishworker.telemetry.metrics import Metrics  # noqa: PLC0415 - the same
 
     logs.configure(settings.log_format, settings.log_level)
+    for sentence in unknown_variables():
+        _log.warning("%s", sentence, extra={"action": "unknown_variable"})
     metrics = Metrics(client(settings.metrics))
     result = None
     try:

@@ -75,5 +75,5 @@ def test_a_rolled_back_transaction_leaves_no_task(run: Callable[..., Any], datab
 
 @pytest.mark.parametrize("transaction", [Transaction(mock.Mock()), RecordingTransaction(), None])
 def test_another_transaction_is_a_type_error(transaction: Any) -> None:
-    with pytest.raises(TypeError, match=r"the transaction of a Spanner AsyncClient\. With .* use outbox\.register_once"):
+    with pytest.raises(TypeError, match=r"transaction of a Spanner AsyncClient\. With .* use outbox\.register_once"):
         asyncio.run(once(transaction))

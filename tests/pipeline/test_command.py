@@ -54,7 +54,8 @@ def lines(path: Path, *rows: object) -> Path:
 
 def test_register_as_a_user_runs_it(target: DatabaseSettings, emulators: Emulators, database: Database, tmp_path: Path):
     file = lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"}, {"topic": "goog", "data": "two"})
-    done = as_process(target, emulators, "register", "--input", str(file), "--rejects", str(tmp_path / "no"), "--json")
+    flags = "--input", str(file), "--rejects", str(tmp_path / "no"), "--json"
+    done = as_process(target, emulators, "register", *flags, OUTBOX_REJECTED="no")
     assert done.code == 1, done.stderr
     summary = json.loads(done.stdout)
     assert {name: summary[name] for name in ("job", "read", "registered", "existing", "repeated", "rejected")} == {
@@ -62,7 +63,8 @@ def test_register_as_a_user_runs_it(target: DatabaseSettings, emulators: Emulato
     }  # fmt: skip
     assert next(Path(summary["rejects"]).glob("*.json")).is_file()
     said = [line for line in done.stderr.splitlines() if not line.startswith("WARNING: Using incubator")]
-    assert [json.loads(line)["action"] for line in said if line] == ["rejected"]
+    assert [json.loads(line)["action"] for line in said if line] == ["unknown_variable", "rejected"]
+    assert "OUTBOX_REJECTED is set, but no setting has this name. Did you mean OUTBOX_REJECTS?" in said[0]
     assert [row["Topic"] for row in rows_of(database).values()] == ["orders"]
 
 
