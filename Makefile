@@ -3,13 +3,12 @@ PYTHON ?= python3
 BIN    := .venv/bin
 STAMP  := .venv/.installed
 DEMO   := .venv/.installed-demo
-SITE   := .venv/.installed-site
 PYTEST := $(BIN)/python -m pytest
 # One process per core, because most tests are CPU-bound.
 TESTS  ?= --numprocesses 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pipeline unit test test-all test-real test-long test-versions soak coverage mutants lint format docs docs-serve bench \
+.PHONY: help demo demo-pipeline unit test test-all test-real test-long test-versions soak coverage mutants lint format docs docs-serve docs-versions bench \
 	bench-simulation bench-pipeline audit dist release-check constraints clean
 
 help: ## show this list
@@ -34,10 +33,6 @@ $(STAMP): $(BIN)/uv pyproject.toml outbox/_version.py
 	@echo "Installing all dependencies into .venv (pinned by constraints.txt) ..."
 	@$(INSTALL) --group dev --editable '.[worker,spark]' 2> .venv/install.log || $(FAILED)
 	@touch $(DEMO) $@
-
-$(SITE): $(STAMP)
-	@$(INSTALL) --group docs 2> .venv/install.log || $(FAILED)
-	@touch $@
 
 demo: $(DEMO) ## run an order service, two workers and a subscriber on the emulators (TASKS=1000)
 	@PYTHONPATH=docs/examples $(BIN)/python -m orders.demo $(if $(TASKS),--tasks $(TASKS))
@@ -92,10 +87,12 @@ format: $(STAMP) ## format the code and apply ruff's fixes
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-docs: $(STAMP) $(SITE) ## generate the reference pages and build the site, strictly; writes build/site
+docs: $(STAMP) ## generate the reference pages and build the site, strictly; writes build/site
 	@$(BIN)/python docs/generate.py
 	@$(BIN)/python docs/site.py
-	@$(BIN)/zensical build --strict
+
+docs-versions: $(STAMP) ## build the site of each release from its tag; writes build/site
+	@$(BIN)/python docs/site.py --releases
 
 docs-serve: docs ## show the site on http://127.0.0.1:8000
 	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
@@ -132,7 +129,7 @@ release-check: ## compare TAG=v1.2.3 and REPOSITORY=URL with version, changelog 
 constraints: $(BIN)/uv ## resolve the newest versions; writes constraints.txt
 	@{ echo '# Written by `make constraints`: every version that the targets of the Makefile install.'; \
 	   $(BIN)/uv pip compile --quiet --upgrade --no-header --no-annotate --python $(BIN)/python \
-	   --group dev --group release --group docs --extra worker --extra spark pyproject.toml; } > constraints.txt.new
+	   --group dev --group release --extra worker --extra spark pyproject.toml; } > constraints.txt.new
 	@mv constraints.txt.new constraints.txt
 
 clean: ## remove .venv and caches

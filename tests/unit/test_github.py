@@ -39,7 +39,7 @@ def test_the_workflow_calls_make_targets_and_files_that_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     commands = "\n".join(step["run"] for step in STEPS if "run" in step)
     called = re.findall(r"\bmake ([a-z-]+)", commands)
-    assert called == ["release-check", "dist"]
+    assert called == ["release-check", "dist", "docs-versions"]
     assert [name for name in called if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
     [(file, test)] = re.findall(r"(tests/\S+\.py)::(\w+)$", makefile.partition("\ndist:")[2].partition("\n\n")[0])
     assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8")
@@ -55,6 +55,7 @@ def test_actions_are_pinned_and_only_publishing_jobs_may_write() -> None:
     assert [line for line in lines if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)] == []
     assert "contents: write" not in WORKFLOW.read_text(encoding="utf-8")
     assert {name for name, job in JOBS.items() if job.get("permissions", {}).get("packages") == "write"} == {"image"}
+    assert {name for name, job in JOBS.items() if job.get("permissions", {}).get("pages") == "write"} == {"site"}
     assert all(job["needs"] == "dist" for name, job in JOBS.items() if name != "dist")
 
 
