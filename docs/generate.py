@@ -64,7 +64,7 @@ See [verify an instance](../operations/verify.md). |
 | `outbox-pipeline replay` | `--dry-run` | Count the selected tasks by topic and change nothing. |
 | `outbox-pipeline replay` | `--resume ID` | Continue an interrupted replay with its own selection. |
 | `outbox emulators` | `--create`, `--ddl-file`, `--topic`, `--subscription` | \
-See [the emulators](../operations/worker.md#emulators). |
+See [emulators](../operations/emulators.md). |
 | `outbox schema` | `--shards`, `--retention`, `--change-stream` | See [the schema](../guide/schema.md). |
 
 ## Environment of others
@@ -117,27 +117,32 @@ ERRORS_INTRO = """\
 
 <!-- Written by `make docs` from publishworker/pubsub/errors.py. Change that, not this page. -->
 
-This page lists the reasons why an attempt to publish a task fails, and what the worker then does ([what happens to a
-task](../guide/delivery.md)). The reason is a tag of `outbox.failed_task_count` and `outbox.dead_task_count`, and the
-beginning of `LastError`. If an error proves that Pub/Sub did not accept the message (*refused*), a retry causes no
-duplicate, and an at-most-once task becomes unsent again."""
+If an attempt to publish a task fails, the worker records a *reason*. This page lists all reasons, and what the
+worker then does. You find the reason at the beginning of `LastError`, in the log, and in the tag `reason` of
+`outbox.failed_task_count` and `outbox.dead_task_count`. [What happens to a task](../guide/delivery.md) explains how
+the worker retries.
+
+The column *refused* says whether the error proves that Pub/Sub did not accept the message. If it does, a retry
+causes no duplicate, and an [at-most-once](../guide/schedule.md#at-most-once) task is retried."""
 
 ERRORS = {
     FailureKind.CONTENT: """\
-The task itself can never be published, so it is dead at once. The other tasks of its batch are published.""",
+The task can never be published, so it is dead at once. The other tasks of its batch are published.""",
     FailureKind.TARGET: """\
-The topic accepts no messages until an operator corrects the cause, so the worker opens the topic's circuit. It probes
-the topic with at most ten tasks after 1 s, and doubles the delay up to 5 min. It records a failed attempt only for
-probed tasks. They are dead after `--max-attempts`, but not before they are `--dead-after` old.""",
+The topic accepts no messages until you correct the cause, so the worker opens the topic's circuit. It probes the topic
+with at most ten tasks after 1 s, and doubles the delay up to 5 min. Only probed tasks record a failed attempt. They are
+dead after `--max-attempts`, but not before they are `--dead-after` old.""",
     FailureKind.OUTAGE: """\
 The worker opens the topic's circuit and records no failed attempt. It probes the topic with one random task after 1 s,
-and doubles the delay up to 10 s. After an outage, it publishes each affected task in a request of its own. If such a
-task fails again while other tasks of the topic are published, the worker records a failed attempt. The task is then
-retried with backoff, and dead after `--max-attempts`. Errors that are marked as refused below are never caused by a
-message, so the worker never records them.""",
+and doubles the delay up to 10 s.
+
+After an outage, the worker publishes each affected task in a request of its own. If the same task fails again while
+other tasks of the topic are published, the task itself may be the cause. The worker then records a failed attempt,
+retries the task with backoff, and it is dead after `--max-attempts`. A message never causes the errors that are
+marked as refused, so the worker never records those.""",
     FailureKind.UNKNOWN: """\
-The cause is unknown, so the worker records a failed attempt for the task. It retries with backoff, and the task is dead
-after `--max-attempts`. This includes gRPC statuses that are in none of these tables.""",
+The worker records a failed attempt for this task only, and retries it with backoff. The task is dead after
+`--max-attempts`. All gRPC statuses that are in none of these tables are handled in the same way.""",
 }
 
 
@@ -146,9 +151,9 @@ PYTHON_INTRO = """\
 
 <!-- Written by `make docs` from the docstrings. Change those, not this page. -->
 
-The public names that an application imports ([versions](versions.md)), with their signatures and errors. The guides
-show how to use them: [register](../guide/register.md), [drivers](../guide/drivers.md),
-[subscribe](../guide/subscribe.md) and [test](../guide/testing.md)."""
+This page lists the public names that an application imports, with their signatures and errors. The guides show how to
+use them: [register](../guide/register.md), [drivers](../guide/drivers.md), [subscribe](../guide/subscribe.md),
+[unit tests](../guide/unit-tests.md) and [test](../guide/testing.md). [Versions](versions.md) says what is public."""
 
 DBAPI = ("register", "register_once", "register_many", "process_once")
 #: The public names of each module, in the order of the page.
