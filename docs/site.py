@@ -34,9 +34,9 @@ _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 _TAG = re.compile(r"v((\d+)\.(\d+))\.(\d+)")
 
 
-def build(version: str) -> None:
+def build(version: str, ref: str) -> None:
     """Build the site of this tree in `build/site/VERSION`, and fail at a warning such as a broken link."""
-    prepare()
+    prepare(ref)
     add_mermaid(SOURCE / "assets")
     environment = {**os.environ, "SITE_DIR": f"build/site/{version}", "MIKE_DOCS_VERSION": version}
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
@@ -55,7 +55,8 @@ def build_releases() -> None:
         archive = subprocess.run(["git", "archive", tag], cwd=ROOT, capture_output=True, check=True).stdout
         with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(archive)) as files:
             files.extractall(folder, filter="data")
-            subprocess.run([sys.executable, "docs/site.py", "--version", version], cwd=folder, check=True)
+            command = [sys.executable, "docs/site.py", "--version", version, "--ref", tag]
+            subprocess.run(command, cwd=folder, check=True)
             shutil.copytree(Path(folder, "build/site", version), SITE / version)
     finish({version: tag.removeprefix("v") for version, tag in found.items()})
 
@@ -82,8 +83,8 @@ def finish(titles: dict[str, str]) -> None:
     )
 
 
-def prepare(source: Path = SOURCE) -> None:
-    """Write the pages and pictures of `docs` to `source`."""
+def prepare(ref: str, source: Path = SOURCE) -> None:
+    """Write the pages and pictures of `docs` to `source`, with links to the repository at the branch or tag `ref`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     shutil.rmtree(source, ignore_errors=True)
     for path in sorted((ROOT / "docs").rglob("*")):
@@ -94,12 +95,12 @@ def prepare(source: Path = SOURCE) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".md":
             text = path.read_text(encoding="utf-8")
-            target.write_text(on_site(text, path.parent, project["urls"]["Repository"]), encoding="utf-8")
+            target.write_text(on_site(text, path.parent, project["urls"]["Repository"], ref), encoding="utf-8")
         else:
             shutil.copyfile(path, target)
 
 
-def on_site(text: str, folder: Path, repository: str) -> str:
+def on_site(text: str, folder: Path, repository: str, ref: str) -> str:
     """Return the text of a page in `folder`, with its links as the site needs them."""
 
     def link(match: re.Match[str]) -> str:
@@ -107,7 +108,7 @@ def on_site(text: str, folder: Path, repository: str) -> str:
         inside = target.relative_to(ROOT)
         if inside.parts[0] == "docs" and "examples" not in inside.parts and target.suffix in SHOWN:
             return match[0]
-        return f"{repository}/{'tree' if target.is_dir() else 'blob'}/main/{inside.as_posix()}{anchor}"
+        return f"{repository}/{'tree' if target.is_dir() else 'blob'}/{ref}/{inside.as_posix()}{anchor}"
 
     return _LINK.sub(link, text)
 
@@ -131,11 +132,12 @@ def add_mermaid(assets: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--version", default=UNRELEASED, help="name of the version in the selector")
+    parser.add_argument("--ref", default="main", help="branch or tag that links to the repository lead to")
     parser.add_argument("--releases", action="store_true", help="build all releases instead of the working tree")
     arguments = parser.parse_args()
     if arguments.releases:
         build_releases()
     else:
         shutil.rmtree(SITE, ignore_errors=True)
-        build(arguments.version)
+        build(arguments.version, arguments.ref)
         finish({arguments.version: arguments.version})

@@ -58,6 +58,9 @@ def test_each_minor_version_is_built_from_its_newest_tag(repository: Path) -> No
     assert '<h1 id="ten-corrected">' in (built / "0.10/index.html").read_text()
     assert '<h1 id="nine">' in (built / "0.9/index.html").read_text()
     assert 'url=0.10/"' in (built / "index.html").read_text()
+    assert 'href="https://github.com/my-org/outbox/blob/v0.9.0/CHANGELOG.md"' in (
+        (built / "0.9/operations/upgrade/index.html").read_text()
+    )
     assert 'rel="canonical" href="https://my-org.github.io/outbox/0.9/tutorial/"' in (
         (built / "0.9/tutorial/index.html").read_text()
     )
