@@ -31,7 +31,7 @@ MERMAID = "mermaid@12.3.0"
 #: The name of the working tree in the version selector.
 UNRELEASED = "dev"
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
-_TAG = re.compile(r"v((\d+)\.(\d+))\.(\d+)")
+_TAG = re.compile(r"v(\d+)\.(\d+)\.(\d+)")
 
 
 def build(version: str, ref: str) -> None:
@@ -63,7 +63,7 @@ def build_releases() -> None:
 
 def newest_patches(tags: Iterable[str]) -> dict[str, str]:
     """Return the tag of the newest patch release by minor version, the oldest version first."""
-    releases = sorted((int(match[2]), int(match[3]), int(match[4])) for match in map(_TAG.fullmatch, tags) if match)
+    releases = sorted(tuple(map(int, match.groups())) for match in map(_TAG.fullmatch, tags) if match)
     return {f"{major}.{minor}": f"v{major}.{minor}.{patch}" for major, minor, patch in releases}
 
 
