@@ -281,11 +281,9 @@ def _metadata() -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(METADATA_COLUMNS)
     for metric in (*APPLICATION, *METRICS, *PIPELINE):
-        short = metric.name.removeprefix("outbox.").replace("_", " ")
-        tags = ",".join(metric.tags)
-        writer.writerow(
-            (metric.name, metric.type, "", metric.unit, "", metric.meaning, metric.better, "outbox", short, "", tags)
-        )
+        short, tags = metric.name.removeprefix("outbox.").replace("_", " "), ",".join(metric.tags)
+        about = ("", metric.meaning, metric.orientation)
+        writer.writerow((metric.name, metric.type, "", metric.unit, *about, "outbox", short, "", tags))
     return text.getvalue()
 
 

@@ -1,19 +1,16 @@
-"""What each failure means for its task and its topic: one table, made to be read and changed.
-
-docs/reference/errors.md is generated from it.
-"""
+"""What each failure means for its task and its topic, as one table. docs/reference/errors.md is generated from it."""
 
 import enum
 from dataclasses import dataclass
 from typing import Any
 
-#: How gRPC begins the details of a call that never left because the credentials gave no token; its status, UNAVAILABLE,
-#: is that of a service that is away (grpc/src/core/lib/security/credentials/plugin/plugin_credentials.cc).
+#: How gRPC begins the details of a call that was not sent because the credentials gave no token. The status is
+#: UNAVAILABLE, as for an unavailable service (grpc/src/core/lib/security/credentials/plugin/plugin_credentials.cc).
 _NO_CREDENTIALS = "Getting metadata from plugin failed"
 
 
 class FailureKind(enum.Enum):
-    """What a failure is about, which decides who pays for it."""
+    """Whether a failure is about the task, its topic or the service. docs/reference/errors.md says what follows."""
 
     CONTENT = "content"
     TARGET = "target"
@@ -25,63 +22,51 @@ class FailureKind(enum.Enum):
 class Reason:
     """A row of the table.
 
-    `name` is a metric's tag and the beginning of LastError; `source` is what raises it. `refused` says that Pub/Sub has
-    certainly not accepted the message.
+    `name` is a metric's tag and the beginning of LastError. `source` is the gRPC status, exception or setting that
+    causes it. `refused` says that Pub/Sub has certainly not accepted the message.
     """
 
     name: str
     kind: FailureKind
+    refused: bool
     source: str
     meaning: str
-    refused: bool
 
 
-_CONTENT, _TARGET, _OUTAGE, _UNKNOWN = FailureKind.CONTENT, FailureKind.TARGET, FailureKind.OUTAGE, FailureKind.UNKNOWN
+_Kind = FailureKind
 
+# fmt: off
 REASONS = (
-    Reason("undecodable", _CONTENT, "`DecodeError`", "Data is not a PubsubMessage, or has over 200 fields.", True),
-    Reason("too_large", _CONTENT, "size", "The publish request would exceed Pub/Sub's 10,000,000 bytes.", True),
-    Reason("invalid_topic", _CONTENT, "`InvalidMessage`", "The column Topic holds an invalid topic name.", True),
-    Reason(
-        "topic_not_allowed", _CONTENT, "`--allowed-topics`", "The topic matches no pattern of --allowed-topics.", True
-    ),
-    Reason("expired", _CONTENT, "`ExpiresAt`", "ExpiresAt passed before the task was sent.", True),
-    Reason(
-        "invalid_argument", _CONTENT, "INVALID_ARGUMENT", "Pub/Sub refuses this message, even alone in a request.", True
-    ),
-    Reason("not_found", _TARGET, "NOT_FOUND", "The topic does not exist.", True),
-    Reason(
-        "permission_denied", _TARGET, "PERMISSION_DENIED", "The worker's account may not publish to the topic.", True
-    ),
-    Reason(
-        "failed_precondition",
-        _TARGET,
-        "FAILED_PRECONDITION",
-        "The topic cannot accept messages, for example because its encryption key is disabled.",
-        True,
-    ),
-    Reason("unimplemented", _TARGET, "UNIMPLEMENTED", "The endpoint is not Pub/Sub.", True),
-    Reason("unavailable", _OUTAGE, "UNAVAILABLE", "Pub/Sub cannot be reached.", False),
-    Reason("deadline_exceeded", _OUTAGE, "DEADLINE_EXCEEDED", "No answer in time; perhaps published.", False),
-    Reason("resource_exhausted", _OUTAGE, "RESOURCE_EXHAUSTED", "A quota is used up.", True),
-    Reason("internal", _OUTAGE, "INTERNAL", "Pub/Sub failed.", False),
-    Reason("aborted", _OUTAGE, "ABORTED", "Pub/Sub aborted the request.", False),
-    Reason("cancelled", _OUTAGE, "CANCELLED", "The request was cancelled on its way.", False),
-    Reason("unknown", _OUTAGE, "UNKNOWN", "Something failed without details.", False),
-    Reason("unauthenticated", _OUTAGE, "UNAUTHENTICATED", "The worker's credentials are not accepted.", True),
-    Reason(
-        "credentials", _OUTAGE, "`google.auth` errors", "The worker gets no access token from its credentials.", True
-    ),
-    Reason(
-        "already_exists",
-        _UNKNOWN,
-        "ALREADY_EXISTS",
-        "Pub/Sub does not return this for a publish request.",
-        False,
-    ),
-    Reason("out_of_range", _UNKNOWN, "OUT_OF_RANGE", "Pub/Sub does not return this for a publish request.", False),
-    Reason("data_loss", _UNKNOWN, "DATA_LOSS", "Pub/Sub does not return this for a publish request.", False),
+    Reason("undecodable", _Kind.CONTENT, True, "`DecodeError`", "Data is not a PubsubMessage, or has over 200 fields."),
+    Reason("too_large", _Kind.CONTENT, True, "size", "The publish request would exceed Pub/Sub's 10,000,000 bytes."),
+    Reason("invalid_topic", _Kind.CONTENT, True, "`InvalidMessage`", "The column Topic holds an invalid topic name."),
+    Reason("topic_not_allowed", _Kind.CONTENT, True, "`--allowed-topics`",
+           "The topic matches no pattern of --allowed-topics."),
+    Reason("expired", _Kind.CONTENT, True, "`ExpiresAt`", "ExpiresAt passed before the task was sent."),
+    Reason("invalid_argument", _Kind.CONTENT, True, "INVALID_ARGUMENT",
+           "Pub/Sub refuses this message, even alone in a request."),
+    Reason("not_found", _Kind.TARGET, True, "NOT_FOUND", "The topic does not exist."),
+    Reason("permission_denied", _Kind.TARGET, True, "PERMISSION_DENIED",
+           "The worker's account may not publish to the topic."),
+    Reason("failed_precondition", _Kind.TARGET, True, "FAILED_PRECONDITION",
+           "The topic cannot accept messages, for example because its encryption key is disabled."),
+    Reason("unimplemented", _Kind.TARGET, True, "UNIMPLEMENTED", "The endpoint is not Pub/Sub."),
+    Reason("unavailable", _Kind.OUTAGE, False, "UNAVAILABLE", "Pub/Sub cannot be reached."),
+    Reason("deadline_exceeded", _Kind.OUTAGE, False, "DEADLINE_EXCEEDED",
+           "No answer in time. Pub/Sub may have published the message."),
+    Reason("resource_exhausted", _Kind.OUTAGE, True, "RESOURCE_EXHAUSTED", "A quota is used up."),
+    Reason("internal", _Kind.OUTAGE, False, "INTERNAL", "Pub/Sub failed."),
+    Reason("aborted", _Kind.OUTAGE, False, "ABORTED", "Pub/Sub aborted the request."),
+    Reason("cancelled", _Kind.OUTAGE, False, "CANCELLED", "The request was cancelled before an answer arrived."),
+    Reason("unknown", _Kind.OUTAGE, False, "UNKNOWN", "Pub/Sub failed without details."),
+    Reason("unauthenticated", _Kind.OUTAGE, True, "UNAUTHENTICATED", "The worker's credentials are not accepted."),
+    Reason("credentials", _Kind.OUTAGE, True, "`google.auth` errors",
+           "The worker gets no access token from its credentials."),
+    Reason("already_exists", _Kind.UNKNOWN, False, "ALREADY_EXISTS", "Pub/Sub does not return it for a publish."),
+    Reason("out_of_range", _Kind.UNKNOWN, False, "OUT_OF_RANGE", "Pub/Sub does not return it for a publish."),
+    Reason("data_loss", _Kind.UNKNOWN, False, "DATA_LOSS", "Pub/Sub does not return it for a publish."),
 )
+# fmt: on
 
 _BY_NAME = {each.name: each for each in REASONS}
 

@@ -3,8 +3,7 @@
 import os
 
 from outbox.errors import SettingError
-from publishworker.telemetry.lost import LostMetrics
-from publishworker.telemetry.metrics import Client
+from publishworker.telemetry.metrics import Client, LostMetrics
 
 #: An agent is configured if any of these is set. The client reads them, and DD_ENV, DD_SERVICE and DD_VERSION as tags.
 AGENT_VARIABLES = ("DD_DOGSTATSD_URL", "DD_AGENT_HOST", "DD_DOGSTATSD_PORT")
@@ -18,7 +17,7 @@ def client() -> Client | None:
     if not configured:
         return None
     # The client warns for every packet that an agent misses, and for an invalid address when it is imported.
-    LostMetrics("the DogStatsD agent").replace("datadog.dogstatsd")
+    LostMetrics("the DogStatsD agent", "datadog.dogstatsd")
     try:
         from datadog.dogstatsd.base import DogStatsd  # noqa: PLC0415 - 125 ms, and an extra that not everyone installs
     except ImportError as error:

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from outbox import __version__
 from outbox.admin import backlog
@@ -16,6 +16,7 @@ from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.shared.throttled_log import ThrottledLog
 from publishworker.membership import Membership
+from publishworker.relay import Relay
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 
@@ -30,7 +31,7 @@ PAUSE_FACTOR, MAX_PAUSE_SECONDS = 4, 120.0
 #: Seconds before the first count: by then the workers know which one polls shard 0.
 FIRST_WAIT = 5.0
 #: Seconds for which a value that has become 0 is sent as 0. A gauge that is not sent keeps its last value in a graph.
-REMEMBER_SECONDS = 600.0
+ZERO_SECONDS = 600.0
 
 BUILD_TAGS = {
     "outbox_version": __version__,
@@ -40,23 +41,8 @@ BUILD_TAGS = {
 }
 
 
-class HasState(Protocol):
-    """What a report needs of a relay."""
-
-    @property
-    def in_flight(self) -> int:
-        """Return the number of batches in flight."""
-
-    @property
-    def topics(self) -> Collection[str]:
-        """Return the topics that have, or recently had, unsent tasks."""
-
-    def circuit_states(self) -> Mapping[str, bool]:
-        """Return the topics whose circuit is not closed, and whether it is open now."""
-
-
-class Fading(Generic[K]):
-    """Values by key. A key that is gone stays as 0 for REMEMBER_SECONDS."""
+class WithZeros(Generic[K]):
+    """Adds a 0 for each key that had a value within ZERO_SECONDS."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Measure by `clock`, in seconds."""
@@ -64,9 +50,9 @@ class Fading(Generic[K]):
         self._seen: dict[K, float] = {}
 
     def __call__(self, values: Mapping[K, float]) -> dict[K, float]:
-        """Return `values`, and 0 for keys that were there recently."""
+        """Return `values` and the zeros."""
         now = self._clock()
-        self._seen = {key: at for key, at in self._seen.items() if now - at < REMEMBER_SECONDS}
+        self._seen = {key: at for key, at in self._seen.items() if now - at < ZERO_SECONDS}
         self._seen |= dict.fromkeys(values, now)
         return {key: values.get(key, 0) for key in self._seen}
 
@@ -75,7 +61,7 @@ class WorkerGauges:
     """Sends the gauges of this worker. It runs on the worker's thread, so a hung worker sends none."""
 
     def __init__(
-        self, metrics: Metrics, membership: Membership, relay: HasState, clock: Callable[[], float] = time.monotonic
+        self, metrics: Metrics, membership: Membership, relay: Relay, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Send to `metrics`."""
         self._metrics = metrics
@@ -83,7 +69,7 @@ class WorkerGauges:
         self._relay = relay
         self._clock = clock
         self._at = float("-inf")
-        self._circuits = Fading[str](clock)
+        self._circuits = WithZeros[str](clock)
 
     def __call__(self) -> None:
         """Send the gauges if they are due."""
@@ -111,14 +97,14 @@ class BacklogCounts:
         """Send to `metrics`, and 0 pending tasks for `topics` without any."""
         self._metrics = metrics
         self._topics = topics
-        self._lately = Fading[tuple[str, str]](clock)
+        self._with_zeros = WithZeros[tuple[str, str]](clock)
 
     def __call__(self, table: TaskTable) -> None:
         """Count and send. Raises OutboxError."""
         found = backlog.read_unsent_lately(table)
         self._metrics.gauge(m.PENDING, found.total.pending)
-        none = {(topic, m.TASK_STATES[0]): 0 for topic in self._topics()}
-        for (topic, state), number in (none | self._lately(by_topic_and_state(found))).items():
+        none = {(topic, "pending"): 0 for topic in self._topics()}
+        for (topic, state), number in (none | self._with_zeros(by_topic_and_state(found))).items():
             self._metrics.gauge(m.TOPIC_TASKS, number, topic=topic, state=state)
 
 
@@ -126,11 +112,9 @@ def by_topic_and_state(found: Backlog) -> Counter[tuple[str, str]]:
     """Return the numbers of unsent tasks by topic and state (`metrics.TASK_STATES`), without zeros."""
     counts: Counter[tuple[str, str]] = Counter()
     for line in found.lines:
-        numbers = (0, line.pending) if line.paused else (line.pending, 0)
-        for state, number in zip(
-            m.TASK_STATES, (*numbers, line.retrying, line.scheduled, line.blocked, line.dead), strict=True
-        ):
-            counts[line.topic, state] += number
+        pending, paused = (0, line.pending) if line.paused else (line.pending, 0)
+        numbers = (pending, paused, line.retrying, line.scheduled, line.blocked, line.dead)
+        counts.update({(line.topic, state): number for state, number in zip(m.TASK_STATES, numbers, strict=True)})
     return +counts
 
 
@@ -149,7 +133,7 @@ class BacklogSampler:
         membership: Membership,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Call `sample` while the first shard is assigned to this worker."""
+        """Call `sample` while this worker counts the backlog."""
         self._sample = sample
         self._open_table = open_table
         self._table: TaskTable | None = None
@@ -167,27 +151,25 @@ class BacklogSampler:
         self._stop.set()
 
     def once(self) -> float:
-        """Count if the first shard is assigned to this worker; return the seconds to wait."""
+        """Count if this worker counts the backlog, and return the seconds to wait. Errors are logged only."""
         if not self._membership.counts_backlog:
             return INTERVAL
         began = self._clock()
         try:
             self._table = self._table or self._open_table()
             self._sample(self._table)
-        except OutboxError as error:  # a missing metric does not stop the relay
+        except OutboxError as error:
             self._table = None  # a session was lost, so the store may have replaced the database
             self._throttled_log.log("backlog", "", f"The backlog could not be counted: {error}")
+            return INTERVAL
+        except Exception:
+            _log.exception(
+                "Counting the backlog failed with an unexpected error. Please report it.", extra={"action": "backlog"}
+            )
             return INTERVAL
         return max(INTERVAL, min(MAX_PAUSE_SECONDS, PAUSE_FACTOR * (self._clock() - began)))
 
     def _run(self) -> None:
         wait = FIRST_WAIT
         while not self._stop.wait(wait):
-            try:
-                wait = self.once()
-            except Exception:  # an unexpected error in a metric does not stop the relay
-                _log.exception(
-                    "Counting the backlog failed with an unexpected error. Please report it.",
-                    extra={"action": "backlog"},
-                )
-                wait = INTERVAL
+            wait = self.once()

@@ -1,6 +1,7 @@
-"""The metrics of the worker: one table, and a client wrapper that never fails the relay."""
+"""The table of all metrics, and `Metrics`, which sends them and never fails the relay."""
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -11,214 +12,145 @@ from outbox.message import check_topic
 
 _log = logging.getLogger("publishworker")
 
-
 Type = Literal["count", "gauge", "distribution"]
 #: States of `TOPIC_TASKS`; pending tasks of a paused topic are `paused`.
 TASK_STATES = ("pending", "paused", "retrying", "scheduled", "blocked", "dead")
 #: Phases of `PHASE_DURATION`.
 POLL, CLAIM, PUBLISH, COMMIT = "poll", "claim", "publish", "commit"
-#: Seconds in which the last metrics are sent.
-STOP_SECONDS = 5.0
-#: The tag of all topics whose name none can have.
-INVALID_TOPIC = "invalid"
 #: Values of `CIRCUIT_STATE`.
 CLOSED, HALF_OPEN, OPEN = 0, 1, 2
+#: The value of the tag `topic` for all topics whose name is invalid.
+INVALID_TOPIC = "invalid"
+#: Max seconds for sending buffered metrics at the end.
+STOP_SECONDS = 5.0
+#: Seconds between two log lines about lost metrics.
+LOST_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
     """A row of docs/reference/metrics.md and of k8s/datadog/metadata.csv, which are generated from this table.
 
-    `unit` is one of Datadog's units, `better` says whether a rise is good news (1), bad news (-1) or neither (0).
+    `unit` and `orientation` are Datadog's: 1 if a higher value is better, -1 if a lower value is better, otherwise 0.
     """
 
     name: str
     type: Type
     unit: str
     tags: tuple[str, ...]
+    orientation: Literal[-1, 0, 1]
     meaning: str
-    better: Literal[-1, 0, 1] = 0
 
 
+# To add a metric: define it here, add it to a tuple below, call `Metrics` where it is counted, and run `make docs`.
+# fmt: off
 REGISTERED = Metric(
-    "outbox.registered_task_count",
-    "count",
-    "task",
-    ("topic",),
+    "outbox.registered_task_count", "count", "task", ("topic",), 0,
     "Tasks passed to `outbox.register`, whether or not their transaction commits.",
 )
 INBOX = Metric(
-    "outbox.inbox_message_count",
-    "count",
-    "message",
-    ("consumer", "outcome"),
-    "Messages that an `outbox.inbox.Handler` received, by outcome: `processed` for the first time, `duplicate`, "
-    "`failed`, `missing_task_id`; and `not_acknowledged`, a second outcome with exactly-once delivery.",
+    "outbox.inbox_message_count", "count", "message", ("consumer", "outcome"), 0,
+    "Messages that an `outbox.inbox.Handler` received, by outcome: `processed`, `duplicate`, `failed` or "
+    "`missing_task_id`. With exactly-once delivery, a message whose acknowledgment fails is counted again as "
+    "`not_acknowledged`.",
 )
 PUBLISHED = Metric(
-    "outbox.total_published_task_count",
-    "count",
-    "task",
-    ("topic",),
+    "outbox.total_published_task_count", "count", "task", ("topic",), 1,
     "Tasks published to Pub/Sub, even if the commit then fails.",
-    1,
 )
 ALREADY_PUBLISHED = Metric(
-    "outbox.already_published_tasks_count",
-    "count",
-    "task",
-    ("topic",),
+    "outbox.already_published_tasks_count", "count", "task", ("topic",), -1,
     "Tasks claimed too late: another worker had sent them.",
-    -1,
 )
 UNCOMMITTED = Metric(
-    "outbox.published_but_failed_commits_count",
-    "count",
-    "task",
-    ("topic",),
+    "outbox.published_but_failed_commits_count", "count", "task", ("topic",), -1,
     "Tasks in doubt: published, but the commit failed or its outcome is unknown. A duplicate may follow.",
-    -1,
 )
 FAILED = Metric(
-    "outbox.failed_task_count",
-    "count",
-    "task",
-    ("topic", "reason"),
+    "outbox.failed_task_count", "count", "task", ("topic", "reason"), -1,
     "Failed attempts to publish a task, by reason.",
-    -1,
 )
 DEAD = Metric(
-    "outbox.dead_task_count",
-    "count",
-    "task",
-    ("topic", "reason"),
+    "outbox.dead_task_count", "count", "task", ("topic", "reason"), -1,
     "Tasks that became dead, by the reason of their last failure. Only an operator can send them again.",
-    -1,
 )
 UNCONFIRMED = Metric(
-    "outbox.at_most_once_unconfirmed_count",
-    "count",
-    "task",
-    ("topic",),
-    "Tasks with `at_most_once` that may be lost: their mark may be committed, and Pub/Sub may not have them.",
-    -1,
+    "outbox.at_most_once_unconfirmed_count", "count", "task", ("topic",), -1,
+    "At-most-once tasks that may be lost: they may be marked as sent although Pub/Sub does not have them.",
 )
 DEFERRED = Metric(
-    "outbox.deferred_task_count",
-    "count",
-    "task",
-    ("topic",),
+    "outbox.deferred_task_count", "count", "task", ("topic",), 0,
     "Tasks deferred behind the head of their ordering key, which had failed, was scheduled or is dead.",
 )
 ABORTED = Metric(
-    "outbox.aborted_transaction_count",
-    "count",
-    "transaction",
-    ("topic",),
+    "outbox.aborted_transaction_count", "count", "transaction", ("topic",), -1,
     "Transactions of batches that Spanner aborted after their rows were locked. Each ran again.",
-    -1,
 )
 PENDING = Metric(
-    "outbox.pending_task_count",
-    "gauge",
-    "task",
-    (),
+    "outbox.pending_task_count", "gauge", "task", (), -1,
     "Pending tasks of all topics that are not paused, ten seconds ago. The autoscaler uses it. Counting stops at "
     "10,000 tasks of each shard and topic, or earlier if there are more than 100 pairs of shard and topic. At most "
     "1,000 topics are counted.",
-    -1,
 )
 TOPIC_TASKS = Metric(
-    "outbox.topic_task_count",
-    "gauge",
-    "task",
-    ("topic", "state"),
+    "outbox.topic_task_count", "gauge", "task", ("topic", "state"), 0,
     f"Unsent tasks by topic and state ({', '.join(TASK_STATES)}), ten seconds ago, counted with the same limit. A "
     "state that has become empty is sent as 0 for ten minutes.",
 )
 OLDEST_AGE = Metric(
-    "outbox.oldest_task_age",
-    "gauge",
-    "second",
-    (),
-    "Age of the task that has been pending longest, as of ten seconds ago, in any topic that is not paused (the first "
-    "1,000 by name). It counts from the later of CreatedAt and AvailableAt, and is 0 if no task is pending.",
-    -1,
+    "outbox.oldest_task_age", "gauge", "second", (), -1,
+    "Age of the task that has been pending longest, as of ten seconds ago, in any topic that is not paused (the "
+    "first 1,000 by name). It counts from the later of CreatedAt and AvailableAt, and is 0 if no task is pending.",
 )
 LATENCY = Metric(
-    "outbox.task_latency",
-    "distribution",
-    "second",
-    ("topic",),
+    "outbox.task_latency", "distribution", "second", ("topic",), -1,
     "Time from a task's due time (the later of CreatedAt and AvailableAt) to Pub/Sub's answer, by Spanner's clock. A "
     "task that is sent again by plain DML counts from its first due time. Each batch sends about 20 samples.",
-    -1,
 )
 PHASE_DURATION = Metric(
-    "outbox.phase_duration",
-    "distribution",
-    "second",
-    ("phase",),
+    "outbox.phase_duration", "distribution", "second", ("phase",), -1,
     "Duration of a poll and, for each batch, of the claim (until its rows were locked, including aborted attempts), "
     "the publish and the commit: `poll`, `claim`, `publish`, `commit`.",
-    -1,
 )
-BATCH_SIZE = Metric("outbox.batch_size", "distribution", "task", ("topic",), "Tasks in a batch.")
+BATCH_SIZE = Metric(
+    "outbox.batch_size", "distribution", "task", ("topic",), 0,
+    "Tasks in a batch.",
+)
 IN_FLIGHT = Metric(
-    "outbox.in_flight_batch_count",
-    "distribution",
-    "unit",
-    (),
+    "outbox.in_flight_batch_count", "distribution", "unit", (), 0,
     "Batches in flight in a worker, every 15 s. If the value equals --concurrency, the worker has no free capacity.",
 )
 CIRCUIT_STATE = Metric(
-    "outbox.circuit_state",
-    "gauge",
-    "unit",
-    ("topic",),
-    f"Circuit of a topic in a worker: {OPEN} open, {HALF_OPEN} half-open, {CLOSED} closed again (for ten minutes). "
-    "A topic whose circuit has stayed closed has no value.",
-    -1,
+    "outbox.circuit_state", "gauge", "unit", ("topic",), -1,
+    f"Circuit of a topic in a worker: {OPEN} open, {HALF_OPEN} half-open, {CLOSED} closed again (for ten minutes). A "
+    "topic whose circuit has stayed closed has no value.",
 )
-SHARDS = Metric("outbox.owned_shard_count", "gauge", "shard", (), "Shards assigned to this worker.")
-WORKERS = Metric("outbox.live_worker_count", "gauge", "worker", (), "Live workers, from this worker's point of view.")
+SHARDS = Metric(
+    "outbox.owned_shard_count", "gauge", "shard", (), 0,
+    "Shards assigned to this worker.",
+)
+WORKERS = Metric(
+    "outbox.live_worker_count", "gauge", "worker", (), 0,
+    "Live workers, from this worker's point of view.",
+)
 HEARTBEAT = Metric(
-    "outbox.heartbeat_count",
-    "count",
-    "unit",
-    (),
-    "Each live worker adds 1 every 15 s, even while a service is unavailable, and every 35 s while polls time out.",
-    1,
+    "outbox.heartbeat_count", "count", "unit", (), 1,
+    "Each live worker adds 1 every 15 s, even while a service is unavailable. While polls time out, every 35 s.",
 )
 BUILD = Metric(
-    "outbox.build_info",
-    "gauge",
-    "unit",
-    ("outbox_version", "python_version", "spanner_version", "pubsub_version"),
+    "outbox.build_info", "gauge", "unit", ("outbox_version", "python_version", "spanner_version", "pubsub_version"), 0,
     "Always 1. The tags are the versions of this package, Python and Google's two clients.",
 )
 SHUTDOWN_TIMEOUT = Metric(
-    "outbox.shutdown_timeout_count",
-    "count",
-    "event",
-    (),
+    "outbox.shutdown_timeout_count", "count", "event", (), -1,
     "Shutdowns that ended with batches in flight, after --shutdown-timeout.",
-    -1,
 )
 STUCK = Metric(
-    "outbox.stuck_batch_count",
-    "count",
-    "event",
-    ("topic",),
+    "outbox.stuck_batch_count", "count", "event", ("topic",), -1,
     "Batches in flight for over 120 s, beyond all time limits. The worker exited with code 1.",
-    -1,
 )
-
 PIPELINE_ROWS = Metric(
-    "outbox.pipeline_row_count",
-    "count",
-    "row",
-    ("job", "outcome"),
+    "outbox.pipeline_row_count", "count", "row", ("job", "outcome"), 0,
     "Rows of a job of the pipeline, by outcome. `register`: `registered`, `existing`, `repeated`, `rejected`. "
     "`archive`: `written`, `deleted`, `resent`, `missing`. `drain`: `published`, `already_published`, `uncommitted`, "
     "`became_dead`. `replay`: `replayed`, `registered`, `unsent`, `resent`, `missing`. `audit`: `delivered`, `late`, "
@@ -226,59 +158,26 @@ PIPELINE_ROWS = Metric(
     "`applied_late`, `unregistered`.",
 )
 PIPELINE_DURATION = Metric(
-    "outbox.pipeline_duration", "distribution", "second", ("job",), "How long a job of the pipeline took."
+    "outbox.pipeline_duration", "distribution", "second", ("job",), 0,
+    "How long a job of the pipeline took.",
 )
 PIPELINE_RUNS = Metric(
-    "outbox.pipeline_run_count",
-    "count",
-    "event",
-    ("job", "result"),
-    "Jobs of the pipeline that ended, by result: `done`, `rejected` if rows were, `work_left` if a drain stopped with "
-    "tasks to send, or `failed`; one that was killed sends nothing.",
+    "outbox.pipeline_run_count", "count", "event", ("job", "result"), 0,
+    "Jobs of the pipeline that ended, by result: `done`, `rejected` if the job rejected rows, `work_left` if a drain "
+    "stopped with unsent tasks, or `failed`. A killed job sends nothing.",
 )
-
-#: Of the jobs on Spark, sent by their drivers. The members of a drain send METRICS, as workers do.
-PIPELINE = (PIPELINE_ROWS, PIPELINE_DURATION, PIPELINE_RUNS)
-
-#: Of applications and subscribers.
-APPLICATION = (REGISTERED, INBOX)
 
 #: Of the workers.
 METRICS = (
-    PUBLISHED,
-    ALREADY_PUBLISHED,
-    UNCOMMITTED,
-    FAILED,
-    DEAD,
-    UNCONFIRMED,
-    DEFERRED,
-    ABORTED,
-    PENDING,
-    TOPIC_TASKS,
-    OLDEST_AGE,
-    LATENCY,
-    PHASE_DURATION,
-    BATCH_SIZE,
-    IN_FLIGHT,
-    CIRCUIT_STATE,
-    SHARDS,
-    WORKERS,
-    HEARTBEAT,
-    BUILD,
-    SHUTDOWN_TIMEOUT,
-    STUCK,
+    PUBLISHED, ALREADY_PUBLISHED, UNCOMMITTED, FAILED, DEAD, UNCONFIRMED, DEFERRED, ABORTED, PENDING, TOPIC_TASKS,
+    OLDEST_AGE, LATENCY, PHASE_DURATION, BATCH_SIZE, IN_FLIGHT, CIRCUIT_STATE, SHARDS, WORKERS, HEARTBEAT, BUILD,
+    SHUTDOWN_TIMEOUT, STUCK,
 )
-
-
-@lru_cache(maxsize=4096)
-def _tag(key: str, value: str) -> str:
-    """Return the value of a tag. Topic names are bounded, but other writers may insert anything."""
-    if key == "topic":
-        try:
-            check_topic(value)
-        except InvalidMessage:
-            return INVALID_TOPIC
-    return value
+#: Of applications and subscribers.
+APPLICATION = (REGISTERED, INBOX)
+#: Of the jobs on Spark, sent by their drivers. The workers of a drain send METRICS.
+PIPELINE = (PIPELINE_ROWS, PIPELINE_DURATION, PIPELINE_RUNS)
+# fmt: on
 
 
 class Client(Protocol):
@@ -291,44 +190,44 @@ class Client(Protocol):
         """Set a gauge."""
 
     def distribution(self, metric: str, value: float, tags: list[str], sample_rate: float = 1) -> object:
-        """Add a sample, or with probability 1 - `sample_rate` leave it out."""
+        """Add a sample with probability `sample_rate`."""
 
     def stop(self, timeout: float) -> object:
         """Send what is buffered within `timeout` seconds, and close."""
 
 
 class Metrics:
-    """Sends metrics through a client, if there is one. A client that raises is logged once."""
+    """Sends metrics through a client, if there is one. The first error of the client is logged, and none is raised."""
 
     def __init__(self, client: Client | None = None) -> None:
-        """Record through `client`."""
+        """Send through `client`."""
         self._client = client
-        self._complained = False
+        self._logged = False
 
     @property
     def wanted(self) -> bool:
-        """Tell whether there is a client, so that values need not be computed for nothing."""
+        """Tell whether there is a client. Otherwise no values need to be computed."""
         return self._client is not None
 
     def count(self, metric: Metric, value: int, **tags: str) -> None:
-        """Add `value` to a counter; nothing is sent for 0."""
+        """Add `value` to a counter. Nothing is sent for 0."""
         if self._client is not None and value:
-            self._guarded(self._client.increment, metric, value, tags)
+            self._send(self._client.increment, metric, value, tags)
 
     def zero(self, metric: Metric, **tags: str) -> None:
         """Add 0 to a counter, because Datadog treats a counter that is never sent as unknown."""
         if self._client is not None:
-            self._guarded(self._client.increment, metric, 0, tags)
+            self._send(self._client.increment, metric, 0, tags)
 
     def gauge(self, metric: Metric, value: float, **tags: str) -> None:
         """Set a gauge."""
         if self._client is not None:
-            self._guarded(self._client.gauge, metric, value, tags)
+            self._send(self._client.gauge, metric, value, tags)
 
     def sample(self, metric: Metric, value: float, rate: float = 1, **tags: str) -> None:
-        """Add a sample to a distribution; the part `rate` of all samples is sent."""
+        """Add a sample to a distribution with probability `rate`."""
         if self._client is not None:
-            self._guarded(partial(self._client.distribution, sample_rate=min(1, rate)), metric, value, tags)
+            self._send(partial(self._client.distribution, sample_rate=min(1, rate)), metric, value, tags)
 
     def stop(self) -> None:
         """Send buffered metrics, which would be lost otherwise."""
@@ -338,10 +237,43 @@ class Metrics:
             except Exception:
                 _log.warning("The last metrics could not be sent", exc_info=True, extra={"action": "metrics"})
 
-    def _guarded(self, send: Callable[..., object], metric: Metric, value: float, tags: dict[str, str]) -> None:
+    def _send(self, send: Callable[..., object], metric: Metric, value: float, tags: dict[str, str]) -> None:
         try:
             send(metric.name, value, tags=[f"{key}:{_tag(key, each)}" for key, each in tags.items()])
         except Exception:  # metrics must not stop the relay
-            if not self._complained:
-                self._complained = True
+            if not self._logged:
+                self._logged = True
                 _log.warning("Metrics are lost because the client failed", exc_info=True, extra={"action": "metrics"})
+
+
+class LostMetrics(logging.Handler):
+    """Replaces the handlers of a client's loggers, which warn for each failed request, by one line per LOST_SECONDS."""
+
+    def __init__(self, receiver: str, *loggers: str) -> None:
+        """Handle `loggers`. `receiver` is the service that does not accept the metrics."""
+        super().__init__(logging.WARNING)
+        self._receiver = receiver
+        self._logged_at = float("-inf")
+        for logger in map(logging.getLogger, loggers):
+            logger.handlers = [self]
+            logger.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log the warning, unless one was logged within LOST_SECONDS."""
+        if time.monotonic() - self._logged_at >= LOST_SECONDS:
+            self._logged_at = time.monotonic()
+            _log.warning(
+                "Metrics are lost; the relay continues: %s does not accept them (%s)",
+                self._receiver, record.getMessage().partition("\n")[0], extra={"action": "metrics"},
+            )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _tag(key: str, value: str) -> str:
+    """Return the value of a tag. Programs that write rows themselves may insert anything as a topic."""
+    if key == "topic":
+        try:
+            check_topic(value)
+        except InvalidMessage:
+            return INVALID_TOPIC
+    return value

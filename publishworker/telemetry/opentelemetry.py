@@ -9,8 +9,7 @@ from typing import Any
 
 from outbox import __version__
 from outbox.errors import SettingError
-from publishworker.telemetry.lost import LostMetrics
-from publishworker.telemetry.metrics import METRICS, PIPELINE, Client, Metric
+from publishworker.telemetry.metrics import METRICS, PIPELINE, Client, LostMetrics, Metric
 
 #: Units of the table of metrics as UCUM codes: https://ucum.org. Other units are annotations, such as `{task}`.
 UNITS = {"second": "s", "byte": "By", "": "1"}
@@ -79,7 +78,7 @@ def client() -> Client:
             "--metrics opentelemetry: the OpenTelemetry SDK is missing: pip install 'spanner-outbox[opentelemetry]'"
         ) from error
     # The exporter logs each failed attempt.
-    LostMetrics("the OTLP endpoint").replace("opentelemetry.exporter", "opentelemetry.sdk")
+    LostMetrics("the OTLP endpoint", "opentelemetry.exporter", "opentelemetry.sdk")
     resource = Resource.create()
     if str(resource.attributes["service.name"]).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": "publishworker"}))

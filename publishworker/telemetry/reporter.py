@@ -9,15 +9,14 @@ from outbox.shared.throttled_log import ThrottledLog
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
-from publishworker.topics.circuit_breaker import FORGET_SECONDS, MAX_TARGET_PROBE_SECONDS, CircuitChange
+from publishworker.topics.circuit_breaker import CircuitChange
 from publishworker.types import BatchResult, Turn
 
 _log = logging.getLogger("publishworker")
 
 #: Seconds between two summaries.
 SUMMARY_SECONDS = 60.0
-#: Latency samples of one batch, roughly. More would crowd the counts out of the agent's socket. Each sample stands for
-#: several tasks.
+#: Approximate number of latency samples of one batch. More would crowd the counts out of the agent's socket.
 LATENCY_SAMPLES = 20
 #: Max lines a minute about failed tasks of one topic and reason. The others are counted.
 FAILURE_LINES = 100
@@ -33,7 +32,7 @@ class Reporter:
         self._clock = clock
         self._work: Counter[str] = Counter()
         self._work_since = 0.0
-        self._open: dict[str, float] = {}  # topics whose open circuit was logged, and when a probe last failed
+        self._logged_open: set[str] = set()  # topics whose open circuit was logged
 
     def batch(self, result: BatchResult) -> None:
         """Count the outcomes of a batch, and log what went wrong."""
@@ -48,8 +47,6 @@ class Reporter:
                 self._metrics.sample(m.PHASE_DURATION, seconds, phase=phase)
             for seconds in result.waited.values():
                 self._metrics.sample(m.LATENCY, seconds, rate=LATENCY_SAMPLES / len(result.waited), topic=topic)
-        for reason, count in Counter(failure.reason for failure in result.failed().values()).items():
-            self._metrics.count(m.FAILED, count, topic=topic, reason=reason)
         self._failures(result)
         if result.error is None:
             self._metrics.count(m.DEFERRED, len(result.deferred), topic=topic)
@@ -72,27 +69,25 @@ class Reporter:
 
     def circuit(self, change: CircuitChange) -> None:
         """Log that a circuit has opened or closed: at most one pair of lines a minute, even if the topic flaps."""
-        topic, failure, now = change.topic, change.failure, self._clock()
+        topic, failure = change.topic, change.failure
         if failure is None:
-            if self._open.pop(topic, None) is not None:
+            if topic in self._logged_open:
+                self._logged_open.remove(topic)
                 _log.info(
                     "Circuit closed for topic %s after %.1f s: publishing resumes.", topic, change.seconds,
                     extra={"action": "circuit_closed"},
                 )  # fmt: skip
             return
-        # A circuit is forgotten without a change if no task is left to probe the topic with.
-        oldest = now - FORGET_SECONDS - MAX_TARGET_PROBE_SECONDS
-        self._open = {each: at for each, at in self._open.items() if at > oldest}
-        if not change.seconds:
-            self._open.pop(topic, None)
+        if not change.seconds:  # an earlier circuit may have been forgotten without a change
+            self._logged_open.discard(topic)
         tasks = "up to 10 tasks" if kind_of(failure.reason) is FailureKind.TARGET else "one task"
-        if topic in self._open or self._throttled_log.log(
+        if topic not in self._logged_open and self._throttled_log.log(
             "circuit_open",
             topic,
             f"Circuit open for topic {topic}: probing with {tasks}, holding the rest. "
             f"{failure.reason}: {failure.error}",
         ):
-            self._open[topic] = now
+            self._logged_open.add(topic)
 
     def poll(self, seconds: float) -> None:
         """Record how long a poll took."""
@@ -119,34 +114,32 @@ class Reporter:
             self._work.clear()
 
     def _failures(self, result: BatchResult) -> None:
-        """Log each failed attempt that was recorded. The others are covered by the line about the open circuit."""
-        topic, written = result.batch.topic, result.recorded if result.error is None else {}
-        dead: Counter[str] = Counter()
-        for id, failure in result.failed().items():
-            recorded = written.get(id)
-            about = {"task_id": id, "topic": topic, "reason": failure.reason, "trace_id": result.traces.get(id)}
-            fields = {name: value for name, value in about.items() if value is not None}
-            if recorded is None:
+        """Count failed attempts, and log the recorded ones. The line about the open circuit covers the others."""
+        topic, failed = result.batch.topic, result.failed()
+        recorded = result.recorded if result.error is None else {}
+        dead = [failure for id, failure in failed.items() if id in recorded and recorded[id].dead]
+        for metric, failures in ((m.FAILED, failed.values()), (m.DEAD, dead)):
+            for reason, count in Counter(failure.reason for failure in failures).items():
+                self._metrics.count(metric, count, topic=topic, reason=reason)
+        for id, failure in failed.items():
+            fields: dict[str, object] = {"task_id": id, "topic": topic, "reason": failure.reason}
+            if id in result.traces:
+                fields["trace_id"] = result.traces[id]
+            if (mark := recorded.get(id)) is None:
                 _log.debug("Task %s of topic %s was not sent: %s", id, topic, failure.error, extra={"fields": fields})
                 continue
-            what = f"Task {id} of topic {topic} failed in attempt {recorded.attempts}: {recorded.error}"
-            if recorded.dead:
-                dead[failure.reason] += 1
-                action = "dead"
-                what += ". The task is dead. Fix the cause, then run `outbox retry` or `outbox discard`"
-            else:
-                action = "publish_failed"
-                if recorded.available_at is not None:
-                    what += f". It will be retried after {recorded.available_at:%Y-%m-%dT%H:%M:%SZ}"
+            next_step = ""
+            if mark.dead:
+                next_step = ". The task is dead. Fix the cause, then run `outbox retry` or `outbox discard`"
+            elif mark.available_at is not None:
+                next_step = f". It will be retried after {mark.available_at:%Y-%m-%dT%H:%M:%SZ}"
             self._throttled_log.log(
-                action,
+                "dead" if mark.dead else "publish_failed",
                 f"{topic} {failure.reason}",
-                what,
+                f"Task {id} of topic {topic} failed in attempt {mark.attempts}: {mark.error}{next_step}",
                 max_lines=FAILURE_LINES,
-                fields={**fields, "attempt": recorded.attempts},
+                fields={**fields, "attempt": mark.attempts},
             )
-        for reason, count in dead.items():
-            self._metrics.count(m.DEAD, count, topic=topic, reason=reason)
 
 
 def _numbers(turn: Turn) -> dict[str, int]:
