@@ -1,6 +1,5 @@
-"""The checks of a verification. Each yields what it found, with its figures."""
+"""The checks of a verification. Each returns a verdict, a sentence and its figures."""
 
-import re
 import statistics
 import threading
 import time
@@ -21,9 +20,10 @@ import outbox
 from outbox.admin import backlog, changes, tasks
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
+from outbox.admin.topics import TopicTable
 from outbox.errors import OutboxError
 from outbox.message import MAX_ATTRIBUTES, MAX_REQUEST_BYTES
-from outbox.storage import schema
+from outbox.storage import ddl, schema
 from outbox.storage.connection import open_database
 from outbox.testing import RecordingTransaction
 from publishworker.batching import Limits
@@ -35,7 +35,7 @@ from publishworker.retry_policy import RetryPolicy
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry.metrics import Metrics
-from publishworker.types import Failed, Key, LockedRow, Mark, Outcome, PollRequest, Sent, TopicControls
+from publishworker.types import Failed, Key, LockedRow, Mark, Outcome, PollRequest, Sent
 from publishworker.verify import plans
 from publishworker.verify.scratch import TOPICS, Scratch
 
@@ -51,44 +51,41 @@ HELD_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """The result of one check: what was found and what to do, figures by name, and plans by statement."""
+class Finding:
+    """The result of a check: what was found and what to do, figures by name, and plans by statement."""
 
-    name: str
     verdict: str
     text: str
     figures: Mapping[str, Any] = field(default_factory=dict)
     plans: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-def run_all(scratch: Scratch, progress: Callable[[str], None]) -> Iterator[Check]:
-    """Run all checks in their order. An unexpected answer of a service fails the check and not the others."""
+def run_all(scratch: Scratch, progress: Callable[[str], None]) -> Iterator[tuple[str, Finding]]:
+    """Run all checks in their order. An unexpected answer of a service fails only its check."""
     for name, check in CHECKS.items():
         progress(name)
         try:
-            yield from check(scratch)
+            yield name, check(scratch)
         except (GoogleAPIError, OutboxError) as error:
-            yield Check(name, FAILED, f"{type(error).__name__}: {error}")
+            yield name, Finding(FAILED, f"{type(error).__name__}: {error}")
 
 
-def _schema(scratch: Scratch) -> Iterator[Check]:
+def _schema(scratch: Scratch) -> Finding:
     wanted = schema.statements()
     schema.apply(scratch.database, wanted)
     again = {state for _, state in schema.apply(scratch.database, wanted)}
     wrong = schema.differences(scratch.database, wanted, free=())
     verdict = PASSED if again == {"exists"} and not wrong else FAILED
-    yield Check("schema", verdict, "; ".join(wrong) or "applied twice without changes, and matches schema.sql")
+    return Finding(verdict, "; ".join(wrong) or "applied twice without changes, and matches schema.sql")
 
 
-def _roles(scratch: Scratch) -> Iterator[Check]:
+def _roles(scratch: Scratch) -> Finding:
+    if scratch.is_emulator:
+        return Finding(NOT_AVAILABLE, "the emulator has no roles")
     database: Any = scratch.database
     installed = files("outbox") / "ddl" / "roles.sql"
     source = installed if installed.is_file() else Path(__file__).parents[2] / "schema" / "roles.sql"
-    text = re.sub(r"--.*", "", source.read_text(encoding="utf-8"))
-    if scratch.is_emulator:
-        yield Check("roles", NOT_AVAILABLE, "the emulator has no roles")
-        return
-    database.update_ddl([each.strip() for each in text.split(";") if each.strip()]).result(timeout=300)
+    database.update_ddl(ddl.cut(source.read_text(encoding="utf-8"))).result(timeout=300)
     verify_grants(open_database(replace(scratch.settings, database_role="publishworker")))
     application: Any = open_database(replace(scratch.settings, database_role="outbox_application"))
     with application.batch() as batch:
@@ -97,40 +94,35 @@ def _roles(scratch: Scratch) -> Iterator[Check]:
         with application.snapshot() as snapshot:
             list(snapshot.execute_sql("SELECT Data FROM AsynchronousTasks LIMIT 1"))
     except PermissionDenied:
-        yield Check("roles", PASSED, "worker and application have the grants that they need, and no others were found")
-    else:
-        yield Check("roles", FAILED, "outbox_application may read Data. Compare the grants with schema/roles.sql")
+        return Finding(PASSED, "worker and application have the grants that they need, and no others were found")
+    return Finding(FAILED, "outbox_application may read Data. Compare the grants with schema/roles.sql")
 
 
-def _load(scratch: Scratch) -> Iterator[Check]:
+def _load(scratch: Scratch) -> Finding:
     began = time.monotonic()
     scratch.load()
     seconds = time.monotonic() - began
-    yield Check("load", PASSED, f"{scratch.rows:,} tasks", {"rows": scratch.rows, "seconds": round(seconds, 1)})
+    return Finding(PASSED, f"{scratch.rows:,} tasks", {"rows": scratch.rows, "seconds": round(seconds, 1)})
 
 
-def _plans(scratch: Scratch) -> Iterator[Check]:
+def _plans(scratch: Scratch) -> Finding:
     """Profile every statement that the relay and the operators' commands send. Changes are planned, not executed."""
     found: dict[str, Sequence[str]] = {}
     wrong: list[str] = []
-    most: dict[str, int] = {}
-    scans = 0
+    figures: dict[str, int] = {}
     for request in _sent(scratch):
-        sql = " ".join(request.sql.split())
+        sql, tag = " ".join(request.sql.split()), request.request_options.request_tag
         root, stats = _profiled(scratch, request)
-        if root is None:
+        if root is None or not any(root.scans()):
             continue
-        scans += len(list(root.scans()))
         found[sql] = list(root.lines())
-        wrong += [f"{request.request_options.request_tag}: {each}" for each in plans.problems(root, sql)]
-        tag = request.request_options.request_tag
-        most[tag] = max(most.get(tag, 0), int(stats.get("rows_scanned", 0)))
-    if not scans:
-        yield Check("plans", NOT_AVAILABLE, "this engine shows no query plans")
-        return
+        wrong += [f"{tag}: {each}" for each in plans.problems(root, sql)]
+        name = f"rows scanned by {tag}"
+        figures[name] = max(figures.get(name, 0), int(stats.get("rows_scanned", 0)))
+    if not found:
+        return Finding(NOT_AVAILABLE, "this engine shows no query plans")
     text = "; ".join(dict.fromkeys(wrong)) or f"{len(found)} statements seek in the index or the table that they force"
-    figures = {f"rows scanned by {tag}": number for tag, number in sorted(most.items())}
-    yield Check("plans", FAILED if wrong else PASSED, text, figures, found)
+    return Finding(FAILED if wrong else PASSED, text, dict(sorted(figures.items())), found)
 
 
 def _sent(scratch: Scratch) -> list[ExecuteSqlRequest]:
@@ -189,7 +181,7 @@ def _profiled(scratch: Scratch, request: ExecuteSqlRequest) -> tuple[plans.Node 
         api.delete_session(name=session.name)
 
 
-def _topics(scratch: Scratch) -> Iterator[Check]:
+def _topics(scratch: Scratch) -> Finding:
     """Time an idle poll, which must not cost much more with many topics."""
     store, figures = scratch.store(), {}
     for count in POLLED_TOPICS[: 2 if scratch.is_emulator else None]:
@@ -197,14 +189,13 @@ def _topics(scratch: Scratch) -> Iterator[Check]:
         request = PollRequest(shards=tuple(store.layouts[0].ids), topics=names, per_range=80, due=True)
         figures[f"{count} topics, ms"] = round(statistics.median(_times_ms(partial(store.poll, request), 5)), 1)
     if scratch.is_emulator:
-        yield Check("topics", NOT_AVAILABLE, "the emulator scans the table for each range", figures)
-        return
+        return Finding(NOT_AVAILABLE, "the emulator scans the table for each range", figures)
     slow = figures["100 topics, ms"] > MAX_POLL_MS
     text = f"an idle poll of 100 topics takes {figures['100 topics, ms']} ms, the limit is {MAX_POLL_MS:g} ms"
-    yield Check("topics", FAILED if slow else PASSED, text, figures)
+    return Finding(FAILED if slow else PASSED, text, figures)
 
 
-def _locks(scratch: Scratch) -> Iterator[Check]:
+def _locks(scratch: Scratch) -> Finding:
     """Claim the same tasks twice. The second claim must wait for the first, and find its marks."""
     store, ids = scratch.store(), scratch.register(TOPICS[0], 100)
     held, marks = threading.Event(), dict.fromkeys(ids, Sent("verify"))
@@ -230,10 +221,10 @@ def _locks(scratch: Scratch) -> Iterator[Check]:
     unsent = sum(row.sent_at is None for row in attempts[-1])
     good = not unsent and waited > HELD_SECONDS / 2
     text = f"the second claim waited {waited:.1f} s and found {unsent} unsent tasks"
-    yield Check("locks", PASSED if good else FAILED, text, {"waited, s": round(waited, 2), "attempts": len(attempts)})
+    return Finding(PASSED if good else FAILED, text, {"waited, s": round(waited, 2), "attempts": len(attempts)})
 
 
-def _registrations(scratch: Scratch) -> Iterator[Check]:
+def _registrations(scratch: Scratch) -> Finding:
     """Time registrations alone, and beside a relay that sends a backlog. Registrations must not wait for its locks."""
 
     def register() -> object:
@@ -258,31 +249,30 @@ def _registrations(scratch: Scratch) -> Iterator[Check]:
         for name, times in (("alone", alone), ("beside a relay", beside))
         for part, value in (("median", statistics.median(times)), ("99th percentile", times[int(0.99 * len(times))]))
     }
-    text = "compare the 99th percentiles: a registration inserts other rows, so it waits for no lock of the relay"
     if scratch.is_emulator:
-        yield Check("registrations", NOT_AVAILABLE, "the emulator runs one transaction at a time", figures)
-    else:
-        yield Check("registrations", PASSED, text, figures)
+        return Finding(NOT_AVAILABLE, "the emulator runs one transaction at a time", figures)
+    text = "compare the 99th percentiles: a registration inserts other rows, so it waits for no lock of the relay"
+    return Finding(PASSED, text, figures)
 
 
-def _batch_sizes(scratch: Scratch) -> Iterator[Check]:
+def _batch_sizes(scratch: Scratch) -> Finding:
     """Send tasks with each batch size, with a publisher that answers at once, so that only Spanner counts."""
-    figures: dict[str, Any] = {}
+    others = [*TOPICS, scratch.settings.database]  # unsent tasks of earlier checks
+    TopicTable(TaskTable(scratch.database)).change("pause", others, {"Paused": True})
     speeds = {}
     for size in BATCH_SIZES:
         topic = f"{scratch.settings.database}-{size}"
         count = min(SWEPT_TASKS, max(size, scratch.rows // 10))
         scratch.register(topic, count)
-        relay, sent, began = _relay(scratch, size, topic), 0, time.monotonic()
+        relay, sent, began = _relay(scratch, size), 0, time.monotonic()
         while sent < count and time.monotonic() - began < 120:
             sent += relay.turn().published
         sent += relay.finish().published
         speeds[size] = sent / (time.monotonic() - began)
-        figures[f"{size} tasks, tasks/s"] = round(speeds[size])
     best = max(speeds, key=speeds.__getitem__)
     enough = next(size for size in BATCH_SIZES if speeds[size] >= 0.9 * speeds[best])
     text = f"--batch-size {enough} reaches 90 % of the fastest ({best}). The default is 100"
-    yield Check("batch sizes", PASSED, text, figures)
+    return Finding(PASSED, text, {f"{size} tasks, tasks/s": round(speed) for size, speed in speeds.items()})
 
 
 class _InstantPublisher:
@@ -295,13 +285,10 @@ class _InstantPublisher:
         return {}
 
 
-def _relay(scratch: Scratch, batch_size: int, topic: str = "") -> Relay:
-    """Return a relay that publishes nowhere. It sends only the tasks of `topic`, if one is given."""
+def _relay(scratch: Scratch, batch_size: int) -> Relay:
+    """Return a relay that publishes nowhere."""
     store, random = scratch.store(), Random()  # noqa: S311 - it spreads load, and protects nothing
     retries = RetryPolicy(initial=1, longest=3600, max_attempts=10, dead_after=86_400, random=random)
-    if topic:
-        discover, others = store.discover, TopicControls(paused=frozenset(TOPICS) | {scratch.settings.database})
-        store.discover = lambda *given: replace(discover(*given), controls=others)  # type: ignore[method-assign]  # its own
     return Relay(
         store,
         Delivery(store, _InstantPublisher(), retries, 5.0, skip_dead=False),
@@ -314,24 +301,22 @@ def _relay(scratch: Scratch, batch_size: int, topic: str = "") -> Relay:
     )
 
 
-def _pubsub_limits(scratch: Scratch) -> Iterator[Check]:
+def _pubsub_limits(scratch: Scratch) -> Finding:
     """Publish at and beyond each limit, and compare the answers with what the library allows."""
-    wrong, ignored = [], []
+    refused, accepted = [], []
     for name, messages, allowed in _limit_cases(scratch.topic):
         try:
             scratch.topics.publish(topic=scratch.topic, messages=messages, timeout=60, retry=None)
-            accepted = True
         except GoogleAPIError:
-            accepted = False
-        if allowed and not accepted:
-            wrong.append(f"{name} is refused, and `register` or the relay allows it")
-        elif accepted and not allowed:
-            ignored.append(f"{name} is accepted, and `register` or the relay refuses it")
-    if ignored and not wrong and scratch.is_emulator:
-        yield Check("Pub/Sub limits", NOT_AVAILABLE, f"the emulator does not enforce all limits: {'; '.join(ignored)}")
-        return
-    wrong += ignored
-    yield Check("Pub/Sub limits", FAILED if wrong else PASSED, "; ".join(wrong) or "the library and Pub/Sub agree")
+            if allowed:
+                refused.append(f"{name} is refused, and `register` or the relay allows it")
+        else:
+            if not allowed:
+                accepted.append(f"{name} is accepted, and `register` or the relay refuses it")
+    if accepted and not refused and scratch.is_emulator:
+        return Finding(NOT_AVAILABLE, f"the emulator does not enforce all limits: {'; '.join(accepted)}")
+    wrong = "; ".join(refused + accepted)
+    return Finding(FAILED if wrong else PASSED, wrong or "the library and Pub/Sub agree")
 
 
 def _limit_cases(topic: str) -> Iterator[tuple[str, list[PubsubMessage], bool]]:
@@ -365,7 +350,7 @@ def _times_ms(call: Callable[[], object], count: int) -> list[float]:
     return sorted(times)
 
 
-CHECKS: dict[str, Callable[[Scratch], Iterator[Check]]] = {
+CHECKS: dict[str, Callable[[Scratch], Finding]] = {
     "schema": _schema,
     "roles": _roles,
     "load": _load,

@@ -3,7 +3,9 @@
 import argparse
 import dataclasses
 import sys
+import uuid
 from collections import Counter
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -14,19 +16,19 @@ from outbox.cli.output import as_json, table
 from outbox.errors import SettingError
 from publishworker import exits
 from publishworker.settings import WorkerSettings
-from publishworker.verify.checks import CHECKS, FAILED, Check, run_all
-from publishworker.verify.scratch import named, scratch
+from publishworker.verify.checks import CHECKS, FAILED, Finding, run_all
+from publishworker.verify.scratch import scratch
 
 
 def verify(options: argparse.Namespace) -> int:
     """Run all checks on a scratch database. Return 1 if one of them fails."""
-    flags = vars(options)
     if options.rows < 100:
         raise SettingError(f"--rows: {options.rows} is not allowed: it must be at least 100")
     if options.report and not Path(options.report).absolute().parent.is_dir():
         raise SettingError(f"--report: the folder of {options.report!r} does not exist")
     # Not OUTBOX_DATABASE, which names the database of the application.
-    settings = named(WorkerSettings.read(flags | {"database": flags["database"] or "scratch"}), flags["database"] or "")
+    name = options.database or f"outbox-verify-{uuid.uuid4().hex[:8]}"
+    settings = WorkerSettings.read(vars(options) | {"database": name})
     confirm(
         f"This creates database {settings.database} in instance {settings.instance} and a topic of the same name in "
         f"project {settings.project}, loads {options.rows:,} tasks, and takes minutes. Both are "
@@ -34,28 +36,28 @@ def verify(options: argparse.Namespace) -> int:
         yes=options.yes,
     )
     with scratch(settings, options.rows, keep=options.keep) as target:
-        found = list(run_all(target, _progress))
-    print(_as_json(found) if options.json else _as_table(found))
+        found = dict(run_all(target, _progress))
+    if options.json:
+        print(as_json({"checks": [{"name": name} | dataclasses.asdict(each) for name, each in found.items()]}))
+    else:
+        print(_as_table(found))
     if options.report:
         Path(options.report).write_text(_page().render(checks=found, settings=settings), encoding="utf-8")
-    return exits.FAILED if any(check.verdict == FAILED for check in found) else exits.DONE
+    return exits.FAILED if any(each.verdict == FAILED for each in found.values()) else exits.DONE
 
 
 def _progress(name: str) -> None:
     print(f"publishworker: {name} ({list(CHECKS).index(name) + 1} of {len(CHECKS)})", file=sys.stderr, flush=True)
 
 
-def _as_table(found: list[Check]) -> str:
-    lines = [table(("CHECK", "VERDICT", "FINDING"), [(each.name, each.verdict, each.text) for each in found])]
-    for each in found:
-        if each.figures:
-            lines += ["", table((each.name.upper(), "FIGURE"), [(name, value) for name, value in each.figures.items()])]
-    verdicts = Counter(each.verdict for each in found)
-    return "\n".join([*lines, "", ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())])
-
-
-def _as_json(found: list[Check]) -> str:
-    return as_json({"checks": [dataclasses.asdict(each) for each in found]})
+def _as_table(found: Mapping[str, Finding]) -> str:
+    rows = [(name, each.verdict, each.text) for name, each in found.items()]
+    tables = [table(("CHECK", "VERDICT", "FINDING"), rows)]
+    tables += [
+        table((name.upper(), "FIGURE"), list(each.figures.items())) for name, each in found.items() if each.figures
+    ]
+    verdicts = Counter(each.verdict for each in found.values())
+    return "\n\n".join([*tables, ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())])
 
 
 @cache

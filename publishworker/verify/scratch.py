@@ -1,23 +1,23 @@
 """The scratch database and topic of a verification: created, filled, and dropped."""
 
+import base64
 import contextlib
 import sys
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from google.api_core.exceptions import GoogleAPIError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
-from google.pubsub_v1 import PublisherClient
+from google.pubsub_v1 import PublisherClient, PubsubMessage
 
 import outbox
 from outbox.errors import NotReached, OutboxError
 from outbox.shared.pubsub import open_pubsub
 from outbox.storage import schema
 from outbox.storage.connection import LimitedDatabase, open_database, uses_emulator
-from outbox.testing import RecordingTransaction
 from publishworker.settings import WorkerSettings
 from publishworker.spanner.emulator import EmulatorStore
 from publishworker.spanner.store import SpannerStore
@@ -64,9 +64,7 @@ class Scratch:
     def load(self) -> None:
         """Insert `rows` tasks: one in PENDING_EACH is pending, the others were sent within the last hour."""
         now = datetime.now(UTC)
-        message = RecordingTransaction()
-        outbox.register(message, TOPICS[0], b"x" * 300)
-        data = message.inserts[0][2][0][message.inserts[0][1].index("Data")]
+        data = base64.b64encode(PubsubMessage.serialize(PubsubMessage(data=b"x" * 300)))
         for start in range(0, self.rows, CHUNK):
             with self._batch() as batch:
                 rows = [
@@ -83,11 +81,6 @@ class Scratch:
     def _batch(self) -> Any:
         database: Any = self.database  # its methods carry no types
         return database.batch(request_options={"transaction_tag": "outbox-verify"})
-
-
-def named(settings: WorkerSettings, name: str) -> WorkerSettings:
-    """Return the settings for the scratch database `name`, or for a new random name."""
-    return replace(settings, database=name or f"outbox-verify-{uuid.uuid4().hex[:8]}")
 
 
 @contextlib.contextmanager
