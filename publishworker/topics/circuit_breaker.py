@@ -7,7 +7,7 @@ fails doubles the time until the next one.
 """
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -53,9 +53,9 @@ class _OpenCircuit:
     spared: int = 0
 
     @property
-    def kind(self) -> FailureKind:
-        """Return the kind of the failure."""
-        return kind_of(self.failure.reason)
+    def is_outage(self) -> bool:
+        """Tell whether the service is unavailable. Otherwise the topic is missing or refuses messages."""
+        return kind_of(self.failure.reason) is FailureKind.OUTAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class CircuitBreakers:
         """Close all circuits. Probes of topics with an outage may time out, so they use a quarter of the `places`."""
         self._random = random
         self._clock = clock
-        self._most_probes = max(1, places // 4)
+        self._max_probes = max(1, places // 4)
         self._open: dict[str, _OpenCircuit] = {}
         self._failing: set[str] = set()  # topics that had an outage and have published nothing since
         self._outages: Counter[str] = Counter()  # outages so far, by topic
@@ -89,8 +89,8 @@ class CircuitBreakers:
         for topic in [topic for topic, circuit in self._open.items() if now > circuit.until + FORGET_SECONDS]:
             self._forget(topic)
         held = {topic for topic, circuit in self._open.items() if circuit.probing or now < circuit.until}
-        outages = {topic: circuit for topic, circuit in self._open.items() if circuit.kind is FailureKind.OUTAGE}
-        free = self._most_probes - sum(circuit.probing for circuit in outages.values())
+        outages = {topic: circuit for topic, circuit in self._open.items() if circuit.is_outage}
+        free = self._max_probes - sum(circuit.probing for circuit in outages.values())
         due = sorted(outages.keys() - held, key=lambda topic: outages[topic].until)
         return frozenset(held).union(due[max(0, free) :])
 
@@ -105,7 +105,7 @@ class CircuitBreakers:
         return {
             topic: max(len(circuit.probed) + 1, circuit.depth)
             for topic, circuit in self._open.items()
-            if circuit.kind is FailureKind.OUTAGE and circuit.until <= now
+            if circuit.is_outage and circuit.until <= now
         }
 
     def seconds_to_probe(self) -> float | None:
@@ -126,22 +126,19 @@ class CircuitBreakers:
         if not self._open:
             return list(candidates), {}
         kept: list[Candidate] = []
-        of_outage: dict[str, list[Candidate]] = {}
+        of_outage: defaultdict[str, list[Candidate]] = defaultdict(list)
         for each in candidates:
             circuit = self._open.get(each.topic)
-            if circuit is not None and circuit.kind is FailureKind.OUTAGE:
-                of_outage.setdefault(each.topic, []).append(each)
-            else:
-                kept.append(each)
+            (of_outage[each.topic] if circuit and circuit.is_outage else kept).append(each)
         for topic, its in of_outage.items():
-            fresh = [each for each in its if each.id not in self._open[topic].probed]
+            circuit = self._open[topic]
+            fresh = [each for each in its if each.id not in circuit.probed]
             if not fresh and topic in cut_off:
-                circuit = self._open[topic]
                 circuit.depth = min(max(2 * circuit.depth, 10 * len(circuit.probed), 100), MAX_DEPTH)
             ready = [each for each in fresh if each.available_at is None]
             kept.append(self._random.choice(ready or fresh or its))
         return kept, {
-            topic: TARGET_PROBE_TASKS if circuit.kind is FailureKind.TARGET else OUTAGE_PROBE_TASKS
+            topic: OUTAGE_PROBE_TASKS if circuit.is_outage else TARGET_PROBE_TASKS
             for topic, circuit in self._open.items()
         }
 
@@ -167,7 +164,7 @@ class CircuitBreakers:
         circuit = self._open.get(result.batch.topic)
         if circuit is None or not result.batch.probe:
             return circuit is None
-        if circuit.kind is FailureKind.OUTAGE and circuit.spared < SPARED_PROBES:
+        if circuit.is_outage and circuit.spared < SPARED_PROBES:
             circuit.spared += 1
             return False
         circuit.spared = 0
@@ -215,7 +212,7 @@ class CircuitBreakers:
         return None
 
     def _keep_open(self, circuit: _OpenCircuit) -> _OpenCircuit:
-        longest = MAX_TARGET_PROBE_SECONDS if circuit.kind is FailureKind.TARGET else MAX_OUTAGE_PROBE_SECONDS
+        longest = MAX_OUTAGE_PROBE_SECONDS if circuit.is_outage else MAX_TARGET_PROBE_SECONDS
         circuit.seconds = min(circuit.seconds, longest)
         circuit.until = self._clock() + circuit.seconds * self._random.uniform(0.85, 1)
         if len(circuit.probed) > MAX_PROBED:

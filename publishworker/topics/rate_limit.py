@@ -51,16 +51,20 @@ class RateLimits:
         self._logged: Mapping[str, str] = {}
 
     def learn(self, limits: Mapping[str, TopicLimit], workers: int) -> None:
-        """Take in the limits, of which this worker gets one part in `workers`.
+        """Apply the limits, of which this worker gets one part in `workers`.
 
         An invalid row limits nothing, and is logged once a minute.
         """
         now = self._clock()
-        good = {topic: limit for topic, limit in limits.items() if self._makes_sense(topic, limit)}
-        part = f"of which this worker has 1/{workers}"
-        self._log_changes({topic: f"{_written(limit)}, {part}" for topic, limit in good.items()})
+        invalid = {topic: sentence for topic, limit in limits.items() if (sentence := problem(limit))}
+        for topic, sentence in invalid.items():
+            self._throttled_log.log(
+                "limits", topic, f"Invalid limits of topic {topic} in AsynchronousTaskTopics are ignored: {sentence}"
+            )
+        valid = {topic: limit for topic, limit in limits.items() if topic not in invalid}
+        self._log_changes(valid, workers)
         buckets: dict[str, _Bucket] = {}
-        for topic, limit in good.items():
+        for topic, limit in valid.items():
             if limit.rate is not None and limit.burst is not None:
                 burst = max(1.0, limit.burst / workers)
                 bucket = self._buckets.get(topic) or _Bucket(0.0, burst, burst, now)
@@ -70,7 +74,7 @@ class RateLimits:
                 buckets[topic] = bucket
         self._buckets = buckets
         self._in_flight = {
-            topic: max(1, limit.in_flight // workers) for topic, limit in good.items() if limit.in_flight is not None
+            topic: max(1, limit.in_flight // workers) for topic, limit in valid.items() if limit.in_flight is not None
         }
 
     def allowances(self, in_flight: Mapping[str, int]) -> dict[str, int]:
@@ -100,26 +104,16 @@ class RateLimits:
                 waits.append(bucket.missing / bucket.rate)
         return min(waits, default=None)
 
-    def _log_changes(self, limits: Mapping[str, str]) -> None:
-        """Log what has changed."""
-        for topic in sorted(self._logged.keys() | limits.keys()):
-            if (limit := limits.get(topic)) != self._logged.get(topic):
-                what = f"limited to {limit}" if limit else "limits removed"
-                _log.info("Topic %s: %s", topic, what, extra={"action": "limited"})
-        self._logged = limits
-
-    def _makes_sense(self, topic: str, limit: TopicLimit) -> bool:
-        wrong = problem(limit)
-        if wrong:
-            self._throttled_log.log(
-                "limits", topic, f"Invalid limits of topic {topic} in AsynchronousTaskTopics are ignored: {wrong}"
-            )
-        return not wrong
-
-
-def _written(limit: TopicLimit) -> str:
-    parts = ((limit.rate, "tasks a second"), (limit.burst, "at once"), (limit.in_flight, "in flight"))
-    return ", ".join(f"{value:g} {unit}" for value, unit in parts if value is not None)
+    def _log_changes(self, limits: Mapping[str, TopicLimit], workers: int) -> None:
+        changes = {}
+        for topic, limit in limits.items():
+            parts = ((limit.rate, "tasks a second"), (limit.burst, "at once"), (limit.in_flight, "in flight"))
+            text = ", ".join(f"{value:g} {unit}" for value, unit in parts if value is not None)
+            changes[topic] = f"limited to {text}, of which this worker has 1/{workers}"
+        for topic in sorted(self._logged.keys() | changes.keys()):
+            if (change := changes.get(topic, "limits removed")) != self._logged.get(topic):
+                _log.info("Topic %s: %s", topic, change, extra={"action": "limited"})
+        self._logged = changes
 
 
 def problem(limit: TopicLimit) -> str:
