@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.devtools.emulators import PUBSUB, SPANNER, Program
+from outbox.devtools.emulators import PUBSUB, SPANNER, Program, running_one
 from outbox.errors import NotReached
-from publishworker.testing.sharing import Sharing, ask, running_here
+from publishworker.testing.sharing import Sharing, ask
 
 if TYPE_CHECKING:
     from google.cloud.spanner_v1.database import Database
@@ -71,7 +71,7 @@ def _running(config: pytest.Config, program: Program) -> Iterator[str]:
     address = getattr(config, "workerinput", {}).get(_ADDRESS)
     with contextlib.ExitStack() as stack:
         try:
-            host = stack.enter_context(ask(address, program) if address else running_here(program))
+            host = stack.enter_context(ask(address, program) if address else running_one(program))
         except NotReached as error:
             if os.environ.get("CI"):
                 pytest.fail(str(error), pytrace=False)

@@ -1,7 +1,6 @@
 """A relay for tests, without a process, threads or waiting."""
 
 import contextlib
-import queue
 import threading
 import time
 import uuid
@@ -31,7 +30,7 @@ from publishworker.retry_policy import RetryPolicy
 from publishworker.settings import RelaySettings
 from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry.metrics import Metrics
-from publishworker.threads import Event, Queue
+from publishworker.threads import REAL_THREADS
 from publishworker.types import Failed, LockedRow, Outcome, Sent
 
 #: Seconds for one call, and until all published messages have arrived. The emulator takes milliseconds.
@@ -131,7 +130,7 @@ class OutboxRelay:
             limits=Limits(settings.batch_size, settings.batch_bytes, settings.concurrency),
             discovery_seconds=0,
             random=random,
-            threads=_Inline(),
+            threads=_InlineThreads(),
         )
 
     def _subscribe(self, topic: str) -> None:
@@ -159,54 +158,37 @@ class OutboxRelay:
         return [each.message for each in received]
 
 
-class _Publisher:
-    """Counts the messages of each topic that the publisher behind it has published, and loses answers on request."""
+class _Publisher(PubSubPublisher):
+    """Counts the published messages of each topic, and loses answers on request."""
 
     def __init__(self, settings: RelaySettings) -> None:
+        super().__init__(open_pubsub(settings), settings.project)
         self.counts: Counter[str] = Counter()  # by the topic's full name
         self.loses_answers = False
-        self._project = settings.project
-        self._publisher = PubSubPublisher(open_pubsub(settings), settings.project)
 
     def publish(
         self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
     ) -> dict[str, Outcome]:
-        outcomes = self._publisher.publish(topic, rows, seconds, singly)
+        outcomes = super().publish(topic, rows, seconds, singly)
         sent = [id for id, outcome in outcomes.items() if isinstance(outcome, Sent)]
         self.counts[topic_name(topic, self._project)] += len(sent)
         if self.loses_answers:
             outcomes |= dict.fromkeys(sent, Failed("unavailable", f"{topic}: the test has lost the answer"))
         return outcomes
 
-    def refusals(self, topic: str, rows: Sequence[LockedRow]) -> dict[str, Failed]:
-        return self._publisher.refusals(topic, rows)
 
-
-class _Inline:
+class _InlineThreads:
     """Threads that run to their end when they start, so that the order of events is the same each time."""
 
-    def thread(self, _name: str, target: Callable[..., None], *arguments: Any) -> "_Run":
-        return _Run(target, arguments)
+    queue, event, sleep = REAL_THREADS.queue, REAL_THREADS.event, REAL_THREADS.sleep
 
-    def queue(self) -> Queue:
-        return queue.SimpleQueue()
-
-    def event(self) -> Event:
-        return threading.Event()
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
+    def thread(self, _name: str, target: Callable[..., None], *arguments: Any) -> threading.Thread:
+        return _InlineThread(target=target, args=arguments)
 
 
-class _Run:
-    def __init__(self, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        self._target, self._arguments = target, arguments
-
+class _InlineThread(threading.Thread):
     def start(self) -> None:
-        self._target(*self._arguments)
-
-    def is_alive(self) -> bool:
-        return False
+        self.run()
 
     def join(self, timeout: float | None = None) -> None:
-        """It has ended."""
+        """Return at once: `start` has waited for the end."""

@@ -14,7 +14,6 @@ from outbox.errors import NotReached
 #: Host and port of the controller, and the key to it in hexadecimal digits. xdist passes only plain values.
 Address: TypeAlias = tuple[str, int, str]
 
-running_here = running_one
 _PROGRAMS = {program.variable: program for program in (SPANNER, PUBSUB)}
 
 
