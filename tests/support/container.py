@@ -29,7 +29,7 @@ MEMORY_LIMIT = 512 * 1024 * 1024
 #: second user namespace is what makes an ordinary user of the first one's root, under any user.
 _CONFINE = """
 mount -t tmpfs -o size=16m,mode=1777 tmpfs "$0" && mount -o remount,ro,bind / &&
-exec unshare --user --map-user=65532 --map-batch=65532 setpriv --no-new-privs "$@"
+exec unshare --user --map-user=65532 --map-group=65532 setpriv --no-new-privs "$@"
 """
 _NAMESPACES = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc")
 

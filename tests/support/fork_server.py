@@ -6,7 +6,7 @@
 
 `scripts` is a folder with the commands for the PATH of a shell. The server opens no gRPC channel, because gRPC does
 not survive a fork. It ends when this process ends, and the kernel then kills its children. Each child leads a process
-batch of its own.
+group of its own.
 """
 
 import atexit

@@ -44,7 +44,7 @@ def running_gateway() -> Iterator[Gateway]:
         str(programs / "gateway_main"), f"--hostname={child_process.LOOPBACK}", f"--grpc_port={grpc_port}",
         f"--http_port={http_port}", f"--grpc_binary={programs / 'emulator_main'}",
     ]  # fmt: skip
-    # A batch of its own: the gateway starts the emulator and leaves it behind.
+    # A process group of its own: the gateway starts the emulator and leaves it behind.
     process = subprocess.Popen(
         tied(command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
