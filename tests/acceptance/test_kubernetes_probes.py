@@ -15,8 +15,8 @@ from outbox.devtools.emulators import Emulators
 from publishworker.healthcheck import MAX_AGE
 from publishworker.telemetry import metrics as m
 from publishworker.topics.circuit_breaker import MAX_OUTAGE_PROBE_SECONDS
-from tests.support.agent import listening
 from tests.support.container import NOTICE_SECONDS, Probe, altered, settings
+from tests.support.dogstatsd import listening
 from tests.support.outages import cpu_seconds, log_count, log_lines, recorded, seconds_until
 from tests.support.processes import Process
 from tests.support.proxy import Proxy

@@ -35,7 +35,7 @@ def test_every_sent_metric_is_documented_with_its_tags(
         register(database, topic, 40)
         wanted = {metric.name for metric in USUAL} | {m.FAILED.name, m.DEAD.name, m.CIRCUIT_STATE.name}
         eventually(lambda: wanted <= {each.name for each in list(agent.heard)}, seconds=40)
-        eventually(lambda: agent.total(m.PUBLISHED.name) == 40, seconds=30)
+        eventually(lambda: agent.counts[m.PUBLISHED.name] == 40, seconds=30)
         process.end()
         assert "Traceback" not in process.stderr
     for each in agent.heard:

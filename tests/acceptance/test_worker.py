@@ -12,7 +12,7 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
 from publishworker.telemetry import metrics as m
-from tests.support.agent import listening
+from tests.support.dogstatsd import listening
 from tests.support.proxy import Proxy, silent_port
 from tests.support.pubsub import Subscription
 from tests.support.relays import EACH_ONCE, account, register, unsent, wait_until_all_sent, worker

@@ -11,8 +11,8 @@ from outbox.storage.ddl import statements
 from publishworker.telemetry import metrics as m
 from tests.benchmarks.bench import Bench, Table, fresh_table
 from tests.benchmarks.results import Section, figures
-from tests.support.agent import Agent, listening
 from tests.support.counting import Counting
+from tests.support.dogstatsd import Agent, listening
 from tests.support.processes import Process
 from tests.support.relays import divided, shards_of, wait_until_all_sent, worker
 from tests.support.spanner import ADMIN_SECONDS

@@ -1,10 +1,11 @@
-"""A DogStatsD agent on a Unix socket that appears and disappears, and keeps each sample."""
+"""DogStatsD agents that keep each sample."""
 
 import contextlib
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 #: DogStatsD's names for the types in the table of metrics.
@@ -34,39 +35,65 @@ def samples(packet: str) -> Iterator[Sample]:
                 yield Sample(name, float(each), TYPES[kind], frozenset(tags.split(",") if tags else ()))
 
 
-@dataclass(slots=True)
-class UnixAgent:
-    """Listens at `path` while it is there; `heard` is everything that came."""
+class Agent:
+    """`heard` is every sample that came while the agent was there."""
 
-    path: Path
-    heard: list[Sample] = field(default_factory=list)
+    def __init__(self, url: str) -> None:
+        self.environment = {"DD_DOGSTATSD_URL": url}
+        self.heard: list[Sample] = []
 
     @property
-    def environment(self) -> dict[str, str]:
-        return {"DD_DOGSTATSD_URL": f"unix://{self.path}"}
-
-    def total(self, name: str) -> int:
-        return int(sum(each.value for each in list(self.heard) if each.name == name))
+    def counts(self) -> Counter[str]:
+        """Return the sums of all counters by name."""
+        sums: Counter[str] = Counter()
+        for each in list(self.heard):
+            if each.type == "count":
+                sums[each.name] += int(each.value)
+        return sums
 
     def named(self, name: str) -> list[Sample]:
         return [each for each in list(self.heard) if each.name == name]
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Be there for the time of the block; the socket's file is gone afterwards, as with a pod of an agent."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
-            end.bind(str(self.path))
-            thread = threading.Thread(target=self._listen, args=(end,), daemon=True)
-            thread.start()
-            try:
-                yield
-            finally:
-                with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
-                    own.sendto(b"stop", str(self.path))
-                thread.join(5)
-                self.path.unlink()
+    def _served(self, end: socket.socket) -> Iterator[None]:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+        thread = threading.Thread(target=self._listen, args=(end,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            end.sendto(b"stop", end.getsockname())
+            thread.join(5)
 
     def _listen(self, end: socket.socket) -> None:
         while (packet := end.recv(1 << 20)) != b"stop":
             self.heard.extend(samples(packet.decode()))
+
+
+class UnixAgent(Agent):
+    """An agent on a Unix socket, which appears and disappears."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"unix://{path}")
+        self.path = path
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Be there for the time of the block; the socket's file is gone afterwards, as with a pod of an agent."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+            end.bind(str(self.path))
+            try:
+                with self._served(end):
+                    yield
+            finally:
+                self.path.unlink()
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[Agent]:
+    """Yield an agent on a UDP port."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
+        end.bind(("127.0.0.1", 0))
+        agent = Agent(f"udp://127.0.0.1:{end.getsockname()[1]}")
+        with agent._served(end):
+            yield agent
