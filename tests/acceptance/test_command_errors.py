@@ -9,7 +9,8 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from tests.support.commands import Commands, control_codes, fill, here, row, table
+from tests.support.commands import Commands, control_codes, here, row, table
+from tests.support.operations import insert
 from tests.support.processes import Finished
 from tests.support.proxy import hanging, refusing
 
@@ -60,7 +61,7 @@ def test_help_has_an_example_and_needs_no_database(name: str):
 def test_no_control_code_of_a_row_reaches_the_output(outbox: Commands, database: Database):
     """In ids, topics, keys and errors, on stdout and stderr, for people and programs; the ids still come back whole."""
     topics = {each: f"topic {each}" if each in HOSTILE[6:8] else "orders" for each in HOSTILE}
-    fill(database, [row(each, "dead", topic=topics[each], OrderingKey=each, LastError=each) for each in HOSTILE])
+    insert(database, [row(each, "dead", topic=topics[each], OrderingKey=each, LastError=each) for each in HOSTILE])
     listed = [outbox.here(*words.split()) for words in ("list", "list --json", "status --exact", "topics --exact")]
     listed += [outbox.here("show", "--", each) for each in HOSTILE[6:8]]
     listed += [outbox.here("list", "--topic", HOSTILE[6]), outbox.here("show", f"{HOSTILE[6]}{HOSTILE[7]}")]
@@ -76,7 +77,7 @@ def test_no_control_code_of_a_row_reaches_the_output(outbox: Commands, database:
 
 def test_hostile_ids_are_taken_literally(outbox: Commands, database: Database):
     """None is taken for a flag, a pattern or SQL: exactly these are changed, and an unknown one is named harmlessly."""
-    fill(database, [row(each, "dead") for each in (*HOSTILE, "bystander")])
+    insert(database, [row(each, "dead") for each in (*HOSTILE, "bystander")])
     done = outbox.run("retry", "--", *HOSTILE, "\x1b[2Jnobody")
     assert (done.code, done.stdout) == (1, f"will be sent again: {len(HOSTILE)} tasks\n")
     assert done.stderr.endswith("not in the table: \\x1b[2Jnobody\n")

@@ -11,7 +11,8 @@ from google.cloud.spanner_v1.instance import Instance
 
 from outbox.admin import backlog
 from outbox.devtools.emulators import Emulators
-from tests.support.commands import TRACE, Commands, fill, row
+from tests.support.commands import TRACE, Commands, row
+from tests.support.operations import insert
 from tests.support.spanner import count, outbox_database
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("many-tasks")]  # the table is filled once
@@ -24,8 +25,8 @@ IS_DEAD = "AvailableAt = TIMESTAMP '9999-12-31T00:00:00Z' AND Attempts = 16"
 def large(spanner_instance: Instance) -> Iterator[Database]:
     """A database with more dead tasks than a command changes without a question; one test makes them pending."""
     with outbox_database(spanner_instance) as created:
-        fill(created, [row(f"pending-{n:05}") for n in range(PENDING)])
-        fill(created, [row(f"dead-{n:05}", "dead", topic="invoices") for n in range(DEAD)])
+        insert(created, [row(f"pending-{n:05}") for n in range(PENDING)])
+        insert(created, [row(f"dead-{n:05}", "dead", topic="invoices") for n in range(DEAD)])
         yield created
 
 
@@ -39,7 +40,7 @@ def test_counts_stop_early_unless_max_pending_needs_them(
 ):
     """The output marks a count that stopped. --max-pending is decided also above the number where counts stop."""
     monkeypatch.setattr(backlog, "COUNT_LIMIT", PENDING)
-    fill(database, [row(f"{n}", OrderingKey="key") for n in range(PENDING)])  # one key, so one shard
+    insert(database, [row(f"{n}", OrderingKey="key") for n in range(PENDING)])  # one key, so one shard
     for number, code, stopped in (("99", 1, ["pending"]), ("100", 0, [])):
         done = Commands(emulators, database).here("status", "--json", "--max-pending", number)
         [line] = json.loads(done.stdout)["topics"]

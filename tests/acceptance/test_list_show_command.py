@@ -12,7 +12,8 @@ from google.cloud.spanner_v1.instance import Instance
 import outbox as api
 from outbox.devtools.emulators import Emulators
 from outbox.storage.task_states import STATES
-from tests.support.commands import HOUR, Commands, fill, row
+from tests.support.commands import HOUR, Commands, row
+from tests.support.operations import insert
 from tests.support.relays import insert_undecodable
 from tests.support.spanner import outbox_database, query
 
@@ -24,7 +25,7 @@ def filled(emulators: Emulators, spanner_instance: Instance) -> Iterator[Command
     """The commands on a table with tasks of each state, which no test changes."""
     with outbox_database(spanner_instance) as created:
         due = datetime.now(UTC) - timedelta(minutes=1)
-        fill(
+        insert(
             created,
             [
                 row("young"), row("old", age=3 * HOUR), row("low", Priority=0, age=9 * HOUR),

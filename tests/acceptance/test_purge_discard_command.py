@@ -7,7 +7,8 @@ from datetime import UTC, datetime, timedelta
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from tests.support.commands import HOUR, SECONDS, Commands, fill, row, table
+from tests.support.commands import HOUR, SECONDS, Commands, row, table
+from tests.support.operations import insert
 from tests.support.spanner import count
 from tests.support.waiting import eventually
 
@@ -33,7 +34,7 @@ def test_purge_deletes_old_sent_tasks_only(outbox: Commands, database: Database)
         row("just-too-old", "sent", age=30 * DAY + HOUR),
         row("with-a-key", "sent", age=32 * DAY, Priority=1, OrderingKey="key"),
     ]
-    fill(database, [*kept, *gone, row("other-topic", "sent", topic="invoices", age=900 * DAY)])
+    insert(database, [*kept, *gone, row("other-topic", "sent", topic="invoices", age=900 * DAY)])
     before = table(database)
     for time in ("0s", "59s", now.isoformat(), "2090-01-01T00:00:00Z"):
         refused = outbox.here("purge", "--sent-before", time)
@@ -47,14 +48,14 @@ def test_purge_deletes_old_sent_tasks_only(outbox: Commands, database: Database)
     assert (narrowed.code, narrowed.stdout, narrowed.stderr) == (0, "deleted: 2 tasks\n", "")
     whole = outbox.run("purge", "--sent-before", f"{(datetime.now(UTC) - 30 * DAY).isoformat()}")
     assert (whole.code, whole.stdout) == (0, "deleted: 1 task\n")
-    assert table(database) == {id: before[id] for id, *_ in kept}
+    assert table(database) == {each["Id"]: before[each["Id"]] for each in kept}
 
 
 def test_a_purge_can_be_continued_after_sigterm(emulators: Emulators, own_database: Database):
     """Exit 1 with the number, and the command that it prints deletes the rest and nothing that became old meanwhile."""
     outbox = Commands(emulators, own_database)
-    fill(own_database, [row(f"old-{n}", "sent", age=2 * DAY) for n in range(600)])
-    fill(own_database, [row("young", "sent"), row("unsent")])
+    insert(own_database, [row(f"old-{n}", "sent", age=2 * DAY) for n in range(600)])
+    insert(own_database, [row("young", "sent"), row("unsent")])
     with outbox.started("purge", "--sent-before", "1d", "--topic", "orders") as process:
         eventually(lambda: count(own_database, "TRUE") < 602, seconds=SECONDS)
         process.stop()
@@ -72,7 +73,9 @@ def test_a_purge_can_be_continued_after_sigterm(emulators: Emulators, own_databa
 
 def test_discard_asks_and_deletes_dead_tasks_only(outbox: Commands, database: Database):
     """Without a terminal it refuses; at one, Enter deletes nothing and y deletes. Each is logged with the reason."""
-    fill(database, [*[row(state, state) for state in (*UNSENT, "sent")], row("dead-2", "dead"), row("dead-3", "dead")])
+    insert(
+        database, [*[row(state, state) for state in (*UNSENT, "sent")], row("dead-2", "dead"), row("dead-3", "dead")]
+    )
     before = table(database)
     refused = outbox.here("discard", "pending", "retrying", "scheduled", "sent", "--yes", "--reason", "none")
     assert (refused.code, refused.stdout) == (1, "")

@@ -8,7 +8,8 @@ from google.cloud.spanner_v1.database import Database
 
 import outbox as api
 from outbox.devtools.emulators import Emulators
-from tests.support.commands import HOUR, SECONDS, Commands, fill, row, table
+from tests.support.commands import HOUR, SECONDS, Commands, row, table
+from tests.support.operations import insert
 from tests.support.pubsub import Subscription
 from tests.support.relays import execute, register, wait_until_all_sent, worker
 
@@ -50,7 +51,7 @@ def test_tasks_arrive_again_with_their_id_and_data(
 
 def test_a_retry_that_changes_nothing_says_why(outbox: Commands, database: Database):
     """An unknown topic with the nearest one, flags that exclude tasks, no task in the state, or a pending task."""
-    fill(database, [row("a-dead-task", "dead"), row("a-pending-task")])
+    insert(database, [row("a-dead-task", "dead"), row("a-pending-task")])
     before = table(database)
     none, dead = "will be sent again: 0 tasks\n", "outbox: 1 task in the state dead, but none matches"
     for words, reason in {
@@ -71,7 +72,7 @@ def test_a_selection_and_its_dml_change_the_same_tasks(outbox: Commands, databas
     The end of a selection of sent tasks is at most now: the command would otherwise select what it sends again.
     """
     quoted = "it's \"\\ \N{GRINNING FACE}\n"
-    fill(
+    insert(
         database,
         [
             *[row(f"a-{n}", "dead", LastError=f"x {quoted} y") for n in range(3)],
@@ -99,7 +100,7 @@ def test_a_selection_and_its_dml_change_the_same_tasks(outbox: Commands, databas
 def test_a_retry_over_all_topics_shows_them_and_asks_first(outbox: Commands, database: Database):
     """The count of each topic and reason. Expired tasks are left out, and the dry run shows the condition."""
     columns = {"ExpiresAt": datetime.now(UTC) - HOUR}
-    fill(
+    insert(
         database,
         [
             *[row(f"a{n}", "dead", LastError="not_found: no topic") for n in range(3)],

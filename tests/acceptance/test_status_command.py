@@ -9,7 +9,8 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
 from outbox.cli import errors
-from tests.support.commands import HOUR, TRACE, Commands, fill, row
+from tests.support.commands import HOUR, TRACE, Commands, row
+from tests.support.operations import insert
 from tests.support.processes import Process
 from tests.support.waiting import eventually
 
@@ -24,7 +25,7 @@ def pause(database: Database, *topics: str) -> None:
 
 def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Database):
     """The tasks of each state, those sent in the last minute, the oldest age and the live workers are right."""
-    fill(
+    insert(
         database,
         [
             *[row(f"ready-{n}", age=(n + 1) * HOUR) for n in range(3)],
@@ -69,7 +70,7 @@ def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Data
 
 def test_a_change_shows_at_once_in_every_command(outbox: Commands, database: Database):
     """Commands that read the past would contradict each other right after a retry or a pause."""
-    fill(database, [row("dead", "dead"), row("other", topic="invoices")])
+    insert(database, [row("dead", "dead"), row("other", topic="invoices")])
     for words in (("retry", "dead"), ("pause", "invoices")):
         assert outbox.here(*words).code == 0
     [status], [topics] = outbox.objects("status", "--json"), outbox.objects("topics", "--json")
@@ -85,7 +86,7 @@ def test_errors_that_are_not_all_read_are_lower_bounds(
     outbox: Commands, database: Database, monkeypatch: pytest.MonkeyPatch
 ):
     """At most READ tasks of a state are read, and at most GROUPS errors are shown."""
-    fill(database, [row(f"dead-{n}", "dead", LastError=f"error {n % 2}") for n in range(5)] + [row("r", "retrying")])
+    insert(database, [row(f"dead-{n}", "dead", LastError=f"error {n % 2}") for n in range(5)] + [row("r", "retrying")])
     monkeypatch.setattr(errors, "READ", 4)
     monkeypatch.setattr(errors, "GROUPS", 2)
     lines = outbox.here("status", "--exact").stdout.partition("\n\n")[2].splitlines()
@@ -95,7 +96,7 @@ def test_errors_that_are_not_all_read_are_lower_bounds(
 
 def test_an_exceeded_age_or_count_is_exit_code_1(outbox: Commands, database: Database):
     """A sentence says which limit and by how much; without it the code is 0. Paused topics count for neither."""
-    fill(database, [row("a"), row("b", age=2 * HOUR), row("p", topic="paused", age=9 * HOUR)])
+    insert(database, [row("a"), row("b", age=2 * HOUR), row("p", topic="paused", age=9 * HOUR)])
     pause(database, "paused")
     oldest = "the oldest pending task has waited 2h (topic orders, priority 50), more than --max-age 1h 30m"
     for words, sentence in {
@@ -133,7 +134,7 @@ def test_topics_shows_controls_beside_the_backlog(outbox: Commands, database: Da
     """A topic with a row only, one with tasks only and one with both have a line each; no topic is a sentence."""
     assert "no unsent tasks, and no task sent in the last minute\n" in outbox.here("status").stdout
     assert "no topics\n" in outbox.here("topics").stdout
-    fill(database, [row("a", topic="tasks-only"), row("b", topic="both"), row("c", "dead", topic="both")])
+    insert(database, [row("a", topic="tasks-only"), row("b", topic="both"), row("c", "dead", topic="both")])
     pause(database, "both", "row-only")
     first, head, *lines = outbox.run("topics", "--exact").stdout.splitlines()
     [whole] = outbox.objects("topics", "--exact", "--json")

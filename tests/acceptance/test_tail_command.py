@@ -12,7 +12,8 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from tests.support.commands import HOUR, TRACE, Commands, fill, row
+from tests.support.commands import HOUR, TRACE, Commands, row
+from tests.support.operations import insert
 from tests.support.processes import Process
 from tests.support.proxy import Proxy
 from tests.support.relays import register, worker
@@ -59,7 +60,7 @@ def test_two_tails_show_each_task_of_a_worker_once(emulators: Emulators, databas
 
 def test_tail_begins_at_since_and_shows_only_its_topic(emulators: Emulators, database: Database):
     """In the order in which they were sent, from that time on, then those sent meanwhile."""
-    fill(
+    insert(
         database,
         [
             row("before", "sent", age=3 * HOUR), row("second", "sent", age=HOUR), row("first", "sent", age=2 * HOUR),
@@ -83,7 +84,7 @@ def test_tail_begins_at_since_and_shows_only_its_topic(emulators: Emulators, dat
 @pytest.mark.parametrize("away", [Proxy.refuse, Proxy.hang])
 def test_an_outage_of_spanner_loses_no_line(emulators: Emulators, database: Database, away: Callable[[Proxy], None]):
     """Tasks that were sent meanwhile follow when Spanner is available again. One note reports the outage."""
-    fill(database, [row("before"), row("meanwhile"), row("after")])
+    insert(database, [row("before"), row("meanwhile"), row("after")])
     with Proxy(emulators.spanner_host) as proxy:
         outbox = Commands(emulators, database, proxy.address)
         with outbox.started("tail", "--json") as process:

@@ -1,6 +1,5 @@
 """Scheduled and failing tasks, which delay no other task; with a real worker."""
 
-import base64
 import time
 from datetime import UTC, datetime, timedelta
 
@@ -9,11 +8,13 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from tests.support.commands import fill, row
+from tests.support.commands import row
+from tests.support.fakes import serialized
+from tests.support.operations import insert
 from tests.support.outages import dead, hang, is_sent, recorded, register_beside
 from tests.support.pubsub import Subscription
 from tests.support.pubsub_server import accept, pubsub_server, refuse
-from tests.support.relays import UNDECODABLE, register, worker
+from tests.support.relays import register, worker
 from tests.support.spanner import count
 from tests.support.waiting import eventually
 
@@ -47,9 +48,9 @@ def test_failing_urgent_tasks_delay_no_good_task(
     emulators: Emulators, own_database: Database, topic: str, subscription: Subscription, missing: bool
 ) -> None:
     """Good tasks of the lowest priority are sent while the others are still there, or dead."""
-    data = base64.b64encode(b"\x0a\x05hello") if missing else UNDECODABLE
+    data = serialized() if missing else b"\xff"
     bad_topic = "missing-topic" if missing else topic
-    fill(own_database, [row(f"bad-{n}", topic=bad_topic, Data=data, Priority=100) for n in range(MANY)])
+    insert(own_database, [row(f"bad-{n}", topic=bad_topic, Data=data, Priority=100) for n in range(MANY)])
     waits = []
     with worker(emulators, own_database) as process:
         process.wait_for_text("circuit_open" if missing else '"dead"')

@@ -10,7 +10,8 @@ from typing import Any
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from tests.support.commands import Commands, fill, row
+from tests.support.commands import Commands, row
+from tests.support.operations import insert
 from tests.support.processes import ROOT
 from tests.support.pubsub import Subscription
 from tests.support.relays import divided, execute, register, unsent, wait_until_all_sent, worker
@@ -27,7 +28,7 @@ def blocks(language: str) -> str:
 
 def test_the_commands_of_the_page_print_its_output(outbox: Commands, database: Database):
     """One after the other on the same database; the flags that name it are the test's."""
-    fill(database, [row(topic, topic=topic) for topic in ("orders", "invoices")])
+    insert(database, [row(topic, topic=topic) for topic in ("orders", "invoices")])
     unknown, wrong = outbox.run("pause", "ordres"), outbox.run("limit", "orders", "--rate", "0", "--burst", "1")
     assert (unknown.code, wrong.code) == (1, 2)
     assert "Known topics: invoices, orders\n" in unknown.stderr

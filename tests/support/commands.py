@@ -3,7 +3,7 @@
 `here` runs them in this process, where a table of cases would start many.
 
 outbox = Commands(emulators, database)
-fill(database, [row("a", "dead"), row("b", "sent", age=timedelta(days=40))])
+insert(database, [row("a", "dead"), row("b", "sent", age=timedelta(days=40))])
 assert outbox.run("retry", "a").code == 0
 """
 
@@ -17,7 +17,7 @@ import signal
 import subprocess
 import tempfile
 import termios
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -29,7 +29,8 @@ from outbox import cli
 from outbox.devtools.child_process import tied
 from outbox.devtools.emulators import Emulators
 from outbox.storage.task_states import NEVER
-from tests.support import fork_server, real
+from tests.support import fork_server, operations, real
+from tests.support.operations import Row
 from tests.support.processes import ROOT, Finished, Process, clean_environment, run, started
 from tests.support.spanner import INSTANCE, PROJECT, query
 from tests.support.waiting import eventually
@@ -37,14 +38,8 @@ from tests.support.waiting import eventually
 #: No output has a stack trace.
 TRACE = "Traceback"
 HOUR = timedelta(hours=1)
-#: Rows in one commit.
-COMMIT_ROWS = 100
 #: Seconds for a command; the emulator and other tests share the machine.
 SECONDS = 60.0
-_COLUMNS = (
-    "Id", "Topic", "Data", "Priority", "OrderingKey", "CreatedAt", "AvailableAt", "ExpiresAt", "Attempts", "LastError",
-    "BlockedBy", "SentAt",
-)  # fmt: skip
 
 
 def here(*words: str, environment: Mapping[str, str] | None = None) -> Finished:
@@ -162,7 +157,7 @@ class Terminal:
         return self.child.wait()
 
 
-def row(id: str, state: str = "pending", *, topic: str = "orders", age: timedelta = HOUR, **columns: Any) -> list[Any]:
+def row(id: str, state: str = "pending", *, topic: str = "orders", age: timedelta = HOUR, **columns: Any) -> Row:
     now = datetime.now(UTC)
     states: dict[str, dict[str, Any]] = {
         "pending": {},
@@ -172,22 +167,7 @@ def row(id: str, state: str = "pending", *, topic: str = "orders", age: timedelt
         "dead": {"AvailableAt": NEVER, "Attempts": 16, "LastError": "gave_up: NOT_FOUND: no such topic"},
         "sent": {"SentAt": now - age},
     }
-    values: dict[str, Any] = {
-        "Id": id,
-        "Topic": topic,
-        "Data": b"",
-        "Priority": 50,
-        "CreatedAt": now - age,
-        "Attempts": 0,
-    }
-    values |= states[state] | columns
-    return [values.get(column) for column in _COLUMNS]
-
-
-def fill(database: Database, rows: Sequence[Sequence[Any]]) -> None:
-    for start in range(0, len(rows), COMMIT_ROWS):
-        with database.batch() as batch:
-            batch.insert("AsynchronousTasks", _COLUMNS, rows[start : start + COMMIT_ROWS])
+    return operations.row(id, **{"Topic": topic, "Data": b"", "CreatedAt": now - age, **states[state], **columns})
 
 
 def table(database: Database, condition: str = "TRUE") -> dict[str, tuple[Any, ...]]:

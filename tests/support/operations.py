@@ -46,7 +46,11 @@ BATCH = 100
 CALLS = ("execute_sql", "execute_streaming_sql", "read", "streaming_read", "execute_batch_dml", "commit")
 
 
-def row(id: str, **columns: Any) -> dict[str, Any]:
+#: The values of a task by column.
+Row = dict[str, Any]
+
+
+def row(id: str, **columns: Any) -> Row:
     data = columns.pop("Data", serialized())
     usual = {"Topic": "orders", "Priority": 50, "CreatedAt": CREATED, "AtMostOnce": False, "Attempts": 0}
     return dict.fromkeys(COLUMNS) | usual | columns | {"Id": id, "Data": base64.b64encode(data)}
