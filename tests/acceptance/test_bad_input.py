@@ -11,7 +11,7 @@ from tests.support.commands import TRACE
 from tests.support.processes import Finished, run
 from tests.support.pubsub_server import pubsub_server, refuse
 from tests.support.relays import register
-from tests.support.spanner import INSTANCE, PROJECT, fresh_database
+from tests.support.spanner import INSTANCE, PROJECT, fresh_database, variables
 
 COMMANDS = ("run", "drain", "check")
 
@@ -25,7 +25,7 @@ def publishworker(emulators: Emulators, *arguments: str, **environment: str) -> 
 
 def on(database: Database | str) -> dict[str, str]:
     name = database if isinstance(database, str) else database.database_id
-    return {"OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE, "OUTBOX_DATABASE": name}
+    return variables(name)
 
 
 MISSING = "publishworker: --instance is missing: give it, or set OUTBOX_INSTANCE"

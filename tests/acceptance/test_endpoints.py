@@ -13,7 +13,7 @@ from outbox.devtools.emulators import Emulators
 from tests.support.processes import run
 from tests.support.pubsub import Subscription
 from tests.support.relays import register
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import INSTANCE, PROJECT, variables
 
 NOWHERE = "127.0.0.1:9"
 TASKS = 300
@@ -66,7 +66,7 @@ def test_the_endpoints_win_over_the_emulators_variables(
     ],
 )
 def test_a_wrong_endpoint_is_exit_code_2(words: str, sentence: str) -> None:
-    environment = {"OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE, "OUTBOX_DATABASE": "shop"}
+    environment = variables("shop")
     done = run("publishworker", "check", *words.split(), environment=environment)
     assert done.code == 2
     assert sentence in done.stderr.splitlines()[-1]

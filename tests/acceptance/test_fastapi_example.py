@@ -21,7 +21,7 @@ from outbox.storage import ddl, schema
 from tests.support.processes import ROOT
 from tests.support.pubsub import PubSub
 from tests.support.relays import worker
-from tests.support.spanner import INSTANCE, PROJECT, fresh_database, query
+from tests.support.spanner import fresh_database, query, variables
 from tests.support.waiting import eventually
 
 EXAMPLES = ROOT / "docs/examples"
@@ -37,7 +37,7 @@ def shop(spanner_instance: Instance) -> Iterator[Database]:
 @pytest.fixture
 def subscriber(shop: Database, emulators: Emulators, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The module of the example, on this database."""
-    environment = {"OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE, "OUTBOX_DATABASE": shop.database_id}
+    environment = variables(shop.database_id)
     for name, value in (emulators.environment() | environment).items():
         monkeypatch.setenv(name, value)
     monkeypatch.syspath_prepend(EXAMPLES)

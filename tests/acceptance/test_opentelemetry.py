@@ -14,7 +14,7 @@ from publishworker.telemetry import metrics as m
 from publishworker.telemetry.opentelemetry import attribute_of, unit_of
 from tests.support.processes import run
 from tests.support.relays import register, wait_until_all_sent, worker
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import variables
 from tests.support.waiting import eventually
 
 KINDS = {"count": "sum", "gauge": "gauge", "distribution": "histogram"}
@@ -118,6 +118,6 @@ def test_a_missing_collector_delays_no_worker_and_is_logged_once(
 
 
 def test_metrics_of_another_kind_are_refused() -> None:
-    where = {"OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE, "OUTBOX_DATABASE": "shop"}
+    where = variables("shop")
     done = run("publishworker", "run", "--metrics", "prometheus", environment=where)
     assert (done.code, "--metrics: 'prometheus' is not allowed: it must be datadog" in done.stderr) == (2, True)

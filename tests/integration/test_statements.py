@@ -4,11 +4,9 @@ The emulator shows no plans. So each statement has to force the index or the pri
 form of its joins, and to order the rows of an index by the whole key of this index.
 """
 
-import functools
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any
 
 import pytest
 from google.cloud.spanner_v1.database import Database
@@ -26,27 +24,12 @@ from publishworker.spanner.store import SpannerStore
 from publishworker.types import Key
 from tests.support.operations import FUTURE, PAST, insert, row
 from tests.support.parts import poll_request
-from tests.support.spanner import place
+from tests.support.spanner import place, record_requests
 
 #: The tables with one row for each controlled topic, worker or operation are read as a whole.
 SMALL = ("AsynchronousTaskTopics", "AsynchronousTaskWorkers", "AsynchronousTaskShards")
 #: Statements that sort a bounded number of rows: the result of a list, a window of sent tasks, one page of IDs.
 SORTED = {"SentAt DESC", "SentAt, Id", "Id", "StartedAt DESC, OperationId"}
-
-
-def captured(database: Database) -> list[str]:
-    """Return a list to which the database's client appends the SQL of each request."""
-    found: list[str] = []
-    api: Any = database.spanner_api
-
-    def call(original: Any, *arguments: Any, **keywords: Any) -> Any:
-        request = keywords.get("request") or arguments[0]
-        if "INFORMATION_SCHEMA" not in request.sql.upper():
-            found.append(" ".join(request.sql.split()))
-        return original(*arguments, **keywords)
-
-    api.execute_streaming_sql = functools.partial(call, api.execute_streaming_sql)
-    return found
 
 
 def problems(statement: str) -> Iterator[str]:
@@ -70,7 +53,7 @@ def statements(database: Database) -> list[str]:
     """What the relay and all commands send, with and without each narrowing condition."""
     insert(database, [row("dead", AvailableAt=FUTURE, OrderingKey="k", BlockedBy="head"), row("sent", SentAt=PAST)])
     ours = open_database(place(database.database_id))
-    sent = captured(ours)
+    sent = record_requests(ours, "execute_streaming_sql")
     store, table = SpannerStore(ours, Layout(10)), TaskTable(ours)
     for due in (False, True):
         for below in (None, 50):
@@ -96,7 +79,8 @@ def statements(database: Database) -> list[str]:
     )
     topics = TopicTable(table)
     topics.rows(["orders"]), topics.waiting(["orders"]), topics.paused(5), topics.controls()
-    return sent
+    statements = (" ".join(request.sql.split()) for _, request in sent)
+    return [each for each in statements if "INFORMATION_SCHEMA" not in each.upper()]
 
 
 def test_no_plan_depends_on_the_optimizer(statements: list[str]) -> None:

@@ -32,7 +32,7 @@ from outbox.storage.task_states import NEVER
 from tests.support import fork_server, operations, real
 from tests.support.operations import Row
 from tests.support.processes import ROOT, Finished, Process, clean_environment, run, started
-from tests.support.spanner import INSTANCE, PROJECT, query
+from tests.support.spanner import query, variables
 from tests.support.waiting import eventually
 
 #: No output has a stack trace.
@@ -69,10 +69,9 @@ class Commands:
 
     @property
     def environment(self) -> dict[str, str]:
-        where = {"OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE, "OUTBOX_DATABASE": self.database.database_id}
         reached = {"SPANNER_EMULATOR_HOST": self.spanner_host} if self.spanner_host else {}
-        variables = self.emulators.environment() | where | reached | dict(self.more)
-        return variables | real.settings(variables)
+        given = self.emulators.environment() | variables(self.database.database_id) | reached | dict(self.more)
+        return given | real.settings(given)
 
     def run(self, *words: str) -> Finished:
         return run("outbox", *words, environment=self.environment, seconds=SECONDS)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from outbox.devtools.emulators import Emulators
 from tests.support.processes import ROOT, Process, children, started
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import variables
 from tests.support.waiting import eventually
 
 #: Seconds that the manifest gives to whatever stops a worker.
@@ -35,15 +35,7 @@ _NAMESPACES = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kil
 
 
 def settings(emulators: Emulators, database_id: str, heartbeat: Path, **environment: str) -> dict[str, str]:
-    return {
-        "SPANNER_EMULATOR_HOST": emulators.spanner_host,
-        "PUBSUB_EMULATOR_HOST": emulators.pubsub_host,
-        "OUTBOX_PROJECT": PROJECT,
-        "OUTBOX_INSTANCE": INSTANCE,
-        "OUTBOX_DATABASE": database_id,
-        "OUTBOX_HEARTBEAT_FILE": str(heartbeat),
-        **environment,
-    }
+    return variables(database_id, emulators) | {"OUTBOX_HEARTBEAT_FILE": str(heartbeat)} | environment
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """Rows of tasks for tests of the operators' commands, and a watch over their requests to Spanner."""
 
 import base64
-import functools
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -14,7 +13,7 @@ from outbox.admin.table import TaskTable
 from outbox.storage.connection import open_database
 from outbox.storage.task_states import NEVER
 from tests.support.fakes import serialized
-from tests.support.spanner import place, query
+from tests.support.spanner import place, query, record_requests
 
 #: Every column that is not computed.
 COLUMNS = (
@@ -93,15 +92,8 @@ CHANGES = ("outbox-retry", "outbox-purge", "outbox-discard", "outbox-wake", "out
 class Watch:
     def __init__(self, database: Database) -> None:
         self.database = opened(database)
-        self.requests: list[tuple[str, Any]] = []
-        api = self.database.spanner_api
-        for name in CALLS:
-            setattr(api, name, functools.partial(self._call, name, getattr(api, name)))
+        self.requests = record_requests(self.database, *CALLS)
         self.table = TaskTable(self.database)
-
-    def _call(self, name: str, original: Any, *arguments: Any, **keywords: Any) -> Any:
-        self.requests.append((name, keywords.get("request") or arguments[0]))
-        return original(*arguments, **keywords)
 
     def check(self) -> None:
         for name, request in self.requests:

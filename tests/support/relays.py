@@ -17,7 +17,7 @@ import outbox
 from outbox.devtools.emulators import Emulators
 from tests.support.processes import ROOT, Process, started
 from tests.support.pubsub import Subscription
-from tests.support.spanner import INSTANCE, PROJECT, query
+from tests.support.spanner import query, variables
 from tests.support.waiting import eventually
 
 #: A value of AsynchronousTasks.Data that is no PubsubMessage, encoded as the client wants it.
@@ -122,16 +122,10 @@ def worker(
 
     In another `directory` it is that one's. A `module` of our own may prepare the process.
     """
-    hosts = {"SPANNER_EMULATOR_HOST": emulators.spanner_host, "PUBSUB_EMULATOR_HOST": emulators.pubsub_host}
     heartbeat = Path("/tmp") / f"publishworker-{uuid.uuid4().hex}.heartbeat"
-    settings = {
-        "OUTBOX_PROJECT": PROJECT,
-        "OUTBOX_INSTANCE": INSTANCE,
-        "OUTBOX_DATABASE": database.database_id,
-        "OUTBOX_HEARTBEAT_FILE": str(heartbeat),
-    }
+    settings = variables(database.database_id, emulators) | {"OUTBOX_HEARTBEAT_FILE": str(heartbeat)}
     try:
-        environment = {**hosts, **settings, **environment}
+        environment = settings | environment
         with started(module, command, *arguments, environment=environment, directory=directory) as process:
             yield process
     finally:

@@ -1,6 +1,5 @@
 """schema/roles.sql, parsed: the privileges of each role on each column."""
 
-import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +7,9 @@ from typing import Any
 
 from google.cloud.spanner_v1 import CommitRequest
 from google.cloud.spanner_v1.database import Database
+
+from outbox.storage import ddl
+from tests.support.spanner import record_requests
 
 ROLES = Path(__file__).parents[2] / "schema" / "roles.sql"
 #: The privileges that a mutation needs; a replace needs three.
@@ -19,8 +21,7 @@ Grants = dict[tuple[str, str], frozenset[str]]
 
 
 def statements() -> list[str]:
-    text = re.sub(r"--.*", "", ROLES.read_text(encoding="utf-8"))
-    return [" ".join(each.split()) for each in text.split(";") if each.strip()]
+    return [" ".join(each.split()) for each in ddl.cut(ROLES.read_text(encoding="utf-8"))]
 
 
 def grants(role: str) -> Grants:
@@ -59,24 +60,23 @@ class Heard:
     """The requests of a database's client: commits, sessions, the tables of queries and reads."""
 
     def __init__(self, database: Database) -> None:
-        self.commits: list[CommitRequest] = []
-        self.roles: set[str] = set()
-        self.tables: set[str] = set()
-        api: Any = database.spanner_api
-        for name in ("commit", "create_session", "batch_create_sessions", "execute_streaming_sql", "streaming_read"):
-            setattr(api, name, functools.partial(self._call, name, getattr(api, name)))
+        methods = ("commit", "create_session", "batch_create_sessions", "execute_streaming_sql", "streaming_read")
+        self._requests = record_requests(database, *methods)
 
-    def _call(self, name: str, original: Any, *arguments: Any, **keywords: Any) -> Any:
-        request = keywords.get("request") or arguments[0]
-        match name:
-            case "commit":
-                self.commits.append(request)
-            case "create_session":
-                self.roles.add(request.session.creator_role)
-            case "batch_create_sessions":
-                self.roles.add(request.session_template.creator_role)
-            case "streaming_read":
-                self.tables.add(request.table)
-            case _:
-                self.tables |= set(re.findall(r"\bAsynchronousTask(?:s|Topics|Workers|Operations)\b", request.sql))
-        return original(*arguments, **keywords)
+    def _of(self, method: str) -> list[Any]:
+        return [request for name, request in self._requests if name == method]
+
+    @property
+    def commits(self) -> list[CommitRequest]:
+        return self._of("commit")
+
+    @property
+    def roles(self) -> set[str]:
+        created = {each.session.creator_role for each in self._of("create_session")}
+        return created | {each.session_template.creator_role for each in self._of("batch_create_sessions")}
+
+    @property
+    def tables(self) -> set[str]:
+        sql = " ".join(each.sql for each in self._of("execute_streaming_sql"))
+        queried = re.findall(r"\bAsynchronousTask(?:s|Topics|Workers|Operations)\b", sql)
+        return {*queried, *(each.table for each in self._of("streaming_read"))}

@@ -5,6 +5,7 @@ Nothing here calls `Database.close()`: it joins a thread that sleeps for ten min
 
 import collections
 import contextlib
+import functools
 import os
 import time
 import uuid
@@ -19,6 +20,7 @@ from google.cloud.spanner_v1 import KeySet, param_types
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
+from outbox.devtools.emulators import Emulators
 from outbox.shared.settings import PubSubSettings
 from tests.support import real
 
@@ -43,6 +45,30 @@ def place(database: str = "unused", *, project: str = PROJECT, instance: str = I
     """Return the settings of a database of the tests, independent of variables except the emulator's."""
     named = {"project": project, "instance": instance, "database": database, **more}
     return PubSubSettings.read(named, real.settings(os.environ))
+
+
+def variables(database: str, emulators: Emulators | None = None) -> dict[str, str]:
+    """Return the variables of a command for a database of the tests, with the hosts of `emulators`."""
+    hosts = (
+        {"SPANNER_EMULATOR_HOST": emulators.spanner_host, "PUBSUB_EMULATOR_HOST": emulators.pubsub_host}
+        if emulators
+        else {}
+    )
+    return hosts | {"OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE, "OUTBOX_DATABASE": database}
+
+
+def record_requests(database: Database, *methods: str) -> list[tuple[str, Any]]:
+    """Return a list that gets the method and the request of each later call of these methods of the client."""
+    requests: list[tuple[str, Any]] = []
+    api: Any = database.spanner_api
+
+    def record(name: str, original: Any, *arguments: Any, **keywords: Any) -> Any:
+        requests.append((name, keywords.get("request") or arguments[0]))
+        return original(*arguments, **keywords)
+
+    for name in methods:
+        setattr(api, name, functools.partial(record, name, getattr(api, name)))
+    return requests
 
 
 def client(host: str, project: str = PROJECT) -> spanner.Client:
