@@ -115,14 +115,14 @@ class FakeStore:
         self._answer()
         self.require(request.shards)
         self.polls.append(request)
-        unsent = [row for row in list(self.rows.values()) if row.sent_at is None]
+        unsent = self._unsent()
         found: dict[str, Candidate] = {}
         for shard, topic in itertools.product(request.shards, request.topics):
             of_range = [row for row in unsent if shard in row.shards and row.topic == topic]
             ready = sorted(
                 (row for row in of_range if row.available_at is None), key=lambda row: (-row.priority, row.created_at)
             )
-            due = [row for row in of_range if row.available_at is not None and row.available_at <= self.now]
+            due = [row for row in of_range if row.available_at is not None and self._is_due(row)]
             ranges = [ready]
             if request.below is not None:
                 ranges.append([row for row in ready if row.priority < request.below])
@@ -138,14 +138,12 @@ class FakeStore:
 
     def topics_of(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
         self.require(shards)
-        unsent = (row for row in list(self.rows.values()) if row.sent_at is None and _is_in(row, shards))
-        return frozenset({row.topic for row in unsent}.difference(known))
+        return frozenset({row.topic for row in self._unsent() if _is_in(row, shards)}.difference(known))
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
         self._answer()
-        unsent = (row for row in list(self.rows.values()) if row.sent_at is None and row.topic in topics)
-        times = (row.available_at for row in unsent if row.available_at is not None and _is_in(row, shards))
-        later = [each for each in times if self.now < each < NEVER]
+        of = (row for row in self._unsent() if row.topic in topics and _is_in(row, shards))
+        later = [row.available_at for row in of if row.available_at and self.now < row.available_at < NEVER]
         return (min(later) - self.now).total_seconds() if later else None
 
     def topic_controls(self) -> TopicControls:
@@ -178,29 +176,23 @@ class FakeStore:
         self._answer()
         self.require(keys.values())
         found: dict[Key, list[QueuedTask]] = {}
-        for row in sorted(self.rows.values(), key=_place):
+        for row in sorted(self._unsent(), key=_place):
             key = Key(row.topic, row.ordering_key or "")
-            if keys.get(key) in row.shards and row.sent_at is None and not (skip_dead and self.is_dead(row)):
+            if keys.get(key) in row.shards and not (skip_dead and self.is_dead(row)):
                 found.setdefault(key, []).append(self.waiting(row))
         return {key: waiting[:per_key] for key, waiting in found.items()}
 
     def waiting(self, row: StoredTask) -> QueuedTask:
-        is_due = row.available_at is None or row.available_at <= self.now
-        deferred = row.blocked_by is not None
-        expired_before_due = self._is_passed_over(row, skip_dead=False)
-        return QueuedTask(
-            row.id, len(row.data), is_due or (deferred and not expired_before_due), deferred, expired_before_due
-        )
+        is_due, deferred = self._is_due(row), row.blocked_by is not None
+        expired = not is_due and row.expires_at is not None and row.expires_at <= self.now
+        return QueuedTask(row.id, len(row.data), is_due or (deferred and not expired), deferred, expired)
 
     @staticmethod
     def is_dead(row: StoredTask) -> bool:
         return row.available_at is not None and row.available_at >= NEVER
 
-    def _is_passed_over(self, row: StoredTask, skip_dead: bool) -> bool:
-        if row.available_at is None or row.available_at <= self.now:
-            return False
-        is_expired = row.expires_at is not None and row.expires_at <= self.now
-        return is_expired or (skip_dead and row.available_at >= NEVER)
+    def _is_due(self, row: StoredTask) -> bool:
+        return row.available_at is None or row.available_at <= self.now
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         with self._lock:
@@ -250,19 +242,17 @@ class FakeStore:
         return [Unsent(*each, counts[each]) for each in sorted(counts)]
 
     def _unsent(self) -> list[StoredTask]:
-        return [row for row in self.rows.values() if row.sent_at is None]
+        return [row for row in list(self.rows.values()) if row.sent_at is None]
 
     def _is_work(self, row: StoredTask) -> bool:
-        if row.available_at is None or row.available_at <= self.now:
-            return True
-        return row.available_at < NEVER and row.attempts > 0 and not row.blocked_by
+        return self._is_due(row) or (not self.is_dead(row) and row.attempts > 0 and not row.blocked_by)
 
     def _state(self, row: StoredTask) -> str:
-        if row.available_at is not None and row.available_at >= NEVER:
+        if self.is_dead(row):
             return "dead"
         if row.topic in self.paused:
             return "paused"
-        if row.available_at is None or row.available_at <= self.now:
+        if self._is_due(row):
             return "pending"
         if row.blocked_by:
             return "blocked"
@@ -298,20 +288,9 @@ class FakeStore:
         data = row.data if row.sent_at is None else b""
         clean = (row.available_at, row.blocked_by, row.expires_at, row.last_error, row.attempts) == (*[None] * 4, 0)
         return LockedRow(
-            row.id,
-            row.topic,
-            data,
-            row.ordering_key,
-            row.created_at,
-            row.available_at,
-            row.sent_at,
-            clean,
-            row.attempts,
-            row.expires_at,
-            row.at_most_once,
-            row.blocked_by is not None,
-            row.times_sent,
-        )
+            row.id, row.topic, data, row.ordering_key, row.created_at, row.available_at, row.sent_at, clean,
+            row.attempts, row.expires_at, row.at_most_once, row.blocked_by is not None, row.times_sent,
+        )  # fmt: skip
 
 
 def _is_in(row: StoredTask, shards: Collection[int]) -> bool:

@@ -188,5 +188,5 @@ def test_the_backlog_is_counted_until_the_sampler_stops(
     out.start()
     eventually(lambda: counts[0] > 5)
     out.stop()
-    eventually(lambda: not any(thread.name == "lookout" for thread in threading.enumerate()))
+    eventually(lambda: not any(thread.name == "backlog" for thread in threading.enumerate()))
     assert [record.__dict__["action"] for record in caplog.records] == ["backlog"]
