@@ -3,9 +3,6 @@
 from publishworker.telemetry import datadog, opentelemetry
 from publishworker.telemetry.metrics import Client
 
-#: The values of `--metrics`.
-KINDS = ("datadog", "opentelemetry", "none")
-
 
 def client(kind: str) -> Client | None:
     """Return the client of a kind, or None if no metrics are wanted. Raises SettingError."""

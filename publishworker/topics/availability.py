@@ -35,14 +35,14 @@ class Topics:
         return self.paused | self.circuits.suspended() | {topic for topic, tasks in allowed.items() if not tasks}
 
     def start(self, batch: Batch) -> Batch:
-        """Return the batch with what its circuit says, and count its tasks for the rate."""
+        """Return the batch as a probe or with its suspects, and use tokens of its rate limit."""
         if batch.defers:
             return batch
         self.rate_limits.take(batch.topic, len(batch.ids))
         return self.circuits.start(batch)
 
     def learn(self, result: BatchResult) -> CircuitChange | None:
-        """Update the topic from a finished batch; return a change if its circuit has one, or a probe failed."""
+        """Update the topic from a finished batch. Return a change if its circuit opened or closed, or a probe failed."""
         if result.batch.defers:
             return None
         self.rate_limits.take(result.batch.topic, len(result.tried) - len(result.batch.ids))  # gives back the untried
@@ -51,7 +51,7 @@ class Topics:
     def at_most_once(self, result: BatchResult) -> Batch | None:
         """Return the batch of the at-most-once tasks that a finished batch has found, or None while they must wait."""
         batch = result.at_most_once()
-        return batch if batch is not None and self.circuits.may_be_risked(result) else None
+        return batch if batch is not None and self.circuits.may_send_at_most_once(result) else None
 
     def seconds_until_available(self) -> float | None:
         """Return the seconds until a topic that is unavailable now may be tried again, or None."""

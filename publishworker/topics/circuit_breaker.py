@@ -4,6 +4,9 @@ Closed: the topic's tasks are published. Open: the poll does not read the topic,
 there are. Half-open: one small batch probes the topic. In an outage the probe is a single task, drawn at random; if the
 topic is missing or refuses messages, it is up to ten tasks. A publish that succeeds closes the circuit. A probe that
 fails doubles the time until the next one.
+
+A suspect is a task whose publish failed in the topic's last outage. If it fails again while the topic accepts other
+tasks, it may be the cause, so a failed attempt is recorded.
 """
 
 import time
@@ -42,14 +45,14 @@ class _OpenCircuit:
 
     failure: Failed
     since: float
-    seconds: float = FIRST_PROBE_SECONDS
-    until: float = 0.0
+    delay: float = FIRST_PROBE_SECONDS
+    probe_at: float = 0.0
     probing: bool = False
     #: IDs of earlier probes: other tasks go first.
     probed: set[str] = field(default_factory=set)
     #: How many rows the next poll has to read of each range to find a task that has not been a probe.
     depth: int = 0
-    #: At-most-once tasks that were drawn and put back.
+    #: How many draws of an at-most-once task were skipped.
     spared: int = 0
 
     @property
@@ -74,7 +77,7 @@ class CircuitBreakers:
     """The circuits of all topics, from what this worker has seen. It belongs to the relay's thread."""
 
     def __init__(self, random: Random, clock: Callable[[], float] = time.monotonic, *, places: int = 8) -> None:
-        """Close all circuits. Probes of topics with an outage may time out, so they use a quarter of the `places`."""
+        """Close all circuits. Probes in an outage may time out, so they use at most a quarter of the `places`."""
         self._random = random
         self._clock = clock
         self._max_probes = max(1, places // 4)
@@ -86,32 +89,34 @@ class CircuitBreakers:
     def suspended(self) -> frozenset[str]:
         """Return the topics that a poll does not read now: open, being probed, or without a place for a probe."""
         now = self._clock()
-        for topic in [topic for topic, circuit in self._open.items() if now > circuit.until + FORGET_SECONDS]:
+        for topic in [topic for topic, circuit in self._open.items() if now > circuit.probe_at + FORGET_SECONDS]:
             self._forget(topic)
-        held = {topic for topic, circuit in self._open.items() if circuit.probing or now < circuit.until}
+        held = {topic for topic, circuit in self._open.items() if circuit.probing or now < circuit.probe_at}
         outages = {topic: circuit for topic, circuit in self._open.items() if circuit.is_outage}
         free = self._max_probes - sum(circuit.probing for circuit in outages.values())
-        due = sorted(outages.keys() - held, key=lambda topic: outages[topic].until)
+        due = sorted(outages.keys() - held, key=lambda topic: outages[topic].probe_at)
         return frozenset(held).union(due[max(0, free) :])
 
     def states(self) -> dict[str, bool]:
         """Return the topics whose circuit is not closed: True if it is open now, False if it is half-open."""
         now = self._clock()
-        return {topic: now < circuit.until for topic, circuit in self._open.items()}
+        return {topic: now < circuit.probe_at for topic, circuit in self._open.items()}
 
     def depths(self) -> dict[str, int]:
-        """Return how many rows of a range the poll must read to find a task that has not been a probe, by topic."""
+        """Return by topic how many rows of each range the poll must read to find a task that has not been a probe."""
         now = self._clock()
         return {
             topic: max(len(circuit.probed) + 1, circuit.depth)
             for topic, circuit in self._open.items()
-            if circuit.is_outage and circuit.until <= now
+            if circuit.is_outage and circuit.probe_at <= now
         }
 
     def seconds_to_probe(self) -> float | None:
         """Return the seconds until the next topic may be probed, or None if no circuit is open."""
         now = self._clock()
-        left = [circuit.until - now for circuit in self._open.values() if not circuit.probing and circuit.until > now]
+        left = [
+            circuit.probe_at - now for circuit in self._open.values() if not circuit.probing and circuit.probe_at > now
+        ]
         return min(left, default=None)
 
     def probes(
@@ -145,8 +150,7 @@ class CircuitBreakers:
     def start(self, batch: Batch) -> Batch:
         """Return the batch as a probe if the circuit is not closed, otherwise with its suspects.
 
-        Suspects are the tasks whose publish failed in the topic's last outage. A later outage, for example because a
-        quota is used up, replaces them.
+        A later outage, for example because a quota is used up, replaces the suspects.
         """
         if (circuit := self._open.get(batch.topic)) is not None:
             circuit.probing = True
@@ -155,10 +159,10 @@ class CircuitBreakers:
         suspects = frozenset(id for id in batch.ids if self._suspects.get(id) == last)
         return replace(batch, suspects=suspects, works=batch.topic not in self._failing)
 
-    def may_be_risked(self, result: BatchResult) -> bool:
+    def may_send_at_most_once(self, result: BatchResult) -> bool:
         """Tell whether the at-most-once tasks that a batch has found may be sent now.
 
-        In an outage a failed publish loses them, so they normally wait until the circuit closes. After SPARED_PROBES
+        In an outage, a failed publish loses such a task, so they wait until the circuit closes. After SPARED_PROBES
         draws, one of them becomes the probe, because there may be no other task.
         """
         circuit = self._open.get(result.batch.topic)
@@ -204,17 +208,17 @@ class CircuitBreakers:
         if circuit is None:
             self._open[topic] = self._keep_open(_OpenCircuit(failure, self._clock()))
             return CircuitChange(topic, failure)
-        if result.batch.probe and self._clock() >= circuit.until:  # of several probes, only the first failure counts
+        if result.batch.probe and self._clock() >= circuit.probe_at:  # of several probes, only the first failure counts
             circuit.failure = failure
-            circuit.seconds *= 2
+            circuit.delay *= 2
             self._keep_open(circuit)
             return CircuitChange(topic, failure, self._clock() - circuit.since)
         return None
 
     def _keep_open(self, circuit: _OpenCircuit) -> _OpenCircuit:
         longest = MAX_OUTAGE_PROBE_SECONDS if circuit.is_outage else MAX_TARGET_PROBE_SECONDS
-        circuit.seconds = min(circuit.seconds, longest)
-        circuit.until = self._clock() + circuit.seconds * self._random.uniform(0.85, 1)
+        circuit.delay = min(circuit.delay, longest)
+        circuit.probe_at = self._clock() + circuit.delay * self._random.uniform(0.85, 1)
         if len(circuit.probed) > MAX_PROBED:
             circuit.probed.clear()
         return circuit

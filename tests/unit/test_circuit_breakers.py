@@ -206,7 +206,7 @@ def test_an_outage_is_probed_with_at_most_once_tasks_only_as_a_last_resort(watch
         result = BatchResult(Batch("orders", ("once",), probe=probe))
         result.outcomes["once"] = Skipped("at_most_once")
         watch.learn(result)
-        return watch.may_be_risked(result)
+        return watch.may_send_at_most_once(result)
 
     assert is_risked(probe=False)
     watch.fail(AWAY, "a")
