@@ -42,7 +42,7 @@ class Topics:
         return self.circuits.start(batch)
 
     def learn(self, result: BatchResult) -> CircuitChange | None:
-        """Update the topic from a finished batch. Return a change if its circuit opened or closed, or a probe failed."""
+        """Update the topic from a finished batch. Return a change of its circuit, or a failed probe."""
         if result.batch.defers:
             return None
         self.rate_limits.take(result.batch.topic, len(result.tried) - len(result.batch.ids))  # gives back the untried

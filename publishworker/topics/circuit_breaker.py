@@ -114,10 +114,8 @@ class CircuitBreakers:
     def seconds_to_probe(self) -> float | None:
         """Return the seconds until the next topic may be probed, or None if no circuit is open."""
         now = self._clock()
-        left = [
-            circuit.probe_at - now for circuit in self._open.values() if not circuit.probing and circuit.probe_at > now
-        ]
-        return min(left, default=None)
+        times = [circuit.probe_at for circuit in self._open.values() if not circuit.probing and circuit.probe_at > now]
+        return min(times) - now if times else None
 
     def probes(
         self, candidates: Sequence[Candidate], cut_off: Collection[str] = frozenset()
@@ -198,30 +196,24 @@ class CircuitBreakers:
     def _change(
         self, result: BatchResult, of_topic: Sequence[str], circuit: _OpenCircuit | None, *, works: bool
     ) -> CircuitChange | None:
-        topic = result.batch.topic
+        topic, now = result.batch.topic, self._clock()
         if works:
             self._open.pop(topic, None)
-            return None if circuit is None else CircuitChange(topic, None, self._clock() - circuit.since)
+            return None if circuit is None else CircuitChange(topic, None, now - circuit.since)
         if not of_topic:
             return None
         failure = result.failed()[of_topic[0]]
         if circuit is None:
-            self._open[topic] = self._keep_open(_OpenCircuit(failure, self._clock()))
-            return CircuitChange(topic, failure)
-        if result.batch.probe and self._clock() >= circuit.probe_at:  # of several probes, only the first failure counts
-            circuit.failure = failure
-            circuit.delay *= 2
-            self._keep_open(circuit)
-            return CircuitChange(topic, failure, self._clock() - circuit.since)
-        return None
-
-    def _keep_open(self, circuit: _OpenCircuit) -> _OpenCircuit:
-        longest = MAX_OUTAGE_PROBE_SECONDS if circuit.is_outage else MAX_TARGET_PROBE_SECONDS
-        circuit.delay = min(circuit.delay, longest)
-        circuit.probe_at = self._clock() + circuit.delay * self._random.uniform(0.85, 1)
+            circuit = self._open[topic] = _OpenCircuit(failure, now)
+        elif result.batch.probe and now >= circuit.probe_at:  # of several probes, only the first failure counts
+            circuit.failure, circuit.delay = failure, 2 * circuit.delay
+        else:
+            return None
+        circuit.delay = min(circuit.delay, MAX_OUTAGE_PROBE_SECONDS if circuit.is_outage else MAX_TARGET_PROBE_SECONDS)
+        circuit.probe_at = now + circuit.delay * self._random.uniform(0.85, 1)
         if len(circuit.probed) > MAX_PROBED:
             circuit.probed.clear()
-        return circuit
+        return CircuitChange(topic, failure, now - circuit.since)
 
     def _suspect(self, topic: str, ids: Collection[str], *, new: bool) -> None:
         if not ids:
