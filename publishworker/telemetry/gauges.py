@@ -160,7 +160,9 @@ class BacklogSampler:
             self._sample(self._table)
         except OutboxError as error:
             self._table = None  # a session was lost, so the store may have replaced the database
-            self._throttled_log.log("backlog", "", f"The backlog could not be counted: {error}")
+            self._throttled_log.log(
+                "backlog", "", f"Counting the backlog failed. Its metrics are missing until a count succeeds: {error}"
+            )
             return INTERVAL
         except Exception:
             _log.exception(

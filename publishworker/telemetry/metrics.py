@@ -263,7 +263,7 @@ class LostMetrics(logging.Handler):
         if time.monotonic() - self._logged_at >= LOST_SECONDS:
             self._logged_at = time.monotonic()
             _log.warning(
-                "Metrics are lost; the relay continues: %s does not accept them (%s)",
+                "Metrics are lost, and publishing continues: %s does not accept them: %s",
                 self._receiver, record.getMessage().partition("\n")[0], extra={"action": "metrics"},
             )  # fmt: skip
 

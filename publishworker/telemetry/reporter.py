@@ -63,8 +63,8 @@ class Reporter:
             self._throttled_log.log(
                 "unconfirmed",
                 topic,
-                f"{_tasks(result.unconfirmed)} with at_most_once of topic {topic} may be lost: they may be marked as "
-                f"sent but not published. They are not retried. IDs: {_some(result.unconfirmed)}",
+                f"At-most-once delivery to topic {topic}: {_tasks(result.unconfirmed)} may be lost. They may be marked "
+                f"as sent although Pub/Sub does not have them. They are not retried. IDs: {_some(result.unconfirmed)}",
             )
 
     def circuit(self, change: CircuitChange) -> None:
@@ -96,7 +96,7 @@ class Reporter:
     def turn(self, turn: Turn, *, worked: bool) -> None:
         """Log a turn: in full at DEBUG if it reports batches, and once a minute as a summary."""
         if worked:
-            _log.debug("one turn: %s", turn, extra={"action": "turn", "fields": _numbers(turn)})
+            _log.debug("Turn: %s", turn, extra={"action": "turn", "fields": _numbers(turn)})
         done = {name: number for name, number in _numbers(turn).items() if number}
         if done and not self._work:
             self._work_since = self._clock()
@@ -110,7 +110,7 @@ class Reporter:
             seconds = self._clock() - self._work_since
             what = ", ".join(f"{number} {name}" for name, number in self._work.items())
             fields = {**self._work, "seconds": round(seconds, 1)}
-            _log.info("tasks in %.0f s: %s", seconds, what, extra={"action": "summary", "fields": fields})
+            _log.info("Tasks in the last %.0f s: %s", seconds, what, extra={"action": "summary", "fields": fields})
             self._work.clear()
 
     def _failures(self, result: BatchResult) -> None:

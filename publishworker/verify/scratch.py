@@ -94,7 +94,7 @@ def scratch(settings: WorkerSettings, rows: int, *, keep: bool) -> Iterator[Scra
     topic = f"projects/{settings.project}/topics/{settings.database}"
     with schema.service_errors(f"instance {settings.instance}"):
         if database.exists():
-            raise OutboxError(f"database {settings.database} exists. verify creates its own: omit --database")
+            raise OutboxError(f"database {settings.database} exists. `verify` creates a new one: omit --database")
     created: list[tuple[str, Any]] = []
     try:
         with schema.service_errors(f"instance {settings.instance}"):

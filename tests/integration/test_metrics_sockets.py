@@ -126,7 +126,7 @@ def test_an_unavailable_agent_is_logged_once(path: Path, caplog: pytest.LogCaptu
             send("in-vain")
         metrics.stop()
     [record] = caplog.records
-    assert record.getMessage().startswith("Metrics are lost; the relay continues")
+    assert record.getMessage().startswith("Metrics are lost, and publishing continues")
 
 
 def test_buffered_samples_are_sent_at_the_end(udp: socket.socket) -> None:

@@ -80,7 +80,7 @@ def test_a_database_that_exists_is_not_touched(spanner_instance: Instance, capsy
     spanner_instance.database(NAME).create().result(30)
     assert cli.main([*FLAGS, "--yes"]) == 1
     assert capsys.readouterr().err == (
-        f"publishworker: database {NAME} exists. verify creates its own: omit --database\n"
+        f"publishworker: database {NAME} exists. `verify` creates a new one: omit --database\n"
     )
     assert spanner_instance.database(NAME).exists()
 

@@ -166,7 +166,9 @@ def test_a_failed_count_is_logged_once_a_minute_and_delays_nothing(caplog: pytes
             sampler.seconds += 15
         sampler.error = None
         sampler.once(), sampler.once()
-    assert [record.getMessage() for record in caplog.records] == ["The backlog could not be counted: no answer"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Counting the backlog failed. Its metrics are missing until a count succeeds: no answer"
+    ]
     assert sampler.tables == [1, 2, 3, 4, 5, 5]
 
 

@@ -150,7 +150,7 @@ def test_a_summary_is_logged_once_a_minute(watch: Watch) -> None:
     assert watch.actions() == ["summary"] * 2
     watch.reporter.end()
     fields = {"published": 280, "sent by others": 28, "seconds": 28.0}
-    assert watch.lines() == [("tasks in 28 s: 280 published, 28 sent by others", fields)]
+    assert watch.lines() == [("Tasks in the last 28 s: 280 published, 28 sent by others", fields)]
     watch.caplog.clear()
     watch.turns(150, Turn(), worked=False)
     watch.reporter.end()
