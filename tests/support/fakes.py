@@ -393,19 +393,25 @@ def _requests(rows: Sequence[LockedRow], singly: Collection[str]) -> list[list[L
 
 
 class Counted:
-    """A metrics client that adds up by name; tags are tested with the real client."""
+    """A metrics client that adds up by name, and keeps gauges and samples with their tags."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, float] = {}
+        self.counts: Counter[str] = Counter()
+        self.gauges: dict[tuple[str, ...], float] = {}
+        #: Name, value, tags and sample rate.
+        self.samples: list[tuple[str, float, list[str], float]] = []
+        #: The tags of all counters.
+        self.tags: set[str] = set()
 
     def increment(self, metric: str, value: float, tags: list[str]) -> None:
-        self.counts[metric] = self.counts.get(metric, 0) + value
+        self.counts[metric] += int(value)
+        self.tags.update(tags)
 
     def gauge(self, metric: str, value: float, tags: list[str]) -> None:
-        self.counts[metric] = value
+        self.gauges[metric, *tags] = value
 
     def distribution(self, metric: str, value: float, tags: list[str], sample_rate: float = 1) -> None:
-        self.counts[metric] = self.counts.get(metric, 0) + 1
+        self.samples.append((metric, value, tags, sample_rate))
 
     def stop(self, timeout: float) -> None:
         """Nothing is buffered."""

@@ -90,8 +90,8 @@ class Bench:
     def unsent(self) -> list[str]:
         return [row.id for row in self.store.rows.values() if row.sent_at is None]
 
-    def count(self, metric: m.Metric) -> float:
-        return self.counted.counts.get(metric.name, 0)
+    def count(self, metric: m.Metric) -> int:
+        return self.counted.counts[metric.name]
 
 
 class SlowPublisher(FakePublisher):

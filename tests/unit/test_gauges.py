@@ -20,15 +20,6 @@ from tests.support.fakes import Counted, FakeStore
 from tests.support.waiting import eventually
 
 
-class Tagged(Counted):
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: dict[tuple[str, ...], float] = {}
-
-    def gauge(self, metric: str, value: float, tags: list[str]) -> None:
-        self.values[metric, *tags] = value
-
-
 class Relay:
     in_flight = 3
     topics = ("invoices", "orders")
@@ -37,7 +28,7 @@ class Relay:
         self.circuits: dict[str, bool] = {}
         self.asked = 0
         self.seconds = 1000.0
-        self.client = Tagged()
+        self.client = Counted()
         self.report = WorkerGauges(Metrics(self.client), membership(), self, lambda: self.seconds)
 
     def circuit_states(self) -> Mapping[str, bool]:
@@ -58,11 +49,11 @@ def test_a_report_is_sent_every_15_seconds() -> None:
         relay.report()
         relay.seconds += 1
     client = relay.client
-    assert client.counts[m.HEARTBEAT.name] == client.counts[m.IN_FLIGHT.name] == relay.asked == 4
-    assert client.counts[m.PUBLISHED.name] == 0  # sent, so that Datadog knows
-    assert client.values[m.SHARDS.name,] == 10
-    assert client.values[m.WORKERS.name,] == 1
-    [build] = [tags for name, *tags in client.values if name == m.BUILD.name]
+    assert client.counts == {m.HEARTBEAT.name: 4, m.PUBLISHED.name: 0}  # 0 is sent, so that Datadog knows
+    assert client.samples == [(m.IN_FLIGHT.name, 3, [], 1)] * relay.asked == [(m.IN_FLIGHT.name, 3, [], 1)] * 4
+    assert client.gauges[m.SHARDS.name,] == 10
+    assert client.gauges[m.WORKERS.name,] == 1
+    [build] = [tags for name, *tags in client.gauges if name == m.BUILD.name]
     assert [tag.partition(":")[0] for tag in build] == list(m.BUILD.tags)
     assert all(tag.partition(":")[2] for tag in build)
     WorkerGauges(Metrics(None), membership(), relay)()
@@ -76,11 +67,11 @@ def test_circuits_are_reported_while_open_and_for_ten_minutes_after() -> None:
         (0, {}, None), (0, {"orders": True}, m.OPEN), (0, {"orders": False}, m.HALF_OPEN), (0, {}, m.CLOSED),
         (550, {}, m.CLOSED), (600, {}, None),
     ):  # fmt: skip
-        relay.client.values.clear()
+        relay.client.gauges.clear()
         relay.circuits = circuits
         relay.seconds += wait + 15
         relay.report()
-        assert relay.client.values.get((m.CIRCUIT_STATE.name, "topic:orders")) == state
+        assert relay.client.gauges.get((m.CIRCUIT_STATE.name, "topic:orders")) == state
 
 
 def found(*lines: Line) -> Backlog:
@@ -105,15 +96,15 @@ def test_tasks_are_reported_by_topic_and_state() -> None:
 
 
 def test_topics_without_tasks_are_reported_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = Tagged()
+    client = Counted()
     counts = BacklogCounts(Metrics(client), lambda: ["known"], lambda: 0.0)
     now = found(Line("orders", 50, pending=7), Line("paused", 50, paused=True, pending=5))
     monkeypatch.setattr(backlog, "read_unsent_lately", lambda _table: now)
     counts(None)
-    assert client.values[m.PENDING.name,] == 7
+    assert client.gauges[m.PENDING.name,] == 7
     now = found()
     counts(None)
-    assert client.values == {
+    assert client.gauges == {
         (m.PENDING.name,): 0,
         (m.TOPIC_TASKS.name, "topic:known", "state:pending"): 0,
         (m.TOPIC_TASKS.name, "topic:orders", "state:pending"): 0,

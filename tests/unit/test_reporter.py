@@ -25,17 +25,7 @@ class Watch(Counted):
         caplog.set_level(logging.INFO, "publishworker")
         self.caplog = caplog
         self.seconds = 100.0
-        self.samples: list[tuple[str, float, list[str], float]] = []
-        self.tags: set[str] = set()
         self.reporter = Reporter(Metrics(self), lambda: self.seconds)
-
-    def increment(self, metric: str, value: float, tags: list[str]) -> None:
-        super().increment(metric, value, tags)
-        self.tags.update(tags)
-
-    def distribution(self, metric: str, value: float, tags: list[str], sample_rate: float = 1) -> None:
-        super().distribution(metric, value, tags, sample_rate)
-        self.samples.append((metric, value, tags, sample_rate))
 
     def actions(self) -> list[str]:
         actions = [record.action for record in self.caplog.records]
@@ -120,7 +110,7 @@ def test_each_failure_is_logged(watch: Watch) -> None:
         *((again.format(id), {**about, "task_id": id, "attempt": 2}) for id in ("b", "c")),
     ]
     assert watch.actions() == ["dead", "publish_failed", "publish_failed"]
-    assert watch.counts == {m.FAILED.name: 3, m.DEAD.name: 1, m.BATCH_SIZE.name: 1}
+    assert watch.counts == {m.FAILED.name: 3, m.DEAD.name: 1}
 
 
 def test_ten_thousand_failures_are_a_hundred_lines_a_minute(watch: Watch) -> None:
