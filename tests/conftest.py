@@ -24,6 +24,10 @@ import hypothesis
 import pytest
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import outbox
 from outbox.devtools.emulators import Emulators, running_spanner
@@ -71,6 +75,15 @@ def long(request: pytest.FixtureRequest) -> bool:
 def set_metrics() -> Iterator[Callable[[Any], None]]:
     yield outbox.set_metrics
     outbox.set_metrics(None)
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """A tracer provider for application, relay and subscriber, and its exported spans."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)  # the API lets it be set once only
+    return exporter
 
 
 @pytest.fixture(scope="session")

@@ -86,7 +86,7 @@ def test_equal_errors_are_counted_below_the_list(filled: Commands):
     listed = filled.here("list", "--state", "dead").stdout
     assert [line.split(maxsplit=3) for line in listed.partition("\n\n")[2].splitlines()] == [
         ["TASKS", "STATE", "TOPIC", "ERROR"],
-        ["3", "dead", "orders", "gave_up: NOT_FOUND: no such topic"],
+        ["3", "dead", "orders", "not_found: no such topic"],
         ["1", "dead", "invoices", "too_large: 11 MB"],
     ]
     assert "TASKS" not in filled.here("list", "--state", "dead", "--topic", "invoices").stdout

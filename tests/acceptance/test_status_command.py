@@ -60,7 +60,7 @@ def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Data
     assert [line.split()[:8] for line in lines[:3]] == [[str(each) for each in line] for line in counts]
     assert [line.split(maxsplit=3) for line in lines[5:]] == [
         ["TASKS", "STATE", "TOPIC", "ERROR"],
-        ["7", "dead", "orders", "gave_up: NOT_FOUND: no such topic"],
+        ["7", "dead", "orders", "not_found: no such topic"],
         ["4", "retrying", "orders", "unavailable: it is away"],
     ]
     assert [line.split() for line in lines[3:5]] == [["all", "4", "4", "5", "1", "7", "8", "3h"], []]

@@ -17,6 +17,7 @@ from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 from google.pubsub_v1.types import PubsubMessage
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import outbox
 from outbox import inbox
@@ -26,7 +27,6 @@ from tests.support.drivers import STACKS, DbApi, aborting
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub
 from tests.support.spanner import INSTANCE, client, fresh_database, query
-from tests.support.spans import provided
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore:This method is non-operational:UserWarning")
@@ -221,9 +221,8 @@ def test_a_streaming_pull(bank: Database, account: str, pubsub: PubSub, set_metr
     assert not ordered or sorted(set(order)) == list(dict.fromkeys(order))
 
 
-def test_the_trace_continues(bank: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trace_continues(bank: Database, spans: InMemorySpanExporter) -> None:
     """A task that the handler registers belongs to the trace of the task that it received."""
-    exporter = provided(monkeypatch)
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     of = message(task())
     of.attributes["googclient_traceparent"] = f"00-{trace_id}-b7ad6b7169203331-01"
@@ -234,7 +233,7 @@ def test_the_trace_continues(bank: Database, monkeypatch: pytest.MonkeyPatch) ->
         registered.append(outbox.register(transaction, "mails", b""))
 
     assert receive.process(of) is True
-    span = next(each for each in exporter.get_finished_spans() if each.name == "process billing")
+    span = next(each for each in spans.get_finished_spans() if each.name == "process billing")
     assert f"{span.context.trace_id:032x}" == trace_id
     assert f"{span.parent.span_id:016x}" == "b7ad6b7169203331"  # type: ignore[union-attr]  # a root span fails, too
     [[data]] = query(bank, "SELECT Data FROM AsynchronousTasks WHERE Id IN UNNEST(@ids)", ids=registered)

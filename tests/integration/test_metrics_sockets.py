@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -67,12 +68,9 @@ def test_counts_and_gauges_arrive_with_their_tags(kind: str, request: pytest.Fix
     assert lines[2].startswith("outbox.oldest_task_age:1.5|g")
 
 
-def test_applications_count_registered_tasks_through_the_same_client(udp: socket.socket) -> None:
-    outbox.set_metrics(DogStatsd())
-    try:
-        outbox.register(RecordingTransaction(), "orders", b"")
-    finally:
-        outbox.set_metrics(None)
+def test_applications_count_registered_tasks_through_the_same_client(udp: socket.socket, set_metrics: Any) -> None:
+    set_metrics(DogStatsd())
+    outbox.register(RecordingTransaction(), "orders", b"")
     assert received(udp, 1)[0].startswith("outbox.registered_task_count:1|c|#topic:orders")
 
 

@@ -23,14 +23,7 @@ from tests.support.parts import relay_of
 from tests.support.pubsub import Subscription
 from tests.support.relays import unsent
 from tests.support.spanner import PROJECT, place
-from tests.support.spans import provided
 from tests.support.waiting import eventually
-
-
-@pytest.fixture
-def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    """A tracer provider for application, relay and subscriber, and its exported spans."""
-    return provided(monkeypatch)
 
 
 def place_order(database: Database, topic: str) -> ReadableSpan:

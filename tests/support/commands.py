@@ -163,7 +163,7 @@ def row(id: str, state: str = "pending", *, topic: str = "orders", age: timedelt
         "retrying": {"AvailableAt": now + HOUR, "Attempts": 3, "LastError": "unavailable: it is away"},
         "scheduled": {"AvailableAt": now + HOUR},
         "blocked": {"AvailableAt": now + HOUR, "OrderingKey": "key", "Attempts": 2, "BlockedBy": "head"},
-        "dead": {"AvailableAt": NEVER, "Attempts": 16, "LastError": "gave_up: NOT_FOUND: no such topic"},
+        "dead": {"AvailableAt": NEVER, "Attempts": 16, "LastError": "not_found: no such topic"},
         "sent": {"SentAt": now - age},
     }
     return operations.row(id, **{"Topic": topic, "Data": b"", "CreatedAt": now - age, **states[state], **columns})

@@ -20,15 +20,9 @@ from outbox.tracing import span_of
 from publishworker.pubsub import tracing
 from publishworker.pubsub.messages import trace_id
 from publishworker.types import Failed, Sent
-from tests.support.spans import provided
 
 TRACE, SPAN = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-@pytest.fixture
-def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    return provided(monkeypatch)
 
 
 @pytest.fixture
