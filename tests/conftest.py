@@ -34,7 +34,7 @@ from outbox.devtools.emulators import Emulators, running_spanner
 from tests.support import real, spanner
 from tests.support.pubsub import PubSub, Subscription
 
-# No limit on the time of an example: the machine may be busy. For `make mutants`: that an example fails is enough.
+# No time limit for an example, because the machine may be busy. `make mutants` needs no smallest failing example.
 hypothesis.settings.register_profile("ours", hypothesis.settings.default, deadline=None)
 hypothesis.settings.register_profile(
     "mutants", deadline=None, derandomize=True, phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate)
@@ -49,8 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="outages of 60 s instead of 10 s, an hour of random histories instead of minutes",
     )
-    parser.addoption("--seed", type=int, default=0, help="other random choices in the trials of tests/faults")
-    parser.addoption("--figures", metavar="FILE", help="append what came of each trial, a line of JSON each")
+    parser.addoption("--seed", type=int, default=0, help="seed of the random choices in tests/faults")
+    parser.addoption("--figures", metavar="FILE", help="append the result of each trial as a line of JSON")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Operators' commands as people and programs use them: in a process, in a shell, at a terminal; and rows to meet.
+"""Operators' commands as people and programs use them: in a process, in a shell, at a terminal; and rows for them.
 
 `here` runs them in this process, where a table of cases would start many.
 

@@ -18,14 +18,14 @@ from tests.support.processes import ROOT, Process, children, started
 from tests.support.spanner import variables
 from tests.support.waiting import eventually
 
-#: Seconds that the manifest gives to whatever stops a worker.
+#: Seconds that the manifest grants for a shutdown.
 GRACE_SECONDS = 60
 #: Seconds within which a probe must notice an unhealthy worker.
 NOTICE_SECONDS = 60
 #: The limit of the manifest, bytes.
 MEMORY_LIMIT = 512 * 1024 * 1024
 
-#: No rights: a read-only root, one small directory that can be written, an ordinary user, nothing to be gained. The
+#: No rights: a read-only root, one small directory that can be written, an ordinary user, no new privileges. The
 #: second user namespace is what makes an ordinary user of the first one's root, under any user.
 _CONFINE = """
 mount -t tmpfs -o size=16m,mode=1777 tmpfs "$0" && mount -o remount,ro,bind / &&

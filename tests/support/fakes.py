@@ -78,7 +78,7 @@ class FakeStore:
         self.now = datetime(2026, 1, 1, 12, tzinfo=UTC)
         #: Called before each commit: raise Abort to have the transaction run again, StoreError to fail it.
         self.before_commit: Callable[[], None] = lambda: None
-        #: Whether a failing commit has been applied all the same.
+        #: Whether a commit that fails is applied nevertheless.
         self.failed_commits_land = False
         self.away = False
         #: When each worker was last seen.
@@ -324,7 +324,7 @@ class FakePublisher:
         self.failing: dict[str, Failed] = {}
         #: Full topic names that fail.
         self.down: dict[str, Failed] = {}
-        #: Task ids that there is no time for.
+        #: IDs of tasks for which the deadline leaves no time.
         self.out_of_time: set[str] = set()
         self._message_ids = itertools.count(1)
         self._lock = threading.Lock()

@@ -41,8 +41,8 @@ class Proxy:
         self._accepted = 0
 
     def __enter__(self) -> Self:
-        # Bound for the whole time: while we refuse, no other process gets the port, nor is it a client's source port
-        # that dials it (which would then be connected to itself).
+        # Bound until the end: while the proxy refuses, no other process gets the port, and no client gets it as its
+        # source port, which would connect the client to itself.
         self._reservation = _bound(0)
         self._listen()
         return self
@@ -133,7 +133,7 @@ class Proxy:
                 return
             try:
                 server = socket.create_connection(_address(self.target), timeout=5)
-            except OSError:  # the target itself is gone: so are we, for this client
+            except OSError:  # the target is gone, so the client loses its connection
                 client.close()
                 continue
             server.settimeout(None)
@@ -167,7 +167,7 @@ class Proxy:
             while True:
                 due, data = way.get()
                 link.closed.wait(max(0.0, due - time.monotonic()))
-                if not data:  # the source is closed, and all that it sent before is through
+                if not data:  # the source is closed, and its data is delivered
                     break
                 with self._state:
                     self._state.wait_for(lambda: direction not in self._held or link.closed.is_set())

@@ -24,9 +24,9 @@ from tests.support.proxy import Proxy
 
 #: Calls at once; each holds a thread while it lasts.
 THREADS = 64
-#: Seconds for which an answer is on its way back at most: if the connection breaks then, it is lost.
+#: Max seconds until an answer reaches the client. If the connection breaks before, the answer is lost.
 ON_ITS_WAY = 0.2
-#: Seconds from which on a time limit counts as none.
+#: A time limit of at least this many seconds counts as none.
 FOR_EVER = 1e6
 
 UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))

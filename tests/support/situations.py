@@ -153,7 +153,7 @@ def bad_deploy(place: Place) -> None:
 
 def restored(place: Place) -> None:
     place.topics("orders", "invoices")
-    # Before the time that stands in the page.
+    # Registered before the time on the page.
     ago = _now() - datetime(2026, 11, 20, 12, tzinfo=UTC)
     place.tasks(_ids("order", 12), "orders", ago=ago)
     place.tasks(_ids("invoice", 2), "invoices", ago=ago)

@@ -35,22 +35,22 @@ from tests.support.spanner import query
 from tests.support.waiting import eventually
 
 BATCH_SIZE, BATCHES = 20, 4
-#: Tasks that one worker has in flight at most: a killed worker may have published and not marked them.
+#: Max tasks in flight in one worker. A killed worker may have published them without marking them.
 IN_FLIGHT = BATCH_SIZE * BATCHES
 OPTIONS = (
     "--batch-size", f"{BATCH_SIZE}", "--concurrency", f"{BATCHES}", "--poll-interval", "0.2", "--publish-timeout", "2",
     "--backoff-initial", "0.5", "--backoff-max", "2", "--shutdown-timeout", "10",
 )  # fmt: skip
 KEYS = [f"key-{number}" for number in range(5)]
-#: Tasks of a transaction: as many with an ordering key as without.
+#: Tasks of a transaction. Half of them have an ordering key.
 TOGETHER = 6
-#: Of so many transactions one is rolled back, after its tasks were registered and its statements sent.
+#: One in this many transactions is rolled back, after its tasks were registered and its statements sent.
 ROLLED_BACK = 5
 #: Max seconds until all tasks are marked, or one transaction is registered.
 SETTLE_SECONDS, REGISTER_SECONDS = 480.0, 120.0
 #: Seconds between two counts of the backlog.
 CHECK_SECONDS = 0.1
-#: Seconds after which sent tasks are deleted, where a trial lasts: the emulator scans the table for each poll.
+#: Seconds after which a long trial deletes sent tasks, because the emulator scans the table for each poll.
 RETENTION_SECONDS = 30
 _ANY_SENT = "SELECT Id FROM AsynchronousTasks WHERE SentAt IS NOT NULL"
 _AGAIN = "UPDATE AsynchronousTasks SET SentAt = NULL WHERE SentAt IS NOT NULL AND Id IN"
@@ -292,7 +292,7 @@ def in_background(work: Callable[[], object], *, every: float) -> Iterator[None]
     finally:
         end.set()
         thread.join(REGISTER_SECONDS)
-    assert not thread.is_alive(), "it hangs"
+    assert not thread.is_alive(), "the background work hangs"
     if failures:
         raise failures[0]
 
