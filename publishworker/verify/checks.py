@@ -5,6 +5,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.resources import files
@@ -211,13 +212,13 @@ def _locks(scratch: Scratch) -> Finding:
         attempts.append(rows)
         return {}
 
-    holder = threading.Thread(target=store.claim, args=(ids, first), daemon=True)
-    holder.start()
-    held.wait(30)
-    began = time.monotonic()
-    store.claim(ids, second)
-    waited = time.monotonic() - began
-    holder.join(60)
+    with ThreadPoolExecutor(1) as pool:
+        holder = pool.submit(store.claim, ids, first)
+        held.wait(30)
+        began = time.monotonic()
+        store.claim(ids, second)
+        waited = time.monotonic() - began
+        holder.result(60)
     unsent = sum(row.sent_at is None for row in attempts[-1])
     good = not unsent and waited > HELD_SECONDS / 2
     text = f"the second claim waited {waited:.1f} s and found {unsent} unsent tasks"
@@ -240,9 +241,11 @@ def _registrations(scratch: Scratch) -> Finding:
 
     thread = threading.Thread(target=turns, daemon=True)
     thread.start()
-    beside = _times_ms(register, TIMED)
-    stop.set()
-    thread.join(60)
+    try:
+        beside = _times_ms(register, TIMED)
+    finally:
+        stop.set()
+        thread.join(60)
     relay.finish()
     figures = {
         f"{name}, {part} ms": round(value, 1)

@@ -4,7 +4,7 @@ import base64
 import contextlib
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -95,23 +95,23 @@ def scratch(settings: WorkerSettings, rows: int, *, keep: bool) -> Iterator[Scra
     with schema.service_errors(f"instance {settings.instance}"):
         if database.exists():
             raise OutboxError(f"database {settings.database} exists. `verify` creates a new one: omit --database")
-    created: list[tuple[str, Any]] = []
-    try:
+    with contextlib.ExitStack() as stack:
         with schema.service_errors(f"instance {settings.instance}"):
-            created.append((f"database {settings.database}", database.drop))
+            stack.callback(_drop, f"database {settings.database}", database.drop, keep=keep)
             database.create().result(timeout=SECONDS)
         try:
             topics.create_topic(name=topic, timeout=30)
         except GoogleAPIError as error:
             raise NotReached(f"topic {topic} cannot be created: {error}. verify needs pubsub.topics.create") from error
-        created.append((f"topic {topic}", lambda: topics.delete_topic(topic=topic, timeout=30)))
+        stack.callback(_drop, f"topic {topic}", lambda: topics.delete_topic(topic=topic, timeout=30), keep=keep)
         yield Scratch(settings, database, topics, topic, rows)
-    finally:
-        for name, drop in reversed(created):
-            if keep:
-                print(f"publishworker: {name} was kept", file=sys.stderr)
-                continue
-            try:
-                drop()
-            except Exception as error:  # whatever happens, the user must know what is left
-                print(f"publishworker: {name} could not be dropped. Drop it yourself: {error}", file=sys.stderr)
+
+
+def _drop(name: str, drop: Callable[[], object], *, keep: bool) -> None:
+    if keep:
+        print(f"publishworker: {name} was kept", file=sys.stderr)
+        return
+    try:
+        drop()
+    except Exception as error:  # whatever happens, the user must know what is left
+        print(f"publishworker: {name} could not be dropped. Drop it yourself: {error}", file=sys.stderr)
