@@ -42,7 +42,8 @@ class Metric:
     meaning: str
 
 
-# To add a metric: define it here, add it to a tuple below, call `Metrics` where it is counted, and run `make docs`.
+# To add a metric: define it here, add it to a tuple below, count it in `reporter.py` (outcomes of batches) or sample it
+# in `gauges.py` (every 15 s), and run `make docs`.
 # fmt: off
 REGISTERED = Metric(
     "outbox.registered_task_count", "count", "task", ("topic",), 0,

@@ -174,3 +174,9 @@ def test_invalid_topics_share_a_tag(watch: Watch) -> None:
     for topic in ("orders", "projects/p-1/topics/orders", "no topic", "x" * 400, "goog-like"):
         watch.reporter.batch(BatchResult(Batch(topic, ("a",)), tried={"a": Sent("1")}))
     assert watch.tags == {"topic:orders", "topic:projects/p-1/topics/orders", "topic:invalid"}
+
+
+def test_every_metric_belongs_to_a_sender() -> None:
+    """A metric that is in no tuple has no page, and no instrument of OpenTelemetry."""
+    defined = {each for each in vars(m).values() if isinstance(each, m.Metric)}
+    assert defined == {*m.METRICS, *m.APPLICATION, *m.PIPELINE}
