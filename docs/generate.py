@@ -24,7 +24,7 @@ from publishworker.healthcheck import MAX_AGE
 from publishworker.pubsub.errors import REASONS, FailureKind, Reason
 from publishworker.settings import RelaySettings, WorkerSettings
 from publishworker.telemetry.metrics import APPLICATION, METRICS, PIPELINE, Metric
-from publishworker.telemetry.opentelemetry import instrument_of, unit_of
+from publishworker.telemetry.opentelemetry import INSTRUMENTS, unit_of
 
 REFERENCE = Path(__file__).parent / "reference"
 #: Unit, description and type of each metric for Datadog's API and its Terraform provider.
@@ -256,7 +256,7 @@ def _metrics() -> str:
 
     def row(metric: Metric) -> tuple[str, ...]:
         tags = ", ".join(f"`{tag}`" for tag in metric.tags) or "none"
-        instrument = f"{instrument_of(metric)}, `{unit_of(metric)}`"
+        instrument = f"{INSTRUMENTS[metric.type]}, `{unit_of(metric)}`"
         return (f"`{metric.name}`", metric.type, metric.unit, tags, instrument, metric.meaning)
 
     parts = [

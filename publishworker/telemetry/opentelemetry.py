@@ -4,33 +4,25 @@ The standard variables apply: https://opentelemetry.io/docs/specs/otel/configura
 worker has a MeterProvider of its own, so that it neither uses nor changes the one of the process.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from outbox import __version__
 from outbox.errors import SettingError
 from publishworker.telemetry.metrics import METRICS, PIPELINE, Client, LostMetrics, Metric
 
-#: Units of the table of metrics as UCUM codes: https://ucum.org. Other units are annotations, such as `{task}`.
-UNITS = {"second": "s", "byte": "By", "": "1"}
+#: The instrument for each type of metric.
+INSTRUMENTS = {"count": "counter", "gauge": "gauge", "distribution": "histogram"}
 #: Tags that have an attribute in the semantic conventions. Other attributes begin with `outbox.`.
 #: https://opentelemetry.io/docs/specs/semconv/messaging/messaging-metrics
 ATTRIBUTES = {"topic": "messaging.destination.name", "reason": "error.type"}
-#: Boundaries of the histograms, by unit: from one millisecond to an hour, and from one task to the max batch size.
-BOUNDARIES = {
-    "second": (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3600),
-    "": (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000),
-}
+#: Boundaries of the histograms: from one millisecond to an hour, and from one task to the max batch size.
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3600)
+TASKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
 def unit_of(metric: Metric) -> str:
-    """Return the UCUM code of a metric's unit."""
-    return UNITS.get(metric.unit) or f"{{{metric.unit}}}"
-
-
-def instrument_of(metric: Metric) -> str:
-    """Return the instrument for a metric: counter, gauge or histogram."""
-    return {"count": "counter", "gauge": "gauge", "distribution": "histogram"}[metric.type]
+    """Return the unit of a metric as a UCUM code (https://ucum.org): seconds, or an annotation such as `{task}`."""
+    return "s" if metric.unit == "second" else f"{{{metric.unit}}}"
 
 
 def attribute_of(tag: str) -> str:
@@ -41,11 +33,11 @@ def attribute_of(tag: str) -> str:
 class OpenTelemetry:
     """A client whose instruments are the table of metrics. It satisfies `metrics.Client`."""
 
-    def __init__(self, provider: Any, metrics: Sequence[Metric] = (*METRICS, *PIPELINE)) -> None:
-        """Create the instruments of `metrics` in `provider`, which `stop` shuts down."""
+    def __init__(self, provider: Any) -> None:
+        """Create the instruments in `provider`, which `stop` shuts down."""
         self._provider = provider
         meter = provider.get_meter("publishworker", __version__)
-        self._instruments = {metric.name: _instrument(meter, metric) for metric in metrics}
+        self._instruments = {metric.name: _instrument(meter, metric) for metric in (*METRICS, *PIPELINE)}
 
     def increment(self, metric: str, value: float, tags: list[str]) -> None:
         """Add to a counter."""
@@ -87,12 +79,10 @@ def client() -> Client:
 
 def _instrument(meter: Any, metric: Metric) -> Any:
     described: dict[str, Any] = {"name": metric.name, "unit": unit_of(metric), "description": metric.meaning}
-    instrument = instrument_of(metric)
-    if instrument == "histogram":
-        described["explicit_bucket_boundaries_advisory"] = BOUNDARIES["second" if metric.unit == "second" else ""]
-    return getattr(meter, f"create_{instrument}")(**described)
+    if metric.type == "distribution":
+        described["explicit_bucket_boundaries_advisory"] = SECONDS if metric.unit == "second" else TASKS
+    return getattr(meter, f"create_{INSTRUMENTS[metric.type]}")(**described)
 
 
 def _attributes(tags: list[str]) -> dict[str, str]:
-    pairs = (tag.split(":", 1) for tag in tags)
-    return {attribute_of(name): value for name, value in pairs}
+    return {attribute_of(name): value for name, _, value in (tag.partition(":") for tag in tags)}
