@@ -52,11 +52,13 @@ class Reporter:
             self._metrics.count(m.DEFERRED, len(result.deferred), topic=topic)
         else:
             self._metrics.count(m.UNCOMMITTED, len(published), topic=topic)
+            effect = "None of them was published."
+            if published:
+                effect = f"{_tasks(published)} in doubt: published, and will be marked without another publish."
             self._throttled_log.log(
                 "commit_failed",
                 topic,
-                f"Commit failed for {_tasks(result.batch.ids)} of topic {topic}: {result.error}. {len(published)} of "
-                "them are published and in doubt. The worker marks them without publishing them again.",
+                f"Commit failed for {_tasks(result.batch.ids)} of topic {topic}: {result.error}. {effect}",
             )
         if result.unconfirmed:
             self._metrics.count(m.UNCONFIRMED, len(result.unconfirmed), topic=topic)

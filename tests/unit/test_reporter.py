@@ -180,3 +180,15 @@ def test_every_metric_belongs_to_a_sender() -> None:
     """A metric that is in no tuple has no page, and no instrument of OpenTelemetry."""
     defined = {each for each in vars(m).values() if isinstance(each, m.Metric)}
     assert defined == {*m.METRICS, *m.APPLICATION, *m.PIPELINE}
+
+
+def test_a_failed_commit_says_what_happens_to_published_tasks(watch: Watch) -> None:
+    for tried, effect in (
+        ({}, "None of them was published."),
+        ({"a": Sent("1")}, "1 task in doubt: published, and will be marked without another publish."),
+    ):
+        watch.reporter.batch(BatchResult(Batch("orders", ("a", "b")), tried=tried, error="ABORTED"))
+        watch.seconds += 60
+        assert watch.caplog.messages[-1] == f"Commit failed for 2 tasks of topic orders: ABORTED. {effect}"
+    assert watch.actions() == ["commit_failed"] * 2
+    assert watch.counts == {m.PUBLISHED.name: 1, m.UNCOMMITTED.name: 1}
