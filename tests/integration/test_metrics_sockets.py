@@ -19,59 +19,62 @@ from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.types import Batch, BatchResult, Sent
+from tests.support.dogstatsd import Agent, Sample, UnixAgent, listening
+from tests.support.waiting import eventually
+
+
+def use(monkeypatch: pytest.MonkeyPatch, agent: Agent) -> None:
+    for name, value in agent.environment.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
-def udp(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as agent:
-        agent.bind(("127.0.0.1", 0))
-        agent.settimeout(5)
-        monkeypatch.setenv("DD_DOGSTATSD_URL", f"udp://127.0.0.1:{agent.getsockname()[1]}")
-        yield agent
+def unix_agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> UnixAgent:
+    agent = UnixAgent(tmp_path / "dsd.socket")
+    use(monkeypatch, agent)
+    return agent
+
+
+@pytest.fixture(params=["udp", "unix"])
+def agent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    if request.param == "udp":
+        with listening() as agent:
+            use(monkeypatch, agent)
+            yield agent
+    else:
+        agent = request.getfixturevalue("unix_agent")
+        with agent.listening():
+            yield agent
 
 
 @pytest.fixture
-def path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    path = tmp_path / "dsd.socket"
-    monkeypatch.setenv("DD_DOGSTATSD_URL", f"unix://{path}")
-    return path
+def silent_socket(unix_agent: UnixAgent) -> Iterator[socket.socket]:
+    """The socket of an agent that reads nothing by itself."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+        end.bind(str(unix_agent.path))
+        yield end
 
 
-@pytest.fixture
-def unix(path: Path) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
-        agent.bind(str(path))
-        agent.settimeout(5)
-        yield agent
-
-
-def received(agent: socket.socket, count: int) -> list[str]:
-    """Return that many metrics, without the client's own telemetry."""
-    lines: list[str] = []
-    while len(lines) < count:
-        lines += [line for line in agent.recv(65536).decode().splitlines() if line.startswith("outbox.")]
-    return lines
-
-
-@pytest.mark.parametrize("kind", ["udp", "unix"])
-def test_counts_and_gauges_arrive_with_their_tags(kind: str, request: pytest.FixtureRequest) -> None:
+def test_counts_and_gauges_arrive_with_their_tags(agent: Agent) -> None:
     """Names, values and tags as in docs/reference/metrics.md."""
-    agent = request.getfixturevalue(kind)
     metrics = Metrics(datadog.client())
     metrics.count(m.PUBLISHED, 100, topic="orders")
     metrics.count(m.FAILED, 2, topic="orders", reason="not_found")
     metrics.gauge(m.OLDEST_AGE, 1.5)
-    lines = [line.split("|c:")[0].split("|card:")[0] for line in received(agent, 3)]
     metrics.stop()
-    assert lines[0] == "outbox.total_published_task_count:100|c|#topic:orders"
-    assert lines[1] == "outbox.failed_task_count:2|c|#topic:orders,reason:not_found"
-    assert lines[2].startswith("outbox.oldest_task_age:1.5|g")
+    eventually(lambda: len(agent.heard) == 3)
+    assert agent.heard == [
+        Sample("outbox.total_published_task_count", 100, "count", frozenset({"topic:orders"})),
+        Sample("outbox.failed_task_count", 2, "count", frozenset({"topic:orders", "reason:not_found"})),
+        Sample("outbox.oldest_task_age", 1.5, "gauge", frozenset()),
+    ]
 
 
-def test_applications_count_registered_tasks_through_the_same_client(udp: socket.socket, set_metrics: Any) -> None:
+def test_applications_count_registered_tasks_through_the_same_client(agent: Agent, set_metrics: Any) -> None:
     set_metrics(DogStatsd())
     outbox.register(RecordingTransaction(), "orders", b"")
-    assert received(udp, 1)[0].startswith("outbox.registered_task_count:1|c|#topic:orders")
+    eventually(lambda: agent.heard)
+    assert agent.heard == [Sample("outbox.registered_task_count", 1, "count", frozenset({"topic:orders"}))]
 
 
 @pytest.mark.parametrize("url", ["", "nonsense://nowhere"])
@@ -102,49 +105,45 @@ def test_a_client_that_raises_is_logged_once_and_stops_nothing(caplog: pytest.Lo
     ]
 
 
-def test_an_unavailable_agent_is_logged_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unavailable_agent_is_logged_once(unix_agent: UnixAgent, caplog: pytest.LogCaptureFixture) -> None:
     """Its socket appears, disappears and appears again. Samples sent meanwhile are lost, the rest arrives."""
     metrics = Metrics(datadog.client())
     assert isinstance(metrics._client, DogStatsd)
 
-    def send(topic: str) -> None:
-        metrics.count(m.PUBLISHED, 1, topic=topic)
+    def send() -> None:
+        metrics.count(m.PUBLISHED, 1, topic="orders")
         metrics._client.flush()
         metrics._client.wait_for_pending()
 
     with caplog.at_level(logging.INFO):
-        send("too-early")
-        for round_ in ("first", "second"):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
-                agent.bind(str(path))
-                agent.settimeout(5)
-                send(round_)
-                assert f"topic:{round_}" in received(agent, 1)[0]
-            path.unlink()
-            send("in-vain")
+        send()
+        for count in (1, 2):
+            with unix_agent.listening():
+                send()
+                eventually(lambda count=count: unix_agent.counts[m.PUBLISHED.name] == count)
+            send()
         metrics.stop()
+    assert unix_agent.counts[m.PUBLISHED.name] == 2
     [record] = caplog.records
     assert record.getMessage().startswith("Metrics are lost, and publishing continues")
 
 
-def test_buffered_samples_are_sent_at_the_end(udp: socket.socket) -> None:
+def test_buffered_samples_are_sent_at_the_end(agent: Agent) -> None:
     """Samples of a whole batch share a packet, and none is left behind."""
     metrics = Metrics(datadog.client())
     for number in range(100):
         metrics.sample(m.LATENCY, number / 10, topic="orders")
     metrics.stop()
-    packets: list[list[str]] = []
-    while sum(map(len, packets)) < 100:
-        packets.append(received(udp, 1))
-    assert len(packets) < 20
-    assert {line.split("|")[1] for packet in packets for line in packet} == {"d"}
+    eventually(lambda: len(agent.named(m.LATENCY.name)) == 100)
+    assert agent.packets < 20
+    assert {each.type for each in agent.heard} == {"distribution"}
 
 
 def counted(lines: list[str]) -> int:
     return sum(int(line.split(":")[1].split("|")[0]) for line in lines if line.startswith(m.PUBLISHED.name))
 
 
-def test_a_slow_agent_gets_every_count(unix: socket.socket) -> None:
+def test_a_slow_agent_gets_every_count(silent_socket: socket.socket) -> None:
     """Its socket holds ten packets: other packets wait, and latencies do not crowd them out."""
     metrics = Metrics(datadog.client())
     reporter = Reporter(metrics)
@@ -152,7 +151,7 @@ def test_a_slow_agent_gets_every_count(unix: socket.socket) -> None:
 
     def listen() -> None:
         while counted(lines) < 25_000:
-            lines.extend(unix.recv(65536).decode().splitlines())
+            lines.extend(silent_socket.recv(65536).decode().splitlines())
             time.sleep(0.005)
 
     listener = threading.Thread(target=listen, daemon=True)
@@ -166,7 +165,7 @@ def test_a_slow_agent_gets_every_count(unix: socket.socket) -> None:
     assert counted(lines) == 25_000
 
 
-@pytest.mark.usefixtures("unix")
+@pytest.mark.usefixtures("silent_socket")
 def test_a_hanging_agent_delays_neither_the_relay_nor_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples for it wait for a while, and are dropped at the end."""
     monkeypatch.setattr(m, "STOP_SECONDS", 0.5)

@@ -41,6 +41,7 @@ class Agent:
     def __init__(self, url: str) -> None:
         self.environment = {"DD_DOGSTATSD_URL": url}
         self.heard: list[Sample] = []
+        self.packets = 0
 
     @property
     def counts(self) -> Counter[str]:
@@ -67,6 +68,7 @@ class Agent:
 
     def _listen(self, end: socket.socket) -> None:
         while (packet := end.recv(1 << 20)) != b"stop":
+            self.packets += 1
             self.heard.extend(samples(packet.decode()))
 
 
