@@ -133,13 +133,13 @@ class CircuitBreakers:
         for each in candidates:
             circuit = self._open.get(each.topic)
             (of_outage[each.topic] if circuit and circuit.is_outage else kept).append(each)
-        for topic, its in of_outage.items():
+        for topic, tasks in of_outage.items():
             circuit = self._open[topic]
-            fresh = [each for each in its if each.id not in circuit.probed]
+            fresh = [each for each in tasks if each.id not in circuit.probed]
             if not fresh and topic in cut_off:
                 circuit.depth = min(max(2 * circuit.depth, 10 * len(circuit.probed), 100), MAX_DEPTH)
             ready = [each for each in fresh if each.available_at is None]
-            kept.append(self._random.choice(ready or fresh or its))
+            kept.append(self._random.choice(ready or fresh or tasks))
         return kept, {
             topic: OUTAGE_PROBE_TASKS if circuit.is_outage else TARGET_PROBE_TASKS
             for topic, circuit in self._open.items()
@@ -228,7 +228,7 @@ class CircuitBreakers:
     def _forget(self, topic: str) -> None:
         # Nothing was published since, so no task is a suspect.
         del self._open[topic]
-        self._suspects = {id: its for id, its in self._suspects.items() if its[0] != topic}
+        self._suspects = {id: of for id, of in self._suspects.items() if of[0] != topic}
         self._outages.pop(topic, None)
         self._failing.discard(topic)
 

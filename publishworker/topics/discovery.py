@@ -37,7 +37,7 @@ class KnownTopics:
         return frozenset(self._topics)
 
     def see(self, candidates_of: Iterable[str]) -> None:
-        """Note topics of which a poll returned candidates."""
+        """Note the topics of the candidates that a poll returned."""
         self._topics |= {name: _Topic(self._clock()) for name in candidates_of}
 
     def discover(self, names: Iterable[str]) -> None:

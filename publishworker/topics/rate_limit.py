@@ -51,7 +51,7 @@ class RateLimits:
         self._logged: Mapping[str, str] = {}
 
     def learn(self, limits: Mapping[str, TopicLimit], workers: int) -> None:
-        """Apply the limits, of which this worker gets one part in `workers`.
+        """Apply the limits. This worker gets an equal part of each, as all live `workers` do.
 
         An invalid row limits nothing, and is logged once a minute.
         """
@@ -84,8 +84,8 @@ class RateLimits:
         for topic, bucket in self._buckets.items():
             bucket.fill(now)
             allowed[topic] = int(bucket.tokens) if bucket.missing <= 0 else 0
-        for topic, most in self._in_flight.items():
-            left = max(0, most - in_flight.get(topic, 0))
+        for topic, limit in self._in_flight.items():
+            left = max(0, limit - in_flight.get(topic, 0))
             allowed[topic] = min(left, allowed.get(topic, left))
         return allowed
 
@@ -109,7 +109,7 @@ class RateLimits:
         for topic, limit in limits.items():
             parts = ((limit.rate, "tasks a second"), (limit.burst, "at once"), (limit.in_flight, "in flight"))
             text = ", ".join(f"{value:g} {unit}" for value, unit in parts if value is not None)
-            changes[topic] = f"limited to {text}, of which this worker has 1/{workers}"
+            changes[topic] = f"limited to {text}" + (f", shared by {workers} live workers" if workers > 1 else "")
         for topic in sorted(self._logged.keys() | changes.keys()):
             if (change := changes.get(topic, "limits removed")) != self._logged.get(topic):
                 _log.info("Topic %s: %s", topic, change, extra={"action": "limited"})
