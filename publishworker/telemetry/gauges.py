@@ -25,8 +25,8 @@ K = TypeVar("K")
 
 #: Seconds between two reports, and between two counts of the backlog.
 INTERVAL = 15.0
-#: After a slow count the sampler waits this many times as long, so that counting takes at most a fifth of the time. The max
-#: wait is MAX_PAUSE_SECONDS, because the autoscaler treats a value that is five minutes old as unknown.
+#: After a slow count the sampler waits this many times as long, so that counting takes at most a fifth of the time. It
+#: waits at most MAX_PAUSE_SECONDS, because the autoscaler treats a value that is five minutes old as unknown.
 PAUSE_FACTOR, MAX_PAUSE_SECONDS = 4, 120.0
 #: Seconds before the first count: by then the workers know which one polls shard 0.
 FIRST_WAIT = 5.0
