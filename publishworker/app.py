@@ -34,7 +34,7 @@ from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import DatabaseMissing, SpannerStore
 from publishworker.stopping import run_on_thread
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.gauges import BacklogCounts, BacklogSampler, WorkerGauges, oldest_age
+from publishworker.telemetry.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_age
 from publishworker.telemetry.metrics import Metrics
 from publishworker.types import Turn
 from publishworker.worker import Worker
@@ -104,7 +104,7 @@ class App:
             report=WorkerGauges(self._metrics, self.membership, self.relay),
             random=random,
         )
-        counts = BacklogCounts(self._metrics, lambda: self.relay.topics)
+        counts = backlog_counts(self._metrics, lambda: self.relay.topics)
         samplers = (oldest_age(self._metrics), counts) if self._metrics.wanted else ()
         self._background: list[BacklogSampler | ChangeStream] = [
             BacklogSampler(sample, lambda: TaskTable(self.store.database), self.membership) for sample in samplers

@@ -88,24 +88,20 @@ class WorkerGauges:
             self._metrics.gauge(m.CIRCUIT_STATE, state, topic=topic)
 
 
-class BacklogCounts:
-    """Counts unsent tasks, in all and by topic and state."""
+def backlog_counts(
+    metrics: Metrics, topics: Callable[[], Collection[str]], clock: Callable[[], float] = time.monotonic
+) -> Callable[[TaskTable], None]:
+    """Return a function that sends the numbers of unsent tasks. It sends 0 pending tasks for `topics` without any."""
+    with_zeros = WithZeros[tuple[str, str]](clock)
 
-    def __init__(
-        self, metrics: Metrics, topics: Callable[[], Collection[str]], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Send to `metrics`, and 0 pending tasks for `topics` without any."""
-        self._metrics = metrics
-        self._topics = topics
-        self._with_zeros = WithZeros[tuple[str, str]](clock)
-
-    def __call__(self, table: TaskTable) -> None:
-        """Count and send. Raises OutboxError."""
+    def send(table: TaskTable) -> None:
         found = backlog.read_unsent_lately(table)
-        self._metrics.gauge(m.PENDING, found.total.pending)
-        none = {(topic, "pending"): 0 for topic in self._topics()}
-        for (topic, state), number in (none | self._with_zeros(by_topic_and_state(found))).items():
-            self._metrics.gauge(m.TOPIC_TASKS, number, topic=topic, state=state)
+        metrics.gauge(m.PENDING, found.total.pending)
+        none = {(topic, "pending"): 0 for topic in topics()}
+        for (topic, state), number in (none | with_zeros(by_topic_and_state(found))).items():
+            metrics.gauge(m.TOPIC_TASKS, number, topic=topic, state=state)
+
+    return send
 
 
 def by_topic_and_state(found: Backlog) -> Counter[tuple[str, str]]:

@@ -14,7 +14,7 @@ from outbox.errors import NotReached
 from publishworker.membership import Membership
 from publishworker.telemetry import gauges
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.gauges import BacklogCounts, BacklogSampler, WorkerGauges, by_topic_and_state
+from publishworker.telemetry.gauges import BacklogSampler, WorkerGauges, backlog_counts, by_topic_and_state
 from publishworker.telemetry.metrics import Metrics
 from tests.support.fakes import Counted, FakeStore
 from tests.support.waiting import eventually
@@ -97,7 +97,7 @@ def test_tasks_are_reported_by_topic_and_state() -> None:
 
 def test_topics_without_tasks_are_reported_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Counted()
-    counts = BacklogCounts(Metrics(client), lambda: ["known"], lambda: 0.0)
+    counts = backlog_counts(Metrics(client), lambda: ["known"], lambda: 0.0)
     now = found(Line("orders", 50, pending=7), Line("paused", 50, paused=True, pending=5))
     monkeypatch.setattr(backlog, "read_unsent_lately", lambda _table: now)
     counts(None)
