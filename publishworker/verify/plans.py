@@ -7,7 +7,6 @@ https://cloud.google.com/spanner/docs/query-execution-operators
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from google.cloud.spanner_v1 import PlanNode, QueryPlan
 
@@ -59,12 +58,8 @@ def _node(node: PlanNode, nodes: Mapping[int, PlanNode]) -> Node:
             children.append(_node(child, nodes))
         elif link.type_.endswith("Condition"):
             conditions[link.type_] = child.short_representation.description
-    metadata = {name: _text(value) for name, value in (node.metadata or {}).items()}
+    metadata = {name: str(value) for name, value in (node.metadata or {}).items()}
     return Node(node.display_name, metadata, conditions, tuple(children))
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def problems(root: Node, statement: str) -> Iterator[str]:
