@@ -50,7 +50,7 @@ WHY = """\
 One worker each, the same tasks, a call in ten fails: an abort, which Spanner does of its own accord all the time, costs
 the article's protocol a duplicate each, because it publishes again when its transaction runs again. Here what was
 published is remembered, over aborts and over commits that fail or only seem to, while the worker lives
-([doubts](architecture/relay.md)).
+([in doubt](architecture/in-doubt.md)).
 
 Why the rest must be: Pub/Sub and Spanner have no common commit. What a worker has published when it dies, and not
 marked, is published again by the next one; so is what Pub/Sub has accepted when its answer is lost, since nobody can

@@ -156,7 +156,7 @@ def test_make_targets_exist(page: Path) -> None:
 
 def test_documented_limits_match_the_code() -> None:
     rows = [
-        cells for cells in row_cells(ROOT / "docs/architecture/relay.md") if re.match(r"`\w+(\.\w+)+\.[A-Z]", cells[0])
+        cells for cells in row_cells(ROOT / "docs/architecture/limits.md") if re.match(r"`\w+(\.\w+)+\.[A-Z]", cells[0])
     ]
     assert len(rows) >= 10
     for name, value, _ in rows:
