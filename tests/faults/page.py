@@ -27,11 +27,13 @@ INBOX = "inbox"
 HEAD = """\
 # Reliability
 
-No committed task is lost. No task of a rolled-back transaction is published. The first messages of an ordering key
-arrive in the order of their registration. Duplicates are rare and carry the same ID. Each line of the first table is
-a test in `tests/faults` that breaks something under load. Then it compares the IDs that the application registered with
-the messages that the subscribers received. Workers are real processes on both emulators. The random choices are the
-same each time, unless `--seed` changes them.
+This page shows what happens to tasks while workers are killed and services fail. No committed task is lost. No task of a
+rolled-back transaction is published. The first messages of an ordering key arrive in the order of their registration.
+Duplicates are rare and carry the same task ID.
+
+Each line of the first table is a test in `tests/faults`. The test breaks something under load. Then it compares the IDs
+that the application registered with the messages that the subscribers received. Workers are real processes on both
+emulators. The random choices are the same each time, unless `--seed` changes them.
 
 ```console
 $ make test                   # some scenarios, a few seconds each
@@ -40,32 +42,38 @@ $ make test-long              # all of them, a minute each, and more
 $ make soak MINUTES=30        # all faults at random, while the memory of one worker is measured
 ```
 
-Written by `python -m tests.faults.page` from [results.json](reliability/results.json). Do not edit. The figures come
-from emulators that share two cores with workers and tests, so seconds are long, but counts are exact. Ten
-scenarios ran again with the same seed after the first run: five with a longer limit on waiting, four with a bound that
-is counted instead of estimated, one with arrivals that follow the capacity. Their last figures are shown.
+`python -m tests.faults.page` writes this page from [results.json](reliability/results.json). Do not edit it. The
+emulators share two cores with workers and tests, so times are long, but counts are exact. Ten scenarios ran again with the
+same seed after the first run: five with a longer time limit, four with a bound that is counted instead of estimated, and
+one with arrivals that follow the capacity. The table shows their last figures.
 """
 
 WHY = """\
-One worker each, the same tasks, a call in ten fails: an abort, which Spanner does of its own accord all the time, costs
-the article's protocol a duplicate each, because it publishes again when its transaction runs again. Here what was
-published is remembered, over aborts and over commits that fail or only seem to, while the worker lives
-([in doubt](architecture/in-doubt.md)).
+In each run there is one worker, the tasks are the same, and one call in ten fails.
 
-Why the rest must be: Pub/Sub and Spanner have no common commit. What a worker has published when it dies, and not
-marked, is published again by the next one; so is what Pub/Sub has accepted when its answer is lost, since nobody can
-tell this from a request that never arrived, and to mark it as sent could lose it. A batch repeats as a whole: SIGKILL
-costs a batch where it meets one between publish and commit. Where one answer is lost, a task is repeated as often in
-batches as alone, because the batches are fewer. Where a connection breaks, everything that is on its way on it is
-repeated: four batches here, one task there. After the first of such failures the topic rests and is tried with single
-tasks, so an outage costs no more than what was in flight when it began. `--batch-size` and `--concurrency` bound all of
-this: smaller ones mean fewer duplicates of each fault, and more commits.
+**Aborts.** Spanner aborts transactions all the time. Each abort costs the article's protocol a duplicate, because it
+publishes again when the transaction runs again. This relay remembers published tasks across transaction attempts and
+failed commits ([in doubt](architecture/in-doubt.md)), so an abort costs no duplicate while the worker lives.
+
+The other duplicates cannot be avoided, because Pub/Sub and Spanner share no transaction:
+
+- **A worker dies** after it has published a batch and before it has marked it. The next worker publishes the whole batch
+  again.
+- **An answer of Pub/Sub is lost.** The worker cannot tell this from a request that never arrived. If it marked the tasks
+  as sent, they could be lost. So it publishes them again. Batches repeat no more tasks than single tasks do, because
+  there are fewer batches.
+- **A connection breaks.** The worker repeats everything that was in flight on it: four batches here, one task there.
+  After the first of these failures, the topic's circuit opens, and the worker probes the topic with single tasks. An
+  outage therefore costs at most the tasks that were in flight when it began.
+
+`--batch-size` and `--concurrency` limit these numbers. With smaller values, each fault costs fewer duplicates, but the
+same tasks need more commits.
 """
 
 
 LOAD_SAYS = """\
-The same run, of the scenario that is about load. Seconds and rates are the emulators'; what transfers is that
-neither what a poll reads nor what a worker holds follows the backlog.
+These figures are from the same run, of the scenario about load. Seconds and rates depend on the emulators. On Spanner, too,
+the rows that a poll reads and the memory of a worker do not grow with the backlog.
 """
 
 INBOX_SAYS = """\
