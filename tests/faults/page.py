@@ -27,8 +27,8 @@ INBOX = "inbox"
 HEAD = """\
 # Reliability
 
-This page shows what happens to tasks while workers are killed and services fail. No committed task is lost. No task of a
-rolled-back transaction is published. The first messages of an ordering key arrive in the order of their registration.
+This page shows what happens to tasks while workers are killed and services fail. No committed task is lost. No task of
+a rolled-back transaction is published. The first messages of an ordering key arrive in the order of their registration.
 Duplicates are rare and carry the same task ID.
 
 Each line of the first table is a test in `tests/faults`. The test breaks something under load. Then it compares the IDs
@@ -43,9 +43,9 @@ $ make soak MINUTES=30        # all faults at random, while the memory of one wo
 ```
 
 `python -m tests.faults.page` writes this page from [results.json](reliability/results.json). Do not edit it. The
-emulators share two cores with workers and tests, so times are long, but counts are exact. Ten scenarios ran again with the
-same seed after the first run: five with a longer time limit, four with a bound that is counted instead of estimated, and
-one with arrivals that follow the capacity. The table shows their last figures.
+emulators share two cores with workers and tests, so times are long, but counts are exact. Ten scenarios ran again with
+the same seed after the first run: five with a longer time limit, four with a bound that is counted instead of
+estimated, and one with arrivals that follow the capacity. The table shows their last figures.
 """
 
 WHY = """\
@@ -57,11 +57,11 @@ failed commits ([in doubt](architecture/in-doubt.md)), so an abort costs no dupl
 
 The other duplicates cannot be avoided, because Pub/Sub and Spanner share no transaction:
 
-- **A worker dies** after it has published a batch and before it has marked it. The next worker publishes the whole batch
-  again.
-- **An answer of Pub/Sub is lost.** The worker cannot tell this from a request that never arrived. If it marked the tasks
-  as sent, they could be lost. So it publishes them again. Batches repeat no more tasks than single tasks do, because
-  there are fewer batches.
+- **A worker dies** after it has published a batch and before it has marked it. The next worker publishes the whole
+  batch again.
+- **An answer of Pub/Sub is lost.** The worker cannot tell this from a request that never arrived. If it marked the
+  tasks as sent, they could be lost. So it publishes them again. Batches repeat no more tasks than single tasks do,
+  because there are fewer batches.
 - **A connection breaks.** The worker repeats everything that was in flight on it: four batches here, one task there.
   After the first of these failures, the topic's circuit opens, and the worker probes the topic with single tasks. An
   outage therefore costs at most the tasks that were in flight when it began.
@@ -72,8 +72,8 @@ same tasks need more commits.
 
 
 LOAD_SAYS = """\
-These figures are from the same run, of the scenario about load. Seconds and rates depend on the emulators. On Spanner, too,
-the rows that a poll reads and the memory of a worker do not grow with the backlog.
+These figures are from the same run, of the scenario about load. Seconds and rates depend on the emulators. On Spanner,
+too, the rows that a poll reads and the memory of a worker do not grow with the backlog.
 """
 
 INBOX_SAYS = """\
