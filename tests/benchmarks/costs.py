@@ -34,10 +34,10 @@ def run(bench: Bench) -> Section:
             samples += counted(bench.emulators, table, backlog)
     conditions = f"""\
 - A backlog of {backlog:,} tasks of 300 bytes, one topic, 10 shards, default settings; the start of the worker and its
-  first task are not counted.
-- CPU: of a process that does nothing but relay, all its threads, with the client's default sessions.
+  first task are excluded.
+- CPU: all threads of a process that only relays, with the client's default sessions.
 - Requests, rows and bytes: counted by a proxy that forwards every call to the emulator; bytes are those of the answers'
-  protobuf messages. The poll gives candidates, the claim gives the same tasks again under the lock, with their
+  protobuf messages. The poll returns candidates. The claim returns the same tasks under the lock, with their
   messages."""
     section = Section(
         "Costs per task",

@@ -23,7 +23,7 @@ CONDITIONS = f"""\
   byte {SPANNER * 1000:g} ms (Spanner) and {PUBSUB * 1000:g} ms (Pub/Sub) after it was sent: round trips of
   {SPANNER * 2000:g} and {PUBSUB * 2000:g} ms.
 - A database of the emulator runs one read-write transaction at a time, so one relay waits for its own batches there.
-  {RELAYS} relays with a table each, in threads of one process, show what batches in flight at once are worth."""
+  {RELAYS} relays with a table each, in threads of one process, show the effect of several batches in flight."""
 
 
 def run(bench: Bench) -> Section:

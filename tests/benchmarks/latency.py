@@ -29,13 +29,14 @@ REGISTRARS = 8
 RETRY_DELAY = 0.005
 
 CONDITIONS = f"""\
-- A `publishworker run` process with default settings, a fresh table for each rate. Arrivals are Poisson's, seeded; each
-  is one commit of its own, by one of {REGISTRARS} threads, so an arrival does not wait for the commit before it.
-- From the moment when the commit call returned, to the call of a streaming pull's callback in the same process, by the
-  same clock.
+- A `publishworker run` process with default settings, a fresh table for each rate. Arrivals are a seeded
+  Poisson process. One of {REGISTRARS} threads commits each arrival on its own, so no arrival waits for an earlier
+  commit.
+- The time runs from the return of the commit call to the callback of a streaming pull in the same process, by the same
+  clock.
 - One run of each rate: {", ".join(f"{seconds} s at {rate}/s" for rate, seconds, _ in OFFERED)}.
 - The emulator runs one transaction at a time in a database and aborts the others: registrations and relay take turns,
-  which no real database would have them do. Its polls scan the table, which at 100/s grows to some 2,000 rows."""
+  which they do not on Spanner. Its polls scan the table, which at 100/s grows to some 2,000 rows."""
 
 
 def run(bench: Bench) -> Section:

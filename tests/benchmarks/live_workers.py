@@ -33,11 +33,11 @@ CONDITIONS = f"""\
   idle worker discovers topics, and polls only those with unsent tasks. Shards are those of all discoveries.
 - Load: {ARRIVALS} tasks in a commit every {EVERY} s. Already published: of the tasks that were claimed, those that
   another worker had sent.
-- Aborted: transactions that ran again, of all. The emulator has one lock for a whole database and aborts whoever meets
-  it, whatever the rows: it cannot show how rarely the rows of two workers are the same.
+- Aborted: transactions that ran again, of all. The emulator has one lock for a whole database and aborts one
+  of two transactions, whatever their rows. So it cannot show how rarely two workers claim the same rows.
 - Discoveries grow with the workers: each reads once a second when idle, so that a task waits no longer
   with many workers than with few ([workers](architecture/workers.md#what-it-costs)).
-- Skipped over: from SIGKILL of one worker until the others have said that they poll its shards."""
+- Takeover: from SIGKILL of one worker until the others log that they poll its shards."""
 
 
 WAKE = ("--wake", "change-stream")

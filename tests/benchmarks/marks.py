@@ -24,8 +24,8 @@ WAYS = {
 }
 
 CONDITIONS = f"""\
-- A batch of {BATCH} of so many rows, nothing published: the lock query with its rows, and the commit. The first
-  transaction of each connection is not counted."""
+- The lock query with its rows, and the commit, for a batch of {BATCH} in a table of the given size. Nothing is
+  published. The first transaction of each connection is excluded."""
 
 
 def mark(database: Any, ids: Sequence[str], statement: str, columns: Sequence[str]) -> tuple[float, float]:

@@ -25,10 +25,10 @@ def run(bench: Bench) -> Section:
             took = child(bench.emulators, table, tasks, "--trace")
         samples += [(row, RSS, took["rss_bytes"] / 1e6), (row, TRACED, took["traced_bytes"] / 1e6)]
     conditions = f"""\
-- One process a backlog that does nothing but relay, default settings, messages of 300 bytes, from its start until it
-  has sent {tasks} tasks: the first polls, and two turns or more.
-- RSS is the process's, with Python and the clients' modules, and with the notes of `tracemalloc`, which is on; the
-  second figure is what Python allocated in between at most."""
+- One process for each backlog, which only relays, with default settings and messages of 300 bytes. It runs from its
+  start until it has sent {tasks} tasks: the first polls, and two turns or more.
+- RSS is that of the process. It includes Python, the clients' modules, and the bookkeeping of `tracemalloc`. The second
+  figure is the max memory that Python allocated meanwhile."""
     section = Section("Memory", figures(samples), conditions, "All of it.", Plot([RSS, TRACED]))
     for column in (RSS, TRACED):
         values = [figure.median for figure in section.figures if figure.column == column]

@@ -94,9 +94,10 @@ def conditions(loads: list[Load]) -> str:
     sizes = " or ".join(sorted({f"{load.count:,}" for load in loads}, key=lambda text: (len(text), text)))
     return f"""\
 - Fresh tables of {sizes} rows, messages of 300 bytes, one topic, one worker with default settings; one task
-  before the clock starts. The tasks of different keys are registered by turns, {COMMIT} in a commit.
-- Polls, key_heads (the query for what stands at the front of each key), locks, commits and publish requests: for 1,000
-  tasks, counted by proxies that forward every call to the emulators, on a table of their own. The poll brings tasks of
-  many keys at once, and one query the key_heads of all of them.
-- Tasks/publish request: without keys as many as a batch has, with keys the length of the runs. A request holds the
-  tasks of one key, since Pub/Sub refuses others, and the next one of a key waits for its answer and its commit."""
+  is sent before the clock starts. Each commit registers {COMMIT} tasks, of different keys in turn.
+- Polls, key_heads (the query for the first unsent tasks of each key), locks, commits and publish requests: for 1,000
+  tasks, on a table of their own, counted by proxies that forward every call to the emulators. A poll returns tasks of
+  many keys, and one query returns the key heads of all of them.
+- Tasks/publish request: without keys, the size of a batch; with keys, the length of the sendable prefixes. A request
+  holds tasks of one key, because Pub/Sub refuses a mixture. The next request of a key waits for the answer and the
+  commit of this one."""

@@ -15,13 +15,13 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 HEAD = """\
 # Benchmarks
 
-Written by `make bench`, from [results.json](benchmarks/results.json); do not edit. `make bench` runs all of it; one
-section runs by `python -m tests.benchmarks --only NAME`, and a look at everything takes a minute with `--quick`.
+`make bench` writes this page from [results.json](benchmarks/results.json). Do not edit it. To run one section, use
+`python -m tests.benchmarks --only NAME`. With `--quick`, all sections together take a minute.
 
-All of it ran on emulators that share the machine with what is measured. Absolute times and tasks per second are the
-emulators' and say nothing about the services. What transfers: ratios between ways that were measured in turns in the
-same run, requests, rows, bytes and client CPU per task. Each section says which of these it has. Figures are medians
-over the rounds, with the smallest and the largest in brackets.
+The emulators share the machine with the measured code, so absolute times and tasks per second say nothing about the
+services. These results transfer to them: requests, rows, bytes and client CPU per task, and ratios between variants
+that were measured in turns in the same run. Each section says which of these it has. Figures are medians over the
+rounds, with min and max in brackets.
 """
 
 

@@ -32,7 +32,7 @@ CONDITIONS = f"""\
   a lock query {LOCK}, a publish request {PUBLISH}, a commit {COMMIT}, each with a lognormal spread (sigma 0.35). In the
   second column one call of fifty takes {SLOW} times as long.
 - *n left*: a turn ends when n batches are still in flight, or 0.1 s after the first has ended; *all*: it waits for all.
-- *Polls for nothing*: the same with polls that take no time, which is more than any prefetching could gain."""
+- *Polls for nothing*: the same with polls that take no time, the upper bound of what prefetching could gain."""
 
 
 @dataclass(frozen=True, slots=True)

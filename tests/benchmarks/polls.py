@@ -38,7 +38,7 @@ def beside_sent(bench: Bench) -> Section:
     conditions = f"""\
 - Reads by the Read API of exactly the poll's ranges, one for each of {SHARDS} shards: shard, `SentAt` NULL, topic,
   `AvailableAt` NULL in the index `AsynchronousTasksToSend`. They stand for the poll because the emulator answers them
-  from the index; SQL it answers by a scan. Each round is the mean of {TIMES} times all ranges."""
+  from the index, but SQL by a scan. Each round is the mean of {TIMES} times all ranges."""
     section = Section(
         "The poll beside sent tasks",
         figures(samples),

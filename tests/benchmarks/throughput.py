@@ -28,15 +28,15 @@ WAYS: dict[str, Way] = {
 }
 
 CONDITIONS = f"""\
-- Fresh tables of {ROWS} rows, messages of 300 bytes, batches of 100, one worker; one task before the clock starts, so
-  that all are connected and the topic is known.
-- A and B: plain `spanner.Database` and high-level `PublisherClient` with default settings; lock by id with the
-  exclusive hint, publish, wait, mark, commit. They relay 60 of the {ROWS} rows, for time. In B each thread has its own
-  clients; on one table the emulator aborts all but one of them, and what was published before an abort is published
-  again.
+- Fresh tables of {ROWS} rows, messages of 300 bytes, batches of 100, one worker. One task is sent before the clock
+  starts, so that every client is connected and the topic is known.
+- A and B: plain `spanner.Database` and high-level `PublisherClient` with default settings; lock by ID with the
+  exclusive hint, publish, wait, mark, commit. They relay only 60 of the {ROWS} rows, to save time. In B each thread has
+  its own clients. On one table the emulator aborts all threads but one, and tasks that were published before an abort
+  are published again.
 - P: raw protobuf, 100 messages a request, 4 requests in flight.
-- M: `SpannerStore.claim` with a decision that everything was sent. M by key reads the same rows by the Read API, which
-  the emulator does not answer by a scan; it takes no exclusive lock, so it is no way to relay."""
+- M: `SpannerStore.claim` with a decision that every task was sent. M by key reads the same rows by the Read API, which
+  the emulator answers without a scan. The Read API takes no exclusive lock, so a relay cannot use it."""
 
 
 def measure(bench: Bench, hosts: Emulators, ways: dict[str, Way], title: str) -> list[tuple[str, str, float]]:
