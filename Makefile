@@ -9,7 +9,7 @@ TESTS  ?= --numprocesses 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-pipeline unit test test-all test-real test-long test-versions soak coverage mutants lint format docs docs-serve docs-versions bench \
-	bench-simulation bench-pipeline audit dist release-check constraints clean
+	bench-simulation bench-pipeline pictures audit dist release-check constraints clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -105,6 +105,10 @@ bench-simulation: $(STAMP) ## print the figures of the simulation, in a few minu
 
 bench-pipeline: $(STAMP) ## compare the Spark jobs with plain loops, in about 27 minutes; writes docs/benchmarks.md
 	@$(BIN)/python -m tests.benchmarks --rounds 3 --only spark-read spark-archive spark-audit spark-register
+
+# Not part of CI. It also needs Chromium: apt-get install chromium.
+pictures: $(STAMP) ## take the pictures of the documentation from runs on the emulators; writes docs/pictures
+	@PYTHONPATH=docs/examples $(BIN)/python docs/pictures.py $(ONLY)
 
 audit: ## find known vulnerabilities of the pinned packages; needs access to the advisories
 	@$(PYTHON) -m venv .venv-audit
