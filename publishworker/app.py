@@ -41,9 +41,6 @@ from publishworker.worker import Worker
 
 _log = logging.getLogger("publishworker")
 
-#: Seconds that a turn waits for further batches to end before the next poll, so that one poll serves several batches.
-PATIENCE_SECONDS = 0.1
-
 
 class App:
     """The parts of one process."""
@@ -87,8 +84,7 @@ class App:
             random=random,
             fair_share=settings.fair_share,
             skip_dead=skip_dead,
-            stragglers=settings.concurrency // 4,
-            patience=PATIENCE_SECONDS,
+            stragglers=settings.concurrency // 8,
             shutdown_seconds=settings.shutdown_timeout,
             touch_file=touch_file,
         )

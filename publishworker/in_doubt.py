@@ -130,7 +130,7 @@ class InDoubt:
         for batch in self._batches(idle)[: self._limits.batches - len(self._marking)]:
             self._marking.start(batch)
         if self.is_paused:
-            self._settle(self._marking.wait(leave=self._marking.all_but_one(), longest=MARK_WAIT_SECONDS))
+            self._settle(self._marking.wait_for_one(MARK_WAIT_SECONDS))
 
     def finish(self, seconds: float) -> None:
         """For at most `seconds`, but at least once, try to mark all tasks in doubt.
@@ -141,7 +141,7 @@ class InDoubt:
         while True:
             self.mark()
             while len(self._marking):
-                self._settle(self._marking.wait(leave=self._marking.all_but_one()))
+                self._settle(self._marking.wait_for_one())
             if not self._tasks or self._clock() >= end:
                 return
             self._threads.sleep(MARK_WAIT_SECONDS)

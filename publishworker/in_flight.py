@@ -42,7 +42,8 @@ class _Entry:
     """One in-flight batch. Two entries may have equal batches."""
 
     batch: Batch
-    seconds: float = 0.0  # as of the last check
+    seconds: float = 0.0  # in flight, as of the last check
+    straggler: bool = False  # a turn has ended before it
 
 
 class InFlight:
@@ -94,10 +95,6 @@ class InFlight:
         """Tell whether another batch may start within the limits of batches and bytes."""
         return len(self) < limits.batches and self.bytes() < limits.bytes
 
-    def all_but_one(self) -> int:
-        """Return the number of batches less one: as `leave`, it makes `wait` return once one more has ended."""
-        return max(0, len(self) - 1)
-
     def bytes(self) -> int:
         """Return the bytes of all messages in flight."""
         return sum(batch.bytes for batch in self._batches())
@@ -130,32 +127,47 @@ class InFlight:
 
     def collect(self) -> list[BatchResult]:
         """Return the results of the batches that have ended, without waiting."""
-        return self.wait(leave=len(self._threads))
+        return self._wait(lambda _results: True)
 
-    def wait(self, leave: int = 0, patience: float | None = None, longest: float | None = None) -> list[BatchResult]:
-        """Wait until at most `leave` batches are in flight; return the results of those that have ended.
+    def wait_for_one(self, longest: float | None = None) -> list[BatchResult]:
+        """Wait until a batch has ended, at most `longest` seconds, and return the results."""
+        return self._wait(lambda results: len(results) > 0, longest)
 
-        It waits at most `longest` seconds, and at most `patience` seconds after the first batch has ended. An exception
-        of `run` is raised here, after the other batches had JOIN_SECONDS to end. Without `longest` it raises StuckBatch
-        if a batch does not end. An exception discards the results so far, so a caller that must keep them waits for one
-        batch at a time.
+    def wait_for_most(self, leave: int = 0, longest: float | None = None) -> list[BatchResult]:
+        """Wait until a batch has ended and at most `leave` are in flight, for `longest` seconds; return the results.
+
+        A batch that is still in flight after this is a straggler. Later calls do not wait for it.
+        """
+
+        def enough(results: Sequence[BatchResult]) -> bool:
+            return len(results) > 0 and sum(not entry.straggler for entry in self._threads) <= leave
+
+        results = self._wait(enough, longest)
+        for entry in self._threads:
+            entry.straggler = True
+        return results
+
+    def _wait(self, enough: Callable[[Sequence[BatchResult]], bool], longest: float | None = None) -> list[BatchResult]:
+        """Wait until the results are `enough`, no batch is in flight, or `longest` seconds have passed.
+
+        An exception of `run` is raised here, after the other batches had JOIN_SECONDS to end. It discards the results
+        so far. Without `longest`, raises StuckBatch if a batch does not end.
         """
         results: list[BatchResult] = []
         end = None if longest is None else self._clock() + longest
         while self._threads:
-            wait = WATCH_SECONDS if end is None else max(0.0, end - self._clock())
+            is_enough = enough(results)
+            seconds = WATCH_SECONDS if end is None else max(0.0, end - self._clock())
             try:
-                entry, result = self._ended.get(timeout=0 if len(self._threads) <= leave else wait)
+                entry, result = self._ended.get(timeout=0 if is_enough else seconds)
             except queue.Empty:
-                if end is not None or len(self._threads) <= leave:
+                if is_enough or end is not None:
                     break
                 self._touch_file()
                 self.raise_if_stuck()
                 continue
-            if entry not in self._threads:
+            if entry not in self._threads:  # it was stuck, and has ended nevertheless
                 continue
-            if not results and patience is not None:
-                end = min(self._clock() + patience, float("inf") if end is None else end)
             del self._threads[entry]
             if isinstance(result, BaseException):
                 self._join()

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -84,6 +84,7 @@ class Poller:
 
     def poll(
         self,
+        room: int,
         below: int | None,
         without: Collection[str],
         unavailable: Collection[str] = frozenset(),
@@ -91,8 +92,8 @@ class Poller:
     ) -> Polled:
         """Read candidates, except the IDs in `without` and the topics in `unavailable`. Raises StoreError.
 
-        With `below`, ready tasks of a lower priority than that are read as well. If a topic in `depths` needs more rows
-        of each range than the others, a query of its own reads them.
+        `room` tasks may start now. With `below`, ready tasks of a lower priority than that are read as well. If a topic
+        in `depths` needs more rows of each range than the others, a query of its own reads them.
         """
         request = PollRequest(
             shards=self._membership.shards,
@@ -101,7 +102,7 @@ class Poller:
             due=self._reads_due_tasks,
             below=below,
         )
-        candidates, cut_off = self._read(request, without, depths)
+        candidates, cut_off = self._read(request, room, without, depths)
         if request.due:
             self._reads_due_tasks = any(each.available_at is not None for each in candidates)
         self._topics.see({each.topic for each in candidates})
@@ -109,7 +110,7 @@ class Poller:
         return Polled([each for each in candidates if each.id not in without], cut_off)
 
     def _read(
-        self, request: PollRequest, without: Collection[str], depths: Mapping[str, int]
+        self, request: PollRequest, room: int, without: Collection[str], depths: Mapping[str, int]
     ) -> tuple[list[Candidate], frozenset[str]]:
         """Return the candidates, and the topics of which tasks are left in the table.
 
@@ -118,7 +119,7 @@ class Poller:
         deep = {topic: depths[topic] for topic in request.topics & depths.keys() if depths[topic] > request.per_range}
         others = replace(request, topics=request.topics - deep.keys())
         candidates = list(self._store.poll(others)) if others.topics else []
-        self._size.adapt(_by_range(candidates), _by_range(_most_urgent(candidates, without)))
+        self._size.adapt(_by_range(candidates), _startable(candidates, without), room)
         cut_off = self._size.cut_off
         for topic, depth in sorted(deep.items()):
             shards = self._next_shards(request.shards, DEEP_ROWS // depth)
@@ -141,18 +142,18 @@ def _by_range(candidates: Iterable[Candidate]) -> Counter[tuple[str, int, bool]]
     return Counter((each.topic, each.shard, each.available_at is None) for each in candidates)
 
 
-def _most_urgent(candidates: Sequence[Candidate], in_flight: Collection[str]) -> Iterator[Candidate]:
-    """Yield the candidates of the highest priority that are not in flight."""
+def _startable(candidates: Sequence[Candidate], in_flight: Collection[str]) -> int:
+    """Count the candidates of the highest priority that are not in flight."""
     highest = max((each.priority for each in candidates), default=0)
-    return (each for each in candidates if each.priority == highest and each.id not in in_flight)
+    return len({each.id for each in candidates if each.priority == highest} - set(in_flight))
 
 
 class PollSize:
     """Keeps a poll near `target` rows, whether one range holds the backlog or hundreds do.
 
-    `per_range` doubles while ranges are cut off and the poll is short of the target. It halves when the poll returned
-    twice the target. Up to four times the target, only rows of the highest priority that are not in flight count, so
-    that no less urgent task starts before an urgent one that the poll did not reach.
+    `per_range` doubles while ranges are cut off and the poll returned fewer tasks than may start. It halves when the
+    poll returned twice the target. Up to four times the target, only tasks of the highest priority that are not in
+    flight count, so that no less urgent task starts before an urgent one that the poll did not reach.
     """
 
     def __init__(self, target: int, shards: int) -> None:
@@ -162,19 +163,15 @@ class PollSize:
         #: The topics of which the last poll left rows in some range.
         self.cut_off: frozenset[str] = frozenset()
 
-    def adapt(
-        self, found: Mapping[tuple[str, int, bool], int], urgent: Counter[tuple[str, int, bool]] | None = None
-    ) -> None:
-        """Learn from the last poll: how many rows each range gave. A range in two parts of the poll may count twice.
+    def adapt(self, by_range: Mapping[tuple[str, int, bool], int], startable: int, room: int) -> None:
+        """Learn from the last poll: how many rows each range gave, and how many tasks could start in the `room`.
 
-        A range is a topic, a shard, and whether its tasks are ready or due. `urgent` are the rows of the highest
-        priority that are not in flight; by default all.
+        A range is a topic, a shard, and whether its tasks are ready or due. In two parts of a poll it may count twice.
         """
-        total = sum(min(count, self.per_range) for count in found.values())
-        self.cut_off = frozenset(topic for (topic, *_), count in found.items() if count >= self.per_range)
-        wanted = total if urgent is None else urgent.total()
-        most = 2 if wanted >= self._target else 4
-        if total > most * self._target:
+        total = sum(min(count, self.per_range) for count in by_range.values())
+        self.cut_off = frozenset(topic for (topic, *_), count in by_range.items() if count >= self.per_range)
+        most = (2 if startable >= room else 4) * self._target
+        if total > most:
             self.per_range = max(1, self.per_range // 2)
-        elif self.cut_off and wanted < self._target and total <= most * self._target // 2:
+        elif self.cut_off and startable < room and total <= most // 2:
             self.per_range = min(self._target, self.per_range * 2)

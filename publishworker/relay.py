@@ -21,7 +21,7 @@ from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.threads import REAL_THREADS, Threads
 from publishworker.topics.availability import Topics
-from publishworker.types import Batch, BatchResult, Discovery, Key, Turn, turn_of
+from publishworker.types import Batch, BatchResult, Discovery, Turn, turn_of
 
 #: Seconds that a turn waits for batches in flight. It then ends without them, so that the worker sends its heartbeat.
 MAX_TURN_WAIT_SECONDS = 0.25
@@ -43,7 +43,6 @@ class Relay:
         fair_share: float = 0.0,
         skip_dead: bool = False,
         stragglers: int = 0,
-        patience: float | None = None,
         shutdown_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         touch_file: Callable[[], None] = lambda: None,
@@ -62,9 +61,7 @@ class Relay:
             random: shuffles slices of tasks, and draws probes.
             fair_share: part of the batches (0 to 0.5) for lower priorities while higher ones keep arriving.
             skip_dead: a dead task does not block its ordering key.
-            stragglers: a turn ends when at most this many of its batches are still in flight.
-            patience: the turn also ends this many seconds after its first batch has ended. A later turn reports the
-                others.
+            stragglers: if tasks are left, a turn ends while at most this many of its batches are still in flight.
             shutdown_seconds: how long `finish` keeps trying to mark tasks in doubt. It tries at least once.
             clock: monotonic seconds.
             touch_file: called before each step that may take long, so that the liveness probe does not take a slow turn
@@ -73,7 +70,6 @@ class Relay:
         """
         self._limits = limits
         self._stragglers = stragglers
-        self._patience = patience
         self._shutdown_seconds = shutdown_seconds
         self._clock = clock
         self._touch_file = touch_file
@@ -114,7 +110,7 @@ class Relay:
         started = self._start(self._select(polled, ready, stopping))
         changed |= self._discover()  # live workers, pauses and limits, unknown topics, for the next poll
         waits = len(self._in_flight) > 0 and (polled.skipped or started or ready.busy or self._selector.crowded)
-        later = self._wait(polled) if waits else self._in_flight.collect()
+        later = self._wait() if waits else self._in_flight.collect()
         changed |= self._settle(later, stopping)
         self._interrupted = False
         return self._report(polled, finished + later, waits=waits, poll_again=changed)
@@ -136,7 +132,7 @@ class Relay:
         finished: list[BatchResult] = []
         try:
             while len(self._in_flight):  # one by one, so that each is reported even if another one is stuck
-                ended = self._in_flight.wait(leave=self._in_flight.all_but_one())
+                ended = self._in_flight.wait_for_one()
                 self._settle(ended, stopping=lambda: True)
                 finished += ended
             self._in_doubt.finish(self._shutdown_seconds)
@@ -200,7 +196,9 @@ class Relay:
         in_flight = self._in_flight.ids() | self._in_doubt.ids()
         unavailable = self._topics.unavailable(self._in_flight.tasks_by_topic())
         began = self._clock()
-        polled = self._poller.poll(self._selector.below, in_flight, unavailable, self._topics.circuits.depths())
+        room = (self._limits.batches - len(self._in_flight)) * self._limits.batch_size
+        depths = self._topics.circuits.depths()
+        polled = self._poller.poll(room, self._selector.below, in_flight, unavailable, depths)
         self._reporter.poll(self._clock() - began)
         return polled
 
@@ -220,19 +218,10 @@ class Relay:
             self._in_flight.start(self._topics.start(batch))
         return bool(batches)
 
-    def _wait(self, polled: Polled) -> list[BatchResult]:
-        """Wait for batches in flight, and return the results of those that ended.
-
-        The turn ends before its stragglers only if tasks wait because the max number of batches is in flight. If every
-        polled task belongs to a key in flight, at least one batch has to end, because another poll would find nothing
-        new.
-        """
-        if not self._selector.left_tasks:
-            return self._in_flight.wait(longest=MAX_TURN_WAIT_SECONDS)
-        leave, keys = self._stragglers, self._in_flight.keys()
-        if all(each.ordering_key and Key(each.topic, each.ordering_key) in keys for each in polled.candidates):
-            leave = min(leave, self._in_flight.all_but_one())
-        return self._in_flight.wait(leave, self._patience, MAX_TURN_WAIT_SECONDS)
+    def _wait(self) -> list[BatchResult]:
+        """Wait until a batch has ended. If no tasks are left, wait for all, because another poll would find nothing."""
+        leave = self._stragglers if self._selector.left_tasks else 0
+        return self._in_flight.wait_for_most(leave, MAX_TURN_WAIT_SECONDS)
 
     def _report(
         self, polled: Polled, finished: Sequence[BatchResult], *, waits: bool = False, poll_again: bool = False

@@ -25,7 +25,7 @@ class RelaySettings(PubSubSettings):
     """Settings of the relay, in a worker and in the Spark tasks of a drain."""
 
     batch_size: int = setting(
-        "100",
+        "200",
         whole_number(1, 1000),
         "Max tasks in a batch. With 1, each task has its own transaction.",
     )

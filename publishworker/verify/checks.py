@@ -300,7 +300,6 @@ def _relay(scratch: Scratch, batch_size: int) -> Relay:
         limits=Limits(batch_size, 8_000_000, 8),
         discovery_seconds=0.5,
         random=random,
-        patience=0.1,
     )
 
 

@@ -56,7 +56,7 @@ def test_a_task_whose_mark_was_aborted_is_not_in_doubt(bench: Bench) -> None:
 
 def test_a_task_that_waits_for_its_own_batch_joins_no_other(bench: Bench) -> None:
     """The batch that detects the task ends between two turns, and the poll still returns the task."""
-    bench.relay = bench.another(batches=4, stragglers=3, patience=0.0)
+    bench.relay = bench.another(batches=4, stragglers=3)
     in_flight_batches, claims, hold = bench.relay._in_flight, list[Sequence[str]](), threading.Event()
 
     def commit_slowly() -> None:

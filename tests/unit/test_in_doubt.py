@@ -55,7 +55,7 @@ class Memory(InDoubt):
         self.marked.clear()
         self.mark()
         while len(self):
-            self._settle(self._marking.wait())
+            self._settle(self._marking.wait_for_one())
         return self.marked
 
 

@@ -44,7 +44,7 @@ class Batches:
             self.ends[topic].set()
 
     def wait(self, *arguments: Any, **options: Any) -> list[str]:
-        return sorted(result.batch.topic for result in self.in_flight_batches.wait(*arguments, **options))
+        return sorted(result.batch.topic for result in self.in_flight_batches.wait_for_most(*arguments, **options))
 
 
 @pytest.fixture
@@ -69,20 +69,24 @@ def test_every_batch_has_a_thread_of_its_own(batches: Batches) -> None:
 
 
 def test_a_straggler_is_left_and_collected_later(batches: Batches) -> None:
-    """It delays no other batch, and its result is not lost. A wait ends after its patience or its limit."""
+    """It delays no other batch, not even those that start later, and its result is not lost."""
     batches.start("a", "b", "c", "slow")
     batches.end("a", "b", "c")
     assert batches.wait(leave=1) == ["a", "b", "c"]
     assert batches.in_flight_batches.ids() == {"task-of-slow"}
-    assert batches.wait(leave=1) == []
+    batches.start("d", "e")
+    batches.end("d", "e")
+    assert batches.wait(leave=0) == ["d", "e"]
     batches.end("slow")
-    assert batches.wait() == ["slow"]
-    begin = time.monotonic()
-    batches.start("quick", "hangs", "hangs-too")
-    assert batches.wait(leave=0, patience=20, longest=0.01) == []
+    assert batches.wait(leave=1) == ["slow"]
+
+
+def test_a_wait_ends_at_its_limit(batches: Batches) -> None:
+    batches.start("hangs", "hangs-too")
+    assert batches.wait(leave=1, longest=0.01) == []
+    batches.start("quick")
     batches.end("quick")
-    assert batches.wait(leave=0, patience=0.01, longest=20) == ["quick"]
-    assert time.monotonic() - begin < 10
+    assert batches.wait(leave=0, longest=20) == ["quick"]
     assert len(batches.in_flight_batches) == 2
 
 
@@ -97,7 +101,7 @@ def test_a_defect_is_raised_after_the_others_have_ended(
         threading.Timer(0.05, lambda: batches.end("a", "b")).start()
     batches.end("defect")
     with pytest.raises(ZeroDivisionError):
-        batches.in_flight_batches.wait()
+        batches.in_flight_batches.wait_for_most()
     assert [thread.is_alive() for thread in others] == [hangs, hangs]
 
 
@@ -146,9 +150,9 @@ def test_waiting_for_all_batches_keeps_the_heartbeat_and_gives_up_stuck_ones(
     batches.end("a")
     thread.join(10)
     batches.start("slow", "slow-too")
-    assert batches.wait(len(batches.in_flight_batches) - 1) == ["a"]
+    assert [result.batch.topic for result in batches.in_flight_batches.wait_for_one()] == ["a"]
     with pytest.raises(StuckBatch, match=r"of topic slow has been in flight .* \(and 1 more batches\)") as caught:
-        batches.in_flight_batches.wait(len(batches.in_flight_batches) - 1)
+        batches.in_flight_batches.wait_for_one()
     assert [batch.topic for batch in caught.value.batches] == ["slow", "slow-too"]
     assert batches.beats > STUCK_SECONDS
 
@@ -162,7 +166,7 @@ def bench_of(publisher: SlowPublisher, orders: int, invoices: int = 0, **options
 
 
 def test_a_slow_batch_does_not_delay_the_others(slow: SlowPublisher) -> None:
-    bench = bench_of(slow, 200, 1, batches=4, stragglers=1, patience=0.01)
+    bench = bench_of(slow, 200, 1, batches=4, stragglers=1)
     slow.hanging = {"invoices"}
     turns = [bench.relay.turn() for _ in range(40)]
     assert {f"o{n}" for n in range(200)} == set(slow.ids())
@@ -175,7 +179,7 @@ def test_a_slow_batch_does_not_delay_the_others(slow: SlowPublisher) -> None:
 
 
 def test_in_flight_batches_count_towards_a_topics_half(slow: SlowPublisher) -> None:
-    bench = bench_of(slow, 20, 20, size=1, batches=4, stragglers=4, patience=0.01)
+    bench = bench_of(slow, 20, 20, size=1, batches=4, stragglers=4)
     slow.hanging = {"invoices"}
     for _ in range(8):
         bench.relay.turn()
@@ -186,22 +190,21 @@ def test_in_flight_batches_count_towards_a_topics_half(slow: SlowPublisher) -> N
 def test_a_turn_without_leftover_tasks_waits_for_its_batches(slow: SlowPublisher) -> None:
     """There is no hurry without pending tasks: the turn reports all that it started, stragglers or not."""
     slow.seconds = 0.02
-    bench = bench_of(slow, 40, size=5, batches=4, stragglers=3, patience=0.0)
+    bench = bench_of(slow, 40, size=5, batches=4, stragglers=3)
     by_shard = {row.shards: row for row in bench.store.rows.values()}
     bench.store.rows = {row.id: row for row in by_shard.values()}  # one of each: no range of the window is full
     bench.relay.turn()
     assert len(by_shard) == bench.relay.turn().published == 10
 
 
-@pytest.mark.parametrize(("stragglers", "patience"), [(3, None), (0, 0.0)])
 def test_stragglers_are_left_in_flight_while_tasks_are_pending(
-    slow: SlowPublisher, monkeypatch: pytest.MonkeyPatch, stragglers: int, patience: float | None
+    slow: SlowPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The turn ends after the wanted number of batches or its patience. The rest is reported later."""
+    """The turn ends after the wanted number of batches. The rest is reported later."""
     monkeypatch.setattr(relay_module, "MAX_TURN_WAIT_SECONDS", 25.0)
     begin = time.monotonic()
     slow.hanging = {"invoices"}
-    bench = bench_of(slow, 200, 200, batches=4, stragglers=stragglers, patience=patience)
+    bench = bench_of(slow, 200, 200, batches=4, stragglers=3)
     bench.relay.turn()
     turn = bench.relay.turn()
     assert 2 <= turn.in_flight <= 3
@@ -212,7 +215,7 @@ def test_stragglers_are_left_in_flight_while_tasks_are_pending(
 def test_the_relay_does_not_poll_while_every_place_is_in_use(slow: SlowPublisher) -> None:
     """All batches hang: no poll, no busy loop, and a turn ends now and then so that the worker writes its heartbeat."""
     slow.hanging = {"orders"}
-    bench = bench_of(slow, 40, batches=2, stragglers=0, patience=0.01)
+    bench = bench_of(slow, 40, batches=2, stragglers=0)
     bench.relay.turn(), bench.relay.turn()
     polls = len(bench.store.polls)
     assert bench.relay.turn() == Turn(in_flight=2, waits=True)
@@ -239,7 +242,7 @@ def test_large_messages_wait_for_free_bytes(monkeypatch: pytest.MonkeyPatch) -> 
                 publishing.remove(row.id)
             return answer
 
-    bench = Bench(publisher=Watched("orders"), size=1, batches=8, batch_bytes=100, stragglers=2, patience=0)
+    bench = Bench(publisher=Watched("orders"), size=1, batches=8, batch_bytes=100, stragglers=2)
     for number in range(20):
         bench.store.insert(f"{number}", "orders", serialized(b"x" * 120))
     bench.turns(60)

@@ -26,7 +26,7 @@ class Watch:
 
     def turn(self, unavailable: Collection[str] = ()) -> Polled:
         """Poll, and discover if it is time."""
-        polled = self.poller.poll(None, (), unavailable)
+        polled = self.poller.poll(100, None, (), unavailable)
         found = self.poller.discover()
         self.discovered = found is not None and bool(found.topics)
         return polled
@@ -134,41 +134,52 @@ def test_a_topic_that_must_be_read_deeply_is_read_alone(watch: Watch) -> None:
     while watch.discovers({"away"}):
         pass
     for depth, cut_off in ((30, {"away"}), (31, set())):
-        found = watch.poller.poll(None, (), depths={"away": depth, "works": 1, "gone": 99})
+        found = watch.poller.poll(100, None, (), depths={"away": depth, "works": 1, "gone": 99})
         works, away = watch.store.polls[-2:]
         assert (works.topics, away.topics, away.per_range) == ({"works"}, {"away"}, depth)
         assert works.per_range < depth
         assert len(found.candidates) == 60
         assert found.cut_off == cut_off
         assert away.shards == works.shards
-    read = [watch.poller.poll(None, (), depths={"away": 800}) and watch.store.polls[-1].shards for _ in range(4)]
+    read = [watch.poller.poll(100, None, (), depths={"away": 800}) and watch.store.polls[-1].shards for _ in range(4)]
     assert sorted(shard for shards in read for shard in shards) == sorted([*range(10), *read[0][:2]])
 
 
 @pytest.mark.parametrize("ranges", [1, 3, 10, 100, 1000])
 def test_a_poll_stays_near_its_target_however_the_backlog_is_spread(ranges: int) -> None:
     """One hot range or a thousand: a poll brings enough to work on, and never much more than twice that."""
-    window = PollSize(target=400, shards=10)
+    size = PollSize(target=400, shards=10)
     totals = []
     for _ in range(20):
-        totals.append(ranges * window.per_range)
-        window.adapt(dict.fromkeys(map(str, range(ranges)), window.per_range))
+        totals.append(ranges * size.per_range)
+        size.adapt(dict.fromkeys([("orders", n, True) for n in range(ranges)], size.per_range), totals[-1], 400)
     assert all(200 <= total <= max(800, 2 * ranges) for total in totals[-5:])
 
 
-def test_only_ranges_that_are_cut_off_widen_the_window() -> None:
+def test_only_ranges_that_are_cut_off_make_the_next_poll_deeper() -> None:
     """A range that returned twice its rows, ready and lower ones, is only full. A small backlog says nothing."""
-    window = PollSize(target=100, shards=10)
-    window.adapt({str(n): 3 for n in range(10)})
-    assert (window.per_range, window.cut_off) == (10, frozenset())
-    window.adapt(dict.fromkeys([("orders", shard, True) for shard in range(10)], 2 * window.per_range))
-    assert (window.per_range, window.cut_off) == (10, {"orders"})
+    size = PollSize(target=100, shards=10)
+    size.adapt({("orders", n, True): 3 for n in range(10)}, 30, 100)
+    assert (size.per_range, size.cut_off) == (10, frozenset())
+    size.adapt(dict.fromkeys([("orders", n, True) for n in range(10)], 2 * size.per_range), 200, 100)
+    assert (size.per_range, size.cut_off) == (10, {"orders"})
     one = ("orders", 0, True)
-    window.adapt({one: 10, ("invoices", 0, False): 9})
-    assert (window.per_range, window.cut_off) == (20, {"orders"})
+    size.adapt({one: 10, ("invoices", 0, False): 9}, 19, 100)
+    assert (size.per_range, size.cut_off) == (20, {"orders"})
     for _ in range(9):
-        window.adapt({one: 1000})
-    assert window.per_range == 100  # never more than the target
+        size.adapt({one: 1000}, size.per_range, 100)
+    assert size.per_range == 100  # never more than the target
+
+
+def test_tasks_in_flight_make_no_poll_deeper() -> None:
+    """A poll returns them again. It is deep enough if its other tasks fill the free places."""
+    size = PollSize(target=100, shards=10)
+    full = {("orders", n, True): 10 for n in range(10)}
+    for _ in range(5):
+        size.adapt(full, startable=75, room=75)
+    assert size.per_range == 10
+    size.adapt(full, startable=74, room=75)
+    assert size.per_range == 20
 
 
 def idle_ranges(used: int, pending: int) -> int:

@@ -206,7 +206,7 @@ def test_a_batch_that_does_not_end_ends_the_worker(
     """A turn or a stop raises an error about it; the other batches of the process still end, and are counted."""
     monkeypatch.setattr(in_flight, "WATCH_SECONDS", 0.001)
     slow.hanging = {"invoices"}
-    bench = Bench(publisher=slow, stragglers=1, patience=0, touch_file=lambda: bench.wait(10))
+    bench = Bench(publisher=slow, stragglers=1, touch_file=lambda: bench.wait(10))
     bench.insert("stuck", topic="invoices")
     bench.insert("good")
     while bench.relay.in_flight < 2 and not bench.count(m.PUBLISHED):
@@ -237,7 +237,7 @@ def test_finished_batches_are_counted_though_polls_fail(bench: Bench, slow: Slow
     """Otherwise an outage of minutes would lose the outcome, and the batch would seem stuck."""
     bench.insert("a", "b", topic="invoices")
     slow.hanging = {"invoices"}
-    relay = bench.another(publisher=slow, patience=0)
+    relay = bench.another(publisher=slow)
     eventually(lambda: (relay.turn(), relay.in_flight)[1])
     slow.release.set()
     eventually(lambda: not bench.unsent())
