@@ -21,8 +21,8 @@ from tests.benchmarks.bench import MESSAGE, ROWS, Bench, Speed, connecting_to, f
 from tests.support.spanner import place
 
 #: Messages in a request, rows in a transaction: the worker's default.
-BATCH_SIZE = 100
-#: Requests in flight: the worker's default.
+BATCH_SIZE = 200
+#: Requests in flight.
 IN_FLIGHT = 4
 
 READ_COLUMNS = ("Id", "Topic", "Data", "OrderingKey", "CreatedAt", "AvailableAt", "SentAt")

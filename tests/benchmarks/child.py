@@ -1,6 +1,6 @@
 """A process that does nothing but relay, so that its CPU and its memory are the relay's: prints one line of JSON.
 
-    python -m tests.benchmarks.child --database ID --tasks N [--trace]
+    python -m tests.benchmarks.child --database ID --tasks N [--trace] [--wait]
 
 The environment has the hosts, as `outbox emulators` prints them. Time and CPU are measured once the worker is connected
 and has sent its first tasks, memory from before that.
@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import resource
+import signal
 import tracemalloc
 from pathlib import Path
 
@@ -23,12 +24,18 @@ def main() -> None:
     parser.add_argument("--database", required=True)
     parser.add_argument("--tasks", type=int, required=True)
     parser.add_argument("--trace", action="store_true", help="measure what Python allocates; slow")
+    parser.add_argument("--wait", action="store_true", help="print `connected`, and go on at SIGUSR1")
     options = parser.parse_args()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     hosts = Emulators(os.environ["SPANNER_EMULATOR_HOST"], os.environ["PUBSUB_EMULATOR_HOST"])
     worker = open_worker(hosts, options.database)
     if options.trace:
         tracemalloc.start()
     before = drive(worker, 1)
+    if options.wait:
+        print("connected", flush=True)
+        signal.sigwait([signal.SIGUSR1])
+        before = 0
     with stopwatch() as watch:
         published = drive(worker, options.tasks - before)
     answer = {

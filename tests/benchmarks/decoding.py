@@ -27,7 +27,7 @@ CANDIDATE = [(TEXT, ID), (TEXT, "orders"), (NUMBER, "7"), (NUMBER, "50"), (TIME,
 CANDIDATE += [(NUMBER, "400")]
 LOCKED: list[tuple[TypeCode, Any]] = [(TEXT, ID), (TEXT, "orders"), (TypeCode.BYTES, BODY), (TEXT, None), (TIME, AT)]
 LOCKED += [(TIME, None), (TIME, None), (FLAG, True), (NUMBER, "0"), (TIME, None), (FLAG, False), (FLAG, False)]
-LOCKED += [(TIME, AT)]
+LOCKED += [(NUMBER, "0"), (TIME, AT)]
 
 CONDITIONS = f"""\
 - One answer of {ROWS} rows, parsed already, in one thread, no service: CPU until the rows are tasks. *client* decodes

@@ -4,12 +4,13 @@ from tqdm import tqdm
 
 from tests.benchmarks.backlogs import insert
 from tests.benchmarks.bench import Bench, fresh_table
-from tests.benchmarks.costs import child
+from tests.benchmarks.costs import answer_of
 from tests.benchmarks.results import Plot, Section, figures
+from tests.support.processes import run as run_process
 
-BACKLOGS, QUICK_BACKLOGS = (1_000, 10_000, 100_000), (500, 1_000)
+BACKLOGS, QUICK_BACKLOGS = (5_000, 20_000, 100_000), (500, 1_000)
 #: Tasks to send: a few turns.
-TASKS = 800
+TASKS = 4_000
 
 RSS, TRACED = "peak RSS MB", "peak of Python's allocations MB"
 
@@ -22,7 +23,11 @@ def run(bench: Bench) -> Section:
         row = f"backlog of {backlog:,}"
         with fresh_table(bench) as table:
             insert(table, backlog)
-            took = child(bench.emulators, table, tasks, "--trace")
+            arguments = ("--database", table.id, "--tasks", str(tasks), "--trace")
+            done = run_process(
+                "tests.benchmarks.child", *arguments, environment=bench.emulators.environment(), seconds=300
+            )
+            took = answer_of(done, done.code)
         samples += [(row, RSS, took["rss_bytes"] / 1e6), (row, TRACED, took["traced_bytes"] / 1e6)]
     conditions = f"""\
 - One process for each backlog, which only relays, with default settings and messages of 300 bytes. It runs from its
