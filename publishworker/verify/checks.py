@@ -42,7 +42,7 @@ from publishworker.verify.scratch import TOPICS, Scratch
 
 PASSED, FAILED, NOT_AVAILABLE = "passed", "failed", "not available"
 #: Batch sizes of the sweep, and tasks that are sent with each.
-BATCH_SIZES, SWEPT_TASKS = (10, 25, 50, 100, 500), 1_000
+BATCH_SIZES, SWEPT_TASKS = (10, 25, 50, 100, 200, 500), 1_000
 #: Numbers of topics of an idle poll, and max milliseconds with 100 of them.
 POLLED_TOPICS, MAX_POLL_MS = (1, 10, 100, 500), 100.0
 #: Registrations that are timed with and without a relay.
@@ -274,7 +274,7 @@ def _batch_sizes(scratch: Scratch) -> Finding:
         speeds[size] = sent / (time.monotonic() - began)
     best = max(speeds, key=speeds.__getitem__)
     enough = next(size for size in BATCH_SIZES if speeds[size] >= 0.9 * speeds[best])
-    text = f"--batch-size {enough} reaches 90 % of the fastest ({best}). The default is 100"
+    text = f"--batch-size {enough} reaches 90 % of the fastest ({best}). The default is 200"
     return Finding(PASSED, text, {f"{size} tasks, tasks/s": round(speed) for size, speed in speeds.items()})
 
 

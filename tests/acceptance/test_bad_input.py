@@ -103,7 +103,7 @@ def test_check_of_a_good_setup_is_all_ok(emulators: Emulators, database: Databas
     lines = done.stdout.splitlines()
     names = ("settings:", "table:", "permissions:", "topic")
     assert [line.split()[:2] for line in lines] == [["ok", name] for name in names]
-    assert "batch_size=100" in lines[0]
+    assert "batch_size=200" in lines[0]
     assert "10 shards" in lines[1]
     assert lines[3].endswith(topic)
     done = publishworker(emulators, "check", "--allowed-topics", "orders,projects/other/topics/*", **on(database))

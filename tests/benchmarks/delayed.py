@@ -37,6 +37,8 @@ def run(bench: Bench) -> Section:
         Plot(["tasks/s"], log=True),
     )
     section.at_least("relay / A", throughput.ratio(section, throughput.A), 60)
+    at_once_ratio = section.value(RELAYS_AT_ONCE, "tasks/s") / section.value(throughput.A, "tasks/s")
+    section.at_least(f"{RELAYS_AT_ONCE} / A", at_once_ratio, 150)
     return section
 
 

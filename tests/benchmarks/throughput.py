@@ -61,6 +61,6 @@ def run(bench: Bench) -> Section:
     )
     # Not tasks/s: most of them are the emulator's, whose share differs from machine to machine.
     cpu = {way: section.value(way, CPU) for way in (A, P, M, RELAY)}
-    section.at_least("client CPU of A / of the relay", cpu[A] / cpu[RELAY], 30)
-    section.at_most("client CPU of the relay / of P and M", cpu[RELAY] / (cpu[P] + cpu[M]), 2)
+    section.at_least("client CPU of A / of the relay", cpu[A] / cpu[RELAY], 50)
+    section.at_most("client CPU of the relay / of P and M", cpu[RELAY] / (cpu[P] + cpu[M]), 2.5)
     return section

@@ -21,7 +21,7 @@ def read(environment: dict[str, str] | None = None, **flags: str) -> WorkerSetti
 
 def test_defaults_match_the_documentation() -> None:
     settings = read()
-    assert (settings.batch_size, settings.publish_timeout, settings.poll_interval) == (100, 5.0, 1.0)
+    assert (settings.batch_size, settings.publish_timeout, settings.poll_interval) == (200, 5.0, 1.0)
     assert (settings.backoff_initial, settings.backoff_max, settings.max_attempts) == (1.0, 3600.0, 10)
     assert (settings.dead_after, settings.allowed_topics) == (86_400.0, "*")
 
