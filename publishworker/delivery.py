@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 
-from publishworker.eligibility import expired, in_order, released, skip_reasons, stops_key, untried
+from publishworker.eligibility import expired, in_order, released, skip_reasons, stops_key, to_publish
 from publishworker.pubsub.errors import FailureKind, is_refused, kind_of
 from publishworker.pubsub.messages import trace_id
 from publishworker.pubsub.publisher import Publisher
@@ -62,16 +62,16 @@ class Delivery:
     def deliver(self, batch: Batch) -> BatchResult:
         """Claim a batch, publish its tasks and mark them, in one transaction.
 
-        The transaction function runs again after an abort. Only `result` survives. A later attempt publishes the tasks
-        that no attempt has tried, and failed ones whose row has changed since. It writes the outcomes of all attempts.
+        The transaction function runs again after an abort, and only `result` survives. A later attempt publishes the
+        tasks without an answer, and failed ones whose row has changed since. It marks the answers of all attempts.
         """
         result = BatchResult(batch)
 
         def attempt(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
             locked_at = self._clock()
             eligible = self._check(result, rows, now)
-            result.tried |= {row.id: expired(row) for row in untried(eligible, result.tried) if row.is_expired(now)}
-            self._publish(result, untried(eligible, result.tried), locked_at)
+            self._expire(result, to_publish(eligible, result.answers), now)
+            self._publish(result, to_publish(eligible, result.answers), locked_at)
             marks = self._marks(result, eligible, now)
             return marks | self._releases(batch, rows, marks, now)
 
@@ -106,11 +106,12 @@ class Delivery:
         def attempt(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
             nonlocal marked, locked_at
             locked_at = self._clock()
+            result.answers = {}
             eligible = self._check(result, rows, now)
-            result.tried = {row.id: expired(row) for row in eligible if row.is_expired(now)}
-            publishable = [row for row in eligible if row.id not in result.tried]
-            result.tried |= self._publisher.refusals(batch.topic, publishable)
-            marked = {row.id: row for row in eligible if row.id not in result.tried}
+            self._expire(result, eligible, now)
+            publishable = [row for row in eligible if row.id not in result.answers]
+            result.answers |= self._publisher.refusals(batch.topic, publishable)
+            marked = {row.id: row for row in eligible if row.id not in result.answers}
             return self._marks(result, eligible, now) | dict.fromkeys(marked, MARKED)
 
         committed = self._transact(result, attempt)
@@ -118,8 +119,8 @@ class Delivery:
             result.unconfirmed = list(marked) if result.commit_unknown else []
             return result
         self._publish(result, list(marked.values()), locked_at)
-        refused = {id: row for id, row in marked.items() if _is_surely_not_published(result.tried.get(id))}
-        result.unconfirmed = [id for id in marked.keys() - refused.keys() if not isinstance(result.tried[id], Sent)]
+        refused = {id: row for id, row in marked.items() if _is_surely_not_published(result.answers.get(id))}
+        result.unconfirmed = [id for id in marked.keys() - refused.keys() if not isinstance(result.answers[id], Sent)]
         if refused:
             self._undo_marks(result, refused, committed)
         return result
@@ -138,7 +139,7 @@ class Delivery:
             ours = [before[row.id] for row in rows if row.sent_at == committed]
             records = self._marks(result, ours, now)
             result.recorded |= recorded_before
-            return {row.id: records.get(row.id) or _restored(row, result.tried.get(row.id)) for row in ours}
+            return {row.id: records.get(row.id) or _restored(row, result.answers.get(row.id)) for row in ours}
 
         undone = self.mark(Batch(result.batch.topic, tuple(before)), attempt)
         if undone.error is not None:
@@ -148,18 +149,22 @@ class Delivery:
     def _check(self, result: BatchResult, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
         """Return the rows that may be published, in key order. Note why the others are skipped.
 
-        A task that failed in an earlier attempt is tried again if its row has changed since.
+        A task that failed in an earlier attempt loses its answer if its row has changed since.
         """
         versions = {row.id: Version.of(row) for row in rows}
         for id in result.failed():
             if id in versions and versions[id] != result.versions[id]:
-                del result.tried[id]
+                del result.answers[id]
         result.outcomes = skip_reasons(result.batch, rows, now, result.published_versions(), skip_dead=self._skip_dead)
         others = {*result.outcomes, *result.batch.releases}
         eligible = [row for row in in_order(result.batch, rows) if row.id not in others]
-        result.versions |= {row.id: versions[row.id] for row in eligible if row.id not in result.tried}
+        result.versions |= {row.id: versions[row.id] for row in eligible if row.id not in result.answers}
         result.locked_at = now
         return eligible
+
+    def _expire(self, result: BatchResult, rows: Sequence[LockedRow], now: datetime) -> None:
+        """Note the failure of each row whose ExpiresAt has passed."""
+        result.answers |= {row.id: expired(row) for row in rows if row.is_expired(now)}
 
     def _publish(self, result: BatchResult, rows: Sequence[LockedRow], locked_at: float) -> None:
         """Publish rows. A row that failed before, or is a suspect, is sent alone, so no other row fails with it."""
@@ -169,7 +174,7 @@ class Delivery:
         began = self._clock()
         outcomes = self._publisher.publish(result.batch.topic, rows, self._publish_seconds, alone)
         ended = self._clock()
-        result.tried |= outcomes
+        result.answers |= outcomes
         result.phases[PUBLISH] = result.phases.get(PUBLISH, 0.0) + ended - began
         if (now := result.locked_at) is not None:
             for row in rows:
@@ -180,12 +185,12 @@ class Delivery:
     def _marks(self, result: BatchResult, eligible: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
         """Return the marks of all outcomes, and note failed attempts and deferrals in the result."""
         result.recorded, result.deferred = {}, {}
-        works = result.batch.works or bool(result.published())
+        topic_accepts = result.batch.topic_accepts or bool(result.published())
         marks: dict[str, Mark] = {}
         #: By ordering key: the deferral for the tasks behind the failed one, if any.
         failed: dict[str, Deferred | None] = {}
         for row in eligible:
-            outcome = result.tried.get(row.id)
+            outcome = result.answers.get(row.id)
             if outcome is not None:
                 result.outcomes[row.id] = outcome
             if isinstance(outcome, Sent):
@@ -195,7 +200,7 @@ class Delivery:
                     marks[row.id] = result.deferred[row.id] = deferred
             elif isinstance(outcome, Failed):
                 recorded = None
-                if is_recorded(result.batch, row.id, outcome, works=works):
+                if is_recorded(result.batch, row.id, outcome, topic_accepts=topic_accepts):
                     recorded = marks[row.id] = result.recorded[row.id] = self._retries.record(row, outcome, now)
                 blocks_nothing = recorded is not None and recorded.dead and self._skip_dead
                 if blocks_nothing and kind_of(outcome.reason) is FailureKind.CONTENT:

@@ -67,17 +67,17 @@ def in_order(batch: Batch, rows: Sequence[LockedRow]) -> list[LockedRow]:
     return sorted(rows, key=lambda row: positions[row.id])
 
 
-def untried(rows: Sequence[LockedRow], tried: Mapping[str, Outcome]) -> list[LockedRow]:
-    """Return the rows to be published now: never tried, and not behind a failed task of their key."""
-    failed: set[str] = set()
-    found = []
+def to_publish(rows: Sequence[LockedRow], answers: Mapping[str, Outcome]) -> list[LockedRow]:
+    """Return the rows to be published now: those without an answer, and not behind a failed task of their key."""
+    stopped: set[str] = set()
+    unanswered = []
     for row in rows:
-        outcome = tried.get(row.id)
-        if outcome is None and row.ordering_key not in failed:
-            found.append(row)
-        elif row.ordering_key is not None and stops_key(outcome):
-            failed.add(row.ordering_key)
-    return found
+        answer = answers.get(row.id)
+        if answer is None and row.ordering_key not in stopped:
+            unanswered.append(row)
+        elif row.ordering_key is not None and stops_key(answer):
+            stopped.add(row.ordering_key)
+    return unanswered
 
 
 def released(

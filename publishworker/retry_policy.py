@@ -60,18 +60,18 @@ class RetryPolicy:
         return min(self.initial * 2.0**doublings, self.longest) * self.random.uniform(0.5, 1)
 
 
-def is_recorded(batch: Batch, id: str, failure: Failed, *, works: bool) -> bool:
+def is_recorded(batch: Batch, id: str, failure: Failed, *, topic_accepts: bool) -> bool:
     """Tell whether a failure counts as a failed attempt of its task, or only opens the circuit of its topic.
 
     If the topic is missing or refuses messages, only tasks that probe it record the failure. An outage is recorded only
-    on a suspect, which is a task of an earlier outage, and only if the topic `works` for others. An outage that no
+    on a suspect, which is a task of an earlier outage, and only if the topic accepts other tasks. An outage that no
     message can cause, for example an exhausted quota, is never recorded.
     """
     match kind_of(failure.reason):
         case FailureKind.TARGET:
             return batch.probe
         case FailureKind.OUTAGE:
-            return id in batch.suspects and works and not batch.probe and not is_refused(failure.reason)
+            return id in batch.suspects and topic_accepts and not batch.probe and not is_refused(failure.reason)
     return True
 
 

@@ -118,7 +118,7 @@ class Batch:
     #: failed attempt is recorded.
     suspects: frozenset[str] = frozenset()
     #: The worker has published a task to the topic since its last outage.
-    works: bool = True
+    topic_accepts: bool = True
     #: The batch probes a topic whose circuit is open.
     probe: bool = False
     #: The tasks are marked first, and published once that is committed.
@@ -258,12 +258,12 @@ class BatchResult:
     """
 
     batch: Batch
-    #: The outcome of each task over all transaction attempts, including those of expired tasks.
-    tried: dict[str, Outcome] = field(default_factory=dict)
+    #: Pub/Sub's answer for each task over all transaction attempts, or the failure of a task that needs no request.
+    answers: dict[str, Outcome] = field(default_factory=dict)
     #: The row as it was when its task was published.
     versions: dict[str, Version] = field(default_factory=dict)
-    #: What the last attempt decided. If another worker sent a task while this one published it, `tried` says Sent and
-    #: `outcomes` says Skipped.
+    #: What the last attempt decided. If another worker sent a task while this one published it, `answers` has Sent and
+    #: `outcomes` has Skipped.
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     #: When the rows were last locked, by the database's clock.
     locked_at: datetime | None = None
@@ -286,7 +286,7 @@ class BatchResult:
 
     def published(self) -> list[str]:
         """Return the IDs that Pub/Sub has, whether or not the commit succeeded."""
-        return [id for id, outcome in self.tried.items() if isinstance(outcome, Sent)]
+        return [id for id, outcome in self.answers.items() if isinstance(outcome, Sent)]
 
     def published_versions(self) -> dict[str, Version]:
         """Return the rows that were published, by ID."""
@@ -298,7 +298,7 @@ class BatchResult:
 
     def failed(self) -> dict[str, Failed]:
         """Return the failures by ID."""
-        return {id: outcome for id, outcome in self.tried.items() if isinstance(outcome, Failed)}
+        return {id: outcome for id, outcome in self.answers.items() if isinstance(outcome, Failed)}
 
     def at_most_once(self) -> Batch | None:
         """Return a batch of the tasks that must be marked first, or None.
@@ -306,7 +306,7 @@ class BatchResult:
         Tasks behind a failed one of their ordering key are left out.
         """
         pairs = list(zip_longest(self.batch.ids, self.batch.keys))
-        failed = {key for id, key in pairs if key is not None and isinstance(self.tried.get(id), Failed)}
+        failed = {key for id, key in pairs if key is not None and isinstance(self.answers.get(id), Failed)}
         once = [
             (id, key) for id, key in pairs if self.outcomes.get(id) == Skipped("at_most_once") and key not in failed
         ]

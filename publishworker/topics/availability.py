@@ -45,7 +45,7 @@ class Topics:
         """Update the topic from a finished batch. Return a change of its circuit, or a failed probe."""
         if result.batch.defers:
             return None
-        self.rate_limits.take(result.batch.topic, len(result.tried) - len(result.batch.ids))  # gives back the untried
+        self.rate_limits.take(result.batch.topic, len(result.answers) - len(result.batch.ids))  # gives back the untried
         return self.circuits.learn(result)
 
     def at_most_once(self, result: BatchResult) -> Batch | None:

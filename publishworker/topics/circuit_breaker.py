@@ -155,7 +155,7 @@ class CircuitBreakers:
             return replace(batch, probe=True)
         last = (batch.topic, self._outages[batch.topic])
         suspects = frozenset(id for id in batch.ids if self._suspects.get(id) == last)
-        return replace(batch, suspects=suspects, works=batch.topic not in self._failing)
+        return replace(batch, suspects=suspects, topic_accepts=batch.topic not in self._failing)
 
     def may_send_at_most_once(self, result: BatchResult) -> bool:
         """Tell whether the at-most-once tasks that a batch has found may be sent now.
@@ -180,7 +180,7 @@ class CircuitBreakers:
             circuit.probing = False
             circuit.probed.update(result.batch.ids)
         failed = {id: kind_of(failure.reason) for id, failure in result.failed().items()}
-        sent = [id for id, outcome in result.tried.items() if isinstance(outcome, Sent)]
+        sent = [id for id, outcome in result.answers.items() if isinstance(outcome, Sent)]
         for id in sent:
             self._suspects.pop(id, None)
         if sent:

@@ -158,7 +158,7 @@ def test_a_slow_agent_gets_every_count(silent_socket: socket.socket) -> None:
     listener.start()
     for batch in range(25):
         ids = tuple(f"{batch}-{number}" for number in range(1000))
-        sent = BatchResult(Batch("orders", ids), tried=dict.fromkeys(ids, Sent("1")), waited=dict.fromkeys(ids, 0.1))
+        sent = BatchResult(Batch("orders", ids), answers=dict.fromkeys(ids, Sent("1")), waited=dict.fromkeys(ids, 0.1))
         reporter.batch(sent)
     metrics.stop()
     listener.join(30)

@@ -62,7 +62,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "SentAt is read again under the lock": (delivery, "skip_reasons", without("sent")),
     "a task that is not due is skipped under the lock": (delivery, "skip_reasons", without("not_due")),
     "a task behind a blocked one is skipped under the lock": (delivery, "skip_reasons", without("blocked")),
-    "a transaction attempt remembers outcomes": (delivery, "untried", lambda _: lambda rows, _tried: rows),
+    "a transaction attempt remembers outcomes": (delivery, "to_publish", lambda _: lambda rows, _outcomes: rows),
     "a later attempt marks what an earlier one published": (BatchResult, "published_versions", always({})),
     "only published tasks are marked": (Delivery, "_marks", late_mark),
     "a failed commit is remembered": (InDoubt, "learn", always(None)),

@@ -31,7 +31,7 @@ class Watch(CircuitBreakers):
 
     def ended(self, batch: Batch, *recorded: str, **outcomes: Outcome) -> bool:
         """Learn of a batch, of which some tasks are recorded; return whether its topic's state has changed."""
-        result = BatchResult(batch, tried=dict(outcomes))
+        result = BatchResult(batch, answers=dict(outcomes))
         result.recorded = {id: NotSent(1, NOON, None, "unavailable: away") for id in recorded}
         return self.learn(result) is not None
 
@@ -101,16 +101,16 @@ def test_a_publish_closes_the_circuit_and_resets_its_delay(watch: Watch) -> None
 
 def test_each_change_of_a_circuit_reports_its_failure_and_duration(watch: Watch) -> None:
     """It opens, a probe fails, it closes. Failures of other batches and successes while closed change nothing."""
-    opened = watch.learn(BatchResult(Batch("orders", ("a",)), tried={"a": MISSING}))
+    opened = watch.learn(BatchResult(Batch("orders", ("a",)), answers={"a": MISSING}))
     assert opened == CircuitChange("orders", MISSING, 0.0)
-    assert watch.learn(BatchResult(Batch("orders", ("b",)), tried={"b": AWAY})) is None
+    assert watch.learn(BatchResult(Batch("orders", ("b",)), answers={"b": AWAY})) is None
     watch.seconds += 1.5
-    failed = watch.learn(BatchResult(watch.next("c"), tried={"c": AWAY}))
+    failed = watch.learn(BatchResult(watch.next("c"), answers={"c": AWAY}))
     assert failed == CircuitChange("orders", AWAY, 1.5)
     watch.seconds += 2
-    closed = watch.learn(BatchResult(watch.next("d"), tried={"d": Sent("1")}))
+    closed = watch.learn(BatchResult(watch.next("d"), answers={"d": Sent("1")}))
     assert closed == CircuitChange("orders", None, 3.5)
-    assert watch.learn(BatchResult(watch.next("e"), tried={"e": Sent("2")})) is None
+    assert watch.learn(BatchResult(watch.next("e"), answers={"e": Sent("2")})) is None
 
 
 def test_a_circuit_is_open_until_its_probe_then_half_open(watch: Watch) -> None:
@@ -125,9 +125,9 @@ def test_a_circuit_is_open_until_its_probe_then_half_open(watch: Watch) -> None:
 def test_the_circuit_that_is_due_longest_is_probed_first() -> None:
     breakers = CircuitBreakers(Random(3), clock := Clock(), places=4)
     for topic in ("later", "first"):
-        breakers.learn(BatchResult(Batch(topic, ("a",)), tried={"a": AWAY}))
+        breakers.learn(BatchResult(Batch(topic, ("a",)), answers={"a": AWAY}))
         clock.seconds += 0.5 if topic == "later" else 2
-    breakers.learn(BatchResult(replace(breakers.start(Batch("later", ("b",)))), tried={"b": AWAY}))
+    breakers.learn(BatchResult(replace(breakers.start(Batch("later", ("b",)))), answers={"b": AWAY}))
     clock.seconds += 10
     assert breakers.suspended() == {"later"}
 
@@ -242,13 +242,13 @@ def test_a_suspect_whose_failure_is_recorded_opens_no_circuit(watch: Watch) -> N
     """It stays a suspect: other tasks might fail as well, so the topic works only once it publishes something."""
     watch.ended(Batch("orders", ("a", "b")), a=Sent("1"), b=AWAY)
     batch = watch.next("b")
-    assert (batch.suspects, batch.works) == ({"b"}, True)
+    assert (batch.suspects, batch.topic_accepts) == ({"b"}, True)
     assert not watch.ended(batch, "b", b=AWAY)
     assert watch.suspended() == frozenset()
     batch = watch.next("b")
-    assert (batch.suspects, batch.works) == ({"b"}, False)
+    assert (batch.suspects, batch.topic_accepts) == ({"b"}, False)
     watch.ended(Batch("orders", ("c",)), c=Sent("2"))
-    assert watch.next("b").works
+    assert watch.next("b").topic_accepts
 
 
 def test_suspects_are_bounded_and_the_oldest_are_forgotten_first(watch: Watch) -> None:

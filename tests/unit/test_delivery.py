@@ -78,8 +78,8 @@ def test_a_batch_that_sent_a_task_shows_that_its_topic_works(bench: Bench) -> No
     bench.failing = {"a": Failed("deadline_exceeded", "no answer")}
     bench.insert("a", "b")
     suspects = frozenset({"a"})
-    assert bench.deliver("a", suspects=suspects, works=False).recorded == {}
-    assert bench.deliver("a", "b", suspects=suspects, works=False).recorded.keys() == {"a"}
+    assert bench.deliver("a", suspects=suspects, topic_accepts=False).recorded == {}
+    assert bench.deliver("a", "b", suspects=suspects, topic_accepts=False).recorded.keys() == {"a"}
 
 
 def test_tasks_behind_a_skipped_dead_task_are_sent(bench: Bench) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outbox.storage.task_states import NEVER
-from publishworker.eligibility import in_order, released, skip_reasons, untried
+from publishworker.eligibility import in_order, released, skip_reasons, to_publish
 from publishworker.types import Batch, Deferred, Failed, LockedRow, Mark, NotSent, Outcome, Sent, Version
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -120,7 +120,7 @@ def test_no_task_is_tried_behind_a_failure_of_its_key() -> None:
     rows = [row(id, ordering_key=key) for id, key in keys.items()]
     tried: dict[str, Outcome] = {"a": Failed("unavailable", "no"), "c": Failed("expired", "late"), "e": Sent("1")}
     tried["g"] = Failed("data_loss", "no")
-    assert [each.id for each in untried(rows, tried)] == ["d", "f", "h"]
+    assert [each.id for each in to_publish(rows, tried)] == ["d", "f", "h"]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ class Memory(InDoubt):
     def fail(self, *ids: str, topic: str = "orders", key: str | None = None) -> None:
         version = replace(AT_NOON, ordering_key=key)
         tried, versions = dict.fromkeys(ids, Sent("1")), dict.fromkeys(ids, version)
-        self.learn(BatchResult(Batch(topic, ids), tried=dict(tried), versions=versions, error="no answer"))
+        self.learn(BatchResult(Batch(topic, ids), answers=dict(tried), versions=versions, error="no answer"))
 
     def commit(self) -> None:
         self.learn(BatchResult(Batch("orders", ("other",))))

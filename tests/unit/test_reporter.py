@@ -85,7 +85,7 @@ def test_a_flapping_circuit_is_logged_once_a_minute_and_in_pairs(watch: Watch) -
 
 
 def failing(ids: Sequence[str], *, dead: int = 0) -> BatchResult:
-    result = BatchResult(Batch("orders", tuple(ids)), tried=dict.fromkeys(ids, MISSING))
+    result = BatchResult(Batch("orders", tuple(ids)), answers=dict.fromkeys(ids, MISSING))
     for place, id in enumerate(ids):
         attempts, available_at = (3, NEVER) if place < dead else (2, NEVER.replace(year=2026))
         result.recorded[id] = NotSent(attempts, available_at, None, "not_found: no such topic")
@@ -125,7 +125,7 @@ def test_ten_thousand_failures_are_a_hundred_lines_a_minute(watch: Watch) -> Non
 def test_an_outage_logs_each_task_only_at_debug(watch: Watch) -> None:
     """No attempt is recorded, and the open circuit is logged. Each turn with work is such a line, with its numbers."""
     watch.caplog.set_level(logging.DEBUG, "publishworker")
-    watch.reporter.batch(BatchResult(Batch("orders", ("a", "b")), tried=dict.fromkeys("ab", AWAY)))
+    watch.reporter.batch(BatchResult(Batch("orders", ("a", "b")), answers=dict.fromkeys("ab", AWAY)))
     assert [record.levelname for record in watch.caplog.records] == ["DEBUG"] * 2
     assert [fields["task_id"] for _, fields in watch.lines()] == ["a", "b"]
     watch.caplog.clear()
@@ -151,7 +151,7 @@ def test_a_summary_is_logged_once_a_minute(watch: Watch) -> None:
 
 
 def test_durations_and_latencies_are_sampled(watch: Watch) -> None:
-    result = BatchResult(Batch("orders", ("a", "b")), tried={"a": Sent("1"), "b": Sent("2")})
+    result = BatchResult(Batch("orders", ("a", "b")), answers={"a": Sent("1"), "b": Sent("2")})
     result.phases = {m.CLAIM: 0.1, m.PUBLISH: 0.2, m.COMMIT: 0.3}
     result.waited = {"a": 1.5, "b": 2.5}
     watch.reporter.batch(result)
@@ -172,7 +172,7 @@ def test_durations_and_latencies_are_sampled(watch: Watch) -> None:
 def test_invalid_topics_share_a_tag(watch: Watch) -> None:
     """A program that writes rows by hand must not create a thousand time series."""
     for topic in ("orders", "projects/p-1/topics/orders", "no topic", "x" * 400, "goog-like"):
-        watch.reporter.batch(BatchResult(Batch(topic, ("a",)), tried={"a": Sent("1")}))
+        watch.reporter.batch(BatchResult(Batch(topic, ("a",)), answers={"a": Sent("1")}))
     assert watch.tags == {"topic:orders", "topic:projects/p-1/topics/orders", "topic:invalid"}
 
 

@@ -93,7 +93,7 @@ def test_too_many_bytes_in_flight_leave_tasks_pending() -> None:
 
 def test_a_topic_with_an_open_circuit_gets_a_probe() -> None:
     bench = Bench(size=50)
-    failed = BatchResult(Batch("orders", ("a",)), tried={"a": Failed("not_found", "no such topic")})
+    failed = BatchResult(Batch("orders", ("a",)), answers={"a": Failed("not_found", "no such topic")})
     bench.topics.learn(failed)
     [batch] = bench.select(tasks(30))
     assert len(batch.ids) == 10
