@@ -2,8 +2,8 @@
 
 Priority comes first, over all candidates. Candidates are cut into slices by topic, shard and priority. Slices of equal
 priority are shuffled, so that workers that read the same backlog rarely choose the same tasks. A batch holds one topic.
-It is filled with whole slices and with the beginning of the next one, because a full batch costs Spanner no more than
-a smaller one. The sendable prefix of an ordering key stays whole, unless fewer tasks of its topic may be sent.
+It is filled with whole slices and with the beginning of the next one, because a full batch takes no more requests than
+a smaller one. The sendable prefix of an ordering key is not split, unless fewer tasks of its topic may be sent.
 """
 
 from collections import Counter, defaultdict, deque
@@ -43,13 +43,13 @@ def sample(
 ) -> list[Batch]:
     """Return the batches to start in addition to those `in_flight` (counted by topic), the most urgent first.
 
-    A batch starts only if no batch of a higher priority is left behind. Among equal priorities, one topic gets at most
+    A batch starts only if all batches of higher priorities start. Among equal priorities, one topic gets at most
     half of the places (rounded up) while another topic waits, and ready and due tasks get half of the places each while
-    both wait. A topic in `allowed` gets at most that many tasks. The exception is `leaves_place`: one of two or more
-    places is left to another waiting topic, even of a lower priority. A slow topic then delays no other.
+    both wait. A topic in `allowed` gets at most that many tasks. With `leaves_place`, one topic leaves one of two or
+    more places to another waiting topic, even of a lower priority. A slow topic then delays no other.
     """
     packed = _pack(_most_urgent_first(candidates, limits, random), limits, dict(allowed or {}))
-    return _places(packed, limits.batches, Counter(in_flight or {}), leaves_place=leaves_place)
+    return _share_places(packed, limits.batches, Counter(in_flight or {}), leaves_place=leaves_place)
 
 
 def fitting(batches: Sequence[Batch], free: int, *, alone: bool) -> list[Batch]:
@@ -143,15 +143,15 @@ class _Packing:
 def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, int]) -> list[_Packing]:
     """Fill batches of one topic each, in the order of the pieces, with at most the `allowed` tasks of each topic."""
     packed: list[_Packing] = []
-    open_batch: dict[str, _Packing] = {}
-    for whole in (task for piece in pieces for task in piece):
-        left = allowed.get(whole.topic, whole.tasks)
+    last_of_topic: dict[str, _Packing] = {}
+    for candidate in (each for piece in pieces for each in piece):
+        left = allowed.get(candidate.topic, candidate.tasks)
         if not left:
             continue
-        task = whole if whole.tasks <= left else _beginning(whole, left)
-        batch = open_batch.get(task.topic)
+        task = candidate if candidate.tasks <= left else _shortened(candidate, left)
+        batch = last_of_topic.get(task.topic)
         if batch is None or not batch.has_room(task, limits):
-            batch = open_batch[task.topic] = _Packing(task.topic, task.priority)
+            batch = last_of_topic[task.topic] = _Packing(task.topic, task.priority)
             packed.append(batch)
         batch.add(task)
         if task.topic in allowed:
@@ -159,25 +159,25 @@ def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, 
     return packed
 
 
-def _beginning(prefix: Candidate, tasks: int) -> Candidate:
-    """Return the first tasks of a prefix, which are a prefix too."""
+def _shortened(prefix: Candidate, tasks: int) -> Candidate:
+    """Return the first tasks of a sendable prefix, which are a sendable prefix too."""
     return replace(prefix, behind=prefix.behind[: tasks - 1], releases=prefix.behind[tasks - 1])
 
 
-def _places(batches: list[_Packing], places: int, in_flight: Counter[str], *, leaves_place: bool) -> list[Batch]:
+def _share_places(batches: list[_Packing], places: int, in_flight: Counter[str], *, leaves_place: bool) -> list[Batch]:
     """Return the batches that get the free places. `batches` are sorted by priority."""
     free = max(0, places - in_flight.total())
-    numbered = Counter(in_flight)
+    of_topic = Counter(in_flight)
     half = -(-places // 2)
     order: list[tuple[int, bool]] = []
     for batch in batches:
-        numbered[batch.topic] += 1
-        order.append((-batch.priority, numbered[batch.topic] > half))
+        of_topic[batch.topic] += 1
+        order.append((-batch.priority, of_topic[batch.topic] > half))
     # Stable: of one priority, the batches beyond half of the places come last, in their order.
     ranked = [batches[number] for number in sorted(range(len(batches)), key=order.__getitem__)]
-    taken = ranked[:free]
-    held = {*(topic for topic, number in in_flight.items() if number), *(each.topic for each in taken)}
-    if leaves_place and taken and places > 1 and len(held) == 1:
-        other = next((each for each in ranked[free:] if each.topic not in held), None)
-        taken[-1:] = [other or taken[-1]]
-    return [each.closed() for each in taken]
+    chosen, rest = ranked[:free], ranked[free:]
+    topics = {*(topic for topic, number in in_flight.items() if number), *(batch.topic for batch in chosen)}
+    if leaves_place and chosen and places > 1 and len(topics) == 1:
+        other = next((batch for batch in rest if batch.topic not in topics), None)
+        chosen[-1:] = [other or chosen[-1]]
+    return [batch.closed() for batch in chosen]

@@ -1,8 +1,8 @@
 """Which of the locked rows may be sent. Pure functions.
 
-They keep the order of an ordering key (docs/guide/ordering.md): sent and missing rows are skipped, due ones are sent,
-and the first that is not due ends the prefix. After a failure no later task of the key is published, even in a later
-transaction attempt.
+They keep the order of an ordering key (docs/guide/ordering.md). Sent and missing rows are skipped, due ones are sent,
+and the first one that is not due ends the prefix. After a failure, no later task of the key is published, not even in a
+later transaction attempt.
 """
 
 from collections.abc import Mapping, Sequence

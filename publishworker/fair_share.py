@@ -6,9 +6,9 @@ from publishworker.types import Candidate
 
 
 class FairShare:
-    """Keeps account of the batches owed to lower priorities, and of which priority is next.
+    """Counts the batches that lower priorities are owed, and decides which priority gets the next one.
 
-    Each time the next lower priority gets a batch, then it begins again below the highest.
+    The priorities take turns, from the second highest to the lowest.
     """
 
     def __init__(self, share: float) -> None:
@@ -45,10 +45,10 @@ class FairShare:
         return [each for each in lower if each.priority == self._last]
 
     def count(self, batches: int, given: int, top: int | None) -> None:
-        """Note a selection: how many batches start, how many of them for lower priorities, and the highest priority.
+        """Note a selection: how many `batches` start, how many are `given` to lower priorities, the highest priority.
 
-        `top` is None if no task was left behind, so no priority waits. The debt is bounded: a poll below the lowest
-        priority, which finds nothing, is made up for, but a period without lower tasks is not.
+        `top` is None if no task was left, so no priority waits. The debt is bounded: it outlasts one poll below the
+        lowest priority, which finds nothing, but a long time without lower tasks does not add up.
         """
         earned = self._share * batches
         self._owed = min(self._owed + earned - given, 1 + 3 * earned)

@@ -31,8 +31,8 @@ _log = logging.getLogger("publishworker")
 class _Published:
     """A task in doubt: its topic, its row when it was published, and the time at which its commit failed.
 
-    `retry_delay` is 0 until a transaction with this task fails while others commit. The task is then marked alone,
-    after so many seconds.
+    `retry_delay` is 0 until a transaction with this task fails while others commit. From then on, the task is marked
+    alone, after this many seconds.
     """
 
     topic: str
@@ -117,25 +117,25 @@ class InDoubt:
         return [Batch(first.topic, first.ids[:1], keys=first.keys[:1], bytes=first.bytes)]
 
     def mark(self) -> None:
-        """Start transactions that set `SentAt` of the tasks in doubt, and learn from those that have ended.
+        """Start batches that set `SentAt` of the tasks in doubt, and collect those that have ended.
 
-        While publishing is paused, wait a moment for them. Raises StuckBatch if one does not end.
+        While publishing is paused, wait up to MARK_WAIT_SECONDS for one. Raises StuckBatch if one does not end.
         """
         self._settle(self._marking.collect())
         self._marking.raise_if_stuck()
         oldest, now = self._clock() - MAX_SECONDS, self._clock()
         self._tasks = {id: task for id, task in self._tasks.items() if task.since >= oldest}
-        busy = self._marking.ids()
-        idle = {id: task for id, task in self._tasks.items() if id not in busy and task.retry_at <= now}
-        for batch in self._batches(idle)[: self._limits.batches - len(self._marking)]:
+        in_flight = self._marking.ids()
+        ready = {id: task for id, task in self._tasks.items() if id not in in_flight and task.retry_at <= now}
+        for batch in self._batches(ready)[: self._limits.batches - len(self._marking)]:
             self._marking.start(batch)
         if self.is_paused:
             self._settle(self._marking.wait_for_one(MARK_WAIT_SECONDS))
 
     def finish(self, seconds: float) -> None:
-        """For at most `seconds`, but at least once, try to mark all tasks in doubt.
+        """Try to mark all tasks in doubt, at least once and for at most `seconds`.
 
-        Raises StuckBatch if a mark does not end.
+        Raises StuckBatch if a batch does not end.
         """
         end = self._clock() + seconds
         while True:
@@ -152,7 +152,7 @@ class InDoubt:
         return task is not None and task.version == Version.of(row)
 
     def _batches(self, tasks: Mapping[str, _Published]) -> list[Batch]:
-        """Return batches of one topic each, then the tasks that are marked alone; the oldest first."""
+        """Return batches of one topic each, and then a batch for each task that is marked alone. The oldest first."""
         by_topic: dict[str, list[str]] = {}
         for id, task in tasks.items():
             if not task.retry_delay:
@@ -162,6 +162,7 @@ class InDoubt:
         return together + [Batch(task.topic, (id,)) for id, task in tasks.items() if task.retry_delay]
 
     def _settle(self, finished: Sequence[BatchResult]) -> None:
+        """Forget tasks that were marked. Delay those whose mark failed although others were committed."""
         for result in finished:
             if result.error is None:
                 for id in result.batch.ids:

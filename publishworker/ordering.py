@@ -1,10 +1,8 @@
 """Find the sendable prefix of each ordering key: the leading tasks that may be sent, as one candidate.
 
-For tasks with ordering keys, the poll only shows which keys have work. A snapshot of its own then reads the first
-unsent tasks of each key, and only these may
-be sent (docs/guide/ordering.md). A task committed after the snapshot has a later CreatedAt than all tasks in it, so no
-task can slip in before
-the prefix.
+For tasks with ordering keys, the poll only shows which keys have work. A later snapshot reads the first unsent tasks of
+each key, and only these may be sent (docs/guide/ordering.md). A task that is committed after this snapshot has a later
+CreatedAt than all tasks in it, so it belongs behind the prefix.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +26,10 @@ _T = TypeVar("_T", Candidate, QueuedTask)
 
 @dataclass(frozen=True, slots=True)
 class ResolvedKeys:
-    """What may be sent, deferrals behind blocked heads, and whether keys in flight have more to send."""
+    """What may be sent, and the batches that defer tasks behind blocked heads.
+
+    `busy` says that some polled tasks belong to keys in flight.
+    """
 
     candidates: Sequence[Candidate]
     blocked: Sequence[Batch] = ()
@@ -47,10 +48,9 @@ class Ordering:
         self._throttled_log = ThrottledLog()
 
     def resolve(self, candidates: Sequence[Candidate], in_flight: frozenset[Key]) -> ResolvedKeys:
-        """Return the candidates with the sendable prefix of each key in place of its tasks.
+        """Replace the tasks of each key by its sendable prefix. Raises StoreError.
 
-        Keys in flight are left out, because the next request of a key waits for the answer to the last. Raises
-        StoreError.
+        Keys in flight are left out, because the next request of a key waits for the answer to the last.
         """
         unordered = [each for each in candidates if each.ordering_key is None]
         by_key: dict[Key, list[Candidate]] = {}
@@ -76,23 +76,22 @@ class Ordering:
         return ResolvedKeys(unordered + prefixes, blocked, busy)
 
     def _read(self, keys: Mapping[Key, int]) -> dict[Key, list[QueuedTask]]:
-        """Return the first unsent tasks of each key, without expired ones that are not due, which may be many.
+        """Return the first unsent tasks of each key, without tasks that expired before they were due.
 
-        A key with more of those than a worker can read is blocked, and logged.
+        If a key begins with more of these than a worker can read, it is blocked, and logged.
         """
-        # One row beyond the longest prefix is read, to see whether a deferred task follows. No poll reads deferred
-        # tasks.
+        # One row more than the longest prefix, because a deferred task that follows must be released: no poll reads it.
         wanted = rows = 1 + max(1, min(self._limits.batch_size, MAX_KEY_HEAD_ROWS // len(keys)))
         queues: dict[Key, list[QueuedTask]] = {}
         while keys:
             found = self._store.key_heads(keys, rows, skip_dead=self._skip_dead)
             queues |= {key: [each for each in tasks if not each.expired_before_due] for key, tasks in found.items()}
-            further = [key for key, tasks in found.items() if len(tasks) == rows and len(queues[key]) < wanted]
-            rows += max((len(found[key]) - len(queues[key]) for key in further), default=0)
+            short = [key for key, tasks in found.items() if len(tasks) == rows and len(queues[key]) < wanted]
+            rows += max((len(found[key]) - len(queues[key]) for key in short), default=0)
             # A later poll reads the other keys. A key that exceeds the limit by itself can never be read.
-            chosen = self._random.sample(further, min(len(further), MAX_EXPIRED_ROWS // rows))
+            chosen = self._random.sample(short, min(len(short), MAX_EXPIRED_ROWS // rows))
             keys = {key: keys[key] for key in chosen}
-            for key in further:
+            for key in short:
                 if rows > MAX_EXPIRED_ROWS and not queues[key]:
                     self._log_crowded_key(key.topic, [each.id for each in found[key]])
         return queues

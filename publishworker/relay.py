@@ -56,12 +56,12 @@ class Relay:
             metrics: where counts and durations go.
             membership: which shards this worker polls.
             limits: tasks and bytes of a batch, and how many batches may be in flight.
-            discovery_seconds: seconds between two discoveries of live workers, topic controls and topics. The first
-                poll after each discovery also reads due tasks.
+            discovery_seconds: seconds between two reads of live workers, topic controls and unknown topics. The first
+                poll after each of them also reads due tasks.
             random: shuffles slices of tasks, and draws probes.
             fair_share: part of the batches (0 to 0.5) for lower priorities while higher ones keep arriving.
             skip_dead: a dead task does not block its ordering key.
-            stragglers: if tasks are left, a turn ends while at most this many of its batches are still in flight.
+            stragglers: if tasks are left, the turn ends when at most this many of its batches are still in flight.
             shutdown_seconds: how long `finish` keeps trying to mark tasks in doubt. It tries at least once.
             clock: monotonic seconds.
             touch_file: called before each step that may take long, so that the liveness probe does not take a slow turn
@@ -82,8 +82,8 @@ class Relay:
         )  # fmt: skip
         self._ordering = Ordering(store, limits, random, skip_dead=skip_dead)
         self._selector = Selector(limits, self._topics, random, fair_share)
-        #: The last turn has raised StoreError.
-        self._interrupted = False
+        #: The reads of the last turn have raised StoreError.
+        self._reads_failed = False
         #: Set by `wake`. The worker then ends its pause.
         self.woken = threads.event()
         self._in_flight = InFlight(delivery.run, clock, touch_file, threads)
@@ -91,29 +91,26 @@ class Relay:
         self._reporter = Reporter(metrics, clock)
 
     def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
-        """Run one turn and return its numbers. It starts no batch once `stopping()` is true.
+        """Run one turn and return its numbers. Start no batch once `stopping()` is true.
 
         Raises StoreError if Spanner does not answer a read, and StuckBatch if a batch does not end. After a
         StoreError, batches in flight go on, and a later turn reports them.
         """
         self.woken.clear()
-        self._touch_file()
-        finished = self._in_flight.collect()  # batches whose transaction has ended
-        changed = self._settle(finished, stopping)  # circuits, limits, tasks in doubt, metrics and logs
+        finished = self._in_flight.collect()
+        poll_again = self._settle(finished, stopping)  # circuits, limits, tasks in doubt, metrics and logs
         self._in_flight.raise_if_stuck()
         self._in_doubt.mark()  # while no transaction commits, only a probe is published
-        if self._interrupted:  # the index that the last turn read may have been dropped
-            self._learn(self._store.discover((), ()))
-        self._interrupted = True
+        self._begin_reads()
         polled = self._poll()  # reads nothing while no batch may start
         ready = self._resolve(polled)  # key heads, sendable prefixes, blocked keys
         started = self._start(self._select(polled, ready, stopping))
-        changed |= self._discover()  # live workers, pauses and limits, unknown topics, for the next poll
-        waits = len(self._in_flight) > 0 and (polled.skipped or started or ready.busy or self._selector.crowded)
-        later = self._wait() if waits else self._in_flight.collect()
-        changed |= self._settle(later, stopping)
-        self._interrupted = False
-        return self._report(polled, finished + later, waits=waits, poll_again=changed)
+        poll_again |= self._discover()  # live workers, pauses and limits, unknown topics, for the next poll
+        self._reads_failed = False
+        waits = len(self._in_flight) > 0 and (polled.skipped or started or ready.busy or self._selector.lacks_bytes)
+        ended = self._wait() if waits else self._in_flight.collect()
+        poll_again |= self._settle(ended, stopping)
+        return self._report(polled, finished + ended, waits=waits, poll_again=poll_again)
 
     def wake(self) -> None:
         """Let the worker poll now, for example after this process has committed a task. Callable on any thread."""
@@ -171,6 +168,13 @@ class Relay:
             if not stopping() and (at_most_once := self._topics.at_most_once(result)) is not None:
                 self._start([at_most_once])
         return changed
+
+    def _begin_reads(self) -> None:
+        """Read the layouts to poll if the last reads have failed, because an index may have been dropped."""
+        self._touch_file()
+        if self._reads_failed:
+            self._learn(self._store.discover((), ()))
+        self._reads_failed = True
 
     def _discover(self) -> bool:
         """Return whether there are new topics or shards to poll."""

@@ -1,4 +1,4 @@
-"""Which batches start now: the tasks that can be sent, the fair share of lower priorities, and deferrals."""
+"""Which batches start now: a fair share for lower priorities, then the most urgent tasks, and deferrals."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -24,8 +24,8 @@ class Selector:
         self._leaves_place = fair_share > 0
         #: Whether the last selection left tasks behind that could start if a place were free.
         self.left_tasks = False
-        #: Whether it did so because too many bytes are in flight.
-        self.crowded = False
+        #: Whether it left batches because too many bytes are in flight.
+        self.lacks_bytes = False
 
     @property
     def below(self) -> int | None:
@@ -33,10 +33,10 @@ class Selector:
         return self._fair_share.below
 
     def select(self, ready: ResolvedKeys, in_flight: InFlight, cut_off: Collection[str]) -> list[Batch]:
-        """Return the batches to start next to those in flight.
+        """Return the batches to start in addition to those in flight.
 
         `cut_off` are the topics of which the poll left tasks in the table. Deferrals get at most a quarter of the
-        places, or half if nothing can be sent. They get any because a blocked task hides others from the poll.
+        places, or half if nothing can be sent. Without deferrals, each poll would return the same blocked tasks.
         """
         deferrals = list(ready.blocked[: self._places_to_defer(in_flight, nothing_else=not ready.candidates)])
         candidates, probes = self._topics.circuits.probes(ready.candidates, cut_off)
@@ -52,7 +52,7 @@ class Selector:
         wanted = for_lower + self._batches(others, in_flight, deferrals + for_lower, allowed)
         batches = fitting(wanted, self._limits.bytes - in_flight.bytes(), alone=not len(in_flight))
         self._account(candidates, batches, len(for_lower), allowed, cut_off)
-        self.crowded = len(batches) < len(wanted)
+        self.lacks_bytes = len(batches) < len(wanted)
         return deferrals + batches
 
     def _account(
@@ -63,7 +63,7 @@ class Selector:
         allowed: Mapping[str, int],
         cut_off: Collection[str],
     ) -> None:
-        """Note whether tasks are left behind, and what lower priorities are owed.
+        """Note whether tasks are left, and how many batches lower priorities are owed.
 
         Topics with a limit are ignored: their tasks wait for the limit, not for a place.
         """

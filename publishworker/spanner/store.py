@@ -50,7 +50,7 @@ ABORTED_DELAY_SECONDS = 0.02
 FIRST_ROWS, MORE_ROWS = 1_000, 10_000
 #: Unsent tasks of a shard and topic that are counted, rounded up to a whole read.
 COUNT_LIMIT = 10_000
-#: States of tasks that will be sent without an operator, and not only at a scheduled time.
+#: States of tasks that the worker sends as soon as it can.
 WORK = ("pending", "retrying")
 
 _IDS = {"ids": param_types.Array(param_types.STRING)}

@@ -71,7 +71,7 @@ def test_leftover_tasks_are_noticed() -> None:
     for count, cut_off, left in ((20, (), False), (21, (), True), (20, ("orders",), True)):
         bench = Bench(batches=2)
         bench.select(tasks(count), cut_off=frozenset(cut_off))
-        assert (bench.selector.left_tasks, bench.selector.crowded) == (left, False)
+        assert (bench.selector.left_tasks, bench.selector.lacks_bytes) == (left, False)
     bench = Bench(batches=2)
     bench.topics.rate_limits.learn({"orders": TopicLimit(rate=5, burst=5)}, 1)
     [batch] = bench.select(tasks(21), cut_off=frozenset({"orders"}))
@@ -83,12 +83,12 @@ def test_too_many_bytes_in_flight_leave_tasks_pending() -> None:
     bench = Bench(batches=8)
     large = bench.limits.bytes // 2
     assert len(bench.select(tasks(40, bytes=large // 10))) == 4
-    assert bench.selector.crowded
+    assert bench.selector.lacks_bytes
     bench.start(Batch("invoices", ("a",), bytes=bench.limits.bytes))
     assert bench.select(tasks(1)) == []
     alone = Bench()
     assert len(alone.select(tasks(1, bytes=2 * alone.limits.bytes))) == 1
-    assert not alone.selector.crowded
+    assert not alone.selector.lacks_bytes
 
 
 def test_a_topic_with_an_open_circuit_gets_a_probe() -> None:
