@@ -21,7 +21,7 @@ from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.threads import REAL_THREADS, Threads
 from publishworker.topics.availability import Topics
-from publishworker.types import Batch, BatchResult, Discovery, Turn, turn_of
+from publishworker.types import Batch, BatchResult, Discovery, Turn
 
 #: Seconds that a turn waits for batches in flight. It then ends without them, so that the worker sends its heartbeat.
 MAX_TURN_WAIT_SECONDS = 0.25
@@ -231,9 +231,15 @@ class Relay:
         self, polled: Polled, finished: Sequence[BatchResult], *, waits: bool = False, poll_again: bool = False
     ) -> Turn:
         """Return the numbers of a turn, and log them."""
-        turn = turn_of(
-            finished,
+        committed = [result for result in finished if result.error is None]
+        turn = Turn(
             polled=len(polled.candidates),
+            published=sum(len(result.published()) for result in finished),
+            already_sent=sum(len(result.already_sent()) for result in finished),
+            failed=sum(len(result.failed()) for result in finished),
+            recorded=sum(len(result.recorded) for result in committed),
+            deferred=sum(len(result.deferred) for result in committed),
+            uncommitted=sum(len(result.published()) for result in finished if result.error is not None),
             in_flight=self.in_flight,
             waits=waits and not finished,
             poll_again=poll_again,

@@ -43,34 +43,24 @@ class Event(Protocol):
         """Wait until it is set, at most `timeout` seconds; return whether it is."""
 
 
-class Threads(Protocol):
+class Threads:
     """Makes threads, queues and events."""
 
     def thread(self, name: str, target: Callable[..., None], *arguments: Any) -> Thread:
         """Return a thread that calls `target`, and does not keep the process alive."""
-
-    def queue(self) -> Queue:
-        """Return an empty queue."""
-
-    def event(self) -> Event:
-        """Return an event that is not set."""
-
-    def sleep(self, seconds: float) -> None:
-        """Let the calling thread wait."""
-
-
-class _RealThreads:
-    def thread(self, name: str, target: Callable[..., None], *arguments: Any) -> Thread:
         return threading.Thread(target=target, args=arguments, name=name, daemon=True)
 
     def queue(self) -> Queue:
+        """Return an empty queue."""
         return queue.SimpleQueue()
 
     def event(self) -> Event:
+        """Return an event that is not set."""
         return threading.Event()
 
     def sleep(self, seconds: float) -> None:
+        """Let the calling thread wait."""
         time.sleep(seconds)
 
 
-REAL_THREADS = _RealThreads()
+REAL_THREADS = Threads()

@@ -337,24 +337,3 @@ class Turn:
     def made_progress(self) -> bool:
         """Tell whether the next turn should start without a pause."""
         return self.published > self.uncommitted or self.recorded + self.deferred > 0 or self.poll_again
-
-
-def turn_of(
-    finished: Sequence[BatchResult], *, polled: int, in_flight: int, waits: bool, poll_again: bool,
-    seconds_to_retry: float | None,
-) -> Turn:  # fmt: skip
-    """Return the numbers of a turn in which these batches have `finished`."""
-    committed = [result for result in finished if result.error is None]
-    return Turn(
-        polled=polled,
-        published=sum(len(result.published()) for result in finished),
-        already_sent=sum(len(result.already_sent()) for result in finished),
-        failed=sum(len(result.failed()) for result in finished),
-        recorded=sum(len(result.recorded) for result in committed),
-        deferred=sum(len(result.deferred) for result in committed),
-        uncommitted=sum(len(result.published()) for result in finished if result.error is not None),
-        in_flight=in_flight,
-        waits=waits,
-        poll_again=poll_again,
-        seconds_to_retry=seconds_to_retry,
-    )

@@ -30,7 +30,7 @@ from publishworker.retry_policy import RetryPolicy
 from publishworker.settings import RelaySettings
 from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry.metrics import Metrics
-from publishworker.threads import REAL_THREADS
+from publishworker.threads import Threads
 from publishworker.types import Failed, LockedRow, Outcome, Sent
 
 #: Seconds for one call, and until all published messages have arrived. The emulator takes milliseconds.
@@ -177,13 +177,11 @@ class _Publisher(PubSubPublisher):
         return outcomes
 
 
-class _InlineThreads:
+class _InlineThreads(Threads):
     """Threads that run to their end when they start, so that the order of events is the same each time."""
 
-    queue, event, sleep = REAL_THREADS.queue, REAL_THREADS.event, REAL_THREADS.sleep
-
-    def thread(self, _name: str, target: Callable[..., None], *arguments: Any) -> threading.Thread:
-        return _InlineThread(target=target, args=arguments)
+    def thread(self, name: str, target: Callable[..., None], *arguments: Any) -> threading.Thread:
+        return _InlineThread(target=target, args=arguments, name=name)
 
 
 class _InlineThread(threading.Thread):
