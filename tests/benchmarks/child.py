@@ -15,8 +15,9 @@ import tracemalloc
 from pathlib import Path
 
 from outbox.devtools.emulators import Emulators
+from publishworker import relay
 from tests.benchmarks.bench import stopwatch
-from tests.benchmarks.relaying import drive, open_worker
+from tests.benchmarks.relaying import PATIENT_SECONDS, drive, open_worker
 
 
 def main() -> None:
@@ -36,6 +37,7 @@ def main() -> None:
         print("connected", flush=True)
         signal.sigwait([signal.SIGUSR1])
         before = 0
+        relay.MAX_TURN_WAIT_SECONDS = PATIENT_SECONDS
     with stopwatch() as watch:
         published = drive(worker, options.tasks - before)
     answer = {

@@ -10,7 +10,7 @@ from unittest import mock
 
 from outbox.devtools.emulators import Emulators
 from tests.benchmarks.bench import Bench, Table, fresh_table
-from tests.benchmarks.relaying import drive, warm_worker
+from tests.benchmarks.relaying import PATIENT_SECONDS, drive, warm_worker
 from tests.benchmarks.results import Plot, Section, figures
 from tests.support.counting import Counting
 from tests.support.processes import Finished, Process, started
@@ -36,10 +36,10 @@ def run(bench: Bench) -> Section:
   first task are excluded.
 - CPU: all threads of a process that only relays, with the client's default sessions.
 - Requests, rows and bytes: counted by a proxy that forwards every call to the emulator; bytes are those of the answers'
-  protobuf messages. A turn may wait for its batches for a minute instead of 0.25 s. Otherwise the emulator, which runs
-  one transaction at a time, would let many turns end with most batches in flight, and each poll would read their tasks
-  again. The poll returns candidates. The claim returns the same tasks under the lock, with their
-  messages."""
+  protobuf messages. The poll returns candidates. The claim returns the same tasks under the lock, with their
+  messages.
+- A turn may wait for its batches for a minute instead of 0.25 s. The emulator runs one transaction at a time. Most
+  batches would still be in flight after 0.25 s, and each poll would read their tasks again."""
     section = Section(
         "Costs per task",
         figures(samples),
@@ -73,7 +73,7 @@ def answer_of(process: Process | Finished, code: int) -> Any:
 
 def counted(hosts: Emulators, table: Table, tasks: int) -> Iterator[tuple[str, str, float]]:
     """Relay through the counting proxy; yield its counts, of all and by the worker's own tags."""
-    patient = mock.patch("publishworker.relay.MAX_TURN_WAIT_SECONDS", 60.0)
+    patient = mock.patch("publishworker.relay.MAX_TURN_WAIT_SECONDS", PATIENT_SECONDS)
     with mock.patch.dict(os.environ, SESSIONS), patient, Counting(hosts.spanner_host) as proxy:
         worker = warm_worker(replace(hosts, spanner_host=proxy.address), table)
         table.fill(tasks)
