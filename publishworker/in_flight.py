@@ -64,17 +64,17 @@ class InFlight:
         self._run_batch = run
         self._clock = clock
         self._touch_file = touch_file
-        self._make = threads
-        self._threads: dict[_Entry, Thread] = {}
+        self._threads = threads
+        self._running: dict[_Entry, Thread] = {}
         self._checked_at = clock()
         self._ended: Queue = threads.queue()  # of entries, each with its BatchResult or BaseException
 
     def __len__(self) -> int:
         """Return the number of batches that have been started and not been collected."""
-        return len(self._threads)
+        return len(self._running)
 
     def _batches(self) -> list[Batch]:
-        return [entry.batch for entry in self._threads]
+        return [entry.batch for entry in self._running]
 
     def ids(self) -> frozenset[str]:
         """Return the IDs of the tasks in flight."""
@@ -110,19 +110,19 @@ class InFlight:
     def start(self, batch: Batch) -> None:
         """Start a batch."""
         entry = _Entry(batch)
-        self._threads[entry] = self._make.thread("batch", self._run, entry)
-        self._threads[entry].start()
+        self._running[entry] = self._threads.thread("batch", self._run, entry)
+        self._running[entry].start()
 
     def raise_if_stuck(self) -> None:
         """Raise StuckBatch if batches do not end, and forget these."""
         step, self._checked_at = min(self._clock() - self._checked_at, MAX_STEP_SECONDS), self._clock()
-        for entry in self._threads:
+        for entry in self._running:
             entry.seconds += step
-        # A batch whose thread has ended only waits to be collected.
-        stuck = [each for each, thread in self._threads.items() if each.seconds > STUCK_SECONDS and thread.is_alive()]
+        old = [entry for entry in self._running if entry.seconds > STUCK_SECONDS]
+        stuck = [entry for entry in old if self._running[entry].is_alive()]  # the others only have to be collected
+        for entry in stuck:
+            del self._running[entry]
         if stuck:
-            for entry in stuck:
-                del self._threads[entry]
             raise StuckBatch([entry.batch for entry in stuck], stuck[0].seconds)
 
     def collect(self) -> list[BatchResult]:
@@ -140,10 +140,10 @@ class InFlight:
         """
 
         def enough(results: Sequence[BatchResult]) -> bool:
-            return len(results) > 0 and sum(not entry.straggler for entry in self._threads) <= leave
+            return len(results) > 0 and sum(not entry.straggler for entry in self._running) <= leave
 
         results = self._wait(enough, longest)
-        for entry in self._threads:
+        for entry in self._running:
             entry.straggler = True
         return results
 
@@ -155,7 +155,7 @@ class InFlight:
         """
         results: list[BatchResult] = []
         end = None if longest is None else self._clock() + longest
-        while self._threads:
+        while self._running:
             is_enough = enough(results)
             seconds = WATCH_SECONDS if end is None else max(0.0, end - self._clock())
             try:
@@ -166,9 +166,9 @@ class InFlight:
                 self._touch_file()
                 self.raise_if_stuck()
                 continue
-            if entry not in self._threads:  # it was stuck, and has ended nevertheless
+            if entry not in self._running:  # it was stuck, and has ended nevertheless
                 continue
-            del self._threads[entry]
+            del self._running[entry]
             if isinstance(result, BaseException):
                 self._join()
                 raise result
@@ -183,5 +183,5 @@ class InFlight:
 
     def _join(self) -> None:
         end = self._clock() + JOIN_SECONDS
-        for thread in self._threads.values():
+        for thread in self._running.values():
             thread.join(max(0.0, end - self._clock()))

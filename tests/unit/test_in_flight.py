@@ -31,7 +31,7 @@ class Batches:
         for topic in topics:
             self.ends.setdefault(topic, threading.Event())
             self.in_flight_batches.start(Batch(topic, (f"task-of-{topic}",)))
-        return [*self.in_flight_batches._threads.values()]
+        return [*self.in_flight_batches._running.values()]
 
     def deliver(self, batch: Batch) -> BatchResult:
         self.ends[batch.topic].wait(30)
