@@ -103,22 +103,22 @@ class Lane:
         return [Lane(deque(halves) + self.requests, ordered=True, refused=ids)]
 
 
-def lanes(topic: str, good: Sequence[tuple[str, Any]], singly: Collection[str]) -> list[Lane]:
+def lanes(topic: str, messages: Sequence[tuple[str, Any]], singly: Collection[str]) -> list[Lane]:
     """Return one lane for each ordering key, and one for each request of messages without a key."""
-    loose: list[tuple[str, Any]] = []
+    together: list[tuple[str, Any]] = []
     alone: list[list[tuple[str, Any]]] = []
     by_key: dict[str, list[list[tuple[str, Any]]]] = {}  # pieces, each for a request
-    for pair in good:
+    for pair in messages:
         id, message = pair
         if not message.ordering_key:
-            alone.append([pair]) if id in singly else loose.append(pair)
+            alone.append([pair]) if id in singly else together.append(pair)
             continue
         pieces = by_key.setdefault(message.ordering_key, [[]])
         if id in singly:
             pieces += [[pair], []]
         else:
             pieces[-1].append(pair)
-    parallel = [Lane(deque([request])) for piece in (loose, *alone) for request in requests(topic, piece)]
+    parallel = [Lane(deque([request])) for piece in (together, *alone) for request in requests(topic, piece)]
     return parallel + [
         Lane(deque(request for piece in pieces for request in requests(topic, piece)), ordered=True)
         for pieces in by_key.values()

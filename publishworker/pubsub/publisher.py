@@ -72,29 +72,29 @@ class PubSubPublisher:
     ) -> dict[str, Outcome]:
         """See Publisher. All requests share one deadline. Requests without ordering keys are sent concurrently.
 
-        A later request starts only if at least half of the time remains, so that a healthy message never times out
-        because it started late. If a shared request was refused and there was no time to split it, each of its tasks is
-        sent alone in its next batch.
+        A later request starts only if at least half of the time remains, so a healthy message never times out because
+        it started late. If a shared request was refused and there was no time to split it, each of its tasks is sent
+        alone in its next batch.
         """
         name = messages.topic_name(topic, self._project)
         call = _Call(name, self._clock() + seconds, self._threads.queue())
-        good, failed = self._prepared(name, rows)
+        valid, failed = self._prepared(name, rows)
         singly = {row.id for row in rows if row.id in self._refused} | {*singly}
-        with tracing.sending(name, [message for _, message in good], call.outcomes):
-            in_flight = sum(self._start(lane, call) for lane in messages.lanes(name, good, singly))
+        with tracing.sending(name, [message for _, message in valid], call.outcomes):
+            in_flight = sum(self._start(lane, call) for lane in messages.lanes(name, valid, singly))
             while in_flight:
                 lane, future = call.answers.get()  # each request has an answer by the deadline
                 in_flight -= 1
-                for each in _answered(lane, future, call):
-                    in_flight += self._start(each, call, least=seconds / 2)
+                for next_lane in _answered(lane, future, call):
+                    in_flight += self._start(next_lane, call, min_seconds=seconds / 2)
         self._remember(call)
         return failed | call.outcomes
 
     def refusals(self, topic: str, rows: Sequence[LockedRow]) -> dict[str, Failed]:
         """See Publisher."""
         name = messages.topic_name(topic, self._project)
-        good, failed = self._prepared(name, rows)
-        for id, message in good:
+        valid, failed = self._prepared(name, rows)
+        for id, message in valid:
             [(_, request)] = messages.requests(name, [(id, message)])
             if failure := messages.too_large(request):
                 failed[id] = failure
@@ -112,7 +112,7 @@ class PubSubPublisher:
         if not self._allowed(name):
             failure = Failed("topic_not_allowed", f"{name} matches no pattern of --allowed-topics")
             return [], {row.id: failure for row in rows}
-        good: list[tuple[str, Any]] = []
+        valid: list[tuple[str, Any]] = []
         failed: dict[str, Failed] = {}
         stopped: set[str | None] = set()
         for row in rows:
@@ -120,24 +120,24 @@ class PubSubPublisher:
                 continue
             message = messages.decode(row)
             if not isinstance(message, Failed):
-                good.append((row.id, message))
+                valid.append((row.id, message))
                 continue
             failed[row.id] = message
             if row.ordering_key is not None:
                 stopped.add(row.ordering_key)
-        return good, failed
+        return valid, failed
 
     def _remember(self, call: "_Call") -> None:
         """Remember tasks that were refused together and not retried. Forget those with an outcome."""
         with self._lock:
-            self._refused |= dict.fromkeys(call.left)
+            self._refused |= dict.fromkeys(call.not_retried)
             for id in call.outcomes:
                 self._refused.pop(id, None)
             for id in list(self._refused)[: max(0, len(self._refused) - MAX_REFUSED)]:
                 del self._refused[id]
 
-    def _start(self, lane: messages.Lane, call: "_Call", least: float = 0.0) -> bool:
-        """Send the first request of a lane if more than `least` seconds remain; return whether an answer will come.
+    def _start(self, lane: messages.Lane, call: "_Call", min_seconds: float = 0.0) -> bool:
+        """Send the first request of a lane if more than `min_seconds` remain; return whether an answer will come.
 
         The requests of a lane must follow one another. A task that is not tried in time has no outcome, and its row is
         not changed.
@@ -147,8 +147,8 @@ class PubSubPublisher:
             call.outcomes.update(dict.fromkeys(ids, failure))
             return False
         remaining = call.deadline - self._clock()
-        if remaining <= least:
-            call.left += lane.refused
+        if remaining <= min_seconds:
+            call.not_retried += lane.refused
             return False
         header = (("x-goog-request-params", f"topic={quote(call.name, safe='')}"),)
         future = self._publish.future(request, timeout=remaining, metadata=header)
@@ -164,7 +164,7 @@ class _Call:
     deadline: float
     answers: Queue  # of lanes, each with the future of its answer
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)  # refused with others, and not retried in time
+    not_retried: list[str] = field(default_factory=list)  # refused with others, and out of time
 
 
 def _answered(lane: messages.Lane, future: Any, call: _Call) -> list[messages.Lane]:
