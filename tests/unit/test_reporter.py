@@ -187,7 +187,7 @@ def test_a_failed_commit_says_what_happens_to_published_tasks(watch: Watch) -> N
         ({}, "None of them was published."),
         ({"a": Sent("1")}, "1 task in doubt: published, and will be marked without another publish."),
     ):
-        watch.reporter.batch(BatchResult(Batch("orders", ("a", "b")), tried=tried, error="ABORTED"))
+        watch.reporter.batch(BatchResult(Batch("orders", ("a", "b")), answers=tried, error="ABORTED"))
         watch.seconds += 60
         assert watch.caplog.messages[-1] == f"Commit failed for 2 tasks of topic orders: ABORTED. {effect}"
     assert watch.actions() == ["commit_failed"] * 2
