@@ -111,7 +111,7 @@ def run_here(emulators: Emulators, words: list[str]) -> Finished:
 
 
 def test_the_quick_start_runs_as_written(tmp_path: Path) -> None:
-    """Emulators, a registration, a worker, a subscriber; sent again by the SQL of the page, and handled once.
+    """Emulators, a registration, a worker, a subscriber; sent again by the page's command and SQL, and handled once.
 
     Each is a process that knows only the variables that `outbox emulators` prints. With INSTALLED, the Python of an
     environment with the wheel (`make dist`), the processes do not see the repository.
@@ -135,6 +135,8 @@ def test_the_quick_start_runs_as_written(tmp_path: Path) -> None:
         ["outbox", "schema"],
         ["publishworker", "check"],
         ["publishworker", "run"],
+        ["outbox", "list"],
+        ["outbox", "retry"],
     ]
     installed = os.environ.get("INSTALLED")
     environment = {"OUTBOX_HEARTBEAT_FILE": str(tmp_path / "heartbeat")}
@@ -165,8 +167,13 @@ def test_the_quick_start_runs_as_written(tmp_path: Path) -> None:
         with process(*ours[3]) as worker, process("receive_orders") as receiving:
             receiving.wait_for_text(f"task {task_id}: invoice written")
             eventually(lambda: one(shop, "SELECT SentAt FROM AsynchronousTasks"), seconds=10)
-            shop.run_in_transaction(send_again, update, task_id, default_retry_delay=0.02)
+            listed, retried = (finished([task_id if word == "THE-ID" else word for word in each]) for each in ours[4:])
+            assert task_id in listed.stdout
+            assert retried.code == 0
             receiving.wait_for_text(f"task {task_id}: already processed")
+            eventually(lambda: one(shop, "SELECT SentAt FROM AsynchronousTasks"), seconds=10)
+            shop.run_in_transaction(send_again, update, task_id, default_retry_delay=0.02)
+            eventually(lambda: receiving.stderr.count(f"task {task_id}: already processed") == 2, seconds=10)
             eventually(lambda: one(shop, "SELECT SentAt FROM AsynchronousTasks"), seconds=10)
             pubsub = PubSub.on(environment["PUBSUB_EMULATOR_HOST"])
             for id in pubsub.publish(f"projects/{PROJECT}/topics/orders", b"{}", b"{}"):  # no task IDs

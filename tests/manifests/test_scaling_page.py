@@ -19,21 +19,21 @@ def figure(name: str) -> int:
 
 
 def test_the_target_follows_from_the_figures_and_the_examples_from_the_target() -> None:
-    """Rate of a worker times tolerated seconds; the count of one topic can ask for all workers, one for each shard."""
+    """The target is rate times seconds. The count of one topic can request all workers, one for each shard."""
     scaler = the(rendered(OVERLAYS["production"]), "HorizontalPodAutoscaler")["spec"]
     [metric] = scaler["metrics"]
-    target = figure("tasks a second and worker") * figure("seconds tolerated")
+    target = figure("tasks a second and worker") * figure("seconds to clear the backlog")
     assert target == figure("averageValue") == int(metric["external"]["target"]["averageValue"])
     assert scaler["maxReplicas"] == DEFAULT_SHARDS == 10
     wanted = target * scaler["maxReplicas"]
     assert f"one worker for {target:,} pending tasks and ten for {wanted:,}." in PROSE
-    assert f"enough for {target * scaler['minReplicas']:,}." in PROSE
+    assert f"enough for {target * scaler['minReplicas']:,} pending tasks." in PROSE
     assert f"up to {COUNT_LIMIT:,} tasks for each shard and topic" in PROSE
     assert f"up to {COUNT_LIMIT * DEFAULT_SHARDS:,}, which is more than the {wanted:,}" in PROSE
     assert wanted <= COUNT_LIMIT * DEFAULT_SHARDS
     down = scaler["behavior"]["scaleDown"]
     assert (down["stabilizationWindowSeconds"], down["policies"][0]["periodSeconds"]) == (600, 60)
-    assert "one worker per minute after ten minutes without need" in PROSE
+    assert "enough for ten minutes, the autoscaler removes one worker per minute" in PROSE
 
 
 def test_the_rate_is_that_of_the_benchmark() -> None:
