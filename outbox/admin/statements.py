@@ -94,7 +94,6 @@ CONTROLLED_TOPICS = "SELECT Topic FROM AsynchronousTaskTopics"
 WAITING_TOPICS = f"""
 SELECT name FROM UNNEST(@topics) AS name, UNNEST(ARRAY(
   SELECT 1 FROM {TO_SEND} WHERE Shard IN UNNEST(@shards) AND SentAt IS NULL AND Topic = name LIMIT 1))"""
-PAUSED_TOPICS = "SELECT Topic FROM AsynchronousTaskTopics WHERE Paused ORDER BY Topic LIMIT @limit"
 CONTROLS = "SELECT Topic, Paused, RatePerSecond, Burst, MaxInFlight FROM AsynchronousTaskTopics ORDER BY Topic"
 
 LATEST_OPERATIONS = """

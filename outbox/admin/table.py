@@ -14,8 +14,9 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import statements
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
+from outbox.shared.settings import DatabaseSettings
 from outbox.storage import schema
-from outbox.storage.connection import retry_and_timeout
+from outbox.storage.connection import open_database, retry_and_timeout
 from outbox.storage.layout import Layout
 from outbox.storage.sql import PESSIMISTIC
 
@@ -48,6 +49,11 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a container whose user ID has no name
         return "unknown user"
+
+
+def open_table(settings: DatabaseSettings) -> "TaskTable":
+    """Return the table of the database that the settings name. Raises NotReached, SchemaDiffers."""
+    return TaskTable(open_database(settings))
 
 
 class TaskTable:

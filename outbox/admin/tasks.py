@@ -10,6 +10,7 @@ from typing import Any
 from outbox.admin import statements
 from outbox.admin.changes import CHUNK, TaskSelection
 from outbox.admin.table import SCAN_SECONDS, TaskTable
+from outbox.message import parsed
 from outbox.storage.sql import chunked
 from outbox.storage.task_states import UNSENT
 
@@ -29,6 +30,11 @@ class Task:
 
     state: str
     columns: Mapping[str, Any]
+
+    @property
+    def message(self) -> Any | None:
+        """Return the PubsubMessage in the column Data, or None if the column holds none."""
+        return parsed(self.columns["Data"])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -34,30 +34,27 @@ class TopicTable:
     """AsynchronousTaskTopics, and the topics of unsent tasks. Every method raises NotReached or OutboxError."""
 
     def __init__(self, table: TaskTable) -> None:
-        """Work on the database of `table`."""
-        self._table = table
+        """Use the database of `table`."""
+        self.table = table
 
     def rows(self, topics: Iterable[str]) -> set[str]:
         """Return the `topics` that have a row."""
         keys = KeySet(keys=[[topic] for topic in topics])
-        return {topic for (topic,) in self._table.read(_TABLE, ("Topic",), keys, _TAG)}
+        return {topic for (topic,) in self.table.read(_TABLE, ("Topic",), keys, _TAG)}
 
     def waiting(self, topics: Iterable[str]) -> set[str]:
         """Return the `topics` that have an unsent task: ready, due, scheduled or dead."""
-        values = {"topics": list(topics), "shards": list(self._table.shards)}
-        return {topic for (topic,) in self._table.query(statements.WAITING_TOPICS, _TAG, values)}
+        values = {"topics": list(topics), "shards": list(self.table.shards)}
+        return {topic for (topic,) in self.table.query(statements.WAITING_TOPICS, _TAG, values)}
 
-    def known(self, count: int) -> list[str]:
-        """Return the first `count` topics that have a row or an unsent task, sorted."""
-        return self._table.topics(count)
-
-    def paused(self, count: int) -> list[str]:
-        """Return the first `count` paused topics, sorted."""
-        return [topic for (topic,) in self._table.query(statements.PAUSED_TOPICS, _TAG, {"limit": count})]
+    def unknown(self, topics: Iterable[str]) -> list[str]:
+        """Return the `topics` that have neither a row nor an unsent task."""
+        known = self.rows(topics) | self.waiting(topics)
+        return [topic for topic in topics if topic not in known]
 
     def controls(self) -> dict[str, Control]:
         """Return all rows by topic."""
-        return {topic: Control(*row) for topic, *row in self._table.query(statements.CONTROLS, _TAG)}
+        return {topic: Control(*row) for topic, *row in self.table.query(statements.CONTROLS, _TAG)}
 
     def change(self, operation: str, topics: Sequence[str], values: Mapping[str, Any]) -> dict[str, Control]:
         """Write `values`, by column, to the rows of all `topics` in one transaction, and return the new rows.
@@ -65,7 +62,7 @@ class TopicTable:
         Missing rows are created. Columns that are not in `values` keep their values. The transaction also records the
         `operation`: pause, resume or limit.
         """
-        principal = self._table.principal
+        principal = self.table.principal
 
         def work(transaction: Transaction) -> dict[str, Control]:
             rows = transaction.read(_TABLE, ("Topic", *_COLUMNS), KeySet(keys=[[topic] for topic in topics]))
@@ -77,4 +74,4 @@ class TopicTable:
             record(transaction, principal, operation, {"topics": list(topics), "values": dict(values)})
             return after
 
-        return self._table.transact(_TAG, work)
+        return self.table.transact(_TAG, work)

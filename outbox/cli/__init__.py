@@ -11,13 +11,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from outbox._version import __version__
-from outbox.cli import completion, emulators, flags, operations, output, removal, retry, schema, status, tasks, topics
+from outbox.cli import (
+    completion,
+    emulators,
+    flags,
+    operations,
+    output,
+    removal,
+    retry,
+    schema,
+    status,
+    tail,
+    tasks,
+    topics,
+)
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.shared.settings import did_you_mean, unknown_variables
 
-DONE, FAILED, USAGE, NOT_REACHED, INTERRUPTED = 0, 1, 2, 3, 130
+DONE, FAILED, INTERRUPTED = 0, 1, 130
+#: Any other OutboxError is FAILED.
+EXIT_CODES = {SettingError: 2, NotReached: 3}
 
-COMMANDS = (emulators, schema, status, tasks, retry, removal, topics, operations, completion)
+COMMANDS = (emulators, schema, status, tasks, tail, retry, removal, topics, operations, completion)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,15 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except SettingError as error:
-        print(f"outbox: {error}", file=sys.stderr)
-        return USAGE
-    except NotReached as error:
-        print(f"outbox: {error}", file=sys.stderr)
-        return NOT_REACHED
     except OutboxError as error:
         print(f"outbox: {error}", file=sys.stderr)
-        return FAILED
+        return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), FAILED)
     return code
 
 

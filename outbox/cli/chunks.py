@@ -44,10 +44,6 @@ class Report:
             note(f"{_tasks(len(self.missing))} not in the table: {named(self.missing)}")
         return 1 if self.missing or set(self.unchanged.values()) - set(reasons) else 0
 
-    def so_far(self) -> str:
-        """Return how many tasks were changed before the work ended early."""
-        return f"{_tasks(self.changed)} changed so far"
-
 
 def confirm(question: str, *, yes: bool) -> None:
     """Return if `yes`, or if the user confirms at the terminal. Raises SettingError, OutboxError."""
@@ -60,8 +56,9 @@ def confirm(question: str, *, yes: bool) -> None:
         raise OutboxError("not confirmed. Nothing was changed")
 
 
-def note_size(count: "Count") -> None:
-    """Warn if the DML of a dry run changes too many tasks for one statement."""
+def print_dry_run(count: "Count", done: str, dml: str) -> None:
+    """Print how many tasks would be `done`, and the equivalent DML. Note if they are too many for one statement."""
+    print(f"{count} would be {done}. Equivalent DML:\n{dml}")
     if count.number > CONFIRM_ABOVE:
         note(
             "these are too many tasks for one statement (80,000 mutations, several for each task). Without --dry-run, "
@@ -92,10 +89,11 @@ def carry_out(outcomes: "Iterator[Outcome]", count: "Count", go_on: str) -> Repo
                 return report
         except OutboxError as error:
             raise type(error)(
-                f"{error}. {report.so_far()}. The transaction in progress changed all of its tasks or none. "
-                f"To continue, run: {go_on}"
+                f"{error}. {_tasks(report.changed)} changed so far. The transaction in progress changed all of its "
+                f"tasks or none. To continue, run: {go_on}"
             ) from error
-    raise OutboxError(f"stopped by {signal.Signals(received[0]).name}. {report.so_far()}. To continue, run: {go_on}")
+    name = signal.Signals(received[0]).name
+    raise OutboxError(f"stopped by {name}. {_tasks(report.changed)} changed so far. To continue, run: {go_on}")
 
 
 @contextlib.contextmanager

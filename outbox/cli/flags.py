@@ -9,9 +9,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outbox import admin
 from outbox.cli.output import OutputSettings, escaped, named, note
 from outbox.errors import OutboxError, SettingError
-from outbox.shared.settings import SWITCH, DatabaseSettings, SettingType, did_you_mean, fields_of, flag_of, one_of
+from outbox.shared.settings import (
+    DatabaseSettings,
+    SettingType,
+    did_you_mean,
+    fields_of,
+    flag_of,
+    one_of,
+    whole_number,
+)
 from outbox.shared.times import MOMENT, resolved, shown
 
 if TYPE_CHECKING:
@@ -26,10 +35,10 @@ PREFIX_HELP = f"the first characters of one ID, at least {MIN_PREFIX}"
 COMPARED = 100
 
 NARROWING = {
-    "--topic": "Only tasks with this value in the Topic column.",
-    "--since": "Only tasks at or after this time: SentAt of sent tasks, CreatedAt of others.",
-    "--until": "Only tasks before this time.",
-    "--error": "Only tasks whose LastError contains this text, ignoring case.",
+    "--topic": "Only tasks with this value in the Topic column",
+    "--since": "Only tasks at or after this time: SentAt of sent tasks, CreatedAt of others",
+    "--until": "Only tasks before this time",
+    "--error": "Only tasks whose LastError contains this text, ignoring case",
 }
 
 
@@ -56,12 +65,7 @@ def command(commands: Any, name: str, text: str, description: str) -> argparse.A
 
 def open_table(options: argparse.Namespace) -> "TaskTable":
     """Return the table of the database that the flags name. Raises SettingError, NotReached, SchemaDiffers."""
-    settings = DatabaseSettings.read(vars(options))
-
-    from outbox.admin.table import TaskTable  # noqa: PLC0415 - the import takes half a second, which wrong flags need not wait for
-    from outbox.storage.connection import open_database  # noqa: PLC0415 - the same
-
-    return TaskTable(open_database(settings))
+    return admin.table.open_table(DatabaseSettings.read(vars(options)))
 
 
 def _text(longest: int) -> SettingType:
@@ -75,32 +79,46 @@ def _text(longest: int) -> SettingType:
 
 
 TOPIC, ID, TEXT = _text(MAX_TOPIC_CHARACTERS), _text(MAX_ID_CHARACTERS), _text(1_000)
+LIMIT = whole_number(1, 100_000)
+
+
+def add(parser: argparse.ArgumentParser, name: str, kind: SettingType, text: str, **more: Any) -> None:
+    """Add a flag with a value, or an argument. `text` is its help, `more` are other arguments of `add_argument`."""
+    source = name if name.startswith("--") else more["metavar"]
+    parser.add_argument(name, type=flag_of(source, kind), help=f"{text}.", **more)
 
 
 def add_topic(parser: argparse.ArgumentParser) -> None:
     """Add `--topic`."""
-    parser.add_argument("--topic", type=flag_of("--topic", TOPIC), metavar="TOPIC", help=NARROWING["--topic"])
+    add(parser, "--topic", TOPIC, NARROWING["--topic"], metavar="TOPIC")
+
+
+def add_limit(parser: argparse.ArgumentParser, what: str, default: int) -> None:
+    """Add `--limit` for the number of printed lines."""
+    text = f"Max {what}: {LIMIT.allowed} (default {default})"
+    add(parser, "--limit", LIMIT, text, metavar="N", default=default)
+
+
+def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """Add `--dry-run`."""
+    parser.add_argument("--dry-run", action="store_true", help="Only print the number of tasks and equivalent DML.")
 
 
 def add_selection(parser: argparse.ArgumentParser, *states: str) -> None:
     """Add `--state` with `states`, and the flags that narrow the selection."""
     kind = one_of(*states)
-    parser.add_argument(
-        "--state", type=flag_of("--state", kind), choices=states, metavar="STATE", help=f"{kind.allowed}."
-    )
+    add(parser, "--state", kind, kind.allowed, metavar="STATE", choices=states)
     add_topic(parser)
-    for flag, value, metavar in (("--since", MOMENT, "TIME"), ("--until", MOMENT, "TIME"), ("--error", TEXT, "TEXT")):
-        allowed = f" Allowed: {value.allowed}." if value is MOMENT else ""
-        parser.add_argument(flag, type=flag_of(flag, value), metavar=metavar, help=NARROWING[flag] + allowed)
+    for flag in ("--since", "--until"):
+        add(parser, flag, MOMENT, f"{NARROWING[flag]}. Allowed: {MOMENT.allowed}", metavar="TIME")
+    add(parser, "--error", TEXT, NARROWING["--error"], metavar="TEXT")
 
 
 def selection(options: argparse.Namespace, now: datetime, ids: tuple[str, ...] | None = None) -> "TaskSelection":
     """Return the selection by the flags of `add_selection` and by `ids`. Relative times count from `now`."""
-    from outbox.admin.changes import TaskSelection  # noqa: PLC0415 - see open_table
-
     since, until = (None if each is None else resolved(each, now) for each in (options.since, options.until))
     check_window(since, until or now)
-    return TaskSelection(
+    return admin.changes.TaskSelection(
         state=options.state, ids=ids, topic=options.topic, since=since, until=until, error=options.error
     )
 
@@ -113,7 +131,7 @@ def check_window(since: datetime | None, until: datetime | None) -> None:
 
 def add_ids(parser: argparse.ArgumentParser) -> None:
     """Add task IDs as arguments and from a file."""
-    parser.add_argument("ids", nargs="*", type=flag_of("ID", ID), metavar="ID", help=f"Task IDs, or {PREFIX_HELP}.")
+    add(parser, "ids", ID, f"Task IDs, or {PREFIX_HELP}", metavar="ID", nargs="*")
     parser.add_argument(
         "--ids-file",
         metavar="FILE",
@@ -146,36 +164,37 @@ def full_ids(table: "TaskTable", options: argparse.Namespace, wanted: Sequence[s
 
     `options.ids` then has the full IDs, too, so that the command that continues names the same tasks after deletions.
     """
-    from outbox.admin import tasks  # noqa: PLC0415 - see open_table
-
     full = {}
-    for prefix, found in tasks.beginning_with(table, [id for id in options.ids if len(id) >= MIN_PREFIX], 3).items():
-        if len(found) > 1 and found[0] != prefix:
-            raise OutboxError(f"several task IDs begin with {prefix!r}: {named(found)}. Give more characters")
-        full[prefix] = found[0]
-        if found[0] != prefix:
-            note(f"{escaped(prefix)} is task {escaped(found[0])}")
+    prefixes = [id for id in options.ids if len(id) >= MIN_PREFIX]
+    for prefix, matches in admin.tasks.beginning_with(table, prefixes, 3).items():
+        full[prefix] = matches[0]
+        if matches[0] == prefix:
+            continue
+        if len(matches) > 1:
+            raise OutboxError(f"several task IDs begin with {prefix!r}: {named(matches)}. Give more characters")
+        note(f"{escaped(prefix)} is task {escaped(matches[0])}")
     options.ids = [full.get(id, id) for id in options.ids]
     return tuple(dict.fromkeys(full.get(id, id) for id in wanted))
 
 
-def explain_none(table: "TaskTable", chosen: "TaskSelection", options: argparse.Namespace) -> None:
+def explain_none(table: "TaskTable", selected: "TaskSelection", options: argparse.Namespace) -> None:
     """Print on stderr why no task matches a selection: an unknown topic, the narrowing flags, or the state."""
-    from outbox.admin import changes  # noqa: PLC0415 - see open_table
-    from outbox.admin.topics import TopicTable  # noqa: PLC0415 - the same
+    if selected.topic is not None and admin.topics.TopicTable(table).unknown([selected.topic]):
+        note(unknown_topics(table, [selected.topic]))
+    if selected.state is not None:
+        count = admin.changes.count(table, admin.changes.TaskSelection(state=selected.state), exact=False)
+        flags = [flag for flag in NARROWING if vars(options)[flag[2:]] is not None]
+        excluded = f", but none matches {' and '.join(flags)}" if count.number and flags else ""
+        note(f"{count} in the state {selected.state}{excluded}")
 
-    topics, topic = TopicTable(table), chosen.topic
-    if topic is not None and topic not in topics.waiting([topic]) | topics.rows([topic]):
-        known = topics.known(COMPARED)
-        note(
-            f"no unsent task and no row in AsynchronousTaskTopics has topic {topic!r}.{did_you_mean(topic, known)} "
-            f"Known topics: {named(known) or 'none'}"
-        )
-    if chosen.state is not None:
-        others = changes.count(table, changes.TaskSelection(state=chosen.state), exact=False)
-        given = [flag for flag in NARROWING if vars(options)[flag[2:]] is not None]
-        excluded = f", but none matches {' and '.join(given)}" if others.number and given else ""
-        note(f"{others} in the state {chosen.state}{excluded}")
+
+def unknown_topics(table: "TaskTable", unknown: Sequence[str]) -> str:
+    """Return a message about `unknown` topics that suggests known ones. Raises NotReached, OutboxError."""
+    known = table.topics(COMPARED)
+    return (
+        f"no unsent task and no row in AsynchronousTaskTopics has topic {named(map(repr, unknown))}."
+        f"{''.join(did_you_mean(topic, known) for topic in unknown)} Known topics: {named(known) or 'none'}"
+    )
 
 
 def _id(line: str, where: str) -> str:
@@ -193,26 +212,23 @@ def _id(line: str, where: str) -> str:
         raise SettingError(f"{where}: {str(value)[:80]!r} is not a task ID: it must be {ID.allowed}") from None
 
 
-def continue_command(name: str, options: argparse.Namespace, *more: str, **flags: str) -> str:
-    """Return the command line that continues with the same selection, quoted for a shell.
+def continue_command(name: str, options: argparse.Namespace, **changed: str) -> str:
+    """Return the command line that continues with the same selection without a question, quoted for a shell.
 
-    `flags` replace or add flags; `more` are appended.
+    `changed` are values that replace or add flags, such as an absolute time.
     """
-    given = {field.flag: getattr(options, field.name, None) for field in fields_of(DatabaseSettings)}
-    given |= {
-        flag: getattr(options, flag[2:].replace("-", "_"), None)
-        for flag in ("--ids-file", "--state", "--topic", "--error")
-    }
-    given |= {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
+    database = [field.name for field in fields_of(DatabaseSettings)]
+    selecting = ("ids_file", "state", "topic", "error", "include_expired")
+    values = vars(options) | changed
     words = ["outbox", name]
-    switches = {field.flag for field in fields_of(DatabaseSettings) if field.kind is SWITCH}
-    for flag, value in given.items():
-        if value and flag in switches:
-            words.append(flag)
+    for flag in dict.fromkeys([*database, *selecting, *changed]):
+        value, word = values.get(flag), f"--{flag.replace('_', '-')}"
+        if value and flag in ("spanner_plaintext", "include_expired"):
+            words.append(word)
         elif value:
             # Without the =, a value that begins with - would be parsed as a flag.
-            words += [f"{flag}={value}"] if value.startswith("-") else [flag, value]
-    ids = getattr(options, "ids", [])
+            words += [f"{word}={value}"] if value.startswith("-") else [word, value]
+    ids = values.get("ids", [])
     end = ["--"] if any(id.startswith("-") for id in ids) else []
-    line = " ".join(map(shlex.quote, [*words, *more, *end, *ids]))
-    return line + ("  # with the same task IDs on stdin" if given["--ids-file"] == "-" else "")
+    line = " ".join(map(shlex.quote, [*words, "--yes", *end, *ids]))
+    return line + ("  # with the same task IDs on stdin" if values.get("ids_file") == "-" else "")

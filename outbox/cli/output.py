@@ -11,8 +11,8 @@ from outbox.shared.logs import as_line
 from outbox.shared.settings import Settings, one_of, setting
 from outbox.shared.times import shown
 
-#: Max names that a message lists.
-NAMES = 10
+#: Max names that a message lists, and max characters of a text in a table.
+NAMES, CHARACTERS = 10, 80
 _BOLD, _RED, _YELLOW, _NORMAL = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
 _colored = False
 
@@ -51,20 +51,21 @@ def cell(value: object) -> str:
     return escaped(str(value))
 
 
+def shortened(text: str | None) -> str | None:
+    """Return the first CHARACTERS of a text. `--json` and `outbox show` print all."""
+    return text if text is None or len(text) <= CHARACTERS else text[: CHARACTERS - 3] + "..."
+
+
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return aligned columns. Numbers are aligned right, and dead and retrying tasks stand out."""
     values = [list(row) for row in rows]
-    cells = [list(heads), *([cell(value) for value in row] for row in values)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    right = [bool(values) and all(_is_number(row[place]) for row in values) for place in range(len(heads))]
-    lines = [
-        "  ".join(
-            _painted(head, text.rjust(width) if to_right else text.ljust(width))
-            for head, text, width, to_right in zip(heads, line, widths, right, strict=True)
-        )
-        for line in cells
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    columns = []
+    for place, head in enumerate(heads):
+        texts = [head, *(cell(row[place]) for row in values)]
+        right = bool(values) and all(_is_number(row[place]) for row in values)
+        align, width = str.rjust if right else str.ljust, max(map(len, texts))
+        columns.append([_painted(head, align(text, width)) for text in texts])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def _painted(head: str, text: str) -> str:
@@ -96,8 +97,9 @@ def _plain(value: Any) -> Any:
 
 def named(names: Iterable[str]) -> str:
     """Return at most NAMES names for a message, and three dots for the others."""
-    every = [escaped(name) for name in names]
-    return ", ".join([*every[:NAMES], *(["..."] if len(every) > NAMES else [])])
+    texts = [escaped(name) for name in names]
+    first = ", ".join(texts[:NAMES])
+    return f"{first}, ..." if len(texts) > NAMES else first
 
 
 def note(text: str) -> None:

@@ -6,12 +6,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from outbox.cli import chunks
-from outbox.cli.flags import TEXT, add_ids, add_topic, command, continue_command, full_ids, ids, open_table
+from outbox import admin
+from outbox.cli import chunks, flags
 from outbox.cli.output import escaped
 from outbox.errors import OutboxError, SettingError
 from outbox.shared import logs
-from outbox.shared.settings import flag_of
 from outbox.shared.times import MOMENT, resolved, shown
 from outbox.storage.task_states import MARKS_FINAL_AFTER
 
@@ -34,32 +33,25 @@ _log = logging.getLogger("outbox")
 
 def add(commands: Any) -> None:
     """Add both commands to the subparsers `commands`."""
-    purging = command(commands, "purge", "delete sent tasks", PURGE_DESCRIPTION)
-    purging.add_argument(
-        "--sent-before", type=flag_of("--sent-before", MOMENT), required=True, metavar="TIME",
-        help=f"Delete tasks sent before this time. Allowed: {MOMENT.allowed}.",
-    )  # fmt: skip
-    add_topic(purging)
-    purging.add_argument("--dry-run", action="store_true", help="Only print the number of tasks and equivalent DML.")
+    purging = flags.command(commands, "purge", "delete sent tasks", PURGE_DESCRIPTION)
+    text = "Delete tasks sent before this time. Allowed: "
+    flags.add(purging, "--sent-before", MOMENT, text + MOMENT.allowed, metavar="TIME", required=True)
+    flags.add_topic(purging)
+    flags.add_dry_run(purging)
     purging.add_argument(
         "--yes", action="store_true", help=f"Skip the confirmation above {chunks.CONFIRM_ABOVE:,} tasks."
     )
     purging.set_defaults(run=run_purge)
-    discarding = command(commands, "discard", "delete dead tasks permanently", DISCARD_DESCRIPTION)
-    add_ids(discarding)
-    discarding.add_argument(
-        "--reason", type=flag_of("--reason", TEXT), required=True, metavar="TEXT", help="The reason, for the log."
-    )
+    discarding = flags.command(commands, "discard", "delete dead tasks permanently", DISCARD_DESCRIPTION)
+    flags.add_ids(discarding)
+    flags.add(discarding, "--reason", flags.TEXT, "The reason, for the log", metavar="TEXT", required=True)
     discarding.add_argument("--yes", action="store_true", help="Skip the confirmation.")
     discarding.set_defaults(run=run_discard)
 
 
 def run_purge(options: argparse.Namespace) -> int:
     """Delete sent tasks; returns 0. Raises SettingError, NotReached, OutboxError."""
-    table = open_table(options)
-
-    from outbox.admin import changes, statements  # noqa: PLC0415 - see open_table
-
+    table = flags.open_table(options)
     now = table.now()
     before = resolved(options.sent_before, now)
     if before > now - MARKS_FINAL_AFTER:
@@ -67,45 +59,38 @@ def run_purge(options: argparse.Namespace) -> int:
             f"--sent-before {shown(before)} is less than a minute ago (database time {shown(now)}). Pass an earlier "
             "time: an at-most-once task is marked as sent shortly before it is published"
         )
-    chosen = changes.TaskSelection(state="sent", topic=options.topic, until=before)
-    count = changes.count(table, chosen, exact=options.dry_run)
+    selection = admin.changes.TaskSelection(state="sent", topic=options.topic, until=before)
+    count = admin.changes.count(table, selection, exact=options.dry_run)
     if options.dry_run:
-        print(f"{count} would be deleted. Equivalent DML:\n{chosen.dml(statements.DELETE_DML, table.layout)}")
-        chunks.note_size(count)
+        chunks.print_dry_run(count, "deleted", selection.dml(admin.statements.DELETE_DML, table.layout))
         return 0
     if count.number > chunks.CONFIRM_ABOVE and sys.stdin.isatty():
         chunks.confirm(f"{count} sent before {shown(before)} will be deleted.", yes=options.yes)
-    go_on = continue_command("purge", options, "--yes", sent_before=shown(before))
-    chunks.carry_out(changes.purge(table, chosen), count, go_on).print_changed("deleted:")
+    go_on = flags.continue_command("purge", options, sent_before=shown(before))
+    chunks.carry_out(admin.changes.purge(table, selection), count, go_on).print_changed("deleted:")
     return 0
 
 
 def run_discard(options: argparse.Namespace) -> int:
     """Delete dead tasks; return 0, or 1 if one is missing or not dead. Raises SettingError, NotReached, OutboxError."""
-    wanted = ids(options)
-    if wanted is None:
+    ids = flags.ids(options)
+    if ids is None:
         raise SettingError("discard: no tasks given. Pass IDs of dead tasks, or --ids-file")
-
-    table = open_table(options)
-
-    from outbox.admin import changes  # noqa: PLC0415 - see open_table
-
-    wanted = full_ids(table, options, wanted)
-    count = changes.count(table, changes.TaskSelection(state="dead", ids=wanted), exact=True)
+    table = flags.open_table(options)
+    ids = flags.full_ids(table, options, ids)
+    count = admin.changes.count(table, admin.changes.TaskSelection(state="dead", ids=ids), exact=True)
     if not count.number:
-        raise OutboxError(f"no dead task among the {len(wanted):,} given IDs. Nothing was deleted")
+        raise OutboxError(f"no dead task among the {len(ids):,} given IDs. Nothing was deleted")
     chunks.confirm(f"{count} (dead) will be deleted permanently and never sent.", yes=options.yes)
     logs.configure()
 
     def log(deleted: Sequence[str], surely: bool) -> None:
+        text = "discarded the dead task %s: %s" if surely else "possibly discarded the dead task %s: %s"
         for id in deleted:
-            _log.warning(
-                "%s the dead task %s: %s", "discarded" if surely else "possibly discarded", escaped(id),
-                escaped(options.reason),
-                extra={"action": "discarded", "fields": {"task_id": id, "reason": options.reason}},
-            )  # fmt: skip
+            extra = {"action": "discarded", "fields": {"task_id": id, "reason": options.reason}}
+            _log.warning(text, escaped(id), escaped(options.reason), extra=extra)
 
-    go_on = continue_command("discard", options, "--yes", reason=options.reason)
-    report = chunks.carry_out(changes.discard(table, wanted, options.reason, log), count, go_on)
+    go_on = flags.continue_command("discard", options, reason=options.reason)
+    report = chunks.carry_out(admin.changes.discard(table, ids, options.reason, log), count, go_on)
     report.print_changed("deleted:")
     return report.explain({}, "because they are not dead but {state}")

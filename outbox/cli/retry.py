@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 from typing import Any
 
+from outbox import admin
 from outbox.cli import chunks, errors, flags
 from outbox.cli.output import note
 from outbox.errors import SettingError
@@ -24,7 +25,7 @@ half of the capacity.
 #: Scheduled tasks have a time that the application chose, and pending ones need no retry, so they are not listed.
 STATES = ("dead", "sent", "retrying")
 #: Why tasks are not changed.
-LEFT = {
+NOT_CHANGED = {
     "pending": "because pending tasks need no retry",
     "expired": "because ExpiresAt has passed; --include-expired sends them anyway",
     "blocked": "because the head of their ordering key blocks them; retry or discard it (`outbox show` names it)",
@@ -37,49 +38,46 @@ def add(commands: Any) -> None:
     parser = flags.command(commands, "retry", "send tasks again, or retry dead tasks", DESCRIPTION)
     flags.add_ids(parser)
     flags.add_selection(parser, *STATES)
-    parser.add_argument("--dry-run", action="store_true", help="Only print the number of tasks and equivalent DML.")
+    flags.add_dry_run(parser)
     parser.add_argument(
-        "--yes",
-        action="store_true",
+        "--yes", action="store_true",
         help="Do not ask for confirmation. The command asks for --state without --topic, and for more than "
         f"{chunks.CONFIRM_ABOVE:,} tasks.",
-    )
+    )  # fmt: skip
     parser.add_argument("--include-expired", action="store_true", help="Also send tasks whose ExpiresAt has passed.")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Change tasks; return 0, or 1 if an ID does not match. Raises SettingError, NotReached, OutboxError."""
-    wanted = flags.ids(options)
-    if wanted is None and options.state is None:
+    ids = flags.ids(options)
+    if ids is None and options.state is None:
         raise SettingError(f"retry: no tasks given. Pass IDs, --ids-file, or --state with {' or '.join(STATES)}")
-
     table = flags.open_table(options)
-
-    from outbox.admin import changes, statements  # noqa: PLC0415 - see open_table
-
-    wanted = wanted and flags.full_ids(table, options, wanted)
+    ids = ids and flags.full_ids(table, options, ids)
     now = table.now()
-    chosen = flags.selection(options, now, wanted)
+    selection = flags.selection(options, now, ids)
     # A task that is sent again meanwhile has a later SentAt, so it is not selected twice, now or when continued.
-    chosen = dataclasses.replace(chosen, until=min(chosen.until or now, now), expired=options.include_expired)
-    flags.check_window(chosen.since, chosen.until)
-    count = changes.count(table, chosen, exact=options.dry_run)
+    until = min(selection.until or now, now)
+    selection = dataclasses.replace(selection, until=until, expired=options.include_expired)
+    flags.check_window(selection.since, until)
+    count = admin.changes.count(table, selection, exact=options.dry_run)
     if options.dry_run:
-        print(f"{count} would be sent again. Equivalent DML:\n{chosen.dml(statements.RETRY_DML, table.layout)}")
-        chunks.note_size(count)
-        if not count.number and wanted is None:
-            flags.explain_none(table, chosen, options)
+        chunks.print_dry_run(count, "sent again", selection.dml(admin.statements.RETRY_DML, table.layout))
+        if not count.number and ids is None:
+            flags.explain_none(table, selection, options)
         return 0
-    over_topics = wanted is None and options.topic is None and count.number > 0
+    over_topics = ids is None and options.topic is None and count.number > 0
     if over_topics and not options.yes:
-        note(f"tasks by topic and reason:{errors.text(errors.of_selection(table, chosen))}")
+        note(f"tasks by topic and reason:{errors.text(errors.of_selection(table, selection))}")
     if over_topics or count.number > chunks.CONFIRM_ABOVE:
         chunks.confirm(f"{count} will be sent again.", yes=options.yes)
-    since = {} if chosen.since is None else {"since": shown(chosen.since)}
-    go_on = flags.continue_command("retry", options, "--yes", **since, until=shown(chosen.until or now))
-    report = chunks.carry_out(changes.retry(table, chosen), count, go_on)
+    since = {} if selection.since is None else {"since": shown(selection.since)}
+    go_on = flags.continue_command("retry", options, **since, until=shown(until))
+    report = chunks.carry_out(admin.changes.retry(table, selection), count, go_on)
     report.print_changed("will be sent again:")
-    if wanted is None and not report.changed:
-        flags.explain_none(table, chosen, options)
-    return report.explain(LEFT, OUTSIDE) if wanted else 0
+    if ids:
+        return report.explain(NOT_CHANGED, OUTSIDE)
+    if not report.changed:
+        flags.explain_none(table, selection, options)
+    return 0

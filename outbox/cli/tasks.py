@@ -1,28 +1,24 @@
-"""`outbox list`, `show` and `tail`: list tasks, show one with its message, follow sent tasks."""
+"""`outbox list` and `show`: list tasks, or show one with its message."""
 
 import argparse
 import base64
 import codecs
-import contextlib
 import json
-import signal
+import re
 import sys
-import time
 import unicodedata
 from collections.abc import Iterator
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from outbox import admin
 from outbox.cli import errors, flags
-from outbox.cli.output import as_json, cell, escaped, note, table
+from outbox.cli.output import as_json, cell, escaped, note, shortened, table
 from outbox.errors import OutboxError
-from outbox.shared.settings import flag_of, whole_number
-from outbox.shared.times import MOMENT, resolved, shown, spoken
 from outbox.storage.task_states import NEVER, STATES
 
 if TYPE_CHECKING:
-    from outbox.admin.table import TaskTable
-    from outbox.admin.tasks import Position, Task
+    from outbox.admin.tasks import Task
 
 LIST_DESCRIPTION = """\
 List the tasks of one state, or all unsent tasks. Pending tasks are sorted by priority
@@ -37,110 +33,79 @@ Show one task with every column, and the message that subscribers receive.
 
     outbox show 0e3c... --project my-project --instance main --database shop
     outbox show 0e3c... --raw ... > message.bin"""
-TAIL_DESCRIPTION = """\
-Print each task when it is sent, one per line, until Ctrl-C. The command only reads, so
-any number of people can run it at once.
 
-    outbox tail --project my-project --instance main --database shop
-    outbox tail --topic orders --since 15m --json ..."""
-
-LIMIT = whole_number(1, 100_000)
-DEFAULT_LIMIT = 100
 #: Bytes of a message's data that `show` prints. `--raw` writes all.
 SHOWN_BYTES = 64 * 1024
-#: Seconds between two reads of `tail`, and rows of one read.
-TAIL_SECONDS, TAIL_ROWS = 1.0, 1_000
 
 
 def add(commands: Any) -> None:
-    """Add the three commands to the subparsers `commands`."""
+    """Add both commands to the subparsers `commands`."""
     listing = flags.command(commands, "list", "list the tasks of a state", LIST_DESCRIPTION)
     flags.add_selection(listing, *STATES)
-    listing.add_argument(
-        "--limit", type=flag_of("--limit", LIMIT), default=DEFAULT_LIMIT, metavar="N",
-        help=f"Max tasks: {LIMIT.allowed} (default {DEFAULT_LIMIT}).",
-    )  # fmt: skip
+    flags.add_limit(listing, "tasks", 100)
     listing.add_argument("--json", action="store_true", help="Print one JSON object per line instead of a table.")
     listing.set_defaults(run=run_list)
     showing = flags.command(commands, "show", "show one task with its message", SHOW_DESCRIPTION)
-    showing.add_argument(
-        "ids", nargs=1, type=flag_of("ID", flags.ID), metavar="ID", help=f"Task ID, or {flags.PREFIX_HELP}."
-    )
+    flags.add(showing, "ids", flags.ID, f"Task ID, or {flags.PREFIX_HELP}", metavar="ID", nargs=1)
     form = showing.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="Print one JSON object. Binary data is in base64.")
     form.add_argument("--raw", action="store_true", help="Write only the bytes of the message data.")
     showing.set_defaults(run=run_show)
-    tailing = flags.command(commands, "tail", "follow sent tasks", TAIL_DESCRIPTION)
-    flags.add_topic(tailing)
-    tailing.add_argument(
-        "--since", type=flag_of("--since", MOMENT), metavar="TIME",
-        help=f"Start at this time instead of now. Allowed: {MOMENT.allowed}.",
-    )  # fmt: skip
-    tailing.add_argument("--json", action="store_true", help="Print one JSON object per line.")
-    tailing.set_defaults(run=run_tail)
 
 
 def run_list(options: argparse.Namespace) -> int:
     """Print tasks; returns 0. Raises SettingError, NotReached, OutboxError."""
     database = flags.open_table(options)
-
-    from outbox.admin import tasks  # noqa: PLC0415 - see open_table
-
-    chosen = flags.selection(options, database.now())
-    found = tasks.listed(database, chosen, options.limit + 1)
-    shown_tasks = found[: options.limit]
+    selection = flags.selection(options, database.now())
+    matching = admin.tasks.listed(database, selection, options.limit + 1)
+    tasks = matching[: options.limit]
     if options.json:
-        for task in shown_tasks:
-            print(as_json(_plain(task)))
-    elif shown_tasks:
-        print(_table(shown_tasks))
-        groups = errors.groups(shown_tasks)
-        if any(group["tasks"] > 1 for group in groups):
-            print(errors.text(groups))
-    if not found:
+        for task in tasks:
+            print(as_json(_fields(task)))
+    elif tasks:
+        print(_table(tasks))
+        counts = errors.counted([task for task in tasks if task.state in errors.STATES and task.columns["LastError"]])
+        if any(count["tasks"] > 1 for count in counts):
+            print(errors.text(counts))
+    if not tasks:
         print("No matching tasks.", file=sys.stderr if options.json else sys.stdout)
-        flags.explain_none(database, chosen, options)
-    if len(found) > options.limit:
+        flags.explain_none(database, selection, options)
+    if len(matching) > options.limit:
         note(f"more than {options.limit:,} tasks match. Raise --limit, or use --topic, --since, --until or --error")
     return 0
 
 
 def _table(tasks: "list[Task]") -> str:
+    def available(time: datetime | None) -> datetime | None:
+        return None if time is None or time >= NEVER else time
+
     columns: dict[str, list[object]] = {
         "ID": [task.columns["Id"] for task in tasks],
         "TOPIC": [task.columns["Topic"] for task in tasks],
         "PRIORITY": [task.columns["Priority"] for task in tasks],
         "STATE": [task.state for task in tasks],
         "CREATED": [task.columns["CreatedAt"] for task in tasks],
-        "AVAILABLE": [_available(task.columns["AvailableAt"]) for task in tasks],
+        "AVAILABLE": [available(task.columns["AvailableAt"]) for task in tasks],
         "SENT": [task.columns["SentAt"] for task in tasks],
         "ATTEMPTS": [task.columns["Attempts"] or None for task in tasks],
         "KEY": [task.columns["OrderingKey"] for task in tasks],
-        "ERROR": [errors.shortened(task.columns["LastError"]) for task in tasks],
+        "ERROR": [shortened(task.columns["LastError"]) for task in tasks],
     }
     used = {head: values for head, values in columns.items() if any(value is not None for value in values)}
     return table(list(used), zip(*used.values(), strict=True))
 
 
-def _available(time: datetime | None) -> datetime | None:
-    return None if time is None or time >= NEVER else time
-
-
 def run_show(options: argparse.Namespace) -> int:
     """Print a task; returns 0. Raises SettingError, NotReached, and OutboxError if there is no such task."""
     database = flags.open_table(options)
-
-    from outbox.admin import tasks  # noqa: PLC0415 - see open_table
-    from outbox.message import parsed  # noqa: PLC0415 - see open_table
-
     [id] = flags.full_ids(database, options, options.ids)
-    task = tasks.task(database, id)
+    task = admin.tasks.task(database, id)
     if task is None:
         raise OutboxError(
             f"task {id!r} does not exist. Either its transaction was not committed, or the task was deleted: "
             "after it was sent (retention, `outbox purge`), or when it was dead (`outbox discard`)"
         )
-    message = parsed(task.columns["Data"])
+    message = task.message
     data = task.columns["Data"] if message is None else message.data
     if message is None:
         note("Data is not a serialized google.pubsub.v1.PubsubMessage. The bytes of the column are shown")
@@ -148,19 +113,16 @@ def run_show(options: argparse.Namespace) -> int:
         sys.stdout.buffer.write(data)
     elif options.json:
         attributes = {} if message is None else dict(message.attributes)
-        print(as_json(_plain(task) | {"message": {"attributes": attributes, **_json_data(data)}}))
+        print(as_json(_fields(task) | {"message": {"attributes": attributes, **_json_data(data)}}))
     else:
         print("\n".join(_lines(task, message, data)))
     return 0
 
 
-def _plain(task: "Task") -> dict[str, Any]:
-    names = {
-        "Id": "id", "Topic": "topic", "Priority": "priority", "OrderingKey": "ordering_key", "CreatedAt": "created_at",
-        "AvailableAt": "available_at", "ExpiresAt": "expires_at", "Attempts": "attempts", "LastError": "last_error",
-        "SentAt": "sent_at", "Bytes": "bytes", "Shard": "shard", "Sequence": "sequence", "AtMostOnce": "at_most_once",
-    }  # fmt: skip
-    columns = {names[name]: value for name, value in task.columns.items() if name in names}
+def _fields(task: "Task") -> dict[str, Any]:
+    """Return the columns except Data under names such as `ordering_key`, and the state."""
+    columns = {re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(): value for name, value in task.columns.items()}
+    columns.pop("data", None)
     return {"id": columns.pop("id"), "state": task.state, **columns}
 
 
@@ -207,59 +169,3 @@ def _readable(data: bytes, *, whole: bool) -> tuple[str, list[str]]:
     except (ValueError, RecursionError):
         return "text", [escaped(line) for line in text.expandtabs().splitlines()]
     return "JSON", [escaped(line) for line in pretty.splitlines()]
-
-
-def run_tail(options: argparse.Namespace) -> int:
-    """Print tasks as they are sent, until a signal; returns 0. Raises SettingError, NotReached, OutboxError."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt):
-        _follow(flags.open_table(options), options)
-    return 0
-
-
-def _follow(database: "TaskTable", options: argparse.Namespace) -> None:
-    from outbox.admin import tasks  # noqa: PLC0415 - see open_table
-
-    now = database.now()
-    position = tasks.Position(now if options.since is None else resolved(options.since, now))
-    flags.check_window(position.sent_at, now + timedelta(microseconds=1))
-    note(f"following from {shown(position.sent_at)}. Press Ctrl-C to stop")
-    rows = tasks.sent_after(database, position, options.topic, TAIL_ROWS)
-    while True:
-        for row in rows:
-            print(_sent_line(row, options), flush=True)
-            position = tasks.Position(row["SentAt"], row["Id"])
-        if len(rows) < TAIL_ROWS:
-            time.sleep(TAIL_SECONDS)
-        rows = _next(database, position, options.topic)
-
-
-def _next(database: "TaskTable", position: "Position", topic: str | None) -> list[dict[str, Any]]:
-    """Return the tasks sent after the position. Retry until Spanner responds."""
-    from outbox.admin import tasks  # noqa: PLC0415 - see open_table
-
-    failed = False
-    while True:
-        try:
-            return tasks.sent_after(database, position, topic, TAIL_ROWS)
-        except OutboxError as error:
-            if not failed:
-                note(f"{error}. Retrying; no task will be missed")
-            failed = True
-            time.sleep(TAIL_SECONDS)
-
-
-def _sent_line(row: dict[str, Any], options: argparse.Namespace) -> str:
-    after = (row["SentAt"] - row["CreatedAt"]).total_seconds()
-    if options.json:
-        return as_json(
-            {
-                "id": row["Id"], "topic": row["Topic"], "priority": row["Priority"], "ordering_key": row["OrderingKey"],
-                "created_at": row["CreatedAt"], "sent_at": row["SentAt"], "bytes": row["Bytes"],
-            }
-        )  # fmt: skip
-    key = f", key {escaped(row['OrderingKey'])}" if row["OrderingKey"] else ""
-    return (
-        f"{shown(row['SentAt'])} {escaped(row['Topic'])} {escaped(row['Id'])} priority {row['Priority']}, "
-        f"{row['Bytes']:,} bytes, {spoken(after)} after its commit{key}"
-    )

@@ -3,14 +3,14 @@
 import argparse
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from outbox.cli.flags import COMPARED, command, open_table
+from outbox import admin
+from outbox.cli import flags
 from outbox.cli.output import as_json, named, note, table
 from outbox.cli.status import HEADS, cells, fields
-from outbox.errors import InvalidMessage, NotReached, OutboxError, SettingError
-from outbox.shared.settings import DatabaseSettings, PubSubSettings, SettingType, did_you_mean, flag_of, whole_number
+from outbox.errors import OutboxError, SettingError
+from outbox.shared.settings import SettingType, did_you_mean, whole_number
 from outbox.shared.times import shown
 from outbox.storage.ddl import MIN_RATE
 
@@ -42,8 +42,6 @@ workers together: each gets an equal part, at least 1.
 
 FOLLOW = "workers apply this within 10 seconds"
 SHARED = "the limits are divided by the number of live workers, at least 1 each"
-#: Timeout for asking Pub/Sub whether a topic exists.
-PUBSUB_SECONDS = 5.0
 
 
 def _rate(text: str) -> float:
@@ -66,64 +64,41 @@ LIMITS = {
 
 def add(commands: Any) -> None:
     """Add the four commands to the subparsers `commands`."""
-    showing = command(commands, "topics", "pauses, limits and backlog of topics", TOPICS_DESCRIPTION)
+    showing = flags.command(commands, "topics", "pauses, limits and backlog of topics", TOPICS_DESCRIPTION)
     showing.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
     showing.add_argument("--exact", action="store_true", help="Count all tasks, without a limit.")
     showing.set_defaults(run=run_topics)
-    pausing = command(commands, "pause", "stop publishing tasks of topics", PAUSE_DESCRIPTION)
-    resuming = command(commands, "resume", "publish paused topics again", RESUME_DESCRIPTION)
-    for parser in (pausing, resuming):
-        parser.add_argument("topics", type=_topic, nargs="+", metavar="TOPIC", help="Value of the Topic column.")
-    limiting = command(commands, "limit", "limit a topic, or remove its limits", LIMIT_DESCRIPTION)
-    limiting.add_argument("topic", type=_topic, metavar="TOPIC", help="Value of the Topic column.")
+    pausing = flags.command(commands, "pause", "stop publishing tasks of topics", PAUSE_DESCRIPTION)
+    resuming = flags.command(commands, "resume", "publish paused topics again", RESUME_DESCRIPTION)
+    limiting = flags.command(commands, "limit", "limit a topic, or remove its limits", LIMIT_DESCRIPTION)
+    for parser, run, count in ((pausing, run_pause, "+"), (resuming, run_resume, "+"), (limiting, run_limit, 1)):
+        flags.add(parser, "topics", flags.TOPIC, "Value of the Topic column", metavar="TOPIC", nargs=count)
+        parser.set_defaults(run=run)
     for flag, (column, kind, text) in LIMITS.items():
-        limiting.add_argument(
-            flag,
-            dest=column,
-            type=flag_of(flag, kind),
-            metavar="N",
-            help=f"{text} Allowed: {kind.allowed}.",
-        )
+        flags.add(limiting, flag, kind, f"{text} Allowed: {kind.allowed}", metavar="N", dest=column)
     limiting.add_argument("--off", action="store_true", help="Remove all limits.")
     for parser in (pausing, limiting):
-        PubSubSettings.add_flags(parser, without=DatabaseSettings)
-    pausing.set_defaults(run=run_pause)
-    resuming.set_defaults(run=run_resume)
-    limiting.set_defaults(run=run_limit)
-
-
-def _topic(text: str) -> str:
-    from outbox.message import check_topic  # noqa: PLC0415 - the Pub/Sub client: a third of a second, only for a topic
-
-    try:
-        check_topic(text)
-    except InvalidMessage as error:
-        raise SettingError(str(error)) from None
-    return text
+        parser.add_argument("--yes", action="store_true", help="Accept a topic that has no unsent task and no row yet.")
 
 
 def run_topics(options: argparse.Namespace) -> int:
     """Print the topics; returns 0. Raises SettingError, NotReached, OutboxError."""
-    tasks = open_table(options)
-
-    from outbox.admin import backlog  # noqa: PLC0415 - see open_table
-    from outbox.admin.topics import Control, TopicTable  # noqa: PLC0415 - see open_table
-
-    waiting = backlog.read(tasks, exact=options.exact)
-    controls, lines = TopicTable(tasks).controls(), waiting.topics()
+    tasks = flags.open_table(options)
+    backlog = admin.backlog.read(tasks, exact=options.exact)
+    controls, lines = admin.topics.TopicTable(tasks).controls(), backlog.topics()
     topics = {
-        topic: (controls.get(topic, Control()), lines.get(topic, backlog.Line(topic, 0)))
+        topic: (controls.get(topic, admin.topics.Control()), lines.get(topic, admin.backlog.Line(topic, 0)))
         for topic in sorted({*controls, *lines})
     }
     if options.json:
         rows = [
-            {"topic": topic, **_plain(control), **fields(waiting, line)} for topic, (control, line) in topics.items()
+            {"topic": topic, **_plain(control), **fields(backlog, line)} for topic, (control, line) in topics.items()
         ]
-        print(as_json({"as_of": waiting.as_of, "topics": rows}))
+        print(as_json({"as_of": backlog.as_of, "topics": rows}))
         return 0
-    print(f"as of {shown(waiting.as_of)}")
-    shown_rows = [[topic, _described(control, ""), *cells(waiting, line)] for topic, (control, line) in topics.items()]
-    print(table(("TOPIC", "CONTROL", *HEADS), shown_rows) if topics else "no topics")
+    print(f"as of {shown(backlog.as_of)}")
+    cells_of = [[topic, _described(control, ""), *cells(backlog, line)] for topic, (control, line) in topics.items()]
+    print(table(("TOPIC", "CONTROL", *HEADS), cells_of) if topics else "no topics")
     return 0
 
 
@@ -134,27 +109,8 @@ def _plain(control: "Control") -> dict[str, Any]:
 
 def run_pause(options: argparse.Namespace) -> int:
     """Pause topics; returns 0. Raises SettingError, NotReached, OutboxError."""
-    topics, settings = _open(options)
-    _note_other_spellings(topics, options.topics, settings.project)
-    _require_known(topics, options.topics, settings)
+    topics = _checked_topics(options)
     _print(topics.change("pause", options.topics, {"Paused": True}))
-    note(FOLLOW)
-    return 0
-
-
-def run_resume(options: argparse.Namespace) -> int:
-    """Resume topics; returns 0. Raises SettingError, NotReached, OutboxError."""
-    topics, settings = _open(options)
-    _note_other_spellings(topics, options.topics, settings.project)
-    there = topics.rows(options.topics)
-    missing = [topic for topic in options.topics if topic not in there]
-    if missing:
-        paused = topics.paused(COMPARED)
-        raise OutboxError(
-            f"cannot resume {named(missing)}: no row in AsynchronousTaskTopics. Nothing was written. "
-            f"{_suggestions(missing, paused)}Paused topics: {named(paused) or 'none'}"
-        )
-    _print(topics.change("resume", options.topics, {"Paused": False}), unpaused="resumed")
     note(FOLLOW)
     return 0
 
@@ -162,86 +118,73 @@ def run_resume(options: argparse.Namespace) -> int:
 def run_limit(options: argparse.Namespace) -> int:
     """Limit a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
     values = _limits(options)
-    topics, settings = _open(options)
-    _note_other_spellings(topics, [options.topic], settings.project)
-    _require_known(topics, [options.topic], settings)
-    _print(topics.change("limit", [options.topic], values))
+    topics = _checked_topics(options)
+    _print(topics.change("limit", options.topics, values))
     note(f"{FOLLOW}; {SHARED}")
+    return 0
+
+
+def run_resume(options: argparse.Namespace) -> int:
+    """Resume topics; returns 0. Raises SettingError, NotReached, OutboxError."""
+    topics = _open_topics(options)
+    rows = topics.rows(options.topics)
+    if missing := [topic for topic in options.topics if topic not in rows]:
+        paused = [topic for topic, control in topics.controls().items() if control.Paused]
+        raise OutboxError(
+            f"cannot resume {named(missing)}: no row in AsynchronousTaskTopics. Nothing was written."
+            f"{''.join(did_you_mean(topic, paused) for topic in missing)} Paused topics: {named(paused) or 'none'}"
+        )
+    _print(topics.change("resume", options.topics, {"Paused": False}), unpaused="resumed")
+    note(FOLLOW)
     return 0
 
 
 def _limits(options: argparse.Namespace) -> dict[str, Any]:
     """Return the values to write, by column. Raises SettingError."""
-    flags = vars(options)
-    given = {flag: flags[column] for flag, (column, _, _) in LIMITS.items() if flags[column] is not None}
-    if options.off and given:
-        raise SettingError(f"--off is given with {' and '.join(given)}: it removes all limits, so pass it alone")
+    values = {flag: vars(options)[column] for flag, (column, _, _) in LIMITS.items()}
+    passed = {flag: value for flag, value in values.items() if value is not None}
+    if options.off and passed:
+        raise SettingError(f"--off is given with {' and '.join(passed)}: it removes all limits, so pass it alone")
     if options.off:
         return {column: None for column, _, _ in LIMITS.values()}
-    if not given:
+    if not passed:
         raise SettingError("limit: no limit given. Pass --rate with --burst, --max-in-flight, or --off")
     for flag, other in (("--rate", "--burst"), ("--burst", "--rate")):
-        if flag in given and other not in given:
+        if flag in passed and other not in passed:
             raise SettingError(
-                f"{flag} {given[flag]:,.15g} is given without {other}: pass both. "
+                f"{flag} {passed[flag]:,.15g} is given without {other}: pass both. "
                 f"{other} must be {LIMITS[other][1].allowed}"
             )
-    return {LIMITS[flag][0]: value for flag, value in given.items()}
+    return {LIMITS[flag][0]: value for flag, value in passed.items()}
 
 
-def _open(options: argparse.Namespace) -> "tuple[TopicTable, PubSubSettings]":
-    """Return the table, and the settings of Pub/Sub. Raises SettingError, NotReached, OutboxError."""
-    settings = PubSubSettings.read(vars(options))
-    table = open_table(options)
-
-    from outbox.admin.topics import TopicTable  # noqa: PLC0415 - see open_table
-
-    return TopicTable(table), settings
-
-
-def _note_other_spellings(table: "TopicTable", topics: Sequence[str], project: str) -> None:
-    others = {other: topic for topic in topics if (other := _other_spelling(topic, project)) not in topics}
-    for other in sorted(table.waiting(others)):
+def _open_topics(options: argparse.Namespace) -> "TopicTable":
+    """Return the table, and note other names of the topics. Raises SettingError, NotReached, OutboxError."""
+    table = flags.open_table(options)
+    topics, project = admin.topics.TopicTable(table), table.name.split("/")[1]
+    names = {name: topic for topic in options.topics if (name := _other_name(topic, project)) not in options.topics}
+    for name in sorted(topics.waiting(names)):
         note(
-            f"unsent tasks also use {other}, which is the same topic as {others[other]}. Pass {other} too; otherwise "
+            f"unsent tasks also use {name}, which is the same topic as {names[name]}. Pass {name} too; otherwise "
             "its tasks are not affected"
         )
+    return topics
 
 
-def _require_known(table: "TopicTable", topics: Sequence[str], settings: PubSubSettings) -> None:
-    """Raise OutboxError unless each topic has a row, an unsent task, or exists in Pub/Sub, to catch typing errors."""
-    known = table.rows(topics) | table.waiting(topics)
-    full = {topic: _full_name(topic, settings.project) for topic in topics}
-    unknown = [topic for topic in topics if topic not in known and not _in_pubsub(full[topic], settings)]
-    if unknown:
-        names = table.known(COMPARED)
+def _other_name(topic: str, project: str) -> str:
+    """Return the full name for a topic ID, and the ID for a full name. A topic of another project has only one name."""
+    prefix = f"projects/{project}/topics/"
+    return topic.removeprefix(prefix) if topic.startswith("projects/") else prefix + topic
+
+
+def _checked_topics(options: argparse.Namespace) -> "TopicTable":
+    """Return `_open_topics`, unless a topic is unknown. Raises SettingError, NotReached, OutboxError."""
+    topics = _open_topics(options)
+    if not options.yes and (unknown := topics.unknown(options.topics)):
         raise OutboxError(
-            f"unknown topic {named(unknown)}: no unsent task and no row in AsynchronousTaskTopics has it, and Pub/Sub "
-            f"has no {named([full[topic] for topic in unknown])}. Nothing was written. "
-            f"{_suggestions(unknown, names)}Known topics: {named(names) or 'none'}"
+            f"{flags.unknown_topics(topics.table, unknown)}. Nothing was written. If the name is right, pass --yes"
         )
-
-
-def _suggestions(unknown: Sequence[str], known: Sequence[str]) -> str:
-    return "".join(f"{did_you_mean(topic, known).strip()} " for topic in unknown).lstrip()
-
-
-def _in_pubsub(name: str, settings: PubSubSettings) -> bool:
-    """Ask Pub/Sub whether the topic exists. If the request fails, print a note and return True."""
-    from google.api_core.exceptions import GoogleAPIError, NotFound  # noqa: PLC0415 - only for an unknown name
-    from google.auth.exceptions import GoogleAuthError  # noqa: PLC0415 - see open_table
-    from google.pubsub_v1 import PublisherClient  # noqa: PLC0415 - see open_table
-
-    from outbox.shared.pubsub import open_pubsub  # noqa: PLC0415 - see open_table
-
-    try:
-        PublisherClient(transport=open_pubsub(settings)).get_topic(topic=name, timeout=PUBSUB_SECONDS, retry=None)
-    except NotFound:
-        return False
-    except (GoogleAPIError, GoogleAuthError, NotReached) as error:
-        reason = str(error).partition("\n")[0]
-        note(f"could not check in Pub/Sub whether {name} exists. Continuing without the check: {reason}")
-    return True
+    return topics
 
 
 def _print(changed: "dict[str, Control]", *, unpaused: str = "") -> None:
@@ -250,25 +193,11 @@ def _print(changed: "dict[str, Control]", *, unpaused: str = "") -> None:
 
 
 def _described(control: "Control", unpaused: str) -> str:
+    limits = (
+        (control.RatePerSecond, "tasks a second"),
+        (control.Burst, "at once"),
+        (control.MaxInFlight, "in flight"),
+    )
+    parts = ", ".join(f"{value:,.15g} {unit}" for value, unit in limits if value is not None)
     state = "paused" if control.Paused else unpaused
-    parts = [
-        f"{value:,.15g} {unit}"
-        for value, unit in (
-            (control.RatePerSecond, "tasks a second"),
-            (control.Burst, "at once"),
-            (control.MaxInFlight, "in flight"),
-        )
-        if value is not None
-    ]
-    limits = f"at most {', '.join(parts)}" if parts else ""
-    return "; ".join(part for part in (state, limits) if part) or "no limits"
-
-
-def _full_name(topic: str, project: str) -> str:
-    return topic if topic.startswith("projects/") else f"projects/{project}/topics/{topic}"
-
-
-def _other_spelling(topic: str, project: str) -> str:
-    """Return the full name for a topic ID, and the ID for a full name. A topic of another project has only one name."""
-    own = _full_name("", project)
-    return topic.removeprefix(own) if topic.startswith("projects/") else own + topic
+    return "; ".join(part for part in (state, parts and f"at most {parts}") if part) or "no limits"

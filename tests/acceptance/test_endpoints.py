@@ -51,7 +51,7 @@ def test_the_endpoints_win_over_the_emulators_variables(
     received = {message.attributes["asynchronous_task_id"] for message in subscription.pull_until(TASKS)}
     assert received == set(ids)
     unknown = run("outbox", "pause", "nosuch", environment=environment)
-    assert (unknown.code, "Pub/Sub has no projects" in unknown.stderr) == (1, True)
+    assert (unknown.code, "Known topics: none" in unknown.stderr) == (1, True)
 
 
 @pytest.mark.parametrize(

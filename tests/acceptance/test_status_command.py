@@ -85,10 +85,10 @@ def test_a_change_shows_at_once_in_every_command(outbox: Commands, database: Dat
 def test_errors_that_are_not_all_read_are_lower_bounds(
     outbox: Commands, database: Database, monkeypatch: pytest.MonkeyPatch
 ):
-    """At most READ tasks of a state are read, and at most GROUPS errors are shown."""
+    """At most READ tasks of a state are read, and at most ROWS errors are shown."""
     insert(database, [row(f"dead-{n}", "dead", LastError=f"error {n % 2}") for n in range(5)] + [row("r", "retrying")])
     monkeypatch.setattr(errors, "READ", 4)
-    monkeypatch.setattr(errors, "GROUPS", 2)
+    monkeypatch.setattr(errors, "ROWS", 2)
     lines = outbox.here("status", "--exact").stdout.partition("\n\n")[2].splitlines()
     assert [line.split()[:3] for line in lines[1:3]] == [[">=", "2", "dead"]] * 2
     assert lines[3:] == ["... and 1 more"]

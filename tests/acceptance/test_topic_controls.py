@@ -31,7 +31,7 @@ def test_the_commands_of_the_page_print_its_output(outbox: Commands, database: D
     insert(database, [row(topic, topic=topic) for topic in ("orders", "invoices")])
     unknown, wrong = outbox.run("pause", "ordres"), outbox.run("limit", "orders", "--rate", "0", "--burst", "1")
     assert (unknown.code, wrong.code) == (1, 2)
-    assert "Known topics: invoices, orders\n" in unknown.stderr
+    assert "Known topics: invoices, orders. Nothing was written" in unknown.stderr
     assert {(each.stdout, each.stderr.count("\n")) for each in (unknown, wrong)} == {("", 1)}
     shown = re.findall(r"^\$ outbox (.*?) --project .*\n((?:[^$].*\n)*)", blocks("console"), re.MULTILINE)
     assert [words.split()[0] for words, _ in shown] == ["pause", "resume", "limit", "limit", "limit"]
@@ -78,7 +78,7 @@ def test_workers_follow_pauses_and_limits_within_ten_seconds(
         wait_until_all_sent(database)
         subscription.pull_until(20)
 
-        assert run("pause", topic) == f"{topic}: paused\n"
+        assert run("pause", topic, "--yes") == f"{topic}: paused\n"
         for each in workers:
             each.wait_for_text('"action": "paused"', seconds=10)
         ids = register(database, topic, 60, priority=100)

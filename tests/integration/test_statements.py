@@ -78,7 +78,7 @@ def statements(database: Database) -> list[str]:
         tasks.sent_after(table, Position(PAST), "orders", 5),
     )
     topics = TopicTable(table)
-    topics.rows(["orders"]), topics.waiting(["orders"]), topics.paused(5), topics.controls()
+    topics.rows(["orders"]), topics.waiting(["orders"]), topics.controls()
     statements = (" ".join(request.sql.split()) for _, request in sent)
     return [each for each in statements if "INFORMATION_SCHEMA" not in each.upper()]
 
