@@ -15,38 +15,21 @@ if TYPE_CHECKING:
     from outbox._version import __version__
     from outbox.errors import InvalidConsumer, InvalidMessage, InvalidTransaction, MissingTaskId, OutboxError
     from outbox.message import TASK_ID_ATTRIBUTE, Message
-    from outbox.registration import (
-        Priority,
-        SupportsInsert,
-        SupportsReadInsert,
-        Task,
-        register,
-        register_many,
-        register_once,
-    )
+    from outbox.registration import Priority, Task, register, register_many, register_once
     from outbox.shared.metric_recorder import Recorder, set_metrics
+    from outbox.storage.transactions import SupportsInsert, SupportsReadInsert
 else:
     # The names are imported when they are first used, because the clients take half a second to import, and `outbox
     # --help` does not need them. Type checkers do not see this function: it would give every name the type Any.
-    _MODULES = {
-        "TASK_ID_ATTRIBUTE": "message",
-        "InvalidConsumer": "errors",
-        "InvalidMessage": "errors",
-        "InvalidTransaction": "errors",
-        "Message": "message",
-        "MissingTaskId": "errors",
-        "OutboxError": "errors",
-        "Priority": "registration",
-        "Recorder": "shared.metric_recorder",
-        "SupportsInsert": "registration",
-        "SupportsReadInsert": "registration",
-        "Task": "registration",
-        "__version__": "_version",
-        "register": "registration",
-        "register_many": "registration",
-        "register_once": "registration",
-        "set_metrics": "shared.metric_recorder",
+    _NAMES = {
+        "_version": "__version__",
+        "errors": "InvalidConsumer InvalidMessage InvalidTransaction MissingTaskId OutboxError",
+        "message": "Message TASK_ID_ATTRIBUTE",
+        "registration": "Priority Task register register_many register_once",
+        "shared.metric_recorder": "Recorder set_metrics",
+        "storage.transactions": "SupportsInsert SupportsReadInsert",
     }
+    _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:

@@ -6,14 +6,14 @@ synchronous. Only `register_once` reads. This module is experimental as long as 
 
 import inspect
 from collections.abc import AsyncIterable, Mapping, Sequence
-from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from google.cloud.spanner_v1 import KeySet
 
 from outbox.message import Message
-from outbox.registration import COLUMNS, TABLE, Priority, SupportsInsert, is_given, remember, task_row
+from outbox.registration import COLUMNS, TABLE, Options, task_row
 from outbox.shared.metric_recorder import count_registered
+from outbox.storage.transactions import SupportsInsert, is_inserted, remember
 
 
 class SupportsAsyncReadInsert(SupportsInsert, Protocol):
@@ -32,11 +32,7 @@ async def register_once(
     attributes: Mapping[str, str] | None = None,
     *,
     task_id: str,
-    priority: int = Priority.NORMAL,
-    ordering_key: str = "",
-    available_at: datetime | None = None,
-    expires_at: datetime | None = None,
-    at_most_once: bool = False,
+    **options: Unpack[Options],
 ) -> bool:
     """Register the task unless a row with `task_id` exists; return whether it was registered.
 
@@ -52,17 +48,14 @@ async def register_once(
             f"transaction is {type(transaction).__name__}. It must be the transaction of a Spanner AsyncClient. With "
             "that of a Client use outbox.register_once"
         )
-    row = task_row(
-        topic, message, attributes, task_id=task_id, priority=priority, ordering_key=ordering_key,
-        available_at=available_at, expires_at=expires_at, at_most_once=at_most_once,
-    )  # fmt: skip
-    if is_given(transaction, task_id):
+    row = task_row(topic, message, attributes, task_id=task_id, **options)
+    if is_inserted(transaction, (task_id,)):
         return False
-    options = {"request_tag": "outbox-register-once"}
-    rows = await transaction.read(TABLE, ("Id",), KeySet(keys=[[task_id]]), request_options=options)
+    request = {"request_tag": "outbox-register-once"}
+    rows = await transaction.read(TABLE, ("Id",), KeySet(keys=[[task_id]]), request_options=request)
     if [row async for row in rows]:  # to the end, as in outbox.register_once
         return False
     transaction.insert(TABLE, COLUMNS, [row])
-    remember(transaction, task_id)
+    remember(transaction, (task_id,))
     count_registered(topic)
     return True

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from google.api_core.exceptions import Aborted, GoogleAPICallError
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.transaction import Transaction
 from google.protobuf.json_format import ParseDict, ParseError
@@ -25,9 +25,8 @@ from google.pubsub_v1.types import PubsubMessage
 
 from outbox.errors import InvalidConsumer, InvalidMessage, InvalidTransaction, MissingTaskId, NotReached
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
-from outbox.registration import READ_SECONDS, SupportsReadInsert, is_given, read_and_insert, refuse_replayed, remember
 from outbox.shared.metric_recorder import count_delivery
-from outbox.storage.connection import retry_and_timeout
+from outbox.storage.transactions import SupportsReadInsert, check_reads_and_inserts, insert_once
 from outbox.tracing import processing
 
 TABLE = "ProcessedTasks"
@@ -93,20 +92,10 @@ def process_once(
         ValueError: `key` is neither "task_id" nor "message_id".
         TypeError: `transaction` cannot read or write, or `message` is not a message.
     """
-    read, insert = read_and_insert(transaction, "process_once")
-    refuse_replayed(transaction, "process_once")
+    check_reads_and_inserts(transaction, "process_once")
     row = inbox_row(message, consumer, key)
-    if is_given(transaction, row):
-        return False
-    options = {"request_options": {"request_tag": "outbox-process-once"}, **retry_and_timeout(READ_SECONDS)}
     with table_errors():
-        # Read to the end, because until then the client blocks the next statement of the transaction.
-        found = list(read(TABLE, ("TaskId",), KeySet(keys=[list(row)]), **options))
-    if found:
-        return False
-    insert(TABLE, COLUMNS, [(*row, COMMIT_TIMESTAMP)])
-    remember(transaction, row)
-    return True
+        return insert_once(transaction, TABLE, COLUMNS, (*row, COMMIT_TIMESTAMP), key=row, tag="outbox-process-once")
 
 
 def inbox_row(message: ReceivedMessage, consumer: str, key: Key) -> tuple[str, str]:

@@ -1,27 +1,29 @@
 """Register a task inside the caller's own Spanner transaction."""
 
 import base64
-import contextlib
 import enum
-import inspect
 import itertools
-import sys
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, TypedDict, Unpack
 
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
-from google.cloud.spanner_v1.transaction import Transaction
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
 from outbox import message as messages
-from outbox.errors import InvalidMessage, InvalidTransaction
+from outbox.errors import InvalidMessage
 from outbox.shared.metric_recorder import count_registered
-from outbox.storage.connection import retry_and_timeout
 from outbox.storage.task_states import NEVER
+from outbox.storage.transactions import (
+    SupportsInsert,
+    SupportsReadInsert,
+    check_inserts,
+    check_reads_and_inserts,
+    insert_once,
+    remember,
+)
 
 TABLE = "AsynchronousTasks"
 #: The columns that a registration writes. The others have defaults or are generated.
@@ -38,18 +40,7 @@ COLUMNS = (
     "AtMostOnce",
 )
 
-#: Seconds for the read of `register_once` or of the inbox, also while another transaction holds the lock. Without a
-#: limit of our own, the client repeats the read without a pause while Spanner is unavailable.
-READ_SECONDS = 30.0
-
-#: Maps the module of a DB-API driver to the module of outbox.ext that its users must call.
-_DRIVERS = {"google.cloud.sqlalchemy_spanner": "sqlalchemy", "django_spanner": "django"}
-
 _sequence = itertools.count(1)
-#: For each transaction, the task IDs and inbox rows that it has inserted. A read does not see the buffered mutations of
-#: its own transaction. After ABORTED the client calls the function again with a new Transaction, so each attempt
-#: begins with none.
-_given: WeakKeyDictionary[object, set[Hashable]] = WeakKeyDictionary()
 
 
 class Priority(enum.IntEnum):
@@ -60,20 +51,14 @@ class Priority(enum.IntEnum):
     HIGH = 100
 
 
-class SupportsInsert(Protocol):
-    """Accepts an insert: a Spanner Transaction, Batch, MutationGroup or AsyncTransaction, or a test's fake of one."""
+class Options(TypedDict, total=False):
+    """The optional arguments of `register`, except `task_id`."""
 
-    def insert(self, table: str, columns: Sequence[str], values: Sequence[tuple[Any, ...]], /) -> object:
-        """Add one insert."""
-
-
-class SupportsReadInsert(SupportsInsert, Protocol):
-    """Accepts reads and inserts: a Spanner Transaction, or a test's fake of one."""
-
-    def read(
-        self, table: str, columns: Sequence[str], keyset: KeySet, /, *, request_options: Any, retry: Any, timeout: Any
-    ) -> Iterable[Sequence[Any]]:
-        """Return the rows of `keyset`."""
+    priority: int
+    ordering_key: str
+    available_at: datetime | None
+    expires_at: datetime | None
+    at_most_once: bool
 
 
 def register(
@@ -113,19 +98,17 @@ def register(
         InvalidTransaction: `transaction` belongs to a DB-API connection, which would drop the insert after an abort.
         TypeError: `transaction` or `message` has another type than those above.
     """
-    insert = _insert(transaction, "register")
-    given = task_id is not None
-    if task_id is None:
-        task_id = str(uuid.uuid4())
+    check_inserts(transaction, "register")
+    id = str(uuid.uuid4()) if task_id is None else task_id
     row = task_row(
-        topic, message, attributes, task_id=task_id, priority=priority, ordering_key=ordering_key,
+        topic, message, attributes, task_id=id, priority=priority, ordering_key=ordering_key,
         available_at=available_at, expires_at=expires_at, at_most_once=at_most_once,
     )  # fmt: skip
-    insert(TABLE, COLUMNS, [row])
-    if given:
-        remember(transaction, task_id)
+    transaction.insert(TABLE, COLUMNS, [row])
+    if task_id is not None:
+        remember(transaction, (task_id,))
     count_registered(topic)
-    return task_id
+    return id
 
 
 def register_once(
@@ -135,11 +118,7 @@ def register_once(
     attributes: Mapping[str, str] | None = None,
     *,
     task_id: str,
-    priority: int = Priority.NORMAL,
-    ordering_key: str = "",
-    available_at: datetime | None = None,
-    expires_at: datetime | None = None,
-    at_most_once: bool = False,
+    **options: Unpack[Options],
 ) -> bool:
     """Register the task unless a row with `task_id` exists, sent or not; return whether it was registered.
 
@@ -156,11 +135,7 @@ def register_once(
         message: checked even if the task exists.
         attributes: see `register`.
         task_id: a hash of the business key, such as a uuid5; never a rising number.
-        priority: see `register`.
-        ordering_key: see `register`.
-        available_at: see `register`.
-        expires_at: see `register`.
-        at_most_once: see `register`.
+        options: the other arguments of `register`.
 
     Raises:
         InvalidMessage: like `register`, before anything is read.
@@ -169,22 +144,12 @@ def register_once(
         RetryError, DeadlineExceeded: of google.api_core. Spanner was unavailable, or another transaction held the
             row, for 30 s.
     """
-    read, insert = read_and_insert(transaction, "register_once")
-    refuse_replayed(transaction, "register_once")
-    row = task_row(
-        topic, message, attributes, task_id=task_id, priority=priority, ordering_key=ordering_key,
-        available_at=available_at, expires_at=expires_at, at_most_once=at_most_once,
-    )  # fmt: skip
-    if is_given(transaction, task_id):
-        return False
-    options = {"request_options": {"request_tag": "outbox-register-once"}, **retry_and_timeout(READ_SECONDS)}
-    # Read to the end, because until then the client blocks the next statement of the transaction.
-    if list(read(TABLE, ("Id",), KeySet(keys=[[task_id]]), **options)):
-        return False
-    insert(TABLE, COLUMNS, [row])
-    remember(transaction, task_id)
-    count_registered(topic)
-    return True
+    check_reads_and_inserts(transaction, "register_once")
+    row = task_row(topic, message, attributes, task_id=task_id, **options)
+    is_new = insert_once(transaction, TABLE, COLUMNS, row, key=(task_id,), tag="outbox-register-once")
+    if is_new:
+        count_registered(topic)
+    return is_new
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,76 +184,17 @@ def register_many(transaction: SupportsInsert, tasks: Iterable[Task]) -> list[st
         InvalidTransaction: like `register`.
         TypeError: like `register`. If a task's message has a wrong type, the text begins with the index of the task.
     """
-    insert = _insert(transaction, "register_many")
-    rows, given = task_rows(tasks)
+    check_inserts(transaction, "register_many")
+    rows, ids = task_rows(tasks)
     if not rows:
         return []  # Spanner refuses an insert without rows
     # Each value costs CPU in the client and counts as a mutation, so columns with only their default are left out.
     used = [n for n in range(len(COLUMNS)) if any(row[n] is not None and row[n] is not False for row in rows)]
-    insert(TABLE, [COLUMNS[n] for n in used], [tuple([row[n] for n in used]) for row in rows])
-    for task_id in given:
-        remember(transaction, task_id)
+    transaction.insert(TABLE, [COLUMNS[n] for n in used], [tuple([row[n] for n in used]) for row in rows])
+    for id in ids:
+        remember(transaction, (id,))
     count_rows(rows)
     return [row[0] for row in rows]
-
-
-def _insert(transaction: object, function: str) -> Callable[..., object]:
-    insert: object = getattr(transaction, "insert", None)
-    if not callable(insert):
-        raise TypeError(
-            f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, Batch or MutationGroup. "
-            f"With SQLAlchemy, Django or DB-API use {function} of outbox.ext.sqlalchemy, .django or .dbapi"
-        )
-    refuse_replayed(transaction, function)
-    return insert
-
-
-def read_and_insert(transaction: object, function: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the methods `read` and `insert` of a Spanner Transaction. Raises TypeError for another type."""
-    read, insert = getattr(transaction, "read", None), getattr(transaction, "insert", None)
-    # The client's AsyncTransaction inserts like the others, but its read must be awaited.
-    if callable(read) and callable(insert) and not inspect.iscoroutinefunction(read):
-        return read, insert
-    raise TypeError(
-        f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, because {function} reads "
-        "before it inserts: call it in a function given to database.run_in_transaction"
-        + (
-            ", or use register. For the transaction of an AsyncClient, await outbox.aio.register_once"
-            if function == "register_once"
-            else ""
-        )
-    )
-
-
-def refuse_replayed(transaction: object, function: str) -> None:
-    """Refuse a transaction that a DB-API connection replays after ABORTED. A replay drops mutations."""
-    # The transaction of `run_in_transaction` has both attributes, that of `session.transaction()` has neither, and that
-    # of DB-API has only `isolation_level`.
-    if (
-        "google.cloud.spanner_dbapi" in sys.modules
-        and isinstance(transaction, Transaction)
-        and "isolation_level" in vars(transaction)
-        and "read_lock_mode" not in vars(transaction)
-    ):
-        modules = [ext for module, ext in _DRIVERS.items() if module in sys.modules] or ["dbapi"]
-        raise InvalidTransaction(
-            "transaction belongs to a DB-API connection, such as that of SQLAlchemy or Django. After an abort the "
-            "connection replays its statements but not this insert, so it would be lost. Use "
-            + " or ".join(f"outbox.ext.{module}.{function}" for module in modules)
-        )
-
-
-def remember(transaction: object, id: Hashable) -> None:
-    """Remember an ID that `transaction` has inserted."""
-    with contextlib.suppress(TypeError):  # a test's fake that has no weak reference or no hash
-        _given.setdefault(transaction, set()).add(id)
-
-
-def is_given(transaction: object, id: Hashable) -> bool:
-    """Tell whether `transaction` has inserted this ID."""
-    with contextlib.suppress(TypeError):
-        return id in _given.get(transaction, ())
-    return False
 
 
 def task_row(
@@ -327,16 +233,10 @@ def task_row(
     )
 
 
-def count_rows(rows: Iterable[tuple[Any, ...]]) -> None:
-    """Count the tasks in the metrics."""
-    for topic, count in Counter(row[1] for row in rows).items():
-        count_registered(topic, count)
-
-
-def task_rows(tasks: Iterable[Task]) -> tuple[list[tuple[Any, ...]], Collection[str]]:
-    """Return the rows and the IDs that callers gave. Raises like `register_many`."""
+def task_rows(tasks: Iterable[Task]) -> tuple[list[tuple[Any, ...]], list[str]]:
+    """Return the rows, and the IDs that callers chose. Raises like `register_many`."""
     rows: list[tuple[Any, ...]] = []
-    given: dict[str, int] = {}
+    chosen: dict[str, int] = {}
     for index, task in enumerate(tasks):
         try:
             row = task_row(
@@ -348,17 +248,22 @@ def task_rows(tasks: Iterable[Task]) -> tuple[list[tuple[Any, ...]], Collection[
         except (InvalidMessage, TypeError) as error:
             raise type(error)(f"tasks[{index}]: {error}") from error
         rows.append(row)
-        if task.task_id is not None and (first := given.setdefault(task.task_id, index)) != index:
+        if task.task_id is not None and (first := chosen.setdefault(task.task_id, index)) != index:
             raise InvalidMessage(f"tasks[{index}]: task_id {task.task_id!r} is also that of tasks[{first}]")
-    return rows, given
+    return rows, list(chosen)
+
+
+def count_rows(rows: Iterable[tuple[Any, ...]]) -> None:
+    """Count the tasks in the metrics."""
+    for topic, count in Counter(row[1] for row in rows).items():
+        count_registered(topic, count)
 
 
 def _check_priority(priority: int) -> None:
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise InvalidMessage(f"priority is {type(priority).__name__}. It must be an int")
     if not -(2**63) <= priority < 2**63:
-        shown = str(priority) if priority.bit_length() <= 64 else f"of {priority.bit_length()} bits"
-        raise InvalidMessage(f"priority {shown} is outside of int64")
+        raise InvalidMessage("priority is outside of int64, which is -2**63 to 2**63 - 1")
 
 
 def _check_times(available_at: datetime | None, expires_at: datetime | None) -> None:

@@ -7,8 +7,7 @@ fixed before its first execution, and a replay inserts the same rows.
 import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 from google.cloud.spanner_dbapi import Connection, Cursor
 from google.cloud.spanner_dbapi.batch_dml_executor import BatchMode
@@ -19,7 +18,7 @@ from outbox.inbox import COLUMNS as INBOX_COLUMNS
 from outbox.inbox import TABLE as INBOX
 from outbox.inbox import Key, ReceivedMessage, inbox_row, table_errors
 from outbox.message import Message
-from outbox.registration import COLUMNS, TABLE, Task, count_rows, task_row, task_rows
+from outbox.registration import COLUMNS, TABLE, Options, Task, count_rows, task_row, task_rows
 from outbox.shared.metric_recorder import count_registered
 
 #: The values of one row. CreatedAt is the time of the commit.
@@ -28,16 +27,6 @@ _VALUES = "({})".format(
 )
 #: Rows of one statement. Spanner allows 950 parameters: https://cloud.google.com/spanner/quotas#query-limits
 _MAX_ROWS = 100
-
-
-class Options(TypedDict, total=False):
-    """The optional arguments of `outbox.register`, except `task_id`."""
-
-    priority: int
-    ordering_key: str
-    available_at: datetime | None
-    expires_at: datetime | None
-    at_most_once: bool
 
 
 def register(

@@ -8,10 +8,9 @@ from django.db.transaction import get_connection
 
 from outbox.errors import InvalidTransaction
 from outbox.ext import dbapi
-from outbox.ext.dbapi import Options
 from outbox.inbox import Key, ReceivedMessage
 from outbox.message import Message
-from outbox.registration import Task
+from outbox.registration import Options, Task
 
 
 def register(

@@ -8,10 +8,9 @@ from sqlalchemy.orm import Session, scoped_session
 
 from outbox.errors import InvalidTransaction
 from outbox.ext import dbapi
-from outbox.ext.dbapi import Options
 from outbox.inbox import Key, ReceivedMessage
 from outbox.message import Message
-from outbox.registration import Task
+from outbox.registration import Options, Task
 
 AnySession = Session | scoped_session[Any] | Connection
 

@@ -96,11 +96,11 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         (BAD_TEXT, f"task_id {NO_UNICODE}"),
     ],
     "priority": [
-        (2**63, "priority 9223372036854775808 is outside of int64"),
-        (-(2**63) - 1, "priority -9223372036854775809 is outside of int64"),
-        (2**64, "priority of 65 bits is outside of int64"),
-        (10**100, "priority of 333 bits is outside of int64"),
-        (-(10**5000), "priority of 16610 bits is outside of int64"),  # of more digits than Python writes
+        (2**63, "priority is outside of int64, which is -2**63 to 2**63 - 1"),
+        (-(2**63) - 1, "priority is outside of int64, which is -2**63 to 2**63 - 1"),
+        (2**64, "priority is outside of int64, which is -2**63 to 2**63 - 1"),
+        (10**100, "priority is outside of int64, which is -2**63 to 2**63 - 1"),
+        (-(10**5000), "priority is outside of int64, which is -2**63 to 2**63 - 1"),  # of more digits than Python writes
         ("high", "priority is str. It must be an int"),
         (True, "priority is bool. It must be an int"),
     ],
