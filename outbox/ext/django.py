@@ -1,6 +1,12 @@
-"""Register and process tasks in the transactions of Django (`django-google-spanner`)."""
+"""Register and process tasks in the transactions of Django (`django-google-spanner`).
 
-from collections.abc import Iterable, Mapping
+The functions, their other arguments and their errors are those of `outbox.ext.dbapi`, but errors of the driver are
+Django's. `using` is the alias of a Spanner database in Django's settings. Without an open atomic block the functions
+raise InvalidTransaction.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Unpack
 
 from django.db import DEFAULT_DB_ALIAS
@@ -25,24 +31,9 @@ def register(
     """Insert one task in the atomic block of the database `using` and return its ID.
 
     See `outbox.ext.dbapi.register`.
-
-    Args:
-        topic: see `outbox.register`.
-        message: see `outbox.register`.
-        attributes: see `outbox.register`.
-        using: the alias of a Spanner database in Django's settings.
-        task_id: see `outbox.register`.
-        options: the other arguments of `outbox.register`.
-
-    Raises:
-        InvalidMessage: see `outbox.register`.
-        InvalidTransaction: the database has no atomic block, or the block cannot hold a task.
-        IntegrityError: Django's; a task with this `task_id` exists.
-        TypeError: `message` has another type, or the database is not Spanner.
     """
-    wrapper = _atomic(using)
-    with wrapper.wrap_database_errors:
-        return dbapi.register(wrapper.connection, topic, message, attributes, task_id=task_id, **options)
+    with _atomic(using) as connection:
+        return dbapi.register(connection, topic, message, attributes, task_id=task_id, **options)
 
 
 def register_once(
@@ -57,32 +48,18 @@ def register_once(
     """Insert the task unless a row with `task_id` exists; return whether it was inserted.
 
     See `outbox.ext.dbapi.register_once`.
-
-    Raises:
-        InvalidMessage: see `outbox.register`.
-        InvalidTransaction: see `register`.
-        OperationalError: Django's; the answer was lost. Roll back.
-        TypeError: see `register`.
     """
-    wrapper = _atomic(using)
-    with wrapper.wrap_database_errors:
-        return dbapi.register_once(wrapper.connection, topic, message, attributes, task_id=task_id, **options)
+    with _atomic(using) as connection:
+        return dbapi.register_once(connection, topic, message, attributes, task_id=task_id, **options)
 
 
 def register_many(tasks: Iterable[Task], *, using: str = DEFAULT_DB_ALIAS) -> list[str]:
     """Insert all tasks in the open transaction and return their IDs in the same order.
 
     See `outbox.ext.dbapi.register_many`.
-
-    Raises:
-        InvalidMessage: see `outbox.register_many`.
-        InvalidTransaction: see `register`.
-        IntegrityError: Django's; a task with one of the IDs exists.
-        TypeError: see `register`.
     """
-    wrapper = _atomic(using)
-    with wrapper.wrap_database_errors:
-        return dbapi.register_many(wrapper.connection, tasks)
+    with _atomic(using) as connection:
+        return dbapi.register_many(connection, tasks)
 
 
 def process_once(
@@ -91,22 +68,14 @@ def process_once(
     """Record the task of `message` as processed, and return whether this is the first time.
 
     See `outbox.ext.dbapi.process_once`.
-
-    Raises:
-        MissingTaskId: see `outbox.inbox.process_once`.
-        InvalidConsumer: the name of the consumer.
-        InvalidTransaction: see `register`, or the transaction has a record already.
-        NotReached: the database has no table ProcessedTasks.
-        OperationalError: Django's; the answer was lost. Roll back.
-        TypeError: see `register`.
     """
-    wrapper = _atomic(using)
-    with wrapper.wrap_database_errors:
-        return dbapi.process_once(wrapper.connection, message, consumer=consumer, key=key)
+    with _atomic(using) as connection:
+        return dbapi.process_once(connection, message, consumer=consumer, key=key)
 
 
-def _atomic(using: str) -> Any:
-    """Return Django's wrapper of the connection. Raises InvalidTransaction."""
+@contextmanager
+def _atomic(using: str) -> Iterator[Any]:
+    """Yield the DB-API connection, and translate the driver's errors to Django's. Raises InvalidTransaction."""
     wrapper = get_connection(using)
     if not wrapper.in_atomic_block:
         raise InvalidTransaction(
@@ -115,4 +84,5 @@ def _atomic(using: str) -> Any:
         )
     if wrapper.needs_rollback:
         raise InvalidTransaction(f"the atomic block of database {using!r} has failed and will be rolled back")
-    return wrapper
+    with wrapper.wrap_database_errors:
+        yield wrapper.connection

@@ -1,4 +1,8 @@
-"""Register and process tasks in the transactions of SQLAlchemy (`sqlalchemy-spanner`)."""
+"""Register and process tasks in the transactions of SQLAlchemy (`sqlalchemy-spanner`).
+
+The functions, their other arguments and their errors are those of `outbox.ext.dbapi`. A session or a connection without
+an open transaction, or with one that has failed, is an InvalidTransaction.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Unpack
@@ -27,20 +31,6 @@ def register(
     """Insert one task in the open transaction of a session or connection and return its ID.
 
     See `outbox.ext.dbapi.register`. A session with several engines needs `session.connection(bind_arguments=...)`.
-
-    Args:
-        session: a Session, a scoped_session or a Connection of SQLAlchemy, with an open transaction.
-        topic: see `outbox.register`.
-        message: see `outbox.register`.
-        attributes: see `outbox.register`.
-        task_id: see `outbox.register`.
-        options: the other arguments of `outbox.register`.
-
-    Raises:
-        InvalidMessage: see `outbox.register`.
-        InvalidTransaction: the session has no open transaction, or its transaction cannot hold a task.
-        IntegrityError: of `google.cloud.spanner_dbapi`; a task with this `task_id` exists.
-        TypeError: `session` or `message` has another type, or the database is not Spanner.
     """
     return dbapi.register(_connection(session), topic, message, attributes, task_id=task_id, **options)
 
@@ -57,12 +47,6 @@ def register_once(
     """Insert the task unless a row with `task_id` exists; return whether it was inserted.
 
     See `outbox.ext.dbapi.register_once`.
-
-    Raises:
-        InvalidMessage: see `outbox.register`.
-        InvalidTransaction: see `register`.
-        OperationalError: of `google.cloud.spanner_dbapi`; the answer was lost. Roll back.
-        TypeError: see `register`.
     """
     return dbapi.register_once(_connection(session), topic, message, attributes, task_id=task_id, **options)
 
@@ -71,12 +55,6 @@ def register_many(session: AnySession, tasks: Iterable[Task]) -> list[str]:
     """Insert all tasks in the open transaction and return their IDs in the same order.
 
     See `outbox.ext.dbapi.register_many`.
-
-    Raises:
-        InvalidMessage: see `outbox.register_many`.
-        InvalidTransaction: see `register`.
-        IntegrityError: of `google.cloud.spanner_dbapi`; a task with one of the IDs exists.
-        TypeError: see `register`.
     """
     return dbapi.register_many(_connection(session), tasks)
 
@@ -85,14 +63,6 @@ def process_once(session: AnySession, message: ReceivedMessage, *, consumer: str
     """Record the task of `message` as processed, and return whether this is the first time.
 
     See `outbox.ext.dbapi.process_once`.
-
-    Raises:
-        MissingTaskId: see `outbox.inbox.process_once`.
-        InvalidConsumer: the name of the consumer.
-        InvalidTransaction: see `register`, or the transaction has a record already.
-        NotReached: the database has no table ProcessedTasks.
-        OperationalError: of `google.cloud.spanner_dbapi`; the answer was lost. Roll back.
-        TypeError: see `register`.
     """
     return dbapi.process_once(_connection(session), message, consumer=consumer, key=key)
 

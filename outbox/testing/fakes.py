@@ -4,6 +4,7 @@ import base64
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partialmethod
 from typing import Any, NamedTuple, TypeAlias
 
 from google.cloud.spanner_v1 import KeyRange, KeySet
@@ -75,9 +76,8 @@ class RecordingTransaction(Transaction):
         super().__init__(_NoSession())  # type: ignore[no-untyped-call]  # the client has no types
         self.mutations: list[Mutation] = []
         self.statements: list[Statement] = []
-        self._prepared = {TABLE: [{"Id": id} for id in task_ids]} | {
-            name: list(of) for name, of in (rows or {}).items()
-        }
+        self._prepared: dict[str, list[Row]] = {TABLE: [{"Id": id} for id in task_ids]}
+        self._prepared |= {name: list(prepared) for name, prepared in (rows or {}).items()}
         self._execute = execute
 
     @property
@@ -95,21 +95,16 @@ class RecordingTransaction(Transaction):
             for row in rows
         ]
 
-    def insert(self, table: str, columns: Sequence[str], values: Iterable[Sequence[Any]]) -> None:
-        """Record an insert."""
-        self._write("insert", table, columns, values)
+    def _write(self, method: str, table: str, columns: Sequence[str], values: Iterable[Sequence[Any]]) -> None:
+        """Record a mutation."""
+        rows = [tuple(row) for row in values]
+        getattr(Transaction, method)(self, table, columns, rows)  # refuses values that the client cannot send
+        self.mutations.append(Mutation(method, table, tuple(columns), rows))
 
-    def update(self, table: str, columns: Sequence[str], values: Iterable[Sequence[Any]]) -> None:
-        """Record an update."""
-        self._write("update", table, columns, values)
-
-    def insert_or_update(self, table: str, columns: Sequence[str], values: Iterable[Sequence[Any]]) -> None:
-        """Record an insert or update."""
-        self._write("insert_or_update", table, columns, values)
-
-    def replace(self, table: str, columns: Sequence[str], values: Iterable[Sequence[Any]]) -> None:
-        """Record a replace."""
-        self._write("replace", table, columns, values)
+    insert = partialmethod(_write, "insert")
+    update = partialmethod(_write, "update")
+    insert_or_update = partialmethod(_write, "insert_or_update")
+    replace = partialmethod(_write, "replace")
 
     def delete(self, table: str, keyset: KeySet) -> None:
         """Record a delete."""
@@ -140,16 +135,16 @@ class RecordingTransaction(Transaction):
         """
         name = index or table
         if name not in self._prepared:
-            row = ", ".join(f"{column!r}: ..." for column in columns)
+            example = ", ".join(f"{column!r}: ..." for column in columns)
             raise LookupError(
-                f"no rows of {name} are prepared: use RecordingTransaction(rows={{{name!r}: [{{{row}}}]}}), where "
+                f"no rows of {name} are prepared: use RecordingTransaction(rows={{{name!r}: [{{{example}}}]}}), where "
                 "each row begins with the columns of the key"
             )
-        found = [each for each in self._prepared[name] if _selects(keyset, list(each.values()))]
-        for each in found:
-            if missing := [column for column in columns if column not in each]:
-                raise LookupError(f"the row {dict(each)} of {name} has no {', '.join(missing)}: add it to `rows`")
-        return _Result(columns, [[each[column] for column in columns] for each in found[: limit or None]])
+        selected = [row for row in self._prepared[name] if _selects(keyset, list(row.values()))]
+        for row in selected:
+            if missing := [column for column in columns if column not in row]:
+                raise LookupError(f"the row {dict(row)} of {name} has no {', '.join(missing)}: add it to `rows`")
+        return _Result(columns, [[row[column] for column in columns] for row in selected[: limit or None]])
 
     def execute_sql(  # noqa: PLR0917 - the client's parameters
         self,
@@ -209,13 +204,8 @@ class RecordingTransaction(Transaction):
         timeout: Any = None,
     ) -> tuple[Any, list[int]]:
         """Record DML statements and return the status OK and their numbers of rows, like `execute_update`."""
-        of = [(each, None) if isinstance(each, str) else each[:2] for each in statements]
-        return ExecuteBatchDmlResponse().status, [self.execute_update(*each) for each in of]
-
-    def _write(self, method: str, table: str, columns: Sequence[str], values: Iterable[Sequence[Any]]) -> None:
-        rows = [tuple(row) for row in values]
-        getattr(Transaction, method)(self, table, columns, rows)  # refuses values that the client cannot send
-        self.mutations.append(Mutation(method, table, tuple(columns), rows))
+        pairs = [(each, None) if isinstance(each, str) else each[:2] for each in statements]
+        return ExecuteBatchDmlResponse().status, [self.execute_update(*each) for each in pairs]
 
     def _run(self, sql: str, params: Mapping[str, Any] | None) -> Iterable[Row] | int | None:
         statement = Statement(sql, dict(params or {}))
