@@ -30,7 +30,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import outbox
-from outbox.devtools.emulators import Emulators, running_spanner
+from outbox.devtools.emulators import SPANNER, Emulators, running_one
 from tests.support import real, spanner
 from tests.support.pubsub import PubSub, Subscription
 
@@ -104,7 +104,7 @@ def faulty_spanner(spanner_emulator: str) -> Iterator[str]:
     if real.NAMED:
         pytest.skip("needs the emulator: it aborts commits at random")
     assert spanner_emulator  # it skips where there is none
-    with running_spanner(flags=["--enable_fault_injection"]) as host:
+    with running_one(SPANNER, flags=["--enable_fault_injection"]) as host:
         yield host
 
 

@@ -19,14 +19,8 @@ LOOPBACK = "127.0.0.1"
 START_SECONDS = 30.0
 #: Seconds from SIGTERM to SIGKILL; the emulators end within a tenth of a second.
 STOP_SECONDS = 5.0
-#: How many free ports are tried when the one chosen was taken in the meantime.
-PORT_ATTEMPTS = 5
-#: Last lines of a server's output in an error.
-TAIL_LINES = 12
-
-
-class _PortTaken(NotReached):
-    """Another process listens on the port."""
+#: Last lines of a server's output in an error, and the bytes at its end that are searched for them.
+TAIL_LINES, TAIL_BYTES = 12, 16_384
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,8 +54,7 @@ class Child:
         """Return the end of what the process has written."""
         # Not read(): the process writes through the same file position.
         end = os.fstat(self.output.fileno()).st_size
-        kept = 16_384
-        return os.pread(self.output.fileno(), kept, max(0, end - kept)).decode(errors="replace")
+        return os.pread(self.output.fileno(), TAIL_BYTES, max(0, end - TAIL_BYTES)).decode(errors="replace")
 
     def wait_until_ready(self) -> None:
         """Return when the port answers. Raises NotReached."""
@@ -70,7 +63,7 @@ class Child:
             ended = self.ended()
             # The Pub/Sub emulator stays up when it could not bind, so its end is not enough.
             if any(words in self.written() for words in ("Address already in use", "Failed to bind")):
-                raise _PortTaken(_taken(self.title, self.port, "Address already in use"))
+                raise NotReached(f"the {self.title} cannot use {self.host}: Address already in use")
             if ended:
                 raise NotReached(f"could not start it: {ended}")
             if answers(self.host):
@@ -100,11 +93,20 @@ def running(title: str, command: Sequence[str], port: int = 0) -> Iterator[Child
 
     Raises NotReached with `title`: port taken, ended at start, no answer in time.
     """
-    child = _start(title, command, port) if port else _start_on_free_port(title, command)
-    try:
+    with contextlib.ExitStack() as stack:
+        with _reserved(title, port) as reserved:
+            output = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - closed by Child.stop
+            process = subprocess.Popen(  # noqa: S603 - the command is ours
+                tied([word.replace("{port}", str(reserved)) for word in command]),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,  # Ctrl-C on the terminal is for us; we stop the children
+            )
+            child = Child(title, reserved, process, output)
+            stack.callback(child.stop)
+            child.wait_until_ready()
         yield child
-    finally:
-        child.stop()
 
 
 def answers(host: str) -> bool:
@@ -128,36 +130,9 @@ def tied(command: Sequence[str]) -> list[str]:
 _TIE = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-if os.getppid() == int(sys.argv[1]):  # else the parent is gone already
+if os.getppid() == int(sys.argv[1]):  # else the parent has already ended
     os.execv(sys.argv[2], sys.argv[2:])
 """
-
-
-def _start_on_free_port(title: str, command: Sequence[str]) -> Child:
-    for _ in range(PORT_ATTEMPTS - 1):
-        with contextlib.suppress(_PortTaken):
-            return _start(title, command, 0)
-    return _start(title, command, 0)
-
-
-def _start(title: str, command: Sequence[str], port: int) -> Child:
-    with _reserved(title, port) as reserved:
-        words = [word.replace("{port}", str(reserved)) for word in command]
-        output = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - closed by Child.stop
-        process = subprocess.Popen(  # noqa: S603 - the command is ours
-            tied(words),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            process_group=0,  # Ctrl-C on the terminal is for us; we stop the children
-        )
-        child = Child(title, reserved, process, output)
-        try:
-            child.wait_until_ready()
-        except BaseException:
-            child.stop()
-            raise
-        return child
 
 
 @contextlib.contextmanager
@@ -169,17 +144,13 @@ def _reserved(title: str, port: int) -> Iterator[int]:
         try:
             reservation.bind((LOOPBACK, port))
         except OSError as error:
-            raise _PortTaken(_taken(title, port, str(error.strerror))) from None
+            raise NotReached(f"the {title} cannot use {LOOPBACK}:{port}: {error.strerror}") from None
         port = reservation.getsockname()[1]
         if sys.platform == "linux":
-            # Two Spanner emulators would share one port without a word (gRPC sets SO_REUSEPORT). This socket never
-            # listens, so it takes no connection, and with these two options it lets the server in.
+            # Two Spanner emulators would share one port silently (gRPC sets SO_REUSEPORT). This socket never listens,
+            # so it takes no connection, and with these two options it lets the server in.
             reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         else:
             reservation.close()
         yield port
-
-
-def _taken(title: str, port: int, why: str) -> str:
-    return f"the {title} cannot use {LOOPBACK}:{port}: {why}"

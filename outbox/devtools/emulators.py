@@ -13,7 +13,6 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from outbox.devtools import child_process
@@ -22,16 +21,6 @@ from outbox.errors import NotReached
 
 #: Seconds for an emulator that a variable names: it may just be starting in a container.
 REACH_SECONDS = 5.0
-#: Where installers put the Cloud SDK, for a PATH without `gcloud`.
-USUAL_ROOTS = (
-    Path("~/google-cloud-sdk"),
-    Path("/usr/lib/google-cloud-sdk"),
-    Path("/opt/google-cloud-sdk"),
-    Path("/usr/local/google-cloud-sdk"),
-    Path("/snap/google-cloud-cli/current"),
-    Path("/opt/homebrew/share/google-cloud-sdk"),
-    Path("/usr/local/share/google-cloud-sdk"),
-)
 
 HOW_TO_GET_THEM = """Install them or name them in one of these ways:
   Cloud SDK  gcloud components install cloud-spanner-emulator pubsub-emulator
@@ -97,44 +86,47 @@ def running(spanner_port: int = 0, pubsub_port: int = 0, spanner_flags: Sequence
     On Linux they also end when the *thread* that started them ends, however it ends. Raises NotReached: not
     installed, no Java, port taken, died at start, no answer.
     """
-    # A port or flags that are asked for win over the variable, as a flag does everywhere.
-    own_spanner = bool(spanner_port or spanner_flags) or not os.environ.get(SPANNER.variable)
-    own_pubsub = bool(pubsub_port) or not os.environ.get(PUBSUB.variable)
     # Check for both before starting either, so that one error names everything that is missing.
-    check_installed(*[program for program, own in ((SPANNER, own_spanner), (PUBSUB, own_pubsub)) if own])
-    with contextlib.ExitStack() as stack:
-        spanner = stack.enter_context(_started(SPANNER, spanner_port, spanner_flags)) if own_spanner else None
-        pubsub = stack.enter_context(_started(PUBSUB, pubsub_port)) if own_pubsub else None
-        yield Emulators(
-            spanner.host if spanner else _named(SPANNER),
-            pubsub.host if pubsub else _named(PUBSUB),
-            tuple(child for child in (spanner, pubsub) if child),
-        )
+    own = ((SPANNER, spanner_port or spanner_flags), (PUBSUB, pubsub_port))
+    check_installed(*[program for program, wanted in own if wanted or not os.environ.get(program.variable)])
+    with _running(SPANNER, spanner_port, spanner_flags) as spanner, _running(PUBSUB, pubsub_port) as pubsub:
+        children = tuple(each for each in (spanner, pubsub) if isinstance(each, Child))
+        yield Emulators(_host(spanner), _host(pubsub), children)
 
 
 @contextlib.contextmanager
-def running_spanner(port: int = 0, flags: Sequence[str] = ()) -> Iterator[str]:
-    """Run a Spanner emulator of our own for the time of the block, whatever the variables say; yield its host.
-
-    Raises NotReached, as `running` does.
-    """
-    check_installed(SPANNER)
-    with _started(SPANNER, port, flags) as child:
-        yield child.host
+def running_one(program: Program, flags: Sequence[str] = ()) -> Iterator[str]:
+    """Run one emulator for the time of the block; yield its host. Raises NotReached, as `running` does."""
+    with _running(program, 0, flags) as emulator:
+        yield _host(emulator)
 
 
 @contextlib.contextmanager
-def running_one(program: Program) -> Iterator[str]:
-    """Yield the host of the emulator that its variable names, or of one that runs for the time of the block.
-
-    Raises NotReached, as `running` does.
-    """
-    if os.environ.get(program.variable):
-        yield _named(program)
+def _running(program: Program, port: int, flags: Sequence[str] = ()) -> Iterator[Child | str]:
+    """Yield the host that the variable names, unless a port or flags are asked for. Otherwise run and yield a child."""
+    host = os.environ.get(program.variable)
+    if host and not port and not flags:
+        _wait_until_answers(program, host)
+        yield host
         return
     check_installed(program)
-    with _started(program, 0) as child:
-        yield child.host
+    command = [str(_executable(program)), *program.arguments, *flags]
+    with child_process.running(program.title, command, port) as child:
+        yield child
+
+
+def _host(emulator: Child | str) -> str:
+    return emulator.host if isinstance(emulator, Child) else emulator
+
+
+def _wait_until_answers(program: Program, host: str) -> None:
+    deadline = time.monotonic() + REACH_SECONDS
+    while not child_process.answers(host):
+        if time.monotonic() > deadline:
+            raise NotReached(
+                f"{program.variable} is {host!r}, but nothing answers there: start that emulator, or unset the variable"
+            )
+        time.sleep(0.05)
 
 
 def check_installed(*programs: Program) -> None:
@@ -144,7 +136,7 @@ def check_installed(*programs: Program) -> None:
         what = " and ".join(f"the {program.title}" for program in missing)
         unset = " and ".join(program.variable for program in missing)
         raise NotReached(
-            f"{what} not found: {unset} not set, and no Cloud SDK (PATH, CLOUDSDK_ROOT_DIR, usual directories) "
+            f"{what} not found: {unset} not set, and no Cloud SDK (CLOUDSDK_ROOT_DIR, or gcloud in PATH) "
             f"has {' or '.join(program.path for program in missing)}. {HOW_TO_GET_THEM}"
         )
     if PUBSUB in programs and not _java():
@@ -154,36 +146,15 @@ def check_installed(*programs: Program) -> None:
         )
 
 
-def _started(program: Program, port: int, flags: Sequence[str] = ()) -> AbstractContextManager[Child]:
-    return child_process.running(program.title, [str(_executable(program)), *program.arguments, *flags], port)
-
-
-def _named(program: Program) -> str:
-    host = os.environ[program.variable]
-    deadline = time.monotonic() + REACH_SECONDS
-    while not child_process.answers(host):
-        if time.monotonic() > deadline:
-            raise NotReached(
-                f"{program.variable} is {host!r}, but nothing answers there: start that emulator, or unset the variable"
-            )
-        time.sleep(0.05)
-    return host
-
-
 def _java() -> bool:
     home = os.environ.get("JAVA_HOME")
     return os.access(Path(home, "bin", "java"), os.X_OK) if home else shutil.which("java") is not None
 
 
 def _executable(program: Program) -> Path | None:
-    paths = (root / program.path for root in _roots())
-    return next((path for path in paths if path.is_file() and os.access(path, os.X_OK)), None)
-
-
-def _roots() -> Iterator[Path]:
-    if named := os.environ.get("CLOUDSDK_ROOT_DIR"):
-        yield Path(named)  # named on purpose: another installation would be a surprise
-        return
-    if gcloud := shutil.which("gcloud"):
-        yield Path(gcloud).resolve().parent.parent
-    yield from (root.expanduser() for root in USUAL_ROOTS)
+    """Return the program of the Cloud SDK in CLOUDSDK_ROOT_DIR, or else of the one that `gcloud` in PATH belongs to."""
+    root, gcloud = os.environ.get("CLOUDSDK_ROOT_DIR"), shutil.which("gcloud")
+    if not root and not gcloud:
+        return None
+    path = (Path(root) if root else Path(str(gcloud)).resolve().parents[1]) / program.path
+    return path if path.is_file() and os.access(path, os.X_OK) else None

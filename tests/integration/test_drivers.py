@@ -67,9 +67,9 @@ def test_register_refuses_the_transaction_of_a_driver(
         for sql in ("INSERT INTO Orders (OrderId) VALUES (%s)", "UPDATE Orders SET Cents = 1 WHERE OrderId = %s"):
             stack.execute(handle, sql, order)
             transaction = stack.connection(handle).transaction_checkout()
-            with pytest.raises(outbox.InvalidTransaction, match="Use register of outbox.ext.sqlalchemy"):
+            with pytest.raises(outbox.InvalidTransaction, match=r"Use register of outbox\.ext\.sqlalchemy"):
                 outbox.register(transaction, "orders", b"")
-            with pytest.raises(outbox.InvalidTransaction, match="Use register_once of outbox.ext.sqlalchemy"):
+            with pytest.raises(outbox.InvalidTransaction, match=r"Use register_once of outbox\.ext\.sqlalchemy"):
                 outbox.register_once(transaction, "orders", b"", task_id=order)
             assert transaction._mutations == []
     assert aborted == {"execute_sql": 1}

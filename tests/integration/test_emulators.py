@@ -33,7 +33,6 @@ pytestmark = pytest.mark.emulator_only("it starts emulators")
 def _nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("SPANNER_EMULATOR_HOST", "PUBSUB_EMULATOR_HOST", "CLOUDSDK_ROOT_DIR", "JAVA_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(emulators, "USUAL_ROOTS", ())
     path = tmp_path / "path"
     path.mkdir()
     _script(path / "java", "")
@@ -99,17 +98,13 @@ def test_a_variable_with_a_dead_address_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_sdk_is_found_by_the_real_path_of_gcloud(monkeypatch: pytest.MonkeyPatch, sdk: Sdk, tmp_path: Path) -> None:
-    """Or in the usual directories, also if each has one emulator; CLOUDSDK_ROOT_DIR excludes other installations."""
+    """CLOUDSDK_ROOT_DIR excludes other installations."""
     root = sdk(name="linked")
     _script(root / "bin/gcloud", "")
     (tmp_path / "path/gcloud").symlink_to(root / "bin/gcloud")
     with emulators.running() as running:
         assert _answers(running.spanner_host)
         assert _answers(running.pubsub_host)
-    (tmp_path / "path/gcloud").unlink()
-    monkeypatch.setattr(emulators, "USUAL_ROOTS", (sdk(pubsub=None, name="one"), sdk(spanner=None, name="two")))
-    with emulators.running() as running:
-        assert len(running.children) == 2
     monkeypatch.setenv("CLOUDSDK_ROOT_DIR", str(tmp_path))
     _not_reached("not found")
 
@@ -135,22 +130,6 @@ def test_a_requested_port_overrides_the_variable(monkeypatch: pytest.MonkeyPatch
         assert len(running.children) == 2
 
 
-def test_another_free_port_is_tried_when_one_is_taken(sdk: Sdk, tmp_path: Path) -> None:
-    """Another process may take the free port at the last moment."""
-    lost = tmp_path / "lost"
-    unlucky = f"""
-import pathlib, signal
-if not pathlib.Path({str(lost)!r}).exists():
-    pathlib.Path({str(lost)!r}).touch()
-    print("java.net.BindException: Address already in use", flush=True)
-    signal.pause()  # as the real one: it stays
-{LISTEN}"""
-    sdk(pubsub=unlucky)
-    with emulators.running() as running:
-        assert lost.exists()
-        assert _answers(running.pubsub_host)
-
-
 #: Those of an emulator that writes a hundred numbers and an error.
 LAST_LINES = rf"(\n  \d+){{{child_process.TAIL_LINES - 1}}}\n  libz.so.1: cannot open it"
 
@@ -169,7 +148,7 @@ LAST_LINES = rf"(\n  \d+){{{child_process.TAIL_LINES - 1}}}\n  libz.so.1: cannot
             "the Spanner emulator did not answer within 0.2 s and wrote nothing",
         ),
     ],
-    ids=["it is missing", "its ports are always lost", "it dies", "it never answers"],
+    ids=["it is missing", "its port is taken", "it dies", "it never answers"],
 )
 def test_an_emulator_that_does_not_start_is_given_up(
     texts: dict[str, str | None], sentence: str, monkeypatch: pytest.MonkeyPatch, sdk: Sdk

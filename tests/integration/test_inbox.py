@@ -276,5 +276,5 @@ def test_drivers(stack: DbApi, bank: Database, account: str) -> None:
     with stack.transaction() as handle:
         transaction = stack.connection(handle)
         stack.execute(handle, "UPDATE Accounts SET Cents = 0 WHERE AccountId = %s", account)
-        with pytest.raises(outbox.InvalidTransaction, match="Use process_once of outbox.ext.sqlalchemy"):
+        with pytest.raises(outbox.InvalidTransaction, match=r"Use process_once of outbox\.ext\.sqlalchemy"):
             inbox.process_once(transaction.transaction_checkout(), message(id), consumer="billing")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outbox.devtools.child_process import LOOPBACK
-from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, running_spanner
+from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, running_one
 from tests.manifests.rendering import OVERLAYS, ROOT, Objects, container, environment, rendered, the, worker
 from tests.support.processes import Process, run, started
 from tests.support.waiting import eventually
@@ -80,5 +80,5 @@ def test_the_emulators_are_started_as_outbox_emulators_does() -> None:
         port = found["ports"][0]["containerPort"]
         wanted = " ".join([f"/google-cloud-sdk/{program.path}", *program.arguments])
         assert command.startswith(wanted.replace(LOOPBACK, "0.0.0.0").replace("{port}", str(port)))
-    with running_spanner(flags=container(deployment, "spanner")["command"][3:]) as host:
+    with running_one(SPANNER, flags=container(deployment, "spanner")["command"][3:]) as host:
         assert host

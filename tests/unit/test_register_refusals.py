@@ -100,7 +100,10 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         (-(2**63) - 1, "priority is outside of int64, which is -2**63 to 2**63 - 1"),
         (2**64, "priority is outside of int64, which is -2**63 to 2**63 - 1"),
         (10**100, "priority is outside of int64, which is -2**63 to 2**63 - 1"),
-        (-(10**5000), "priority is outside of int64, which is -2**63 to 2**63 - 1"),  # of more digits than Python writes
+        (
+            -(10**5000),
+            "priority is outside of int64, which is -2**63 to 2**63 - 1",
+        ),  # of more digits than Python writes
         ("high", "priority is str. It must be an int"),
         (True, "priority is bool. It must be an int"),
     ],
