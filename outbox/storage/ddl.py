@@ -122,85 +122,51 @@ def _replace(pattern: str, replacement: str, text: str) -> str:
 
 
 _TABLE = re.compile(
-    r"CREATE TABLE (\w+) \((.+)\) PRIMARY KEY \(([\w ,]+)\)(?:, ROW DELETION POLICY \((\w+\([\w ,]+\))\))?"
+    r"CREATE TABLE (\w+) \(\n(.+)\n\) PRIMARY KEY \(([\w ,]+)\)(?:,\s+ROW DELETION POLICY \((\w+\([\w ,]+\))\))?",
+    re.DOTALL,
 )
-_COLUMN = re.compile(
-    r"(\w+) (\w+(?:\(\w+\))?)( NOT NULL)?(?: AS \((.+)\) STORED)?(?: DEFAULT \((.+)\))?"
-    r"( OPTIONS \(allow_commit_timestamp = true\))?"
+_INDEX = re.compile(
+    r"CREATE INDEX (\w+)\s+ON (\w+) \(([\w ,]+)\)(?:\s+STORING \(([\w ,]+)\))?(\s+WHERE \w+ IS NOT NULL)?"
 )
-_CHECK = re.compile(r"CONSTRAINT (\w+) CHECK \((.+)\)")
-_INDEX = re.compile(r"CREATE INDEX (\w+) ON (\w+) \(([\w ,]+)\)(?: STORING \(([\w ,]+)\))?( WHERE \w+ IS NOT NULL)?")
-_STREAM = re.compile(r"CREATE CHANGE STREAM (\w+) FOR (\w+\(\w+\)) OPTIONS \([^()]+\)")
+_STREAM = re.compile(r"CREATE CHANGE STREAM (\w+)\s+FOR (\w+\(\w+\))\s+OPTIONS \([^()]+\)")
 
 
 def parse(statement: str) -> Shape:
-    """Return the shape that a statement of schema.sql makes. Raises ValueError for DDL that is not used there."""
-    text = " ".join(statement.split())
-    if match := _TABLE.fullmatch(text):
+    """Return the shape that a statement of schema.sql makes. Raises ValueError for DDL that is not used there.
+
+    Each column and each constraint has a line of its own in schema.sql.
+    """
+    if match := _TABLE.fullmatch(statement):
         name, elements, key, policy = match.groups()
         parts = {"primary key": key}
-        for element in _split(elements):
-            parts |= _element(element)
+        for element in elements.split(",\n"):
+            word, text = " ".join(element.split()).split(maxsplit=1)
+            if word == "CONSTRAINT":
+                constraint, text = text.split(maxsplit=1)
+                parts[f"constraint {constraint}"] = text
+            else:
+                parts |= column(word, text)
         if "column SentAt" in parts:
             parts |= retention(policy)
         return Shape(f"table {name}", parts)
-    if match := _INDEX.fullmatch(text):
+    if match := _INDEX.fullmatch(statement):
         name, table, key, stored, filtered = match.groups()
-        parts = index(table, key, _split(stored or ""))
+        parts = index(table, key, stored.split(", ") if stored else ())
         if filtered:
             # INFORMATION_SCHEMA does not show the WHERE clause. IS_NULL_FILTERED of such an index is not documented.
             del parts["null filtered"]
         return Shape(f"index {name}", parts)
-    if match := _STREAM.fullmatch(text):
+    if match := _STREAM.fullmatch(statement):
         # Its options are not compared, because users may choose a longer retention.
         return Shape(f"change stream {match[1]}", {"watches": match[2]})
-    raise ValueError(f"not a statement that schema.sql uses: {text}")
+    raise ValueError(f"not a statement that schema.sql uses: {statement}")
 
 
-def _split(text: str) -> list[str]:
-    """Cut at the commas outside of parentheses."""
-    pieces, depth = [""], 0
-    for character in text:
-        depth += {"(": 1, ")": -1}.get(character, 0)
-        if depth < 0:
-            break
-        if character == "," and depth == 0:
-            pieces.append("")
-        else:
-            pieces[-1] += character
-    if depth != 0:
-        raise ValueError(f"parentheses do not match: {text}")
-    return [piece.strip() for piece in pieces if piece.strip()]
-
-
-def _element(text: str) -> dict[str, str]:
-    if match := _CHECK.fullmatch(text):
-        return {f"constraint {match[1]}": f"CHECK ({match[2]})"}
-    if match := _COLUMN.fullmatch(text):
-        name, type_, required, generated, default, commit_timestamp = match.groups()
-        for expression in (generated, default):
-            _split(expression or "")  # raises if the pattern has matched several expressions
-        return column(
-            name, type_, required=required, generated=generated, default=default, commit_timestamp=commit_timestamp
-        )
-    raise ValueError(f"not a column or constraint that schema.sql uses: {text}")
-
-
-def column(
-    name: str, type: str, *, required: object, generated: str | None, default: str | None, commit_timestamp: object,
-    stored: object = True,
-) -> dict[str, str]:  # fmt: skip
-    """Return the parts of a column: its text, and for Shard the number of shards."""
-    parts = {}
-    if re.fullmatch(r"shard\d*", normal(name)) and generated and (count := re.search(r"\b(\d+)\W*$", generated)):
-        # A part of its own, so that any number can be accepted.
-        parts[SHARD_COUNT] = count[1]
-        generated = f"{generated[: count.start()]}N{generated[count.end(1) :]}"
-    text = type + (" NOT NULL" if required else "")
-    text += f" AS ({generated})" + (" STORED" if stored else "") if generated else ""
-    text += f" DEFAULT ({default})" if default else ""
-    text += " OPTIONS (allow_commit_timestamp = true)" if commit_timestamp else ""
-    return parts | {f"column {name}": text}
+def column(name: str, text: str) -> dict[str, str]:
+    """Return the parts of a column: its text, and for Shard also the number of shards, which may be any."""
+    if re.fullmatch(r"shard\d*", name.lower()) and (count := re.search(r"\b(\d+)(?=\W+STORED$)", text)):
+        return {SHARD_COUNT: count[1], f"column {name}": f"{text[: count.start()]}N{text[count.end() :]}"}
+    return {f"column {name}": text}
 
 
 def retention(policy: str | None) -> dict[str, str]:
@@ -229,9 +195,9 @@ def index(
 
 
 def compare(shape: Shape, found: Mapping[str, str] | None, free: Collection[str]) -> Iterator[str]:
-    """Yield a sentence for each part of `shape` that is not in `found` (parts by `normal` name) or is different there.
+    """Yield a sentence for each part of `shape` that is missing in `found` (parts by `normal` name) or different there.
 
-    `found` is None if the object is missing; the parts named in `free` may be anything.
+    `found` is None if the object is missing. The parts named in `free` may have any text.
     """
     if found is None:
         yield f"{shape.title} is missing"

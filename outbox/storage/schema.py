@@ -15,35 +15,15 @@ from google.cloud.spanner_v1 import CreateSessionRequest, Session, param_types
 from google.cloud.spanner_v1.database import Database
 
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
+from outbox.storage import ddl
 from outbox.storage.connection import retry_and_timeout
-from outbox.storage.ddl import (
-    OPERATIONS,
-    OWN_CHOICES,
-    RETENTION,
-    SHARD_COUNT,
-    Shape,
-    column,
-    compare,
-    index,
-    normal,
-    parse,
-    retention,
-    statements,
-)
+from outbox.storage.ddl import OPERATIONS, OWN_CHOICES, RETENTION, SHARD_COUNT, Shape, normal, statements
 from outbox.storage.layout import COLUMN, Layout
 
 __all__ = [
-    "OPERATIONS",
-    "OWN_CHOICES",
-    "RETENTION",
-    "SHARD_COUNT",
-    "apply",
-    "differences",
-    "layout",
-    "layouts",
-    "service_errors",
-    "statements",
-]
+    "OPERATIONS", "OWN_CHOICES", "RETENTION", "SHARD_COUNT", "apply", "differences", "layout", "layouts",
+    "service_errors", "statements",
+]  # fmt: skip
 
 #: Seconds for the first call, which reports an unreachable Spanner, and for a read of INFORMATION_SCHEMA after it. In a
 #: database with very many objects this read takes many seconds.
@@ -65,10 +45,10 @@ def differences(
         NotReached: Spanner does not answer, or the database or the permission to read it is missing.
     """
     try:
-        found = _read(database, shapes := [parse(statement) for statement in expected], request)
+        found = _read(database, shapes := [ddl.parse(statement) for statement in expected], request)
     except SchemaDiffers as error:
         return [str(error)]
-    return [sentence for shape in shapes for sentence in compare(shape, found.get(normal(shape.title)), free)]
+    return [sentence for shape in shapes for sentence in ddl.compare(shape, found.get(normal(shape.title)), free)]
 
 
 def layout(database: Database, **request: Any) -> Layout:
@@ -92,7 +72,7 @@ def layouts(database: Database, **request: Any) -> dict[Layout, dict[str, str]]:
         raise NotReached(f"{database.name}: table AsynchronousTasks is missing; run `outbox schema apply`")
     found = {}
     for name, generated in columns:
-        parts = column(name, "INT64", required=True, generated=generated, default=None, commit_timestamp=False)
+        parts = ddl.column(name, f"({generated}) STORED")
         suffix = name.lower().removeprefix(COLUMN.lower())
         if SHARD_COUNT in parts:
             states = {
@@ -127,12 +107,12 @@ def apply(
         NotReached: Spanner does not answer, or the database or a permission is missing.
         OutboxError: Spanner refused the update, for instance because another client is creating the same tables.
     """
-    shapes = [parse(statement) for statement in wanted]
+    shapes = [ddl.parse(statement) for statement in wanted]
     found = _read(database, shapes, request)
     # An index whose backfill has not finished counts as existing.
     free = {*free, "state"}
     there = [shape for shape in shapes if normal(shape.title) in found]
-    wrong = [sentence for shape in there for sentence in compare(shape, found[normal(shape.title)], free)]
+    wrong = [sentence for shape in there for sentence in ddl.compare(shape, found[normal(shape.title)], free)]
     if wrong:
         raise SchemaDiffers(
             "\n  ".join(
@@ -209,20 +189,20 @@ def _read(database: Database, shapes: Sequence[Shape], request: Mapping[str, Any
     names = [shape.name.lower() for shape in shapes]
     [[tables, columns, checks, indexes, streams]] = _query(database, _OBJECTS, request, names=names)
     for table, policy in tables:
-        add(f"table {table}", retention(policy))
+        add(f"table {table}", ddl.retention(policy))
     for table, name, type_, nullable, generated, stored, default, timestamp in columns:
-        parts = column(
-            name, type_, required=nullable == "NO", generated=generated, default=default,
-            commit_timestamp=timestamp, stored=stored == "YES",
-        )  # fmt: skip
-        add(f"table {table}", parts)
+        text = type_ + (" NOT NULL" if nullable == "NO" else "")
+        text += f" AS ({generated})" + (" STORED" if stored == "YES" else "") if generated else ""
+        text += f" DEFAULT ({default})" if default else ""
+        text += " OPTIONS (allow_commit_timestamp = true)" if timestamp else ""
+        add(f"table {table}", ddl.column(name, text))
     for table, name, clause in checks:
         add(f"table {table}", {f"constraint {name}": f"CHECK ({clause})"})
     for table, name, unique, null_filtered, state, key, stored in indexes:
         if name == "PRIMARY_KEY":
             add(f"table {table}", {"primary key": ", ".join(key)})
         else:
-            parts = index(table, ", ".join(key), stored, unique=unique, null_filtered=null_filtered, state=state)
+            parts = ddl.index(table, ", ".join(key), stored, unique=unique, null_filtered=null_filtered, state=state)
             add(f"index {name}", parts)
     for name, watched in streams:
         add(f"change stream {name}", {"watches": ", ".join(sorted(watched)) or "whole tables, or nothing"})

@@ -90,19 +90,14 @@ def test_numbers_out_of_range_are_refused():
         "CREATE UNIQUE INDEX I ON T (A)",
         "CREATE INDEX I ON T (A), INTERLEAVE IN P",
         "CREATE INDEX I ON T (A) STORING (B) WHERE A = 1",
-        "CREATE TABLE T (A INT64) PRIMARY KEY (A), INTERLEAVE IN PARENT P",
-        "CREATE TABLE T (A INT64 HIDDEN) PRIMARY KEY (A)",
-        "CREATE TABLE T (A INT64 AS (B)) PRIMARY KEY (A)",
-        "CREATE TABLE T (A INT64 DEFAULT (0) ON UPDATE (1)) PRIMARY KEY (A)",
-        "CREATE TABLE T (A INT64, FOREIGN KEY (A) REFERENCES U (A)) PRIMARY KEY (A)",
-        "CREATE TABLE T (A INT64 DEFAULT ((0)) PRIMARY KEY (A)",
+        "CREATE TABLE T (\n  A INT64\n) PRIMARY KEY (A), INTERLEAVE IN PARENT P",
         "CREATE CHANGE STREAM S FOR ALL OPTIONS (retention_period = '7d')",
-        "CREATE TABLE T (A INT64) PRIMARY KEY (A); CREATE TABLE U (A INT64) PRIMARY KEY (A)",
+        "CREATE TABLE T (\n  A INT64\n) PRIMARY KEY (A); CREATE TABLE U (\n  A INT64\n) PRIMARY KEY (A);",
     ],
 )
 def test_unknown_ddl_is_refused(statement: str):
     """DDL that the parser does not know is an error, never a part that is silently not compared."""
-    with pytest.raises(ValueError, match=r"not a statement|not a column|parentheses"):
+    with pytest.raises(ValueError, match="not a statement"):
         ddl.parse(statement)
 
 
