@@ -224,16 +224,15 @@ def _trace(built: Any, topic: str) -> None:
 
     It is left out if it does not fit, because tracing must not make a message invalid.
     """
-    noted = tracing.current()
-    if not noted or noted.keys() & built.attributes.keys():
+    context = tracing.current()
+    if context.keys() & built.attributes.keys():
         return
-    noted = {key: value for key, value in noted.items() if len(value) <= MAX_ATTRIBUTE_VALUE_BYTES}
-    if len(built.attributes) + len(noted) > MAX_ATTRIBUTES:
+    context = {key: value for key, value in context.items() if len(value) <= MAX_ATTRIBUTE_VALUE_BYTES}
+    if len(built.attributes) + len(context) > MAX_ATTRIBUTES:
         return
-    for key, value in noted.items():
-        built.attributes[key] = value
+    built.attributes.update(context)
     if _request_size(built, topic) > MAX_REQUEST_BYTES:
-        for key in noted:
+        for key in context:
             del built.attributes[key]
 
 

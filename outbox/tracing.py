@@ -32,9 +32,9 @@ def current() -> dict[str, str]:
 
 def span_of(attributes: Mapping[str, str]) -> trace.SpanContext | None:
     """Return the span context in the attributes of a message, or None."""
-    found = {name: attributes.get(PREFIX + name, "") for name in ("traceparent", "tracestate")}
+    values = {name: attributes.get(PREFIX + name, "") for name in ("traceparent", "tracestate")}
     # A row may hold megabytes, and old versions of the API parse them in quadratic time.
-    context = {name: value for name, value in found.items() if 0 < len(value) <= MAX_CHARACTERS}
+    context = {name: value for name, value in values.items() if 0 < len(value) <= MAX_CHARACTERS}
     span = trace.get_current_span(_propagator.extract(context)).get_span_context() if context else None
     return span if span is not None and span.is_valid else None
 

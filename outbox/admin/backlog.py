@@ -215,17 +215,17 @@ def _oldest_age_at(table: TaskTable, at: datetime) -> float:
 
     paused = {topic for topic, is_paused, *_ in ask(statements.CONTROLS) if is_paused}
     topics = [topic for topic in table.topics(MAX_TOPICS + len(paused), at) if topic not in paused][:MAX_TOPICS]
-    found = ask(statements.OLDEST_DUE, shards=list(table.shards), topics=topics, limit=FIRST_DUE, now=at)[0]
+    times = ask(statements.OLDEST_DUE, shards=list(table.shards), topics=topics, limit=FIRST_DUE, now=at)[0]
     max_priorities = dict.fromkeys(product(table.shards, topics), _HIGHEST)
     for _ in range(MAX_QUERIES):
         if max_priorities:
             rows = ask(statements.OLDEST_READY, **_range_values(max_priorities))
-            found += [created for _, _, _, created in rows]
+            times += [created for _, _, _, created in rows]
             max_priorities = {(shard, topic): priority - 1 for shard, topic, priority, _ in rows if priority > _LOWEST}
     if max_priorities:
         limit = max(MIN_COUNT_LIMIT, min(COUNT_LIMIT, MAX_TOTAL // len(max_priorities)))
-        found += ask(statements.OLDEST_OF_SOME_READY, **_range_values(max_priorities), limit=limit)[0]
-    oldest = min((each for each in found if each), default=at)
+        times += ask(statements.OLDEST_OF_SOME_READY, **_range_values(max_priorities), limit=limit)[0]
+    oldest = min(filter(None, times), default=at)
     return max(0.0, (at - oldest).total_seconds())
 
 

@@ -129,8 +129,8 @@ def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> Count:
     if selection.ids is not None:
         statement = statements.by_ids(selection.condition)
         chunks = chunked(selection.ids, CHUNK)
-        rows = (table.query(statement, "outbox-count", selection.values | {"ids": ids}) for ids in chunks)
-        return Count(sum(_Row(*row).matches for found in rows for row in found))
+        answers = (table.query(statement, "outbox-count", selection.values | {"ids": ids}) for ids in chunks)
+        return Count(sum(_Row(*row).matches for rows in answers for row in rows))
     limit = NO_LIMIT if exact else COUNT_LIMIT
     statement = statements.count_of_state(_state(selection), selection.names)
     values = selection.values | _ranges(table, selection) | {"limit": limit}
@@ -202,9 +202,9 @@ def _release_heads(table: TaskTable, keys: Sequence[tuple[str, str, int]]) -> st
     Return None, or a warning if that failed. The tasks are then sent when their deferral ends.
     """
     try:
-        for some in chunked(keys, RELEASED_AT_ONCE):
+        for chunk in chunked(keys, RELEASED_AT_ONCE):
             values = {
-                name: [key[position] for key in some] for position, name in enumerate(("topics", "keys", "shards"))
+                name: [key[position] for key in chunk] for position, name in enumerate(("topics", "keys", "shards"))
             }
             key_heads = [id for (id,) in table.query(statements.KEY_HEADS, "outbox-wake", values, seconds=SCAN_SECONDS)]
             if key_heads:
@@ -226,7 +226,7 @@ def _change(
     """Change the selection with `write`, and record it as the operation `name` in the same transactions."""
     tag = f"outbox-{name}"
     record = ChunkedRecord(table, name, dataclasses.asdict(selection) | {"reason": reason})
-    chunks = _found(table, selection, tag) if selection.ids is None else chunked(selection.ids, CHUNK)
+    chunks = _selected_ids(table, selection, tag) if selection.ids is None else chunked(selection.ids, CHUNK)
     statement = statements.locked(selection.condition)
     for ids in chunks:
         # Sorted, so that two commands lock the rows in the same order.
@@ -247,15 +247,15 @@ def _change(
 
 
 def _outcome(ids: Sequence[str], rows: Sequence[_Row]) -> Outcome:
-    found = {row.id for row in rows}
+    existing = {row.id for row in rows}
     return Outcome(
         changed=tuple(row.id for row in rows if row.matches),
         unchanged={row.id: row.state for row in rows if not row.matches},
-        missing=tuple(id for id in ids if id not in found),
+        missing=tuple(id for id in ids if id not in existing),
     )
 
 
-def _found(table: TaskTable, selection: TaskSelection, tag: str) -> Iterator[Sequence[str]]:
+def _selected_ids(table: TaskTable, selection: TaskSelection, tag: str) -> Iterator[Sequence[str]]:
     """Yield the IDs of the selection in chunks, shard by shard."""
     state = _state(selection)
     statement = statements.next_ids(state, selection.names)
@@ -263,9 +263,9 @@ def _found(table: TaskTable, selection: TaskSelection, tag: str) -> Iterator[Seq
     for shard in table.shards:
         values = selection.values | topics | {"shard": shard, "limit": PAGE}
         values |= {"after": selection.since or _LONG_AGO} if state == "sent" else {"after_id": ""}
-        first, more = "", True
-        while more and (rows := table.query(statement, tag, values, seconds=SCAN_SECONDS)):
-            more = len(rows) == PAGE
+        first, is_full = "", True
+        while is_full and (rows := table.query(statement, tag, values, seconds=SCAN_SECONDS)):
+            is_full = len(rows) == PAGE
             if rows[0][0] == first:
                 raise OutboxError(
                     f"stopped, because task {first!r} was changed and matches the selection again. Does another "

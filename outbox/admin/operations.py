@@ -46,11 +46,11 @@ def record(transaction: Transaction, principal: str, name: str, selection: Mappi
 
 def as_json(selection: Mapping[str, Any]) -> str:
     """Return a selection as the column Selection stores it: without empty values, and with at most RECORDED_IDS IDs."""
-    given = {name: value for name, value in selection.items() if value is not None}
-    ids: Sequence[str] = given.get("ids", ())
+    values = {name: value for name, value in selection.items() if value is not None}
+    ids: Sequence[str] = values.get("ids", ())
     if len(ids) > RECORDED_IDS:
-        given |= {"ids": ids[:RECORDED_IDS], "more_ids": len(ids) - RECORDED_IDS}
-    return json.dumps(given, ensure_ascii=False, default=shown)
+        values |= {"ids": ids[:RECORDED_IDS], "more_ids": len(ids) - RECORDED_IDS}
+    return json.dumps(values, ensure_ascii=False, default=shown)
 
 
 @dataclasses.dataclass(slots=True)

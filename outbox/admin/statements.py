@@ -47,25 +47,13 @@ _RANGES = {
 _AS_INDEXED = "AvailableAt, Priority DESC, CreatedAt"
 _PENDING_ORDER = "Priority DESC, CreatedAt"
 
+#: The types of all parameters.
 TYPES = {
-    "after": param_types.TIMESTAMP,
-    "after_id": param_types.STRING,
-    "max_priorities": param_types.Array(param_types.INT64),
-    "error": param_types.STRING,
-    "from_topic": param_types.STRING,
-    "id": param_types.STRING,
-    "ids": param_types.Array(param_types.STRING),
-    "keys": param_types.Array(param_types.STRING),
-    "limit": param_types.INT64,
-    "range_topics": param_types.Array(param_types.STRING),
-    "now": param_types.TIMESTAMP,
-    "range_shards": param_types.Array(param_types.INT64),
-    "shard": param_types.INT64,
-    "shards": param_types.Array(param_types.INT64),
-    "since": param_types.TIMESTAMP,
-    "topic": param_types.STRING,
-    "topics": param_types.Array(param_types.STRING),
-    "until": param_types.TIMESTAMP,
+    **dict.fromkeys(("after", "now", "since", "until"), param_types.TIMESTAMP),
+    **dict.fromkeys(("after_id", "error", "from_topic", "id", "topic"), param_types.STRING),
+    **dict.fromkeys(("limit", "shard"), param_types.INT64),
+    **dict.fromkeys(("ids", "keys", "range_topics", "topics"), param_types.Array(param_types.STRING)),
+    **dict.fromkeys(("max_priorities", "range_shards", "shards"), param_types.Array(param_types.INT64)),
 }
 
 NOW = "SELECT CURRENT_TIMESTAMP()"
@@ -197,13 +185,13 @@ def narrowed(state: str | None, names: Collection[str]) -> str:
 
 
 def _parts(state: str, columns: str, names: Collection[str]) -> list[str]:
-    more = narrowed(state, names)
+    narrowing = narrowed(state, names)
     if state == "sent":
         return [
-            f"SELECT {columns} FROM {TO_SEND} WHERE Shard = in_shard AND SentAt IS NOT NULL{more} ORDER BY SentAt DESC"
+            f"SELECT {columns} FROM {TO_SEND} WHERE Shard = in_shard AND SentAt IS NOT NULL{narrowing} ORDER BY SentAt DESC"
         ]
     return [
-        f"SELECT {columns} FROM {TO_SEND} WHERE {_OF_TOPIC} AND {each}{more} ORDER BY {TO_SEND_ORDER}"
+        f"SELECT {columns} FROM {TO_SEND} WHERE {_OF_TOPIC} AND {each}{narrowing} ORDER BY {TO_SEND_ORDER}"
         for each in _RANGES[state]
     ]
 
@@ -249,16 +237,16 @@ def next_ids(state: str, names: Collection[str]) -> str:
     A page of sent tasks begins at @after, in index order, because all tasks before it have been changed. A page of
     other tasks begins after @after_id, so that a task that fails and is dead again is not selected twice.
     """
-    more = narrowed(state, names)
+    narrowing = narrowed(state, names)
     if state == "sent":
         return f"""
-SELECT Id, SentAt FROM {TO_SEND} WHERE Shard = @shard AND SentAt >= @after{more}
+SELECT Id, SentAt FROM {TO_SEND} WHERE Shard = @shard AND SentAt >= @after{narrowing}
 ORDER BY {TO_SEND_ORDER}, Id LIMIT @limit"""
     [range_] = _RANGES[state]
     return f"""
 SELECT Id, SentAt FROM UNNEST(@topics) AS of_topic
 {SEEK} {TO_SEND} ON Shard = @shard AND SentAt IS NULL AND Topic = of_topic AND {range_}
-WHERE Id > @after_id{more}
+WHERE Id > @after_id{narrowing}
 ORDER BY Id LIMIT @limit"""
 
 

@@ -114,29 +114,40 @@ class TaskTable:
 
     def topics(self, count: int | None = None, at: datetime | None = None) -> list[str]:
         """Return the topics that have an unsent task or a row of AsynchronousTaskTopics, sorted, at most `count`."""
-        found = {name for (name,) in self.query(statements.CONTROLLED_TOPICS, "outbox-topics", at=at)}
-        seen: str | None = ""  # `found` is complete up to this topic, and as a whole if this is None
+        topics = {name for (name,) in self.query(statements.CONTROLLED_TOPICS, "outbox-topics", at=at)}
+        seen: str | None = ""  # `topics` is complete up to this topic, and as a whole if this is None
         begin = ""  # another writer may have inserted the empty name
-        while seen is not None and (count is None or sum(name <= seen for name in found) < count):
+        while seen is not None and (count is None or sum(name <= seen for name in topics) < count):
             values = {"shards": list(self.shards), "from_topic": begin, "limit": TOPIC_ROWS}
             rows = self.query(statements.NEXT_TOPICS, "outbox-topics", values, at=at, seconds=SCAN_SECONDS)
             last, number = dict[int, str](), Counter[int]()
             for shard, topic, tasks in rows:
                 last[shard] = max(topic, last.get(shard, ""))
                 number[shard] += tasks
-                found.add(topic)
+                topics.add(topic)
             seen = min((last[shard] for shard in last if number[shard] == TOPIC_ROWS), default=None)
             begin = f"{seen}\0"  # the next possible name
-        return sorted(found)[:count]
+        return sorted(topics)[:count]
 
     def transact(self, tag: str, work: "Callable[[Transaction], T]") -> T:
         """Run `work` in a read-write transaction, retry it if Spanner aborts it, and return its result.
 
         The transaction is serializable and pessimistic. Otherwise the hint in `statements.locked` has no effect.
         """
+
+        def attempt(transaction: Any) -> T:
+            try:
+                return work(Transaction(transaction, tag, self.layout))
+            except Aborted:
+                raise  # the client runs the function again
+            except GoogleAPIError:
+                # The client keeps the locks after an error of its own classes, and rolls back after any other.
+                with schema.service_errors(self.name):
+                    raise
+
         with self._errors():
             result: T = self._database.run_in_transaction(
-                lambda transaction: work(Transaction(transaction, self.name, tag, self.layout)),
+                attempt,
                 timeout_secs=ABORTED_SECONDS,
                 default_retry_delay=ABORTED_DELAY_SECONDS,
                 transaction_tag=tag,
@@ -167,32 +178,30 @@ class TaskTable:
 
 
 class Transaction:
-    """A read-write transaction that releases its locks even if its first statement fails."""
+    """A read-write transaction. The methods that buffer mutations are those of the client."""
 
-    def __init__(self, transaction: Any, name: str, tag: str, layout: Layout) -> None:
+    def __init__(self, transaction: Any, tag: str, layout: Layout) -> None:
         """Wrap a transaction of the client."""
-        self._transaction, self._name, self._layout = transaction, name, layout
+        self._transaction, self._layout = transaction, layout
+        self.insert_or_update, self.delete = transaction.insert_or_update, transaction.delete
         self._options = {"priority": _LOW, "request_tag": tag}
 
     def query(self, statement: str, parameters: Mapping[str, Any]) -> list[list[Any]]:
         """Return all rows of one statement."""
-        types = {name: statements.TYPES[name] for name in parameters}
-        with self._translated_errors():
-            return list(
-                self._transaction.execute_sql(
-                    self._layout.sql(statement),
-                    params=parameters,
-                    param_types=types,
-                    request_options=self._options,
-                    **retry_and_timeout(LOCK_SECONDS),
-                )
+        return list(
+            self._transaction.execute_sql(
+                self._layout.sql(statement),
+                params=parameters,
+                param_types={name: statements.TYPES[name] for name in parameters},
+                request_options=self._options,
+                **retry_and_timeout(LOCK_SECONDS),
             )
+        )
 
     def read(self, table: str, columns: Sequence[str], keys: Any) -> list[list[Any]]:
         """Return the rows of `keys`, with shared locks."""
-        with self._translated_errors():
-            options = {"request_options": self._options, **retry_and_timeout(QUERY_SECONDS)}
-            return list(self._transaction.read(table, columns, keys, **options))
+        options = {"request_options": self._options, **retry_and_timeout(QUERY_SECONDS)}
+        return list(self._transaction.read(table, columns, keys, **options))
 
     def update(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Buffer an update of `rows`. Do nothing if there are none, because Spanner rejects an empty update."""
@@ -203,22 +212,3 @@ class Transaction:
         """Buffer new rows. Do nothing if there are none."""
         if rows:
             self._transaction.insert(table, columns, rows)
-
-    def insert_or_update(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Buffer rows that replace existing ones."""
-        self._transaction.insert_or_update(table, columns, rows)
-
-    def delete(self, table: str, keys: Any) -> None:
-        """Buffer a deletion."""
-        self._transaction.delete(table, keys)
-
-    @contextlib.contextmanager
-    def _translated_errors(self) -> Iterator[None]:
-        """Translate the errors of the client, because it rolls back after any error except those of its own classes."""
-        try:
-            yield
-        except Aborted:
-            raise  # the client retries the function
-        except GoogleAPIError:
-            with schema.service_errors(self._name):
-                raise

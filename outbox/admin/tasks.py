@@ -55,11 +55,11 @@ def listed(table: TaskTable, selection: TaskSelection, limit: int, at: datetime 
     if selection.state == "sent":
         return _newest(table, selection, limit, now)
     topics = [selection.topic] if selection.topic is not None else table.topics(at=now)
-    found: list[Task] = []
+    tasks: list[Task] = []
     for state in (selection.state,) if selection.state else UNSENT:
-        if len(found) < limit:
-            found += _of_state(table, state, selection, limit - len(found), now, topics=topics)
-    return found
+        if len(tasks) < limit:
+            tasks += _of_state(table, state, selection, limit - len(tasks), now, topics=topics)
+    return tasks
 
 
 def _newest(table: TaskTable, selection: TaskSelection, limit: int, now: datetime) -> list[Task]:
@@ -67,9 +67,9 @@ def _newest(table: TaskTable, selection: TaskSelection, limit: int, now: datetim
     until = selection.until or now + timedelta(seconds=1)
     for window in WINDOWS:
         since = max(filter(None, (selection.since, until - window)))
-        found = _of_state(table, "sent", dataclasses.replace(selection, since=since), limit, now)
-        if len(found) >= limit or (selection.since is not None and since <= selection.since):
-            return found
+        tasks = _of_state(table, "sent", dataclasses.replace(selection, since=since), limit, now)
+        if len(tasks) >= limit or (selection.since is not None and since <= selection.since):
+            return tasks
     return _of_state(table, "sent", selection, limit, now)
 
 
@@ -86,11 +86,11 @@ def _of_state(
 
 def beginning_with(table: TaskTable, prefixes: Sequence[str], limit: int) -> dict[str, list[str]]:
     """Return the IDs of the first `limit` tasks that begin with each of `prefixes`, sorted, if there are any."""
-    found: dict[str, list[str]] = defaultdict(list)
+    matches: dict[str, list[str]] = defaultdict(list)
     for ids in chunked(prefixes, CHUNK):
         for prefix, id in table.query(statements.BEGINNING_WITH, "outbox-show", {"ids": list(ids), "limit": limit}):
-            found[prefix].append(id)
-    return {prefix: sorted(ids) for prefix, ids in found.items()}
+            matches[prefix].append(id)
+    return {prefix: sorted(ids) for prefix, ids in matches.items()}
 
 
 def task(table: TaskTable, id: str) -> Task | None:

@@ -56,5 +56,5 @@ def text(counts: Sequence[dict[str, Any]]) -> str:
          shortened(each["error"])]
         for each in counts[:ROWS]
     ]  # fmt: skip
-    more = f"\n... and {len(counts) - ROWS:,} more" if len(counts) > ROWS else ""
-    return "\n" + table(("TASKS", "STATE", "TOPIC", "ERROR"), rows) + more
+    others = f"\n... and {len(counts) - ROWS:,} more" if len(counts) > ROWS else ""
+    return "\n" + table(("TASKS", "STATE", "TOPIC", "ERROR"), rows) + others

@@ -141,7 +141,7 @@ def add_ids(parser: argparse.ArgumentParser) -> None:
 
 
 def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
-    """Return the given task IDs without duplicates, or None if none are given. Raises SettingError, OutboxError."""
+    """Return the task IDs on the command line and in the file without duplicates, or None if there are none. Raises SettingError, OutboxError."""
     if options.ids_file is None:
         return tuple(dict.fromkeys(options.ids)) or None
     where = "stdin" if options.ids_file == "-" else options.ids_file
@@ -153,10 +153,10 @@ def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
         raise SettingError(f"--ids-file: {where!r} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise SettingError(f"--ids-file: {where!r} is not UTF-8: {error.reason} at byte {error.start:,}") from None
-    found = [_id(line.strip(), f"{where}, line {number:,}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not found and not options.ids:
+    listed = [_id(line.strip(), f"{where}, line {number:,}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not listed and not options.ids:
         raise OutboxError(f"{where} contains no task IDs. Nothing was changed")
-    return tuple(dict.fromkeys([*options.ids, *found]))
+    return tuple(dict.fromkeys([*options.ids, *listed]))
 
 
 def full_ids(table: "TaskTable", options: argparse.Namespace, wanted: Sequence[str]) -> tuple[str, ...]:

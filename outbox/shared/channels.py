@@ -26,13 +26,13 @@ def credentials(service: str, *, plaintext: object) -> Any:
     if plaintext:
         return AnonymousCredentials()
     try:
-        found, _ = google.auth.default()
+        default, _ = google.auth.default()
     except google.auth.exceptions.DefaultCredentialsError as error:
         raise NotReached(
             f"{service}: no credentials found. Run `gcloud auth application-default login`, give the pod a service "
             f"account, or set the emulators' variables (`outbox emulators` prints them). {error}"
         ) from error
-    return found
+    return default
 
 
 def channel(transport: Any, plaintext: str | None) -> grpc.Channel | Callable[..., grpc.Channel]:

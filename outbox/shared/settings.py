@@ -1,8 +1,8 @@
 """One list of fields feeds flags, environment variables, help texts and the reference page.
 
-A settings class is a frozen dataclass whose fields are made by `setting`. A flag wins over its environment variable
-(`OUTBOX_` and the flag's name in capitals), which wins over the default. A wrong value is a SettingError, a sentence
-that names where it came from, the value and what is allowed. Standard library only.
+A settings class is a frozen dataclass whose fields are declared with `setting`. A flag overrides its environment
+variable (`OUTBOX_` and the flag's name in capitals), and the variable overrides the default. A wrong value is a
+SettingError that names the flag or variable, the value, and what is allowed. Standard library only.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _OF_KUBERNETES = re.compile(r"OUTBOX_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PO
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SettingType:
-    """How a text becomes a value: `parse` raises ValueError, `allowed` is the sentence that follows then."""
+    """How a text becomes a value. `parse` raises ValueError, and `allowed` says in an error what is allowed."""
 
     parse: Callable[[str], Any]
     allowed: str
@@ -70,27 +70,27 @@ def _nearest(variable: str) -> str:
 
 
 def whole_number(low: int, high: int) -> SettingType:
-    """Return the kind of integers from `low` to `high`."""
+    """Return the type of integers from `low` to `high`."""
     return SettingType(lambda text: _between(int(text), low, high), f"a whole number from {low:,} to {high:,}")
 
 
 def seconds(low: float, high: float) -> SettingType:
-    """Return the kind of durations in seconds from `low` to `high`."""
+    """Return the type of durations in seconds from `low` to `high`."""
     return SettingType(lambda text: _between(float(text), low, high), f"seconds from {low:,.12g} to {high:,.12g}")
 
 
 def fraction(low: float, high: float) -> SettingType:
-    """Return the kind of shares from `low` to `high`."""
+    """Return the type of fractions from `low` to `high`."""
     return SettingType(lambda text: _between(float(text), low, high), f"a number from {low:g} to {high:g}")
 
 
 def one_of(*choices: str) -> SettingType:
-    """Return the kind of texts that are one of `choices`."""
+    """Return the type of texts that are one of `choices`."""
     return SettingType(lambda text: choices[choices.index(text)], " or ".join(choices), choices)
 
 
 def matching(pattern: str, allowed: str) -> SettingType:
-    """Return the kind of texts that match all of `pattern`."""
+    """Return the type of texts that match all of `pattern`."""
 
     def parse(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -133,13 +133,15 @@ DATABASE_ID = matching(r"[a-z][a-z0-9_-]{1,29}", "2 to 30 characters of a-z, 0-9
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The base class: a settings class has fields made by `setting`."""
+    """The base class of all settings classes."""
 
     @classmethod
     def add_flags(cls, parser: argparse._ActionsContainer, *, without: type | None = None) -> None:
         """Give `parser` one flag per field, except for the fields of the class `without`."""
         others = {field.name for field in dataclasses.fields(without)} if without else set()
-        for field in (each for each in fields_of(cls) if each.name not in others):
+        for field in fields_of(cls):
+            if field.name in others:
+                continue
             form: dict[str, Any] = {"metavar": field.metavar}
             if field.kind is SWITCH:
                 form = {"action": "store_const", "const": "true"}
@@ -148,7 +150,7 @@ class Settings:
 
     @classmethod
     def read(cls, flags: Mapping[str, str | None], environment: Mapping[str, str] = os.environ) -> Self:
-        """Make the settings from flags given (None: not given) and `environment`. Raises SettingError."""
+        """Return the settings from `flags` (None: not passed) and `environment`. Raises SettingError."""
         return cls(**{field.name: field.value(flags.get(field.name), environment) for field in fields_of(cls)})
 
 
@@ -257,12 +259,6 @@ class Field:
 
 
 def fields_of(settings: type) -> Iterator[Field]:
-    """Yield the fields of a settings class in their order."""
+    """Yield the settings of a settings class in their order."""
     for field in dataclasses.fields(settings):
-        yield Field(
-            field.name,
-            field.metadata["default"],
-            field.metadata["kind"],
-            field.metadata["help"],
-            field.metadata["variable"],
-        )
+        yield Field(field.name, **field.metadata)

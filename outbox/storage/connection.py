@@ -117,11 +117,11 @@ def open_database(settings: DatabaseSettings, commit_seconds: float = COMMIT_SEC
     endpoint = settings.spanner_endpoint
     emulator = None if endpoint else os.environ.get("SPANNER_EMULATOR_HOST")
     plaintext = endpoint if settings.spanner_plaintext else emulator
-    found = credentials("Spanner", plaintext=plaintext)
+    account = credentials("Spanner", plaintext=plaintext)
     with _without_emulator() if endpoint else contextlib.nullcontext():
         client = spanner.Client(
             project=settings.project,
-            credentials=found,
+            credentials=account,
             client_options={"api_endpoint": endpoint} if endpoint else None,
             disable_builtin_metrics=True,
         )

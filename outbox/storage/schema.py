@@ -111,8 +111,8 @@ def apply(
     found = _read(database, shapes, request)
     # An index whose backfill has not finished counts as existing.
     free = {*free, "state"}
-    there = [shape for shape in shapes if normal(shape.title) in found]
-    wrong = [sentence for shape in there for sentence in ddl.compare(shape, found[normal(shape.title)], free)]
+    existing = [shape for shape in shapes if normal(shape.title) in found]
+    wrong = [sentence for shape in existing for sentence in ddl.compare(shape, found[normal(shape.title)], free)]
     if wrong:
         raise SchemaDiffers(
             "\n  ".join(
@@ -122,11 +122,11 @@ def apply(
                 ]
             )
         )
-    missing = [statement for statement, shape in zip(wanted, shapes, strict=True) if shape not in there]
+    missing = [statement for statement, shape in zip(wanted, shapes, strict=True) if shape not in existing]
     if missing:
         with service_errors(database.name):
             database.update_ddl(missing).result()
-    return [(shape.title, "exists" if shape in there else "created") for shape in shapes]
+    return [(shape.title, "exists" if shape in existing else "created") for shape in shapes]
 
 
 _DIALECT = "SELECT option_value FROM information_schema.database_options WHERE option_name = 'database_dialect'"

@@ -36,19 +36,19 @@ def assert_registered(
     """
     __tracebackhide__ = True  # pytest shows the line of the test
     tasks = transaction.tasks if isinstance(transaction, RecordingTransaction) else _committed(transaction)
-    found = [
+    matching = [
         task
         for task in tasks
         if topic in (None, task.topic) and (attributes or {}).items() <= dict(task.message.attributes).items()
     ]
-    if len(found) != times:
+    if len(matching) != times:
         wanted = f"topic={topic!r}, attributes={attributes!r}; expected {times}"
-        lines = [f"{len(found)} of {len(tasks)} registered tasks match {wanted}. Registered:"]
+        lines = [f"{len(matching)} of {len(tasks)} registered tasks match {wanted}. Registered:"]
         lines += map(_line, tasks[:_MAX_TASKS])
         if len(tasks) > _MAX_TASKS:
             lines.append(f"and {len(tasks) - _MAX_TASKS} more")
         raise AssertionError("\n  ".join(lines))
-    return found
+    return matching
 
 
 def _committed(database: Database) -> list[RegisteredTask]:
