@@ -248,13 +248,11 @@ class Receiver:
         try:
             self.process(message)
         except Exception as error:
-            if isinstance(error, NotReached) or (
-                isinstance(error, MissingTaskId) and self._settings.missing_task_id == "raise"
-            ):
+            has_no_id = isinstance(error, MissingTaskId)
+            if isinstance(error, NotReached) or (has_no_id and self._settings.missing_task_id == "raise"):
                 raise  # the streaming pull negatively acknowledges the message
-            with_traceback = not isinstance(error, MissingTaskId)
             text = "%s failed and will be redelivered: %s"
-            _log.error(text, self._describe(message), error, exc_info=with_traceback)
+            _log.error(text, self._describe(message), error, exc_info=not has_no_id)
             message.nack()
             return
         message.ack_with_response().add_done_callback(lambda future: self._acknowledged(message, future))
@@ -349,11 +347,8 @@ def _uncommitted(transaction: Transaction) -> Iterator[None]:
             "committed; raise an exception, and it is rolled back"
         )
 
-    names = ("commit", "rollback")
-    for name in names:
-        setattr(transaction, name, refuse)
+    transaction.commit = transaction.rollback = refuse  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for name in names:
-            delattr(transaction, name)
+        del transaction.commit, transaction.rollback  # uncovers the methods of the class

@@ -187,12 +187,11 @@ def narrowed(state: str | None, names: Collection[str]) -> str:
 def _parts(state: str, columns: str, names: Collection[str]) -> list[str]:
     narrowing = narrowed(state, names)
     if state == "sent":
-        return [
-            f"SELECT {columns} FROM {TO_SEND} WHERE Shard = in_shard AND SentAt IS NOT NULL{narrowing} ORDER BY SentAt DESC"
-        ]
+        where = "Shard = in_shard AND SentAt IS NOT NULL"
+        return [f"SELECT {columns} FROM {TO_SEND} WHERE {where}{narrowing} ORDER BY SentAt DESC"]
     return [
-        f"SELECT {columns} FROM {TO_SEND} WHERE {_OF_TOPIC} AND {each}{narrowing} ORDER BY {TO_SEND_ORDER}"
-        for each in _RANGES[state]
+        f"SELECT {columns} FROM {TO_SEND} WHERE {_OF_TOPIC} AND {range_}{narrowing} ORDER BY {TO_SEND_ORDER}"
+        for range_ in _RANGES[state]
     ]
 
 

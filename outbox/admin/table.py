@@ -35,6 +35,11 @@ _LOW = RequestOptions.Priority.PRIORITY_LOW
 SCHEMA_OPTIONS = {"priority": _LOW, "request_tag": "outbox-schema"}
 
 
+def _request(tag: str, seconds: float) -> dict[str, Any]:
+    """Return the options of one read or query."""
+    return {"request_options": {"priority": _LOW, "request_tag": tag}, **retry_and_timeout(seconds)}
+
+
 def principal(database: Database) -> str:
     """Return the account of the credentials, or `USER on HOST` if they name no account, like those of most people."""
     credentials = database._instance._client.credentials  # noqa: SLF001 - the client of a database
@@ -99,8 +104,7 @@ class TaskTable:
                     self.layout.sql(statement),
                     params=values,
                     param_types={name: statements.TYPES[name] for name in values},
-                    request_options={"priority": _LOW, "request_tag": tag},
-                    **retry_and_timeout(seconds),
+                    **_request(tag, seconds),
                 )
             )
 
@@ -109,8 +113,7 @@ class TaskTable:
     ) -> list[list[Any]]:
         """Return the rows of `keys`, read now. Takes no locks."""
         with self._errors(), self._database.snapshot() as snapshot:
-            options = {"priority": _LOW, "request_tag": tag}
-            return list(snapshot.read(table, columns, keys, request_options=options, **retry_and_timeout(seconds)))
+            return list(snapshot.read(table, columns, keys, **_request(tag, seconds)))
 
     def topics(self, count: int | None = None, at: datetime | None = None) -> list[str]:
         """Return the topics that have an unsent task or a row of AsynchronousTaskTopics, sorted, at most `count`."""
@@ -182,9 +185,8 @@ class Transaction:
 
     def __init__(self, transaction: Any, tag: str, layout: Layout) -> None:
         """Wrap a transaction of the client."""
-        self._transaction, self._layout = transaction, layout
+        self._transaction, self._tag, self._layout = transaction, tag, layout
         self.insert_or_update, self.delete = transaction.insert_or_update, transaction.delete
-        self._options = {"priority": _LOW, "request_tag": tag}
 
     def query(self, statement: str, parameters: Mapping[str, Any]) -> list[list[Any]]:
         """Return all rows of one statement."""
@@ -193,15 +195,13 @@ class Transaction:
                 self._layout.sql(statement),
                 params=parameters,
                 param_types={name: statements.TYPES[name] for name in parameters},
-                request_options=self._options,
-                **retry_and_timeout(LOCK_SECONDS),
+                **_request(self._tag, LOCK_SECONDS),
             )
         )
 
     def read(self, table: str, columns: Sequence[str], keys: Any) -> list[list[Any]]:
         """Return the rows of `keys`, with shared locks."""
-        options = {"request_options": self._options, **retry_and_timeout(QUERY_SECONDS)}
-        return list(self._transaction.read(table, columns, keys, **options))
+        return list(self._transaction.read(table, columns, keys, **_request(self._tag, QUERY_SECONDS)))
 
     def update(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Buffer an update of `rows`. Do nothing if there are none, because Spanner rejects an empty update."""

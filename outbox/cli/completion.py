@@ -4,9 +4,10 @@ import argparse
 import importlib.util
 from typing import Any
 
+from outbox.cli.flags import add as add_flag
 from outbox.cli.flags import command
 from outbox.errors import OutboxError
-from outbox.shared.settings import flag_of, one_of
+from outbox.shared.settings import one_of
 
 DESCRIPTION = """\
 Print a script that completes the commands and flags of `outbox`. It needs the extra
@@ -21,9 +22,7 @@ def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
     parser = command(commands, "completion", "print a completion script for bash, zsh or fish", DESCRIPTION)
     kind = one_of("bash", "zsh", "fish")
-    parser.add_argument(
-        "shell", type=flag_of("SHELL", kind), choices=kind.choices, metavar="SHELL", help=f"{kind.allowed}."
-    )
+    add_flag(parser, "shell", kind, f"The shell: {kind.allowed}", metavar="SHELL", choices=kind.choices)
     parser.set_defaults(run=run)
 
 

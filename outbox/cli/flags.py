@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400
 #: Min characters of a prefix of a task ID. Shorter ones are probably mistakes.
 MIN_PREFIX = 4
-PREFIX_HELP = f"the first characters of one ID, at least {MIN_PREFIX}"
+PREFIX_HELP = f"The first {MIN_PREFIX} or more characters are enough, if no other ID begins with them"
 #: Max topics that a misspelled one is compared with.
 COMPARED = 100
 
@@ -107,7 +107,7 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
 def add_selection(parser: argparse.ArgumentParser, *states: str) -> None:
     """Add `--state` with `states`, and the flags that narrow the selection."""
     kind = one_of(*states)
-    add(parser, "--state", kind, kind.allowed, metavar="STATE", choices=states)
+    add(parser, "--state", kind, f"Only tasks in this state: {kind.allowed}", metavar="STATE", choices=states)
     add_topic(parser)
     for flag in ("--since", "--until"):
         add(parser, flag, MOMENT, f"{NARROWING[flag]}. Allowed: {MOMENT.allowed}", metavar="TIME")
@@ -131,7 +131,7 @@ def check_window(since: datetime | None, until: datetime | None) -> None:
 
 def add_ids(parser: argparse.ArgumentParser) -> None:
     """Add task IDs as arguments and from a file."""
-    add(parser, "ids", ID, f"Task IDs, or {PREFIX_HELP}", metavar="ID", nargs="*")
+    add(parser, "ids", ID, f"Task IDs. {PREFIX_HELP}", metavar="ID", nargs="*")
     parser.add_argument(
         "--ids-file",
         metavar="FILE",
@@ -141,7 +141,7 @@ def add_ids(parser: argparse.ArgumentParser) -> None:
 
 
 def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
-    """Return the task IDs on the command line and in the file without duplicates, or None if there are none. Raises SettingError, OutboxError."""
+    """Return the task IDs of arguments and file, without duplicates, or None. Raises SettingError, OutboxError."""
     if options.ids_file is None:
         return tuple(dict.fromkeys(options.ids)) or None
     where = "stdin" if options.ids_file == "-" else options.ids_file

@@ -21,7 +21,7 @@ HEADS = ("STARTED", "FINISHED", "OPERATION", "TASKS", "PRINCIPAL", "SELECTION")
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = command(commands, "operations", "who changed what, and when", DESCRIPTION)
+    parser = command(commands, "operations", "list who changed what, and when", DESCRIPTION)
     add_limit(parser, "operations", 20)
     parser.add_argument("--json", action="store_true", help="Print one JSON object per line instead of a table.")
     parser.set_defaults(run=run)

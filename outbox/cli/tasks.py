@@ -46,7 +46,7 @@ def add(commands: Any) -> None:
     listing.add_argument("--json", action="store_true", help="Print one JSON object per line instead of a table.")
     listing.set_defaults(run=run_list)
     showing = flags.command(commands, "show", "show one task with its message", SHOW_DESCRIPTION)
-    flags.add(showing, "ids", flags.ID, f"Task ID, or {flags.PREFIX_HELP}", metavar="ID", nargs=1)
+    flags.add(showing, "ids", flags.ID, f"Task ID. {flags.PREFIX_HELP}", metavar="ID", nargs=1)
     form = showing.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="Print one JSON object. Binary data is in base64.")
     form.add_argument("--raw", action="store_true", help="Write only the bytes of the message data.")

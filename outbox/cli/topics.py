@@ -64,7 +64,7 @@ LIMITS = {
 
 def add(commands: Any) -> None:
     """Add the four commands to the subparsers `commands`."""
-    showing = flags.command(commands, "topics", "pauses, limits and backlog of topics", TOPICS_DESCRIPTION)
+    showing = flags.command(commands, "topics", "list topics with pauses, limits and backlog", TOPICS_DESCRIPTION)
     showing.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
     showing.add_argument("--exact", action="store_true", help="Count all tasks, without a limit.")
     showing.set_defaults(run=run_topics)
