@@ -165,8 +165,8 @@ def test_tasks_that_left_the_selection_meanwhile_are_not_changed(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
     """The rows are read again under the lock: in between, one was sent or retried, another one deleted."""
-    transact, found = TaskTable.transact, changes._found
-    monkeypatch.setattr(changes, "_found", lambda *all: iter([list(itertools.chain.from_iterable(found(*all)))]))
+    transact, found = TaskTable.transact, changes._selected_ids
+    monkeypatch.setattr(changes, "_selected_ids", lambda *all: iter([list(itertools.chain.from_iterable(found(*all)))]))
     for state, change in [*((state, changes.retry) for state in RETRIED), ("sent", changes.purge)]:
         stays, leaves, goes = names = [f"{change.__name__} {state} {name}" for name in ("stays", "leaves", "goes")]
         insert(database, [row(name, **STATES[state], Topic="t") for name in names])
