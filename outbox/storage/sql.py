@@ -1,6 +1,7 @@
 """What SQL and transactions of more than one package share."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from google.cloud.spanner_v1 import TransactionOptions
@@ -29,7 +30,20 @@ PESSIMISTIC: Mapping[str, Any] = {
 }
 
 
-def chunked(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Yield `values` in slices of at most `size`, because a commit has a limit of mutations."""
-    for start in range(0, len(values), size):
-        yield values[start : start + size]
+def chunked(
+    values: Iterable[T], size: int, max_bytes: float = math.inf, bytes_of: Callable[[T], int] = lambda _: 0
+) -> Iterator[list[T]]:
+    """Yield `values` in lists of at most `size`, because a commit has a limit of mutations and of bytes.
+
+    A list ends early with the value that reaches `max_bytes`, by `bytes_of`.
+    """
+    chunk: list[T] = []
+    total = 0
+    for value in values:
+        chunk.append(value)
+        total += bytes_of(value)
+        if len(chunk) >= size or total >= max_bytes:
+            yield chunk
+            chunk, total = [], 0
+    if chunk:
+        yield chunk

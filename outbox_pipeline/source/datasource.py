@@ -10,11 +10,12 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pyarrow as pa
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
 from outbox.errors import OutboxError, SettingError
+from outbox.shared.settings import DatabaseSettings
 from outbox.shared.times import resolved, shown
 from outbox_pipeline import schemas
 from outbox_pipeline.source import columns, parts
@@ -36,6 +37,42 @@ _TICK = timedelta(microseconds=1)
 def register_source(spark: SparkSession) -> None:
     """Register the format `outbox` in a Spark session."""
     spark.dataSource.register(OutboxDataSource)
+
+
+def read_tasks(
+    spark: SparkSession,
+    database: DatabaseSettings,
+    columns: Sequence[str],
+    at: datetime,
+    *,
+    state: str | None = None,
+    topic: str | None = None,
+    since: datetime | None = None,
+    until: datetime | None = None,
+) -> DataFrame:
+    """Return tasks as of `at`, as `spark.read.format("outbox")` does, but planned in this process.
+
+    For the jobs: Spark would start several Python processes to plan, which takes seconds.
+    """
+    partitions = max(8, 4 * spark.sparkContext.defaultParallelism)
+    options = Options(database, state, topic, since, until, tuple(columns), at, partitions, data_boost=False)
+    reader = OutboxReader(options, options.schema)
+    planned = reader.partitions()
+    numbers = spark.range(0, len(planned), 1, len(planned))
+    return numbers.mapInArrow(_PlannedRead(reader, planned), options.schema)
+
+
+@dataclass(frozen=True)
+class _PlannedRead:
+    """A function for `mapInArrow`: for each number, reads the part with that number."""
+
+    reader: "OutboxReader"
+    parts: Sequence[InputPartition]
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            for number in batch["id"].to_pylist():
+                yield from self.reader.read(self.parts[number])
 
 
 class OutboxDataSource(DataSource):

@@ -46,12 +46,6 @@ _KINDS = {
 NAMES = ("state", "topic", "since", "until", "columns", "readTimestamp", "partitions", "dataBoost")
 
 
-def database_options(settings: DatabaseSettings) -> dict[str, str]:
-    """Return the options that name a database."""
-    values = {option: getattr(settings, field) for option, field in _DATABASE.items()}
-    return values | {"spannerplaintext": str(settings.spanner_plaintext).lower()}
-
-
 @dataclass(frozen=True, slots=True)
 class Options:
     """The parsed options. A timedelta means a time that long ago, and `at` resolves it."""

@@ -14,7 +14,7 @@ import pyarrow as pa
 from google.cloud.spanner_v1 import KeyRange, KeySet
 
 from outbox.storage.layout import by_suffix, renamed, suffix_of
-from outbox_pipeline.chunks import chunks
+from outbox.storage.sql import chunked
 from outbox_pipeline.source import columns as arrow
 from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import TO_SEND, Table
@@ -161,7 +161,7 @@ def _batches(rows: Iterable[Sequence[Any]], names: Sequence[str]) -> Iterator[Co
             return len(row[data].string_value) * 3 // 4
         return 0 if sizes is None else int(row[sizes].string_value)
 
-    for batch in chunks(rows, BATCH_ROWS, BATCH_BYTES, size):
+    for batch in chunked(rows, BATCH_ROWS, BATCH_BYTES, size):
         yield _columns(batch, names)
 
 

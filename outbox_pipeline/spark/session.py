@@ -46,6 +46,13 @@ _ALWAYS = {
 }
 #: Spark inside this process. A Spark task has four attempts, as on a cluster.
 EMBEDDED = "local[*,4]"
+#: The JVM's slower, optimizing compiler starts only after ten times as many calls and loop iterations as by default. A
+#: job of a few thousand rows ends before optimized code saves what its compilation costs. In a job of millions of rows,
+#: the busy methods pass these numbers in the first seconds.
+_COMPILE_LATER = (
+    "-XX:Tier4InvocationThreshold=50000 -XX:Tier4MinInvocationThreshold=6000 -XX:Tier4CompileThreshold=150000 "
+    "-XX:Tier4BackEdgeThreshold=400000"
+)
 #: Inside this process, Spark accepts connections from this machine only.
 _EMBEDDED = {
     "spark.driver.host": "127.0.0.1",
@@ -78,7 +85,7 @@ def session(name: str, master: str = EMBEDDED) -> "SparkSession":
         "spark.ui.showConsoleProgress": str(sys.stderr.isatty()).lower(),
         # The default of 200 is for clusters.
         "spark.sql.shuffle.partitions": str(4 * (os.cpu_count() or 1)),
-        "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={_LOGGING.as_uri()}",
+        "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={_LOGGING.as_uri()} {_COMPILE_LATER}",
         **_EMBEDDED,
     }
     for key, value in (({} if submitted else embedded) | _ALWAYS).items():

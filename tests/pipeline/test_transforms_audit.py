@@ -178,7 +178,9 @@ def judged(spark: SparkSession) -> Judged:
             named = {name: f"{case}/{text}" if name == TASK_ID_ATTRIBUTE else text for name, text in attributes.items()}
             messages.append((message_id and f"{case}/{message_id}", at, named, data))
     deliveries = received(spark.createDataFrame(messages, MESSAGES), base64=False)
-    rows = audit.judged(audit.sends(spark.createDataFrame(tasks, TASKS), bodies=True), deliveries, RULES).persist()
+    rows = audit.judged(
+        audit.sends(decoded(spark.createDataFrame(tasks, TASKS)), bodies=True), deliveries, RULES
+    ).persist()
     found = audit.findings(rows, audit.out_of_order(rows)).persist()
     assert found.schema.simpleString() == schemas.FOUND.simpleString()
     findings: dict[str, Counter[tuple[str, str]]] = {case: Counter() for case in CASES}
@@ -186,7 +188,7 @@ def judged(spark: SparkSession) -> Judged:
         case, _, id = row.task_id.partition("/")
         findings[case][row["class"], id] += 1
     states = {_parted(row.task_id): row.state for row in rows.collect() if row.task_id}
-    lines = audit.numbers(audit.counted(rows), "hour", "topic").where("topic IS NOT NULL")
+    lines = audit.numbers(audit.counted(rows), 10_000).where(f.col("grouping") == audit.BY_HOUR_AND_TOPIC)
     lines = lines.withColumn("hour", f.date_format("hour", "H").cast("int"))
     numbers = {(*_parted(line.topic), line.hour): line.asDict() for line in lines.collect()}
     shown = Counter(row["class"] for row in audit.samples(found, 2).collect())

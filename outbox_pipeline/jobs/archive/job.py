@@ -18,8 +18,7 @@ from outbox_pipeline.jobs.archive.executor import Purge
 from outbox_pipeline.jobs.archive.transforms import archivable, checksum_columns, rebalanced
 from outbox_pipeline.jobs.archive.windows import Archive, ArchiveWindow, Manifest, bounds, floor
 from outbox_pipeline.settings import ArchiveSettings
-from outbox_pipeline.source.datasource import register_source
-from outbox_pipeline.source.options import database_options
+from outbox_pipeline.source.datasource import read_tasks
 from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.counts import totals
 
@@ -58,7 +57,6 @@ def run(
         OutboxError: the archive belongs to another database, or a window is older than the version retention period.
     """
     begin = time.monotonic()
-    register_source(spark)
     target = settings.database_settings
     job = _Job(spark, Archive(spark, settings.archive), target, open_table(target), note)
     done = Archived()
@@ -108,15 +106,11 @@ class _Job:
         folder = self.files.folder_of(since, until)
         run_folder = self.files.new_run()
         observed = Observation(f"archive {run_folder}")
-        options = database_options(self.target) | {
-            "state": "sent", "since": shown(since), "until": shown(until), "readTimestamp": shown(at),
-            "partitions": str(max(8, 4 * self.spark.sparkContext.defaultParallelism)),
-        }  # fmt: skip
-        tasks = archivable(self.spark.read.format("outbox").options(**options).load())
+        columns = schemas.TABLE.fieldNames()
+        sent = read_tasks(self.spark, self.target, columns, at, state="sent", since=since, until=until)
         # Observe after the shuffle, because Spark can compute, and count, the rows before it more than once.
-        rebalanced(tasks).observe(observed, *checksum_columns()).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(
-            str(folder / run_folder)
-        )
+        tasks = rebalanced(archivable(sent)).observe(observed, *checksum_columns())
+        tasks.write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(folder / run_folder))
         found = observed.get
         manifest = Manifest(
             database=self.table.name,

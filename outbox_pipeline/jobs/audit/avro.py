@@ -13,8 +13,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import BinaryType, MapType, StringType, StructField, StructType, TimestampType
 
 from outbox.errors import OutboxError, SettingError
+from outbox.storage.sql import chunked
 from outbox_pipeline import schemas
-from outbox_pipeline.chunks import chunks
 
 _MESSAGES = StructType(
     [
@@ -44,7 +44,7 @@ def _decode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             try:
                 file: Any = fastavro.reader(pa.BufferReader(content.as_buffer()))
                 _check(path, {field["name"] for field in file.writer_schema["fields"]})
-                for messages in chunks(file, _ROWS, _BYTES, lambda message: len(message["data"])):
+                for messages in chunked(file, _ROWS, _BYTES, lambda message: len(message["data"])):
                     yield pa.RecordBatch.from_pylist(messages, schema)
             except OutboxError:
                 raise

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,12 @@ from outbox.errors import OutboxError
 from outbox.inbox import TABLE, table_errors
 from outbox.shared.settings import DatabaseSettings
 from outbox.storage.connection import open_database, retry_and_timeout
+from outbox.storage.sql import chunked
 from outbox_pipeline import schemas
-from outbox_pipeline.chunks import chunks
 from outbox_pipeline.jobs.audit.transforms import STATES, Rules
 from outbox_pipeline.settings import AuditSettings
 from outbox_pipeline.source.columns import column, times
-from outbox_pipeline.source.parts import BATCH_ROWS, key_parts
+from outbox_pipeline.source.parts import BATCH_ROWS, KeyPart, key_parts
 from outbox_pipeline.spanner import CALL_SECONDS, READ_SECONDS
 
 #: A record, without its consumer.
@@ -33,16 +33,17 @@ _DATABASE = re.compile(r"projects/([^/]+)/instances/([^/]+)/databases/([^/]+)")
 
 @dataclass(frozen=True)
 class Inbox:
-    """The records of a consumer. For `mapInArrow`, it reads ranges of the key and yields `RECORD`."""
+    """The records of a consumer. A function for `mapInArrow`: for each number, reads that range and yields `RECORD`."""
 
     database: DatabaseSettings
     consumer: str
+    ranges: Sequence[KeyPart] = ()
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Read each range of task IDs: `first`, and `last`, which is not part of it."""
+        """Read ranges of task IDs."""
         schema = schemas.arrow(RECORD)
-        for first, last in (tuple(row.values()) for batch in batches for row in batch.to_pylist()):
-            for rows in chunks(self.rows(first, last), BATCH_ROWS, BATCH_ROWS, lambda _: 1):
+        for range_ in (self.ranges[number] for batch in batches for number in batch["id"].to_pylist()):
+            for rows in chunked(self.rows(range_.first, range_.last), BATCH_ROWS):
                 ids, at = zip(*rows, strict=True)
                 texts = pa.array([value.string_value for value in at], pa.string())
                 yield pa.RecordBatch.from_arrays([column("Id", ids), times(texts)], schema=schema)
@@ -66,15 +67,14 @@ def records(spark: SparkSession, settings: AuditSettings) -> DataFrame:
         database = dataclasses.replace(database, project=named[1], instance=named[2], database=named[3])
     elif settings.inbox_database:
         database = dataclasses.replace(database, database=settings.inbox_database)
-    inbox = Inbox(database, settings.inbox)
+    ranges = key_parts(max(8, 4 * spark.sparkContext.defaultParallelism))
+    inbox = Inbox(database, settings.inbox, ranges)
     if not any(True for _ in inbox.rows("", "", limit=1)):
         raise OutboxError(
             f"Consumer {settings.inbox!r} has no record in {TABLE} of {database.database}. Check --inbox and "
             "--inbox-database"
         )
-    parts = [(part.first, part.last) for part in key_parts(max(8, 4 * spark.sparkContext.defaultParallelism))]
-    ranges = spark.createDataFrame(parts, "first string, last string").repartition(len(parts))
-    return ranges.mapInArrow(inbox, RECORD)
+    return spark.range(0, len(ranges), 1, len(ranges)).mapInArrow(inbox, RECORD)
 
 
 def effects(rows: DataFrame, inbox: DataFrame, rules: Rules) -> DataFrame:

@@ -22,14 +22,16 @@ from outbox_pipeline.jobs.audit import transforms as audit
 from outbox_pipeline.jobs.audit.avro import read_avro
 from outbox_pipeline.jobs.audit.page import page
 from outbox_pipeline.settings import AuditSettings
-from outbox_pipeline.source.datasource import register_source
-from outbox_pipeline.source.options import database_options
+from outbox_pipeline.source.columns import needed
+from outbox_pipeline.source.datasource import read_tasks
 from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.files import Folder, format_of
+from outbox_pipeline.spark.messages import decoded
 
 SUMMARY, REPORT, FINDINGS = "summary.json", "report.html", "findings"
 #: Classes without files of findings: these tasks are in the table, and their messages are not due yet.
 UNSENT = ("pending", "dead", "arriving")
+_Line = dict[str, Any]
 _RFC_3339 = "yyyy-MM-dd'T'HH:mm:ss.SSSSSS'Z'"
 #: Max entries of each list in the summary. If there are more, the summary has the largest topics.
 MOST_LINES = 10_000
@@ -79,12 +81,14 @@ def run(spark: SparkSession, settings: AuditSettings) -> Audited:
     output = Folder(spark, settings.output)
     if output.exists():
         raise OutboxError(f"--output {output} exists. Each audit needs a new folder")
-    register_source(spark)
     job = _Job(spark, settings, open_table(settings.database_settings))
-    rules, tasks = job.rules_and_tasks()
+    rules, sources = job.rules_and_tasks()
     bodies, deliveries = job.deliveries()
     inbox = effects.records(spark, settings) if settings.inbox else None
-    rows = audit.judged(audit.sends(tasks, bodies=bodies), deliveries, rules).persist(StorageLevel.DISK_ONLY)
+    sends = reduce(DataFrame.unionByName, (audit.sends(tasks, bodies=bodies) for tasks in sources))
+    if len(sources) > 1:  # an archived task can still be in the table
+        sends = sends.dropDuplicates(["task_id", "created_at", "sent_at"])
+    rows = audit.judged(sends, deliveries, rules).persist(StorageLevel.DISK_ONLY)
     try:
         return job.report(rows, rules, output, bodies=bodies, inbox=inbox)
     finally:
@@ -102,8 +106,8 @@ class _Job:
     counted: Observation = dataclasses.field(default_factory=partial(Observation, "audit"))
     begin: float = dataclasses.field(default_factory=time.monotonic)
 
-    def rules_and_tasks(self) -> tuple[audit.Rules, DataFrame]:
-        """Return the rules of the audit, and the tasks with the columns `audit.OF_TASKS`.
+    def rules_and_tasks(self) -> tuple[audit.Rules, list[DataFrame]]:
+        """Return the rules of the audit, and the tasks of each source with the columns `audit.OF_TASKS`.
 
         Raises SettingError, OutboxError.
         """
@@ -130,20 +134,12 @@ class _Job:
         sources = [] if settings.tasks == "archive" else [self._of_table(now, since)]
         if archive:
             wanted = [each for each in windows if since is None or each.manifest.until > since]
-            sources.append(archive.read(wanted).select(*audit.OF_TASKS))
-        tasks = reduce(DataFrame.unionByName, sources)
-        if len(sources) > 1:  # an archived task can still be in the table
-            tasks = tasks.dropDuplicates(["Id", "CreatedAt", "SentAt"])
-        return audit.Rules(since, until, horizon, known_until, grace, skew), tasks
+            sources.append(decoded(archive.read(wanted).select(*needed(audit.OF_TASKS))))
+        return audit.Rules(since, until, horizon, known_until, grace, skew), sources
 
     def _of_table(self, at: datetime, since: datetime | None) -> DataFrame:
         """Return the tasks that can have messages since `since`: unsent tasks, and tasks sent since then."""
-        options = database_options(self.settings.database_settings) | {
-            "columns": ",".join(audit.OF_TASKS),
-            "readTimestamp": shown(at),
-            "partitions": str(max(8, 4 * self.spark.sparkContext.defaultParallelism)),
-        }
-        tasks = self.spark.read.format("outbox").options(**options).load()
+        tasks = read_tasks(self.spark, self.settings.database_settings, audit.OF_TASKS, at)
         return tasks if since is None else tasks.where(f.col("SentAt").isNull() | (f.col("SentAt") >= f.lit(since)))
 
     def deliveries(self) -> tuple[bool, DataFrame]:
@@ -170,36 +166,27 @@ class _Job:
         self, rows: DataFrame, rules: audit.Rules, output: Folder, *, bodies: bool, inbox: DataFrame | None
     ) -> Audited:
         """Write the report and return the counts."""
-        counts = audit.counted(rows).persist()
-        [total] = audit.numbers(counts).collect()
-        hours = _rows(audit.numbers(counts, "hour").orderBy("hour").limit(MOST_LINES))
-        topics = _rows(audit.numbers(counts, "topic").orderBy(f.desc("tasks"), "topic").limit(MOST_LINES))
-        largest = [each["topic"] for each in topics[: max(1, MOST_LINES // max(1, len(hours)))]]
-        of_largest = counts.where(f.col("topic").isin(largest))
-        lines = _rows(audit.numbers(of_largest, "hour", "topic").orderBy("hour", "topic").limit(MOST_LINES))
-        [(unknown,)] = counts.select(f.coalesce(f.sum("unknown"), f.lit(0))).collect()
-        overtaken = audit.out_of_order(rows).persist()
-        found, applied = audit.findings(rows, overtaken), dict[str, int]()
+        total, lists = self._numbers(rows)
+        found, classes = audit.findings(rows, audit.out_of_order(rows)), [audit.OUT_OF_ORDER]
         if inbox is not None:
-            of_inbox = effects.effects(rows, inbox, rules).persist()
-            counted = {row["class"]: row["count"] for row in of_inbox.groupBy("class").count().collect()}
-            applied = {name: counted.get(name, 0) for name in effects.CLASSES}
-            found = found.unionByName(of_inbox.where(f.col("class") != effects.APPLIED))
+            found = found.unionByName(effects.effects(rows, inbox, rules))
+            classes += effects.CLASSES
+        observed = Observation("findings")
+        of_class = (f.count_if(f.col("class") == name).alias(name) for name in classes)
+        found = found.observe(observed, *of_class).where(f.col("class") != effects.APPLIED)
+        found = found.persist(StorageLevel.DISK_ONLY)
         found.where(~f.col("class").isin(*UNSENT)).write.partitionBy("class").json(str(output / FINDINGS))
-        samples = _rows(audit.samples(found, self.settings.samples).orderBy("class", "task_id"))
+        samples = _rows(audit.samples(found, self.settings.samples))
+        found.unpersist()
         done = Audited(
             since=rules.since,
             until=rules.until,
-            **{name: total[name] for name in ("tasks", *audit.STATES, "messages", *audit.FLAWS)},
-            out_of_order=overtaken.count(),
-            unknown=unknown,
+            **{name: total[name] for name in (*audit.COUNTS, "unknown")},
             **self.counted.get,
+            **observed.get,
             report=str(output / REPORT),
             seconds=time.monotonic() - self.begin,
-            **applied,
         )
-        overtaken.unpersist()
-        counts.unpersist()
         summary = {
             "job": "audit",
             "database": self.table.name,
@@ -213,14 +200,29 @@ class _Job:
             "clock_skew_seconds": rules.skew.total_seconds(),
             **dataclasses.asdict(done),
             "latency": {name: total[name] for name in (*audit.PERCENTILES, "max")},
-            "by_topic": topics,
-            "by_hour": hours,
-            "by_hour_and_topic": lines,
-            "samples": _by_class(samples),
+            **lists,
+            "samples": _by_class(sorted(samples, key=lambda row: (row["class"], row["task_id"]))),
         }
         output.create(SUMMARY, as_json(summary) + "\n")
         output.create(REPORT, page(summary))
         return done
+
+    def _numbers(self, rows: DataFrame) -> tuple[_Line, dict[str, list[_Line]]]:
+        """Return the numbers of all tasks, and the lists of the summary: by topic, by hour, and by both."""
+        found = _rows(audit.numbers(audit.counted(rows), MOST_LINES))
+
+        def lines(grouping: int, *names: str) -> list[_Line]:
+            some = [row for row in found if row["grouping"] == grouping]
+            return [{name: row[name] for name in (*names, *audit.NUMBERS)} for row in some]
+
+        [total] = lines(audit.TOTAL, "unknown") or [dict.fromkeys(("unknown", *audit.NUMBERS), 0)]
+        topics = sorted(lines(audit.BY_TOPIC, "topic"), key=lambda line: (-line["tasks"], line["topic"]))
+        hours = sorted(lines(audit.BY_HOUR, "hour"), key=lambda line: line["hour"])
+        # The largest topics, with all of their hours.
+        largest = {line["topic"] for line in topics[: max(1, MOST_LINES // max(1, len(hours)))]}
+        both = [line for line in lines(audit.BY_HOUR_AND_TOPIC, "hour", "topic") if line["topic"] in largest]
+        both.sort(key=lambda line: (line["hour"], line["topic"]))
+        return total, {"by_topic": topics, "by_hour": hours, "by_hour_and_topic": both}
 
 
 def _rows(rows: DataFrame) -> list[dict[str, Any]]:

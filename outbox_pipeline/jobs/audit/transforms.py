@@ -13,16 +13,18 @@ from pyspark.sql import functions as f
 from outbox.storage.task_states import NEVER
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.audit.digests import digest
-from outbox_pipeline.spark.messages import decoded
 
-#: The columns of tasks that the audit reads.
-OF_TASKS = ("Id", "Topic", "Data", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "SentAt")
+#: The columns of tasks that the audit reads: of the data source, or of the archive with `decoded`.
+OF_TASKS = ("Id", "Topic", "Attributes", "Payload", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "SentAt")
 #: Each task of the window is in one of these states, described in docs/pipeline/audit.md.
 STATES = ("delivered", "late", "lost", "arriving", "pending", "dead")
 #: Possible flaws of a task's messages. A column of this name counts each of them.
 FLAWS = ("republished", "redelivered", "mismatched")
 OUT_OF_ORDER = "out_of_order"
 PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+#: The counts of a group of tasks, and all numbers of it: also the latencies in seconds.
+COUNTS = ("tasks", *STATES, "messages", *FLAWS)
+NUMBERS = (*COUNTS, *PERCENTILES, "max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +45,13 @@ class Rules:
 
 
 def sends(tasks: DataFrame, *, bodies: bool) -> DataFrame:
-    """Return `schemas.SEND`: a row for each sending or unsent task. With `bodies`, the digest covers the data."""
+    """Return `schemas.SEND`: a row for each sending or unsent task with OF_TASKS.
+
+    With `bodies`, the digest covers the data.
+    """
     key = f.when(f.col("OrderingKey").isNotNull(), f.xxhash64("Topic", "OrderingKey"))
     dead = f.coalesce(f.col("AvailableAt") >= f.lit(NEVER), f.lit(False))
-    return decoded(tasks).select(
+    return tasks.select(
         f.col("Id").alias("task_id"),
         f.col("Topic").alias("topic"),
         key.alias("key"),
@@ -197,17 +202,30 @@ def counted(rows: DataFrame) -> DataFrame:
     )
 
 
-def numbers(counts: DataFrame, *by: str) -> DataFrame:
-    """Return the counts, and the latencies in seconds, of the window's tasks for each value of `by` (topic, hour)."""
-    tasks = counts.where("tasks > 0")
+#: What a row of `numbers` counts: the tasks of an hour and topic, of an hour, of a topic, or of the whole window. The
+#: value is Spark's grouping ID of (hour, topic).
+BY_HOUR_AND_TOPIC, BY_HOUR, BY_TOPIC, TOTAL = range(4)
+
+
+def numbers(counts: DataFrame, most: int) -> DataFrame:
+    """Return the counts, and the latencies in seconds, of the window's tasks, in one pass for all four groupings.
+
+    Each grouping has at most `most` rows: the largest topics, and the earliest hours. Only TOTAL has `unknown`.
+    """
     points = f.percentile("rounded", list(PERCENTILES.values()), f.col("tasks"))
-    summed = tasks.groupBy(*by).agg(
-        *(f.coalesce(f.sum(name), f.lit(0)).alias(name) for name in ("tasks", *STATES, "messages", *FLAWS)),
+    summed = counts.groupingSets([[], ["hour"], ["topic"], ["hour", "topic"]], "hour", "topic").agg(
+        f.grouping_id("hour", "topic").alias("grouping"),
+        *(f.sum(name).alias(name) for name in (*COUNTS, "unknown")),
         points.alias("points"),
         (f.max("max") / 1e6).alias("max"),
     )
-    named = [(f.col("points")[place] / 1e6).alias(name) for place, name in enumerate(PERCENTILES)]
-    return summed.select("*", *named).drop("points")
+    named = {name: f.col("points")[place] / 1e6 for place, name in enumerate(PERCENTILES)}
+    # A message of an unknown ID has no hour and no topic.
+    tasks = summed.where((f.col("tasks") > 0) | (f.col("grouping") == TOTAL)).withColumns(named)
+    of_topic = f.sum("tasks").over(Window.partitionBy("grouping", "topic"))
+    order = Window.partitionBy("grouping").orderBy(f.desc("of_topic"), "topic", "hour")
+    ranked = tasks.withColumn("of_topic", of_topic).withColumn("place", f.row_number().over(order))
+    return ranked.where(f.col("place") <= most).drop("points", "of_topic", "place")
 
 
 def findings(rows: DataFrame, overtaken: DataFrame) -> DataFrame:

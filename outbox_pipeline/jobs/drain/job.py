@@ -10,7 +10,6 @@ from random import Random
 from uuid import uuid4
 
 from pyspark.sql import SparkSession
-from pyspark.sql import functions as f
 
 from outbox.admin.table import TaskTable
 from outbox_pipeline import schemas
@@ -114,9 +113,10 @@ def _round(
         # Write all heartbeats before the first worker polls. Otherwise it polls all shards until it reads the others.
         for id in ids:
             store.heartbeat(id, datetime.now(UTC), store.layouts, ())
-        counted = spark.range(0, workers, 1, workers).mapInArrow(Workers(settings, ids, until), schemas.DRAINED)
-        [row] = counted.agg(*(f.sum(name).alias(name) for name in schemas.DRAINED.fieldNames())).collect()
-        counts: dict[str, int] = row.asDict()
+        numbers = spark.range(0, workers, 1, workers)
+        counts = Counter[str]()
+        for row in numbers.mapInArrow(Workers(settings, ids, until), schemas.DRAINED).collect():
+            counts.update(row.asDict())
         return counts
     finally:
         for id in ids:  # workers that were killed and not restarted left theirs

@@ -18,8 +18,8 @@ from outbox.admin.changes import RETRY_COLUMNS, retry_values
 from outbox.admin.table import Transaction
 from outbox.registration import COLUMNS, TABLE
 from outbox.shared.settings import DatabaseSettings
+from outbox.storage.sql import chunked
 from outbox_pipeline import schemas
-from outbox_pipeline.chunks import chunks
 from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.pacing import Pace
 
@@ -49,7 +49,7 @@ class Replay:
             wanted = schemas.arrow(StructType([schemas.TABLE[name] for name in batch.schema.names]))
             counts = []
             rows = batch.cast(wanted).to_pylist()
-            for chunk in chunks(rows, CHUNK_ROWS, CHUNK_BYTES, lambda row: len(row.get("Data", b""))):
+            for chunk in chunked(rows, CHUNK_ROWS, CHUNK_BYTES, lambda row: len(row.get("Data", b""))):
                 pace.wait(len(chunk))
                 counts.append(replay(table, chunk, self.started_at))
             yield pa.RecordBatch.from_pylist(counts, answer)

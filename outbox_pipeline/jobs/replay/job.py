@@ -20,8 +20,7 @@ from outbox_pipeline.jobs.archive.windows import Archive, read_archive
 from outbox_pipeline.jobs.replay.executor import Replay
 from outbox_pipeline.jobs.replay.transforms import ORDER, in_order, latest, selected
 from outbox_pipeline.settings import ReplaySettings
-from outbox_pipeline.source.datasource import register_source
-from outbox_pipeline.source.options import database_options
+from outbox_pipeline.source.datasource import read_tasks
 from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.counts import totals
 from outbox_pipeline.spark.messages import decoded
@@ -93,7 +92,6 @@ def run(
     """
     begin = time.monotonic()
     _check_flags(settings, dry_run=dry_run, resume=resume)
-    register_source(spark)
     target = settings.database_settings
     table = open_table(target)
     if not dry_run:
@@ -216,13 +214,8 @@ class _Job:
             columns = schemas.TASK.fieldNames()
         else:
             columns = [*ORDER, "Topic", "SentAt", *(["Attributes"] if given.attribute else [])]
-        options = database_options(self.target) | {
-            "state": "sent", "until": shown(until), "readTimestamp": shown(at), "columns": ",".join(columns),
-            "partitions": str(max(8, 4 * self.spark.sparkContext.defaultParallelism)),
-        }  # fmt: skip
-        options |= {"since": shown(given.since)} if given.since else {}
-        options |= {"topic": given.topic} if given.topic else {}
-        tasks = self.spark.read.format("outbox").options(**options).load()
+        bounds = {"since": given.since, "until": until}
+        tasks = read_tasks(self.spark, self.target, columns, at, state="sent", topic=given.topic or None, **bounds)
         return selected(tasks, attribute=given.attribute, where=given.where)
 
     def _of_archive(self, until: datetime, started_at: datetime) -> DataFrame:
