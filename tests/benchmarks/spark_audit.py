@@ -45,12 +45,12 @@ def auditing(bench: Bench) -> Section:
                 _archive(engine, table.id, place, size)
                 _receive(engine, place, size)
                 job = timed(partial(_job, engine, table.id, place, count()))
-                samples += in_turns(bench, size, {LOOP: timed(partial(_loop, place)), SPARK: job})
+                samples += in_turns(bench, engine, size, {LOOP: timed(partial(_loop, place)), SPARK: job})
     transfers = "The ratio, roughly: executors on other machines have cores of their own, and shuffle over a network."
     return beside_loops(
         "Auditing with Spark",
         samples,
-        dict.fromkeys(sizes, 2.0),
+        dict(zip(sizes, (1.6, 1.3), strict=True)),
         f"""\
 - A day's tasks in one window of an archive, {TOPICS} topics, messages of 150 bytes with two attributes, as Parquet that
   a subscription to BigQuery was exported to. Of a million, {LOST:,} are lost, {TWICE:,} were published twice, and
