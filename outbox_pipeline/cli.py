@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from outbox._version import __version__
@@ -62,8 +63,8 @@ restores purged tasks. Each task is sent once more, even if the job is interrupt
         --project shop --instance main --database orders"""
 
 _Settings = JobSettings | DrainSettings
-#: Runs a job with its settings and its other flags. Returns the result and the exit code.
-_Job = Callable[[Any, argparse.Namespace], tuple[Any, int]]
+#: Runs a job: its module, Spark, its settings and its other flags. Returns the result and the exit code.
+_Run = Callable[[Any, Any, Any, argparse.Namespace], tuple[Any, int]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,9 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, settings: _Settings, options: argparse.Namespace) -> int:
-    from outbox_pipeline.spark.session import check_packages  # noqa: PLC0415 - the imports below need the packages
+    from outbox_pipeline.spark import session  # noqa: PLC0415 - the imports below need the packages
 
-    check_packages()
+    session.check_packages()
 
     from outbox_pipeline import summary as report  # noqa: PLC0415 - see above
     from outbox_pipeline.spark.errors import spark_errors  # noqa: PLC0415 - see above
@@ -97,7 +98,8 @@ def _run(name: str, settings: _Settings, options: argparse.Namespace) -> int:
     result = None
     try:
         with spark_errors():
-            result, code = options.run(settings, options)
+            job = import_module(f"outbox_pipeline.jobs.{name}.job")
+            result, code = options.run(job, session.session(name), settings, options)
     finally:
         report.record(metrics, name, result)
         metrics.stop()
@@ -105,28 +107,20 @@ def _run(name: str, settings: _Settings, options: argparse.Namespace) -> int:
     return int(code)
 
 
-def _register(settings: RegisterSettings, _options: argparse.Namespace) -> tuple[Any, int]:
-    from outbox_pipeline.jobs.register import job as register  # noqa: PLC0415 - see _run
-
-    result = register.run(_session("register"), settings)
+def _register(job: Any, spark: Any, settings: RegisterSettings, _options: argparse.Namespace) -> tuple[Any, int]:
+    result = job.run(spark, settings)
     if result.rejected:
         extra = {"action": "rejected", "fields": {"rejected": result.rejected}}
         _log.warning("%s rows were rejected. See %s", f"{result.rejected:,}", result.rejects, extra=extra)
     return result, FAILED if result.rejected else DONE
 
 
-def _archive(settings: ArchiveSettings, options: argparse.Namespace) -> tuple[Any, int]:
-    from outbox_pipeline.jobs.archive import job as archive  # noqa: PLC0415 - see _run
-
-    note = partial(_log.info, extra={"action": "archive"})
-    result = archive.run(_session("archive"), settings, purge=options.purge, late=options.read_late, note=note)
-    return result, DONE
+def _archive(job: Any, spark: Any, settings: ArchiveSettings, options: argparse.Namespace) -> tuple[Any, int]:
+    return job.run(spark, settings, purge=options.purge, late=options.read_late, note=_note("archive")), DONE
 
 
-def _audit(settings: AuditSettings, options: argparse.Namespace) -> tuple[Any, int]:
-    from outbox_pipeline.jobs.audit import job as audit  # noqa: PLC0415 - see _run
-
-    result = audit.run(_session("audit"), settings)
+def _audit(job: Any, spark: Any, settings: AuditSettings, options: argparse.Namespace) -> tuple[Any, int]:
+    result = job.run(spark, settings)
     if result.lost:
         extra = {"action": "lost", "fields": {"lost": result.lost}}
         _log.error("%s tasks are lost. See %s", f"{result.lost:,}", result.report, extra=extra)
@@ -143,27 +137,22 @@ def _audit(settings: AuditSettings, options: argparse.Namespace) -> tuple[Any, i
     return result, FAILED if result.lost or result.not_applied or not (result.tasks or options.allow_empty) else DONE
 
 
-def _drain(settings: DrainSettings, options: argparse.Namespace) -> tuple[Any, int]:
-    from outbox_pipeline.jobs.drain import job as drain  # noqa: PLC0415 - see _run
-
-    note = partial(_log.info, extra={"action": "drain"})
-    result = drain.run(_session("drain"), settings, deadline=options.deadline, note=note)
+def _drain(job: Any, spark: Any, settings: DrainSettings, options: argparse.Namespace) -> tuple[Any, int]:
+    result = job.run(spark, settings, deadline=options.deadline, note=_note("drain"))
     if result.work_left:
-        _log.warning("Drain stopped with tasks left to send", extra={"action": "work_left"})
+        _log.warning(
+            "Drain stopped at its deadline with %s pending and %s retrying tasks left. Run it again to continue",
+            f"{result.pending:,}", f"{result.retrying:,}", extra={"action": "work_left"},
+        )  # fmt: skip
     return result, WORK_LEFT if result.work_left else DONE
 
 
-def _replay(settings: ReplaySettings, options: argparse.Namespace) -> tuple[Any, int]:
-    from outbox_pipeline.jobs.replay import job as replay  # noqa: PLC0415 - see _run
-
-    note = partial(_log.info, extra={"action": "replay"})
-    return replay.run(_session("replay"), settings, dry_run=options.dry_run, resume=options.resume, note=note), DONE
+def _replay(job: Any, spark: Any, settings: ReplaySettings, options: argparse.Namespace) -> tuple[Any, int]:
+    return job.run(spark, settings, dry_run=options.dry_run, resume=options.resume, note=_note("replay")), DONE
 
 
-def _session(name: str) -> Any:
-    from outbox_pipeline.spark.session import session  # noqa: PLC0415 - see _run
-
-    return session(name)
+def _note(action: str) -> Callable[[str], None]:
+    return partial(_log.info, extra={"action": action})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -171,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"spanner-outbox {__version__}")
     jobs = parser.add_subparsers(metavar="JOB", required=True, dest="job")
 
-    def add(name: str, settings: type[_Settings], run: _Job, help: str, description: str) -> argparse.ArgumentParser:
+    def add(name: str, settings: type[_Settings], run: _Run, help: str, description: str) -> argparse.ArgumentParser:
         job = jobs.add_parser(
             name, help=help, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )

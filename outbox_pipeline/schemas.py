@@ -8,6 +8,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import (
     BinaryType,
     BooleanType,
+    DataType,
     DateType,
     LongType,
     MapType,
@@ -18,113 +19,73 @@ from pyspark.sql.types import (
 )
 
 _TEXT, _NUMBER, _TIME, _BYTES, _YES = StringType(), LongType(), TimestampType(), BinaryType(), BooleanType()
-ATTRIBUTES = MapType(StringType(), StringType(), valueContainsNull=False)
+_ATTRIBUTES = MapType(_TEXT, _TEXT, valueContainsNull=False)
+
+
+def _optional(**types: DataType) -> StructType:
+    """Return columns that can be NULL."""
+    return StructType([StructField(name, type_) for name, type_ in types.items()])
+
+
+def _required(**types: DataType) -> StructType:
+    """Return columns that are never NULL."""
+    return StructType([StructField(name, type_, nullable=False) for name, type_ in types.items()])
+
+
+def counts(*names: str) -> StructType:
+    """Return columns of counts."""
+    return _required(**dict.fromkeys(names, _NUMBER))
+
 
 #: The columns of the table, in its order and with its names.
 TABLE = StructType(
     [
-        StructField("Id", _TEXT, nullable=False),
-        StructField("Topic", _TEXT, nullable=False),
-        StructField("Data", _BYTES, nullable=False),
-        StructField("Bytes", _NUMBER, nullable=False),
-        StructField("Priority", _NUMBER, nullable=False),
-        StructField("OrderingKey", _TEXT),
-        StructField("Sequence", _NUMBER),
-        StructField("Shard", _NUMBER, nullable=False),
-        StructField("CreatedAt", _TIME, nullable=False),
-        StructField("AvailableAt", _TIME),
-        StructField("BlockedBy", _TEXT),
-        StructField("ExpiresAt", _TIME),
-        StructField("AtMostOnce", _YES, nullable=False),
-        StructField("Attempts", _NUMBER, nullable=False),
-        StructField("LastError", _TEXT),
-        StructField("TimesSent", _NUMBER, nullable=False),
-        StructField("SentAt", _TIME),
+        *_required(Id=_TEXT, Topic=_TEXT, Data=_BYTES, Bytes=_NUMBER, Priority=_NUMBER),
+        *_optional(OrderingKey=_TEXT, Sequence=_NUMBER),
+        *_required(Shard=_NUMBER, CreatedAt=_TIME),
+        *_optional(AvailableAt=_TIME, BlockedBy=_TEXT, ExpiresAt=_TIME),
+        *_required(AtMostOnce=_YES, Attempts=_NUMBER),
+        *_optional(LastError=_TEXT),
+        *_required(TimesSent=_NUMBER),
+        *_optional(SentAt=_TIME),
     ]
 )
 #: Columns derived from the table: the state at the read timestamp, and the message in Data as subscribers get it. The
 #: message is NULL if Data is not a message.
-DERIVED = StructType(
-    [
-        StructField("State", _TEXT, nullable=False),
-        StructField("Attributes", ATTRIBUTES),
-        StructField("Payload", _BYTES),
-    ]
-)
+DERIVED = StructType([*_required(State=_TEXT), *_optional(Attributes=_ATTRIBUTES, Payload=_BYTES)])
 #: All columns of the data source.
-TASK = StructType([*TABLE.fields, *DERIVED.fields])
+TASK = StructType([*TABLE, *DERIVED])
 
 #: A row to register, after its columns were parsed. `reason` is why the row is rejected, or NULL.
-INPUT = StructType(
-    [
-        StructField("task_id", _TEXT),
-        StructField("topic", _TEXT),
-        StructField("data", _BYTES),
-        StructField("attributes", MapType(StringType(), StringType())),
-        StructField("priority", _NUMBER),
-        StructField("ordering_key", _TEXT),
-        StructField("available_at", _TIME),
-        StructField("expires_at", _TIME),
-        StructField("at_most_once", _YES),
-        StructField("sequence", _NUMBER),
-        StructField("line", _TEXT),
-        StructField("reason", _TEXT),
-    ]
-)
+INPUT = _optional(
+    task_id=_TEXT, topic=_TEXT, data=_BYTES, attributes=MapType(_TEXT, _TEXT), priority=_NUMBER, ordering_key=_TEXT,
+    available_at=_TIME, expires_at=_TIME, at_most_once=_YES, sequence=_NUMBER, line=_TEXT, reason=_TEXT,
+)  # fmt: skip
 
 #: An archived task: the table's columns, and the day (UTC) of its SentAt.
-ARCHIVED = StructType([*TABLE.fields, StructField("SentDate", DateType(), nullable=False)])
+ARCHIVED = StructType([*TABLE, *_required(SentDate=DateType())])
 #: The partition columns of the archive, and all its columns. TopicFolder exists because not every topic is a valid
 #: folder name.
 ARCHIVE_PARTITIONS = ("SentDate", "TopicFolder")
-STORED = StructType([*ARCHIVED.fields, StructField("TopicFolder", _TEXT, nullable=False)])
+STORED = StructType([*ARCHIVED, *_required(TopicFolder=_TEXT)])
 
-#: One row for each chunk of a purge.
-PURGED = StructType(
-    [
-        StructField("deleted", _NUMBER, nullable=False),
-        StructField("resent", _NUMBER, nullable=False),
-        StructField("missing", _NUMBER, nullable=False),
-    ]
-)
-#: One row for each worker of a drain.
-DRAINED = StructType(
-    [
-        StructField("published", _NUMBER, nullable=False),
-        StructField("already_published", _NUMBER, nullable=False),
-        StructField("uncommitted", _NUMBER, nullable=False),
-        StructField("failed", _NUMBER, nullable=False),
-        StructField("became_dead", _NUMBER, nullable=False),
-        StructField("unconfirmed", _NUMBER, nullable=False),
-        StructField("aborted", _NUMBER, nullable=False),
-    ]
-)
+#: One row for each chunk of a purge or a replay, and for each worker of a drain.
+PURGED = counts("deleted", "resent", "missing")
+REPLAYED = counts("replayed", "registered", "unsent", "resent", "missing")
+DRAINED = counts("published", "already_published", "uncommitted", "failed", "became_dead", "unconfirmed", "aborted")
 
 #: A sending of a task, or an unsent task, as the audit shuffles it: without the message.
-SEND = StructType(
-    [
-        StructField("task_id", _TEXT),
-        StructField("topic", _TEXT),
-        StructField("key", _NUMBER),
-        StructField("sequence", _NUMBER),
-        StructField("created_at", _TIME),
-        StructField("sent_at", _TIME),
-        StructField("dead", _YES),
-        StructField("digest", _NUMBER),
-    ]
-)
+SEND = _optional(
+    task_id=_TEXT, topic=_TEXT, key=_NUMBER, sequence=_NUMBER, created_at=_TIME, sent_at=_TIME, dead=_YES,
+    digest=_NUMBER,
+)  # fmt: skip
 #: A sending with the outcome. If no task has the ID, the task's columns are NULL. `state` is NULL outside the window.
 #: `first` is true if no earlier sending of the ID is known.
 JUDGED = StructType(
     [
         *(field for field in SEND if field.name not in ("dead", "digest")),
-        StructField("state", _TEXT),
-        StructField("first_at", _TIME),
-        StructField("messages", _NUMBER),
-        StructField("republished", _NUMBER),
-        StructField("redelivered", _NUMBER),
-        StructField("mismatched", _NUMBER),
-        StructField("first", _YES),
+        *_optional(state=_TEXT, first_at=_TIME),
+        *_optional(messages=_NUMBER, republished=_NUMBER, redelivered=_NUMBER, mismatched=_NUMBER, first=_YES),
     ]
 )
 #: A finding of the audit: a task, or an ID that no task has. `overtaken_at` is when an earlier task of its ordering key
@@ -133,18 +94,13 @@ FOUND = StructType(
     [
         StructField("class", _TEXT),
         *(JUDGED[name] for name in ("task_id", "topic", "created_at", "sent_at", "first_at", "messages")),
-        StructField("overtaken_at", _TIME),
-        StructField("processed_at", _TIME),
+        *_optional(overtaken_at=_TIME, processed_at=_TIME),
     ]
 )
 
 #: The columns of an archived task that a replay inserts again.
 ARCHIVED_ROW = StructType(
     [TABLE[name] for name in ("Id", "Topic", "Data", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AtMostOnce")]
-)
-#: One row for each chunk of a replay.
-REPLAYED = StructType(
-    [StructField(name, _NUMBER, nullable=False) for name in ("replayed", "registered", "unsent", "resent", "missing")]
 )
 
 

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
-from pyspark.sql.types import LongType, StructField, StructType
+from pyspark.sql.types import StructType
 
 from outbox import InvalidMessage, OutboxError, Priority, register
 from outbox.message import parsed
@@ -29,7 +29,7 @@ _TAG = "outbox-pipeline-register"
 
 COUNTS = ("registered", "existing", "repeated")
 #: A row of counts, or a rejected row with its reason.
-ANSWER = StructType([*(StructField(name, LongType(), nullable=False) for name in COUNTS), *schemas.INPUT.fields])
+ANSWER = StructType([*schemas.counts(*COUNTS), *schemas.INPUT])
 
 _ID, _TOPIC, _DATA, _KEY = 0, 1, 2, 4
 #: The columns in which an existing task is compared with a row. They never change after the insert.
