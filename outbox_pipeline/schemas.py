@@ -18,7 +18,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-_TEXT, _NUMBER, _TIME, _BYTES, _YES = StringType(), LongType(), TimestampType(), BinaryType(), BooleanType()
+_TEXT, _NUMBER, _TIME, _BYTES, _FLAG = StringType(), LongType(), TimestampType(), BinaryType(), BooleanType()
 _ATTRIBUTES = MapType(_TEXT, _TEXT, valueContainsNull=False)
 
 
@@ -44,7 +44,7 @@ TABLE = StructType(
         *_optional(OrderingKey=_TEXT, Sequence=_NUMBER),
         *_required(Shard=_NUMBER, CreatedAt=_TIME),
         *_optional(AvailableAt=_TIME, BlockedBy=_TEXT, ExpiresAt=_TIME),
-        *_required(AtMostOnce=_YES, Attempts=_NUMBER),
+        *_required(AtMostOnce=_FLAG, Attempts=_NUMBER),
         *_optional(LastError=_TEXT),
         *_required(TimesSent=_NUMBER),
         *_optional(SentAt=_TIME),
@@ -59,7 +59,7 @@ TASK = StructType([*TABLE, *DERIVED])
 #: A row to register, after its columns were parsed. `reason` is why the row is rejected, or NULL.
 INPUT = _optional(
     task_id=_TEXT, topic=_TEXT, data=_BYTES, attributes=MapType(_TEXT, _TEXT), priority=_NUMBER, ordering_key=_TEXT,
-    available_at=_TIME, expires_at=_TIME, at_most_once=_YES, sequence=_NUMBER, line=_TEXT, reason=_TEXT,
+    available_at=_TIME, expires_at=_TIME, at_most_once=_FLAG, sequence=_NUMBER, line=_TEXT, reason=_TEXT,
 )  # fmt: skip
 
 #: An archived task: the table's columns, and the day (UTC) of its SentAt.
@@ -76,7 +76,7 @@ DRAINED = counts("published", "already_published", "uncommitted", "failed", "bec
 
 #: A sending of a task, or an unsent task, as the audit shuffles it: without the message.
 SEND = _optional(
-    task_id=_TEXT, topic=_TEXT, key=_NUMBER, sequence=_NUMBER, created_at=_TIME, sent_at=_TIME, dead=_YES,
+    task_id=_TEXT, topic=_TEXT, key=_NUMBER, sequence=_NUMBER, created_at=_TIME, sent_at=_TIME, dead=_FLAG,
     digest=_NUMBER,
 )  # fmt: skip
 #: A sending with the outcome. If no task has the ID, the task's columns are NULL. `state` is NULL outside the window.
@@ -85,7 +85,7 @@ JUDGED = StructType(
     [
         *(field for field in SEND if field.name not in ("dead", "digest")),
         *_optional(state=_TEXT, first_at=_TIME),
-        *_optional(messages=_NUMBER, republished=_NUMBER, redelivered=_NUMBER, mismatched=_NUMBER, first=_YES),
+        *_optional(messages=_NUMBER, republished=_NUMBER, redelivered=_NUMBER, mismatched=_NUMBER, first=_FLAG),
     ]
 )
 #: A finding of the audit: a task, or an ID that no task has. `overtaken_at` is when an earlier task of its ordering key

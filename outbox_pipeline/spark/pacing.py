@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pyspark.sql import SparkSession
 
 
-def shared(spark: SparkSession, per_second: int) -> tuple[int, float]:
+def divided(spark: SparkSession, per_second: int) -> tuple[int, float]:
     """Divide a limit: return the number of Spark tasks and the rows per second of each, or 0 and 0 without a limit.
 
     The job must not run more Spark tasks than this at once.

@@ -14,12 +14,12 @@ from outbox.errors import SettingError
 from outbox.shared.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register.executor import ANSWER, COUNTS, Registration
-from outbox_pipeline.jobs.register.transforms import TIMES, UNREAD, WHY, in_order, parse_json_lines, prepared
+from outbox_pipeline.jobs.register.transforms import PARSE_ERROR, TIMES, UNPARSED, in_order, parse_json_lines, prepared
 from outbox_pipeline.settings import FORMATS, RegisterSettings
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.errors import spark_errors
 from outbox_pipeline.spark.files import Folder, format_of
-from outbox_pipeline.spark.pacing import shared
+from outbox_pipeline.spark.pacing import divided
 
 #: Marks a quoted empty text while CSV is read, to tell it from a missing one, which is NULL.
 _EMPTY = "\ue000an empty text\ue000"
@@ -102,19 +102,21 @@ def read(spark: SparkSession, path: str, format: str, key: Sequence[str] = ()) -
     end = "\r\n" if first and first["value"].endswith("\r") else "\n"
     reader = spark.read.options(header=True, quote='"', escape='"', multiLine=True, lineSep=end, emptyValue=_EMPTY)
     head = reader.csv(path)
-    schema = StructType([*head.schema.fields, StructField(UNREAD, StringType())])
-    rows = reader.schema(schema).options(enforceSchema=False, columnNameOfCorruptRecord=UNREAD).csv(path)
-    why = f.when(f.col(UNREAD).isNotNull(), f.lit("the line has more or fewer columns than the header, or bad quotes"))
+    schema = StructType([*head.schema.fields, StructField(UNPARSED, StringType())])
+    rows = reader.schema(schema).options(enforceSchema=False, columnNameOfCorruptRecord=UNPARSED).csv(path)
+    why = f.when(
+        f.col(UNPARSED).isNotNull(), f.lit("the line has more or fewer columns than the header, or bad quotes")
+    )
     texts = {name: f.col(f"`{name}`") for name in head.columns}
     texts = {name: f.when(text == _EMPTY, f.lit("")).otherwise(text) for name, text in texts.items()}
-    return rows.withColumns({**texts, WHY: why})
+    return rows.withColumns({**texts, PARSE_ERROR: why})
 
 
 def _register(tasks: DataFrame, target: DatabaseSettings, rejects: str, per_second: int) -> Registered:
     begin = time.monotonic()
     spark = tasks.sparkSession
     began = open_table(target).now()
-    parts, rate = shared(spark, per_second)
+    parts, rate = divided(spark, per_second)
     registration = Registration(target, began, rate)
     observed = Observation("register")
     answers = (

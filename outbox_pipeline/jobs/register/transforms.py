@@ -31,13 +31,13 @@ COLUMNS = (
 #: More columns of rejected rows. They are accepted as input, so that corrected rows can be registered.
 OF_REJECTS = ("reason", "line")
 #: Columns for a line that cannot be parsed: the line, and the reason.
-UNREAD, WHY = "_line", "_why"
+UNPARSED, PARSE_ERROR = "_line", "_why"
 #: The prefix of temporary columns, which must not collide with the users' key columns.
 _OURS = "_outbox_"
 
-_WHOLE = (ByteType, ShortType, IntegerType, LongType)
+_INTEGERS = (ByteType, ShortType, IntegerType, LongType)
 #: Types whose conversion to text does not depend on the session.
-_NAMES = (StringType, *_WHOLE, BooleanType, DateType)
+_KEY_TYPES = (StringType, *_INTEGERS, BooleanType, DateType)
 #: Date, time and offset. Spark would replace a missing date by today and a missing offset by the session's time zone.
 _MOMENT = r"^\d{4}-\d\d-\d\d[T ]\d\d:\d\d.*(?:Z|[+-]\d\d:?\d\d)$"
 #: The years 1 to 9999 in microseconds since 1970. Spark supports more years, Python and Spanner do not.
@@ -47,7 +47,7 @@ TIMES = "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX"
 
 
 @dataclass(frozen=True)
-class _Read:
+class _Format:
     """How to parse a text of a column, which other types the column can have, and what an error calls a valid text."""
 
     parse: Callable[[Column], Column]
@@ -67,25 +67,25 @@ def _object(text: Column) -> Column:
     return f.when((f.size(found) == 2) & (f.size(names) == f.size(f.array_distinct(names))), found[0])
 
 
-_READ = {
-    "attributes": _Read(_object, (MapType,), "a JSON object of strings"),
-    "priority": _Read(lambda text: text.try_cast("long"), _WHOLE, "a whole number"),
-    "sequence": _Read(lambda text: text.try_cast("long"), _WHOLE, "a whole number"),
-    "available_at": _Read(_time, (TimestampType,), "a time with its offset, such as 2026-11-21T13:00:00Z"),
-    "expires_at": _Read(_time, (TimestampType,), "a time with its offset, such as 2026-11-21T13:00:00Z"),
-    "at_most_once": _Read(lambda text: text.try_cast("boolean"), (BooleanType,), "true or false"),
-    "data_base64": _Read(lambda text: f.try_to_binary(text, f.lit("base64")), (), "base64"),
-    "data": _Read(lambda text: f.encode(text, "UTF-8"), (BinaryType,), "a text"),
-    "task_id": _Read(lambda text: text, (), "a text"),
-    "topic": _Read(lambda text: text, (), "a text"),
-    "ordering_key": _Read(lambda text: text, (), "a text"),
+_FORMATS = {
+    "attributes": _Format(_object, (MapType,), "a JSON object of strings"),
+    "priority": _Format(lambda text: text.try_cast("long"), _INTEGERS, "a whole number"),
+    "sequence": _Format(lambda text: text.try_cast("long"), _INTEGERS, "a whole number"),
+    "available_at": _Format(_time, (TimestampType,), "a time with its offset, such as 2026-11-21T13:00:00Z"),
+    "expires_at": _Format(_time, (TimestampType,), "a time with its offset, such as 2026-11-21T13:00:00Z"),
+    "at_most_once": _Format(lambda text: text.try_cast("boolean"), (BooleanType,), "true or false"),
+    "data_base64": _Format(lambda text: f.try_to_binary(text, f.lit("base64")), (), "base64"),
+    "data": _Format(lambda text: f.encode(text, "UTF-8"), (BinaryType,), "a text"),
+    "task_id": _Format(lambda text: text, (), "a text"),
+    "topic": _Format(lambda text: text, (), "a text"),
+    "ordering_key": _Format(lambda text: text, (), "a text"),
 }
 
 
 def parse_json_lines(lines: DataFrame, key: Sequence[str] = ()) -> DataFrame:
     """Return rows of texts from JSON lines in a column `value`.
 
-    If a line is not a JSON object or has an unknown name, UNREAD is the line and WHY the reason.
+    If a line is not a JSON object or has an unknown name, UNPARSED is the line and PARSE_ERROR the reason.
     """
     names = [*COLUMNS, *OF_REJECTS, *(name for name in key if name not in COLUMNS)]
     parsed = lines.where(f.col("value").rlike(r"\S")).select("value", _object(f.col("value")).alias("found"))
@@ -100,8 +100,8 @@ def parse_json_lines(lines: DataFrame, key: Sequence[str] = ()) -> DataFrame:
     )
     return parsed.select(
         *(f.col("found")[name].alias(name) for name in names if name not in OF_REJECTS),
-        f.when(reason.isNotNull(), f.col("value")).alias(UNREAD),
-        reason.alias(WHY),
+        f.when(reason.isNotNull(), f.col("value")).alias(UNPARSED),
+        reason.alias(PARSE_ERROR),
     )
 
 
@@ -116,7 +116,7 @@ def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> Da
     _check(rows, topic, key)
     _check_key(rows, key)
     has = set(rows.columns)
-    values, reasons = {}, [f.col(WHY)] if WHY in has else []
+    values, reasons = {}, [f.col(PARSE_ERROR)] if PARSE_ERROR in has else []
     for name in COLUMNS:
         if name in has:
             values[name], wrong = _value(name, rows.schema[name].dataType)
@@ -135,8 +135,8 @@ def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> Da
     parsed = rows.withColumns({f"{_OURS}{name}": values[name].cast(type_) for name, type_ in columns.items()})
     name_of_id, no_id = _id(key)
     reasons.append(f.when(values["task_id"].isNull(), no_id))
-    whole = _whole([name for name in rows.columns if name not in (UNREAD, WHY)], rows)
-    line = f.coalesce(f.col(UNREAD), whole) if UNREAD in has else whole
+    whole = _json_line([name for name in rows.columns if name not in (UNPARSED, PARSE_ERROR)], rows)
+    line = f.coalesce(f.col(UNPARSED), whole) if UNPARSED in has else whole
     stepped = parsed.withColumns(
         {
             f"{_OURS}reason": f.make_valid_utf8(f.coalesce(*reasons).cast("string")),
@@ -155,7 +155,7 @@ def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> Da
 
 def _value(name: str, type_: DataType) -> tuple[Column, list[Column]]:
     """Return the value of a column, and the possible reasons to reject it."""
-    source, read = _column(name), _READ[name]
+    source, read = _column(name), _FORMATS[name]
     value, text, reasons = source, source, []
     if isinstance(type_, StringType):
         value = read.parse(source)
@@ -172,7 +172,7 @@ def _value(name: str, type_: DataType) -> tuple[Column, list[Column]]:
     return value, reasons
 
 
-def _whole(names: Sequence[str], rows: DataFrame) -> Column:
+def _json_line(names: Sequence[str], rows: DataFrame) -> Column:
     """Return a row as a JSON line that users can correct and register."""
     each = [
         _column(name).alias("data_base64" if isinstance(rows.schema[name].dataType, BinaryType) else name)
@@ -223,7 +223,7 @@ def in_order(tasks: DataFrame, partitions: int = 0) -> DataFrame:
 
 
 def _check(rows: DataFrame, topic: str, key: Sequence[str]) -> None:
-    known = {*COLUMNS, *OF_REJECTS, UNREAD, WHY, *key}
+    known = {*COLUMNS, *OF_REJECTS, UNPARSED, PARSE_ERROR, *key}
     if unknown := [name for name in rows.columns if name not in known]:
         raise SettingError(
             f"Unknown column {unknown[0]!r}. Drop it or add it to the key. Known columns: {', '.join(COLUMNS)}"
@@ -235,13 +235,13 @@ def _check(rows: DataFrame, topic: str, key: Sequence[str]) -> None:
     for name in COLUMNS:
         if name in rows.columns:
             type_ = rows.schema[name].dataType
-            if not isinstance(type_, (StringType, *_READ[name].types)):
-                raise SettingError(f"Column {name} is {type_.simpleString()}, but must be {_READ[name].wanted}")
+            if not isinstance(type_, (StringType, *_FORMATS[name].types)):
+                raise SettingError(f"Column {name} is {type_.simpleString()}, but must be {_FORMATS[name].wanted}")
 
 
 def _check_key(rows: DataFrame, key: Sequence[str]) -> None:
     for name in key:
         if name not in rows.columns:
             raise SettingError(f"Key column {name!r} is missing. The rows have {', '.join(rows.columns)}")
-        if not isinstance(type_ := rows.schema[name].dataType, _NAMES):
+        if not isinstance(type_ := rows.schema[name].dataType, _KEY_TYPES):
             raise SettingError(f"Key column {name} is {type_.simpleString()}. Cast it to a string")

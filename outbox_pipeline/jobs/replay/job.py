@@ -24,7 +24,7 @@ from outbox_pipeline.source.datasource import read_tasks
 from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.counts import totals
 from outbox_pipeline.spark.messages import decoded
-from outbox_pipeline.spark.pacing import shared
+from outbox_pipeline.spark.pacing import divided
 
 #: Max topics and tasks that a dry run shows. Topics with the most tasks come first.
 TOPICS, SAMPLE = 20, 10
@@ -190,7 +190,7 @@ class _Job:
 
     def replay(self, started_at: datetime, per_second: int) -> Replayed:
         """Make the selected tasks unsent, and insert those that only the archive has."""
-        parts, rate = shared(self.spark, per_second)
+        parts, rate = divided(self.spark, per_second)
         columns = schemas.ARCHIVED_ROW.fieldNames() if self.selection.archive else ["Id"]
         rows = in_order(self._selected(started_at), parts).select(*columns)
         answers = rows.mapInArrow(Replay(self.target, started_at, rate), schemas.REPLAYED)
