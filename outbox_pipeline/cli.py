@@ -111,7 +111,8 @@ def _register(job: Any, spark: Any, settings: RegisterSettings, _options: argpar
     result = job.run(spark, settings)
     if result.rejected:
         extra = {"action": "rejected", "fields": {"rejected": result.rejected}}
-        _log.warning("%s rows were rejected. See %s", f"{result.rejected:,}", result.rejects, extra=extra)
+        advice = "Correct the lines in %s and register that folder"
+        _log.warning(f"%s rows were rejected. {advice}", f"{result.rejected:,}", result.rejects, extra=extra)
     return result, FAILED if result.rejected else DONE
 
 
@@ -123,10 +124,12 @@ def _audit(job: Any, spark: Any, settings: AuditSettings, options: argparse.Name
     result = job.run(spark, settings)
     if result.lost:
         extra = {"action": "lost", "fields": {"lost": result.lost}}
-        _log.error("%s tasks are lost. See %s", f"{result.lost:,}", result.report, extra=extra)
+        reason = "sent, but not received within --grace. %s lists them and says what to do"
+        _log.error(f"%s tasks are lost: {reason}", f"{result.lost:,}", result.report, extra=extra)
     if result.not_applied:
         extra = {"action": "not_applied", "fields": {"not_applied": result.not_applied}}
-        _log.error("%s tasks have no effect. See %s", f"{result.not_applied:,}", result.report, extra=extra)
+        reason = "received, but not recorded in the inbox within --grace. %s lists them and says what to do"
+        _log.error(f"%s tasks have no effect: {reason}", f"{result.not_applied:,}", result.report, extra=extra)
     if not result.tasks:
         since = f"from {shown(result.since)} " if result.since else ""
         headline = f"Nothing was audited: no task was created {since}before {shown(result.until)}"

@@ -14,7 +14,7 @@ TO_DRIVER = {"collect", "toPandas", "toLocalIterator", "take", "head", "first", 
 #: Their allowed uses: rows of counts, the first line of a file, and a few rows for people.
 OF_FEW = {
     "jobs/archive/job.py": 2,
-    "jobs/audit/job.py": 4,
+    "jobs/audit/job.py": 1,
     "jobs/drain/job.py": 1,
     "jobs/register/job.py": 1,
     "jobs/replay/job.py": 3,

@@ -215,7 +215,8 @@ class _Job:
             some = [row for row in found if row["grouping"] == grouping]
             return [{name: row[name] for name in (*names, *audit.NUMBERS)} for row in some]
 
-        [total] = lines(audit.TOTAL, "unknown") or [dict.fromkeys(("unknown", *audit.NUMBERS), 0)]
+        nothing = dict.fromkeys(audit.NUMBERS) | dict.fromkeys((*audit.COUNTS, "unknown"), 0)
+        [total] = lines(audit.TOTAL, "unknown") or [nothing]
         topics = sorted(lines(audit.BY_TOPIC, "topic"), key=lambda line: (-line["tasks"], line["topic"]))
         hours = sorted(lines(audit.BY_HOUR, "hour"), key=lambda line: line["hour"])
         # The largest topics, with all of their hours.
