@@ -82,9 +82,7 @@ class ArchiveSettings(JobSettings):
         "Start of the first window of a new archive. If empty, the SentAt of the first sent task.",
     )
     until: timedelta | datetime = setting(
-        "1m",
-        MOMENT,
-        "Archive the windows that end by this time, which must be at least 1 minute ago.",
+        "1m", MOMENT, "Archive the windows that end by this time, which must be at least 1 minute ago."
     )
 
 
@@ -157,9 +155,7 @@ class ReplaySettings(JobSettings):
     """Settings of `replay`."""
 
     archive: str = setting(
-        "",
-        _ANY_FOLDER,
-        "Folder of the archive to replay from. If empty, the job replays from the table.",
+        "", _ANY_FOLDER, "Folder of the archive to replay from. If empty, the job replays from the table."
     )
     topic: str = setting("", matching(r"\S*", "a topic, or nothing"), "Only tasks with this value of Topic.")
     since: timedelta | datetime | None = setting("", _or_nothing(MOMENT), "Only tasks sent at or after this time.")

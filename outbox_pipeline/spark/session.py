@@ -54,11 +54,7 @@ _COMPILE_LATER = (
     "-XX:Tier4BackEdgeThreshold=400000"
 )
 #: Inside this process, Spark accepts connections from this machine only.
-_EMBEDDED = {
-    "spark.driver.host": "127.0.0.1",
-    "spark.driver.bindAddress": "127.0.0.1",
-    "spark.ui.enabled": "false",
-}
+_EMBEDDED = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1", "spark.ui.enabled": "false"}
 
 
 def session(name: str, master: str = EMBEDDED) -> "SparkSession":

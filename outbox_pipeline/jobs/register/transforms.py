@@ -93,10 +93,7 @@ def parse_json_lines(lines: DataFrame, key: Sequence[str] = ()) -> DataFrame:
     reason = (
         f.when(~f.is_valid_utf8("value"), f.lit("the line is not valid UTF-8"))
         .when(f.col("found").isNull(), f.lit("the line is not a JSON object, or has a duplicate name"))
-        .when(
-            f.size(unknown) > 0,
-            f.concat(f.lit("the line has unknown columns: "), f.array_join(unknown, ", ")),
-        )
+        .when(f.size(unknown) > 0, f.concat(f.lit("the line has unknown columns: "), f.array_join(unknown, ", ")))
     )
     return parsed.select(
         *(f.col("found")[name].alias(name) for name in names if name not in OF_REJECTS),
