@@ -1,28 +1,30 @@
 """Change the number of shards of the table while workers run (docs/operations/reshard.md).
 
-A new layout is added and contains all tasks from then on. Workers poll both layouts, then only the new one, and the old
-one is dropped. At every moment all live workers poll a common layout, so no unsent task is in a shard that no worker
-polls. Each step is one commit or one schema update. The database says which step is next, so any run can continue.
+The command adds a new layout, which contains all tasks from then on. Workers poll both layouts, then only the new one,
+and the command drops the old one. At every moment all live workers poll a common layout, so no unsent task is in a
+shard that no worker polls. Each step is one commit or one schema update. The next step follows from what is in the
+database, so any run can continue.
 """
 
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from datetime import datetime
+from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import KeySet
-from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import operations, statements
 from outbox.admin.table import TaskTable, Transaction
 from outbox.errors import OutboxError
+from outbox.shared.times import shown
 from outbox.storage import ddl, schema
 from outbox.storage.layout import COLUMN, Layout
 
 #: States of a layout in AsynchronousTaskShards.
 BUILDING, POLLED, RETIRED = "building", "polled", "retired"
-#: Seconds between two looks at what the workers poll.
+#: Seconds between two reads of which layouts the workers poll.
 WAIT_SECONDS = 1.0
 
 _TABLE, _COLUMNS = "AsynchronousTaskShards", ("ColumnName", "Shards", "State")
@@ -31,7 +33,7 @@ _TAG = "outbox-reshard"
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the database says.
+    """The layouts and the workers, as the database has them.
 
     `found` are the layouts of the table, each with the states of its indexes by name. `recorded` are the states of
     layouts in AsynchronousTaskShards. `polled_by` are the columns that each live worker polls.
@@ -65,12 +67,39 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The next step: `begin`, `build`, `set`, `drop`, `forget` or `wait`. `text` tells an operator what happens."""
+    """The next step: `begin`, `build`, `set`, `drop`, `forget` or `wait`. `text` describes it for an operator."""
 
     kind: str
     layout: Layout
     text: str
-    state: str = ""
+    state: str = ""  # the new state of the layout
+    waits_for: tuple[str, ...] = ()  # workers
+
+
+class Change(NamedTuple):
+    """A change of the number of shards, as AsynchronousTaskOperations has it."""
+
+    former: int
+    target: int
+    since: datetime
+
+
+class Progress(NamedTuple):
+    """A change that is under way, and its next step."""
+
+    change: Change
+    step: Step
+
+    def __str__(self) -> str:
+        """Return what `outbox status` prints."""
+        former, target, since = self.change
+        return f"Changing from {former} to {target} shards since {shown(since)}. Next: {self.step.text}"
+
+    def fields(self) -> dict[str, object]:
+        """Return what `outbox status --json` prints."""
+        former, target, since = self.change
+        step = {"next_step": self.step.text, "waits_for": list(self.step.waits_for)}
+        return {"from": former, "to": target, "since": since, **step}
 
 
 def next_step(state: State, target: Layout) -> Step | None:
@@ -89,11 +118,13 @@ def _steps(state: State, target: Layout) -> Iterator[Step]:
     for other in (each for each in state.layouts if each != target):
         retired = state.status(other) == RETIRED
         if not retired and (workers := state.not_polling(target)):
-            yield Step("wait", target, f"Waiting until {_names(workers)} also polls {target.column}")
+            text = f"Waiting until {_names(workers)} also polls {target.column}"
+            yield Step("wait", target, text, waits_for=tuple(workers))
         if not retired:
             yield Step("set", other, f"Let workers stop polling {other.column}", RETIRED)
         if workers := state.polling(other):
-            yield Step("wait", other, f"Waiting until {_names(workers)} no longer polls {other.column}")
+            text = f"Waiting until {_names(workers)} no longer polls {other.column}"
+            yield Step("wait", other, text, waits_for=tuple(workers))
         if other in state.found:
             yield Step("drop", other, f"Drop the indexes of {other.column} and the column")
         yield Step("forget", other, f"Remove {other.column} from {_TABLE}")
@@ -106,13 +137,13 @@ def _names(workers: list[str]) -> str:
 class Resharding:
     """Reads the state, and runs steps. Every method raises NotReached or OutboxError."""
 
-    def __init__(self, database: Database) -> None:
-        """Read the table's layout."""
-        self._database: Any = database  # its methods carry no types
-        self._table = TaskTable(database)
+    def __init__(self, table: TaskTable) -> None:
+        """Change the layout of `table`."""
+        self._table = table
+        self._database: Any = table.database  # its methods carry no types
 
     def state(self) -> State:
-        """Return what the database says now."""
+        """Return the state as it is now."""
         workers = self._table.query(statements.WORKERS_POLL, _TAG)
         return State(schema.layouts(self._database), self._recorded(), _polled_by(workers))
 
@@ -133,25 +164,34 @@ class Resharding:
         state, latest = self.state(), self._latest()
         if len(state.layouts) < 2 or latest is None:
             raise OutboxError(f"{self._table.name}: no change of the number of shards is under way.")
-        former = next((each for each in state.layouts if each.shards == latest["from"]), None)
+        former = next((each for each in state.layouts if each.shards == latest.former), None)
         if former is None or not state.is_complete(former):
             raise OutboxError(
                 f"{self._table.name}: the former indexes are being dropped, so the change cannot be aborted. "
-                f"Continue it with --shards {latest['to']}."
+                f"Continue it with --shards {latest.target}."
             )
         return former
 
     def report(self) -> Iterator[str]:
-        """Yield a line for each layout, and one for the next step of a change that is under way."""
-        state, latest = self.state(), self._latest()
+        """Yield a line for each layout, and one for a change that is under way."""
+        state = self.state()
         workers = len(state.polled_by)
         for each in state.layouts:
             polling = f"{len(state.polling(each))} of {workers} workers poll it"
             yield f"{each.column:<10} {each.shards:>4} shards  {state.status(each):<8}  {polling}"
-        if len(state.layouts) > 1 and latest:
-            target = next(each for each in state.layouts if each.shards == latest["to"])
-            if (step := next_step(state, target)) is not None:
-                yield f"Next: {step.text}. Continue with: outbox schema reshard --shards {target.shards}"
+        if progress := self._progress(state):
+            yield f"{progress}. Continue with: outbox schema reshard --shards {progress.change.target}"
+
+    def progress(self) -> Progress | None:
+        """Return the change that is under way, if there is one."""
+        return self._progress(self.state()) if len(self._recorded()) > 1 else None
+
+    def _progress(self, state: State) -> Progress | None:
+        latest = self._latest()
+        target = latest and next((each for each in state.layouts if each.shards == latest.target), None)
+        if latest is None or target is None or len(state.layouts) < 2 or (step := next_step(state, target)) is None:
+            return None
+        return Progress(latest, step)
 
     def run(self, target: Layout, sleep: Callable[[float], object] = time.sleep) -> Iterator[str]:
         """Run all steps to `target`, and yield a line before each. Can be interrupted anywhere and run again."""
@@ -191,19 +231,23 @@ class Resharding:
         transaction.insert_or_update(_TABLE, _COLUMNS, rows)
 
     def _record_operation(self, target: Layout) -> None:
-        """Write who changes the number of shards, once for each change and each return."""
+        """Record who changes the number of shards, once for each change and each return."""
         state, latest = self.state(), self._latest()
-        if next_step(state, target) is None or (latest and latest["to"] == target.shards):
+        if next_step(state, target) is None or (latest and latest.target == target.shards):
             return
         former = next(each for each in state.layouts if each != target)
         change = {"from": former.shards, "to": target.shards}
         principal = self._table.principal
         self._table.transact(_TAG, lambda transaction: operations.record(transaction, principal, "reshard", change))
 
-    def _latest(self) -> dict[str, int] | None:
-        """Return `from` and `to` of the latest change, if there is one."""
+    def _latest(self) -> Change | None:
+        """Return the latest change, if there is one, finished or not."""
         rows = self._table.query(statements.LATEST_RESHARD, _TAG)
-        return json.loads(rows[0][0]) if rows else None
+        if not rows:
+            return None
+        [[selection, since]] = rows
+        numbers = json.loads(selection)
+        return Change(numbers["from"], numbers["to"], since)
 
     def _build(self, target: Layout) -> None:
         """Create what is missing. A schema update that an earlier run began continues on the server."""

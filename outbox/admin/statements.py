@@ -67,7 +67,8 @@ WHERE TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) < 30 ORDER BY WorkerId
 RECORDED_SHARDS = "SELECT ColumnName, Shards, State FROM AsynchronousTaskShards ORDER BY ColumnName"
 #: A scan of the table: one row for each change by an operator.
 LATEST_RESHARD = """
-SELECT Selection FROM AsynchronousTaskOperations WHERE Operation = 'reshard' ORDER BY StartedAt DESC LIMIT 1"""
+SELECT Selection, StartedAt FROM AsynchronousTaskOperations
+WHERE Operation = 'reshard' ORDER BY StartedAt DESC LIMIT 1"""
 
 # The topics of the next @limit tasks of each shard, in the order of the index. A small backlog needs one query, and
 # each topic with very many tasks another one.

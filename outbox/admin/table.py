@@ -72,6 +72,12 @@ class TaskTable:
         self.shards: Sequence[int] = range(self.layout.shards)
 
     @property
+    def database(self) -> Database:
+        """Return the database of the table."""
+        database: Database = self._database
+        return database
+
+    @property
     def name(self) -> str:
         """Return the full name of the database."""
         return str(self._database.name)

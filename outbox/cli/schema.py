@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from outbox.cli.flags import command
+from outbox.cli.flags import command, open_table
 from outbox.shared.settings import DatabaseSettings, SettingType, flag_of, whole_number
 from outbox.storage import ddl
 from outbox.storage.layout import MAX_SHARDS
@@ -112,12 +112,11 @@ def run_reshard(options: argparse.Namespace) -> int:
 
     Raises SettingError, NotReached, OutboxError.
     """
-    settings = DatabaseSettings.read(vars(options))
+    table = open_table(options)
 
-    from outbox.admin.reshard import Resharding  # noqa: PLC0415 - the Spanner client: half a second, for nothing if a flag is wrong
-    from outbox.storage.connection import open_database  # noqa: PLC0415 - the same
+    from outbox.admin.reshard import Resharding  # noqa: PLC0415 - see open_table
 
-    resharding = Resharding(open_database(settings))
+    resharding = Resharding(table)
     if options.status:
         print("\n".join(resharding.report()))
         return 0

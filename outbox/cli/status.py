@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Count the unsent tasks of each topic and priority, and those sent in the last minute.
 Show the age of the oldest pending task, and group dead and retrying tasks by error
-(at most 1,000 tasks of each state).
+(at most 1,000 tasks of each state). While `outbox schema reshard` is under way, show its
+next step.
 
 The command reads the index at LOW priority and takes no locks. It stops counting at
 10,000 tasks of each shard and topic (shown as >=), or earlier if there are many topics.
@@ -70,19 +71,10 @@ def run(options: argparse.Namespace) -> int:
         return 0
     backlog = _read(tasks, options)
     print(_rendered(tasks, backlog, options))
-    _note_reshard(tasks)
     beyond = _beyond(backlog, options)
     for sentence in beyond:
         note(sentence)
     return 1 if beyond else 0
-
-
-def _note_reshard(tasks: "TaskTable") -> None:
-    from outbox.admin import statements  # noqa: PLC0415 - see open_table
-
-    columns = [f"{column} ({state})" for column, _, state in tasks.query(statements.RECORDED_SHARDS, "outbox-status")]
-    if len(columns) > 1:
-        note(f"the number of shards is being changed: {', '.join(columns)}. See `outbox schema reshard --status`")
 
 
 def _read(tasks: "TaskTable", options: argparse.Namespace) -> "Backlog":
@@ -130,10 +122,13 @@ def _beyond(backlog: "Backlog", options: argparse.Namespace) -> list[str]:
 
 
 def _rendered(tasks: "TaskTable", backlog: "Backlog", options: argparse.Namespace) -> str:
-    groups = errors.of_backlog(tasks, backlog)
+    from outbox.admin.reshard import Resharding  # noqa: PLC0415 - see open_table
+
+    groups, resharding = errors.of_backlog(tasks, backlog), Resharding(tasks).progress()
     if options.json:
-        return as_json(_plain(backlog) | {"errors": groups})
-    return _text(backlog) + (f"\n{errors.text(groups)}" if groups else "")
+        return as_json(_plain(backlog) | {"errors": groups, "reshard": resharding and resharding.fields()})
+    text = _text(backlog) + (f"\n{errors.text(groups)}" if groups else "")
+    return f"{text}\n\n{resharding}" if resharding else text
 
 
 HEADS = ("PENDING", "RETRYING", "SCHEDULED", "BLOCKED", "DEAD", "SENT/MIN", "OLDEST")

@@ -11,6 +11,7 @@ from google.cloud.spanner_v1.database import Database
 
 import outbox
 from outbox.admin.reshard import POLLED, Resharding
+from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
 from outbox.storage.connection import open_database
 from outbox.storage.layout import Layout
@@ -114,7 +115,7 @@ def test_a_worker_of_an_older_version_delays_a_change_of_the_shards(
     emulators: Emulators, own_database: Database, topic: str, older: Path
 ) -> None:
     """It polls the first column only, and sends every task until it is replaced."""
-    resharding = Resharding(open_database(place(own_database.database_id)))
+    resharding = Resharding(TaskTable(open_database(place(own_database.database_id))))
     with worker(emulators, own_database, directory=older) as old:
         old.wait_for_text("relaying")
         steps = resharding.run(resharding.target(4))

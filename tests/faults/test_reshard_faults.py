@@ -100,7 +100,7 @@ def test_reshard_aborted(step: str, trial: Trial) -> None:
         with trial.load(per_second=2):
             _kill_at(step, trial, stack)
             status = run("outbox", "status", *_place(trial), environment=_hosts(trial))
-            assert "the number of shards is being changed: Shard (" in status.stderr
+            assert "Changing from 10 to 4 shards since " in status.stdout
             assert "Next: " in _finish(trial, stack, "--status")
             assert "The table has 10 shards" in _finish(trial, stack, "--abort")
         trial.settle()
