@@ -21,8 +21,12 @@ from publishworker.types import Workers
 
 _log = logging.getLogger("publishworker")
 
-#: Seconds between two heartbeats of a worker, and until the next attempt after one that failed.
-HEARTBEAT_INTERVAL_SECONDS, HEARTBEAT_RETRY_SECONDS = 7.5, 2.0
+#: Max seconds between two heartbeats of a worker.
+HEARTBEAT_INTERVAL_SECONDS = 7.5
+#: The same while the worker has nothing to send. If its heartbeat is late then, other workers take over empty shards.
+IDLE_HEARTBEAT_INTERVAL_SECONDS = 11.0
+#: Seconds from a heartbeat that failed to the next attempt.
+HEARTBEAT_RETRY_SECONDS = 2.0
 
 
 class Membership:
@@ -38,6 +42,8 @@ class Membership:
         """Begin as if no other worker were live."""
         self._store = store
         self._worker = worker
+        #: The worker has nothing to send, so that it writes its heartbeat less often.
+        self.idle = False
         #: The layouts that this worker polls.
         self.layouts = tuple(store.layouts)
         self._clock = clock
@@ -66,7 +72,9 @@ class Membership:
     @property
     def seconds_to_heartbeat(self) -> float:
         """Return the seconds until the next heartbeat."""
-        return max(0.0, self._heartbeat_at + HEARTBEAT_INTERVAL_SECONDS - self._clock())
+        interval = IDLE_HEARTBEAT_INTERVAL_SECONDS if self.idle else HEARTBEAT_INTERVAL_SECONDS
+        seconds = HEARTBEAT_RETRY_SECONDS if self._failure else interval
+        return max(0.0, self._heartbeat_at + seconds - self._clock())
 
     @property
     def lapsed(self) -> bool:
@@ -86,7 +94,6 @@ class Membership:
             self._write(self.layouts)
         except StoreError as error:
             self._failure = error
-            self._heartbeat_at += HEARTBEAT_RETRY_SECONDS - HEARTBEAT_INTERVAL_SECONDS
 
     def _write(self, polls: Sequence[Layout]) -> None:
         self._store.heartbeat(self._worker, self._started_at, polls, self._gone)
@@ -109,7 +116,7 @@ class Membership:
         seen = self._worker in workers.live
         if self._was_seen and not seen:
             # After an outage no heartbeat is fresh. Keep the former workers until they have had time to write one.
-            self._keep_former_until = self._clock() + HEARTBEAT_INTERVAL_SECONDS
+            self._keep_former_until = self._clock() + IDLE_HEARTBEAT_INTERVAL_SECONDS
         self._was_seen = seen
         living = workers.live | {self._worker}  # whatever its row says, this worker is alive
         if self._clock() < self._keep_former_until:

@@ -134,6 +134,7 @@ class Worker:
             self._missing_since = None
             if finished or stop.is_set():
                 return
+            self._membership.idle = not (turn.made_progress or turn.in_flight)
             self._membership.heartbeat()  # only here, because a worker whose turns fail must lose its shards
             self._pause(stop, seconds)
 

@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.storage.layout import Layout
-from publishworker.membership import HEARTBEAT_INTERVAL_SECONDS, HEARTBEAT_RETRY_SECONDS, Membership, divide
+from publishworker.membership import (
+    HEARTBEAT_INTERVAL_SECONDS,
+    HEARTBEAT_RETRY_SECONDS,
+    IDLE_HEARTBEAT_INTERVAL_SECONDS,
+    Membership,
+    divide,
+)
 from publishworker.spanner import statements
 from publishworker.spanner.store import NotWritten, StoreError
 from tests.support.fakes import FakeStore
@@ -74,7 +80,7 @@ def test_after_an_outage_no_worker_takes_all_shards() -> None:
     watch.seconds += 60
     assert watch.see() == mine != ALL
     assert watch.see("me") == mine
-    watch.seconds += HEARTBEAT_INTERVAL_SECONDS
+    watch.seconds += IDLE_HEARTBEAT_INTERVAL_SECONDS
     assert watch.see("me") == ALL
 
 
@@ -107,6 +113,19 @@ def test_the_heartbeat_is_written_at_an_interval_and_soon_after_a_failure() -> N
     assert watch.store.heartbeats == beats + 1
     watch.delete_heartbeat()
     assert not watch.store.seen_at
+
+
+def test_an_idle_worker_writes_its_heartbeat_less_often() -> None:
+    """But with time for a second attempt before the others take over. With work, an old heartbeat is due at once."""
+    assert IDLE_HEARTBEAT_INTERVAL_SECONDS + HEARTBEAT_RETRY_SECONDS < statements.LIVENESS_TIMEOUT_SECONDS
+    watch = Watch()
+    watch.idle = True
+    watch.heartbeat()
+    assert watch.seconds_to_heartbeat == IDLE_HEARTBEAT_INTERVAL_SECONDS
+    watch.seconds += HEARTBEAT_INTERVAL_SECONDS
+    assert watch.seconds_to_heartbeat > 0
+    watch.idle = False
+    assert watch.seconds_to_heartbeat == 0
 
 
 def test_a_failed_heartbeat_is_logged_once_polls_succeed(caplog: pytest.LogCaptureFixture) -> None:
