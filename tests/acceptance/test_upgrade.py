@@ -1,9 +1,6 @@
 """Older and newer workers, applications and tables side by side: docs/operations/upgrade.md."""
 
 import contextlib
-import io
-import subprocess
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
 from outbox.storage.connection import open_database
 from outbox.storage.layout import Layout
-from tests.support.processes import ROOT
+from tests.support.older import older_version
 from tests.support.pubsub import Subscription
 from tests.support.relays import EACH_ONCE, account, divided, first_deliveries, register, wait_until_all_sent, worker
 from tests.support.spanner import ADMIN_SECONDS, place, query
@@ -23,22 +20,10 @@ from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.xdist_group("upgrade")  # the older version is installed once
 
-#: The commit that settled the schema. Workers of older commits refuse an index that stores BlockedBy.
-OLDER = "1fa3e38"
-
 
 @pytest.fixture(scope="module")
 def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The code of an older version; it comes out of the history, which a shallow clone does not have."""
-    archive = subprocess.run(
-        ["git", "archive", OLDER, "outbox", "publishworker", "schema"], cwd=ROOT, capture_output=True, check=False
-    )
-    if archive.returncode:
-        pytest.skip(f"the history does not reach back to {OLDER}: {archive.stderr.decode()}")
-    folder = tmp_path_factory.mktemp("older")
-    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-        files.extractall(folder, filter="data")
-    return folder
+    return older_version(tmp_path_factory.mktemp("older"))
 
 
 @pytest.mark.extended

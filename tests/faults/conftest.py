@@ -24,8 +24,8 @@ def trial(
     yield created
     file = request.config.getoption("--figures")
     if file and created.figures:
-        callspec = getattr(request.node, "callspec", None)
-        name = callspec.params["scenario"] if callspec else request.node.name.removeprefix("test_")
+        parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+        name = parameters.get("scenario", request.node.originalname.removeprefix("test_"))
         about = {"scenario": name, "seed": seed, "long": long}
         with Path(file).open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(about | dataclasses.asdict(created.figures) | created.notes) + "\n")

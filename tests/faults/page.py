@@ -15,7 +15,14 @@ from typing import Any
 
 from tests.benchmarks.page import markdown
 from tests.benchmarks.results import ROOT, circumstances
-from tests.faults import test_load, test_service_faults, test_subscriber_faults, test_worker_faults
+from tests.faults import (
+    test_load,
+    test_reshard_faults,
+    test_service_faults,
+    test_subscriber_faults,
+    test_wake_faults,
+    test_worker_faults,
+)
 
 PAGE = ROOT / "docs" / "reliability.md"
 KEPT = PAGE.with_suffix("") / "results.json"
@@ -159,7 +166,8 @@ class Scenario:
 def scenarios() -> dict[str, Scenario]:
     rows = test_service_faults.SCENARIOS.items()
     found = {name: Scenario(each.title, each.promise, "test_service_faults.py") for name, each in rows}
-    for module in (test_service_faults, test_worker_faults, test_subscriber_faults, test_load):
+    modules = (test_service_faults, test_worker_faults, test_wake_faults, test_reshard_faults, test_subscriber_faults)
+    for module in (*modules, test_load):
         for name, function in vars(module).items():
             title, _, promised = " ".join((inspect.getdoc(function) or "").split()).partition(" Promised: ")
             if name.startswith("test_") and promised:

@@ -2,12 +2,14 @@
 
 import contextlib
 import signal
+from pathlib import Path
 
 import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.storage import schema
 from outbox.storage.layout import Layout
+from tests.support.older import older_version
 from tests.support.processes import Process, run, started
 from tests.support.relays import INSTANCE, PROJECT
 from tests.support.trial import IN_FLIGHT, Trial
@@ -51,17 +53,23 @@ def _finish(trial: Trial, stack: contextlib.ExitStack, *flags: str) -> str:
     return outputs[-1]
 
 
-def _kill_at(step: str, trial: Trial, stack: contextlib.ExitStack) -> None:
-    """Run the command until it prints the step, and kill it there. It may have been refused before."""
+def _run_to(step: str, trial: Trial, stack: contextlib.ExitStack) -> Process:
+    """Run the command until it prints the step, and return it. It may be refused before, and is then run again."""
 
-    def killed() -> bool:
+    def reached() -> Process | None:
         command = _command(trial, stack, "--shards", str(NEW.shards))
         eventually(lambda: step in command.stdout or command.child.poll() is not None, seconds=120, message=step)
-        command.stop(signal.SIGKILL)
-        command.wait()
-        return step in command.stdout
+        return command if step in command.stdout else None
 
-    eventually(killed, seconds=200, message=f"the command is killed at {step}")
+    command = eventually(reached, seconds=200, message=f"the command reaches {step}")
+    assert command is not None
+    return command
+
+
+def _kill_at(step: str, trial: Trial, stack: contextlib.ExitStack) -> None:
+    command = _run_to(step, trial, stack)
+    command.stop(signal.SIGKILL)
+    command.wait()
 
 
 @pytest.mark.extended
@@ -86,6 +94,32 @@ def test_reshard_killed(trial: Trial) -> None:
         trial.settle()
     assert [*schema.layouts(trial.database)] == [NEW]
     assert trial.audit(duplicates=(len(STEPS) + 1) * IN_FLIGHT).kept()
+
+
+@pytest.mark.extended
+def test_reshard_beside_an_older_worker(trial: Trial, tmp_path: Path) -> None:
+    """A worker of an older version, which polls the former shards only, runs during the change, and is then killed.
+
+    Promised: No task is lost. The change waits for the older worker. At most its in-flight batches are published again,
+    and those of a worker that meets it while shards change hands.
+    """
+    with contextlib.ExitStack() as stack:
+        older = stack.enter_context(trial.worker(directory=str(older_version(tmp_path))))
+        older.wait_for_text("relaying")
+        stack.enter_context(trial.workers(1))
+        with trial.load(per_second=2):
+            command = _run_to("also polls Shard4", trial, stack)
+            trial.register(8)
+            trial.wait_for_backlog(12)
+            assert command.child.poll() is None  # it waits for the older worker
+            older.stop(signal.SIGKILL)
+            older.wait()
+            command.stop(signal.SIGKILL)
+            assert "The table has 4 shards" in _finish(trial, stack, "--shards", str(NEW.shards))
+        trial.register(8)
+        trial.settle()
+    assert [*schema.layouts(trial.database)] == [NEW]
+    assert trial.audit(duplicates=2 * IN_FLIGHT).kept()
 
 
 @pytest.mark.extended

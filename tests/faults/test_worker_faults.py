@@ -8,16 +8,14 @@ from pathlib import Path
 import pytest
 
 import outbox
-from tests.faults.faults import FREEZE
+from tests.faults.faults import freezing_heartbeats
 from tests.support.dogstatsd import UnixAgent
 from tests.support.outages import lasting, log_lines
-from tests.support.relays import execute, shards_of
-from tests.support.trial import IN_FLIGHT, Trial, id_of, in_background
+from tests.support.trial import IN_FLIGHT, Trial, id_of
 from tests.support.waiting import eventually
 
 #: Seconds by which the clocks are wrong, and tasks that are scheduled, so that both workers have some.
 SKEW, SCHEDULED = 60, 20
-SHARDS = 10
 SHIFTED = "tests.support.shifted_clock"
 
 
@@ -91,13 +89,8 @@ def test_heartbeats_frozen(trial: Trial, fault_seconds: float) -> None:
     published again, if the emulator aborts its transaction in favor of another one.
     """
     with trial.workers(3) as workers:
-        with trial.load(), in_background(lambda: execute(trial.database, FREEZE), every=0.05):
+        with trial.load(), freezing_heartbeats(trial, workers):
             lasting(fault_seconds)
-            eventually(  # two of three, because a heartbeat is fresh until the next freeze
-                lambda: sum(len(shards_of(each)) == SHARDS for each in workers) > 1,
-                seconds=40,
-                message="two workers poll all shards",
-            )
         trial.settle()
     assert trial.audit(duplicates=IN_FLIGHT).kept()
 
