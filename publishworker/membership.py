@@ -78,11 +78,11 @@ class Membership:
 
     @property
     def lapsed(self) -> bool:
-        """Tell whether this process was suspended for so long that it must learn before it writes a heartbeat."""
+        """Tell whether this process was suspended for so long that it must call `learn` before its next heartbeat."""
         return self._clock() - max(self._heartbeat_at, self._learned_at) > LIVENESS_TIMEOUT_SECONDS
 
     def heartbeat(self) -> None:
-        """Write the heartbeat if it is due, unless it has lapsed: the layouts may have changed since.
+        """Write the heartbeat if it is due, unless it has lapsed, because the layouts may have changed meanwhile.
 
         A failure stops nothing: other workers take over this worker's shards, and the row locks keep them apart.
         """
@@ -160,19 +160,16 @@ def divide(workers: Collection[str], shards: Sequence[int]) -> dict[str, tuple[i
     """
     pairs = sorted(product(workers, shards), key=lambda pair: _score(*pair), reverse=True)
     # The positions, in a pair, of the side with more members (workers or shards) and of the side with fewer.
-    of_many, of_few = (1, 0) if len(shards) >= len(workers) else (0, 1)
-    least, over = divmod(max(len(shards), len(workers)), min(len(shards), len(workers)))
+    many, few = (1, 0) if len(shards) >= len(workers) else (0, 1)
+    min_load, rest = divmod(max(len(shards), len(workers)), min(len(shards), len(workers)))
     load: Counter[object] = Counter()
     assigned: dict[object, tuple[str, int]] = {}
-    for most in (least, least + 1)[: 2 if over else 1]:
+    for max_load in (min_load, min_load + 1) if rest else (min_load,):
         for pair in pairs:
-            if pair[of_many] not in assigned and load[pair[of_few]] < most:
-                assigned[pair[of_many]] = pair
-                load[pair[of_few]] += 1
-    of: dict[str, list[int]] = {worker: [] for worker in workers}
-    for worker, shard in assigned.values():
-        of[worker].append(shard)
-    return {worker: tuple(sorted(its)) for worker, its in of.items()}
+            if pair[many] not in assigned and load[pair[few]] < max_load:
+                assigned[pair[many]] = pair
+                load[pair[few]] += 1
+    return {worker: tuple(sorted(shard for it, shard in assigned.values() if it == worker)) for worker in workers}
 
 
 def _score(worker: str, shard: int) -> bytes:

@@ -9,7 +9,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from random import Random
 from typing import Any
@@ -22,9 +21,9 @@ from publishworker.worker import Pause
 
 _log = logging.getLogger("publishworker")
 
-#: Seconds without a record of some partition after which the worker polls at its usual interval again.
+#: Seconds without a record of a partition, which sends one each second, after which the worker polls at --poll-interval.
 MAX_SILENCE_SECONDS = 3.0
-#: Seconds without a record after which the stream is read anew.
+#: Seconds without a record of a partition after which the reader begins again.
 STUCK_SECONDS = 10.0
 #: Seconds of one request, so that none is open for long. The emulator ends each partition sooner.
 REQUEST_SECONDS = 60.0
@@ -34,34 +33,51 @@ FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 _TYPES = {"start": param_types.TIMESTAMP, "end": param_types.TIMESTAMP, "token": param_types.STRING}
 
 
-@dataclass(slots=True)
 class Partitions:
-    """Which partitions can be read: a child after all of its parents have ended."""
+    """The partitions that the threads of one attempt to read the stream know.
 
-    _known: set[str] = field(default_factory=set)
-    _ended: set[str] = field(default_factory=set)
-    _waiting: dict[str, tuple[datetime, frozenset[str]]] = field(default_factory=dict)
+    A child can be read after all of its parents have ended.
+    """
+
+    def __init__(self) -> None:
+        """Know none."""
+        #: Set when a thread has failed. The others end then.
+        self.given_up = False
+        #: The token of a partition that has ended, or the error of one that has failed.
+        self.events: queue.SimpleQueue[Exception | str] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._known: set[str] = set()
+        self._ended: set[str] = set()
+        self._waiting: dict[str, tuple[datetime, frozenset[str]]] = {}
 
     def add(self, token: str, start: datetime, parents: Iterable[str]) -> None:
         """Note a child partition. Each of its parents reports it."""
-        if token not in self._known:
-            self._known.add(token)
-            self._waiting[token] = start, frozenset(parents)
+        with self._lock:
+            if token not in self._known:
+                self._known.add(token)
+                self._waiting[token] = start, frozenset(parents)
 
     def end(self, token: str) -> None:
         """Note that a partition has been read to its end."""
-        self._ended.add(token)
+        with self._lock:
+            self._ended.add(token)
+        self.events.put(token)
 
-    def next(self) -> Iterator[tuple[str, datetime]]:
-        """Yield the partitions that can be read from now on, each once, with the time from which on."""
-        for token, (start, parents) in list(self._waiting.items()):
-            if parents & self._known <= self._ended:
+    def pop(self) -> list[tuple[str, datetime]]:
+        """Return the partitions that can be read from now on, each once, with the time of their first record."""
+        with self._lock:
+            readable = [
+                (token, start)
+                for token, (start, parents) in self._waiting.items()
+                if parents & self._known <= self._ended
+            ]
+            for token, _ in readable:
                 del self._waiting[token]
-                yield token, start
+            return readable
 
 
 class ChangeStream:
-    """Calls a function after each commit that inserts tasks. It needs one thread, and one for each partition."""
+    """Calls a function after each commit that inserts tasks, on one thread for each partition."""
 
     def __init__(
         self,
@@ -79,7 +95,7 @@ class ChangeStream:
 
     @property
     def works(self) -> bool:
-        """Tell whether every partition is being read, and was heard of in the last 3 s."""
+        """Tell whether every partition is being read, and each has sent a record in the last 3 s."""
         oldest = min(list(self._heard.values()), default=float("-inf"))
         return self._clock() - oldest <= MAX_SILENCE_SECONDS
 
@@ -94,13 +110,13 @@ class ChangeStream:
     def _run(self) -> None:
         pause = Pause(FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, Random())  # noqa: S311 - it spreads load
         while not self._stopped.is_set():
-            attempt = _Attempt()
+            partitions = Partitions()
             try:
-                self._find_partitions(attempt)
+                self._find_partitions(partitions)
                 pause.reset()
-                self._follow(attempt)
+                self._follow(partitions)
             except Exception as error:
-                attempt.ended = True
+                partitions.given_up = True
                 self._heard = {}
                 if not (self._failed or self._stopped.is_set()):
                     self._failed = True
@@ -111,51 +127,50 @@ class ChangeStream:
             self._inserted()
             self._stopped.wait(pause.next())
 
-    def _find_partitions(self, attempt: "_Attempt") -> None:
+    def _find_partitions(self, partitions: Partitions) -> None:
         self._heard = {}
         [[now]] = self._query("SELECT CURRENT_TIMESTAMP()", {}, {}, STUCK_SECONDS)
-        self._read(attempt, "", now, None)
+        self._read(partitions, "", now, None)
         if self._failed:
             self._failed = False
             _log.info("The change stream can be read again", extra={"action": "change_stream_works"})
 
-    def _follow(self, attempt: "_Attempt") -> None:
+    def _follow(self, partitions: Partitions) -> None:
         """Read the partitions, each on a thread, until one fails. Raises its error."""
         while not self._stopped.is_set():
-            for token, start in attempt.next():
+            for token, start in partitions.pop():
                 self._heard[token] = self._clock()
-                arguments = (attempt, token, start)
+                arguments = (partitions, token, start)
                 threading.Thread(target=self._read_all, args=arguments, name="change-stream", daemon=True).start()
             silence = self._clock() - min(list(self._heard.values()), default=float("-inf"))
             if silence > STUCK_SECONDS:
                 raise TimeoutError(f"no record for {silence:.0f} s, although there should be one each second")
             try:
-                event = attempt.events.get(timeout=MAX_SILENCE_SECONDS)
+                event = partitions.events.get(timeout=MAX_SILENCE_SECONDS)
             except queue.Empty:
                 continue
             if isinstance(event, Exception):
                 raise event
             del self._heard[event]  # its children follow
 
-    def _read_all(self, attempt: "_Attempt", token: str, start: datetime) -> None:
+    def _read_all(self, partitions: Partitions, token: str, start: datetime) -> None:
         """Read a partition to its end, one request after the other."""
         try:
-            while not (attempt.ended or self._stopped.is_set()):
+            while not (partitions.given_up or self._stopped.is_set()):
                 end = start + timedelta(seconds=REQUEST_SECONDS)
-                if self._read(attempt, token, start, end):
-                    attempt.end(token)
-                    attempt.events.put(token)
+                if self._read(partitions, token, start, end):
+                    partitions.end(token)
                     return
                 start = end
         except Exception as error:
-            attempt.events.put(error)
+            partitions.events.put(error)
 
-    def _read(self, attempt: "_Attempt", token: str, start: datetime, end: datetime | None) -> bool:
+    def _read(self, partitions: Partitions, token: str, start: datetime, end: datetime | None) -> bool:
         """Send one request, for a partition or for the first tokens; return whether the partition has ended."""
         has_ended = False
         values = {"start": start, "end": end, "token": token or None}
         for [records] in self._query(statements.CHANGES, values, _TYPES, REQUEST_SECONDS + STUCK_SECONDS):
-            if attempt.ended or self._stopped.is_set():
+            if partitions.given_up or self._stopped.is_set():
                 break
             if token in self._heard:
                 self._heard[token] = self._clock()
@@ -165,7 +180,7 @@ class ChangeStream:
                 for begins, _sequence, tokens in children:
                     has_ended = True
                     for child, parents in tokens:
-                        attempt.add(child, begins, parents)
+                        partitions.add(child, begins, parents)
         return has_ended
 
     def _query(self, statement: str, values: Any, types: Any, seconds: float) -> Iterator[Any]:
@@ -174,26 +189,3 @@ class ChangeStream:
                 statement, values, types, request_options={"request_tag": "outbox-change-stream"},
                 retry=STREAM_RETRY, timeout=Deadline(seconds),
             )  # fmt: skip
-
-
-class _Attempt:
-    """The partitions that the threads of one attempt know. It ends with an error, or when the stream is stopped."""
-
-    def __init__(self) -> None:
-        self.ended = False
-        #: The token of a partition that has ended, or the error of one that has failed.
-        self.events: queue.SimpleQueue[Exception | str] = queue.SimpleQueue()
-        self._partitions = Partitions()
-        self._lock = threading.Lock()
-
-    def add(self, token: str, start: datetime, parents: Iterable[str]) -> None:
-        with self._lock:
-            self._partitions.add(token, start, parents)
-
-    def end(self, token: str) -> None:
-        with self._lock:
-            self._partitions.end(token)
-
-    def next(self) -> list[tuple[str, datetime]]:
-        with self._lock:
-            return list(self._partitions.next())

@@ -137,11 +137,11 @@ def test_a_child_partition_begins_when_all_its_parents_have_ended() -> None:
     partitions = Partitions()
     for token in ("a", "b"):
         partitions.add(token, NOON, [])
-    assert list(partitions.next()) == [("a", NOON), ("b", NOON)]
+    assert partitions.pop() == [("a", NOON), ("b", NOON)]
     for _ in range(2):  # each parent names the merged child
         partitions.add("ab", NOON, ["a", "b"])
     partitions.end("a")
-    assert list(partitions.next()) == []
+    assert partitions.pop() == []
     partitions.end("b")
-    assert list(partitions.next()) == [("ab", NOON)]
-    assert list(partitions.next()) == []
+    assert partitions.pop() == [("ab", NOON)]
+    assert partitions.pop() == []
