@@ -21,9 +21,9 @@ from publishworker.worker import Pause
 
 _log = logging.getLogger("publishworker")
 
-#: Seconds without a record of a partition, which sends one each second, after which the worker polls at --poll-interval.
+#: If a partition, which sends a record each second, is silent for this long, the worker polls at --poll-interval.
 MAX_SILENCE_SECONDS = 3.0
-#: Seconds without a record of a partition after which the reader begins again.
+#: If it is silent for this long, the stream is read again from now on.
 STUCK_SECONDS = 10.0
 #: Seconds of one request, so that none is open for long. The emulator ends each partition sooner.
 REQUEST_SECONDS = 60.0

@@ -45,9 +45,9 @@ WAKE = ("--wake", "change-stream")
 ALONE = """\
 - Requests per minute of all `publishworker run` processes, with default settings and 10 shards, half a minute after the
   last task, without an agent for metrics. Counted by a proxy that forwards every call to the emulator, by method and
-  tag. By default the emulator ends each partition of a change stream after 20 s, and two or three are open. Each costs a
-  request. In the last column they live for 10 minutes or more, as an emulator of its own was told, because those of
-  Spanner do."""
+  tag. The emulator ends each partition of a change stream after 20 s, and two or three are open. Each costs a request.
+- Long partitions: another emulator, with a flag that lets each partition live for at least 10 minutes. Then a partition
+  costs a request a minute."""
 #: An emulator whose partitions of change streams live long.
 LONG_PARTITIONS = ("--override_change_stream_partition_token_alive_seconds", "600")
 
