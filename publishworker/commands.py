@@ -15,7 +15,7 @@ from outbox.shared.settings import unknown_variables
 from publishworker import exits
 from publishworker.app import App, until_drained
 from publishworker.check import check
-from publishworker.heartbeat import Heartbeat
+from publishworker.heartbeat import HeartbeatFile
 from publishworker.settings import WorkerSettings
 from publishworker.stopping import stop_on_signals
 from publishworker.telemetry.clients import client
@@ -66,7 +66,7 @@ def _worker(settings: WorkerSettings) -> Iterator[App]:
             settings,
             id=worker_id(),
             metrics=metrics,
-            touch_file=Heartbeat(Path(settings.heartbeat_file)),
+            touch_file=HeartbeatFile(Path(settings.heartbeat_file)),
         )
         # Imported objects live as long as the process, so the garbage collector need not scan them, which took 30 ms of
         # CPU every few thousand tasks.

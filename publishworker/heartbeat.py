@@ -1,4 +1,4 @@
-"""The worker's side of the heartbeat file (the probe's side is `healthcheck`)."""
+"""The worker touches the heartbeat file. `healthcheck` reads its age."""
 
 import logging
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 _log = logging.getLogger("publishworker")
 
 
-class Heartbeat:
-    """Touches the heartbeat file. A failure is logged once and stops nothing."""
+class HeartbeatFile:
+    """Touches a file at each call. A failure is logged once and stops nothing."""
 
     def __init__(self, path: Path) -> None:
-        """Touch `path` at each call."""
+        """Touch `path`."""
         self._path = path
         self._unwritable = False
 

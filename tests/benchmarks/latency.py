@@ -8,6 +8,7 @@ from random import Random
 from statistics import quantiles
 
 from google.cloud import pubsub_v1
+from google.pubsub_v1.types import PubsubMessage
 from tqdm import tqdm
 
 import outbox
@@ -23,8 +24,11 @@ OFFERED = ((1, 45, 3), (10, 45, 3), (100, 20, 2))
 #: The same with early polls.
 WOKEN = ((1, 40, 3), (10, 30, 3))
 WAKE = ("--wake", "change-stream")
+#: Messages that are published without an outbox, one a second, to see how much of the latency is Pub/Sub's.
+PUBLISHED = (30, 3)
 #: Threads that register, so that one slow commit does not delay the next arrivals.
 REGISTRARS = 8
+ALONE = "publish alone"
 #: The pause after ABORTED, which the emulator answers while a relay's transaction is open.
 RETRY_DELAY = 0.005
 
@@ -35,6 +39,9 @@ CONDITIONS = f"""\
 - The time runs from the return of the commit call to the callback of a streaming pull in the same process, by the same
   clock.
 - One run of each rate: {", ".join(f"{seconds} s at {rate}/s" for rate, seconds, _ in OFFERED)}.
+- Publish alone: from the answer to a publish request without an outbox to the callback, one message after the other.
+  The other rows include this. With the change stream they also include the time until the emulator reports an insert,
+  which it does about every 100 ms.
 - The emulator runs one transaction at a time in a database and aborts the others: registrations and relay take turns,
   which they do not on Spanner. Its polls scan the table, which at 100/s grows to some 2,000 rows."""
 
@@ -51,6 +58,10 @@ def run(bench: Bench) -> Section:
         row = (f"{rate} tasks/s" if rate > 1 else "1 task/s") + (", change stream" if flags else "")
         samples += [(row, f"p{share} ms", cuts[share - 1] * 1000) for share in (50, 95, 99)]
         samples.append((row, "tasks", len(waits)))
+    waits = publishing_alone(bench, bench.choose(*PUBLISHED))
+    cuts = quantiles(waits, n=100, method="inclusive")
+    samples += [(ALONE, f"p{share} ms", cuts[share - 1] * 1000) for share in (50, 95, 99)]
+    samples.append((ALONE, "tasks", len(waits)))
     section = Section(
         "Latency",
         figures(samples),
@@ -84,6 +95,20 @@ def latencies(bench: Bench, table: Table, rate: int, seconds: int, *flags: str) 
             each.result()
         eventually(lambda: received.keys() >= committed.keys(), seconds=60, message="every task received")
     return [received[id] - at for id, at in committed.items()]
+
+
+def publishing_alone(bench: Bench, count: int) -> list[float]:
+    """Return the seconds from the answer to each publish request to the receipt of its message."""
+    topic = bench.pubsub.new_topic()
+    waits = []
+    with receiving(bench, topic) as received:
+        for id, _ in zip(map(str, range(count)), arrivals(1, 2 * count + 10), strict=False):
+            message = PubsubMessage(data=MESSAGE, attributes={outbox.TASK_ID_ATTRIBUTE: id})
+            bench.pubsub.publisher.publish(topic=topic, messages=[message])
+            published = time.monotonic()
+            eventually(lambda sent=id: sent in received, seconds=10, message="received")  # type: ignore[misc]  # a default of a lambda
+            waits.append(received[id] - published)
+    return waits
 
 
 def arrivals(rate: int, seconds: int) -> Iterator[float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from publishworker import healthcheck
-from publishworker.heartbeat import Heartbeat
+from publishworker.heartbeat import HeartbeatFile
 
 
 def test_the_health_check_reports_fresh_old_and_missing_heartbeats(
@@ -17,7 +17,7 @@ def test_the_health_check_reports_fresh_old_and_missing_heartbeats(
     monkeypatch.setenv("OUTBOX_HEARTBEAT_FILE", str(file))
     assert healthcheck.main([]) == 1
     assert "No heartbeat" in capsys.readouterr().err
-    Heartbeat(file)()
+    HeartbeatFile(file)()
     assert healthcheck.main([]) == 0
     os.utime(file, (0, 0))
     assert healthcheck.main([]) == 1
@@ -30,6 +30,6 @@ def test_the_health_check_reports_fresh_old_and_missing_heartbeats(
 
 def test_a_heartbeat_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "publishworker"):
-        heartbeat = Heartbeat(tmp_path / "missing" / "heartbeat")
+        heartbeat = HeartbeatFile(tmp_path / "missing" / "heartbeat")
         heartbeat(), heartbeat(), heartbeat()
     assert [record.__dict__["action"] for record in caplog.records] == ["heartbeat"]
