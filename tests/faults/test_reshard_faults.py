@@ -11,7 +11,7 @@ from outbox.storage import schema
 from outbox.storage.layout import Layout
 from tests.support.older import older_version
 from tests.support.processes import Process, run, started
-from tests.support.relays import INSTANCE, PROJECT
+from tests.support.spanner import INSTANCE, PROJECT
 from tests.support.trial import IN_FLIGHT, Trial
 from tests.support.waiting import eventually
 
