@@ -340,12 +340,14 @@ class World:
                 self.clockwork.after(fault.at, functools.partial(self._begin, fault))
             last = max((fault.at + fault.seconds for fault in self.plan.faults), default=0.0)
             self.clockwork.run(max(self.plan.seconds + 1.0 + MAX_QUEUE_SECONDS, last))
-            self.clockwork.run(
-                self.clockwork.now + limit, lambda: not (self.spanner.table.unsent_count or self._resharding)
-            )
+            end, table = self.clockwork.now + limit, self.spanner.table
+            self.clockwork.run(end, lambda: not (table.unsent_count or self._resharding))
             if self._resharding:
                 self.audit.problem("the number of shards is still being changed")
             self.clockwork.run(self.clockwork.now + 6.0)  # at-most-once tasks are published after their mark
+            while table.unsent_count and self.clockwork.now < end:  # one was refused, and is published again
+                self.clockwork.run(end, lambda: not table.unsent_count)
+                self.clockwork.run(self.clockwork.now + 6.0)
             self.audit.disturbances["wound"] = self.spanner.locks.wounds
             bound = self.plan.batch_size * self.plan.concurrency
             self.audit.end(self.spanner.table.unsent_rows(), bound, faults=bool(self.plan.faults))
