@@ -91,7 +91,7 @@ def complaints_about(expression: str, variables: Iterable[str] = ()) -> Iterator
         if query["aggregator"] not in known.aggregators:
             yield f"{query['aggregator']} of {query['name']}"
         calls = re.findall(r"\.(\w+)\(", query["calls"])
-        if sorted(call for call in calls if call != "rollup" or known.type != "gauge") not in (
+        if sorted(call for call in calls if call != "rollup" or known.type == "count") not in (
             [["as_count"], ["as_rate"]] if known.type == "count" else [[]]
         ):
             yield f"{query['name']} is a {known.type} with {calls}"
