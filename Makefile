@@ -100,8 +100,9 @@ docs-serve: docs ## show the site on http://127.0.0.1:8000
 bench: $(STAMP) ## measure the relay on the emulators, in ten minutes; writes docs/benchmarks.md
 	@$(BIN)/python -m tests.benchmarks
 
-bench-simulation: $(STAMP) ## print the figures of the simulation, in a few minutes
+bench-simulation: $(STAMP) ## print the figures of the simulation, in about 15 minutes; writes docs/architecture/scale.md
 	@PYTHONPATH=. $(BIN)/python -m tests.simulation.bench
+	@PYTHONPATH=. $(BIN)/python -m tests.simulation.scale
 
 bench-pipeline: $(STAMP) ## compare the Spark jobs with plain loops, in about 27 minutes; writes docs/benchmarks.md
 	@$(BIN)/python -m tests.benchmarks --rounds 3 --only spark-read spark-archive spark-audit spark-register

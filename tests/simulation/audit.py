@@ -14,7 +14,7 @@ from publishworker.types import Deferred, LockedRow, Mark, NotSent, Sent, Versio
 from tests.simulation.clockwork import Clockwork, Process
 
 #: Max seconds between two attempts, as the workers are set.
-LONGEST_BACKOFF = 600.0
+LONGEST_BACKOFF = 60.0
 
 
 @dataclass(slots=True)

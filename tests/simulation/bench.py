@@ -11,7 +11,7 @@ from random import Random
 
 from outbox.cli.output import cell
 from tests.simulation.audit import Known
-from tests.simulation.spanner import DEFAULT_LATENCIES
+from tests.simulation.spanner import DEFAULT_LATENCIES, Cpu
 from tests.simulation.world import GOOD, Plan, World, quiet
 
 SEEDS = (1, 2, 3)
@@ -19,7 +19,7 @@ TASKS = 20_000
 #: Seconds until the workers have divided the shards.
 DIVIDED = 15.0
 #: CPU seconds of a worker for each task, of the order that `make bench` measures.
-CPU = 0.0001
+CPU = Cpu(task=0.0001)
 Figures = Mapping[str, float]
 
 

@@ -23,11 +23,11 @@ class Clockwork:
         self.failure: BaseException | None = None
         self._closed = False
         self._processes: dict[Process, None] = {}
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._count = 0
         self._hub: Any = greenlet.getcurrent()
 
-    def after(self, seconds: float, call: Callable[[], None]) -> None:
+    def after(self, seconds: float, call: Callable[[], object]) -> None:
         self._count += 1
         heapq.heappush(self._events, (self.now + seconds, self._count, call))
 
@@ -89,8 +89,8 @@ class Process:
         self.name = name
         self.alive = True
         self.paused_until = 0.0
-        #: Until when its CPU is busy.
-        self.busy_until = 0.0
+        #: Until when its CPU is busy, and how many seconds it has worked.
+        self.busy_until = self.worked = 0.0
         #: Seconds that its clock is ahead.
         self.skew = 0.0
         #: Kept, because a greenlet without references ends by an exception, and would clean up like a living one.
@@ -170,9 +170,10 @@ class VirtualQueue:
             self._waiters.popleft()(True)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        if not self._items and block and timeout != 0:
+        while not self._items and block and timeout != 0:
             self._waiters.append(self._clockwork.waiter())
-            self._clockwork.park(timeout)
+            if self._clockwork.park(timeout) is None:  # otherwise another fiber may have taken the item
+                break
         if not self._items:
             raise queue.Empty
         return self._items.popleft()

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from outbox.admin.reshard import POLLED
+from outbox.storage.layout import Layout
+
 if TYPE_CHECKING:
     from tests.simulation.world import Fault, Node, World
 
@@ -96,7 +99,32 @@ def skew(_world: "World", node: "Node", fault: "Fault") -> End:
     return lambda: None
 
 
+def lose_wake_ups(world: "World", _node: "Node", _fault: "Fault") -> End:
+    """Stop the readers of the change stream. The workers do not notice."""
+    world.silent += 1
+    return lambda: setattr(world, "silent", world.silent - 1)
+
+
+def downgrade(world: "World", node: "Node", _fault: "Fault") -> End:
+    """Replace a worker by one of the previous version. It polls the first layout, which must not be retired."""
+    if world.spanner.table.recorded.get(Layout(world.plan.shards), POLLED) != POLLED:
+        return lambda: None
+    world.audit.disturbances["downgrade"] += 1
+    node.kill()
+    node.start(previous=True)
+    process = node.process
+
+    def upgrade() -> None:
+        if node.process is process:
+            world.audit.disturbances["upgrade"] += 1
+            node.kill()
+            node.start()
+
+    return upgrade
+
+
 FAULTS: dict[str, Callable[["World", "Node", "Fault"], End]] = {
     "kill": kill, "stop": stop, "pause": pause, "no spanner": cut, "no pubsub": cut, "slow pubsub": slow,
-    "overload": overload, "clock": skew, **dict.fromkeys(TROUBLES, trouble), **dict.fromkeys(ANSWERS, break_topic),
+    "overload": overload, "clock": skew, "no wake-ups": lose_wake_ups, "previous version": downgrade,
+    **dict.fromkeys(TROUBLES, trouble), **dict.fromkeys(ANSWERS, break_topic),
 }  # fmt: skip

@@ -18,7 +18,6 @@ class PubSub:
 
     def __init__(self, clockwork: Clockwork, audit: Audit) -> None:
         self.clockwork, self.audit = clockwork, audit
-        self.process = Process("pubsub")
         #: What a topic answers instead of publishing, by topic ID.
         self.broken: dict[str, grpc.StatusCode] = {}
         #: Seconds that each request takes longer.
@@ -63,16 +62,14 @@ class _Channel:
         latency = self._median * clockwork.random.uniform(0.7, 1.6) + pubsub.slow
 
         def serve() -> None:
-            clockwork.sleep(latency / 2)
-            if fate == "refused":
-                return self._answer(answer, grpc.StatusCode.UNAVAILABLE)
-            if fate == "lost":
-                return None
             code = pubsub.execute(self._process, request)
-            clockwork.sleep(latency / 2)
-            return None if fate == "unanswered" else self._answer(answer, code)
+            if fate != "unanswered":
+                clockwork.after(latency / 2, lambda: self._answer(answer, code))
 
-        clockwork.spawn(pubsub.process, serve)
+        if fate == "refused":
+            clockwork.after(latency / 2, lambda: self._answer(answer, grpc.StatusCode.UNAVAILABLE))
+        elif fate != "lost":
+            clockwork.after(latency / 2, serve)
         clockwork.after(timeout, lambda: self._answer(answer, grpc.StatusCode.DEADLINE_EXCEEDED))
         return answer
 

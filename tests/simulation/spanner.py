@@ -4,10 +4,11 @@ What it does not model: plans, splits that move, replicas, leader changes, and t
 participants takes beyond a constant for each.
 """
 
+import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import IntEnum
 from math import exp
@@ -69,6 +70,17 @@ class Latencies:
 
 
 DEFAULT_LATENCIES = Latencies()
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """Seconds of the worker's CPU for each request to Spanner or Pub/Sub, and for each claimed task."""
+
+    request: float = 0.0
+    task: float = 0.0
+
+
+NO_CPU = Cpu()
 
 
 @dataclass(eq=False)
@@ -267,13 +279,18 @@ def _place(row: StoredTask) -> tuple[datetime, int, str]:
 class Spanner:
     """The service: one table, its locks, and as many requests a second as its capacity allows."""
 
-    def __init__(self, clockwork: Clockwork, shards: int, latencies: Latencies, *, splits: int = 10) -> None:
-        self.clockwork, self.latencies, self.splits = clockwork, latencies, splits
+    def __init__(self, clockwork: Clockwork, shards: int, latencies: Latencies) -> None:
+        self.clockwork, self.latencies = clockwork, latencies
+        #: The split of a row. By default the entries in the indexes decide, which are together.
+        self.split_of: Callable[[StoredTask], int] = lambda row: row.shards[0] % 10
         self.table = Table(clockwork, shards)
         self.locks = Locks(clockwork)
         self.process = Process("spanner")
-        #: Requests that it can serve in a second, or None for any number. More wait, those of low priority longer.
+        #: Units of work that it can do in a second, or None for any number. More wait, those of low priority longer.
         self.capacity: float | None = None
+        #: The work of a request by its kind and rows, and the work done. "rows" are those that a poll has returned.
+        self.work: Callable[[str, int], float] = lambda kind, _rows: kind != "rows"
+        self.worked = 0.0
         self._busy_until = self._urgent_until = 0.0
         self._ages = itertools.count()
         self.requests: dict[str, int] = defaultdict(int)
@@ -286,11 +303,25 @@ class Spanner:
     def age(self) -> tuple[float, int]:
         return self.clockwork.now, next(self._ages)
 
-    def serve(self, *, urgent: bool) -> None:
+    def ways(self, median: float) -> tuple[float, float]:
+        """Return the seconds of a request to the service and back."""
+        return self.drawn(median / 2), self.drawn(median / 2)
+
+    def may_wait(self, kind: str) -> bool:
+        """Tell whether a request can wait for a lock or for capacity."""
+        return kind in ("lock", "commit") or self.capacity is not None
+
+    def serve(self, kind: str, rows: int = 0, *, urgent: bool) -> None:
         """Wait for capacity. Raises Aborted if that would take long."""
+        self.clockwork.sleep(self.book(kind, rows, urgent=urgent))
+
+    def book(self, kind: str, rows: int, *, urgent: bool) -> float:
+        """Add a request to the queue, and return its seconds there. Raises Aborted if it would wait long."""
+        units = self.work(kind, rows)
+        self.worked += units
         if self.capacity is None:
-            return
-        now, work = self.clockwork.now, 1 / self.capacity
+            return 0.0
+        now, work = self.clockwork.now, units / self.capacity
         end = max(now, self._urgent_until) + work if urgent else max(now, self._busy_until, self._urgent_until) + work
         if end - now > MAX_QUEUE_SECONDS:
             raise Aborted("overloaded")
@@ -299,7 +330,13 @@ class Spanner:
             self._busy_until = max(now, self._busy_until) + work
         else:
             self._busy_until = end
-        self.clockwork.sleep(end - now)
+        return end - now
+
+    def use_cpu(self, process: Process, seconds: float) -> None:
+        """Let a process work. Its machine has a core for it."""
+        process.worked += seconds
+        process.busy_until = max(self.clockwork.now, process.busy_until) + seconds
+        self.clockwork.sleep(process.busy_until - self.clockwork.now)
 
     def lock(self, transaction: Transaction, ids: Sequence[str]) -> list[Any]:
         transaction.asked_at = self.clockwork.now
@@ -316,13 +353,22 @@ class Spanner:
         if transaction.wounded:
             raise Aborted("wounded")
         transaction.commits = True
-        touched = {self.table.rows[id].shards[0] % self.splits for id in marks}
+        touched = {self.split_of(self.table.rows[id]) for id in marks}
         self.clockwork.sleep(self.latencies.participant * len(touched))
         committed = self.table.commit_time()
         self.table.apply(marks, committed)
         self.locks.release(transaction)
         self.locks.held_seconds.append(self.clockwork.now - transaction.locked_at)
         return committed
+
+    def roll_back(self, transaction: Transaction) -> None:
+        if not transaction.commits:
+            transaction.wounded = True  # a lock query that still waits must not get the locks
+            self.locks.release(transaction)
+
+    def slot(self, _process: Process) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which a worker runs a transaction."""
+        return contextlib.nullcontext()
 
 
 class Connection:
@@ -335,37 +381,50 @@ class Connection:
         fate: Callable[[str], str | None] = lambda _kind: None,
         *,
         exclusive: bool = True,
-        cpu: float = 0.0,
+        cpu: Cpu = NO_CPU,
         audit: Audit | None = None,
+        only: Sequence[Layout] = (),
     ) -> None:
         """`fate` says of each request whether it is `refused`, or its way there (`lost`) or back (`unanswered`) fails.
 
-        `audit` is told of the rows and marks of each claim. Each claimed task costs `cpu` seconds.
+        `audit` is told of the rows and marks of each claim. With `only`, the worker knows no other layouts.
         """
         self._spanner, self._process, self._fate, self._exclusive = spanner, process, fate, exclusive
         self._clockwork, self._audit, self._cpu = spanner.clockwork, audit, cpu
-        self.layouts: Sequence[Layout] = spanner.table.layouts
+        self.layouts: Sequence[Layout] = only or spanner.table.layouts
+        self._only = only
 
-    def _call(self, kind: str, median: float, execute: Callable[[], Any], limit: float, *, urgent: bool = False) -> Any:
+    def _call(
+        self,
+        kind: str,
+        median: float,
+        execute: Callable[[], Any],
+        limit: float,
+        *,
+        rows: int = 0,
+        urgent: bool = False,
+    ) -> Any:
         """Send a request, wait for its answer. Raises StoreError, Aborted."""
         clockwork, spanner = self._clockwork, self._spanner
-        fate, there, back = self._fate(kind), spanner.drawn(median / 2), spanner.drawn(median / 2)
+        fate, (there, back) = self._fate(kind), spanner.ways(median)
         spanner.requests[kind] += 1
         wake = clockwork.waiter()
 
         def serve() -> None:
-            clockwork.sleep(there)
-            if fate in ("lost", "refused"):
-                return wake(StoreError("UNAVAILABLE")) if fate == "refused" else None
             try:
-                spanner.serve(urgent=urgent)
+                spanner.serve(kind, rows, urgent=urgent)
                 answer = execute()
             except (Aborted, StoreError) as error:
                 answer = error
-            clockwork.sleep(back)
-            return None if fate == "unanswered" else wake((answer,))
+            if fate != "unanswered":
+                clockwork.after(back, lambda: wake((answer,)))
 
-        clockwork.spawn(spanner.process, serve)
+        if fate == "refused":
+            clockwork.after(there, lambda: wake(StoreError("UNAVAILABLE")))
+        elif fate != "lost":
+            # A fiber costs time, so only a request that may have to wait in the service has one.
+            waits = spanner.may_wait(kind)
+            clockwork.after(there, (lambda: clockwork.spawn(spanner.process, serve)) if waits else serve)
         answer = clockwork.park(limit)
         if answer is None:
             raise StoreError("DEADLINE_EXCEEDED")
@@ -377,13 +436,19 @@ class Connection:
         return result
 
     def _read(self, kind: str, execute: Callable[[], Any]) -> Any:
+        self._work(self._cpu.request)
         try:
             return self._call(kind, self._spanner.latencies.read, execute, product.READ_SECONDS)
         except Aborted as error:
             raise StoreError(str(error)) from error
 
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
-        found: Sequence[Candidate] = self._read("poll", lambda: self._spanner.table.poll(request))
+        def execute() -> Sequence[Candidate]:
+            found = self._spanner.table.poll(request)
+            self._spanner.book("rows", len(found), urgent=False)
+            return found
+
+        found: Sequence[Candidate] = self._read("poll", execute)
         return found
 
     def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
@@ -392,6 +457,8 @@ class Connection:
             return self._spanner.table.discover(shards, known)
 
         found: Discovery = self._read("discover", execute)
+        if self._only:
+            return replace(found, workers=replace(found.workers, layouts=()))
         self.layouts = found.workers.layouts or self.layouts
         return found
 
@@ -441,6 +508,10 @@ class Connection:
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """See Store: the transaction attempts of the client, with its limits."""
+        with self._spanner.slot(self._process):
+            return self._claim(ids, decide)
+
+    def _claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         clockwork, spanner = self._clockwork, self._spanner
         age, end = spanner.age(), clockwork.now + product.ABORTED_SECONDS
         while True:
@@ -459,14 +530,15 @@ class Connection:
         spanner = self._spanner
         try:
             rows = self._call(
-                "lock", spanner.latencies.lock, lambda: spanner.lock(transaction, ids), product.LOCK_SECONDS
-            )
+                "lock", spanner.latencies.lock, lambda: spanner.lock(transaction, ids), product.LOCK_SECONDS,
+                rows=len(ids),
+            )  # fmt: skip
         except StoreError as error:
             raise NotWritten(str(error)) from error
         now = spanner.table.time()
         if self._audit:
             self._audit.claimed(self._process, rows, now)
-        self._work(len(rows))
+        self._work(3 * self._cpu.request + len(rows) * self._cpu.task)  # lock, publish, commit
         decided = decide(rows, now)
         marks = {row.id: decided[row.id] for row in rows if row.id in decided}
 
@@ -476,21 +548,15 @@ class Connection:
                 self._audit.marked(self._process, marks, committed + timedelta(seconds=LONGEST_BACKOFF))
             return committed
 
-        committed: datetime = self._call("commit", spanner.latencies.commit, execute, 10.0)
+        committed: datetime = self._call("commit", spanner.latencies.commit, execute, 10.0, rows=len(marks))
         return committed
 
-    def _work(self, tasks: int) -> None:
-        """Take the CPU time of so many tasks; the fibers of a process share one core."""
-        process, now = self._process, self._clockwork.now
-        process.busy_until = max(now, process.busy_until) + tasks * self._cpu
-        self._clockwork.sleep(process.busy_until - now)
+    def _work(self, seconds: float) -> None:
+        """Use the CPU of the process: one core, which all its fibers share."""
+        if seconds:
+            self._spanner.use_cpu(self._process, seconds)
 
     def _roll_back(self, transaction: Transaction) -> None:
         """Release the locks, unless they are released already or the request is lost: then they stay until idle."""
         if self._process.alive and not transaction.commits and self._fate("rollback") is None:
-            self._clockwork.after(self._spanner.drawn(0.003), lambda: self._release(transaction))
-
-    def _release(self, transaction: Transaction) -> None:
-        if not transaction.commits:
-            transaction.wounded = True  # a lock query that still waits must not get the locks
-            self._spanner.locks.release(transaction)
+            self._clockwork.after(self._spanner.drawn(0.003), lambda: self._spanner.roll_back(transaction))

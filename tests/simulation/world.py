@@ -19,13 +19,22 @@ from publishworker.delivery import Delivery
 from publishworker.membership import Membership
 from publishworker.relay import Relay
 from publishworker.retry_policy import RetryPolicy
-from publishworker.telemetry.metrics import Metrics
+from publishworker.telemetry.metrics import Client, Metrics
 from publishworker.worker import Worker
 from tests.simulation.audit import LONGEST_BACKOFF, Audit, Known
 from tests.simulation.clockwork import Clockwork, Event, Process, VirtualThreads
 from tests.simulation.faults import FAULTS
 from tests.simulation.pubsub import PubSub
-from tests.simulation.spanner import DEFAULT_LATENCIES, MAX_QUEUE_SECONDS, Aborted, Connection, Latencies, Spanner
+from tests.simulation.spanner import (
+    DEFAULT_LATENCIES,
+    MAX_QUEUE_SECONDS,
+    NO_CPU,
+    Aborted,
+    Connection,
+    Cpu,
+    Latencies,
+    Spanner,
+)
 from tests.support.fakes import serialized
 
 #: The indexes of a layout that has all tasks.
@@ -63,8 +72,9 @@ class Plan:
     faults: tuple[Fault, ...] = ()
     latencies: Latencies = DEFAULT_LATENCIES
     exclusive: bool = True
-    cpu: float = 0.0  # seconds of a worker for each task
+    cpu: Cpu = NO_CPU
     reshard: int = 0  # new number of shards, while the applications register
+    wake: bool = False  # a change stream starts polls, and idle workers poll seldom
 
     @classmethod
     def of(cls, seed: int) -> "Plan":
@@ -92,6 +102,7 @@ class Plan:
             faults=tuple(sorted(faults)),
             latencies=DEFAULT_LATENCIES.times(random.choice([0.3, 1, 1, 3, 10])),
             reshard=random.choice([0, 0, 0, 2, 5]),
+            wake=random.random() < 0.5,
         )
 
 
@@ -104,6 +115,7 @@ class Node:
 
     def __init__(self, world: "World", number: int) -> None:
         self.world, self.number = world, number
+        world.started += 1
         self.started = 0
         self.cut: list[str] = []  # services that it does not reach
         self.process = Process("")
@@ -112,22 +124,24 @@ class Node:
         self.membership: Membership
         self.start()
 
-    def start(self) -> None:
+    def start(self, *, previous: bool = False) -> None:
+        """Start the process, of the previous version if that is wanted."""
         world, plan = self.world, self.world.plan
         self.started += 1
         process = self.process = Process(f"worker-{self.number}.{self.started}")
         self.stop = Event(world.clockwork)
         random = Random(f"{plan.seed}/{process.name}")
         store = Connection(
-            world.spanner, process, self._fate("spanner"), exclusive=plan.exclusive, cpu=plan.cpu, audit=world.audit
-        )
+            world.spanner, process, self._fate("spanner"), exclusive=plan.exclusive, cpu=plan.cpu, audit=world.audit,
+            only=(Layout(plan.shards),) if previous else (),
+        )  # fmt: skip
         publisher = world.pubsub.publisher(process, self.clock, plan.latencies.publish, self._fate("pubsub"))
         membership = self.membership = Membership(store, process.name, clock=self.clock)
         retries = RetryPolicy(initial=1, longest=LONGEST_BACKOFF, max_attempts=10, dead_after=86_400, random=random)
         relay = self.relay = Relay(
             store,
             Delivery(store, publisher, retries, 5.0, skip_dead=plan.skip_dead, clock=self.clock),
-            Metrics(None),
+            world.metrics,
             membership,
             limits=Limits(plan.batch_size, 8_000_000, plan.concurrency),
             discovery_seconds=0.5,
@@ -139,7 +153,11 @@ class Node:
             clock=self.clock,
             threads=VirtualThreads(world.clockwork, process),
         )
-        worker = Worker(relay, membership, poll_interval=1.0, touch_file=lambda: None, random=random, clock=self.clock)
+        idle_interval = (lambda: 15.0) if plan.wake else None
+        worker = Worker(
+            relay, membership, poll_interval=1.0, idle_interval=idle_interval, touch_file=lambda: None, random=random,
+            clock=self.clock,
+        )  # fmt: skip
         stop: Any = self.stop
         world.clockwork.spawn(process, lambda: worker.run(stop))
 
@@ -165,16 +183,26 @@ class Node:
 class World:
     """Everything of one history."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        spanner: Callable[[Clockwork, int, Latencies], Spanner] = Spanner,
+        metrics: Client | None = None,
+    ) -> None:
         self.plan = plan
         self.clockwork = Clockwork(plan.seed)
         self.audit = Audit(self.clockwork, plan.skip_dead)
-        self.spanner = Spanner(self.clockwork, plan.shards, plan.latencies)
+        self.spanner = spanner(self.clockwork, plan.shards, plan.latencies)
         self.pubsub = PubSub(self.clockwork, self.audit)
         self.topics = ("orders", "invoices", "refunds")
         #: Which requests fail, the part of them, and how.
         self.troubles: list[tuple[str, float, str]] = []
+        #: More than 0 while the readers of the change stream are stopped.
+        self.silent = 0
         self.application = Process("application")
+        self.metrics = Metrics(metrics)
+        #: Workers so far, not counting restarts.
+        self.started = 0
         self.nodes = [Node(self, number) for number in range(plan.workers)]
         self._count = 0
         self._resharding = bool(plan.reshard)
@@ -188,7 +216,7 @@ class World:
         priority, began = random.choice([50, 50, 50, 0, 100]), self.clockwork.now
         self.clockwork.sleep(self.spanner.drawn(self.plan.latencies.commit))
         try:
-            self.spanner.serve(urgent=True)
+            self.spanner.serve("insert", len(tasks), urgent=True)
         except Aborted:
             return  # the caller gives up
         if random.random() < 0.1:
@@ -205,6 +233,14 @@ class World:
                 expires_at=None if lifetime == inf else created_at + timedelta(seconds=lifetime),
             )  # fmt: skip
             self.audit.committed(id, task)
+        self.clockwork.after(random.uniform(0.03, 0.15), self._wake)
+
+    def _wake(self) -> None:
+        """Report an insert to the workers, as the change stream does."""
+        if self.plan.wake and not self.silent:
+            for node in self.nodes:
+                if node.process.alive:
+                    node.relay.wake()
 
     def _drawn(self, random: Random) -> tuple[str, Known]:
         """Return a task with its ID. Its times are seconds after the commit."""
