@@ -307,6 +307,13 @@ class Spanner:
         """Return the seconds of a request to the service and back."""
         return self.drawn(median / 2), self.drawn(median / 2)
 
+    def begin(self, kind: str, serve: Callable[[], None]) -> None:
+        """Serve a request, in a fiber if it may have to wait. Fibers cost time."""
+        if self.may_wait(kind):
+            self.clockwork.spawn(self.process, serve)
+        else:
+            serve()
+
     def may_wait(self, kind: str) -> bool:
         """Tell whether a request can wait for a lock or for capacity."""
         return kind in ("lock", "commit") or self.capacity is not None
@@ -422,9 +429,7 @@ class Connection:
         if fate == "refused":
             clockwork.after(there, lambda: wake(StoreError("UNAVAILABLE")))
         elif fate != "lost":
-            # A fiber costs time, so only a request that may have to wait in the service has one.
-            waits = spanner.may_wait(kind)
-            clockwork.after(there, (lambda: clockwork.spawn(spanner.process, serve)) if waits else serve)
+            clockwork.after(there, lambda: spanner.begin(kind, serve))
         answer = clockwork.park(limit)
         if answer is None:
             raise StoreError("DEADLINE_EXCEEDED")
