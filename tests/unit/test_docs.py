@@ -18,6 +18,7 @@ import outbox.testing
 from tests.benchmarks import page as benchmarks
 from tests.benchmarks import results
 from tests.faults import page as faults
+from tests.simulation import scale
 
 ROOT = Path(__file__).parents[2]
 #: Every page but those of installed packages, caches, whose folders begin with a dot, and what targets of make write.
@@ -114,6 +115,8 @@ def test_result_pages_match_the_results(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(benchmarks, "draw", lambda _name, _section, file: file)
     benchmarks.write(results.load(), tmp_path / "benchmarks.md")
     assert benchmarks.PAGE.read_text(encoding="utf-8") == (tmp_path / "benchmarks.md").read_text(encoding="utf-8")
+    page = scale.PAGE.read_text(encoding="utf-8")
+    assert page == scale.text(results.load(scale.FILE), page)
     kept = json.loads(faults.KEPT.read_text(encoding="utf-8"))
     assert faults.PAGE.read_text(encoding="utf-8") == faults.text(kept)
     assert all("No task is lost" in each.promise for each in faults.scenarios().values())
