@@ -43,7 +43,7 @@ class Metric:
 
 
 # To add a metric: define it here, add it to a tuple below, count it in `reporter.py` (outcomes of batches) or sample it
-# in `gauges.py` (every 15 s), and run `make docs`.
+# in `gauges.py` (every 15 s), query it in k8s/datadog/dashboard.json, and run `make docs`.
 # fmt: off
 REGISTERED = Metric(
     "outbox.registered_task_count", "count", "task", ("topic",), 0,
