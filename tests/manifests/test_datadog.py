@@ -214,8 +214,11 @@ def test_the_page_applies_all_files_with_full_links() -> None:
     assert PAGE.count("{ docs_url = var.docs_url }") == 2
 
 
-def test_every_metric_has_a_unit_that_datadog_knows() -> None:
+def test_the_dashboard_or_a_monitor_queries_every_metric() -> None:
     assert {metric.name for metric in OURS} <= {query["name"] for text in QUERIES for query in METRIC.finditer(text)}
+
+
+def test_every_metric_has_a_unit_that_datadog_knows() -> None:
     assert {metric.unit for metric in OURS} <= UNITS
 
 
