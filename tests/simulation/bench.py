@@ -133,7 +133,7 @@ def fleet(plan: Plan) -> Callable[[int], Figures]:
     }
 
 
-BASE = Plan(0, workers=4, shards=10, batch_size=100, concurrency=8, rate=1e-9, seconds=0.0, keys=0.0, cpu=CPU)
+BASE = Plan(0, workers=4, shards=10, batch_size=200, concurrency=8, rate=1e-9, seconds=0.0, keys=0.0, cpu=CPU)
 ONE = replace(BASE, workers=1)
 SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     "The lock hint, workers that share one shard": lambda: rows(
