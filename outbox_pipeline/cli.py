@@ -15,6 +15,7 @@ from typing import Any
 from outbox._version import __version__
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.shared import logs
+from outbox.shared.arguments import Parser
 from outbox.shared.settings import unknown_variables
 from outbox.shared.times import shown
 from outbox_pipeline.settings import (
@@ -159,7 +160,7 @@ def _note(action: str) -> Callable[[str], None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="outbox-pipeline", description="Jobs of the outbox on Spark.")
+    parser = Parser(prog="outbox-pipeline", description="Jobs of the outbox on Spark.")
     parser.add_argument("--version", action="version", version=f"spanner-outbox {__version__}")
     jobs = parser.add_subparsers(metavar="JOB", required=True, dest="job")
 

@@ -64,10 +64,11 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from outbox import __version__  # noqa: PLC0415 - see main
+    from outbox.shared.arguments import Parser  # noqa: PLC0415 - see main
     from publishworker import commands  # noqa: PLC0415 - see main
     from publishworker.settings import WorkerSettings, add_deadline, add_verify_flags  # noqa: PLC0415 - see main
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="publishworker",
         description="Publish the tasks of the outbox to Pub/Sub.",
         epilog=_EXAMPLES,

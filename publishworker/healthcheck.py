@@ -19,17 +19,27 @@ MAX_AGE = 45.0
 def main(arguments: Sequence[str]) -> int:
     """Return 0 if the heartbeat is recent, otherwise 1 with a sentence on stderr; 2 for a wrong option."""
     parser = argparse.ArgumentParser(
-        prog="publishworker healthcheck", description="Exit 0 while the worker makes turns."
+        prog="publishworker healthcheck", description="Exit 0 while the worker is alive.", allow_abbrev=False
     )
-    parser.add_argument("--heartbeat-file", default=os.environ.get("OUTBOX_HEARTBEAT_FILE", HEARTBEAT_FILE))
-    parser.add_argument("--max-age", default=os.environ.get("OUTBOX_MAX_AGE", str(MAX_AGE)), help="seconds")
+    parser.add_argument(
+        "--heartbeat-file",
+        metavar="FILE",
+        default=os.environ.get("OUTBOX_HEARTBEAT_FILE", HEARTBEAT_FILE),
+        help=f"File that the worker touches (env OUTBOX_HEARTBEAT_FILE; default {HEARTBEAT_FILE}).",
+    )
+    parser.add_argument(
+        "--max-age",
+        metavar="SECONDS",
+        default=os.environ.get("OUTBOX_MAX_AGE", str(MAX_AGE)),
+        help=f"Max age of the file of a worker that is alive (env OUTBOX_MAX_AGE; default {MAX_AGE:g}).",
+    )
     options = parser.parse_args(arguments)
     try:
         max_age = float(options.max_age)
     except ValueError:
         max_age = 0.0
     if not 0 < max_age < float("inf"):
-        parser.error(f"--max-age (or OUTBOX_MAX_AGE): {options.max_age!r} is not allowed: it must be seconds above 0")
+        parser.error(f"--max-age (or OUTBOX_MAX_AGE): {options.max_age!r} is not allowed. It must be seconds above 0")
     try:
         age = time.time() - Path(options.heartbeat_file).stat().st_mtime
     except OSError as error:

@@ -8,7 +8,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from outbox._version import __version__
 from outbox.cli import (
@@ -26,7 +25,8 @@ from outbox.cli import (
     topics,
 )
 from outbox.errors import NotReached, OutboxError, SettingError
-from outbox.shared.settings import did_you_mean, unknown_variables
+from outbox.shared.arguments import Parser
+from outbox.shared.settings import unknown_variables
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 #: Any other OutboxError is FAILED.
@@ -56,17 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-class _Parser(argparse.ArgumentParser):
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        # From Python 3.14, argparse can suggest names itself (`suggest_on_error`).
-        if isinstance(action.choices, dict) and value not in action.choices:
-            near = did_you_mean(value, action.choices)
-            raise SettingError(f"unknown command {value!r}.{near} `{self.prog} --help` lists the commands")
-        super()._check_value(action, value)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="outbox",
         description="The transactional outbox for Spanner and Pub/Sub. `outbox help COMMAND` describes one command.",
         parents=[flags.global_flags()],

@@ -77,7 +77,7 @@ def test_a_line_that_is_not_an_id_is_refused(ids_of: Any):
     for data, sentence in {
         b"a\n" + b"x" * 65: "line 2: '"
         + "x" * 65
-        + "' is not a task ID: it must be 1 to 64 characters of valid Unicode",
+        + "' is not a task ID. It must be 1 to 64 characters of valid Unicode",
         b"a\n\n" + b"x" * 1_000: "line 3: '" + "x" * 80 + "' is not a task ID",
         b'""': "line 1: '' is not a task ID",
         b'{"id": ""}': "line 1: '' is not a task ID",
@@ -103,7 +103,7 @@ def test_ids_are_none_if_not_given_and_refused_if_invalid():
     assert ids(parsed("retry")) is None
     assert ids(parsed("retry", "b", "a", "b")) == ("b", "a")
     for wrong in ("", "x" * 65, "\udcff"):
-        with pytest.raises(SettingError, match=r"ID: .* is not allowed: it must be 1 to 64 characters of valid Un"):
+        with pytest.raises(SettingError, match=r"ID: .* is not allowed. It must be 1 to 64 characters of valid Un"):
             parsed("retry", wrong)
 
 
@@ -134,45 +134,45 @@ def test_a_selection_uses_the_databases_time():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("retry --state pending", "--state: 'pending' is not allowed: it must be dead or sent or retrying"),
-        ("list --state gone", "it must be pending or retrying or scheduled or blocked or dead or sent\n"),
-        ("list --state ded", "or dead or sent. Did you mean 'dead'?"),
+        ("retry --state pending", "--state: 'pending' is not allowed. It must be dead, sent or retrying"),
+        ("list --state gone", "It must be pending, retrying, scheduled, blocked, dead or sent\n"),
+        ("list --state ded", "dead or sent. Did you mean 'dead'?"),
         ("statsu", "unknown command 'statsu'. Did you mean 'status'? `outbox --help` lists the commands"),
-        ("schema aply", "unknown command 'aply'. Did you mean 'apply'? `outbox schema --help` lists the commands"),
+        ("schema aply", "unknown action 'aply'. Did you mean 'apply'? `outbox schema --help` lists the actions"),
         ("help xyz", "unknown command 'xyz'. `outbox --help` lists the commands"),
-        ("status --color blue", "--color: 'blue' is not allowed: it must be auto or always or never"),
-        ("list --topic=", "--topic: '' is not allowed: it must be 1 to 400 characters of valid Unicode"),
+        ("status --color blue", "--color: 'blue' is not allowed. It must be auto, always or never"),
+        ("list --topic=", "--topic: '' is not allowed. It must be 1 to 400 characters of valid Unicode"),
         (f"list --topic {'x' * 401}", "is not allowed"),
         (f"list --error {'x' * 1_001}", "is not allowed"),
         ("list --error \udc80", "is not allowed"),
-        (f"list --since {'9' * 15}d", "--since: '999999999999999d' is not allowed: it must be how long ago"),
+        (f"list --since {'9' * 15}d", "--since: '999999999999999d' is not allowed. It must be how long ago"),
         ("list --until yesterday", "--until: 'yesterday' is not allowed"),
-        ("list --limit 0", "--limit: '0' is not allowed: it must be a whole number from 1 to 100,000"),
+        ("list --limit 0", "--limit: '0' is not allowed. It must be a whole number from 1 to 100,000"),
         *(
-            (f"limit orders --rate={rate} --burst 1", f"--rate: '{rate}' is not allowed: it must be {RATE}")
+            (f"limit orders --rate={rate} --burst 1", f"--rate: '{rate}' is not allowed. It must be {RATE}")
             for rate in ("0", "-1", "nan", "inf", "-inf", "1e999", "ten")
         ),
-        ("limit orders --rate 1 --burst 0", f"--burst: '0' is not allowed: it must be {BURST}"),
-        ("limit orders --rate 1 --burst 1.5", f"--burst: '1.5' is not allowed: it must be {BURST}"),
-        ("limit orders --max-in-flight 0", f"--max-in-flight: '0' is not allowed: it must be {BURST}"),
-        ("limit orders --max-in-flight -3", f"--max-in-flight: '-3' is not allowed: it must be {BURST}"),
-        ("limit orders --rate 2.5", f"--rate 2.5 is given without --burst: pass both. --burst must be {BURST}"),
-        ("limit orders --burst 20", f"--burst 20 is given without --rate: pass both. --rate must be {RATE}"),
-        ("limit orders --burst 20 --max-in-flight 5", "--burst 20 is given without --rate: pass both"),
+        ("limit orders --rate 1 --burst 0", f"--burst: '0' is not allowed. It must be {BURST}"),
+        ("limit orders --rate 1 --burst 1.5", f"--burst: '1.5' is not allowed. It must be {BURST}"),
+        ("limit orders --max-in-flight 0", f"--max-in-flight: '0' is not allowed. It must be {BURST}"),
+        ("limit orders --max-in-flight -3", f"--max-in-flight: '-3' is not allowed. It must be {BURST}"),
+        ("limit orders --rate 2.5", f"--rate needs --burst. Pass both. --burst must be {BURST}"),
+        ("limit orders --burst 20", f"--burst needs --rate. Pass both. --rate must be {RATE}"),
+        ("limit orders --burst 20 --max-in-flight 5", "--burst needs --rate. Pass both"),
         ("limit orders", "no limit given. Pass --rate with --burst, --max-in-flight, or --off"),
-        ("limit orders --off --rate 1 --burst 2", "--off is given with --rate and --burst: it removes all limits"),
-        ("limit orders --off --max-in-flight 1", "--off is given with --max-in-flight"),
-        ("limit '' --off", "TOPIC: '' is not allowed: it must be 1 to 400 characters of valid Unicode"),
-        ("emulators --pubsub-port=65536", "--pubsub-port: '65536' is not allowed: it must be a whole number"),
-        ("emulators --create p/main", "--create: 'p/main' is not allowed: it must be PROJECT/INSTANCE/DATABASE"),
-        ("emulators --create p/Main/shop", "--instance: 'Main' is not allowed: it must be 2 to 64 characters"),
-        ("emulators --topic goog1", "--topic: 'goog1' is not allowed: it must be an ID that Pub/Sub allows"),
+        ("limit orders --off --rate 1 --burst 2", "--off removes all limits. Pass it without --rate and --burst"),
+        ("limit orders --off --max-in-flight 1", "--off removes all limits. Pass it without --max-in-flight"),
+        ("limit '' --off", "TOPIC: '' is not allowed. It must be 1 to 400 characters of valid Unicode"),
+        ("emulators --pubsub-port=65536", "--pubsub-port: '65536' is not allowed. It must be a whole number"),
+        ("emulators --create p/main", "--create: 'p/main' is not allowed. It must be PROJECT/INSTANCE/DATABASE"),
+        ("emulators --create p/Main/shop", "--instance: 'Main' is not allowed. It must be 2 to 64 characters"),
+        ("emulators --topic goog1", "--topic: 'goog1' is not allowed. It must be an ID that Pub/Sub allows"),
         ("emulators --topic orders", "--topic, --subscription and --ddl-file need --create PROJECT/INSTANCE"),
         ("emulators --create p/main/shop --subscription abc --topic abc", "a --topic before it"),
         ("emulators --create p/main/shop --ddl-file /gone", "--ddl-file: '/gone' cannot be read: [Errno 2] No such"),
-        ("list --state lost", "it must be pending or retrying or scheduled or blocked or dead or sent"),
-        ("schema print --shards 0", "--shards: '0' is not allowed: it must be a whole number from 1 to"),
-        ("schema apply --retention 0", "--retention: '0' is not allowed: it must be none, or days"),
+        ("list --state lost", "It must be pending, retrying, scheduled, blocked, dead or sent"),
+        ("schema print --shards 0", "--shards: '0' is not allowed. It must be a whole number from 1 to"),
+        ("schema apply --retention 0", "--retention: '0' is not allowed. It must be none, or days"),
         ("show ''", "1 to 64 characters"),
         ("retry", "no tasks given. Pass IDs"),
         ("discard --reason x", "no tasks given. Pass IDs"),
@@ -207,7 +207,7 @@ def test_an_empty_file_of_ids_changes_nothing():
 def test_a_missing_argument_is_named_and_help_needs_none(command: str, capsys: pytest.CaptureFixture[str]):
     off = ["--off"] if command == "limit" else []
     assert cli.main([command, "orders", *off, *PLACE[:4]]) == 2
-    assert "--database is missing: give it, or set OUTBOX_DATABASE" in capsys.readouterr().err
+    assert "Pass --database or set OUTBOX_DATABASE" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         cli.main([command, *PLACE])
     assert "TOPIC" in capsys.readouterr().err
