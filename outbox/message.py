@@ -79,7 +79,7 @@ def check_task_id(task_id: str) -> None:
     if not isinstance(task_id, str):
         raise InvalidMessage(f"task_id is {type(task_id).__name__}. It must be a str")
     if not 1 <= len(task_id) <= MAX_ID_CHARACTERS:
-        raise InvalidMessage(f"task_id has {len(task_id)} characters, 1 to {MAX_ID_CHARACTERS} are allowed")
+        raise InvalidMessage(f"task_id has {len(task_id):,} characters. It must have 1 to {MAX_ID_CHARACTERS}")
     _utf8(task_id, "task_id")
 
 
@@ -101,7 +101,7 @@ def build(
     _check_attributes(built.attributes)
     built.ordering_key = _one_ordering_key(built.ordering_key, ordering_key)
     if (size := _request_size(built, topic)) > MAX_REQUEST_BYTES:
-        raise InvalidMessage(f"the message makes a publish request of {size} bytes, {MAX_REQUEST_BYTES} are allowed")
+        raise InvalidMessage(f"the publish request of the message has {size:,} bytes; at most {MAX_REQUEST_BYTES:,}")
     _trace(built, topic)
     return built.SerializeToString(), built.ordering_key
 
@@ -173,7 +173,7 @@ def _merge_attributes(built: Any, attributes: Mapping[str, str]) -> None:
     for key, value in attributes.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise InvalidMessage(
-                f"attribute {_shown(key)} maps {type(key).__name__} to {type(value).__name__}; both must be str"
+                f"attribute {_shown(key)} maps {type(key).__name__} to {type(value).__name__}. Both must be str"
             )
         _utf8(key, "attribute key"), _utf8(value, f"the value of attribute {_shown(key)}")
         if key != TASK_ID_ATTRIBUTE and built.attributes.get(key, value) != value:
@@ -184,8 +184,7 @@ def _merge_attributes(built: Any, attributes: Mapping[str, str]) -> None:
 def _check_attributes(attributes: Mapping[str, str]) -> None:
     if len(attributes) > MAX_ATTRIBUTES:
         raise InvalidMessage(
-            f"the message has {len(attributes)} attributes, including {TASK_ID_ATTRIBUTE!r}; at most "
-            f"{MAX_ATTRIBUTES} are allowed"
+            f"the message has {len(attributes):,} attributes, including {TASK_ID_ATTRIBUTE!r}; at most {MAX_ATTRIBUTES}"
         )
     for key, value in attributes.items():
         if not key:
@@ -193,10 +192,10 @@ def _check_attributes(attributes: Mapping[str, str]) -> None:
         if key.startswith("goog") and not key.startswith("googclient_"):
             raise InvalidMessage(f"attribute {_shown(key)} begins with 'goog', which Pub/Sub reserves")
         if (size := len(key.encode())) > MAX_ATTRIBUTE_KEY_BYTES:
-            raise InvalidMessage(f"attribute key {_shown(key)} has {size} bytes, {MAX_ATTRIBUTE_KEY_BYTES} are allowed")
+            raise InvalidMessage(f"attribute key {_shown(key)} has {size:,} bytes; at most {MAX_ATTRIBUTE_KEY_BYTES:,}")
         if (size := len(value.encode())) > MAX_ATTRIBUTE_VALUE_BYTES:
             raise InvalidMessage(
-                f"the value of attribute {_shown(key)} has {size} bytes, {MAX_ATTRIBUTE_VALUE_BYTES} are allowed"
+                f"the value of attribute {_shown(key)} has {size:,} bytes; at most {MAX_ATTRIBUTE_VALUE_BYTES:,}"
             )
 
 
@@ -209,7 +208,7 @@ def _one_ordering_key(in_message: str, argument: str) -> str:
         )
     key = argument or in_message
     if (size := len(_utf8(key, "ordering_key"))) > MAX_ORDERING_KEY_BYTES:
-        raise InvalidMessage(f"ordering_key has {size} bytes, {MAX_ORDERING_KEY_BYTES} are allowed")
+        raise InvalidMessage(f"ordering_key has {size:,} bytes; at most {MAX_ORDERING_KEY_BYTES:,}")
     return key
 
 

@@ -87,7 +87,7 @@ class RelaySettings(PubSubSettings):
         PubSubSettings.__post_init__(self)
         if self.backoff_initial > self.backoff_max:
             raise SettingError(
-                f"--backoff-initial: {self.backoff_initial:g} is not allowed: it must not exceed --backoff-max, "
+                f"--backoff-initial: {self.backoff_initial:g} is not allowed. It must not exceed --backoff-max, "
                 f"which is {self.backoff_max:g}"
             )
 

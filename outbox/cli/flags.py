@@ -192,7 +192,7 @@ def unknown_topics(table: "TaskTable", unknown: Sequence[str]) -> str:
     """Return a message about `unknown` topics that suggests known ones. Raises NotReached, OutboxError."""
     known = table.topics(COMPARED)
     return (
-        f"no unsent task and no row in AsynchronousTaskTopics has topic {named(map(repr, unknown))}."
+        f"unknown topic {named(map(repr, unknown))} (no unsent task, and no row in AsynchronousTaskTopics)."
         f"{''.join(did_you_mean(topic, known) for topic in unknown)} Known topics: {named(known) or 'none'}"
     )
 
@@ -209,7 +209,7 @@ def _id(line: str, where: str) -> str:
     try:
         return str(ID.parse(value))
     except (ValueError, TypeError, AttributeError):
-        raise SettingError(f"{where}: {str(value)[:80]!r} is not a task ID: it must be {ID.allowed}") from None
+        raise SettingError(f"{where}: {str(value)[:80]!r} is not a task ID. It must be {ID.allowed}") from None
 
 
 def continue_command(name: str, options: argparse.Namespace, **changed: str) -> str:

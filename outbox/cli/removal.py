@@ -75,7 +75,7 @@ def run_discard(options: argparse.Namespace) -> int:
     """Delete dead tasks; return 0, or 1 if one is missing or not dead. Raises SettingError, NotReached, OutboxError."""
     ids = flags.ids(options)
     if ids is None:
-        raise SettingError("discard: no tasks given. Pass IDs of dead tasks, or --ids-file")
+        raise SettingError("no tasks given. Pass IDs of dead tasks, or --ids-file")
     table = flags.open_table(options)
     ids = flags.full_ids(table, options, ids)
     count = admin.changes.count(table, admin.changes.TaskSelection(state="dead", ids=ids), exact=True)

@@ -8,6 +8,7 @@ from outbox import admin
 from outbox.cli import chunks, errors, flags
 from outbox.cli.output import note
 from outbox.errors import SettingError
+from outbox.shared.settings import one_of
 from outbox.shared.times import shown
 
 DESCRIPTION = """\
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     """Change tasks; return 0, or 1 if an ID does not match. Raises SettingError, NotReached, OutboxError."""
     ids = flags.ids(options)
     if ids is None and options.state is None:
-        raise SettingError(f"retry: no tasks given. Pass IDs, --ids-file, or --state with {' or '.join(STATES)}")
+        raise SettingError(f"no tasks given. Pass IDs, --ids-file, or --state with {one_of(*STATES).allowed}")
     table = flags.open_table(options)
     ids = ids and flags.full_ids(table, options, ids)
     now = table.now()

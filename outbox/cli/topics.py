@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from outbox import admin
-from outbox.cli import flags
+from outbox.cli import chunks, flags
 from outbox.cli.output import as_json, named, note, table
 from outbox.cli.status import HEADS, cells, fields
 from outbox.errors import OutboxError, SettingError
@@ -78,7 +78,7 @@ def add(commands: Any) -> None:
         flags.add(limiting, flag, kind, f"{text} Allowed: {kind.allowed}", metavar="N", dest=column)
     limiting.add_argument("--off", action="store_true", help="Remove all limits.")
     for parser in (pausing, limiting):
-        parser.add_argument("--yes", action="store_true", help="Accept a topic that has no unsent task and no row yet.")
+        parser.add_argument("--yes", action="store_true", help="Skip the confirmation for an unknown topic.")
 
 
 def run_topics(options: argparse.Namespace) -> int:
@@ -109,7 +109,7 @@ def _plain(control: "Control") -> dict[str, Any]:
 
 def run_pause(options: argparse.Namespace) -> int:
     """Pause topics; returns 0. Raises SettingError, NotReached, OutboxError."""
-    topics = _checked_topics(options)
+    topics = _checked_topics(options, "Pause")
     _print(topics.change("pause", options.topics, {"Paused": True}))
     note(FOLLOW)
     return 0
@@ -118,7 +118,7 @@ def run_pause(options: argparse.Namespace) -> int:
 def run_limit(options: argparse.Namespace) -> int:
     """Limit a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
     values = _limits(options)
-    topics = _checked_topics(options)
+    topics = _checked_topics(options, "Limit")
     _print(topics.change("limit", options.topics, values))
     note(f"{FOLLOW}; {SHARED}")
     return 0
@@ -144,17 +144,14 @@ def _limits(options: argparse.Namespace) -> dict[str, Any]:
     values = {flag: vars(options)[column] for flag, (column, _, _) in LIMITS.items()}
     passed = {flag: value for flag, value in values.items() if value is not None}
     if options.off and passed:
-        raise SettingError(f"--off is given with {' and '.join(passed)}: it removes all limits, so pass it alone")
+        raise SettingError(f"--off removes all limits. Pass it without {' and '.join(passed)}")
     if options.off:
         return {column: None for column, _, _ in LIMITS.values()}
     if not passed:
-        raise SettingError("limit: no limit given. Pass --rate with --burst, --max-in-flight, or --off")
+        raise SettingError("no limit given. Pass --rate with --burst, --max-in-flight, or --off")
     for flag, other in (("--rate", "--burst"), ("--burst", "--rate")):
         if flag in passed and other not in passed:
-            raise SettingError(
-                f"{flag} {passed[flag]:,.15g} is given without {other}: pass both. "
-                f"{other} must be {LIMITS[other][1].allowed}"
-            )
+            raise SettingError(f"{flag} needs {other}. Pass both. {other} must be {LIMITS[other][1].allowed}")
     return {LIMITS[flag][0]: value for flag, value in passed.items()}
 
 
@@ -177,13 +174,12 @@ def _other_name(topic: str, project: str) -> str:
     return topic.removeprefix(prefix) if topic.startswith("projects/") else prefix + topic
 
 
-def _checked_topics(options: argparse.Namespace) -> "TopicTable":
-    """Return `_open_topics`, unless a topic is unknown. Raises SettingError, NotReached, OutboxError."""
+def _checked_topics(options: argparse.Namespace, verb: str) -> "TopicTable":
+    """Return `_open_topics`. If a topic is unknown, ask first. Raises SettingError, NotReached, OutboxError."""
     topics = _open_topics(options)
     if not options.yes and (unknown := topics.unknown(options.topics)):
-        raise OutboxError(
-            f"{flags.unknown_topics(topics.table, unknown)}. Nothing was written. If the name is right, pass --yes"
-        )
+        question = f"{flags.unknown_topics(topics.table, unknown)}. {verb} {named(map(repr, unknown))} anyway?"
+        chunks.confirm(question, yes=False)
     return topics
 
 

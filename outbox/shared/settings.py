@@ -44,7 +44,7 @@ class SettingType:
         except ValueError:
             near = did_you_mean(text, self.choices)
             raise SettingError(
-                f"{source}: {text!r} is not allowed: it must be {self.allowed}{near and '.' + near}"
+                f"{source}: {text!r} is not allowed. It must be {self.allowed}{near and '.' + near}"
             ) from None
 
 
@@ -86,7 +86,8 @@ def fraction(low: float, high: float) -> SettingType:
 
 def one_of(*choices: str) -> SettingType:
     """Return the type of texts that are one of `choices`."""
-    return SettingType(lambda text: choices[choices.index(text)], " or ".join(choices), choices)
+    *others, last = choices
+    return SettingType(lambda text: choices[choices.index(text)], f"{', '.join(others)} or {last}", choices)
 
 
 def matching(pattern: str, allowed: str) -> SettingType:
@@ -126,7 +127,7 @@ ENDPOINT = matching(
     r"(?::(?:[1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]))?)?",
     "a host, or HOST:PORT, or empty for the global endpoint",
 )
-PROJECT_ID = matching(r"[A-Za-z0-9][A-Za-z0-9.:-]{0,99}", "a Google Cloud project id")
+PROJECT_ID = matching(r"[A-Za-z0-9][A-Za-z0-9.:-]{0,99}", "a Google Cloud project ID")
 INSTANCE_ID = matching(r"[a-z][a-z0-9-]{1,63}", "2 to 64 characters of a-z, 0-9 and -, beginning with a letter")
 DATABASE_ID = matching(r"[a-z][a-z0-9_-]{1,29}", "2 to 30 characters of a-z, 0-9, - and _, beginning with a letter")
 
@@ -183,7 +184,7 @@ class DatabaseSettings(Settings):
     def __post_init__(self) -> None:
         """Check values that depend on each other. Raises SettingError."""
         if self.spanner_plaintext and not self.spanner_endpoint:
-            raise SettingError("--spanner-plaintext is given without --spanner-endpoint: pass both")
+            raise SettingError("--spanner-plaintext needs --spanner-endpoint. Pass both")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +202,7 @@ class PubSubSettings(DatabaseSettings):
         """Check values that depend on each other. Raises SettingError."""
         DatabaseSettings.__post_init__(self)
         if self.pubsub_plaintext and not self.pubsub_endpoint:
-            raise SettingError("--pubsub-plaintext is given without --pubsub-endpoint: pass both")
+            raise SettingError("--pubsub-plaintext needs --pubsub-endpoint. Pass both")
 
 
 def metrics_setting() -> Any:
@@ -254,7 +255,7 @@ class Field:
             if text is not None:
                 return self.kind.value(text, name)
         if self.default is None:
-            raise SettingError(f"{self.flag} is missing: give it, or set {self.twin}: {self.kind.allowed}")
+            raise SettingError(f"Pass {self.flag} or set {self.twin} ({self.kind.allowed})")
         return self.kind.value(self.default, f"the default of {self.flag}")
 
 

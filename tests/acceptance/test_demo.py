@@ -108,7 +108,7 @@ def test_an_invalid_number_is_refused(demo: str, tasks: str):
     finished = run(demo, "--tasks", tasks, environment=ENVIRONMENT)
     assert finished.code == 2
     assert finished.stderr == (
-        f"demo: --tasks: {tasks!r} is not allowed: it must be a whole number from 1 to 1,000,000\n"
+        f"demo: --tasks: {tasks!r} is not allowed. It must be a whole number from 1 to 1,000,000\n"
     )
 
 

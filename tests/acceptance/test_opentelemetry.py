@@ -120,4 +120,4 @@ def test_a_missing_collector_delays_no_worker_and_is_logged_once(
 def test_metrics_of_another_kind_are_refused() -> None:
     where = variables("shop")
     done = run("publishworker", "run", "--metrics", "prometheus", environment=where)
-    assert (done.code, "--metrics: 'prometheus' is not allowed: it must be datadog" in done.stderr) == (2, True)
+    assert (done.code, "--metrics: 'prometheus' is not allowed. It must be datadog" in done.stderr) == (2, True)

@@ -126,7 +126,7 @@ def test_the_largest_message_makes_a_request_of_ten_million_bytes(topic: str, na
 
     largest = LARGE - (request(9_000_000) - 9_000_000)
     assert request(largest) == LARGE
-    with pytest.raises(outbox.InvalidMessage, match=f"a publish request of {LARGE + 1} bytes"):
+    with pytest.raises(outbox.InvalidMessage, match=f"the publish request of the message has {LARGE + 1:,} bytes"):
         registered(topic, bytes(largest + 1), task_id="x")
 
 

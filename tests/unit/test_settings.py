@@ -42,7 +42,7 @@ VALUES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "publish_timeout": ("seconds from 0.1 to 8", ("9", "nan"), ("0.1", "8")),
     "poll_interval": ("seconds from 0.05 to 30", ("inf",), ("0.05", "30")),
     "fair_share": ("a number from 0 to 0.5", ("-0.1", "0.51", "nan", "half"), ("0", "0.5")),
-    "log_format": ("auto or json or text", ("xml",), ()),
+    "log_format": ("auto, json or text", ("xml",), ()),
     "database": ("2 to 30 characters of a-z", ("Orders!", "d" * 31), ()),
     "instance": ("2 to 64 characters of a-z", ("a",), ()),
     "heartbeat_file": ("a path", ("",), ()),
@@ -70,7 +70,7 @@ def test_a_wrong_value_names_the_flag_and_the_allowed_values(flag: str) -> None:
     for value in wrong:
         with pytest.raises(SettingError) as from_flag:
             read(**{flag: value})
-        assert str(from_flag.value).startswith(f"{name}: {value!r} is not allowed: it must be {allowed}")
+        assert str(from_flag.value).startswith(f"{name}: {value!r} is not allowed. It must be {allowed}")
         with pytest.raises(SettingError) as from_environment:
             WorkerSettings.read(needed, {variable: value})
         assert str(from_environment.value).startswith(f"{variable}: {value!r} is not allowed")
@@ -104,7 +104,7 @@ def test_the_known_variables_are_those_of_all_settings() -> None:
 
 
 def test_a_missing_value_names_its_flag_and_variables() -> None:
-    with pytest.raises(SettingError, match="--instance is missing: give it, or set OUTBOX_INSTANCE"):
+    with pytest.raises(SettingError, match="Pass --instance or set OUTBOX_INSTANCE"):
         WorkerSettings.read({"project": "p", "database": "d1"}, {})
 
 
@@ -142,12 +142,12 @@ def test_the_deadline_is_a_flag_but_not_a_setting() -> None:
         with pytest.raises(SettingError) as caught:
             parser.parse_args(["--deadline", text])
         allowed = "seconds from 0 to 1,000,000,000"
-        assert str(caught.value) == f"--deadline: {text!r} is not allowed: it must be {allowed}"
+        assert str(caught.value) == f"--deadline: {text!r} is not allowed. It must be {allowed}"
     help_text = " ".join(parser.format_help().split())
     assert "--deadline SECONDS Stop after this time with exit code 4 (default: never)." in help_text
 
 
 def test_an_initial_backoff_above_the_max_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"--backoff-initial: 10 is not allowed: .* --backoff-max, which is 5"):
+    with pytest.raises(SettingError, match=r"--backoff-initial: 10 is not allowed. .* --backoff-max, which is 5"):
         read(backoff_initial="10", backoff_max="5")
     assert read(backoff_initial="5", backoff_max="5").backoff_max == 5
