@@ -51,14 +51,14 @@ def test_the_endpoints_win_over_the_emulators_variables(
     received = {message.attributes["asynchronous_task_id"] for message in subscription.pull_until(TASKS)}
     assert received == set(ids)
     unknown = run("outbox", "pause", "nosuch", environment=environment)
-    assert (unknown.code, "Known topics: none" in unknown.stderr) == (1, True)
+    assert (unknown.code, "Known topics: none" in unknown.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--spanner-plaintext", "--spanner-plaintext is given without --spanner-endpoint: pass both"),
-        ("--pubsub-plaintext", "--pubsub-plaintext is given without --pubsub-endpoint: pass both"),
+        ("--spanner-plaintext", "--spanner-plaintext needs --spanner-endpoint. Pass both"),
+        ("--pubsub-plaintext", "--pubsub-plaintext needs --pubsub-endpoint. Pass both"),
         (
             "--spanner-endpoint https://spanner",
             "--spanner-endpoint: 'https://spanner' is not allowed",

@@ -71,7 +71,7 @@ def test_flags_narrow_the_list(filled: Commands):
     misspelled = filled.here("list", "--topic", "oders")
     assert (misspelled.code, misspelled.stdout) == (0, "No matching tasks.\n")
     assert misspelled.stderr == (
-        "outbox: no unsent task and no row in AsynchronousTaskTopics has topic 'oders'. Did you mean 'orders'? "
+        "outbox: unknown topic 'oders' (no unsent task, and no row in AsynchronousTaskTopics). Did you mean 'orders'? "
         "Known topics: invoices, orders\n"
     )
     excluded = filled.here("list", "--state", "dead", "--since", "1s", "--error", "x", "--json")

@@ -57,7 +57,7 @@ def test_a_retry_that_changes_nothing_says_why(outbox: Commands, database: Datab
     for words, reason in {
         "--state sent": "outbox: 0 tasks in the state sent\n",
         "--state dead --since 1s": f"{dead} --since\n",
-        "--state dead --topic oders": f"'oders'. Did you mean 'orders'? Known topics: orders\n{dead} --topic\n",
+        "--state dead --topic oders": f". Did you mean 'orders'? Known topics: orders\n{dead} --topic\n",
         "a-pend": "outbox: 1 task not changed, because pending tasks need no retry: a-pending-task\n",
     }.items():
         done = outbox.here("retry", *words.split())

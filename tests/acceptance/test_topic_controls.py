@@ -30,8 +30,8 @@ def test_the_commands_of_the_page_print_its_output(outbox: Commands, database: D
     """One after the other on the same database; the flags that name it are the test's."""
     insert(database, [row(topic, topic=topic) for topic in ("orders", "invoices")])
     unknown, wrong = outbox.run("pause", "ordres"), outbox.run("limit", "orders", "--rate", "0", "--burst", "1")
-    assert (unknown.code, wrong.code) == (1, 2)
-    assert "Known topics: invoices, orders. Nothing was written" in unknown.stderr
+    assert (unknown.code, wrong.code) == (2, 2)
+    assert "Known topics: invoices, orders. Pause 'ordres' anyway? Not a terminal. Pass --yes" in unknown.stderr
     assert {(each.stdout, each.stderr.count("\n")) for each in (unknown, wrong)} == {("", 1)}
     shown = re.findall(r"^\$ outbox (.*?) --project .*\n((?:[^$].*\n)*)", blocks("console"), re.MULTILINE)
     assert [words.split()[0] for words, _ in shown] == ["pause", "resume", "limit", "limit", "limit"]

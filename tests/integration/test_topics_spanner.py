@@ -1,5 +1,6 @@
 """`outbox pause`, `resume` and `limit` on a database: written rows, output and refusals."""
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -102,26 +103,44 @@ def test_a_topic_is_known_by_a_row_or_a_task(database: Database, command: Comman
         id = outbox.register(batch, "sent", b"")
     with database.batch() as batch:
         batch.update("AsynchronousTasks", ("Id", "SentAt"), [(id, COMMIT_TIMESTAMP)])
-    assert command(words.format("sent"))[0] == 1
+    assert command(words.format("sent"))[0] == 2
     assert command(words.format("sent") + " --yes")[0] == 0
 
 
 def test_an_unknown_topic_is_refused_with_the_known_ones(database: Database, command: Command) -> None:
     """So a typing error is noticed. Nothing is written, also not for known topics. At most ten names are printed."""
-    advice = "Nothing was written. If the name is right, pass --yes\n"
-    assert command("pause ordres")[2].endswith(f"Known topics: none. {advice}")
+    advice = "{} 'ordres' anyway? Not a terminal. Pass --yes to confirm. Nothing was changed\n"
+    assert command("pause ordres")[2].endswith(f"Known topics: none. {advice.format('Pause')}")
     have(database, "orders", "orders", "invoices")
     control(database, "reminders")
     refusal = (
-        "outbox: no unsent task and no row in AsynchronousTaskTopics has topic 'ordres'. Did you mean 'orders'? "
-        f"Known topics: invoices, orders, reminders. {advice}"
+        "outbox: unknown topic 'ordres' (no unsent task, and no row in AsynchronousTaskTopics). Did you mean 'orders'? "
+        "Known topics: invoices, orders, reminders. "
     )
-    for words in ("pause orders ordres", "limit ordres --max-in-flight 1"):
-        assert command(words) == (1, "", refusal)
+    for words, verb in (("pause orders ordres", "Pause"), ("limit ordres --max-in-flight 1", "Limit")):
+        assert command(words) == (2, "", refusal + advice.format(verb))
         assert [row[0] for row in rows(database)] == ["reminders"]
     names = [f"a-{n:02}" for n in range(10)]
     have(database, *names)
-    assert command("pause ordres")[2].endswith(f"Known topics: {', '.join(names)}, .... {advice}")
+    assert command("pause ordres")[2].endswith(f"Known topics: {', '.join(names)}, .... {advice.format('Pause')}")
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 1), ("\n", 1)])
+def test_an_unknown_topic_is_a_question_at_a_terminal(
+    database: Database, command: Command, monkeypatch: pytest.MonkeyPatch, answer: str, code: int
+) -> None:
+    have(database, "orders")
+    for words in ("pause {}", "limit {} --max-in-flight 1"):
+        typed = io.StringIO(answer)
+        monkeypatch.setattr(typed, "isatty", lambda: True)
+        monkeypatch.setattr("sys.stdin", typed)
+        done = command(words.format("ordres"))
+        assert done[0] == code
+        assert "Did you mean 'orders'? Known topics: orders. " in done[2]
+        assert "'ordres' anyway? [y/N] " in done[2]
+        assert [row[0] for row in rows(database)] == ([] if code else ["ordres"])
+        with database.batch() as batch:
+            batch.delete("AsynchronousTaskTopics", KeySet(all_=True))
 
 
 def test_a_topic_without_a_row_cannot_be_resumed(database: Database, command: Command) -> None:
