@@ -8,13 +8,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 
 from google.api_core.exceptions import DeadlineExceeded
 
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
-from outbox.shared.pubsub import open_pubsub
+from outbox.shared.pubsub import create_topic_command, open_pubsub
 from outbox.storage import schema
 from outbox.storage.connection import LimitedDatabase, open_database, uses_emulator
 from outbox.storage.layout import Layout
@@ -65,7 +66,8 @@ class App:
         self.membership = Membership(self.store, id)
         allowed = topic_filter(settings.allowed_topics, settings.project)
         skip_dead = settings.on_ordering_failure == "skip"
-        publisher = PubSubPublisher(open_pubsub(settings), settings.project, allowed)
+        create_command = partial(create_topic_command, settings)
+        publisher = PubSubPublisher(open_pubsub(settings), settings.project, allowed, create_command=create_command)
         retries = RetryPolicy(
             initial=settings.backoff_initial,
             longest=settings.backoff_max,

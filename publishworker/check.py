@@ -12,7 +12,7 @@ from google.pubsub_v1 import PublisherClient
 
 from outbox.errors import InvalidMessage, NotReached
 from outbox.message import check_topic
-from outbox.shared.pubsub import open_pubsub
+from outbox.shared.pubsub import create_topic_command, emulator_host, open_pubsub
 from outbox.shared.settings import unknown_variables
 from outbox.storage import schema
 from outbox.storage.connection import LimitedDatabase, open_database
@@ -63,7 +63,7 @@ def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Findi
             store = SpannerStore(database, schema.layout(database))
             working, ordered = store.topics_in_use()
             named |= working
-            if ordered and not settings.pubsub_endpoint:
+            if ordered and not settings.pubsub_endpoint and not emulator_host(settings):
                 yield _one_region(ordered)
             controls = store.discover((), ()).controls
             named |= controls.paused | controls.limits.keys()
@@ -71,7 +71,7 @@ def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Findi
         client = PublisherClient(transport=open_pubsub(settings))
         allowed = topic_filter(settings.allowed_topics, settings.project)
         for topic in sorted(named):
-            yield _topic(client, topic, settings.project, allowed)
+            yield _topic(client, topic, settings, allowed)
     except NotReached as error:
         yield Finding("unreachable", str(error))
 
@@ -101,18 +101,18 @@ def _controls(controls: TopicControls) -> Iterator[Finding]:
             yield Finding("wrong", f"invalid limits of topic {topic} in AsynchronousTaskTopics are ignored: {wrong}")
 
 
-def _topic(client: PublisherClient, topic: str, project: str, allowed: Callable[[str], bool]) -> Finding:
+def _topic(client: PublisherClient, topic: str, settings: WorkerSettings, allowed: Callable[[str], bool]) -> Finding:
     try:
         check_topic(topic)
     except InvalidMessage as error:
         return Finding("wrong", str(error))
-    name = topic_name(topic, project)
+    name = topic_name(topic, settings.project)
     if not allowed(name):
         return Finding("wrong", f"topic {name} matches no pattern of --allowed-topics: its tasks would become dead")
     try:
         client.get_topic(topic=name, timeout=_TOPIC_SECONDS, retry=None)
     except NotFound:
-        return Finding("wrong", f"topic {name} does not exist. Create it: gcloud pubsub topics create {name}")
+        return Finding("wrong", f"topic {name} does not exist. Create it: {create_topic_command(settings, name)}")
     except PermissionDenied:
         return Finding(
             "unknown",

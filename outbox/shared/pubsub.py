@@ -1,4 +1,4 @@
-"""The connection to Pub/Sub's publisher service."""
+"""The connection to Pub/Sub's publisher service, or to its emulator."""
 
 import os
 
@@ -14,10 +14,25 @@ def open_pubsub(settings: PubSubSettings) -> PublisherGrpcTransport:
     Without this setting, PUBSUB_EMULATOR_HOST is respected.
     """
     endpoint = settings.pubsub_endpoint
-    emulator = None if endpoint else os.environ.get("PUBSUB_EMULATOR_HOST")
-    plaintext = endpoint if settings.pubsub_plaintext else emulator
+    plaintext = endpoint if settings.pubsub_plaintext else emulator_host(settings)
     return PublisherGrpcTransport(
         host=endpoint or PublisherGrpcTransport.DEFAULT_HOST,
         credentials=credentials("Pub/Sub", plaintext=plaintext),
         channel=channel(PublisherGrpcTransport, plaintext),
     )
+
+
+def emulator_host(settings: PubSubSettings) -> str | None:
+    """Return the address of the Pub/Sub emulator, or None if it is not used."""
+    return None if settings.pubsub_endpoint else os.environ.get("PUBSUB_EMULATOR_HOST") or None
+
+
+def create_topic_command(settings: PubSubSettings, topic: str) -> str:
+    """Return the command that creates the topic whose full name is `topic`.
+
+    `gcloud` ignores the emulator's variable, so on the emulator it would create the topic in Google Cloud.
+    """
+    if emulator_host(settings) is None:
+        return f"gcloud pubsub topics create {topic}"
+    _, project, _, topic_id = topic.split("/")
+    return f"outbox emulators --create {project}/{settings.instance}/{settings.database} --topic {topic_id}"

@@ -53,12 +53,18 @@ class PubSubPublisher:
         allowed: Callable[[str], bool] = lambda _name: True,
         clock: Callable[[], float] = time.monotonic,
         threads: Threads = REAL_THREADS,
+        *,
+        create_command: Callable[[str], str] = "gcloud pubsub topics create {}".format,
     ) -> None:
-        """Publish to topics of `project` if a task names no project, and only to full names that are `allowed`."""
+        """Publish to topics of `project` if a task names no project, and only to full names that are `allowed`.
+
+        `create_command` returns the command that creates the topic of a full name.
+        """
         self._project = project
         self._allowed = allowed
         self._clock = clock
         self._threads = threads
+        self._create_command = create_command
         self._refused: dict[str, None] = {}  # refused together, without time to find out which of them was invalid
         self._lock = threading.Lock()
         self._publish = transport.grpc_channel.unary_unary(
@@ -77,7 +83,7 @@ class PubSubPublisher:
         alone in its next batch.
         """
         name = messages.topic_name(topic, self._project)
-        call = _Call(name, self._clock() + seconds, self._threads.queue())
+        call = _Call(name, self._clock() + seconds, self._threads.queue(), self._create_command)
         valid, failed = self._prepared(name, rows)
         singly = {row.id for row in rows if row.id in self._refused} | {*singly}
         with tracing.sending(name, [message for _, message in valid], call.outcomes):
@@ -162,7 +168,8 @@ class _Call:
 
     name: str
     deadline: float
-    answers: Queue  # of lanes, each with the future of its answer
+    answers: Queue  # of (lane, future of the answer)
+    create_command: Callable[[str], str]
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     not_retried: list[str] = field(default_factory=list)  # refused with others, and out of time
 
@@ -179,7 +186,7 @@ def _answered(lane: messages.Lane, future: Any, call: _Call) -> list[messages.La
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.INVALID_ARGUMENT and len(ids) > 1:
             return lane.smaller(ids, request)
-        answer = dict.fromkeys(ids, failure_of(error, call.name))
+        answer = dict.fromkeys(ids, failure_of(error, call.name, call.create_command))
     call.outcomes.update(answer)
     return [lane] if lane.requests and all(isinstance(each, Sent) for each in answer.values()) else []
 
@@ -191,11 +198,11 @@ def _sent(ids: Sequence[str], message_ids: Sequence[str], name: str) -> dict[str
     return dict.fromkeys(ids, failure)
 
 
-def failure_of(error: Any, topic: str) -> Failed:
+def failure_of(error: Any, topic: str, create_command: Callable[[str], str]) -> Failed:
     """Return a failure with its reason and either advice or Pub/Sub's error details."""
     reason = reason_of(error)
     advice = {
-        "not_found": f"the topic does not exist. Create it: `gcloud pubsub topics create {topic}`",
+        "not_found": f"the topic does not exist. Create it: `{create_command(topic)}`",
         "permission_denied": "the worker may not publish to the topic. Grant it roles/pubsub.publisher",
     }.get(reason, error.details() or "no details")
     return Failed(reason, f"{topic}: {advice}")

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ from google.pubsub_v1.services.publisher.transports import PublisherGrpcTranspor
 from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
 from google.pubsub_v1.types import PubsubMessage
 
-from outbox.shared.pubsub import open_pubsub
+from outbox.shared.pubsub import create_topic_command, open_pubsub
 from publishworker.app import open_store
 from publishworker.batching import Limits
 from publishworker.delivery import Delivery
@@ -162,7 +163,9 @@ class _Publisher(PubSubPublisher):
     """Counts the published messages of each topic, and loses answers on request."""
 
     def __init__(self, settings: RelaySettings) -> None:
-        super().__init__(open_pubsub(settings), settings.project)
+        super().__init__(
+            open_pubsub(settings), settings.project, create_command=partial(create_topic_command, settings)
+        )
         self.counts: Counter[str] = Counter()  # by the topic's full name
         self.loses_answers = False
 

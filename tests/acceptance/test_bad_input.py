@@ -28,17 +28,17 @@ def on(database: Database | str) -> dict[str, str]:
     return variables(name)
 
 
-MISSING = "publishworker: --instance is missing: give it, or set OUTBOX_INSTANCE"
+MISSING = "publishworker: Pass --instance or set OUTBOX_INSTANCE"
 
 
 @pytest.mark.parametrize(
     ("words", "environment", "sentence"),
     [
         *((f"{command} --project {PROJECT}", {"OUTBOX_INSTANCE": None}, MISSING) for command in COMMANDS),
-        ("run --batch-size 0", {}, "--batch-size: '0' is not allowed: it must be a whole number from 1 to 1,000"),
+        ("run --batch-size 0", {}, "--batch-size: '0' is not allowed. It must be a whole number from 1 to 1,000"),
         (
             "run", {"OUTBOX_PUBLISH_TIMEOUT": "60"},
-            "publishworker: OUTBOX_PUBLISH_TIMEOUT: '60' is not allowed: it must be seconds from 0.1 to 8",
+            "publishworker: OUTBOX_PUBLISH_TIMEOUT: '60' is not allowed. It must be seconds from 0.1 to 8",
         ),
         ("drain --deadline soon", {}, "--deadline: 'soon'"), ("run --no-such-flag", {}, "--no-such-flag"),
         ("fly", {}, "'fly'"), ("", {}, "COMMAND"),
@@ -135,7 +135,8 @@ def test_check_finds_missing_topics_and_names_pauses_and_limits(emulators: Emula
     assert any(line.startswith("ok") and "held is paused" in line and "outbox resume held" in line for line in lines)
     wrong = [line for line in lines if line.startswith("wrong")]
     for name in ("named-and-missing", "pending-and-missing", "ordrs"):
-        assert any(f"gcloud pubsub topics create projects/{PROJECT}/topics/{name}" in line for line in wrong)
+        create = f"outbox emulators --create {PROJECT}/{INSTANCE}/{database.database_id} --topic {name}"
+        assert any(line.endswith(f"does not exist. Create it: {create}") for line in wrong)
     assert any("topics/ordrs does not exist" in line for line in wrong)
     assert any("half" in line and "Burst" in line for line in wrong)
     assert len(wrong) == 7, wrong

@@ -91,6 +91,9 @@ def places(
                 (str(fork_server.scripts()), str(Path(sys.executable).parent), environment["PATH"])
             ),
             "SPANNER_EMULATOR_HOST": gateway.spanner_host,
+            # An endpoint instead of PUBSUB_EMULATOR_HOST, so that `check` advises as for Google Cloud.
+            "OUTBOX_PUBSUB_ENDPOINT": emulators.pubsub_host,
+            "OUTBOX_PUBSUB_PLAINTEXT": "true",
             "OUTBOX_PROJECT": project,
             "OUTBOX_INSTANCE": "main",
             "OUTBOX_DATABASE": "shop",

@@ -16,6 +16,7 @@ from tests.support.dogstatsd import listening
 from tests.support.proxy import Proxy, silent_port
 from tests.support.pubsub import Subscription
 from tests.support.relays import EACH_ONCE, account, register, unsent, wait_until_all_sent, worker
+from tests.support.spanner import INSTANCE, PROJECT
 from tests.support.waiting import eventually
 
 
@@ -131,7 +132,10 @@ def test_a_bad_task_delays_no_other(
         lines = [json.loads(line) for line in process.stderr.splitlines()]
     failures = [line["message"] for line in lines if line["action"] in ("dead", "circuit_open")]
     assert any("garbage" in message and "undecodable" in message for message in failures)
-    assert any("missing-topic" in message and "not_found" in message for message in failures)
+    create = f"outbox emulators --create {PROJECT}/{INSTANCE}/{database.database_id} --topic missing-topic"
+    assert any(
+        f"not_found: projects/{PROJECT}/topics/missing-topic" in message and create in message for message in failures
+    )
     assert not any("error.stack" in line for line in lines)
     assert len(unsent(database)) == 4
     assert account(ids, subscription).lost == frozenset()

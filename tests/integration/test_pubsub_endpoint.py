@@ -1,8 +1,10 @@
 """Pub/Sub's endpoint for ordered tasks: when `check` warns, which values are refused, where the worker connects."""
 
 import json
+import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,10 +19,11 @@ from google.pubsub_v1.services.publisher.transports import PublisherGrpcTranspor
 
 from outbox.devtools.emulators import Emulators
 from outbox.errors import SettingError
-from outbox.shared.pubsub import open_pubsub
+from outbox.shared.pubsub import create_topic_command, open_pubsub
+from outbox.shared.settings import PubSubSettings
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.settings import WorkerSettings
-from publishworker.types import LockedRow, Sent
+from publishworker.types import Failed, LockedRow, Sent
 from tests.support.fakes import serialized
 from tests.support.processes import run
 from tests.support.proxy import Proxy
@@ -38,13 +41,13 @@ NAMED = {"project": PROJECT, "instance": INSTANCE, "database": "any-database"}
 def test_check_warns_of_ordered_tasks_without_an_endpoint(
     emulators: Emulators, database: Database, pubsub: PubSub
 ) -> None:
-    """It names their topics and the setting, exit 0; with the setting, or without ordered tasks, it does not warn."""
+    """It names their topics and the setting. With the setting, without ordered tasks or on the emulator: no warning."""
 
     def warnings(**environment: str) -> list[str]:
         named = {f"OUTBOX_{name.upper()}": value for name, value in NAMED.items()}
         named |= {"OUTBOX_DATABASE": database.database_id, **environment}
         done = run("publishworker", "check", environment=emulators.environment() | named, seconds=30)
-        assert done.code == 0
+        assert done.code == (3 if "PUBSUB_EMULATOR_HOST" in environment else 0)
         return [line for line in done.stdout.splitlines() if line.startswith("warning")]
 
     pending, scheduled, loose, done_with = topics = [pubsub.new_topic() for _ in range(4)]
@@ -55,7 +58,9 @@ def test_check_warns_of_ordered_tasks_without_an_endpoint(
     assert warnings() == []
     register(database, pending, 2, ordering_key="a")
     register(database, scheduled, 1, ordering_key="a", available_at=datetime(2090, 1, 1, tzinfo=UTC))
-    [warning] = warnings()
+    assert warnings() == []
+    google_cloud = {"PUBSUB_EMULATOR_HOST": "", "GOOGLE_APPLICATION_CREDENTIALS": "", "NO_GCE_CHECK": "true"}
+    [warning] = warnings(**google_cloud, HOME="/nonexistent")
     assert {topic for topic in topics if topic in warning} == {pending, scheduled}
     assert "--pubsub-endpoint" in warning
     assert warnings(OUTBOX_PUBSUB_ENDPOINT=emulators.pubsub_host, OUTBOX_PUBSUB_PLAINTEXT="true") == []
@@ -66,9 +71,9 @@ def test_check_warns_of_ordered_tasks_without_an_endpoint(
 )
 def test_an_invalid_endpoint_is_refused(value: str) -> None:
     """It is no address of a page, has no path, and its port is a number."""
-    with pytest.raises(SettingError, match=r"^--pubsub-endpoint: .* is not allowed: it must be a host, or HOST:PORT"):
+    with pytest.raises(SettingError, match=r"^--pubsub-endpoint: .* is not allowed. It must be a host, or HOST:PORT"):
         WorkerSettings.read({**NAMED, "pubsub_endpoint": value}, {})
-    with pytest.raises(SettingError, match=r"^OUTBOX_ON_ORDERING_FAILURE: .* is not allowed: it must be block or skip"):
+    with pytest.raises(SettingError, match=r"^OUTBOX_ON_ORDERING_FAILURE: .* is not allowed. It must be block or skip"):
         WorkerSettings.read(NAMED, {"OUTBOX_ON_ORDERING_FAILURE": value})
 
 
@@ -112,6 +117,28 @@ def test_the_channel_connects_to_the_endpoint(
     monkeypatch.delenv("PUBSUB_EMULATOR_HOST")
     open_pubsub(place())
     assert channels.pop()[0] == "pubsub.googleapis.com:443"
+
+
+@pytest.mark.usefixtures("emulators")
+def test_the_advice_for_a_missing_topic_fits_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the emulator, gcloud would create the topic in Google Cloud. The endpoint stands for Google Cloud here."""
+    host = os.environ["PUBSUB_EMULATOR_HOST"]
+    row = LockedRow("a", "missing", serialized(), None, datetime.now(UTC), None, None)
+
+    def error(settings: PubSubSettings) -> str:
+        command = partial(create_topic_command, settings)
+        publisher = PubSubPublisher(open_pubsub(settings), PROJECT, create_command=command)
+        failure = publisher.publish("missing", [row], 5)["a"]
+        assert isinstance(failure, Failed)
+        return failure.error
+
+    settings = place()
+    there = f"{PROJECT}/{settings.instance}/{settings.database}"
+    assert error(settings).endswith(f"Create it: `outbox emulators --create {there} --topic missing`")
+    monkeypatch.delenv("PUBSUB_EMULATOR_HOST")
+    name = f"projects/{PROJECT}/topics/missing"
+    endpoint = place(pubsub_endpoint=host, pubsub_plaintext="true")
+    assert error(endpoint).endswith(f"Create it: `gcloud pubsub topics create {name}`")
 
 
 def test_a_worker_publishes_at_its_endpoint(emulators: Emulators, database: Database, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def poison(place: Place) -> None:
 
 def pubsub_away(place: Place) -> None:
     place.tasks(_ids("order", 25), "orders", ago=3 * MINUTES)
-    place.environment["PUBSUB_EMULATOR_HOST"] = "127.0.0.1:9"
+    place.environment["OUTBOX_PUBSUB_ENDPOINT"] = "127.0.0.1:9"
 
 
 def spanner_unavailable(place: Place) -> None:
