@@ -15,7 +15,7 @@ from itertools import product
 
 from outbox.shared.throttled_log import ThrottledLog
 from outbox.storage.layout import Layout
-from publishworker.spanner.statements import LIVENESS_TIMEOUT_SECONDS
+from outbox.storage.sql import LIVENESS_TIMEOUT_SECONDS
 from publishworker.spanner.store import Store, StoreError
 from publishworker.types import Workers
 

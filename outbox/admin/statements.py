@@ -14,7 +14,16 @@ from typing import Any
 from google.cloud.spanner_v1 import param_types
 
 from outbox.shared.times import shown
-from outbox.storage.sql import BY_ID, IN_ORDER, IN_ORDER_ORDER, NEVER, SEEK, TO_SEND, TO_SEND_ORDER
+from outbox.storage.sql import (
+    BY_ID,
+    IN_ORDER,
+    IN_ORDER_ORDER,
+    LIVENESS_TIMEOUT_SECONDS,
+    NEVER,
+    SEEK,
+    TO_SEND,
+    TO_SEND_ORDER,
+)
 from outbox.storage.task_states import STATES
 
 _WAITS = f"AvailableAt > CURRENT_TIMESTAMP() AND AvailableAt < {NEVER}"
@@ -58,8 +67,8 @@ TYPES = {
 
 NOW = "SELECT CURRENT_TIMESTAMP()"
 
-#: What live workers poll: the whole of a small table, one row for each worker. Twice the liveness timeout, so that no
-#: slow worker is overlooked.
+#: The columns that each live worker polls. Reads a whole small table. A heartbeat may be older than twice the liveness
+#: timeout, so that a slow worker is not overlooked.
 WORKERS_POLL = """
 SELECT WorkerId, Polls FROM AsynchronousTaskWorkers
 WHERE TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) < 30 ORDER BY WorkerId"""
@@ -90,8 +99,10 @@ SELECT OperationId, Operation, StartedAt, FinishedAt, Principal, Selection, Task
 FROM AsynchronousTaskOperations@{FORCE_INDEX=_BASE_TABLE}
 ORDER BY StartedAt DESC, OperationId LIMIT @limit"""
 
-#: Workers whose liveness timeout of 15 s (docs/architecture/workers.md) has not passed.
-LIVE_WORKERS = "SELECT COUNT(*) FROM AsynchronousTaskWorkers WHERE SeenAt > TIMESTAMP_SUB(@now, INTERVAL 15 SECOND)"
+#: The number of live workers (docs/architecture/workers.md).
+LIVE_WORKERS = f"""
+SELECT COUNT(*) FROM AsynchronousTaskWorkers
+WHERE SeenAt > TIMESTAMP_SUB(@now, INTERVAL {LIVENESS_TIMEOUT_SECONDS} SECOND)"""
 
 
 def _count_by_priority(topics: str, rows: str) -> str:

@@ -9,9 +9,6 @@ be true for every row.
 from outbox.storage.ddl import CHANGE_STREAM
 from outbox.storage.sql import BY_ID, IN_ORDER, IN_ORDER_ORDER, NEVER, SEEK, TO_SEND, TO_SEND_ORDER
 
-#: Seconds after its last heartbeat for which a worker counts as live. Workers that discover every second take over its
-#: shards within 15 s.
-LIVENESS_TIMEOUT_SECONDS = 14
 #: Seconds after its last heartbeat at which a worker's row may be deleted.
 FORGET_WORKER_SECONDS = 3600
 

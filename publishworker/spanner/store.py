@@ -16,7 +16,7 @@ from google.rpc.error_details_pb2 import ResourceInfo
 from outbox.errors import NotReached
 from outbox.storage.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from outbox.storage.layout import COLUMN, Layout, by_suffix, first_id, renamed, suffix_of
-from outbox.storage.sql import PESSIMISTIC
+from outbox.storage.sql import LIVENESS_TIMEOUT_SECONDS, PESSIMISTIC
 from publishworker.spanner import rows, statements
 from publishworker.types import (
     Candidate,
@@ -406,7 +406,7 @@ class SpannerStore:
 
 def _workers(ages: Mapping[str, int], layouts: tuple[Layout, ...]) -> Workers:
     return Workers(
-        live=frozenset(id for id, age in ages.items() if age < statements.LIVENESS_TIMEOUT_SECONDS),
+        live=frozenset(id for id, age in ages.items() if age < LIVENESS_TIMEOUT_SECONDS),
         gone=frozenset(id for id, age in ages.items() if age > statements.FORGET_WORKER_SECONDS),
         layouts=layouts,
     )

@@ -17,6 +17,7 @@ from outbox.admin import table as operations_table
 from outbox.admin.backlog import COUNTS, Line
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
+from outbox.storage.sql import LIVENESS_TIMEOUT_SECONDS
 from outbox.storage.task_states import NEVER
 from tests.support.operations import (
     CREATED,
@@ -97,7 +98,7 @@ def test_the_oldest_age_is_of_ready_and_due_tasks(database: Database, watch: Wat
 
 
 def test_the_boundaries_of_due_sent_and_live(database: Database, watch: Watch):
-    """A task due now is pending, one sent a minute ago is old, a worker with a heartbeat of 15 s ago is not live."""
+    """A task due now is pending, one sent a minute ago is old, a worker is not live at the liveness timeout."""
     now = datetime.now(UTC)
     insert(
         database,
@@ -109,8 +110,8 @@ def test_the_boundaries_of_due_sent_and_live(database: Database, watch: Watch):
             row("sent before", SentAt=now - timedelta(minutes=1)),
         ],
     )
-    seen = [("live", now), ("just live", now - timedelta(seconds=15) + MICROSECOND)]
-    seen += [("gone", now - timedelta(seconds=15)), ("long gone", PAST)]
+    timeout = timedelta(seconds=LIVENESS_TIMEOUT_SECONDS)
+    seen = [("live", now), ("just live", now - timeout + MICROSECOND), ("gone", now - timeout), ("long gone", PAST)]
     with database.batch() as batch:
         batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt"), [(id, at, at) for id, at in seen])
     found = backlog._read_at(Later(watch.database), now, backlog.COUNT_LIMIT)

@@ -12,6 +12,7 @@ from typing import Any
 
 from outbox.message import RawPubsubMessage
 from outbox.storage.layout import Layout, suffix_of
+from outbox.storage.sql import LIVENESS_TIMEOUT_SECONDS
 from outbox.storage.task_states import NEVER
 from publishworker.pubsub import messages
 from publishworker.pubsub.errors import FailureKind, kind_of
@@ -155,7 +156,7 @@ class FakeStore:
         recorded = tuple(sorted(layout for layout, state in self.recorded.items() if state == "polled"))
         self.layouts = recorded or self.layouts
         return Workers(
-            live=frozenset(worker for worker, age in ages.items() if age < statements.LIVENESS_TIMEOUT_SECONDS),
+            live=frozenset(worker for worker, age in ages.items() if age < LIVENESS_TIMEOUT_SECONDS),
             gone=frozenset(worker for worker, age in ages.items() if age > statements.FORGET_WORKER_SECONDS),
             layouts=recorded,
         )

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.storage.layout import Layout
+from outbox.storage.sql import LIVENESS_TIMEOUT_SECONDS
 from publishworker.membership import (
     HEARTBEAT_INTERVAL_SECONDS,
     HEARTBEAT_RETRY_SECONDS,
@@ -103,7 +104,7 @@ def test_the_heartbeat_is_written_at_an_interval_and_soon_after_a_failure() -> N
     watch.heartbeat()
     assert watch.seconds_to_heartbeat == HEARTBEAT_RETRY_SECONDS
     watch.store.away = False
-    watch.seconds += statements.LIVENESS_TIMEOUT_SECONDS + 0.1  # the process was suspended
+    watch.seconds += LIVENESS_TIMEOUT_SECONDS + 0.1  # the process was suspended
     beats = watch.store.heartbeats
     watch.heartbeat()
     assert watch.lapsed
@@ -117,7 +118,7 @@ def test_the_heartbeat_is_written_at_an_interval_and_soon_after_a_failure() -> N
 
 def test_an_idle_worker_writes_its_heartbeat_less_often() -> None:
     """But with time for a second attempt before the others take over. With work, an old heartbeat is due at once."""
-    assert IDLE_HEARTBEAT_INTERVAL_SECONDS + HEARTBEAT_RETRY_SECONDS < statements.LIVENESS_TIMEOUT_SECONDS
+    assert IDLE_HEARTBEAT_INTERVAL_SECONDS + HEARTBEAT_RETRY_SECONDS < LIVENESS_TIMEOUT_SECONDS
     watch = Watch()
     watch.idle = True
     watch.heartbeat()
@@ -200,7 +201,7 @@ def test_a_worker_claims_only_tasks_of_its_own_shards(bench: Bench) -> None:
     bench.turns(50)
     assert {bench.store.rows[id].shards[0] for id in bench.publisher.ids()} == set(bench.store.polls[-1].shards) == mine
     assert bench.unsent()
-    bench.store.now += timedelta(seconds=statements.LIVENESS_TIMEOUT_SECONDS)
+    bench.store.now += timedelta(seconds=LIVENESS_TIMEOUT_SECONDS)
     bench.store.seen_at["worker"] = bench.store.now
     bench.turns(50)
     assert bench.unsent() == []
