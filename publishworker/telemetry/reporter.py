@@ -22,6 +22,16 @@ LATENCY_SAMPLES = 20
 FAILURE_LINES = 100
 
 
+#: How the summary names the numbers of a turn.
+_SUMMARY = {
+    "published": "tasks published",
+    "failed": "failed attempts",
+    "sent by others": "tasks sent by others",
+    "deferred": "tasks deferred",
+    "not committed": "tasks published, but not committed",
+}
+
+
 class Reporter:
     """Counts and logs. A failure that repeats is logged once a minute."""
 
@@ -110,9 +120,9 @@ class Reporter:
         """Log the summary since the last one."""
         if self._work:
             seconds = self._clock() - self._work_since
-            what = ", ".join(f"{number} {name}" for name, number in self._work.items())
+            counts = ", ".join(f"{number} {_SUMMARY[name]}" for name, number in self._work.items())
             fields = {**self._work, "seconds": round(seconds, 1)}
-            _log.info("Tasks in the last %.0f s: %s", seconds, what, extra={"action": "summary", "fields": fields})
+            _log.info("In the last %.0f s: %s", seconds, counts, extra={"action": "summary", "fields": fields})
             self._work.clear()
 
     def _failures(self, result: BatchResult) -> None:
@@ -134,7 +144,9 @@ class Reporter:
             if mark.dead:
                 next_step = ". The task is dead. Fix the cause, then run `outbox retry` or `outbox discard`"
             elif mark.available_at is not None:
-                next_step = f". It will be retried after {mark.available_at:%Y-%m-%dT%H:%M:%SZ}"
+                next_step = f". It will be due at {mark.available_at:%Y-%m-%dT%H:%M:%SZ}"
+                if kind_of(failure.reason) is FailureKind.TARGET:
+                    next_step += ". Until the circuit of the topic closes, only probes are published"
             self._throttled_log.log(
                 "dead" if mark.dead else "publish_failed",
                 f"{topic} {failure.reason}",

@@ -98,7 +98,7 @@ def test_each_failure_is_logged(watch: Watch) -> None:
     watch.reporter.batch(result)
     about = {"topic": "orders", "reason": "not_found"}
     again = "Task {} of topic orders failed in attempt 2: not_found: no such topic. "
-    again += "It will be retried after 2026-12-31T00:00:00Z"
+    again += "It will be due at 2026-12-31T00:00:00Z. Until the circuit of the topic closes, only probes are published"
     assert watch.lines() == [
         (
             (
@@ -140,7 +140,7 @@ def test_a_summary_is_logged_once_a_minute(watch: Watch) -> None:
     assert watch.actions() == ["summary"] * 2
     watch.reporter.end()
     fields = {"published": 280, "sent by others": 28, "seconds": 28.0}
-    assert watch.lines() == [("Tasks in the last 28 s: 280 published, 28 sent by others", fields)]
+    assert watch.lines() == [("In the last 28 s: 280 tasks published, 28 tasks sent by others", fields)]
     watch.caplog.clear()
     watch.turns(150, Turn(), worked=False)
     watch.reporter.end()
@@ -192,3 +192,20 @@ def test_a_failed_commit_says_what_happens_to_published_tasks(watch: Watch) -> N
         assert watch.caplog.messages[-1] == f"Commit failed for 2 tasks of topic orders: ABORTED. {effect}"
     assert watch.actions() == ["commit_failed"] * 2
     assert watch.counts == {m.PUBLISHED.name: 1, m.UNCOMMITTED.name: 1}
+
+
+def test_the_summary_names_failed_attempts(watch: Watch) -> None:
+    """A task that fails twice is two of them."""
+    watch.turns(2, Turn(failed=5), worked=True)
+    watch.reporter.end()
+    [(line, fields)] = watch.lines()
+    assert line.endswith(": 10 failed attempts")
+    assert fields["failed"] == 10
+
+
+def test_a_failure_of_the_task_alone_waits_for_no_circuit(watch: Watch) -> None:
+    result = failing("a")
+    result.answers["a"] = Failed("unknown", "no such reason")
+    watch.reporter.batch(result)
+    [(line, _)] = watch.lines()
+    assert line.endswith("It will be due at 2026-12-31T00:00:00Z")
