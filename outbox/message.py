@@ -1,4 +1,4 @@
-"""From the caller's message to one that Pub/Sub accepts, or an error that says why it would not.
+"""Builds a message that Pub/Sub accepts, or raises an error that says why Pub/Sub would refuse it.
 
 The limits are Pub/Sub's: https://cloud.google.com/pubsub/quotas#resource_limits. Its emulator does not check them.
 """
@@ -17,10 +17,10 @@ from outbox.errors import InvalidMessage
 
 #: The attribute that carries the task ID to the subscriber.
 TASK_ID_ATTRIBUTE = "asynchronous_task_id"
-#: Bytes of a whole publish request (the service's limit; the client library's constant is the same).
+#: Max bytes of a whole publish request. It is the service's limit, and the client library has the same constant.
 MAX_REQUEST_BYTES = 10_000_000
 MAX_ATTRIBUTES = 100
-#: A message with more fields than this is not decoded. Each attribute is one field and takes a hundred bytes of memory.
+#: A message with more fields than this is not decoded. Each attribute is one field. Decoded, it takes about 100 bytes.
 MAX_FIELDS = 2 * MAX_ATTRIBUTES
 MAX_ATTRIBUTE_KEY_BYTES = 256
 MAX_ATTRIBUTE_VALUE_BYTES = 1_024
@@ -69,8 +69,9 @@ def check_topic(topic: str) -> None:
         raise InvalidMessage(f"topic is {type(topic).__name__}. It must be a str")
     if not _TOPIC.fullmatch(topic):
         raise InvalidMessage(
-            f"topic {topic[:300]!r} is not a name that Pub/Sub allows: 3 to 255 letters, digits or characters of "
-            "-._~+%, beginning with a letter and not with 'goog', or projects/PROJECT/topics/TOPIC"
+            f"topic {topic[:300]!r} is not a name that Pub/Sub allows. It must be a topic ID or "
+            "projects/PROJECT/topics/ID. An ID has 3 to 255 letters, digits or characters of -._~+%, and begins with a "
+            "letter, but not with 'goog'"
         )
 
 
@@ -119,8 +120,8 @@ def parsed(data: bytes) -> Any | None:
 
 
 def has_too_many_fields(data: bytes) -> bool:
-    """Tell, without decoding, whether a message has more than MAX_FIELDS fields. There may be millions."""
-    # Each attribute begins with one of these bytes: 0x12 or, in a longer encoding, 0x92. Few such bytes mean few.
+    """Tell whether a message has more than MAX_FIELDS fields, without decoding it, because there may be millions."""
+    # Each attribute begins with the byte 0x12 or, in a longer encoding, 0x92. Few such bytes mean few attributes.
     if data.count(0x12) + data.count(0x92) <= MAX_FIELDS:
         return False
     place = fields = 0
@@ -236,7 +237,7 @@ def _trace(built: Any, topic: str) -> None:
 
 
 def _shown(key: object) -> str:
-    """Return a key for an error message, with a bounded length."""
+    """Return the key as an error message shows it, cut to a max length."""
     text = repr(key)
     return text if len(text) <= 100 else f"{text[:100]}..."
 

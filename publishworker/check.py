@@ -1,4 +1,4 @@
-"""`publishworker check`: one line for each thing that a relay needs, `ok` or what is wrong and how to fix it."""
+"""`publishworker check`: one line for each check: `ok`, or the error and how to fix it."""
 
 import argparse
 import dataclasses
@@ -59,7 +59,7 @@ def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Findi
         named = set(topics)
         if table.verdict == "ok":
             verify_grants(database)
-            yield Finding("ok", "permissions: marks and heartbeats may be written")
+            yield Finding("ok", "permissions: the worker may write marks and heartbeats")
             store = SpannerStore(database, schema.layout(database))
             working, ordered = store.topics_in_use()
             named |= working
@@ -87,8 +87,9 @@ def _table(database: LimitedDatabase) -> Finding:
 def _one_region(topics: Iterable[str]) -> Finding:
     return Finding(
         "warning",
-        f"ordering keys are used ({', '.join(sorted(topics))}) and --pubsub-endpoint is not set. Pub/Sub keeps order "
-        "only within one region: give all workers the same endpoint, such as europe-west1-pubsub.googleapis.com",
+        f"tasks have ordering keys (topics {', '.join(sorted(topics))}), but --pubsub-endpoint is not set. Pub/Sub "
+        "keeps their order only within one region, so give all workers the same regional endpoint, such as "
+        "europe-west1-pubsub.googleapis.com",
     )
 
 

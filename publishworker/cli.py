@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     drain = add("drain", commands.drain, "Publish until nothing is pending or retrying; print what remains.")
     WorkerSettings.add_flags(drain)
     add_deadline(drain)
-    check = add("check", commands.check, "Check settings, database, table and topics, and say how to fix them.")
+    check = add("check", commands.check, "Check settings, database, table and topics, and say how to fix errors.")
     WorkerSettings.add_flags(check)
     check.add_argument(
         "topics", nargs="*", metavar="TOPIC", help="Check these topics as well as those with pending tasks."

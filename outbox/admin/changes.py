@@ -210,7 +210,7 @@ def _release_heads(table: TaskTable, keys: Sequence[tuple[str, str, int]]) -> st
             if key_heads:
                 table.transact("outbox-wake", functools.partial(_release, sorted(key_heads)))
     except OutboxError as error:
-        return f"tasks that the deleted ones blocked were not released, so they are sent after their deferral: {error}"
+        return f"tasks behind the deleted ones were not released. They are sent when their deferral ends: {error}"
     return None
 
 

@@ -28,7 +28,7 @@ variables for clients. If SPANNER_EMULATOR_HOST or PUBSUB_EMULATOR_HOST is set, 
 emulator is not started, unless you pass its port.
 
 --create creates a database with the outbox's tables, --topic a topic, and --subscription a
-subscription to the topic before it. What exists already is kept.
+subscription to the topic before it. Databases, topics and subscriptions that exist are kept.
 
     outbox emulators
     outbox emulators --create my-project/main/shop --topic orders --subscription billing"""

@@ -11,7 +11,7 @@ from outbox.cli.output import as_json, note, shortened, table
 DESCRIPTION = """\
 List the last changes, newest first: retry, purge, discard, pause, resume, limit, reshard,
 and replay of the pipeline. Each line has the account, the selection and the number of
-changed tasks. A change without an end is still running, or ended early.
+changed tasks. A change without FINISHED is still running, or ended early.
 
     outbox operations --project my-project --instance main --database shop
     outbox operations --limit 1000 --json ... | jq 'select(.operation == "discard")'"""

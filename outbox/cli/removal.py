@@ -15,7 +15,7 @@ from outbox.shared.times import MOMENT, resolved, shown
 from outbox.storage.task_states import MARKS_FINAL_AFTER
 
 PURGE_DESCRIPTION = """\
-Delete only tasks that were sent before a time. The retention of the table deletes sent
+Delete tasks that were sent before a time. The retention of the table deletes sent
 tasks too, typically within three days after they reach the retention age (`outbox schema`).
 
     outbox purge --sent-before 30d --project my-project --instance main --database shop

@@ -31,7 +31,7 @@ NOT_CHANGED = {
     "expired": "because ExpiresAt has passed; --include-expired sends them anyway",
     "blocked": "because the head of their ordering key blocks them; retry or discard it (`outbox show` names it)",
 }
-OUTSIDE = "because the state is {state} and --state, --topic, --since, --until or --error does not match"
+OUTSIDE = "because they are {state} and do not match --state, --topic, --since, --until or --error"
 
 
 def add(commands: Any) -> None:

@@ -8,6 +8,7 @@ from outbox.shared.settings import DatabaseSettings, SettingType, flag_of, whole
 from outbox.storage import ddl
 from outbox.storage.layout import MAX_SHARDS
 
+SCHEMA_DESCRIPTION = "Print or create the outbox's tables, or change their number of shards."
 PRINT_DESCRIPTION = """\
 Print the DDL of the outbox's tables for your own migrations. The command contacts
 no service.
@@ -39,10 +40,15 @@ DEFAULT_SHARDS, DEFAULT_RETENTION = 10, 7
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = command(commands, "schema", "print or apply the DDL of the tables", "The DDL of the outbox's tables.")
+    parser = command(
+        commands,
+        "schema",
+        "print, apply or reshard the tables",
+        SCHEMA_DESCRIPTION,
+    )
     parser.set_defaults(words=["schema"])  # without an action, print the help
     actions = parser.add_subparsers(metavar="ACTION")
-    printing = command(actions, "print", "print it", PRINT_DESCRIPTION)
+    printing = command(actions, "print", "print the DDL", PRINT_DESCRIPTION)
     _add_choices(printing, "")
     printing.set_defaults(run=run_print)
     applying = command(actions, "apply", "create missing schema objects", APPLY_DESCRIPTION)

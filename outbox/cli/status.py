@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
         "--max-pending",
         type=flag_of("--max-pending", PENDING),
         metavar="N",
-        help="Exit code 1 if more tasks are pending. Both limits ignore paused topics.",
+        help="Exit code 1 if more than N tasks are pending. Both limits ignore paused topics.",
     )
     parser.set_defaults(run=run)
 

@@ -280,8 +280,8 @@ def service_errors(target: str) -> Iterator[None]:
     except google.DeadlineExceeded as error:
         raise NotReached(
             f"{target}: Spanner did not answer in time. Check the network, or the emulator if SPANNER_EMULATOR_HOST is "
-            "set. If other requests work, there is too much to read (narrow it with --topic or --since) or rows are "
-            f"locked (try again). {reason(error)}"
+            "set. If other requests work, narrow the request with --topic or --since, or try again, because rows may "
+            f"be locked. {reason(error)}"
         ) from error
     except google.GoogleAPIError as error:
         raise NotReached(

@@ -75,8 +75,8 @@ class Reporter:
             self._throttled_log.log(
                 "unconfirmed",
                 topic,
-                f"At-most-once delivery to topic {topic}: {_tasks(result.unconfirmed)} may be lost. They may be marked "
-                f"as sent although Pub/Sub does not have them. They are not retried. IDs: {_some(result.unconfirmed)}",
+                f"At-most-once delivery to topic {topic}: {_tasks(result.unconfirmed)} may be lost, because they may "
+                f"be marked as sent without being published. They are not retried. IDs: {_some(result.unconfirmed)}",
             )
 
     def circuit(self, change: CircuitChange) -> None:
