@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 
-from publishworker.eligibility import expired, in_order, released, skip_reasons, stops_key, to_publish
+from publishworker.eligibility import expired, in_order, skip_reasons, stops_key, to_publish, to_release
 from publishworker.pubsub.errors import FailureKind, is_refused, kind_of
 from publishworker.pubsub.messages import trace_id
 from publishworker.pubsub.publisher import Publisher
@@ -222,7 +222,7 @@ class Delivery:
         """Return a mark for each deferred task that this commit makes a key head. The mark releases the task."""
         if not batch.keys:
             return {}
-        heads = released(batch, rows, marks, now, skip_dead=self._skip_dead)
+        heads = to_release(batch, rows, marks, now, skip_dead=self._skip_dead)
         return {row.id: NotSent(row.attempts, None, row.expires_at, None) for row in heads}
 
     def _transact(self, result: BatchResult, decide: Decide) -> datetime | None:

@@ -1,8 +1,8 @@
 """Which of the locked rows may be sent. Pure functions.
 
-They keep the order of an ordering key (docs/guide/ordering.md). Sent and missing rows are skipped, due ones are sent,
-and the first one that is not due ends the prefix. After a failure, no later task of the key is published, not even in a
-later transaction attempt.
+These functions keep the order of each ordering key (docs/guide/ordering.md). They skip sent and missing rows. The
+sendable prefix ends before the first unsent task that is not due. After a failure, no later task of the key is
+published, not even in a later transaction attempt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ def skip_reasons(
     *,
     skip_dead: bool,
 ) -> dict[str, Outcome]:
-    """Return the tasks of the batch that are not to be sent here, each with the reason.
+    """Return the skip reason of each task of the batch that this transaction must not publish.
 
-    Tasks that an earlier transaction attempt has `published` are not skipped, because they still need their mark,
-    unless their rows are gone, sent or changed since. A task that is skipped for a reason of its own blocks the later
-    tasks of its key, unless it is expired, or dead and `skip_dead` is set.
+    `published` are the tasks that an earlier transaction attempt has published. They still need their mark, so they are
+    skipped only if their rows have been deleted, sent or changed since. A task that is skipped because it is not due or
+    at most once blocks the later tasks of its key, unless it has expired, or is dead and `skip_dead` is set.
     """
     by_id = {row.id: row for row in rows}
     reasons: dict[str, Outcome] = {}
@@ -60,7 +60,7 @@ def _skip_reason(row: LockedRow, batch: Batch, now: datetime) -> Skipped | None:
 
 
 def in_order(batch: Batch, rows: Sequence[LockedRow]) -> list[LockedRow]:
-    """Return the rows of the batch in its order, which is that of each key, and then the rows that it releases."""
+    """Return the batch's rows in the order of their keys, and after them the rows that the batch releases."""
     if not batch.keys:
         return list(rows)
     positions = {id: position for position, id in enumerate((*batch.ids, *batch.releases))}
@@ -68,7 +68,7 @@ def in_order(batch: Batch, rows: Sequence[LockedRow]) -> list[LockedRow]:
 
 
 def to_publish(rows: Sequence[LockedRow], answers: Mapping[str, Outcome]) -> list[LockedRow]:
-    """Return the rows to be published now: those without an answer, and not behind a failed task of their key."""
+    """Return the rows to publish now. They have no answer yet, and no earlier task of their key has failed."""
     stopped: set[str] = set()
     unanswered = []
     for row in rows:
@@ -80,12 +80,12 @@ def to_publish(rows: Sequence[LockedRow], answers: Mapping[str, Outcome]) -> lis
     return unanswered
 
 
-def released(
+def to_release(
     batch: Batch, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime, *, skip_dead: bool
 ) -> list[LockedRow]:
-    """Return the deferred rows that are the heads of their keys after the commit, and so must be ready again.
+    """Return the deferred rows that become heads of their keys with this commit. The commit must make them ready.
 
-    A poll does not read deferred tasks. One ready task of a key is enough for the poll to find the key.
+    A poll does not read deferred tasks, but one ready task of a key is enough for it to find the key.
     """
     heads: dict[str, LockedRow] = {}
     keys = set(batch.keys)

@@ -12,12 +12,12 @@ from publishworker.types import Batch, BatchResult, Key
 
 #: Seconds after which a batch counts as stuck. The time limits of all its steps add up to less.
 STUCK_SECONDS = 120.0
-#: A batch ages by at most this much between two checks, in seconds. No step of the worker takes longer, so a longer gap
-#: means that the process was suspended, and its batches with it.
+#: Max seconds that count between two checks for stuck batches. No step of the worker takes longer. A longer gap means
+#: that the process was suspended, so its batches could not run either.
 MAX_STEP_SECONDS = 45.0
-#: Seconds for the other batches to end after one has raised an unexpected error, which ends the process.
+#: An unexpected error in a batch ends the process. The other batches get this many seconds to finish.
 JOIN_SECONDS = 30.0
-#: Seconds between two calls of `touch_file` while waiting for all batches; None: no calls.
+#: Seconds between two calls of `touch_file` while waiting without a time limit. With None there are no calls.
 WATCH_SECONDS: float | None = 1.0
 
 
@@ -43,7 +43,7 @@ class _Entry:
 
     batch: Batch
     seconds: float = 0.0  # in flight, as of the last check
-    straggler: bool = False  # a turn has ended before it
+    straggler: bool = False  # a turn has ended while the batch was in flight
 
 
 class InFlight:
@@ -60,7 +60,10 @@ class InFlight:
         touch_file: Callable[[], None] = lambda: None,
         threads: Threads = REAL_THREADS,
     ) -> None:
-        """Call `run` for each batch on a thread of `threads`, and `touch_file` while waiting, which may take long."""
+        """Call `run` for each batch on a thread of its own.
+
+        A wait for batches may take minutes, so `touch_file` is called meanwhile to show that the worker is alive.
+        """
         self._run_batch = run
         self._clock = clock
         self._touch_file = touch_file
@@ -85,7 +88,7 @@ class InFlight:
         return Counter(batch.topic for batch in self._batches())
 
     def tasks_by_topic(self) -> Counter[str]:
-        """Return the number of tasks in flight by topic, without those that are only deferred."""
+        """Return the number of tasks in flight by topic, except tasks that are being deferred."""
         tasks: Counter[str] = Counter()
         for batch in self._batches():
             tasks[batch.topic] += 0 if batch.defers else len(batch.ids)
@@ -104,7 +107,7 @@ class InFlight:
         return sum(batch.defers for batch in self._batches())
 
     def keys(self) -> frozenset[Key]:
-        """Return the ordering keys in flight. The next request of a key waits for the answer to the last."""
+        """Return the ordering keys in flight. Their other tasks must wait until the batch has ended."""
         return frozenset(Key(batch.topic, key) for batch in self._batches() for key in batch.keys if key is not None)
 
     def start(self, batch: Batch) -> None:
@@ -114,7 +117,7 @@ class InFlight:
         self._running[entry].start()
 
     def raise_if_stuck(self) -> None:
-        """Raise StuckBatch if batches do not end, and forget these."""
+        """Raise StuckBatch if batches do not end. A later call does not report the same batches again."""
         step, self._checked_at = min(self._clock() - self._checked_at, MAX_STEP_SECONDS), self._clock()
         for entry in self._running:
             entry.seconds += step
@@ -134,9 +137,10 @@ class InFlight:
         return self._wait(lambda results: len(results) > 0, longest)
 
     def wait_for_most(self, leave: int = 0, longest: float | None = None) -> list[BatchResult]:
-        """Wait until a batch has ended and at most `leave` are in flight, for `longest` seconds; return the results.
+        """Wait until a batch has ended and at most `leave` batches are left. Return the results.
 
-        A batch that is still in flight after this is a straggler. Later calls do not wait for it.
+        The wait lasts at most `longest` seconds. The batches that are left become stragglers, which later calls do not
+        count.
         """
 
         def enough(results: Sequence[BatchResult]) -> bool:
@@ -150,8 +154,8 @@ class InFlight:
     def _wait(self, enough: Callable[[Sequence[BatchResult]], bool], longest: float | None = None) -> list[BatchResult]:
         """Wait until the results are `enough`, no batch is in flight, or `longest` seconds have passed.
 
-        An exception of `run` is raised here, after the other batches had JOIN_SECONDS to end. It discards the results
-        so far. Without `longest`, raises StuckBatch if a batch does not end.
+        If `run` raised an exception, wait up to JOIN_SECONDS for the other batches, and raise it. The results so far
+        are lost. Without `longest`, raises StuckBatch if a batch does not end.
         """
         results: list[BatchResult] = []
         end = None if longest is None else self._clock() + longest
@@ -166,7 +170,7 @@ class InFlight:
                 self._touch_file()
                 self.raise_if_stuck()
                 continue
-            if entry not in self._running:  # it was stuck, and has ended nevertheless
+            if entry not in self._running:  # it was reported as stuck, and has ended after all
                 continue
             del self._running[entry]
             if isinstance(result, BaseException):

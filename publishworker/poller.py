@@ -11,7 +11,8 @@ from publishworker.spanner.store import Store
 from publishworker.topics.discovery import KnownTopics
 from publishworker.types import Candidate, Discovery, PollRequest
 
-#: Max rows, ready or due, that a deep read of one topic returns. 5,000 rows take about 25 MB while they are decoded.
+#: A deep read is a query for one topic that needs more rows of each range than the others. It returns at most this many
+#: ready rows and as many due rows. 5,000 rows take about 25 MB while they are decoded.
 DEEP_ROWS = 2_500
 
 
@@ -19,17 +20,17 @@ DEEP_ROWS = 2_500
 class Polled:
     """The candidates of one poll.
 
-    `cut_off` are the topics whose tasks the poll did not read to the end. `skipped` says that nothing was read, because
-    no further batch may start.
+    `cut_off` are the topics of which the poll did not read all tasks. `no_room` says that the worker did not poll,
+    because no further batch may start.
     """
 
     candidates: Sequence[Candidate] = ()
     cut_off: frozenset[str] = frozenset()
-    skipped: bool = False
+    no_room: bool = False
 
 
 class Poller:
-    """Reads the store: ready tasks at each poll, due tasks and what else a worker must know at an interval."""
+    """Reads ready tasks at each poll, and at an interval due tasks, live workers, topic controls and new topics."""
 
     def __init__(
         self,
@@ -42,7 +43,8 @@ class Poller:
     ) -> None:
         """Poll this worker's shards for about `target_rows` rows.
 
-        `discover` reads every `discovery_seconds`, and when other shards are assigned. So are due tasks, at least.
+        `discover` reads at most every `discovery_seconds`, and as soon as the worker has other shards. Each time, the
+        next poll also reads due tasks.
         """
         self._store = store
         self._membership = membership
@@ -51,8 +53,8 @@ class Poller:
         self._clock = clock
         self._topics = KnownTopics(clock)
         self._discovered_at = float("-inf")
-        self._discovered_in: tuple[int, ...] = ()
-        #: The first poll reads them, the first one after each discovery, and all as long as they find some.
+        self._discovered_shards: tuple[int, ...] = ()
+        #: True for the first poll, for the first one after each discovery, and as long as polls find due tasks.
         self._reads_due_tasks = True
         self._next_shard = 0
 
@@ -62,38 +64,40 @@ class Poller:
         return self._topics.recent
 
     @property
-    def polled(self) -> frozenset[str]:
-        """Return the topics that the next poll reads, after a discovery also those with only scheduled tasks."""
+    def topics_to_poll(self) -> frozenset[str]:
+        """Return the topics that the next poll reads. Some of them may have only scheduled tasks."""
         return self._topics.polled
 
     def discover(self) -> Discovery | None:
-        """Read live workers, topic controls and unknown topics, if it is time for it. Raises StoreError.
+        """Return live workers, topic controls and unknown topics, or None before the interval ends. Raises StoreError.
 
-        If there are unknown topics, it is time again at once: there may be more of them between the same known topics.
+        If there are unknown topics, the next call reads again at once, because one read finds only one unknown topic
+        between two known ones.
         """
         shards = self._membership.shards
-        if self._clock() - self._discovered_at < self._discovery_seconds and shards == self._discovered_in:
+        if self._clock() - self._discovered_at < self._discovery_seconds and shards == self._discovered_shards:
             return None
         known = self._topics.polled
         found = self._store.discover(shards, known)
         self._topics.discover(found.topics - known)
         self._reads_due_tasks = True
         if not found.topics - known:
-            self._discovered_at, self._discovered_in = self._clock(), shards
+            self._discovered_at, self._discovered_shards = self._clock(), shards
         return replace(found, topics=found.topics - known)
 
     def poll(
         self,
         room: int,
         below: int | None,
-        without: Collection[str],
+        in_flight: Collection[str],
         unavailable: Collection[str] = frozenset(),
         depths: Mapping[str, int] = MappingProxyType({}),
     ) -> Polled:
-        """Read candidates, except the IDs in `without` and the topics in `unavailable`. Raises StoreError.
+        """Return candidates, except those `in_flight` and those of `unavailable` topics. Raises StoreError.
 
-        `room` tasks may start now. With `below`, ready tasks of a lower priority than that are read as well. If a topic
-        in `depths` needs more rows of each range than the others, a query of its own reads them.
+        `room` is the number of tasks that may start now. With `below`, the poll also reads ready tasks of priorities
+        below it. `depths` has the rows to read of each range of a topic. If they are more than for other topics, the
+        topic has a query of its own.
         """
         request = PollRequest(
             shards=self._membership.shards,
@@ -102,24 +106,24 @@ class Poller:
             due=self._reads_due_tasks,
             below=below,
         )
-        candidates, cut_off = self._read(request, room, without, depths)
+        candidates, cut_off = self._read(request, room, in_flight, depths)
         if request.due:
             self._reads_due_tasks = any(each.available_at is not None for each in candidates)
         self._topics.see({each.topic for each in candidates})
         self._topics.forget(unavailable)
-        return Polled([each for each in candidates if each.id not in without], cut_off)
+        return Polled([each for each in candidates if each.id not in in_flight], cut_off)
 
     def _read(
-        self, request: PollRequest, room: int, without: Collection[str], depths: Mapping[str, int]
+        self, request: PollRequest, room: int, in_flight: Collection[str], depths: Mapping[str, int]
     ) -> tuple[list[Candidate], frozenset[str]]:
-        """Return the candidates, and the topics of which tasks are left in the table.
+        """Return the candidates, and the topics that have more tasks in the table.
 
-        If one failing topic decided how deep all topics are read, candidates of the others would fill the memory.
+        Topics in `depths` are read alone. If all topics were read as deep, their candidates could fill the memory.
         """
         deep = {topic: depths[topic] for topic in request.topics & depths.keys() if depths[topic] > request.per_range}
         others = replace(request, topics=request.topics - deep.keys())
         candidates = list(self._store.poll(others)) if others.topics else []
-        self._size.adapt(_by_range(candidates), _startable(candidates, without), room)
+        self._size.adapt(_by_range(candidates), _startable(candidates, in_flight), room)
         cut_off = self._size.cut_off
         for topic, depth in sorted(deep.items()):
             shards = self._next_shards(request.shards, DEEP_ROWS // depth)
@@ -130,7 +134,7 @@ class Poller:
         return candidates, cut_off
 
     def _next_shards(self, shards: tuple[int, ...], number: int) -> tuple[int, ...]:
-        """Return `number` of the shards, at least one, beginning behind those of the last deep read."""
+        """Return `number` of the shards, at least one, beginning after the last shard of the previous deep read."""
         number = min(max(1, number), len(shards))
         first = self._next_shard % len(shards)
         self._next_shard = first + number
@@ -151,27 +155,29 @@ def _startable(candidates: Sequence[Candidate], in_flight: Collection[str]) -> i
 class PollSize:
     """Keeps a poll near `target` rows, whether one range holds the backlog or hundreds do.
 
-    `per_range` doubles while ranges are cut off and the poll returned fewer tasks than may start. It halves when the
-    poll returned twice the target. Up to four times the target, only tasks of the highest priority that are not in
-    flight count, so that no less urgent task starts before an urgent one that the poll did not reach.
+    `per_range` doubles while ranges are cut off and too few tasks are startable for the room. It halves if a poll
+    returns more than twice the target, or more than four times the target while too few tasks are startable. A task is
+    startable if it has the highest priority of the poll and is not in flight. Without this condition, a less urgent
+    task could start before an urgent one that the poll did not reach.
     """
 
     def __init__(self, target: int, shards: int) -> None:
-        """Aim at `target` rows; begin as if one topic had all of them, spread over the shards."""
+        """Expect at first that one topic has the `target` rows, spread over the shards."""
         self._target = target
         self.per_range = max(1, -(-target // max(1, shards)))
-        #: The topics of which the last poll left rows in some range.
+        #: The topics of which the last poll did not read some range to its end.
         self.cut_off: frozenset[str] = frozenset()
 
     def adapt(self, by_range: Mapping[tuple[str, int, bool], int], startable: int, room: int) -> None:
-        """Learn from the last poll: how many rows each range gave, and how many tasks could start in the `room`.
+        """Adapt to the last poll: the rows of each range, and how many `startable` tasks it found for the `room`.
 
-        A range is a topic, a shard, and whether its tasks are ready or due. In two parts of a poll it may count twice.
+        A range is a topic, a shard, and whether its tasks are ready or due. A range that the poll read twice, also for
+        lower priorities, may have more rows than `per_range`.
         """
         total = sum(min(count, self.per_range) for count in by_range.values())
         self.cut_off = frozenset(topic for (topic, *_), count in by_range.items() if count >= self.per_range)
-        most = (2 if startable >= room else 4) * self._target
-        if total > most:
+        max_rows = (2 if startable >= room else 4) * self._target
+        if total > max_rows:
             self.per_range = max(1, self.per_range // 2)
-        elif self.cut_off and startable < room and total <= most // 2:
+        elif self.cut_off and startable < room and total <= max_rows // 2:
             self.per_range = min(self._target, self.per_range * 2)

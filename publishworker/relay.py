@@ -107,7 +107,7 @@ class Relay:
         started = self._start(self._select(polled, ready, stopping))
         poll_again |= self._discover()  # live workers, pauses and limits, unknown topics, for the next poll
         self._reads_failed = False
-        waits = len(self._in_flight) > 0 and (polled.skipped or started or ready.busy or self._selector.lacks_bytes)
+        waits = len(self._in_flight) > 0 and (polled.no_room or started or ready.busy or self._selector.lacks_bytes)
         ended = self._wait() if waits else self._in_flight.collect()
         poll_again |= self._settle(ended, stopping)
         return self._report(polled, finished + ended, waits=waits, poll_again=poll_again)
@@ -118,7 +118,7 @@ class Relay:
 
     def seconds_until_due(self) -> float | None:
         """Return the seconds until another task becomes due, or None if none will. Raises StoreError."""
-        topics = self._poller.polled
+        topics = self._poller.topics_to_poll
         return self._store.seconds_until_due(self._membership.shards, topics) if topics else None
 
     def finish(self) -> Turn:
@@ -192,7 +192,7 @@ class Relay:
     def _poll(self) -> Polled:
         self._touch_file()
         if not self._in_flight.has_room(self._limits):
-            return Polled(skipped=True)
+            return Polled(no_room=True)
         if not self._in_doubt.may_publish:
             return Polled()
         # Batches that end during the poll stay in flight until after the selection. Otherwise the turn could start
@@ -212,7 +212,7 @@ class Relay:
 
     def _select(self, polled: Polled, ready: ResolvedKeys, stopping: Callable[[], bool]) -> list[Batch]:
         self._touch_file()
-        if polled.skipped or stopping():
+        if polled.no_room or stopping():
             return []
         return self._in_doubt.probe(self._selector.select(ready, self._in_flight, polled.cut_off))
 

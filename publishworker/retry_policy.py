@@ -1,4 +1,4 @@
-"""When a failed task is tried again, and when it is dead. Pure, with an injected source of randomness.
+"""When a failed task is retried, and when it is dead. Pure, with an injected source of randomness.
 
 All times derive from the database's time, so a wrong clock of the worker has no effect.
 """
@@ -11,19 +11,19 @@ from outbox.storage.task_states import NEVER
 from publishworker.pubsub.errors import FailureKind, is_refused, kind_of
 from publishworker.types import Batch, Deferred, Failed, LockedRow, NotSent
 
-#: The max of INT64. Another writer may have set the column to any value.
-MAX_ATTEMPTS = 2**63 - 1
+#: Max value of the column Attempts. Another writer may have set the column to it, so the count must not overflow.
+MAX_INT64 = 2**63 - 1
 #: Max characters of LastError, with the reason.
 MAX_ERROR_CHARACTERS = 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How often and after how many seconds a failed task is tried again.
+    """How often a failed task is retried, and after how many seconds.
 
-    The delay doubles from `initial` to `longest`, each with jitter between half and full. After `max_attempts` the task
-    is dead, except that a task of a topic that is missing or refuses messages lives until it is `dead_after` seconds
-    old. A task whose message can never be published is dead at once.
+    The delay begins at `initial` and doubles up to `longest`. Jitter makes it a random time from half of this to all of
+    it. After `max_attempts` failed attempts the task is dead. If its topic is missing or refuses messages, it is not
+    dead before it is `dead_after` seconds old. If its message can never be published, it is dead at once.
     """
 
     initial: float
@@ -33,17 +33,17 @@ class RetryPolicy:
     random: Random
 
     def record(self, row: LockedRow, failure: Failed, now: datetime) -> NotSent:
-        """Return what a failure at `now`, the database's time, writes to its row."""
-        attempts = min(row.attempts + 1, MAX_ATTEMPTS)
+        """Return the values to write to the row of a task that failed at `now`, the database's time."""
+        attempts = min(row.attempts + 1, MAX_INT64)
         dead = self._is_last(row, attempts, kind_of(failure.reason), now)
         available_at = NEVER if dead else now + timedelta(seconds=self._wait(attempts))
         return NotSent(attempts, available_at, row.expires_at, last_error(failure))
 
     def defer(self, head: LockedRow, available_at: datetime, now: datetime) -> Deferred:
-        """Return what is written to a task behind `head`, which is not due before `available_at`.
+        """Return the values to write to a task behind `head`, which is not due before `available_at`.
 
-        At most `longest` from now, so that a dead head does not make the tasks behind it look dead. At most the head's
-        ExpiresAt, because an expired head blocks nothing.
+        The deferral ends after `longest` seconds at the latest. Otherwise the tasks behind a dead head would look dead
+        too. It also ends when the head expires, because an expired head blocks no task.
         """
         until = min(available_at, now + timedelta(seconds=self.longest))
         return Deferred(until if head.expires_at is None else min(until, max(head.expires_at, now)), head.id)
@@ -56,16 +56,16 @@ class RetryPolicy:
         return attempts >= self.max_attempts
 
     def _wait(self, attempts: int) -> float:
-        doublings = max(0, min(attempts - 1, 60))  # no overflow, and far beyond any limit
+        doublings = max(0, min(attempts - 1, 60))  # 2**60 cannot overflow a float, and exceeds any `longest`
         return min(self.initial * 2.0**doublings, self.longest) * self.random.uniform(0.5, 1)
 
 
 def is_recorded(batch: Batch, id: str, failure: Failed, *, topic_accepts: bool) -> bool:
-    """Tell whether a failure counts as a failed attempt of its task, or only opens the circuit of its topic.
+    """Tell whether to record the failure as a failed attempt of its task. Otherwise it only opens the topic's circuit.
 
-    If the topic is missing or refuses messages, only tasks that probe it record the failure. An outage is recorded only
-    on a suspect, which is a task of an earlier outage, and only if the topic accepts other tasks. An outage that no
-    message can cause, for example an exhausted quota, is never recorded.
+    If the topic is missing or refuses messages, only the failures of probes are recorded. The failure of an outage is
+    recorded only if the topic accepts other tasks and this task is a suspect, which means that it failed in the last
+    outage too. If no message can cause the failure, for example because a quota is exhausted, it is never recorded.
     """
     match kind_of(failure.reason):
         case FailureKind.TARGET:
@@ -76,6 +76,6 @@ def is_recorded(batch: Batch, id: str, failure: Failed, *, topic_accepts: bool) 
 
 
 def last_error(failure: Failed) -> str:
-    """Return the text for LastError: valid UTF-8, without any of the message."""
+    """Return the text for LastError: valid UTF-8, and no part of the message."""
     text = f"{failure.reason}: {failure.error}"[:MAX_ERROR_CHARACTERS]
     return text.encode("utf-8", "replace").decode()

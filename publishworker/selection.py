@@ -13,7 +13,7 @@ from publishworker.types import Batch, Candidate
 
 
 class Selector:
-    """Chooses batches from what a poll found. It belongs to the relay's thread."""
+    """Chooses batches from the candidates of a poll. It belongs to the relay's thread."""
 
     def __init__(self, limits: Limits, topics: Topics, random: Random, fair_share: float) -> None:
         """Choose within `limits`, with `fair_share` (0 to 0.5) of the batches for lower priorities."""
@@ -22,24 +22,26 @@ class Selector:
         self._random = random
         self._fair_share = FairShare(fair_share)
         self._leaves_place = fair_share > 0
-        #: Whether the last selection left tasks behind that could start if a place were free.
+        #: Whether candidates of the last selection did not start only because all places are taken. A place is one of
+        #: the batches that may be in flight.
         self.left_tasks = False
-        #: Whether it left batches because too many bytes are in flight.
+        #: Whether the last selection held back batches because too many bytes are in flight.
         self.lacks_bytes = False
 
     @property
     def below(self) -> int | None:
-        """Return the priority below which the next poll has to read ready tasks as well, or None."""
+        """Return the priority below which the next poll also reads ready tasks, for the fair share, or None."""
         return self._fair_share.below
 
-    def select(self, ready: ResolvedKeys, in_flight: InFlight, cut_off: Collection[str]) -> list[Batch]:
+    def select(self, resolved: ResolvedKeys, in_flight: InFlight, cut_off: Collection[str]) -> list[Batch]:
         """Return the batches to start in addition to those in flight.
 
-        `cut_off` are the topics of which the poll left tasks in the table. Deferrals get at most a quarter of the
-        places, or half if nothing can be sent. Without deferrals, each poll would return the same blocked tasks.
+        `cut_off` are the topics that have more tasks in the table. Batches that defer blocked tasks get at most a
+        quarter of the places, or half if no task can be sent. Without deferrals, each poll would return the same
+        blocked tasks.
         """
-        deferrals = list(ready.blocked[: self._places_to_defer(in_flight, nothing_else=not ready.candidates)])
-        candidates, probes = self._topics.circuits.probes(ready.candidates, cut_off)
+        deferrals = list(resolved.blocked[: self._places_to_defer(in_flight, nothing_else=not resolved.candidates)])
+        candidates, probes = self._topics.circuits.probes(resolved.candidates, cut_off)
         allowed = self._topics.rate_limits.allowances(in_flight.tasks_by_topic())
         allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
         for_lower = self._batches(self._fair_share.choose(candidates), in_flight, deferrals, allowed)
@@ -63,9 +65,9 @@ class Selector:
         allowed: Mapping[str, int],
         cut_off: Collection[str],
     ) -> None:
-        """Note whether tasks are left, and how many batches lower priorities are owed.
+        """Record whether tasks are left for want of a place, and how many batches lower priorities got.
 
-        Topics with a limit are ignored: their tasks wait for the limit, not for a place.
+        Topics with a limit are ignored, because their tasks wait for the limit and not for a place.
         """
         started = sum(len(batch.ids) for batch in batches if batch.topic not in allowed)
         startable = sum(each.tasks for each in candidates if each.topic not in allowed)
@@ -75,7 +77,7 @@ class Selector:
 
     def _places_to_defer(self, in_flight: InFlight, *, nothing_else: bool) -> int:
         places = self._limits.batches // (2 if nothing_else else 4)
-        if places == 0:  # of one, two or three places, deferrals get one in a quarter of the turns
+        if places == 0:  # with fewer than four places, a deferral gets one in a quarter of the turns
             places = int(nothing_else or self._random.random() < 1 / 4)
         free = self._limits.batches - len(in_flight)
         return max(0, min(free, places - in_flight.deferring()))

@@ -22,12 +22,13 @@ from publishworker.pubsub.errors import reason_of
 from publishworker.threads import REAL_THREADS, Queue, Threads
 from publishworker.types import Failed, LockedRow, Outcome, Sent
 
-#: Max IDs of tasks that were refused in a shared request and are sent alone next time. The oldest are forgotten.
+#: Max IDs of tasks that are remembered, because they were refused in a shared request and must be sent alone next time.
+#: The oldest are forgotten.
 MAX_REFUSED = 10_000
 
 
 class Publisher(Protocol):
-    """What the relay needs of a publisher."""
+    """The publisher that the relay needs."""
 
     def publish(
         self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
@@ -65,7 +66,7 @@ class PubSubPublisher:
         self._clock = clock
         self._threads = threads
         self._create_command = create_command
-        self._refused: dict[str, None] = {}  # refused together, without time to find out which of them was invalid
+        self._refused: dict[str, None] = {}  # a set in order of insertion: IDs refused in a shared request
         self._lock = threading.Lock()
         self._publish = transport.grpc_channel.unary_unary(
             "/google.pubsub.v1.Publisher/Publish",
@@ -109,7 +110,7 @@ class PubSubPublisher:
     def _prepared(self, name: str, rows: Sequence[LockedRow]) -> tuple[list[tuple[str, Any]], dict[str, Failed]]:
         """Return the IDs and messages that may be published to the topic whose full name is `name`, and the failures.
 
-        Rows behind a failure of their ordering key are in neither.
+        Rows behind a failed row of the same ordering key are in neither of them.
         """
         try:
             check_topic(name)
@@ -134,7 +135,7 @@ class PubSubPublisher:
         return valid, failed
 
     def _remember(self, call: "_Call") -> None:
-        """Remember tasks that were refused together and not retried. Forget those with an outcome."""
+        """Remember tasks of refused shared requests that there was no time to split. Forget tasks with an outcome."""
         with self._lock:
             self._refused |= dict.fromkeys(call.not_retried)
             for id in call.outcomes:
@@ -143,10 +144,10 @@ class PubSubPublisher:
                 del self._refused[id]
 
     def _start(self, lane: messages.Lane, call: "_Call", min_seconds: float = 0.0) -> bool:
-        """Send the first request of a lane if more than `min_seconds` remain; return whether an answer will come.
+        """Send the first request of a lane if more than `min_seconds` remain. Return whether an answer will come.
 
-        The requests of a lane must follow one another. A task that is not tried in time has no outcome, and its row is
-        not changed.
+        The requests of a lane are sent one after the other. A task that is not tried in time has no outcome, so its row
+        does not change.
         """
         ids, request = lane.requests[0]
         if failure := messages.too_large(request):
@@ -171,7 +172,7 @@ class _Call:
     answers: Queue  # of (lane, future of the answer)
     create_command: Callable[[str], str]
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    not_retried: list[str] = field(default_factory=list)  # refused with others, and out of time
+    not_retried: list[str] = field(default_factory=list)  # refused in a shared request, with no time to split it
 
 
 def _answered(lane: messages.Lane, future: Any, call: _Call) -> list[messages.Lane]:

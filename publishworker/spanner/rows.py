@@ -1,9 +1,9 @@
-"""From Spanner's protobuf values to tasks: pure, and written for speed.
+"""Decodes Spanner's protobuf values into tasks. Pure, and written for speed.
 
-The client decodes each value with a function of its type and a datetime class of its own. This module takes half the
-CPU: 5 us instead of 9 us for a candidate, 6 us instead of 12 us for a locked row, of some 80 us in all for a task on
-the same machine (`python -m tests.benchmarks --only decoding costs`, docs/benchmarks.md). Values are in the order of
-the columns in `statements`.
+The Spanner client decodes each value with a function for its type and a datetime class of its own. This module needs
+half of that CPU: 5 us instead of 9 us for a candidate, and 6 us instead of 12 us for a locked row. The worker needs
+about 80 us for a task in total (`python -m tests.benchmarks --only decoding costs`, docs/benchmarks.md). Values are in
+the order of the columns in `statements`.
 """
 
 from base64 import b64decode
@@ -55,7 +55,7 @@ def key_heads(values: Iterable[Sequence[Any]]) -> dict[Key, list[QueuedTask]]:
 
 
 def locked(values: Iterable[Sequence[Any]]) -> tuple[list[LockedRow], datetime]:
-    """Return the rows of the lock query and the database's time, which is not used if there is no row."""
+    """Return the rows of the lock query, and the database's time. Without rows, the time has no meaning."""
     now = None
     rows = []
     for id, topic, data, key, created, available, sent, clean, attempts, *more in values:
@@ -96,7 +96,7 @@ def clean_marks(tasks: Iterable[tuple[str, int]]) -> Mutation:
 
 
 class UnsentRow(NamedTuple):
-    """What the index AsynchronousTasksToSend has of an unsent task."""
+    """An unsent task, with the columns of the index AsynchronousTasksToSend."""
 
     id: str
     shard: int
@@ -110,7 +110,7 @@ class UnsentRow(NamedTuple):
 
     @property
     def place(self) -> list[Any]:
-        """Return its key in the index. Tasks of one transaction may share it."""
+        """Return the task's key in the index. Tasks of one transaction may have the same key."""
         return [self.shard, None, self.topic, self.available_at, self.priority, self.created_at]
 
     @property

@@ -24,13 +24,13 @@ SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNN
   SELECT AS STRUCT Id, Topic, Shard, Priority, CreatedAt, AvailableAt, OrderingKey, Bytes FROM {TO_SEND}
   WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt IS NULL AND Priority < @below
   ORDER BY {TO_SEND_ORDER} LIMIT @per_range)) AS task"""
-# Due tasks, the longest due first, which is the order of the index.
+# Due tasks by AvailableAt, the order of the index, so that the task that has been due for longest comes first.
 _DUE = f"""
 SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
   SELECT AS STRUCT Id, Topic, Shard, Priority, CreatedAt, AvailableAt, OrderingKey, Bytes FROM {TO_SEND}
   WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt <= CURRENT_TIMESTAMP()
   ORDER BY {TO_SEND_ORDER} LIMIT @per_range)) AS task"""
-#: The poll, by (reads due tasks, reads ready tasks of lower priorities). It always reads ready ones.
+#: The statements of a poll. The key says whether it also reads due tasks, and ready tasks of lower priorities.
 POLLS = {
     (False, False): _READY,
     (False, True): f"{_READY} UNION ALL {_LOWER}",
@@ -55,10 +55,10 @@ _WORKERS = """
 _LAYOUTS = "SELECT AS STRUCT ColumnName, Shards FROM AsynchronousTaskShards WHERE State = 'polled'"
 # Pauses and limits.
 _CONTROLS = "SELECT AS STRUCT Topic, Paused, RatePerSecond, Burst, MaxInFlight FROM AsynchronousTaskTopics"
-#: One request for what a worker needs besides candidates. The last three are the whole of small tables: a row for each
-#: worker, none to two layouts, a row for each topic that an operator has paused or limited.
+#: Unknown topics, workers, layouts and topic controls in one request. The last three are whole small tables: one row for
+#: each worker, up to two for layouts, and one for each topic that an operator has paused or limited.
 DISCOVER = f"SELECT ARRAY({_TOPICS}), ARRAY({_WORKERS}), ARRAY({_LAYOUTS}), ARRAY({_CONTROLS})"
-#: The same without topics, for a worker whose index has been dropped.
+#: The same without topics, for a worker that polls a layout whose index has been dropped.
 DISCOVER_NO_TOPICS = f"SELECT ARRAY<STRING>[], ARRAY({_WORKERS}), ARRAY({_LAYOUTS}), ARRAY({_CONTROLS})"
 
 #: When another task becomes due. One seek into AsynchronousTasksToSend for each shard and topic.
@@ -73,7 +73,7 @@ SELECT MIN(next_at), CURRENT_TIMESTAMP() FROM UNNEST(@shards) AS in_shard, UNNES
 #: minimum that Spanner allows: https://cloud.google.com/spanner/docs/change-streams/details
 CHANGES = f"SELECT ChangeRecord FROM READ_{CHANGE_STREAM}(@start, @end, @token, 1000)"
 
-#: The wanted ordering keys: the n-th consists of the n-th of @keys, @topics and @shards.
+#: The ordering keys to read. The n-th row has the n-th key of @keys, its topic from @topics and its shard from @shards.
 KEYS = """(
     SELECT of_key, @topics[OFFSET(place)] AS of_topic, @shards[OFFSET(place)] AS in_shard
     FROM UNNEST(@keys) AS of_key WITH OFFSET AS place)"""
@@ -85,7 +85,7 @@ UNSENT_OF_KEY = (
 
 
 def queued(ids: str) -> str:
-    """Return the statement that reads the tasks of the statement `ids` from the table, one seek each."""
+    """Return the statement that reads tasks from the table, one seek each. `ids` is the statement for their IDs."""
     return f"""
 SELECT task.Topic, task.OrderingKey, task.Id, task.Bytes,
   task.AvailableAt IS NULL OR task.AvailableAt <= CURRENT_TIMESTAMP(),
@@ -102,10 +102,10 @@ KEY_HEADS = queued(f"""
     WHERE Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic AND {UNSENT_OF_KEY}
     ORDER BY {IN_ORDER_ORDER} LIMIT @per_key)) AS first""")
 
-#: Appended to a topic name, this gives the next possible name.
-NEXT = "\0"
+#: A topic name followed by this is the next possible name.
+NEXT_NAME_SUFFIX = "\0"
 #: The first string after all names that STRING(400) can hold: the end of the last gap.
-AFTER_ALL_TOPICS = "\U0010ffff" * 400 + NEXT
+AFTER_ALL_TOPICS = "\U0010ffff" * 400 + NEXT_NAME_SUFFIX
 
 # The claim. The lock hint makes a second worker wait here until the first has committed. Without it, both would read,
 # and one would be aborted at its commit. The other hints fix the plan: one seek into the table for each ID, so no other
@@ -124,7 +124,7 @@ FROM UNNEST(@ids) AS wanted
 #: NULL to send the task again. A failed attempt writes the same columns. For an at-most-once task this undoes the
 #: mark that was committed before the publish.
 MARK_COLUMNS = ("Id", "SentAt", "TimesSent", "AvailableAt", "BlockedBy", "ExpiresAt", "LastError", "Attempts")
-#: The columns of a mark if the others have their defaults already: fewer cells to lock and to write.
+#: The columns of a mark if the other columns still have their defaults. Fewer cells are locked and written.
 MARK_CLEAN_COLUMNS = ("Id", "SentAt", "TimesSent")
 #: Reads the columns of a mark, to test the permission.
 READ_MARK_COLUMNS = f"SELECT {', '.join(MARK_COLUMNS)} FROM {BY_ID} WHERE Id = @id"
@@ -135,7 +135,7 @@ HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt", "Polls")
 
 #: The database's time, and the paused topics.
 NOW_AND_PAUSED = "SELECT CURRENT_TIMESTAMP(), ARRAY(SELECT Topic FROM AsynchronousTaskTopics WHERE Paused)"
-#: What a read of the unsent rows in the index AsynchronousTasksToSend returns.
+#: The columns of a read of the unsent rows in the index AsynchronousTasksToSend.
 UNSENT_COLUMNS = (
     "Id", "Shard", "Topic", "AvailableAt", "Priority", "CreatedAt", "OrderingKey", "Attempts", "BlockedBy",
 )  # fmt: skip

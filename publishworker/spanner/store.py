@@ -177,7 +177,7 @@ class SpannerStore:
     def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
         """See Store. A strong single-use read at the request priority, one request for each layout of `shards`."""
         names = sorted(known)
-        parameters = {"lows": ["", *(topic + statements.NEXT for topic in names)]}
+        parameters = {"lows": ["", *(topic + statements.NEXT_NAME_SUFFIX for topic in names)]}
         parameters["highs"] = [*names, statements.AFTER_ALL_TOPICS]
         if shards:
             found = list(self._query_layouts(statements.DISCOVER, "outbox-discover", shards, parameters))
@@ -317,7 +317,11 @@ class SpannerStore:
             last = found[-1]
             start = last.place
             if skip_rest(last):
-                start, limit, known = [last.shard, None, last.topic + statements.NEXT], FIRST_ROWS, frozenset()
+                start, limit, known = (
+                    [last.shard, None, last.topic + statements.NEXT_NAME_SUFFIX],
+                    FIRST_ROWS,
+                    frozenset(),
+                )
             else:
                 # A read can start at an index key, but not after a task. The next read returns the tasks at its start
                 # again, so skip the known ones.

@@ -1,7 +1,7 @@
 """How fast this worker may publish to a topic: its part of the limits in AsynchronousTaskTopics.
 
-A limit applies to all live workers together. Each worker gets an equal part, at least a burst of one task and one task
-in flight.
+A limit applies to all live workers together. Each worker gets an equal part, but at least a burst of one task and one
+task in flight.
 """
 
 import logging
@@ -16,7 +16,8 @@ from publishworker.types import TopicLimit
 
 _log = logging.getLogger("publishworker")
 
-#: Seconds for which a topic saves up tokens, within its burst, before it is polled. This makes fewer, larger batches.
+#: A topic starts tasks only when it has the tokens of this many seconds, or of its whole burst. Batches are then
+#: fewer and larger.
 SAVE_SECONDS = 0.2
 
 
@@ -35,7 +36,7 @@ class _Bucket:
 
     @property
     def missing(self) -> float:
-        """Return how many tokens are missing before the topic is polled."""
+        """Return how many tokens the topic needs before it may start tasks. Zero or less if it may."""
         return min(self.burst, max(1.0, self.rate * SAVE_SECONDS)) - self.tokens
 
 
@@ -43,7 +44,7 @@ class RateLimits:
     """The limits of all topics, as last read. It belongs to the relay's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Limit nothing."""
+        """Begin without limits."""
         self._clock = clock
         self._throttled_log = ThrottledLog(clock)
         self._buckets: dict[str, _Bucket] = {}
@@ -51,9 +52,9 @@ class RateLimits:
         self._logged: Mapping[str, str] = {}
 
     def learn(self, limits: Mapping[str, TopicLimit], workers: int) -> None:
-        """Apply the limits. This worker gets an equal part of each, as all live `workers` do.
+        """Apply the limits. Each of the live `workers`, of which this is one, gets an equal part.
 
-        An invalid row limits nothing, and is logged once a minute.
+        The limits of an invalid row do not apply, and are logged once a minute.
         """
         now = self._clock()
         invalid = {topic: sentence for topic, limit in limits.items() if (sentence := problem(limit))}
@@ -95,7 +96,7 @@ class RateLimits:
             bucket.tokens = min(bucket.burst, bucket.tokens - tasks)
 
     def seconds_to_next(self) -> float | None:
-        """Return the seconds until a topic that waits for its rate is polled, or None if none waits."""
+        """Return the seconds until a topic has enough tokens to start tasks, or None if no topic waits."""
         now = self._clock()
         waits = []
         for bucket in self._buckets.values():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outbox.storage.task_states import NEVER
-from publishworker.eligibility import in_order, released, skip_reasons, to_publish
+from publishworker.eligibility import in_order, skip_reasons, to_publish, to_release
 from publishworker.types import Batch, Deferred, Failed, LockedRow, Mark, NotSent, Outcome, Sent, Version
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -60,7 +60,7 @@ def test_a_row_decides_about_itself_and_the_tasks_behind_it(word: str) -> None:
     rows = [row("first", **columns), row("next", available_at=LATER, deferred=True)]
     released_ids = {"deferred": ["first"], "ready": [], "due": [], "expired and due": ["next"]}
     released_ids = released_ids.get(word, ["next"] if reason and continues else [])
-    assert [each.id for each in released(batch, rows, {}, NOW, skip_dead=False)] == released_ids
+    assert [each.id for each in to_release(batch, rows, {}, NOW, skip_dead=False)] == released_ids
 
 
 def test_only_dead_tasks_are_skipped_in_skip_mode() -> None:
@@ -142,4 +142,4 @@ def test_the_deferred_task_that_becomes_the_head_is_released(
     deferred = {"available_at": LATER, "deferred": True}
     rows = [row("a"), row("b", **deferred), row("c", **deferred), row("d", ordering_key="l", **deferred)]
     batch = Batch("orders", ("a", "b"), keys=("k", "k"), releases=("c", "d"))
-    assert [each.id for each in released(batch, rows, marks, NOW, skip_dead=skip_dead)] == released_ids
+    assert [each.id for each in to_release(batch, rows, marks, NOW, skip_dead=skip_dead)] == released_ids
