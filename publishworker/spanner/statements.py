@@ -55,8 +55,8 @@ _WORKERS = """
 _LAYOUTS = "SELECT AS STRUCT ColumnName, Shards FROM AsynchronousTaskShards WHERE State = 'polled'"
 # Pauses and limits.
 _CONTROLS = "SELECT AS STRUCT Topic, Paused, RatePerSecond, Burst, MaxInFlight FROM AsynchronousTaskTopics"
-#: Unknown topics, workers, layouts and topic controls in one request. The last three are whole small tables: one row for
-#: each worker, up to two for layouts, and one for each topic that an operator has paused or limited.
+#: Unknown topics, workers, layouts and topic controls in one request. The last three are whole small tables, with one
+#: row for each worker, up to two rows for layouts, and one for each topic that an operator has paused or limited.
 DISCOVER = f"SELECT ARRAY({_TOPICS}), ARRAY({_WORKERS}), ARRAY({_LAYOUTS}), ARRAY({_CONTROLS})"
 #: The same without topics, for a worker that polls a layout whose index has been dropped.
 DISCOVER_NO_TOPICS = f"SELECT ARRAY<STRING>[], ARRAY({_WORKERS}), ARRAY({_LAYOUTS}), ARRAY({_CONTROLS})"

@@ -22,13 +22,13 @@ LATENCY_SAMPLES = 20
 FAILURE_LINES = 100
 
 
-#: How the summary names the numbers of a turn.
+#: How the summary names the numbers of a turn: what is counted, and the rest.
 _SUMMARY = {
-    "published": "tasks published",
-    "failed": "failed attempts",
-    "sent by others": "tasks sent by others",
-    "deferred": "tasks deferred",
-    "not committed": "tasks published, but not committed",
+    "published": ("task", "published"),
+    "failed": ("attempt", "failed"),
+    "sent by others": ("task", "sent by others"),
+    "deferred": ("task", "deferred"),
+    "not committed": ("task", "published, but not committed"),
 }
 
 
@@ -120,7 +120,9 @@ class Reporter:
         """Log the summary since the last one."""
         if self._work:
             seconds = self._clock() - self._work_since
-            counts = ", ".join(f"{number} {_SUMMARY[name]}" for name, number in self._work.items())
+            counts = ", ".join(
+                f"{_number_of(number, _SUMMARY[name][0])} {_SUMMARY[name][1]}" for name, number in self._work.items()
+            )
             fields = {**self._work, "seconds": round(seconds, 1)}
             _log.info("In the last %.0f s: %s", seconds, counts, extra={"action": "summary", "fields": fields})
             self._work.clear()
@@ -167,7 +169,11 @@ def _numbers(turn: Turn) -> dict[str, int]:
 
 
 def _tasks(ids: Sequence[str]) -> str:
-    return "1 task" if len(ids) == 1 else f"{len(ids)} tasks"
+    return _number_of(len(ids), "task")
+
+
+def _number_of(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _some(ids: Sequence[str]) -> str:

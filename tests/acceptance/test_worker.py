@@ -89,7 +89,9 @@ def test_drain_gives_up_at_its_deadline(emulators: Emulators, database: Database
         # Retrying if a probe was recorded within the second.
         assert re.search(r"^1 (pending|retrying) in topic missing-topic$", process.stdout, re.MULTILINE)
         assert "not drained" in process.stdout
-        assert "topics create projects/test-project/topics/missing-topic" in process.stderr
+        assert (
+            f"outbox emulators --create {PROJECT}/{INSTANCE}/{database.database_id} --topic missing-" in process.stderr
+        )
 
 
 def test_a_stopped_drain_is_no_success(emulators: Emulators, database: Database) -> None:

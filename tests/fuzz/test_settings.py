@@ -45,7 +45,7 @@ def _read(name: str, text: str, by_flag: bool) -> None:
     except SettingError as error:
         named = str(error)
         assert named.startswith((field.flag, field.twin, "--backoff-initial", "--backoff-max"))
-        assert "not allowed: it must" in named
+        assert "not allowed. It must" in named
         return
     value = getattr(settings, name)
     assert value == type(value)(text)

@@ -199,7 +199,7 @@ def test_a_release_that_fails_is_a_warning(database: Database, table: TaskTable,
     assert outcome.changed == ("orders a 0",)
     assert (
         outcome.warning
-        == "tasks that the deleted ones blocked were not released, so they are sent after their deferral: no answer"
+        == "tasks behind the deleted ones were not released. They are sent when their deferral ends: no answer"
     )
     assert changed(changes.discard(table, ["orders b 0"], REASON)) == ["orders b 0"]
     after = rows_of(database)

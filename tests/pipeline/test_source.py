@@ -189,7 +189,7 @@ def test_a_body_that_is_not_a_message_is_null(target: DatabaseSettings, database
 def test_invalid_options_are_named(target: DatabaseSettings):
     cases = (
         ({"stat": "sent"}, "Unknown option stat"),
-        ({"state": "gone"}, "Option state: 'gone' is not allowed. It must be pending or"),
+        ({"state": "gone"}, "Option state: 'gone' is not allowed. It must be pending, retrying"),
         ({"columns": "Id,Nope"}, "Option columns: 'Id,Nope' is not allowed"),
         ({"columns": "Id,Id"}, "unique names"),
         ({"since": "yesterday"}, "Option since: 'yesterday' is not allowed"),

@@ -199,7 +199,7 @@ def test_the_summary_names_failed_attempts(watch: Watch) -> None:
     watch.turns(2, Turn(failed=5), worked=True)
     watch.reporter.end()
     [(line, fields)] = watch.lines()
-    assert line.endswith(": 10 failed attempts")
+    assert line.endswith(": 10 attempts failed")
     assert fields["failed"] == 10
 
 
