@@ -23,7 +23,7 @@ class Cost:
     publish_bytes: int
 
 
-def cost(tasks: int, *, batch_size: int = 100, message_bytes: int = 300, tasks_per_key: int = 0) -> Cost:
+def cost(tasks: int, *, batch_size: int = 200, message_bytes: int = 300, tasks_per_key: int = 0) -> Cost:
     """Return the cost of `tasks` that are registered, sent in full batches and deleted by the row deletion policy.
 
     `message_bytes` are the billed bytes of a message. `tasks_per_key` is the number of tasks of one ordering key in a

@@ -83,6 +83,13 @@ SITUATIONS: dict[str, dict[str, tuple[bool, *tuple[Series, ...]]]] = {
         "the circuit has just opened": (False, [None] * 12 + [2] * 3),
         "no task to probe with, until it is forgotten": (False, [2] * 3 + [1] * 10 + [None] * 2),
     },
+    # A head that is retried soon blocks its key for a short time only.
+    "blocked-keys": {
+        "the head of a key is dead or scheduled": (True, [3] * 15),
+        "a head was retried and sent": (False, [3] * 4 + [0] * 11),
+        "a key has just been blocked": (False, [None] * 12 + [3] * 3),
+        "no key was ever blocked": (False, [None] * 15),
+    },
     "oldest-age": {"late": (True, [310, 370, 430, 490, 550]), "late for a while": (False, [310, 370, 430, 12, 72])},
     "poll-latency": {"slow": (True, [1.2] * 15), "slow for a while": (False, [1.2] * 10 + [0.1] * 5)},
     "no-heartbeat": {"just stopped": (False, [4, 4, 0, 0, 0]), "none": (True, [0] * 5)},

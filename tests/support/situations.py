@@ -98,6 +98,16 @@ def poison(place: Place) -> None:
     place.tasks(["order-18"], "orders", ago=HOURS, Attempts=1, AvailableAt=NEVER, LastError=error, OrderingKey="ann")
 
 
+def blocked_key(place: Place) -> None:
+    """The head of a key is scheduled for tomorrow, and three tasks wait behind it."""
+    place.topics("payments")
+    key = {"OrderingKey": "account-42"}
+    place.tasks(["payment-1"], "payments", ago=20 * MINUTES, AvailableAt=_now() + DAYS, **key)
+    for number in range(2, 5):
+        blocked = key | {"AvailableAt": _now() + HOURS, "BlockedBy": "payment-1"}
+        place.tasks([f"payment-{number}"], "payments", ago=(20 - number) * MINUTES, **blocked)
+
+
 def pubsub_away(place: Place) -> None:
     place.tasks(_ids("order", 25), "orders", ago=3 * MINUTES)
     place.environment["OUTBOX_PUBSUB_ENDPOINT"] = "127.0.0.1:9"
@@ -196,6 +206,7 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "The oldest age alarms": oldest_age,
         "A topic was deleted": topic_deleted,
         "A poison message": poison,
+        "A blocked ordering key": blocked_key,
         "Pub/Sub is unavailable": pubsub_away,
         "Spanner is unavailable": spanner_unavailable,
         "A storm of duplicates": duplicates,
