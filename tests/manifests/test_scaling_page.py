@@ -62,6 +62,21 @@ def test_the_rate_is_that_of_the_benchmark() -> None:
     assert 1 / APART < ratio < APART
 
 
+def test_the_patch_replaces_values_that_the_autoscaler_has() -> None:
+    """The page's patch fits production's autoscaler; its values are those of the example of the page about sizing."""
+    [block] = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    [patch] = yaml.safe_load(block)["patches"]
+    scaler = the(rendered(OVERLAYS["production"]), patch["target"]["kind"], patch["target"]["name"])
+    example = (ROOT / "docs/operations/sizing.md").read_text(encoding="utf-8")
+    for change in yaml.safe_load(patch["patch"]):
+        *parents, last = change["path"].strip("/").split("/")
+        found = scaler
+        for step in parents:
+            found = found[int(step) if step.isdigit() else step]
+        assert type(found[last]) is type(change["value"])
+        assert re.search(rf"`{last}` to (\S+ x \S+ s = )?{int(change['value']):,}\b", example)
+
+
 def test_the_delays_add_up() -> None:
     """The sum is that of the rows above it, and the worker's parts are those of its code."""
     rows = TEXT.partition("| step | seconds |")[2].partition("\n\n")[0]
