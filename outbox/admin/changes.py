@@ -96,12 +96,16 @@ class Count:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one chunk: IDs that were changed, states of tasks that were not changed, and IDs without a row."""
+    """The outcome of one chunk: IDs that were changed, states of tasks that were not changed, and IDs without a row.
+
+    `heads` are the IDs of the key heads that block unchanged tasks.
+    """
 
     changed: tuple[str, ...]
     unchanged: Mapping[str, str]
     missing: tuple[str, ...]
     warning: str | None = None
+    heads: frozenset[str] = frozenset()
 
 
 class _Row(NamedTuple):
@@ -118,6 +122,7 @@ class _Row(NamedTuple):
     matches: bool
     now: datetime
     expires_at: datetime | None
+    blocked_by: str | None
 
 
 #: Buffers the writes of one transaction for its matching rows. Called only if there are some.
@@ -252,6 +257,9 @@ def _outcome(ids: Sequence[str], rows: Sequence[_Row]) -> Outcome:
         changed=tuple(row.id for row in rows if row.matches),
         unchanged={row.id: row.state for row in rows if not row.matches},
         missing=tuple(id for id in ids if id not in existing),
+        heads=frozenset(
+            row.blocked_by for row in rows if row.state == "blocked" and row.blocked_by and not row.matches
+        ),
     )
 
 

@@ -55,10 +55,14 @@ _RANGES = {
 }
 _AS_INDEXED = "AvailableAt, Priority DESC, CreatedAt"
 _PENDING_ORDER = "Priority DESC, CreatedAt"
+# Tasks that are marked in one transaction share a SentAt. The index has CreatedAt, but not Sequence. So the first order
+# selects a page, and the second one sorts the page as the tasks of an ordering key were published, newest first.
+_SENT_ORDER = "SentAt DESC, CreatedAt DESC, Id DESC"
+_PUBLISH_ORDER = "SentAt DESC, CreatedAt DESC, Sequence DESC, Id DESC"
 
 #: The types of all parameters.
 TYPES = {
-    **dict.fromkeys(("after", "now", "since", "until"), param_types.TIMESTAMP),
+    **dict.fromkeys(("after", "after_created", "now", "since", "until"), param_types.TIMESTAMP),
     **dict.fromkeys(("after_id", "error", "from_topic", "id", "topic"), param_types.STRING),
     **dict.fromkeys(("limit", "shard"), param_types.INT64),
     **dict.fromkeys(("ids", "keys", "range_topics", "topics"), param_types.Array(param_types.STRING)),
@@ -200,7 +204,7 @@ def _parts(state: str, columns: str, names: Collection[str]) -> list[str]:
     narrowing = narrowed(state, names)
     if state == "sent":
         where = "Shard = in_shard AND SentAt IS NOT NULL"
-        return [f"SELECT {columns} FROM {TO_SEND} WHERE {where}{narrowing} ORDER BY SentAt DESC"]
+        return [f"SELECT {columns} FROM {TO_SEND} WHERE {where}{narrowing} ORDER BY {_SENT_ORDER}"]
     return [
         f"SELECT {columns} FROM {TO_SEND} WHERE {_OF_TOPIC} AND {range_}{narrowing} ORDER BY {TO_SEND_ORDER}"
         for range_ in _RANGES[state]
@@ -213,7 +217,8 @@ def _topic_join(state: str) -> str:
 
 def listed(state: str, columns: str, names: Collection[str]) -> str:
     """Return the statement for `columns` of the first @limit tasks in a state at @now. Sent tasks are newest first."""
-    order = {"pending": _PENDING_ORDER, "sent": "SentAt DESC"}.get(state, _AS_INDEXED)
+    order = f"{_PENDING_ORDER if state == 'pending' else _AS_INDEXED}, Id"
+    selected_by, sorted_by = (_SENT_ORDER, _PUBLISH_ORDER) if state == "sent" else (order, order)
     # The arrays hold only the columns for sorting. The other columns are read only for the tasks in the result.
     union = "\nUNION ALL".join(
         f"""
@@ -224,9 +229,9 @@ def listed(state: str, columns: str, names: Collection[str]) -> str:
     statement = f"""
 SELECT {columns} FROM (
   SELECT Id AS found FROM ({union})
-  ORDER BY {order}, Id LIMIT @limit)
+  ORDER BY {selected_by} LIMIT @limit)
 {SEEK} {BY_ID} ON Id = found
-ORDER BY {order}, Id"""
+ORDER BY {sorted_by}"""
     # Each state has its own query. With CURRENT_TIMESTAMP(), a task could be in none of them, or in two.
     return statement.replace("CURRENT_TIMESTAMP()", "@now")
 
@@ -262,13 +267,21 @@ ORDER BY Id LIMIT @limit"""
 
 
 def sent_after(names: Collection[str]) -> str:
-    """Return the statement for the first @limit tasks that were sent after the position (@after, @after_id)."""
+    """Return the statement for the first @limit tasks sent after the position (@after, @after_created, @after_id).
+
+    The index has no Sequence, so Sequence is read only for the tasks in the result.
+    """
     return f"""
-SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
-  SELECT AS STRUCT SentAt, Id, Topic, Priority, OrderingKey, Bytes, CreatedAt FROM {TO_SEND}
-  WHERE Shard = in_shard AND SentAt >= @after AND (SentAt > @after OR Id > @after_id){narrowed("sent", names)}
-  ORDER BY SentAt, Id LIMIT @limit)) AS task
-ORDER BY SentAt, Id LIMIT @limit"""
+SELECT SentAt, CreatedAt, Sequence, Id, Topic, Priority, OrderingKey, Bytes FROM (
+  SELECT task.Id AS found FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
+    SELECT AS STRUCT SentAt, CreatedAt, Id FROM {TO_SEND}
+    WHERE Shard = in_shard AND SentAt >= @after AND (
+      SentAt > @after OR CreatedAt > @after_created OR CreatedAt = @after_created AND Id > @after_id
+    ){narrowed("sent", names)}
+    ORDER BY SentAt, CreatedAt, Id LIMIT @limit)) AS task
+  ORDER BY SentAt, CreatedAt, Id LIMIT @limit)
+{SEEK} {BY_ID} ON Id = found
+ORDER BY SentAt, CreatedAt, Id"""
 
 
 def by_ids(condition: str) -> str:
@@ -280,7 +293,7 @@ def by_ids(condition: str) -> str:
 SELECT Id, Topic, OrderingKey, Shard,
   CASE WHEN {_IS_EXPIRED} AND NOT ({CONDITIONS["pending"]}) AND NOT ({CONDITIONS["blocked"]}) THEN 'expired'
     ELSE {_STATE} END,
-  COALESCE({condition}, FALSE), CURRENT_TIMESTAMP(), IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL)
+  COALESCE({condition}, FALSE), CURRENT_TIMESTAMP(), IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL), BlockedBy
 FROM UNNEST(@ids) AS wanted
 {SEEK} {BY_ID} ON Id = wanted"""
 

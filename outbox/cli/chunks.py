@@ -21,11 +21,15 @@ CONFIRM_ABOVE = 1_000
 
 @dataclasses.dataclass(slots=True)
 class Report:
-    """The outcomes of all chunks. `unchanged`: states of tasks that no longer match. `missing`: IDs without a row."""
+    """The outcomes of all chunks. `unchanged`: states of tasks that no longer match. `missing`: IDs without a row.
+
+    `heads`: IDs of the key heads that block unchanged tasks.
+    """
 
     changed: int = 0
     unchanged: dict[str, str] = dataclasses.field(default_factory=dict)
     missing: list[str] = dataclasses.field(default_factory=list)
+    heads: set[str] = dataclasses.field(default_factory=set)
 
     def print_changed(self, done: str) -> None:
         """Print how many tasks were `done`."""
@@ -80,6 +84,7 @@ def carry_out(outcomes: "Iterator[Outcome]", count: "Count", go_on: str) -> Repo
                 report.changed += len(outcome.changed)
                 report.unchanged |= outcome.unchanged
                 report.missing += outcome.missing
+                report.heads |= outcome.heads
                 progress(len(outcome.changed))
                 if outcome.warning:
                     note(outcome.warning)

@@ -1,6 +1,7 @@
 """Flags that several commands share: the database, and which tasks."""
 
 import argparse
+import dataclasses
 import json
 import shlex
 import sys
@@ -104,9 +105,13 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="Only print the number of tasks and equivalent DML.")
 
 
-def add_selection(parser: argparse.ArgumentParser, *states: str) -> None:
-    """Add `--state` with `states`, and the flags that narrow the selection."""
+def add_selection(parser: argparse.ArgumentParser, *states: str, others: str = "") -> None:
+    """Add `--state` with `states`, and the flags that narrow the selection.
+
+    `others` is appended to the allowed states in help and errors, and says what to do with tasks of other states.
+    """
     kind = one_of(*states)
+    kind = dataclasses.replace(kind, allowed=kind.allowed + others)
     add(parser, "--state", kind, f"Only tasks in this state: {kind.allowed}", metavar="STATE", choices=states)
     add_topic(parser)
     for flag in ("--since", "--until"):

@@ -6,7 +6,7 @@ from typing import Any
 
 from outbox import admin
 from outbox.cli import chunks, errors, flags
-from outbox.cli.output import note
+from outbox.cli.output import named, note
 from outbox.errors import SettingError
 from outbox.shared.settings import one_of
 from outbox.shared.times import shown
@@ -23,13 +23,14 @@ half of the capacity.
     outbox retry --state sent --topic orders --since 2h ...
     outbox list --state dead --error NOT_FOUND --json ... | outbox retry --ids-file - --yes ..."""
 
-#: Scheduled tasks have a time that the application chose, and pending ones need no retry, so they are not listed.
+#: Scheduled tasks have a time that the application chose, so they are retried only by ID. Pending ones need no retry.
 STATES = ("dead", "sent", "retrying")
+BY_ID_ONLY = ". Retry scheduled tasks by ID"
 #: Why tasks are not changed.
 NOT_CHANGED = {
     "pending": "because pending tasks need no retry",
     "expired": "because ExpiresAt has passed; --include-expired sends them anyway",
-    "blocked": "because the head of their ordering key blocks them; retry or discard it (`outbox show` names it)",
+    "blocked": "because blocked tasks wait for the head of their ordering key",
 }
 OUTSIDE = "because they are {state} and do not match --state, --topic, --since, --until or --error"
 
@@ -38,7 +39,7 @@ def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
     parser = flags.command(commands, "retry", "send tasks again, or retry dead tasks", DESCRIPTION)
     flags.add_ids(parser)
-    flags.add_selection(parser, *STATES)
+    flags.add_selection(parser, *STATES, others=BY_ID_ONLY)
     flags.add_dry_run(parser)
     parser.add_argument(
         "--yes", action="store_true",
@@ -78,7 +79,10 @@ def run(options: argparse.Namespace) -> int:
     report = chunks.carry_out(admin.changes.retry(table, selection), count, go_on)
     report.print_changed("will be sent again:")
     if ids:
-        return report.explain(NOT_CHANGED, OUTSIDE)
+        code = report.explain(NOT_CHANGED, OUTSIDE)
+        if heads := sorted(report.heads - set(ids)):
+            note(f"retry the head of the ordering key, or discard it if it is dead: {named(heads)}")
+        return code
     if not report.changed:
         flags.explain_none(table, selection, options)
     return 0

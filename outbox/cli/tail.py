@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from outbox.admin.tasks import Position
 
 DESCRIPTION = """\
-Print each task when it is sent, one per line, until Ctrl-C. The command only reads, so
-any number of people can run it at once.
+Print each task when it is sent, one per line, until Ctrl-C. The tasks of an ordering key
+are in the order in which they were published. The command only reads, so any number of
+people can run it at once.
 
     outbox tail --project my-project --instance main --database shop
     outbox tail --topic orders --since 15m --json ..."""
@@ -53,9 +54,10 @@ def _follow(database: "TaskTable", options: argparse.Namespace) -> None:
     note(f"following from {shown(position.sent_at)}. Press Ctrl-C to stop")
     rows = admin.tasks.sent_after(database, position, options.topic, ROWS)
     while True:
-        for row in rows:
+        for row in admin.tasks.in_publish_order(rows):
             print(_line(row, options), flush=True)
-            position = admin.tasks.Position(row["SentAt"], row["Id"])
+        if rows:
+            position = admin.tasks.Position(rows[-1]["SentAt"], rows[-1]["CreatedAt"], rows[-1]["Id"])
         if len(rows) < ROWS:
             time.sleep(SECONDS)
         rows = _next(database, position, options.topic)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 LIST_DESCRIPTION = """\
 List the tasks of one state, or all unsent tasks. Pending tasks are sorted by priority
-and age, as workers select them, sent tasks by SentAt, newest first, and other tasks by
-the time at which they will be due. --json prints one object per line.
+and age, as workers select them, sent tasks newest first, and other tasks by the time
+at which they will be due. --json prints one object per line.
 
     outbox list --state dead --project my-project --instance main --database shop
     outbox list --state sent --topic orders --since 2h --until 1h ...
@@ -71,7 +71,7 @@ def run_list(options: argparse.Namespace) -> int:
         print("No matching tasks.", file=sys.stderr if options.json else sys.stdout)
         flags.explain_none(database, selection, options)
     if len(matching) > options.limit:
-        note(f"more than {options.limit:,} tasks match. Raise --limit, or use --topic, --since, --until or --error")
+        note(f"more tasks match than --limit {options.limit:,}. Raise it, or use --topic, --since, --until or --error")
     return 0
 
 
@@ -89,6 +89,7 @@ def _table(tasks: "list[Task]") -> str:
         "SENT": [task.columns["SentAt"] for task in tasks],
         "ATTEMPTS": [task.columns["Attempts"] or None for task in tasks],
         "KEY": [task.columns["OrderingKey"] for task in tasks],
+        "BLOCKED BY": [task.columns["BlockedBy"] if task.state == "blocked" else None for task in tasks],
         "ERROR": [shortened(task.columns["LastError"]) for task in tasks],
     }
     used = {head: values for head, values in columns.items() if any(value is not None for value in values)}

@@ -59,6 +59,13 @@ def test_each_state_has_its_tasks_in_its_order(filled: Commands):
     assert columns[:4] == ("id", "state", "topic", "priority")
 
 
+def test_a_blocked_task_is_listed_with_the_head_that_blocks_it(filled: Commands):
+    """A list without blocked tasks has no column for it."""
+    head, line = filled.here("list", "--state", "blocked").stdout.splitlines()
+    assert (head.rstrip().endswith("KEY  BLOCKED BY"), line.split()[-2:]) == (True, ["key", "head"])
+    assert "BLOCKED BY" not in filled.here("list", "--state", "dead").stdout
+
+
 def test_flags_narrow_the_list(filled: Commands):
     """Topic, both ends of the time, a part of the error in any case, and a limit that says when there is more."""
     assert ids(filled, "--state", "dead", "--topic", "orders", "--since", "4h", "--until", "120m") == ["dead-3"]
@@ -66,7 +73,7 @@ def test_flags_narrow_the_list(filled: Commands):
     assert ids(filled, "--error", "TOO_Large") == ["other"]
     limited = filled.here("list", "--state", "dead", "--limit", "3", "--json")
     assert (limited.code, limited.stdout.count("\n")) == (0, 3)
-    assert "more than 3 tasks match" in limited.stderr
+    assert limited.stderr.startswith("outbox: more tasks match than --limit 3. Raise it, or")
     assert filled.here("list", "--state", "dead", "--limit", "4").stderr == ""
     misspelled = filled.here("list", "--topic", "oders")
     assert (misspelled.code, misspelled.stdout) == (0, "No matching tasks.\n")

@@ -66,6 +66,21 @@ def test_a_retry_that_changes_nothing_says_why(outbox: Commands, database: Datab
         assert table(database) == before
 
 
+def test_a_retry_of_a_blocked_task_names_the_head_to_retry(outbox: Commands, database: Database):
+    """Unless the head is among the given tasks, because it is then sent anyway."""
+    insert(database, [row("head", "dead", OrderingKey="key"), row("next", "blocked")])
+    done = outbox.here("retry", "next")
+    waits = "because blocked tasks wait for the head of their ordering key"
+    assert (done.code, done.stdout) == (0, "will be sent again: 0 tasks\n")
+    assert done.stderr == (
+        f"outbox: 1 task not changed, {waits}: next\n"
+        "outbox: retry the head of the ordering key, or discard it if it is dead: head\n"
+    )
+    done = outbox.here("retry", "head", "next")
+    assert (done.code, done.stdout) == (0, "will be sent again: 1 task\n")
+    assert done.stderr == f"outbox: 1 task not changed, {waits}: next\n"
+
+
 def test_a_selection_and_its_dml_change_the_same_tasks(outbox: Commands, database: Database):
     """A dry run changes nothing, its count is exact, and its statement, run by any client, changes the same rows.
 

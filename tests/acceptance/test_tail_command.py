@@ -81,6 +81,19 @@ def test_tail_begins_at_since_and_shows_only_its_topic(emulators: Emulators, dat
         assert " people task-1 priority 50, 0 bytes, 0.0s after its commit, key key\n" in process.stdout
 
 
+def test_tail_prints_the_tasks_of_a_key_in_the_order_in_which_they_were_published(
+    emulators: Emulators, database: Database, topic: str
+):
+    """Of three transactions, the second one with several tasks. One batch sends all, so they share a SentAt."""
+    sent = [id for size in (1, 9, 1) for id in register(database, topic, size, ordering_key="key")]
+    with worker(emulators, database, command="drain") as draining:
+        assert draining.wait(SECONDS) == 0
+    with Commands(emulators, database).started("tail", "--since", "1h", "--json") as process:
+        wait_for(process, sent)
+        assert ids(process) == sent
+        assert len({json.loads(line)["sent_at"] for line in process.stdout.splitlines()}) == 1
+
+
 @pytest.mark.parametrize("away", [Proxy.refuse, Proxy.hang])
 def test_an_outage_of_spanner_loses_no_line(emulators: Emulators, database: Database, away: Callable[[Proxy], None]):
     """Tasks that were sent meanwhile follow when Spanner is available again. One note reports the outage."""

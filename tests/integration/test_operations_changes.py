@@ -200,6 +200,7 @@ def test_a_deferred_task_is_left_to_the_head_of_its_key(database: Database, tabl
     )
     assert sorted(outcome.changed) == ["no key", "retrying", "scheduled"]
     assert outcome.unchanged == {"deferred": "blocked", "deferred again": "blocked"}
+    assert outcome.heads == {"head"}
 
 
 def test_expired_tasks_are_sent_again_only_if_asked_for(database: Database, table: TaskTable):

@@ -127,26 +127,52 @@ def test_an_error_is_found_by_a_part_of_it(database: Database, table: TaskTable)
     assert sorted(ids(table, error="not")) == ["quotes", "under"]
 
 
+def test_the_sent_tasks_of_a_key_are_in_the_order_in_which_they_were_published(database: Database, table: TaskTable):
+    """A worker marks them in one transaction, so by CreatedAt, then Sequence, then ID. A list has the newest first."""
+    order = [("f", 0, 9), ("e", 1, None), ("d", 1, 1), ("a", 1, 2), ("b", 1, 10), ("c", 1, 10)]
+    rows = [
+        row(id, OrderingKey="k", CreatedAt=CREATED + seconds * SECOND, Sequence=sequence, SentAt=PAST)
+        for id, seconds, sequence in order
+    ]
+    insert(database, Random(1).sample(rows, len(rows)))
+    published = [id for id, _, _ in order]
+    page = tasks.sent_after(table, Position(PAST), None, 10)
+    assert [each["Id"] for each in tasks.in_publish_order(page)] == published
+    assert ids(table, state="sent") == published[::-1]
+    # The end of a page selects by CreatedAt, too: the oldest for a reader of all, the newest for a list.
+    assert [each["Id"] for each in tasks.sent_after(table, Position(PAST), None, 1)] == ["f"]
+    assert ids(table, 5, state="sent") == published[:0:-1]
+
+
 def followed(table: TaskTable, position: Position, limit: int, topic: str | None = None) -> Iterator[dict[str, Any]]:
     while rows := tasks.sent_after(table, position, topic, limit):
         assert len(rows) <= limit
         yield from rows
-        position = Position(rows[-1]["SentAt"], rows[-1]["Id"])
+        position = Position(rows[-1]["SentAt"], rows[-1]["CreatedAt"], rows[-1]["Id"])
 
 
 def test_pages_of_sent_tasks_miss_none_and_repeat_none(database: Database, table: TaskTable):
     """A batch is marked in one transaction, so many share a SentAt: a page may end between any two of them."""
     random = Random(1)
-    rows = [row(f"task {n}", SentAt=PAST + random.randrange(3) * SECOND, Topic="ab"[n % 2]) for n in range(30)]
+    rows = [
+        row(
+            f"task {n}", SentAt=PAST + random.randrange(3) * SECOND, CreatedAt=CREATED + random.randrange(3) * SECOND,
+            Topic="ab"[n % 2],
+        )
+        for n in range(30)
+    ]  # fmt: skip
     insert(database, [*rows, row("before", SentAt=PAST - MICROSECOND), row("unsent"), row("dead", AvailableAt=NEVER)])
-    order = sorted((each["SentAt"], each["Id"]) for each in rows)
+    order = sorted((each["SentAt"], each["CreatedAt"], each["Id"]) for each in rows)
     middle = Position(*order[20])
     for limit in (1, 3, 100):
-        assert [(each["SentAt"], each["Id"]) for each in followed(table, Position(PAST), limit)] == order
-        assert [each["Id"] for each in followed(table, middle, limit)] == [id for _, id in order[21:]]
+        found = [(each["SentAt"], each["CreatedAt"], each["Id"]) for each in followed(table, Position(PAST), limit)]
+        assert found == order
+        assert [each["Id"] for each in followed(table, middle, limit)] == [id for _, _, id in order[21:]]
     of_b = [each["Id"] for each in followed(table, Position(PAST), 3, "b")]
-    assert of_b == [id for _, id in order if int(id[5:]) % 2]
-    columns = {"Topic": "orders", "Priority": 7, "OrderingKey": "k", "SentAt": PAST, "CreatedAt": CREATED}
+    assert of_b == [id for _, _, id in order if int(id[5:]) % 2]
+    columns = {
+        "Topic": "orders", "Priority": 7, "OrderingKey": "k", "Sequence": 3, "SentAt": PAST, "CreatedAt": CREATED,
+    }  # fmt: skip
     insert(database, [row("a", **columns)])
     assert tasks.sent_after(table, Position(PAST), "orders", 1) == [columns | {"Id": "a", "Bytes": len(serialized())}]
     assert tasks.sent_after(table, Position(PAST), "invoices", 1) == []

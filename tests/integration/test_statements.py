@@ -29,7 +29,7 @@ from tests.support.spanner import place, record_requests
 #: The tables with one row for each controlled topic, worker or operation are read as a whole.
 SMALL = ("AsynchronousTaskTopics", "AsynchronousTaskWorkers", "AsynchronousTaskShards")
 #: Statements that sort a bounded number of rows: the result of a list, a window of sent tasks, one page of IDs.
-SORTED = {"SentAt DESC", "SentAt, Id", "Id", "StartedAt DESC, OperationId"}
+SORTED = {"SentAt DESC, CreatedAt DESC, Id DESC", "SentAt, CreatedAt, Id", "Id", "StartedAt DESC, OperationId"}
 
 
 def problems(statement: str) -> Iterator[str]:

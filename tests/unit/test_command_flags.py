@@ -135,6 +135,8 @@ def test_a_selection_uses_the_databases_time():
     ("words", "sentence"),
     [
         ("retry --state pending", "--state: 'pending' is not allowed. It must be dead, sent or retrying"),
+        ("retry --state scheduled", "It must be dead, sent or retrying. Retry scheduled tasks by ID\n"),
+        ("retry --state ded", "or retrying. Retry scheduled tasks by ID. Did you mean 'dead'?"),
         ("list --state gone", "It must be pending, retrying, scheduled, blocked, dead or sent\n"),
         ("list --state ded", "dead or sent. Did you mean 'dead'?"),
         ("statsu", "unknown command 'statsu'. Did you mean 'status'? `outbox --help` lists the commands"),
