@@ -32,7 +32,7 @@ class Limits:
         return max(MIN_BYTES, BATCHES_OF_BYTES * self.batch_bytes)
 
 
-def sample(
+def choose_batches(
     candidates: Sequence[Candidate],
     limits: Limits,
     random: Random,
@@ -69,8 +69,8 @@ def _most_urgent_first(candidates: Sequence[Candidate], limits: Limits, random: 
         by_priority[each.priority][each.available_at is not None].append(each)
     for priority in sorted(by_priority, reverse=True):
         ready, due = by_priority[priority]
-        most = -(-limits.batch_size // 2) if ready and due else limits.batch_size
-        yield from _in_halves([deque(_shuffled(_slices(pile), most, random)) for pile in (ready, due)], random)
+        max_tasks = -(-limits.batch_size // 2) if ready and due else limits.batch_size
+        yield from _in_halves([deque(_shuffled(_slices(pile), max_tasks, random)) for pile in (ready, due)], random)
 
 
 def _slices(candidates: Sequence[Candidate]) -> Iterable[list[Candidate]]:
@@ -83,23 +83,23 @@ def _slices(candidates: Sequence[Candidate]) -> Iterable[list[Candidate]]:
     return slices.values()
 
 
-def _shuffled(slices: Iterable[list[Candidate]], most: int, random: Random) -> list[list[Candidate]]:
-    """Cut slices into pieces of about `most` tasks, and shuffle the pieces."""
-    pieces = [piece for slice in slices for piece in _pieces(slice, most)]
+def _shuffled(slices: Iterable[list[Candidate]], max_tasks: int, random: Random) -> list[list[Candidate]]:
+    """Cut slices into pieces of about `max_tasks` tasks, and shuffle the pieces."""
+    pieces = [piece for slice in slices for piece in _pieces(slice, max_tasks)]
     random.shuffle(pieces)
     return pieces
 
 
-def _pieces(slice: Sequence[Candidate], most: int) -> Iterator[list[Candidate]]:
-    """Cut a slice into pieces of at most `most` tasks. A longer prefix makes a piece of its own."""
+def _pieces(slice: Sequence[Candidate], max_tasks: int) -> Iterator[list[Candidate]]:
+    """Cut a slice into pieces of at most `max_tasks` tasks. A longer prefix makes a piece of its own."""
     piece: list[Candidate] = []
     tasks = 0
     for each in slice:
-        if piece and tasks + each.tasks > most:
+        if piece and tasks + each.task_count > max_tasks:
             yield piece
             piece, tasks = [], 0
         piece.append(each)
-        tasks += each.tasks
+        tasks += each.task_count
     yield piece
 
 
@@ -110,7 +110,7 @@ def _in_halves(piles: list[deque[list[Candidate]]], random: Random) -> Iterator[
     while piles[0] or piles[1]:
         which = 0 if piles[0] and (not piles[1] or given[0] <= given[1]) else 1
         piece = piles[which].popleft()
-        given[which] += sum(each.tasks for each in piece)
+        given[which] += sum(each.task_count for each in piece)
         yield piece
 
 
@@ -126,16 +126,16 @@ class _Packing:
     bytes: int = 0
 
     def has_room(self, task: Candidate, limits: Limits) -> bool:
-        return len(self.ids) + task.tasks <= limits.batch_size and self.bytes + task.bytes <= limits.batch_bytes
+        return len(self.ids) + task.task_count <= limits.batch_size and self.bytes + task.bytes <= limits.batch_bytes
 
     def add(self, task: Candidate) -> None:
         self.ids += (task.id, *task.behind)
-        self.keys += [task.ordering_key] * task.tasks
+        self.keys += [task.ordering_key] * task.task_count
         if task.releases is not None:
             self.releases.append(task.releases)
         self.bytes += task.bytes
 
-    def closed(self) -> Batch:
+    def to_batch(self) -> Batch:
         keys = tuple(self.keys) if any(self.keys) else ()
         return Batch(self.topic, tuple(self.ids), keys=keys, releases=tuple(self.releases), bytes=self.bytes)
 
@@ -145,17 +145,17 @@ def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, 
     packed: list[_Packing] = []
     last_of_topic: dict[str, _Packing] = {}
     for candidate in (each for piece in pieces for each in piece):
-        left = allowed.get(candidate.topic, candidate.tasks)
+        left = allowed.get(candidate.topic, candidate.task_count)
         if not left:
             continue
-        task = candidate if candidate.tasks <= left else _shortened(candidate, left)
+        task = candidate if candidate.task_count <= left else _shortened(candidate, left)
         batch = last_of_topic.get(task.topic)
         if batch is None or not batch.has_room(task, limits):
             batch = last_of_topic[task.topic] = _Packing(task.topic, task.priority)
             packed.append(batch)
         batch.add(task)
         if task.topic in allowed:
-            allowed[task.topic] -= task.tasks
+            allowed[task.topic] -= task.task_count
     return packed
 
 
@@ -180,4 +180,4 @@ def _share_places(batches: list[_Packing], places: int, in_flight: Counter[str],
     if leaves_place and chosen and places > 1 and len(topics) == 1:
         other = next((batch for batch in rest if batch.topic not in topics), None)
         chosen[-1:] = [other or chosen[-1]]
-    return [batch.closed() for batch in chosen]
+    return [batch.to_batch() for batch in chosen]

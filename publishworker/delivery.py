@@ -156,8 +156,8 @@ class Delivery:
             if id in versions and versions[id] != result.versions[id]:
                 del result.answers[id]
         result.outcomes = skip_reasons(result.batch, rows, now, result.published_versions(), skip_dead=self._skip_dead)
-        others = {*result.outcomes, *result.batch.releases}
-        eligible = [row for row in in_order(result.batch, rows) if row.id not in others]
+        excluded = {*result.outcomes, *result.batch.releases}
+        eligible = [row for row in in_order(result.batch, rows) if row.id not in excluded]
         result.versions |= {row.id: versions[row.id] for row in eligible if row.id not in result.answers}
         result.locked_at = now
         return eligible
@@ -187,16 +187,16 @@ class Delivery:
         result.recorded, result.deferred = {}, {}
         topic_accepts = result.batch.topic_accepts or bool(result.published())
         marks: dict[str, Mark] = {}
-        #: By ordering key: the deferral for the tasks behind the failed one, if any.
-        failed: dict[str, Deferred | None] = {}
+        #: The ordering keys in which a task has failed, each with the deferral for the tasks behind it, if any.
+        stopped: dict[str, Deferred | None] = {}
         for row in eligible:
             outcome = result.answers.get(row.id)
             if outcome is not None:
                 result.outcomes[row.id] = outcome
             if isinstance(outcome, Sent):
                 marks[row.id] = outcome
-            elif row.ordering_key in failed:
-                if deferred := failed[row.ordering_key]:
+            elif row.ordering_key in stopped:
+                if deferred := stopped[row.ordering_key]:
                     marks[row.id] = result.deferred[row.id] = deferred
             elif isinstance(outcome, Failed):
                 recorded = None
@@ -206,7 +206,7 @@ class Delivery:
                 if blocks_nothing and kind_of(outcome.reason) is FailureKind.CONTENT:
                     continue  # this dead task blocks nothing, so the next task of the key is marked by its own outcome
                 if row.ordering_key is not None and stops_key(outcome):
-                    failed[row.ordering_key] = None if blocks_nothing else self._deferral_behind(row, recorded, now)
+                    stopped[row.ordering_key] = None if blocks_nothing else self._deferral_behind(row, recorded, now)
         result.traces |= _traces(eligible, result.recorded)
         return marks
 

@@ -14,7 +14,7 @@ from publishworker.threads import REAL_THREADS, Threads
 from publishworker.types import MARKED, Batch, BatchResult, Key, LockedRow, Mark, Version
 
 #: Seconds after which a task in doubt is forgotten and published again: a duplicate rather than a loss.
-MAX_SECONDS = 900.0
+MAX_AGE_SECONDS = 900.0
 MAX_TASKS = 10_000
 #: Seconds between two tasks that are published as a probe while no transaction commits.
 PROBE_SECONDS = 30.0
@@ -28,7 +28,7 @@ _log = logging.getLogger("publishworker")
 
 
 @dataclass(slots=True)
-class _Published:
+class _TaskInDoubt:
     """A task in doubt: its topic, its row when it was published, and the time at which its commit failed.
 
     `retry_delay` is 0 until a transaction with this task fails while others commit. From then on, the task is marked
@@ -60,12 +60,13 @@ class InDoubt:
         self._limits = limits
         self._clock = clock
         self._threads = threads
-        self._tasks: dict[str, _Published] = {}
+        self._tasks: dict[str, _TaskInDoubt] = {}
         self._marking = InFlight(lambda batch: mark(batch, self._marks), clock, touch_file, threads)
         self._paused = False
         self._probed_at = float("-inf")
 
-    def __len__(self) -> int:
+    @property
+    def batches_in_flight(self) -> int:
         """Return the number of in-flight batches that mark tasks."""
         return len(self._marking)
 
@@ -95,7 +96,7 @@ class InDoubt:
                 result.error, PROBE_SECONDS, extra={"action": "publishing_paused"},
             )  # fmt: skip
         for id, version in published.items():
-            self._tasks.setdefault(id, _Published(result.batch.topic, version, now))
+            self._tasks.setdefault(id, _TaskInDoubt(result.batch.topic, version, now))
         for id in list(self._tasks)[: max(0, len(self._tasks) - MAX_TASKS)]:
             del self._tasks[id]
 
@@ -108,7 +109,7 @@ class InDoubt:
         pairs = ((task.topic, task.version.ordering_key) for task in self._tasks.values())
         return frozenset(Key(topic, key) for topic, key in pairs if key is not None)
 
-    def probe(self, batches: Sequence[Batch]) -> list[Batch]:
+    def limit_to_probe(self, batches: Sequence[Batch]) -> list[Batch]:
         """Return `batches`, or only the first task while publishing is paused: a probe, whose commit ends the pause."""
         if not self.is_paused or not batches:
             return list(batches)
@@ -123,7 +124,7 @@ class InDoubt:
         """
         self._settle(self._marking.collect())
         self._marking.raise_if_stuck()
-        oldest, now = self._clock() - MAX_SECONDS, self._clock()
+        oldest, now = self._clock() - MAX_AGE_SECONDS, self._clock()
         self._tasks = {id: task for id, task in self._tasks.items() if task.since >= oldest}
         in_flight = self._marking.ids()
         ready = {id: task for id, task in self._tasks.items() if id not in in_flight and task.retry_at <= now}
@@ -146,12 +147,12 @@ class InDoubt:
                 return
             self._threads.sleep(MARK_WAIT_SECONDS)
 
-    def holds(self, row: LockedRow) -> bool:
+    def contains(self, row: LockedRow) -> bool:
         """Tell whether this row is in doubt, and unchanged since its task was published."""
         task = self._tasks.get(row.id)
         return task is not None and task.version == Version.of(row)
 
-    def _batches(self, tasks: Mapping[str, _Published]) -> list[Batch]:
+    def _batches(self, tasks: Mapping[str, _TaskInDoubt]) -> list[Batch]:
         """Return batches of one topic each, and then a batch for each task that is marked alone. The oldest first."""
         by_topic: dict[str, list[str]] = {}
         for id, task in tasks.items():
@@ -180,4 +181,4 @@ class InDoubt:
             _log.info("Publishing resumes: a transaction has committed", extra={"action": "publishing_resumed"})
 
     def _marks(self, rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, Mark]:
-        return {row.id: MARKED for row in rows if row.sent_at is None and self.holds(row)}
+        return {row.id: MARKED for row in rows if row.sent_at is None and self.contains(row)}

@@ -140,7 +140,7 @@ class Relay:
     @property
     def in_flight(self) -> int:
         """Return the number of batches in flight, including those that mark tasks in doubt."""
-        return len(self._in_flight) + len(self._in_doubt)
+        return len(self._in_flight) + self._in_doubt.batches_in_flight
 
     @property
     def topics(self) -> frozenset[str]:
@@ -165,7 +165,7 @@ class Relay:
                 changed = True
             # The poll cannot see which tasks are at-most-once. The lock query found these, so start them now in a batch
             # that marks first.
-            if not stopping() and (at_most_once := self._topics.at_most_once(result)) is not None:
+            if not stopping() and (at_most_once := self._topics.at_most_once_batch(result)) is not None:
                 self._start([at_most_once])
         return changed
 
@@ -214,12 +214,12 @@ class Relay:
         self._touch_file()
         if polled.no_room or stopping():
             return []
-        return self._in_doubt.probe(self._selector.select(ready, self._in_flight, polled.cut_off))
+        return self._in_doubt.limit_to_probe(self._selector.select(ready, self._in_flight, polled.cut_off))
 
     def _start(self, batches: Sequence[Batch]) -> bool:
         """Start batches; return whether there were any."""
         for batch in batches:
-            self._in_flight.start(self._topics.start(batch))
+            self._in_flight.start(self._topics.prepare(batch))
         return bool(batches)
 
     def _wait(self) -> list[BatchResult]:
@@ -241,7 +241,7 @@ class Relay:
             deferred=sum(len(result.deferred) for result in committed),
             uncommitted=sum(len(result.published()) for result in finished if result.error is not None),
             in_flight=self.in_flight,
-            waits=waits and not finished,
+            still_waiting=waits and not finished,
             poll_again=poll_again,
             seconds_to_retry=self._topics.seconds_until_available(),
         )

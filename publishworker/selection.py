@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from random import Random
 
-from publishworker.batching import Limits, fitting, sample
+from publishworker.batching import Limits, choose_batches, fitting
 from publishworker.fair_share import FairShare
 from publishworker.in_flight import InFlight
 from publishworker.ordering import ResolvedKeys
@@ -70,7 +70,7 @@ class Selector:
         Topics with a limit are ignored, because their tasks wait for the limit and not for a place.
         """
         started = sum(len(batch.ids) for batch in batches if batch.topic not in allowed)
-        startable = sum(each.tasks for each in candidates if each.topic not in allowed)
+        startable = sum(each.task_count for each in candidates if each.topic not in allowed)
         self.left_tasks = bool(set(cut_off) - allowed.keys()) or started < startable
         highest = max((each.priority for each in candidates), default=None)
         self._fair_share.count(len(batches), min(for_lower, len(batches)), highest if self.left_tasks else None)
@@ -86,4 +86,4 @@ class Selector:
         self, candidates: Sequence[Candidate], in_flight: InFlight, chosen: Sequence[Batch], allowed: Mapping[str, int]
     ) -> list[Batch]:
         places = in_flight.by_topic() + Counter(batch.topic for batch in chosen)
-        return sample(candidates, self._limits, self._random, places, allowed, leaves_place=self._leaves_place)
+        return choose_batches(candidates, self._limits, self._random, places, allowed, leaves_place=self._leaves_place)

@@ -28,7 +28,7 @@ class Candidate:
     releases: str | None = None
 
     @property
-    def tasks(self) -> int:
+    def task_count(self) -> int:
         """Return the number of tasks."""
         return 1 + len(self.behind)
 
@@ -300,7 +300,7 @@ class BatchResult:
         """Return the failures by ID."""
         return {id: outcome for id, outcome in self.answers.items() if isinstance(outcome, Failed)}
 
-    def at_most_once(self) -> Batch | None:
+    def at_most_once_batch(self) -> Batch | None:
         """Return a batch of the tasks that must be marked first, or None.
 
         Tasks behind a failed one of their ordering key are left out.
@@ -329,7 +329,7 @@ class Turn:
     deferred: int = 0  # put behind a key head that is not due
     uncommitted: int = 0  # published, but the commit failed
     in_flight: int = 0  # batches that a later turn will report
-    waits: bool = False  # the turn waited for batches, and none ended
+    still_waiting: bool = False  # the turn waited for batches, and none ended, so the next turn starts at once
     poll_again: bool = False  # new topics or shards to poll, or a circuit opened, closed or failed a probe
     seconds_to_retry: float | None = None  # seconds until a topic that is unavailable now may be tried again
 

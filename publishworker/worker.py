@@ -143,7 +143,7 @@ class Worker:
         if turn.made_progress:
             self._idle.reset()
             return 0.0
-        if turn.waits:
+        if turn.still_waiting:
             return 0.0
         seconds = self._idle.next()
         # The change stream reports inserts. It does not report that a scheduled task has become due.

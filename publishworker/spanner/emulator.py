@@ -20,11 +20,11 @@ from publishworker.types import Key, KeyHeads
 FEW_KEYS = 4
 #: Max rows of that read. If there are more, the head of each key is read, as on Spanner.
 WHOLE_KEYS_ROWS = 2_000
-# All unsent tasks of the keys: one scan of the table. If it returns @most rows, some are missing, of any key.
+# All unsent tasks of the keys: one scan of the table. If it returns @max_rows rows, some are missing, of any key.
 _WHOLE_KEYS = statements.queued(f"""
   SELECT Id FROM {statements.KEYS}
   {SEEK} {IN_ORDER} ON Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic
-  WHERE {statements.UNSENT_OF_KEY} LIMIT @most""")
+  WHERE {statements.UNSENT_OF_KEY} LIMIT @max_rows""")
 
 
 class EmulatorStore(SpannerStore):
@@ -38,7 +38,7 @@ class EmulatorStore(SpannerStore):
     def _key_heads(self, suffix: str, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """Read many keys at once, because a read of each would scan the table each time."""
         if len(keys) > FEW_KEYS:
-            found = self._read_keys(renamed(_WHOLE_KEYS, suffix), keys, skip_dead=skip_dead, most=WHOLE_KEYS_ROWS)
+            found = self._read_keys(renamed(_WHOLE_KEYS, suffix), keys, skip_dead=skip_dead, max_rows=WHOLE_KEYS_ROWS)
             if len(found) < WHOLE_KEYS_ROWS:
                 return {key: tasks[:per_key] for key, tasks in rows.key_heads(found).items()}
         return super()._key_heads(suffix, keys, per_key, skip_dead=skip_dead)

@@ -63,7 +63,7 @@ _PARAM_TYPES = {
     "below": param_types.INT64,
     "keys": param_types.Array(param_types.STRING),
     "per_key": param_types.INT64,
-    "most": param_types.INT64,
+    "max_rows": param_types.INT64,
     "skip_dead": param_types.BOOL,
 }
 _SERVICE_ERRORS = (GoogleAPICallError, RetryError, GoogleAuthError)
@@ -85,7 +85,7 @@ class NotWritten(StoreError):
 
 
 @dataclass(frozen=True, slots=True)
-class Unsent:
+class UnsentCount:
     """The number of tasks of a topic in one state: pending, retrying, scheduled, blocked, dead or paused.
 
     With `is_cut`, the count of the topic stopped early, so there may be more.
@@ -143,7 +143,7 @@ class Store(Protocol):
         Only the first unsent tasks of each shard and topic are read.
         """
 
-    def unsent(self) -> list[Unsent]:
+    def unsent(self) -> list[UnsentCount]:
         """Count unsent tasks by topic and state, up to a limit in each shard and topic."""
 
 
@@ -231,7 +231,7 @@ class SpannerStore:
             _mark(transaction, locked, decide(locked, now))
             return transaction
 
-        with self._failures(), self._transaction_slot(ABORTED_SECONDS) as seconds:
+        with self._store_errors(), self._transaction_slot(ABORTED_SECONDS) as seconds:
             transaction = self._database.run_in_transaction(
                 work,
                 timeout_secs=seconds,
@@ -249,7 +249,7 @@ class SpannerStore:
         It sets no request priority, which Spanner treats as high. Otherwise an overloaded Spanner could delay
         heartbeats, and other workers would take over the shards.
         """
-        with self._failures(), self._heartbeat_batch() as batch:
+        with self._store_errors(), self._heartbeat_batch() as batch:
             row = (worker, started_at, COMMIT_TIMESTAMP, ",".join(layout.column for layout in polls))
             batch.insert_or_update("AsynchronousTaskWorkers", statements.HEARTBEAT_COLUMNS, [row])
             if remove:
@@ -257,7 +257,7 @@ class SpannerStore:
 
     def delete_heartbeat(self, worker: str) -> None:
         """See Store."""
-        with self._failures(), self._heartbeat_batch() as batch:
+        with self._store_errors(), self._heartbeat_batch() as batch:
             batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[worker]]))
 
     def has_work(self, shards: Iterable[int] | None = None) -> bool:
@@ -277,7 +277,7 @@ class SpannerStore:
         working = frozenset(each.topic for each in found if each.state(now) in WORK)
         return working, frozenset(each.topic for each in found if each.is_ordered)
 
-    def unsent(self) -> list[Unsent]:
+    def unsent(self) -> list[UnsentCount]:
         """See Store."""
         [[now, paused]] = self._query(statements.NOW_AND_PAUSED, "outbox-unsent", {})
         counts, read, cut = Counter[tuple[str, str]](), Counter[tuple[int, str]](), set()
@@ -290,7 +290,7 @@ class SpannerStore:
         for each in self._unsent(self.layouts[0].ids, now, skip_rest):
             read[each.shard, each.topic] += 1
             counts[each.topic, each.state(now, paused)] += 1
-        return [Unsent(*key, counts[key], key[0] in cut) for key in sorted(counts)]
+        return [UnsentCount(*key, counts[key], key[0] in cut) for key in sorted(counts)]
 
     def _unsent(
         self, shards: Iterable[int], at: datetime, skip_rest: Callable[[rows.UnsentRow], bool]
@@ -333,7 +333,7 @@ class SpannerStore:
         self, suffix: str, starts: Sequence[Sequence[Any]], at: datetime, limit: int
     ) -> list[rows.UnsentRow]:
         ranges = [KeyRange(start_closed=start, end_closed=[start[0], None]) for start in starts]
-        with self._failures(), self._database.snapshot(read_timestamp=at) as snapshot:
+        with self._store_errors(), self._database.snapshot(read_timestamp=at) as snapshot:
             found = snapshot.read(
                 "AsynchronousTasks",
                 [renamed(name, suffix) for name in statements.UNSENT_COLUMNS],
@@ -362,7 +362,7 @@ class SpannerStore:
         *,
         lazy_decode: bool = False,
     ) -> list[Any]:
-        with self._failures(), self._database.snapshot() as snapshot:
+        with self._store_errors(), self._database.snapshot() as snapshot:
             return list(
                 snapshot.execute_sql(
                     statement,
@@ -390,7 +390,7 @@ class SpannerStore:
         )
 
     @contextlib.contextmanager
-    def _failures(self) -> Iterator[None]:
+    def _store_errors(self) -> Iterator[None]:
         """Turn the client's errors into StoreError."""
         used = self._database
         try:

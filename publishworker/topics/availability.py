@@ -34,12 +34,12 @@ class Topics:
         allowed = self.rate_limits.allowances(in_flight)
         return self.paused | self.circuits.suspended() | {topic for topic, tasks in allowed.items() if not tasks}
 
-    def start(self, batch: Batch) -> Batch:
+    def prepare(self, batch: Batch) -> Batch:
         """Return the batch as a probe or with its suspects, and use tokens of its rate limit."""
         if batch.defers:
             return batch
         self.rate_limits.take(batch.topic, len(batch.ids))
-        return self.circuits.start(batch)
+        return self.circuits.prepare(batch)
 
     def learn(self, result: BatchResult) -> CircuitChange | None:
         """Update the topic from a finished batch. Return a change of its circuit, or a failed probe."""
@@ -48,9 +48,9 @@ class Topics:
         self.rate_limits.take(result.batch.topic, len(result.answers) - len(result.batch.ids))  # gives back the untried
         return self.circuits.learn(result)
 
-    def at_most_once(self, result: BatchResult) -> Batch | None:
+    def at_most_once_batch(self, result: BatchResult) -> Batch | None:
         """Return the batch of the at-most-once tasks that a finished batch has found, or None while they must wait."""
-        batch = result.at_most_once()
+        batch = result.at_most_once_batch()
         return batch if batch is not None and self.circuits.may_send_at_most_once(result) else None
 
     def seconds_until_available(self) -> float | None:

@@ -145,7 +145,7 @@ class CircuitBreakers:
             for topic, circuit in self._open.items()
         }
 
-    def start(self, batch: Batch) -> Batch:
+    def prepare(self, batch: Batch) -> Batch:
         """Return the batch as a probe if the circuit is not closed, otherwise with its suspects.
 
         A later outage, for example because a quota is used up, replaces the suspects.

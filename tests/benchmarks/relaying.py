@@ -43,7 +43,7 @@ def drive(worker: App, tasks: int) -> int:
     while published < tasks:
         turn = worker.relay.turn()
         published += turn.published
-        if turn.in_flight and not (turn.made_progress or turn.waits):  # the worker waits here and does not poll
+        if turn.in_flight and not (turn.made_progress or turn.still_waiting):  # the worker waits here and does not poll
             published += worker.relay.finish().published
         if time.monotonic() > end:
             raise TimeoutError(f"{published} of {tasks} tasks after {LIMIT:g} s")

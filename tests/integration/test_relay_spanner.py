@@ -374,7 +374,7 @@ def test_a_long_blocked_tail_is_deferred_and_hides_no_other_task(
     assert execute(own_database, f"UPDATE AsynchronousTasks SET Data = FROM_BASE64('{good}'), {retry}") == 1
     while unsent(own_database):
         turn = relay.turn()
-        assert turn.made_progress or turn.waits  # else the worker would wait for its next poll
+        assert turn.made_progress or turn.still_waiting  # else the worker would wait for its next poll
     received = subscription.drain()
     assert len(received) == 1 + tail
     assert first_deliveries(received)[key] == key_orders(own_database, topic)[key]

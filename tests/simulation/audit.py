@@ -8,7 +8,7 @@ from datetime import datetime
 from math import inf
 from typing import Any
 
-from publishworker.in_doubt import MAX_SECONDS
+from publishworker.in_doubt import MAX_AGE_SECONDS
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.types import Deferred, LockedRow, Mark, NotSent, Sent, Version
 from tests.simulation.clockwork import Clockwork, Process
@@ -166,7 +166,7 @@ class Audit:
             if state := self._unfit[process, id]:
                 self.problem(f"{id} was {state} when {process.name} claimed it, and was published")
             at, version = self._acknowledged.get((process, id), (float("-inf"), None))
-            if version == Version.of(row) and self.clockwork.now - at < MAX_SECONDS:
+            if version == Version.of(row) and self.clockwork.now - at < MAX_AGE_SECONDS:
                 self.problem(f"{process.name} knew that Pub/Sub has {id}, and published it again")
 
     def _in_order(self, id: str, task: Known) -> None:

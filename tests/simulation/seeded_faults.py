@@ -69,7 +69,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "tasks in doubt are marked": (InDoubt, "mark", always(None)),
     "tasks in doubt are not claimed": (InDoubt, "ids", always(frozenset())),
     "the keys of tasks in doubt wait": (InDoubt, "keys", always(frozenset())),
-    "tasks in doubt are remembered for 15 minutes": (in_doubt, "MAX_SECONDS", lambda _: 1.0),
+    "tasks in doubt are remembered for 15 minutes": (in_doubt, "MAX_AGE_SECONDS", lambda _: 1.0),
     "a reset row is told from a lost mark": (
         Version, "of", lambda real: classmethod(lambda _class, row: replace(real(row), times_sent=0))
     ),
@@ -94,10 +94,10 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "at-most-once tasks are marked first": (eligibility, "_skip_reason", always(None)),
     "an at-most-once task whose publish is refused is not lost": (Delivery, "_undo_marks", always(None)),
     "only a probe fails for its topic": (
-        CircuitBreakers, "start", lambda real: lambda self, batch: replace(real(self, batch), probe=True)
+        CircuitBreakers, "prepare", lambda real: lambda self, batch: replace(real(self, batch), probe=True)
     ),
     "the first outage costs no attempt": (
-        CircuitBreakers, "start",
+        CircuitBreakers, "prepare",
         lambda real: lambda self, batch: replace(real(self, batch), suspects=frozenset(batch.ids))
     ),
     "deferred tasks cost no attempt": (

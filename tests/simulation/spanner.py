@@ -18,7 +18,7 @@ from sortedcontainers import SortedList
 
 from outbox.storage.layout import Layout
 from publishworker.spanner import store as product
-from publishworker.spanner.store import Decide, NotWritten, StoreError, Unsent
+from publishworker.spanner.store import Decide, NotWritten, StoreError, UnsentCount
 from publishworker.types import (
     Candidate,
     Discovery,
@@ -490,8 +490,8 @@ class Connection:
         found: tuple[frozenset[str], frozenset[str]] = self._read("in_use", self._spanner.table.topics_in_use)
         return found
 
-    def unsent(self) -> list[Unsent]:
-        found: list[Unsent] = self._read("unsent", self._spanner.table.unsent)
+    def unsent(self) -> list[UnsentCount]:
+        found: list[UnsentCount] = self._read("unsent", self._spanner.table.unsent)
         return found
 
     def heartbeat(self, worker: str, started_at: datetime, polls: Sequence[Layout], remove: Collection[str]) -> None:

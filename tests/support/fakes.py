@@ -17,7 +17,7 @@ from outbox.storage.task_states import NEVER
 from publishworker.pubsub import messages
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.spanner import statements
-from publishworker.spanner.store import Decide, NotWritten, StoreError, Unsent
+from publishworker.spanner.store import Decide, NotWritten, StoreError, UnsentCount
 from publishworker.types import (
     Candidate,
     Deferred,
@@ -237,10 +237,10 @@ class FakeStore:
             frozenset(row.topic for row in self._unsent() if row.ordering_key is not None),
         )
 
-    def unsent(self) -> list[Unsent]:
+    def unsent(self) -> list[UnsentCount]:
         self._answer()
         counts = Counter((row.topic, self._state(row)) for row in self._unsent())
-        return [Unsent(*each, counts[each]) for each in sorted(counts)]
+        return [UnsentCount(*each, counts[each]) for each in sorted(counts)]
 
     def _unsent(self) -> list[StoredTask]:
         return [row for row in list(self.rows.values()) if row.sent_at is None]

@@ -244,7 +244,7 @@ def test_a_result_contains_the_batch_of_its_at_most_once_tasks() -> None:
 
     def waits(outcomes: dict[str, Outcome], *keys: str | None) -> Batch | None:
         batch = Batch("orders", tuple(outcomes), keys=keys, bytes=800)
-        return BatchResult(batch, answers=outcomes, outcomes=outcomes).at_most_once()
+        return BatchResult(batch, answers=outcomes, outcomes=outcomes).at_most_once_batch()
 
     keyed = {"failed": LOST, "behind": once, "alone": LOST, "once": once, "sent": Sent("1"), "next": once}
     assert waits(keyed | {"gone": Skipped("gone")}, "bad", "bad", None, None, "good", "good", "other") == Batch(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publishworker.batching import Limits, fitting, sample
+from publishworker.batching import Limits, choose_batches, fitting
 from publishworker.types import Batch, Candidate
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -63,7 +63,7 @@ candidates = st.lists(
 @given(candidates, st.integers(1, 12), st.integers(1000, 9000), st.integers(1, 6), st.integers())
 def test_batches_keep_every_limit(found: list[Candidate], size: int, max_bytes: int, places: int, seed: int) -> None:
     by_id = {each.id: each for each in found}
-    batches = sample(found, Limits(size, max_bytes, places), Random(seed))
+    batches = choose_batches(found, Limits(size, max_bytes, places), Random(seed))
     assert len(batches) <= places
     assert len(ids(batches)) == len(set(ids(batches)))
     for batch in batches:
@@ -72,40 +72,40 @@ def test_batches_keep_every_limit(found: list[Candidate], size: int, max_bytes: 
         assert len(batch.ids) == 1 or sum(by_id[id].bytes for id in batch.ids) <= max_bytes
     if batches:
         assert max(by_id[id].priority for id in batches[0].ids) == max(each.priority for each in found)
-    assert sample(found, Limits(size, max_bytes, places), Random(seed)) == batches
+    assert choose_batches(found, Limits(size, max_bytes, places), Random(seed)) == batches
 
 
 @given(candidates, randoms)
 def test_all_candidates_are_selected_when_they_fit(found: list[Candidate], random: Random) -> None:
-    assert sorted(ids(sample(found, Limits(1, BYTES, 1000), random))) == sorted(each.id for each in found)
+    assert sorted(ids(choose_batches(found, Limits(1, BYTES, 1000), random))) == sorted(each.id for each in found)
 
 
 def test_within_a_slice_the_oldest_task_of_a_priority_is_first() -> None:
     found = [candidate("young", age=1), candidate("old", age=9), candidate("urgent", priority=99)]
-    assert ids(sample(found, Limits(3, 1000, 1), Random(1))) == ["urgent", "old", "young"]
+    assert ids(choose_batches(found, Limits(3, 1000, 1), Random(1))) == ["urgent", "old", "young"]
     longer = dataclasses.replace(due("longer", age=0), available_at=NOON - timedelta(hours=1))
-    assert ids(sample([due("old", age=9), longer], Limits(2, 1000, 1), Random(1))) == ["longer", "old"]
+    assert ids(choose_batches([due("old", age=9), longer], Limits(2, 1000, 1), Random(1))) == ["longer", "old"]
 
 
 def test_priority_is_global() -> None:
     """A batch has no less urgent task of its shard while urgent tasks of other shards are pending."""
     found = [candidate(f"{value}-{shard}", shard=shard, priority=value) for shard in range(10) for value in (9, 1)]
-    first, second = sample(found, Limits(10, 10**6, 2), Random(1))
+    first, second = choose_batches(found, Limits(10, 10**6, 2), Random(1))
     assert (kinds([first]), kinds([second])) == ({"9": 10}, {"1": 10})
 
 
 def test_one_topic_gets_at_most_half_while_another_has_tasks() -> None:
     """Half is rounded up, so a topic can use a single place. A topic gets everything if no other has tasks."""
     flood = [candidate(f"f{n}", shard=n) for n in range(8)]
-    batches = sample([*flood, candidate("small", topic="invoices")], Limits(1, 1000, 4), Random(1))
+    batches = choose_batches([*flood, candidate("small", topic="invoices")], Limits(1, 1000, 4), Random(1))
     assert topics(batches) == {"orders": 3, "invoices": 1}
-    assert len(sample(flood, Limits(1, 1000, 4), Random(1))) == 4
+    assert len(choose_batches(flood, Limits(1, 1000, 4), Random(1))) == 4
     others = [candidate(topic, topic=topic) for topic in ("invoices", "refunds")]
-    batches = sample([*flood, *others], Limits(1, 1000, 3), Random(1))
+    batches = choose_batches([*flood, *others], Limits(1, 1000, 3), Random(1))
     assert topics(batches)["orders"] <= 2
     equal = [candidate(f"{topic}-{n}", topic=topic, shard=n) for n in range(5) for topic in ("orders", "invoices")]
-    assert sorted(topics(sample(equal, Limits(1, 1000, 3), Random(1))).values()) == [1, 2]
-    assert sum(len(sample(equal, Limits(1, 1000, 1), Random(seed))) for seed in range(5)) == 5
+    assert sorted(topics(choose_batches(equal, Limits(1, 1000, 3), Random(1))).values()) == [1, 2]
+    assert sum(len(choose_batches(equal, Limits(1, 1000, 1), Random(seed))) for seed in range(5)) == 5
 
 
 @given(
@@ -127,7 +127,7 @@ def test_no_task_starts_while_a_more_urgent_one_waits(
     """Over topics, shards, ready and due tasks. The rest of a batch may be less urgent, and one place may be left."""
     found = [dataclasses.replace(each, id=str(n)) for n, each in enumerate(found)]
     by_id = {each.id: each for each in found}
-    batches = sample(found, limits, random, {}, allowed, leaves_place=leaves_place)
+    batches = choose_batches(found, limits, random, {}, allowed, leaves_place=leaves_place)
     left = Counter(allowed) - Counter(by_id[id].topic for id in ids(batches))
     waiting = [
         each for each in found if each.id not in ids(batches) and (each.topic not in allowed or left[each.topic])
@@ -151,24 +151,24 @@ def test_one_topic_leaves_a_place_to_a_less_urgent_one() -> None:
         (4, {"orders": 2, "invoices": 1}, {"orders": 1}),
         (1, {}, {"orders": 1}),
     ):
-        batches = sample([*flood, other], Limits(1, 1000, places), Random(1), in_flight, leaves_place=True)
+        batches = choose_batches([*flood, other], Limits(1, 1000, places), Random(1), in_flight, leaves_place=True)
         assert topics(batches) == expected
-    assert topics(sample([*flood, other], Limits(1, 1000, 4), Random(1))) == {"orders": 4}
+    assert topics(choose_batches([*flood, other], Limits(1, 1000, 4), Random(1))) == {"orders": 4}
 
 
 def test_in_flight_batches_count_towards_the_limit_and_a_topics_half() -> None:
     """The flooding topic has two of four places: other topics get the rest, or the flood does if it is alone."""
     flood = [candidate(f"f{n}", shard=n) for n in range(8)]
     others = [candidate(f"o{n}", topic="invoices") for n in range(8)]
-    batches = sample([*flood, *others], Limits(1, 1000, 4), Random(1), {"orders": 2})
+    batches = choose_batches([*flood, *others], Limits(1, 1000, 4), Random(1), {"orders": 2})
     assert topics(batches) == {"invoices": 2}
-    assert len(sample(flood, Limits(1, 1000, 4), Random(1), {"orders": 2})) == 2
-    assert sample(flood, Limits(1, 1000, 4), Random(1), {"orders": 2, "gone": 2}) == []
+    assert len(choose_batches(flood, Limits(1, 1000, 4), Random(1), {"orders": 2})) == 2
+    assert choose_batches(flood, Limits(1, 1000, 4), Random(1), {"orders": 2, "gone": 2}) == []
 
 
 def test_batches_are_filled_up() -> None:
     found = [candidate(f"{shard}-{n}", shard=shard) for shard in range(7) for n in range(60)]
-    batches = sample(found, Limits(100, BYTES, 5), Random(1))
+    batches = choose_batches(found, Limits(100, BYTES, 5), Random(1))
     assert [len(batch.ids) for batch in batches] == [100, 100, 100, 100, 20]
     assert all(len(kinds([batch])) <= 3 for batch in batches)
 
@@ -176,15 +176,15 @@ def test_batches_are_filled_up() -> None:
 def test_slices_stay_whole_where_they_fit() -> None:
     """Workers that share shards collide in few slices, each of one shard, whatever the ages of its tasks."""
     mixed = [candidate(f"{shard}-{n}", shard=shard, age=n) for n in range(20) for shard in range(10)]
-    assert all(len(kinds([batch])) == 1 for batch in sample(mixed, Limits(20, BYTES, 10), Random(1)))
+    assert all(len(kinds([batch])) == 1 for batch in choose_batches(mixed, Limits(20, BYTES, 10), Random(1)))
     ready = [candidate(f"{shard}-{n}", shard=shard) for shard in (1, 2) for n in range(3)]
     waiting = [due(f"0-{n}") for n in range(6)]
     more = [candidate(f"{shard}-{n}", shard=shard) for shard in (1, 2) for n in range(12)]
     for seed in range(20):
-        for batch in sample(ready + waiting, Limits(6, BYTES, 2), Random(seed)):
+        for batch in choose_batches(ready + waiting, Limits(6, BYTES, 2), Random(seed)):
             tasks = kinds([batch])
             assert (tasks.pop("0"), [*tasks.values()]) == (3, [3])
-        for batch in sample(more, Limits(6, BYTES, 4), Random(seed)):
+        for batch in choose_batches(more, Limits(6, BYTES, 4), Random(seed)):
             assert len(kinds([batch])) == 1
 
 
@@ -194,7 +194,7 @@ def test_ready_and_due_tasks_of_one_priority_get_half_each(size: int, batches: i
     found = [
         made(f"{kind}-{n}", shard=n % 2) for n in range(400) for kind, made in (("ready", candidate), ("due", due))
     ]
-    taken = kinds(sample(found, Limits(size, BYTES, batches), Random(2)))
+    taken = kinds(choose_batches(found, Limits(size, BYTES, batches), Random(2)))
     assert taken["ready"] + taken["due"] == size * batches
     assert abs(taken["ready"] - taken["due"]) <= -(-size // 2)
 
@@ -203,10 +203,10 @@ def test_a_single_place_alternates_between_ready_and_due_tasks() -> None:
     """A worker with one batch at a time starves neither. Due tasks get everything while there are no others."""
     random = Random(1)
     found = [candidate("ready"), due("due")]
-    taken = Counter(id for _ in range(200) for id in ids(sample(found, Limits(1, 1000, 1), random)))
+    taken = Counter(id for _ in range(200) for id in ids(choose_batches(found, Limits(1, 1000, 1), random)))
     assert min(taken["ready"], taken["due"]) > 60
     found = [due(f"due-{n}") for n in range(100)]
-    assert len(ids(sample(found, Limits(10, BYTES, 4), random))) == 40
+    assert len(ids(choose_batches(found, Limits(10, BYTES, 4), random))) == 40
 
 
 def test_ready_and_due_prefixes_get_half_of_the_tasks_each() -> None:
@@ -214,7 +214,7 @@ def test_ready_and_due_prefixes_get_half_of_the_tasks_each() -> None:
     ready = [candidate(f"ready-{n}", shard=n % 10) for n in range(100)]
     late = [prefix(f"due-{n}-", 9, shard=n % 10) for n in range(40)]
     late = [dataclasses.replace(each, available_at=NOON - timedelta(seconds=n)) for n, each in enumerate(late)]
-    taken = kinds(sample([*ready, *late], Limits(20, 10**6, 5), Random(1)))
+    taken = kinds(choose_batches([*ready, *late], Limits(20, 10**6, 5), Random(1)))
     assert 35 <= taken["ready"] <= 65
     assert taken.total() >= 85
 
@@ -223,7 +223,7 @@ def test_a_sample_is_uniform_over_slices() -> None:
     """Each of ten equal slices is among the three selected about as often as any other (A23)."""
     found = [candidate(str(shard), shard=shard) for shard in range(10)]
     random = Random(7)
-    taken = Counter(id for _ in range(2500) for id in ids(sample(found, Limits(1, 1000, 3), random)))
+    taken = Counter(id for _ in range(2500) for id in ids(choose_batches(found, Limits(1, 1000, 3), random)))
     assert set(taken) == {str(shard) for shard in range(10)}
     assert sum((count - 750) ** 2 / 750 for count in taken.values()) < 27.9  # chi-square, 9 degrees, 0.1 %
 
@@ -235,7 +235,7 @@ def test_workers_rarely_pick_the_same_slice(workers: int, expected: float) -> No
     random, rounds = Random(3), 600 // workers  # as many picks for each number of workers
     doubles = 0
     for _ in range(rounds):
-        picks = Counter(id for _ in range(workers) for id in ids(sample(found, Limits(1, 1000, 10), random)))
+        picks = Counter(id for _ in range(workers) for id in ids(choose_batches(found, Limits(1, 1000, 10), random)))
         doubles += sum(count - 1 for count in picks.values())
     assert doubles / (rounds * workers * 10) == pytest.approx(expected, abs=0.015)
 
@@ -248,7 +248,9 @@ def test_a_topic_gets_exactly_its_allowance_if_there_is_room(
     found = [dataclasses.replace(each, available_at=random.choice([None, NOON])) for each in found]
     by_id = {each.id: each for each in found}
     before = dict(allowed)
-    taken = Counter(by_id[id].topic for id in ids(sample(found, Limits(size, BYTES, 1000), random, None, allowed)))
+    taken = Counter(
+        by_id[id].topic for id in ids(choose_batches(found, Limits(size, BYTES, 1000), random, None, allowed))
+    )
     waiting = Counter(each.topic for each in found)
     assert taken == Counter({topic: min(count, allowed.get(topic, count)) for topic, count in waiting.items()})
     assert allowed == before
@@ -257,7 +259,7 @@ def test_a_topic_gets_exactly_its_allowance_if_there_is_room(
 def test_a_topics_allowance_can_end_inside_a_batch() -> None:
     found = [candidate(f"{n:02}", priority=100 - n) for n in range(20)]
     for allowed, sizes in ((0, []), (1, [1]), (4, [4]), (5, [4, 1]), (9, [4, 4, 1]), (99, [4] * 5)):
-        batches = sample(found, Limits(4, BYTES, 100), Random(1), None, {"orders": allowed})
+        batches = choose_batches(found, Limits(4, BYTES, 100), Random(1), None, {"orders": allowed})
         assert [len(batch.ids) for batch in batches] == sizes
         assert ids(batches) == [f"{n:02}" for n in range(min(20, allowed))]
 
@@ -265,12 +267,12 @@ def test_a_topics_allowance_can_end_inside_a_batch() -> None:
 def test_a_topics_allowance_is_divided_between_ready_and_due_tasks() -> None:
     """They share it like the places. Other topics get the places that the topic may not use."""
     found = [candidate(f"ready-{n}") for n in range(20)] + [due(f"due-{n}") for n in range(20)]
-    taken = kinds(sample(found, Limits(4, BYTES, 100), Random(1), None, {"orders": 8}))
+    taken = kinds(choose_batches(found, Limits(4, BYTES, 100), Random(1), None, {"orders": 8}))
     assert taken == {"ready": 4, "due": 4}
     flood = [candidate(f"f{n}", shard=n, priority=100) for n in range(8)]
     others = [candidate(f"o{n}", topic="invoices") for n in range(8)]
     for allowed, expected in ((0, {"invoices": 4}), (1, {"invoices": 3, "orders": 1})):
-        batches = sample([*flood, *others], Limits(1, 1000, 4), Random(1), None, {"orders": allowed})
+        batches = choose_batches([*flood, *others], Limits(1, 1000, 4), Random(1), None, {"orders": allowed})
         assert topics(batches) == expected
 
 
@@ -280,7 +282,9 @@ def test_a_sendable_prefix_stays_in_order_and_is_cut_only_at_its_end(
 ) -> None:
     found = [prefix(f"key{n:02}-", length) for n, length in enumerate(lengths)]
     found += [candidate(f"loose{n}") for n in range(loose)]
-    batches = sample(found, Limits(6, 10**6, 100), random, allowed={} if allowed is None else {"orders": allowed})
+    batches = choose_batches(
+        found, Limits(6, 10**6, 100), random, allowed={} if allowed is None else {"orders": allowed}
+    )
     total = sum(lengths) + loose
     assert len(ids(batches)) == (total if allowed is None else min(total, allowed))
     for batch in batches:
@@ -318,8 +322,8 @@ def test_started_batches_stay_within_the_byte_limit(
 def test_a_batch_may_have_exactly_the_allowed_bytes() -> None:
     """It has not one byte more. It knows its bytes, so that those in flight can be summed."""
     found = [candidate("a", size=60), candidate("b", size=40)]
-    [batch] = sample(found, Limits(5, 100, 9), Random(1))
+    [batch] = choose_batches(found, Limits(5, 100, 9), Random(1))
     assert (len(batch.ids), batch.bytes) == (2, 100)
-    assert [len(batch.ids) for batch in sample(found, Limits(5, 99, 9), Random(1))] == [1, 1]
+    assert [len(batch.ids) for batch in choose_batches(found, Limits(5, 99, 9), Random(1))] == [1, 1]
     assert Limits(5, 100, 2).bytes == 32_000_000
     assert Limits(5, 10**8, 2).bytes == 4 * 10**8

@@ -45,7 +45,7 @@ class Watch(CircuitBreakers):
         self.ended(batch, probe=outcome)
 
     def next(self, *ids: str) -> Batch:
-        return self.start(Batch("orders", ids))
+        return self.prepare(Batch("orders", ids))
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_the_circuit_that_is_due_longest_is_probed_first() -> None:
     for topic in ("later", "first"):
         breakers.learn(BatchResult(Batch(topic, ("a",)), answers={"a": AWAY}))
         clock.seconds += 0.5 if topic == "later" else 2
-    breakers.learn(BatchResult(replace(breakers.start(Batch("later", ("b",)))), answers={"b": AWAY}))
+    breakers.learn(BatchResult(replace(breakers.prepare(Batch("later", ("b",)))), answers={"b": AWAY}))
     clock.seconds += 10
     assert breakers.suspended() == {"later"}
 
@@ -193,7 +193,7 @@ def test_outage_probes_use_at_most_a_quarter_of_the_places(watch: Watch) -> None
     assert (len(held), "missing" in held) == (4, False)
     probed = set(topics) - held
     for topic in probed:
-        watch.start(Batch(topic, ("a",)))
+        watch.prepare(Batch(topic, ("a",)))
     assert watch.suspended() == set(topics)
     watch.ended(Batch(probed.pop(), ("a",), probe=True), a=AWAY)
     assert len(watch.suspended()) == 5

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from publishworker.batching import Limits
-from publishworker.in_doubt import MAX_SECONDS, MAX_TASKS, PROBE_SECONDS, InDoubt
+from publishworker.in_doubt import MAX_AGE_SECONDS, MAX_TASKS, PROBE_SECONDS, InDoubt
 from publishworker.threads import REAL_THREADS, Queue, Thread
 from publishworker.types import Batch, BatchResult, Key, LockedRow, Sent, Version
 
@@ -54,7 +54,7 @@ class Memory(InDoubt):
         """Return the batches of marks that were tried now."""
         self.marked.clear()
         self.mark()
-        while len(self):
+        while self.batches_in_flight:
             self._settle(self._marking.wait_for_one())
         return self.marked
 
@@ -81,7 +81,7 @@ def test_a_task_is_in_doubt_for_fifteen_minutes() -> None:
     doubts.refused = lambda _id: True
     doubts.fail("a", key="k")
     assert doubts.keys() == {Key("orders", "k")}
-    doubts.seconds = MAX_SECONDS
+    doubts.seconds = MAX_AGE_SECONDS
     assert doubts.tries() == [("a",)]
     doubts.seconds += 0.001
     assert (doubts.tries(), doubts.ids(), doubts.is_paused) == ([], frozenset(), False)
@@ -99,15 +99,15 @@ def test_a_task_in_doubt_matches_only_its_unchanged_row(columns: dict[str, Any])
     """A task that was registered again was not sent; one that was marked and then reset is to be sent again."""
     doubts = Memory()
     doubts.fail("a")
-    assert doubts.holds(ROW)
-    assert not doubts.holds(replace(ROW, **columns))
+    assert doubts.contains(ROW)
+    assert not doubts.contains(replace(ROW, **columns))
 
 
 def test_nothing_is_published_until_a_transaction_commits_except_probes() -> None:
     """A probe is one task every 30 s. A mark that commits, or any other transaction, ends the suspension."""
     batches = [Batch("orders", ("x", "y"), keys=("k", "k"), releases=("z",), bytes=9), Batch("invoices", ("i",))]
     doubts = Memory()
-    assert (doubts.may_publish, doubts.probe(batches)) == (True, batches)
+    assert (doubts.may_publish, doubts.limit_to_probe(batches)) == (True, batches)
     for resume in (doubts.commit, doubts.tries):
         doubts.refused = lambda _id: True
         doubts.fail("a", "b")
@@ -115,12 +115,12 @@ def test_nothing_is_published_until_a_transaction_commits_except_probes() -> Non
         assert (doubts.is_paused, doubts.may_publish) == (True, False)
         doubts.seconds += PROBE_SECONDS
         assert doubts.may_publish
-        assert doubts.probe([]) == []
-        assert doubts.probe(batches) == [Batch("orders", ("x",), keys=("k",), bytes=9)]
+        assert doubts.limit_to_probe([]) == []
+        assert doubts.limit_to_probe(batches) == [Batch("orders", ("x",), keys=("k",), bytes=9)]
         assert not doubts.may_publish
         doubts.refused = lambda _id: False
         resume()
-        assert (doubts.is_paused, doubts.probe(batches)) == (False, batches)
+        assert (doubts.is_paused, doubts.limit_to_probe(batches)) == (False, batches)
 
 
 def test_a_batch_without_published_tasks_suspends_nothing() -> None:

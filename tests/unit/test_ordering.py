@@ -140,7 +140,7 @@ def test_a_key_is_one_candidate_with_its_highest_priority(bench: Bench) -> None:
     [key] = key_heads.candidates
     assert not key_heads.busy
     assert (key.id, key.behind, key.priority, key.created_at) == ("a", ("b", "c"), 100, at + timedelta(seconds=1))
-    assert (key.tasks, key.bytes, key.releases) == (3, 3 * len(serialized()), None)
+    assert (key.task_count, key.bytes, key.releases) == (3, 3 * len(serialized()), None)
     in_flight = frozenset({Key("orders", "k")})
     assert ordering.resolve(seen, in_flight) == ResolvedKeys([], busy=True)
     other = replace(seen[0], id="other", ordering_key="other")

@@ -92,7 +92,7 @@ class Script:
 def test_after_work_the_worker_polls_again_at_once() -> None:
     """Also after a turn that waited in vain: a backlog must not wait a poll interval for it."""
     assert Script(WORK, WORK, WORK).run() == []
-    assert Script(IDLE, IDLE, Turn(in_flight=8, waits=True), WORK).run() == pytest.approx([0.05, 0.1], rel=0.15)
+    assert Script(IDLE, IDLE, Turn(in_flight=8, still_waiting=True), WORK).run() == pytest.approx([0.05, 0.1], rel=0.15)
 
 
 def near(*nominal: float) -> list[Any]:
