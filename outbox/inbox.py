@@ -110,7 +110,7 @@ def inbox_row(message: ReceivedMessage, consumer: str, key: Key) -> tuple[str, s
         return consumer, task_id
     message_id = message.message_id
     if key == "message_id" and message_id:
-        # Message IDs rise, so they must not begin the key: https://cloud.google.com/spanner/docs/schema-design
+        # Message IDs increase, so they must not begin the key: https://cloud.google.com/spanner/docs/schema-design
         return consumer, f"{zlib.crc32(message_id.encode()):08x}-message-{message_id}"
     problem = (
         f"an {TASK_ID_ATTRIBUTE} of {len(task_id)} characters, {MAX_ID_CHARACTERS} are allowed"
@@ -169,7 +169,7 @@ def pushed_message(body: Any) -> PubsubMessage:
         raw = ParseDict(fields, RawPubsubMessage(), ignore_unknown_fields=True)
     except (TypeError, KeyError, AttributeError, ParseError) as error:
         raise InvalidMessage(
-            "the body is not that of a push request of Pub/Sub, which is JSON with a `message`. If the subscription "
+            "the body is not a push request of Pub/Sub, which is JSON with a `message`. If the subscription "
             f"has payload unwrapping, turn it off ({type(error).__name__}: {error})"
         ) from error
     message: PubsubMessage = PubsubMessage.wrap(raw)
@@ -315,7 +315,9 @@ class Receiver:
         with _uncommitted(transaction):
             result = self.handle(transaction, message)
         if inspect.isawaitable(result) or inspect.isgenerator(result):
-            raise TypeError(f"the function returned a {type(result).__name__}, so it had no effect: use a plain one")
+            raise TypeError(
+                f"the function returned a {type(result).__name__}, so it had no effect: use a plain function"
+            )
         return True
 
     def _acknowledged(self, message: ReceivedMessage, future: Any) -> None:
@@ -339,7 +341,7 @@ class _RollBack(Exception):
 
 @contextmanager
 def _uncommitted(transaction: Transaction) -> Iterator[None]:
-    """Refuse `commit` and `rollback` in the block. Later writes would be lost after the one, all after the other."""
+    """Refuse `commit` and `rollback` in the block. A commit would lose later writes, a rollback all writes."""
 
     def refuse(*_arguments: object, **_options: object) -> None:
         raise InvalidTransaction(

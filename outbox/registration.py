@@ -83,14 +83,15 @@ def register(
         transaction: a Spanner Transaction, Batch (`database.batch()`) or MutationGroup.
         topic: topic ID in the worker's project, or projects/PROJECT/topics/TOPIC.
         message: bytes, a PubsubMessage (proto-plus or plain), or another protobuf message, which becomes the data.
-        attributes: added to those of the message. An attribute with another value there raises InvalidMessage.
+        attributes: added to those of the message. Raises InvalidMessage if both have an attribute with different
+            values.
         priority: an int64; higher ones go first.
         ordering_key: tasks of one topic and key are published in the order of their commits; "" is no key.
         available_at: do not publish before this timezone-aware time.
         expires_at: do not publish after this timezone-aware time.
         at_most_once: prefer a loss to a duplicate; not together with an ordering key.
         task_id: 1 to 64 characters; a second insert of the same ID fails the commit with AlreadyExists. Default: a
-            random UUID. Never use a rising number, because the ID leads the primary key
+            random UUID. Never use a monotonically increasing number, because the ID is the primary key
             (https://cloud.google.com/spanner/docs/schema-design#primary-key-prevent-hotspots).
 
     Raises:
@@ -124,7 +125,7 @@ def register_once(
 
     Reads one row by its key, which is one request and locks that ID for the transaction: of two concurrent
     transactions, one gets True, and the other runs again and gets False. An ID is free again when its row is deleted,
-    for example by the retention. An ID that the same transaction has registered counts as existing.
+    for example by the row deletion policy. An ID that the same transaction has registered counts as existing.
 
     Call it before any DML that writes PENDING_COMMIT_TIMESTAMP() to the table, because Spanner then refuses reads of
     the table in the same transaction (https://cloud.google.com/spanner/docs/commit-timestamp). `register` uses no DML.
@@ -134,7 +135,7 @@ def register_once(
         topic: see `register`.
         message: checked even if the task exists.
         attributes: see `register`.
-        task_id: a hash of the business key, such as a uuid5; never a rising number.
+        task_id: a hash of the business key, such as a uuid5; never a monotonically increasing number.
         options: the other arguments of `register`.
 
     Raises:
@@ -171,7 +172,7 @@ class Task:
 def register_many(transaction: SupportsInsert, tasks: Iterable[Task]) -> list[str]:
     """Add all tasks to `transaction` in one insert and return their IDs in the same order.
 
-    Does what `register` does for each task, for less than half of the CPU. No task is added if one of them is refused.
+    Does what `register` does for each task, in less than half of the CPU time. If a task is refused, none is added.
 
     Args:
         transaction: see `register`.

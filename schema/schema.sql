@@ -8,7 +8,7 @@
 -- changes their own rows. The state of a task follows from SentAt, AvailableAt, BlockedBy and Attempts.
 CREATE TABLE AsynchronousTasks (
   -- A random UUID, or an ID that the caller chose to make the registration idempotent. The primary key begins with it,
-  -- so it must never be a rising number (hot spot). It travels as the attribute asynchronous_task_id.
+  -- so it must never be a monotonically increasing number (hot spot). It travels as the attribute asynchronous_task_id.
   Id          STRING(64)  NOT NULL,
   -- A topic ID in the project of the worker, or projects/PROJECT/topics/TOPIC.
   Topic       STRING(400) NOT NULL,
@@ -57,7 +57,7 @@ CREATE INDEX AsynchronousTasksToSend
   STORING (OrderingKey, Bytes, Attempts, BlockedBy);
 
 -- The first unsent tasks of an ordering key. Tasks without a key are not in it, so they do not pay for it. It begins with
--- the shard, because ordering keys are often rising numbers (hot spot).
+-- the shard, because ordering keys often increase monotonically (hot spot).
 CREATE INDEX AsynchronousTasksInOrder
   ON AsynchronousTasks (Shard, OrderingKey, Topic, SentAt, CreatedAt, Sequence)
   STORING (AvailableAt)

@@ -67,7 +67,7 @@ def test_the_first_time_is_recorded(of: Any) -> None:
 
 @pytest.mark.parametrize("task_id", [None, "", "x" * 129])
 def test_a_message_without_a_usable_task_id(task_id: str | None) -> None:
-    """Its message ID follows a hash, because a key must not begin with a rising number."""
+    """Its message ID follows a hash, because a key must not begin with an increasing number."""
     transaction = recording()
     with pytest.raises(outbox.MissingTaskId, match=r"message '4711' has .* did not come from the outbox"):
         inbox.process_once(transaction, message(task_id), consumer="billing")
@@ -194,5 +194,5 @@ def test_the_message_of_a_push_request() -> None:
     assert (got.data, got.message_id, dict(got.attributes), got.ordering_key) == (b"hell", "1", {"a_b": "c"}, "k")
     assert got.publish_time.second == 5
     for wrong in ({}, [], None, {"message": None}, {"message": {"attributes": [1]}}):
-        with pytest.raises(outbox.InvalidMessage, match="not that of a push request"):
+        with pytest.raises(outbox.InvalidMessage, match="not a push request"):
             inbox.pushed_message(wrong)

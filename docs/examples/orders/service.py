@@ -92,7 +92,7 @@ def tasks_of(order: Order) -> Iterator[Task]:
 
 
 def _task(order: Order, topic: str, content: dict[str, object], priority: int, number: int = 0) -> Task:
-    # Hashed, never a rising number: the id leads a primary key.
+    # Hashed, never a monotonically increasing number: the ID is the primary key.
     id = str(uuid.uuid5(TASK_IDS, f"{order.id}/{topic}/{number}"))
     return Task(id, topic, json.dumps({"order": order.id, **content}).encode(), priority)
 
