@@ -16,9 +16,9 @@ from publishworker.types import MARKED, Batch, BatchResult, Key, LockedRow, Mark
 #: Seconds after which a task in doubt is forgotten and published again: a duplicate rather than a loss.
 MAX_AGE_SECONDS = 900.0
 MAX_TASKS = 10_000
-#: Seconds between two tasks that are published as a probe while no transaction commits.
+#: Seconds between two probes while no transaction commits. A probe is one task that is published to test the commit.
 PROBE_SECONDS = 30.0
-#: Seconds before the second attempt to mark a task alone. They double up to PROBE_SECONDS.
+#: Seconds before the second attempt to mark a task alone. The delay doubles up to PROBE_SECONDS.
 FIRST_RETRY_SECONDS = 1.0
 #: Max seconds that a turn waits for a mark while publishing is paused. Also the pause between two rounds of marks at
 #: exit.
@@ -56,7 +56,7 @@ class InDoubt:
         touch_file: Callable[[], None] = lambda: None,
         threads: Threads = REAL_THREADS,
     ) -> None:
-        """Mark tasks by `mark`, in batches within `limits`; `touch_file` is called while waiting for them."""
+        """Mark tasks with `mark`, in batches within `limits`. Call `touch_file` while waiting for them."""
         self._limits = limits
         self._clock = clock
         self._threads = threads
@@ -72,12 +72,12 @@ class InDoubt:
 
     @property
     def is_paused(self) -> bool:
-        """Tell whether publishing is paused, except for probes: tasks are in doubt, and nothing was committed since."""
+        """Tell whether only probes are published: tasks are in doubt, and no transaction has committed since."""
         return self._paused and bool(self._tasks)
 
     @property
     def may_publish(self) -> bool:
-        """Tell whether anything may be published now: everything, or a probe."""
+        """Tell whether anything may be published now, even if it is only a probe."""
         return not self.is_paused or self._clock() - self._probed_at >= PROBE_SECONDS
 
     def learn(self, result: BatchResult) -> None:
@@ -101,7 +101,7 @@ class InDoubt:
             del self._tasks[id]
 
     def ids(self) -> frozenset[str]:
-        """Return the IDs of the tasks in doubt. They must not be claimed for anything but their mark."""
+        """Return the IDs of the tasks in doubt. Only a batch that marks them may claim them."""
         return frozenset(self._tasks)
 
     def keys(self) -> frozenset[Key]:
@@ -153,7 +153,7 @@ class InDoubt:
         return task is not None and task.version == Version.of(row)
 
     def _batches(self, tasks: Mapping[str, _TaskInDoubt]) -> list[Batch]:
-        """Return batches of one topic each, and then a batch for each task that is marked alone. The oldest first."""
+        """Return batches of one topic each, and then a batch for each task that is marked alone, oldest tasks first."""
         by_topic: dict[str, list[str]] = {}
         for id, task in tasks.items():
             if not task.retry_delay:
@@ -163,17 +163,19 @@ class InDoubt:
         return together + [Batch(task.topic, (id,)) for id, task in tasks.items() if task.retry_delay]
 
     def _settle(self, finished: Sequence[BatchResult]) -> None:
-        """Forget tasks that were marked. Delay those whose mark failed although others were committed."""
+        """Forget tasks that were marked. If a mark failed while others commit, retry its tasks one by one."""
         for result in finished:
             if result.error is None:
                 for id in result.batch.ids:
                     self._tasks.pop(id, None)
                 self._resume()
-        for result in finished:
-            for id in result.batch.ids if result.error is not None and not self._paused else ():
-                if (task := self._tasks.get(id)) is not None:
-                    task.retry_delay = min(PROBE_SECONDS, 2 * task.retry_delay or FIRST_RETRY_SECONDS)
-                    task.retry_at = self._clock() + (task.retry_delay if len(result.batch.ids) == 1 else 0.0)
+        if self._paused:
+            return
+        for ids in (result.batch.ids for result in finished if result.error is not None):
+            for task in (self._tasks[id] for id in ids if id in self._tasks):
+                task.retry_delay = min(PROBE_SECONDS, 2 * task.retry_delay or FIRST_RETRY_SECONDS)
+                # The failure of several tasks together says nothing about one of them, so do not delay them yet.
+                task.retry_at = self._clock() + (task.retry_delay if len(ids) == 1 else 0.0)
 
     def _resume(self) -> None:
         if self._paused:
