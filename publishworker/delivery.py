@@ -1,4 +1,4 @@
-"""How one batch is sent: claim, publish, mark. Each method returns a BatchResult, which `Reporter` counts and logs."""
+"""Send one batch: claim, publish, mark. Each public method returns a BatchResult, which `Reporter` counts and logs."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -62,8 +62,8 @@ class Delivery:
     def deliver(self, batch: Batch) -> BatchResult:
         """Claim a batch, publish its tasks and mark them, in one transaction.
 
-        The transaction function runs again after an abort, and only `result` survives. A later attempt publishes the
-        tasks without an answer, and failed ones whose row has changed since. It marks the answers of all attempts.
+        After an abort the transaction function runs again, and only `result` is kept. The next attempt publishes only
+        tasks that have no answer yet, and failed tasks whose row has changed since. It marks the tasks of all attempts.
         """
         result = BatchResult(batch)
 
@@ -167,7 +167,7 @@ class Delivery:
         result.answers |= {row.id: expired(row) for row in rows if row.is_expired(now)}
 
     def _publish(self, result: BatchResult, rows: Sequence[LockedRow], locked_at: float) -> None:
-        """Publish rows. A row that failed before, or is a suspect, is sent alone, so no other row fails with it."""
+        """Publish rows. A row that failed before, or is a suspect, gets its own request: no other row fails with it."""
         if not rows:
             return
         alone = {row.id for row in rows if row.attempts or row.id in result.batch.suspects}

@@ -23,7 +23,7 @@ from publishworker.threads import REAL_THREADS, Threads
 from publishworker.topics.availability import Topics
 from publishworker.types import Batch, BatchResult, Discovery, Turn
 
-#: Seconds that a turn waits for batches in flight. It then ends without them, so that the worker sends its heartbeat.
+#: Max seconds that a turn waits for in-flight batches. It then ends without them, so that the worker sends a heartbeat.
 MAX_TURN_WAIT_SECONDS = 0.25
 
 
@@ -56,17 +56,18 @@ class Relay:
             metrics: where counts and durations go.
             membership: which shards this worker polls.
             limits: tasks and bytes of a batch, and how many batches may be in flight.
-            discovery_seconds: seconds between two reads of live workers, topic controls and unknown topics. The first
-                poll after each of them also reads due tasks.
+            discovery_seconds: seconds between two discoveries: reads of live workers, topic controls and unknown
+                topics. The first poll after each discovery also reads due tasks.
             random: shuffles slices of tasks, and draws probes.
             fair_share: part of the batches (0 to 0.5) for lower priorities while higher ones keep arriving.
             skip_dead: a dead task does not block its ordering key.
-            stragglers: if tasks are left, the turn ends when at most this many of its batches are still in flight.
+            stragglers: if the last selection left tasks that could start, a turn waits only until at most this many of
+                its batches are in flight.
             shutdown_seconds: how long `finish` keeps trying to mark tasks in doubt. It tries at least once.
             clock: monotonic seconds.
             touch_file: called before each step that may take long, so that the liveness probe does not take a slow turn
                 for a hung one.
-            threads: makes a thread for each batch.
+            threads: creates a thread for each batch.
         """
         self._limits = limits
         self._stragglers = stragglers
@@ -82,7 +83,7 @@ class Relay:
         )  # fmt: skip
         self._ordering = Ordering(store, limits, random, skip_dead=skip_dead)
         self._selector = Selector(limits, self._topics, random, fair_share)
-        #: The reads of the last turn have raised StoreError.
+        #: True from the first read of a turn until all of them have succeeded.
         self._reads_failed = False
         #: Set by `wake`. The worker then ends its pause.
         self.woken = threads.event()
@@ -100,7 +101,7 @@ class Relay:
         finished = self._in_flight.collect()
         poll_again = self._settle(finished, stopping)  # circuits, limits, tasks in doubt, metrics and logs
         self._in_flight.raise_if_stuck()
-        self._in_doubt.mark()  # while no transaction commits, only a probe is published
+        self._in_doubt.mark()
         self._begin_reads()
         polled = self._poll()  # reads nothing while no batch may start
         ready = self._resolve(polled)  # key heads, sendable prefixes, blocked keys
@@ -163,18 +164,18 @@ class Relay:
             if (change := self._topics.learn(result)) is not None:
                 self._reporter.circuit(change)
                 changed = True
-            # The poll cannot see which tasks are at-most-once. The lock query found these, so start them now in a batch
-            # that marks first.
+            # A poll cannot see which tasks are at-most-once, but the lock query does. Start them now in a batch that
+            # marks first.
             if not stopping() and (at_most_once := self._topics.at_most_once_batch(result)) is not None:
                 self._start([at_most_once])
         return changed
 
     def _begin_reads(self) -> None:
-        """Read the layouts to poll if the last reads have failed, because an index may have been dropped."""
+        """Read the layouts to poll if a read of the last turn failed, because an index may have been dropped."""
         self._touch_file()
         if self._reads_failed:
             self._learn(self._store.discover((), ()))
-        self._reads_failed = True
+        self._reads_failed = True  # `turn` resets it if no read raises StoreError
 
     def _discover(self) -> bool:
         """Return whether there are new topics or shards to poll."""
@@ -223,7 +224,10 @@ class Relay:
         return bool(batches)
 
     def _wait(self) -> list[BatchResult]:
-        """Wait until a batch has ended. If no tasks are left, wait for all, because another poll would find nothing."""
+        """Wait until a batch has ended and at most `stragglers` of this turn's batches are in flight.
+
+        If no tasks are left, wait for all of them, because another poll would find nothing.
+        """
         leave = self._stragglers if self._selector.left_tasks else 0
         return self._in_flight.wait_for_most(leave, MAX_TURN_WAIT_SECONDS)
 
