@@ -18,7 +18,7 @@ from publishworker.types import Batch, Candidate, Key, QueuedTask
 
 #: Max rows, roughly, of one read of key heads. If very many keys have many tasks, their prefixes become shorter.
 MAX_KEY_HEAD_ROWS = 5_000
-#: Max rows of a repeated read, which goes past expired tasks. Each row takes four kilobytes of memory while it is read.
+#: Max rows of a further read, if the first one returned expired tasks. Each row takes 4 kB of memory while it is read.
 MAX_EXPIRED_ROWS = 20_000
 
 _T = TypeVar("_T", Candidate, QueuedTask)
@@ -26,7 +26,7 @@ _T = TypeVar("_T", Candidate, QueuedTask)
 
 @dataclass(frozen=True, slots=True)
 class ResolvedKeys:
-    """What may be sent, and the batches that defer tasks behind blocked heads.
+    """The candidates that may be sent, and the batches that defer tasks behind blocked heads.
 
     `busy` says that some polled tasks belong to keys in flight.
     """
@@ -78,9 +78,9 @@ class Ordering:
     def _read(self, keys: Mapping[Key, int]) -> dict[Key, list[QueuedTask]]:
         """Return the first unsent tasks of each key, without tasks that expired before they were due.
 
-        If a key begins with more of these than a worker can read, it is blocked, and logged.
+        A key that begins with more expired tasks than a worker can read is logged and stays blocked.
         """
-        # One row more than the longest prefix, because a deferred task that follows must be released: no poll reads it.
+        # One row more than the longest prefix: if this row is deferred, the commit of the prefix must release it.
         wanted = rows = 1 + max(1, min(self._limits.batch_size, MAX_KEY_HEAD_ROWS // len(keys)))
         queues: dict[Key, list[QueuedTask]] = {}
         while keys:

@@ -58,8 +58,9 @@ KeyHeads = Mapping[Key, Sequence[QueuedTask]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PollRequest:
-    """What one poll reads: the ready tasks of these shards (IDs of any layouts) and topics, and optionally more."""
+    """A poll reads the ready tasks of these shards and topics, and optionally more."""
 
+    #: Shard IDs, possibly of several layouts.
     shards: tuple[int, ...]
     topics: frozenset[str]
     #: Max rows of each range. A range is the ready or the due tasks of one shard and topic.
@@ -91,7 +92,7 @@ class TopicControls:
 class Workers:
     """The IDs of live workers, and of workers whose heartbeat is so old that its row may be deleted.
 
-    `layouts` are those to poll. None is recorded until the table is resharded for the first time.
+    `layouts` are the layouts to poll, as the database records them: empty until the table is resharded once.
     """
 
     live: frozenset[str] = frozenset()
@@ -101,7 +102,7 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """What a worker needs to know besides candidates: live workers, topic controls, and topics with unsent tasks."""
+    """The result of a discovery: live workers, topic controls, and topics with unsent tasks."""
 
     workers: Workers = field(default_factory=Workers)
     controls: TopicControls = field(default_factory=TopicControls)
@@ -121,7 +122,7 @@ class Batch:
     topic_accepts: bool = True
     #: The batch probes a topic whose circuit is open.
     probe: bool = False
-    #: The tasks are marked first, and published once that is committed.
+    #: The marks are committed before the tasks are published.
     at_most_once: bool = False
     #: The ordering key of each task, or empty if none has one. The tasks of a key are in its order.
     keys: tuple[str | None, ...] = ()
@@ -144,7 +145,7 @@ class LockedRow:
     created_at: datetime
     available_at: datetime | None
     sent_at: datetime | None
-    clean: bool = False  # the other columns of a mark have their defaults, so it writes only SentAt, TimesSent
+    clean: bool = False  # all other columns of a mark have their defaults, so a mark writes only SentAt and TimesSent
     attempts: int = 0
     expires_at: datetime | None = None
     at_most_once: bool = False
@@ -164,10 +165,10 @@ class LockedRow:
 class Version:
     """The state of a row when its task was published, with a hash of the message.
 
-    A row has another version if it was registered again with the same ID (created_at), another worker failed to publish
-    it (attempts), or an operator has repaired it (message) or wants it sent again (times_sent). What is known about one
-    version does not hold for another. If an operator sets SentAt to NULL, the row looks like one that was never marked,
-    because a mark clears the other columns (`statements.MARK_COLUMNS`). Only `times_sent` distinguishes the two.
+    The version changes if an application registers the ID again (created_at), a worker records a failed attempt
+    (attempts), or an operator repairs it (message) or resets SentAt (times_sent). An answer for one version does not
+    hold for another. Only `times_sent` distinguishes a row whose SentAt was reset from a row that was never marked,
+    because a mark clears the other columns (`statements.MARK_COLUMNS`).
     """
 
     topic: str
@@ -213,7 +214,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The publish failed or has no answer. `reason` is a name in `pubsub.errors.REASONS`, `error` is for people."""
+    """The publish failed or has no answer. `reason` is a name in `pubsub.errors.REASONS`, `error` a text."""
 
     reason: str
     error: str
@@ -224,7 +225,7 @@ Outcome = Sent | Skipped | Failed
 
 @dataclass(frozen=True, slots=True)
 class NotSent:
-    """The values that a commit writes to a task that stays unsent: after a failure, a release, or its former ones."""
+    """The values that a commit writes to an unsent task: to record a failure, release it, or undo its mark."""
 
     attempts: int
     available_at: datetime | None
@@ -258,12 +259,13 @@ class BatchResult:
     """
 
     batch: Batch
-    #: Pub/Sub's answer for each task over all transaction attempts, or the failure of a task that needs no request.
+    #: Pub/Sub's answer for each task over all transaction attempts. A task that is expired or cannot be published has a
+    #: failure instead, without a request.
     answers: dict[str, Outcome] = field(default_factory=dict)
     #: The row as it was when its task was published.
     versions: dict[str, Version] = field(default_factory=dict)
-    #: What the last attempt decided. If another worker sent a task while this one published it, `answers` has Sent and
-    #: `outcomes` has Skipped.
+    #: The outcomes of the last attempt. If another worker sent a task while this one published it, `answers` has Sent
+    #: and `outcomes` has Skipped.
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     #: When the rows were last locked, by the database's clock.
     locked_at: datetime | None = None
@@ -285,11 +287,11 @@ class BatchResult:
     commit_unknown: bool = False
 
     def published(self) -> list[str]:
-        """Return the IDs that Pub/Sub has, whether or not the commit succeeded."""
+        """Return the IDs of the published tasks, whether or not the commit succeeded."""
         return [id for id, outcome in self.answers.items() if isinstance(outcome, Sent)]
 
     def published_versions(self) -> dict[str, Version]:
-        """Return the rows that were published, by ID."""
+        """Return the versions of the published rows, by ID."""
         return {id: self.versions[id] for id in self.published()}
 
     def already_sent(self) -> list[str]:
