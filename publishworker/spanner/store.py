@@ -1,4 +1,4 @@
-"""The relay's reads and writes on Spanner. Nothing else in the relay talks to it; the SQL is in `statements`."""
+"""All reads and writes of the relay on Spanner. The SQL is in `statements`."""
 
 import contextlib
 import re
@@ -37,18 +37,18 @@ from publishworker.types import (
 
 #: Seconds for a read. With a large backlog the emulator, which scans whole tables, takes several.
 READ_SECONDS = 30.0
-#: Seconds for the lock query. Other workers' transactions end within their own limits.
+#: Seconds for the lock query, which waits while a transaction of another worker holds a row.
 LOCK_SECONDS = 10.0
 #: Seconds for a heartbeat, including aborts.
 HEARTBEAT_TIMEOUT_SECONDS = 5.0
-#: Seconds for a transaction, including its attempts after ABORTED.
+#: Seconds from the start of a transaction in which it is retried after ABORTED.
 ABORTED_SECONDS = 20.0
 #: Seconds to wait after ABORTED if Spanner names no delay. The client's default is at least 2 s.
 ABORTED_DELAY_SECONDS = 0.02
 
 #: Rows of the first read of unsent tasks, and of each further read of the same topic.
 FIRST_ROWS, MORE_ROWS = 1_000, 10_000
-#: Unsent tasks of a shard and topic that are counted, rounded up to a whole read.
+#: Max unsent tasks of a shard and topic that `unsent` counts. The last read may exceed it.
 COUNT_LIMIT = 10_000
 #: States of tasks that the worker sends as soon as it can.
 WORK = ("pending", "retrying")
@@ -100,7 +100,7 @@ class UnsentCount:
 class Store(Protocol):
     """The store as the relay uses it. Each method raises StoreError if the store does not answer."""
 
-    #: The layouts to poll: as the table had them at the start, and then as `discover` last read them.
+    #: The layouts to poll: those at the start, until `discover` reads others.
     layouts: Sequence[Layout]
 
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
@@ -109,8 +109,8 @@ class Store(Protocol):
     def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
         """Return live workers, topic controls and unknown topics.
 
-        The topics have unsent tasks in `shards` and are not `known`: at least one if there are any. Without shards no
-        index is read, which may have been dropped.
+        The topics have unsent tasks in `shards` and are not `known`. At least one is returned if there are any. Without
+        shards, no index is read, because the index may have been dropped.
         """
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
@@ -129,7 +129,7 @@ class Store(Protocol):
         """
 
     def heartbeat(self, worker: str, started_at: datetime, polls: Sequence[Layout], remove: Collection[str]) -> None:
-        """Write the heartbeat of `worker`, which began at `started_at`. Delete the rows of the workers in `remove`."""
+        """Write the heartbeat of `worker`, started at `started_at`. Delete the rows of the workers in `remove`."""
 
     def delete_heartbeat(self, worker: str) -> None:
         """Delete the worker's row."""
@@ -200,7 +200,7 @@ class SpannerStore:
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """See Store. A strong single-use read at the request priority, one request for each layout.
 
-        It is outside of the claim, so that no range is ever locked.
+        The claim does not read key heads, because that would lock ranges of the index.
         """
         found: dict[Key, Sequence[QueuedTask]] = {}
         for suffix in by_suffix(keys.values()):
@@ -452,7 +452,8 @@ def _lock(transaction: Any, ids: Sequence[str], priority: RequestOptions.Priorit
     except Aborted:
         raise
     except GoogleAPICallError as error:
-        # The client leaves the transaction and its locks open after a GoogleAPICallError. It rolls back after others.
+        # After a GoogleAPICallError the client leaves the transaction and its locks open. After any other exception it
+        # rolls back.
         raise NotWritten(describe(error)) from error
     return rows.locked(found)
 

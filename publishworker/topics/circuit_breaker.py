@@ -50,7 +50,7 @@ class _OpenCircuit:
     probing: bool = False
     #: IDs of earlier probes: other tasks go first.
     probed: set[str] = field(default_factory=set)
-    #: How many rows the next poll has to read of each range to find a task that has not been a probe.
+    #: Rows of each range that the next poll must read to find a task that has not been a probe.
     depth: int = 0
     #: How many draws of an at-most-once task were skipped.
     spared: int = 0
@@ -77,7 +77,10 @@ class CircuitBreakers:
     """The circuits of all topics, from what this worker has seen. It belongs to the relay's thread."""
 
     def __init__(self, random: Random, clock: Callable[[], float] = time.monotonic, *, places: int = 8) -> None:
-        """Close all circuits. Probes in an outage may time out, so they use at most a quarter of the `places`."""
+        """Begin with closed circuits. `places` is how many batches may be in flight.
+
+        Probes in an outage may time out, so they get at most a quarter of the places.
+        """
         self._random = random
         self._clock = clock
         self._max_probes = max(1, places // 4)
@@ -103,7 +106,7 @@ class CircuitBreakers:
         return {topic: now < circuit.probe_at for topic, circuit in self._open.items()}
 
     def depths(self) -> dict[str, int]:
-        """Return by topic how many rows of each range the poll must read to find a task that has not been a probe."""
+        """Return, by topic, the rows of each range that a poll must read to find a task that has not been a probe."""
         now = self._clock()
         return {
             topic: max(len(circuit.probed) + 1, circuit.depth)
@@ -122,9 +125,9 @@ class CircuitBreakers:
     ) -> tuple[list[Candidate], dict[str, int]]:
         """Return the candidates that may be sent, and the max tasks of each topic whose circuit is not closed.
 
-        In an outage one task is drawn at random among those that have not failed as a probe. Ready tasks go first,
-        because due ones may have failed before, and messages that always time out must not keep the circuit open. If
-        no such task is left, and the topic is `cut_off`, the next poll reads more rows.
+        In an outage, one task of the topic is drawn at random, if possible one that has not been a probe. Ready tasks
+        go first, because due ones may have failed before, and messages that always time out must not keep the circuit
+        open. If all tasks have been probes and the poll left others in the table (`cut_off`), the next one reads more.
         """
         if not self._open:
             return list(candidates), {}
@@ -148,7 +151,7 @@ class CircuitBreakers:
     def prepare(self, batch: Batch) -> Batch:
         """Return the batch as a probe if the circuit is not closed, otherwise with its suspects.
 
-        A later outage, for example because a quota is used up, replaces the suspects.
+        Only tasks that failed in the last outage are suspects. An exhausted quota is an outage, too.
         """
         if (circuit := self._open.get(batch.topic)) is not None:
             circuit.probing = True
