@@ -88,9 +88,10 @@ def run(spark: SparkSession, settings: AuditSettings) -> Audited:
     sends = reduce(DataFrame.unionByName, (audit.sends(tasks, bodies=bodies) for tasks in sources))
     if len(sources) > 1:  # an archived task can still be in the table
         sends = sends.dropDuplicates(["task_id", "created_at", "sent_at"])
-    rows = audit.judged(sends, deliveries, rules).persist(StorageLevel.DISK_ONLY)
+    observed = deliveries.observe(job.others, *audit.others())
+    rows = audit.judged(sends, observed, rules).persist(StorageLevel.DISK_ONLY)
     try:
-        return job.report(rows, rules, output, bodies=bodies, inbox=inbox)
+        return job.report(rows, deliveries, rules, output, bodies=bodies, inbox=inbox)
     finally:
         rows.unpersist()
 
@@ -103,7 +104,7 @@ class _Job:
     settings: AuditSettings
     table: Table
     #: The numbers of foreign and unreadable messages.
-    counted: Observation = dataclasses.field(default_factory=partial(Observation, "audit"))
+    others: Observation = dataclasses.field(default_factory=partial(Observation, "audit"))
     begin: float = dataclasses.field(default_factory=time.monotonic)
 
     def rules_and_tasks(self) -> tuple[audit.Rules, list[DataFrame]]:
@@ -155,18 +156,23 @@ class _Job:
         else:
             messages = self.spark.read.parquet(settings.received)
         deliveries = received.received(messages, base64=settings.received_data == "base64")
-        numbers = deliveries.observe(
-            self.counted,
-            f.count_if(~f.col("readable")).alias("unreadable"),
-            f.count_if(f.col("readable") & f.col("task_id").isNull()).alias("foreign"),
-        )
-        return "data" in messages.columns, numbers
+        return "data" in messages.columns, deliveries
 
     def report(
-        self, rows: DataFrame, rules: audit.Rules, output: Folder, *, bodies: bool, inbox: DataFrame | None
+        self,
+        rows: DataFrame,
+        deliveries: DataFrame,
+        rules: audit.Rules,
+        output: Folder,
+        *,
+        bodies: bool,
+        inbox: DataFrame | None,
     ) -> Audited:
         """Write the report and return the counts."""
         total, lists = self._numbers(rows)
+        # If no row is counted, Spark removes the empty part of an adaptive plan, and the Observation has no numbers.
+        is_empty = not (total["tasks"] or total["unknown"])
+        [others] = _rows(deliveries.agg(*audit.others())) if is_empty else [self.others.get]
         found, classes = audit.findings(rows, audit.out_of_order(rows)), [audit.OUT_OF_ORDER]
         if inbox is not None:
             found = found.unionByName(effects.effects(rows, inbox, rules))
@@ -182,7 +188,7 @@ class _Job:
             since=rules.since,
             until=rules.until,
             **{name: total[name] for name in (*audit.COUNTS, "unknown")},
-            **self.counted.get,
+            **others,
             **observed.get,
             report=str(output / REPORT),
             seconds=time.monotonic() - self.begin,
