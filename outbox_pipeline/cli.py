@@ -126,11 +126,13 @@ def _audit(job: Any, spark: Any, settings: AuditSettings, options: argparse.Name
     if result.lost:
         extra = {"action": "lost", "fields": {"lost": result.lost}}
         reason = "sent, but not received within --grace. %s lists them and says what to do"
-        _log.error(f"%s tasks are lost: {reason}", f"{result.lost:,}", result.report, extra=extra)
+        tasks = "1 task is" if result.lost == 1 else f"{result.lost:,} tasks are"
+        _log.error(f"%s lost: {reason}", tasks, result.report, extra=extra)
     if result.not_applied:
         extra = {"action": "not_applied", "fields": {"not_applied": result.not_applied}}
         reason = "received, but not recorded in the inbox within --grace. %s lists them and says what to do"
-        _log.error(f"%s tasks have no effect: {reason}", f"{result.not_applied:,}", result.report, extra=extra)
+        tasks = "1 task has" if result.not_applied == 1 else f"{result.not_applied:,} tasks have"
+        _log.error(f"%s no effect: {reason}", tasks, result.report, extra=extra)
     if not result.tasks:
         since = f"from {shown(result.since)} " if result.since else ""
         headline = f"Nothing was audited: no task was created {since}before {shown(result.until)}"

@@ -79,7 +79,7 @@ class ArchiveSettings(JobSettings):
     since: timedelta | datetime | None = setting(
         "",
         _or_nothing(MOMENT),
-        "Start of the first window of a new archive. If empty, the SentAt of the first sent task.",
+        "Time that the first window of a new archive contains. If empty, the SentAt of the first sent task.",
     )
     until: timedelta | datetime = setting(
         "1m", MOMENT, "Archive the windows that end by this time, which must be at least 1 minute ago."

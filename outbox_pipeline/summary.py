@@ -29,6 +29,8 @@ def summary(job: str, result: Any, *, json: bool) -> str:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, dict):
         value = [{"tasks": number, "topic": topic} for topic, number in value.items()]
     if isinstance(value, list):

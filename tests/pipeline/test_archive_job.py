@@ -171,6 +171,11 @@ def test_windows_adjoin_and_only_archived_tasks_are_purged(
         {"deleted": 0, "resent": 0, "missing": 0},
     ]
     assert notes[-2] == "purged 1 tasks sent from 2026-10-20T06:00:00.000000Z to 2026-10-20T09:00:00.000000Z"
+    nothing = run(spark, settings, late=True, note=notes.append)
+    assert nothing.windows == 0
+    assert (
+        notes[-1] == f"No window has ended by {shown(DAY + HOUR * 12)}. The next one ends at {shown(DAY + HOUR * 15)}"
+    )
     assert sorted(rows_of(database)) == ["dead", "reset", "too old", "waits"]
     both = [("again", DAY + HOUR * 3.5), ("again", DAY + HOUR * 7)]
     others = [("between", DAY + HOUR * 5), *ids(("gone", "reset", "stays"), DAY + HOUR * 3.5)]

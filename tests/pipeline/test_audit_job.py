@@ -117,13 +117,14 @@ def shows_what_is_lost(report: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_the_exit_code_is_1_if_a_task_is_lost(  # noqa: PLR0917 - six fixtures
+def test_the_exit_code_is_1_if_a_task_is_lost(  # noqa: PLR0917 - seven fixtures
     spark: SparkSession,
     target: DatabaseSettings,
     database: Database,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ):
     for name in ("project", "instance", "database"):
         monkeypatch.setenv(f"OUTBOX_{name.upper()}", getattr(target, name))
@@ -142,6 +143,7 @@ def test_the_exit_code_is_1_if_a_task_is_lost(  # noqa: PLR0917 - six fixtures
     assert job("one") == 1
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (summary["republished"], summary["lost"]) == (1, 1)
+    assert "1 task is lost: sent, but not received within --grace" in caplog.text
     assert job("young", "--until", "5m") == 2
     assert "a task is audited only after --grace, 600 s" in capsys.readouterr().err
 

@@ -23,6 +23,7 @@ from outbox.shared.settings import DatabaseSettings
 from outbox_pipeline import cli
 from outbox_pipeline import summary as report
 from outbox_pipeline.jobs.archive.job import Archived
+from outbox_pipeline.jobs.drain.job import Drained
 from outbox_pipeline.jobs.register.job import Registered
 from outbox_pipeline.spark import session
 from outbox_pipeline.spark.errors import error_from, spark_errors
@@ -137,6 +138,8 @@ def test_summaries_are_for_people_and_for_programs():
         "missing         3",
         "seconds         1m 5s",
     ]
+    drained = Drained(*[0] * 15, work_left=False, seconds=1.0)
+    assert "work left         no" in report.summary("drain", drained, json=False).splitlines()
     made = json.loads(report.summary("register", Registered(1, 1, 0, 0, 0, 0.12345, None), json=True))
     assert made == {
         "job": "register", "read": 1, "registered": 1, "existing": 0, "repeated": 0, "rejected": 0, "seconds": 0.123,

@@ -142,8 +142,9 @@ def test_replayed_tasks_are_as_after_retry_and_are_sent_once(  # noqa: PLR0917 -
     assert note["Tasks"] == 2 + len(of_key)
     assert note["StartedAt"] < after["replay1"]["AvailableAt"] < note["FinishedAt"]
     assert {**json.loads(note["Selection"]), "until": ""} == {"where": where, "until": ""}
-    assert len(notes) == 1
+    assert len(notes) == 2
     assert f"continue it with --resume {done.replay_id}" in notes[0]
+    assert f"Replay {done.replay_id} finished" in notes[1]
 
     subscription = new_subscription(topic, ordered=True)
     delete(database, *(each["Id"] for each in (*twins, *stay)))

@@ -93,12 +93,20 @@ class _Job:
                 "task is marked before it is published, and a failed publish takes the mark back within a minute. Pass "
                 "--until 1m or an earlier time"
             )
+        length = timedelta(seconds=settings.window)
         if windows:
-            return list(bounds(windows[-1].manifest.until, end, settings.window))
-        first = resolved(settings.since, now) if settings.since else self.table.first_sent()
-        if first is None:
-            return []
-        return list(bounds(floor(first, timedelta(seconds=settings.window)), end, settings.window))
+            begin = windows[-1].manifest.until
+        else:
+            first = resolved(settings.since, now) if settings.since else self.table.first_sent()
+            if first is None:
+                self.note("No window is archived, because no task was sent")
+                return []
+            begin = floor(first, length)
+        due = list(bounds(begin, end, settings.window))
+        if not due:
+            ends = floor(begin, length) + length
+            self.note(f"No window has ended by {shown(end)}. The next one ends at {shown(ends)}")
+        return due
 
     def archive(self, since: datetime, until: datetime, *, late: bool) -> ArchiveWindow:
         """Write one window and its manifest."""

@@ -110,6 +110,7 @@ def run(
         done = job.replay(started_at, settings.max_rows_per_second)
         done.replay_id = id
         table.end_operation(id, "replay", done.selected - done.missing)
+        note(f"Replay {id} finished. Workers send its tasks. outbox status shows how many are pending")
     done.seconds = time.monotonic() - begin
     return done
 
