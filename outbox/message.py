@@ -20,7 +20,8 @@ TASK_ID_ATTRIBUTE = "asynchronous_task_id"
 #: Max bytes of a whole publish request. It is the service's limit, and the client library has the same constant.
 MAX_REQUEST_BYTES = 10_000_000
 MAX_ATTRIBUTES = 100
-#: A message with more fields than this is not decoded. Each attribute is one field. Decoded, it takes about 100 bytes.
+#: A message with more fields than this is not decoded. Each attribute is one field. A decoded field takes about 100
+#: bytes.
 MAX_FIELDS = 2 * MAX_ATTRIBUTES
 MAX_ATTRIBUTE_KEY_BYTES = 256
 MAX_ATTRIBUTE_VALUE_BYTES = 1_024
@@ -89,9 +90,9 @@ def build(
 ) -> tuple[bytes, str]:
     """Return the serialized PubsubMessage and its ordering key ("" for none).
 
-    `message` is bytes, a PubsubMessage (proto-plus or plain) or any other protobuf message, which becomes the data. It
-    is copied, never changed. If there is a current span, its context is added to the attributes. Raises InvalidMessage
-    if Pub/Sub would refuse the message, TypeError for another type.
+    `message` is a PubsubMessage (proto-plus or plain), or the data of one: bytes or any other protobuf message. It is
+    copied, never changed. If there is a current span, its context is added to the attributes. Raises InvalidMessage if
+    Pub/Sub would refuse the message, TypeError for another type.
     """
     built = _copy(message)
     built.ClearField("message_id")

@@ -1,8 +1,8 @@
 """Which of the locked rows may be sent. Pure functions.
 
 These functions keep the order of each ordering key (docs/guide/ordering.md). They skip sent and missing rows. The
-sendable prefix ends before the first unsent task that is not due. After a failure, no later task of the key is
-published, not even in a later transaction attempt.
+sendable prefix ends before the first unsent task that blocks its key and is neither due nor deferred. After a failure
+other than expiry, no later task of the key is published, not even in a later transaction attempt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ def skip_reasons(
     """Return the skip reason of each task of the batch that this transaction must not publish.
 
     `published` are the tasks that an earlier transaction attempt has published. They still need their mark, so they are
-    skipped only if their rows have been deleted, sent or changed since. A task that is skipped because it is not due or
-    at most once blocks the later tasks of its key, unless it has expired, or is dead and `skip_dead` is set.
+    skipped only if their rows have been deleted, sent or changed since. A task that is skipped as "not_due" or as
+    "at_most_once" blocks the later tasks of its key, unless it has expired, or is dead and `skip_dead` is set.
     """
     by_id = {row.id: row for row in rows}
     reasons: dict[str, Outcome] = {}
@@ -55,12 +55,13 @@ def skip_reasons(
 def _skip_reason(row: LockedRow, batch: Batch, now: datetime) -> Skipped | None:
     if not (row.is_due(now) or (row.ordering_key is not None and row.deferred)):
         return Skipped("not_due")
-    # An at-most-once task is sent later, in a batch of its own. Other writers may give it an ordering key.
+    # An at-most-once task is sent later, in a batch of its own. `outbox` refuses such a task with an ordering key, but
+    # other writers may insert one, so it may block a key.
     return Skipped("at_most_once") if row.at_most_once and not batch.at_most_once else None
 
 
 def in_order(batch: Batch, rows: Sequence[LockedRow]) -> list[LockedRow]:
-    """Return the batch's rows in the order of their keys, and after them the rows that the batch releases."""
+    """Return the rows, in the order of the batch's IDs if it has ordering keys. Released rows come last."""
     if not batch.keys:
         return list(rows)
     positions = {id: position for position, id in enumerate((*batch.ids, *batch.releases))}
@@ -85,7 +86,7 @@ def to_release(
 ) -> list[LockedRow]:
     """Return the deferred rows that become heads of their keys with this commit. The commit must make them ready.
 
-    A poll does not read deferred tasks, but one ready task of a key is enough for it to find the key.
+    Until its deferral ends, no poll reads a deferred task. One ready task is enough for a poll to find the key.
     """
     heads: dict[str, LockedRow] = {}
     keys = set(batch.keys)

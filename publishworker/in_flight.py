@@ -12,8 +12,8 @@ from publishworker.types import Batch, BatchResult, Key
 
 #: Seconds after which a batch counts as stuck. The time limits of all its steps add up to less.
 STUCK_SECONDS = 120.0
-#: Max seconds that count between two checks for stuck batches. No step of the worker takes longer. A longer gap means
-#: that the process was suspended, so its batches could not run either.
+#: Max seconds that one check for stuck batches adds to a batch's time in flight. No step of the worker takes longer. If
+#: more time has passed since the last check, the process was suspended, so its batches could not run either.
 MAX_STEP_SECONDS = 45.0
 #: An unexpected error in a batch ends the process. The other batches get this many seconds to finish.
 JOIN_SECONDS = 30.0
@@ -117,7 +117,7 @@ class InFlight:
         self._running[entry].start()
 
     def raise_if_stuck(self) -> None:
-        """Raise StuckBatch if batches do not end. A later call does not report the same batches again."""
+        """Raise StuckBatch if batches are in flight for over STUCK_SECONDS. A later call does not report them again."""
         step, self._checked_at = min(self._clock() - self._checked_at, MAX_STEP_SECONDS), self._clock()
         for entry in self._running:
             entry.seconds += step

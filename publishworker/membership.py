@@ -23,7 +23,8 @@ _log = logging.getLogger("publishworker")
 
 #: Max seconds between two heartbeats of a worker.
 HEARTBEAT_INTERVAL_SECONDS = 7.5
-#: The same while the worker has nothing to send. If its heartbeat is late then, other workers take over empty shards.
+#: The same while the worker has nothing to send. A late heartbeat then does no harm, because the shards that other
+#: workers take over are empty.
 IDLE_HEARTBEAT_INTERVAL_SECONDS = 11.0
 #: Seconds from a heartbeat that failed to the next attempt.
 HEARTBEAT_RETRY_SECONDS = 2.0
@@ -42,7 +43,7 @@ class Membership:
         """Begin as if no other worker were live."""
         self._store = store
         self._worker = worker
-        #: The worker has nothing to send, so that it writes its heartbeat less often.
+        #: Whether the worker has nothing to send. It then writes its heartbeat less often.
         self.idle = False
         #: The layouts that this worker polls.
         self.layouts = tuple(store.layouts)
@@ -82,7 +83,7 @@ class Membership:
         return self._clock() - max(self._heartbeat_at, self._learned_at) > LIVENESS_TIMEOUT_SECONDS
 
     def heartbeat(self) -> None:
-        """Write the heartbeat if it is due, unless it has lapsed, because the layouts may have changed meanwhile.
+        """Write the heartbeat if it is due. After a lapse, write none before `learn`: the layouts may have changed.
 
         A failure stops nothing: other workers take over this worker's shards, and the row locks keep them apart.
         """
@@ -101,12 +102,13 @@ class Membership:
     def learn(self, workers: Workers) -> None:
         """Take this worker's part of the shards. Raises StoreError.
 
-        The worker polls a new layout before its heartbeat names it, and an old one until after its heartbeat does not.
-        `outbox schema reshard` relies on that: it retires a layout when the heartbeats of all live workers name the
-        other one. The answer to a heartbeat may be lost, so until then this worker polls both.
+        The worker begins to poll a new layout before its heartbeat names the new layout. It stops polling the old one
+        after its heartbeat no longer names the old one. `outbox schema reshard` relies on both: it retires a layout
+        when the heartbeats of all live workers name the other one, and drops it when none names it. If the write of the
+        heartbeat fails, the worker polls both layouts until a later write succeeds, because the row may be written.
         """
         self._learned_at = self._clock()
-        if self._failure is not None:  # reads succeed, so it is no outage, which the worker logs
+        if self._failure is not None:  # the read succeeded, so this is no outage. The worker logs outages
             self._throttled_log.log(
                 "heartbeat_failed",
                 "",
@@ -125,7 +127,9 @@ class Membership:
         if layouts != self.layouts:
             self._divide(living, tuple(sorted({*layouts, *self.layouts})))
             self._write(layouts)
-            _log.info("polls %s", " and ".join(each.column for each in layouts), extra={"action": "reshard"})
+            _log.info(
+                "This worker polls %s", " and ".join(each.column for each in layouts), extra={"action": "reshard"}
+            )
         self._divide(living, layouts)
 
     def _divide(self, living: frozenset[str], layouts: tuple[Layout, ...]) -> None:
@@ -137,7 +141,7 @@ class Membership:
             _log.info("%d live workers; this one polls shards %s", len(living), shards, extra={"action": "assigned"})
 
     def delete_heartbeat(self) -> None:
-        """Delete the heartbeat, so that others take over at once. If that fails, they do after the liveness timeout."""
+        """Delete the heartbeat, so that others take over at once, and not only after the liveness timeout."""
         try:
             self._store.delete_heartbeat(self._worker)
         except StoreError as error:
@@ -159,7 +163,7 @@ def divide(workers: Collection[str], shards: Sequence[int]) -> dict[str, tuple[i
     room. If there are more workers than shards, each worker has one shard, and a shard has several workers.
     """
     pairs = sorted(product(workers, shards), key=lambda pair: _score(*pair), reverse=True)
-    # The positions, in a pair, of the side with more members (workers or shards) and of the side with fewer.
+    # A pair is (worker, shard). `many` is the position of the kind with more members, `few` of the other kind.
     many, few = (1, 0) if len(shards) >= len(workers) else (0, 1)
     min_load, rest = divmod(max(len(shards), len(workers)), min(len(shards), len(workers)))
     load: Counter[object] = Counter()

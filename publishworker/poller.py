@@ -11,8 +11,8 @@ from publishworker.spanner.store import Store
 from publishworker.topics.discovery import KnownTopics
 from publishworker.types import Candidate, Discovery, PollRequest
 
-#: A deep read is a query for one topic that needs more rows of each range than the others. It returns at most this many
-#: ready rows and as many due rows. 5,000 rows take about 25 MB while they are decoded.
+#: A deep read is a query for a single topic. It reads more rows of each range than the query for all other topics does.
+#: This is its max number of ready rows, and of due rows. Together they take about 25 MB while they are decoded.
 DEEP_ROWS = 2_500
 
 
@@ -20,7 +20,7 @@ DEEP_ROWS = 2_500
 class Polled:
     """The candidates of one poll.
 
-    `cut_off` are the topics of which the poll did not read all tasks. `no_room` says that the worker did not poll,
+    `cut_off` holds the topics that may have more tasks than the poll read. `no_room` says that the worker did not poll,
     because no further batch may start.
     """
 
@@ -30,7 +30,7 @@ class Polled:
 
 
 class Poller:
-    """Reads ready tasks at each poll, and at an interval due tasks, live workers, topic controls and new topics."""
+    """Reads ready tasks at each poll. At an interval, reads due tasks, live workers, topic controls and new topics."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class Poller:
     ) -> None:
         """Poll this worker's shards for about `target_rows` rows.
 
-        `discover` reads at most every `discovery_seconds`, and as soon as the worker has other shards. Each time, the
-        next poll also reads due tasks.
+        `discover` reads every `discovery_seconds`. It reads earlier if the worker's shards have changed, or if the last
+        read returned an unknown topic. After each read, the next poll also reads due tasks.
         """
         self._store = store
         self._membership = membership
@@ -95,9 +95,10 @@ class Poller:
     ) -> Polled:
         """Return candidates, except those `in_flight` and those of `unavailable` topics. Raises StoreError.
 
-        `room` is the number of tasks that may start now. With `below`, the poll also reads ready tasks of priorities
-        below it. `depths` has the rows to read of each range of a topic. If they are more than for other topics, the
-        topic has a query of its own.
+        `room` is the number of tasks that may start now. With `below`, the poll reads each range of ready tasks a
+        second time, for priorities below it, because more urgent tasks may fill the first read. `depths` maps a topic
+        to the number of rows to read of each of its ranges. If the number exceeds that of the other topics, the topic
+        is read by a query of its own.
         """
         request = PollRequest(
             shards=self._membership.shards,
@@ -116,9 +117,10 @@ class Poller:
     def _read(
         self, request: PollRequest, room: int, in_flight: Collection[str], depths: Mapping[str, int]
     ) -> tuple[list[Candidate], frozenset[str]]:
-        """Return the candidates, and the topics that have more tasks in the table.
+        """Return the candidates, and the topics that may have more tasks in the table.
 
-        Topics in `depths` are read alone. If all topics were read as deep, their candidates could fill the memory.
+        A topic in `depths` is read alone if it needs more rows than the others. If all topics were read to the same
+        depth, their candidates could fill the memory.
         """
         deep = {topic: depths[topic] for topic in request.topics & depths.keys() if depths[topic] > request.per_range}
         others = replace(request, topics=request.topics - deep.keys())
@@ -157,22 +159,22 @@ class PollSize:
 
     `per_range` doubles while ranges are cut off and too few tasks are startable for the room. It halves if a poll
     returns more than twice the target, or more than four times the target while too few tasks are startable. A task is
-    startable if it has the highest priority of the poll and is not in flight. Without this condition, a less urgent
-    task could start before an urgent one that the poll did not reach.
+    startable if it has the highest priority of the poll and is not in flight. If less urgent tasks counted too, one of
+    them could start before an urgent task that the poll did not reach.
     """
 
     def __init__(self, target: int, shards: int) -> None:
         """Expect at first that one topic has the `target` rows, spread over the shards."""
         self._target = target
         self.per_range = max(1, -(-target // max(1, shards)))
-        #: The topics of which the last poll did not read some range to its end.
+        #: The topics that may have more tasks than the last poll read.
         self.cut_off: frozenset[str] = frozenset()
 
     def adapt(self, by_range: Mapping[tuple[str, int, bool], int], startable: int, room: int) -> None:
         """Adapt to the last poll: the rows of each range, and how many `startable` tasks it found for the `room`.
 
-        A range is a topic, a shard, and whether its tasks are ready or due. A range that the poll read twice, also for
-        lower priorities, may have more rows than `per_range`.
+        A range is a topic, a shard, and whether its tasks are ready or due. If the poll read a range a second time, for
+        lower priorities, the range may have more rows than `per_range`.
         """
         total = sum(min(count, self.per_range) for count in by_range.values())
         self.cut_off = frozenset(topic for (topic, *_), count in by_range.items() if count >= self.per_range)

@@ -21,9 +21,10 @@ MAX_ERROR_CHARACTERS = 1_000
 class RetryPolicy:
     """How often a failed task is retried, and after how many seconds.
 
-    The delay begins at `initial` and doubles up to `longest`. Jitter makes it a random time from half of this to all of
-    it. After `max_attempts` failed attempts the task is dead. If its topic is missing or refuses messages, it is not
-    dead before it is `dead_after` seconds old. If its message can never be published, it is dead at once.
+    The delay begins at `initial` and doubles up to `longest`. With jitter, a task waits a random time between half of
+    the delay and the whole delay. After `max_attempts` failed attempts the task is dead. If its topic is missing or
+    refuses messages, it is not dead before it is `dead_after` seconds old. If its message can never be published, it is
+    dead at once.
     """
 
     initial: float
@@ -63,9 +64,9 @@ class RetryPolicy:
 def is_recorded(batch: Batch, id: str, failure: Failed, *, topic_accepts: bool) -> bool:
     """Tell whether to record the failure as a failed attempt of its task. Otherwise it only opens the topic's circuit.
 
-    If the topic is missing or refuses messages, only the failures of probes are recorded. The failure of an outage is
-    recorded only if the topic accepts other tasks and this task is a suspect, which means that it failed in the last
-    outage too. If no message can cause the failure, for example because a quota is exhausted, it is never recorded.
+    If the topic is missing or refuses messages, only the failures of probes are recorded. In an outage, a
+    failure is recorded only if the topic accepts other tasks, the task is a suspect (it failed in the last outage too),
+    and its batch is no probe. Outages that no message can cause, such as an exhausted quota, are never recorded.
     """
     match kind_of(failure.reason):
         case FailureKind.TARGET:

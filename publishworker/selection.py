@@ -1,4 +1,4 @@
-"""Which batches start now: a fair share for lower priorities, then the most urgent tasks, and deferrals."""
+"""Which batches start now: deferrals, then a fair share for lower priorities, then the most urgent tasks."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -22,8 +22,8 @@ class Selector:
         self._random = random
         self._fair_share = FairShare(fair_share)
         self._leaves_place = fair_share > 0
-        #: Whether candidates of the last selection did not start only because all places are taken. A place is one of
-        #: the batches that may be in flight.
+        #: Whether the last selection left tasks, among the candidates or in the table, that wait for places or bytes. A
+        #: place is one of the batches that may be in flight.
         self.left_tasks = False
         #: Whether the last selection held back batches because too many bytes are in flight.
         self.lacks_bytes = False
@@ -65,9 +65,9 @@ class Selector:
         allowed: Mapping[str, int],
         cut_off: Collection[str],
     ) -> None:
-        """Record whether tasks are left for want of a place, and how many batches lower priorities got.
+        """Record whether tasks are left that wait for places or bytes, and how many batches lower priorities got.
 
-        Topics with a limit are ignored, because their tasks wait for the limit and not for a place.
+        Topics in `allowed` are ignored, because their tasks wait for a limit or for a circuit to close.
         """
         started = sum(len(batch.ids) for batch in batches if batch.topic not in allowed)
         startable = sum(each.task_count for each in candidates if each.topic not in allowed)
@@ -77,7 +77,7 @@ class Selector:
 
     def _places_to_defer(self, in_flight: InFlight, *, nothing_else: bool) -> int:
         places = self._limits.batches // (2 if nothing_else else 4)
-        if places == 0:  # with fewer than four places, a deferral gets one in a quarter of the turns
+        if places == 0:  # fewer than four places: deferrals get one place, on average in every fourth turn
             places = int(nothing_else or self._random.random() < 1 / 4)
         free = self._limits.batches - len(in_flight)
         return max(0, min(free, places - in_flight.deferring()))

@@ -22,8 +22,8 @@ from publishworker.pubsub.errors import reason_of
 from publishworker.threads import REAL_THREADS, Queue, Threads
 from publishworker.types import Failed, LockedRow, Outcome, Sent
 
-#: Max IDs of tasks that are remembered, because they were refused in a shared request and must be sent alone next time.
-#: The oldest are forgotten.
+#: Max task IDs to remember. If a task was refused in a shared request that there was no time to split, it is sent alone
+#: next time. The oldest IDs are forgotten.
 MAX_REFUSED = 10_000
 
 
@@ -57,7 +57,7 @@ class PubSubPublisher:
         *,
         create_command: Callable[[str], str] = "gcloud pubsub topics create {}".format,
     ) -> None:
-        """Publish to topics of `project` if a task names no project, and only to full names that are `allowed`.
+        """Publish only to topics whose full names are `allowed`. A topic ID without a project is in `project`.
 
         `create_command` returns the command that creates the topic of a full name.
         """
@@ -135,7 +135,7 @@ class PubSubPublisher:
         return valid, failed
 
     def _remember(self, call: "_Call") -> None:
-        """Remember tasks of refused shared requests that there was no time to split. Forget tasks with an outcome."""
+        """Remember the tasks of refused requests if there was no time to split them. Forget tasks with an outcome."""
         with self._lock:
             self._refused |= dict.fromkeys(call.not_retried)
             for id in call.outcomes:

@@ -19,7 +19,7 @@ from publishworker.types import Candidate, Key, LockedRow, QueuedTask
 
 
 def candidates(values: Iterable[Sequence[Any]], first_shard: int = 0) -> dict[str, Candidate]:
-    """Return the poll's candidates by ID, because two ranges may hold the same task.
+    """Return a dict of the poll's candidates by ID, because two of its reads may return the same task.
 
     `first_shard` is the ID of the layout's first shard.
     """

@@ -9,7 +9,7 @@ be true for every row.
 from outbox.storage.ddl import CHANGE_STREAM
 from outbox.storage.sql import BY_ID, IN_ORDER, IN_ORDER_ORDER, NEVER, SEEK, TO_SEND, TO_SEND_ORDER
 
-#: Seconds after its last heartbeat at which a worker's row may be deleted.
+#: A worker's row may be deleted this many seconds after the worker's last heartbeat.
 FORGET_WORKER_SECONDS = 3600
 
 # Ready tasks by priority, then age.
@@ -30,7 +30,8 @@ SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNN
   SELECT AS STRUCT Id, Topic, Shard, Priority, CreatedAt, AvailableAt, OrderingKey, Bytes FROM {TO_SEND}
   WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt <= CURRENT_TIMESTAMP()
   ORDER BY {TO_SEND_ORDER} LIMIT @per_range)) AS task"""
-#: The statements of a poll. The key says whether it also reads due tasks, and ready tasks of lower priorities.
+#: The statements of a poll by two flags: whether the poll also reads due tasks, and whether it reads the ready tasks of
+#: lower priorities separately.
 POLLS = {
     (False, False): _READY,
     (False, True): f"{_READY} UNION ALL {_LOWER}",
@@ -77,8 +78,8 @@ CHANGES = f"SELECT ChangeRecord FROM READ_{CHANGE_STREAM}(@start, @end, @token, 
 KEYS = """(
     SELECT of_key, @topics[OFFSET(place)] AS of_topic, @shards[OFFSET(place)] AS in_shard
     FROM UNNEST(@keys) AS of_key WITH OFFSET AS place)"""
-#: Rows of AsynchronousTasksInOrder that are unsent, and not dead if dead tasks are skipped. Only columns of the index,
-#: so that a LIMIT applies before any row of the table is read.
+#: The condition for the unsent rows of AsynchronousTasksInOrder. With @skip_dead it leaves out dead tasks. It uses only
+#: columns of the index, so that a LIMIT applies before any row of the table is read.
 UNSENT_OF_KEY = (
     f"OrderingKey IS NOT NULL AND SentAt IS NULL AND NOT (@skip_dead AND COALESCE(AvailableAt >= {NEVER}, FALSE))"
 )
@@ -120,13 +121,13 @@ SELECT Id, Topic, IF(SentAt IS NULL, Data, NULL), OrderingKey, CreatedAt, Availa
 FROM UNNEST(@ids) AS wanted
 {SEEK} {BY_ID} ON Id = wanted"""
 
-#: The columns of a mark. All except SentAt and TimesSent are cleared, so that an operator only has to set SentAt to
-#: NULL to send the task again. A failed attempt writes the same columns. For an at-most-once task this undoes the
-#: mark that was committed before the publish.
+#: The columns of a mark. A mark resets all columns after TimesSent to their defaults, so that an operator only has to
+#: set SentAt to NULL to send the task again. A failed attempt writes the same columns. For an at-most-once task, the
+#: failed attempt undoes the mark that was committed before the publish.
 MARK_COLUMNS = ("Id", "SentAt", "TimesSent", "AvailableAt", "BlockedBy", "ExpiresAt", "LastError", "Attempts")
 #: The columns of a mark if the other columns still have their defaults. Fewer cells are locked and written.
 MARK_CLEAN_COLUMNS = ("Id", "SentAt", "TimesSent")
-#: Reads the columns of a mark, to test the permission.
+#: Reads the columns of a mark, to test whether the worker may read them.
 READ_MARK_COLUMNS = f"SELECT {', '.join(MARK_COLUMNS)} FROM {BY_ID} WHERE Id = @id"
 #: The columns of a deferral.
 DEFER_COLUMNS = ("Id", "AvailableAt", "BlockedBy")

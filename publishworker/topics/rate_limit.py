@@ -16,8 +16,8 @@ from publishworker.types import TopicLimit
 
 _log = logging.getLogger("publishworker")
 
-#: A topic starts tasks only when it has the tokens of this many seconds, or of its whole burst. Batches are then
-#: fewer and larger.
+#: Tasks of a topic start only when its bucket has collected the tokens of this many seconds, or is full. Batches are
+#: then fewer and larger.
 SAVE_SECONDS = 0.2
 
 
