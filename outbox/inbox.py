@@ -44,7 +44,7 @@ _log = logging.getLogger("outbox")
 
 
 class ReceivedMessage(Protocol):
-    """A received message with `attributes` and `message_id`: that of a streaming pull, or a PubsubMessage."""
+    """A received message with `attributes` and `message_id`, from a streaming pull or as a PubsubMessage."""
 
     @property
     def attributes(self) -> Mapping[str, str]:
@@ -76,9 +76,9 @@ def process_once(
 
     Args:
         transaction: the Spanner Transaction that `database.run_in_transaction` passes to its function.
-        message: a message of Pub/Sub's clients, or `pushed_message` of a push request.
-        consumer: names the subscriber, 1 to 256 printable characters without spaces at the ends. Each consumer
-            processes each task once, so under a new name all messages are processed again.
+        message: a message of Pub/Sub's clients, or the result of `pushed_message` for a push request.
+        consumer: names the subscriber, 1 to 256 printable characters without leading or trailing spaces. Each
+            consumer processes each task once, so under a new name all messages are processed again.
         key: with "message_id", a message without a task ID is recorded by its message ID. Message IDs are unique
             only within a topic, so use a separate consumer name for each topic.
 
@@ -113,7 +113,7 @@ def inbox_row(message: ReceivedMessage, consumer: str, key: Key) -> tuple[str, s
         # Message IDs increase, so they must not begin the key: https://cloud.google.com/spanner/docs/schema-design
         return consumer, f"{zlib.crc32(message_id.encode()):08x}-message-{message_id}"
     problem = (
-        f"an {TASK_ID_ATTRIBUTE} of {len(task_id)} characters, {MAX_ID_CHARACTERS} are allowed"
+        f"an {TASK_ID_ATTRIBUTE} of {len(task_id)} characters (max {MAX_ID_CHARACTERS})"
         if task_id
         else f"no attribute {TASK_ID_ATTRIBUTE}"
     )
@@ -147,7 +147,7 @@ def _check_consumer(consumer: str) -> None:
     if not isinstance(consumer, str):
         raise InvalidConsumer(f"consumer is {type(consumer).__name__}. It must be a str")
     if not 1 <= len(consumer) <= MAX_CONSUMER_CHARACTERS:
-        raise InvalidConsumer(f"consumer has {len(consumer)} characters, 1 to {MAX_CONSUMER_CHARACTERS} are allowed")
+        raise InvalidConsumer(f"consumer has {len(consumer)} characters. It must have 1 to {MAX_CONSUMER_CHARACTERS}")
     if not consumer.isprintable() or consumer != consumer.strip():
         raise InvalidConsumer(
             f"consumer {consumer!r} begins or ends with a space, or has a character that cannot be printed"
@@ -202,13 +202,13 @@ class Handler:
             consumer: see `process_once`.
             key: see `process_once`.
             missing_task_id: what happens to a message without a task ID if `key` is "task_id". With "nack" Pub/Sub
-                redelivers it, and forwards it to the dead-letter topic of the subscription. With "raise" the
-                streaming pull ends, and its future raises MissingTaskId.
+                redelivers it. If the subscription has a dead-letter topic, Pub/Sub forwards it there after the maximum
+                number of delivery attempts. With "raise" the streaming pull ends, and its future raises MissingTaskId.
             transaction_options: for `database.run_in_transaction`, such as `timeout_secs` or `transaction_tag`.
 
         Raises:
             InvalidConsumer: see `process_once`.
-            ValueError: `key` or `missing_task_id` has another value.
+            ValueError: `key` or `missing_task_id` is not one of the values above.
         """
         _check_consumer(consumer)
         _check_choice("key", key, Key)
@@ -220,7 +220,7 @@ class Handler:
         """Return the callback.
 
         Args:
-            handle: called with the transaction and the message, again after each ABORTED. Its result is ignored.
+            handle: called with the transaction and the message, and again after each ABORTED. Its result is ignored.
 
         Raises:
             TypeError: `handle` is a coroutine function, which would have no effect.

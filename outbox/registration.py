@@ -83,8 +83,8 @@ def register(
         transaction: a Spanner Transaction, Batch (`database.batch()`) or MutationGroup.
         topic: topic ID in the worker's project, or projects/PROJECT/topics/TOPIC.
         message: bytes, a PubsubMessage (proto-plus or plain), or another protobuf message, which becomes the data.
-        attributes: added to those of the message. Raises InvalidMessage if both have an attribute with different
-            values.
+        attributes: added to those of the message. Raises InvalidMessage if the message has the same attribute with
+            another value.
         priority: an int64; higher ones go first.
         ordering_key: tasks of one topic and key are published in the order of their commits; "" is no key.
         available_at: do not publish before this timezone-aware time.
@@ -97,7 +97,7 @@ def register(
     Raises:
         InvalidMessage: Pub/Sub or the table would refuse the task. Nothing was added to the transaction.
         InvalidTransaction: `transaction` belongs to a DB-API connection, which would drop the insert after an abort.
-        TypeError: `transaction` or `message` has another type than those above.
+        TypeError: `transaction` or `message` is not one of the types above.
     """
     check_inserts(transaction, "register")
     id = str(uuid.uuid4()) if task_id is None else task_id
@@ -250,7 +250,7 @@ def task_rows(tasks: Iterable[Task]) -> tuple[list[tuple[Any, ...]], list[str]]:
             raise type(error)(f"tasks[{index}]: {error}") from error
         rows.append(row)
         if task.task_id is not None and (first := chosen.setdefault(task.task_id, index)) != index:
-            raise InvalidMessage(f"tasks[{index}]: task_id {task.task_id!r} is also that of tasks[{first}]")
+            raise InvalidMessage(f"tasks[{index}]: task_id {task.task_id!r} is also the task_id of tasks[{first}]")
     return rows, list(chosen)
 
 

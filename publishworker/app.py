@@ -56,7 +56,7 @@ class App:
     ) -> None:
         """Connect and verify the table. Raises NotReached.
 
-        `id` is unique to this process, at most 64 characters. `touch_file` is called while the loop turns, for liveness
+        `id` is unique to this process, at most 64 characters. `touch_file` is called at each turn, for liveness
         probes. The caller stops `metrics`.
         """
         self._settings = settings
@@ -81,7 +81,7 @@ class App:
             self._metrics,
             self.membership,
             limits=Limits(settings.batch_size, settings.batch_bytes, settings.concurrency),
-            # So that each idle turn discovers, whatever its jitter.
+            # At most half of the poll interval, so that jitter never makes an idle turn skip its discovery.
             discovery_seconds=min(settings.poll_interval / 2, 1.0),
             random=random,
             fair_share=settings.fair_share,
@@ -138,7 +138,7 @@ class App:
             return exits.FAILED
         except DatabaseMissing as error:
             _log.critical(
-                "The worker exits, because the database, the instance or a table has not existed for five minutes: %s",
+                "The worker exits, because the database, the instance or a table has been missing for five minutes: %s",
                 error,
                 extra={"action": "missing"},
             )
@@ -167,7 +167,7 @@ def open_store(settings: RelaySettings) -> SpannerStore:
     """Connect, and verify the table and the permission to write to it. Raises NotReached."""
     emulator = uses_emulator(settings)
     if emulator:
-        # Emulators before 1.5.38 end a session's transaction when another begins, so threads must not share one.
+        # Emulators before 1.5.38 end a session's transaction when another begins, so threads must not share a session.
         os.environ.setdefault("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "false")
     database = open_database(settings)
     layout = verified_layout(database)
@@ -184,7 +184,7 @@ def verified_layout(database: LimitedDatabase) -> Layout:
     except NotReached as error:
         if not isinstance(error.__cause__, DeadlineExceeded):
             raise
-        # Otherwise no worker could start in a database with very many objects.
+        # Start anyway. In a database with very many objects, the comparison may never end in time.
         _log.warning("The schema was not compared with the DDL: %s", error, extra={"action": "schema_not_compared"})
     if wrong:
         raise NotReached(f"database {database.name}: " + "; ".join(wrong) + ". See `outbox schema apply`.")
@@ -194,9 +194,8 @@ def verified_layout(database: LimitedDatabase) -> Layout:
 def until_drained(store: SpannerStore, shards: Callable[[], Sequence[int]], interval: float) -> Callable[[Turn], bool]:
     """Return a function that tells, after a turn, whether `shards` are drained.
 
-    They are if the turn made no progress, no batch is in flight, and no task is pending or retrying.
-
-    The table is read at most every `interval` seconds.
+    A drained shard has no pending or retrying task. The function reads the table only after a turn that made no
+    progress and left no batch in flight, and at most once every `interval` seconds.
     """
     read_at = float("-inf")
 

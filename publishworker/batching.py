@@ -1,9 +1,9 @@
-"""From candidates to batches: pure, with an injected source of randomness.
+"""Choose batches from candidates. Pure functions, with an injected source of randomness.
 
 Priority comes first, over all candidates. Candidates are cut into slices by topic, shard and priority. Slices of equal
 priority are shuffled, so that workers that read the same backlog rarely choose the same tasks. A batch holds one topic.
-It is filled with whole slices and with the beginning of the next one, because a full batch takes no more requests than
-a smaller one. The sendable prefix of an ordering key is not split, unless a limit of its topic allows only a part.
+It is filled with whole slices and with the beginning of the next one, because a small batch takes as many requests as a
+full one. The sendable prefix of an ordering key is not split, unless a limit of its topic allows only a part.
 """
 
 from collections import Counter, defaultdict, deque
@@ -14,7 +14,8 @@ from random import Random
 from publishworker.types import Batch, Candidate
 
 #: The bytes in flight are limited to this many full batches, but never to less than MIN_BYTES. In memory a message
-#: takes several times its size: as Spanner sends it, decoded, as a message, in the request, and on the wire.
+#: takes several times its size, because Spanner's response, the decoded value, the message, the publish request and its
+#: serialized form each hold a copy.
 BATCHES_OF_BYTES, MIN_BYTES = 4, 32_000_000
 
 
@@ -46,8 +47,8 @@ def choose_batches(
     `limits.batches` is the number of places, and each batch in flight has one. Batches get places by priority. Among
     equal priorities, one topic gets at most half of the places (rounded up) while another topic waits, and ready and
     due tasks get half of the places each while both wait. A topic in `allowed` gets at most that many tasks. With
-    `leaves_place`, one topic never gets all of several places while another topic waits, even with a lower priority.
-    Otherwise a slow topic would delay the others.
+    `leaves_place`, one topic never gets all of several places while another topic waits, even if the other topic has a
+    lower priority. Otherwise a slow topic would delay the others.
     """
     packed = _pack(_most_urgent_first(candidates, limits, random), limits, dict(allowed or {}))
     return _share_places(packed, limits.batches, Counter(in_flight or {}), leaves_place=leaves_place)
@@ -64,7 +65,7 @@ def fitting(batches: Sequence[Batch], free: int, *, alone: bool) -> list[Batch]:
 
 
 def _most_urgent_first(candidates: Sequence[Candidate], limits: Limits, random: Random) -> Iterator[list[Candidate]]:
-    """Yield pieces of slices by priority. In a priority, pieces are shuffled, and ready and due ones alternate."""
+    """Yield pieces of slices by priority. Within a priority, pieces are shuffled, and ready and due ones alternate."""
     by_priority: dict[int, tuple[list[Candidate], list[Candidate]]] = defaultdict(lambda: ([], []))
     for each in candidates:
         by_priority[each.priority][each.available_at is not None].append(each)
@@ -174,7 +175,7 @@ def _share_places(batches: list[_Packing], places: int, in_flight: Counter[str],
     for batch in batches:
         of_topic[batch.topic] += 1
         order.append((-batch.priority, of_topic[batch.topic] > half))
-    # In each priority, the batches of a topic beyond half of the places come last. Otherwise the order stays.
+    # Within a priority, a topic's batches that exceed half of the places come last. Otherwise the order stays.
     ranked = [batches[number] for number in sorted(range(len(batches)), key=order.__getitem__)]
     chosen, rest = ranked[:free], ranked[free:]
     topics = {*(topic for topic, number in in_flight.items() if number), *(batch.topic for batch in chosen)}

@@ -187,7 +187,7 @@ class Delivery:
         result.recorded, result.deferred = {}, {}
         topic_accepts = result.batch.topic_accepts or bool(result.published())
         marks: dict[str, Mark] = {}
-        #: The ordering keys in which a task has failed, each with the deferral for the tasks behind it, if any.
+        #: The ordering keys in which a task has failed, each with the deferral of its later tasks, or None.
         stopped: dict[str, Deferred | None] = {}
         for row in eligible:
             outcome = result.answers.get(row.id)
@@ -204,7 +204,7 @@ class Delivery:
                     recorded = marks[row.id] = result.recorded[row.id] = self._retries.record(row, outcome, now)
                 blocks_nothing = recorded is not None and recorded.dead and self._skip_dead
                 if blocks_nothing and kind_of(outcome.reason) is FailureKind.CONTENT:
-                    continue  # this dead task blocks nothing, so the next task of the key is marked by its own outcome
+                    continue  # this dead task blocks nothing, so the key's later tasks get marks for their own outcomes
                 if row.ordering_key is not None and stops_key(outcome):
                     stopped[row.ordering_key] = None if blocks_nothing else self._deferral_behind(row, recorded, now)
         result.traces |= _traces(eligible, result.recorded)
@@ -257,7 +257,7 @@ def _traces(rows: Sequence[LockedRow], ids: Collection[str]) -> dict[str, str]:
 
 
 def _is_surely_not_published(outcome: Outcome | None) -> bool:
-    """Tell whether Pub/Sub has certainly not accepted the message: it was not tried, or it was refused."""
+    """Tell whether Pub/Sub has certainly not accepted the message: no request was sent, or it was refused."""
     return outcome is None or (isinstance(outcome, Failed) and is_refused(outcome.reason))
 
 

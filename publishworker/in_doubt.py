@@ -13,12 +13,13 @@ from publishworker.spanner.store import Decide
 from publishworker.threads import REAL_THREADS, Threads
 from publishworker.types import MARKED, Batch, BatchResult, Key, LockedRow, Mark, Version
 
-#: Seconds after which a task in doubt is forgotten and published again: a duplicate rather than a loss.
+#: Max seconds that a task stays in doubt. Then the relay forgets it and publishes it again, because a duplicate is
+#: better than a loss.
 MAX_AGE_SECONDS = 900.0
 MAX_TASKS = 10_000
 #: Seconds between two probes while no transaction commits. A probe is one task that is published to test the commit.
 PROBE_SECONDS = 30.0
-#: Seconds before the second attempt to mark a task alone. The delay doubles up to PROBE_SECONDS.
+#: The first `retry_delay` of a task. Each further failure doubles it, up to PROBE_SECONDS.
 FIRST_RETRY_SECONDS = 1.0
 #: Max seconds that a turn waits for a mark while publishing is paused. Also the pause between two rounds of marks at
 #: exit.
@@ -31,8 +32,8 @@ _log = logging.getLogger("publishworker")
 class _TaskInDoubt:
     """A task in doubt: its topic, its row when it was published, and the time at which its commit failed.
 
-    `retry_delay` is 0 until a transaction with this task fails while others commit. From then on, the task is marked
-    alone, after this many seconds.
+    `retry_delay` is 0 until a transaction that marks this task fails while others commit. From then on, the
+    task is marked alone. After an attempt with this task alone fails, the next one waits this many seconds.
     """
 
     topic: str
@@ -92,7 +93,7 @@ class InDoubt:
         if published and not self._paused:
             self._paused, self._probed_at = True, now
             _log.warning(
-                "A commit failed: %s. Until one succeeds, only one task every %g s is published.",
+                "A commit failed: %s. Until a commit succeeds, the worker publishes only one task every %g s.",
                 result.error, PROBE_SECONDS, extra={"action": "publishing_paused"},
             )  # fmt: skip
         for id, version in published.items():
@@ -105,7 +106,7 @@ class InDoubt:
         return frozenset(self._tasks)
 
     def keys(self) -> frozenset[Key]:
-        """Return the ordering keys of the tasks in doubt. Their later tasks wait."""
+        """Return the ordering keys of the tasks in doubt. Later tasks of these keys wait."""
         pairs = ((task.topic, task.version.ordering_key) for task in self._tasks.values())
         return frozenset(Key(topic, key) for topic, key in pairs if key is not None)
 
@@ -163,7 +164,7 @@ class InDoubt:
         return together + [Batch(task.topic, (id,)) for id, task in tasks.items() if task.retry_delay]
 
     def _settle(self, finished: Sequence[BatchResult]) -> None:
-        """Forget tasks that were marked. If a mark failed while others commit, retry its tasks one by one."""
+        """Forget tasks that were marked. If a batch fails while others commit, retry its tasks one by one."""
         for result in finished:
             if result.error is None:
                 for id in result.batch.ids:

@@ -50,7 +50,7 @@ class Ordering:
     def resolve(self, candidates: Sequence[Candidate], in_flight: frozenset[Key]) -> ResolvedKeys:
         """Replace the tasks of each key by its sendable prefix. Raises StoreError.
 
-        Keys in flight are left out, because the next request of a key waits for the answer to the last.
+        Keys in flight are left out, because a key's next publish request must wait for the answer to the one before.
         """
         unordered = [each for each in candidates if each.ordering_key is None]
         by_key: dict[Key, list[Candidate]] = {}
@@ -88,7 +88,7 @@ class Ordering:
             queues |= {key: [each for each in tasks if not each.expired_before_due] for key, tasks in found.items()}
             short = [key for key, tasks in found.items() if len(tasks) == rows and len(queues[key]) < wanted]
             rows += max((len(found[key]) - len(queues[key]) for key in short), default=0)
-            # A later poll reads the other keys. A key that exceeds the limit by itself can never be read.
+            # A later poll reads the keys that are not chosen. A key that exceeds the limit by itself can never be read.
             chosen = self._random.sample(short, min(len(short), MAX_EXPIRED_ROWS // rows))
             keys = {key: keys[key] for key in chosen}
             for key in short:
@@ -99,8 +99,8 @@ class Ordering:
     def _log_crowded_key(self, topic: str, ids: Sequence[str]) -> None:
         sentence = (
             f"An ordering key of topic {topic} begins with at least {len(ids)} expired tasks, which is more than a "
-            f"worker reads. Its later tasks are not sent. The first one is {ids[0]}. List dead ones with `outbox list "
-            f"--state dead --topic {topic}`, and delete them with `outbox discard`."
+            f"worker reads. Its later tasks are not sent. The first expired task is {ids[0]}. List dead tasks with "
+            f"`outbox list --state dead --topic {topic}`, and delete them with `outbox discard`."
         )
         self._throttled_log.log("crowded_key", topic, sentence)
 

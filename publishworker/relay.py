@@ -61,8 +61,8 @@ class Relay:
             random: shuffles slices of tasks, and draws probes.
             fair_share: part of the batches (0 to 0.5) for lower priorities while higher ones keep arriving.
             skip_dead: a dead task does not block its ordering key.
-            stragglers: if the last selection left tasks that could start, a turn waits only until at most this many of
-                its batches are in flight.
+            stragglers: if the last selection left tasks that could start, a turn stops waiting once at most this many
+                of its batches are still in flight.
             shutdown_seconds: how long `finish` keeps trying to mark tasks in doubt. It tries at least once.
             clock: monotonic seconds.
             touch_file: called before each step that may take long, so that the liveness probe does not take a slow turn
@@ -164,21 +164,21 @@ class Relay:
             if (change := self._topics.learn(result)) is not None:
                 self._reporter.circuit(change)
                 changed = True
-            # A poll cannot see which tasks are at-most-once, but the lock query does. Start them now in a batch that
-            # marks first.
+            # A poll cannot tell which tasks are at-most-once, but the lock query can. Start them now in a batch that
+            # marks them before it publishes them.
             if not stopping() and (at_most_once := self._topics.at_most_once_batch(result)) is not None:
                 self._start([at_most_once])
         return changed
 
     def _begin_reads(self) -> None:
-        """Read the layouts to poll if a read of the last turn failed, because an index may have been dropped."""
+        """If a read of the last turn failed, read the layouts to poll: a reshard may have dropped the index it used."""
         self._touch_file()
         if self._reads_failed:
             self._learn(self._store.discover((), ()))
         self._reads_failed = True  # `turn` resets it if no read raises StoreError
 
     def _discover(self) -> bool:
-        """Return whether there are new topics or shards to poll."""
+        """Discover if it is time, and return whether there are new topics or shards to poll."""
         self._touch_file()
         shards, found = self._membership.shards, self._poller.discover()
         if found is None:
@@ -196,8 +196,8 @@ class Relay:
             return Polled(no_room=True)
         if not self._in_doubt.may_publish:
             return Polled()
-        # Batches that end during the poll stay in flight until after the selection. Otherwise the turn could start
-        # their tasks again, which the poll may have returned as unsent.
+        # Batches that end during the poll are collected only after the selection. Otherwise the turn could start their
+        # tasks again, because the poll may have returned them as unsent.
         in_flight = self._in_flight.ids() | self._in_doubt.ids()
         unavailable = self._topics.unavailable(self._in_flight.tasks_by_topic())
         began = self._clock()
@@ -226,7 +226,7 @@ class Relay:
     def _wait(self) -> list[BatchResult]:
         """Wait until a batch has ended and at most `stragglers` of this turn's batches are in flight.
 
-        If no tasks are left, wait for all of them, because another poll would find nothing.
+        If no tasks are left to start, wait for all of these batches, because another poll would find nothing.
         """
         leave = self._stragglers if self._selector.left_tasks else 0
         return self._in_flight.wait_for_most(leave, MAX_TURN_WAIT_SECONDS)

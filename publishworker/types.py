@@ -67,13 +67,16 @@ class PollRequest:
     per_range: int
     #: Read due tasks as well.
     due: bool = False
-    #: Also read up to `per_range` ready tasks of each range with a priority below this.
+    #: Also read ready tasks with a priority below this, up to `per_range` of each shard and topic.
     below: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TopicLimit:
-    """The limits of a topic for all live workers together: tasks per second, at once, and in flight. None: no limit."""
+    """The limits of a topic for all live workers together. None means no limit.
+
+    `rate` is tasks per second, `burst` is tasks that may start at once, and `in_flight` is tasks in flight.
+    """
 
     rate: float | None = None
     burst: int | None = None
@@ -92,7 +95,7 @@ class TopicControls:
 class Workers:
     """The IDs of live workers, and of workers whose heartbeat is so old that its row may be deleted.
 
-    `layouts` are the layouts to poll, as the database records them: empty until the table is resharded once.
+    `layouts` are the layouts to poll, as the database records them. They are empty until the table's first reshard.
     """
 
     live: frozenset[str] = frozenset()
@@ -102,7 +105,7 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """The result of a discovery: live workers, topic controls, and topics with unsent tasks."""
+    """The result of a discovery: live workers, topic controls, and unknown topics with unsent tasks."""
 
     workers: Workers = field(default_factory=Workers)
     controls: TopicControls = field(default_factory=TopicControls)
@@ -124,11 +127,11 @@ class Batch:
     probe: bool = False
     #: The marks are committed before the tasks are published.
     at_most_once: bool = False
-    #: The ordering key of each task, or empty if none has one. The tasks of a key are in its order.
+    #: The ordering key of each task, or empty if none has one. The tasks of each key are in order.
     keys: tuple[str | None, ...] = ()
     #: Deferred tasks that follow the sendable prefixes, to be released when these are sent.
     releases: tuple[str, ...] = ()
-    #: Nothing is published: the first task is a key head that is not due, and the others are deferred behind it.
+    #: Nothing is published: the first task is a key head that is not due, and the batch defers the others behind it.
     defers: bool = False
     #: Size of all messages.
     bytes: int = 0
@@ -145,7 +148,7 @@ class LockedRow:
     created_at: datetime
     available_at: datetime | None
     sent_at: datetime | None
-    clean: bool = False  # all other columns of a mark have their defaults, so a mark writes only SentAt and TimesSent
+    clean: bool = False  # a mark would not change any other column, so it writes only SentAt and TimesSent
     attempts: int = 0
     expires_at: datetime | None = None
     at_most_once: bool = False
@@ -166,9 +169,9 @@ class Version:
     """The state of a row when its task was published, with a hash of the message.
 
     The version changes if an application registers the ID again (created_at), a worker records a failed attempt
-    (attempts), or an operator repairs it (message) or resets SentAt (times_sent). An answer for one version does not
-    hold for another. Only `times_sent` distinguishes a row whose SentAt was reset from a row that was never marked,
-    because a mark clears the other columns (`statements.MARK_COLUMNS`).
+    (attempts), or an operator repairs the message (message) or resets SentAt (times_sent). An answer for one version
+    does not hold for another. If a row is marked and SentAt is then reset, the row can equal its earlier self in
+    everything but `times_sent`, because a mark clears the other columns (`statements.MARK_COLUMNS`).
     """
 
     topic: str
@@ -205,8 +208,8 @@ class Skipped:
 
     The reasons: another worker has sent it (`sent`), its row has changed since it was published (`changed`), the row
     does not exist any more (`gone`), it is not due, its topic or key has changed (`moved`), it must be marked first in
-    a batch of its own (`at_most_once`), or an earlier task of its ordering key is not due or must be marked first
-    (`blocked`). Only `sent` is counted: see `BatchResult.already_sent` and `Reporter.batch`.
+    a batch of at-most-once tasks (`at_most_once`), or an earlier task of its ordering key is not due or must be marked
+    first (`blocked`). Only `sent` is counted: see `BatchResult.already_sent` and `Reporter.batch`.
     """
 
     reason: Literal["sent", "changed", "gone", "not_due", "moved", "at_most_once", "blocked"]

@@ -35,7 +35,7 @@ class TurnRunner(Protocol):
         """
 
     def seconds_until_due(self) -> float | None:
-        """Return the seconds until the next task is due that is not due yet, or None. Raises StoreError."""
+        """Return the seconds until another task becomes due, or None if none will. Raises StoreError."""
 
     def finish(self) -> Turn:
         """Wait for the batches in flight."""

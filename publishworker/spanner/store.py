@@ -35,13 +35,13 @@ from publishworker.types import (
     Workers,
 )
 
-#: Seconds for a read. With a large backlog the emulator, which scans whole tables, takes several.
+#: Seconds for a read. The emulator scans whole tables, so a read takes several seconds if the backlog is large.
 READ_SECONDS = 30.0
 #: Seconds for the lock query, which waits while a transaction of another worker holds a row.
 LOCK_SECONDS = 10.0
 #: Seconds for a heartbeat, including aborts.
 HEARTBEAT_TIMEOUT_SECONDS = 5.0
-#: Seconds from the start of a transaction in which it is retried after ABORTED.
+#: Max seconds, counted from its start, for which a transaction is retried after ABORTED.
 ABORTED_SECONDS = 20.0
 #: Seconds to wait after ABORTED if Spanner names no delay. The client's default is at least 2 s.
 ABORTED_DELAY_SECONDS = 0.02
@@ -100,7 +100,7 @@ class UnsentCount:
 class Store(Protocol):
     """The store as the relay uses it. Each method raises StoreError if the store does not answer."""
 
-    #: The layouts to poll: those at the start, until `discover` reads others.
+    #: The layouts to poll. `discover` replaces them if the database records others.
     layouts: Sequence[Layout]
 
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
@@ -436,7 +436,7 @@ def _is_lost_session(error: BaseException | None) -> bool:
 
 
 def _lock(transaction: Any, ids: Sequence[str], priority: RequestOptions.Priority) -> tuple[list[LockedRow], datetime]:
-    """Return the locked rows and the database's time. IDs are sorted so that workers lock in one order."""
+    """Return the locked rows and the database's time. IDs are sorted so that workers lock in the same order."""
     try:
         found = list(
             transaction.execute_sql(
@@ -469,7 +469,7 @@ def _mark(transaction: Any, locked: Sequence[LockedRow], marks: Mapping[str, Mar
             case Sent():
                 others.append((row.id, COMMIT_TIMESTAMP, row.times_sent + 1, None, None, None, None, 0))
             case NotSent() as failure:
-                # On a sent row, this takes the mark back.
+                # If the row is marked as sent, undo the mark and do not count it in TimesSent.
                 times_sent = row.times_sent - (row.sent_at is not None)
                 times = failure.available_at, None, failure.expires_at
                 others.append((row.id, None, times_sent, *times, failure.error, failure.attempts))

@@ -34,8 +34,8 @@ MAX_PROBED = 100
 FORGET_SECONDS = 600.0
 #: Max rows that a poll reads from a range while it searches for a task that has not been a probe.
 MAX_DEPTH = 2_500
-#: In an outage, this many draws of an at-most-once task are skipped before one is published, because a failed probe
-#: loses its task.
+#: In an outage, a failed probe loses an at-most-once task, so the first draws of such tasks are skipped. After this
+#: many skipped draws, the next one is published.
 SPARED_PROBES = 3
 
 
@@ -74,7 +74,7 @@ class CircuitChange:
 
 
 class CircuitBreakers:
-    """The circuits of all topics, from what this worker has seen. It belongs to the relay's thread."""
+    """The circuits of all topics, based on this worker's own results. It belongs to the relay's thread."""
 
     def __init__(self, random: Random, clock: Callable[[], float] = time.monotonic, *, places: int = 8) -> None:
         """Begin with closed circuits. `places` is how many batches may be in flight.
@@ -106,7 +106,7 @@ class CircuitBreakers:
         return {topic: now < circuit.probe_at for topic, circuit in self._open.items()}
 
     def depths(self) -> dict[str, int]:
-        """Return, by topic, the rows of each range that a poll must read to find a task that has not been a probe."""
+        """Return, by topic, how many rows of each range to read to find a task that has not been a probe."""
         now = self._clock()
         return {
             topic: max(len(circuit.probed) + 1, circuit.depth)
@@ -127,7 +127,7 @@ class CircuitBreakers:
 
         In an outage, one task of the topic is drawn at random, if possible one that has not been a probe. Ready tasks
         go first, because due ones may have failed before, and messages that always time out must not keep the circuit
-        open. If all tasks have been probes and the poll left others in the table (`cut_off`), the next one reads more.
+        open. If all tasks have been probes and the poll left others in the table (`cut_off`), the next poll reads more.
         """
         if not self._open:
             return list(candidates), {}
@@ -151,7 +151,7 @@ class CircuitBreakers:
     def prepare(self, batch: Batch) -> Batch:
         """Return the batch as a probe if the circuit is not closed, otherwise with its suspects.
 
-        Only tasks that failed in the last outage are suspects. An exhausted quota is an outage, too.
+        Only tasks that failed in the topic's last outage are suspects. An exhausted quota counts as an outage here.
         """
         if (circuit := self._open.get(batch.topic)) is not None:
             circuit.probing = True
@@ -221,7 +221,7 @@ class CircuitBreakers:
     def _suspect(self, topic: str, ids: Collection[str], *, new: bool) -> None:
         if not ids:
             return
-        self._outages[topic] += new  # batches that fail while the circuit is open were in the same outage
+        self._outages[topic] += new  # batches that fail while the circuit is open belong to the same outage
         for id in ids:
             self._suspects.pop(id, None)  # move it to the end
             self._suspects[id] = (topic, self._outages[topic])
@@ -229,7 +229,7 @@ class CircuitBreakers:
             del self._suspects[id]
 
     def _forget(self, topic: str) -> None:
-        # Nothing was published since, so no task is a suspect.
+        # The topic's outages are counted from 0 again, so its old suspects would match a later outage.
         del self._open[topic]
         self._suspects = {id: of for id, of in self._suspects.items() if of[0] != topic}
         self._outages.pop(topic, None)
