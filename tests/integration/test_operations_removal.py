@@ -127,7 +127,7 @@ def test_discard_deletes_dead_tasks_only(database: Database, table: TaskTable, m
             "almost": "scheduled", "retried": "pending",
         },
         ("missing",),
-        frozenset({"head"}),
+        heads=frozenset({"head"}),
     )  # fmt: skip
     before["retried"]["AvailableAt"] = PAST
     assert rows_of(database) == {id: each for id, each in before.items() if id != "5"}
