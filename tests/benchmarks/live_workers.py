@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outbox.devtools.emulators import running_spanner
+from outbox.devtools.emulators import SPANNER, running_one
 from outbox.storage.ddl import statements
 from publishworker.telemetry import metrics as m
 from tests.benchmarks.bench import Bench, Table, fresh_table
@@ -116,7 +116,7 @@ def alone(bench: Bench) -> Section:
     """Idle workers: the requests of one that polls, and of four that a change stream wakes."""
     one, four = "1 worker", "4 workers, --wake change-stream"
     counts = {one: idle_requests(bench, 1), four: idle_requests(bench, 4, *WAKE)}
-    with running_spanner(flags=LONG_PARTITIONS) as host:
+    with running_one(SPANNER, LONG_PARTITIONS) as host:
         other = replace(bench, emulators=replace(bench.emulators, spanner_host=host))
         counts[f"{four}, long partitions"] = idle_requests(other, 4, *WAKE)
     samples = [(kind, name, value) for name, of_kind in counts.items() for kind, value in of_kind.items()]
