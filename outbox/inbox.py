@@ -349,7 +349,7 @@ def _uncommitted(transaction: Transaction) -> Iterator[None]:
             "committed; raise an exception, and it is rolled back"
         )
 
-    transaction.commit = transaction.rollback = refuse  # type: ignore[method-assign]
+    transaction.commit = transaction.rollback = refuse  # type: ignore[method-assign]  # on this object only
     try:
         yield
     finally:

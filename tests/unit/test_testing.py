@@ -27,7 +27,7 @@ def test_a_method_has_the_parameters_of_the_client(method: str) -> None:
 def test_the_names_are_imported_when_they_are_used() -> None:
     assert all(hasattr(testing, name) for name in testing.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Recording'"):
-        testing.Recording  # noqa: B018
+        testing.Recording  # noqa: B018 - the access is what is tested
 
 
 def test_registered_tasks_are_shown() -> None:
