@@ -299,7 +299,7 @@ class BatchResult:
 
     def already_sent(self) -> list[str]:
         """Return the IDs that another worker had sent."""
-        return [id for id, outcome in self.outcomes.items() if outcome == Skipped("sent")]
+        return self._skipped("sent")
 
     def failed(self) -> dict[str, Failed]:
         """Return the failures by ID."""
@@ -310,16 +310,19 @@ class BatchResult:
 
         Tasks behind a failed one of their ordering key are left out.
         """
-        pairs = list(zip_longest(self.batch.ids, self.batch.keys))
+        skipped = self._skipped("at_most_once")
+        pairs = list(zip_longest(self.batch.ids, self.batch.keys)) if skipped else []
         failed = {key for id, key in pairs if key is not None and isinstance(self.answers.get(id), Failed)}
-        once = [
-            (id, key) for id, key in pairs if self.outcomes.get(id) == Skipped("at_most_once") and key not in failed
-        ]
+        once = [(id, key) for id, key in pairs if id in skipped and key not in failed]
         if not once:
             return None
         ids, keys = zip(*once, strict=True)
         keys = keys if any(keys) else ()
         return Batch(self.batch.topic, ids, at_most_once=True, keys=keys, bytes=self.batch.bytes)
+
+    def _skipped(self, reason: str) -> list[str]:
+        skipped = ((id, outcome) for id, outcome in self.outcomes.items() if isinstance(outcome, Skipped))
+        return [id for id, outcome in skipped if outcome.reason == reason]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from typing import Any
 import google.auth
 import google.auth.exceptions
 import grpc
+import grpc.experimental
 from google.auth.credentials import AnonymousCredentials
 
 from outbox.errors import NotReached
@@ -18,6 +19,9 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_reconnect_backoff_ms", int(RECONNECT_SECONDS * 1000)),
     ("grpc.keepalive_time_ms", 30_000),
+    # The thread that reads a query's result also waits for it. By default gRPC hands each message over from a thread of
+    # the channel, which costs a tenth of the relay's CPU (docs/decisions/0009-the-speed-of-one-worker.md).
+    (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
 )
 
 

@@ -1,12 +1,12 @@
 """The relay, with the worker as it is assembled, driven turn by turn."""
 
-import gc
 import time
 from collections.abc import Callable
 
 from outbox.devtools.emulators import Emulators
 from outbox.shared import logs
 from publishworker.app import App
+from publishworker.commands import collect_garbage_rarely
 from publishworker.settings import RelaySettings
 from publishworker.telemetry.metrics import Metrics
 from tests.benchmarks.bench import ROWS, Bench, Speed, Table, connecting_to, fresh_table, stopwatch
@@ -24,7 +24,7 @@ def open_worker(hosts: Emulators, database_id: str, **settings: str) -> App:
     logs.configure(level="error")
     with connecting_to(hosts):
         worker = App(RelaySettings.read({**fixed, **settings}, {}), id="benchmark", metrics=Metrics())
-    gc.freeze()  # as the command does
+    collect_garbage_rarely()  # as the command does
     return worker
 
 
