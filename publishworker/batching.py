@@ -8,7 +8,7 @@ full one. The sendable prefix of an ordering key is not split, unless a limit of
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 
 from publishworker.types import Batch, Candidate
@@ -163,7 +163,7 @@ def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, 
 
 def _shortened(prefix: Candidate, tasks: int) -> Candidate:
     """Return the first tasks of a sendable prefix, which are a sendable prefix too."""
-    return replace(prefix, behind=prefix.behind[: tasks - 1], releases=prefix.behind[tasks - 1])
+    return prefix._replace(behind=prefix.behind[: tasks - 1], releases=prefix.behind[tasks - 1])
 
 
 def _share_places(batches: list[_Packing], places: int, in_flight: Counter[str], *, leaves_place: bool) -> list[Batch]:

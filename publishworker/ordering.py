@@ -6,7 +6,7 @@ CreatedAt than all tasks in it, so it belongs behind the prefix.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from random import Random
 from typing import TypeVar
@@ -125,7 +125,7 @@ def _candidate(tasks: Sequence[Candidate], prefix: Sequence[QueuedTask], followi
     first, *behind = (each.id for each in prefix)
     releases = following.id if following is not None and following.deferred else None
     size = sum(each.bytes for each in prefix)
-    return replace(most_urgent, id=first, bytes=size, behind=tuple(behind), releases=releases)
+    return most_urgent._replace(id=first, bytes=size, behind=tuple(behind), releases=releases)
 
 
 def _deferrals(key: Key, head: str, tasks: Sequence[Candidate], limits: Limits) -> Iterator[Batch]:

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,8 @@ from tests.support.spanner import query
 from tests.support.waiting import eventually
 
 #: Rows of the table, tasks of a batch, and tasks that are sent, of the runs that give the costs of transactions. On the
-#: emulator a commit takes time with the square of its rows, so no batch is larger than the default.
-TRANSACTIONS = ((500, 100, 500), (2_000, 100, 600), (500, 10, 200))
+#: emulator a commit takes time with the square of its rows, so the large batches have the default size.
+TRANSACTIONS = ((500, 200, 400), (2_000, 200, 800), (500, 20, 200))
 #: Rows of the table, and rows that a poll returns.
 POLLS = ((500, 100), (500, 400), (2_000, 100), (2_000, 800))
 #: How often each of them runs.
@@ -80,21 +79,18 @@ def costs(bench: Bench) -> Costs:
                 for number in [number for each, number in POLLS if each == rows] * ROUNDS:
                     worker.store.discover(range(10), ())
                     worker.store.poll(PollRequest(shards=tuple(range(10)), topics=topics, per_range=number // 10))
-    least = {case: min(values, key=lambda each: each[1]) for case, values in work.items()}
-    request, task = _fitted(
-        [(requests, case[-1]) for case, (requests, _) in least.items()], [each[1] for each in least.values()]
-    )
+    runs = [(requests, case[-1], seconds) for case, values in work.items() for requests, seconds in values]
+    request, task = _fitted([run[:2] for run in runs], [run[2] for run in runs])
     times = {kind: _time(found, request) for kind, found in samples.items()}
     return Costs(Cpu(request, task), times, times["publish"].seconds(0, 100), delivery(bench))
 
 
 def _time(samples: Sequence[tuple[int, int, float]], request: float) -> Time:
-    """Fit the seconds without the client's. The machine does other work, so the shortest of each kind counts."""
-    shortest: dict[tuple[int, int], float] = {}
+    """Fit the median seconds without the client's."""
+    groups: dict[tuple[int, int], list[float]] = defaultdict(list)
     for rows, number, seconds in samples:
-        group = rows, 10 * round(number / 10)
-        shortest[group] = min(max(0.0, seconds - request), shortest.get(group, inf))
-    return Time(*_fitted([(1, *group) for group in shortest], list(shortest.values())))
+        groups[rows, 10 * round(number / 10)].append(max(0.0, seconds - request))
+    return Time(*_fitted([(1, *group) for group in groups], list(map(statistics.median, groups.values()))))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """From candidates to batches: limits, priority, fairness, and the shuffle that keeps workers apart."""
 
-import dataclasses
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 from random import Random
@@ -25,13 +24,13 @@ def candidate(
 
 
 def due(id: str, **columns: Any) -> Candidate:
-    return dataclasses.replace(candidate(id, **columns), available_at=NOON)
+    return candidate(id, **columns)._replace(available_at=NOON)
 
 
 def prefix(key: str, tasks: int, **columns: Any) -> Candidate:
     ids = tuple(f"{key}{n}" for n in range(tasks))
     head = candidate(ids[0], **columns)
-    return dataclasses.replace(head, ordering_key=key, behind=ids[1:], releases=f"{key}{tasks}")
+    return head._replace(ordering_key=key, behind=ids[1:], releases=f"{key}{tasks}")
 
 
 def ids(batches: list[Batch]) -> list[str]:
@@ -57,7 +56,7 @@ candidates = st.lists(
         size=st.integers(1, 3000),
     ),
     max_size=60,
-).map(lambda found: [dataclasses.replace(each, id=str(n)) for n, each in enumerate(found)])
+).map(lambda found: [each._replace(id=str(n)) for n, each in enumerate(found)])
 
 
 @given(candidates, st.integers(1, 12), st.integers(1000, 9000), st.integers(1, 6), st.integers())
@@ -83,7 +82,7 @@ def test_all_candidates_are_selected_when_they_fit(found: list[Candidate], rando
 def test_within_a_slice_the_oldest_task_of_a_priority_is_first() -> None:
     found = [candidate("young", age=1), candidate("old", age=9), candidate("urgent", priority=99)]
     assert ids(choose_batches(found, Limits(3, 1000, 1), Random(1))) == ["urgent", "old", "young"]
-    longer = dataclasses.replace(due("longer", age=0), available_at=NOON - timedelta(hours=1))
+    longer = due("longer", age=0)._replace(available_at=NOON - timedelta(hours=1))
     assert ids(choose_batches([due("old", age=9), longer], Limits(2, 1000, 1), Random(1))) == ["longer", "old"]
 
 
@@ -125,7 +124,7 @@ def test_no_task_starts_while_a_more_urgent_one_waits(
     found: list[Candidate], limits: Limits, allowed: dict[str, int], leaves_place: bool, random: Random
 ) -> None:
     """Over topics, shards, ready and due tasks. The rest of a batch may be less urgent, and one place may be left."""
-    found = [dataclasses.replace(each, id=str(n)) for n, each in enumerate(found)]
+    found = [each._replace(id=str(n)) for n, each in enumerate(found)]
     by_id = {each.id: each for each in found}
     batches = choose_batches(found, limits, random, {}, allowed, leaves_place=leaves_place)
     left = Counter(allowed) - Counter(by_id[id].topic for id in ids(batches))
@@ -213,7 +212,7 @@ def test_ready_and_due_prefixes_get_half_of_the_tasks_each() -> None:
     """An ordering key counts for as many tasks as it has: long due ones do not starve ready tasks."""
     ready = [candidate(f"ready-{n}", shard=n % 10) for n in range(100)]
     late = [prefix(f"due-{n}-", 9, shard=n % 10) for n in range(40)]
-    late = [dataclasses.replace(each, available_at=NOON - timedelta(seconds=n)) for n, each in enumerate(late)]
+    late = [each._replace(available_at=NOON - timedelta(seconds=n)) for n, each in enumerate(late)]
     taken = kinds(choose_batches([*ready, *late], Limits(20, 10**6, 5), Random(1)))
     assert 35 <= taken["ready"] <= 65
     assert taken.total() >= 85
@@ -245,7 +244,7 @@ def test_a_topic_gets_exactly_its_allowance_if_there_is_room(
     found: list[Candidate], allowed: dict[str, int], size: int, random: Random
 ) -> None:
     """In all its batches together, ready and due. Topics without a limit and the mapping stay unchanged."""
-    found = [dataclasses.replace(each, available_at=random.choice([None, NOON])) for each in found]
+    found = [each._replace(available_at=random.choice([None, NOON])) for each in found]
     by_id = {each.id: each for each in found}
     before = dict(allowed)
     taken = Counter(

@@ -171,7 +171,7 @@ def test_outage_probes_use_every_task_before_repeating_one(watch: Watch) -> None
     """A message that always times out does not block its topic for long. A due task, perhaps the cause, goes last."""
     watch.fail(AWAY, "a")
     drawn = []
-    due = [replace(each, available_at=each.created_at) for each in candidates(map(str, range(50)))]
+    due = [each._replace(available_at=each.created_at) for each in candidates(map(str, range(50)))]
     for _ in range(5):
         watch.seconds += MAX_OUTAGE_PROBE_SECONDS
         [[chosen], _] = watch.probes([*due, *candidates("abcde")])

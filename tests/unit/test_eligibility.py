@@ -73,7 +73,7 @@ def test_only_dead_tasks_are_skipped_in_skip_mode() -> None:
 def test_a_task_without_a_key_is_neither_blocked_nor_deferred() -> None:
     """A task that got a key after the poll is left to a poll that knows the key."""
     late, ready = row("a", available_at=LATER, ordering_key=None), row("b", ordering_key=None)
-    deferred = replace(late, id="deferred", deferred=True)
+    deferred = late._replace(id="deferred", deferred=True)
     batch = Batch("orders", ("a", "b", "deferred", "keyed", "gone"))
     expected = {"a": "not_due", "deferred": "not_due", "keyed": "moved", "gone": "gone"}
     assert reasons(batch, late, ready, deferred, row("keyed")) == expected
@@ -104,7 +104,7 @@ def test_a_published_task_is_marked_even_behind_a_blocked_head() -> None:
 def test_a_published_task_whose_row_changed_is_left_to_the_next_poll(columns: dict[str, Any]) -> None:
     batch = Batch("orders", ("a", "b"), keys=("k", "k"))
     published = {"a": Version.of(row("a"))}
-    assert reasons(batch, replace(row("a"), **columns), row("b"), published=published) == {"a": "changed"}
+    assert reasons(batch, row("a")._replace(**columns), row("b"), published=published) == {"a": "changed"}
 
 
 def test_rows_are_put_in_the_order_of_the_batch() -> None:

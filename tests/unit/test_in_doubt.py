@@ -1,7 +1,6 @@
 """Tasks in doubt: which facts a worker remembers, for how long, and when it may publish again."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from typing import Any
@@ -43,7 +42,7 @@ class Memory(InDoubt):
         return BatchResult(batch, error="no" if any(map(self.refused, batch.ids)) else None)
 
     def fail(self, *ids: str, topic: str = "orders", key: str | None = None) -> None:
-        version = replace(AT_NOON, ordering_key=key)
+        version = AT_NOON._replace(ordering_key=key)
         tried, versions = dict.fromkeys(ids, Sent("1")), dict.fromkeys(ids, version)
         self.learn(BatchResult(Batch(topic, ids), answers=dict(tried), versions=versions, error="no answer"))
 
@@ -100,7 +99,7 @@ def test_a_task_in_doubt_matches_only_its_unchanged_row(columns: dict[str, Any])
     doubts = Memory()
     doubts.fail("a")
     assert doubts.contains(ROW)
-    assert not doubts.contains(replace(ROW, **columns))
+    assert not doubts.contains(ROW._replace(**columns))
 
 
 def test_nothing_is_published_until_a_transaction_commits_except_probes() -> None:

@@ -1,7 +1,6 @@
 """The order of a key, between fakes: how far the first tasks of keys are read, and which of them go in one request."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from datetime import timedelta
 from random import Random
 from unittest import mock
@@ -143,7 +142,7 @@ def test_a_key_is_one_candidate_with_its_highest_priority(bench: Bench) -> None:
     assert (key.task_count, key.bytes, key.releases) == (3, 3 * len(serialized()), None)
     in_flight = frozenset({Key("orders", "k")})
     assert ordering.resolve(seen, in_flight) == ResolvedKeys([], busy=True)
-    other = replace(seen[0], id="other", ordering_key="other")
+    other = seen[0]._replace(id="other", ordering_key="other")
     assert ordering.resolve([*seen, other], in_flight).busy
 
 

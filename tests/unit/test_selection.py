@@ -1,7 +1,6 @@
 """Which batches start: deferrals and sendable tasks, leftover tasks, limits of bytes and of topics."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from random import Random
 
@@ -104,7 +103,7 @@ def test_the_fair_share_counts_towards_the_limit_of_its_topic() -> None:
     bench = Bench(batches=4, fair_share=0.5)
     bench.topics.rate_limits.learn({"orders": TopicLimit(rate=5, burst=5)}, 1)
     bench.selector._fair_share.count(2, 0, top=100)
-    low = [replace(each, id=f"low-{each.id}") for each in tasks(3, priority=0)]
+    low = [each._replace(id=f"low-{each.id}") for each in tasks(3, priority=0)]
     batches = bench.select([*tasks(20, priority=100), *low])
     chosen = [id for batch in batches for id in batch.ids]
     assert len(chosen) == 5
