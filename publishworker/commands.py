@@ -46,7 +46,7 @@ def drain(options: argparse.Namespace) -> int:
         if (code := worker.until_stopped(stop, drained, late_exit_code=exits.WORK_LEFT)) != exits.DONE:
             return code
     for each in store.unsent():
-        print(f"{'at least ' if each.is_cut else ''}{each.count} {each.state} in topic {each.topic}")
+        print(f"{'at least ' if each.at_least else ''}{each.count} {each.state} in topic {each.topic}")
     if store.has_work():
         print("not drained: stopped with work left")
         return exits.WORK_LEFT

@@ -236,7 +236,7 @@ class Delivery:
             nonlocal since, phase
             phase = CLAIM  # after an abort, the time since the last `decide` counts as claim
             end_phase()
-            result.attempts += 1
+            result.transaction_attempts += 1
             marks = decide(rows, now)
             since, phase = self._clock(), COMMIT
             return marks

@@ -132,33 +132,35 @@ class InFlight:
         """Return the results of the batches that have ended, without waiting."""
         return self._wait(lambda _results: True)
 
-    def wait_for_one(self, longest: float | None = None) -> list[BatchResult]:
-        """Wait until a batch has ended, at most `longest` seconds, and return the results."""
-        return self._wait(lambda results: len(results) > 0, longest)
+    def wait_for_one(self, max_seconds: float | None = None) -> list[BatchResult]:
+        """Wait until a batch has ended, at most `max_seconds` seconds, and return the results."""
+        return self._wait(lambda results: len(results) > 0, max_seconds)
 
-    def wait_for_most(self, leave: int = 0, longest: float | None = None) -> list[BatchResult]:
-        """Wait until a batch has ended and at most `leave` batches are left. Return the results.
+    def wait_for_most(self, max_left: int = 0, max_seconds: float | None = None) -> list[BatchResult]:
+        """Wait until a batch has ended and at most `max_left` batches are left. Return the results.
 
-        The wait lasts at most `longest` seconds. The batches that are left become stragglers, which later calls do not
+        The wait lasts at most `max_seconds` seconds. The batches that are left become stragglers, which later calls do not
         count.
         """
 
         def enough(results: Sequence[BatchResult]) -> bool:
-            return len(results) > 0 and sum(not entry.straggler for entry in self._running) <= leave
+            return len(results) > 0 and sum(not entry.straggler for entry in self._running) <= max_left
 
-        results = self._wait(enough, longest)
+        results = self._wait(enough, max_seconds)
         for entry in self._running:
             entry.straggler = True
         return results
 
-    def _wait(self, enough: Callable[[Sequence[BatchResult]], bool], longest: float | None = None) -> list[BatchResult]:
-        """Wait until the results are `enough`, no batch is in flight, or `longest` seconds have passed.
+    def _wait(
+        self, enough: Callable[[Sequence[BatchResult]], bool], max_seconds: float | None = None
+    ) -> list[BatchResult]:
+        """Wait until the results are `enough`, no batch is in flight, or `max_seconds` seconds have passed.
 
         If `run` raised an exception, wait up to JOIN_SECONDS for the other batches, and raise it. The results so far
-        are lost. Without `longest`, raises StuckBatch if a batch does not end.
+        are lost. Without `max_seconds`, raises StuckBatch if a batch does not end.
         """
         results: list[BatchResult] = []
-        end = None if longest is None else self._clock() + longest
+        end = None if max_seconds is None else self._clock() + max_seconds
         while self._running:
             is_enough = enough(results)
             seconds = WATCH_SECONDS if end is None else max(0.0, end - self._clock())

@@ -228,8 +228,8 @@ class Relay:
 
         If no tasks are left to start, wait for all of these batches, because another poll would find nothing.
         """
-        leave = self._stragglers if self._selector.left_tasks else 0
-        return self._in_flight.wait_for_most(leave, MAX_TURN_WAIT_SECONDS)
+        max_left = self._stragglers if self._selector.left_tasks else 0
+        return self._in_flight.wait_for_most(max_left, MAX_TURN_WAIT_SECONDS)
 
     def _report(
         self, polled: Polled, finished: Sequence[BatchResult], *, waits: bool = False, poll_again: bool = False

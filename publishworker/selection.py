@@ -53,11 +53,11 @@ class Selector:
         others = [each for each in candidates if each.id not in chosen]
         wanted = for_lower + self._batches(others, in_flight, deferrals + for_lower, allowed)
         batches = fitting(wanted, self._limits.bytes - in_flight.bytes(), alone=not len(in_flight))
-        self._account(candidates, batches, len(for_lower), allowed, cut_off)
+        self._note_left_tasks(candidates, batches, len(for_lower), allowed, cut_off)
         self.lacks_bytes = len(batches) < len(wanted)
         return deferrals + batches
 
-    def _account(
+    def _note_left_tasks(
         self,
         candidates: Sequence[Candidate],
         batches: Sequence[Batch],

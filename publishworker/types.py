@@ -284,8 +284,8 @@ class BatchResult:
     waited: dict[str, float] = field(default_factory=dict)
     #: Seconds of each phase, over all attempts.
     phases: dict[str, float] = field(default_factory=dict)
-    #: Transaction attempts; all but the last were aborted.
-    attempts: int = 0
+    #: All transaction attempts but the last were aborted.
+    transaction_attempts: int = 0
     error: str | None = None
     commit_unknown: bool = False
 

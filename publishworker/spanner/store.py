@@ -51,7 +51,7 @@ FIRST_ROWS, MORE_ROWS = 1_000, 10_000
 #: Max unsent tasks of a shard and topic that `unsent` counts. The last read may exceed it.
 COUNT_LIMIT = 10_000
 #: States of tasks that the worker sends as soon as it can.
-WORK = ("pending", "retrying")
+TO_SEND_STATES = ("pending", "retrying")
 
 _IDS = {"ids": param_types.Array(param_types.STRING)}
 _PARAM_TYPES = {
@@ -88,13 +88,13 @@ class NotWritten(StoreError):
 class UnsentCount:
     """The number of tasks of a topic in one state: pending, retrying, scheduled, blocked, dead or paused.
 
-    With `is_cut`, the count of the topic stopped early, so there may be more.
+    With `at_least`, the count of the topic stopped early, so there may be more.
     """
 
     topic: str
     state: str
     count: int
-    is_cut: bool = False
+    at_least: bool = False
 
 
 class Store(Protocol):
@@ -268,13 +268,13 @@ class SpannerStore:
             return last.is_dead or last.topic in paused
 
         found = self._unsent(self.layouts[0].ids if shards is None else shards, now, skip_rest)
-        return any(each.state(now, paused) in WORK for each in found)
+        return any(each.state(now, paused) in TO_SEND_STATES for each in found)
 
     def topics_in_use(self) -> tuple[frozenset[str], frozenset[str]]:
         """See Store."""
         [[now, _]] = self._query(statements.NOW_AND_PAUSED, "outbox-unsent", {})
         found = list(self._unsent(self.layouts[0].ids, now, lambda _last: True))
-        working = frozenset(each.topic for each in found if each.state(now) in WORK)
+        working = frozenset(each.topic for each in found if each.state(now) in TO_SEND_STATES)
         return working, frozenset(each.topic for each in found if each.is_ordered)
 
     def unsent(self) -> list[UnsentCount]:

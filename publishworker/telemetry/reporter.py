@@ -50,7 +50,7 @@ class Reporter:
         published = result.published()
         self._metrics.count(m.PUBLISHED, len(published), topic=topic)
         self._metrics.count(m.ALREADY_PUBLISHED, len(result.already_sent()), topic=topic)
-        self._metrics.count(m.ABORTED, max(0, result.attempts - 1), topic=topic)
+        self._metrics.count(m.ABORTED, max(0, result.transaction_attempts - 1), topic=topic)
         if not result.batch.defers:
             self._metrics.sample(m.BATCH_SIZE, len(result.batch.ids), topic=topic)
             for phase, seconds in result.phases.items():
