@@ -133,13 +133,13 @@ class InFlight:
         return self._wait(lambda _results: True)
 
     def wait_for_one(self, max_seconds: float | None = None) -> list[BatchResult]:
-        """Wait until a batch has ended, at most `max_seconds` seconds, and return the results."""
+        """Wait until a batch has ended, at most `max_seconds`, and return the results."""
         return self._wait(lambda results: len(results) > 0, max_seconds)
 
     def wait_for_most(self, max_left: int = 0, max_seconds: float | None = None) -> list[BatchResult]:
         """Wait until a batch has ended and at most `max_left` batches are left. Return the results.
 
-        The wait lasts at most `max_seconds` seconds. The batches that are left become stragglers, which later calls do not
+        The wait lasts at most `max_seconds`. The batches that are left become stragglers, which later calls do not
         count.
         """
 

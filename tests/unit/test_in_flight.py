@@ -83,10 +83,10 @@ def test_a_straggler_is_left_and_collected_later(batches: Batches) -> None:
 
 def test_a_wait_ends_at_its_limit(batches: Batches) -> None:
     batches.start("hangs", "hangs-too")
-    assert batches.wait(leave=1, longest=0.01) == []
+    assert batches.wait(leave=1, max_seconds=0.01) == []
     batches.start("quick")
     batches.end("quick")
-    assert batches.wait(leave=0, longest=20) == ["quick"]
+    assert batches.wait(leave=0, max_seconds=20) == ["quick"]
     assert len(batches.in_flight_batches) == 2
 
 
