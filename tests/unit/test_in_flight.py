@@ -1,4 +1,4 @@
-"""In-flight batches: a slow one delays no other, none is lost, a defect is raised, turns leave stragglers."""
+"""In-flight batches: a slow one delays no other, none is lost, a defect is raised, turns max_left stragglers."""
 
 import threading
 import time
@@ -72,21 +72,21 @@ def test_a_straggler_is_left_and_collected_later(batches: Batches) -> None:
     """It delays no other batch, not even those that start later, and its result is not lost."""
     batches.start("a", "b", "c", "slow")
     batches.end("a", "b", "c")
-    assert batches.wait(leave=1) == ["a", "b", "c"]
+    assert batches.wait(max_left=1) == ["a", "b", "c"]
     assert batches.in_flight_batches.ids() == {"task-of-slow"}
     batches.start("d", "e")
     batches.end("d", "e")
-    assert batches.wait(leave=0) == ["d", "e"]
+    assert batches.wait(max_left=0) == ["d", "e"]
     batches.end("slow")
-    assert batches.wait(leave=1) == ["slow"]
+    assert batches.wait(max_left=1) == ["slow"]
 
 
 def test_a_wait_ends_at_its_limit(batches: Batches) -> None:
     batches.start("hangs", "hangs-too")
-    assert batches.wait(leave=1, max_seconds=0.01) == []
+    assert batches.wait(max_left=1, max_seconds=0.01) == []
     batches.start("quick")
     batches.end("quick")
-    assert batches.wait(leave=0, max_seconds=20) == ["quick"]
+    assert batches.wait(max_left=0, max_seconds=20) == ["quick"]
     assert len(batches.in_flight_batches) == 2
 
 
@@ -112,7 +112,7 @@ def test_a_batch_that_does_not_end_is_stuck_after_two_minutes(batches: Batches) 
         batches.seconds += 10
         batches.in_flight_batches.raise_if_stuck()
     batches.end("a")
-    assert batches.wait(leave=1) == ["a"]
+    assert batches.wait(max_left=1) == ["a"]
     batches.seconds += 1
     with pytest.raises(StuckBatch, match="Batch of 1 tasks of topic slow has been in flight for 121 s: task-of-slow"):
         batches.in_flight_batches.raise_if_stuck()
