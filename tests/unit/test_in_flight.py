@@ -1,4 +1,4 @@
-"""In-flight batches: a slow one delays no other, none is lost, a defect is raised, turns max_left stragglers."""
+"""In-flight batches: a slow one delays no other, none is lost, a defect is raised, turns leave stragglers."""
 
 import threading
 import time
