@@ -105,66 +105,52 @@ class Backlog:
 
 
 class BacklogCounter:
-    """Adds up the counts of the shards. Pure. Rows are (shard, topic, priority, state, number, oldest)."""
+    """Adds up the counts of all ranges of the index. Pure. Rows are (shard, topic, priority, state, number, oldest)."""
 
     def __init__(self, limit: int) -> None:
-        """Expect that each query stops counting at `limit` in each shard and topic."""
+        """Expect that each query stops counting at `limit` in each range."""
         self._limit = limit
         self._lines: dict[tuple[str, int], Line] = {}
-        # Applied in `lines`, because a later query may add lines of the same topics.
-        self._cut: dict[str, set[str]] = defaultdict(set)
-        self._unreached: dict[str, int] = {}
+        #: By topic, or None for all topics: the counts that are incomplete, and from which priority on.
+        self._incomplete: dict[str | None, set[tuple[str, int]]] = defaultdict(set)
 
-    def add(self, rows: Iterable[Sequence[Any]], *names: str) -> None:
-        """Add rows of a query that had a limit for each shard and topic. `names` are the counts in the rows."""
-        full: dict[tuple[int, str], int] = defaultdict(int)
+    def add(self, rows: Iterable[Sequence[Any]], *names: str, by_topic: bool = True) -> None:
+        """Add rows. `names` are the counts in the rows. A range is a shard, and if `by_topic` a topic of it."""
+        full: dict[tuple[int, str | None], int] = defaultdict(int)
         for shard, topic, priority, state, number, oldest in rows:
             self._add(topic, priority, state, number, oldest)
-            full[shard, topic] += number
+            full[shard, topic if by_topic else None] += number
         for (_, topic), number in full.items():
             if number >= self._limit:
-                self._cut[topic].update(names)
+                self._incomplete[topic] |= {(name, _HIGHEST) for name in names}
 
-    def add_sent(self, rows: Sequence[Sequence[Any]]) -> None:
-        """Add rows of sent tasks, which were limited by shard."""
-        full: dict[int, int] = defaultdict(int)
-        for shard, topic, priority, _, number, _ in rows:
-            self._add(topic, priority, "sent_last_minute", number, None)
-            full[shard] += number
-        if any(number >= self._limit for number in full.values()):
-            for line in self._lines.values():
-                line.at_least.add("sent_last_minute")
+    def add_ready(self, rows: Iterable[Sequence[Any]]) -> dict[tuple[int, str], int]:
+        """Add rows of ready tasks, highest priorities first. Return the ranges that go on, with their max priorities.
 
-    def add_ready(self, rows: Sequence[Sequence[Any]]) -> dict[str, int]:
-        """Add rows of ready tasks. Return the topics that need another query, each with its max priority.
-
-        If the count of a shard stopped early, the lower priorities of that topic are left out for all shards, because
-        their counts would be incomplete.
+        A range that stopped early goes on below its last priority, whose count is incomplete.
         """
         full: dict[tuple[int, str], int] = defaultdict(int)
         lowest: dict[tuple[int, str], int] = {}
-        for shard, topic, priority, _, number, _ in rows:
+        for shard, topic, priority, state, number, oldest in rows:
+            self._add(topic, priority, state, number, oldest)
             full[shard, topic] += number
             lowest[shard, topic] = min(priority, lowest.get((shard, topic), priority))
-        reached: dict[str, int] = {}
-        for each, number in full.items():
-            if number >= self._limit:
-                reached[each[1]] = max(lowest[each], reached.get(each[1], lowest[each]))
-        for _, topic, priority, state, number, oldest in rows:
-            if topic not in reached or priority >= reached[topic]:
-                self._add(topic, priority, state, number, oldest)
-        for topic_and_priority in reached.items():
-            self._lines[topic_and_priority].at_least.add("pending")
-        self._unreached = {topic: priority - 1 for topic, priority in reached.items() if priority > _LOWEST}
-        return self._unreached
+        stopped = {place: lowest[place] for place, number in full.items() if number >= self._limit}
+        for (_, topic), priority in stopped.items():
+            self._lines[topic, priority].at_least.add("pending")
+        return {place: priority - 1 for place, priority in stopped.items() if priority > _LOWEST}
+
+    def leave_out(self, max_priorities: Mapping[tuple[int, str], int]) -> None:
+        """Note that ready tasks of these ranges are not counted, from the given priority on."""
+        for (_, topic), priority in max_priorities.items():
+            self._incomplete[topic].add(("pending", priority))
 
     def lines(self, paused: Collection[str]) -> list[Line]:
         """Return all lines, by topic and then by priority."""
         for line in self._lines.values():
             line.paused = line.topic in paused
-            line.at_least |= self._cut.get(line.topic, set())
-            if line.priority <= self._unreached.get(line.topic, _LOWEST - 1):
-                line.at_least.add("pending")
+            incomplete = self._incomplete[line.topic] | self._incomplete[None]
+            line.at_least |= {name for name, priority in incomplete if line.priority <= priority}
         return sorted(self._lines.values(), key=lambda line: (line.topic, -line.priority))
 
     def _add(self, topic: str, priority: int, name: str, number: int, oldest: datetime | None) -> None:
@@ -247,22 +233,18 @@ def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool
         return table.query(statement, "outbox-status", parameters, at=at, seconds=seconds)
 
     counter = BacklogCounter(limit)
-    max_priorities = dict.fromkeys(topics, _HIGHEST)
+    max_priorities = dict.fromkeys(product(table.shards, topics), _HIGHEST)
     for _ in range(MAX_QUERIES):
         if max_priorities:
-            ready = ask(
-                statements.COUNT_READY,
-                **values,
-                topics=list(max_priorities),
-                max_priorities=list(max_priorities.values()),
-            )
-            max_priorities = counter.add_ready(ready)
+            ranges = _range_values(max_priorities)
+            max_priorities = counter.add_ready(ask(statements.COUNT_READY, **ranges, limit=limit))
+    counter.leave_out(max_priorities)
     counter.add(ask(statements.COUNT_DUE, **values, topics=topics, now=at), "pending")
     counter.add(ask(statements.COUNT_WAITING, **values, topics=topics, now=at), "retrying", "scheduled", "blocked")
     counter.add(ask(statements.COUNT_DEAD, **values, topics=topics), "dead")
     workers = 0
     if of_sent:
-        counter.add_sent(ask(statements.COUNT_SENT, **values, now=at))
+        counter.add(ask(statements.COUNT_SENT, **values, now=at), "sent_last_minute", by_topic=False)
         [[workers]] = ask(statements.LIVE_WORKERS, now=at)
     paused = {topic for topic, is_paused, *_ in ask(statements.CONTROLS) if is_paused}
     return Backlog(at, workers, counter.lines(paused), whole=whole)

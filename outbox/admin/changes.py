@@ -6,18 +6,17 @@ A change can be stopped between two chunks. Changed tasks leave the selection, s
 
 import dataclasses
 import functools
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import KeySet
 
-from outbox.admin import statements
+from outbox.admin import operations, statements
 from outbox.admin.backlog import COUNT_LIMIT, NO_LIMIT
-from outbox.admin.operations import ChunkedRecord
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, Transaction
 from outbox.errors import OutboxError
-from outbox.storage.layout import Layout
 from outbox.storage.sql import chunked
 from outbox.storage.task_states import STATES
 
@@ -68,18 +67,6 @@ class TaskSelection:
         pending, blocked = statements.CONDITIONS["pending"], statements.CONDITIONS["blocked"]
         state = statements.CONDITIONS[self.state] if self.state else f"NOT ({pending}) AND NOT ({blocked})"
         return state + statements.narrowed(self.state, self.names)
-
-    def dml(self, statement: str, layout: Layout) -> str:
-        """Return `statement` with the selection as a WHERE clause with literals.
-
-        Without IDs it names all shards of `layout`, so that the index can serve it. It forces no index, because
-        emulator 1.5.28 fails if DML does.
-        """
-        condition, values = f"Id IN @ids AND {self.condition}", self.values | {"ids": self.ids}
-        if self.ids is None:
-            numbers = ", ".join(map(str, range(layout.shards)))
-            condition, values = f"{layout.column} IN ({numbers}) AND {self.condition}", self.values
-        return statements.written_out(statement, condition, values)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,31 +157,18 @@ def purge(table: TaskTable, selection: TaskSelection) -> Iterator[Outcome]:
     return _change(table, selection, "purge", _delete)
 
 
-def discard(
-    table: TaskTable,
-    ids: Sequence[str],
-    reason: str,
-    log: Callable[[Sequence[str], bool], None] = lambda _ids, _surely: None,
-) -> Iterator[Outcome]:
-    """Delete the dead tasks among `ids`, and release the tasks that they blocked. The record contains the `reason`.
-
-    After each commit, `log` is called with the deleted IDs and True, or False if the outcome of the commit is unknown.
-    """
-    deleting: list[_Row] = []
+def discard(table: TaskTable, ids: Sequence[str], reason: str) -> Iterator[Outcome]:
+    """Delete the dead tasks among `ids`, and release the tasks that they blocked. The record contains the `reason`."""
+    deleted: list[_Row] = []
 
     def write(transaction: Transaction, rows: Sequence[_Row]) -> None:
-        deleting[:] = rows  # Spanner may call this function again
+        deleted[:] = rows  # Spanner may call this function again
         _delete(transaction, rows)
 
-    try:
-        for outcome in _change(table, TaskSelection(state="dead", ids=tuple(ids)), "discard", write, reason=reason):
-            log(outcome.changed, True)
-            keys = {(row.topic, row.ordering_key, row.shard) for row in deleting if row.ordering_key}
-            deleting.clear()
-            yield dataclasses.replace(outcome, warning=_release_heads(table, sorted(keys)) or outcome.warning)
-    finally:
-        if deleting:
-            log([row.id for row in deleting], False)
+    for outcome in _change(table, TaskSelection(state="dead", ids=tuple(ids)), "discard", write, reason=reason):
+        keys = {(row.topic, row.ordering_key, row.shard) for row in deleted if row.ordering_key}
+        deleted.clear()
+        yield dataclasses.replace(outcome, warning=_release_heads(table, sorted(keys)) or outcome.warning)
 
 
 def _delete(transaction: Transaction, rows: Sequence[_Row]) -> None:
@@ -208,12 +182,11 @@ def _release_heads(table: TaskTable, keys: Sequence[tuple[str, str, int]]) -> st
     """
     try:
         for chunk in chunked(keys, RELEASED_AT_ONCE):
-            values = {
-                name: [key[position] for key in chunk] for position, name in enumerate(("topics", "keys", "shards"))
-            }
-            key_heads = [id for (id,) in table.query(statements.KEY_HEADS, "outbox-wake", values, seconds=SCAN_SECONDS)]
-            if key_heads:
-                table.transact("outbox-wake", functools.partial(_release, sorted(key_heads)))
+            topics, names, shards = map(list, zip(*chunk, strict=True))
+            values = {"topics": topics, "keys": names, "shards": shards}
+            heads = [id for (id,) in table.query(statements.KEY_HEADS, "outbox-wake", values, seconds=SCAN_SECONDS)]
+            if heads:
+                table.transact("outbox-wake", functools.partial(_release, sorted(heads)))
     except OutboxError as error:
         return f"tasks behind the deleted ones were not released. They are sent when their deferral ends: {error}"
     return None
@@ -229,38 +202,37 @@ def _change(
     table: TaskTable, selection: TaskSelection, name: str, write: _Write, reason: str | None = None
 ) -> Iterator[Outcome]:
     """Change the selection with `write`, and record it as the operation `name` in the same transactions."""
-    tag = f"outbox-{name}"
-    record = ChunkedRecord(table, name, dataclasses.asdict(selection) | {"reason": reason})
+    tag, operation_id, done = f"outbox-{name}", str(uuid.uuid4()), 0
+    recorded = dataclasses.asdict(selection) | {"reason": reason}
     chunks = _selected_ids(table, selection, tag) if selection.ids is None else chunked(selection.ids, CHUNK)
     statement = statements.locked(selection.condition)
     for ids in chunks:
         # Sorted, so that two commands lock the rows in the same order.
         values = selection.values | {"ids": sorted(ids)}
 
-        def work(transaction: Transaction, values: Mapping[str, Any] = values) -> list[_Row]:
+        def work(transaction: Transaction, values: Mapping[str, Any] = values, done: int = done) -> list[_Row]:
             rows = [_Row(*row) for row in transaction.query(statement, values)]
             if matching := [row for row in rows if row.matches]:
                 write(transaction, matching)
-                record.add(transaction, len(matching))
+                tasks = done + len(matching)
+                if done:
+                    operations.update(transaction, operation_id, Tasks=tasks)
+                else:
+                    operations.record(transaction, table, name, recorded, OperationId=operation_id, Tasks=tasks)
             return rows
 
-        outcome = _outcome(ids, table.transact(tag, work))
-        record.committed(len(outcome.changed))
+        rows = table.transact(tag, work)
+        unchanged, existing = [row for row in rows if not row.matches], {row.id for row in rows}
+        outcome = Outcome(
+            changed=tuple(row.id for row in rows if row.matches),
+            unchanged={row.id: row.state for row in unchanged},
+            missing=tuple(id for id in ids if id not in existing),
+            heads=frozenset(row.blocked_by for row in unchanged if row.state == "blocked" and row.blocked_by),
+        )
+        done += len(outcome.changed)
         yield outcome
-    if warning := record.finish():
+    if done and (warning := operations.finish(table, operation_id)):
         yield Outcome((), {}, (), warning)
-
-
-def _outcome(ids: Sequence[str], rows: Sequence[_Row]) -> Outcome:
-    existing = {row.id for row in rows}
-    return Outcome(
-        changed=tuple(row.id for row in rows if row.matches),
-        unchanged={row.id: row.state for row in rows if not row.matches},
-        missing=tuple(id for id in ids if id not in existing),
-        heads=frozenset(
-            row.blocked_by for row in rows if row.state == "blocked" and row.blocked_by and not row.matches
-        ),
-    )
 
 
 def _selected_ids(table: TaskTable, selection: TaskSelection, tag: str) -> Iterator[Sequence[str]]:
@@ -271,15 +243,9 @@ def _selected_ids(table: TaskTable, selection: TaskSelection, tag: str) -> Itera
     for shard in table.shards:
         values = selection.values | topics | {"shard": shard, "limit": PAGE}
         values |= {"after": selection.since or _LONG_AGO} if state == "sent" else {"after_id": ""}
-        first, is_full = "", True
+        is_full = True
         while is_full and (rows := table.query(statement, tag, values, seconds=SCAN_SECONDS)):
             is_full = len(rows) == PAGE
-            if rows[0][0] == first:
-                raise OutboxError(
-                    f"stopped, because task {first!r} was changed and matches the selection again. Does another "
-                    "program change the same tasks?"
-                )
-            first = rows[0][0]
             yield from chunked([id for id, _ in rows], CHUNK)
             values |= {"after": rows[-1][1]} if state == "sent" else {"after_id": rows[-1][0]}
 

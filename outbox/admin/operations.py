@@ -1,6 +1,5 @@
 """The record of changes: one row of AsynchronousTaskOperations for each change that an operator makes."""
 
-import dataclasses
 import json
 import uuid
 from collections.abc import Mapping, Sequence
@@ -37,11 +36,25 @@ def latest(table: TaskTable, limit: int) -> list[Operation]:
     return [Operation(*row) for row in table.query(statements.LATEST_OPERATIONS, _TAG, {"limit": limit})]
 
 
-def record(transaction: Transaction, principal: str, name: str, selection: Mapping[str, Any]) -> None:
-    """Buffer the row of a change that concerns no tasks, and needs only this transaction: pause, resume or limit."""
-    columns = ("OperationId", "Operation", "StartedAt", "FinishedAt", "Principal", "Selection")
-    row = (str(uuid.uuid4()), name, COMMIT_TIMESTAMP, COMMIT_TIMESTAMP, principal, as_json(selection))
-    transaction.insert(OPERATIONS, columns, [row])
+def record(transaction: Transaction, table: TaskTable, name: str, selection: Mapping[str, Any], **columns: Any) -> None:
+    """Buffer the row of a change that starts with this transaction. `columns` are the values of further columns."""
+    row = {"OperationId": str(uuid.uuid4()), "Operation": name, "StartedAt": COMMIT_TIMESTAMP}
+    row |= {"Principal": table.principal, "Selection": as_json(selection), **columns}
+    transaction.insert(OPERATIONS, tuple(row), [tuple(row.values())])
+
+
+def update(transaction: Transaction, id: str, **columns: Any) -> None:
+    """Buffer new values of the row."""
+    transaction.update(OPERATIONS, ("OperationId", *columns), [(id, *columns.values())])
+
+
+def finish(table: TaskTable, id: str) -> str | None:
+    """Set FinishedAt of the row. Return a warning if that failed."""
+    try:
+        table.transact(_TAG, lambda transaction: update(transaction, id, FinishedAt=COMMIT_TIMESTAMP))
+    except OutboxError as error:
+        return f"all tasks are changed, but operation {id} is not recorded as finished: {error}"
+    return None
 
 
 def as_json(selection: Mapping[str, Any]) -> str:
@@ -51,38 +64,3 @@ def as_json(selection: Mapping[str, Any]) -> str:
     if len(ids) > RECORDED_IDS:
         values |= {"ids": ids[:RECORDED_IDS], "more_ids": len(ids) - RECORDED_IDS}
     return json.dumps(values, ensure_ascii=False, default=shown)
-
-
-@dataclasses.dataclass(slots=True)
-class ChunkedRecord:
-    """The row of a change in chunks. Each chunk's transaction writes how many tasks have been changed so far."""
-
-    table: TaskTable
-    name: str
-    selection: Mapping[str, Any]
-    tasks: int = 0
-    id: str = dataclasses.field(default_factory=lambda: str(uuid.uuid4()))
-
-    def add(self, transaction: Transaction, tasks: int) -> None:
-        """Buffer the insert of the row, or later the update of Tasks. After the commit, call `committed`."""
-        if self.tasks:
-            transaction.update(OPERATIONS, ("OperationId", "Tasks"), [(self.id, self.tasks + tasks)])
-            return
-        columns = ("OperationId", "Operation", "StartedAt", "Principal", "Selection", "Tasks")
-        selection = as_json(self.selection)
-        row = (self.id, self.name, COMMIT_TIMESTAMP, self.table.principal, selection, tasks)
-        transaction.insert(OPERATIONS, columns, [row])
-
-    def committed(self, tasks: int) -> None:
-        """Remember that a chunk has changed `tasks`."""
-        self.tasks += tasks
-
-    def finish(self) -> str | None:
-        """Set FinishedAt if there is a row. Return a warning if that failed."""
-        columns, row = ("OperationId", "FinishedAt"), (self.id, COMMIT_TIMESTAMP)
-        try:
-            if self.tasks:
-                self.table.transact(_TAG, lambda transaction: transaction.update(OPERATIONS, columns, [row]))
-        except OutboxError as error:
-            return f"all tasks are changed, but operation {self.id} is not recorded as finished: {error}"
-        return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.admin import operations, statements
 from outbox.admin.table import TaskTable, Transaction
@@ -237,8 +237,10 @@ class Resharding:
             return
         former = next(each for each in state.layouts if each != target)
         change = {"from": former.shards, "to": target.shards}
-        principal = self._table.principal
-        self._table.transact(_TAG, lambda transaction: operations.record(transaction, principal, "reshard", change))
+        columns = {"FinishedAt": COMMIT_TIMESTAMP}
+        self._table.transact(
+            _TAG, lambda transaction: operations.record(transaction, self._table, "reshard", change, **columns)
+        )
 
     def _latest(self) -> Change | None:
         """Return the latest change, if there is one, finished or not."""

@@ -1,19 +1,14 @@
-"""The statements of the operators' commands. Values are parameters, except in `written_out`.
+"""The statements of the operators' commands. Values are parameters.
 
 Tasks are read from ranges of the index AsynchronousTasksToSend (Shard, SentAt, Topic, AvailableAt, Priority DESC,
 CreatedAt), each with a limit, so the cost of a query does not depend on the backlog. In a WHERE clause, aliases
 differ from column names, because names are compared without case.
 """
 
-import json
-import re
-from collections.abc import Collection, Mapping
-from datetime import datetime
-from typing import Any
+from collections.abc import Collection
 
 from google.cloud.spanner_v1 import param_types
 
-from outbox.shared.times import shown
 from outbox.storage.sql import (
     BY_ID,
     IN_ORDER,
@@ -33,7 +28,7 @@ _BLOCKED = f"{_WAITS} AND BlockedBy IS NOT NULL"
 _IS_EXPIRED = "(SentAt IS NULL AND COALESCE(ExpiresAt <= CURRENT_TIMESTAMP(), FALSE))"
 _DEAD = f"AvailableAt >= {NEVER}"
 
-#: The rows of each state, as a condition for DML.
+#: The rows of each state, as a condition.
 CONDITIONS = {
     "pending": "SentAt IS NULL AND (AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP())",
     "retrying": f"SentAt IS NULL AND {_RETRIES}",
@@ -109,29 +104,14 @@ SELECT COUNT(*) FROM AsynchronousTaskWorkers
 WHERE SeenAt > TIMESTAMP_SUB(@now, INTERVAL {LIVENESS_TIMEOUT_SECONDS} SECOND)"""
 
 
-def _count_by_priority(topics: str, rows: str) -> str:
-    """Return the statement that counts `rows` by topic, priority and state, at most @limit in each shard and topic.
-
-    `oldest` is when the oldest of the tasks became ready or due.
-    """
-    return f"""
-SELECT in_shard, part.topic, part.priority, part.state, part.number, part.oldest
-FROM UNNEST(@shards) AS in_shard{topics}, UNNEST(ARRAY(
-  SELECT AS STRUCT topic, priority, state, COUNT(*) AS number, MIN(ready_since) AS oldest
-  FROM ({rows} LIMIT @limit) GROUP BY topic, priority, state)) AS part"""
-
-
-# Priorities above `max_priority` have already been counted for the topic.
-_TOPICS_UP_TO = """, (
-  SELECT of_topic, @max_priorities[OFFSET(position)] AS max_priority
-  FROM UNNEST(@topics) AS of_topic WITH OFFSET AS position)"""
 _OF_TOPIC = "Shard = in_shard AND SentAt IS NULL AND Topic = of_topic"
-
+_TOPICS = "UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic"
 # The n-th range has the n-th shard of @range_shards, the n-th topic of @range_topics and the n-th max priority.
 _TOPIC_RANGES = """(
   SELECT in_shard, @range_topics[OFFSET(position)] AS of_topic, @max_priorities[OFFSET(position)] AS max_priority
   FROM UNNEST(@range_shards) AS in_shard WITH OFFSET AS position)"""
 _READY_UP_TO = f"{_OF_TOPIC} AND AvailableAt IS NULL AND Priority <= max_priority ORDER BY {TO_SEND_ORDER}"
+_DUE = f"{_OF_TOPIC} AND AvailableAt <= @now ORDER BY {TO_SEND_ORDER}"
 
 OLDEST_READY = f"""
 SELECT in_shard, of_topic, first.Priority, first.CreatedAt FROM {_TOPIC_RANGES}, UNNEST(ARRAY(
@@ -143,44 +123,35 @@ SELECT MIN(next.CreatedAt) FROM {_TOPIC_RANGES}, UNNEST(ARRAY(
 # The first task by AvailableAt need not be the longest due: if AvailableAt was past at registration, the task has been
 # due since CreatedAt. So the first @limit tasks are compared.
 OLDEST_DUE = f"""
-SELECT MIN(GREATEST(first.CreatedAt, first.AvailableAt))
-FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
-  SELECT AS STRUCT CreatedAt, AvailableAt FROM {TO_SEND}
-  WHERE {_OF_TOPIC} AND AvailableAt <= @now ORDER BY {TO_SEND_ORDER} LIMIT @limit)) AS first"""
+SELECT MIN(GREATEST(first.CreatedAt, first.AvailableAt)) FROM {_TOPICS}, UNNEST(ARRAY(
+  SELECT AS STRUCT CreatedAt, AvailableAt FROM {TO_SEND} WHERE {_DUE} LIMIT @limit)) AS first"""
 
-COUNT_READY = _count_by_priority(
-    _TOPICS_UP_TO,
-    f"""
-    SELECT Topic AS topic, Priority AS priority, 'pending' AS state, CreatedAt AS ready_since FROM {TO_SEND}
-    WHERE {_OF_TOPIC} AND AvailableAt IS NULL AND Priority <= max_priority
-    ORDER BY {TO_SEND_ORDER}""",
+
+def _count(ranges: str, rows: str, state: str, ready_since: str = "CAST(NULL AS TIMESTAMP)") -> str:
+    """Return the statement that counts `rows` by topic, priority and state, at most @limit in each of the `ranges`.
+
+    `oldest` is when the oldest of the tasks became ready or due.
+    """
+    return f"""
+SELECT in_shard, part.topic, part.priority, part.state, part.number, part.oldest FROM {ranges}, UNNEST(ARRAY(
+  SELECT AS STRUCT topic, priority, state, COUNT(*) AS number, MIN(ready_since) AS oldest FROM (
+    SELECT Topic AS topic, Priority AS priority, {state} AS state, {ready_since} AS ready_since
+    FROM {TO_SEND} WHERE {rows} LIMIT @limit)
+  GROUP BY topic, priority, state)) AS part"""
+
+
+COUNT_READY = _count(_TOPIC_RANGES, _READY_UP_TO, "'pending'", "CreatedAt")
+COUNT_DUE = _count(_TOPICS, _DUE, "'pending'", "GREATEST(CreatedAt, AvailableAt)")
+COUNT_WAITING = _count(
+    _TOPICS,
+    f"{_OF_TOPIC} AND AvailableAt > @now AND AvailableAt < {NEVER}",
+    "CASE WHEN BlockedBy IS NOT NULL THEN 'blocked' WHEN Attempts > 0 THEN 'retrying' ELSE 'scheduled' END",
 )
-COUNT_DUE = _count_by_priority(
-    ", UNNEST(@topics) AS of_topic",
-    f"""
-    SELECT Topic AS topic, Priority AS priority, 'pending' AS state, GREATEST(CreatedAt, AvailableAt) AS ready_since
-    FROM {TO_SEND} WHERE {_OF_TOPIC} AND AvailableAt <= @now
-    ORDER BY {TO_SEND_ORDER}""",
-)
-COUNT_WAITING = _count_by_priority(
-    ", UNNEST(@topics) AS of_topic",
-    f"""
-    SELECT Topic AS topic, Priority AS priority,
-      CASE WHEN BlockedBy IS NOT NULL THEN 'blocked' WHEN Attempts > 0 THEN 'retrying' ELSE 'scheduled' END AS state,
-      CAST(NULL AS TIMESTAMP) AS ready_since
-    FROM {TO_SEND} WHERE {_OF_TOPIC} AND AvailableAt > @now AND AvailableAt < {NEVER}""",
-)
-COUNT_DEAD = _count_by_priority(
-    ", UNNEST(@topics) AS of_topic",
-    f"""
-    SELECT Topic AS topic, Priority AS priority, 'dead' AS state, CAST(NULL AS TIMESTAMP) AS ready_since
-    FROM {TO_SEND} WHERE {_OF_TOPIC} AND {_DEAD}""",
-)
-COUNT_SENT = _count_by_priority(
-    "",
-    f"""
-    SELECT Topic AS topic, Priority AS priority, 'sent' AS state, CAST(NULL AS TIMESTAMP) AS ready_since
-    FROM {TO_SEND} WHERE Shard = in_shard AND SentAt > TIMESTAMP_SUB(@now, INTERVAL 1 MINUTE)""",
+COUNT_DEAD = _count(_TOPICS, f"{_OF_TOPIC} AND {_DEAD}", "'dead'")
+COUNT_SENT = _count(
+    "UNNEST(@shards) AS in_shard",
+    "Shard = in_shard AND SentAt > TIMESTAMP_SUB(@now, INTERVAL 1 MINUTE)",
+    "'sent_last_minute'",
 )
 
 
@@ -330,24 +301,3 @@ SELECT first.Id FROM (
   SELECT AS STRUCT Id FROM {IN_ORDER}
   WHERE OrderingKey IS NOT NULL AND Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic AND SentAt IS NULL
   ORDER BY {IN_ORDER_ORDER} LIMIT 1)) AS first"""
-
-RETRY_DML = """\
-UPDATE AsynchronousTasks
-SET SentAt = NULL, ExpiresAt = IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL), BlockedBy = NULL, Attempts = 0,
-  AvailableAt = CURRENT_TIMESTAMP()"""
-DELETE_DML = "DELETE FROM AsynchronousTasks"
-
-
-def written_out(statement: str, condition: str, values: Mapping[str, Any]) -> str:
-    """Return DML with literals instead of parameters, to be read by people and run in any client."""
-    return f"{statement}\nWHERE " + re.sub(r"@(\w+)", lambda match: _literal(values[match[1]]), condition)
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, datetime):
-        return f"TIMESTAMP '{shown(value)}'"
-    if isinstance(value, str):
-        # GoogleSQL accepts JSON's escapes. The quotes are single, because a shell's are often double.
-        text = json.dumps(value, ensure_ascii=False)[1:-1].replace('\\"', '"').replace("'", "\\'")
-        return "'" + "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in text) + "'"
-    return f"({', '.join(map(_literal, value))})"

@@ -1,16 +1,16 @@
 """Pauses and limits of topics, and the topics that a database has.
 
-A topic is a value of the column Topic. Tasks are only read from the index.
+A topic is a value of the column Topic. Tasks are only read from the index. Each function raises NotReached or
+OutboxError.
 """
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
-from outbox.admin import statements
-from outbox.admin.operations import record
+from outbox.admin import operations, statements
 from outbox.admin.table import TaskTable, Transaction
 
 _TABLE = "AsynchronousTaskTopics"
@@ -19,7 +19,7 @@ _TAG = "outbox-topics"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Control:
-    """The pause and the limits of one topic. None means no limit."""
+    """The pause and the limits of one topic, by column. None means no limit."""
 
     Paused: bool = False
     RatePerSecond: float | None = None
@@ -27,51 +27,42 @@ class Control:
     MaxInFlight: int | None = None
 
 
-_COLUMNS = tuple(field.name for field in dataclasses.fields(Control))
+_COLUMNS = ("Topic", *(field.name for field in dataclasses.fields(Control)))
 
 
-class TopicTable:
-    """AsynchronousTaskTopics, and the topics of unsent tasks. Every method raises NotReached or OutboxError."""
+def controls(table: TaskTable) -> dict[str, Control]:
+    """Return all rows by topic."""
+    return {topic: Control(*row) for topic, *row in table.query(statements.CONTROLS, _TAG)}
 
-    def __init__(self, table: TaskTable) -> None:
-        """Use the database of `table`."""
-        self.table = table
 
-    def rows(self, topics: Iterable[str]) -> set[str]:
-        """Return the `topics` that have a row."""
-        keys = KeySet(keys=[[topic] for topic in topics])
-        return {topic for (topic,) in self.table.read(_TABLE, ("Topic",), keys, _TAG)}
+def waiting(table: TaskTable, topics: Iterable[str]) -> set[str]:
+    """Return the `topics` that have an unsent task: ready, due, scheduled or dead."""
+    values = {"topics": list(topics), "shards": list(table.shards)}
+    return {topic for (topic,) in table.query(statements.WAITING_TOPICS, _TAG, values)}
 
-    def waiting(self, topics: Iterable[str]) -> set[str]:
-        """Return the `topics` that have an unsent task: ready, due, scheduled or dead."""
-        values = {"topics": list(topics), "shards": list(self.table.shards)}
-        return {topic for (topic,) in self.table.query(statements.WAITING_TOPICS, _TAG, values)}
 
-    def unknown(self, topics: Iterable[str]) -> list[str]:
-        """Return the `topics` that have neither a row nor an unsent task."""
-        known = self.rows(topics) | self.waiting(topics)
-        return [topic for topic in topics if topic not in known]
+def unknown(table: TaskTable, topics: Iterable[str]) -> list[str]:
+    """Return the `topics` that have neither a row nor an unsent task."""
+    known = controls(table).keys() | waiting(table, topics)
+    return [topic for topic in topics if topic not in known]
 
-    def controls(self) -> dict[str, Control]:
-        """Return all rows by topic."""
-        return {topic: Control(*row) for topic, *row in self.table.query(statements.CONTROLS, _TAG)}
 
-    def change(self, operation: str, topics: Sequence[str], values: Mapping[str, Any]) -> dict[str, Control]:
-        """Write `values`, by column, to the rows of all `topics` in one transaction, and return the new rows.
+def change(table: TaskTable, operation: str, topics: Sequence[str], values: Mapping[str, Any]) -> dict[str, Control]:
+    """Write `values`, by column, to the rows of all `topics` in one transaction, and return the new rows.
 
-        Missing rows are created. Columns that are not in `values` keep their values. The transaction also records the
-        `operation`: pause, resume or limit.
-        """
-        principal = self.table.principal
+    Missing rows are created. Columns that are not in `values` keep their values. The transaction also records the
+    `operation`: pause, resume or limit.
+    """
 
-        def work(transaction: Transaction) -> dict[str, Control]:
-            rows = transaction.read(_TABLE, ("Topic", *_COLUMNS), KeySet(keys=[[topic] for topic in topics]))
-            before = {topic: Control(*row) for topic, *row in rows}
-            after = {topic: dataclasses.replace(before.get(topic, Control()), **values) for topic in topics}
-            # All columns, so that the result does not depend on the treatment of omitted ones.
-            written = [(topic, *dataclasses.astuple(control)) for topic, control in after.items()]
-            transaction.insert_or_update(_TABLE, ("Topic", *_COLUMNS), written)
-            record(transaction, principal, operation, {"topics": list(topics), "values": dict(values)})
-            return after
+    def work(transaction: Transaction) -> dict[str, Control]:
+        rows = transaction.read(_TABLE, _COLUMNS, KeySet(keys=[[topic] for topic in topics]))
+        before = {topic: Control(*row) for topic, *row in rows}
+        after = {topic: dataclasses.replace(before.get(topic, Control()), **values) for topic in topics}
+        # All columns, so that the result does not depend on the treatment of omitted ones.
+        written = [(topic, *dataclasses.astuple(control)) for topic, control in after.items()]
+        transaction.insert_or_update(_TABLE, _COLUMNS, written)
+        selection = {"topics": list(topics), "values": dict(values)}
+        operations.record(transaction, table, operation, selection, FinishedAt=COMMIT_TIMESTAMP)
+        return after
 
-        return self.table.transact(_TAG, work)
+    return table.transact(_TAG, work)

@@ -37,8 +37,9 @@ COMMANDS = (emulators, schema, status, tasks, tail, retry, removal, topics, oper
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Print an expected error on stderr, as one line."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        options = _parser().parse_args(arguments)
+        options = _parser().parse_args(arguments, argparse.Namespace(command_line=arguments))
         output.use_color(output.OutputSettings.read(vars(options)).color)
         for sentence in unknown_variables():
             output.note(sentence)

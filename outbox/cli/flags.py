@@ -17,7 +17,6 @@ from outbox.shared.settings import (
     DatabaseSettings,
     SettingType,
     did_you_mean,
-    fields_of,
     flag_of,
     one_of,
     whole_number,
@@ -102,7 +101,7 @@ def add_limit(parser: argparse.ArgumentParser, what: str, default: int) -> None:
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
     """Add `--dry-run`."""
-    parser.add_argument("--dry-run", action="store_true", help="Only print the number of tasks and equivalent DML.")
+    parser.add_argument("--dry-run", action="store_true", help="Only print the number of tasks.")
 
 
 def add_selection(parser: argparse.ArgumentParser, *states: str, others: str = "") -> None:
@@ -164,27 +163,23 @@ def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys([*options.ids, *listed]))
 
 
-def full_ids(table: "TaskTable", options: argparse.Namespace, wanted: Sequence[str]) -> tuple[str, ...]:
-    """Return `wanted` with the full ID in place of each prefix in `options.ids`, and print it. Raises OutboxError.
-
-    `options.ids` then has the full IDs, too, so that the command that continues names the same tasks after deletions.
-    """
+def full_ids(table: "TaskTable", prefixes: Sequence[str], wanted: Sequence[str]) -> tuple[str, ...]:
+    """Return `wanted` with the full ID in place of each of the `prefixes`, and print it. Raises OutboxError."""
     full = {}
-    prefixes = [id for id in options.ids if len(id) >= MIN_PREFIX]
-    for prefix, matches in admin.tasks.beginning_with(table, prefixes, 3).items():
+    long_enough = [prefix for prefix in prefixes if len(prefix) >= MIN_PREFIX]
+    for prefix, matches in admin.tasks.beginning_with(table, long_enough, 3).items():
         full[prefix] = matches[0]
         if matches[0] == prefix:
             continue
         if len(matches) > 1:
             raise OutboxError(f"several task IDs begin with {prefix!r}: {named(matches)}. Give more characters")
         note(f"{escaped(prefix)} is task {escaped(matches[0])}")
-    options.ids = [full.get(id, id) for id in options.ids]
     return tuple(dict.fromkeys(full.get(id, id) for id in wanted))
 
 
 def explain_none(table: "TaskTable", selected: "TaskSelection", options: argparse.Namespace) -> None:
     """Print on stderr why no task matches a selection: an unknown topic, the narrowing flags, or the state."""
-    if selected.topic is not None and admin.topics.TopicTable(table).unknown([selected.topic]):
+    if selected.topic is not None and admin.topics.unknown(table, [selected.topic]):
         note(unknown_topics(table, [selected.topic]))
     if selected.state is not None:
         count = admin.changes.count(table, admin.changes.TaskSelection(state=selected.state), exact=False)
@@ -203,37 +198,24 @@ def unknown_topics(table: "TaskTable", unknown: Sequence[str]) -> str:
 
 
 def _id(line: str, where: str) -> str:
-    value: Any = line
-    if line.startswith(("{", '"')):
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            raise SettingError(f"{where}: {line[:80]!r} is not valid JSON, although it begins like JSON") from None
-    if isinstance(value, dict):
-        value = value.get("id")
     try:
-        return str(ID.parse(value))
-    except (ValueError, TypeError, AttributeError):
-        raise SettingError(f"{where}: {str(value)[:80]!r} is not a task ID. It must be {ID.allowed}") from None
+        value = json.loads(line) if line.startswith(("{", '"')) else line
+        return str(ID.parse(value["id"] if isinstance(value, dict) else value))
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        raise SettingError(
+            f"{where}: {line[:80]!r} is not a task ID. It must be {ID.allowed}, or JSON with a task ID"
+        ) from None
 
 
-def continue_command(name: str, options: argparse.Namespace, **changed: str) -> str:
+def continue_command(options: argparse.Namespace, **changed: str) -> str:
     """Return the command line that continues with the same selection without a question, quoted for a shell.
 
-    `changed` are values that replace or add flags, such as an absolute time.
+    `changed` are flags such as an absolute time. They follow the user's own, because the last value of a flag counts.
     """
-    database = [field.name for field in fields_of(DatabaseSettings)]
-    selecting = ("ids_file", "state", "topic", "error", "include_expired")
-    values = vars(options) | changed
-    words = ["outbox", name]
-    for flag in dict.fromkeys([*database, *selecting, *changed]):
-        value, word = values.get(flag), f"--{flag.replace('_', '-')}"
-        if value and flag in ("spanner_plaintext", "include_expired"):
-            words.append(word)
-        elif value:
-            # Without the =, a value that begins with - would be parsed as a flag.
-            words += [f"{word}={value}"] if value.startswith("-") else [word, value]
-    ids = values.get("ids", [])
-    end = ["--"] if any(id.startswith("-") for id in ids) else []
-    line = " ".join(map(shlex.quote, [*words, "--yes", *end, *ids]))
-    return line + ("  # with the same task IDs on stdin" if values.get("ids_file") == "-" else "")
+    words = list(options.command_line)
+    arguments = words.index("--") if "--" in words else len(words)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in changed.items()]
+    words[arguments:arguments] = [*flags, "--yes"]
+    return shlex.join(["outbox", *words]) + (
+        "  # with the same task IDs on stdin" if vars(options).get("ids_file") == "-" else ""
+    )

@@ -2,8 +2,9 @@
 
 import dataclasses
 import os
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -87,6 +88,11 @@ def _is_number(value: object) -> bool:
 def as_json(value: object) -> str:
     """Return one line of JSON, with times in RFC 3339. Unprintable characters are escaped."""
     return as_line(value, _plain)
+
+
+def by_field(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of columns under the names that JSON has: `ordering_key` for OrderingKey."""
+    return {re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(): value for name, value in columns.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -3,16 +3,19 @@
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from outbox import admin
-from outbox.cli import chunks, flags
+from outbox.cli import bulk, flags
 from outbox.cli.output import escaped
 from outbox.errors import OutboxError, SettingError
 from outbox.shared import logs
 from outbox.shared.times import MOMENT, resolved, shown
 from outbox.storage.task_states import MARKS_FINAL_AFTER
+
+if TYPE_CHECKING:
+    from outbox.admin.changes import Outcome
 
 PURGE_DESCRIPTION = """\
 Delete tasks that were sent before a time. The retention of the table deletes sent
@@ -39,7 +42,7 @@ def add(commands: Any) -> None:
     flags.add_topic(purging)
     flags.add_dry_run(purging)
     purging.add_argument(
-        "--yes", action="store_true", help=f"Skip the confirmation above {chunks.CONFIRM_ABOVE:,} tasks."
+        "--yes", action="store_true", help=f"Skip the confirmation above {bulk.CONFIRM_ABOVE:,} tasks."
     )
     purging.set_defaults(run=run_purge)
     discarding = flags.command(commands, "discard", "delete dead tasks permanently", DISCARD_DESCRIPTION)
@@ -62,12 +65,13 @@ def run_purge(options: argparse.Namespace) -> int:
     selection = admin.changes.TaskSelection(state="sent", topic=options.topic, until=before)
     count = admin.changes.count(table, selection, exact=options.dry_run)
     if options.dry_run:
-        chunks.print_dry_run(count, "deleted", selection.dml(admin.statements.DELETE_DML, table.layout))
+        print(f"{count} would be deleted")
         return 0
-    if count.number > chunks.CONFIRM_ABOVE and sys.stdin.isatty():
-        chunks.confirm(f"{count} sent before {shown(before)} will be deleted.", yes=options.yes)
-    go_on = flags.continue_command("purge", options, sent_before=shown(before))
-    chunks.carry_out(admin.changes.purge(table, selection), count, go_on).print_changed("deleted:")
+    if count.number > bulk.CONFIRM_ABOVE and sys.stdin.isatty():
+        bulk.confirm(f"{count} sent before {shown(before)} will be deleted.", yes=options.yes)
+    go_on = flags.continue_command(options, sent_before=shown(before))
+    report = bulk.carry_out(admin.changes.purge(table, selection), go_on)
+    print(f"deleted: {bulk.tasks(report.changed)}")
     return 0
 
 
@@ -77,20 +81,22 @@ def run_discard(options: argparse.Namespace) -> int:
     if ids is None:
         raise SettingError("no tasks given. Pass IDs of dead tasks, or --ids-file")
     table = flags.open_table(options)
-    ids = flags.full_ids(table, options, ids)
+    ids = flags.full_ids(table, options.ids, ids)
     count = admin.changes.count(table, admin.changes.TaskSelection(state="dead", ids=ids), exact=True)
     if not count.number:
         raise OutboxError(f"no dead task among the {len(ids):,} given IDs. Nothing was deleted")
-    chunks.confirm(f"{count} (dead) will be deleted permanently and never sent.", yes=options.yes)
+    bulk.confirm(f"{count} (dead) will be deleted permanently and never sent.", yes=options.yes)
     logs.configure()
-
-    def log(deleted: Sequence[str], surely: bool) -> None:
-        text = "discarded the dead task %s: %s" if surely else "possibly discarded the dead task %s: %s"
-        for id in deleted:
-            extra = {"action": "discarded", "fields": {"task_id": id, "reason": options.reason}}
-            _log.warning(text, escaped(id), escaped(options.reason), extra=extra)
-
-    go_on = flags.continue_command("discard", options, reason=options.reason)
-    report = chunks.carry_out(admin.changes.discard(table, ids, options.reason, log), count, go_on)
-    report.print_changed("deleted:")
+    go_on = flags.continue_command(options)
+    report = bulk.carry_out(_logged(admin.changes.discard(table, ids, options.reason), options.reason), go_on)
+    print(f"deleted: {bulk.tasks(report.changed)}")
     return report.explain({}, "because they are not dead but {state}")
+
+
+def _logged(outcomes: "Iterator[Outcome]", reason: str) -> "Iterator[Outcome]":
+    """Log the deleted tasks of each transaction."""
+    for outcome in outcomes:
+        for id in outcome.changed:
+            extra = {"action": "discarded", "fields": {"task_id": id, "reason": reason}}
+            _log.warning("discarded the dead task %s: %s", escaped(id), escaped(reason), extra=extra)
+        yield outcome

@@ -5,7 +5,7 @@ import dataclasses
 from typing import Any
 
 from outbox import admin
-from outbox.cli import chunks, errors, flags
+from outbox.cli import bulk, errors, flags
 from outbox.cli.output import named, note
 from outbox.errors import SettingError
 from outbox.shared.settings import one_of
@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--yes", action="store_true",
         help="Do not ask for confirmation. The command asks for --state without --topic, and for more than "
-        f"{chunks.CONFIRM_ABOVE:,} tasks.",
+        f"{bulk.CONFIRM_ABOVE:,} tasks.",
     )  # fmt: skip
     parser.add_argument("--include-expired", action="store_true", help="Also send tasks whose ExpiresAt has passed.")
     parser.set_defaults(run=run)
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     if ids is None and options.state is None:
         raise SettingError(f"no tasks given. Pass IDs, --ids-file, or --state with {one_of(*STATES).allowed}")
     table = flags.open_table(options)
-    ids = ids and flags.full_ids(table, options, ids)
+    ids = ids and flags.full_ids(table, options.ids, ids)
     now = table.now()
     selection = flags.selection(options, now, ids)
     # A task that is sent again meanwhile has a later SentAt, so it is not selected twice, now or when continued.
@@ -65,19 +65,21 @@ def run(options: argparse.Namespace) -> int:
     flags.check_window(selection.since, until)
     count = admin.changes.count(table, selection, exact=options.dry_run)
     if options.dry_run:
-        chunks.print_dry_run(count, "sent again", selection.dml(admin.statements.RETRY_DML, table.layout))
+        print(f"{count} would be sent again")
+        if not options.include_expired and options.state != "sent":
+            note("expired tasks are not counted. --include-expired sends them, too")
         if not count.number and ids is None:
             flags.explain_none(table, selection, options)
         return 0
     over_topics = ids is None and options.topic is None and count.number > 0
     if over_topics and not options.yes:
         note(f"tasks by topic and reason:{errors.text(errors.of_selection(table, selection))}")
-    if over_topics or count.number > chunks.CONFIRM_ABOVE:
-        chunks.confirm(f"{count} will be sent again.", yes=options.yes)
+    if over_topics or count.number > bulk.CONFIRM_ABOVE:
+        bulk.confirm(f"{count} will be sent again.", yes=options.yes)
     since = {} if selection.since is None else {"since": shown(selection.since)}
-    go_on = flags.continue_command("retry", options, **since, until=shown(until))
-    report = chunks.carry_out(admin.changes.retry(table, selection), count, go_on)
-    report.print_changed("will be sent again:")
+    go_on = flags.continue_command(options, **since, until=shown(until))
+    report = bulk.carry_out(admin.changes.retry(table, selection), go_on)
+    print(f"will be sent again: {bulk.tasks(report.changed)}")
     if ids:
         code = report.explain(NOT_CHANGED, OUTSIDE)
         if heads := sorted(report.heads - set(ids)):

@@ -4,7 +4,6 @@ import argparse
 import base64
 import codecs
 import json
-import re
 import sys
 import unicodedata
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox import admin
 from outbox.cli import errors, flags
-from outbox.cli.output import as_json, cell, escaped, note, shortened, table
+from outbox.cli.output import as_json, by_field, cell, escaped, note, shortened, table
 from outbox.errors import OutboxError
 from outbox.storage.task_states import NEVER, STATES
 
@@ -99,7 +98,7 @@ def _table(tasks: "list[Task]") -> str:
 def run_show(options: argparse.Namespace) -> int:
     """Print a task; returns 0. Raises SettingError, NotReached, and OutboxError if there is no such task."""
     database = flags.open_table(options)
-    [id] = flags.full_ids(database, options, options.ids)
+    [id] = flags.full_ids(database, options.ids, options.ids)
     task = admin.tasks.task(database, id)
     if task is None:
         raise OutboxError(
@@ -121,8 +120,8 @@ def run_show(options: argparse.Namespace) -> int:
 
 
 def _fields(task: "Task") -> dict[str, Any]:
-    """Return the columns except Data under names such as `ordering_key`, and the state."""
-    columns = {re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(): value for name, value in task.columns.items()}
+    """Return the fields of a task for JSON: the columns except Data, and the state."""
+    columns = by_field(task.columns)
     columns.pop("data", None)
     return {"id": columns.pop("id"), "state": task.state, **columns}
 

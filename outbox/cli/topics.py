@@ -6,8 +6,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from outbox import admin
-from outbox.cli import chunks, flags
-from outbox.cli.output import as_json, named, note, table
+from outbox.cli import bulk, flags
+from outbox.cli.output import as_json, by_field, named, note
+from outbox.cli.output import table as as_table
 from outbox.cli.status import HEADS, cells, fields
 from outbox.errors import OutboxError, SettingError
 from outbox.shared.settings import SettingType, did_you_mean, whole_number
@@ -15,7 +16,8 @@ from outbox.shared.times import shown
 from outbox.storage.ddl import MIN_RATE
 
 if TYPE_CHECKING:
-    from outbox.admin.topics import Control, TopicTable
+    from outbox.admin.table import TaskTable
+    from outbox.admin.topics import Control
 
 TOPICS_DESCRIPTION = """\
 Show the pauses and limits of topics with their backlog. The list has every topic that has
@@ -83,60 +85,78 @@ def add(commands: Any) -> None:
 
 def run_topics(options: argparse.Namespace) -> int:
     """Print the topics; returns 0. Raises SettingError, NotReached, OutboxError."""
-    tasks = flags.open_table(options)
-    backlog = admin.backlog.read(tasks, exact=options.exact)
-    controls, lines = admin.topics.TopicTable(tasks).controls(), backlog.topics()
+    table = flags.open_table(options)
+    backlog = admin.backlog.read(table, exact=options.exact)
+    controls, lines = admin.topics.controls(table), backlog.topics()
     topics = {
         topic: (controls.get(topic, admin.topics.Control()), lines.get(topic, admin.backlog.Line(topic, 0)))
         for topic in sorted({*controls, *lines})
     }
     if options.json:
         rows = [
-            {"topic": topic, **_plain(control), **fields(backlog, line)} for topic, (control, line) in topics.items()
+            {"topic": topic, **by_field(dataclasses.asdict(control)), **fields(backlog, line)}
+            for topic, (control, line) in topics.items()
         ]
         print(as_json({"as_of": backlog.as_of, "topics": rows}))
         return 0
     print(f"as of {shown(backlog.as_of)}")
-    cells_of = [[topic, _described(control, ""), *cells(backlog, line)] for topic, (control, line) in topics.items()]
-    print(table(("TOPIC", "CONTROL", *HEADS), cells_of) if topics else "no topics")
+    cells_of = [[topic, _described(control), *cells(backlog, line)] for topic, (control, line) in topics.items()]
+    print(as_table(("TOPIC", "CONTROL", *HEADS), cells_of) if topics else "no topics")
     return 0
-
-
-def _plain(control: "Control") -> dict[str, Any]:
-    names = ("paused", "rate_per_second", "burst", "max_in_flight")
-    return dict(zip(names, dataclasses.astuple(control), strict=True))
 
 
 def run_pause(options: argparse.Namespace) -> int:
     """Pause topics; returns 0. Raises SettingError, NotReached, OutboxError."""
-    topics = _checked_topics(options, "Pause")
-    _print(topics.change("pause", options.topics, {"Paused": True}))
-    note(FOLLOW)
-    return 0
+    return _change(_open_known(options, "Pause"), options, "pause", {"Paused": True})
 
 
 def run_limit(options: argparse.Namespace) -> int:
     """Limit a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
     values = _limits(options)
-    topics = _checked_topics(options, "Limit")
-    _print(topics.change("limit", options.topics, values))
-    note(f"{FOLLOW}; {SHARED}")
-    return 0
+    return _change(_open_known(options, "Limit"), options, "limit", values)
 
 
 def run_resume(options: argparse.Namespace) -> int:
     """Resume topics; returns 0. Raises SettingError, NotReached, OutboxError."""
-    topics = _open_topics(options)
-    rows = topics.rows(options.topics)
-    if missing := [topic for topic in options.topics if topic not in rows]:
-        paused = [topic for topic, control in topics.controls().items() if control.Paused]
+    table = flags.open_table(options)
+    controls = admin.topics.controls(table)
+    if missing := [topic for topic in options.topics if topic not in controls]:
+        paused = [topic for topic, control in controls.items() if control.Paused]
         raise OutboxError(
             f"cannot resume {named(missing)}: no row in AsynchronousTaskTopics. Nothing was written."
             f"{''.join(did_you_mean(topic, paused) for topic in missing)} Paused topics: {named(paused) or 'none'}"
         )
-    _print(topics.change("resume", options.topics, {"Paused": False}), unpaused="resumed")
-    note(FOLLOW)
+    return _change(table, options, "resume", {"Paused": False})
+
+
+def _open_known(options: argparse.Namespace, verb: str) -> "TaskTable":
+    """Return the table. If a topic is unknown, ask first. Raises SettingError, NotReached, OutboxError."""
+    table = flags.open_table(options)
+    if not options.yes and (unknown := admin.topics.unknown(table, options.topics)):
+        question = f"{flags.unknown_topics(table, unknown)}. {verb} {named(map(repr, unknown))} anyway?"
+        bulk.confirm(question, yes=False)
+    return table
+
+
+def _change(table: "TaskTable", options: argparse.Namespace, operation: str, values: dict[str, Any]) -> int:
+    """Write the values, by column, and print the new rows; returns 0. Note other names of the topics."""
+    project = table.name.split("/")[1]
+    names = {name: topic for topic in options.topics if (name := _other_name(topic, project)) not in options.topics}
+    for name in sorted(admin.topics.waiting(table, names)):
+        note(
+            f"unsent tasks also use {name}, which is the same topic as {names[name]}. Pass {name} too; otherwise "
+            "its tasks are not affected"
+        )
+    for topic, control in admin.topics.change(table, operation, options.topics, values).items():
+        print(f"{topic}: {_described(control, 'resumed' if operation == 'resume' else '')}")
+    note(f"{FOLLOW}; {SHARED}" if operation == "limit" else FOLLOW)
     return 0
+
+
+def _other_name(topic: str, project: str) -> str:
+    """Return the full name for a topic ID, and the ID for a full name. A topic of another project has only one name."""
+    prefix = f"projects/{project}/topics/"
+    return topic.removeprefix(prefix) if topic.startswith("projects/") else prefix + topic
 
 
 def _limits(options: argparse.Namespace) -> dict[str, Any]:
@@ -155,40 +175,7 @@ def _limits(options: argparse.Namespace) -> dict[str, Any]:
     return {LIMITS[flag][0]: value for flag, value in passed.items()}
 
 
-def _open_topics(options: argparse.Namespace) -> "TopicTable":
-    """Return the table, and note other names of the topics. Raises SettingError, NotReached, OutboxError."""
-    table = flags.open_table(options)
-    topics, project = admin.topics.TopicTable(table), table.name.split("/")[1]
-    names = {name: topic for topic in options.topics if (name := _other_name(topic, project)) not in options.topics}
-    for name in sorted(topics.waiting(names)):
-        note(
-            f"unsent tasks also use {name}, which is the same topic as {names[name]}. Pass {name} too; otherwise "
-            "its tasks are not affected"
-        )
-    return topics
-
-
-def _other_name(topic: str, project: str) -> str:
-    """Return the full name for a topic ID, and the ID for a full name. A topic of another project has only one name."""
-    prefix = f"projects/{project}/topics/"
-    return topic.removeprefix(prefix) if topic.startswith("projects/") else prefix + topic
-
-
-def _checked_topics(options: argparse.Namespace, verb: str) -> "TopicTable":
-    """Return `_open_topics`. If a topic is unknown, ask first. Raises SettingError, NotReached, OutboxError."""
-    topics = _open_topics(options)
-    if not options.yes and (unknown := topics.unknown(options.topics)):
-        question = f"{flags.unknown_topics(topics.table, unknown)}. {verb} {named(map(repr, unknown))} anyway?"
-        chunks.confirm(question, yes=False)
-    return topics
-
-
-def _print(changed: "dict[str, Control]", *, unpaused: str = "") -> None:
-    for topic, control in changed.items():
-        print(f"{topic}: {_described(control, unpaused)}")
-
-
-def _described(control: "Control", unpaused: str) -> str:
+def _described(control: "Control", unpaused: str = "") -> str:
     limits = (
         (control.RatePerSecond, "tasks a second"),
         (control.Burst, "at once"),

@@ -1,6 +1,7 @@
 """The argument parser of all commands. Standard library only."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse as ArgumentParser does, but refuse unknown arguments here, where the flags of the command are known."""
+        self._words = list(sys.argv[1:] if args is None else args)
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             raise SettingError(self._unknown(unknown))
@@ -35,6 +37,10 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         # From Python 3.14, argparse can suggest names itself (`suggest_on_error`).
         if isinstance(action.choices, dict) and value not in action.choices:
+            # A flag that is unknown to argparse has no value, so its value is taken for the command.
+            before = [each for each in self._words[: self._words.index(value)] if each.startswith("-")]
+            if unknown := [flag for flag in before if flag.partition("=")[0] not in self._option_string_actions]:
+                raise SettingError(self._unknown(unknown))
             near = did_you_mean(value, action.choices)
             noun = str(action.metavar).lower()
             raise SettingError(f"unknown {noun} {value!r}.{near} `{self.prog} --help` lists the {noun}s")

@@ -19,9 +19,9 @@ from google.pubsub_v1 import PubsubMessage
 
 import outbox
 from outbox.admin import backlog, changes, tasks
+from outbox.admin import topics as topic_controls
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
-from outbox.admin.topics import TopicTable
 from outbox.errors import OutboxError
 from outbox.message import MAX_ATTRIBUTES, MAX_REQUEST_BYTES
 from outbox.storage import ddl, schema
@@ -261,7 +261,7 @@ def _registrations(scratch: Scratch) -> Finding:
 def _batch_sizes(scratch: Scratch) -> Finding:
     """Send tasks with each batch size, with a publisher that answers at once, so that only Spanner counts."""
     others = [*TOPICS, scratch.settings.database]  # unsent tasks of earlier checks
-    TopicTable(TaskTable(scratch.database)).change("pause", others, {"Paused": True})
+    topic_controls.change(TaskTable(scratch.database), "pause", others, {"Paused": True})
     speeds = {}
     for size in BATCH_SIZES:
         topic = f"{scratch.settings.database}-{size}"

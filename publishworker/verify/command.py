@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, Template
 
-from outbox.cli.chunks import confirm
+from outbox.cli.bulk import confirm
 from outbox.cli.output import as_json, table
 from outbox.errors import SettingError
 from publishworker import exits

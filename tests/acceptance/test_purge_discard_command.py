@@ -42,7 +42,7 @@ def test_purge_deletes_old_sent_tasks_only(outbox: Commands, database: Database)
         assert "is less than a minute ago" in refused.stderr
     assert "--sent-before 2090-01-01T00:00:00.000000Z" in refused.stderr
     dry = outbox.here("purge", "--sent-before", "30d", "--topic", "orders", "--dry-run")
-    assert dry.stdout.startswith("2 tasks would be deleted. Equivalent DML:\nDELETE FROM AsynchronousTasks\nWHERE ")
+    assert dry.stdout == "2 tasks would be deleted\n"
     assert table(database) == before
     narrowed = outbox.run("purge", "--sent-before", "30d", "--topic", "orders")
     assert (narrowed.code, narrowed.stdout, narrowed.stderr) == (0, "deleted: 2 tasks\n", "")

@@ -1,4 +1,4 @@
-"""`outbox retry` as a process: sent and dead tasks arrive again, and the printed commands and DML do the same."""
+"""`outbox retry` as a process: sent and dead tasks arrive again, and the printed commands do the same."""
 
 import re
 from collections import Counter
@@ -81,11 +81,7 @@ def test_a_retry_of_a_blocked_task_names_the_head_to_retry(outbox: Commands, dat
     assert done.stderr == f"outbox: 1 task not changed, {waits}: next\n"
 
 
-def test_a_selection_and_its_dml_change_the_same_tasks(outbox: Commands, database: Database):
-    """A dry run changes nothing, its count is exact, and its statement, run by any client, changes the same rows.
-
-    The end of a selection of sent tasks is at most now: the command would otherwise select what it sends again.
-    """
+def test_a_dry_run_counts_the_selection_and_changes_nothing(outbox: Commands, database: Database):
     quoted = "it's \"\\ \N{GRINNING FACE}\n"
     insert(
         database,
@@ -99,21 +95,14 @@ def test_a_selection_and_its_dml_change_the_same_tasks(outbox: Commands, databas
     before = table(database)
     words = ("retry", "--state", "dead", "--topic", "orders", "--since", "8h", "--error", quoted)
     dry = outbox.run(*words, "--dry-run")
-    first, _, statement = dry.stdout.partition("\n")
-    assert (dry.code, first) == (0, "3 tasks would be sent again. Equivalent DML:")
+    assert (dry.code, dry.stdout) == (0, "3 tasks would be sent again\n")
     assert table(database) == before
-    for change in (lambda: execute(database, statement) == 3, lambda: "again: 3 tasks" in outbox.run(*words).stdout):
-        assert change()
-        assert sorted(table(database, RETRIED)) == ["a-0", "a-1", "a-2"]
-        execute(database, f"{MAKE_DEAD} STARTS_WITH(Id, 'a-')")
-    for until in ([], ["--until", "2090-01-01T00:00:00Z"]):
-        dry = outbox.here("retry", "--state", "sent", *until, "--dry-run")
-        [end] = re.findall(r"SentAt < TIMESTAMP '(.+)'", dry.stdout)
-        assert abs(datetime.fromisoformat(end) - datetime.now(UTC)) < HOUR
+    assert "again: 3 tasks" in outbox.run(*words).stdout
+    assert sorted(table(database, RETRIED)) == ["a-0", "a-1", "a-2"]
 
 
 def test_a_retry_over_all_topics_shows_them_and_asks_first(outbox: Commands, database: Database):
-    """The count of each topic and reason. Expired tasks are left out, and the dry run shows the condition."""
+    """The count of each topic and reason. Expired tasks are left out, and the dry run says so."""
     columns = {"ExpiresAt": datetime.now(UTC) - HOUR}
     insert(
         database,
@@ -129,7 +118,7 @@ def test_a_retry_over_all_topics_shows_them_and_asks_first(outbox: Commands, dat
     assert re.search(r"3 +dead +orders +not_found: no topic\n +1 +dead +invoices +internal: 500\n", done.stderr)
     assert "4 tasks will be sent again. Not a terminal. Pass --yes to confirm. Nothing was changed" in done.stderr
     assert table(database) == before
-    assert "ExpiresAt <= CURRENT_TIMESTAMP()" in outbox.here("retry", "--state", "dead", "--dry-run").stdout
+    assert "expired tasks are not counted" in outbox.here("retry", "--state", "dead", "--dry-run").stderr
     done = outbox.here("retry", "expired")
     assert (done.code, done.stdout) == (0, "will be sent again: 0 tasks\n")
     assert "because ExpiresAt has passed; --include-expired sends them anyway: expired" in done.stderr

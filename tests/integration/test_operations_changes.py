@@ -1,4 +1,4 @@
-"""`retry` and the common part of all changes: written columns, chunks, the equivalent DML."""
+"""`retry` and the common part of all changes: written columns and chunks."""
 
 import itertools
 from datetime import UTC, datetime
@@ -8,11 +8,9 @@ import pytest
 from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import changes, statements
+from outbox.admin import changes
 from outbox.admin.changes import Count, Outcome, TaskSelection
 from outbox.admin.table import TaskTable
-from outbox.errors import OutboxError
-from outbox.storage.layout import Layout
 from outbox.storage.task_states import NEVER
 from tests.support.operations import (
     CREATED,
@@ -154,11 +152,6 @@ def test_a_task_that_is_dead_or_sent_again_is_not_selected_twice(
         changes.retry(table, TaskSelection(state="sent"))
     with pytest.raises(ValueError, match="a selection without ids needs a state, not None"):
         changed(changes.retry(table, TaskSelection()))
-    # If another client marks them as sent before the end as fast as they are unset, it would never end.
-    monkeypatch.setattr(changes, "PAGE", 1)
-    monkeypatch.setattr(TaskTable, "transact", lambda *_: [])
-    with pytest.raises(OutboxError, match="matches the selection again"):
-        list(changes.retry(table, selected("sent")))
 
 
 def test_tasks_that_left_the_selection_meanwhile_are_not_changed(
@@ -228,68 +221,6 @@ def test_expired_tasks_are_sent_again_only_if_asked_for(database: Database, tabl
     }
     found = {id: columns["ExpiresAt"] for id, columns in rows_of(database).items()}
     assert found == {"expired": None, "failed": None, "in time": FUTURE, "without": None}
-
-
-AWKWARD = (
-    "it's", 'say "hi"', "back\\slash", "\\", "\\'", "'", '"', '\\"', "'''", "new\nline", "tab\tand\rreturn", "nul\x00",
-    "\x1b[31m", "\x7f\x85\x9b", "a\u2028b", "\u202egpj", "größe", "東京", "🎉🎊", "@ids @topic", "%s {x}", "--",
-    "/* */", "\ufeff", "\\n", "\\u0041", "`", "\U0010ffff",
-)  # fmt: skip
-TOPICS = ("it's", '\\"\n\\', "🎉")
-
-
-def awkward_rows() -> list[dict[str, Any]]:
-    """Return tasks with all kinds of characters in ids, topics and errors, in all states."""
-    rows = []
-    for n, (text, state) in enumerate(itertools.product(AWKWARD, STATES)):
-        more = {"Topic": TOPICS[n % len(TOPICS)], "LastError": AWKWARD[-1 - n % len(AWKWARD)]}
-        rows.append(row(f"{text} {state}", **STATES[state] | more, CreatedAt=CREATED + n * SECOND))
-    return rows
-
-
-def by_dml(database: Database, selection: TaskSelection, statement: str) -> int:
-    """Run the DML of a dry run, and return how many rows it changed."""
-    text = selection.dml(statement, Layout(10))
-    assert all(each.isprintable() for line in text.split("\n") for each in line)
-    number: int = database.run_in_transaction(lambda transaction: transaction.execute_update(text))
-    return number
-
-
-def plain(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    recent = {each["AvailableAt"] for each in rows.values() if each["AvailableAt"]}
-    recent = {time for time in recent if PAST < time < datetime.now(UTC)}
-    return {id: each | ({"AvailableAt": "now"} if each["AvailableAt"] in recent else {}) for id, each in rows.items()}
-
-
-def test_the_dml_of_a_dry_run_does_the_same(database: Database, table: TaskTable, own_database: Database):
-    """On a second database with the same rows, whatever characters ids, topics and errors have."""
-    rows = awkward_rows()
-    every = tuple(each["Id"] for each in rows)
-    time = {"since": CREATED + 20 * SECOND, "until": CREATED + 120 * SECOND}
-    cases: list[tuple[TaskSelection, str]] = [
-        (TaskSelection(ids=(every[0],)), statements.RETRY_DML),
-        (TaskSelection(ids=every[:60], state="dead"), statements.RETRY_DML),
-        *((TaskSelection(state="dead", topic=topic, **time), statements.RETRY_DML) for topic in TOPICS),
-        *(
-            (TaskSelection(state="retrying", topic=TOPICS[0], error=text), statements.RETRY_DML)
-            for text in AWKWARD[::3]
-        ),
-        (TaskSelection(state="retrying", error="It'S"), statements.RETRY_DML),
-        (TaskSelection(state="sent", topic=TOPICS[1], until=PAST + MICROSECOND), statements.DELETE_DML),
-        (TaskSelection(state="sent", until=PAST), statements.DELETE_DML),
-        (TaskSelection(ids=every), statements.RETRY_DML),
-        (TaskSelection(state="sent", until=FUTURE), statements.DELETE_DML),
-    ]
-    for each in (database, own_database):
-        insert(each, rows)
-    total = 0
-    for selection, statement in cases:
-        change = changes.purge if statement == statements.DELETE_DML else changes.retry
-        number = changes.count(table, selection, exact=True).number
-        assert len(changed(change(table, selection))) == number == by_dml(own_database, selection, statement)
-        total += number
-    assert plain(rows_of(database)) == plain(rows_of(own_database))
-    assert total > len(rows) / 2
 
 
 def test_a_count_is_exact_or_stops_early(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):

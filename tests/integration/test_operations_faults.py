@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import backlog, changes, tasks
+from outbox.admin import backlog, changes, tasks, topics
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.admin.tasks import Position
-from outbox.admin.topics import TopicTable
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError
 from outbox.storage.connection import UNARY_SECONDS, retry_and_timeout
@@ -45,9 +44,8 @@ WORK: dict[str, Callable[[TaskTable], Any]] = {
     "retry ids": lambda table: list(changes.retry(table, TaskSelection(ids=("1",)))),
     "purge": lambda table: list(changes.purge(table, selected("sent"))),
     "discard": lambda table: list(changes.discard(table, ["1"], "test")),
-    "rows of topics": lambda table: TopicTable(table).rows(["orders"]),
-    "waiting topics": lambda table: TopicTable(table).waiting(["orders"]),
-    "pause": lambda table: TopicTable(table).change("pause", ["orders"], {"Paused": True}),
+    "waiting topics": lambda table: topics.waiting(table, ["orders"]),
+    "pause": lambda table: topics.change(table, "pause", ["orders"], {"Paused": True}),
 }
 
 
@@ -62,7 +60,6 @@ WORK: dict[str, Callable[[TaskTable], Any]] = {
         ("retry ids", COMMIT, 1, Proxy.refuse),
         ("purge", COMMIT, 1, Proxy.hang),
         ("discard", COMMIT, 1, Proxy.mute),
-        ("rows of topics", READ, 1, Proxy.hang),
         ("waiting topics", QUERY, 1, Proxy.refuse),
         ("pause", READ, 1, Proxy.refuse),
         ("pause", READ, 1, Proxy.hang),
@@ -135,7 +132,7 @@ def test_a_missing_index_is_named(own_database: Database):
     for work in ("pause", "discard"):  # nothing is changed without its record
         with pytest.raises(NotReached, match=r"AsynchronousTaskOperations is missing.*See `outbox schema apply`"):
             WORK[work](table)
-    assert (rows_of(own_database), TopicTable(table).controls()) == (before, {})
+    assert (rows_of(own_database), topics.controls(table)) == (before, {})
 
 
 def test_a_refusal_unrelated_to_the_schema_is_reported_as_it_is(database: Database):

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import changes, operations
+from outbox.admin import changes, operations, topics
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import RECORDED_IDS, Operation
 from outbox.admin.table import TaskTable
-from outbox.admin.topics import TopicTable
 from outbox.errors import NotReached
 from outbox.shared.times import shown
 from outbox.storage.task_states import NEVER
@@ -37,9 +36,8 @@ def test_each_change_has_a_record(database: Database, table: TaskTable):
     assert [each.changed for each in changes.retry(table, TaskSelection(ids=("pending", "missing")))] == [()]
     list(changes.discard(table, ["b"], "it's wrong"))
     list(changes.purge(table, TaskSelection(state="sent", topic="orders", until=FUTURE)))
-    topics = TopicTable(table)
-    topics.change("pause", ["orders", "bills"], {"Paused": True})
-    topics.change("limit", ["orders"], {"RatePerSecond": 0.5, "Burst": 3, "MaxInFlight": None})
+    topics.change(table, "pause", ["orders", "bills"], {"Paused": True})
+    topics.change(table, "limit", ["orders"], {"RatePerSecond": 0.5, "Burst": 3, "MaxInFlight": None})
     found = recorded(table)
     assert [seen(each) for each in found] == [
         ("retry", {"ids": ["a", "pending"], "expired": True}, 1),

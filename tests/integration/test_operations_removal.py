@@ -1,6 +1,6 @@
 """`purge` and `discard` on Spanner delete the selected tasks and no others, whatever happens meanwhile."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -206,27 +206,3 @@ def test_a_release_that_fails_is_a_warning(database: Database, table: TaskTable,
     after = rows_of(database)
     assert after["orders b 1"]["SentAt"] == PAST
     assert {after[id]["AvailableAt"] for id in ("orders a 1", "orders b 1", "orders b 2")} == {FUTURE}
-
-
-def test_a_deletion_with_an_unknown_outcome_is_logged(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
-):
-    """As deleted after the commit, as perhaps deleted if its answer was lost."""
-    insert(database, [row(name, AvailableAt=NEVER) for name in ("a", "b")])
-    logged: list[tuple[list[str], bool]] = []
-
-    def log(ids: Sequence[str], surely: bool) -> None:
-        logged.append((sorted(ids), surely))
-
-    assert changed(changes.discard(table, ["a", "missing"], REASON, log)) == ["a"]
-    transact = TaskTable.transact
-
-    def lose_the_answer(self: TaskTable, tag: str, work: Any) -> Any:
-        transact(self, tag, work)
-        raise NotReached("no answer")
-
-    monkeypatch.setattr(TaskTable, "transact", lose_the_answer)
-    with pytest.raises(NotReached):
-        changed(changes.discard(table, ["b"], REASON, log))
-    assert logged == [(["a"], True), (["b"], False)]
-    assert rows_of(database) == {}

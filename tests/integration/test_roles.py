@@ -11,10 +11,9 @@ from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox import inbox
-from outbox.admin import backlog, changes, operations, tasks
+from outbox.admin import backlog, changes, operations, tasks, topics
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
-from outbox.admin.topics import TopicTable
 from outbox.storage import schema
 from outbox.storage.connection import open_database
 from outbox.storage.task_states import NEVER
@@ -103,7 +102,7 @@ def test_operators_stay_within_their_role(database: Database) -> None:
         lambda: list(changes.retry(table, TaskSelection(ids=("dead",)))),
         lambda: list(changes.discard(table, ["dead too"], "test")),
         lambda: list(changes.purge(table, TaskSelection(state="sent", until=datetime.now(UTC)))),
-        lambda: TopicTable(table).change("pause", ["orders"], {"Paused": True}),
+        lambda: topics.change(table, "pause", ["orders"], {"Paused": True}),
     ]
     for work in works:
         before = len(heard.commits)

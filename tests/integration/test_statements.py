@@ -11,11 +11,10 @@ from datetime import UTC, datetime
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import backlog, changes, operations, tasks
+from outbox.admin import backlog, changes, operations, tasks, topics
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.admin.tasks import Position
-from outbox.admin.topics import TopicTable
 from outbox.storage.connection import open_database
 from outbox.storage.layout import Layout
 from outbox.storage.sql import IN_ORDER_ORDER, TO_SEND_ORDER
@@ -77,8 +76,7 @@ def statements(database: Database) -> list[str]:
         tasks.beginning_with(table, ["se"], 3),
         tasks.sent_after(table, Position(PAST), "orders", 5),
     )
-    topics = TopicTable(table)
-    topics.rows(["orders"]), topics.waiting(["orders"]), topics.controls()
+    topics.unknown(table, ["orders"])
     statements = (" ".join(request.sql.split()) for _, request in sent)
     return [each for each in statements if "INFORMATION_SCHEMA" not in each.upper()]
 

@@ -27,6 +27,11 @@ Main = Callable[[Sequence[str]], int]
             "status --projct x",
             "outbox: unknown flag '--projct'. Did you mean '--project'? `outbox s",
         ),
+        (
+            operators.main,
+            "--projct x status",
+            "outbox: unknown flag '--projct'. Did you mean '--project'? `outbox --help`",
+        ),
         (operators.main, "emulators --creat p/main/shop", "outbox: unknown flag '--creat'. Did you mean '--create'?"),
         (
             operators.main,

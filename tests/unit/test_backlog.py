@@ -70,13 +70,18 @@ class FakeTable:
             return [[2]]
         if statement == statements.CONTROLS:
             return [[topic, True, None, None, None] for topic in self._paused]
-        limit, topics = values["limit"], values.get("topics", [])
+        limit = values["limit"]
         if statement == statements.COUNT_SENT:
             return _grouped([task for task in self._tasks if task.kind == "sent"], limit, by_topic=False)
-        below = dict(zip(topics, values.get("max_priorities", [HIGHEST] * len(topics)), strict=True))
         kinds, order = PARTS[statement]
-        tasks = [task for task in self._tasks if task.kind in kinds and task.priority <= below.get(task.topic, LOWEST)]
-        return _grouped([task for task in tasks if task.topic in below], limit, order)
+        tasks = [task for task in self._tasks if task.kind in kinds]
+        if statement == statements.COUNT_READY:
+            ranges = zip(values["range_shards"], values["range_topics"], strict=True)
+            below = dict(zip(ranges, values["max_priorities"], strict=True))
+            tasks = [task for task in tasks if task.priority <= below.get((task.shard, task.topic), LOWEST - 1)]
+        else:
+            tasks = [task for task in tasks if task.topic in values["topics"]]
+        return _grouped(tasks, limit, order)
 
 
 def _grouped(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from outbox.admin.changes import Count, Outcome
-from outbox.cli import chunks
+from outbox.admin.changes import Outcome
+from outbox.cli import bulk
 from outbox.errors import NotReached, OutboxError
 
 GO_ON = "outbox retry --state dead --until 2026-11-21T13:00:00.000000Z --yes"
@@ -38,7 +38,7 @@ def test_tasks_that_were_not_changed_are_explained(
     outcome: Outcome, code: int, output: str, capsys: pytest.CaptureFixture[str]
 ):
     """A missing task or a wrong state is a failure. A task that needs no change, or a warning, is not."""
-    report = chunks.carry_out(iter([outcome]), Count(1), GO_ON)
+    report = bulk.carry_out(iter([outcome]), GO_ON)
     assert report.explain({"pending": "they go"}, "are {state}") == code
     assert report.changed == len(outcome.changed)
     assert capsys.readouterr().err == (output and f"outbox: {output}\n")
@@ -50,7 +50,7 @@ def test_a_signal_ends_a_command_between_two_chunks(number: signal.Signals, capf
     before = signal.getsignal(number)
     taken = outcomes(500, 500, 500, then=lambda: os.kill(os.getpid(), number))
     with pytest.raises(OutboxError) as raised:
-        chunks.carry_out(taken, Count(1500), GO_ON)
+        bulk.carry_out(taken, GO_ON)
     # The signal came while the second chunk was on its way.
     assert str(raised.value) == f"stopped by {number.name}. 1,000 tasks changed so far. To continue, run: {GO_ON}"
     assert "stopping after the current transaction; repeat to stop at once" in capfd.readouterr().err
@@ -58,10 +58,16 @@ def test_a_signal_ends_a_command_between_two_chunks(number: signal.Signals, capf
     assert len(list(taken)) == 1
 
 
+def test_the_progress_of_a_long_command_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(bulk, "PROGRESS_SECONDS", 0.0)
+    assert bulk.carry_out(outcomes(500, 500), GO_ON).changed == 1_000
+    assert capsys.readouterr().err == "outbox: 500 tasks changed so far\noutbox: 1,000 tasks changed so far\n"
+
+
 def test_an_error_reports_the_progress_and_how_to_continue():
     """The error keeps its type, so that the exit code stays the same."""
     with pytest.raises(NotReached) as raised:
-        chunks.carry_out(outcomes(500, 500, then=NotReached("Spanner did not answer")), Count(1000), GO_ON)
+        bulk.carry_out(outcomes(500, 500, then=NotReached("Spanner did not answer")), GO_ON)
     assert str(raised.value) == (
         "Spanner did not answer. 500 tasks changed so far. The transaction in progress changed all of its tasks or "
         f"none. To continue, run: {GO_ON}"

@@ -1,39 +1,34 @@
-"""Change many tasks: confirm, show progress, stop between two chunks, report, and print how to continue."""
+"""Change many tasks: ask first, show progress, stop between two transactions, report, and print how to continue."""
 
 import contextlib
 import dataclasses
-import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from outbox.cli.output import named, note
 from outbox.errors import OutboxError, SettingError
 
 if TYPE_CHECKING:
-    from outbox.admin.changes import Count, Outcome
+    from outbox.admin.changes import Outcome
 
-#: The commands ask for confirmation above this number of tasks. One DML statement could not change many more.
+#: The commands ask for confirmation above this number of tasks.
 CONFIRM_ABOVE = 1_000
+#: Seconds between two lines about the progress.
+PROGRESS_SECONDS = 10.0
 
 
 @dataclasses.dataclass(slots=True)
 class Report:
-    """The outcomes of all chunks. `unchanged`: states of tasks that no longer match. `missing`: IDs without a row.
-
-    `heads`: IDs of the key heads that block unchanged tasks.
-    """
+    """The outcomes of all transactions, as `outbox.admin.changes.Outcome` has those of one."""
 
     changed: int = 0
     unchanged: dict[str, str] = dataclasses.field(default_factory=dict)
     missing: list[str] = dataclasses.field(default_factory=list)
     heads: set[str] = dataclasses.field(default_factory=set)
-
-    def print_changed(self, done: str) -> None:
-        """Print how many tasks were `done`."""
-        print(f"{done} {_tasks(self.changed)}")
 
     def explain(self, reasons: Mapping[str, str], otherwise: str) -> int:
         """Print on stderr which tasks were not changed, and why. Return 1 if one is missing or has the wrong state.
@@ -43,9 +38,9 @@ class Report:
         """
         for state in sorted(set(self.unchanged.values())):
             ids = [id for id, its in self.unchanged.items() if its == state]
-            note(f"{_tasks(len(ids))} not changed, {reasons.get(state) or otherwise.format(state=state)}: {named(ids)}")
+            note(f"{tasks(len(ids))} not changed, {reasons.get(state) or otherwise.format(state=state)}: {named(ids)}")
         if self.missing:
-            note(f"{_tasks(len(self.missing))} not in the table: {named(self.missing)}")
+            note(f"{tasks(len(self.missing))} not in the table: {named(self.missing)}")
         return 1 if self.missing or set(self.unchanged.values()) - set(reasons) else 0
 
 
@@ -60,32 +55,24 @@ def confirm(question: str, *, yes: bool) -> None:
         raise OutboxError("not confirmed. Nothing was changed")
 
 
-def print_dry_run(count: "Count", done: str, dml: str) -> None:
-    """Print how many tasks would be `done`, and the equivalent DML. Note if they are too many for one statement."""
-    print(f"{count} would be {done}. Equivalent DML:\n{dml}")
-    if count.number > CONFIRM_ABOVE:
-        note(
-            "these are too many tasks for one statement (80,000 mutations, several for each task). Without --dry-run, "
-            "the command changes them in several transactions. With gcloud, use --enable-partitioned-dml"
-        )
+def carry_out(outcomes: "Iterator[Outcome]", go_on: str) -> Report:
+    """Run all transactions and return their outcomes. Print the progress from time to time.
 
-
-def carry_out(outcomes: "Iterator[Outcome]", count: "Count", go_on: str) -> Report:
-    """Run all chunks and return their outcomes.
-
-    The first SIGINT or SIGTERM stops after the current chunk, a second one at once. The current chunk is then changed
-    as a whole or not at all. Raises OutboxError after a signal, and the errors of a chunk. Their messages contain the
-    number of changed tasks and `go_on`, the command that continues.
+    The first SIGINT or SIGTERM stops after the current transaction, a second one at once. The current transaction then
+    changes all of its tasks or none. Raises OutboxError after a signal, and the errors of a transaction. Their messages
+    contain the number of changed tasks and `go_on`, the command that continues.
     """
-    report = Report()
-    with _stop_on_signals() as received, _progress(count) as progress:
+    report, next_progress = Report(), time.monotonic() + PROGRESS_SECONDS
+    with _stop_on_signals() as received:
         try:
             for outcome in outcomes:
                 report.changed += len(outcome.changed)
                 report.unchanged |= outcome.unchanged
                 report.missing += outcome.missing
                 report.heads |= outcome.heads
-                progress(len(outcome.changed))
+                if time.monotonic() >= next_progress:
+                    note(f"{tasks(report.changed)} changed so far")
+                    next_progress += PROGRESS_SECONDS
                 if outcome.warning:
                     note(outcome.warning)
                 if received:
@@ -94,11 +81,11 @@ def carry_out(outcomes: "Iterator[Outcome]", count: "Count", go_on: str) -> Repo
                 return report
         except OutboxError as error:
             raise type(error)(
-                f"{error}. {_tasks(report.changed)} changed so far. The transaction in progress changed all of its "
+                f"{error}. {tasks(report.changed)} changed so far. The transaction in progress changed all of its "
                 f"tasks or none. To continue, run: {go_on}"
             ) from error
     name = signal.Signals(received[0]).name
-    raise OutboxError(f"stopped by {name}. {_tasks(report.changed)} changed so far. To continue, run: {go_on}")
+    raise OutboxError(f"stopped by {name}. {tasks(report.changed)} changed so far. To continue, run: {go_on}")
 
 
 @contextlib.contextmanager
@@ -124,18 +111,6 @@ def _stop_on_signals() -> Iterator[list[int]]:
         restore()
 
 
-@contextlib.contextmanager
-def _progress(count: "Count") -> Iterator[Callable[[int], object]]:
-    """Yield a function that advances the progress bar. The bar needs a terminal and tqdm."""
-    if importlib.util.find_spec("tqdm") is None:
-        yield lambda _number: None
-        return
-    from tqdm import tqdm  # noqa: PLC0415 - optional
-
-    total = None if count.at_least else count.number
-    with tqdm(total=total, unit=" tasks", file=sys.stderr, disable=None) as bar:
-        yield bar.update
-
-
-def _tasks(number: int) -> str:
+def tasks(number: int) -> str:
+    """Return text such as `1 task` or `1,500 tasks`."""
     return f"{number:,} task{'' if number == 1 else 's'}"
