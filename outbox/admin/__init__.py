@@ -8,9 +8,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outbox.admin import backlog, changes, operations, statements, table, tasks, topics
+    from outbox.admin import backlog, changes, operations, reshard, table, tasks, topics
 
-__all__ = ["backlog", "changes", "operations", "statements", "table", "tasks", "topics"]
+__all__ = ["backlog", "changes", "operations", "reshard", "table", "tasks", "topics"]
 
 
 def __getattr__(name: str) -> Any:

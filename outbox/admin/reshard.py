@@ -8,7 +8,7 @@ database, so any run can continue.
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -83,23 +83,9 @@ class Change(NamedTuple):
     target: int
     since: datetime
 
-
-class Progress(NamedTuple):
-    """A change that is under way, and its next step."""
-
-    change: Change
-    step: Step
-
-    def __str__(self) -> str:
-        """Return what `outbox status` prints."""
-        former, target, since = self.change
-        return f"Changing from {former} to {target} shards since {shown(since)}. Next: {self.step.text}"
-
-    def fields(self) -> dict[str, object]:
-        """Return what `outbox status --json` prints."""
-        former, target, since = self.change
-        step = {"next_step": self.step.text, "waits_for": list(self.step.waits_for)}
-        return {"from": former, "to": target, "since": since, **step}
+    def before(self, step: Step) -> str:
+        """Return what `outbox status` prints if `step` is next."""
+        return f"Changing from {self.former} to {self.target} shards since {shown(self.since)}. Next: {step.text}"
 
 
 def next_step(state: State, target: Layout) -> Step | None:
@@ -180,20 +166,21 @@ class Resharding:
             polling = f"{len(state.polling(each))} of {workers} workers poll it"
             yield f"{each.column:<10} {each.shards:>4} shards  {state.status(each):<8}  {polling}"
         if progress := self._progress(state):
-            yield f"{progress}. Continue with: outbox schema reshard --shards {progress.change.target}"
+            change, step = progress
+            yield f"{change.before(step)}. Continue with: outbox schema reshard --shards {change.target}"
 
-    def progress(self) -> Progress | None:
-        """Return the change that is under way, if there is one."""
+    def progress(self) -> tuple[Change, Step] | None:
+        """Return the change that is under way and its next step, if there is one."""
         return self._progress(self.state()) if len(self._recorded()) > 1 else None
 
-    def _progress(self, state: State) -> Progress | None:
-        latest = self._latest()
-        target = latest and next((each for each in state.layouts if each.shards == latest.target), None)
-        if latest is None or target is None or len(state.layouts) < 2 or (step := next_step(state, target)) is None:
-            return None
-        return Progress(latest, step)
+    def _progress(self, state: State) -> tuple[Change, Step] | None:
+        latest = self._latest() if len(state.layouts) > 1 else None
+        for target in state.layouts:
+            if latest and latest.target == target.shards and (step := next_step(state, target)):
+                return latest, step
+        return None
 
-    def run(self, target: Layout, sleep: Callable[[float], object] = time.sleep) -> Iterator[str]:
+    def run(self, target: Layout) -> Iterator[str]:
         """Run all steps to `target`, and yield a line before each. Can be interrupted anywhere and run again."""
         self._record_operation(target)
         waits = ""
@@ -201,13 +188,12 @@ class Resharding:
             if step.kind != "wait" or step.text != waits:
                 yield step.text
             waits = step.text if step.kind == "wait" else ""
-            self.do(step, target, sleep)
+            self._do(step, target)
 
-    def do(self, step: Step, target: Layout, sleep: Callable[[float], object] = time.sleep) -> None:
-        """Run one step."""
+    def _do(self, step: Step, target: Layout) -> None:
         match step.kind:
             case "wait":
-                sleep(WAIT_SECONDS)
+                time.sleep(WAIT_SECONDS)
             case "build":
                 self._build(target)
             case "drop":
@@ -237,10 +223,11 @@ class Resharding:
             return
         former = next(each for each in state.layouts if each != target)
         change = {"from": former.shards, "to": target.shards}
-        columns = {"FinishedAt": COMMIT_TIMESTAMP}
-        self._table.transact(
-            _TAG, lambda transaction: operations.record(transaction, self._table, "reshard", change, **columns)
-        )
+
+        def work(transaction: Transaction) -> None:
+            operations.record(transaction, self._table, "reshard", change, FinishedAt=COMMIT_TIMESTAMP)
+
+        self._table.transact(_TAG, work)
 
     def _latest(self) -> Change | None:
         """Return the latest change, if there is one, finished or not."""

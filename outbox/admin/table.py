@@ -40,15 +40,6 @@ def _request(tag: str, seconds: float) -> dict[str, Any]:
     return {"request_options": {"priority": _LOW, "request_tag": tag}, **retry_and_timeout(seconds)}
 
 
-def principal(database: Database) -> str:
-    """Return the account of the credentials, or `USER on HOST` if they name no account, like those of most people."""
-    credentials = database._instance._client.credentials  # noqa: SLF001 - the client of a database
-    names = (getattr(credentials, name, None) for name in ("service_account_email", "signer_email", "account"))
-    # A VM's account is called `default` until its first token arrives.
-    account = next((name for name in names if name and name != "default"), None)
-    return str(account or f"{_user()} on {socket.gethostname()}")
-
-
 def _user() -> str:
     try:
         return getpass.getuser()
@@ -84,8 +75,12 @@ class TaskTable:
 
     @property
     def principal(self) -> str:
-        """Return who makes the changes, for their record."""
-        return principal(self._database)
+        """Return the account of the credentials, or `USER on HOST` if they name none, like those of most people."""
+        credentials = self._database._instance._client.credentials  # noqa: SLF001 - the client of a database
+        names = (getattr(credentials, name, None) for name in ("service_account_email", "signer_email", "account"))
+        # A VM's account is called `default` until its first token arrives.
+        account = next((name for name in names if name and name != "default"), None)
+        return str(account or f"{_user()} on {socket.gethostname()}")
 
     def now(self) -> datetime:
         """Return the database's time. The times of tasks come from the same clock."""

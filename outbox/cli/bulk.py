@@ -7,13 +7,10 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
+from outbox import admin
 from outbox.cli.output import named, note
 from outbox.errors import OutboxError, SettingError
-
-if TYPE_CHECKING:
-    from outbox.admin.changes import Outcome
 
 #: The commands ask for confirmation above this number of tasks.
 CONFIRM_ABOVE = 1_000
@@ -55,7 +52,7 @@ def confirm(question: str, *, yes: bool) -> None:
         raise OutboxError("not confirmed. Nothing was changed")
 
 
-def carry_out(outcomes: "Iterator[Outcome]", go_on: str) -> Report:
+def carry_out(outcomes: "Iterator[admin.changes.Outcome]", go_on: str) -> Report:
     """Run all transactions and return their outcomes. Print the progress from time to time.
 
     The first SIGINT or SIGTERM stops after the current transaction, a second one at once. The current transaction then

@@ -4,8 +4,7 @@ import argparse
 import importlib.util
 from typing import Any
 
-from outbox.cli.flags import add as add_flag
-from outbox.cli.flags import command
+from outbox.cli import flags
 from outbox.errors import OutboxError
 from outbox.shared.settings import one_of
 
@@ -20,9 +19,9 @@ spanner-outbox[operators].
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = command(commands, "completion", "print a completion script for bash, zsh or fish", DESCRIPTION)
+    parser = flags.command(commands, "completion", "print a completion script for bash, zsh or fish", DESCRIPTION)
     kind = one_of("bash", "zsh", "fish")
-    add_flag(parser, "shell", kind, f"The shell: {kind.allowed}", metavar="SHELL", choices=kind.choices)
+    flags.add(parser, "shell", kind, f"The shell: {kind.allowed}", metavar="SHELL", choices=kind.choices)
     parser.set_defaults(run=run)
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from outbox.cli.flags import command
+from outbox.cli import flags
 from outbox.cli.output import note
 from outbox.errors import OutboxError, SettingError
 from outbox.shared.settings import PREFIX, DatabaseSettings, Settings, flag_of, matching, setting, whole_number
@@ -55,7 +55,7 @@ def _of_kind(kind: str, text: str) -> tuple[str, str]:
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = command(commands, "emulators", "run both emulators until Ctrl-C", DESCRIPTION)
+    parser = flags.command(commands, "emulators", "run both emulators until Ctrl-C", DESCRIPTION)
     EmulatorSettings.add_flags(parser)
     parser.add_argument(
         "--create", type=flag_of("--create", PLACE), metavar="PROJECT/INSTANCE/DATABASE",

@@ -2,16 +2,10 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outbox import admin
 from outbox.cli.output import shortened, table
-
-if TYPE_CHECKING:
-    from outbox.admin.backlog import Backlog
-    from outbox.admin.changes import TaskSelection
-    from outbox.admin.table import TaskTable
-    from outbox.admin.tasks import Task
 
 #: Max rows of the table.
 ROWS = 10
@@ -21,7 +15,7 @@ READ = 1_000
 STATES = ("dead", "retrying")
 
 
-def counted(tasks: "Sequence[Task]", *, at_least: bool = False) -> list[dict[str, Any]]:
+def counted(tasks: "Sequence[admin.tasks.Task]", *, at_least: bool = False) -> list[dict[str, Any]]:
     """Return the number of tasks with the same topic, state and LastError, highest first.
 
     If `at_least`, there may be more tasks than `tasks`.
@@ -33,7 +27,7 @@ def counted(tasks: "Sequence[Task]", *, at_least: bool = False) -> list[dict[str
     ]
 
 
-def of_backlog(database: "TaskTable", backlog: "Backlog") -> list[dict[str, Any]]:
+def of_backlog(database: "admin.table.TaskTable", backlog: "admin.backlog.Backlog") -> list[dict[str, Any]]:
     """Count the errors of at most READ tasks of each state, as of the backlog. Raises NotReached, OutboxError."""
     counts: list[dict[str, Any]] = []
     for state in STATES:
@@ -43,7 +37,7 @@ def of_backlog(database: "TaskTable", backlog: "Backlog") -> list[dict[str, Any]
     return sorted(counts, key=lambda count: -int(count["tasks"]))
 
 
-def of_selection(database: "TaskTable", selection: "TaskSelection") -> list[dict[str, Any]]:
+def of_selection(database: "admin.table.TaskTable", selection: "admin.changes.TaskSelection") -> list[dict[str, Any]]:
     """Count the first READ tasks of a selection by topic, state and LastError. Raises NotReached, OutboxError."""
     tasks = admin.tasks.listed(database, selection, READ)
     return counted(tasks, at_least=len(tasks) == READ)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outbox import admin
 from outbox.cli.output import OutputSettings, escaped, named, note
@@ -22,10 +22,6 @@ from outbox.shared.settings import (
     whole_number,
 )
 from outbox.shared.times import MOMENT, resolved, shown
-
-if TYPE_CHECKING:
-    from outbox.admin.changes import TaskSelection
-    from outbox.admin.table import TaskTable
 
 MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400
 #: Min characters of a prefix of a task ID. Shorter ones are probably mistakes.
@@ -63,7 +59,7 @@ def command(commands: Any, name: str, text: str, description: str) -> argparse.A
     return parser
 
 
-def open_table(options: argparse.Namespace) -> "TaskTable":
+def open_table(options: argparse.Namespace) -> "admin.table.TaskTable":
     """Return the table of the database that the flags name. Raises SettingError, NotReached, SchemaDiffers."""
     return admin.table.open_table(DatabaseSettings.read(vars(options)))
 
@@ -82,7 +78,7 @@ TOPIC, ID, TEXT = _text(MAX_TOPIC_CHARACTERS), _text(MAX_ID_CHARACTERS), _text(1
 LIMIT = whole_number(1, 100_000)
 
 
-def add(parser: argparse.ArgumentParser, name: str, kind: SettingType, text: str, **more: Any) -> None:
+def add(parser: argparse._ActionsContainer, name: str, kind: SettingType, text: str, **more: Any) -> None:
     """Add a flag with a value, or an argument. `text` is its help, `more` are other arguments of `add_argument`."""
     source = name if name.startswith("--") else more["metavar"]
     parser.add_argument(name, type=flag_of(source, kind), help=f"{text}.", **more)
@@ -118,7 +114,9 @@ def add_selection(parser: argparse.ArgumentParser, *states: str, others: str = "
     add(parser, "--error", TEXT, NARROWING["--error"], metavar="TEXT")
 
 
-def selection(options: argparse.Namespace, now: datetime, ids: tuple[str, ...] | None = None) -> "TaskSelection":
+def selection(
+    options: argparse.Namespace, now: datetime, ids: tuple[str, ...] | None = None
+) -> "admin.changes.TaskSelection":
     """Return the selection by the flags of `add_selection` and by `ids`. Relative times count from `now`."""
     since, until = (None if each is None else resolved(each, now) for each in (options.since, options.until))
     check_window(since, until or now)
@@ -163,7 +161,7 @@ def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys([*options.ids, *listed]))
 
 
-def full_ids(table: "TaskTable", prefixes: Sequence[str], wanted: Sequence[str]) -> tuple[str, ...]:
+def full_ids(table: "admin.table.TaskTable", prefixes: Sequence[str], wanted: Sequence[str]) -> tuple[str, ...]:
     """Return `wanted` with the full ID in place of each of the `prefixes`, and print it. Raises OutboxError."""
     full = {}
     long_enough = [prefix for prefix in prefixes if len(prefix) >= MIN_PREFIX]
@@ -177,7 +175,9 @@ def full_ids(table: "TaskTable", prefixes: Sequence[str], wanted: Sequence[str])
     return tuple(dict.fromkeys(full.get(id, id) for id in wanted))
 
 
-def explain_none(table: "TaskTable", selected: "TaskSelection", options: argparse.Namespace) -> None:
+def explain_none(
+    table: "admin.table.TaskTable", selected: "admin.changes.TaskSelection", options: argparse.Namespace
+) -> None:
     """Print on stderr why no task matches a selection: an unknown topic, the narrowing flags, or the state."""
     if selected.topic is not None and admin.topics.unknown(table, [selected.topic]):
         note(unknown_topics(table, [selected.topic]))
@@ -188,7 +188,7 @@ def explain_none(table: "TaskTable", selected: "TaskSelection", options: argpars
         note(f"{count} in the state {selected.state}{excluded}")
 
 
-def unknown_topics(table: "TaskTable", unknown: Sequence[str]) -> str:
+def unknown_topics(table: "admin.table.TaskTable", unknown: Sequence[str]) -> str:
     """Return a message about `unknown` topics that suggests known ones. Raises NotReached, OutboxError."""
     known = table.topics(COMPARED)
     return (

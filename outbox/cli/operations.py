@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from outbox import admin
-from outbox.cli.flags import add_limit, command, open_table
+from outbox.cli import flags
 from outbox.cli.output import as_json, note, shortened, table
 
 DESCRIPTION = """\
@@ -21,15 +21,15 @@ HEADS = ("STARTED", "FINISHED", "OPERATION", "TASKS", "PRINCIPAL", "SELECTION")
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = command(commands, "operations", "list who changed what, and when", DESCRIPTION)
-    add_limit(parser, "operations", 20)
+    parser = flags.command(commands, "operations", "list who changed what, and when", DESCRIPTION)
+    flags.add_limit(parser, "operations", 20)
     parser.add_argument("--json", action="store_true", help="Print one JSON object per line instead of a table.")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the operations; returns 0. Raises SettingError, NotReached, OutboxError."""
-    latest = admin.operations.latest(open_table(options), options.limit + 1)
+    latest = admin.operations.latest(flags.open_table(options), options.limit + 1)
     operations = latest[: options.limit]
     if options.json:
         for each in operations:

@@ -4,7 +4,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outbox import admin
 from outbox.cli import bulk, flags
@@ -13,9 +13,6 @@ from outbox.errors import OutboxError, SettingError
 from outbox.shared import logs
 from outbox.shared.times import MOMENT, resolved, shown
 from outbox.storage.task_states import MARKS_FINAL_AFTER
-
-if TYPE_CHECKING:
-    from outbox.admin.changes import Outcome
 
 PURGE_DESCRIPTION = """\
 Delete tasks that were sent before a time. The retention of the table deletes sent
@@ -93,7 +90,7 @@ def run_discard(options: argparse.Namespace) -> int:
     return report.explain({}, "because they are not dead but {state}")
 
 
-def _logged(outcomes: "Iterator[Outcome]", reason: str) -> "Iterator[Outcome]":
+def _logged(outcomes: "Iterator[admin.changes.Outcome]", reason: str) -> "Iterator[admin.changes.Outcome]":
     """Log the deleted tasks of each transaction."""
     for outcome in outcomes:
         for id in outcome.changed:

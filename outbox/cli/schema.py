@@ -3,8 +3,9 @@
 import argparse
 from typing import Any
 
-from outbox.cli.flags import command, open_table
-from outbox.shared.settings import DatabaseSettings, SettingType, flag_of, whole_number
+from outbox import admin
+from outbox.cli import flags
+from outbox.shared.settings import DatabaseSettings, SettingType, whole_number
 from outbox.storage import ddl
 from outbox.storage.layout import MAX_SHARDS
 
@@ -40,56 +41,38 @@ DEFAULT_SHARDS, DEFAULT_RETENTION = 10, 7
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = command(
-        commands,
-        "schema",
-        "print, apply or reshard the tables",
-        SCHEMA_DESCRIPTION,
-    )
+    parser = flags.command(commands, "schema", "print, apply or reshard the tables", SCHEMA_DESCRIPTION)
     parser.set_defaults(words=["schema"])  # without an action, print the help
     actions = parser.add_subparsers(metavar="ACTION")
-    printing = command(actions, "print", "print the DDL", PRINT_DESCRIPTION)
+    printing = flags.command(actions, "print", "print the DDL", PRINT_DESCRIPTION)
     _add_choices(printing, "")
     printing.set_defaults(run=run_print)
-    applying = command(actions, "apply", "create missing schema objects", APPLY_DESCRIPTION)
+    applying = flags.command(actions, "apply", "create missing schema objects", APPLY_DESCRIPTION)
     _add_choices(applying, "; an existing table keeps its value, and a different value is an error")
     applying.set_defaults(run=run_apply)
-    resharding = command(actions, "reshard", "change the number of shards", RESHARD_DESCRIPTION)
+    resharding = flags.command(actions, "reshard", "change the number of shards", RESHARD_DESCRIPTION)
     choice = resharding.add_mutually_exclusive_group(required=True)
-    choice.add_argument(
-        "--shards", type=flag_of("--shards", SHARDS), metavar="N",
-        help=f"The new number of shards: {SHARDS.allowed}. Run it again with the same number to continue.",
-    )  # fmt: skip
-    choice.add_argument(
-        "--status", action="store_true", help="Print the layouts and the next step, and change nothing."
-    )
+    text = f"The new number of shards: {SHARDS.allowed}. Run it again with the same number to continue"
+    flags.add(choice, "--shards", SHARDS, text, metavar="N")
+    text = "Print the layouts and the next step, and change nothing."
+    choice.add_argument("--status", action="store_true", help=text)
     choice.add_argument("--abort", action="store_true", help="Return to the former number of shards.")
     resharding.set_defaults(run=run_reshard)
 
 
 def _add_choices(parser: argparse.ArgumentParser, otherwise: str) -> None:
     # No default: if a flag is not given, an existing table may differ.
-    parser.add_argument(
-        "--shards", type=flag_of("--shards", SHARDS), metavar="N", default=argparse.SUPPRESS,
-        help=f"Number of shards: {SHARDS.allowed} (default {DEFAULT_SHARDS}{otherwise}).",
-    )  # fmt: skip
-    parser.add_argument(
-        "--retention", type=flag_of("--retention", RETENTION), metavar="DAYS|none", default=argparse.SUPPRESS,
-        help=f"Days after which sent tasks are deleted: {RETENTION.allowed} (default {DEFAULT_RETENTION}{otherwise}).",
-    )  # fmt: skip
-    parser.add_argument(
-        "--change-stream", action="store_true",
-        help="Add the change stream AsynchronousTasksInserts: one record for each registered task, kept for 7 days.",
-    )  # fmt: skip
+    text = f"Number of shards: {SHARDS.allowed} (default {DEFAULT_SHARDS}{otherwise})"
+    flags.add(parser, "--shards", SHARDS, text, metavar="N", default=argparse.SUPPRESS)
+    text = f"Days after which sent tasks are deleted: {RETENTION.allowed} (default {DEFAULT_RETENTION}{otherwise})"
+    flags.add(parser, "--retention", RETENTION, text, metavar="DAYS|none", default=argparse.SUPPRESS)
+    text = "Add the change stream AsynchronousTasksInserts: one record for each registered task, kept for 7 days."
+    parser.add_argument("--change-stream", action="store_true", help=text)
 
 
 def _statements(options: argparse.Namespace) -> list[str]:
-    flags = vars(options)
-    return ddl.statements(
-        flags.get("shards", DEFAULT_SHARDS),
-        flags.get("retention", DEFAULT_RETENTION),
-        change_stream=options.change_stream,
-    )
+    values = {"shards": DEFAULT_SHARDS, "retention": DEFAULT_RETENTION} | vars(options)
+    return ddl.statements(values["shards"], values["retention"], change_stream=options.change_stream)
 
 
 def run_print(options: argparse.Namespace) -> int:
@@ -100,15 +83,14 @@ def run_print(options: argparse.Namespace) -> int:
 
 def run_apply(options: argparse.Namespace) -> int:
     """Create missing objects and print one line for each; returns 0. Raises SettingError, NotReached, OutboxError."""
-    flags = vars(options)
-    settings = DatabaseSettings.read(flags)
-    free = {part for flag, part in (("shards", ddl.SHARD_COUNT), ("retention", ddl.RETENTION)) if flag not in flags}
+    settings = DatabaseSettings.read(vars(options))
+    parts = {"shards": ddl.SHARD_COUNT, "retention": ddl.RETENTION}
+    free = {part for flag, part in parts.items() if flag not in options}
 
     from outbox.storage import schema  # noqa: PLC0415 - the Spanner client: half a second, for nothing if a flag is wrong
     from outbox.storage.connection import open_database  # noqa: PLC0415 - the same
 
-    database = open_database(settings)
-    for name, state in schema.apply(database, _statements(options), free=free):
+    for name, state in schema.apply(open_database(settings), _statements(options), free=free):
         print(f"{state:<8} {name}")
     return 0
 
@@ -118,11 +100,7 @@ def run_reshard(options: argparse.Namespace) -> int:
 
     Raises SettingError, NotReached, OutboxError.
     """
-    table = open_table(options)
-
-    from outbox.admin.reshard import Resharding  # noqa: PLC0415 - see open_table
-
-    resharding = Resharding(table)
+    resharding = admin.reshard.Resharding(flags.open_table(options))
     if options.status:
         print("\n".join(resharding.report()))
         return 0

@@ -4,18 +4,14 @@ import argparse
 import contextlib
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from outbox.cli import errors
-from outbox.cli.flags import command, open_table
+from outbox import admin
+from outbox.cli import errors, flags
 from outbox.cli.output import as_json, cell, note, table
 from outbox.errors import OutboxError, SettingError
-from outbox.shared.settings import flag_of, whole_number
+from outbox.shared.settings import whole_number
 from outbox.shared.times import SECONDS, shown, spoken
-
-if TYPE_CHECKING:
-    from outbox.admin.backlog import Backlog, Line
-    from outbox.admin.table import TaskTable
 
 DESCRIPTION = """\
 Count the unsent tasks of each topic and priority, and those sent in the last minute.
@@ -40,22 +36,14 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = command(commands, "status", "unsent tasks by topic and priority", DESCRIPTION)
+    parser = flags.command(commands, "status", "unsent tasks by topic and priority", DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
     parser.add_argument("--watch", action="store_true", help="Update every five seconds, until Ctrl-C.")
     parser.add_argument("--exact", action="store_true", help="Count all tasks, without a limit.")
-    parser.add_argument(
-        "--max-age",
-        type=flag_of("--max-age", SECONDS),
-        metavar="S",
-        help="Exit code 1 if a task has been pending for longer than this: " + SECONDS.allowed + ".",
-    )
-    parser.add_argument(
-        "--max-pending",
-        type=flag_of("--max-pending", PENDING),
-        metavar="N",
-        help="Exit code 1 if more than N tasks are pending. Both limits ignore paused topics.",
-    )
+    text = "Exit code 1 if a task has been pending for longer than this: "
+    flags.add(parser, "--max-age", SECONDS, text + SECONDS.allowed, metavar="S")
+    text = "Exit code 1 if more than N tasks are pending. Both limits ignore paused topics"
+    flags.add(parser, "--max-pending", PENDING, text, metavar="N")
     parser.set_defaults(run=run)
 
 
@@ -64,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     if options.watch and (options.max_age is not None or options.max_pending is not None):
         raise SettingError("--watch has no exit code: pass --max-age and --max-pending without it")
 
-    tasks = open_table(options)
+    tasks = flags.open_table(options)
     if options.watch:
         with contextlib.suppress(KeyboardInterrupt):
             _watch(tasks, options)
@@ -77,18 +65,17 @@ def run(options: argparse.Namespace) -> int:
     return 1 if beyond else 0
 
 
-def _read(tasks: "TaskTable", options: argparse.Namespace) -> "Backlog":
-    from outbox.admin import backlog  # noqa: PLC0415 - see open_table
-
+def _read(tasks: "admin.table.TaskTable", options: argparse.Namespace) -> "admin.backlog.Backlog":
     # Count far enough to decide whether --max-pending is exceeded.
-    limit = None if options.max_pending is None else max(backlog.COUNT_LIMIT, options.max_pending + 1)
-    found = backlog.read(tasks, exact=options.exact, limit=limit)
+    limit = None if options.max_pending is None else max(admin.backlog.COUNT_LIMIT, options.max_pending + 1)
+    found = admin.backlog.read(tasks, exact=options.exact, limit=limit)
     if not found.whole:
-        note(f"there are more than {backlog.MAX_TOPICS:,} topics. Only the first {backlog.MAX_TOPICS:,} are counted")
+        topics = f"{admin.backlog.MAX_TOPICS:,}"
+        note(f"there are more than {topics} topics. Only the first {topics} are counted")
     return found
 
 
-def _watch(tasks: "TaskTable", options: argparse.Namespace) -> None:
+def _watch(tasks: "admin.table.TaskTable", options: argparse.Namespace) -> None:
     succeeded = False
     while True:
         try:
@@ -103,7 +90,7 @@ def _watch(tasks: "TaskTable", options: argparse.Namespace) -> None:
         time.sleep(WATCH_SECONDS)
 
 
-def _beyond(backlog: "Backlog", options: argparse.Namespace) -> list[str]:
+def _beyond(backlog: "admin.backlog.Backlog", options: argparse.Namespace) -> list[str]:
     """Return a sentence for each limit that is exceeded."""
     found = []
     oldest = backlog.oldest
@@ -121,36 +108,42 @@ def _beyond(backlog: "Backlog", options: argparse.Namespace) -> list[str]:
     return found
 
 
-def _rendered(tasks: "TaskTable", backlog: "Backlog", options: argparse.Namespace) -> str:
-    from outbox.admin.reshard import Resharding  # noqa: PLC0415 - see open_table
-
-    groups, resharding = errors.of_backlog(tasks, backlog), Resharding(tasks).progress()
+def _rendered(tasks: "admin.table.TaskTable", backlog: "admin.backlog.Backlog", options: argparse.Namespace) -> str:
+    groups, progress = errors.of_backlog(tasks, backlog), admin.reshard.Resharding(tasks).progress()
     if options.json:
-        return as_json(_plain(backlog) | {"errors": groups, "reshard": resharding and resharding.fields()})
+        reshard = None
+        if progress:
+            change, step = progress
+            reshard = {"from": change.former, "to": change.target, "since": change.since}
+            reshard |= {"next_step": step.text, "waits_for": step.waits_for}
+        return as_json(_plain(backlog) | {"errors": groups, "reshard": reshard})
     text = _text(backlog) + (f"\n{errors.text(groups)}" if groups else "")
-    return f"{text}\n\n{resharding}" if resharding else text
+    if progress:
+        change, step = progress
+        text += f"\n\n{change.before(step)}"
+    return text
 
 
 HEADS = ("PENDING", "RETRYING", "SCHEDULED", "BLOCKED", "DEAD", "SENT/MIN", "OLDEST")
 
 
-def cells(backlog: "Backlog", line: "Line") -> list[object]:
+def cells(backlog: "admin.backlog.Backlog", line: "admin.backlog.Line") -> list[object]:
     """Return the cells of a line, below HEADS."""
-    from outbox.admin.backlog import COUNTS  # noqa: PLC0415 - see open_table
-
     age = spoken(backlog.age(line)) if line.oldest else "-"
-    return [*(_number(name, getattr(line, name), line.at_least) for name in COUNTS), age]
+    return [*(_number(name, getattr(line, name), line.at_least) for name in admin.backlog.COUNTS), age]
 
 
-def fields(backlog: "Backlog", line: "Line") -> dict[str, Any]:
+def fields(backlog: "admin.backlog.Backlog", line: "admin.backlog.Line") -> dict[str, Any]:
     """Return the JSON fields of a line: counts, age in seconds, and the names of counts that stopped early."""
-    from outbox.admin.backlog import COUNTS  # noqa: PLC0415 - see open_table
-
     age = round(backlog.age(line), 3) if line.oldest else None
-    return {**{name: getattr(line, name) for name in COUNTS}, "oldest_age": age, "at_least": sorted(line.at_least)}
+    return {
+        **{name: getattr(line, name) for name in admin.backlog.COUNTS},
+        "oldest_age": age,
+        "at_least": sorted(line.at_least),
+    }
 
 
-def _text(backlog: "Backlog") -> str:
+def _text(backlog: "admin.backlog.Backlog") -> str:
     head = f"as of {shown(backlog.as_of)}, {backlog.workers} live worker{'' if backlog.workers == 1 else 's'}"
     if not backlog.lines:
         return f"{head}\nno unsent tasks, and no task sent in the last minute"
@@ -169,7 +162,7 @@ def _number(name: str, value: int, at_least: set[str]) -> object:
     return f">= {value:,}" if name in at_least else value
 
 
-def _plain(backlog: "Backlog") -> dict[str, Any]:
+def _plain(backlog: "admin.backlog.Backlog") -> dict[str, Any]:
     return {
         "as_of": backlog.as_of,
         "workers": backlog.workers,

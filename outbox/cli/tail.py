@@ -5,17 +5,13 @@ import contextlib
 import signal
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outbox import admin
 from outbox.cli import flags
 from outbox.cli.output import as_json, escaped, note
 from outbox.errors import OutboxError
 from outbox.shared.times import MOMENT, resolved, shown, spoken
-
-if TYPE_CHECKING:
-    from outbox.admin.table import TaskTable
-    from outbox.admin.tasks import Position
 
 DESCRIPTION = """\
 Print each task when it is sent, one per line, until Ctrl-C. The tasks of an ordering key
@@ -47,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _follow(database: "TaskTable", options: argparse.Namespace) -> None:
+def _follow(database: "admin.table.TaskTable", options: argparse.Namespace) -> None:
     now = database.now()
     position = admin.tasks.Position(now if options.since is None else resolved(options.since, now))
     flags.check_window(position.sent_at, now + timedelta(microseconds=1))
@@ -63,7 +59,9 @@ def _follow(database: "TaskTable", options: argparse.Namespace) -> None:
         rows = _next(database, position, options.topic)
 
 
-def _next(database: "TaskTable", position: "Position", topic: str | None) -> list[dict[str, Any]]:
+def _next(
+    database: "admin.table.TaskTable", position: "admin.tasks.Position", topic: str | None
+) -> list[dict[str, Any]]:
     """Return the tasks sent after the position. Retry until Spanner responds."""
     failed = False
     while True:

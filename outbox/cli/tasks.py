@@ -8,16 +8,13 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outbox import admin
 from outbox.cli import errors, flags
 from outbox.cli.output import as_json, by_field, cell, escaped, note, shortened, table
 from outbox.errors import OutboxError
 from outbox.storage.task_states import NEVER, STATES
-
-if TYPE_CHECKING:
-    from outbox.admin.tasks import Task
 
 LIST_DESCRIPTION = """\
 List the tasks of one state, or all unsent tasks. Pending tasks are sorted by priority
@@ -74,7 +71,7 @@ def run_list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _table(tasks: "list[Task]") -> str:
+def _table(tasks: "list[admin.tasks.Task]") -> str:
     def available(time: datetime | None) -> datetime | None:
         return None if time is None or time >= NEVER else time
 
@@ -119,7 +116,7 @@ def run_show(options: argparse.Namespace) -> int:
     return 0
 
 
-def _fields(task: "Task") -> dict[str, Any]:
+def _fields(task: "admin.tasks.Task") -> dict[str, Any]:
     """Return the fields of a task for JSON: the columns except Data, and the state."""
     columns = by_field(task.columns)
     columns.pop("data", None)
@@ -133,7 +130,7 @@ def _json_data(data: bytes) -> dict[str, str]:
         return {"data_base64": base64.b64encode(data).decode()}
 
 
-def _lines(task: "Task", message: Any | None, data: bytes) -> Iterator[str]:
+def _lines(task: "admin.tasks.Task", message: Any | None, data: bytes) -> Iterator[str]:
     columns = {"Id": task.columns["Id"], "State": task.state, **task.columns}
     del columns["Data"]
     for name, value in columns.items():

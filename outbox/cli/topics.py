@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outbox import admin
 from outbox.cli import bulk, flags
@@ -14,10 +14,6 @@ from outbox.errors import OutboxError, SettingError
 from outbox.shared.settings import SettingType, did_you_mean, whole_number
 from outbox.shared.times import shown
 from outbox.storage.ddl import MIN_RATE
-
-if TYPE_CHECKING:
-    from outbox.admin.table import TaskTable
-    from outbox.admin.topics import Control
 
 TOPICS_DESCRIPTION = """\
 Show the pauses and limits of topics with their backlog. The list has every topic that has
@@ -129,7 +125,7 @@ def run_resume(options: argparse.Namespace) -> int:
     return _change(table, options, "resume", {"Paused": False})
 
 
-def _open_known(options: argparse.Namespace, verb: str) -> "TaskTable":
+def _open_known(options: argparse.Namespace, verb: str) -> "admin.table.TaskTable":
     """Return the table. If a topic is unknown, ask first. Raises SettingError, NotReached, OutboxError."""
     table = flags.open_table(options)
     if not options.yes and (unknown := admin.topics.unknown(table, options.topics)):
@@ -138,7 +134,7 @@ def _open_known(options: argparse.Namespace, verb: str) -> "TaskTable":
     return table
 
 
-def _change(table: "TaskTable", options: argparse.Namespace, operation: str, values: dict[str, Any]) -> int:
+def _change(table: "admin.table.TaskTable", options: argparse.Namespace, operation: str, values: dict[str, Any]) -> int:
     """Write the values, by column, and print the new rows; returns 0. Note other names of the topics."""
     project = table.name.split("/")[1]
     names = {name: topic for topic in options.topics if (name := _other_name(topic, project)) not in options.topics}
@@ -175,7 +171,7 @@ def _limits(options: argparse.Namespace) -> dict[str, Any]:
     return {LIMITS[flag][0]: value for flag, value in passed.items()}
 
 
-def _described(control: "Control", unpaused: str = "") -> str:
+def _described(control: "admin.topics.Control", unpaused: str = "") -> str:
     limits = (
         (control.RatePerSecond, "tasks a second"),
         (control.Burst, "at once"),

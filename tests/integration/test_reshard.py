@@ -45,7 +45,7 @@ def test_each_step_is_in_the_status(own_database: Database) -> None:
     database = open_database(place(own_database.database_id))
     resharding, steps, polls = Resharding(TaskTable(database)), list[str](), "Shard"
     write_heartbeat(database, polls)
-    for step in resharding.run(resharding.target(4), sleep=lambda _seconds: None):
+    for step in resharding.run(resharding.target(4)):
         steps.append(step)
         shown: dict[str, Any] | None = json.loads(status_of(database, as_json=True))["reshard"]
         if step == STEPS[0]:
