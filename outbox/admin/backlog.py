@@ -29,7 +29,8 @@ MAX_TOPICS = 1_000
 #: Max queries for the ready tasks of a topic. A query that stops at its limit of tasks is followed by one for the lower
 #: priorities.
 MAX_QUERIES = 20
-#: Due tasks of a shard and topic that are read to find the oldest.
+#: Due tasks of a shard and topic that are read to find the oldest. The first one by AvailableAt need not be the longest
+#: due: if AvailableAt was past at registration, the task has been due since CreatedAt.
 FIRST_DUE = 100
 _HIGHEST, _LOWEST = 2**63 - 1, -(2**63)
 COUNTS = (*UNSENT, "sent_last_minute")
@@ -201,18 +202,25 @@ def _oldest_age_at(table: TaskTable, at: datetime) -> float:
 
     paused = {topic for topic, is_paused, *_ in ask(statements.CONTROLS) if is_paused}
     topics = [topic for topic in table.topics(MAX_TOPICS + len(paused), at) if topic not in paused][:MAX_TOPICS]
-    times = ask(statements.OLDEST_DUE, shards=list(table.shards), topics=topics, limit=FIRST_DUE, now=at)[0]
-    max_priorities = dict.fromkeys(product(table.shards, topics), _HIGHEST)
+    counter = BacklogCounter(1)  # the first ready task of each priority is its oldest
+    if left := _add_ready(counter, ask, product(table.shards, topics), 1):
+        limit = max(MIN_COUNT_LIMIT, min(COUNT_LIMIT, MAX_TOTAL // len(left)))
+        counter.add(ask(statements.COUNT_READY, **_range_values(left), limit=limit), "pending")
+    due = ask(statements.COUNT_DUE, shards=list(table.shards), topics=topics, limit=FIRST_DUE, now=at)
+    counter.add(due, "pending")
+    backlog = Backlog(at, 0, counter.lines(()))
+    return backlog.age(backlog.oldest)
+
+
+def _add_ready(
+    counter: BacklogCounter, ask: Callable[..., list[list[Any]]], places: Iterable[tuple[int, str]], limit: int
+) -> dict[tuple[int, str], int]:
+    """Add the ready tasks of all shards and topics. Return the ranges that are left, with their max priorities."""
+    left = dict.fromkeys(places, _HIGHEST)
     for _ in range(MAX_QUERIES):
-        if max_priorities:
-            rows = ask(statements.OLDEST_READY, **_range_values(max_priorities))
-            times += [created for _, _, _, created in rows]
-            max_priorities = {(shard, topic): priority - 1 for shard, topic, priority, _ in rows if priority > _LOWEST}
-    if max_priorities:
-        limit = max(MIN_COUNT_LIMIT, min(COUNT_LIMIT, MAX_TOTAL // len(max_priorities)))
-        times += ask(statements.OLDEST_OF_SOME_READY, **_range_values(max_priorities), limit=limit)[0]
-    oldest = min(filter(None, times), default=at)
-    return max(0.0, (at - oldest).total_seconds())
+        if left:
+            left = counter.add_ready(ask(statements.COUNT_READY, **_range_values(left), limit=limit))
+    return left
 
 
 def _range_values(max_priorities: Mapping[tuple[int, str], int]) -> dict[str, Any]:
@@ -233,12 +241,7 @@ def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool
         return table.query(statement, "outbox-status", parameters, at=at, seconds=seconds)
 
     counter = BacklogCounter(limit)
-    max_priorities = dict.fromkeys(product(table.shards, topics), _HIGHEST)
-    for _ in range(MAX_QUERIES):
-        if max_priorities:
-            ranges = _range_values(max_priorities)
-            max_priorities = counter.add_ready(ask(statements.COUNT_READY, **ranges, limit=limit))
-    counter.leave_out(max_priorities)
+    counter.leave_out(_add_ready(counter, ask, product(table.shards, topics), limit))
     counter.add(ask(statements.COUNT_DUE, **values, topics=topics, now=at), "pending")
     counter.add(ask(statements.COUNT_WAITING, **values, topics=topics, now=at), "retrying", "scheduled", "blocked")
     counter.add(ask(statements.COUNT_DEAD, **values, topics=topics), "dead")

@@ -23,7 +23,7 @@ class Operation(NamedTuple):
     """A row. `finished_at` is None while the change runs, or if it ended early. `selection` is JSON."""
 
     id: str
-    name: str
+    operation: str
     started_at: datetime
     finished_at: datetime | None
     principal: str | None

@@ -110,21 +110,6 @@ _TOPICS = "UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic"
 _TOPIC_RANGES = """(
   SELECT in_shard, @range_topics[OFFSET(position)] AS of_topic, @max_priorities[OFFSET(position)] AS max_priority
   FROM UNNEST(@range_shards) AS in_shard WITH OFFSET AS position)"""
-_READY_UP_TO = f"{_OF_TOPIC} AND AvailableAt IS NULL AND Priority <= max_priority ORDER BY {TO_SEND_ORDER}"
-_DUE = f"{_OF_TOPIC} AND AvailableAt <= @now ORDER BY {TO_SEND_ORDER}"
-
-OLDEST_READY = f"""
-SELECT in_shard, of_topic, first.Priority, first.CreatedAt FROM {_TOPIC_RANGES}, UNNEST(ARRAY(
-  SELECT AS STRUCT Priority, CreatedAt FROM {TO_SEND} WHERE {_READY_UP_TO} LIMIT 1)) AS first"""
-# For very many priorities: the oldest of the first @limit tasks of each range.
-OLDEST_OF_SOME_READY = f"""
-SELECT MIN(next.CreatedAt) FROM {_TOPIC_RANGES}, UNNEST(ARRAY(
-  SELECT AS STRUCT CreatedAt FROM {TO_SEND} WHERE {_READY_UP_TO} LIMIT @limit)) AS next"""
-# The first task by AvailableAt need not be the longest due: if AvailableAt was past at registration, the task has been
-# due since CreatedAt. So the first @limit tasks are compared.
-OLDEST_DUE = f"""
-SELECT MIN(GREATEST(first.CreatedAt, first.AvailableAt)) FROM {_TOPICS}, UNNEST(ARRAY(
-  SELECT AS STRUCT CreatedAt, AvailableAt FROM {TO_SEND} WHERE {_DUE} LIMIT @limit)) AS first"""
 
 
 def _count(ranges: str, rows: str, state: str, ready_since: str = "CAST(NULL AS TIMESTAMP)") -> str:
@@ -140,8 +125,18 @@ SELECT in_shard, part.topic, part.priority, part.state, part.number, part.oldest
   GROUP BY topic, priority, state)) AS part"""
 
 
-COUNT_READY = _count(_TOPIC_RANGES, _READY_UP_TO, "'pending'", "CreatedAt")
-COUNT_DUE = _count(_TOPICS, _DUE, "'pending'", "GREATEST(CreatedAt, AvailableAt)")
+COUNT_READY = _count(
+    _TOPIC_RANGES,
+    f"{_OF_TOPIC} AND AvailableAt IS NULL AND Priority <= max_priority ORDER BY {TO_SEND_ORDER}",
+    "'pending'",
+    "CreatedAt",
+)
+COUNT_DUE = _count(
+    _TOPICS,
+    f"{_OF_TOPIC} AND AvailableAt <= @now ORDER BY {TO_SEND_ORDER}",
+    "'pending'",
+    "GREATEST(CreatedAt, AvailableAt)",
+)
 COUNT_WAITING = _count(
     _TOPICS,
     f"{_OF_TOPIC} AND AvailableAt > @now AND AvailableAt < {NEVER}",

@@ -5,34 +5,30 @@ Exit codes: 0 done, 1 failed, 2 usage, 3 a service, the table or a permission is
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 
 from outbox._version import __version__
-from outbox.cli import (
-    completion,
-    emulators,
-    flags,
-    operations,
-    output,
-    removal,
-    retry,
-    schema,
-    status,
-    tail,
-    tasks,
-    topics,
-)
+from outbox.cli import changes, emulators, flags, operations, output, schema, status, tasks, topics
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.shared.arguments import Parser
-from outbox.shared.settings import unknown_variables
+from outbox.shared.settings import one_of, unknown_variables
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 #: Any other OutboxError is FAILED.
 EXIT_CODES = {SettingError: 2, NotReached: 3}
 
-COMMANDS = (emulators, schema, status, tasks, tail, retry, removal, topics, operations, completion)
+COMMANDS = (emulators, schema, status, tasks, changes, topics, operations)
+
+COMPLETION_DESCRIPTION = """\
+Print a script that completes the commands and flags of `outbox`. It needs the extra
+spanner-outbox[operators].
+
+    outbox completion bash > ~/.local/share/bash-completion/completions/outbox
+    outbox completion zsh > "${fpath[1]}/_outbox"
+    outbox completion fish > ~/.config/fish/completions/outbox.fish"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,9 +64,23 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND")
     for module in COMMANDS:
         module.add(commands)
+    title = "print a completion script for bash, zsh or fish"
+    completing = flags.command(commands, "completion", title, COMPLETION_DESCRIPTION)
+    shell = one_of("bash", "zsh", "fish")
+    flags.add(completing, "shell", shell, f"The shell: {shell.allowed}", metavar="SHELL", choices=shell.choices)
+    completing.set_defaults(run=_complete)
     helping = flags.command(commands, "help", "describe a command", "Describe a command, or list all commands.")
     helping.add_argument("words", nargs="*", metavar="COMMAND", help="A command; without it, all are listed.")
     return parser
+
+
+def _complete(options: argparse.Namespace) -> int:
+    if importlib.util.find_spec("shtab") is None:
+        raise OutboxError("completion needs shtab. Install it: pip install 'spanner-outbox[operators]'")
+    import shtab  # noqa: PLC0415 - optional
+
+    print(shtab.complete(options.parser, options.shell))
+    return DONE
 
 
 def _help(options: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from outbox.cli import flags
 from outbox.cli.output import note
 from outbox.errors import OutboxError, SettingError
-from outbox.shared.settings import PREFIX, DatabaseSettings, Settings, flag_of, matching, setting, whole_number
+from outbox.shared.settings import PREFIX, DatabaseSettings, Settings, matching, setting, whole_number
 from outbox.storage.ddl import cut
 
 PORT = whole_number(0, 65_535)
@@ -57,14 +57,10 @@ def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
     parser = flags.command(commands, "emulators", "run both emulators until Ctrl-C", DESCRIPTION)
     EmulatorSettings.add_flags(parser)
-    parser.add_argument(
-        "--create", type=flag_of("--create", PLACE), metavar="PROJECT/INSTANCE/DATABASE",
-        help="Create this database with the outbox's tables.",
-    )  # fmt: skip
-    parser.add_argument(
-        "--ddl-file", metavar="FILE",
-        help="DDL of your own tables for a new database. Each statement ends with a semicolon.",
-    )  # fmt: skip
+    text = "Create this database with the outbox's tables"
+    flags.add(parser, "--create", PLACE, text, metavar="PROJECT/INSTANCE/DATABASE")
+    text = "DDL of your own tables for a new database. Each statement ends with a semicolon."
+    parser.add_argument("--ddl-file", metavar="FILE", help=text)
     for kind in ("topic", "subscription"):
         # Both flags append to one list, because the order says to which topic a subscription belongs.
         parser.add_argument(

@@ -33,12 +33,10 @@ def run(options: argparse.Namespace) -> int:
     operations = latest[: options.limit]
     if options.json:
         for each in operations:
-            columns = {"id": each.id, "operation": each.name, "started_at": each.started_at}
-            columns |= {"finished_at": each.finished_at, "principal": each.principal}
-            print(as_json(columns | {"selection": json.loads(each.selection), "tasks": each.tasks}))
+            print(as_json(each._asdict() | {"selection": json.loads(each.selection)}))
     elif operations:
         rows = [
-            [each.started_at, each.finished_at, each.name, each.tasks, each.principal, shortened(each.selection)]
+            [each.started_at, each.finished_at, each.operation, each.tasks, each.principal, shortened(each.selection)]
             for each in operations
         ]
         print(table(HEADS, rows))

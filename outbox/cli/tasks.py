@@ -1,19 +1,23 @@
-"""`outbox list` and `show`: list tasks, or show one with its message."""
+"""`outbox list`, `show` and `tail`: list tasks, show one with its message, or follow sent tasks."""
 
 import argparse
 import base64
 import codecs
+import contextlib
 import json
+import signal
 import sys
+import time
 import unicodedata
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from outbox import admin
 from outbox.cli import errors, flags
 from outbox.cli.output import as_json, by_field, cell, escaped, note, shortened, table
 from outbox.errors import OutboxError
+from outbox.shared.times import MOMENT, resolved, shown, spoken
 from outbox.storage.task_states import NEVER, STATES
 
 LIST_DESCRIPTION = """\
@@ -29,13 +33,22 @@ Show one task with every column, and the message that subscribers receive.
 
     outbox show 0e3c... --project my-project --instance main --database shop
     outbox show 0e3c... --raw ... > message.bin"""
+TAIL_DESCRIPTION = """\
+Print each task when it is sent, one per line, until Ctrl-C. The tasks of an ordering key
+are in the order in which they were published. The command only reads, so any number of
+people can run it at once.
+
+    outbox tail --project my-project --instance main --database shop
+    outbox tail --topic orders --since 15m --json ..."""
 
 #: Bytes of a message's data that `show` prints. `--raw` writes all.
 SHOWN_BYTES = 64 * 1024
+#: Seconds between two reads of `tail`, and rows of one read.
+TAIL_SECONDS, TAIL_ROWS = 1.0, 1_000
 
 
 def add(commands: Any) -> None:
-    """Add both commands to the subparsers `commands`."""
+    """Add the three commands to the subparsers `commands`."""
     listing = flags.command(commands, "list", "list the tasks of a state", LIST_DESCRIPTION)
     flags.add_selection(listing, *STATES)
     flags.add_limit(listing, "tasks", 100)
@@ -47,6 +60,12 @@ def add(commands: Any) -> None:
     form.add_argument("--json", action="store_true", help="Print one JSON object. Binary data is in base64.")
     form.add_argument("--raw", action="store_true", help="Write only the bytes of the message data.")
     showing.set_defaults(run=run_show)
+    tailing = flags.command(commands, "tail", "follow sent tasks", TAIL_DESCRIPTION)
+    flags.add_topic(tailing)
+    text = f"Start at this time instead of now. Allowed: {MOMENT.allowed}"
+    flags.add(tailing, "--since", MOMENT, text, metavar="TIME")
+    tailing.add_argument("--json", action="store_true", help="Print one JSON object per line.")
+    tailing.set_defaults(run=run_tail)
 
 
 def run_list(options: argparse.Namespace) -> int:
@@ -166,3 +185,58 @@ def _readable(data: bytes, *, whole: bool) -> tuple[str, list[str]]:
     except (ValueError, RecursionError):
         return "text", [escaped(line) for line in text.expandtabs().splitlines()]
     return "JSON", [escaped(line) for line in pretty.splitlines()]
+
+
+def run_tail(options: argparse.Namespace) -> int:
+    """Print tasks as they are sent, until a signal; returns 0. Raises SettingError, NotReached, OutboxError."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
+        _follow(flags.open_table(options), options)
+    return 0
+
+
+def _follow(database: "admin.table.TaskTable", options: argparse.Namespace) -> None:
+    now = database.now()
+    position = admin.tasks.Position(now if options.since is None else resolved(options.since, now))
+    flags.check_window(position.sent_at, now + timedelta(microseconds=1))
+    note(f"following from {shown(position.sent_at)}. Press Ctrl-C to stop")
+    rows = admin.tasks.sent_after(database, position, options.topic, TAIL_ROWS)
+    while True:
+        for row in admin.tasks.in_publish_order(rows):
+            print(_sent_line(row, options), flush=True)
+        if rows:
+            position = admin.tasks.Position(rows[-1]["SentAt"], rows[-1]["CreatedAt"], rows[-1]["Id"])
+        if len(rows) < TAIL_ROWS:
+            time.sleep(TAIL_SECONDS)
+        rows = _next(database, position, options.topic)
+
+
+def _next(
+    database: "admin.table.TaskTable", position: "admin.tasks.Position", topic: str | None
+) -> list[dict[str, Any]]:
+    """Return the tasks sent after the position. Retry until Spanner responds."""
+    failed = False
+    while True:
+        try:
+            return admin.tasks.sent_after(database, position, topic, TAIL_ROWS)
+        except OutboxError as error:
+            if not failed:
+                note(f"{error}. Retrying; no task will be missed")
+            failed = True
+            time.sleep(TAIL_SECONDS)
+
+
+def _sent_line(row: dict[str, Any], options: argparse.Namespace) -> str:
+    if options.json:
+        return as_json(
+            {
+                "id": row["Id"], "topic": row["Topic"], "priority": row["Priority"], "ordering_key": row["OrderingKey"],
+                "created_at": row["CreatedAt"], "sent_at": row["SentAt"], "bytes": row["Bytes"],
+            }
+        )  # fmt: skip
+    after = (row["SentAt"] - row["CreatedAt"]).total_seconds()
+    key = f", key {escaped(row['OrderingKey'])}" if row["OrderingKey"] else ""
+    return (
+        f"{shown(row['SentAt'])} {escaped(row['Topic'])} {escaped(row['Id'])} priority {row['Priority']}, "
+        f"{row['Bytes']:,} bytes, {spoken(after)} after its commit{key}"
+    )

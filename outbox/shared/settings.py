@@ -137,12 +137,9 @@ class Settings:
     """The base class of all settings classes."""
 
     @classmethod
-    def add_flags(cls, parser: argparse._ActionsContainer, *, without: type | None = None) -> None:
-        """Give `parser` one flag per field, except for the fields of the class `without`."""
-        others = {field.name for field in dataclasses.fields(without)} if without else set()
+    def add_flags(cls, parser: argparse._ActionsContainer) -> None:
+        """Give `parser` one flag per field."""
         for field in fields_of(cls):
-            if field.name in others:
-                continue
             form: dict[str, Any] = {"metavar": field.metavar}
             if field.kind is SWITCH:
                 form = {"action": "store_const", "const": "true"}

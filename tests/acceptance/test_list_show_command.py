@@ -108,10 +108,8 @@ def test_a_unique_prefix_is_an_id(filled: Commands):
     assert ambiguous.stderr == "outbox: several task IDs begin with 'dead-': dead-3, dead-5. Give more characters\n"
     assert "task 'you' does not exist" in short.stderr
     dry = filled.here("retry", "dead-5", "late", "--dry-run")
-    assert (dry.stdout.partition(".")[0], dry.stderr) == (
-        "2 tasks would be sent again", "outbox: late is task later\n",
-    )  # fmt: skip
-    assert "Id IN ('dead-5', 'later')" in dry.stdout
+    assert dry.stdout == "2 tasks would be sent again\n"
+    assert "outbox: late is task later\n" in dry.stderr
 
 
 def test_show_has_every_column_and_the_message(outbox: Commands, database: Database):

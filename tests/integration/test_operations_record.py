@@ -25,7 +25,7 @@ def recorded(table: TaskTable) -> list[Operation]:
 
 
 def seen(each: Operation) -> tuple[str, Any, int | None]:
-    return each.name, json.loads(each.selection), each.tasks
+    return each.operation, json.loads(each.selection), each.tasks
 
 
 def test_each_change_has_a_record(database: Database, table: TaskTable):

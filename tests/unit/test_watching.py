@@ -9,7 +9,7 @@ import pytest
 
 from outbox.admin import backlog
 from outbox.admin import tasks as tasks_of
-from outbox.cli import status, tail
+from outbox.cli import status, tasks
 from outbox.errors import NotReached
 
 AWAY = NotReached("Spanner did not answer")
@@ -52,8 +52,8 @@ def test_tail_retries_until_spanner_answers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row: dict[str, Any] = {"Id": "a"}
-    monkeypatch.setattr("outbox.cli.tail.time.sleep", lambda _seconds: None)
+    monkeypatch.setattr("outbox.cli.tasks.time.sleep", lambda _seconds: None)
     monkeypatch.setattr(tasks_of, "sent_after", mock.Mock(side_effect=[AWAY, AWAY, [row]]))
     position = tasks_of.Position(datetime(2026, 1, 1, tzinfo=UTC), "")
-    assert tail._next(mock.Mock(), position, None) == [row]
+    assert tasks._next(mock.Mock(), position, None) == [row]
     assert capsys.readouterr().err.count("no task will be missed") == 1

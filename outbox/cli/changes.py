@@ -1,19 +1,32 @@
-"""`outbox purge` deletes sent tasks, `outbox discard` deletes dead tasks."""
+"""`outbox retry` sends tasks again, `purge` deletes sent tasks, and `discard` deletes dead tasks."""
 
 import argparse
+import dataclasses
 import logging
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from outbox import admin
-from outbox.cli import bulk, flags
-from outbox.cli.output import escaped
+from outbox.cli import bulk, errors, flags
+from outbox.cli.output import escaped, named, note
 from outbox.errors import OutboxError, SettingError
 from outbox.shared import logs
+from outbox.shared.settings import one_of
 from outbox.shared.times import MOMENT, resolved, shown
 from outbox.storage.task_states import MARKS_FINAL_AFTER
 
+RETRY_DESCRIPTION = """\
+Make tasks due now. Dead and retrying tasks get all their attempts again. Sent tasks are
+sent again with the same ID. A scheduled task is sent now if you pass its ID. Pending
+tasks and tasks blocked by the head of their ordering key are not changed. Expired tasks
+are sent only with --include-expired. While new tasks wait, retried tasks get at most
+half of the capacity.
+
+    outbox retry 0e3c... 7f21... --project my-project --instance main --database shop
+    outbox retry --state dead --topic orders --dry-run ...
+    outbox retry --state sent --topic orders --since 2h ...
+    outbox list --state dead --error NOT_FOUND --json ... | outbox retry --ids-file - --yes ..."""
 PURGE_DESCRIPTION = """\
 Delete tasks that were sent before a time. The retention of the table deletes sent
 tasks too, typically within three days after they reach the retention age (`outbox schema`).
@@ -28,11 +41,33 @@ are released.
     outbox discard 0e3c... --reason 'order was cancelled, ticket 4711' \\
         --project my-project --instance main --database shop"""
 
+#: Scheduled tasks have a time that the application chose, so they are retried only by ID. Pending ones need no retry.
+RETRIED = ("dead", "sent", "retrying")
+BY_ID_ONLY = ". Retry scheduled tasks by ID"
+#: Why tasks are not changed.
+NOT_CHANGED = {
+    "pending": "because pending tasks need no retry",
+    "expired": "because ExpiresAt has passed; --include-expired sends them anyway",
+    "blocked": "because blocked tasks wait for the head of their ordering key",
+}
+OUTSIDE = "because they are {state} and do not match --state, --topic, --since, --until or --error"
+
 _log = logging.getLogger("outbox")
 
 
 def add(commands: Any) -> None:
-    """Add both commands to the subparsers `commands`."""
+    """Add the three commands to the subparsers `commands`."""
+    retrying = flags.command(commands, "retry", "send tasks again, or retry dead tasks", RETRY_DESCRIPTION)
+    flags.add_ids(retrying)
+    flags.add_selection(retrying, *RETRIED, others=BY_ID_ONLY)
+    flags.add_dry_run(retrying)
+    retrying.add_argument(
+        "--yes", action="store_true",
+        help="Do not ask for confirmation. The command asks for --state without --topic, and for more than "
+        f"{bulk.CONFIRM_ABOVE:,} tasks.",
+    )  # fmt: skip
+    retrying.add_argument("--include-expired", action="store_true", help="Also send tasks whose ExpiresAt has passed.")
+    retrying.set_defaults(run=run_retry)
     purging = flags.command(commands, "purge", "delete sent tasks", PURGE_DESCRIPTION)
     text = "Delete tasks sent before this time. Allowed: "
     flags.add(purging, "--sent-before", MOMENT, text + MOMENT.allowed, metavar="TIME", required=True)
@@ -47,6 +82,46 @@ def add(commands: Any) -> None:
     flags.add(discarding, "--reason", flags.TEXT, "The reason, for the log", metavar="TEXT", required=True)
     discarding.add_argument("--yes", action="store_true", help="Skip the confirmation.")
     discarding.set_defaults(run=run_discard)
+
+
+def run_retry(options: argparse.Namespace) -> int:
+    """Change tasks; return 0, or 1 if an ID does not match. Raises SettingError, NotReached, OutboxError."""
+    ids = flags.ids(options)
+    if ids is None and options.state is None:
+        raise SettingError(f"no tasks given. Pass IDs, --ids-file, or --state with {one_of(*RETRIED).allowed}")
+    table = flags.open_table(options)
+    ids = ids and flags.full_ids(table, options.ids, ids)
+    now = table.now()
+    selection = flags.selection(options, now, ids)
+    # A task that is sent again meanwhile has a later SentAt, so it is not selected twice, now or when continued.
+    until = min(selection.until or now, now)
+    selection = dataclasses.replace(selection, until=until, expired=options.include_expired)
+    flags.check_window(selection.since, until)
+    count = admin.changes.count(table, selection, exact=options.dry_run)
+    if options.dry_run:
+        print(f"{count} would be sent again")
+        if not options.include_expired and options.state != "sent":
+            note("expired tasks are not counted. --include-expired sends them, too")
+        if not count.number and ids is None:
+            flags.explain_none(table, selection, options)
+        return 0
+    over_topics = ids is None and options.topic is None and count.number > 0
+    if over_topics and not options.yes:
+        note(f"tasks by topic and reason:{errors.text(errors.of_selection(table, selection))}")
+    if over_topics or count.number > bulk.CONFIRM_ABOVE:
+        bulk.confirm(f"{count} will be sent again.", yes=options.yes)
+    since = {} if selection.since is None else {"since": shown(selection.since)}
+    go_on = flags.continue_command(options, **since, until=shown(until))
+    report = bulk.carry_out(admin.changes.retry(table, selection), go_on)
+    print(f"will be sent again: {bulk.tasks(report.changed)}")
+    if ids:
+        code = report.explain(NOT_CHANGED, OUTSIDE)
+        if heads := sorted(report.heads - set(ids)):
+            note(f"retry the head of the ordering key, or discard it if it is dead: {named(heads)}")
+        return code
+    if not report.changed:
+        flags.explain_none(table, selection, options)
+    return 0
 
 
 def run_purge(options: argparse.Namespace) -> int:
