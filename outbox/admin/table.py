@@ -40,6 +40,12 @@ def _request(tag: str, seconds: float) -> dict[str, Any]:
     return {"request_options": {"priority": _LOW, "request_tag": tag}, **retry_and_timeout(seconds)}
 
 
+def _rows(reader: Any, sql: str, parameters: Mapping[str, Any], tag: str, seconds: float) -> list[list[Any]]:
+    """Return all rows of one statement that a snapshot or a transaction runs."""
+    types = {name: statements.TYPES[name] for name in parameters}
+    return list(reader.execute_sql(sql, params=parameters, param_types=types, **_request(tag, seconds)))
+
+
 def _user() -> str:
     try:
         return getpass.getuser()
@@ -98,16 +104,8 @@ class TaskTable:
         seconds: float = QUERY_SECONDS,
     ) -> list[list[Any]]:
         """Return the rows of one statement, read at the time `at`, or now. Takes no locks."""
-        values = dict(parameters or {})
         with self._errors(), self._database.snapshot(read_timestamp=at) as snapshot:
-            return list(
-                snapshot.execute_sql(
-                    self.layout.sql(statement),
-                    params=values,
-                    param_types={name: statements.TYPES[name] for name in values},
-                    **_request(tag, seconds),
-                )
-            )
+            return _rows(snapshot, self.layout.sql(statement), dict(parameters or {}), tag, seconds)
 
     def read(
         self, table: str, columns: Sequence[str], keys: Any, tag: str, *, seconds: float = QUERY_SECONDS
@@ -191,14 +189,7 @@ class Transaction:
 
     def query(self, statement: str, parameters: Mapping[str, Any]) -> list[list[Any]]:
         """Return all rows of one statement."""
-        return list(
-            self._transaction.execute_sql(
-                self._layout.sql(statement),
-                params=parameters,
-                param_types={name: statements.TYPES[name] for name in parameters},
-                **_request(self._tag, LOCK_SECONDS),
-            )
-        )
+        return _rows(self._transaction, self._layout.sql(statement), parameters, self._tag, LOCK_SECONDS)
 
     def read(self, table: str, columns: Sequence[str], keys: Any) -> list[list[Any]]:
         """Return the rows of `keys`, with shared locks."""

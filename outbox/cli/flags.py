@@ -18,6 +18,7 @@ from outbox.shared.settings import (
     SettingType,
     did_you_mean,
     flag_of,
+    matching,
     one_of,
     whole_number,
 )
@@ -65,13 +66,8 @@ def open_table(options: argparse.Namespace) -> "admin.table.TaskTable":
 
 
 def _text(longest: int) -> SettingType:
-    def parse(text: str) -> str:
-        text.encode()  # raises ValueError for an argument that is not valid UTF-8
-        if not 0 < len(text) <= longest:
-            raise ValueError(text)
-        return text
-
-    return SettingType(parse, f"1 to {longest} characters of valid Unicode")
+    # An argument that is not valid UTF-8 has surrogates.
+    return matching(rf"[^\ud800-\udfff]{{1,{longest}}}", f"1 to {longest} characters of valid Unicode")
 
 
 TOPIC, ID, TEXT = _text(MAX_TOPIC_CHARACTERS), _text(MAX_ID_CHARACTERS), _text(1_000)

@@ -1,7 +1,6 @@
 """Operators' commands on a large table: counts, questions, output, and a reader that closes the pipe."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,14 +63,12 @@ def test_a_closed_pipe_causes_no_stack_trace(outbox: Commands, command: str):
 
 
 def test_changing_more_than_a_thousand_tasks_asks_first(outbox: Commands, large: Database, tmp_path: Path):
-    """A dry run counts existing tasks. Without a terminal it refuses; `n` changes nothing, `y` shows a progress bar."""
+    """A dry run counts existing tasks. Without a terminal it refuses; `n` changes nothing, `y` changes them."""
     file = tmp_path / "ids"
     kinds = {"pending": PENDING, "dead": DEAD, "unknown": 100, "not there's": 100}
     file.write_text("\n".join(f"{kind}-{n:05}" for kind, number in kinds.items() for n in range(number)))
     dry = outbox.run("retry", "--ids-file", str(file), "--dry-run")
-    assert (dry.code, dry.stdout.count("'not there\\'s-")) == (0, 100)
-    assert dry.stdout.startswith("1,001 tasks would be sent again. Equivalent DML:\nUPDATE ")
-    assert "80,000 mutations" in dry.stderr
+    assert (dry.code, dry.stdout) == (0, "1,001 tasks would be sent again\n")
     unasked = outbox.run("retry", "--state", "dead", "--topic", "invoices")
     assert (unasked.code, unasked.stdout, unasked.stderr) == (
         2, "", "outbox: 1,001 tasks will be sent again. Not a terminal. Pass --yes to confirm. Nothing was changed\n",
@@ -85,6 +82,5 @@ def test_changing_more_than_a_thousand_tasks_asks_first(outbox: Commands, large:
             seen = terminal.seen
         assert ("not confirmed. Nothing was changed" in seen) == (answer == "n")
     assert "will be sent again: 1,001 tasks" in seen
-    assert re.search(r"100%\|.*\| 1001/1001 \[.* tasks/s\]", seen)
     assert TRACE not in seen
     assert count(large, "SentAt IS NULL AND Attempts = 0 AND AvailableAt <= CURRENT_TIMESTAMP()") == DEAD
