@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="outbox",
         description="The transactional outbox for Spanner and Pub/Sub. `outbox help COMMAND` describes one command.",
+        formatter_class=flags.HelpFormatter,
         parents=[flags.global_flags()],
     )
     parser.add_argument("--version", action="version", version=f"spanner-outbox {__version__}")

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from outbox.shared.settings import (
     DatabaseSettings,
     SettingType,
     did_you_mean,
+    fields_of,
     flag_of,
     matching,
     one_of,
@@ -39,6 +40,15 @@ NARROWING = {
 }
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Leaves the global options out of the usage line, because they have a group of their own."""
+
+    def add_usage(self, usage: str | None, actions: Iterable[argparse.Action], *more: Any, **others: Any) -> None:
+        """Add the usage line."""
+        names = {field.name for settings in (DatabaseSettings, OutputSettings) for field in fields_of(settings)}
+        super().add_usage(usage, [action for action in actions if action.dest not in names], *more, **others)
+
+
 def global_flags() -> argparse.ArgumentParser:
     """Return a parent for the parsers of `outbox` and of its commands, with the flags that all of them have.
 
@@ -53,9 +63,8 @@ def global_flags() -> argparse.ArgumentParser:
 
 def command(commands: Any, name: str, text: str, description: str) -> argparse.ArgumentParser:
     """Add a command."""
-    layout = argparse.RawDescriptionHelpFormatter
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=description, formatter_class=layout, parents=[global_flags()]
+        name, help=text, description=description, formatter_class=HelpFormatter, parents=[global_flags()]
     )
     return parser
 

@@ -232,6 +232,8 @@ def test_help_is_printed_without_a_command(words: str, title: str, capsys: pytes
     captured = capsys.readouterr()
     assert (captured.out.startswith(title), captured.err) == (True, "")
     assert "may precede or follow the command" in captured.out
+    usage, others = captured.out.split("\n\n", 1)
+    assert ("--project" in usage, "--project" in others) == (False, True)
 
 
 @pytest.mark.parametrize(
