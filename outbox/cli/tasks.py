@@ -199,29 +199,22 @@ def _follow(database: "admin.table.TaskTable", options: argparse.Namespace) -> N
     now = database.now()
     position = admin.tasks.Position(now if options.since is None else resolved(options.since, now))
     note(f"following from {shown(position.sent_at)}. Press Ctrl-C to stop")
-    rows = admin.tasks.sent_after(database, position, options.topic, TAIL_ROWS)
+    succeeded = failed = False
     while True:
+        try:
+            rows = admin.tasks.sent_after(database, position, options.topic, TAIL_ROWS)
+            succeeded, failed = True, False
+        except OutboxError as error:
+            if not succeeded:
+                raise  # probably permanent, such as a missing table
+            if not failed:
+                note(f"{error}. Retrying; no task will be missed")
+            rows, failed = [], True
         for row in admin.tasks.in_publish_order(rows):
             print(_sent_line(row, options), flush=True)
         if rows:
             position = admin.tasks.Position(rows[-1]["SentAt"], rows[-1]["CreatedAt"], rows[-1]["Id"])
         if len(rows) < TAIL_ROWS:
-            time.sleep(TAIL_SECONDS)
-        rows = _next(database, position, options.topic)
-
-
-def _next(
-    database: "admin.table.TaskTable", position: "admin.tasks.Position", topic: str | None
-) -> list[dict[str, Any]]:
-    """Return the tasks sent after the position. Retry until Spanner responds."""
-    failed = False
-    while True:
-        try:
-            return admin.tasks.sent_after(database, position, topic, TAIL_ROWS)
-        except OutboxError as error:
-            if not failed:
-                note(f"{error}. Retrying; no task will be missed")
-            failed = True
             time.sleep(TAIL_SECONDS)
 
 

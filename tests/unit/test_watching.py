@@ -12,6 +12,7 @@ from outbox.admin import tasks as tasks_of
 from outbox.cli import status, tasks
 from outbox.errors import NotReached
 
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 AWAY = NotReached("Spanner did not answer")
 OPTIONS = argparse.Namespace(json=False, exact=False, max_age=None, max_pending=5)
 
@@ -51,9 +52,20 @@ def test_status_says_that_not_all_topics_are_counted(
 def test_tail_retries_until_spanner_answers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row: dict[str, Any] = {"Id": "a"}
+    row: dict[str, Any] = {"Id": "a", "SentAt": NOON, "CreatedAt": NOON, "Sequence": None}
     monkeypatch.setattr("outbox.cli.tasks.time.sleep", lambda _seconds: None)
-    monkeypatch.setattr(tasks_of, "sent_after", mock.Mock(side_effect=[AWAY, AWAY, [row]]))
-    position = tasks_of.Position(datetime(2026, 1, 1, tzinfo=UTC), "")
-    assert tasks._next(mock.Mock(), position, None) == [row]
-    assert capsys.readouterr().err.count("no task will be missed") == 1
+    monkeypatch.setattr(tasks, "_sent_line", lambda found, _options: found["Id"])
+    read = mock.Mock(side_effect=[[], AWAY, AWAY, [row], Stop])
+    monkeypatch.setattr(tasks_of, "sent_after", read)
+    database = mock.Mock(now=lambda: NOON)
+    with pytest.raises(Stop):
+        tasks._follow(database, argparse.Namespace(since=None, topic=None))
+    printed = capsys.readouterr()
+    assert printed.out == "a\n"
+    assert printed.err.count("no task will be missed") == 1
+    assert [call.args[1] for call in read.mock_calls[-2:]] == [
+        tasks_of.Position(NOON), tasks_of.Position(NOON, NOON, "a"),
+    ]  # fmt: skip
+    monkeypatch.setattr(tasks_of, "sent_after", mock.Mock(side_effect=AWAY))
+    with pytest.raises(NotReached):
+        tasks._follow(database, argparse.Namespace(since=None, topic=None))
