@@ -96,6 +96,7 @@ def run_retry(options: argparse.Namespace) -> int:
     # A task that is sent again meanwhile has a later SentAt, so it is not selected twice, now or when continued.
     until = min(selection.until or now, now)
     selection = dataclasses.replace(selection, until=until, expired=options.include_expired)
+    flags.check_window(selection.since, until)
     count = admin.changes.count(table, selection, exact=options.dry_run)
     if options.dry_run:
         print(f"{count} would be sent again")

@@ -23,7 +23,7 @@ from outbox.shared.settings import (
     one_of,
     whole_number,
 )
-from outbox.shared.times import MOMENT, resolved
+from outbox.shared.times import MOMENT, resolved, shown
 
 MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400
 #: Min characters of a prefix of a task ID. Shorter ones are probably mistakes.
@@ -124,9 +124,16 @@ def selection(
 ) -> "admin.changes.TaskSelection":
     """Return the selection by the flags of `add_selection` and by `ids`. Relative times count from `now`."""
     since, until = (None if each is None else resolved(each, now) for each in (options.since, options.until))
+    check_window(since, until or now)
     return admin.changes.TaskSelection(
         state=options.state, ids=ids, topic=options.topic, since=since, until=until, error=options.error
     )
+
+
+def check_window(since: datetime | None, until: datetime | None) -> None:
+    """Raise SettingError if the time window is empty."""
+    if since and until and since >= until:
+        raise SettingError(f"--since {shown(since)} is not before the end, {shown(until)}: no task can match")
 
 
 def add_ids(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from outbox import admin
@@ -198,6 +198,7 @@ def run_tail(options: argparse.Namespace) -> int:
 def _follow(database: "admin.table.TaskTable", options: argparse.Namespace) -> None:
     now = database.now()
     position = admin.tasks.Position(now if options.since is None else resolved(options.since, now))
+    flags.check_window(position.sent_at, now + timedelta(microseconds=1))
     note(f"following from {shown(position.sent_at)}. Press Ctrl-C to stop")
     succeeded = failed = False
     while True:

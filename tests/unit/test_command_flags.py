@@ -118,13 +118,17 @@ def test_ids_printed_by_list_can_be_read_back(names: list[str]):
 
 
 def test_a_selection_uses_the_databases_time():
-    """An age counts from it; a flag that is not given narrows nothing."""
+    """An age counts from it; a flag that is not given narrows nothing; an empty range of times is a wrong value."""
     options = parsed("retry", "--state", "dead", "--topic", "orders", "--since", "2h", "--until", "15m", "--error", "X")
     chosen = selection(options, NOW, ("a",))
     assert (chosen.state, chosen.ids, chosen.topic, chosen.error) == ("dead", ("a",), "orders", "X")
     assert (chosen.since, chosen.until) == (NOW - timedelta(hours=2), NOW - timedelta(minutes=15))
     empty = selection(parsed("list"), NOW)
     assert (empty.state, empty.ids, empty.values) == (None, None, {})
+    # The end is exclusive, so it must be behind the beginning.
+    for since, until in (("15m", "2h"), ("2h", "2h"), ("2h", "120m"), ("0s", "2026-11-21T13:00:00Z"), ("-", "-")):
+        with pytest.raises(SettingError, match=r"no task can match|is not allowed"):
+            selection(parsed("list", "--since", since, "--until", until), NOW)
 
 
 @pytest.mark.parametrize(
