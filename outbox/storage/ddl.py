@@ -1,11 +1,9 @@
-"""The DDL of the outbox, and its objects cut into named parts that can be compared.
+"""The DDL of the outbox, which is `schema/schema.sql` with the choices of a user. Standard library only.
 
-`schema/schema.sql` is the truth. Each of its statements, and each object of a database, is turned into a `Shape`: the
-text of each part by name, for example "column Shard". Spaces, the order of columns and further objects do not matter.
-Standard library only.
+To compare a database with it, each object, such as "table AsynchronousTasks", is cut into named parts, such as "column
+Shard", with a text each.
 """
 
-import dataclasses
 import importlib.resources
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -19,6 +17,7 @@ MIN_RATE = 1e-9
 MAX_RETENTION_DAYS = 3650
 #: Two parts that each database chooses for itself.
 SHARD_COUNT, RETENTION = "shard count", "retention of sent tasks"
+DELETION = "deletion of unsent tasks"
 OWN_CHOICES = (SHARD_COUNT, RETENTION)
 
 #: The record of every change that an operator or the pipeline made.
@@ -33,19 +32,6 @@ _CHANGE_STREAM = f"""CREATE CHANGE STREAM {CHANGE_STREAM}
   OPTIONS (
     retention_period = '7d', exclude_update = true, exclude_delete = true, exclude_ttl_deletes = true
   )"""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Shape:
-    """One object of the schema, such as "table AsynchronousTasks", and the text of each of its parts by name."""
-
-    title: str
-    parts: Mapping[str, str]
-
-    @property
-    def name(self) -> str:
-        """Return the name without the kind."""
-        return self.title.rpartition(" ")[2]
 
 
 def statements(
@@ -125,91 +111,64 @@ _TABLE = re.compile(
     r"CREATE TABLE (\w+) \(\n(.+)\n\) PRIMARY KEY \(([\w ,]+)\)(?:,\s+ROW DELETION POLICY \((\w+\([\w ,]+\))\))?",
     re.DOTALL,
 )
-_INDEX = re.compile(
-    r"CREATE INDEX (\w+)\s+ON (\w+) \(([\w ,]+)\)(?:\s+STORING \(([\w ,]+)\))?(\s+WHERE \w+ IS NOT NULL)?"
-)
+_INDEX = re.compile(r"CREATE INDEX (\w+)\s+ON (\w+) \(([\w ,]+)\)\s+STORING \(([\w ,]+)\)(?:\s+WHERE \w+ IS NOT NULL)?")
 _STREAM = re.compile(r"CREATE CHANGE STREAM (\w+)\s+FOR (\w+\(\w+\))\s+OPTIONS \([^()]+\)")
 
 
-def parse(statement: str) -> Shape:
-    """Return the shape that a statement of schema.sql makes. Raises ValueError for DDL that is not used there.
+def parse(statement: str) -> tuple[str, dict[str, str]]:
+    """Return the title and the parts of the object that a statement of schema.sql creates.
 
-    Each column and each constraint has a line of its own in schema.sql.
+    Each column has a line of its own. Raises ValueError for DDL that schema.sql does not use.
     """
     if match := _TABLE.fullmatch(statement):
         name, elements, key, policy = match.groups()
         parts = {"primary key": key}
         for element in elements.split(",\n"):
             word, text = " ".join(element.split()).split(maxsplit=1)
-            if word == "CONSTRAINT":
-                constraint, text = text.split(maxsplit=1)
-                parts[f"constraint {constraint}"] = text
-            else:
-                parts |= column(word, text)
+            if word != "CONSTRAINT":
+                parts |= part(f"column {word}", text)
         if "column SentAt" in parts:
-            parts |= retention(policy)
-        return Shape(f"table {name}", parts)
+            parts |= part(DELETION, policy or "")
+        return f"table {name}", parts
     if match := _INDEX.fullmatch(statement):
-        name, table, key, stored, filtered = match.groups()
-        parts = index(table, key, stored.split(", ") if stored else ())
-        if filtered:
-            # INFORMATION_SCHEMA does not show the WHERE clause. IS_NULL_FILTERED of such an index is not documented.
-            del parts["null filtered"]
-        return Shape(f"index {name}", parts)
+        name, table, key, stored = match.groups()
+        definition = f"ON {table} ({key}) STORING ({', '.join(sorted(stored.split(', ')))})"
+        return f"index {name}", {"definition": definition, "state": "READ_WRITE"}
     if match := _STREAM.fullmatch(statement):
         # Its options are not compared, because users may choose a longer retention.
-        return Shape(f"change stream {match[1]}", {"watches": match[2]})
+        return f"change stream {match[1]}", {"watches": match[2]}
     raise ValueError(f"not a statement that schema.sql uses: {statement}")
 
 
-def column(name: str, text: str) -> dict[str, str]:
-    """Return the parts of a column: its text, and for Shard also the number of shards, which may be any."""
-    if re.fullmatch(r"shard\d*", name.lower()) and (count := re.search(r"\b(\d+)(?=\W+STORED$)", text)):
-        return {SHARD_COUNT: count[1], f"column {name}": f"{text[: count.start()]}N{text[count.end() :]}"}
-    return {f"column {name}": text}
-
-
-def retention(policy: str | None) -> dict[str, str]:
-    """Return the parts of the row deletion policy of AsynchronousTasks."""
-    days = re.fullmatch(r"older_thansentat,interval(\d+)day", normal(policy or ""))
-    return {
-        RETENTION: f"{days[1]} days" if days else "for ever",
+def part(name: str, text: str) -> dict[str, str]:
+    """Return a part by its name. Those that each database chooses for itself become parts of their own."""
+    if re.fullmatch(r"column shard\d*", name.lower()) and (count := re.search(r"\b(\d+)(?=\W+STORED$)", text)):
+        return {SHARD_COUNT: count[1], name: f"{text[: count.start()]}N{text[count.end() :]}"}
+    if name == DELETION:
+        days = re.fullmatch(r"older_thansentat,interval(\d+)day", normal(text))
         # Any other policy deletes unsent tasks, because only SentAt is NULL until a task is sent.
-        "deletion of unsent tasks": policy if policy and not days else "never",
-    }
+        return {RETENTION: f"{days[1]} days" if days else "for ever", name: "never" if days or not text else text}
+    return {name: text}
 
 
-def index(
-    table: str, key: str, stored: Collection[str], *, unique: bool = False, null_filtered: bool = False,
-    state: str | None = "READ_WRITE",
-) -> dict[str, str]:  # fmt: skip
-    """Return the parts of an index; what it stores has no order."""
-    return {
-        "table": table,
-        "key": key,
-        "stored columns": ", ".join(sorted(stored)) or "none",
-        "unique": "yes" if unique else "no",
-        "null filtered": "yes" if null_filtered else "no",
-        "state": state or "none",
-    }
-
-
-def compare(shape: Shape, found: Mapping[str, str] | None, free: Collection[str]) -> Iterator[str]:
-    """Yield a sentence for each part of `shape` that is missing in `found` (parts by `normal` name) or different there.
+def compare(
+    title: str, expected: Mapping[str, str], found: Mapping[str, str] | None, free: Collection[str]
+) -> Iterator[str]:
+    """Yield a sentence for each part that is missing or different in `found`, whose names are `normal`.
 
     `found` is None if the object is missing. The parts named in `free` may have any text.
     """
     if found is None:
-        yield f"{shape.title} is missing"
+        yield f"{title} is missing"
         return
-    for part, text in shape.parts.items():
-        other = found.get(normal(part))
-        if part in free:
+    for name, text in expected.items():
+        other = found.get(normal(name))
+        if name in free:
             continue
         if other is None:
-            yield f"{shape.title}, {part} is missing: expected {text}"
+            yield f"{title}, {name} is missing: expected {text}"
         elif normal(other) != normal(text):
-            yield f"{shape.title}, {part}: the database has {other}, expected {text}"
+            yield f"{title}, {name}: the database has {other}, expected {text}"
 
 
 def normal(text: str) -> str:

@@ -1,23 +1,24 @@
 """Compare the outbox's tables in a database with the DDL, and create missing ones.
 
-A database is compared by its INFORMATION_SCHEMA, part by part (see `ddl`). Nothing here alters or drops an object.
+A database is compared by its INFORMATION_SCHEMA, part by part (see `ddl`). Further objects and columns do not matter.
+Nothing here alters or drops an object.
 """
 
 import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from google.api_core import exceptions as google
 from google.auth.exceptions import GoogleAuthError
-from google.cloud.spanner_v1 import CreateSessionRequest, Session, param_types
+from google.cloud.spanner_v1 import param_types
 from google.cloud.spanner_v1.database import Database
 
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.storage import ddl
 from outbox.storage.connection import retry_and_timeout
-from outbox.storage.ddl import OPERATIONS, OWN_CHOICES, RETENTION, SHARD_COUNT, Shape, normal, statements
+from outbox.storage.ddl import OPERATIONS, OWN_CHOICES, RETENTION, SHARD_COUNT, normal, statements
 from outbox.storage.layout import COLUMN, Layout
 
 __all__ = [
@@ -25,9 +26,8 @@ __all__ = [
     "service_errors", "statements",
 ]  # fmt: skip
 
-#: Seconds for the first call, which reports an unreachable Spanner, and for a read of INFORMATION_SCHEMA after it. In a
-#: database with very many objects this read takes many seconds.
-REACH_SECONDS, SCHEMA_SECONDS = 5.0, 30.0
+#: Seconds for a read of INFORMATION_SCHEMA. In a database with very many objects it takes many seconds.
+SCHEMA_SECONDS = 30.0
 
 
 def differences(
@@ -44,11 +44,16 @@ def differences(
     Raises:
         NotReached: Spanner does not answer, or the database or the permission to read it is missing.
     """
+    shapes = dict(map(ddl.parse, expected))
     try:
-        found = _read(database, shapes := [ddl.parse(statement) for statement in expected], request)
+        found = _read(database, shapes, request)
     except SchemaDiffers as error:
         return [str(error)]
-    return [sentence for shape in shapes for sentence in ddl.compare(shape, found.get(normal(shape.title)), free)]
+    return [
+        sentence
+        for title, parts in shapes.items()
+        for sentence in ddl.compare(title, parts, found.get(normal(title)), free)
+    ]
 
 
 def layout(database: Database, **request: Any) -> Layout:
@@ -72,7 +77,7 @@ def layouts(database: Database, **request: Any) -> dict[Layout, dict[str, str]]:
         raise NotReached(f"{database.name}: table AsynchronousTasks is missing; run `outbox schema apply`")
     found = {}
     for name, generated in columns:
-        parts = ddl.column(name, f"({generated}) STORED")
+        parts = ddl.part(f"column {name}", f"({generated}) STORED")
         suffix = name.lower().removeprefix(COLUMN.lower())
         if SHARD_COUNT in parts:
             states = {
@@ -107,26 +112,24 @@ def apply(
         NotReached: Spanner does not answer, or the database or a permission is missing.
         OutboxError: Spanner refused the update, for instance because another client is creating the same tables.
     """
-    shapes = [ddl.parse(statement) for statement in wanted]
+    shapes = dict(map(ddl.parse, wanted))
     found = _read(database, shapes, request)
+    existing = {title: parts for title, parts in shapes.items() if normal(title) in found}
     # An index whose backfill has not finished counts as existing.
     free = {*free, "state"}
-    existing = [shape for shape in shapes if normal(shape.title) in found]
-    wrong = [sentence for shape in existing for sentence in ddl.compare(shape, found[normal(shape.title)], free)]
+    wrong = [
+        sentence
+        for title, parts in existing.items()
+        for sentence in ddl.compare(title, parts, found[normal(title)], free)
+    ]
     if wrong:
-        raise SchemaDiffers(
-            "\n  ".join(
-                [
-                    f"{database.name}: nothing was created, because these objects have a different definition:",
-                    *wrong,
-                ]
-            )
-        )
-    missing = [statement for statement, shape in zip(wanted, shapes, strict=True) if shape not in existing]
+        problem = f"{database.name}: nothing was created, because these objects have a different definition:"
+        raise SchemaDiffers("\n  ".join([problem, *wrong]))
+    missing = [statement for statement, title in zip(wanted, shapes, strict=True) if title not in existing]
     if missing:
         with service_errors(database.name):
             database.update_ddl(missing).result()
-    return [(shape.title, "exists" if shape in existing else "created") for shape in shapes]
+    return [(title, "exists" if title in existing else "created") for title in shapes]
 
 
 _DIALECT = "SELECT option_value FROM information_schema.database_options WHERE option_name = 'database_dialect'"
@@ -140,72 +143,57 @@ SELECT
   ARRAY(SELECT AS STRUCT INDEX_NAME, INDEX_STATE FROM INFORMATION_SCHEMA.INDEXES
         WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) = 'asynchronoustasks' AND INDEX_STATE IS NOT NULL
         ORDER BY INDEX_NAME)"""
-# Tables, columns, checks, indexes and change streams in one request. A stored column of an index has no position.
-_OBJECTS = """
-SELECT
-  ARRAY(SELECT AS STRUCT TABLE_NAME, ROW_DELETION_POLICY_EXPRESSION
-        FROM INFORMATION_SCHEMA.TABLES
-        WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) IN UNNEST(@names)),
-  ARRAY(SELECT AS STRUCT TABLE_NAME, COLUMN_NAME, SPANNER_TYPE, IS_NULLABLE, GENERATION_EXPRESSION, IS_STORED,
-          COLUMN_DEFAULT,
-          EXISTS(SELECT 1 FROM INFORMATION_SCHEMA.COLUMN_OPTIONS AS o
-                 WHERE o.TABLE_SCHEMA = '' AND o.TABLE_NAME = c.TABLE_NAME AND o.COLUMN_NAME = c.COLUMN_NAME
-                   AND o.OPTION_NAME = 'allow_commit_timestamp' AND UPPER(o.OPTION_VALUE) = 'TRUE')
-        FROM INFORMATION_SCHEMA.COLUMNS AS c
-        WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) IN UNNEST(@names)),
-  ARRAY(SELECT AS STRUCT t.TABLE_NAME, t.CONSTRAINT_NAME, c.CHECK_CLAUSE
-        FROM INFORMATION_SCHEMA.TABLE_CONSTRAINTS AS t
-        JOIN INFORMATION_SCHEMA.CHECK_CONSTRAINTS AS c USING (CONSTRAINT_SCHEMA, CONSTRAINT_NAME)
-        WHERE t.TABLE_SCHEMA = '' AND LOWER(t.TABLE_NAME) IN UNNEST(@names)),
-  ARRAY(SELECT AS STRUCT i.TABLE_NAME, INDEX_NAME, IS_UNIQUE, IS_NULL_FILTERED, INDEX_STATE,
-          ARRAY(SELECT CONCAT(COLUMN_NAME, IF(COLUMN_ORDERING = 'DESC', ' DESC', ''))
-                FROM INFORMATION_SCHEMA.INDEX_COLUMNS AS c
-                WHERE c.TABLE_SCHEMA = '' AND c.TABLE_NAME = i.TABLE_NAME AND c.INDEX_NAME = i.INDEX_NAME
-                  AND ORDINAL_POSITION IS NOT NULL
-                ORDER BY ORDINAL_POSITION),
-          ARRAY(SELECT COLUMN_NAME
-                FROM INFORMATION_SCHEMA.INDEX_COLUMNS AS c
-                WHERE c.TABLE_SCHEMA = '' AND c.TABLE_NAME = i.TABLE_NAME AND c.INDEX_NAME = i.INDEX_NAME
-                  AND ORDINAL_POSITION IS NULL)
-        FROM INFORMATION_SCHEMA.INDEXES AS i
-        WHERE i.TABLE_SCHEMA = ''
-          AND (LOWER(i.INDEX_NAME) IN UNNEST(@names)
-               OR (i.INDEX_TYPE = 'PRIMARY_KEY' AND LOWER(i.TABLE_NAME) IN UNNEST(@names)))),
-  ARRAY(SELECT AS STRUCT CHANGE_STREAM_NAME,
-          ARRAY(SELECT CONCAT(TABLE_NAME, '(', COLUMN_NAME, ')')
-                FROM INFORMATION_SCHEMA.CHANGE_STREAM_COLUMNS AS c
-                WHERE c.CHANGE_STREAM_NAME = s.CHANGE_STREAM_NAME)
-        FROM INFORMATION_SCHEMA.CHANGE_STREAMS AS s
-        WHERE LOWER(CHANGE_STREAM_NAME) IN UNNEST(@names))"""
+# The title, a part and its text for all objects in one request. A stored column of an index has no position.
+_PARTS = """
+SELECT CONCAT('table ', TABLE_NAME), 'deletion of unsent tasks', IFNULL(ROW_DELETION_POLICY_EXPRESSION, '')
+FROM INFORMATION_SCHEMA.TABLES
+WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) IN UNNEST(@names)
+UNION ALL
+SELECT CONCAT('table ', TABLE_NAME), CONCAT('column ', COLUMN_NAME),
+  CONCAT(SPANNER_TYPE, IF(IS_NULLABLE = 'NO', ' NOT NULL', ''),
+    IFNULL(CONCAT(' AS (', GENERATION_EXPRESSION, ')', IF(IS_STORED = 'YES', ' STORED', '')), ''),
+    IFNULL(CONCAT(' DEFAULT (', CAST(COLUMN_DEFAULT AS STRING), ')'), ''),
+    IF(EXISTS(SELECT 1 FROM INFORMATION_SCHEMA.COLUMN_OPTIONS AS o
+              WHERE o.TABLE_SCHEMA = '' AND o.TABLE_NAME = c.TABLE_NAME AND o.COLUMN_NAME = c.COLUMN_NAME
+                AND o.OPTION_NAME = 'allow_commit_timestamp' AND UPPER(o.OPTION_VALUE) = 'TRUE'),
+       ' OPTIONS (allow_commit_timestamp = true)', ''))
+FROM INFORMATION_SCHEMA.COLUMNS AS c
+WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) IN UNNEST(@names)
+UNION ALL
+SELECT IF(INDEX_TYPE = 'INDEX', CONCAT('index ', INDEX_NAME), CONCAT('table ', TABLE_NAME)),
+  IF(INDEX_TYPE = 'INDEX', 'definition', 'primary key'),
+  IF(INDEX_TYPE = 'INDEX', CONCAT('ON ', TABLE_NAME, ' (', KEY, ') STORING (', STORED, ')'), KEY)
+FROM (
+  SELECT INDEX_TYPE, INDEX_NAME, TABLE_NAME,
+    ARRAY_TO_STRING(ARRAY(
+      SELECT CONCAT(COLUMN_NAME, IF(COLUMN_ORDERING = 'DESC', ' DESC', '')) FROM INFORMATION_SCHEMA.INDEX_COLUMNS AS c
+      WHERE c.TABLE_SCHEMA = '' AND c.TABLE_NAME = i.TABLE_NAME AND c.INDEX_NAME = i.INDEX_NAME
+        AND ORDINAL_POSITION IS NOT NULL ORDER BY ORDINAL_POSITION), ', ') AS KEY,
+    ARRAY_TO_STRING(ARRAY(
+      SELECT COLUMN_NAME FROM INFORMATION_SCHEMA.INDEX_COLUMNS AS c
+      WHERE c.TABLE_SCHEMA = '' AND c.TABLE_NAME = i.TABLE_NAME AND c.INDEX_NAME = i.INDEX_NAME
+        AND ORDINAL_POSITION IS NULL ORDER BY COLUMN_NAME), ', ') AS STORED
+  FROM INFORMATION_SCHEMA.INDEXES AS i
+  WHERE i.TABLE_SCHEMA = '' AND (LOWER(INDEX_NAME) IN UNNEST(@names)
+    OR (INDEX_TYPE = 'PRIMARY_KEY' AND LOWER(TABLE_NAME) IN UNNEST(@names))))
+UNION ALL
+SELECT CONCAT('index ', INDEX_NAME), 'state', INDEX_STATE FROM INFORMATION_SCHEMA.INDEXES
+WHERE TABLE_SCHEMA = '' AND LOWER(INDEX_NAME) IN UNNEST(@names)
+UNION ALL
+SELECT CONCAT('change stream ', CHANGE_STREAM_NAME), 'watches',
+  IFNULL((SELECT STRING_AGG(CONCAT(TABLE_NAME, '(', COLUMN_NAME, ')'))
+          FROM INFORMATION_SCHEMA.CHANGE_STREAM_COLUMNS AS c
+          WHERE c.CHANGE_STREAM_NAME = s.CHANGE_STREAM_NAME), 'whole tables, or nothing')
+FROM INFORMATION_SCHEMA.CHANGE_STREAMS AS s
+WHERE LOWER(CHANGE_STREAM_NAME) IN UNNEST(@names)"""
 
 
-def _read(database: Database, shapes: Sequence[Shape], request: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+def _read(database: Database, titles: Iterable[str], request: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return the parts of each object that exists: by the `normal` title of the object, then by the `normal` part."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
-
-    def add(title: str, parts: Mapping[str, str]) -> None:
-        found[normal(title)] |= {normal(name): text for name, text in parts.items()}
-
-    names = [shape.name.lower() for shape in shapes]
-    [[tables, columns, checks, indexes, streams]] = _query(database, _OBJECTS, request, names=names)
-    for table, policy in tables:
-        add(f"table {table}", ddl.retention(policy))
-    for table, name, type_, nullable, generated, stored, default, timestamp in columns:
-        text = type_ + (" NOT NULL" if nullable == "NO" else "")
-        text += f" AS ({generated})" + (" STORED" if stored == "YES" else "") if generated else ""
-        text += f" DEFAULT ({default})" if default else ""
-        text += " OPTIONS (allow_commit_timestamp = true)" if timestamp else ""
-        add(f"table {table}", ddl.column(name, text))
-    for table, name, clause in checks:
-        add(f"table {table}", {f"constraint {name}": f"CHECK ({clause})"})
-    for table, name, unique, null_filtered, state, key, stored in indexes:
-        if name == "PRIMARY_KEY":
-            add(f"table {table}", {"primary key": ", ".join(key)})
-        else:
-            parts = ddl.index(table, ", ".join(key), stored, unique=unique, null_filtered=null_filtered, state=state)
-            add(f"index {name}", parts)
-    for name, watched in streams:
-        add(f"change stream {name}", {"watches": ", ".join(sorted(watched)) or "whole tables, or nothing"})
+    names = [title.rpartition(" ")[2].lower() for title in titles]
+    for title, name, text in _query(database, _PARTS, request, names=names):
+        found[normal(title)] |= {normal(part): each for part, each in ddl.part(name, text).items()}
     return dict(found)
 
 
@@ -219,7 +207,6 @@ def _query(database: Database, sql: str, request: Mapping[str, Any], **parameter
             return list(snapshot.execute_sql(sql, **request))
 
     with service_errors(database.name):
-        _reach(database)
         try:
             return read(sql, params=parameters, param_types=types, **request)
         except google.InvalidArgument:
@@ -230,61 +217,39 @@ def _query(database: Database, sql: str, request: Mapping[str, Any], **parameter
             raise
 
 
-def _reach(database: Database) -> None:
-    """Ask for a session, with a limit: the client itself would ask for its first one in silence for half a minute."""
-    # A multiplexed session leaves nothing behind: it needs no deletion and is not counted.
-    session = Session(multiplexed=True, creator_role=database.database_role or "")
-    request = CreateSessionRequest(database=database.name, session=session)
-    database.spanner_api.create_session(request=request, **retry_and_timeout(REACH_SECONDS))
+_REFUSED = (google.InvalidArgument, google.FailedPrecondition, google.AlreadyExists)
+_NO_CREDENTIALS = (google.Unauthenticated, GoogleAuthError)
+#: What an error of Google's clients means, and what to do. The first class that matches decides.
+_ADVICE: dict[type[Exception], str] = {
+    google.NotFound: " not found. Create it, or check --project, --instance and --database.",
+    google.PermissionDenied: ": a permission is missing. Reading needs roles/spanner.databaseReader, changes need "
+    "roles/spanner.databaseUser, and `outbox schema apply` needs roles/spanner.databaseAdmin.",
+    **dict.fromkeys(
+        _NO_CREDENTIALS,
+        ": no valid credentials. Run `gcloud auth application-default login`, give the pod a service account, or set "
+        "SPANNER_EMULATOR_HOST (`outbox emulators` prints it).",
+    ),
+    # The statements of one schema update are applied one by one, so those before the refused one stay.
+    **dict.fromkeys(_REFUSED, ": Spanner refused the request; part of it may have been applied."),
+    google.Aborted: ": Spanner kept aborting the transaction because others write the same rows. Nothing changed. "
+    "Try again.",
+    google.ResourceExhausted: ": a quota or the memory of Spanner is exhausted. Narrow the request (--topic, --since, "
+    "a smaller --limit) or try again.",
+    google.DeadlineExceeded: ": Spanner did not answer in time. Check the network, or the emulator if "
+    "SPANNER_EMULATOR_HOST is set. If other requests work, narrow the request with --topic or --since, or try again, "
+    "because rows may be locked.",
+    google.GoogleAPIError: ": Spanner did not answer. Check the network, or the emulator if SPANNER_EMULATOR_HOST is "
+    "set.",
+}
 
 
 @contextlib.contextmanager
 def service_errors(target: str) -> Iterator[None]:
     """Turn the errors of Google's clients inside the block into NotReached, or OutboxError for refused statements."""
-
-    def reason(error: Exception) -> str:
-        return re.sub(r",? request_id = [0-9.]+", "", str(error).partition("\n")[0])
-
     try:
         yield
-    except google.NotFound as error:
-        raise NotReached(
-            f"{target} not found. Create it, or check --project, --instance and --database. {reason(error)}"
-        ) from error
-    except google.PermissionDenied as error:
-        raise NotReached(
-            f"{target}: a permission is missing. Reading needs roles/spanner.databaseReader, changes need "
-            f"roles/spanner.databaseUser, and `outbox schema apply` needs roles/spanner.databaseAdmin. "
-            f"{reason(error)}"
-        ) from error
-    except (google.Unauthenticated, GoogleAuthError) as error:
-        raise NotReached(
-            f"{target}: no valid credentials. Run `gcloud auth application-default login`, give the pod a service "
-            f"account, or set SPANNER_EMULATOR_HOST (`outbox emulators` prints it). {reason(error)}"
-        ) from error
-    except (google.InvalidArgument, google.FailedPrecondition, google.AlreadyExists) as error:
-        # The statements of one schema update are applied one by one, so those before the refused one stay.
-        raise OutboxError(
-            f"{target}: Spanner refused the request; part of it may have been applied. {reason(error)}"
-        ) from error
-    except google.Aborted as error:
-        raise OutboxError(
-            f"{target}: Spanner kept aborting the transaction because others write the same rows. Nothing changed. "
-            f"Try again. {reason(error)}"
-        ) from error
-    except google.ResourceExhausted as error:
-        raise NotReached(
-            f"{target}: a quota or the memory of Spanner is exhausted. Narrow the request (--topic, --since, a "
-            f"smaller --limit) or try again. {reason(error)}"
-        ) from error
-    except google.DeadlineExceeded as error:
-        raise NotReached(
-            f"{target}: Spanner did not answer in time. Check the network, or the emulator if SPANNER_EMULATOR_HOST is "
-            "set. If other requests work, narrow the request with --topic or --since, or try again, because rows may "
-            f"be locked. {reason(error)}"
-        ) from error
-    except google.GoogleAPIError as error:
-        raise NotReached(
-            f"{target}: Spanner did not answer. Check the network, or the emulator if SPANNER_EMULATOR_HOST is set. "
-            f"{reason(error)}"
-        ) from error
+    except (google.GoogleAPIError, GoogleAuthError) as error:
+        advice = next(advice for kind, advice in _ADVICE.items() if isinstance(error, kind))
+        reason = re.sub(r",? request_id = [0-9.]+", "", str(error).partition("\n")[0])
+        kind = OutboxError if isinstance(error, (*_REFUSED, google.Aborted)) else NotReached
+        raise kind(f"{target}{advice} {reason}") from error
