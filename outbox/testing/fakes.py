@@ -1,6 +1,7 @@
 """A Spanner transaction that records what an application writes, and answers its reads from prepared rows."""
 
 import base64
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -111,99 +112,59 @@ class RecordingTransaction(Transaction):
         Transaction.delete(self, table, keyset)  # refuses what is no KeySet
         self.mutations.append(Mutation("delete", table, (), keyset))
 
-    def read(  # noqa: PLR0917 - the client's parameters
-        self,
-        table: str,
-        columns: Sequence[str],
-        keyset: KeySet,
-        index: str = "",
-        limit: int = 0,
-        partition: Any = None,
-        request_options: Any = None,
-        data_boost_enabled: bool = False,
-        directed_read_options: Any = None,
-        *,
-        retry: Any = None,
-        timeout: Any = None,
-        column_info: Any = None,
-        lazy_decode: bool = False,
-    ) -> StreamedResultSet:
-        """Return the prepared rows that `keyset` selects.
+    def read(self, *arguments: Any, **options: Any) -> StreamedResultSet:
+        """Return the prepared rows that the key set selects. The parameters are those of the client.
 
         Raises:
             LookupError: no rows of the table or index are prepared, or one has no value of a column.
         """
-        name = index or table
+        call = _call(Transaction.read, arguments, options)
+        name, columns = call["index"] or call["table"], call["columns"]
         if name not in self._prepared:
             example = ", ".join(f"{column!r}: ..." for column in columns)
             raise LookupError(
                 f"no rows of {name} are prepared: use RecordingTransaction(rows={{{name!r}: [{{{example}}}]}}), where "
                 "each row begins with the columns of the key"
             )
-        selected = [row for row in self._prepared[name] if _selects(keyset, list(row.values()))]
+        selected = [row for row in self._prepared[name] if _selects(call["keyset"], list(row.values()))]
         for row in selected:
             if missing := [column for column in columns if column not in row]:
                 raise LookupError(f"the row {dict(row)} of {name} has no {', '.join(missing)}: add it to `rows`")
-        return _Result(columns, [[row[column] for column in columns] for row in selected[: limit or None]])
+        return _Result(columns, [[row[column] for column in columns] for row in selected[: call["limit"] or None]])
 
-    def execute_sql(  # noqa: PLR0917 - the client's parameters
-        self,
-        sql: str,
-        params: Mapping[str, Any] | None = None,
-        param_types: Any = None,
-        query_mode: Any = None,
-        query_options: Any = None,
-        request_options: Any = None,
-        last_statement: bool = False,
-        partition: Any = None,
-        retry: Any = None,
-        timeout: Any = None,
-        data_boost_enabled: bool = False,
-        directed_read_options: Any = None,
-        column_info: Any = None,
-        lazy_decode: bool = False,
-    ) -> StreamedResultSet:
+    def execute_sql(self, *arguments: Any, **options: Any) -> StreamedResultSet:
         """Record a query, or DML with THEN RETURN, and return the rows of `execute`.
+
+        The parameters are those of the client.
 
         Raises:
             LookupError: `execute` is missing or returns no rows.
         """
-        answer = self._run(sql, params)
+        call = _call(Transaction.execute_sql, arguments, options)
+        answer = self._run(call["sql"], call["params"])
         if answer is None or isinstance(answer, int):
             raise LookupError(
-                f"no rows of the query {sql!r} are prepared: use RecordingTransaction(execute=...) with a function of "
-                "(sql, params) that returns them, such as [{'OrderId': 'order-1'}]"
+                f"no rows of the query {call['sql']!r} are prepared: use RecordingTransaction(execute=...) with a "
+                "function of (sql, params) that returns them, such as [{'OrderId': 'order-1'}]"
             )
         rows = list(answer)
         return _Result(list(rows[0]) if rows else [], [list(row.values()) for row in rows])
 
-    def execute_update(  # noqa: PLR0917 - the client's parameters
-        self,
-        dml: str,
-        params: Mapping[str, Any] | None = None,
-        param_types: Any = None,
-        query_mode: Any = None,
-        query_options: Any = None,
-        request_options: Any = None,
-        last_statement: bool = False,
-        *,
-        retry: Any = None,
-        timeout: Any = None,
-    ) -> int:
-        """Record a DML statement and return the number of rows that `execute` says, or 1."""
-        answer = self._run(dml, params)
+    def execute_update(self, *arguments: Any, **options: Any) -> int:
+        """Record a DML statement and return the number of rows that `execute` says, or 1.
+
+        The parameters are those of the client.
+        """
+        call = _call(Transaction.execute_update, arguments, options)
+        answer = self._run(call["dml"], call["params"])
         return answer if isinstance(answer, int) else 1
 
-    def batch_update(
-        self,
-        statements: Iterable[str | tuple[str, Mapping[str, Any] | None, Any]],
-        request_options: Any = None,
-        last_statement: bool = False,
-        *,
-        retry: Any = None,
-        timeout: Any = None,
-    ) -> tuple[Any, list[int]]:
-        """Record DML statements and return the status OK and their numbers of rows, like `execute_update`."""
+    def batch_update(self, *arguments: Any, **options: Any) -> tuple[Any, list[int]]:
+        """Record DML statements and return the status OK and their numbers of rows, like `execute_update`.
+
+        The parameters are those of the client.
+        """
+        statements = _call(Transaction.batch_update, arguments, options)["statements"]
         pairs = [(each, None) if isinstance(each, str) else each[:2] for each in statements]
         return ExecuteBatchDmlResponse().status, [self.execute_update(*each) for each in pairs]
 
@@ -211,6 +172,13 @@ class RecordingTransaction(Transaction):
         statement = Statement(sql, dict(params or {}))
         self.statements.append(statement)
         return self._execute(*statement) if self._execute else None
+
+
+def _call(method: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments by their names in a method of the client. Raises TypeError, like the method."""
+    bound = inspect.signature(method).bind(None, *arguments, **options)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 class _NoSession:

@@ -31,7 +31,7 @@ def test_a_command_that_needs_no_service_imports_no_client(words: str) -> None:
 
 def test_the_names_of_the_library_are_imported_when_they_are_used() -> None:
     code = (
-        "import sys, outbox, outbox.testing\n"
+        "import sys, outbox\n"
         "assert set(outbox.__all__) <= set(dir(outbox)) and 'grpc' not in sys.modules\n"
         "from outbox import *\nassert register is outbox.register and issubclass(InvalidMessage, OutboxError)\n"
         "assert all(name in globals() for name in outbox.__all__)\n"
