@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 START_SECONDS = 30.0
 #: Seconds from SIGTERM to SIGKILL; the emulators end within a tenth of a second.
 STOP_SECONDS = 5.0
-#: Last lines of a server's output in an error, and the bytes at its end that are searched for them.
+#: Last lines of a server's output in an error, and the bytes at its end that are read for them.
 TAIL_LINES, TAIL_BYTES = 12, 16_384
 
 
@@ -43,12 +43,7 @@ class Child:
         if code is None:
             return None
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"the {self.title} {how}{self.tail()}"
-
-    def tail(self) -> str:
-        """Return the last lines of the output, indented, to be added to a sentence."""
-        lines = self.written().splitlines()[-TAIL_LINES:]
-        return ". Its last lines:\n" + "\n".join(f"  {line}" for line in lines) if lines else " and wrote nothing"
+        return f"the {self.title} {how}{self._last_lines()}"
 
     def written(self) -> str:
         """Return the end of what the process has written."""
@@ -56,20 +51,20 @@ class Child:
         end = os.fstat(self.output.fileno()).st_size
         return os.pread(self.output.fileno(), TAIL_BYTES, max(0, end - TAIL_BYTES)).decode(errors="replace")
 
+    def _last_lines(self) -> str:
+        """Return the end of a sentence with the last lines of the output."""
+        lines = self.written().splitlines()[-TAIL_LINES:]
+        return "\n  ".join([". Its last lines:", *lines]) if lines else " and wrote nothing"
+
     def wait_until_ready(self) -> None:
         """Return when the port answers. Raises NotReached."""
         deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            ended = self.ended()
-            # The Pub/Sub emulator stays up when it could not bind, so its end is not enough.
-            if any(words in self.written() for words in ("Address already in use", "Failed to bind")):
-                raise NotReached(f"the {self.title} cannot use {self.host}: Address already in use")
-            if ended:
+        while not answers(self.host):
+            if ended := self.ended():
                 raise NotReached(f"could not start it: {ended}")
-            if answers(self.host):
-                return
+            if time.monotonic() > deadline:
+                raise NotReached(f"the {self.title} did not answer within {START_SECONDS:g} s{self._last_lines()}")
             time.sleep(0.02)
-        raise NotReached(f"the {self.title} did not answer within {START_SECONDS:g} s{self.tail()}")
 
     def stop(self) -> None:
         """End the process: SIGTERM, then SIGKILL."""
@@ -80,7 +75,6 @@ class Child:
         finally:  # also when a second Ctrl-C cuts the wait short
             self._signal(signal.SIGKILL)
             self.process.wait()
-            self.output.close()
 
     def _signal(self, number: signal.Signals) -> None:
         if self.process.poll() is None:
@@ -94,15 +88,13 @@ def running(title: str, command: Sequence[str], port: int = 0) -> Iterator[Child
     Raises NotReached with `title`: port taken, ended at start, no answer in time.
     """
     with contextlib.ExitStack() as stack:
+        output = stack.enter_context(tempfile.TemporaryFile("a+b"))
         with _reserved(title, port) as reserved:
-            output = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - closed by Child.stop
             process = subprocess.Popen(  # noqa: S603 - the command is ours
                 tied([word.replace("{port}", str(reserved)) for word in command]),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 process_group=0,  # Ctrl-C on the terminal is for us; we stop the children
-            )
+            )  # fmt: skip
             child = Child(title, reserved, process, output)
             stack.callback(child.stop)
             child.wait_until_ready()

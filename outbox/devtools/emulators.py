@@ -19,7 +19,7 @@ from outbox.devtools import child_process
 from outbox.devtools.child_process import LOOPBACK, Child
 from outbox.errors import NotReached
 
-#: Seconds for an emulator that a variable names: it may just be starting in a container.
+#: Seconds for an emulator that a variable names, because it may be starting in a container.
 REACH_SECONDS = 5.0
 
 HOW_TO_GET_THEM = """Install them or name them in one of these ways:
@@ -84,7 +84,7 @@ def running(spanner_port: int = 0, pubsub_port: int = 0, spanner_flags: Sequence
     """Run both emulators for the time of the block; port 0 takes a free one.
 
     On Linux they also end when the *thread* that started them ends, however it ends. Raises NotReached: not
-    installed, no Java, port taken, died at start, no answer.
+    installed, port taken, ended at start, no answer.
     """
     # Check for both before starting either, so that one error names everything that is missing.
     own = ((SPANNER, spanner_port or spanner_flags), (PUBSUB, pubsub_port))
@@ -105,21 +105,12 @@ def running_one(program: Program, flags: Sequence[str] = ()) -> Iterator[str]:
 def _running(program: Program, port: int, flags: Sequence[str] = ()) -> Iterator[Child | str]:
     """Yield the host that the variable names, unless a port or flags are asked for. Otherwise run and yield a child."""
     host = os.environ.get(program.variable)
-    if host and not port and not flags:
-        _wait_until_answers(program, host)
-        yield host
+    if port or flags or not host:
+        check_installed(program)
+        command = [str(_executable(program)), *program.arguments, *flags]
+        with child_process.running(program.title, command, port) as child:
+            yield child
         return
-    check_installed(program)
-    command = [str(_executable(program)), *program.arguments, *flags]
-    with child_process.running(program.title, command, port) as child:
-        yield child
-
-
-def _host(emulator: Child | str) -> str:
-    return emulator.host if isinstance(emulator, Child) else emulator
-
-
-def _wait_until_answers(program: Program, host: str) -> None:
     deadline = time.monotonic() + REACH_SECONDS
     while not child_process.answers(host):
         if time.monotonic() > deadline:
@@ -127,10 +118,15 @@ def _wait_until_answers(program: Program, host: str) -> None:
                 f"{program.variable} is {host!r}, but nothing answers there: start that emulator, or unset the variable"
             )
         time.sleep(0.05)
+    yield host
+
+
+def _host(emulator: Child | str) -> str:
+    return emulator.host if isinstance(emulator, Child) else emulator
 
 
 def check_installed(*programs: Program) -> None:
-    """Return if these, and what they need, are installed here. Raises NotReached: what is missing, how to get it."""
+    """Return if these are installed here. Raises NotReached: what is missing, how to get it."""
     missing = [program for program in programs if _executable(program) is None]
     if missing:
         what = " and ".join(f"the {program.title}" for program in missing)
@@ -139,16 +135,6 @@ def check_installed(*programs: Program) -> None:
             f"{what} not found: {unset} not set, and no Cloud SDK (CLOUDSDK_ROOT_DIR, or gcloud in PATH) "
             f"has {' or '.join(program.path for program in missing)}. {HOW_TO_GET_THEM}"
         )
-    if PUBSUB in programs and not _java():
-        raise NotReached(
-            "the Pub/Sub emulator needs Java, and there is no java in PATH or below JAVA_HOME: "
-            "install it (Debian: apt-get install default-jre-headless), or set JAVA_HOME"
-        )
-
-
-def _java() -> bool:
-    home = os.environ.get("JAVA_HOME")
-    return os.access(Path(home, "bin", "java"), os.X_OK) if home else shutil.which("java") is not None
 
 
 def _executable(program: Program) -> Path | None:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from google.api_core.exceptions import AlreadyExists, GoogleAPIError
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import pubsub_v1, spanner
+from google.cloud.spanner_v1.database import Database
 
 from outbox.errors import OutboxError
 from outbox.shared.settings import DatabaseSettings
@@ -15,8 +16,8 @@ from outbox.storage import schema
 SECONDS = 30.0
 
 
-def create(place: DatabaseSettings, ddl: Sequence[str], pubsub: Iterable[tuple[str, str]]) -> None:
-    """Create the database with `ddl` and the outbox's tables, and topics and subscriptions.
+def create(place: DatabaseSettings, ddl: Sequence[str], pubsub: Iterable[tuple[str, str]] = ()) -> Database:
+    """Create the database with the outbox's tables and `ddl`, and topics and subscriptions. Return the database.
 
     `pubsub` has pairs such as ("topic", "orders") and ("subscription", "billing"). A subscription belongs to the topic
     before it and keeps the order of ordering keys. What exists already is kept, and a database that exists does not get
@@ -25,7 +26,7 @@ def create(place: DatabaseSettings, ddl: Sequence[str], pubsub: Iterable[tuple[s
     client = spanner.Client(project=place.project, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
     config = f"projects/{place.project}/instanceConfigs/emulator-config"
     instance = client.instance(place.instance, configuration_name=config)
-    database = instance.database(place.database, ddl_statements=ddl)
+    database: Database = instance.database(place.database, ddl_statements=[*schema.statements(), *ddl])
     what, topic = f"instance {place.instance}", ""
     try:
         with suppress(AlreadyExists):
@@ -45,3 +46,4 @@ def create(place: DatabaseSettings, ddl: Sequence[str], pubsub: Iterable[tuple[s
     except GoogleAPIError as error:
         raise OutboxError(f"could not create {what} on the emulator: {error}") from error
     schema.apply(database, schema.statements())
+    return database

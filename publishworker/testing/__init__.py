@@ -11,7 +11,7 @@ fixture is used. A test whose emulator is not installed is skipped. If the varia
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from google.cloud.spanner_v1.database import Database
     from google.pubsub_v1.types import PubsubMessage
 
-    from publishworker.testing.database import TestDatabase
     from publishworker.testing.relay import OutboxRelay
 
 _SHARING = pytest.StashKey[Sharing]()
@@ -77,48 +76,51 @@ def _running(config: pytest.Config, program: Program) -> Iterator[str]:
                 pytest.fail(str(error), pytrace=False)
             pytest.skip(str(error))
         # The last variable: see outbox.devtools.emulators.
-        stack.enter_context(
-            _variables({program.variable: host, "GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW": "false"})
-        )
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv(program.variable, host)
+        patch.setenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "false")
         yield host
 
 
-@contextlib.contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in values.items():
-            patch.setenv(name, value)
-        yield
-
-
 @pytest.fixture(scope="session")
-def _outbox_database(request: pytest.FixtureRequest, spanner_emulator: str) -> Iterator["TestDatabase"]:
-    from publishworker.testing.database import TestDatabase, environment  # noqa: PLC0415 - it imports the clients
+def _outbox_database(
+    request: pytest.FixtureRequest,
+    spanner_emulator: str,  # noqa: ARG001 - it must run
+) -> Iterator[tuple["Database", list[str]]]:
+    """Yield the database, and its tables in the order in which they can be emptied."""
+    from publishworker.testing.database import created, deletion_order, environment  # noqa: PLC0415 - the clients
 
-    files = request.config.getini("outbox_ddl")
-    with TestDatabase.created(spanner_emulator, files) as created, _variables(environment(created.database)):
-        yield created
+    with created(request.config.getini("outbox_ddl")) as database, pytest.MonkeyPatch.context() as patch:
+        for name, value in environment(database).items():
+            patch.setenv(name, value)
+        yield database, deletion_order(database)
 
 
 @pytest.fixture
-def outbox_database(_outbox_database: "TestDatabase") -> "Database":
+def outbox_database(_outbox_database: tuple["Database", list[str]]) -> "Database":
     """A database of the emulator with the outbox's tables and those of the setting `outbox_ddl`, all empty.
 
     Its name is the same for all tests of a process, and OUTBOX_PROJECT, OUTBOX_INSTANCE and OUTBOX_DATABASE are set.
     """
-    _outbox_database.empty()
-    database: Database = _outbox_database.database
+    from publishworker.testing.database import empty  # noqa: PLC0415 - it imports the Google clients
+
+    database, tables = _outbox_database
+    empty(database, tables)
     return database
 
 
 @pytest.fixture
-def outbox_relay(outbox_database: "Database", pubsub_emulator: str) -> Iterator["OutboxRelay"]:
+def outbox_relay(
+    outbox_database: "Database",
+    pubsub_emulator: str,  # noqa: ARG001 - it must run
+) -> Iterator["OutboxRelay"]:
     """A relay of `outbox_database` that runs in the test's own thread when the test calls `drain`."""
     from publishworker.testing.database import environment  # noqa: PLC0415 - it imports the Google clients
     from publishworker.testing.relay import OutboxRelay  # noqa: PLC0415 - the same
 
-    with OutboxRelay.opened(environment(outbox_database), pubsub_emulator) as relay:
-        yield relay
+    relay = OutboxRelay(environment(outbox_database))
+    yield relay
+    relay.close()
 
 
 @pytest.fixture

@@ -10,13 +10,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Any, Self
+from typing import Any
 
-import grpc
 from google.api_core.exceptions import AlreadyExists
-from google.pubsub_v1 import PublisherClient, SubscriberClient
-from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
-from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
+from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
 from google.pubsub_v1.types import PubsubMessage
 
 from outbox.shared.pubsub import create_topic_command, open_pubsub
@@ -29,7 +26,6 @@ from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.relay import Relay
 from publishworker.retry_policy import RetryPolicy
 from publishworker.settings import RelaySettings
-from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry.metrics import Metrics
 from publishworker.threads import Threads
 from publishworker.types import Failed, LockedRow, Outcome, Sent
@@ -51,26 +47,19 @@ class Drained:
 class OutboxRelay:
     """Relays the tasks of one database when the test says so."""
 
-    def __init__(self, settings: RelaySettings, store: SpannerStore, channel: grpc.Channel) -> None:
-        """Relay from `store` to the Pub/Sub emulator at the other end of `channel`."""
-        self._settings = settings
-        self._store = store
-        self._topics = PublisherClient(transport=PublisherGrpcTransport(channel=channel))
-        self._subscriber = SubscriberClient(transport=SubscriberGrpcTransport(channel=channel))
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Connect to the database that the variables name, and to the emulator of PUBSUB_EMULATOR_HOST."""
+        self._settings = RelaySettings.read({}, environment)
+        self._store = open_store(self._settings)
+        self._topics, self._subscriber = PublisherClient(), SubscriberClient()
         self._subscriptions: dict[str, str] = {}  # by the topic's full name
         self._messages: defaultdict[str, list[PubsubMessage]] = defaultdict(list)
-        self._publisher = _Publisher(settings)
+        self._publisher = _Publisher(self._settings)
 
-    @classmethod
-    @contextlib.contextmanager
-    def opened(cls, environment: Mapping[str, str], pubsub_host: str) -> Iterator[Self]:
-        """Connect to the database that the variables name."""
-        settings = RelaySettings.read({}, environment)
-        with grpc.insecure_channel(pubsub_host) as channel:
-            relay = cls(settings, open_store(settings), channel)
-            yield relay
-            for name in relay._subscriptions.values():
-                relay._subscriber.delete_subscription(subscription=name, timeout=SECONDS)
+    def close(self) -> None:
+        """Delete the subscriptions."""
+        for name in self._subscriptions.values():
+            self._subscriber.delete_subscription(subscription=name, timeout=SECONDS)
 
     def drain(self) -> Drained:
         """Publish all tasks that are due now, as a worker does that has just started, in this thread.
