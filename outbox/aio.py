@@ -10,8 +10,8 @@ from typing import Any, Protocol, Unpack
 
 from google.cloud.spanner_v1 import KeySet
 
-from outbox.message import Message
-from outbox.registration import COLUMNS, TABLE, Options, task_row
+from outbox.message import Message, check_task_id
+from outbox.registration import COLUMNS, TABLE, Options, Task, task_row
 from outbox.shared.metric_recorder import count_registered
 from outbox.storage.transactions import SupportsInsert, is_inserted, remember
 
@@ -48,7 +48,8 @@ async def register_once(
             f"transaction is {type(transaction).__name__}. It must be the transaction of a Spanner AsyncClient. With "
             "that of a Client use outbox.register_once"
         )
-    row = task_row(topic, message, attributes, task_id=task_id, **options)
+    check_task_id(task_id)
+    row = task_row(Task(topic, message, attributes, task_id=task_id, **options))
     if is_inserted(transaction, (task_id,)):
         return False
     request = {"request_tag": "outbox-register-once"}

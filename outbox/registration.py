@@ -28,17 +28,8 @@ from outbox.storage.transactions import (
 TABLE = "AsynchronousTasks"
 #: The columns that a registration writes. The others have defaults or are generated.
 COLUMNS = (
-    "Id",
-    "Topic",
-    "Data",
-    "Priority",
-    "OrderingKey",
-    "Sequence",
-    "CreatedAt",
-    "AvailableAt",
-    "ExpiresAt",
-    "AtMostOnce",
-)
+    "Id", "Topic", "Data", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "ExpiresAt", "AtMostOnce",
+)  # fmt: skip
 
 _sequence = itertools.count(1)
 
@@ -59,6 +50,22 @@ class Options(TypedDict, total=False):
     available_at: datetime | None
     expires_at: datetime | None
     at_most_once: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One task for `register_many`. The fields are the arguments of `register`."""
+
+    topic: str
+    message: messages.Message
+    attributes: Mapping[str, str] | None = None
+    _: KW_ONLY
+    priority: int = Priority.NORMAL
+    ordering_key: str = ""
+    available_at: datetime | None = None
+    expires_at: datetime | None = None
+    at_most_once: bool = False
+    task_id: str | None = None
 
 
 def register(
@@ -100,15 +107,16 @@ def register(
         TypeError: `transaction` or `message` is not one of the types above.
     """
     check_inserts(transaction, "register")
-    id = str(uuid.uuid4()) if task_id is None else task_id
-    row = task_row(
-        topic, message, attributes, task_id=id, priority=priority, ordering_key=ordering_key,
-        available_at=available_at, expires_at=expires_at, at_most_once=at_most_once,
+    task = Task(
+        topic, message, attributes, priority=priority, ordering_key=ordering_key, available_at=available_at,
+        expires_at=expires_at, at_most_once=at_most_once, task_id=task_id,
     )  # fmt: skip
+    row = task_row(task)
     transaction.insert(TABLE, COLUMNS, [row])
     if task_id is not None:
         remember(transaction, (task_id,))
     count_registered(topic)
+    id: str = row[0]
     return id
 
 
@@ -146,27 +154,12 @@ def register_once(
             row, for 30 s.
     """
     check_reads_and_inserts(transaction, "register_once")
-    row = task_row(topic, message, attributes, task_id=task_id, **options)
+    messages.check_task_id(task_id)  # None would become a random one
+    row = task_row(Task(topic, message, attributes, task_id=task_id, **options))
     is_new = insert_once(transaction, TABLE, COLUMNS, row, key=(task_id,), tag="outbox-register-once")
     if is_new:
         count_registered(topic)
     return is_new
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One task for `register_many`. The fields are the arguments of `register`."""
-
-    topic: str
-    message: messages.Message
-    attributes: Mapping[str, str] | None = None
-    _: KW_ONLY
-    priority: int = Priority.NORMAL
-    ordering_key: str = ""
-    available_at: datetime | None = None
-    expires_at: datetime | None = None
-    at_most_once: bool = False
-    task_id: str | None = None
 
 
 def register_many(transaction: SupportsInsert, tasks: Iterable[Task]) -> list[str]:
@@ -198,39 +191,31 @@ def register_many(transaction: SupportsInsert, tasks: Iterable[Task]) -> list[st
     return [row[0] for row in rows]
 
 
-def task_row(
-    topic: str,
-    message: object,
-    attributes: Mapping[str, str] | None = None,
-    *,
-    task_id: str,
-    priority: int = Priority.NORMAL,
-    ordering_key: str = "",
-    available_at: datetime | None = None,
-    expires_at: datetime | None = None,
-    at_most_once: bool = False,
-) -> tuple[Any, ...]:
+def task_row(task: Task) -> tuple[Any, ...]:
     """Return the row in the order of COLUMNS. Raises InvalidMessage; TypeError for the type of `message`."""
-    messages.check_task_id(task_id)
-    messages.check_topic(topic)
-    _check_priority(priority)
-    _check_times(available_at, expires_at)
-    data, key = messages.build(message, topic=topic, attributes=attributes, ordering_key=ordering_key, task_id=task_id)
-    if not isinstance(at_most_once, bool):
-        raise InvalidMessage(f"at_most_once is {type(at_most_once).__name__}. It must be a bool")
-    if at_most_once and key:
+    id = str(uuid.uuid4()) if task.task_id is None else task.task_id
+    messages.check_task_id(id)
+    messages.check_topic(task.topic)
+    _check_priority(task.priority)
+    _check_times(task.available_at, task.expires_at)
+    data, key = messages.build(
+        task.message, topic=task.topic, attributes=task.attributes, ordering_key=task.ordering_key, task_id=id
+    )
+    if not isinstance(task.at_most_once, bool):
+        raise InvalidMessage(f"at_most_once is {type(task.at_most_once).__name__}. It must be a bool")
+    if task.at_most_once and key:
         raise InvalidMessage("at_most_once and an ordering key exclude each other: a lost message would leave a gap")
     return (
-        task_id,
-        topic,
+        id,
+        task.topic,
         base64.b64encode(data),  # the client sends BYTES unchanged, but Spanner expects base64
-        int(priority),
+        int(task.priority),
         key or None,
         next(_sequence),
         COMMIT_TIMESTAMP,
-        available_at,
-        expires_at,
-        at_most_once,
+        task.available_at,
+        task.expires_at,
+        task.at_most_once,
     )
 
 
@@ -240,15 +225,9 @@ def task_rows(tasks: Iterable[Task]) -> tuple[list[tuple[Any, ...]], list[str]]:
     chosen: dict[str, int] = {}
     for index, task in enumerate(tasks):
         try:
-            row = task_row(
-                task.topic, task.message, task.attributes,
-                task_id=str(uuid.uuid4()) if task.task_id is None else task.task_id, priority=task.priority,
-                ordering_key=task.ordering_key, available_at=task.available_at, expires_at=task.expires_at,
-                at_most_once=task.at_most_once,
-            )  # fmt: skip
+            rows.append(task_row(task))
         except (InvalidMessage, TypeError) as error:
             raise type(error)(f"tasks[{index}]: {error}") from error
-        rows.append(row)
         if task.task_id is not None and (first := chosen.setdefault(task.task_id, index)) != index:
             raise InvalidMessage(f"tasks[{index}]: task_id {task.task_id!r} is also the task_id of tasks[{first}]")
     return rows, list(chosen)

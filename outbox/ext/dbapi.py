@@ -5,26 +5,22 @@ fixed before its first execution, and a replay inserts the same rows.
 """
 
 import re
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
 from google.cloud.spanner_dbapi import Connection, Cursor
 from google.cloud.spanner_dbapi.batch_dml_executor import BatchMode
 from google.cloud.spanner_dbapi.exceptions import OperationalError, ProgrammingError
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
 from outbox.errors import InvalidTransaction
 from outbox.inbox import COLUMNS as INBOX_COLUMNS
 from outbox.inbox import TABLE as INBOX
 from outbox.inbox import Key, ReceivedMessage, inbox_row, table_errors
-from outbox.message import Message
+from outbox.message import Message, check_task_id
 from outbox.registration import COLUMNS, TABLE, Options, Task, count_rows, task_row, task_rows
 from outbox.shared.metric_recorder import count_registered
 
-#: The values of one row. CreatedAt is the time of the commit.
-_VALUES = "({})".format(
-    ", ".join("PENDING_COMMIT_TIMESTAMP()" if column == "CreatedAt" else f"@{column}{{n}}" for column in COLUMNS)
-)
 #: Rows of one statement. Spanner allows 950 parameters: https://cloud.google.com/spanner/quotas#query-limits
 _MAX_ROWS = 100
 
@@ -58,11 +54,11 @@ def register(
         TypeError: `connection` or `message` has another type.
     """
     _check(connection)
-    task_id = str(uuid.uuid4()) if task_id is None else task_id
-    row = task_row(topic, message, attributes, task_id=task_id, **options)
-    _insert(connection.cursor(), [row])
+    row = task_row(Task(topic, message, attributes, task_id=task_id, **options))
+    _insert(connection.cursor(), TABLE, COLUMNS, [row])
     count_registered(topic)
-    return task_id
+    id: str = row[0]
+    return id
 
 
 def register_once(
@@ -86,13 +82,12 @@ def register_once(
         TypeError: see `register`.
     """
     _check(connection)
-    row = task_row(topic, message, attributes, task_id=task_id, **options)
-    cursor = connection.cursor()
-    _insert(cursor, [row], verb="INSERT OR IGNORE", end="THEN RETURN Id")
-    if not _was_inserted(cursor, task_id):
-        return False
-    count_registered(topic)
-    return True
+    check_task_id(task_id)
+    row = task_row(Task(topic, message, attributes, task_id=task_id, **options))
+    is_new = _insert_once(connection.cursor(), TABLE, COLUMNS, row, id_column="Id")
+    if is_new:
+        count_registered(topic)
+    return is_new
 
 
 def register_many(connection: Connection, tasks: Iterable[Task]) -> list[str]:
@@ -109,7 +104,7 @@ def register_many(connection: Connection, tasks: Iterable[Task]) -> list[str]:
     _check(connection)
     rows, _ = task_rows(tasks)
     for first in range(0, len(rows), _MAX_ROWS):
-        _insert(connection.cursor(), rows[first : first + _MAX_ROWS])
+        _insert(connection.cursor(), TABLE, COLUMNS, rows[first : first + _MAX_ROWS])
     count_rows(rows)
     return [row[0] for row in rows]
 
@@ -129,25 +124,9 @@ def process_once(connection: Connection, message: ReceivedMessage, *, consumer: 
         TypeError: `connection` or `message` has another type.
     """
     _check(connection)
-    row = inbox_row(message, consumer, key)
-    cursor = connection.cursor()
-    sql = (
-        f"INSERT OR IGNORE INTO {INBOX} ({', '.join(INBOX_COLUMNS)}) "
-        "VALUES (@consumer, @task_id, PENDING_COMMIT_TIMESTAMP()) THEN RETURN TaskId"
-    )
+    row = (*inbox_row(message, consumer, key), COMMIT_TIMESTAMP)
     with table_errors():
-        _execute(cursor, sql, {"consumer": row[0], "task_id": row[1]}, "process one message in a transaction")
-    return _was_inserted(cursor, row[1])
-
-
-def _was_inserted(cursor: Cursor, task_id: str) -> bool:
-    """Return whether an INSERT OR IGNORE has inserted its row. Raises OperationalError if the answer was lost."""
-    # A replay compares the rows that were fetched, but not the row count of a single statement.
-    cursor.fetchall()
-    # `fetchall` returns no rows if it fails, but then the count is unknown as well.
-    if cursor.rowcount not in (0, 1):
-        raise OperationalError(f"no answer to the INSERT of task {task_id!r}. Roll back and run the transaction again")
-    return bool(cursor.rowcount)
+        return _insert_once(connection.cursor(), INBOX, INBOX_COLUMNS, row, id_column="TaskId")
 
 
 def _check(connection: object) -> None:
@@ -176,25 +155,44 @@ def _has_begun(connection: Connection) -> bool:
     return re.match(r"\s*(BEGIN|START)\b", first, re.IGNORECASE) is not None
 
 
-def _insert(cursor: Cursor, rows: Sequence[tuple[Any, ...]], *, verb: str = "INSERT", end: str = "") -> None:
-    values = ", ".join(_VALUES.format(n=n) for n in range(len(rows)))
-    parameters = {
-        f"{column}{n}": value
-        for n, row in enumerate(rows)
-        for column, value in zip(COLUMNS, row, strict=True)
-        if column != "CreatedAt"
-    }
-    sql = f"{verb} INTO {TABLE} ({', '.join(COLUMNS)}) VALUES {values} {end}"
-    _execute(cursor, sql, parameters, "insert the tasks with one call of register_many")
+def _insert_once(cursor: Cursor, table: str, columns: tuple[str, ...], row: tuple[Any, ...], *, id_column: str) -> bool:
+    """Insert a row unless its key exists; return whether it was inserted. Raises OperationalError without an answer."""
+    _insert(cursor, table, columns, [row], verb="INSERT OR IGNORE", end=f"THEN RETURN {id_column}")
+    # A replay compares the rows that were fetched, but not the row count of a single statement.
+    cursor.fetchall()
+    # `fetchall` returns no rows if it fails, but then the count is unknown as well.
+    if cursor.rowcount not in (0, 1):
+        id = row[columns.index(id_column)]
+        raise OperationalError(f"no answer to the INSERT of task {id!r}. Roll back and run the transaction again")
+    return bool(cursor.rowcount)
 
 
-def _execute(cursor: Cursor, sql: str, parameters: Mapping[str, Any], instead: str) -> None:
+def _insert(
+    cursor: Cursor,
+    table: str,
+    columns: tuple[str, ...],
+    rows: Sequence[tuple[Any, ...]],
+    *,
+    verb: str = "INSERT",
+    end: str = "",
+) -> None:
+    """Execute one INSERT with parameters. The commit timestamp is a function of SQL."""
+    parameters: dict[str, Any] = {}
+    values = []
+    for number, row in enumerate(rows):
+        named = {f"{column}{number}": value for column, value in zip(columns, row, strict=True)}
+        words = [
+            "PENDING_COMMIT_TIMESTAMP()" if value is COMMIT_TIMESTAMP else f"@{name}" for name, value in named.items()
+        ]
+        values.append(f"({', '.join(words)})")
+        parameters |= {name: value for name, value in named.items() if value is not COMMIT_TIMESTAMP}
     try:
-        cursor.execute(sql, parameters)
+        cursor.execute(f"{verb} INTO {table} ({', '.join(columns)}) VALUES {', '.join(values)} {end}", parameters)
     except ProgrammingError as error:
         if "pending CommitTimestamp" not in str(error.__cause__):
             raise
         raise InvalidTransaction(
             "Spanner does not accept this statement after a row was inserted into the table in the same transaction, "
-            f"and its emulator accepts one such statement. Roll back, and {instead}"
+            "and its emulator accepts one such statement. Roll back, and insert all tasks with one call of "
+            "register_many, or process one message in each transaction"
         ) from error
