@@ -164,7 +164,7 @@ PYTHON = {
         "InvalidTransaction", "InvalidConsumer", "MissingTaskId",
     ),
     "outbox.inbox": (
-        "process_once", "Handler", "Receiver", "pushed_message", "ReceivedMessage", "Delivery", "Key", "Missing",
+        "process_once", "Handler", "Receiver", "pushed_message", "ReceivedMessage", "PulledMessage", "Key", "Missing",
     ),
     "outbox.ext.sqlalchemy": DBAPI,
     "outbox.ext.django": DBAPI,

@@ -1,15 +1,6 @@
 """Errors that users of this project see.
 
-    OutboxError
-    ├── InvalidMessage (also a ValueError)   outbox.register refuses a task that Pub/Sub would refuse
-    ├── InvalidTransaction (also a ValueError)
-    │                                        outbox.register refuses a transaction that could lose the task
-    ├── InvalidConsumer (also a ValueError)  outbox.inbox refuses the name of a consumer
-    ├── MissingTaskId (also a ValueError)    outbox.inbox got a message that did not come from the outbox
-    ├── SettingError                         an invalid flag or environment variable: exit code 2
-    ├── NotReached                           a service, a table or a permission is missing: exit code 3
-    └── SchemaDiffers                        an object of the schema exists with another shape
-
+Their base class is OutboxError. Those that an application's arguments cause are also a ValueError.
 Each message says what failed, with which value, and what to do.
 """
 
@@ -19,7 +10,7 @@ class OutboxError(Exception):
 
 
 class InvalidMessage(OutboxError, ValueError):
-    """The task was refused before anything was added to the transaction."""
+    """`outbox.register` refuses a task that Pub/Sub or the table would refuse. Nothing was added to the transaction."""
 
 
 class InvalidTransaction(OutboxError, ValueError):
@@ -35,11 +26,11 @@ class MissingTaskId(OutboxError, ValueError):
 
 
 class SettingError(OutboxError):
-    """A setting has an invalid value."""
+    """A flag or an environment variable has an invalid value: exit code 2."""
 
 
 class NotReached(OutboxError):
-    """A required service, database, table or permission is missing."""
+    """A required service, database, table or permission is missing: exit code 3."""
 
 
 class SchemaDiffers(OutboxError):

@@ -55,7 +55,7 @@ class ReceivedMessage(Protocol):
         """Return the ID that Pub/Sub gave the message."""
 
 
-class Delivery(ReceivedMessage, Protocol):
+class PulledMessage(ReceivedMessage, Protocol):
     """A message that can be acknowledged, such as `google.cloud.pubsub_v1.subscriber.message.Message`."""
 
     def ack_with_response(self) -> Any:
@@ -237,7 +237,7 @@ class Receiver:
         """Take the settings of a `Handler`. Unit tests can call the attribute `handle`, the wrapped function."""
         self._settings, self.handle = settings, handle
 
-    def __call__(self, message: Delivery) -> None:
+    def __call__(self, message: PulledMessage) -> None:
         """Process the message, and acknowledge it after the commit. A failure is logged and negatively acknowledged.
 
         Raises:

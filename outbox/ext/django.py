@@ -1,8 +1,6 @@
 """Register and process tasks in the transactions of Django (`django-google-spanner`).
 
-The functions, their other arguments and their errors are those of `outbox.ext.dbapi`, but errors of the driver are
-Django's. `using` is the alias of a Spanner database in Django's settings. Without an open atomic block the functions
-raise InvalidTransaction.
+`using` is the alias of a Spanner database in Django's settings. Errors of the driver become those of `django.db`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,7 +28,13 @@ def register(
 ) -> str:
     """Insert one task in the atomic block of the database `using` and return its ID.
 
-    See `outbox.ext.dbapi.register`.
+    The task is committed or rolled back with the other statements. The other arguments are those of `outbox.register`.
+
+    Raises:
+        InvalidMessage: see `outbox.register`.
+        InvalidTransaction: there is no atomic block, it has failed, or it would not commit the task.
+        IntegrityError: Django's; a task with this `task_id` exists.
+        TypeError: `message` has another type, or `using` names another kind of database.
     """
     with _atomic(using) as connection:
         return dbapi.register(connection, topic, message, attributes, task_id=task_id, **options)
@@ -47,16 +51,18 @@ def register_once(
 ) -> bool:
     """Insert the task unless a row with `task_id` exists; return whether it was inserted.
 
-    See `outbox.ext.dbapi.register_once`.
+    Call it once in a transaction, before any `register`. The errors are those of `register`, and OperationalError if
+    the answer to the INSERT was lost: let the block fail.
     """
     with _atomic(using) as connection:
         return dbapi.register_once(connection, topic, message, attributes, task_id=task_id, **options)
 
 
 def register_many(tasks: Iterable[Task], *, using: str = DEFAULT_DB_ALIAS) -> list[str]:
-    """Insert all tasks in the open transaction and return their IDs in the same order.
+    """Insert all tasks in the atomic block and return their IDs in the same order.
 
-    See `outbox.ext.dbapi.register_many`.
+    Executes one INSERT for each 100 tasks. The errors are those of `register`, and InvalidMessage names the index of
+    the task.
     """
     with _atomic(using) as connection:
         return dbapi.register_many(connection, tasks)
@@ -67,7 +73,16 @@ def process_once(
 ) -> bool:
     """Record the task of `message` as processed, and return whether this is the first time.
 
-    See `outbox.ext.dbapi.process_once`.
+    Call it once in an atomic block, change your own rows if it returns True, and acknowledge the message after the
+    block. `consumer` and `key` are those of `outbox.inbox.process_once`.
+
+    Raises:
+        MissingTaskId: see `outbox.inbox.process_once`.
+        InvalidConsumer: `consumer` is not a valid name.
+        InvalidTransaction: see `register`, or the transaction has a record already.
+        NotReached: the database has no table ProcessedTasks.
+        OperationalError: Django's; the answer to the INSERT was lost. Let the block fail.
+        TypeError: `message` has another type, or `using` names another kind of database.
     """
     with _atomic(using) as connection:
         return dbapi.process_once(connection, message, consumer=consumer, key=key)

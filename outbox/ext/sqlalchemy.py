@@ -1,7 +1,7 @@
 """Register and process tasks in the transactions of SQLAlchemy (`sqlalchemy-spanner`).
 
-The functions, their other arguments and their errors are those of `outbox.ext.dbapi`. A session or a connection without
-an open transaction, or with one that has failed, is an InvalidTransaction.
+The functions execute their INSERT on the driver's connection, so its errors are not those of SQLAlchemy:
+IntegrityError, OperationalError and RetryAborted of `google.cloud.spanner_dbapi`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,7 +30,14 @@ def register(
 ) -> str:
     """Insert one task in the open transaction of a session or connection and return its ID.
 
-    See `outbox.ext.dbapi.register`. A session with several engines needs `session.connection(bind_arguments=...)`.
+    The task is committed or rolled back with the other statements. A session with several engines needs
+    `session.connection(bind_arguments=...)`. The other arguments are those of `outbox.register`.
+
+    Raises:
+        InvalidMessage: see `outbox.register`.
+        InvalidTransaction: no transaction is open, it has failed, or it would not commit the task.
+        IntegrityError: the driver's; a task with this `task_id` exists.
+        TypeError: `session` or `message` has another type.
     """
     return dbapi.register(_connection(session), topic, message, attributes, task_id=task_id, **options)
 
@@ -46,7 +53,8 @@ def register_once(
 ) -> bool:
     """Insert the task unless a row with `task_id` exists; return whether it was inserted.
 
-    See `outbox.ext.dbapi.register_once`.
+    Call it once in a transaction, before any `register`. The errors are those of `register`, and OperationalError if
+    the answer to the INSERT was lost: roll back.
     """
     return dbapi.register_once(_connection(session), topic, message, attributes, task_id=task_id, **options)
 
@@ -54,7 +62,8 @@ def register_once(
 def register_many(session: AnySession, tasks: Iterable[Task]) -> list[str]:
     """Insert all tasks in the open transaction and return their IDs in the same order.
 
-    See `outbox.ext.dbapi.register_many`.
+    Executes one INSERT for each 100 tasks. The errors are those of `register`, and InvalidMessage names the index of
+    the task.
     """
     return dbapi.register_many(_connection(session), tasks)
 
@@ -62,7 +71,16 @@ def register_many(session: AnySession, tasks: Iterable[Task]) -> list[str]:
 def process_once(session: AnySession, message: ReceivedMessage, *, consumer: str, key: Key = "task_id") -> bool:
     """Record the task of `message` as processed, and return whether this is the first time.
 
-    See `outbox.ext.dbapi.process_once`.
+    Call it once in a transaction, change your own rows if it returns True, and acknowledge the message after the
+    commit. `consumer` and `key` are those of `outbox.inbox.process_once`.
+
+    Raises:
+        MissingTaskId: see `outbox.inbox.process_once`.
+        InvalidConsumer: `consumer` is not a valid name.
+        InvalidTransaction: see `register`, or the transaction has a record already.
+        NotReached: the database has no table ProcessedTasks.
+        OperationalError: the driver's; the answer to the INSERT was lost. Roll back.
+        TypeError: `session` or `message` has another type.
     """
     return dbapi.process_once(_connection(session), message, consumer=consumer, key=key)
 

@@ -43,7 +43,7 @@ def correct_test(database: Database) -> int:
 
 
 def correct_inbox(
-    transaction: Transaction, database: Database, received: inbox.Delivery, message: PubsubMessage
+    transaction: Transaction, database: Database, received: inbox.PulledMessage, message: PubsubMessage
 ) -> bool:
     @inbox.Handler(database, consumer="billing", missing_task_id="raise", timeout_secs=5)
     def charge(transaction: Transaction, message: PubsubMessage) -> None:
