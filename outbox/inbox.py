@@ -13,10 +13,10 @@ import inspect
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
-from google.api_core.exceptions import Aborted, GoogleAPICallError
+from google.api_core.exceptions import Aborted, GoogleAPICallError, GoogleAPIError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.transaction import Transaction
@@ -112,11 +112,9 @@ def inbox_row(message: ReceivedMessage, consumer: str, key: Key) -> tuple[str, s
     if key == "message_id" and message_id:
         # Message IDs increase, so they must not begin the key: https://cloud.google.com/spanner/docs/schema-design
         return consumer, f"{zlib.crc32(message_id.encode()):08x}-message-{message_id}"
-    problem = (
-        f"an {TASK_ID_ATTRIBUTE} of {len(task_id)} characters (max {MAX_ID_CHARACTERS})"
-        if task_id
-        else f"no attribute {TASK_ID_ATTRIBUTE}"
-    )
+    problem = f"no attribute {TASK_ID_ATTRIBUTE}"
+    if task_id:
+        problem = f"an {TASK_ID_ATTRIBUTE} of {len(task_id)} characters (max {MAX_ID_CHARACTERS})"
     raise MissingTaskId(
         f"message {message_id!r} has {problem}, so it did not come from the outbox. Pass key='message_id' to process "
         "it by its message ID, or let Pub/Sub forward it to a dead-letter topic"
@@ -273,14 +271,14 @@ class Receiver:
         try:
             inbox_row(message, self._settings.consumer, self._settings.key)  # before a transaction begins
             with processing(self._settings.consumer, message):
-                first = self._run(message)
-            outcome = "processed" if first else "duplicate"
+                is_first = self._run(message)
+            outcome = "processed" if is_first else "duplicate"
         except MissingTaskId:
             outcome = "missing_task_id"
             raise
         finally:
             count_delivery(self._settings.consumer, outcome)
-        return first
+        return is_first
 
     def _run(self, message: ReceivedMessage) -> bool:
         database, begun = self._settings.database, False
@@ -290,15 +288,14 @@ class Receiver:
             begun = True
             try:
                 return self._attempt(transaction, message)
-            except Aborted:
-                raise
             except GoogleAPICallError as error:
-                raise _RollBack(error) from error  # after a GoogleAPICallError the client would keep the locks
+                if not isinstance(error, Aborted):  # the client would keep the locks
+                    with suppress(GoogleAPIError):
+                        transaction.rollback()
+                raise
 
         try:
             return bool(database.run_in_transaction(attempt, **self._settings.transaction_options))
-        except _RollBack as error:
-            raise error.error from None
         except RuntimeError:
             raise  # the client raises it if this thread is already in a transaction
         except Exception:
@@ -329,14 +326,6 @@ class Receiver:
     def _describe(self, message: ReceivedMessage) -> str:
         task_id = message.attributes.get(TASK_ID_ATTRIBUTE, "")
         return f"Consumer {self._settings.consumer}: task {task_id or 'without an ID'} (message {message.message_id})"
-
-
-class _RollBack(Exception):
-    """Makes the client roll the transaction back, because of `error`."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 @contextmanager

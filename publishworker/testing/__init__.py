@@ -70,7 +70,7 @@ def _running(config: pytest.Config, program: Program) -> Iterator[str]:
     address = getattr(config, "workerinput", {}).get(_ADDRESS)
     with contextlib.ExitStack() as stack:
         try:
-            host = stack.enter_context(ask(address, program) if address else running_one(program))
+            host = ask(address, program) if address else stack.enter_context(running_one(program))
         except NotReached as error:
             if os.environ.get("CI"):
                 pytest.fail(str(error), pytrace=False)

@@ -1,9 +1,8 @@
 """Emulators that the processes of pytest-xdist share: the controller starts each when the first process needs it."""
 
 import contextlib
-import os
+import secrets
 import threading
-from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection, Listener
 from typing import TypeAlias
 
@@ -11,10 +10,8 @@ from outbox.devtools.child_process import LOOPBACK
 from outbox.devtools.emulators import PUBSUB, SPANNER, Program, running_one
 from outbox.errors import NotReached
 
-#: Host and port of the controller, and the key to it in hexadecimal digits. xdist passes only plain values.
+#: Host and port of the controller, and its key.
 Address: TypeAlias = tuple[str, int, str]
-
-_PROGRAMS = {program.variable: program for program in (SPANNER, PUBSUB)}
 
 
 class Sharing:
@@ -22,10 +19,10 @@ class Sharing:
 
     def __init__(self) -> None:
         """Listen on a loopback port."""
-        key = os.urandom(16)
-        self._listener = Listener((LOOPBACK, 0), authkey=key)
+        key = secrets.token_hex()
+        self._listener = Listener((LOOPBACK, 0), authkey=key.encode())
         host, port = self._listener.address
-        self.address: Address = (str(host), int(port), key.hex())
+        self.address: Address = (str(host), int(port), key)
         # The emulators end with the thread that has started them.
         self._thread = threading.Thread(target=self._serve, name="outbox-emulators", daemon=True)
         self._thread.start()
@@ -41,26 +38,26 @@ class Sharing:
         with self._listener, contextlib.ExitStack() as stack:
             while True:
                 with self._listener.accept() as connection:
-                    if not (variable := connection.recv()):
+                    if not (title := connection.recv()):
                         return
+                    program = SPANNER if title == SPANNER.title else PUBSUB
                     try:
-                        hosts[variable] = hosts.get(variable) or stack.enter_context(running_one(_PROGRAMS[variable]))
-                        connection.send((hosts[variable], ""))
+                        hosts[title] = hosts.get(title) or stack.enter_context(running_one(program))
+                        connection.send((hosts[title], ""))
                     except NotReached as error:
                         connection.send(("", str(error)))
 
 
-@contextlib.contextmanager
-def ask(address: Address, program: Program) -> Iterator[str]:
-    """Yield the host of an emulator that the controller at `address` has started. Raises NotReached."""
+def ask(address: Address, program: Program) -> str:
+    """Return the host of an emulator that the controller at `address` has started. Raises NotReached."""
     with _connected(address) as connection:
-        connection.send(program.variable)
+        connection.send(program.title)
         host, missing = connection.recv()
     if missing:
         raise NotReached(missing)
-    yield host
+    return str(host)
 
 
 def _connected(address: Address) -> Connection:
     host, port, key = address
-    return Client((host, port), authkey=bytes.fromhex(key))
+    return Client((host, port), authkey=key.encode())
