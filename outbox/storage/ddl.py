@@ -151,23 +151,24 @@ def part(name: str, text: str) -> dict[str, str]:
 
 
 def compare(
-    title: str, expected: Mapping[str, str], found: Mapping[str, str] | None, free: Collection[str]
+    expected: Mapping[str, Mapping[str, str]], found: Mapping[str, Mapping[str, str]], free: Collection[str]
 ) -> Iterator[str]:
-    """Yield a sentence for each part that is missing or different in `found`, whose names are `normal`.
+    """Yield a sentence for each object that is missing and each part that is missing or different.
 
-    `found` is None if the object is missing. The parts named in `free` may have any text.
+    The objects are by title and the parts by name. In `found` both are `normal`. The parts named in `free` may have any
+    text.
     """
-    if found is None:
-        yield f"{title} is missing"
-        return
-    for name, text in expected.items():
-        other = found.get(normal(name))
-        if name in free:
+    for title, parts in expected.items():
+        others = found.get(normal(title))
+        if others is None:
+            yield f"{title} is missing"
             continue
-        if other is None:
-            yield f"{title}, {name} is missing: expected {text}"
-        elif normal(other) != normal(text):
-            yield f"{title}, {name}: the database has {other}, expected {text}"
+        for name in [each for each in parts if each not in free]:
+            other, text = others.get(normal(name)), parts[name]
+            if other is None:
+                yield f"{title}, {name} is missing: expected {text}"
+            elif normal(other) != normal(text):
+                yield f"{title}, {name}: the database has {other}, expected {text}"
 
 
 def normal(text: str) -> str:

@@ -49,11 +49,7 @@ def differences(
         found = _read(database, shapes, request)
     except SchemaDiffers as error:
         return [str(error)]
-    return [
-        sentence
-        for title, parts in shapes.items()
-        for sentence in ddl.compare(title, parts, found.get(normal(title)), free)
-    ]
+    return list(ddl.compare(shapes, found, free))
 
 
 def layout(database: Database, **request: Any) -> Layout:
@@ -116,13 +112,7 @@ def apply(
     found = _read(database, shapes, request)
     existing = {title: parts for title, parts in shapes.items() if normal(title) in found}
     # An index whose backfill has not finished counts as existing.
-    free = {*free, "state"}
-    wrong = [
-        sentence
-        for title, parts in existing.items()
-        for sentence in ddl.compare(title, parts, found[normal(title)], free)
-    ]
-    if wrong:
+    if wrong := list(ddl.compare(existing, found, {*free, "state"})):
         problem = f"{database.name}: nothing was created, because these objects have a different definition:"
         raise SchemaDiffers("\n  ".join([problem, *wrong]))
     missing = [statement for statement, title in zip(wanted, shapes, strict=True) if title not in existing]

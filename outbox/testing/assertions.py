@@ -6,12 +6,9 @@ from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 
 from outbox.message import TASK_ID_ATTRIBUTE
-from outbox.registration import TABLE
+from outbox.registration import COLUMNS, TABLE
 from outbox.testing.fakes import RecordingTransaction, RegisteredTask, task_of
 
-_COLUMNS = (
-    "CreatedAt", "Sequence", "Id", "Topic", "Data", "Priority", "OrderingKey", "AvailableAt", "ExpiresAt", "AtMostOnce",
-)  # fmt: skip
 #: How many tasks a failure lists, and how many bytes of each.
 _MAX_TASKS, _MAX_BYTES = 20, 100
 
@@ -53,7 +50,7 @@ def assert_registered(
 
 def _committed(database: Database) -> list[RegisteredTask]:
     with database.snapshot() as snapshot:
-        rows = [dict(zip(_COLUMNS, row, strict=True)) for row in snapshot.read(TABLE, _COLUMNS, KeySet(all_=True))]
+        rows = [dict(zip(COLUMNS, row, strict=True)) for row in snapshot.read(TABLE, COLUMNS, KeySet(all_=True))]
     return [task_of(row) for row in sorted(rows, key=lambda row: (row["CreatedAt"], row["Sequence"] or 0, row["Id"]))]
 
 

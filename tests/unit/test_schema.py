@@ -101,14 +101,14 @@ def test_unknown_ddl_is_refused(statement: str):
 
 def test_an_expression_may_be_written_in_another_way():
     """The service may give an expression back with other case, spaces and parentheses."""
-    expected = {"column Shard": shapes()["table AsynchronousTasks"]["column Shard"]}
+    expected = {"table T": {"column Shard": shapes()["table AsynchronousTasks"]["column Shard"]}}
     for written in (
         "int64 not null as (abs(mod(farm_fingerprint(coalesce(orderingkey, id)), n))) stored",
         "INT64 NOT NULL AS ((ABS( MOD( FARM_FINGERPRINT( COALESCE( OrderingKey,Id ) ),\n  N ) ))) STORED",
     ):
         other = re.sub("finger", "x", written, flags=re.IGNORECASE)
-        assert list(ddl.compare("table T", expected, {"columnshard": written}, ())) == []
-        assert len(list(ddl.compare("table T", expected, {"columnshard": other}, ()))) == 1
+        assert list(ddl.compare(expected, {"tablet": {"columnshard": written}}, ())) == []
+        assert len(list(ddl.compare(expected, {"tablet": {"columnshard": other}}, ()))) == 1
 
 
 def test_an_index_that_is_being_filled_exists_but_is_not_ready():
