@@ -8,7 +8,6 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -16,7 +15,7 @@ from google.api_core.exceptions import AlreadyExists
 from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
 from google.pubsub_v1.types import PubsubMessage
 
-from outbox.shared.pubsub import create_topic_command, open_pubsub
+from outbox.shared.pubsub import open_pubsub
 from publishworker.app import open_store
 from publishworker.batching import Limits
 from publishworker.delivery import Delivery
@@ -57,9 +56,11 @@ class OutboxRelay:
         self._publisher = _Publisher(self._settings)
 
     def close(self) -> None:
-        """Delete the subscriptions."""
+        """Delete the subscriptions and disconnect."""
         for name in self._subscriptions.values():
             self._subscriber.delete_subscription(subscription=name, timeout=SECONDS)
+        self._subscriber.close()
+        self._topics.transport.close()
 
     def drain(self) -> Drained:
         """Publish all tasks that are due now, as a worker does that has just started, in this thread.
@@ -152,9 +153,7 @@ class _Publisher(PubSubPublisher):
     """Counts the published messages of each topic, and loses answers on request."""
 
     def __init__(self, settings: RelaySettings) -> None:
-        super().__init__(
-            open_pubsub(settings), settings.project, create_command=partial(create_topic_command, settings)
-        )
+        super().__init__(open_pubsub(settings), settings.project)
         self.counts: Counter[str] = Counter()  # by the topic's full name
         self.loses_answers = False
 
