@@ -26,7 +26,7 @@ from google.pubsub_v1.types import PubsubMessage
 from outbox.errors import InvalidConsumer, InvalidMessage, InvalidTransaction, MissingTaskId, NotReached
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
 from outbox.shared.metric_recorder import count_delivery
-from outbox.storage.transactions import SupportsReadInsert, check_reads_and_inserts, insert_once
+from outbox.storage.transactions import SupportsReadInsert, check_transaction, insert_once
 from outbox.tracing import processing
 
 TABLE = "ProcessedTasks"
@@ -92,7 +92,7 @@ def process_once(
         ValueError: `key` is neither "task_id" nor "message_id".
         TypeError: `transaction` cannot read or write, or `message` is not a message.
     """
-    check_reads_and_inserts(transaction, "process_once")
+    check_transaction(transaction, "process_once", reads=True)
     row = inbox_row(message, consumer, key)
     with table_errors():
         return insert_once(transaction, TABLE, COLUMNS, (*row, COMMIT_TIMESTAMP), key=row, tag="outbox-process-once")

@@ -112,12 +112,10 @@ def parsed(data: bytes) -> Any | None:
     """Return the raw PubsubMessage in a row's `Data`, or None if it is not one, or has too many fields."""
     if has_too_many_fields(data):
         return None
-    message = RawPubsubMessage()
     try:
-        message.ParseFromString(data)
+        return RawPubsubMessage.FromString(data)
     except DecodeError:
         return None
-    return message
 
 
 def has_too_many_fields(data: bytes) -> bool:

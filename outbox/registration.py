@@ -16,14 +16,7 @@ from outbox import message as messages
 from outbox.errors import InvalidMessage
 from outbox.shared.metric_recorder import count_registered
 from outbox.storage.task_states import NEVER
-from outbox.storage.transactions import (
-    SupportsInsert,
-    SupportsReadInsert,
-    check_inserts,
-    check_reads_and_inserts,
-    insert_once,
-    remember,
-)
+from outbox.storage.transactions import SupportsInsert, SupportsReadInsert, check_transaction, insert_once, remember
 
 TABLE = "AsynchronousTasks"
 #: The columns that a registration writes. The others have defaults or are generated.
@@ -106,7 +99,7 @@ def register(
         InvalidTransaction: `transaction` belongs to a DB-API connection, which would drop the insert after an abort.
         TypeError: `transaction` or `message` is not one of the types above.
     """
-    check_inserts(transaction, "register")
+    check_transaction(transaction, "register")
     task = Task(
         topic, message, attributes, priority=priority, ordering_key=ordering_key, available_at=available_at,
         expires_at=expires_at, at_most_once=at_most_once, task_id=task_id,
@@ -153,7 +146,7 @@ def register_once(
         RetryError, DeadlineExceeded: of google.api_core. Spanner was unavailable, or another transaction held the
             row, for 30 s.
     """
-    check_reads_and_inserts(transaction, "register_once")
+    check_transaction(transaction, "register_once", reads=True)
     messages.check_task_id(task_id)  # None would become a random one
     row = task_row(Task(topic, message, attributes, task_id=task_id, **options))
     is_new = insert_once(transaction, TABLE, COLUMNS, row, key=(task_id,), tag="outbox-register-once")
@@ -178,7 +171,7 @@ def register_many(transaction: SupportsInsert, tasks: Iterable[Task]) -> list[st
         InvalidTransaction: like `register`.
         TypeError: like `register`. If a task's message has a wrong type, the text begins with the index of the task.
     """
-    check_inserts(transaction, "register_many")
+    check_transaction(transaction, "register_many")
     rows, ids = task_rows(tasks)
     if not rows:
         return []  # Spanner refuses an insert without rows

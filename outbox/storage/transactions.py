@@ -41,32 +41,26 @@ class SupportsReadInsert(SupportsInsert, Protocol):
         """Return the rows of `keyset`."""
 
 
-def check_inserts(transaction: object, function: str) -> None:
-    """Check that a transaction inserts, for `function`. Raises TypeError, InvalidTransaction."""
-    if not callable(getattr(transaction, "insert", None)):
-        raise TypeError(
-            f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, Batch or MutationGroup. "
-            f"With SQLAlchemy, Django or DB-API use {function} of outbox.ext.sqlalchemy, .django or .dbapi"
-        )
-    _refuse_replayed(transaction, function)
+def check_transaction(transaction: object, function: str, *, reads: bool = False) -> None:
+    """Check that `function` can insert into a transaction, and read it if it `reads`.
 
-
-def check_reads_and_inserts(transaction: object, function: str) -> None:
-    """Check that a transaction reads and inserts, for `function`. Raises TypeError, InvalidTransaction."""
+    Refuse the transaction of a DB-API connection, whose replay after ABORTED drops mutations. Raises TypeError,
+    InvalidTransaction.
+    """
     read, insert = getattr(transaction, "read", None), getattr(transaction, "insert", None)
     # The client's AsyncTransaction inserts like the others, but its read must be awaited.
-    if not callable(read) or not callable(insert) or inspect.iscoroutinefunction(read):
+    if reads and (not callable(read) or not callable(insert) or inspect.iscoroutinefunction(read)):
         others = ", or use register. For the transaction of an AsyncClient, await outbox.aio.register_once"
         raise TypeError(
             f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, because {function} reads "
             "before it inserts: call it in a function given to database.run_in_transaction"
             + (others if function == "register_once" else "")
         )
-    _refuse_replayed(transaction, function)
-
-
-def _refuse_replayed(transaction: object, function: str) -> None:
-    """Refuse a transaction that a DB-API connection replays after ABORTED. A replay drops mutations."""
+    if not callable(insert):
+        raise TypeError(
+            f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, Batch or MutationGroup. "
+            f"With SQLAlchemy, Django or DB-API use {function} of outbox.ext.sqlalchemy, .django or .dbapi"
+        )
     # The transaction of `run_in_transaction` has both attributes, that of `session.transaction()` has neither, and that
     # of DB-API has only `isolation_level`.
     if (

@@ -5,7 +5,7 @@ with faults.abort_next_commit():
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -27,19 +27,19 @@ def abort_next_commit(times: int = 1) -> Iterator[None]:
     Raises:
         AssertionError: the block ended before as many commits.
     """
-    left = times
+    left, real = times, SpannerClient.commit
 
-    def commit(real: Callable[..., Any], client: SpannerClient, request: Any) -> Any:
+    def commit(client: SpannerClient, request: Any = None, **options: Any) -> Any:
         nonlocal left
         if left == 0:
-            return real()
+            return real(client, request=request, **options)
         left -= 1
         if request.transaction_id:
             client.rollback(session=request.session, transaction_id=request.transaction_id)
         answer = SimpleNamespace(trailing_metadata=lambda: [("google.rpc.retryinfo-bin", _RETRY_INFO)])
         raise Aborted("the test aborts this transaction", errors=[answer])
 
-    with _patched(commit):
+    with mock.patch.object(SpannerClient, "commit", commit):
         yield
     if left:
         raise AssertionError(f"{times - left} of {times} transactions were committed in the block")
@@ -48,21 +48,11 @@ def abort_next_commit(times: int = 1) -> Iterator[None]:
 @contextmanager
 def delay_commits(seconds: float) -> Iterator[None]:
     """Delay each commit in the block by `seconds`, and keep the locks of its transaction meanwhile."""
-
-    def commit(real: Callable[..., Any], _client: SpannerClient, _request: Any) -> Any:
-        time.sleep(seconds)
-        return real()
-
-    with _patched(commit):
-        yield
-
-
-@contextmanager
-def _patched(commit: Callable[[Callable[..., Any], SpannerClient, Any], Any]) -> Iterator[None]:
     real = SpannerClient.commit
 
-    def patched(client: SpannerClient, request: Any = None, **options: Any) -> Any:
-        return commit(lambda: real(client, request=request, **options), client, request)
+    def commit(client: SpannerClient, request: Any = None, **options: Any) -> Any:
+        time.sleep(seconds)
+        return real(client, request=request, **options)
 
-    with mock.patch.object(SpannerClient, "commit", patched):
+    with mock.patch.object(SpannerClient, "commit", commit):
         yield
