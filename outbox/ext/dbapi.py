@@ -20,6 +20,7 @@ from outbox.inbox import Key, ReceivedMessage, inbox_row, table_errors
 from outbox.message import Message, check_task_id
 from outbox.registration import COLUMNS, TABLE, Options, Task, count_rows, task_row, task_rows
 from outbox.shared.metric_recorder import count_registered
+from outbox.storage.sql import chunked
 
 #: Rows of one statement. Spanner allows 950 parameters: https://cloud.google.com/spanner/quotas#query-limits
 _MAX_ROWS = 100
@@ -103,8 +104,8 @@ def register_many(connection: Connection, tasks: Iterable[Task]) -> list[str]:
     """
     _check(connection)
     rows, _ = task_rows(tasks)
-    for first in range(0, len(rows), _MAX_ROWS):
-        _insert(connection.cursor(), TABLE, COLUMNS, rows[first : first + _MAX_ROWS])
+    for some in chunked(rows, _MAX_ROWS):
+        _insert(connection.cursor(), TABLE, COLUMNS, some)
     count_rows(rows)
     return [row[0] for row in rows]
 

@@ -61,11 +61,11 @@ def statements(
     table, *others = cut(_schema_sql())
     if relay_only:
         others = [each for each in others if not any(f"TABLE {name} " in each for name in _NOT_OF_RELAY)]
-    table = _replace(r"(FARM_FINGERPRINT\(.+\), )\d+(?=\)\))", rf"\g<1>{shards}", table)
+    table = re.sub(r"(FARM_FINGERPRINT\(.+\), )\d+(?=\)\))", rf"\g<1>{shards}", table)
     if retention_days is None:
-        table = _replace(r",\s*ROW DELETION POLICY \(.+\)$", "", table)
+        table = re.sub(r",\s*ROW DELETION POLICY \(.+\)$", "", table)
     else:
-        table = _replace(r"INTERVAL \d+ DAY", f"INTERVAL {retention_days} DAY", table)
+        table = re.sub(r"INTERVAL \d+ DAY", f"INTERVAL {retention_days} DAY", table)
     return [renamed(each, suffix) for each in (table, *others, *([_CHANGE_STREAM] if change_stream else []))]
 
 
@@ -98,13 +98,6 @@ def _schema_sql() -> str:
     installed = importlib.resources.files("outbox") / "ddl" / "schema.sql"
     source = installed if installed.is_file() else Path(__file__).parents[2] / "schema" / "schema.sql"
     return source.read_text(encoding="utf-8")
-
-
-def _replace(pattern: str, replacement: str, text: str) -> str:
-    changed, count = re.subn(pattern, replacement, text)
-    if count != 1:
-        raise ValueError(f"schema.sql has {pattern} {count} times, but must have it once")
-    return changed
 
 
 _TABLE = re.compile(
