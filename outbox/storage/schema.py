@@ -43,13 +43,10 @@ def differences(
 
     Raises:
         NotReached: Spanner does not answer, or the database or the permission to read it is missing.
+        SchemaDiffers: the database has the PostgreSQL dialect.
     """
     shapes = dict(map(ddl.parse, expected))
-    try:
-        found = _read(database, shapes, request)
-    except SchemaDiffers as error:
-        return [str(error)]
-    return list(ddl.compare(shapes, found, free))
+    return list(ddl.compare(shapes, _read(database, shapes, request), free))
 
 
 def layout(database: Database, **request: Any) -> Layout:

@@ -22,10 +22,10 @@ class RedeliveringSubscriber:
 
     def __init__(self, messages: Iterable[PubsubMessage], *, seed: int = 0) -> None:
         """Take the messages, those of an ordering key in their order. Each seed gives another order."""
-        self._lanes: dict[tuple[str, str | int], list[PubsubMessage]] = {}  # what must stay in order
+        #: Messages that stay in order, by their ordering key; a message without a key is alone.
+        self._lanes: dict[str | int, list[PubsubMessage]] = {}
         for number, each in enumerate(messages):
-            lane = ("key", each.ordering_key) if each.ordering_key else ("message", number)
-            self._lanes.setdefault(lane, []).append(each)
+            self._lanes.setdefault(each.ordering_key or number, []).append(each)
         self._random = Random(seed)  # noqa: S311 - an order that can be repeated, and no secret
 
     def deliver(self, callback: Callable[[Message], object]) -> None:
@@ -40,7 +40,7 @@ class RedeliveringSubscriber:
         """
         __tracebackhide__ = True  # pytest shows the line of the test
         waiting = {lane: [*messages, *messages] for lane, messages in self._lanes.items()}
-        refused: Counter[tuple[str, str | int]] = Counter()
+        refused: Counter[str | int] = Counter()
         while waiting:
             lane = self._random.choice([*waiting])
             message = waiting[lane][0]

@@ -28,11 +28,9 @@ def test_a_postgresql_database_is_refused(spanner_instance: Instance) -> None:
     database = spanner_instance.database(name, database_dialect=DatabaseDialect.POSTGRESQL)
     database.create().result()
     try:
-        with pytest.raises(SchemaDiffers, match=f"{name} has the PostgreSQL dialect"):
-            schema.apply(database, schema.statements())
-        assert [f"{database.name} has the PostgreSQL dialect: use a database of the GoogleSQL dialect"] == (
-            schema.differences(database, schema.statements())
-        )
+        for call in (schema.apply, schema.differences):
+            with pytest.raises(SchemaDiffers, match=f"{name} has the PostgreSQL dialect: use a database"):
+                call(database, schema.statements())
     finally:
         database.drop()
 
