@@ -80,16 +80,16 @@ class Emulators:
 
 
 @contextlib.contextmanager
-def running(spanner_port: int = 0, pubsub_port: int = 0) -> Iterator[Emulators]:
+def running(spanner_port: int = 0, pubsub_port: int = 0, spanner_flags: Sequence[str] = ()) -> Iterator[Emulators]:
     """Run both emulators for the time of the block; port 0 takes a free one.
 
     On Linux they also end when the *thread* that started them ends, however it ends. Raises NotReached: not
     installed, port taken, ended at start, no answer.
     """
     # Check for both before starting either, so that one error names everything that is missing.
-    ports = ((SPANNER, spanner_port), (PUBSUB, pubsub_port))
-    check_installed(*[program for program, port in ports if port or not os.environ.get(program.variable)])
-    with _running(SPANNER, spanner_port) as spanner, _running(PUBSUB, pubsub_port) as pubsub:
+    own = ((SPANNER, spanner_port or spanner_flags), (PUBSUB, pubsub_port))
+    check_installed(*[program for program, wanted in own if wanted or not os.environ.get(program.variable)])
+    with _running(SPANNER, spanner_port, spanner_flags) as spanner, _running(PUBSUB, pubsub_port) as pubsub:
         children = tuple(each for each in (spanner, pubsub) if isinstance(each, Child))
         yield Emulators(_host(spanner), _host(pubsub), children)
 

@@ -148,12 +148,13 @@ def test_an_emulator_that_does_not_start_is_given_up(
     _not_reached(sentence)
 
 
-def test_addresses_reach_the_binaries(sdk: Sdk) -> None:
+def test_flags_and_addresses_reach_the_binaries(sdk: Sdk) -> None:
     """On the loopback interface only; `ended` names an emulator that has ended, with the reason."""
-    sdk()
-    with emulators.running() as running:
+    sdk(spanner=LISTEN.replace("sys.argv[-1]", "sys.argv[2]"))
+    with emulators.running(spanner_flags=["--enable_fault_injection"]) as running:
         spanner, pubsub = running.children
-        eventually(lambda: f"arguments: --host_port 127.0.0.1:{spanner.port}" in spanner.written())
+        words = f"arguments: --host_port 127.0.0.1:{spanner.port} --enable_fault_injection"
+        eventually(lambda: words in spanner.written())
         eventually(lambda: f"arguments: --host=127.0.0.1 --port={pubsub.port}" in pubsub.written())
         assert running.ended() is None
         pubsub.process.kill()
