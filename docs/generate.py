@@ -23,8 +23,8 @@ from outbox_pipeline.settings import (
 from publishworker.healthcheck import MAX_AGE
 from publishworker.pubsub.errors import REASONS, FailureKind, Reason
 from publishworker.settings import RelaySettings, WorkerSettings
+from publishworker.telemetry.clients import INSTRUMENTS, unit_of
 from publishworker.telemetry.metrics import APPLICATION, METRICS, PIPELINE, Metric
-from publishworker.telemetry.opentelemetry import INSTRUMENTS, unit_of
 
 REFERENCE = Path(__file__).parent / "reference"
 #: Unit, description and type of each metric for Datadog's API and its Terraform provider.
@@ -52,7 +52,7 @@ OTHER_FLAGS = f"""\
 |---|---|---|
 | `publishworker drain` | `--deadline SECONDS` | Stop after this time with exit code 4. The default is no limit. |
 | `publishworker check` | `TOPIC ...` | Topics to check in addition to those of pending tasks. |
-| `publishworker verify` | `--database`, `--rows`, `--keep`, `--yes`, `--json`, `--report FILE` | \
+| `publishworker verify` | `--database`, `--rows`, `--keep`, `--yes`, `--json` | \
 See [verify an instance](../operations/verify.md). |
 | `publishworker healthcheck` | `--heartbeat-file` (`OUTBOX_HEARTBEAT_FILE`) | The heartbeat file of the worker. |
 | `publishworker healthcheck` | `--max-age` (`OUTBOX_MAX_AGE`) | Max heartbeat age in seconds; default {MAX_AGE:g}. |

@@ -1,11 +1,146 @@
-"""The client of `--metrics`."""
+"""The clients of `--metrics`. Only this module imports `datadog` and the OpenTelemetry SDK."""
 
-from publishworker.telemetry import datadog, opentelemetry
-from publishworker.telemetry.metrics import Client
+import logging
+import os
+import time
+from typing import Any
+
+from outbox import __version__
+from outbox.errors import SettingError
+from publishworker.telemetry.metrics import METRICS, PIPELINE, Client, Metric
+
+_log = logging.getLogger("publishworker")
+
+#: An agent is configured if any of these is set. The client reads them, and DD_ENV, DD_SERVICE and DD_VERSION as tags.
+AGENT_VARIABLES = ("DD_DOGSTATSD_URL", "DD_AGENT_HOST", "DD_DOGSTATSD_PORT")
+#: Max packets that wait for a slow agent, and seconds for sending one.
+QUEUED_PACKETS, SOCKET_SECONDS = 1000, 1.0
+#: Seconds between two log lines about lost metrics.
+LOST_SECONDS = 3600.0
+#: The instrument of OpenTelemetry for each type of metric.
+INSTRUMENTS = {"count": "counter", "gauge": "gauge", "distribution": "histogram"}
+#: Tags that have an attribute in the semantic conventions. Other attributes begin with `outbox.`.
+#: https://opentelemetry.io/docs/specs/semconv/messaging/messaging-metrics
+ATTRIBUTES = {"topic": "messaging.destination.name", "reason": "error.type"}
+#: Boundaries of the histograms: from one millisecond to an hour, and from one task to the max batch size.
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3600)
+TASKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
 def client(kind: str) -> Client | None:
-    """Return the client of a kind, or None if no metrics are wanted. Raises SettingError."""
+    """Return the client of a kind, or None if no metrics are wanted or no agent is configured. Raises SettingError."""
     if kind == "opentelemetry":
-        return opentelemetry.client()
-    return datadog.client() if kind == "datadog" else None
+        return _opentelemetry()
+    return _datadog() if kind == "datadog" else None
+
+
+def _datadog() -> Client | None:
+    configured = [name for name in AGENT_VARIABLES if os.environ.get(name)]
+    if not configured:
+        return None
+    # The client warns for every packet that an agent misses, and for an invalid address when it is imported.
+    _LostMetrics("the DogStatsD agent", "datadog.dogstatsd")
+    try:
+        from datadog.dogstatsd.base import DogStatsd  # noqa: PLC0415 - 125 ms, and an extra that not everyone installs
+    except ImportError as error:
+        raise SettingError(
+            f"{configured[0]} is set, but the package `datadog` is missing: pip install 'spanner-outbox[worker]'"
+        ) from error
+    # Packets hold many samples and are sent by a thread of the client, because the socket of a slow agent is full after
+    # ten packets. `stop` sends the rest.
+    made: Client = DogStatsd(
+        disable_buffering=False,
+        disable_background_sender=False,
+        sender_queue_size=QUEUED_PACKETS,
+        socket_timeout=SOCKET_SECONDS,
+    )
+    return made
+
+
+def _opentelemetry() -> Client:
+    """Return a client that exports to OTEL_EXPORTER_OTLP_ENDPOINT over OTLP.
+
+    The standard variables apply: https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables. The
+    MeterProvider is the worker's own, so that the one of the process is neither used nor changed.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import (  # noqa: PLC0415 - an extra
+            OTLPMetricExporter,
+        )
+        from opentelemetry.sdk.metrics import MeterProvider  # noqa: PLC0415 - the same
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader  # noqa: PLC0415 - the same
+        from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - the same
+    except ImportError as error:
+        raise SettingError(
+            "--metrics opentelemetry: the OpenTelemetry SDK is missing: pip install 'spanner-outbox[opentelemetry]'"
+        ) from error
+    # The exporter logs each failed attempt.
+    _LostMetrics("the OTLP endpoint", "opentelemetry.exporter", "opentelemetry.sdk")
+    resource = Resource.create()
+    if str(resource.attributes["service.name"]).startswith("unknown_service"):
+        resource = resource.merge(Resource({"service.name": "publishworker"}))
+    return _OpenTelemetry(MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter())], resource))
+
+
+class _OpenTelemetry:
+    """A client whose instruments are the table of metrics."""
+
+    def __init__(self, provider: Any) -> None:
+        self._provider = provider
+        meter = provider.get_meter("publishworker", __version__)
+        self._instruments = {metric.name: _instrument(meter, metric) for metric in (*METRICS, *PIPELINE)}
+
+    def increment(self, metric: str, value: float, tags: list[str]) -> None:
+        self._instruments[metric].add(value, _attributes(tags))
+
+    def gauge(self, metric: str, value: float, tags: list[str]) -> None:
+        self._instruments[metric].set(value, _attributes(tags))
+
+    def distribution(self, metric: str, value: float, tags: list[str], sample_rate: float = 1) -> None:
+        """Record a value, whatever the rate, because a histogram is aggregated in this process."""
+        self._instruments[metric].record(value, _attributes(tags))
+
+    def stop(self, timeout: float) -> None:
+        self._provider.shutdown(timeout_millis=timeout * 1000)
+
+
+def _instrument(meter: Any, metric: Metric) -> Any:
+    described: dict[str, Any] = {"name": metric.name, "unit": unit_of(metric), "description": metric.meaning}
+    if metric.type == "distribution":
+        described["explicit_bucket_boundaries_advisory"] = SECONDS if metric.unit == "second" else TASKS
+    return getattr(meter, f"create_{INSTRUMENTS[metric.type]}")(**described)
+
+
+def unit_of(metric: Metric) -> str:
+    """Return the unit of a metric as a UCUM code (https://ucum.org): seconds, or an annotation such as `{task}`."""
+    return "s" if metric.unit == "second" else f"{{{metric.unit}}}"
+
+
+def _attributes(tags: list[str]) -> dict[str, str]:
+    return {attribute_of(name): value for name, _, value in (tag.partition(":") for tag in tags)}
+
+
+def attribute_of(tag: str) -> str:
+    """Return the name of the attribute for a tag."""
+    return ATTRIBUTES.get(tag, f"outbox.{tag}")
+
+
+class _LostMetrics(logging.Handler):
+    """Replaces the handlers of a client's loggers, which warn for each failed request, by one line per LOST_SECONDS."""
+
+    def __init__(self, receiver: str, *loggers: str) -> None:
+        """Handle `loggers`. `receiver` is the service that does not accept the metrics."""
+        super().__init__(logging.WARNING)
+        self._receiver = receiver
+        self._logged_at = float("-inf")
+        for logger in map(logging.getLogger, loggers):
+            logger.handlers = [self]
+            logger.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if time.monotonic() - self._logged_at >= LOST_SECONDS:
+            self._logged_at = time.monotonic()
+            _log.warning(
+                "Metrics are lost, and publishing continues: %s does not accept them: %s",
+                self._receiver, record.getMessage().partition("\n")[0], extra={"action": "metrics"},
+            )  # fmt: skip

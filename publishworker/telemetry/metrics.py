@@ -1,10 +1,8 @@
 """The table of all metrics, and `Metrics`, which sends them and never fails the relay."""
 
 import logging
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Literal, Protocol
 
 from outbox.errors import InvalidMessage
@@ -23,8 +21,6 @@ CLOSED, HALF_OPEN, OPEN = 0, 1, 2
 INVALID_TOPIC = "invalid"
 #: Max seconds for sending buffered metrics at the end.
 STOP_SECONDS = 5.0
-#: Seconds between two log lines about lost metrics.
-LOST_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,23 +208,20 @@ class Metrics:
 
     def count(self, metric: Metric, value: int, **tags: str) -> None:
         """Add `value` to a counter. Nothing is sent for 0."""
-        if self._client is not None and value:
-            self._send(self._client.increment, metric, value, tags)
+        if value:
+            self._send("increment", metric, value, tags)
 
     def zero(self, metric: Metric, **tags: str) -> None:
         """Add 0 to a counter, because Datadog treats a counter that is never sent as unknown."""
-        if self._client is not None:
-            self._send(self._client.increment, metric, 0, tags)
+        self._send("increment", metric, 0, tags)
 
     def gauge(self, metric: Metric, value: float, **tags: str) -> None:
         """Set a gauge."""
-        if self._client is not None:
-            self._send(self._client.gauge, metric, value, tags)
+        self._send("gauge", metric, value, tags)
 
     def sample(self, metric: Metric, value: float, rate: float = 1, **tags: str) -> None:
         """Add a sample to a distribution with probability `rate`."""
-        if self._client is not None:
-            self._send(partial(self._client.distribution, sample_rate=min(1, rate)), metric, value, tags)
+        self._send("distribution", metric, value, tags, sample_rate=min(1, rate))
 
     def stop(self) -> None:
         """Send buffered metrics, which would be lost otherwise."""
@@ -238,35 +231,16 @@ class Metrics:
             except Exception:
                 _log.warning("The last metrics could not be sent", exc_info=True, extra={"action": "metrics"})
 
-    def _send(self, send: Callable[..., object], metric: Metric, value: float, tags: dict[str, str]) -> None:
+    def _send(self, method: str, metric: Metric, value: float, tags: dict[str, str], **more: float) -> None:
+        if self._client is None:
+            return
         try:
-            send(metric.name, value, tags=[f"{key}:{_tag(key, each)}" for key, each in tags.items()])
+            texts = [f"{key}:{_tag(key, each)}" for key, each in tags.items()]
+            getattr(self._client, method)(metric.name, value, tags=texts, **more)
         except Exception:  # metrics must not stop the relay
             if not self._logged:
                 self._logged = True
                 _log.warning("Metrics are lost because the client failed", exc_info=True, extra={"action": "metrics"})
-
-
-class LostMetrics(logging.Handler):
-    """Replaces the handlers of a client's loggers, which warn for each failed request, by one line per LOST_SECONDS."""
-
-    def __init__(self, receiver: str, *loggers: str) -> None:
-        """Handle `loggers`. `receiver` is the service that does not accept the metrics."""
-        super().__init__(logging.WARNING)
-        self._receiver = receiver
-        self._logged_at = float("-inf")
-        for logger in map(logging.getLogger, loggers):
-            logger.handlers = [self]
-            logger.propagate = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Log the warning, unless one was logged within LOST_SECONDS."""
-        if time.monotonic() - self._logged_at >= LOST_SECONDS:
-            self._logged_at = time.monotonic()
-            _log.warning(
-                "Metrics are lost, and publishing continues: %s does not accept them: %s",
-                self._receiver, record.getMessage().partition("\n")[0], extra={"action": "metrics"},
-            )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)

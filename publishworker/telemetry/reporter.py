@@ -20,15 +20,13 @@ SUMMARY_SECONDS = 60.0
 LATENCY_SAMPLES = 20
 #: Max lines a minute about failed tasks of one topic and reason. The others are counted.
 FAILURE_LINES = 100
-
-
 #: How the summary names the numbers of a turn: what is counted, and the rest.
 _SUMMARY = {
     "published": ("task", "published"),
     "failed": ("attempt", "failed"),
-    "sent by others": ("task", "sent by others"),
+    "already_sent": ("task", "sent by others"),
     "deferred": ("task", "deferred"),
-    "not committed": ("task", "published, but not committed"),
+    "uncommitted": ("task", "published, but not committed"),
 }
 
 
@@ -107,12 +105,12 @@ class Reporter:
 
     def turn(self, turn: Turn, *, worked: bool) -> None:
         """Log a turn: in full at DEBUG if it reports batches, and once a minute as a summary."""
+        numbers = Counter({name: getattr(turn, name) for name in _SUMMARY})
         if worked:
-            _log.debug("Turn: %s", turn, extra={"action": "turn", "fields": _numbers(turn)})
-        done = {name: number for name, number in _numbers(turn).items() if number}
-        if done and not self._work:
+            _log.debug("Turn: %s", turn, extra={"action": "turn", "fields": numbers})
+        if not self._work:
             self._work_since = self._clock()
-        self._work.update(done)
+        self._work += numbers  # without zeros
         if self._work and self._clock() - self._work_since >= SUMMARY_SECONDS:
             self.end()
 
@@ -156,16 +154,6 @@ class Reporter:
                 max_lines=FAILURE_LINES,
                 fields={**fields, "attempt": mark.attempts},
             )
-
-
-def _numbers(turn: Turn) -> dict[str, int]:
-    return {
-        "published": turn.published,
-        "failed": turn.failed,
-        "sent by others": turn.already_sent,
-        "deferred": turn.deferred,
-        "not committed": turn.uncommitted,
-    }
 
 
 def _tasks(ids: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 
 from outbox.devtools.emulators import Emulators
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.opentelemetry import attribute_of, unit_of
+from publishworker.telemetry.clients import attribute_of, unit_of
 from tests.support.processes import run
 from tests.support.relays import register, wait_until_all_sent, worker
 from tests.support.spanner import variables

@@ -14,8 +14,8 @@ from datadog.dogstatsd.base import DogStatsd
 
 import outbox
 from outbox.testing import RecordingTransaction
-from publishworker.telemetry import datadog
 from publishworker.telemetry import metrics as m
+from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.types import Batch, BatchResult, Sent
@@ -57,7 +57,7 @@ def silent_socket(unix_agent: UnixAgent) -> Iterator[socket.socket]:
 
 def test_counts_and_gauges_arrive_with_their_tags(agent: Agent) -> None:
     """Names, values and tags as in docs/reference/metrics.md."""
-    metrics = Metrics(datadog.client())
+    metrics = Metrics(client("datadog"))
     metrics.count(m.PUBLISHED, 100, topic="orders")
     metrics.count(m.FAILED, 2, topic="orders", reason="not_found")
     metrics.gauge(m.OLDEST_AGE, 1.5)
@@ -85,7 +85,7 @@ def test_without_an_agent_nothing_is_sent_or_logged(
     if url:
         monkeypatch.setenv("DD_DOGSTATSD_URL", url)
     with caplog.at_level(logging.INFO if url else logging.DEBUG):
-        metrics = Metrics(datadog.client())
+        metrics = Metrics(client("datadog"))
         metrics.count(m.PUBLISHED, 1, topic="orders")
         metrics.gauge(m.OLDEST_AGE, 1)
         metrics.stop()
@@ -107,7 +107,7 @@ def test_a_client_that_raises_is_logged_once_and_stops_nothing(caplog: pytest.Lo
 
 def test_an_unavailable_agent_is_logged_once(unix_agent: UnixAgent, caplog: pytest.LogCaptureFixture) -> None:
     """Its socket appears, disappears and appears again. Samples sent meanwhile are lost, the rest arrives."""
-    metrics = Metrics(datadog.client())
+    metrics = Metrics(client("datadog"))
     assert isinstance(metrics._client, DogStatsd)
 
     def send() -> None:
@@ -130,7 +130,7 @@ def test_an_unavailable_agent_is_logged_once(unix_agent: UnixAgent, caplog: pyte
 
 def test_buffered_samples_are_sent_at_the_end(agent: Agent) -> None:
     """Samples of a whole batch share a packet, and none is left behind."""
-    metrics = Metrics(datadog.client())
+    metrics = Metrics(client("datadog"))
     for number in range(100):
         metrics.sample(m.LATENCY, number / 10, topic="orders")
     metrics.stop()
@@ -145,7 +145,7 @@ def counted(lines: list[str]) -> int:
 
 def test_a_slow_agent_gets_every_count(silent_socket: socket.socket) -> None:
     """Its socket holds ten packets: other packets wait, and latencies do not crowd them out."""
-    metrics = Metrics(datadog.client())
+    metrics = Metrics(client("datadog"))
     reporter = Reporter(metrics)
     lines: list[str] = []
 
@@ -169,7 +169,7 @@ def test_a_slow_agent_gets_every_count(silent_socket: socket.socket) -> None:
 def test_a_hanging_agent_delays_neither_the_relay_nor_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples for it wait for a while, and are dropped at the end."""
     monkeypatch.setattr(m, "STOP_SECONDS", 0.5)
-    metrics = Metrics(datadog.client())
+    metrics = Metrics(client("datadog"))
     begin = time.monotonic()
     for _ in range(20_000):
         metrics.count(m.PUBLISHED, 1, topic="orders")

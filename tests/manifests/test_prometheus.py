@@ -8,7 +8,7 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from publishworker.telemetry.opentelemetry import attribute_of
+from publishworker.telemetry.clients import attribute_of
 from tests.manifests.datadog_queries import ALARM, METRIC, MONITORS, OURS, ROOT
 from tests.manifests.rendering import validate
 

@@ -27,7 +27,7 @@ from outbox_pipeline.jobs.drain.job import Drained
 from outbox_pipeline.jobs.register.job import Registered
 from outbox_pipeline.spark import session
 from outbox_pipeline.spark.errors import error_from, spark_errors
-from publishworker.telemetry import datadog
+from publishworker.telemetry import clients
 from tests.support.operations import rows_of
 from tests.support.processes import Finished, run
 from tests.support.spanner import PROJECT
@@ -108,7 +108,7 @@ def test_an_expected_error_is_one_sentence(job: Jobs, tmp_path: Path, capsys: py
 
 def test_metrics_are_sent_at_the_end(job: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     client = mock.Mock()
-    monkeypatch.setattr(datadog, "client", lambda: client)
+    monkeypatch.setattr(clients, "_datadog", lambda: client)
     file = lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"}, {"topic": "goog", "data": "two"}, "{")
     assert job("register", "--input", file, "--rejects", tmp_path / "no") == 1
     [(name, took)] = [call.args for call in client.distribution.call_args_list]

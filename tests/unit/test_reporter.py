@@ -139,7 +139,7 @@ def test_a_summary_is_logged_once_a_minute(watch: Watch) -> None:
     watch.turns(150, Turn(published=10, already_sent=1), worked=True)
     assert watch.actions() == ["summary"] * 2
     watch.reporter.end()
-    fields = {"published": 280, "sent by others": 28, "seconds": 28.0}
+    fields = {"published": 280, "already_sent": 28, "seconds": 28.0}
     assert watch.lines() == [("In the last 28 s: 280 tasks published, 28 tasks sent by others", fields)]
     watch.caplog.clear()
     watch.turns(150, Turn(), worked=False)
