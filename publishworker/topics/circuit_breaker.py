@@ -10,13 +10,13 @@ tasks, it may be the cause, so a failed attempt is recorded.
 """
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
 from publishworker.pubsub.errors import FailureKind, kind_of
-from publishworker.types import Batch, BatchResult, Candidate, Failed, Sent
+from publishworker.types import Batch, BatchResult, Candidate, Failed
 
 #: Seconds until the first probe. Each further wait is twice as long.
 FIRST_PROBE_SECONDS = 1.0
@@ -26,14 +26,14 @@ MAX_OUTAGE_PROBE_SECONDS = 10.0
 #: Max tasks of one probe.
 TARGET_PROBE_TASKS = 10
 OUTAGE_PROBE_TASKS = 1
-#: Max suspects that are remembered, over all topics. The oldest are forgotten.
+#: Max suspects of a topic that are remembered. The oldest are forgotten.
 MAX_SUSPECTS = 1_000
 #: Max IDs of probes that are remembered for one outage. Beyond this number any task can be drawn again.
 MAX_PROBED = 100
 #: Seconds after which an open circuit is forgotten if no task was left to probe the topic with.
 FORGET_SECONDS = 600.0
-#: Max rows that a poll reads from a range while it searches for a task that has not been a probe.
-MAX_DEPTH = 2_500
+#: Rows that a poll reads from a range while it searches for a task that has not been a probe.
+SEARCH_DEPTH = 2_500
 #: In an outage, a failed probe loses an at-most-once task, so the first draws of such tasks are skipped. After this
 #: many skipped draws, the next one is published.
 SPARED_PROBES = 3
@@ -50,8 +50,8 @@ class _OpenCircuit:
     probing: bool = False
     #: IDs of earlier probes: other tasks go first.
     probed: set[str] = field(default_factory=set)
-    #: Rows of each range that the next poll must read to find a task that has not been a probe.
-    depth: int = 0
+    #: All tasks that a poll returned have been probes, and the table may have others.
+    needs_search: bool = False
     #: How many draws of an at-most-once task were skipped.
     spared: int = 0
 
@@ -86,19 +86,20 @@ class CircuitBreakers:
         self._max_probes = max(1, places // 4)
         self._open: dict[str, _OpenCircuit] = {}
         self._failing: set[str] = set()  # topics that had an outage and have published nothing since
-        self._outages: Counter[str] = Counter()  # outages so far, by topic
-        self._suspects: dict[str, tuple[str, int]] = {}  # ID to topic and number of its outage, the oldest first
+        self._suspects: dict[str, dict[str, None]] = {}  # by topic, the IDs in order of insertion
 
     def suspended(self) -> frozenset[str]:
         """Return the topics that a poll does not read now: open, being probed, or without a place for a probe."""
         now = self._clock()
         for topic in [topic for topic, circuit in self._open.items() if now > circuit.probe_at + FORGET_SECONDS]:
-            self._forget(topic)
+            del self._open[topic]
+            self._suspects.pop(topic, None)
+            self._failing.discard(topic)
         held = {topic for topic, circuit in self._open.items() if circuit.probing or now < circuit.probe_at}
-        outages = {topic: circuit for topic, circuit in self._open.items() if circuit.is_outage}
-        free = self._max_probes - sum(circuit.probing for circuit in outages.values())
-        due = sorted(outages.keys() - held, key=lambda topic: outages[topic].probe_at)
-        return frozenset(held).union(due[max(0, free) :])
+        probing = sum(circuit.is_outage and circuit.probing for circuit in self._open.values())
+        due = [topic for topic, circuit in self._open.items() if circuit.is_outage and topic not in held]
+        due.sort(key=lambda topic: self._open[topic].probe_at)
+        return frozenset(held).union(due[max(0, self._max_probes - probing) :])
 
     def states(self) -> dict[str, bool]:
         """Return the topics whose circuit is not closed: True if it is open now, False if it is half-open."""
@@ -106,13 +107,10 @@ class CircuitBreakers:
         return {topic: now < circuit.probe_at for topic, circuit in self._open.items()}
 
     def depths(self) -> dict[str, int]:
-        """Return, by topic, how many rows of each range to read to find a task that has not been a probe."""
+        """Return the topics to search for a task that has not been a probe, with the rows of each range to read."""
         now = self._clock()
-        return {
-            topic: max(len(circuit.probed) + 1, circuit.depth)
-            for topic, circuit in self._open.items()
-            if circuit.is_outage and circuit.probe_at <= now
-        }
+        searched = (topic for topic, circuit in self._open.items() if circuit.needs_search and circuit.probe_at <= now)
+        return dict.fromkeys(searched, SEARCH_DEPTH)
 
     def seconds_to_probe(self) -> float | None:
         """Return the seconds until the next topic may be probed, or None if no circuit is open."""
@@ -127,7 +125,7 @@ class CircuitBreakers:
 
         In an outage, one task of the topic is drawn at random, if possible one that has not been a probe. Ready tasks
         go first, because due ones may have failed before, and messages that always time out must not keep the circuit
-        open. If all tasks have been probes and the poll left others in the table (`cut_off`), the next poll reads more.
+        open. If all tasks have been probes and the poll left others in the table (`cut_off`), the next polls read more.
         """
         if not self._open:
             return list(candidates), {}
@@ -140,7 +138,7 @@ class CircuitBreakers:
             circuit = self._open[topic]
             fresh = [each for each in tasks if each.id not in circuit.probed]
             if not fresh and topic in cut_off:
-                circuit.depth = min(max(2 * circuit.depth, 10 * len(circuit.probed), 100), MAX_DEPTH)
+                circuit.needs_search = True
             ready = [each for each in fresh if each.available_at is None]
             kept.append(self._random.choice(ready or fresh or tasks))
         return kept, {
@@ -156,9 +154,8 @@ class CircuitBreakers:
         if (circuit := self._open.get(batch.topic)) is not None:
             circuit.probing = True
             return replace(batch, probe=True)
-        last = (batch.topic, self._outages[batch.topic])
-        suspects = frozenset(id for id in batch.ids if self._suspects.get(id) == last)
-        return replace(batch, suspects=suspects, topic_accepts=batch.topic not in self._failing)
+        suspects = self._suspects.get(batch.topic, {}).keys() & set(batch.ids)
+        return replace(batch, suspects=frozenset(suspects), topic_accepts=batch.topic not in self._failing)
 
     def may_send_at_most_once(self, result: BatchResult) -> bool:
         """Tell whether the at-most-once tasks that a batch has found may be sent now.
@@ -177,38 +174,31 @@ class CircuitBreakers:
 
     def learn(self, result: BatchResult) -> CircuitChange | None:
         """Update the circuit from a finished batch. Return a change if it opened or closed, or if a probe failed."""
-        topic = result.batch.topic
+        topic, probe = result.batch.topic, result.batch.probe
         circuit = self._open.get(topic)
-        if circuit is not None and result.batch.probe:
+        if circuit is not None and probe:
             circuit.probing = False
             circuit.probed.update(result.batch.ids)
-        failed = {id: kind_of(failure.reason) for id, failure in result.failed().items()}
-        sent = [id for id, outcome in result.answers.items() if isinstance(outcome, Sent)]
-        for id in sent:
-            self._suspects.pop(id, None)
-        if sent:
+        published, failed = result.published(), result.failed()
+        kinds = {id: kind_of(failure.reason) for id, failure in failed.items()}
+        if published:
             self._failing.discard(topic)
-        elif FailureKind.OUTAGE in failed.values():
+        elif FailureKind.OUTAGE in kinds.values():
             self._failing.add(topic)
-        of_topic = [id for id, kind in failed.items() if _is_about_topic(kind, recorded=id in result.recorded)]
-        change = self._change(result, of_topic, circuit, works=bool(sent))
-        if not result.batch.probe:
-            self._suspect(topic, [id for id in of_topic if failed[id] is FailureKind.OUTAGE], new=circuit is None)
-        return change
-
-    def _change(
-        self, result: BatchResult, of_topic: Sequence[str], circuit: _OpenCircuit | None, *, works: bool
-    ) -> CircuitChange | None:
-        topic, now = result.batch.topic, self._clock()
-        if works:
+        outage = [id for id, kind in kinds.items() if kind is FailureKind.OUTAGE and id not in result.recorded]
+        self._learn_suspects(topic, published, [] if probe else outage, is_new=circuit is None)
+        if published:
             self._open.pop(topic, None)
-            return None if circuit is None else CircuitChange(topic, None, now - circuit.since)
-        if not of_topic:
-            return None
-        failure = result.failed()[of_topic[0]]
+            return None if circuit is None else CircuitChange(topic, None, self._clock() - circuit.since)
+        about_topic = [id for id, kind in kinds.items() if kind is FailureKind.TARGET or id in outage]
+        return self._fail(topic, failed[about_topic[0]], probe=probe) if about_topic else None
+
+    def _fail(self, topic: str, failure: Failed, *, probe: bool) -> CircuitChange | None:
+        """Open the circuit, or double the delay after a failed probe."""
+        now, circuit = self._clock(), self._open.get(topic)
         if circuit is None:
             circuit = self._open[topic] = _OpenCircuit(failure, now)
-        elif result.batch.probe and now >= circuit.probe_at:  # of several probes, only the first failure counts
+        elif probe and now >= circuit.probe_at:  # of several probes, only the first failure counts
             circuit.failure, circuit.delay = failure, 2 * circuit.delay
         else:
             return None
@@ -218,24 +208,14 @@ class CircuitBreakers:
             circuit.probed.clear()
         return CircuitChange(topic, failure, now - circuit.since)
 
-    def _suspect(self, topic: str, ids: Collection[str], *, new: bool) -> None:
-        if not ids:
-            return
-        self._outages[topic] += new  # batches that fail while the circuit is open belong to the same outage
-        for id in ids:
-            self._suspects.pop(id, None)  # move it to the end
-            self._suspects[id] = (topic, self._outages[topic])
-        for id in list(self._suspects)[: max(0, len(self._suspects) - MAX_SUSPECTS)]:
-            del self._suspects[id]
+    def _learn_suspects(self, topic: str, published: Iterable[str], failed: Sequence[str], *, is_new: bool) -> None:
+        """Remove published tasks, and add those that `failed` in an outage. A new outage replaces all suspects.
 
-    def _forget(self, topic: str) -> None:
-        # The topic's outages are counted from 0 again, so its old suspects would match a later outage.
-        del self._open[topic]
-        self._suspects = {id: of for id, of in self._suspects.items() if of[0] != topic}
-        self._outages.pop(topic, None)
-        self._failing.discard(topic)
-
-
-def _is_about_topic(kind: FailureKind, *, recorded: bool) -> bool:
-    """Tell whether a failure is about its topic. It is not if it was recorded as a failed attempt of a task."""
-    return kind is FailureKind.TARGET or (kind is FailureKind.OUTAGE and not recorded)
+        Batches that fail while the circuit is open belong to the same outage.
+        """
+        suspects = self._suspects.get(topic, {})
+        for id in published:
+            suspects.pop(id, None)
+        if failed:
+            earlier = () if is_new else suspects
+            self._suspects[topic] = dict.fromkeys([*earlier, *failed][-MAX_SUSPECTS:])

@@ -49,7 +49,7 @@ class RateLimits:
         self._throttled_log = ThrottledLog(clock)
         self._buckets: dict[str, _Bucket] = {}
         self._in_flight: dict[str, int] = {}
-        self._logged: Mapping[str, str] = {}
+        self._limits: Mapping[str, TopicLimit] = {}
 
     def learn(self, limits: Mapping[str, TopicLimit], workers: int) -> None:
         """Apply the limits. Each of the live `workers`, of which this is one, gets an equal part.
@@ -63,7 +63,7 @@ class RateLimits:
                 "limits", topic, f"Invalid limits of topic {topic} in AsynchronousTaskTopics are ignored: {sentence}"
             )
         valid = {topic: limit for topic, limit in limits.items() if topic not in invalid}
-        self._log_changes(valid, workers)
+        self._log_changes(valid)
         buckets: dict[str, _Bucket] = {}
         for topic, limit in valid.items():
             if limit.rate is not None and limit.burst is not None:
@@ -105,16 +105,13 @@ class RateLimits:
                 waits.append(bucket.missing / bucket.rate)
         return min(waits, default=None)
 
-    def _log_changes(self, limits: Mapping[str, TopicLimit], workers: int) -> None:
-        changes = {}
-        for topic, limit in limits.items():
-            parts = ((limit.rate, "tasks a second"), (limit.burst, "at once"), (limit.in_flight, "in flight"))
-            text = ", ".join(f"{value:g} {unit}" for value, unit in parts if value is not None)
-            changes[topic] = f"limited to {text}" + (f", shared by {workers} live workers" if workers > 1 else "")
-        for topic in sorted(self._logged.keys() | changes.keys()):
-            if (change := changes.get(topic, "limits removed")) != self._logged.get(topic):
-                _log.info("Topic %s: %s", topic, change, extra={"action": "limited"})
-        self._logged = changes
+    def _log_changes(self, limits: Mapping[str, TopicLimit]) -> None:
+        for topic in sorted(self._limits.keys() | limits.keys()):
+            if (limit := limits.get(topic, TopicLimit())) != self._limits.get(topic):
+                parts = ((limit.rate, "tasks a second"), (limit.burst, "at once"), (limit.in_flight, "in flight"))
+                text = ", ".join(f"{value:g} {unit}" for value, unit in parts if value is not None) or "no limit"
+                _log.info("Topic %s, all live workers together: %s", topic, text, extra={"action": "limited"})
+        self._limits = limits
 
 
 def problem(limit: TopicLimit) -> str:

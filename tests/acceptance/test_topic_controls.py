@@ -92,7 +92,7 @@ def test_workers_follow_pauses_and_limits_within_ten_seconds(
         begin = datetime.now(UTC)
         assert "resumed" in run("resume", topic)
         for each in workers:
-            each.wait_for_text("10 tasks a second, 10 at once, shared by 2 live workers", seconds=10)
+            each.wait_for_text("all live workers together: 10 tasks a second, 10 at once", seconds=10)
         received = subscription.pull_until(30, seconds=30)
         seconds = (max(message.publish_time for message in received) - begin).total_seconds()
         assert len(received) <= 10 + 10 * seconds

@@ -263,19 +263,18 @@ def test_suspects_are_bounded_and_the_oldest_are_forgotten_first(watch: Watch) -
     assert watch.next("a", "20") == Batch("orders", ("a", "20"))
 
 
-def test_the_poll_reads_deeper_while_it_returns_only_probed_tasks(watch: Watch) -> None:
-    """Only where the topic has more than the poll returned: each time twice as deep, up to a bound."""
+def test_the_poll_reads_deeper_after_it_has_returned_only_probed_tasks(watch: Watch) -> None:
+    """Only where the topic has more than the poll returned, and until the circuit closes."""
     watch.fail(AWAY, "a")
     watch.probe(AWAY)
     watch.seconds += MAX_OUTAGE_PROBE_SECONDS
-    assert watch.depths() == {"orders": 2}
     for ids, cut_off in ((["probe", "fresh"], {"orders"}), (["probe"], {"invoices"})):
         watch.probes(candidates(ids), cut_off)
-        assert watch.depths() == {"orders": 2}
-    depths = []
-    for _ in range(7):
-        watch.probes(candidates(["probe"]), {"orders"})
-        depths.append(watch.depths()["orders"])
-    assert depths == [100, 200, 400, 800, 1600, *[circuit_breaker.MAX_DEPTH] * 2]
+        assert watch.depths() == {}
+    watch.probes(candidates(["probe"]), {"orders"})
+    assert watch.depths() == {"orders": circuit_breaker.SEARCH_DEPTH}
+    watch.probe(AWAY)
+    assert watch.depths() == {}  # not before the next probe
     watch.probe(Sent("1"))
+    watch.seconds += MAX_OUTAGE_PROBE_SECONDS
     assert watch.depths() == {}
