@@ -33,38 +33,38 @@ class Reason:
     meaning: str
 
 
-_Kind = FailureKind
+_CONTENT, _TARGET, _OUTAGE, _UNKNOWN = FailureKind
 
 # fmt: off
 REASONS = (
-    Reason("undecodable", _Kind.CONTENT, True, "`DecodeError`", "Data is not a PubsubMessage, or has over 200 fields."),
-    Reason("too_large", _Kind.CONTENT, True, "size", "The publish request would exceed Pub/Sub's 10,000,000 bytes."),
-    Reason("invalid_topic", _Kind.CONTENT, True, "`InvalidMessage`", "The column Topic holds an invalid topic name."),
-    Reason("topic_not_allowed", _Kind.CONTENT, True, "`--allowed-topics`",
+    Reason("undecodable", _CONTENT, True, "`DecodeError`", "Data is not a PubsubMessage, or has over 200 fields."),
+    Reason("too_large", _CONTENT, True, "size", "The publish request would exceed Pub/Sub's 10,000,000 bytes."),
+    Reason("invalid_topic", _CONTENT, True, "`InvalidMessage`", "The column Topic holds an invalid topic name."),
+    Reason("topic_not_allowed", _CONTENT, True, "`--allowed-topics`",
            "The topic matches no pattern of --allowed-topics."),
-    Reason("expired", _Kind.CONTENT, True, "`ExpiresAt`", "ExpiresAt passed before the task was sent."),
-    Reason("invalid_argument", _Kind.CONTENT, True, "INVALID_ARGUMENT",
+    Reason("expired", _CONTENT, True, "`ExpiresAt`", "ExpiresAt passed before the task was sent."),
+    Reason("invalid_argument", _CONTENT, True, "INVALID_ARGUMENT",
            "Pub/Sub refuses this message, even alone in a request."),
-    Reason("not_found", _Kind.TARGET, True, "NOT_FOUND", "The topic does not exist."),
-    Reason("permission_denied", _Kind.TARGET, True, "PERMISSION_DENIED",
+    Reason("not_found", _TARGET, True, "NOT_FOUND", "The topic does not exist."),
+    Reason("permission_denied", _TARGET, True, "PERMISSION_DENIED",
            "The worker's account may not publish to the topic."),
-    Reason("failed_precondition", _Kind.TARGET, True, "FAILED_PRECONDITION",
+    Reason("failed_precondition", _TARGET, True, "FAILED_PRECONDITION",
            "The topic cannot accept messages, for example because its encryption key is disabled."),
-    Reason("unimplemented", _Kind.TARGET, True, "UNIMPLEMENTED", "The endpoint is not Pub/Sub."),
-    Reason("unavailable", _Kind.OUTAGE, False, "UNAVAILABLE", "Pub/Sub cannot be reached."),
-    Reason("deadline_exceeded", _Kind.OUTAGE, False, "DEADLINE_EXCEEDED",
+    Reason("unimplemented", _TARGET, True, "UNIMPLEMENTED", "The endpoint is not Pub/Sub."),
+    Reason("unavailable", _OUTAGE, False, "UNAVAILABLE", "Pub/Sub cannot be reached."),
+    Reason("deadline_exceeded", _OUTAGE, False, "DEADLINE_EXCEEDED",
            "No answer in time. Pub/Sub may have published the message."),
-    Reason("resource_exhausted", _Kind.OUTAGE, True, "RESOURCE_EXHAUSTED", "A quota is used up."),
-    Reason("internal", _Kind.OUTAGE, False, "INTERNAL", "Pub/Sub failed."),
-    Reason("aborted", _Kind.OUTAGE, False, "ABORTED", "Pub/Sub aborted the request."),
-    Reason("cancelled", _Kind.OUTAGE, False, "CANCELLED", "The request was cancelled before an answer arrived."),
-    Reason("unknown", _Kind.OUTAGE, False, "UNKNOWN", "Pub/Sub failed without details."),
-    Reason("unauthenticated", _Kind.OUTAGE, True, "UNAUTHENTICATED", "The worker's credentials are not accepted."),
-    Reason("credentials", _Kind.OUTAGE, True, "`google.auth` errors",
+    Reason("resource_exhausted", _OUTAGE, True, "RESOURCE_EXHAUSTED", "A quota is used up."),
+    Reason("internal", _OUTAGE, False, "INTERNAL", "Pub/Sub failed."),
+    Reason("aborted", _OUTAGE, False, "ABORTED", "Pub/Sub aborted the request."),
+    Reason("cancelled", _OUTAGE, False, "CANCELLED", "The request was cancelled before an answer arrived."),
+    Reason("unknown", _OUTAGE, False, "UNKNOWN", "Pub/Sub failed without details."),
+    Reason("unauthenticated", _OUTAGE, True, "UNAUTHENTICATED", "The worker's credentials are not accepted."),
+    Reason("credentials", _OUTAGE, True, "`google.auth` errors",
            "The worker gets no access token from its credentials."),
-    Reason("already_exists", _Kind.UNKNOWN, False, "ALREADY_EXISTS", "Pub/Sub does not return it for a publish."),
-    Reason("out_of_range", _Kind.UNKNOWN, False, "OUT_OF_RANGE", "Pub/Sub does not return it for a publish."),
-    Reason("data_loss", _Kind.UNKNOWN, False, "DATA_LOSS", "Pub/Sub does not return it for a publish."),
+    Reason("already_exists", _UNKNOWN, False, "ALREADY_EXISTS", "Pub/Sub does not return it for a publish."),
+    Reason("out_of_range", _UNKNOWN, False, "OUT_OF_RANGE", "Pub/Sub does not return it for a publish."),
+    Reason("data_loss", _UNKNOWN, False, "DATA_LOSS", "Pub/Sub does not return it for a publish."),
 )
 # fmt: on
 

@@ -4,9 +4,10 @@ Raw protobuf instead of proto-plus, for its cost (docs/decisions/0001-one-publis
 """
 
 import re
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from opentelemetry.trace import format_trace_id
@@ -105,24 +106,20 @@ class Lane:
 
 def lanes(topic: str, messages: Sequence[tuple[str, Any]], singly: Collection[str]) -> list[Lane]:
     """Return one lane for each ordering key, and one for each request of messages without a key."""
-    together: list[tuple[str, Any]] = []
-    alone: list[list[tuple[str, Any]]] = []
-    by_key: dict[str, list[list[tuple[str, Any]]]] = {}  # pieces, each for a request
-    for pair in messages:
-        id, message = pair
-        if not message.ordering_key:
-            alone.append([pair]) if id in singly else together.append(pair)
-            continue
-        pieces = by_key.setdefault(message.ordering_key, [[]])
-        if id in singly:
-            pieces += [[pair], []]
-        else:
-            pieces[-1].append(pair)
-    parallel = [Lane(deque([request])) for piece in (together, *alone) for request in requests(topic, piece)]
-    return parallel + [
-        Lane(deque(request for piece in pieces for request in requests(topic, piece)), ordered=True)
-        for pieces in by_key.values()
-    ]
+    by_key: defaultdict[str, list[tuple[str, Any]]] = defaultdict(list)
+    for id, message in messages:
+        by_key[message.ordering_key].append((id, message))
+    unordered = sorted(by_key.pop("", []), key=lambda pair: pair[0] in singly)
+    parallel = [Lane(deque([request])) for request in _pieces(topic, unordered, singly)]
+    return parallel + [Lane(deque(_pieces(topic, pairs, singly)), ordered=True) for pairs in by_key.values()]
+
+
+def _pieces(
+    topic: str, messages: Sequence[tuple[str, Any]], singly: Collection[str]
+) -> Iterator[tuple[list[str], Any]]:
+    """Yield requests in order. A message whose ID is in `singly` has a request of its own."""
+    for _, piece in groupby(messages, key=lambda pair: pair[0] if pair[0] in singly else None):
+        yield from requests(topic, list(piece))
 
 
 def too_large(request: Any) -> Failed | None:
