@@ -25,7 +25,7 @@ from publishworker.delivery import Delivery
 from publishworker.in_flight import StuckBatch
 from publishworker.membership import Membership
 from publishworker.pubsub.messages import topic_filter
-from publishworker.pubsub.publisher import PubSubPublisher
+from publishworker.pubsub.publisher import Publisher, PubSubPublisher
 from publishworker.relay import Relay
 from publishworker.retry_policy import RetryPolicy
 from publishworker.settings import RelaySettings
@@ -37,6 +37,7 @@ from publishworker.stopping import run_on_thread
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_age
 from publishworker.telemetry.metrics import Metrics
+from publishworker.threads import REAL_THREADS, Threads
 from publishworker.types import Turn
 from publishworker.worker import Worker
 
@@ -62,33 +63,16 @@ class App:
         self._settings = settings
         self._metrics = metrics
         self.store = open_store(settings)
-        random = Random()  # noqa: S311 - it spreads load, and protects nothing
         self.membership = Membership(self.store, id)
-        allowed = topic_filter(settings.allowed_topics, settings.project)
-        skip_dead = settings.on_ordering_failure == "skip"
-        create_command = partial(create_topic_command, settings)
-        publisher = PubSubPublisher(open_pubsub(settings), settings.project, allowed, create_command=create_command)
-        retries = RetryPolicy(
-            initial=settings.backoff_initial,
-            longest=settings.backoff_max,
-            max_attempts=settings.max_attempts,
-            dead_after=settings.dead_after,
-            random=random,
+        publisher = PubSubPublisher(
+            open_pubsub(settings),
+            settings.project,
+            topic_filter(settings.allowed_topics, settings.project),
+            create_command=partial(create_topic_command, settings),
         )
-        self.relay = Relay(
-            self.store,
-            Delivery(self.store, publisher, retries, settings.publish_timeout, skip_dead=skip_dead),
-            self._metrics,
-            self.membership,
-            limits=Limits(settings.batch_size, settings.batch_bytes, settings.concurrency),
-            # At most half of the poll interval, so that jitter never makes an idle turn skip its discovery.
-            discovery_seconds=min(settings.poll_interval / 2, 1.0),
-            random=random,
-            fair_share=settings.fair_share,
-            skip_dead=skip_dead,
-            stragglers=settings.concurrency // 8,
-            shutdown_seconds=settings.shutdown_timeout,
-            touch_file=touch_file,
+        random = Random()  # noqa: S311 - it spreads load, and protects nothing
+        self.relay = relay_of(
+            settings, self.store, publisher, self.membership, metrics=metrics, random=random, touch_file=touch_file
         )
         self._stream = (
             ChangeStream(lambda: self.store.database, self.relay.wake) if settings.wake == "change-stream" else None
@@ -99,11 +83,10 @@ class App:
             poll_interval=settings.poll_interval,
             idle_interval=self._idle_interval if self._stream else None,
             touch_file=touch_file,
-            report=WorkerGauges(self._metrics, self.membership, self.relay),
+            report=WorkerGauges(metrics, self.membership, self.relay),
             random=random,
         )
-        counts = backlog_counts(self._metrics, lambda: self.relay.topics)
-        samplers = (oldest_age(self._metrics), counts) if self._metrics.wanted else ()
+        samplers = (oldest_age(metrics), backlog_counts(metrics, lambda: self.relay.topics)) if metrics.wanted else ()
         self._background: list[BacklogSampler | ChangeStream] = [
             BacklogSampler(sample, lambda: TaskTable(self.store.database), self.membership) for sample in samplers
         ]
@@ -161,6 +144,44 @@ class App:
         finally:
             for each in self._background:
                 each.stop()
+
+
+def relay_of(
+    settings: RelaySettings,
+    store: SpannerStore,
+    publisher: Publisher,
+    membership: Membership,
+    *,
+    metrics: Metrics,
+    random: Random,
+    touch_file: Callable[[], None] = lambda: None,
+    threads: Threads = REAL_THREADS,
+) -> Relay:
+    """Return a relay from `store` to `publisher` with the limits and times of the settings."""
+    skip_dead = settings.on_ordering_failure == "skip"
+    retries = RetryPolicy(
+        initial=settings.backoff_initial,
+        longest=settings.backoff_max,
+        max_attempts=settings.max_attempts,
+        dead_after=settings.dead_after,
+        random=random,
+    )
+    return Relay(
+        store,
+        Delivery(store, publisher, retries, settings.publish_timeout, skip_dead=skip_dead),
+        metrics,
+        membership,
+        limits=Limits(settings.batch_size, settings.batch_bytes, settings.concurrency),
+        # At most half of the poll interval, so that jitter never makes an idle turn skip its discovery.
+        discovery_seconds=min(settings.poll_interval / 2, 1.0),
+        random=random,
+        fair_share=settings.fair_share,
+        skip_dead=skip_dead,
+        stragglers=settings.concurrency // 8,
+        shutdown_seconds=settings.shutdown_timeout,
+        touch_file=touch_file,
+        threads=threads,
+    )
 
 
 def open_store(settings: RelaySettings) -> SpannerStore:

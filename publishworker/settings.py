@@ -25,16 +25,12 @@ class RelaySettings(PubSubSettings):
     """Settings of the relay, in a worker and in the Spark tasks of a drain."""
 
     batch_size: int = setting(
-        "200",
-        whole_number(1, 1000),
-        "Max tasks in a batch. With 1, each task has its own transaction.",
+        "200", whole_number(1, 1000), "Max tasks in a batch. With 1, each task has its own transaction."
     )
     batch_bytes: int = setting("8000000", whole_number(1, 100_000_000), "Max bytes of messages in a batch.")
     concurrency: int = setting("8", whole_number(1, 100), "Max in-flight batches.")
     publish_timeout: float = setting(
-        "5",
-        seconds(0.1, 8),
-        "Time to publish a batch. Spanner may abort a transaction that is idle for 10 s.",
+        "5", seconds(0.1, 8), "Time to publish a batch. Spanner may abort a transaction that is idle for 10 s."
     )
     allowed_topics: str = setting(
         "*",
@@ -120,4 +116,3 @@ def add_verify_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", action="store_true", help="Keep the database and the topic for inspection.")
     parser.add_argument("--yes", action="store_true", help="Create the database and the topic without confirmation.")
     parser.add_argument("--json", action="store_true", help="Print the result as one line of JSON.")
-    parser.add_argument("--report", metavar="FILE", help="Write an HTML page with the figures and the plans.")

@@ -1,6 +1,7 @@
 """A relay for tests, without a process, threads or waiting."""
 
 import contextlib
+import dataclasses
 import threading
 import time
 import uuid
@@ -16,14 +17,11 @@ from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
 from google.pubsub_v1.types import PubsubMessage
 
 from outbox.shared.pubsub import open_pubsub
-from publishworker.app import open_store
-from publishworker.batching import Limits
-from publishworker.delivery import Delivery
+from publishworker.app import open_store, relay_of
 from publishworker.membership import Membership
 from publishworker.pubsub.messages import topic_name
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.relay import Relay
-from publishworker.retry_policy import RetryPolicy
 from publishworker.settings import RelaySettings
 from publishworker.telemetry.metrics import Metrics
 from publishworker.threads import Threads
@@ -109,18 +107,15 @@ class OutboxRelay:
 
     def _relay(self) -> Relay:
         """Return a new relay, because the circuits of a used one may be open."""
-        settings, random = self._settings, Random(0)  # noqa: S311 - the same order each time, and no secret
-        retries = RetryPolicy(
-            initial=0, longest=0, max_attempts=settings.max_attempts, dead_after=settings.dead_after, random=random
-        )
-        return Relay(
+        # Failed tasks are due again at once, and each turn discovers topics.
+        settings = dataclasses.replace(self._settings, backoff_initial=0, backoff_max=0, poll_interval=0)
+        return relay_of(
+            settings,
             self._store,
-            Delivery(self._store, self._publisher, retries, settings.publish_timeout, skip_dead=False),
-            Metrics(None),
+            self._publisher,
             Membership(self._store, f"test-{uuid.uuid4().hex}"),
-            limits=Limits(settings.batch_size, settings.batch_bytes, settings.concurrency),
-            discovery_seconds=0,
-            random=random,
+            metrics=Metrics(),
+            random=Random(0),  # noqa: S311 - the same order each time, and no secret
             threads=_InlineThreads(),
         )
 

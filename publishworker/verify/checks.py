@@ -1,20 +1,18 @@
 """The checks of a verification. Each returns a verdict, a sentence and its figures."""
 
-import statistics
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from google.api_core.exceptions import GoogleAPIError, PermissionDenied
-from google.cloud.spanner_v1 import ExecuteSqlRequest, TransactionOptions, TransactionSelector
+from google.cloud.spanner_v1 import ExecuteSqlRequest
+from google.cloud.spanner_v1.types import ResultSetStats
 from google.pubsub_v1 import PubsubMessage
 
 import outbox
@@ -26,13 +24,9 @@ from outbox.errors import OutboxError
 from outbox.message import MAX_ATTRIBUTES, MAX_REQUEST_BYTES
 from outbox.storage import ddl, schema
 from outbox.storage.connection import open_database
-from outbox.testing import RecordingTransaction
-from publishworker.batching import Limits
-from publishworker.delivery import Delivery
+from publishworker.app import open_store, relay_of
 from publishworker.membership import Membership
 from publishworker.pubsub.messages import MAX_REQUEST_MESSAGES
-from publishworker.relay import Relay
-from publishworker.retry_policy import RetryPolicy
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry.metrics import Metrics
@@ -43,10 +37,6 @@ from publishworker.verify.scratch import TOPICS, Scratch
 PASSED, FAILED, NOT_AVAILABLE = "passed", "failed", "not available"
 #: Batch sizes of the sweep, and tasks that are sent with each.
 BATCH_SIZES, SWEPT_TASKS = (10, 25, 50, 100, 200, 500), 1_000
-#: Numbers of topics of an idle poll, and max milliseconds with 100 of them.
-POLLED_TOPICS, MAX_POLL_MS = (1, 10, 100, 500), 100.0
-#: Registrations that are timed with and without a relay.
-TIMED = 100
 #: Seconds for which the first of two claims holds its locks.
 HELD_SECONDS = 2.0
 
@@ -61,14 +51,12 @@ class Finding:
     plans: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-def run_all(scratch: Scratch, progress: Callable[[str], None]) -> Iterator[tuple[str, Finding]]:
-    """Run all checks in their order. An unexpected answer of a service fails only its check."""
-    for name, check in CHECKS.items():
-        progress(name)
-        try:
-            yield name, check(scratch)
-        except (GoogleAPIError, OutboxError) as error:
-            yield name, Finding(FAILED, f"{type(error).__name__}: {error}")
+def run(check: Callable[[Scratch], Finding], scratch: Scratch) -> Finding:
+    """Run one check. An unexpected answer of a service is a failed check."""
+    try:
+        return check(scratch)
+    except (GoogleAPIError, OutboxError) as error:
+        return Finding(FAILED, f"{type(error).__name__}: {error}")
 
 
 def _schema(scratch: Scratch) -> Finding:
@@ -107,38 +95,40 @@ def _load(scratch: Scratch) -> Finding:
 
 
 def _plans(scratch: Scratch) -> Finding:
-    """Profile every statement that the relay and the operators' commands send. Changes are planned, not executed."""
+    """Profile every query that the relay and the operators' commands send."""
     found: dict[str, Sequence[str]] = {}
     wrong: list[str] = []
     figures: dict[str, int] = {}
-    for request in _sent(scratch):
-        sql, tag = " ".join(request.sql.split()), request.request_options.request_tag
-        root, stats = _profiled(scratch, request)
-        if root is None or not any(root.scans()):
+    for request, stats in _profiled(scratch):
+        if not plans.scans(stats.query_plan):
             continue
-        found[sql] = list(root.lines())
-        wrong += [f"{tag}: {each}" for each in plans.problems(root, sql)]
+        sql, tag = " ".join(request.sql.split()), request.request_options.request_tag
+        found[sql] = list(plans.lines(stats.query_plan))
+        wrong += [f"{tag}: {each}" for each in plans.problems(stats.query_plan, sql)]
         name = f"rows scanned by {tag}"
-        figures[name] = max(figures.get(name, 0), int(stats.get("rows_scanned", 0)))
+        scanned: Any = dict(stats.query_stats or {}).get("rows_scanned", 0)
+        figures[name] = max(figures.get(name, 0), int(scanned))
     if not found:
         return Finding(NOT_AVAILABLE, "this engine shows no query plans")
     text = "; ".join(dict.fromkeys(wrong)) or f"{len(found)} statements seek in the index or the table that they force"
     return Finding(FAILED if wrong else PASSED, text, dict(sorted(figures.items())), found)
 
 
-def _sent(scratch: Scratch) -> list[ExecuteSqlRequest]:
-    """Return the queries that the relay and the commands send, each once."""
+def _profiled(scratch: Scratch) -> list[tuple[ExecuteSqlRequest, ResultSetStats]]:
+    """Execute the queries of the relay and the commands, and return each once, with its plan and statistics."""
     database = open_database(scratch.settings)
     api: Any = database.spanner_api
-    original = api.execute_streaming_sql
-    requests: dict[str, ExecuteSqlRequest] = {}
+    send = api.execute_streaming_sql
+    profiled: dict[str, tuple[ExecuteSqlRequest, ResultSetStats]] = {}
 
-    def record(request: ExecuteSqlRequest, **more: Any) -> Any:
-        if "INFORMATION_SCHEMA" not in request.sql.upper():
-            requests.setdefault(request.sql, request)
-        return original(request=request, **more)
+    def profile(request: ExecuteSqlRequest, **more: Any) -> Iterator[Any]:
+        request.query_mode = ExecuteSqlRequest.QueryMode.PROFILE
+        for part in send(request=request, **more):
+            if part.stats.query_plan.plan_nodes and "INFORMATION_SCHEMA" not in request.sql.upper():
+                profiled[request.sql] = request, part.stats
+            yield part
 
-    api.execute_streaming_sql = record
+    api.execute_streaming_sql = profile
     store, table = SpannerStore(database, schema.layout(database)), TaskTable(database)
     shards, topics = tuple(store.layouts[0].ids), frozenset(TOPICS)
     for due in (False, True):
@@ -155,50 +145,12 @@ def _sent(scratch: Scratch) -> list[ExecuteSqlRequest]:
         changes.count(table, TaskSelection(state=state), exact=False)
     list(changes.retry(table, TaskSelection(state="dead")))
     tasks.task(table, ids[0] if ids else "none"), tasks.beginning_with(table, ["a"], 3)
-    return list(requests.values())
-
-
-def _profiled(scratch: Scratch, request: ExecuteSqlRequest) -> tuple[plans.Node | None, Mapping[str, Any]]:
-    """Return the plan and the statistics of a query. A locking query runs in a transaction that is rolled back."""
-    api: Any = scratch.database.spanner_api
-    session = api.create_session(database=scratch.database.name)
-    locks = "LOCK_SCANNED_RANGES" in request.sql
-    write = TransactionOptions(read_write=TransactionOptions.ReadWrite())
-    read = TransactionOptions(read_only=TransactionOptions.ReadOnly(strong=True))
-    profiled = ExecuteSqlRequest(
-        session=session.name,
-        sql=request.sql,
-        params=request.params,
-        param_types=request.param_types,
-        query_mode=ExecuteSqlRequest.QueryMode.PROFILE,
-        transaction=TransactionSelector(begin=write) if locks else TransactionSelector(single_use=read),
-    )
-    try:
-        answer = api.execute_sql(request=profiled, timeout=120)
-        if locks:
-            api.rollback(session=session.name, transaction_id=answer.metadata.transaction.id)
-        return plans.tree(answer.stats.query_plan), dict(answer.stats.query_stats or {})
-    finally:
-        api.delete_session(name=session.name)
-
-
-def _topics(scratch: Scratch) -> Finding:
-    """Time an idle poll, which must not cost much more with many topics."""
-    store, figures = scratch.store(), {}
-    for count in POLLED_TOPICS[: 2 if scratch.is_emulator else None]:
-        names = frozenset(f"idle-{number}" for number in range(count))
-        request = PollRequest(shards=tuple(store.layouts[0].ids), topics=names, per_range=80, due=True)
-        figures[f"{count} topics, ms"] = round(statistics.median(_times_ms(partial(store.poll, request), 5)), 1)
-    if scratch.is_emulator:
-        return Finding(NOT_AVAILABLE, "the emulator scans the table for each range", figures)
-    slow = figures["100 topics, ms"] > MAX_POLL_MS
-    text = f"an idle poll of 100 topics takes {figures['100 topics, ms']} ms, the limit is {MAX_POLL_MS:g} ms"
-    return Finding(FAILED if slow else PASSED, text, figures)
+    return list(profiled.values())
 
 
 def _locks(scratch: Scratch) -> Finding:
     """Claim the same tasks twice. The second claim must wait for the first, and find its marks."""
-    store, ids = scratch.store(), scratch.register(TOPICS[0], 100)
+    store, ids = open_store(scratch.settings), scratch.register(TOPICS[0], 100)
     held, marks = threading.Event(), dict.fromkeys(ids, Sent("verify"))
     attempts: list[Sequence[LockedRow]] = []
 
@@ -225,49 +177,19 @@ def _locks(scratch: Scratch) -> Finding:
     return Finding(PASSED if good else FAILED, text, {"waited, s": round(waited, 2), "attempts": len(attempts)})
 
 
-def _registrations(scratch: Scratch) -> Finding:
-    """Time registrations alone, and beside a relay that sends a backlog. Registrations must not wait for its locks."""
-
-    def register() -> object:
-        return scratch.register(TOPICS[1], 1)
-
-    alone = _times_ms(register, TIMED)
-    scratch.register(scratch.settings.database, SWEPT_TASKS)
-    relay, stop = _relay(scratch, 100), threading.Event()
-
-    def turns() -> None:
-        while not stop.is_set():
-            relay.turn(stop.is_set)
-
-    thread = threading.Thread(target=turns, daemon=True)
-    thread.start()
-    try:
-        beside = _times_ms(register, TIMED)
-    finally:
-        stop.set()
-        thread.join(60)
-    relay.finish()
-    figures = {
-        f"{name}, {part} ms": round(value, 1)
-        for name, times in (("alone", alone), ("beside a relay", beside))
-        for part, value in (("median", statistics.median(times)), ("99th percentile", times[int(0.99 * len(times))]))
-    }
-    if scratch.is_emulator:
-        return Finding(NOT_AVAILABLE, "the emulator runs one transaction at a time", figures)
-    text = "compare the 99th percentiles: a registration inserts other rows, so it waits for no lock of the relay"
-    return Finding(PASSED, text, figures)
-
-
 def _batch_sizes(scratch: Scratch) -> Finding:
     """Send tasks with each batch size, with a publisher that answers at once, so that only Spanner counts."""
-    others = [*TOPICS, scratch.settings.database]  # unsent tasks of earlier checks
-    topic_controls.change(TaskTable(scratch.database), "pause", others, {"Paused": True})
+    # Hold back the tasks of earlier checks.
+    topic_controls.change(TaskTable(scratch.database), "pause", TOPICS, {"Paused": True})
+    store, random = open_store(scratch.settings), Random()  # noqa: S311 - it spreads load, and protects nothing
     speeds = {}
     for size in BATCH_SIZES:
         topic = f"{scratch.settings.database}-{size}"
         count = min(SWEPT_TASKS, max(size, scratch.rows // 10))
         scratch.register(topic, count)
-        relay, sent, began = _relay(scratch, size), 0, time.monotonic()
+        settings, membership = replace(scratch.settings, batch_size=size), Membership(store, "verify")
+        relay = relay_of(settings, store, _InstantPublisher(), membership, metrics=Metrics(), random=random)
+        sent, began = 0, time.monotonic()
         while sent < count and time.monotonic() - began < 120:
             sent += relay.turn().published
         sent += relay.finish().published
@@ -288,25 +210,10 @@ class _InstantPublisher:
         return {}
 
 
-def _relay(scratch: Scratch, batch_size: int) -> Relay:
-    """Return a relay that publishes nowhere."""
-    store, random = scratch.store(), Random()  # noqa: S311 - it spreads load, and protects nothing
-    retries = RetryPolicy(initial=1, longest=3600, max_attempts=10, dead_after=86_400, random=random)
-    return Relay(
-        store,
-        Delivery(store, _InstantPublisher(), retries, 5.0, skip_dead=False),
-        Metrics(None),
-        Membership(store, f"verify-{uuid.uuid4().hex}"),
-        limits=Limits(batch_size, 8_000_000, 8),
-        discovery_seconds=0.5,
-        random=random,
-    )
-
-
 def _pubsub_limits(scratch: Scratch) -> Finding:
     """Publish at and beyond each limit, and compare the answers with what the library allows."""
     refused, accepted = [], []
-    for name, messages, allowed in _limit_cases(scratch.topic):
+    for name, messages, allowed in _limit_cases():
         try:
             scratch.topics.publish(topic=scratch.topic, messages=messages, timeout=60, retry=None)
         except GoogleAPIError:
@@ -321,35 +228,17 @@ def _pubsub_limits(scratch: Scratch) -> Finding:
     return Finding(FAILED if wrong else PASSED, wrong or "the library and Pub/Sub agree")
 
 
-def _limit_cases(topic: str) -> Iterator[tuple[str, list[PubsubMessage], bool]]:
+def _limit_cases() -> Iterator[tuple[str, list[PubsubMessage], bool]]:
     """Yield requests by name, each with whether `register` and the relay would send it."""
     for count in (MAX_REQUEST_MESSAGES, MAX_REQUEST_MESSAGES + 1):
-        yield f"a request of {count:,} messages", [PubsubMessage(data=b"x")] * count, count <= MAX_REQUEST_MESSAGES
-    for size in (MAX_REQUEST_BYTES - 200, MAX_REQUEST_BYTES + 1):
-        message = PubsubMessage(data=b"x" * size)
-        yield f"a message of {size:,} bytes", [message], _is_registered(topic, message)
-    for count in (MAX_ATTRIBUTES - 1, MAX_ATTRIBUTES + 1):  # `register` adds one
-        message = PubsubMessage(data=b"x", attributes={f"a{number}": "" for number in range(count)})
-        yield f"a message with {count} attributes", [message], _is_registered(topic, message)
-    reserved = PubsubMessage(data=b"x", attributes={"goog-reserved": ""})
-    yield "an attribute that begins with goog", [reserved], _is_registered(topic, reserved)
-
-
-def _is_registered(topic: str, message: PubsubMessage) -> bool:
-    try:
-        outbox.register(RecordingTransaction(), topic, message)
-    except outbox.InvalidMessage:
-        return False
-    return True
-
-
-def _times_ms(call: Callable[[], object], count: int) -> list[float]:
-    times = []
-    for _ in range(count):
-        began = time.monotonic()
-        call()
-        times.append((time.monotonic() - began) * 1000)
-    return sorted(times)
+        yield f"a request of {count:,} messages", [PubsubMessage(data=b"x")] * count, count == MAX_REQUEST_MESSAGES
+    for size, allowed in ((MAX_REQUEST_BYTES - 200, True), (MAX_REQUEST_BYTES + 1, False)):
+        yield f"a message of {size:,} bytes", [PubsubMessage(data=b"x" * size)], allowed
+    for count in (MAX_ATTRIBUTES, MAX_ATTRIBUTES + 1):
+        attributes = {f"a{number}": "" for number in range(count)}
+        message = PubsubMessage(data=b"x", attributes=attributes)
+        yield f"a message with {count} attributes", [message], count == MAX_ATTRIBUTES
+    yield "an attribute that begins with goog", [PubsubMessage(data=b"x", attributes={"goog-reserved": ""})], False
 
 
 CHECKS: dict[str, Callable[[Scratch], Finding]] = {
@@ -357,9 +246,7 @@ CHECKS: dict[str, Callable[[Scratch], Finding]] = {
     "roles": _roles,
     "load": _load,
     "plans": _plans,
-    "topics": _topics,
     "locks": _locks,
-    "registrations": _registrations,
     "batch sizes": _batch_sizes,
     "Pub/Sub limits": _pubsub_limits,
 }

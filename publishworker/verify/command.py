@@ -1,4 +1,4 @@
-"""`publishworker verify`: progress, table, JSON and the HTML report."""
+"""`publishworker verify`: progress, table and JSON."""
 
 import argparse
 import dataclasses
@@ -6,17 +6,13 @@ import sys
 import uuid
 from collections import Counter
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
-
-from jinja2 import Environment, PackageLoader, Template
 
 from outbox.cli.bulk import confirm
 from outbox.cli.output import as_json, table
 from outbox.errors import SettingError
 from publishworker import exits
 from publishworker.settings import WorkerSettings
-from publishworker.verify.checks import CHECKS, FAILED, Finding, run_all
+from publishworker.verify.checks import CHECKS, FAILED, Finding, run
 from publishworker.verify.scratch import scratch
 
 
@@ -24,8 +20,6 @@ def verify(options: argparse.Namespace) -> int:
     """Run all checks on a scratch database. Return 1 if one of them fails."""
     if options.rows < 100:
         raise SettingError(f"--rows: {options.rows} is not allowed. It must be at least 100")
-    if options.report and not Path(options.report).absolute().parent.is_dir():
-        raise SettingError(f"--report: the folder of {options.report!r} does not exist")
     # Not OUTBOX_DATABASE, which names the database of the application.
     name = options.database or f"outbox-verify-{uuid.uuid4().hex[:8]}"
     settings = WorkerSettings.read(vars(options) | {"database": name})
@@ -36,18 +30,15 @@ def verify(options: argparse.Namespace) -> int:
         yes=options.yes,
     )
     with scratch(settings, options.rows, keep=options.keep) as target:
-        found = dict(run_all(target, _progress))
+        found = {}
+        for number, name in enumerate(CHECKS, 1):
+            print(f"publishworker: {name} ({number} of {len(CHECKS)})", file=sys.stderr, flush=True)
+            found[name] = run(CHECKS[name], target)
     if options.json:
         print(as_json({"checks": [{"name": name} | dataclasses.asdict(each) for name, each in found.items()]}))
     else:
         print(_as_table(found))
-    if options.report:
-        Path(options.report).write_text(_page().render(checks=found, settings=settings), encoding="utf-8")
     return exits.FAILED if any(each.verdict == FAILED for each in found.values()) else exits.DONE
-
-
-def _progress(name: str) -> None:
-    print(f"publishworker: {name} ({list(CHECKS).index(name) + 1} of {len(CHECKS)})", file=sys.stderr, flush=True)
 
 
 def _as_table(found: Mapping[str, Finding]) -> str:
@@ -58,9 +49,3 @@ def _as_table(found: Mapping[str, Finding]) -> str:
     ]
     verdicts = Counter(each.verdict for each in found.values())
     return "\n\n".join([*tables, ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())])
-
-
-@cache
-def _page() -> Template:
-    loader = PackageLoader("publishworker.verify", "")
-    return Environment(loader=loader, autoescape=True, trim_blocks=True).get_template("report.html.jinja")

@@ -1,12 +1,12 @@
-"""Query plans as trees, and what is wrong with them. Pure.
+"""Query plans: as text, and what is wrong with them. Pure.
 
 The format: https://cloud.google.com/spanner/docs/reference/rpc/google.spanner.v1#queryplan, the operators:
 https://cloud.google.com/spanner/docs/query-execution-operators
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from itertools import takewhile
 
 from google.cloud.spanner_v1 import PlanNode, QueryPlan
 
@@ -15,85 +15,74 @@ SMALL_TABLES = ("AsynchronousTaskTopics", "AsynchronousTaskWorkers", "Asynchrono
 _FORCED = re.compile(r"(\w+)@\{FORCE_INDEX=(\w+)\}")
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A relational operator, with the conditions of its scan and the operators that feed it."""
-
-    name: str
-    metadata: Mapping[str, str]
-    conditions: Mapping[str, str] = field(default_factory=dict)
-    children: Sequence["Node"] = ()
-
-    @property
-    def target(self) -> str:
-        """Return the table or index that is scanned, or an empty text."""
-        return self.metadata.get("scan_target", "") if "Scan" in self.name else ""
-
-    def scans(self) -> Iterator["Node"]:
-        """Yield the scans in the tree."""
-        if self.target:
-            yield self
-        for child in self.children:
-            yield from child.scans()
-
-    def lines(self, depth: int = 0) -> Iterator[str]:
-        """Yield the tree as lines of text."""
-        details = ", ".join(f"{name}: {text}" for name, text in sorted({**self.metadata, **self.conditions}.items()))
-        yield "  " * depth + self.name + (f" ({details})" if details else "")
-        for child in self.children:
-            yield from child.lines(depth + 1)
+def lines(plan: QueryPlan, node: PlanNode | None = None, depth: int = 0) -> Iterator[str]:
+    """Yield a plan as a tree of relational operators, each with its metadata and conditions."""
+    node = node or plan.plan_nodes[0]
+    details = ", ".join(f"{name}: {text}" for name, text in sorted((_metadata(node) | _conditions(plan, node)).items()))
+    yield "  " * depth + node.display_name + (f" ({details})" if details else "")
+    for child in _inputs(plan, node):
+        yield from lines(plan, child, depth + 1)
 
 
-def tree(plan: QueryPlan) -> Node | None:
-    """Return the root of a plan, or None if there is no plan, as on the emulator."""
-    nodes = {node.index: node for node in plan.plan_nodes}
-    return _node(nodes[min(nodes)], nodes) if nodes else None
+def scans(plan: QueryPlan) -> list[PlanNode]:
+    """Return the scans of a plan. It has none on the emulator."""
+    return [node for node in plan.plan_nodes if "Scan" in node.display_name and "scan_target" in _metadata(node)]
 
 
-def _node(node: PlanNode, nodes: Mapping[int, PlanNode]) -> Node:
-    children, conditions = [], {}
-    for link in node.child_links:
-        child = nodes[link.child_index]
-        if child.kind == PlanNode.Kind.RELATIONAL:
-            children.append(_node(child, nodes))
-        elif link.type_.endswith("Condition"):
-            conditions[link.type_] = child.short_representation.description
-    metadata = {name: str(value) for name, value in (node.metadata or {}).items()}
-    return Node(node.display_name, metadata, conditions, tuple(children))
+def problems(plan: QueryPlan, statement: str) -> list[str]:
+    """Return one sentence for each part of a plan that reads more than it needs."""
+    found = [
+        f"{node.display_name}: it reads one side as a whole. The hint JOIN_METHOD=APPLY_JOIN had no effect"
+        for node in plan.plan_nodes
+        if "Hash Join" in node.display_name
+    ]
+    for scan in scans(plan):
+        if _metadata(scan)["scan_target"] not in SMALL_TABLES:
+            found += _of_scan(plan, scan, _FORCED.findall(statement))
+    return list(dict.fromkeys(found))
 
 
-def problems(root: Node, statement: str) -> Iterator[str]:
-    """Yield one sentence for each part of a plan that reads more than it needs."""
-    forced = _FORCED.findall(statement)
+def _of_scan(plan: QueryPlan, scan: PlanNode, forced: list[tuple[str, str]]) -> Iterator[str]:
+    """Yield the problems of one scan. `forced` are the tables and indexes that the statement forces."""
+    target = _metadata(scan)["scan_target"]
     allowed = {table if index == "_BASE_TABLE" else index for table, index in forced}
-    yield from dict.fromkeys(_of_node(root, allowed, {table for table, _ in forced}, seek=False, sort=""))
-
-
-def _of_node(node: Node, allowed: set[str], tables: set[str], *, seek: bool, sort: str) -> Iterator[str]:
-    """Yield the problems of a subtree. `sort` names the sort above it that no limit separates from it."""
-    seek = seek or "Seek Condition" in node.conditions
-    if "Hash Join" in node.name:
-        yield f"{node.name}: it reads one side as a whole. The hint JOIN_METHOD=APPLY_JOIN had no effect"
-    if node.name.startswith("Sort"):
-        sort = node.name
-    elif "Limit" in node.name:
-        sort = ""
-    if node.target and node.target not in SMALL_TABLES:
-        yield from _of_scan(node, allowed, tables, seek=seek, sort=sort)
-    for child in node.children:
-        # A seek condition belongs to the scan below it, not to the inputs of a join below it.
-        yield from _of_node(child, allowed, tables, seek=seek and len(node.children) == 1, sort=sort)
-
-
-def _of_scan(scan: Node, allowed: set[str], tables: set[str], *, seek: bool, sort: str) -> Iterator[str]:
-    target = scan.target
+    tables = {table for table, _ in forced}
     if target not in allowed and target in tables:
         yield f"{target}: a join back to the table, although the index has all columns"
     elif target not in allowed:
         yield f"{target} is read, although the statement forces {', '.join(sorted(allowed)) or 'no index'}"
-    if scan.metadata.get("Full scan") == "true":
+    path = list(_to_root(plan, scan))
+    # A seek condition belongs to the scan below it, not to the inputs of a join below it.
+    above = takewhile(lambda node: len(_inputs(plan, node)) < 2, path)
+    if _metadata(scan).get("Full scan") == "true":
         yield f"{target}: a full scan. The optimizer found no seek condition"
-    elif not seek:
+    elif not any("Seek Condition" in _conditions(plan, node) for node in above):
         yield f"{target}: a scan without a seek condition"
-    if sort and target not in tables:
-        yield f"{target}: {sort} reads all rows of the range before the limit applies"
+    bounds = [
+        node.display_name for node in path if node.display_name.startswith("Sort") or "Limit" in node.display_name
+    ]
+    if bounds and bounds[0].startswith("Sort") and target not in tables:
+        yield f"{target}: {bounds[0]} reads all rows of the range before the limit applies"
+
+
+def _to_root(plan: QueryPlan, node: PlanNode) -> Iterator[PlanNode]:
+    """Yield a node, the operator that it feeds, and so on."""
+    yield node
+    for parent in plan.plan_nodes:
+        if any(child.index == node.index for child in _inputs(plan, parent)):
+            yield from _to_root(plan, parent)
+
+
+def _inputs(plan: QueryPlan, node: PlanNode) -> list[PlanNode]:
+    """Return the operators that feed a node."""
+    children = (plan.plan_nodes[link.child_index] for link in node.child_links)
+    return [child for child in children if child.kind == PlanNode.Kind.RELATIONAL]
+
+
+def _conditions(plan: QueryPlan, node: PlanNode) -> dict[str, str]:
+    links = (link for link in node.child_links if link.type_.endswith("Condition"))
+    return {link.type_: plan.plan_nodes[link.child_index].short_representation.description for link in links}
+
+
+def _metadata(node: PlanNode) -> dict[str, str]:
+    return {name: str(value) for name, value in (node.metadata or {}).items()}

@@ -19,8 +19,6 @@ from outbox.shared.pubsub import open_pubsub
 from outbox.storage import schema
 from outbox.storage.connection import LimitedDatabase, open_database, uses_emulator
 from publishworker.settings import WorkerSettings
-from publishworker.spanner.emulator import EmulatorStore
-from publishworker.spanner.store import SpannerStore
 
 #: Topics of the loaded tasks, of which nothing is published.
 TOPICS = ("verify-a", "verify-b", "verify-c", "verify-d")
@@ -47,19 +45,10 @@ class Scratch:
         """Tell whether the database is on the emulator, which shows no plans and has no roles."""
         return uses_emulator(self.settings)
 
-    def store(self) -> SpannerStore:
-        """Return a store of the scratch database."""
-        kind = EmulatorStore if self.is_emulator else SpannerStore
-        return kind(self.database, schema.layout(self.database), self.settings.request_priority)
-
     def register(self, topic: str, count: int) -> list[str]:
-        """Register tasks in transactions of up to CHUNK, and return their IDs."""
-        ids: list[str] = []
-        while len(ids) < count:
-            with self._batch() as batch:
-                tasks = [outbox.Task(topic, b"x" * 300) for _ in range(min(CHUNK, count - len(ids)))]
-                ids += outbox.register_many(batch, tasks)
-        return ids
+        """Register tasks in one transaction, and return their IDs."""
+        with self._batch() as batch:
+            return outbox.register_many(batch, [outbox.Task(topic, b"x" * 300) for _ in range(count)])
 
     def load(self) -> None:
         """Insert `rows` tasks: one in PENDING_EACH is pending, the others were sent within the last hour."""
