@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     from outbox import __version__  # noqa: PLC0415 - see main
     from outbox.shared.arguments import Parser  # noqa: PLC0415 - see main
     from publishworker import commands  # noqa: PLC0415 - see main
+    from publishworker.check import check  # noqa: PLC0415 - see main
     from publishworker.settings import WorkerSettings, add_deadline, add_verify_flags  # noqa: PLC0415 - see main
 
     parser = Parser(
@@ -87,11 +88,11 @@ def _parser() -> argparse.ArgumentParser:
     drain = add("drain", commands.drain, "Publish until nothing is pending or retrying; print what remains.")
     WorkerSettings.add_flags(drain)
     add_deadline(drain)
-    check = add("check", commands.check, "Check settings, database, table and topics, and say how to fix errors.")
-    WorkerSettings.add_flags(check)
-    check.add_argument(
+    checks = add("check", check, "Check settings, database, table and topics, and say how to fix errors.")
+    WorkerSettings.add_flags(checks)
+    checks.add_argument(
         "topics", nargs="*", metavar="TOPIC", help="Check these topics as well as those with pending tasks."
     )
-    add_verify_flags(add("verify", _verify, "Verify plans, locks, limits and speed on a scratch database."))
+    add_verify_flags(add("verify", _verify, "Verify plans, locks, roles, limits and speed on a scratch database."))
     subparsers.add_parser("healthcheck", help="Exit 0 while the worker is alive: for liveness probes.")
     return parser

@@ -7,21 +7,18 @@ import logging
 import socket
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from outbox.shared import logs
 from outbox.shared.settings import unknown_variables
+from outbox.shared.throttled_log import ThrottledLog
 from publishworker import exits
 from publishworker.app import App, until_drained
-from publishworker.check import check
-from publishworker.heartbeat import HeartbeatFile
 from publishworker.settings import WorkerSettings
 from publishworker.stopping import stop_on_signals
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Metrics
-
-__all__ = ["check", "drain", "run"]
 
 _log = logging.getLogger("publishworker")
 
@@ -63,15 +60,29 @@ def _worker(settings: WorkerSettings) -> Iterator[App]:
     metrics = Metrics(client(settings.metrics))
     try:
         worker = App(
-            settings,
-            id=worker_id(),
-            metrics=metrics,
-            touch_file=HeartbeatFile(Path(settings.heartbeat_file)),
+            settings, id=worker_id(), metrics=metrics, touch_file=heartbeat_file(Path(settings.heartbeat_file))
         )
         collect_garbage_rarely()
         yield worker
     finally:
         metrics.stop()
+
+
+def heartbeat_file(path: Path) -> Callable[[], None]:
+    """Return a function that touches the file whose age `healthcheck` reads. A failure is logged and stops nothing."""
+    throttled_log = ThrottledLog()
+
+    def touch() -> None:
+        try:
+            path.touch()
+        except OSError as error:
+            throttled_log.log(
+                "heartbeat",
+                "",
+                f"Heartbeat file {path} cannot be written ({error.strerror}). `publishworker healthcheck` will fail.",
+            )
+
+    return touch
 
 
 def collect_garbage_rarely() -> None:

@@ -30,22 +30,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--max-age",
         metavar="SECONDS",
+        type=float,
         default=os.environ.get("OUTBOX_MAX_AGE", str(MAX_AGE)),
         help=f"Max age of the file of a worker that is alive (env OUTBOX_MAX_AGE; default {MAX_AGE:g}).",
     )
     options = parser.parse_args(arguments)
-    try:
-        max_age = float(options.max_age)
-    except ValueError:
-        max_age = 0.0
-    if not 0 < max_age < float("inf"):
-        parser.error(f"--max-age (or OUTBOX_MAX_AGE): {options.max_age!r} is not allowed. It must be seconds above 0")
+    if not 0 < options.max_age < float("inf"):
+        parser.error(f"--max-age (or OUTBOX_MAX_AGE): {options.max_age:g} is not allowed. It must be seconds above 0")
     try:
         age = time.time() - Path(options.heartbeat_file).stat().st_mtime
     except OSError as error:
         print(f"No heartbeat: {options.heartbeat_file}: {error.strerror}", file=sys.stderr)
         return 1
-    if age > max_age:
-        print(f"The last heartbeat is {age:.0f} s old; --max-age is {max_age:g} s", file=sys.stderr)
+    if age > options.max_age:
+        print(f"The last heartbeat is {age:.0f} s old; --max-age is {options.max_age:g} s", file=sys.stderr)
         return 1
     return 0
