@@ -116,3 +116,4 @@ def add_verify_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", action="store_true", help="Keep the database and the topic for inspection.")
     parser.add_argument("--yes", action="store_true", help="Create the database and the topic without confirmation.")
     parser.add_argument("--json", action="store_true", help="Print the result as one line of JSON.")
+    parser.add_argument("--report", metavar="FILE", help="Write an HTML page with the figures and the plans.")

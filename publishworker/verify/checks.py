@@ -1,5 +1,6 @@
 """The checks of a verification. Each returns a verdict, a sentence and its figures."""
 
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from outbox.storage.connection import open_database
 from publishworker.app import open_store, relay_of
 from publishworker.membership import Membership
 from publishworker.pubsub.messages import MAX_REQUEST_MESSAGES
+from publishworker.relay import Relay
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry.metrics import Metrics
@@ -39,6 +41,8 @@ PASSED, FAILED, NOT_AVAILABLE = "passed", "failed", "not available"
 BATCH_SIZES, SWEPT_TASKS = (10, 25, 50, 100, 200, 500), 1_000
 #: Seconds for which the first of two claims holds its locks.
 HELD_SECONDS = 2.0
+#: Registrations that are timed alone, and again beside a relay.
+TIMED = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,19 +181,54 @@ def _locks(scratch: Scratch) -> Finding:
     return Finding(PASSED if good else FAILED, text, {"waited, s": round(waited, 2), "attempts": len(attempts)})
 
 
+def _registrations(scratch: Scratch) -> Finding:
+    """Time registrations alone, and beside a relay that sends a backlog. Registrations must not wait for its locks."""
+    alone = _registering_ms(scratch)
+    scratch.register(scratch.settings.database, SWEPT_TASKS)
+    relay, stop = _relay(scratch, 200), threading.Event()
+
+    def turns() -> None:
+        while not stop.is_set():
+            relay.turn(stop.is_set)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(turns)
+        try:
+            beside = _registering_ms(scratch)
+        finally:
+            stop.set()
+        running.result(60)
+    relay.finish()
+    figures = {
+        f"{name}, {part} ms": round(value, 1)
+        for name, times in (("alone", alone), ("beside a relay", beside))
+        for part, value in (("median", statistics.median(times)), ("99th percentile", times[int(0.99 * len(times))]))
+    }
+    if scratch.is_emulator:
+        return Finding(NOT_AVAILABLE, "the emulator runs one transaction at a time", figures)
+    text = "compare the 99th percentiles: a registration inserts other rows, so it waits for no lock of the relay"
+    return Finding(PASSED, text, figures)
+
+
+def _registering_ms(scratch: Scratch) -> list[float]:
+    times = []
+    for _ in range(TIMED):
+        began = time.monotonic()
+        scratch.register(TOPICS[1], 1)
+        times.append((time.monotonic() - began) * 1000)
+    return sorted(times)
+
+
 def _batch_sizes(scratch: Scratch) -> Finding:
     """Send tasks with each batch size, with a publisher that answers at once, so that only Spanner counts."""
-    # Hold back the tasks of earlier checks.
-    topic_controls.change(TaskTable(scratch.database), "pause", TOPICS, {"Paused": True})
-    store, random = open_store(scratch.settings), Random()  # noqa: S311 - it spreads load, and protects nothing
+    others = [*TOPICS, scratch.settings.database]  # unsent tasks of earlier checks
+    topic_controls.change(TaskTable(scratch.database), "pause", others, {"Paused": True})
     speeds = {}
     for size in BATCH_SIZES:
         topic = f"{scratch.settings.database}-{size}"
         count = min(SWEPT_TASKS, max(size, scratch.rows // 10))
         scratch.register(topic, count)
-        settings, membership = replace(scratch.settings, batch_size=size), Membership(store, "verify")
-        relay = relay_of(settings, store, _InstantPublisher(), membership, metrics=Metrics(), random=random)
-        sent, began = 0, time.monotonic()
+        relay, sent, began = _relay(scratch, size), 0, time.monotonic()
         while sent < count and time.monotonic() - began < 120:
             sent += relay.turn().published
         sent += relay.finish().published
@@ -198,6 +237,13 @@ def _batch_sizes(scratch: Scratch) -> Finding:
     enough = next(size for size in BATCH_SIZES if speeds[size] >= 0.9 * speeds[best])
     text = f"--batch-size {enough} reaches 90 % of the fastest ({best}). The default is 200"
     return Finding(PASSED, text, {f"{size} tasks, tasks/s": round(speed) for size, speed in speeds.items()})
+
+
+def _relay(scratch: Scratch, batch_size: int) -> Relay:
+    """Return a relay that publishes nowhere."""
+    store, random = open_store(scratch.settings), Random()  # noqa: S311 - it spreads load, and protects nothing
+    settings, membership = replace(scratch.settings, batch_size=batch_size), Membership(store, "verify")
+    return relay_of(settings, store, _InstantPublisher(), membership, metrics=Metrics(), random=random)
 
 
 class _InstantPublisher:
@@ -247,6 +293,7 @@ CHECKS: dict[str, Callable[[Scratch], Finding]] = {
     "load": _load,
     "plans": _plans,
     "locks": _locks,
+    "registrations": _registrations,
     "batch sizes": _batch_sizes,
     "Pub/Sub limits": _pubsub_limits,
 }

@@ -1,4 +1,4 @@
-"""`publishworker verify`: progress, table and JSON."""
+"""`publishworker verify`: progress, table, JSON and the HTML report."""
 
 import argparse
 import dataclasses
@@ -6,6 +6,9 @@ import sys
 import uuid
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader
 
 from outbox.cli.bulk import confirm
 from outbox.cli.output import as_json, table
@@ -20,6 +23,8 @@ def verify(options: argparse.Namespace) -> int:
     """Run all checks on a scratch database. Return 1 if one of them fails."""
     if options.rows < 100:
         raise SettingError(f"--rows: {options.rows} is not allowed. It must be at least 100")
+    if options.report and not Path(options.report).absolute().parent.is_dir():
+        raise SettingError(f"--report: the folder of {options.report!r} does not exist")
     # Not OUTBOX_DATABASE, which names the database of the application.
     name = options.database or f"outbox-verify-{uuid.uuid4().hex[:8]}"
     settings = WorkerSettings.read(vars(options) | {"database": name})
@@ -38,6 +43,10 @@ def verify(options: argparse.Namespace) -> int:
         print(as_json({"checks": [{"name": name} | dataclasses.asdict(each) for name, each in found.items()]}))
     else:
         print(_as_table(found))
+    if options.report:
+        pages = Environment(loader=PackageLoader("publishworker.verify", ""), autoescape=True, trim_blocks=True)
+        page = pages.get_template("report.html.jinja").render(checks=found, settings=settings)
+        Path(options.report).write_text(page, encoding="utf-8")
     return exits.FAILED if any(each.verdict == FAILED for each in found.values()) else exits.DONE
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ def small(emulators: Emulators, spanner_instance: Instance, monkeypatch: pytest.
     """Few tasks and short waits; afterwards no database and no topic is left, whatever a test did."""
     for name, value in emulators.environment().items():
         monkeypatch.setenv(name, value)
-    for name, number in {"BATCH_SIZES": (10, 50), "SWEPT_TASKS": 50, "HELD_SECONDS": 0.5}.items():
+    for name, number in {"BATCH_SIZES": (10, 50), "SWEPT_TASKS": 50, "TIMED": 5, "HELD_SECONDS": 0.5}.items():
         monkeypatch.setattr(checks, name, number)
     yield
     spanner_instance.database(NAME).drop()
@@ -41,21 +42,23 @@ def is_gone(instance: Instance, pubsub: PubSub) -> bool:
 
 
 def test_all_checks_run_and_nothing_is_left(
-    spanner_instance: Instance, pubsub: PubSub, capsys: pytest.CaptureFixture[str]
+    spanner_instance: Instance, pubsub: PubSub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What the emulator cannot show is not available, and never counts as passed."""
-    assert cli.main([*FLAGS, "--yes", "--json"]) == 0
+    report = tmp_path / "report.html"
+    assert cli.main([*FLAGS, "--yes", "--json", "--report", str(report)]) == 0
     out, err = capsys.readouterr()
     found = {each["name"]: each for each in json.loads(out)["checks"]}
     assert list(found) == list(CHECKS)
     assert {name: each["verdict"] for name, each in found.items()} == {
         **dict.fromkeys(("schema", "load", "locks", "batch sizes"), "passed"),
-        **dict.fromkeys(("roles", "plans", "Pub/Sub limits"), "not available"),
+        **dict.fromkeys(("roles", "plans", "registrations", "Pub/Sub limits"), "not available"),
     }
     assert found["load"]["figures"]["rows"] == 200
     assert [line.split(": ")[1] for line in err.splitlines()] == [
         f"{name} ({number} of {len(CHECKS)})" for number, name in enumerate(CHECKS, 1)
     ]
+    assert all(f"<td>{name}</td>" in report.read_text(encoding="utf-8") for name in CHECKS)
     assert is_gone(spanner_instance, pubsub)
 
 
@@ -69,7 +72,7 @@ def test_a_failed_check_is_named_and_the_others_run(
     assert cli.main([*FLAGS, "--yes"]) == 1
     out = capsys.readouterr().out
     assert "roles           failed         PermissionDenied: 403 no spanner.databases.updateDdl" in out
-    assert out.endswith("1 failed, 2 not available\n") or "1 failed" in out.splitlines()[-1]
+    assert out.endswith("1 failed, 3 not available\n") or "1 failed" in out.splitlines()[-1]
     assert is_gone(spanner_instance, pubsub)
 
 
